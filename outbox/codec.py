@@ -1,0 +1,106 @@
+"""How bodies become bytes and back. JSON by default, one codec per content type, never pickle."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from datetime import date, datetime
+from decimal import Decimal
+from typing import Any, Protocol
+from uuid import UUID
+
+from outbox.errors import ConfigurationError, UndecodableBody, UnserialisableBody
+
+
+class Codec(Protocol):
+    """Encodes the bodies of one content type."""
+
+    @property
+    def content_type(self) -> str:
+        """The content type stored with every message this codec encodes."""
+
+    def encode(self, body: Any) -> bytes:
+        """Bytes of `body`; TypeError or ValueError when it cannot be encoded."""
+
+    def decode(self, data: bytes) -> Any:
+        """The value that `data` encodes; ValueError when it is damaged."""
+
+
+class JsonCodec:
+    """Compact UTF-8 JSON. Decimal, datetime, date and UUID are written as strings (ISO 8601 for times).
+
+    They come back as strings: a consumer in another language sees the same message.
+    """
+
+    content_type = "application/json"
+
+    def encode(self, body: Any) -> bytes:
+        """See Codec. NaN and infinities are refused: they are not JSON."""
+        return json.dumps(body, default=_plain, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
+
+    def decode(self, data: bytes) -> Any:
+        """See Codec."""
+        return json.loads(data)
+
+
+class BytesCodec:
+    """Bodies that are bytes already."""
+
+    content_type = "application/octet-stream"
+
+    def encode(self, body: Any) -> bytes:
+        """See Codec."""
+        if not isinstance(body, (bytes, bytearray, memoryview)):
+            raise TypeError(f"expected bytes, got {type(body).__name__}")
+        return bytes(body)
+
+    def decode(self, data: bytes) -> Any:
+        """See Codec."""
+        return data
+
+
+def _plain(value: object) -> str:
+    if isinstance(value, (Decimal, UUID)):
+        return str(value)
+    if isinstance(value, (datetime, date)):
+        return value.isoformat()
+    raise TypeError(f"{type(value).__name__} is not JSON: convert it, or give the topic a codec of its own")
+
+
+class Codecs:
+    """The codecs an application knows: a default, and others per topic."""
+
+    def __init__(self, default: Codec | None = None, *, by_topic: dict[str, Codec] | None = None) -> None:
+        self._default: Codec = default or JsonCodec()
+        self._by_topic = dict(by_topic or {})
+        known: Iterable[Codec] = (JsonCodec(), BytesCodec(), self._default, *self._by_topic.values())
+        self._by_content_type = {codec.content_type: codec for codec in known}
+
+    def encode(self, topic: str, body: Any) -> tuple[bytes, str]:
+        """The encoded body and its content type. Raises UnserialisableBody naming topic and cause."""
+        codec = self._by_topic.get(topic, self._default)
+        try:
+            encoded = codec.encode(body)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise UnserialisableBody(
+                f"the body for topic {topic!r} cannot be encoded as {codec.content_type}: {error}. "
+                f"Nothing was published."
+            ) from error
+        if not isinstance(encoded, bytes):
+            raise ConfigurationError(
+                f"codec {type(codec).__name__} returned {type(encoded).__name__}; encode() must return bytes."
+            )
+        return encoded, codec.content_type
+
+    def decode(self, content_type: str, data: bytes) -> Any:
+        """The decoded body. Raises UndecodableBody naming the content type."""
+        codec = self._by_content_type.get(content_type)
+        if codec is None:
+            raise UndecodableBody(
+                f"no codec for content type {content_type!r}: the message was published by an application with another "
+                f"codec. Add that codec to this application's settings and replay the message."
+            )
+        try:
+            return codec.decode(data)
+        except ValueError as error:
+            raise UndecodableBody(f"the body is not valid {content_type}: {error}") from error

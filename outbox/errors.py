@@ -1,0 +1,142 @@
+"""Every error of the project, in one tree.
+
+The docstring of a class is its default message. A message says what happened, to which message or
+setting, and what to do next; raise with a text of that shape wherever there is something to name.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from uuid import UUID
+
+
+class OutboxError(Exception):
+    """Something in outbox failed."""
+
+    def __init__(self, message: str | None = None) -> None:
+        super().__init__(message or inspect.getdoc(type(self)) or type(self).__name__)
+
+
+# -- what the caller wrote is wrong -----------------------------------------------------------------
+
+
+class UsageError(OutboxError):
+    """The call cannot be right as it is written."""
+
+
+class ConfigurationError(UsageError):
+    """A setting is missing or wrong."""
+
+
+class InvalidName(UsageError):
+    """A topic, group, tag, key or header name is not allowed."""
+
+
+class InvalidMessage(UsageError):
+    """The message cannot be sent as it is."""
+
+
+class BodyTooLarge(InvalidMessage):
+    """The encoded body is larger than a message may be."""
+
+
+class UnserialisableBody(InvalidMessage):
+    """The body cannot be encoded by the codec of its topic."""
+
+
+class UndecodableBody(OutboxError):
+    """The stored body cannot be decoded by the codec of its content type."""
+
+
+class UnknownTopic(UsageError):
+    """The topic is not declared."""
+
+
+class UnknownGroup(UsageError):
+    """The consumer group is not known to the broker."""
+
+
+class MessageTypeMismatch(InvalidMessage):
+    """The topic does not accept this type of message."""
+
+
+class InvalidFilter(UsageError):
+    """The filter expression cannot be parsed."""
+
+
+class InvalidSubscription(UsageError):
+    """The subscription contradicts itself or one already registered."""
+
+
+class TransactionUsageError(UsageError):
+    """The transaction a publish call belongs to cannot be determined, or cannot be used."""
+
+
+# -- the broker did not do it -----------------------------------------------------------------------
+
+
+class BrokerError(OutboxError):
+    """The broker did not carry out a request."""
+
+
+class BrokerUnavailable(BrokerError):
+    """The broker's database could not be reached in time. Nothing was published."""
+
+
+class SendFailed(BrokerError):
+    """The message could not be stored within the deadline."""
+
+
+class TransactionalMessagesRejected(BrokerError):
+    """The broker's operator has switched off new transactional messages."""
+
+
+class SchemaError(BrokerError):
+    """The broker's tables are missing, too old or too new for this code."""
+
+
+class WrongDatabase(BrokerError):
+    """The database is not the one that was expected."""
+
+
+class TransactionAlreadyRolledBack(OutboxError):
+    """A check-back already decided that this transaction never committed, so it must not commit now."""
+
+
+class LeaseLost(BrokerError):
+    """The lease ran out or was taken over; the work done under it must not be recorded."""
+
+
+# -- what a handler may raise -----------------------------------------------------------------------
+
+
+class HandlerError(OutboxError):
+    """Base of the errors by which a handler steers what happens to its message."""
+
+
+class PermanentError(HandlerError):
+    """No later attempt can succeed: dead-letter the message now."""
+
+
+class RetryLater(HandlerError):
+    """Try again after a chosen delay level instead of the next one.
+
+    `level` counts from 1 (the first delay of the subscriber's retry policy).
+    """
+
+    def __init__(self, message: str | None = None, *, level: int) -> None:
+        super().__init__(message or f"The handler asked for another attempt at delay level {level}.")
+        self.level = level
+
+
+class PartialFailure(HandlerError):
+    """Some messages of a batch failed; the others took effect.
+
+    `errors` maps the message ids that failed to their errors. The handler must have undone the effects of
+    those itself (a savepoint per message).
+    """
+
+    def __init__(self, errors: Mapping[UUID, Exception]) -> None:
+        super().__init__(f"{len(errors)} messages of the batch failed: {', '.join(map(str, list(errors)[:5]))}")
+        self.errors = errors

@@ -1,0 +1,130 @@
+"""Fault points: named steps at which a test or the demo can kill, stop, delay or fail this process.
+
+Off unless the environment variable OUTBOX_FAULTS is set when the process starts (or `arm` is called); then
+`point` is one failed dictionary look-up. The syntax is `name=action[@n][?file]`, separated by `;`:
+
+    OUTBOX_FAULTS="producer.after_local_commit=kill@3;sequencer.before_tick=delay:0.2"
+
+Actions: `kill` (SIGKILL), `stop` (SIGSTOP), `raise` (FaultInjected), `delay:SECONDS`. `@n` acts on the n-th
+visit only (default: on every visit). `?file` acts only for the process that creates the file, so that one of
+many processes is hit once.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from outbox.errors import ConfigurationError, OutboxError
+
+# Every step a fault can be put on, in the order a message passes them.
+POINTS: Final = (
+    "producer.before_ledger",
+    "producer.after_ledger",
+    "producer.before_half",
+    "producer.after_half",
+    "producer.before_local_commit",
+    "producer.after_local_commit",
+    "producer.before_end",
+    "producer.after_end",
+    "sequencer.before_tick",
+    "sequencer.mid_tick",
+    "sequencer.after_tick",
+    "check.after_claim",
+    "check.before_tombstone",
+    "check.after_tombstone",
+    "check.before_report",
+    "consumer.before_handler",
+    "consumer.before_inbox_commit",
+    "consumer.after_inbox_commit",
+    "consumer.before_offset",
+    "consumer.after_offset",
+    "consumer.before_send_back",
+    "consumer.after_send_back",
+)
+
+
+class FaultInjected(OutboxError):
+    """A fault point was told to raise here."""
+
+
+@dataclass
+class _Fault:
+    action: Callable[[str], None]
+    visit: int | None
+    marker: str | None
+    visits: int = 0
+
+
+_armed: dict[str, _Fault] = {}
+_lock = threading.Lock()
+
+
+def point(name: str) -> None:
+    """Act if a fault is armed at this step; otherwise return at once."""
+    if not _armed:
+        return
+    fault = _armed.get(name)
+    if fault is None:
+        return
+    with _lock:
+        fault.visits += 1
+        if fault.visit is not None and fault.visits != fault.visit:
+            return
+        if fault.marker is not None and not _first(fault.marker):
+            return
+    fault.action(name)
+
+
+def arm(specification: str) -> None:
+    """Arm faults from a specification (see the module's text); an empty one disarms all. Raises ConfigurationError."""
+    armed = dict(_parse(entry.strip()) for entry in specification.split(";") if entry.strip())
+    _armed.clear()
+    _armed.update(armed)
+
+
+def _parse(entry: str) -> tuple[str, _Fault]:
+    name, _, rest = entry.partition("=")
+    if name not in POINTS:
+        raise ConfigurationError(
+            f"OUTBOX_FAULTS: there is no fault point {name!r}; the points are {', '.join(POINTS)}."
+        )
+    rest, _, marker = rest.partition("?")
+    action, _, visit = rest.partition("@")
+    if visit and not visit.isdigit():
+        raise ConfigurationError(f"OUTBOX_FAULTS: {entry!r}: after '@' comes the number of the visit, not {visit!r}.")
+    return name, _Fault(_action(entry, action), int(visit) if visit else None, marker or None)
+
+
+def _action(entry: str, action: str) -> Callable[[str], None]:
+    kind, _, argument = action.partition(":")
+    if kind == "kill":
+        return lambda _: os.kill(os.getpid(), signal.SIGKILL)
+    if kind == "stop":
+        return lambda _: os.kill(os.getpid(), signal.SIGSTOP)
+    if kind == "raise":
+        return _raise
+    if kind == "delay":
+        seconds = float(argument)
+        return lambda _: time.sleep(seconds)
+    raise ConfigurationError(f"OUTBOX_FAULTS: {entry!r}: the actions are kill, stop, raise and delay:SECONDS.")
+
+
+def _raise(name: str) -> None:
+    raise FaultInjected(f"fault point {name} was told to raise")
+
+
+def _first(marker: str) -> bool:
+    try:
+        os.close(os.open(marker, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    return True
+
+
+arm(os.environ.get("OUTBOX_FAULTS", ""))

@@ -1,0 +1,112 @@
+"""The values that travel: messages, receipts, deliveries."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from types import MappingProxyType
+from typing import Any
+from uuid import UUID
+
+from outbox import names
+from outbox.errors import InvalidMessage
+from outbox.ids import uuid7
+
+_NO_HEADERS: Mapping[str, str] = MappingProxyType({})
+
+
+def _now() -> datetime:
+    return datetime.now(UTC)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Message:
+    """One message as it is sent: an encoded body and where it belongs.
+
+    `message_id` is the idempotency key of a send: storing the same id twice stores one message.
+    `key` orders messages on FIFO topics and names the business object elsewhere. `shard` chooses the
+    queue (shard modulo queue count); None spreads messages evenly. `deliver_at` (aware) is the
+    earliest time of delivery. Raises InvalidName, InvalidMessage or BodyTooLarge when it cannot be sent.
+    """
+
+    topic: str
+    body: bytes
+    message_id: UUID = field(default_factory=uuid7)
+    key: str = ""
+    tag: str = ""
+    headers: Mapping[str, str] = _NO_HEADERS
+    content_type: str = "application/json"
+    deliver_at: datetime | None = None
+    shard: int | None = None
+    born_at: datetime = field(default_factory=_now)
+
+    def __post_init__(self) -> None:
+        names.check_topic(self.topic)
+        names.check_key(self.key)
+        names.check_tag(self.tag)
+        if self.headers:
+            names.check_headers(self.headers)
+        if not isinstance(self.body, bytes):
+            raise InvalidMessage(f"the body for topic {self.topic!r} must be bytes; encode it with a codec first.")
+        names.check_body_size(self.topic, self.body)
+        if self.deliver_at is not None and self.deliver_at.tzinfo is None:
+            raise InvalidMessage(
+                f"deliver_at={self.deliver_at!r} for topic {self.topic!r} has no time zone: pass an aware datetime "
+                f"(django.utils.timezone.now(), datetime.now(UTC))."
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SendReceipt:
+    """Proof that the broker stored a message.
+
+    `position` is the broker's own address of it (for the bundled broker its log id), or None where the
+    broker gives none.
+    """
+
+    message_id: UUID
+    transaction_id: UUID
+    topic: str
+    position: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Delivery:
+    """One message handed to one handler.
+
+    `body` is decoded by the codec of the message's content type. `attempt` counts from 1. `queue` and
+    `offset` say where the consumer group found it.
+    """
+
+    message: Message
+    body: Any
+    group: str
+    queue: str
+    offset: int
+    attempt: int = 1
+
+    @property
+    def message_id(self) -> UUID:
+        """The id the producer gave the message; the same on every attempt."""
+        return self.message.message_id
+
+    @property
+    def topic(self) -> str:
+        """The topic it was published to, also when it arrives from a retry queue."""
+        return self.message.topic
+
+    @property
+    def key(self) -> str:
+        """The message's key, empty when it has none."""
+        return self.message.key
+
+    @property
+    def tag(self) -> str:
+        """The message's tag, empty when it has none."""
+        return self.message.tag
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """The message's headers."""
+        return self.message.headers

@@ -1,0 +1,80 @@
+"""Which names and sizes are allowed, checked before anything is stored."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from outbox.errors import BodyTooLarge, InvalidName
+
+MAX_BODY_BYTES = 4 * 1024 * 1024
+MAX_HEADERS = 64
+MAX_HEADER_VALUE = 4096
+MAX_KEY = 255
+MAX_TAG = 127
+
+_TOPIC = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,126}")
+_HEADER = re.compile(r"[A-Za-z_][A-Za-z0-9_\-]{0,63}")
+_TAG = re.compile(r"[^\s|\x00-\x1f]+")
+
+
+def check_topic(name: str) -> str:
+    """Return `name`, or raise InvalidName. Names that begin with `%` belong to the broker."""
+    return _check_identifier("topic", name)
+
+
+def check_group(name: str) -> str:
+    """Return a consumer or producer group's name, or raise InvalidName."""
+    return _check_identifier("group", name)
+
+
+def _check_identifier(what: str, name: object) -> str:
+    if not isinstance(name, str) or not _TOPIC.fullmatch(name):
+        raise InvalidName(
+            f"{what} name {name!r} is not allowed: use 1 to 127 letters, digits, '_', '-' or '.', "
+            f"beginning with a letter, a digit or '_'."
+        )
+    return name
+
+
+def check_tag(tag: str) -> str:
+    """Return `tag`, or raise InvalidName. A tag has no white space and no `|` (which separates tags in filters)."""
+    if tag and (not isinstance(tag, str) or len(tag) > MAX_TAG or not _TAG.fullmatch(tag)):
+        raise InvalidName(f"tag {tag!r} is not allowed: use up to {MAX_TAG} characters without white space or '|'.")
+    return tag
+
+
+def check_key(key: str) -> str:
+    """Return `key`, or raise InvalidName."""
+    if not isinstance(key, str) or len(key) > MAX_KEY or "\x00" in key:
+        raise InvalidName(
+            f"key {key!r} is not allowed: use a string of up to {MAX_KEY} characters, str(value) for ids."
+        )
+    return key
+
+
+def check_headers(headers: Mapping[str, str]) -> Mapping[str, str]:
+    """Return `headers`, or raise InvalidName naming the first header that is not allowed."""
+    if len(headers) > MAX_HEADERS:
+        raise InvalidName(f"{len(headers)} headers are too many: a message carries up to {MAX_HEADERS}.")
+    for name, value in headers.items():
+        if not isinstance(name, str) or not _HEADER.fullmatch(name):
+            raise InvalidName(
+                f"header name {name!r} is not allowed: use up to 64 letters, digits, '_' or '-', "
+                f"beginning with a letter or '_'."
+            )
+        if not isinstance(value, str) or len(value) > MAX_HEADER_VALUE or "\x00" in value:
+            raise InvalidName(
+                f"header {name!r} must be a string of up to {MAX_HEADER_VALUE} characters, got {value!r:.80}."
+            )
+    return headers
+
+
+def check_body_size(topic: str, body: bytes) -> bytes:
+    """Return `body`, or raise BodyTooLarge."""
+    if len(body) > MAX_BODY_BYTES:
+        raise BodyTooLarge(
+            f"the body for topic {topic!r} has {len(body):,} bytes, the limit is {MAX_BODY_BYTES:,}: "
+            f"store the large part elsewhere and publish a reference to it."
+        )
+    return body

@@ -1,0 +1,89 @@
+"""What the core asks of a broker, and what a broker asks of an application.
+
+Implemented by `outbox.memory.InMemoryBroker` and `outbox.broker.postgres.PostgresBroker`; held against the
+Apache RocketMQ 5 client in docs/decisions/001-broker-port.md. One contract suite runs over both.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+from outbox.errors import PartialFailure
+from outbox.message import Delivery, Message, SendReceipt
+from outbox.subscription import Subscription
+from outbox.transaction import Answer, Check, EndStatus, EndTransaction, HalfTransaction
+
+Handler = Callable[[Delivery], Any]
+BatchHandler = Callable[[Sequence[Delivery]], Any]
+AnyHandler = Handler | BatchHandler
+
+
+class Broker(Protocol):
+    """Stores messages, hides half ones until they are decided, and asks back.
+
+    Every call either did what it says or raised a BrokerError. `timeout_seconds` is one total deadline for
+    connecting, sending and waiting; a call that ran into it may still be stored, which is safe because the
+    message id makes a resend idempotent and check-back settles a half nobody waits for.
+    """
+
+    def send(self, messages: Sequence[Message], *, timeout_seconds: float = 3.0) -> list[SendReceipt]:
+        """Store messages, visible at once: all or none."""
+
+    def send_half(self, half: HalfTransaction, *, timeout_seconds: float = 3.0) -> list[SendReceipt]:
+        """Store messages invisibly until `end` decides them: all or none, durable on return."""
+
+    def end(self, ends: Sequence[EndTransaction], *, timeout_seconds: float = 3.0) -> list[EndStatus]:
+        """Record decisions. The first decision of a transaction stands; one status per end, in order."""
+
+    def claim_checks(self, producer_group: str, *, limit: int = 500) -> list[Check]:
+        """Undecided half messages of the group that are due to be asked about, claimed for this caller."""
+
+    def report_answers(self, producer_group: str, answers: Sequence[Answer]) -> list[EndStatus | None]:
+        """Record what a checker said: decisions are applied, UNKNOWN is rescheduled (None) or parked."""
+
+
+class Checker(Protocol):
+    """Answers check-backs from the application's own data (checkLocalTransaction)."""
+
+    def check_local_transactions(self, checks: Sequence[Check]) -> Iterable[Answer]:
+        """One answer per check, in any order, each as soon as it is known.
+
+        An exception counts as UNKNOWN for all checks not answered yet, and is recorded with its text.
+        """
+
+
+class Disposition(enum.StrEnum):
+    """What became of a delivery whose handler did not fail."""
+
+    HANDLED = "handled"
+    """The handler ran and its effects are stored."""
+    SKIPPED = "skipped"
+    """The inbox already had it: an earlier delivery took effect."""
+
+
+class Invoker(Protocol):
+    """Calls a handler, with whatever must surround it (the inbox, a transaction, connection care)."""
+
+    def __call__(
+        self, subscription: Subscription, handler: AnyHandler, deliveries: Sequence[Delivery], *, generation: int
+    ) -> Sequence[Disposition | Exception]:
+        """One result per delivery, in order; an exception says that this delivery failed.
+
+        A handler of `batch` > 1 gets the list, any other one delivery. `generation` is the inbox generation
+        of the consumer group. Never raises for an error of the handler.
+        """
+
+
+def call_handler(
+    subscription: Subscription, handler: AnyHandler, deliveries: Sequence[Delivery], *, generation: int
+) -> Sequence[Disposition | Exception]:
+    """The plain Invoker: no inbox, so effects may happen again when a delivery is repeated."""
+    try:
+        handler(deliveries if subscription.batch > 1 else deliveries[0])  # type: ignore[arg-type]
+    except PartialFailure as partial:
+        return [partial.errors.get(d.message_id, Disposition.HANDLED) for d in deliveries]
+    except Exception as error:
+        return [error] * len(deliveries)
+    return [Disposition.HANDLED] * len(deliveries)

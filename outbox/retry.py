@@ -1,0 +1,45 @@
+"""When a failed message is tried again, and when it is given up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from outbox.errors import ConfigurationError
+
+# RocketMQ's consumer retry schedule: the first retry after 10 s, the sixteenth attempt is the last.
+DEFAULT_DELAYS_SECONDS = (10, 30, 60, 120, 180, 240, 300, 360, 420, 480, 540, 600, 1200, 1800, 3600, 7200)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RetryPolicy:
+    """Delay levels and the number of attempts.
+
+    `delays_seconds[i]` is the wait before attempt i + 2; past its end the last delay repeats.
+    `max_attempts` counts the first delivery; None retries without limit.
+    """
+
+    delays_seconds: Sequence[float] = DEFAULT_DELAYS_SECONDS
+    max_attempts: int | None = 16
+
+    def __post_init__(self) -> None:
+        if not self.delays_seconds or any(delay < 0 for delay in self.delays_seconds):
+            raise ConfigurationError(
+                f"RetryPolicy(delays_seconds={self.delays_seconds!r}): give at least one delay, none negative."
+            )
+        if self.max_attempts is not None and self.max_attempts < 1:
+            raise ConfigurationError(
+                f"RetryPolicy(max_attempts={self.max_attempts}): give at least 1, or None for no limit."
+            )
+
+    def exhausted(self, attempt: int) -> bool:
+        """Whether `attempt` (from 1) was the last one allowed."""
+        return self.max_attempts is not None and attempt >= self.max_attempts
+
+    def delay_seconds(self, attempt: int) -> float:
+        """The wait after `attempt` (from 1) failed."""
+        return self.level_seconds(attempt)
+
+    def level_seconds(self, level: int) -> float:
+        """The wait of a delay level (from 1); levels past the last are the last."""
+        return self.delays_seconds[min(max(level, 1), len(self.delays_seconds)) - 1]

@@ -1,0 +1,102 @@
+"""What a consumer group wants from a topic, and what happens when its handler fails."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from types import MappingProxyType
+
+from outbox import names
+from outbox.errors import InvalidSubscription, PermanentError, RetryLater
+from outbox.retry import RetryPolicy
+
+
+class Mode(enum.StrEnum):
+    """How many messages of a group are handled at a time, and in which order."""
+
+    CONCURRENT = "concurrent"
+    """Many at a time, in any order."""
+    ORDERLY = "orderly"
+    """One at a time per queue, in queue order; a failing message holds up its queue."""
+    KEY_ORDERED = "key_ordered"
+    """One at a time per key, in queue order; a failing message holds up its key only."""
+
+
+class OnError(enum.StrEnum):
+    """What to do with a message whose handler raised."""
+
+    RETRY = "retry"
+    """Concurrent: to the retry queue after a delay. Ordered modes: suspend and try again in place."""
+    SKIP = "skip"
+    """To the retry queue, letting later messages pass (in ordered modes this gives up its order)."""
+    DEAD_LETTER = "dead_letter"
+    """To the dead letters now."""
+    STOP = "stop"
+    """Stop consuming this queue until an operator resumes it; the message stays where it is."""
+
+
+class Start(enum.StrEnum):
+    """Where a consumer group that is new to a topic begins."""
+
+    FIRST = "first"
+    """At the oldest message the broker still has: nothing published before the first worker is missed."""
+    LAST = "last"
+    """At messages that arrive from now on."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Subscription:
+    """One consumer group's wish for one topic.
+
+    `filter` selects by tags (`"paid || refunded"`) or, after `sql:`, by an expression over headers; empty
+    means all. `start` applies once, when the group is new to the topic; a datetime starts at that time.
+    `batch` > 1 hands lists of up to that many deliveries to the handler. `on_error` maps exception types
+    to what happens; the most specific type wins, and what is not listed is retried. `retry` applies to
+    the retry queue; `suspend_seconds` is the pause before an ordered mode tries again in place, without
+    limit unless `max_suspends` is given. `timeout_seconds` bounds one handler call: beyond it the
+    attempt counts as failed. `broadcast` gives every consumer instance all messages.
+    """
+
+    group: str
+    topic: str
+    mode: Mode = Mode.CONCURRENT
+    filter: str = ""
+    start: Start | datetime = Start.FIRST
+    batch: int = 1
+    threads: int = 8
+    retry: RetryPolicy = field(default_factory=RetryPolicy)
+    on_error: Mapping[type[BaseException], OnError] = MappingProxyType({})
+    suspend_seconds: float = 1.0
+    max_suspends: int | None = None
+    timeout_seconds: float = 15 * 60.0
+    broadcast: bool = False
+
+    def __post_init__(self) -> None:
+        names.check_group(self.group)
+        names.check_topic(self.topic)
+        if self.batch < 1 or self.threads < 1:
+            raise InvalidSubscription(
+                f"subscription {self.group!r} to {self.topic!r}: batch and threads must be at least 1."
+            )
+        if isinstance(self.start, datetime) and self.start.tzinfo is None:
+            raise InvalidSubscription(
+                f"subscription {self.group!r} to {self.topic!r}: start={self.start!r} needs a time zone."
+            )
+
+    def reaction(self, error: BaseException) -> OnError:
+        """What to do about `error`: the entry of its most specific listed type.
+
+        Not listed: PermanentError goes to the dead letters, everything else is retried.
+        """
+        for kind in type(error).__mro__:
+            if kind in self.on_error:
+                return self.on_error[kind]
+        return OnError.DEAD_LETTER if isinstance(error, PermanentError) else OnError.RETRY
+
+    def retry_delay_seconds(self, error: BaseException, attempt: int) -> float:
+        """The wait before the next attempt after `attempt` (from 1) raised `error`."""
+        if isinstance(error, RetryLater):
+            return self.retry.level_seconds(error.level)
+        return self.retry.delay_seconds(attempt)

@@ -1,0 +1,104 @@
+"""Declared topics: which types of message they take and how many queues they have."""
+
+from __future__ import annotations
+
+import enum
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from outbox import names
+from outbox.errors import ConfigurationError, InvalidMessage, MessageTypeMismatch
+from outbox.message import Message
+
+DEFAULT_QUEUE_COUNT = 8
+DEFAULT_RETENTION_SECONDS = 3 * 24 * 3600
+MAX_QUEUE_COUNT = 1024
+
+
+class MessageType(enum.StrEnum):
+    """What a topic may carry. A message can be several at once, except that NORMAL excludes FIFO and DELAY."""
+
+    NORMAL = "NORMAL"
+    """No order, delivered at once."""
+    FIFO = "FIFO"
+    """Ordered by key; every message of the topic needs one."""
+    DELAY = "DELAY"
+    """May carry a delivery time."""
+    TRANSACTION = "TRANSACTION"
+    """May be sent as a half message, bound to a local transaction."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Topic:
+    """A declared topic.
+
+    `queue_count` bounds how many instances of a group can consume it at once; 1 gives a global order.
+    `key_lock` (FIFO): publish takes a lock per key within the local transaction, so that queue order is
+    the order of local commits; without it order holds only between transactions that do not overlap.
+    `on_park` (FIFO): 'hold' keeps later messages of a key waiting behind a parked one, 'release' does not.
+    `retention_seconds`: how long consumed messages are kept. Raises ConfigurationError.
+    """
+
+    name: str
+    types: frozenset[MessageType] = frozenset({MessageType.NORMAL, MessageType.TRANSACTION})
+    queue_count: int = DEFAULT_QUEUE_COUNT
+    key_lock: bool = True
+    on_park: str = "hold"
+    retention_seconds: int = DEFAULT_RETENTION_SECONDS
+
+    def __post_init__(self) -> None:
+        names.check_topic(self.name)
+        if not self.types:
+            raise ConfigurationError(f"topic {self.name!r}: declare at least one of {', '.join(MessageType)}.")
+        if not 1 <= self.queue_count <= MAX_QUEUE_COUNT:
+            raise ConfigurationError(
+                f"topic {self.name!r}: queue_count must be 1 to {MAX_QUEUE_COUNT}, got {self.queue_count}."
+            )
+        if self.on_park not in ("hold", "release"):
+            raise ConfigurationError(f"topic {self.name!r}: on_park must be 'hold' or 'release', got {self.on_park!r}.")
+
+    @property
+    def is_fifo(self) -> bool:
+        """Whether messages are ordered by key."""
+        return MessageType.FIFO in self.types
+
+    def check_accepts(self, message: Message, *, transactional: bool) -> None:
+        """Raise MessageTypeMismatch or InvalidMessage unless the topic takes this message sent this way."""
+        if transactional and MessageType.TRANSACTION not in self.types:
+            raise self._mismatch("a transactional message", MessageType.TRANSACTION)
+        if message.deliver_at is not None and MessageType.DELAY not in self.types:
+            raise self._mismatch("a message with a delivery time", MessageType.DELAY)
+        if self.is_fifo and not message.key:
+            raise InvalidMessage(
+                f"topic {self.name!r} is FIFO: message {message.message_id} needs a key (its order is kept per key)."
+            )
+        only_delayed = MessageType.DELAY in self.types and not self.types & {MessageType.NORMAL, MessageType.FIFO}
+        if only_delayed and message.deliver_at is None:
+            raise InvalidMessage(
+                f"topic {self.name!r} takes delayed messages only: give message {message.message_id} a delay or "
+                f"deliver_at, or declare the topic NORMAL too."
+            )
+
+    def _mismatch(self, what: str, needed: MessageType) -> MessageTypeMismatch:
+        return MessageTypeMismatch(
+            f"topic {self.name!r} is declared {'+'.join(sorted(self.types))} and does not take {what}: "
+            f"add {needed} to its types."
+        )
+
+
+Selector = Callable[[Message, int], int]
+
+
+def select_shard(
+    message: Message, selector: Selector | None = None, queue_count: int = DEFAULT_QUEUE_COUNT
+) -> int | None:
+    """The shard of a message: what `selector(message, queue_count)` says, else a stable hash of its key, else None.
+
+    The hash is CRC-32 of the UTF-8 key: the same in every process, language and release.
+    """
+    if message.shard is not None:
+        return message.shard
+    if selector is not None:
+        return selector(message, queue_count) & 0x7FFFFFFF
+    return zlib.crc32(message.key.encode()) & 0x7FFFFFFF if message.key else None

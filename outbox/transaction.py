@@ -1,0 +1,121 @@
+"""The words of the transactional-message protocol: decisions, halves, ends, checks, answers."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from uuid import UUID
+
+from outbox.message import Message
+
+
+class Decision(enum.StrEnum):
+    """The outcome of a local transaction."""
+
+    COMMIT = "C"
+    """It committed: its messages are delivered."""
+    ROLLBACK = "R"
+    """It did not and never will: nobody sees its messages."""
+    UNKNOWN = "?"
+    """Not known yet: ask again later. Never stored as an outcome."""
+
+
+class DecidedBy(enum.StrEnum):
+    """Who reported a decision."""
+
+    PRODUCER = "P"
+    CHECK = "K"
+    OPERATOR = "O"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HalfTransaction:
+    """The messages of one publish call, to be stored invisibly until the local transaction is decided.
+
+    `transaction_id` is the id of the first message (as in RocketMQ). `producer_group` names the
+    interchangeable producers that can answer a check-back; `ledger_id` the table of local transactions
+    the answer must come from (None: there is none); `checker` the registered look-up to run, if any.
+    `immunity_seconds` is the minimum age before the first check that may write (None: broker default).
+    """
+
+    producer_group: str
+    messages: Sequence[Message]
+    ledger_id: UUID | None = None
+    checker: str = ""
+    immunity_seconds: int | None = None
+
+    @property
+    def transaction_id(self) -> UUID:
+        """The id of the first message."""
+        return self.messages[0].message_id
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EndTransaction:
+    """An end message: the report of a decision."""
+
+    transaction_id: UUID
+    decision: Decision
+    producer_group: str
+    decided_by: DecidedBy = DecidedBy.PRODUCER
+
+
+class EndStatus(enum.StrEnum):
+    """What the broker did with an end message."""
+
+    APPLIED = "applied"
+    """The first decision for its transaction; it stands."""
+    REPEATED = "repeated"
+    """The same decision stood already; nothing changed."""
+    CONTRADICTED = "contradicted"
+    """The other decision stood already; it still stands, and an incident is recorded."""
+    REFUSED = "refused"
+    """No such half message, or one of another producer group; an incident is recorded."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Check:
+    """A half message the broker asks its producer group about.
+
+    `age_seconds` is measured by the broker's clock. `may_write` is False before immunity ends: then a
+    checker only reads. `message` is the first message of the transaction.
+    """
+
+    transaction_id: UUID
+    producer_group: str
+    ledger_id: UUID | None
+    checker: str
+    message: Message
+    stored_at: datetime
+    age_seconds: float
+    checks: int
+    may_write: bool = True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """What a checker says about one check.
+
+    `counts` is False when the question could not really be asked (no checker, wrong ledger, the local
+    transaction is still running): then no check is used up. `alarm` asks for an incident to be recorded.
+    """
+
+    transaction_id: UUID
+    decision: Decision
+    detail: str = ""
+    counts: bool = True
+    alarm: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckCounts:
+    """What one check-back pass did."""
+
+    scanned: int = 0
+    claimed: int = 0
+    committed: int = 0
+    rolled_back: int = 0
+    unknown: int = 0
+    parked: int = 0
