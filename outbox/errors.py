@@ -104,6 +104,10 @@ class TransactionAlreadyRolledBack(OutboxError):
     """A check-back already decided that this transaction never committed, so it must not commit now."""
 
 
+class LocalTransactionRolledBack(OutboxError):
+    """Raised by a local transaction that certainly did not commit: its messages are rolled back at once."""
+
+
 class LeaseLost(BrokerError):
     """The lease ran out or was taken over; the work done under it must not be recorded."""
 

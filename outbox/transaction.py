@@ -119,3 +119,17 @@ class CheckCounts:
     rolled_back: int = 0
     unknown: int = 0
     parked: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckSettings:
+    """When half messages are asked about (design: RocketMQ's defaults, the longer pair where sources differ).
+
+    `immunity_seconds`: minimum age before the first check, unless the half carries its own.
+    `recheck_seconds`: wait after an UNKNOWN. `max_checks`, `max_age_seconds`: whichever comes first parks it.
+    """
+
+    immunity_seconds: int = 6
+    recheck_seconds: int = 60
+    max_checks: int = 15
+    max_age_seconds: int = 72 * 3600

@@ -1,0 +1,124 @@
+"""The framework-free producers: plain sends, and transactional ones in RocketMQ's form."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+from uuid import UUID
+
+from outbox import names
+from outbox.checkback import CheckBack
+from outbox.errors import BrokerError, LocalTransactionRolledBack
+from outbox.faults import point
+from outbox.message import Message, SendReceipt
+from outbox.ports import Broker
+from outbox.transaction import Answer, Check, CheckCounts, Decision, EndTransaction, HalfTransaction
+
+logger = logging.getLogger(__name__)
+
+
+class TransactionListener(Protocol):
+    """The application's two sides of a transactional message."""
+
+    def execute_local_transaction(self, message: Message, arg: Any) -> Decision | None:
+        """Run the local transaction and say how it ended; None counts as UNKNOWN."""
+
+    def check_local_transaction(self, check: Check) -> Decision | None:
+        """Look up how the local transaction of a half message ended; None counts as UNKNOWN."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TransactionReceipt:
+    """The outcome of a transactional send: where the half message is, and how the local transaction ended."""
+
+    receipt: SendReceipt
+    decision: Decision
+
+
+class Producer:
+    """Sends messages that are not bound to a local transaction."""
+
+    def __init__(self, broker: Broker, *, timeout_seconds: float = 3.0) -> None:
+        self._broker = broker
+        self._timeout_seconds = timeout_seconds
+
+    def send(self, message: Message) -> SendReceipt:
+        """Send one message. Raises a BrokerError if it was not stored."""
+        return self.send_many([message])[0]
+
+    def send_many(self, messages: Sequence[Message]) -> list[SendReceipt]:
+        """Send messages, all or none. Raises a BrokerError if they were not stored."""
+        return self._broker.send(messages, timeout_seconds=self._timeout_seconds)
+
+
+class TransactionProducer:
+    """Sends half messages around local transactions and answers check-backs for its group.
+
+    A group belongs to one set of listeners: every producer of the group must be able to answer for every
+    other. RocketMQ's sample reports ROLLBACK for any exception; here only LocalTransactionRolledBack does,
+    because an error out of COMMIT proves nothing.
+    """
+
+    def __init__(
+        self, broker: Broker, producer_group: str, listener: TransactionListener, *, timeout_seconds: float = 3.0
+    ) -> None:
+        self._broker = broker
+        self._group = names.check_group(producer_group)
+        self._listener = listener
+        self._timeout_seconds = timeout_seconds
+
+    def send_in_transaction(
+        self, message: Message, arg: Any = None, *, immunity_seconds: int | None = None
+    ) -> TransactionReceipt:
+        """Send a half message, run the local transaction, report its decision.
+
+        If the half cannot be stored, the local transaction is not run and a BrokerError is raised. An
+        exception out of the local transaction is raised again: LocalTransactionRolledBack is reported as
+        ROLLBACK, any other is left to check-back, and so is a report that got lost.
+        """
+        half = HalfTransaction(producer_group=self._group, messages=[message], immunity_seconds=immunity_seconds)
+        point("producer.before_half")
+        receipt = self._broker.send_half(half, timeout_seconds=self._timeout_seconds)[0]
+        point("producer.after_half")
+        try:
+            decision = self._listener.execute_local_transaction(message, arg) or Decision.UNKNOWN
+        except LocalTransactionRolledBack:
+            self._end(half.transaction_id, Decision.ROLLBACK)
+            raise
+        point("producer.before_end")
+        self._end(half.transaction_id, decision)
+        point("producer.after_end")
+        return TransactionReceipt(receipt=receipt, decision=decision)
+
+    def check_back(self) -> CheckCounts:
+        """Answer what the broker asks this group now; run it periodically in some producer of the group."""
+        return CheckBack(self._broker, self._group, _ListenerChecker(self._listener)).run_once()
+
+    def _end(self, transaction_id: UUID, decision: Decision) -> None:
+        if decision is Decision.UNKNOWN:
+            return
+        end = EndTransaction(transaction_id=transaction_id, decision=decision, producer_group=self._group)
+        try:
+            self._broker.end([end], timeout_seconds=self._timeout_seconds)
+        except BrokerError as error:
+            # One-way by protocol: the local transaction stands, check-back will find out.
+            logger.warning("the end of %s could not be reported, check-back will settle it: %s", transaction_id, error)
+
+
+class _ListenerChecker:
+    """Asks a TransactionListener one check at a time."""
+
+    def __init__(self, listener: TransactionListener) -> None:
+        self._listener = listener
+
+    def check_local_transactions(self, checks: Sequence[Check]) -> Iterator[Answer]:
+        for check in checks:
+            try:
+                decision = self._listener.check_local_transaction(check) or Decision.UNKNOWN
+                detail = f"listener answered {decision.name}"
+            except Exception as error:
+                logger.exception("checking %s failed", check.transaction_id)
+                decision, detail = Decision.UNKNOWN, f"listener raised {type(error).__name__}: {error}"
+            yield Answer(transaction_id=check.transaction_id, decision=decision, detail=detail)
