@@ -1,0 +1,46 @@
+"""The periodic work of a producer service as Celery tasks, driven by beat.
+
+Overlapping, late or doubled runs are harmless: every pass claims its work in the database. The tasks have
+a queue of their own and expire after one period, so a backlog of them cannot build up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from celery import Celery
+
+TASK_QUEUE: Final = "outbox"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeriodicPass:
+    """A bounded pass to run every `interval_seconds`; `run` returns counts for the task's result."""
+
+    name: str
+    run: Callable[[], Mapping[str, Any]]
+    interval_seconds: float
+
+
+def install(app: Celery, passes: list[PeriodicPass]) -> None:
+    """Register one task and one beat entry per pass, named `outbox.<name>`, on the queue `outbox`."""
+    for entry in passes:
+        name = f"outbox.{entry.name}"
+        app.task(_call(entry), name=name, ignore_result=True, acks_late=False)
+        app.conf.beat_schedule = {
+            **(app.conf.beat_schedule or {}),
+            name: {
+                "task": name,
+                "schedule": entry.interval_seconds,
+                "options": {"queue": TASK_QUEUE, "expires": entry.interval_seconds},
+            },
+        }
+
+
+def _call(entry: PeriodicPass) -> Callable[[], dict[str, Any]]:
+    def run() -> dict[str, Any]:
+        return dict(entry.run())
+
+    return run

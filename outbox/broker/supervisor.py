@@ -1,0 +1,146 @@
+"""Keeps the broker's processes alive: starts fresh children, restarts dead ones, drains all on stop.
+
+A child is a new interpreter (never a fork of a process with threads and connections), leads a session of
+its own so that a Ctrl-C at the terminal reaches only the supervisor, and ends itself when its parent is
+gone (`stop_with_parent`), even if the parent was killed with SIGKILL.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+logger = logging.getLogger(__name__)
+
+PARENT_VARIABLE: Final = "OUTBOX_PARENT_PID"
+_PARENT_POLL_SECONDS: Final = 0.25
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChildSpec:
+    """One process to keep alive."""
+
+    name: str
+    argv: Sequence[str]
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Backoff:
+    """How long to wait before a restart, in seconds.
+
+    Doubles from `first_seconds` to `longest_seconds`, and starts over after a child ran `healthy_seconds`.
+    """
+
+    first_seconds: float = 0.2
+    longest_seconds: float = 30.0
+    healthy_seconds: float = 10.0
+
+    def delay(self, failures: int) -> float:
+        """The wait after this many failures in a row (from 1)."""
+        return float(min(self.longest_seconds, self.first_seconds * 2 ** min(failures - 1, 30)))
+
+
+class Supervisor:
+    """Runs children until `stop`. One thread per child waits for it and restarts it."""
+
+    def __init__(self, children: Sequence[ChildSpec], *, backoff: Backoff | None = None) -> None:
+        self._specs = children
+        self._backoff = backoff or Backoff()
+        self._stopping = threading.Event()
+        self._lock = threading.Lock()
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._threads = [
+            threading.Thread(target=self._keep_alive, args=[spec], name=f"supervise-{spec.name}", daemon=True)
+            for spec in children
+        ]
+
+    def start(self) -> None:
+        """Start all children; returns at once."""
+        for thread in self._threads:
+            thread.start()
+
+    def pids(self) -> dict[str, int]:
+        """The process ids of the children that run now, by name."""
+        with self._lock:
+            return {name: process.pid for name, process in self._processes.items() if process.poll() is None}
+
+    def stop(self, *, grace_seconds: float = 30.0) -> None:
+        """Ask all children to drain (SIGTERM), wait, and kill what is left after `grace_seconds`."""
+        self._stopping.set()
+        self._signal_all(signal.SIGTERM)
+        deadline = time.monotonic() + grace_seconds
+        for thread in self._threads:
+            if thread.is_alive():
+                thread.join(max(0.0, deadline - time.monotonic()))
+        if self.pids():
+            logger.error("children %s did not drain within %.0f s and are killed", self.pids(), grace_seconds)
+            self._signal_all(signal.SIGKILL)
+            for thread in self._threads:
+                thread.join()
+
+    def _signal_all(self, signal_number: signal.Signals) -> None:
+        with self._lock:
+            for process in self._processes.values():
+                process.send_signal(signal_number)
+
+    def _keep_alive(self, spec: ChildSpec) -> None:
+        failures = 0
+        while not self._stopping.is_set():
+            started = time.monotonic()
+            code = self._run(spec)
+            if self._stopping.is_set():
+                return
+            failures = 1 if time.monotonic() - started >= self._backoff.healthy_seconds else failures + 1
+            delay = self._backoff.delay(failures)
+            logger.warning("child %s ended (%s), restart in %.1f s", spec.name, _how(code), delay)
+            self._stopping.wait(delay)
+
+    def _run(self, spec: ChildSpec) -> int:
+        """Start a child and wait for its end."""
+        environment = {**os.environ, **spec.environment, PARENT_VARIABLE: str(os.getpid())}
+        with self._lock:
+            # Under the lock, so that `stop` either sees this process or prevents it.
+            if self._stopping.is_set():
+                return 0
+            process = subprocess.Popen(
+                list(spec.argv), env=environment, stdin=subprocess.DEVNULL, start_new_session=True
+            )
+            self._processes[spec.name] = process
+        logger.info("child %s started, pid %d", spec.name, process.pid)
+        return process.wait()
+
+
+def _how(code: int) -> str:
+    return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+
+
+def stop_with_parent(stop: threading.Event, *, grace_seconds: float = 10.0) -> None:
+    """In a child: set `stop` when the supervising process is gone, and end for good `grace_seconds` later.
+
+    Does nothing when this process was not started by a Supervisor. The parent is recognised by its pid, which
+    the kernel changes for orphans; a pipe would stay open in processes the parent forked.
+    """
+    parent = os.environ.get(PARENT_VARIABLE)
+    if not parent:
+        return
+
+    def watch() -> None:
+        pause = threading.Event()
+        while os.getppid() == int(parent):
+            pause.wait(_PARENT_POLL_SECONDS)
+        with contextlib.suppress(Exception):
+            logger.warning("the supervising process %s is gone, stopping", parent)
+        stop.set()
+        pause.wait(grace_seconds)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="watch-parent", daemon=True).start()
