@@ -35,7 +35,7 @@ class Message:
     message_id: UUID = field(default_factory=uuid7)
     key: str = ""
     tag: str = ""
-    headers: Mapping[str, str] = _NO_HEADERS
+    headers: Mapping[str, str] = field(default_factory=lambda: _NO_HEADERS)
     content_type: str = "application/json"
     deliver_at: datetime | None = None
     shard: int | None = None

@@ -67,7 +67,7 @@ class Subscription:
     batch: int = 1
     threads: int = 8
     retry: RetryPolicy = field(default_factory=RetryPolicy)
-    on_error: Mapping[type[BaseException], OnError] = MappingProxyType({})
+    on_error: Mapping[type[BaseException], OnError] = field(default_factory=lambda: MappingProxyType({}))
     suspend_seconds: float = 1.0
     max_suspends: int | None = None
     timeout_seconds: float = 15 * 60.0
