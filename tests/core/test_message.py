@@ -1,0 +1,130 @@
+"""Bad input gets its specific error before anything is stored."""
+
+from __future__ import annotations
+
+from datetime import UTC, date, datetime
+from decimal import Decimal
+from typing import Any
+from uuid import UUID
+
+import pytest
+
+from outbox.codec import BytesCodec, Codecs, JsonCodec
+from outbox.errors import (
+    BodyTooLarge,
+    ConfigurationError,
+    InvalidMessage,
+    InvalidName,
+    MessageTypeMismatch,
+    OutboxError,
+    UndecodableBody,
+    UnserialisableBody,
+)
+from outbox.ids import uuid7
+from outbox.message import Message
+from outbox.retry import RetryPolicy
+from outbox.topic import MessageType, Topic, select_shard
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "says"),
+    [
+        ({"topic": "order paid"}, InvalidName, "order paid"),
+        ({"topic": "%RETRY%logistics"}, InvalidName, "%RETRY%"),
+        ({"topic": "x" * 128}, InvalidName, "127"),
+        ({"key": "k" * 256}, InvalidName, "255"),
+        ({"key": 7}, InvalidName, r"str\(value\)"),
+        ({"tag": "a|b"}, InvalidName, "'|'"),
+        ({"headers": {"re gion": "eu"}}, InvalidName, "re gion"),
+        ({"headers": {"region": 7}}, InvalidName, "region"),
+        ({"body": {"n": 1}}, InvalidMessage, "codec"),
+        ({"body": b"x" * (4 * 1024 * 1024 + 1)}, BodyTooLarge, "4,194,305"),
+        ({"deliver_at": datetime(2026, 1, 1)}, InvalidMessage, "time zone"),  # noqa: DTZ001
+    ],
+)
+def test_message_that_cannot_be_sent(fields: dict[str, Any], error: type[OutboxError], says: str) -> None:
+    with pytest.raises(error, match=says):
+        Message(**{"topic": "orders", "body": b"{}", **fields})
+
+
+def test_largest_body_is_allowed() -> None:
+    assert len(Message(topic="orders", body=b"x" * 4 * 1024 * 1024).body) == 4 * 1024 * 1024
+
+
+def test_json_writes_what_business_rows_hold() -> None:
+    body = {
+        "total": Decimal("12.50"),
+        "at": datetime(2026, 1, 2, 3, tzinfo=UTC),
+        "day": date(2026, 1, 2),
+        "id": UUID(int=1),
+    }
+    encoded, content_type = Codecs().encode("orders", body)
+    assert content_type == "application/json"
+    assert JsonCodec().decode(encoded) == {
+        "total": "12.50",
+        "at": "2026-01-02T03:00:00+00:00",
+        "day": "2026-01-02",
+        "id": "00000000-0000-0000-0000-000000000001",
+    }
+
+
+@pytest.mark.parametrize("body", [object(), float("nan"), {1, 2}, {("a",): 1}])
+def test_unserialisable_body_names_topic_and_cause(body: object) -> None:
+    with pytest.raises(UnserialisableBody, match=r"'orders'.*Nothing was published"):
+        Codecs().encode("orders", body)
+
+
+def test_codec_per_topic_and_content_type() -> None:
+    codecs = Codecs(by_topic={"pictures": BytesCodec()})
+    assert codecs.encode("pictures", b"\x89PNG") == (b"\x89PNG", "application/octet-stream")
+    assert codecs.decode("application/octet-stream", b"\x89PNG") == b"\x89PNG"
+    with pytest.raises(UndecodableBody, match=r"application/x-avro"):
+        codecs.decode("application/x-avro", b"")
+    with pytest.raises(UndecodableBody, match=r"not valid"):
+        codecs.decode("application/json", b"{")
+
+
+def test_ids_increase_and_are_version_7() -> None:
+    ids = [uuid7() for _ in range(20_000)]
+    assert ids == sorted(ids)
+    assert len(set(ids)) == len(ids)
+    assert {(one.version, one.variant) for one in ids} == {(7, "specified in RFC 4122")}
+
+
+def test_topic_enforces_its_types() -> None:
+    plain = Topic(name="plain", types=frozenset({MessageType.NORMAL}))
+    fifo = Topic(name="steps", types=frozenset({MessageType.FIFO}))
+    delayed = Topic(name="later", types=frozenset({MessageType.DELAY}))
+    with pytest.raises(MessageTypeMismatch, match="add TRANSACTION"):
+        plain.check_accepts(Message(topic="plain", body=b""), transactional=True)
+    with pytest.raises(MessageTypeMismatch, match="add DELAY"):
+        plain.check_accepts(Message(topic="plain", body=b"", deliver_at=datetime.now(UTC)), transactional=False)
+    with pytest.raises(InvalidMessage, match="needs a key"):
+        fifo.check_accepts(Message(topic="steps", body=b""), transactional=False)
+    with pytest.raises(InvalidMessage, match="delayed messages only"):
+        delayed.check_accepts(Message(topic="later", body=b""), transactional=False)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"queue_count": 0}, {"queue_count": 1025}, {"types": frozenset()}, {"on_park": "x"}]
+)
+def test_wrong_topic_declaration(fields: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError, match="'orders'"):
+        Topic(name="orders", **fields)
+
+
+def test_shard_is_stable_across_processes_and_releases() -> None:
+    assert select_shard(Message(topic="t", body=b"", key="order-1")) == 0x60B37FEF
+    assert select_shard(Message(topic="t", body=b"")) is None
+    assert select_shard(Message(topic="t", body=b"", key="k", shard=5)) == 5
+    assert select_shard(Message(topic="t", body=b"", key="k"), lambda message, count: count + 1, 4) == 5
+
+
+def test_retry_policy_levels() -> None:
+    policy = RetryPolicy()
+    assert [policy.delay_seconds(attempt) for attempt in (1, 2, 3, 12, 16, 99)] == [10, 30, 60, 600, 7200, 7200]
+    assert not policy.exhausted(15)
+    assert policy.exhausted(16)
+    assert not RetryPolicy(max_attempts=None).exhausted(10**6)
+    with pytest.raises(ConfigurationError):
+        RetryPolicy(delays_seconds=[])
