@@ -1,0 +1,29 @@
+"""`python -m benchmarks [NAME…]`: run the benchmarks, each in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+
+NAMES = ("bulk", "web", "latency", "checkback")
+
+
+def main(names: list[str]) -> int:
+    unknown = [name for name in names if name not in NAMES]
+    if unknown:
+        print(f"there is no benchmark {unknown[0]!r}; there are: {', '.join(NAMES)}", file=sys.stderr)
+        return 2
+    print(
+        f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, "
+        "PostgreSQL on the same machine"
+    )
+    codes = [
+        subprocess.run([sys.executable, "-m", f"benchmarks.{name}"], check=False).returncode for name in names or NAMES
+    ]
+    return max(codes)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

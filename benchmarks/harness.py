@@ -1,0 +1,102 @@
+"""What all benchmarks share: a server, counters of commits and WAL, medians with their spread."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psycopg
+
+from outbox.broker import embedded
+
+# Default durability (fsync, synchronous_commit); only sizes that a server of any size would have.
+SERVER_SETTINGS = {"max_connections": "200", "shared_buffers": "512MB", "max_wal_size": "8GB"}
+REPEATS = 5
+
+
+@contextlib.contextmanager
+def server() -> Iterator[str]:
+    """The URL of a server for one benchmark run."""
+    with tempfile.TemporaryDirectory(prefix="outbox-bench-", ignore_cleanup_errors=True) as folder:
+        data = Path(folder) / "data"
+        try:
+            yield embedded.server_url(data, settings=SERVER_SETTINGS)
+        finally:
+            embedded.stop(data)
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a database did in a stretch of time."""
+
+    seconds: float
+    commits: int
+    wal_bytes: int
+
+
+@contextlib.contextmanager
+def measured(url: str) -> Iterator[Callable[[], Usage]]:
+    """Measure one stretch: call the value after the block (or inside it, so far)."""
+    with psycopg.connect(url, autocommit=True) as connection:
+        commits, lsn, started = _counters(connection)
+        stopped: list[Usage] = []
+
+        def usage() -> Usage:
+            if stopped:
+                return stopped[0]
+            seconds = time.perf_counter() - started
+            after_commits, after_lsn, _ = _counters(connection)
+            return Usage(seconds, after_commits - commits, after_lsn - lsn)
+
+        yield usage
+        stopped.append(usage())
+
+
+def _counters(connection: psycopg.Connection) -> tuple[int, int, float]:
+    # Statistics of other backends arrive with a delay; this makes them current.
+    connection.execute("SELECT pg_stat_force_next_flush(), pg_stat_clear_snapshot()")
+    row = connection.execute(
+        "SELECT xact_commit, pg_current_wal_insert_lsn() - '0/0'::pg_lsn FROM pg_stat_database"
+        " WHERE datname = current_database()"
+    ).fetchone()
+    assert row is not None
+    return int(row[0]), int(row[1]), time.perf_counter()
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A median with the smallest and the largest value."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        return cls(statistics.median(values), min(values), max(values))
+
+    def __format__(self, spec: str) -> str:
+        spec = spec or ",.0f"
+        return f"{self.median:{spec}} ({self.low:{spec}} to {self.high:{spec}})"
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The value below which `share` of the values lie."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(len(ordered) * share))]
+
+
+def table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print rows under a header, aligned."""
+    widths = [max(len(str(row[i])) for row in [header, *rows]) for i in range(len(header))]
+    print(f"\n{title}")
+    for row in [header, *rows]:
+        print(
+            "  " + "  ".join(str(cell).ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip(),
+            flush=True,
+        )

@@ -1,0 +1,46 @@
+"""`python -m outbox.broker`: one broker process without Django, until SIGTERM or SIGINT.
+
+The database comes from --database or $OUTBOX_BROKER_URL. Any number may run on one database: a lease decides
+which one leads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+import threading
+
+from outbox.broker.database import BrokerDatabase
+from outbox.broker.process import run_broker
+from outbox.broker.supervisor import stop_with_parent
+from outbox.errors import OutboxError
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run until told to stop. Exit codes: 0 drained, 2 wrong usage."""
+    parser = argparse.ArgumentParser(prog="python -m outbox.broker", description=__doc__)
+    parser.add_argument(
+        "--database", default=os.environ.get("OUTBOX_BROKER_URL"), help="libpq URL of the broker's database"
+    )
+    parser.add_argument("--schema", default="outbox", help="schema of the broker's tables (default: outbox)")
+    options = parser.parse_args(arguments)
+    if not options.database:
+        parser.error("name the broker's database by --database or $OUTBOX_BROKER_URL")
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    stop_with_parent(stop)
+    try:
+        run_broker(BrokerDatabase(conninfo=options.database, schema=options.schema), stop)
+    except OutboxError as error:
+        print(f"outbox broker: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,61 @@
+"""A small application for the Celery tests: a broker child, a consumer child, check-back by beat."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from celery import Celery
+from psycopg.conninfo import conninfo_to_dict
+
+from outbox.broker.celery import beat, bootstep
+from outbox.broker.database import BrokerDatabase
+from outbox.broker.postgres import PostgresBroker
+from outbox.broker.supervisor import ChildSpec
+from outbox.checkback import CheckBack
+from outbox.transaction import Answer, Check, CheckSettings, Decision
+
+URL = os.environ["OUTBOX_BROKER_URL"]
+GROUP = "shop"
+
+
+def transport(url: str) -> str:
+    """Celery's transport on the same server: kombu's SQLAlchemy one."""
+    info = conninfo_to_dict(url)
+    user, password = info.get("user", "postgres"), info.get("password", "")
+    where = f"host={info['host']}&port={info.get('port', 5432)}"
+    return f"sqla+postgresql+psycopg://{user}:{password}@/{info['dbname']}?{where}"
+
+
+class AlwaysCommitted:
+    """The local transactions of this application all committed."""
+
+    def check_local_transactions(self, checks: Sequence[Check]) -> Iterator[Answer]:
+        for check in checks:
+            yield Answer(transaction_id=check.transaction_id, decision=Decision.COMMIT)
+
+
+def check_back() -> Mapping[str, Any]:
+    broker = PostgresBroker(BrokerDatabase(conninfo=URL), check=CheckSettings(immunity_seconds=0))
+    try:
+        counts = CheckBack(broker, GROUP, AlwaysCommitted()).run_once()
+    finally:
+        broker.close()
+    return {"committed": counts.committed}
+
+
+def children() -> list[ChildSpec]:
+    return [
+        ChildSpec(name="broker", argv=[sys.executable, "-m", "outbox.broker"]),
+        ChildSpec(name="consumer", argv=[sys.executable, "-m", "tests.celery.consumer_child"]),
+    ]
+
+
+app = Celery("outbox-tests", broker=transport(URL))
+app.conf.worker_hijack_root_logger = False
+app.conf.broker_connection_retry_on_startup = True
+app.conf.task_default_queue = beat.TASK_QUEUE
+bootstep.install(app, children)
+beat.install(app, [beat.PeriodicPass(name="check_back", run=check_back, interval_seconds=0.5)])

@@ -1,0 +1,38 @@
+"""A consumer process: writes the id of every message it handles into the table `handled`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+import psycopg
+
+from outbox.broker.consumer import ConsumerRuntime
+from outbox.broker.database import BrokerDatabase
+from outbox.broker.supervisor import stop_with_parent
+from outbox.message import Delivery
+from outbox.subscription import Subscription
+
+URL = os.environ["OUTBOX_BROKER_URL"]
+
+
+def handle(delivery: Delivery) -> None:
+    with psycopg.connect(URL, autocommit=True) as connection:
+        connection.execute("INSERT INTO started VALUES (%s)", [delivery.message_id])
+        # The work of a slow handler, so that a stop can arrive in the middle of it.
+        time.sleep(float(delivery.headers.get("seconds", "0")))
+        connection.execute("INSERT INTO handled VALUES (%s, %s)", [delivery.message_id, os.getpid()])
+
+
+def main() -> None:
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    stop_with_parent(stop)
+    subscription = Subscription(group="celery-tests", topic="orders")
+    ConsumerRuntime(BrokerDatabase(conninfo=URL), [(subscription, handle)], lease_seconds=2.0).run(stop)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,155 @@
+"""`celery worker --outbox`: real workers, real children, real signals."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from uuid import UUID
+
+import psycopg
+import pytest
+
+from outbox.broker.database import BrokerDatabase
+from outbox.broker.postgres import PostgresBroker
+from outbox.message import Message
+from outbox.topic import Topic
+from outbox.transaction import HalfTransaction
+from tests.support import eventually
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Worker:
+    """A Celery worker process and what it did to the database."""
+
+    def __init__(self, url: str, log: Path, *options: str) -> None:
+        environment = {**os.environ, "OUTBOX_BROKER_URL": url, "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, "-m", "celery", "-A", "tests.celery.app", "worker", "-B", "--concurrency=1"]
+        command += ["--without-gossip", "--without-mingle", "--loglevel=INFO", f"--schedule={log.with_suffix('.beat')}"]
+        self.log = log
+        self.process = subprocess.Popen(
+            [*command, *options], cwd=ROOT, env=environment, stdout=log.open("w"), stderr=subprocess.STDOUT
+        )
+
+    def children(self) -> dict[str, int]:
+        """Name and pid of the supervised children that are alive."""
+        found = {}
+        for entry in Path("/proc").iterdir():
+            with contextlib.suppress(OSError):
+                command = (entry / "cmdline").read_bytes().decode().split("\0")
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                if parent == self.process.pid and "-m" in command:
+                    found[command[command.index("-m") + 1]] = int(entry.name)
+        return {name: pid for name, pid in found.items() if name in ("outbox.broker", "tests.celery.consumer_child")}
+
+    def kill(self) -> None:
+        for pid in [*self.children().values(), self.process.pid]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+
+
+@pytest.fixture
+def url(broker_url: str) -> str:
+    with psycopg.connect(broker_url, autocommit=True) as connection:
+        connection.execute("CREATE TABLE started (message_id uuid)")
+        connection.execute("CREATE TABLE handled (message_id uuid, pid integer)")
+    return broker_url
+
+
+@pytest.fixture
+def broker(url: str) -> Iterator[PostgresBroker]:
+    broker = PostgresBroker(BrokerDatabase(conninfo=url))
+    broker.declare([Topic(name="orders")])
+    yield broker
+    broker.close()
+
+
+@pytest.fixture
+def start(url: str, tmp_path: Path) -> Iterator[Callable[..., Worker]]:
+    workers: list[Worker] = []
+
+    def start(*options: str) -> Worker:
+        workers.append(Worker(url, tmp_path / f"worker-{len(workers)}.log", *options))
+        return workers[-1]
+
+    yield start
+    for worker in workers:
+        worker.kill()
+
+
+def message(**headers: str) -> Message:
+    return Message(topic="orders", body=b"{}", headers=headers)
+
+
+def handled(url: str, table: str = "handled") -> set[UUID]:
+    with psycopg.connect(url) as connection:
+        return {row[0] for row in connection.execute(f"SELECT message_id FROM {table}")}  # type: ignore[arg-type]
+
+
+def gone(pid: int) -> bool:
+    try:
+        return (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def both_children(worker: Worker) -> dict[str, int]:
+    return eventually(lambda: worker.children() if len(worker.children()) == 2 else {}, what=worker.log.read_text())
+
+
+def test_check_back_runs_through_beat_alone(url: str, broker: PostgresBroker, start: Callable[..., Worker]) -> None:
+    half = HalfTransaction(producer_group="shop", messages=[message()], immunity_seconds=0)
+    broker.send_half(half)
+    worker = start("--outbox", "--queues=outbox")
+    eventually(lambda: handled(url) == {half.transaction_id}, within_seconds=40, what=worker.log.read_text())
+
+
+def test_killed_children_are_restarted_and_go_on(
+    url: str, broker: PostgresBroker, start: Callable[..., Worker]
+) -> None:
+    worker = start("--outbox")
+    first = both_children(worker)
+    for pid in first.values():
+        os.kill(pid, signal.SIGKILL)
+    second = eventually(
+        lambda: both_children(worker) if not set(worker.children().values()) & set(first.values()) else {}
+    )
+    assert set(second) == set(first)
+    sent = broker.send([message() for _ in range(20)])
+    eventually(lambda: handled(url) == {receipt.message_id for receipt in sent}, within_seconds=40)
+
+
+def test_killed_worker_takes_its_children_with_it(broker: PostgresBroker, start: Callable[..., Worker]) -> None:
+    worker = start("--outbox")
+    children = both_children(worker)
+    os.kill(worker.process.pid, signal.SIGKILL)
+    worker.process.wait()
+    for name, pid in children.items():
+        eventually(lambda pid=pid: gone(pid), what=f"{name} outlives its worker")  # type: ignore[misc]
+
+
+def test_sigterm_drains(url: str, broker: PostgresBroker, start: Callable[..., Worker]) -> None:
+    worker = start("--outbox")
+    children = both_children(worker)
+    (slow,) = broker.send([message(seconds="1.5")])
+    eventually(lambda: handled(url, "started") == {slow.message_id}, within_seconds=40)
+    worker.process.terminate()
+    assert worker.process.wait(40) == 0, worker.log.read_text()
+    assert all(gone(pid) for pid in children.values())
+    assert handled(url) == {slow.message_id}
+    with psycopg.connect(url) as connection:
+        offsets = connection.execute("SELECT sum(handled) FROM outbox.offset_v1").fetchone()
+        leases = connection.execute("SELECT count(*) FROM outbox.queue_lease WHERE expires_at > now()").fetchone()
+    assert (offsets, leases) == ((1,), (0,))
+
+
+def test_without_the_option_a_worker_starts_no_children(start: Callable[..., Worker]) -> None:
+    worker = start()
+    eventually(lambda: "ready." in worker.log.read_text(), within_seconds=40)
+    assert worker.children() == {}

@@ -1,0 +1,87 @@
+"""The supervisor with real processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from outbox.broker.supervisor import Backoff, ChildSpec, Supervisor
+from tests.support import eventually
+
+SLEEP = "import signal, time; signal.signal(signal.SIGTERM, lambda *_: exit(0)); time.sleep(600)"
+STUBBORN = (
+    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
+)
+QUICK = Backoff(first_seconds=0.01, longest_seconds=0.05)
+
+
+def child(name: str, program: str) -> ChildSpec:
+    return ChildSpec(name=name, argv=[sys.executable, "-c", program])
+
+
+@pytest.fixture
+def supervisor() -> Iterator[Supervisor]:
+    supervisor = Supervisor([child("one", SLEEP), child("two", SLEEP)], backoff=QUICK)
+    supervisor.start()
+    yield supervisor
+    supervisor.stop(grace_seconds=0.5)
+
+
+def test_dead_child_is_restarted_and_the_other_left_alone(supervisor: Supervisor) -> None:
+    before = eventually(lambda: supervisor.pids() if len(supervisor.pids()) == 2 else {})
+    os.kill(before["one"], signal.SIGKILL)
+    after = eventually(lambda: pids if (pids := supervisor.pids()).get("one", before["one"]) != before["one"] else {})
+    assert after["two"] == before["two"]
+
+
+def test_stop_drains_all(supervisor: Supervisor) -> None:
+    eventually(lambda: len(supervisor.pids()) == 2)
+    supervisor.stop(grace_seconds=20)
+    assert supervisor.pids() == {}
+
+
+def test_child_that_does_not_drain_is_killed(tmp_path: Path) -> None:
+    mark = tmp_path / "up"
+    program = STUBBORN.replace("print('up', flush=True)", f"open({str(mark)!r}, 'w').close()")
+    supervisor = Supervisor([child("stubborn", program)])
+    supervisor.start()
+    eventually(mark.exists)
+    supervisor.stop(grace_seconds=0.2)
+    assert supervisor.pids() == {}
+
+
+def test_child_leads_its_own_session(supervisor: Supervisor) -> None:
+    pids = eventually(lambda: supervisor.pids() if len(supervisor.pids()) == 2 else {})
+    assert {os.getsid(pid) for pid in pids.values()} == set(pids.values())
+
+
+def test_child_ends_with_its_killed_parent(tmp_path: Path) -> None:
+    """The parent is killed with SIGKILL; the child drains by itself."""
+    drained = tmp_path / "drained"
+    grandchild = (
+        "import threading; from outbox.broker.supervisor import stop_with_parent\n"
+        "stop = threading.Event(); stop_with_parent(stop); print('up', flush=True); stop.wait()\n"
+        f"open({str(drained)!r}, 'w').close()"
+    )
+    parent = (
+        "import sys, time; from outbox.broker.supervisor import ChildSpec, Supervisor\n"
+        f"Supervisor([ChildSpec(name='c', argv=[sys.executable, '-c', {grandchild!r}])]).start(); time.sleep(600)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"up\n"
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    eventually(drained.exists)
+
+
+def test_backoff_doubles_up_to_its_limit() -> None:
+    backoff = Backoff(first_seconds=0.5, longest_seconds=3)
+    assert [backoff.delay(failures) for failures in (1, 2, 3, 4, 1000)] == [0.5, 1.0, 2.0, 3.0, 3.0]
