@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import LiteralString
 
 import psycopg
 
@@ -41,31 +42,34 @@ class Usage:
 
 @contextlib.contextmanager
 def measured(url: str) -> Iterator[Callable[[], Usage]]:
-    """Measure one stretch: call the value after the block (or inside it, so far)."""
+    """Measure the block: call the value after it."""
     with psycopg.connect(url, autocommit=True) as connection:
         commits, lsn, started = _counters(connection)
         stopped: list[Usage] = []
 
-        def usage() -> Usage:
-            if stopped:
-                return stopped[0]
-            seconds = time.perf_counter() - started
-            after_commits, after_lsn, _ = _counters(connection)
-            return Usage(seconds, after_commits - commits, after_lsn - lsn)
-
-        yield usage
-        stopped.append(usage())
+        yield lambda: stopped[0]
+        seconds = time.perf_counter() - started
+        after_commits, after_lsn, _ = _counters(connection)
+        stopped.append(Usage(seconds, after_commits - commits, after_lsn - lsn))
 
 
 def _counters(connection: psycopg.Connection) -> tuple[int, int, float]:
-    # Statistics of other backends arrive with a delay; this makes them current.
-    connection.execute("SELECT pg_stat_force_next_flush(), pg_stat_clear_snapshot()")
-    row = connection.execute(
-        "SELECT xact_commit, pg_current_wal_insert_lsn() - '0/0'::pg_lsn FROM pg_stat_database"
-        " WHERE datname = current_database()"
-    ).fetchone()
+    """Commits, WAL position, time. Backends report commits up to a second late: wait until they stand still."""
+    lsn = _one(connection, "SELECT pg_current_wal_insert_lsn() - '0/0'::pg_lsn")
+    commits, before = _one(connection, _COMMITS), -1
+    while commits - before > 2:
+        time.sleep(1.1)
+        commits, before = _one(connection, _COMMITS), commits
+    return commits, lsn, time.perf_counter()
+
+
+_COMMITS = "SELECT xact_commit FROM pg_stat_database WHERE datname = current_database()"
+
+
+def _one(connection: psycopg.Connection, query: LiteralString) -> int:
+    row = connection.execute(query).fetchone()
     assert row is not None
-    return int(row[0]), int(row[1]), time.perf_counter()
+    return int(row[0])
 
 
 @dataclass(frozen=True)

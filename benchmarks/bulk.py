@@ -1,0 +1,217 @@
+"""Bulk path: send batches, sequence, drain with a batch handler; alone and all at once.
+
+Every role is a process of its own, as in production. The peer in the same run is the raw ceiling: psycopg
+inserting the same bodies in batches of the same size into a bare table, and deleting them again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import psycopg
+
+from benchmarks.harness import REPEATS, Spread, Usage, measured, server, table
+from outbox.broker import embedded
+from outbox.broker.database import BrokerDatabase
+from outbox.broker.install import install
+from outbox.broker.postgres import PostgresBroker
+from outbox.message import Message
+from outbox.topic import MessageType, Topic
+from outbox.transaction import Decision, EndTransaction, HalfTransaction
+
+MESSAGES = 100_000
+BATCH = 500
+BODY = (
+    b'{"order_id": 1234567, "customer": "customer-0001234", "total": "129.90", "currency": "EUR", "lines": ['
+    + b", ".join(b'{"sku": "sku-%04d", "n": 1}' % n for n in range(5))
+    + b'], "paid_at": "2026-01-01T00:00:00+00:00"}'
+)
+PLAIN, FIFO = "bulk", "bulk-fifo"
+GROUP = "bench"
+
+
+def main() -> None:
+    assert 230 <= len(BODY) <= 290, len(BODY)
+    print(f"\nbulk: {MESSAGES:,} messages of {len(BODY)} bytes in batches of {BATCH}, {REPEATS} runs")
+    rows: dict[str, list[tuple[float, Usage]]] = {}
+    with server() as url:
+        for run in range(REPEATS):
+            for name, measure in MEASURES.items():
+                database = embedded.create_database(url, f"bulk_{run}_{name.replace(' ', '_').replace(',', '')}")
+                rows.setdefault(name, []).append(measure(database))
+    table(
+        "bulk path",
+        ["what (median, low to high)", "messages/s", "commits/message", "WAL bytes/message"],
+        [
+            [
+                name,
+                f"{Spread.of([rate for rate, _ in results])}",
+                f"{Spread.of([usage.commits / MESSAGES for _, usage in results]):.4f}",
+                f"{Spread.of([usage.wal_bytes / MESSAGES for _, usage in results])}",
+            ]
+            for name, results in rows.items()
+        ],
+    )
+
+
+def raw_insert_then_delete(url: str) -> tuple[float, Usage]:
+    """The ceiling: nothing but the bodies, claimed by deleting."""
+    with psycopg.connect(url, autocommit=True) as connection, measured(url) as usage:
+        connection.execute("CREATE TABLE queue (id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY, body bytea)")
+        started = time.perf_counter()
+        for _ in range(MESSAGES // BATCH):
+            connection.execute("INSERT INTO queue (body) SELECT unnest(%s::bytea[])", [[BODY] * BATCH], binary=True)
+        claim = """
+            WITH next AS (SELECT id FROM queue ORDER BY id LIMIT %s FOR UPDATE SKIP LOCKED)
+            DELETE FROM queue USING next WHERE queue.id = next.id RETURNING queue.id, queue.body
+        """
+        while connection.execute(claim, [BATCH], binary=True).fetchall():
+            pass
+        seconds = time.perf_counter() - started
+    return MESSAGES / seconds, usage()
+
+
+def prepared(url: str) -> PostgresBroker:
+    with psycopg.connect(url, autocommit=True) as connection:
+        install(connection)
+    broker = PostgresBroker(BrokerDatabase(conninfo=url))
+    types = frozenset({MessageType.NORMAL, MessageType.TRANSACTION})
+    broker.declare([Topic(name=PLAIN, types=types), Topic(name=FIFO, types=types | {MessageType.FIFO})])
+    return broker
+
+
+def batches(topic: str) -> Iterator[list[Message]]:
+    for start in range(0, MESSAGES, BATCH):
+        yield [
+            Message(topic=topic, body=BODY, key=f"key-{number % 1000}" if topic == FIFO else "")
+            for number in range(start, start + BATCH)
+        ]
+
+
+def send_decided(broker: PostgresBroker, topic: str = PLAIN) -> None:
+    for batch in batches(topic):
+        broker.send(batch)
+
+
+def send_two_phase(broker: PostgresBroker, topic: str = PLAIN) -> None:
+    """Halves one batch at a time, ends as the flusher sends them: many in one statement."""
+    ends: list[EndTransaction] = []
+    for batch in batches(topic):
+        half = HalfTransaction(producer_group="bench", messages=batch)
+        broker.send_half(half)
+        ends.append(
+            EndTransaction(transaction_id=half.transaction_id, decision=Decision.COMMIT, producer_group="bench")
+        )
+        if len(ends) == 10:
+            broker.end(ends)
+            ends.clear()
+    if ends:
+        broker.end(ends)
+
+
+def sending(send: Callable[[PostgresBroker], None]) -> Callable[[str], tuple[float, Usage]]:
+    def measure(url: str) -> tuple[float, Usage]:
+        broker = prepared(url)
+        with measured(url) as usage:
+            started = time.perf_counter()
+            send(broker)
+            seconds = time.perf_counter() - started
+        broker.close()
+        return MESSAGES / seconds, usage()
+
+    return measure
+
+
+@contextlib.contextmanager
+def process(module: str, url: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """A process of the broker's, stopped by SIGTERM at the end."""
+    command = [sys.executable, "-m", module, "--database", url, *arguments]
+    running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    try:
+        yield running
+    finally:
+        running.terminate()
+        running.communicate()
+
+
+def wait_for(url: str, query: str, expected: int = MESSAGES) -> None:
+    deadline = time.monotonic() + 300
+    with psycopg.connect(url, autocommit=True) as connection:
+        while True:
+            row = connection.execute(query.encode()).fetchone()
+            if row is not None and (row[0] or 0) >= expected:
+                return
+            if time.monotonic() > deadline:
+                raise SystemExit(f"bulk: {query!r} did not reach {expected}, it is {row}")
+            time.sleep(0.005)
+
+
+QUEUED = "SELECT sum(appended) FROM outbox.tick"
+HANDLED = "SELECT sum(handled) FROM outbox.offset_v1"
+
+
+def sequence_alone(url: str) -> tuple[float, Usage]:
+    broker = prepared(url)
+    send_decided(broker)
+    broker.close()
+    with measured(url) as usage:
+        started = time.perf_counter()
+        with process("outbox.broker", url):
+            wait_for(url, QUEUED)
+            seconds = time.perf_counter() - started
+    return MESSAGES / seconds, usage()
+
+
+def drain_alone(url: str) -> tuple[float, Usage]:
+    """From the first fetch to the last stored offset; the process is up before the clock starts."""
+    broker = prepared(url)
+    send_decided(broker)
+    broker.close()
+    with process("outbox.broker", url):
+        wait_for(url, QUEUED)
+    with process("benchmarks.bulk_consumer", url, "--topic", PLAIN, "--wait") as consumer, measured(url) as usage:
+        assert consumer.stdout is not None
+        assert consumer.stdout.readline() == "ready\n"
+        started = time.perf_counter()
+        with psycopg.connect(url, autocommit=True) as connection:
+            connection.execute("NOTIFY bench_go")
+        wait_for(url, HANDLED)
+        seconds = time.perf_counter() - started
+    return MESSAGES / seconds, usage()
+
+
+def all_at_once(send: Callable[[PostgresBroker, str], None], topic: str) -> Callable[[str], tuple[float, Usage]]:
+    def measure(url: str) -> tuple[float, Usage]:
+        broker = prepared(url)
+        with process("outbox.broker", url), process("benchmarks.bulk_consumer", url, "--topic", topic) as consumer:
+            assert consumer.stdout is not None
+            assert consumer.stdout.readline() == "ready\n"
+            with measured(url) as usage:
+                started = time.perf_counter()
+                send(broker, topic)
+                wait_for(url, HANDLED)
+                seconds = time.perf_counter() - started
+        broker.close()
+        return MESSAGES / seconds, usage()
+
+    return measure
+
+
+MEASURES: dict[str, Callable[[str], tuple[float, Usage]]] = {
+    "raw psycopg insert + claim-delete": raw_insert_then_delete,
+    "send, decided": sending(send_decided),
+    "send, two-phase": sending(send_two_phase),
+    "sequence alone": sequence_alone,
+    "drain alone, one worker": drain_alone,
+    "end to end, decided": all_at_once(send_decided, PLAIN),
+    "end to end, two-phase": all_at_once(send_two_phase, PLAIN),
+    "end to end, two-phase, FIFO": all_at_once(send_two_phase, FIFO),
+}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""A consumer process with a no-op batch handler, for the bulk benchmark."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import threading
+from collections.abc import Sequence
+
+import psycopg
+
+from outbox.broker.consumer import ConsumerRuntime
+from outbox.broker.database import BrokerDatabase
+from outbox.message import Delivery
+from outbox.subscription import Mode, Subscription
+
+
+def handle(batch: Sequence[Delivery]) -> None:
+    """Do nothing, as the peers' handlers do."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--database", required=True)
+    parser.add_argument("--topic", required=True)
+    parser.add_argument("--mode", default=Mode.CONCURRENT, type=Mode)
+    parser.add_argument("--batch", default=500, type=int)
+    parser.add_argument("--wait", action="store_true", help="begin when notified on bench_go")
+    options = parser.parse_args()
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    subscription = Subscription(group="bench", topic=options.topic, mode=options.mode, batch=options.batch)
+    runtime = ConsumerRuntime(BrokerDatabase(conninfo=options.database), [(subscription, handle)])
+    if options.wait:
+        with psycopg.connect(options.database, autocommit=True) as connection:
+            connection.execute("LISTEN bench_go")
+            print("ready", flush=True)
+            next(connection.notifies(timeout=60))
+    else:
+        print("ready", flush=True)
+    runtime.run(stop)
+
+
+if __name__ == "__main__":
+    main()
