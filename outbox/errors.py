@@ -112,6 +112,10 @@ class LeaseLost(BrokerError):
     """The lease ran out or was taken over; the work done under it must not be recorded."""
 
 
+class HandlerTimedOut(OutboxError):
+    """The handler ran longer than its subscription allows; its attempt counts as failed."""
+
+
 # -- what a handler may raise -----------------------------------------------------------------------
 
 

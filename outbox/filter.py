@@ -69,15 +69,15 @@ def _parse_tags(text: str) -> tuple[str, ...]:
         at = column + len(part) - len(part.lstrip())
         if not tag or tag == _ALL:
             raise InvalidFilter(
-                f"filter {text!r}, column {at}: a tag is missing here; write tags like 'paid || refunded', or leave the "
-                f"filter empty for all messages."
+                f"filter {text!r}, column {at}: a tag is missing here; write tags like 'paid || refunded', or leave "
+                f"the filter empty for all messages."
             )
         try:
             tags.append(check_tag(tag))
         except InvalidName as error:
             raise InvalidFilter(
-                f"filter {text!r}, column {at}: {error} Separate tags with '||'; an expression over headers begins with "
-                f"'{SQL_PREFIX}'."
+                f"filter {text!r}, column {at}: {error} Separate tags with '||'; an expression over headers begins "
+                f"with '{SQL_PREFIX}'."
             ) from error
         column += len(part) + 2
     return tuple(dict.fromkeys(tags))

@@ -9,7 +9,7 @@ from datetime import datetime
 from types import MappingProxyType
 
 from outbox import names
-from outbox.errors import InvalidSubscription, PermanentError, RetryLater
+from outbox.errors import InvalidSubscription, PermanentError, RetryLater, UndecodableBody
 from outbox.retry import RetryPolicy
 
 
@@ -88,12 +88,13 @@ class Subscription:
     def reaction(self, error: BaseException) -> OnError:
         """What to do about `error`: the entry of its most specific listed type.
 
-        Not listed: PermanentError goes to the dead letters, everything else is retried.
+        Not listed: PermanentError and a body that cannot be decoded go to the dead letters, everything else is
+        retried.
         """
         for kind in type(error).__mro__:
             if kind in self.on_error:
                 return self.on_error[kind]
-        return OnError.DEAD_LETTER if isinstance(error, PermanentError) else OnError.RETRY
+        return OnError.DEAD_LETTER if isinstance(error, (PermanentError, UndecodableBody)) else OnError.RETRY
 
     def retry_delay_seconds(self, error: BaseException, attempt: int) -> float:
         """The wait before the next attempt after `attempt` (from 1) raised `error`."""
