@@ -62,10 +62,13 @@ CREATE TABLE queue (
     number     integer NOT NULL,
     -- Set by the sequencer once an older generation gets no more messages: its final head.
     closed_at  bigint,
+    -- Set with a change of the queue count, until the sequencer has written closed_at.
+    closing    boolean NOT NULL DEFAULT false,
     -- Offsets below were removed by retention.
     floor      bigint  NOT NULL DEFAULT 0,
     UNIQUE (topic_id, generation, number)
 );
+CREATE INDEX queue_closing ON queue (queue_id) WHERE closing;
 
 -- ---------------------------------------------------------------------------------------------------
 -- The log
@@ -96,6 +99,8 @@ CREATE TABLE commit_log (
 );
 -- The half scan and the sequencer's view of undecided FIFO messages read new half rows by snapshot.
 CREATE INDEX commit_log_half_xid ON commit_log (xid) WHERE half;
+-- Reading a window of time (reconciliation, rewind): nearly free to maintain, rows arrive in order of time.
+CREATE INDEX commit_log_stored_at ON commit_log USING brin (stored_at) WITH (pages_per_range = 16);
 
 -- The op topic: one row per decided transaction; the primary key lets the first decision win.
 CREATE TABLE op_log (
@@ -308,17 +313,23 @@ CREATE TABLE pruned (
 -- A later change adds *_v2 views beside these; it does not change them.
 -- ---------------------------------------------------------------------------------------------------
 
+-- `state`: committed, recalled (committed, then withdrawn before it was due), rolled_back, parked, undecided.
 CREATE VIEW message_v1 AS
 SELECT l.log_id, l.message_id, l.transaction_id, t.name AS topic, l.key, l.tag, l.content_type,
        l.headers::text AS headers, l.body, l.half, l.producer_group, l.born_at, l.stored_at, l.deliver_at,
-       o.decision::text AS decision, o.decided_by::text AS decided_by, o.decided_at,
-       p.parked_at, (h.log_id IS NOT NULL) AS held, s.due_at AS scheduled_for, r.recalled_at
+       CASE WHEN r.recalled_at IS NOT NULL THEN 'recalled'
+            WHEN o.decision = 'C' THEN 'committed'
+            WHEN o.decision = 'R' THEN 'rolled_back'
+            WHEN p.parked_at IS NOT NULL THEN 'parked'
+            ELSE 'undecided' END AS state,
+       o.decided_by::text AS decided_by, o.decided_at, p.parked_at, (h.log_id IS NOT NULL) AS held,
+       (SELECT min(s.due_at) FROM scheduled s WHERE s.log_id = l.log_id AND s.queue_id IS NULL) AS scheduled_for,
+       r.recalled_at
 FROM commit_log l
 JOIN topic t USING (topic_id)
 LEFT JOIN op_log o USING (transaction_id)
 LEFT JOIN pending_check p USING (transaction_id)
 LEFT JOIN held h ON h.log_id = l.log_id
-LEFT JOIN scheduled s ON s.log_id = l.log_id AND s.queue_id IS NULL
 LEFT JOIN recalled r ON r.log_id = l.log_id;
 
 CREATE VIEW queue_entry_v1 AS
@@ -353,6 +364,61 @@ JOIN topic t USING (topic_id)
 JOIN consumer_group g ON g.group_id = t.retry_of;
 
 CREATE VIEW dead_letter_v1 AS
-SELECT g.name AS consumer_group, d.log_id, d.attempts, d.error, d.dead_at, d.replayed_at
+SELECT g.name AS consumer_group, d.log_id, l.message_id, t.name AS topic, l.key, l.tag, l.stored_at, d.attempts,
+       d.error, d.dead_at, d.replayed_at
 FROM dead_letter d
-JOIN consumer_group g USING (group_id);
+JOIN consumer_group g USING (group_id)
+JOIN commit_log l USING (log_id)
+JOIN topic t USING (topic_id);
+
+CREATE VIEW topic_v1 AS
+SELECT t.name AS topic, t.message_types, t.queue_count, t.key_lock, t.retention_seconds, g.name AS retry_group,
+       (SELECT max(p.pruned_at) FROM pruned p WHERE p.topic_id = t.topic_id) AS pruned_at, t.created_at
+FROM topic t
+LEFT JOIN consumer_group g ON g.group_id = t.retry_of;
+
+-- How far a message got with each subscribed group. `state`: dead (and not replayed), retrying (waits for its next
+-- attempt), unqueued (undecided, held, scheduled or not sequenced yet), waiting (queued, not consumed yet),
+-- passed (the group's offset is beyond every entry of it: handled, filtered, skipped, or before the group's start).
+CREATE VIEW delivery_v1 AS
+SELECT g.name AS consumer_group, t.name AS topic, l.log_id, l.message_id, l.key, l.tag, l.stored_at,
+       CASE WHEN EXISTS (SELECT FROM dead_letter d
+                         WHERE d.group_id = g.group_id AND d.log_id = l.log_id AND d.replayed_at IS NULL) THEN 'dead'
+            WHEN EXISTS (SELECT FROM scheduled s
+                         JOIN queue q ON q.queue_id = s.queue_id
+                         JOIN topic rt ON rt.topic_id = q.topic_id AND rt.retry_of = g.group_id
+                         WHERE s.log_id = l.log_id) THEN 'retrying'
+            WHEN e.entries = 0 THEN 'unqueued'
+            WHEN e.consumed < e.entries THEN 'waiting'
+            ELSE 'passed' END AS state,
+       e.last_consumed_at
+FROM subscription u
+JOIN consumer_group g USING (group_id)
+JOIN topic t USING (topic_id)
+JOIN commit_log l USING (topic_id)
+CROSS JOIN LATERAL (
+    SELECT count(*) AS entries, count(*) FILTER (WHERE c.queue_offset < o.next_offset) AS consumed,
+           max(o.stored_at) FILTER (WHERE c.queue_offset < o.next_offset) AS last_consumed_at
+    FROM consume_queue c
+    JOIN queue q USING (queue_id)
+    JOIN topic qt ON qt.topic_id = q.topic_id
+    LEFT JOIN LATERAL (SELECT f.next_offset, f.stored_at
+                       FROM consumer_offset f
+                       WHERE f.group_id = g.group_id AND f.queue_id = c.queue_id
+                       ORDER BY f.epoch DESC, f.ordinal DESC
+                       LIMIT 1) o ON true
+    WHERE c.log_id = l.log_id AND (qt.topic_id = l.topic_id OR qt.retry_of = g.group_id)
+) e;
+
+-- ---------------------------------------------------------------------------------------------------
+-- First rows: nothing is sequenced, nothing is scanned
+-- ---------------------------------------------------------------------------------------------------
+
+INSERT INTO broker (system_identifier, timeline)
+SELECT c.system_identifier::text, ('x' || substr(pg_walfile_name(pg_current_wal_insert_lsn()), 1, 8))::bit(32)::integer
+FROM pg_control_system() c;
+
+INSERT INTO tick (tick_id, snapshot, incarnation, appended, queue_ids, heads, is_full)
+VALUES (0, '1:1:', 1, 0, '{}', '{}', true);
+
+INSERT INTO half_scan (scan_id, snapshot, moved) VALUES (0, '1:1:', 0);
