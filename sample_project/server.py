@@ -6,14 +6,19 @@ import os
 from pathlib import Path
 from typing import Final
 
+import psycopg
+from psycopg import sql
 from psycopg.conninfo import conninfo_to_dict
 
 from outbox.broker import embedded
 
 DIRECTORY_VARIABLE: Final = "OUTBOX_DEMO_DIR"
-ORDERS: Final = "outbox_sample_orders"
-BROKER: Final = "outbox_sample_broker"
-CELERY: Final = "outbox_sample_celery"
+PREFIX_VARIABLE: Final = "SAMPLE_DATABASE_PREFIX"
+_PREFIX: Final = os.environ.get(PREFIX_VARIABLE, "outbox_sample")
+ORDERS: Final = f"{_PREFIX}_orders"
+BROKER: Final = f"{_PREFIX}_broker"
+CELERY: Final = f"{_PREFIX}_celery"
+_URL_VARIABLE: Final = "SAMPLE_SERVER_URL"
 SETTINGS: Final = {"max_connections": "200", "max_wal_size": "1GB"}
 
 
@@ -23,15 +28,31 @@ def directory() -> Path:
     return Path(named).resolve() if named else Path(__file__).resolve().parent.parent / "var"
 
 
+def start() -> str:
+    """Start the server, or join it where it runs, and return its URL; child processes find it too.
+
+    The embedded one runs until `stop`. Settings do not call this, so that importing them starts nothing.
+    """
+    os.environ[_URL_VARIABLE] = embedded.server_url(directory() / "postgres", settings=SETTINGS)
+    return url()
+
+
 def url() -> str:
-    """The URL of the running server; starts the embedded one if need be. It runs until `stop`."""
-    return embedded.server_url(directory() / "postgres", settings=SETTINGS)
+    """The URL of the server that was started, else libpq's defaults."""
+    return os.environ.get(_URL_VARIABLE, "postgresql://")
 
 
 def create_databases() -> None:
     """Create the databases of the sample that do not exist yet."""
     for name in (ORDERS, BROKER, CELERY):
         embedded.create_database(url(), name)
+
+
+def drop_databases() -> None:
+    """Drop the databases of the sample, whoever is connected to them."""
+    with psycopg.connect(url(), autocommit=True) as connection:
+        for name in (ORDERS, BROKER, CELERY):
+            connection.execute(sql.SQL("DROP DATABASE IF EXISTS {} WITH (FORCE)").format(sql.Identifier(name)))
 
 
 def stop() -> None:

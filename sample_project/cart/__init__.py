@@ -1,0 +1,1 @@
+"""Carts, cleared once their order is paid: consumer group cart."""

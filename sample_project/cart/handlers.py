@@ -1,0 +1,15 @@
+"""What the cart does when messages arrive."""
+
+from __future__ import annotations
+
+from outbox import Delivery
+from outbox.contrib.django import subscriber
+from sample_project.cart.models import Clearance, Item
+
+
+@subscriber("order.paid", group="cart")
+def clear(delivery: Delivery) -> None:
+    """Take what was ordered out of the cart; what the customer added meanwhile stays."""
+    order_id, customer = delivery.body["order_id"], delivery.body["customer"]
+    Item.objects.filter(customer=customer, order_id=order_id).delete()
+    Clearance.objects.create(order_id=order_id, customer=customer)

@@ -1,0 +1,18 @@
+"""The Celery app: `celery -A sample_project worker --beat --outbox -Q celery,outbox --without-gossip --without-mingle`.
+
+The last two options are for the default transport, which cannot broadcast.
+"""
+
+from __future__ import annotations
+
+import os
+
+from celery import Celery
+
+from sample_project import server
+
+os.environ.setdefault("DJANGO_SETTINGS_MODULE", "sample_project.settings")
+server.start()
+
+app = Celery("sample_project")
+app.config_from_object("django.conf:settings", namespace="CELERY")

@@ -1,0 +1,117 @@
+"""What the terminal shows: a live view on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+
+from sample_project.demo.figures import Figures
+
+_PLAIN_EVERY_SECONDS = 3.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """One line of the result: what it is, the number, what it has to be (empty: nothing), and whether it is."""
+
+    name: str
+    number: int
+    wanted: str = ""
+    good: bool = True
+
+
+class Display:
+    """Says what happens. `step` and `note` print lines; between `open` and `close` there is a live view."""
+
+    def __init__(self, orders: int) -> None:
+        self.console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
+        self._started = time.monotonic()
+        self._orders = orders
+        self._live: Live | None = None
+        self._bar = Progress(TextColumn("[bold]orders"), BarColumn(40), MofNCompleteColumn(), console=self.console)
+        self._task = self._bar.add_task("orders", total=orders)
+        self._last_plain = 0.0
+
+    def step(self, text: str) -> None:
+        """A new phase."""
+        self.console.print(f"[dim]{time.monotonic() - self._started:5.1f} s[/] [bold]{text}[/]")
+
+    def note(self, text: str, *, style: str = "yellow") -> None:
+        """Something that happened."""
+        self.console.print(f"        [{style}]{text}[/]")
+
+    def open(self) -> None:
+        """Begin the live view."""
+        if self.console.is_terminal:
+            self._live = Live(self._bar, console=self.console, refresh_per_second=8, transient=True)
+            self._live.start()
+
+    def show(self, answered: int, figures: Figures) -> None:
+        """Show how far it is."""
+        self._bar.update(self._task, completed=answered)
+        if self._live is not None:
+            self._live.update(Group(self._bar, _arrivals(figures)))
+        elif time.monotonic() - self._last_plain > _PLAIN_EVERY_SECONDS:
+            self._last_plain = time.monotonic()
+            self.console.print(
+                f"        {answered}/{self._orders} answered, {figures.paid} paid, {figures.shipments} shipments, "
+                f"{figures.points} points, {figures.clearances} carts, {figures.state('undecided')} undecided"
+            )
+
+    def close(self) -> None:
+        """End the live view."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def states(self, figures: Figures) -> None:
+        """Print the messages by topic and state."""
+        table = Table(title="Messages", title_justify="left", box=None, padding=(0, 2, 0, 0))
+        table.add_column("topic")
+        table.add_column("state")
+        table.add_column("messages", justify="right")
+        for (topic, state), number in figures.states.items():
+            table.add_row(topic, state, f"{number:,}")
+        self.console.print(table)
+
+    def result(self, verdicts: Sequence[Verdict]) -> None:
+        """Print the result."""
+        table = Table(title="Result", title_justify="left", box=None, padding=(0, 2, 0, 0))
+        table.add_column("figure")
+        table.add_column("number", justify="right")
+        table.add_column("wanted", justify="right")
+        table.add_column("")
+        for verdict in verdicts:
+            mark = "" if not verdict.wanted else "[green]ok[/]" if verdict.good else "[bold red]WRONG[/]"
+            table.add_row(verdict.name, f"{verdict.number:,}", verdict.wanted, mark)
+        self.console.print(table)
+
+    def failure(self, text: str, log: str, lines: Sequence[str]) -> None:
+        """Print why the demo failed, with the end of the log that tells more."""
+        self.close()
+        self.console.print(f"[bold red]The demo failed:[/] {text}")
+        if lines:
+            self.console.print(f"[dim]the end of {log}:[/]")
+            for line in lines:
+                self.console.print(line, markup=False)
+
+
+def _arrivals(figures: Figures) -> Table:
+    table = Table.grid(padding=(0, 3, 0, 0))
+    row = [
+        ("paid", figures.paid),
+        ("shipments", figures.shipments),
+        ("points", figures.points),
+        ("carts", figures.clearances),
+        ("undecided", figures.state("undecided")),
+        ("by check-back", figures.state("committed by check-back") + figures.state("rolled back by check-back")),
+    ]
+    table.add_row(*(f"[bold]{number}[/] [dim]{name}[/]" for name, number in row))
+    return table

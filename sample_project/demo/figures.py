@@ -1,0 +1,110 @@
+"""The figures of a run, each counted from the rows it is about: the apps' tables and the broker's views."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final, LiteralString
+
+import psycopg
+
+# An effect that no paid order asked for, a paid order without its effect, by effect.
+_COUNTS: Final[LiteralString] = """
+SELECT count(*) FILTER (WHERE o.paid_at IS NOT NULL),
+       count(s.order_id), count(p.order_id), count(c.order_id),
+       count(*) FILTER (WHERE o.paid_at IS NOT NULL AND s.order_id IS NULL)
+     + count(*) FILTER (WHERE o.paid_at IS NOT NULL AND p.order_id IS NULL)
+     + count(*) FILTER (WHERE o.paid_at IS NOT NULL AND c.order_id IS NULL),
+       count(s.order_id) FILTER (WHERE o.paid_at IS NULL)
+     + count(p.order_id) FILTER (WHERE o.paid_at IS NULL)
+     + count(c.order_id) FILTER (WHERE o.paid_at IS NULL)
+FROM orders_order o
+FULL JOIN logistics_shipment s ON s.order_id = o.id
+FULL JOIN points_entry p ON p.order_id = coalesce(o.id, s.order_id)
+FULL JOIN cart_clearance c ON c.order_id = coalesce(o.id, s.order_id, p.order_id)
+"""
+
+_PAID: Final[LiteralString] = "SELECT id FROM orders_order WHERE paid_at IS NOT NULL"
+
+_LEFT_IN_CARTS: Final[LiteralString] = """
+SELECT count(*) FROM cart_item i JOIN orders_order o ON o.id = i.order_id WHERE o.paid_at IS NOT NULL
+"""
+
+_NOT_SHIPPED: Final[LiteralString] = "SELECT count(*) FROM orders_order WHERE status = 'paid'"
+
+_STATES: Final[LiteralString] = """
+SELECT topic,
+       CASE WHEN decision = 'C' AND decided_by = 'K' THEN 'committed by check-back'
+            WHEN decision = 'C' THEN 'committed'
+            WHEN decision = 'R' AND decided_by = 'K' THEN 'rolled back by check-back'
+            WHEN decision = 'R' THEN 'rolled back'
+            WHEN parked_at IS NOT NULL THEN 'parked'
+            ELSE 'undecided' END,
+       count(*)
+FROM outbox.message_v1 GROUP BY 1, 2 ORDER BY 1, 2
+"""
+
+# The tables' unique keys would stop a second effect, so a doubled one shows in these two.
+_SENT_TWICE: Final[LiteralString] = """
+SELECT coalesce(sum(copies - 1), 0)
+FROM (SELECT count(*) AS copies FROM outbox.message_v1 WHERE decision = 'C' GROUP BY topic, key) AS by_key
+"""
+_HANDLED_TWICE: Final[LiteralString] = "SELECT count(*) FROM outbox.failure WHERE error ILIKE '%duplicate key%'"
+
+_DEAD: Final[LiteralString] = "SELECT count(*) FROM outbox.dead_letter"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figures:
+    """What the databases say. `states` maps (topic, state) to a number of messages."""
+
+    paid: int
+    shipments: int
+    points: int
+    clearances: int
+    lost: int
+    invented: int
+    doubled: int
+    dead: int
+    left_in_carts: int
+    not_shipped: int
+    states: Mapping[tuple[str, str], int] = field(default_factory=dict)
+
+    def state(self, name: str) -> int:
+        """Messages of all topics in one state."""
+        return sum(number for (_, state), number in self.states.items() if state == name)
+
+    @property
+    def settled(self) -> bool:
+        """Whether nothing is on its way any more."""
+        undecided = self.state("undecided") + self.state("parked")
+        return not undecided and self.lost == 0 and self.left_in_carts == 0 and self.not_shipped == 0
+
+
+def read(orders: psycopg.Connection, broker: psycopg.Connection) -> Figures:
+    """Count now. The apps are read first, so a message of a counted order is in the broker's figures."""
+    paid, shipments, points, clearances, lost, invented = _row(orders, _COUNTS)
+    return Figures(
+        paid=paid,
+        shipments=shipments,
+        points=points,
+        clearances=clearances,
+        lost=lost,
+        invented=invented,
+        left_in_carts=_row(orders, _LEFT_IN_CARTS)[0],
+        not_shipped=_row(orders, _NOT_SHIPPED)[0],
+        doubled=_row(broker, _SENT_TWICE)[0] + _row(broker, _HANDLED_TWICE)[0],
+        dead=_row(broker, _DEAD)[0],
+        states={(topic, state): number for topic, state, number in broker.execute(_STATES)},
+    )
+
+
+def paid_orders(orders: psycopg.Connection) -> set[int]:
+    """The numbers of the orders that are paid."""
+    return {order_id for (order_id,) in orders.execute(_PAID)}
+
+
+def _row(connection: psycopg.Connection, statement: LiteralString) -> tuple[int, ...]:
+    row = connection.execute(statement).fetchone()
+    assert row is not None
+    return tuple(int(value) for value in row)

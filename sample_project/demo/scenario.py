@@ -1,0 +1,301 @@
+"""The story of a run: set up, sell, crash, settle, judge."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import psycopg
+
+from outbox.broker import embedded
+from sample_project import server
+from sample_project.demo import figures, reconcile
+from sample_project.demo.display import Display, Verdict
+from sample_project.demo.figures import Figures
+from sample_project.demo.options import Options
+from sample_project.demo.processes import DemoFailed, Services, child_of
+from sample_project.demo.shopper import Crowd
+
+SETTLE_SECONDS: Final = 60.0
+# Short enough for an audience; the defaults are 6 s, 60 s and 30 s.
+_CHECK_BACK: Final = {
+    "SAMPLE_IMMUNITY_SECONDS": "2",
+    "SAMPLE_CHECK_RETRY_SECONDS": "2",
+    "SAMPLE_CHECK_INTERVAL_SECONDS": "2",
+}
+_QUEUES: Final = "celery,outbox"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """What a run works with."""
+
+    options: Options
+    display: Display
+    services: Services
+    directory: Path
+    port: int
+    orders_url: str
+    broker_url: str
+
+    @property
+    def two_phase(self) -> bool:
+        """Whether the broker has a database of its own."""
+        return self.options.path == "two-phase"
+
+    @property
+    def site(self) -> str:
+        """Where the shop is."""
+        return f"http://127.0.0.1:{self.port}/"
+
+    def marker(self, point: str) -> Path:
+        """The file that the process leaves which is killed at a fault point."""
+        return self.directory / f"killed.{point}"
+
+
+def run(options: Options, display: Display, directory: Path) -> bool:
+    """One run; True when every figure is right. Stops what it started, whatever happens."""
+    with _database(display), _stage(options, display, directory) as stage:
+        _migrate(stage)
+        celery = _open_shop(stage)
+        with (
+            psycopg.connect(stage.orders_url, autocommit=True) as orders,
+            psycopg.connect(stage.broker_url, autocommit=True) as broker,
+        ):
+            crowd, killed_broker = _sell(stage, celery, orders, broker)
+            found = _settle(stage, crowd, orders, broker)
+            display.states(found)
+            verdicts = judge(stage, crowd, found, figures.paid_orders(orders))
+        verdicts.append(_one("broker processes killed", int(killed_broker), 1))
+        if options.reconcile:
+            verdicts.append(_reconcile(stage))
+        display.result(verdicts)
+        good = all(verdict.good for verdict in verdicts)
+        if options.keep and good:
+            _keep(stage)
+    return good
+
+
+@contextlib.contextmanager
+def _database(display: Display) -> Iterator[None]:
+    display.step("starting PostgreSQL" if embedded.URL_VARIABLE not in os.environ else "using your PostgreSQL")
+    server.start()
+    try:
+        # Anew, so that the figures are those of this run.
+        server.drop_databases()
+        server.create_databases()
+        yield
+    finally:
+        server.stop()
+
+
+@contextlib.contextmanager
+def _stage(options: Options, display: Display, directory: Path) -> Iterator[Stage]:
+    logs = directory / "logs"
+    shutil.rmtree(logs, ignore_errors=True)
+    logs.mkdir(parents=True)
+    url = server.url()
+    environment = {
+        "DJANGO_SETTINGS_MODULE": "sample_project.settings",
+        "SAMPLE_PATH": options.path,
+        **_CHECK_BACK,
+    }
+    orders_url = embedded.database_url(url, server.ORDERS)
+    stage = Stage(
+        options=options,
+        display=display,
+        services=Services(logs, environment),
+        directory=directory,
+        port=options.port or _free_port(),
+        orders_url=orders_url,
+        broker_url=embedded.database_url(url, server.BROKER) if options.path == "two-phase" else orders_url,
+    )
+    try:
+        yield stage
+    finally:
+        display.close()
+        display.step("stopping")
+        left = stage.services.stop()
+        if left:
+            display.note(f"these processes did not end when asked and were killed: {left}", style="red")
+
+
+def _migrate(stage: Stage) -> None:
+    stage.display.step("creating the tables")
+    stage.services.run("migrate", "sample_project.manage", "migrate", "--no-input", "--verbosity=1")
+    if stage.two_phase:
+        stage.services.run("migrate-broker", "sample_project.manage", "migrate", "--no-input", "--database=broker")
+
+
+def _open_shop(stage: Stage) -> int:
+    """Start the site and the worker; returns the worker's process id."""
+    stage.display.step("starting the site (gunicorn) and the worker (celery with beat and --outbox)")
+    for point in ("producer.before_local_commit", "producer.after_local_commit"):
+        stage.marker(point).unlink(missing_ok=True)
+    stage.services.start(
+        "site",
+        "gunicorn",
+        "--config=python:sample_project.gunicorn_conf",
+        environment={"SAMPLE_BIND": f"127.0.0.1:{stage.port}", "OUTBOX_FAULTS": _faults(stage)},
+    )
+    schedule = stage.directory / "celerybeat-schedule"
+    for old in stage.directory.glob("celerybeat-schedule*"):
+        old.unlink()
+    celery = stage.services.start(
+        "worker",
+        "celery",
+        *("--app=sample_project", "worker", "--outbox", "--beat", f"--schedule={schedule}"),
+        *(f"--queues={_QUEUES}", "--concurrency=1", "--loglevel=INFO", "--without-gossip", "--without-mingle"),
+    )
+    stage.services.wait_until(lambda: _answers(stage.port), what="the site's answer", log="site", within_seconds=30)
+    return celery
+
+
+def _faults(stage: Stage) -> str:
+    """Kill one web process after its local commit and another before it, each on a later visit to that step."""
+    visits = max(2, stage.options.orders // 12)
+    before, after = stage.marker("producer.before_local_commit"), stage.marker("producer.after_local_commit")
+    return (
+        f"producer.after_local_commit=kill@{visits}?{after};"
+        f"producer.before_local_commit=kill@{visits + visits // 2}?{before}"
+    )
+
+
+def _sell(stage: Stage, celery: int, orders: psycopg.Connection, broker: psycopg.Connection) -> tuple[Crowd, bool]:
+    """Let the customers in; meanwhile the fault points kill web processes, and we the broker's."""
+    options, display = stage.options, stage.display
+    display.step(f"{options.orders} customers, {options.shoppers} at a time, at {stage.site}")
+    crowd = Crowd(stage.port, orders=options.orders, shoppers=options.shoppers)
+    told: set[str] = set()
+    killed = False
+    pause = threading.Event()
+    display.open()
+    crowd.start()
+    try:
+        while not crowd.done():
+            stage.services.check_alive()
+            display.show(crowd.answers.total, figures.read(orders, broker))
+            _tell_kills(stage, told)
+            if not killed and crowd.answers.total >= options.orders // 2:
+                killed = _kill_broker(stage, celery)
+            pause.wait(0.25)
+    finally:
+        crowd.send_home()
+        display.close()
+    _tell_kills(stage, told)
+    return crowd, killed or _kill_broker(stage, celery)
+
+
+def _tell_kills(stage: Stage, told: set[str]) -> None:
+    words = {
+        "producer.after_local_commit": "after its local commit, before its end message",
+        "producer.before_local_commit": "before its local commit",
+    }
+    for point, when in words.items():
+        if point not in told and stage.marker(point).exists():
+            told.add(point)
+            stage.display.note(f"a web process was killed (SIGKILL) {when}")
+
+
+def _kill_broker(stage: Stage, celery: int) -> bool:
+    pid = child_of(celery, "broker")
+    if pid is None:
+        return False
+    os.kill(pid, signal.SIGKILL)
+    stage.display.note("the broker's process was killed (SIGKILL); its supervisor starts another")
+    return True
+
+
+def _settle(stage: Stage, crowd: Crowd, orders: psycopg.Connection, broker: psycopg.Connection) -> Figures:
+    """Wait until nothing is on its way; beat's check-back decides what the killed processes left."""
+    stage.display.step("waiting for what is under way; beat's check-back settles what is undecided")
+
+    def settled() -> bool:
+        found = figures.read(orders, broker)
+        stage.display.show(crowd.answers.total, found)
+        return found.settled
+
+    stage.display.open()
+    try:
+        stage.services.wait_until(settled, what="settling", log="worker", within_seconds=SETTLE_SECONDS)
+    except DemoFailed as failure:
+        # The figures say what is missing; they are judged like any others.
+        stage.display.note(str(failure), style="red")
+    finally:
+        stage.display.close()
+    return figures.read(orders, broker)
+
+
+def judge(stage: Stage, crowd: Crowd, found: Figures, paid: set[int]) -> list[Verdict]:
+    """Hold the figures against each other and against what the customers were told."""
+    answers = crowd.answers
+    by_check = found.state("committed by check-back"), found.state("rolled back by check-back")
+    verdicts = [
+        Verdict(name="orders paid", number=found.paid, wanted=">= 1", good=found.paid > 0),
+        _one("shipments", found.shipments, found.paid),
+        _one("points credited", found.points, found.paid),
+        _one("carts cleared", found.clearances, found.paid),
+        _one("lost", found.lost, 0),
+        _one("invented", found.invented, 0),
+        _one("doubled", found.doubled, 0),
+        _one("dead letters", found.dead, 0),
+        _one("undecided or parked", found.state("undecided") + found.state("parked"), 0),
+        _one("told 'paid' and not so", len(answers.paid - paid), 0),
+        _one("told 'declined' and paid", len(answers.declined & paid), 0),
+        _one("unexpected answers", answers.unexpected.total(), 0),
+        Verdict(name="payments declined", number=len(answers.declined), wanted=">= 1", good=bool(answers.declined)),
+        Verdict(name="payments without an answer", number=len(answers.unanswered)),
+        _one("killed after local commit", int(stage.marker("producer.after_local_commit").exists()), 1),
+        _one("killed before local commit", int(stage.marker("producer.before_local_commit").exists()), 1),
+    ]
+    if stage.two_phase:
+        verdicts += [
+            Verdict(name="committed by check-back", number=by_check[0], wanted=">= 1", good=by_check[0] > 0),
+            Verdict(name="rolled back by check-back", number=by_check[1], wanted=">= 1", good=by_check[1] > 0),
+        ]
+    for text, times in answers.unexpected.most_common(5):
+        stage.display.note(f"{text} ({times} times)", style="red")
+    return verdicts
+
+
+def _one(name: str, number: int, wanted: int) -> Verdict:
+    return Verdict(name=name, number=number, wanted=f"{wanted:,}", good=number == wanted)
+
+
+def _reconcile(stage: Stage) -> Verdict:
+    stage.display.step("Spark holds the tables against the broker's log")
+    report = reconcile.run(stage.services, stage.directory, stage.orders_url, stage.broker_url)
+    if report is not None:
+        stage.display.note(f"report: {report}", style="dim")
+    return _one("reconciliation findings", 0 if report is not None else 1, 0)
+
+
+def _keep(stage: Stage) -> None:
+    stage.display.note(f"the shop is open at {stage.site}; Ctrl-C closes it", style="bold green")
+    pause = threading.Event()
+    with contextlib.suppress(KeyboardInterrupt):
+        while not pause.wait(1.0):
+            stage.services.check_alive()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _answers(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=1).close()
+    except OSError:
+        return False
+    return True

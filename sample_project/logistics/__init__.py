@@ -1,0 +1,1 @@
+"""Ships what was paid: consumer group logistics, producer of shipment.created."""

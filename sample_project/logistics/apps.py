@@ -1,0 +1,11 @@
+"""Django's registration of the app."""
+
+from __future__ import annotations
+
+from django.apps import AppConfig
+
+
+class LogisticsConfig(AppConfig):
+    """Ships what was paid: consumer group logistics, producer of shipment.created."""
+
+    name = "sample_project.logistics"

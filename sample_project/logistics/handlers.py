@@ -1,0 +1,18 @@
+"""What logistics does when messages arrive."""
+
+from __future__ import annotations
+
+from outbox import Delivery
+from outbox.contrib.django import publish, subscriber
+from sample_project.logistics.models import Shipment
+
+
+@subscriber("order.paid", group="logistics")
+def ship(delivery: Delivery) -> None:
+    """Create the shipment and say so: the row, the message and the note that this was handled are one commit."""
+    shipment = Shipment.objects.create(order_id=delivery.body["order_id"])
+    publish(
+        "shipment.created",
+        {"shipment_id": shipment.pk, "order_id": shipment.order_id},
+        key=str(shipment.order_id),
+    )

@@ -1,0 +1,1 @@
+"""Placing and paying orders; the producer of order.paid."""

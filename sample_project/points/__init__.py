@@ -1,0 +1,1 @@
+"""Credits loyalty points for what was paid: consumer group points."""

@@ -1,0 +1,12 @@
+"""What the storefront asks points."""
+
+from __future__ import annotations
+
+from django.db.models import Sum
+
+from sample_project.points.models import Entry
+
+
+def balance(customer: str) -> int:
+    """All points of a customer."""
+    return Entry.objects.filter(customer=customer).aggregate(total=Sum("points", default=0))["total"]

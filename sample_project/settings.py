@@ -1,0 +1,102 @@
+"""Settings of the sample: two databases on one server, so that publishing takes the two-phase path.
+
+Environment variables, all optional:
+SAMPLE_PATH=atomic              the broker lives in the orders database, publishing takes the atomic path
+OUTBOX_POSTGRES_URL             a PostgreSQL server to use instead of the embedded one
+OUTBOX_DEMO_DIR                 where the embedded server and the logs live (default: var/ of the checkout)
+SAMPLE_CELERY_BROKER            Celery's transport, e.g. redis://localhost (default: a database of its own)
+SAMPLE_CHECK_INTERVAL_SECONDS   how often beat runs check-back (default 30)
+SAMPLE_IMMUNITY_SECONDS         minimum age of a half message before its first check (default 6)
+SAMPLE_CHECK_RETRY_SECONDS      how long until one that could not be answered is asked again (default 60)
+SAMPLE_SECRET_KEY, SAMPLE_ALLOWED_HOSTS, SAMPLE_DEBUG=1
+"""
+
+from __future__ import annotations
+
+import os
+
+from sample_project import server
+
+SAMPLE_PATH = os.environ.get("SAMPLE_PATH", "two-phase")
+if SAMPLE_PATH not in ("two-phase", "atomic"):
+    raise ValueError(f"SAMPLE_PATH={SAMPLE_PATH!r}: write 'two-phase' or 'atomic'.")
+
+SECRET_KEY = os.environ.get("SAMPLE_SECRET_KEY", "only-for-the-sample")
+DEBUG = os.environ.get("SAMPLE_DEBUG") == "1"
+ALLOWED_HOSTS = os.environ.get("SAMPLE_ALLOWED_HOSTS", "localhost,127.0.0.1,[::1]").split(",")
+
+INSTALLED_APPS = [
+    "django.contrib.contenttypes",
+    "django.contrib.staticfiles",
+    "django.contrib.messages",
+    "outbox.contrib.django",
+    "sample_project.catalogue",
+    "sample_project.orders",
+    "sample_project.logistics",
+    "sample_project.points",
+    "sample_project.cart",
+    "sample_project.storefront",
+]
+MIDDLEWARE = [
+    "django.middleware.security.SecurityMiddleware",
+    "whitenoise.middleware.WhiteNoiseMiddleware",
+    "django.contrib.sessions.middleware.SessionMiddleware",
+    "django.middleware.common.CommonMiddleware",
+    "django.middleware.csrf.CsrfViewMiddleware",
+    "django.contrib.messages.middleware.MessageMiddleware",
+    "django.middleware.clickjacking.XFrameOptionsMiddleware",
+]
+TEMPLATES = [
+    {
+        "BACKEND": "django.template.backends.django.DjangoTemplates",
+        "APP_DIRS": True,
+        "OPTIONS": {
+            "context_processors": [
+                "django.template.context_processors.request",
+                "django.contrib.messages.context_processors.messages",
+                "sample_project.storefront.context.shop",
+            ]
+        },
+    }
+]
+ROOT_URLCONF = "sample_project.urls"
+WSGI_APPLICATION = "sample_project.wsgi.application"
+# A visitor is a name in a signed cookie: the demo needs no accounts and no session table.
+SESSION_ENGINE = "django.contrib.sessions.backends.signed_cookies"
+SESSION_COOKIE_SAMESITE = "Lax"
+MESSAGE_STORAGE = "django.contrib.messages.storage.cookie.CookieStorage"
+
+STATIC_URL = "static/"
+WHITENOISE_USE_FINDERS = True
+LANGUAGE_CODE = "en-gb"
+TIME_ZONE = "UTC"
+USE_TZ = True
+DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
+
+_SERVER = server.url()
+DATABASES = {"default": server.django_database(_SERVER, server.ORDERS)}
+if SAMPLE_PATH == "two-phase":
+    DATABASES["broker"] = server.django_database(_SERVER, server.BROKER)
+    DATABASE_ROUTERS = ["outbox.contrib.django.routers.BrokerRouter"]
+
+OUTBOX = {
+    "BROKER": "broker" if SAMPLE_PATH == "two-phase" else "default",
+    "PRODUCER_GROUP": "orders",
+    "TOPICS": {
+        "order.paid": {"queues": 4},
+        "shipment.created": {"queues": 4},
+    },
+    "IMMUNITY_SECONDS": int(os.environ.get("SAMPLE_IMMUNITY_SECONDS", "6")),
+    "CHECK_INTERVAL_SECONDS": float(os.environ.get("SAMPLE_CHECK_INTERVAL_SECONDS", "30")),
+    "CHECK_RETRY_SECONDS": int(os.environ.get("SAMPLE_CHECK_RETRY_SECONDS", "60")),
+}
+
+CELERY_BROKER_URL = os.environ.get("SAMPLE_CELERY_BROKER") or server.celery_url(_SERVER)
+
+LOGGING = {
+    "version": 1,
+    "disable_existing_loggers": False,
+    "formatters": {"line": {"format": "{asctime} {process:>6} {levelname:<7} {name}: {message}", "style": "{"}},
+    "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "line"}},
+    "root": {"handlers": ["stderr"], "level": "INFO"},
+}

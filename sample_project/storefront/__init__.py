@@ -1,0 +1,1 @@
+"""The pages. It reads every app and is read by none."""

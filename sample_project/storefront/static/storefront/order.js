@@ -1,0 +1,24 @@
+// Keeps the order page up to date until all four states have arrived. Without it the page reloads itself.
+"use strict";
+(() => {
+  const box = document.getElementById("progress");
+  const steps = () => box.querySelector(".steps").dataset;
+  let pause = 250;
+  const look = async () => {
+    try {
+      const answer = await fetch(box.dataset.url, { headers: { Accept: "text/html" } });
+      if (answer.ok) {
+        const html = await answer.text();
+        // Only a change is written, or screen readers would read the same list again and again.
+        if (html !== shown) box.innerHTML = shown = html;
+      }
+    } catch {
+      // The site may be restarting: try again.
+    }
+    if (steps().complete === "true") return;
+    pause = Math.min(pause * 1.15, 3000);
+    setTimeout(look, pause);
+  };
+  let shown = box.innerHTML;
+  if (steps().paid === "true" && steps().complete === "false") setTimeout(look, pause);
+})();
