@@ -1,0 +1,17 @@
+"""One business row."""
+
+from __future__ import annotations
+
+from django.db import models
+
+
+class Order(models.Model):
+    """What a request writes."""
+
+    customer = models.CharField(max_length=100)
+    total = models.DecimalField(max_digits=12, decimal_places=2)
+    status = models.CharField(max_length=20)
+    created_at = models.DateTimeField(auto_now_add=True)
+
+    class Meta:
+        app_label = "shop"
