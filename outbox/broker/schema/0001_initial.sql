@@ -190,6 +190,7 @@ CREATE TABLE pending_check (
     last_answer    text
 );
 CREATE INDEX pending_check_due ON pending_check (producer_group, due_at) WHERE parked_at IS NULL;
+CREATE INDEX pending_check_parked ON pending_check (parked_at) WHERE parked_at IS NOT NULL;
 
 CREATE TABLE check_history (
     transaction_id uuid        NOT NULL,

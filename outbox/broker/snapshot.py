@@ -1,0 +1,25 @@
+"""PostgreSQL's snapshots as values: which transactions a reader could see."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Transactions below `xmax` were visible but for those `in_progress`; none at or above it was."""
+
+    xmin: int
+    xmax: int
+    in_progress: tuple[int, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """From the text form of pg_snapshot, `xmin:xmax:xip,…`."""
+        xmin, xmax, in_progress = text.split(":")
+        return cls(int(xmin), int(xmax), tuple(map(int, in_progress.split(","))) if in_progress else ())
+
+    def sees(self, xid: int) -> bool:
+        """Whether a transaction was visible."""
+        return xid < self.xmax and xid not in self.in_progress
