@@ -9,6 +9,7 @@ import os
 
 from celery import Celery
 
+from outbox.contrib.django import celery as outbox_celery
 from sample_project import server
 
 os.environ.setdefault("DJANGO_SETTINGS_MODULE", "sample_project.settings")
@@ -16,3 +17,4 @@ server.start()
 
 app = Celery("sample_project")
 app.config_from_object("django.conf:settings", namespace="CELERY")
+outbox_celery.setup(app)

@@ -61,33 +61,18 @@ def stop() -> None:
         embedded.stop(directory() / "postgres")
 
 
-def django_database(server_url: str, name: str) -> dict[str, object]:
-    """An entry of Django's DATABASES for one database of the server."""
-    parts = conninfo_to_dict(server_url)
-    return {
-        "ENGINE": "django.db.backends.postgresql",
-        "NAME": name,
-        "USER": parts.get("user", ""),
-        "PASSWORD": parts.get("password", ""),
-        "HOST": parts.get("host", ""),
-        "PORT": str(parts.get("port", "")),
-        "CONN_MAX_AGE": 60,
-        "CONN_HEALTH_CHECKS": True,
-    }
-
-
 def celery_url(server_url: str) -> str:
     """The URL of Celery's own database, for the SQLAlchemy transport."""
     from sqlalchemy.engine import URL
 
-    parts = conninfo_to_dict(server_url)
-    query = {key: str(value) for key, value in parts.items() if key not in ("user", "password", "port", "dbname")}
-    url = URL.create(
+    parts = {key: str(value) for key, value in conninfo_to_dict(server_url).items() if value is not None}
+    parts.pop("dbname", None)
+    transport = URL.create(
         "postgresql+psycopg",
-        username=parts.get("user"),
-        password=parts.get("password"),
-        port=int(parts["port"]) if "port" in parts else None,
+        username=parts.pop("user", None),
+        password=parts.pop("password", None),
+        port=int(parts.pop("port")) if "port" in parts else None,
         database=CELERY,
-        query=query,
+        query=parts,
     )
-    return f"sqla+{url.render_as_string(hide_password=False)}"
+    return f"sqla+{transport.render_as_string(hide_password=False)}"

