@@ -81,6 +81,10 @@ WHERE parked_at IS NOT NULL
   AND EXISTS (SELECT FROM {schema}.op_log WHERE op_log.transaction_id = pending_check.transaction_id)
 """)
 
+_OLDEST = Statement("""
+SELECT transaction_id FROM {schema}.pending_check WHERE parked_at IS NULL ORDER BY transaction_id LIMIT 1
+""")
+
 _HINT = Statement("""
 INSERT INTO {schema}.pending_check AS pending
     (transaction_id, log_id, producer_group, stored_at, immune_until, due_at)
@@ -133,6 +137,13 @@ def scan_halves(
 def drop_decided_parked(connection: Connection, schema: str) -> int:
     """Forget parked transactions that a late end or an operator has decided; returns how many."""
     return connection.execute(_DROP_DECIDED_PARKED.on(schema)).rowcount
+
+
+def oldest_pending(connection: Connection, schema: str) -> UUID | None:
+    """The first transaction, by id, that checks still ask about. What is not scanned yet is not counted."""
+    with cursor_on(connection) as cursor:
+        row = cursor.execute(_OLDEST.on(schema)).fetchone()
+    return None if row is None else row[0]
 
 
 def hint_checks(connection: Connection, schema: str, ids: list[UUID], *, immunity_seconds: int) -> int:

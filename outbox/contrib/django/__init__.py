@@ -1,0 +1,22 @@
+"""Transactional messages for Django.
+
+Importing this needs no settings and no loaded apps, so models.py of any app may do it.
+"""
+
+from outbox.contrib.django.broker import get_broker
+from outbox.contrib.django.checkback import run_check_back, run_prune
+from outbox.contrib.django.decorators import transactional_message
+from outbox.contrib.django.publishing import message, publish, publish_many, publish_messages
+from outbox.contrib.django.registry import subscriber
+
+__all__ = [
+    "get_broker",
+    "message",
+    "publish",
+    "publish_many",
+    "publish_messages",
+    "run_check_back",
+    "run_prune",
+    "subscriber",
+    "transactional_message",
+]

@@ -1,0 +1,22 @@
+"""The Django application."""
+
+from __future__ import annotations
+
+from django.apps import AppConfig
+from django.db.models.signals import post_migrate
+
+
+class OutboxConfig(AppConfig):
+    """Transactional messages for Django: add 'outbox.contrib.django' to INSTALLED_APPS."""
+
+    name = "outbox.contrib.django"
+    label = "outbox"
+    verbose_name = "Outbox"
+
+    def ready(self) -> None:
+        """Wire what has to be there before the first request; nothing here touches a database."""
+        from outbox.contrib.django import system_checks
+        from outbox.contrib.django.installation import after_migrate
+
+        system_checks.register_all()
+        post_migrate.connect(after_migrate, sender=self, dispatch_uid="outbox.after_migrate")

@@ -1,0 +1,137 @@
+"""The periodic passes of a producer service: check-back, and pruning of ledger and inbox."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from datetime import datetime, timedelta
+from typing import Any, Final
+from uuid import UUID
+
+from django.db import router
+from django.utils import timezone
+
+from outbox.broker.checks import scan
+from outbox.broker.decisions import standing_decisions
+from outbox.broker.half_scan import oldest_pending
+from outbox.checkback import CheckBack
+from outbox.contrib.django import ledger
+from outbox.contrib.django.broker import broker_database, check_settings, get_broker
+from outbox.contrib.django.checker import LedgerChecker, ledger_aliases, open_connection
+from outbox.contrib.django.conf import get_settings
+from outbox.transaction import CheckCounts
+
+logger = logging.getLogger(__name__)
+
+# Shorter than the broker keeps its decisions, longer than any end or check is in flight.
+LEDGER_KEEP_SECONDS: Final = 3600.0
+_BATCH: Final = 1000
+
+
+def run_check_back(*, max_batches: int = 100) -> CheckCounts:
+    """Answer everything the broker asks this producer group now. Any number of processes may do so at once.
+
+    Raises ConfigurationError without PRODUCER_GROUP, and BrokerError when the broker cannot be asked.
+    """
+    group = get_settings().required_producer_group()
+    return CheckBack(get_broker(), group, LedgerChecker()).run_once(max_batches=max_batches)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PruneCounts:
+    """What one pruning pass removed."""
+
+    ledger: int = 0
+    inbox: int = 0
+
+
+def run_prune(*, now: datetime | None = None, max_batches: int = 100) -> PruneCounts:
+    """Remove ledger rows of transactions the broker shows decided, and inbox rows past their retention."""
+    now = now or timezone.now()
+    return PruneCounts(
+        ledger=prune_ledgers(older_than=now - timedelta(seconds=LEDGER_KEEP_SECONDS), max_batches=max_batches),
+        inbox=prune_inboxes(
+            older_than=now - timedelta(seconds=get_settings().inbox_retention_seconds), max_batches=max_batches
+        ),
+    )
+
+
+def prune_ledgers(*, older_than: datetime, max_batches: int = 100) -> int:
+    """Remove ledger rows of transactions from before `older_than` that the broker shows decided.
+
+    First the ledger says from when on it is complete (`pruned_before`), then rows go: a check for an older
+    transaction without a row is never answered by guessing.
+    """
+    settings = get_settings()
+    if settings.in_memory:
+        return 0
+    removed = 0
+    with broker_database(settings).connect(name="outbox-prune") as broker:
+        # What a check may still ask about is left alone, also where a transaction left no row.
+        scan(broker, settings.schema, settings=check_settings(settings))
+        oldest = oldest_pending(broker, settings.schema)
+        below = min(first_id_at(older_than), oldest) if oldest else first_id_at(older_than)
+        for alias in ledger_aliases():
+            with closing(open_connection(alias)) as connection:
+                after = UUID(int=0)
+                for _ in range(max_batches):
+                    batch = ledger.ids_between(connection, after, below, limit=_BATCH)
+                    if not batch:
+                        break
+                    after = batch[-1]
+                    decided = standing_decisions(broker, settings.schema, batch)
+                    if decided:
+                        ledger.advance_pruned_before(connection, first_id_after(max(decided)))
+                        removed += ledger.delete(connection, sorted(decided))
+    return removed
+
+
+def prune_inboxes(*, older_than: datetime, max_batches: int = 100) -> int:
+    """Remove inbox rows handled before `older_than`, in bounded deletes."""
+    from outbox.contrib.django.models import InboxEntry
+
+    removed = 0
+    for alias in ledger_aliases():
+        if not router.allow_migrate_model(alias, InboxEntry):
+            continue
+        rows = InboxEntry.objects.using(alias)
+        for _ in range(max_batches):
+            old = rows.filter(handled_at__lt=older_than).order_by("handled_at").values_list("pk", flat=True)[:_BATCH]
+            keys = list(old)
+            if not keys:
+                break
+            removed += rows.filter(pk__in=keys).delete()[0]
+    return removed
+
+
+def first_id_at(moment: datetime) -> UUID:
+    """The least UUIDv7 of a moment: transaction ids are ordered by time."""
+    return UUID(int=(int(moment.timestamp() * 1000) << 80) | 0x7 << 76 | 0x8 << 60)
+
+
+def first_id_after(value: UUID) -> UUID:
+    """The next id."""
+    return UUID(int=value.int + 1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pass:
+    """A periodic pass: how often, and what it does and counts."""
+
+    name: str
+    interval_seconds: float
+    run: Callable[[], Mapping[str, Any]]
+
+
+def passes() -> list[Pass]:
+    """What has to run periodically in a producer service (Celery beat, or `outbox_worker --role check`)."""
+    return [
+        Pass(
+            name="check_back",
+            interval_seconds=get_settings().check_interval_seconds,
+            run=lambda: asdict(run_check_back()),
+        ),
+        Pass(name="prune", interval_seconds=600.0, run=lambda: asdict(run_prune())),
+    ]

@@ -1,0 +1,56 @@
+"""`python -m outbox.contrib.django.child broker|consumer`: one supervised process of a Django project.
+
+Runs until SIGTERM or SIGINT, or until the supervisor that started it is gone; then drains and ends.
+Exit codes: 0 drained, 2 wrong usage or configuration.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import signal
+import sys
+import threading
+
+import django
+
+from outbox.broker.supervisor import stop_with_parent
+from outbox.errors import OutboxError
+
+logger = logging.getLogger("outbox.contrib.django.child")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Set up Django and run the role. DJANGO_SETTINGS_MODULE names the settings."""
+    parser = argparse.ArgumentParser(prog="python -m outbox.contrib.django.child", description=__doc__)
+    parser.add_argument("role", choices=["broker", "consumer"])
+    parser.add_argument("--group", action="append", default=[], help="consumer: only this group (repeatable)")
+    options = parser.parse_args(arguments)
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    stop_with_parent(stop)
+    try:
+        django.setup()
+        run_role(options.role, stop, groups=options.group)
+    except OutboxError as error:
+        logger.error("%s", error)
+        print(f"outbox {options.role}: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def run_role(role: str, stop: threading.Event, *, groups: list[str]) -> None:
+    """Run one role of a worker in this process until `stop`."""
+    from outbox.contrib.django.workers import run_broker_role, run_consumer_role
+
+    logger.info("%s starts", role)
+    if role == "broker":
+        run_broker_role(stop)
+    else:
+        run_consumer_role(stop, groups=groups)
+    logger.info("%s drained and ends", role)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

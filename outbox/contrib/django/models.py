@@ -1,0 +1,92 @@
+"""The tables in the application's own databases: the ledger of local transactions and the inbox."""
+
+from __future__ import annotations
+
+import uuid
+from typing import ClassVar
+
+from django.db import models
+from django.db.models.functions import Now
+
+
+class LedgerEntry(models.Model):
+    """One local transaction that published something.
+
+    A row 'C' is written by the local transaction itself, so it is visible if and only if that committed. A
+    row 'R' is a tombstone: written by a check-back that found nothing, it makes a late 'C' collide.
+    """
+
+    class State(models.TextChoices):
+        """What a row says about its local transaction."""
+
+        COMMITTED = "C", "committed"
+        ROLLED_BACK = "R", "rolled back"
+
+    transaction_id = models.UUIDField(primary_key=True)
+    state = models.CharField(max_length=1, choices=State)
+    created_at = models.DateTimeField(db_default=Now())
+
+    class Meta:
+        app_label = "outbox"
+        db_table = "outbox_ledger"
+        verbose_name_plural = "ledger entries"
+
+    def __str__(self) -> str:
+        return f"{self.transaction_id} {self.get_state_display()}"
+
+
+class LedgerIdentity(models.Model):
+    """Which ledger this is, in its only row. Half messages carry the id, so that no other ledger answers for them.
+
+    Entries of transactions with an id below `pruned_before` may be gone: their absence proves nothing. (Transaction
+    ids are ordered by time; comparing the ids themselves needs no two clocks to agree.)
+    """
+
+    singleton = models.BooleanField(primary_key=True, default=True)
+    ledger_id = models.UUIDField(default=uuid.uuid4)
+    pruned_before = models.UUIDField(null=True)
+
+    class Meta:
+        app_label = "outbox"
+        db_table = "outbox_ledger_identity"
+        constraints: ClassVar = [models.CheckConstraint(condition=models.Q(singleton=True), name="outbox_one_ledger")]
+        verbose_name_plural = "ledger identities"
+
+    def __str__(self) -> str:
+        return str(self.ledger_id)
+
+
+class InboxEntry(models.Model):
+    """A message whose effect is in this database: written in the handler's own transaction.
+
+    `generation` is raised when a consumer group processes messages again.
+    """
+
+    pk = models.CompositePrimaryKey("group", "generation", "message_id")
+    group = models.CharField(max_length=127, db_column="consumer_group")
+    generation = models.IntegerField()
+    message_id = models.UUIDField()
+    handled_at = models.DateTimeField(db_default=Now())
+
+    class Meta:
+        app_label = "outbox"
+        db_table = "outbox_inbox"
+        indexes: ClassVar = [models.Index(fields=["handled_at"], name="outbox_inbox_handled_at")]
+        verbose_name_plural = "inbox entries"
+
+    def __str__(self) -> str:
+        return f"{self.group} {self.message_id}"
+
+
+class KeyLock(models.Model):
+    """A row to lock per FIFO key, on databases without transaction-scoped advisory locks."""
+
+    key_hash = models.BigIntegerField(primary_key=True)
+    taken = models.BigIntegerField(default=0)
+
+    class Meta:
+        app_label = "outbox"
+        db_table = "outbox_key_lock"
+
+    def __str__(self) -> str:
+        return str(self.key_hash)

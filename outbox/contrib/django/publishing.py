@@ -1,0 +1,325 @@
+"""`publish`: bind messages to the local transaction that is open, or send them at once where none is.
+
+Inside `atomic()`, in this order: the lock of a FIFO key, the ledger row, the half message (durable before the
+business work goes on), the business work, COMMIT, the end message. Where the application's connection is
+connected to the broker's own database, the message is written by that connection instead, and shares the fate
+of its transaction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from functools import partial
+from typing import Any
+from uuid import UUID
+
+import psycopg
+from django.db import connections, transaction
+from django.db.backends.base.base import BaseDatabaseWrapper
+from django.db.utils import IntegrityError
+
+from outbox.broker.database import identity
+from outbox.broker.log import append_decided
+from outbox.broker.postgres import PostgresBroker
+from outbox.contrib.django import ledger
+from outbox.contrib.django.broker import (
+    broker_identity,
+    flusher,
+    get_broker,
+    get_catalog,
+    get_codecs,
+)
+from outbox.contrib.django.conf import OutboxSettings, PathChoice, get_settings
+from outbox.contrib.django.locks import lock_keys
+from outbox.contrib.django.transactions import current_transaction, facts_of, in_test_case, ledger_id_of
+from outbox.errors import ConfigurationError, TransactionAlreadyRolledBack, TransactionUsageError, UsageError
+from outbox.faults import point
+from outbox.memory import InMemoryBroker
+from outbox.message import Message, SendReceipt
+from outbox.topic import Topic
+from outbox.transaction import Decision, EndTransaction, HalfTransaction
+
+
+def publish(
+    topic: str,
+    body: Any,
+    *,
+    key: object = "",
+    tag: str = "",
+    headers: Mapping[str, str] | None = None,
+    delay: float | timedelta | None = None,
+    deliver_at: datetime | None = None,
+    using: str | None = None,
+) -> SendReceipt:
+    """Publish one message and return its receipt.
+
+    Inside `atomic()` it is delivered if and only if that transaction commits; outside it is sent at once.
+    `body` is encoded by the topic's codec (JSON unless declared otherwise). `key` orders messages on FIFO topics;
+    ints and UUIDs are written as text. `delay` (seconds or timedelta) or `deliver_at` (aware) postpones delivery, on
+    topics of type DELAY. `using` names the alias of the transaction where several are open.
+
+    Raises UsageError for what can never be sent, and BrokerError when the broker did not store it: then the
+    surrounding atomic block is marked for rollback, whatever the caller does with the exception.
+    """
+    built = message(topic, body, key=key, tag=tag, headers=headers, delay=delay, deliver_at=deliver_at)
+    return publish_messages([built], using=using)[0]
+
+
+def publish_many(
+    topic: str,
+    bodies: Iterable[Any],
+    *,
+    key: object | Callable[[Any], object] = "",
+    tag: str | Callable[[Any], str] = "",
+    headers: Mapping[str, str] | None = None,
+    delay: float | timedelta | None = None,
+    deliver_at: datetime | None = None,
+    using: str | None = None,
+) -> list[SendReceipt]:
+    """Publish one message per body: one transaction id, one statement, all or none.
+
+    `key` and `tag` may be functions of a body. Otherwise like `publish`. For messages that differ in more, or in
+    their topics, build them with `message` and pass them to `publish_messages`.
+    """
+    built = [
+        message(
+            topic,
+            body,
+            key=key(body) if callable(key) else key,
+            tag=tag(body) if callable(tag) else tag,
+            headers=headers,
+            delay=delay,
+            deliver_at=deliver_at,
+        )
+        for body in bodies
+    ]
+    return publish_messages(built, using=using)
+
+
+def message(
+    topic: str,
+    body: Any,
+    *,
+    key: object = "",
+    tag: str = "",
+    headers: Mapping[str, str] | None = None,
+    delay: float | timedelta | None = None,
+    deliver_at: datetime | None = None,
+) -> Message:
+    """An encoded message, to be passed to `publish_messages`. Parameters as in `publish`. Raises UsageError."""
+    encoded, content_type = get_codecs().encode(topic, body)
+    return Message(
+        topic=topic,
+        body=encoded,
+        content_type=content_type,
+        key=str(key) if isinstance(key, (int, UUID)) and not isinstance(key, bool) else key,  # type: ignore[arg-type]
+        tag=tag,
+        headers=headers or {},
+        deliver_at=_due(topic, delay, deliver_at),
+    )
+
+
+def _due(topic: str, delay: float | timedelta | None, deliver_at: datetime | None) -> datetime | None:
+    if delay is None:
+        return deliver_at
+    if deliver_at is not None:
+        raise UsageError(f"topic {topic!r}: give delay or deliver_at, not both.")
+    if isinstance(delay, bool) or not isinstance(delay, (int, float, timedelta)):
+        raise UsageError(f"topic {topic!r}: delay must be seconds or a timedelta, not {delay!r}.")
+    wait = delay if isinstance(delay, timedelta) else timedelta(seconds=delay)
+    if wait < timedelta(0):
+        raise UsageError(f"topic {topic!r}: delay must not be negative, got {delay!r}.")
+    return datetime.now(UTC) + wait
+
+
+def publish_messages(messages: Sequence[Message], *, using: str | None = None) -> list[SendReceipt]:
+    """Publish ready-made messages in one call, all or none; also to several topics. Otherwise like `publish`."""
+    return list(publish_bound(messages, using=using).receipts) if messages else []
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """The receipts of one call, and its half transaction if it went the two-phase path."""
+
+    receipts: Sequence[SendReceipt]
+    half: HalfTransaction | None = None
+
+
+def publish_bound(messages: Sequence[Message], *, using: str | None = None, checker: str = "") -> Published:
+    """Like `publish_messages`; `checker` names the look-up that check-back runs (`transactional_message(check=…)`)."""
+    settings = get_settings()
+    connection = current_transaction(using)
+    if connection is None:
+        _refuse_leak_from_test(settings, using)
+        return Published(get_broker().send(messages, timeout_seconds=settings.send_timeout_seconds))
+    if takes_atomic_path(connection, settings):
+        return Published(_publish_atomic(connection, settings, messages))
+    return _publish_two_phase(connection, settings, messages, checker)
+
+
+def takes_atomic_path(connection: BaseDatabaseWrapper, settings: OutboxSettings) -> bool:
+    """Whether this live connection reaches the broker's own database (or the setting PATH says so)."""
+    if settings.in_memory or settings.path is PathChoice.TWO_PHASE:
+        return False
+    if connection.vendor != "postgresql":
+        if settings.path is PathChoice.ATOMIC:
+            raise ConfigurationError(
+                f"OUTBOX['PATH'] is 'atomic', but {connection.alias!r} is a {connection.display_name} database and the "
+                f"broker is not in it: set PATH to 'auto'."
+            )
+        return False
+    if settings.path is PathChoice.ATOMIC or connection.alias == settings.broker:
+        return True
+    facts = facts_of(connection)
+    if facts.atomic_path is None:
+        facts.atomic_path = identity(connection.connection) == broker_identity()
+    return facts.atomic_path
+
+
+# -- the atomic path --------------------------------------------------------------------------------
+
+
+def _publish_atomic(
+    connection: BaseDatabaseWrapper, settings: OutboxSettings, messages: Sequence[Message]
+) -> list[SendReceipt]:
+    raw: psycopg.Connection[Any] = connection.connection
+    catalog = get_catalog()
+    try:
+        with connection.wrap_database_errors:
+            topics = [catalog.get(raw, item.topic).topic for item in messages]
+            for topic, item in zip(topics, messages, strict=True):
+                topic.check_accepts(item, transactional=True)
+            _lock_keys(connection, topics, messages)
+            receipts = append_decided(raw, settings.schema, catalog, messages, producer_group=settings.producer_group)
+    except BaseException:
+        connection.set_rollback(True)
+        raise
+    transaction.on_commit(_wake_after_commit, using=connection.alias, robust=True)
+    return receipts
+
+
+def _wake_after_commit() -> None:
+    point("producer.after_local_commit")
+    broker = get_broker()
+    if isinstance(broker, PostgresBroker):
+        broker.notify_decided()
+
+
+# -- the two-phase path -----------------------------------------------------------------------------
+
+
+def _publish_two_phase(
+    connection: BaseDatabaseWrapper, settings: OutboxSettings, messages: Sequence[Message], checker: str
+) -> Published:
+    group = settings.required_producer_group()
+    if not settings.ledger and not checker:
+        raise ConfigurationError(
+            f"OUTBOX['LEDGER'] is off, so nobody could answer a check-back about the message for "
+            f"{messages[0].topic!r}: publish through @transactional_message(check=…), or turn the ledger on."
+        )
+    if not settings.in_memory and in_test_case(connection):
+        raise _test_leak(f"a half message for {messages[0].topic!r}")
+    try:
+        _lock_keys(connection, [_topic(settings, item.topic) for item in messages], messages)
+        in_savepoint, ledger_id = True, None
+        if settings.ledger:
+            in_savepoint, ledger_id = _enter_in_ledger(connection, messages[0])
+        half = HalfTransaction(producer_group=group, messages=messages, ledger_id=ledger_id, checker=checker)
+        point("producer.before_half")
+        receipts = get_broker().send_half(half, timeout_seconds=settings.send_timeout_seconds)
+        point("producer.after_half")
+    except BaseException:
+        # The half may have been stored all the same; without its ledger row, check-back rolls it back.
+        connection.set_rollback(True)
+        raise
+    end = EndTransaction(transaction_id=half.transaction_id, decision=Decision.COMMIT, producer_group=group)
+    transaction.on_commit(
+        partial(_end_after_commit, connection.alias, end, in_savepoint=in_savepoint, ledger_on=settings.ledger),
+        using=connection.alias,
+        robust=True,
+    )
+    return Published(receipts, half)
+
+
+def _enter_in_ledger(connection: BaseDatabaseWrapper, first: Message) -> tuple[bool, UUID]:
+    point("producer.before_ledger")
+    ledger_id = ledger_id_of(connection)
+    try:
+        in_savepoint = ledger.insert_committed(connection, first.message_id)
+    except IntegrityError as error:
+        raise TransactionAlreadyRolledBack(
+            f"a check-back has already decided that transaction {first.message_id} (topic {first.topic!r}) never "
+            f"committed. The surrounding atomic block is rolled back; run the whole operation again."
+        ) from error
+    point("producer.after_ledger")
+    return in_savepoint, ledger_id
+
+
+def _end_after_commit(alias: str, end: EndTransaction, *, in_savepoint: bool, ledger_on: bool) -> None:
+    """Report the commit, unless the publish call was rolled back to a savepoint.
+
+    Django runs on_commit callbacks even of work that a manual `savepoint_rollback` undid; the ledger row tells.
+    """
+    point("producer.after_local_commit")
+    connection = connections[alias]
+    if ledger_on:
+        if in_savepoint and end.transaction_id not in ledger.states(connection, [end.transaction_id]):
+            end_soon(
+                EndTransaction(
+                    transaction_id=end.transaction_id, decision=Decision.ROLLBACK, producer_group=end.producer_group
+                )
+            )
+            return
+    elif connection.savepoint_state:
+        # Without the ledger nothing tells whether a savepoint took the work back: check-back looks.
+        return
+    end_soon(end)
+
+
+def end_soon(end: EndTransaction) -> None:
+    """Report a decision without waiting. The in-memory broker is told at once, so that tests need not wait either."""
+    broker = get_broker()
+    if isinstance(broker, InMemoryBroker):
+        broker.end([end])
+    else:
+        flusher.end(end)
+
+
+# -- what both share --------------------------------------------------------------------------------
+
+
+def _lock_keys(connection: BaseDatabaseWrapper, topics: Sequence[Topic | None], messages: Sequence[Message]) -> None:
+    lock_keys(
+        connection,
+        [
+            (item.topic, item.key)
+            for topic, item in zip(topics, messages, strict=True)
+            if topic is not None and topic.is_fifo and topic.key_lock
+        ],
+    )
+
+
+def _topic(settings: OutboxSettings, name: str) -> Topic | None:
+    """The topic as declared here, else as the broker knows it; None where the broker will say what is wrong."""
+    declared = settings.topics.get(name)
+    if declared is not None:
+        return declared.topic
+    broker = get_broker()
+    return None if isinstance(broker, InMemoryBroker) else broker.topic(name)
+
+
+def _refuse_leak_from_test(settings: OutboxSettings, using: str | None) -> None:
+    if settings.in_memory:
+        return
+    opened = [connections[using]] if using else connections.all(initialized_only=True)
+    if any(in_test_case(connection) for connection in opened):
+        raise _test_leak("a message")
+
+
+def _test_leak(what: str) -> TransactionUsageError:
+    return TransactionUsageError(
+        f"{what} would leave this TestCase: its transaction is always rolled back, the broker's database is not. Set "
+        f"OUTBOX['IN_MEMORY'] = True for tests (see outbox.contrib.django.testing), or use TransactionTestCase."
+    )

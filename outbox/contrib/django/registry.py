@@ -1,0 +1,177 @@
+"""`@subscriber`: which function handles which topic for which consumer group."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from importlib import import_module
+from typing import Any, Final, TypeVar
+
+from asgiref.sync import async_to_sync
+from django.apps import apps
+from django.utils.module_loading import module_has_submodule
+
+from outbox.errors import ConfigurationError, InvalidSubscription
+from outbox.filter import parse_filter
+from outbox.ports import AnyHandler
+from outbox.retry import RetryPolicy
+from outbox.subscription import Mode, OnError, Start, Subscription
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+# Where autodiscovery looks in every installed app.
+MODULES: Final = ("subscribers", "handlers")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Subscriber:
+    """A registered handler. `using`: alias of the inbox and the transaction; None lets the routers choose."""
+
+    subscription: Subscription
+    handler: AnyHandler
+    name: str
+    idempotent: bool = True
+    using: str | None = None
+
+
+_subscribers: dict[tuple[str, str], Subscriber] = {}
+
+
+def subscriber(
+    topic: str,
+    *,
+    group: str,
+    tag: str | Sequence[str] = "",
+    filter: str = "",
+    mode: Mode | str = Mode.CONCURRENT,
+    batch: int = 1,
+    threads: int | None = None,
+    retry: RetryPolicy | None = None,
+    on_error: Mapping[type[BaseException], OnError | str] | None = None,
+    start: Start | datetime | str = Start.FIRST,
+    idempotent: bool = True,
+    using: str | None = None,
+    **options: Any,
+) -> Callable[[Function], Function]:
+    """Handle the messages of a topic for a consumer group.
+
+    The function gets a `Delivery` (a list of them with `batch` > 1); it may be async. With `idempotent` (the
+    default) it runs inside `atomic()` on `using`, together with the inbox row that makes its effects in that
+    database happen once. `tag` selects by tags, `filter` by an SQL92 expression over headers (`"amount > 10"`).
+    `mode`, `batch`, `threads`, `retry`, `on_error`, `start` and further `options` (suspend_seconds, max_suspends,
+    timeout_seconds, broadcast) are those of `outbox.Subscription`.
+
+    Put subscribers into a module `subscribers` (or `handlers`) of an installed app: workers import it. Raises
+    InvalidSubscription or InvalidFilter at decoration.
+    """
+    chosen: dict[str, Any] = {"threads": threads, "retry": retry}
+    try:
+        subscription = Subscription(
+            group=group,
+            topic=topic,
+            mode=Mode(mode),
+            filter=_filter(group, topic, tag, filter),
+            start=Start(start) if isinstance(start, str) else start,
+            batch=batch,
+            on_error={kind: OnError(reaction) for kind, reaction in (on_error or {}).items()},
+            **{name: value for name, value in chosen.items() if value is not None},
+            **options,
+        )
+    except (ValueError, TypeError) as error:
+        raise InvalidSubscription(f"@subscriber({topic!r}, group={group!r}): {error}.") from error
+    parse_filter(subscription.filter)
+
+    def decorate(function: Function) -> Function:
+        register(
+            Subscriber(
+                subscription=subscription,
+                handler=_synchronous(function),
+                name=f"{function.__module__}:{function.__qualname__}",
+                idempotent=idempotent,
+                using=using,
+            )
+        )
+        return function
+
+    return decorate
+
+
+def _filter(group: str, topic: str, tag: str | Sequence[str], expression: str) -> str:
+    tags = tag if isinstance(tag, str) else " || ".join(tag)
+    if tags and expression:
+        raise InvalidSubscription(
+            f"@subscriber({topic!r}, group={group!r}): give tag or filter, not both; in a filter, compare the tag as "
+            f"TAGS = 'paid'."
+        )
+    if expression:
+        return expression if expression.startswith("sql:") else f"sql:{expression}"
+    return tags
+
+
+def _synchronous(function: Callable[..., Any]) -> AnyHandler:
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise InvalidSubscription(f"{function.__qualname__} is a generator: a subscriber does its work and returns.")
+    # The coroutine gets a loop of its own; the ORM calls it awaits run on the handler's thread, in its transaction.
+    return async_to_sync(function) if inspect.iscoroutinefunction(function) else function
+
+
+def register(new: Subscriber) -> None:
+    """Add a subscriber. Raises InvalidSubscription when the group handles the topic already, elsewhere."""
+    key = (new.subscription.group, new.subscription.topic)
+    known = _subscribers.get(key)
+    if known is not None and known.name != new.name:
+        raise InvalidSubscription(
+            f"group {key[0]!r} handles topic {key[1]!r} in {known.name} and in {new.name}: messages would go to "
+            f"either. Give one of them a group of its own, or let one function do both."
+        )
+    _subscribers[key] = new
+
+
+def subscribers() -> list[Subscriber]:
+    """All that are registered so far; after `autodiscover`, all there are."""
+    return list(_subscribers.values())
+
+
+def find_subscriber(subscription: Subscription) -> Subscriber | None:
+    """The registration of a subscription."""
+    return _subscribers.get((subscription.group, subscription.topic))
+
+
+def subscriptions(*, groups: Sequence[str] = ()) -> list[tuple[Subscription, AnyHandler]]:
+    """What a ConsumerRuntime is to run, limited to some groups if named. Raises ConfigurationError for unknown ones."""
+    known = {item.subscription.group for item in subscribers()}
+    unknown = sorted(set(groups) - known)
+    if unknown:
+        raise ConfigurationError(
+            f"no subscriber has the group {', '.join(unknown)}; there are: {', '.join(sorted(known)) or 'none'}."
+        )
+    return [
+        (item.subscription, item.handler) for item in subscribers() if not groups or item.subscription.group in groups
+    ]
+
+
+def unregister_all() -> None:
+    """Forget every subscriber: for tests."""
+    _subscribers.clear()
+
+
+def autodiscover() -> list[Subscriber]:
+    """Import the modules `subscribers` and `handlers` of all installed apps; returns what is registered then.
+
+    Raises ConfigurationError naming the module that cannot be imported, and why.
+    """
+    for app in apps.get_app_configs():
+        for name in MODULES:
+            if app.module is None or app.name == "outbox.contrib.django" or not module_has_submodule(app.module, name):
+                continue
+            try:
+                import_module(f"{app.name}.{name}")
+            except InvalidSubscription:
+                raise
+            except Exception as error:
+                raise ConfigurationError(
+                    f"the subscribers in {app.name}.{name} cannot be imported: {type(error).__name__}: {error}."
+                ) from error
+    return subscribers()

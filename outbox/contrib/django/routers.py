@@ -1,0 +1,30 @@
+"""Keeps other tables out of a database that is the broker's alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from django.db import DEFAULT_DB_ALIAS
+from django.db.models import Model
+
+from outbox.contrib.django.conf import get_settings
+
+
+class BrokerRouter:
+    """For DATABASE_ROUTERS, when OUTBOX['BROKER'] names an alias that no model uses.
+
+    `migrate --database=broker` then installs the broker there and nothing else.
+    """
+
+    def allow_migrate(self, db: str, app_label: str, model_name: str | None = None, **hints: Any) -> bool | None:
+        """No model's table belongs into the broker's database; about others this router has no opinion."""
+        return False if is_dedicated(db) else None
+
+    def allow_relation(self, obj1: Model, obj2: Model, **hints: Any) -> bool | None:
+        """No opinion."""
+        return None
+
+
+def is_dedicated(alias: str) -> bool:
+    """Whether the alias is the broker's and not the default one."""
+    return alias == get_settings().broker and alias != DEFAULT_DB_ALIAS

@@ -1,0 +1,102 @@
+"""What the worker processes run: the broker, the consumers, and check-back where no Celery beat drives it."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from outbox.broker.consumer import ConsumerRuntime
+from outbox.broker.process import run_broker
+from outbox.broker.supervisor import ChildSpec
+from outbox.contrib.django.broker import broker_database, get_codecs
+from outbox.contrib.django.checkback import Pass, passes
+from outbox.contrib.django.conf import get_settings
+from outbox.contrib.django.inbox import InboxInvoker
+from outbox.contrib.django.registry import autodiscover, subscriptions
+from outbox.errors import ConfigurationError, OutboxError
+
+logger = logging.getLogger(__name__)
+
+
+def child_specs() -> list[ChildSpec]:
+    """The processes to keep alive: one broker, and as many consumers as OUTBOX['CONSUMER_PROCESSES']."""
+    consumers = [f"consumer-{number}" for number in range(1, get_settings().consumer_processes + 1)]
+    return [_child("broker", "broker"), *(_child(name, "consumer") for name in consumers)]
+
+
+def _child(name: str, role: str) -> ChildSpec:
+    return ChildSpec(name=name, argv=[sys.executable, "-m", "outbox.contrib.django.child", role])
+
+
+def run_broker_role(stop: threading.Event) -> None:
+    """Sequence and retain, whenever this process holds the leader's lease, until `stop`."""
+    run_broker(broker_database(), stop)
+
+
+def consumer_runtime(*, groups: Sequence[str] = ()) -> ConsumerRuntime:
+    """A runtime for the project's subscribers. Raises ConfigurationError when there are none."""
+    autodiscover()
+    wanted = subscriptions(groups=groups)
+    if not wanted:
+        raise ConfigurationError(
+            "there is no @subscriber in this project: workers look into the modules 'subscribers' and 'handlers' of "
+            "INSTALLED_APPS. Without any, start the broker role only."
+        )
+    settings = get_settings()
+    return ConsumerRuntime(
+        broker_database(settings),
+        wanted,
+        invoker=InboxInvoker(lease_seconds=settings.lease_seconds),
+        codecs=get_codecs(),
+        lease_seconds=settings.lease_seconds,
+    )
+
+
+def run_consumer_role(stop: threading.Event, *, groups: Sequence[str] = ()) -> None:
+    """Consume for the project's subscribers until `stop`, then finish what is held."""
+    consumer_runtime(groups=groups).run(stop)
+
+
+def run_check_role(stop: threading.Event) -> None:
+    """Run the periodic passes, each at its own interval, until `stop`. For projects without Celery beat."""
+    due = {item.name: 0.0 for item in passes()}
+    while not stop.is_set():
+        for item in passes():
+            if time.monotonic() >= due[item.name]:
+                due[item.name] = time.monotonic() + item.interval_seconds
+                run_pass(item)
+        stop.wait(max(0.05, min(due.values()) - time.monotonic()))
+
+
+def run_pass(item: Pass) -> None:
+    """One pass; an error is logged, the next one tries again."""
+    try:
+        logger.debug("%s: %s", item.name, item.run())
+    except OutboxError as error:
+        logger.warning("%s failed, it runs again in %.0f s: %s", item.name, item.interval_seconds, error)
+    except Exception:
+        logger.exception("%s failed, it runs again in %.0f s", item.name, item.interval_seconds)
+
+
+def run_in_threads(roles: Sequence[Callable[[threading.Event], None]], stop: threading.Event) -> None:
+    """Run roles side by side in this process until `stop`, or until one fails: then stop all and raise its error."""
+    failures: list[BaseException] = []
+
+    def run(role: Callable[[threading.Event], None]) -> None:
+        try:
+            role(stop)
+        except BaseException as error:
+            failures.append(error)
+        finally:
+            stop.set()
+
+    threads = [threading.Thread(target=run, args=[role], name=getattr(role, "__name__", "role")) for role in roles]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
