@@ -4,16 +4,16 @@
     app.config_from_object("django.conf:settings", namespace="CELERY")
     outbox.contrib.django.celery.setup(app)
 
-Celery itself is imported by `outbox.broker.celery` only.
+Run `celery -A shop worker --beat --outbox -Q celery,outbox`. Celery itself is imported by `outbox.broker.celery` only.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from outbox.broker.celery import beat, bootstep
 from outbox.broker.supervisor import ChildSpec
-from outbox.contrib.django.checkback import passes
 
 
 def setup(app: Any) -> None:
@@ -22,18 +22,19 @@ def setup(app: Any) -> None:
     The settings are read when the app is finalised, not here: a Celery module may be imported before Django is
     set up.
     """
-    bootstep.install(app, children)
+    bootstep.install(app, _children)
     app.on_after_finalize.connect(_add_passes, weak=False)
 
 
-def children() -> list[ChildSpec]:
-    """The processes that a worker with `--outbox` keeps alive: one broker, and as many consumers as configured."""
+def _children() -> Sequence[ChildSpec]:
     from outbox.contrib.django.workers import child_specs
 
     return child_specs()
 
 
 def _add_passes(sender: Any, **_: Any) -> None:
+    from outbox.contrib.django.checkback import passes
+
     beat.install(
         sender,
         [beat.PeriodicPass(name=item.name, run=item.run, interval_seconds=item.interval_seconds) for item in passes()],
