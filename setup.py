@@ -21,6 +21,7 @@ DEV = [
     "build>=1.2",
     "django-stubs>=5.2",
     "hypothesis>=6.100",
+    "types-setuptools",
     "mypy>=1.15",
     "pytest>=8",
     "pytest-django>=4.9",

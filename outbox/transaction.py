@@ -130,6 +130,6 @@ class CheckSettings:
     """
 
     immunity_seconds: int = 6
-    recheck_seconds: int = 60
+    recheck_seconds: float = 60.0
     max_checks: int = 15
-    max_age_seconds: int = 72 * 3600
+    max_age_seconds: float = 72 * 3600.0

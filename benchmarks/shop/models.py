@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from django.db import models
 
 
@@ -12,6 +14,8 @@ class Order(models.Model):
     total = models.DecimalField(max_digits=12, decimal_places=2)
     status = models.CharField(max_length=20)
     created_at = models.DateTimeField(auto_now_add=True)
+
+    objects: ClassVar[models.Manager[Order]] = models.Manager()
 
     class Meta:
         app_label = "shop"

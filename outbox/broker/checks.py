@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Final
 from uuid import UUID
@@ -16,23 +15,9 @@ from outbox.broker.half_scan import ScanCounts
 from outbox.broker.incidents import Incident, IncidentKind
 from outbox.broker.statement import Statement
 from outbox.message import Message
-from outbox.transaction import Answer, Check, DecidedBy, Decision, EndStatus, EndTransaction
+from outbox.transaction import Answer, Check, CheckSettings, DecidedBy, Decision, EndStatus, EndTransaction
 
 _MAX_SCANS: Final = 100
-
-
-@dataclass(frozen=True, slots=True)
-class CheckSettings:
-    """When half transactions are asked about.
-
-    `immunity_seconds` is the default age before the first check that may write; after an UNKNOWN answer the
-    next check comes `recheck_seconds` later; past `max_checks` or `max_age_seconds` the transaction is parked.
-    """
-
-    immunity_seconds: int = 6
-    recheck_seconds: float = 60.0
-    max_checks: int = 15
-    max_age_seconds: float = 72 * 3600.0
 
 
 # Rows decided meanwhile are dropped here instead of when they are decided: an end message touches no row that

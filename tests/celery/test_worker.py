@@ -89,7 +89,7 @@ def message(**headers: str) -> Message:
 
 def handled(url: str, table: str = "handled") -> set[UUID]:
     with psycopg.connect(url) as connection:
-        return {row[0] for row in connection.execute(f"SELECT message_id FROM {table}")}  # type: ignore[arg-type]
+        return {row[0] for row in connection.execute(f"SELECT message_id FROM {table}")}
 
 
 def gone(pid: int) -> bool:

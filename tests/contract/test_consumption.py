@@ -131,7 +131,7 @@ def test_hopeless_message_is_a_dead_letter_at_once(any_path: Bench, by: str) -> 
         attempts.append(delivery.attempt)
         raise PermanentError("no such product") if by == "permanent error" else KeyError("sku")
 
-    on_error = {KeyError: OnError.DEAD_LETTER}
+    on_error: dict[type[BaseException], OnError] = {KeyError: OnError.DEAD_LETTER}
     any_path.subscribe(Subscription(group="points", topic="orders", retry=AT_ONCE, on_error=on_error), fail)
     any_path.publish(messages(1), commit=True)
     any_path.drain()
