@@ -15,14 +15,13 @@ import psycopg
 from psycopg import errors as pg
 
 from outbox.broker import checks, decisions, log, notify, scheduling, topics
-from outbox.broker.checks import CheckSettings
 from outbox.broker.database import BrokerConnection, BrokerDatabase
 from outbox.broker.install import missing
 from outbox.broker.topics import TopicCatalog
 from outbox.errors import BrokerError, BrokerUnavailable, SendFailed
 from outbox.message import Message, SendReceipt
 from outbox.topic import Topic
-from outbox.transaction import Answer, Check, EndStatus, EndTransaction, HalfTransaction
+from outbox.transaction import Answer, Check, CheckSettings, EndStatus, EndTransaction, HalfTransaction
 
 logger = logging.getLogger(__name__)
 
@@ -184,6 +183,14 @@ class PostgresBroker:
             timeout_seconds,
             lambda connection: topics.declare_topics(connection, self.database.schema, declared),
             what="the declaration of topics",
+        )
+
+    def topic(self, name: str, *, timeout_seconds: float = 3.0) -> Topic:
+        """The topic as the broker knows it, from the catalog where that is fresh. Raises UnknownTopic."""
+        return self._attempt(
+            timeout_seconds,
+            lambda connection: self.catalog.get(connection, name).topic,
+            what=f"the look-up of topic {name!r}",
         )
 
     def notify_decided(self) -> None:
