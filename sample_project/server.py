@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from typing import Final
+from urllib.parse import quote
 
 import psycopg
 from psycopg import sql
@@ -62,17 +63,11 @@ def stop() -> None:
 
 
 def celery_url(server_url: str) -> str:
-    """The URL of Celery's own database, for the SQLAlchemy transport."""
-    from sqlalchemy.engine import URL
-
-    parts = {key: str(value) for key, value in conninfo_to_dict(server_url).items() if value is not None}
+    """The URL of Celery's own database, for kombu's SQLAlchemy transport."""
+    parts = {name: quote(str(value), safe="") for name, value in conninfo_to_dict(server_url).items() if value}
     parts.pop("dbname", None)
-    transport = URL.create(
-        "postgresql+psycopg",
-        username=parts.pop("user", None),
-        password=parts.pop("password", None),
-        port=int(parts.pop("port")) if "port" in parts else None,
-        database=CELERY,
-        query=parts,
-    )
-    return f"sqla+{transport.render_as_string(hide_password=False)}"
+    login = ":".join(parts.pop(name) for name in ("user", "password") if name in parts)
+    port = f":{parts.pop('port')}" if "port" in parts else ""
+    # A socket's directory cannot stand where a host's name does, so the host goes with the other parameters.
+    query = "&".join(f"{name}={value}" for name, value in parts.items())
+    return f"sqla+postgresql+psycopg://{login}{'@' if login else ''}{port}/{CELERY}?{query}"

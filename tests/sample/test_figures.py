@@ -1,0 +1,132 @@
+"""The demo's figures must show what went wrong: each kind of fault is planted and has to be counted."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import psycopg
+import pytest
+from psycopg import sql
+
+from outbox.broker import embedded
+from sample_project.demo import figures
+from tests.sample.conftest import ROOT
+
+PREFIX = f"figures_{os.getpid()}"
+Connection = psycopg.Connection[tuple[object, ...]]
+
+
+@pytest.fixture(scope="module")
+def databases(server_url: str) -> Iterator[tuple[str, str]]:
+    """The sample's two databases, migrated and without orders."""
+    environment = {
+        **os.environ,
+        "OUTBOX_POSTGRES_URL": server_url,
+        "SAMPLE_DATABASE_PREFIX": PREFIX,
+        "SAMPLE_PATH": "two-phase",
+    }
+    for arguments in (["migrate"], ["migrate", "--database=broker"]):
+        command = [sys.executable, "-m", "sample_project.manage", *arguments, "--no-input"]
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    yield (
+        embedded.database_url(server_url, f"{PREFIX}_orders"),
+        embedded.database_url(server_url, f"{PREFIX}_broker"),
+    )
+    with psycopg.connect(server_url, autocommit=True) as connection:
+        for name in ("orders", "broker", "celery"):
+            database = sql.Identifier(f"{PREFIX}_{name}")
+            connection.execute(sql.SQL("DROP DATABASE IF EXISTS {} WITH (FORCE)").format(database))
+
+
+@pytest.fixture
+def orders(databases: tuple[str, str]) -> Iterator[Connection]:
+    """The orders database with orders 1 and 2 paid and carried through, and 3 not paid; undone afterwards."""
+    with psycopg.connect(databases[0]) as connection:
+        connection.execute(
+            "INSERT INTO orders_order (id, customer, total, status, created_at, paid_at) VALUES"
+            " (1, 'a', 10, 'shipped', now(), now()), (2, 'b', 20, 'shipped', now(), now()),"
+            " (3, 'c', 30, 'new', now(), null)"
+        )
+        connection.execute("INSERT INTO logistics_shipment (order_id, created_at) VALUES (1, now()), (2, now())")
+        connection.execute(
+            "INSERT INTO points_entry (order_id, customer, points, created_at) VALUES"
+            " (1, 'a', 10, now()), (2, 'b', 20, now())"
+        )
+        connection.execute(
+            "INSERT INTO cart_clearance (order_id, customer, created_at) VALUES (1, 'a', now()), (2, 'b', now())"
+        )
+        yield connection
+        connection.rollback()
+
+
+@pytest.fixture
+def broker(databases: tuple[str, str]) -> Iterator[Connection]:
+    """The broker's database with the messages of orders 1 and 2; undone afterwards."""
+    with psycopg.connect(databases[1]) as connection:
+        for key in ("1", "2"):
+            _commit_message(connection, "order.paid", key)
+        yield connection
+        connection.rollback()
+
+
+def _commit_message(connection: Connection, topic: str, key: str) -> None:
+    connection.execute(
+        "WITH m AS (INSERT INTO outbox.commit_log"
+        " (born_at, transaction_id, message_id, topic_id, half, key, tag, content_type, body)"
+        " SELECT now(), id, id, topic_id, false, %s, '', 'application/json', '{}'"
+        " FROM (SELECT gen_random_uuid() AS id) i, outbox.topic WHERE name = %s RETURNING log_id, transaction_id)"
+        " INSERT INTO outbox.op_log (transaction_id, decision, decided_by, log_ids)"
+        " SELECT transaction_id, 'C', 'P', ARRAY[log_id] FROM m",
+        [key, topic],
+    )
+
+
+def test_a_clean_history_has_no_fault(orders: Connection, broker: Connection) -> None:
+    found = figures.read(orders, broker)
+    assert (found.paid, found.shipments, found.points, found.clearances) == (2, 2, 2, 2)
+    assert (found.lost, found.invented, found.doubled, found.dead) == (0, 0, 0, 0)
+    assert found.settled
+    assert found.states == {("order.paid", "committed"): 2}
+    assert figures.paid_orders(orders) == {1, 2}
+
+
+@pytest.mark.parametrize("table", ["logistics_shipment", "points_entry", "cart_clearance"])
+def test_a_missing_effect_is_lost(orders: Connection, broker: Connection, table: str) -> None:
+    orders.execute(sql.SQL("DELETE FROM {} WHERE order_id = 2").format(sql.Identifier(table)))
+    found = figures.read(orders, broker)
+    assert (found.lost, found.invented, found.settled) == (1, 0, False)
+
+
+def test_an_effect_of_an_unpaid_or_unknown_order_is_invented(orders: Connection, broker: Connection) -> None:
+    orders.execute("INSERT INTO logistics_shipment (order_id, created_at) VALUES (3, now()), (99, now())")
+    orders.execute("INSERT INTO points_entry (order_id, customer, points, created_at) VALUES (99, 'z', 1, now())")
+    orders.execute("INSERT INTO cart_clearance (order_id, customer, created_at) VALUES (98, 'y', now())")
+    found = figures.read(orders, broker)
+    assert (found.lost, found.invented) == (0, 4)
+
+
+def test_a_message_sent_twice_is_doubled(orders: Connection, broker: Connection) -> None:
+    _commit_message(broker, "order.paid", "2")
+    assert figures.read(orders, broker).doubled == 1
+
+
+def test_an_effect_that_was_tried_twice_is_doubled(orders: Connection, broker: Connection) -> None:
+    broker.execute(
+        "INSERT INTO outbox.failure (group_id, log_id, attempt, error) VALUES"
+        " (1, 1, 0, 'IntegrityError: duplicate key value violates unique constraint'),"
+        " (1, 1, 1, 'OperationalError: gone')"
+    )
+    assert figures.read(orders, broker).doubled == 1
+
+
+def test_items_of_a_paid_order_left_in_the_cart_are_not_settled(orders: Connection, broker: Connection) -> None:
+    orders.execute(
+        "INSERT INTO cart_item (customer, product_slug, name, unit_price, quantity, order_id)"
+        " VALUES ('a', 'ink', 'Ink', 1, 1, 1)"
+    )
+    found = figures.read(orders, broker)
+    assert (found.left_in_carts, found.settled) == (1, False)
