@@ -38,6 +38,8 @@ class Channel(enum.StrEnum):
     """Producers to the sequencer: something may be ready to be queued."""
     QUEUED = "queued"
     """The sequencer to consumers: queues have grown."""
+    SHARED = "shared"
+    """Consumers to consumers: a group's members, leases or switches have changed."""
 
     def name_in(self, schema: str) -> str:
         """The PostgreSQL channel of a broker."""
