@@ -1,0 +1,195 @@
+"""The pages through Django's test client; test_pages.py runs them in a process that has the sample's settings."""
+
+from __future__ import annotations
+
+from decimal import Decimal
+from typing import Any, ClassVar
+
+from django.conf import settings
+from django.http import HttpResponse
+from django.test import Client, TransactionTestCase, override_settings
+from django.urls import reverse
+
+from outbox.contrib.django import get_broker, publish
+from outbox.contrib.django.registry import autodiscover
+from outbox.memory import InMemoryBroker
+from sample_project.cart.models import Clearance, Item
+from sample_project.catalogue.models import Product
+from sample_project.logistics.models import Shipment
+from sample_project.orders.models import Order, Status
+from sample_project.points.models import Entry
+
+
+class Shopping(TransactionTestCase):
+    """A shop with two articles and a broker in memory."""
+
+    databases: ClassVar = {"default"}
+
+    def setUp(self) -> None:
+        changed = override_settings(OUTBOX={**settings.OUTBOX, "IN_MEMORY": True})
+        changed.enable()
+        self.addCleanup(changed.disable)
+        broker = get_broker()
+        assert isinstance(broker, InMemoryBroker)
+        self.broker = broker
+        for found in autodiscover():
+            self.broker.subscribe(found.subscription, found.handler)
+        Product.objects.create(slug="ink", name="Iron gall ink", description="Blue.", price=Decimal("16.80"))
+        Product.objects.create(slug="pen", name="Pen <b>", description="Brass.", price=Decimal("48.00"))
+
+    def add(self, *slugs: str) -> None:
+        for slug in slugs:
+            answer = self.client.post(reverse("storefront:add"), {"product": slug})
+            self.assertRedirects(answer, reverse("storefront:shop"))
+
+    def check_out(self) -> Order:
+        answer = self.client.post(reverse("storefront:check_out"))
+        order = Order.objects.latest("id")
+        self.assertRedirects(answer, reverse("storefront:order", args=[order.pk]))
+        return order
+
+    def pay(self, order: Order, card: str = "good") -> str:
+        answer = self.client.post(reverse("storefront:pay", args=[order.pk]), {"card": card}, follow=True)
+        return answer.content.decode()
+
+    def page(self, name: str, *args: Any) -> str:
+        answer: HttpResponse = self.client.get(reverse(f"storefront:{name}", args=args))
+        assert answer.status_code == 200
+        return answer.content.decode()
+
+
+class ShopAndCart(Shopping):
+    """Looking around and filling the cart."""
+
+    def test_the_shop_shows_articles_escaped_and_gives_no_name_to_a_mere_visitor(self) -> None:
+        page = self.page("shop")
+        assert "Iron gall ink" in page
+        assert "Pen &lt;b&gt;" in page
+        assert "sessionid" not in self.client.cookies
+
+    def test_the_cart_counts_and_sums(self) -> None:
+        self.add("ink", "ink", "pen")
+        page = self.page("cart")
+        assert "2 × € 16.80" in page
+        assert "€ 81.60" in page
+        assert 'aria-label="3 articles"' in page
+
+    def test_an_article_can_be_removed_from_ones_own_cart_only(self) -> None:
+        self.add("ink")
+        item = Item.objects.get()
+        Client().post(reverse("storefront:remove"), {"item": item.pk})
+        assert Item.objects.count() == 1
+        self.client.post(reverse("storefront:remove"), {"item": item.pk})
+        assert "There is nothing in your cart" in self.page("cart")
+
+    def test_an_unknown_article_is_not_found_and_a_link_changes_nothing(self) -> None:
+        assert self.client.post(reverse("storefront:add"), {"product": "tea"}).status_code == 404
+        assert self.client.get(reverse("storefront:add")).status_code == 405
+
+    def test_a_form_without_its_token_is_refused(self) -> None:
+        strict = Client(enforce_csrf_checks=True)
+        assert strict.post(reverse("storefront:add"), {"product": "ink"}).status_code == 403
+
+    def test_a_second_check_out_finds_the_cart_empty(self) -> None:
+        self.add("ink")
+        self.check_out()
+        self.assertRedirects(self.client.post(reverse("storefront:check_out")), reverse("storefront:cart"))
+        assert Order.objects.count() == 1
+
+
+class Paying(Shopping):
+    """From the payment to the four states."""
+
+    def test_four_states_arrive_by_messages_alone(self) -> None:
+        self.add("pen", "ink")
+        order = self.check_out()
+        page = self.pay(order)
+        assert 'data-paid="true"' in page
+        assert page.count("step done") == 1
+        self.broker.drain()
+        page = self.page("progress", order.pk)
+        assert page.count("step done") == 4
+        assert "64 credited, 64 in all" in page
+        order.refresh_from_db()
+        assert order.status == Status.SHIPPED
+        assert Shipment.objects.get().order_id == order.pk
+        assert Clearance.objects.get().customer == order.customer
+        assert not Item.objects.exists()
+
+    def test_without_javascript_the_page_reloads_only_while_something_is_missing(self) -> None:
+        self.add("ink")
+        order = self.check_out()
+        assert 'http-equiv="refresh"' not in self.page("order", order.pk)
+        assert '<noscript><meta http-equiv="refresh" content="2"></noscript>' in self.pay(order)
+        self.broker.drain()
+        assert 'http-equiv="refresh"' not in self.page("order", order.pk)
+
+    def test_a_declined_card_leaves_no_trace_but_a_rolled_back_half_message(self) -> None:
+        self.add("ink")
+        order = self.check_out()
+        assert "The card was declined" in self.pay(order, "empty")
+        self.broker.drain()
+        order.refresh_from_db()
+        assert (order.status, order.paid_at) == (Status.NEW, None)
+        assert self.broker.visible("order.paid") == []
+        assert not (Shipment.objects.exists() or Entry.objects.exists() or Clearance.objects.exists())
+        assert 'data-paid="true"' in self.pay(order)
+
+    def test_paying_twice_publishes_once(self) -> None:
+        self.add("ink")
+        order = self.check_out()
+        self.pay(order)
+        assert "This order is paid already" in self.pay(order)
+        assert len(self.broker.visible("order.paid")) == 1
+
+    def test_the_message_says_what_was_paid(self) -> None:
+        self.add("ink", "ink")
+        order = self.check_out()
+        self.pay(order)
+        order.refresh_from_db()
+        assert order.paid_at is not None
+        message = self.broker.visible("order.paid")[0]
+        assert message.key == str(order.pk)
+        self.assertJSONEqual(
+            message.body.decode(),
+            {
+                "order_id": order.pk,
+                "customer": order.customer,
+                "total": "33.60",
+                "paid_at": order.paid_at.isoformat(),
+            },
+        )
+
+    def test_what_was_added_after_the_check_out_stays_in_the_cart(self) -> None:
+        self.add("ink")
+        order = self.check_out()
+        self.add("ink", "pen")
+        self.pay(order)
+        self.broker.drain()
+        assert list(Item.objects.values_list("product_slug", "quantity", "order_id")) == [
+            ("ink", 1, None),
+            ("pen", 1, None),
+        ]
+
+    def test_an_order_is_nobody_elses_business(self) -> None:
+        self.add("ink")
+        order = self.check_out()
+        stranger = Client()
+        for name in ("order", "progress"):
+            assert stranger.get(reverse(f"storefront:{name}", args=[order.pk])).status_code == 404
+        assert stranger.post(reverse("storefront:pay", args=[order.pk]), {"card": "good"}).status_code == 404
+        assert "You have not ordered anything yet" in stranger.get(reverse("storefront:orders")).content.decode()
+        assert f"Order {order.pk}" in self.page("orders")
+
+
+class Overview(TransactionTestCase):
+    """The overview, on a real broker."""
+
+    databases: ClassVar = {"default", "broker"}
+
+    def test_it_says_so_when_there_are_no_messages_and_counts_them_when_there_are(self) -> None:
+        self.assertContains(self.client.get(reverse("storefront:overview")), "No message has been published yet")
+        publish("order.paid", {"order_id": 7}, key=7)
+        page = self.client.get(reverse("storefront:overview"))
+        self.assertContains(page, "<td>7</td>", html=True)
+        self.assertContains(page, '<span class="status status-committed">committed</span>', html=True)

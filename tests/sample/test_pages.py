@@ -1,0 +1,33 @@
+"""Runs page_cases.py by Django's own runner: a process has one settings module, and here it is the sample's."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+
+from tests.sample.conftest import ROOT
+
+
+def test_pages_by_the_test_client(server_url: str) -> None:
+    environment = {
+        **os.environ,
+        "OUTBOX_POSTGRES_URL": server_url,
+        "SAMPLE_DATABASE_PREFIX": f"pages_{os.getpid()}",
+        "SAMPLE_PATH": "two-phase",
+    }
+    command = [
+        sys.executable,
+        "-W",
+        "error",
+        "-m",
+        "sample_project.manage",
+        "test",
+        "tests.sample.page_cases",
+        "--no-input",
+    ]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    ran = re.search(r"Ran (\d+) tests", done.stderr)
+    assert ran and int(ran[1]) >= 14, done.stderr
