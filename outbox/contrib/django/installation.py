@@ -6,6 +6,7 @@ import logging
 from typing import Any
 
 from django.apps.registry import Apps
+from django.apps.registry import apps as global_apps
 from django.db import router
 
 from outbox.broker.install import install
@@ -17,8 +18,8 @@ from outbox.contrib.django.transactions import forget_facts
 logger = logging.getLogger(__name__)
 
 
-def after_migrate(*, using: str, apps: Apps, **options: Any) -> None:
-    """Receiver of post_migrate, which Django also sends after a flush."""
+def after_migrate(*, using: str, apps: Apps = global_apps, **options: Any) -> None:
+    """Receiver of post_migrate, which Django also sends after a flush (and then without `apps`)."""
     forget_facts()
     name_ledger(using, apps)
     settings = get_settings()
