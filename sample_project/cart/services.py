@@ -24,7 +24,8 @@ def ordered_items(customer: str) -> QuerySet[Item]:
 
 def count(customer: str) -> int:
     """How many articles are in the cart."""
-    return open_items(customer).aggregate(total=Sum("quantity", default=0))["total"]
+    total: int = open_items(customer).aggregate(total=Sum("quantity", default=0))["total"]
+    return total
 
 
 def add(customer: str, product_slug: str, name: str, unit_price: Decimal) -> None:

@@ -9,4 +9,5 @@ from sample_project.points.models import Entry
 
 def balance(customer: str) -> int:
     """All points of a customer."""
-    return Entry.objects.filter(customer=customer).aggregate(total=Sum("points", default=0))["total"]
+    total: int = Entry.objects.filter(customer=customer).aggregate(total=Sum("points", default=0))["total"]
+    return total

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from decimal import Decimal
-from typing import Any, ClassVar
+from typing import Any
 
 from django.conf import settings
-from django.http import HttpResponse
 from django.test import Client, TransactionTestCase, override_settings
 from django.urls import reverse
 
@@ -23,7 +22,7 @@ from sample_project.points.models import Entry
 class Shopping(TransactionTestCase):
     """A shop with two articles and a broker in memory."""
 
-    databases: ClassVar = {"default"}
+    databases = frozenset({"default"})
 
     def setUp(self) -> None:
         changed = override_settings(OUTBOX={**settings.OUTBOX, "IN_MEMORY": True})
@@ -53,7 +52,7 @@ class Shopping(TransactionTestCase):
         return answer.content.decode()
 
     def page(self, name: str, *args: Any) -> str:
-        answer: HttpResponse = self.client.get(reverse(f"storefront:{name}", args=args))
+        answer = self.client.get(reverse(f"storefront:{name}", args=args))
         assert answer.status_code == 200
         return answer.content.decode()
 
@@ -185,7 +184,7 @@ class Paying(Shopping):
 class Overview(TransactionTestCase):
     """The overview, on a real broker."""
 
-    databases: ClassVar = {"default", "broker"}
+    databases = frozenset({"default", "broker"})
 
     def test_it_says_so_when_there_are_no_messages_and_counts_them_when_there_are(self) -> None:
         self.assertContains(self.client.get(reverse("storefront:overview")), "No message has been published yet")
