@@ -1,0 +1,48 @@
+"""The Django settings of this folder's tests, configured once per process.
+
+The folders beside do not use Django, so there is no DJANGO_SETTINGS_MODULE: importing this module configures.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import django
+from django.conf import settings
+
+OUTBOX: dict[str, Any] = {
+    "BROKER": "broker",
+    "PRODUCER_GROUP": "shop",
+    "TOPICS": {
+        "orders": {"queues": 4},
+        "payments": {"queues": 2},
+        "steps": {"types": ["FIFO", "TRANSACTION"], "queues": 4},
+        "reminders": {"types": ["DELAY", "NORMAL", "TRANSACTION"], "queues": 1},
+    },
+    "IMMUNITY_SECONDS": 0,
+    "CHECK_RETRY_SECONDS": 1,
+}
+
+# The names are filled in by `databases` in conftest.py, once there is a server.
+POSTGRESQL = {"ENGINE": "django.db.backends.postgresql", "NAME": "not-there-yet"}
+
+if not settings.configured:
+    settings.configure(
+        SECRET_KEY="tests",
+        USE_TZ=True,
+        DEFAULT_AUTO_FIELD="django.db.models.BigAutoField",
+        INSTALLED_APPS=["outbox.contrib.django", "tests.django.shop"],
+        MIGRATION_MODULES={"shop": None},
+        DATABASES={
+            # The application's, the broker's own, a second application database, and one that is no PostgreSQL.
+            "default": dict(POSTGRESQL),
+            "broker": dict(POSTGRESQL),
+            "other": dict(POSTGRESQL),
+            "lite": {"ENGINE": "django.db.backends.sqlite3", "NAME": "not-there-yet", "OPTIONS": {"timeout": 20}},
+        },
+        DATABASE_ROUTERS=["outbox.contrib.django.routers.BrokerRouter"],
+        ROOT_URLCONF="tests.django.urls",
+        ALLOWED_HOSTS=["testserver"],
+        OUTBOX=OUTBOX,
+    )
+    django.setup()

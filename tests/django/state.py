@@ -1,0 +1,57 @@
+"""Looking at the broker's tables from outside."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+from uuid import UUID
+
+import psycopg
+
+from outbox.broker.postgres import PostgresBroker
+from outbox.contrib.django.broker import alias_conninfo, broker_database, flusher, get_broker
+from outbox.contrib.django.conf import get_settings
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A message as it lies in the log: decision 'C', 'R' or None."""
+
+    message_id: UUID
+    key: str
+    half: bool
+    decision: str | None
+    decided_by: str | None
+
+
+def stored() -> list[Stored]:
+    """All messages in the broker, in log order, once the flusher is done."""
+    flusher.flush(within_seconds=10)
+    with psycopg.connect(alias_conninfo(get_settings().broker), autocommit=True) as connection:
+        rows = connection.execute(
+            "SELECT l.message_id, l.key, l.half, o.decision::text, o.decided_by::text FROM outbox.commit_log l "
+            "LEFT JOIN outbox.op_log o USING (transaction_id) ORDER BY l.log_id"
+        ).fetchall()
+    return [Stored(*row) for row in rows]
+
+
+def decisions() -> dict[str, str | None]:
+    """Key of every message -> its decision."""
+    return {item.key: item.decision for item in stored()}
+
+
+def incidents() -> list[tuple[str, str]]:
+    """Kind and detail of every incident."""
+    with psycopg.connect(alias_conninfo(get_settings().broker), autocommit=True) as connection:
+        rows: list[tuple[Any, ...]] = connection.execute("SELECT kind, detail FROM outbox.incident").fetchall()
+    return [(kind, detail) for kind, detail in rows]
+
+
+def postgres_broker() -> PostgresBroker:
+    """The real broker."""
+    broker = get_broker()
+    assert isinstance(broker, PostgresBroker)
+    return broker
+
+
+__all__ = ["Stored", "broker_database", "decisions", "incidents", "postgres_broker", "stored"]

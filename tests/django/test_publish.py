@@ -1,0 +1,304 @@
+"""publish() on both paths: committed is delivered, rolled back is not."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from django.db import IntegrityError, connections, transaction
+from django.test import Client
+from django.test.utils import CaptureQueriesContext, override_settings
+from django.utils import timezone
+
+from outbox.contrib.django import ledger, message, publish, publish_many, publish_messages, run_check_back
+from outbox.contrib.django.models import LedgerEntry
+from outbox.errors import (
+    BrokerUnavailable,
+    ConfigurationError,
+    InvalidMessage,
+    MessageTypeMismatch,
+    TransactionAlreadyRolledBack,
+    TransactionUsageError,
+    UnknownTopic,
+    UnserialisableBody,
+    UsageError,
+)
+from tests.django.configured import OUTBOX
+from tests.django.conftest import point_alias
+from tests.django.shop.models import Order, Payment
+from tests.django.state import decisions, stored
+from tests.django.urls import Refused
+
+pytestmark = pytest.mark.usefixtures("databases")
+
+
+@contextlib.contextmanager
+def rolled_back(using: str | None = None) -> Iterator[None]:
+    """An atomic block that an exception leaves."""
+    with contextlib.suppress(Refused), transaction.atomic(using=using):
+        yield
+        raise Refused
+
+
+def order(number: str, **options: Any) -> None:
+    Order.objects.using(options.get("using") or "default").create(number=number)
+    publish("orders", {"number": number}, key=number, **options)
+
+
+def test_committed_is_decided_commit_and_rolled_back_is_not(path: str) -> None:
+    with transaction.atomic():
+        order("kept")
+    with rolled_back():
+        order("dropped")
+    two_phase = path == "two_phase"
+    assert decisions() == ({"kept": "C", "dropped": None} if two_phase else {"kept": "C"})
+    if two_phase:
+        assert run_check_back().rolled_back == 1
+        assert decisions() == {"kept": "C", "dropped": "R"}
+
+
+def test_outside_a_transaction_it_is_sent_at_once(path: str) -> None:
+    receipt = publish("orders", {}, key="plain")
+    assert [(item.message_id, item.half, item.decision) for item in stored()] == [(receipt.message_id, False, "C")]
+
+
+def test_a_half_message_is_stored_before_the_business_write(outbox_settings: Callable[..., None]) -> None:
+    with transaction.atomic():
+        publish("orders", {}, key="early")
+        assert decisions() == {"early": None}
+        Order.objects.create(number="early")
+    assert decisions() == {"early": "C"}
+
+
+def test_savepoints_take_their_messages_with_them(path: str) -> None:
+    with transaction.atomic():
+        order("outer")
+        with rolled_back():
+            order("inner")
+            with transaction.atomic():
+                order("innermost")
+        with transaction.atomic():
+            order("second")
+    if path == "two_phase":
+        run_check_back()
+        assert decisions() == {"outer": "C", "inner": "R", "innermost": "R", "second": "C"}
+    else:
+        assert decisions() == {"outer": "C", "second": "C"}
+    assert set(Order.objects.values_list("number", flat=True)) == {"outer", "second"}
+
+
+def test_manual_savepoint_rollback_although_django_still_fires_on_commit(path: str) -> None:
+    with transaction.atomic():
+        order("before")
+        savepoint = transaction.savepoint()
+        order("undone")
+        transaction.savepoint_rollback(savepoint)
+        order("after")
+    expected: dict[str, str | None] = {"before": "C", "after": "C"}
+    assert decisions() == (expected | {"undone": "R"} if path == "two_phase" else expected)
+
+
+def test_savepoints_made_by_raw_sql(path: str) -> None:
+    with transaction.atomic():
+        with connections["default"].cursor() as cursor:
+            cursor.execute("SAVEPOINT by_hand")
+            order("undone")
+            cursor.execute("ROLLBACK TO SAVEPOINT by_hand")
+        order("kept")
+    assert decisions() == ({"undone": "R", "kept": "C"} if path == "two_phase" else {"kept": "C"})
+
+
+def test_set_rollback_without_an_exception() -> None:
+    with transaction.atomic():
+        order("dropped")
+        transaction.set_rollback(True)
+    assert decisions() == {"dropped": None}
+    run_check_back()
+    assert decisions() == {"dropped": "R"}
+
+
+def test_an_error_out_of_commit_decides_nothing(path: str) -> None:
+    Payment.objects.create(reference="taken")
+
+    @transaction.atomic
+    def pay_twice() -> None:
+        Payment.objects.create(reference="taken")
+        publish("payments", {}, key="taken")
+
+    with pytest.raises(IntegrityError):
+        pay_twice()
+    if path == "two_phase":
+        assert decisions() == {"taken": None}
+        assert run_check_back().rolled_back == 1
+        assert decisions() == {"taken": "R"}
+    else:
+        assert decisions() == {}
+
+
+def test_using_names_the_transaction() -> None:
+    with transaction.atomic(using="other"), transaction.atomic():
+        with pytest.raises(TransactionUsageError, match=r"'other'.*using="):
+            publish("orders", {})
+        with rolled_back(using="other"):
+            order("on-other", using="other")
+        order("on-default", using="default")
+    run_check_back()
+    assert decisions() == {"on-other": "R", "on-default": "C"}
+
+
+def test_the_one_alias_in_a_transaction_is_found() -> None:
+    with transaction.atomic(using="other"):
+        publish("orders", {}, key="other")
+    assert decisions() == {"other": "C"}
+    assert len(ledger_ids("other")) == 1
+    assert ledger_ids("default") == []
+
+
+def test_another_kind_of_database_takes_the_two_phase_path() -> None:
+    with transaction.atomic(using="lite"):
+        order("lite", using="lite")
+    with rolled_back(using="lite"):
+        order("dropped", using="lite")
+    run_check_back()
+    assert decisions() == {"lite": "C", "dropped": "R"}
+
+
+def test_manual_commit_mode_is_refused() -> None:
+    transaction.set_autocommit(False)
+    try:
+        with pytest.raises(TransactionUsageError, match="manual-commit"):
+            publish("orders", {})
+        with pytest.raises(TransactionUsageError, match="manual-commit"), transaction.atomic():
+            publish("orders", {})
+    finally:
+        transaction.rollback()
+        transaction.set_autocommit(True)
+    assert stored() == []
+
+
+def test_publish_many_is_one_transaction_and_one_statement(path: str) -> None:
+    with transaction.atomic():
+        receipts = publish_many("orders", [{"n": 1}, {"n": 2}, {"n": 3}], key=lambda body: body["n"], tag="bulk")
+    assert {receipt.transaction_id for receipt in receipts} == {receipts[0].message_id}
+    assert decisions() == {"1": "C", "2": "C", "3": "C"}
+    assert len(ledger_ids("default")) == (1 if path == "two_phase" else 0)
+    assert publish_many("orders", []) == []
+
+
+def test_all_or_none_over_several_topics(path: str) -> None:
+    with transaction.atomic():
+        publish_messages([message("orders", {}, key="a"), message("payments", {}, key="b")])
+    with pytest.raises(UnknownTopic, match=r"nowhere"), transaction.atomic():
+        publish_messages([message("orders", {}, key="c"), message("nowhere", {}, key="d")])
+    assert decisions() == {"a": "C", "b": "C"}
+
+
+def test_atomic_requests(path: str) -> None:
+    connections["default"].settings_dict["ATOMIC_REQUESTS"] = True
+    try:
+        client = Client()
+        assert client.get("/create/kept").status_code == 201
+        with pytest.raises(Refused):
+            client.get("/create/dropped?fail=1")
+    finally:
+        connections["default"].settings_dict["ATOMIC_REQUESTS"] = False
+    if path == "two_phase":
+        run_check_back()
+    assert decisions() == ({"kept": "C", "dropped": "R"} if path == "two_phase" else {"kept": "C"})
+    assert list(Order.objects.values_list("number", flat=True)) == ["kept"]
+
+
+def test_each_thread_has_its_own_transaction(path: str) -> None:
+    def elsewhere() -> None:
+        try:
+            publish("orders", {}, key="other-thread")
+        finally:
+            connections.close_all()
+
+    with rolled_back():
+        order("dropped")
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+    assert decisions()["other-thread"] == "C"
+    assert decisions().get("dropped") is None
+
+
+def test_a_half_that_fails_rolls_the_block_back_whatever_the_caller_does(path: str) -> None:
+    with transaction.atomic():
+        with transaction.atomic():
+            Order.objects.create(number="inner")
+            with pytest.raises(UnknownTopic):
+                publish("nowhere", {})
+        Order.objects.create(number="outer")
+    assert list(Order.objects.values_list("number", flat=True)) == ["outer"]
+
+
+def test_an_unreachable_broker_rolls_back_within_the_deadline(outbox_settings: Callable[..., None]) -> None:
+    outbox_settings(BROKER="broker", SEND_TIMEOUT_SECONDS=0.5)
+    point_alias("broker", "postgresql://nobody@127.0.0.1:9/nothing")
+    with pytest.raises(BrokerUnavailable, match="Nothing was published"), transaction.atomic():
+        order("unsent")
+    assert not Order.objects.exists()
+    assert ledger_ids("default") == []
+
+
+def test_a_tombstone_refuses_the_late_transaction(monkeypatch: pytest.MonkeyPatch) -> None:
+    late = message("orders", {}, key="late")
+    ledger.insert_tombstone(connections["default"], late.message_id)
+    with transaction.atomic():
+        with transaction.atomic():
+            Order.objects.create(number="late")
+            with pytest.raises(TransactionAlreadyRolledBack, match=str(late.message_id)):
+                publish_messages([late])
+    assert not Order.objects.exists()
+    assert stored() == []
+
+
+def test_delay_and_deliver_at(path: str) -> None:
+    with transaction.atomic():
+        publish("reminders", {}, delay=60, key="later")
+    with pytest.raises(UsageError, match="not both"):
+        publish("reminders", {}, delay=1, deliver_at=timezone.now())
+    with pytest.raises(UsageError, match="negative"):
+        publish("reminders", {}, delay=-1)
+    with pytest.raises(MessageTypeMismatch, match="DELAY"):
+        publish("orders", {}, delay=1)
+
+
+def test_bad_messages_are_refused_before_anything_is_stored(path: str) -> None:
+    with pytest.raises(UnserialisableBody, match="orders"):
+        publish("orders", object())
+    with pytest.raises(UnserialisableBody, match="orders"):
+        publish("orders", float("nan"))
+    with pytest.raises(InvalidMessage, match="key"), transaction.atomic():
+        publish("steps", {})
+    assert stored() == []
+
+
+def test_two_phase_needs_a_producer_group(outbox_settings: Callable[..., None]) -> None:
+    with override_settings(OUTBOX={key: value for key, value in OUTBOX.items() if key != "PRODUCER_GROUP"}):
+        with pytest.raises(ConfigurationError, match="PRODUCER_GROUP"), transaction.atomic():
+            publish("orders", {})
+
+
+def test_without_ledger_a_check_is_needed(outbox_settings: Callable[..., None]) -> None:
+    outbox_settings(LEDGER=False)
+    with pytest.raises(ConfigurationError, match="check="), transaction.atomic():
+        publish("orders", {})
+
+
+def test_one_publish_costs_one_ledger_statement_on_the_applications_connection(path: str) -> None:
+    with transaction.atomic():
+        order("warm-up")
+    with CaptureQueriesContext(connections["default"]) as queries, transaction.atomic():
+        publish("orders", {}, key="counted")
+    statements = [query["sql"] for query in queries if query["sql"] not in ("BEGIN", "COMMIT")]
+    assert len(statements) == (1 if path == "two_phase" else 0), statements
+
+
+def ledger_ids(alias: str) -> list[Any]:
+    return list(LedgerEntry.objects.using(alias).values_list("transaction_id", flat=True))
