@@ -22,8 +22,6 @@ from sample_project.points.models import Entry
 class Shopping(TransactionTestCase):
     """A shop with two articles and a broker in memory."""
 
-    databases = frozenset({"default"})
-
     def setUp(self) -> None:
         changed = override_settings(OUTBOX={**settings.OUTBOX, "IN_MEMORY": True})
         changed.enable()
@@ -184,7 +182,7 @@ class Paying(Shopping):
 class Overview(TransactionTestCase):
     """The overview, on a real broker."""
 
-    databases = frozenset({"default", "broker"})
+    databases = "__all__"
 
     def test_it_says_so_when_there_are_no_messages_and_counts_them_when_there_are(self) -> None:
         self.assertContains(self.client.get(reverse("storefront:overview")), "No message has been published yet")
