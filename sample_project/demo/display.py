@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -13,18 +12,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 from sample_project.demo.figures import Figures
+from sample_project.demo.verdicts import Verdict
 
 _PLAIN_EVERY_SECONDS = 3.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Verdict:
-    """One line of the result: what it is, the number, what it has to be (empty: nothing), and whether it is."""
-
-    name: str
-    number: int
-    wanted: str = ""
-    good: bool = True
 
 
 class Display:

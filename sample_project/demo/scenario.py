@@ -17,12 +17,12 @@ import psycopg
 
 from outbox.broker import embedded
 from sample_project import server
-from sample_project.demo import figures, reconcile
-from sample_project.demo.display import Display, Verdict
-from sample_project.demo.figures import Figures
+from sample_project.demo import figures, reconcile, verdicts
+from sample_project.demo.display import Display
 from sample_project.demo.options import Options
 from sample_project.demo.processes import DemoFailed, Services, child_of
 from sample_project.demo.shopper import Crowd
+from sample_project.demo.verdicts import Verdict, exactly
 
 SETTLE_SECONDS: Final = 60.0
 # Short enough for an audience; the defaults are 6 s, 60 s and 30 s.
@@ -61,8 +61,8 @@ class Stage:
         return self.directory / f"killed.{point}"
 
 
-def run(options: Options, display: Display, directory: Path) -> bool:
-    """One run; True when every figure is right. Stops what it started, whatever happens."""
+def run(options: Options, display: Display, directory: Path) -> None:
+    """One run. Raises DemoFailed when anything goes wrong, a wrong figure included; stops what it started anyway."""
     with _database(display), _stage(options, display, directory) as stage:
         _migrate(stage)
         celery = _open_shop(stage)
@@ -70,31 +70,40 @@ def run(options: Options, display: Display, directory: Path) -> bool:
             psycopg.connect(stage.orders_url, autocommit=True) as orders,
             psycopg.connect(stage.broker_url, autocommit=True) as broker,
         ):
-            crowd, killed_broker = _sell(stage, celery, orders, broker)
-            found = _settle(stage, crowd, orders, broker)
-            display.states(found)
-            verdicts = judge(stage, crowd, found, figures.paid_orders(orders))
-        verdicts.append(_one("broker processes killed", int(killed_broker), 1))
-        if options.reconcile:
-            verdicts.append(_reconcile(stage))
-        display.result(verdicts)
-        good = all(verdict.good for verdict in verdicts)
-        if options.keep and good:
+            crowd, broker_killed = _sell(stage, celery, orders, broker)
+            late = _settle(stage, crowd, orders, broker)
+            found = figures.read(orders, broker)
+            paid = figures.paid_orders(orders)
+        display.states(found)
+        results = [
+            *verdicts.of_orders(found),
+            *verdicts.of_customers(crowd.answers, paid, options.orders),
+            *_of_crashes(stage, broker_killed=broker_killed),
+            *(verdicts.of_check_back(found) if stage.two_phase else []),
+        ]
+        if options.reconcile and late is None:
+            results.append(_reconcile(stage))
+        display.result(results)
+        wrong = [result.name for result in results if not result.good]
+        if late is not None or wrong:
+            raise late or DemoFailed(f"wrong figures: {', '.join(wrong)}", log=stage.services.log("worker"))
+        display.step("all figures are right")
+        if options.keep:
             _keep(stage)
-    return good
 
 
 @contextlib.contextmanager
 def _database(display: Display) -> Iterator[None]:
-    display.step("starting PostgreSQL" if embedded.URL_VARIABLE not in os.environ else "using your PostgreSQL")
-    server.start()
+    own = embedded.URL_VARIABLE in os.environ
+    display.step(f"{'using your' if own else 'starting'} PostgreSQL; the sample's databases are made anew")
     try:
-        # Anew, so that the figures are those of this run.
+        server.start()
         server.drop_databases()
         server.create_databases()
         yield
     finally:
-        server.stop()
+        with _uninterrupted():
+            server.stop()
 
 
 @contextlib.contextmanager
@@ -123,9 +132,21 @@ def _stage(options: Options, display: Display, directory: Path) -> Iterator[Stag
     finally:
         display.close()
         display.step("stopping")
-        left = stage.services.stop()
+        with _uninterrupted():
+            left = stage.services.stop()
         if left:
             display.note(f"these processes did not end when asked and were killed: {left}", style="red")
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Let an impatient second Ctrl-C not leave half of the processes behind."""
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _migrate(stage: Stage) -> None:
@@ -206,7 +227,7 @@ def _tell_kills(stage: Stage, told: set[str]) -> None:
 
 
 def _kill_broker(stage: Stage, celery: int) -> bool:
-    pid = child_of(celery, "broker")
+    pid = child_of(celery, "outbox.contrib.django.child", "broker")
     if pid is None:
         return False
     os.kill(pid, signal.SIGKILL)
@@ -214,8 +235,11 @@ def _kill_broker(stage: Stage, celery: int) -> bool:
     return True
 
 
-def _settle(stage: Stage, crowd: Crowd, orders: psycopg.Connection, broker: psycopg.Connection) -> Figures:
-    """Wait until nothing is on its way; beat's check-back decides what the killed processes left."""
+def _settle(stage: Stage, crowd: Crowd, orders: psycopg.Connection, broker: psycopg.Connection) -> DemoFailed | None:
+    """Wait until nothing is on its way; beat's check-back decides what the killed processes left.
+
+    Returns the failure, so that the figures, which say what is missing, are shown before it.
+    """
     stage.display.step("waiting for what is under way; beat's check-back settles what is undecided")
 
     def settled() -> bool:
@@ -227,47 +251,19 @@ def _settle(stage: Stage, crowd: Crowd, orders: psycopg.Connection, broker: psyc
     try:
         stage.services.wait_until(settled, what="settling", log="worker", within_seconds=SETTLE_SECONDS)
     except DemoFailed as failure:
-        # The figures say what is missing; they are judged like any others.
-        stage.display.note(str(failure), style="red")
+        return failure
     finally:
         stage.display.close()
-    return figures.read(orders, broker)
+    return None
 
 
-def judge(stage: Stage, crowd: Crowd, found: Figures, paid: set[int]) -> list[Verdict]:
-    """Hold the figures against each other and against what the customers were told."""
-    answers = crowd.answers
-    by_check = found.state("committed by check-back"), found.state("rolled back by check-back")
-    verdicts = [
-        Verdict(name="orders paid", number=found.paid, wanted=">= 1", good=found.paid > 0),
-        _one("shipments", found.shipments, found.paid),
-        _one("points credited", found.points, found.paid),
-        _one("carts cleared", found.clearances, found.paid),
-        _one("lost", found.lost, 0),
-        _one("invented", found.invented, 0),
-        _one("doubled", found.doubled, 0),
-        _one("dead letters", found.dead, 0),
-        _one("undecided or parked", found.state("undecided") + found.state("parked"), 0),
-        _one("told 'paid' and not so", len(answers.paid - paid), 0),
-        _one("told 'declined' and paid", len(answers.declined & paid), 0),
-        _one("unexpected answers", answers.unexpected.total(), 0),
-        Verdict(name="payments declined", number=len(answers.declined), wanted=">= 1", good=bool(answers.declined)),
-        Verdict(name="payments without an answer", number=len(answers.unanswered)),
-        _one("killed after local commit", int(stage.marker("producer.after_local_commit").exists()), 1),
-        _one("killed before local commit", int(stage.marker("producer.before_local_commit").exists()), 1),
+def _of_crashes(stage: Stage, *, broker_killed: bool) -> list[Verdict]:
+    """The crashes did happen: a demo without them would prove little."""
+    return [
+        exactly("killed after local commit", int(stage.marker("producer.after_local_commit").exists()), 1),
+        exactly("killed before local commit", int(stage.marker("producer.before_local_commit").exists()), 1),
+        exactly("broker processes killed", int(broker_killed), 1),
     ]
-    if stage.two_phase:
-        verdicts += [
-            Verdict(name="committed by check-back", number=by_check[0], wanted=">= 1", good=by_check[0] > 0),
-            Verdict(name="rolled back by check-back", number=by_check[1], wanted=">= 1", good=by_check[1] > 0),
-        ]
-    for text, times in answers.unexpected.most_common(5):
-        stage.display.note(f"{text} ({times} times)", style="red")
-    return verdicts
-
-
-def _one(name: str, number: int, wanted: int) -> Verdict:
-    return Verdict(name=name, number=number, wanted=f"{wanted:,}", good=number == wanted)
 
 
 def _reconcile(stage: Stage) -> Verdict:
@@ -275,7 +271,7 @@ def _reconcile(stage: Stage) -> Verdict:
     report = reconcile.run(stage.services, stage.directory, stage.orders_url, stage.broker_url)
     if report is not None:
         stage.display.note(f"report: {report}", style="dim")
-    return _one("reconciliation findings", 0 if report is not None else 1, 0)
+    return exactly("reconciliation findings", 0 if report is not None else 1, 0)
 
 
 def _keep(stage: Stage) -> None:
