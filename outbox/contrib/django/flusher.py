@@ -82,15 +82,14 @@ class Flusher:
         work = self._queue
         while True:
             ends = _take(work)
-            point("producer.before_end")
             try:
+                point("producer.before_end")
                 self._receiver().end(ends)
+                point("producer.after_end")
             except BrokerError as error:
                 logger.warning("%d end messages were not sent, check-back will settle them: %s", len(ends), error)
             except Exception:
                 logger.exception("the flusher failed; check-back will settle %d end messages", len(ends))
-            else:
-                point("producer.after_end")
             for _ in ends:
                 work.task_done()
 

@@ -1,0 +1,304 @@
+"""@transactional_message on functions, methods, views and coroutines."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import pytest
+from asgiref.sync import async_to_sync, sync_to_async
+from django.db import IntegrityError, connections, transaction
+from django.test import AsyncClient, Client
+
+from outbox import faults
+from outbox.contrib.django import run_check_back, transactional_message
+from outbox.contrib.django.broker import flusher
+from outbox.errors import ConfigurationError, TransactionUsageError, UnknownTopic
+from tests.django.shop.models import Order, Payment
+from tests.django.state import decisions, incidents, stored
+from tests.django.urls import Refused
+
+pytestmark = pytest.mark.usefixtures("databases")
+
+
+@contextlib.contextmanager
+def without_ends() -> Iterator[None]:
+    """Lose every end message of the block."""
+    faults.arm("producer.before_end=raise")
+    try:
+        yield
+        flusher.flush(within_seconds=5)
+    finally:
+        faults.arm("")
+
+
+@transactional_message("orders", key=lambda number: number, body=lambda number: {"number": number})
+def create(number: str, *, fail: bool = False) -> Order:
+    order = Order.objects.create(number=number)
+    if fail:
+        raise Refused
+    return order
+
+
+@transactional_message(
+    "orders",
+    key=lambda result: result.pk,
+    body=lambda result, number: {"id": result.pk, "number": number},
+    headers=lambda number: {"number": number},
+    tag="created",
+)
+def create_with_id(number: str) -> Order:
+    return Order.objects.create(number=number)
+
+
+class Till:
+    """The decorator on a method."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    @transactional_message("payments", key=lambda self: self.name, body=lambda self, amount=1: {"amount": amount})
+    def pay(self, amount: int) -> int:
+        Payment.objects.create(reference=self.name)
+        return amount
+
+
+def test_the_message_commits_with_the_function(path: str) -> None:
+    assert create("kept").number == "kept"
+    assert Till("till").pay(3) == 3
+    assert decisions() == {"kept": "C", "till": "C"}
+
+
+def test_an_exception_before_commit_is_reported_as_rollback_at_once(path: str) -> None:
+    with pytest.raises(Refused):
+        create("dropped", fail=True)
+    assert decisions() == ({"dropped": "R"} if path == "two_phase" else {})
+    assert [item.decided_by for item in stored()] == (["P"] if path == "two_phase" else [])
+    assert not Order.objects.exists()
+
+
+def test_what_needs_the_result_is_built_before_commit(path: str) -> None:
+    order = create_with_id("kept")
+    assert decisions() == {str(order.pk): "C"}
+
+
+def test_set_rollback_is_reported_too(path: str) -> None:
+    @transactional_message("orders", key="quiet", body={})
+    def quiet() -> None:
+        Order.objects.create(number="quiet")
+        transaction.set_rollback(True)
+
+    quiet()
+    assert decisions() == ({"quiet": "R"} if path == "two_phase" else {})
+
+
+def test_an_error_out_of_commit_is_left_to_check_back(path: str) -> None:
+    @transactional_message("payments", key="twice", body={})
+    def pay() -> None:
+        Payment.objects.create(reference="twice")
+
+    Payment.objects.create(reference="twice")
+    with pytest.raises(IntegrityError):
+        pay()
+    assert decisions() == ({"twice": None} if path == "two_phase" else {})
+    if path == "two_phase":
+        run_check_back()
+        assert decisions() == {"twice": "R"}
+
+
+def test_nested_decorators_stand_and_fall_with_their_savepoints(path: str) -> None:
+    @transactional_message("orders", key="outer", body={})
+    def outer() -> None:
+        create("first")
+        with pytest.raises(Refused):
+            create("second", fail=True)
+        create("third")
+
+    outer()
+    rolled_back: dict[str, str | None] = {"second": "R"} if path == "two_phase" else {}
+    assert decisions() == {"outer": "C", "first": "C", "third": "C"} | rolled_back
+
+
+def test_the_outer_rollback_takes_all(path: str) -> None:
+    @transactional_message("orders", key="outer", body={})
+    def outer() -> None:
+        create("inner")
+        raise Refused
+
+    with pytest.raises(Refused):
+        outer()
+    run_check_back()
+    assert decisions() == ({"outer": "R", "inner": "R"} if path == "two_phase" else {})
+
+
+def test_durable_refuses_to_be_nested() -> None:
+    @transactional_message("orders", key="durable", body={}, durable=True)
+    def durable() -> None:
+        Order.objects.create(number="durable")
+
+    durable()
+    with pytest.raises(RuntimeError, match="durable"), transaction.atomic():
+        durable()
+    assert decisions() == {"durable": "C"}
+
+
+def test_using(path: str) -> None:
+    @transactional_message("orders", key="other", body={}, using="other")
+    def on_other() -> None:
+        Order.objects.using("other").create(number="other")
+
+    on_other()
+    assert decisions() == {"other": "C"}
+
+
+def test_a_half_that_is_refused_means_the_function_is_not_run() -> None:
+    ran: list[int] = []
+
+    @transactional_message("nowhere", body={})
+    def never() -> None:
+        ran.append(1)
+
+    with pytest.raises(UnknownTopic):
+        never()
+    assert ran == []
+
+
+def test_views_and_atomic_requests(path: str) -> None:
+    client = Client()
+    connections["default"].settings_dict["ATOMIC_REQUESTS"] = True
+    try:
+        assert client.get("/decorated/kept").status_code == 201
+        with pytest.raises(Refused):
+            client.get("/decorated/dropped?fail=1")
+    finally:
+        connections["default"].settings_dict["ATOMIC_REQUESTS"] = False
+    assert decisions() == ({"kept": "C", "dropped": "R"} if path == "two_phase" else {"kept": "C"})
+
+
+def test_async_views_run_in_one_transaction_with_the_async_orm(path: str) -> None:
+    async def visit() -> None:
+        client = AsyncClient()
+        assert (await client.get("/async/kept")).status_code == 201
+        with pytest.raises(Refused):
+            await client.get("/async/dropped?fail=1")
+
+    async_to_sync(visit)()
+    assert list(Order.objects.values_list("number", "status")) == [("kept", "paid")]
+    assert decisions() == {"kept": "C"}
+
+
+def test_async_functions_side_by_side_in_one_loop() -> None:
+    @transactional_message("orders", key=lambda number: number, body={})
+    async def create_async(number: str) -> str:
+        await Order.objects.acreate(number=number)
+        await asyncio.sleep(0)
+        if number.endswith("3"):
+            raise Refused
+        return number
+
+    async def several() -> list[Any]:
+        try:
+            return await asyncio.gather(*(create_async(f"n{n}") for n in range(6)), return_exceptions=True)
+        finally:
+            await sync_to_async(connections.close_all)()
+
+    results = asyncio.run(several())
+    assert [result for result in results if isinstance(result, str)] == ["n0", "n1", "n2", "n4", "n5"]
+    assert set(Order.objects.values_list("number", flat=True)) == {"n0", "n1", "n2", "n4", "n5"}
+    assert decisions() == {f"n{n}": "R" if n == 3 else "C" for n in range(6)}
+
+
+def test_a_check_runs_beside_the_ledger_and_a_disagreement_is_reported() -> None:
+    @transactional_message("orders", key="checked", body={}, check=lambda message: message.key == "something else")
+    def checked(*, commit: bool) -> None:
+        Order.objects.create(number="checked")
+        raise Refused
+
+    with pytest.raises(Refused):
+        checked(commit=False)
+
+    @transactional_message("payments", key="lost-end", body={}, check=lambda message: False)
+    def committed() -> None:
+        Payment.objects.create(reference="lost-end")
+
+    with without_ends():
+        committed()
+    run_check_back()
+    assert decisions() == {"checked": "R", "lost-end": "C"}
+    assert [kind for kind, detail in incidents() if "says False" in detail] == ["alarm"]
+
+
+def test_without_a_ledger_the_check_decides(outbox_settings: Callable[..., None]) -> None:
+    outbox_settings(LEDGER=False)
+
+    @transactional_message(
+        "orders",
+        key=lambda number: number,
+        body={},
+        check=lambda message: Order.objects.filter(number=message.key).exists(),
+    )
+    def place(number: str, *, fail: bool) -> None:
+        Order.objects.create(number=number)
+        if fail:
+            connections["default"].close()
+            raise Refused
+
+    with without_ends():
+        place("kept", fail=False)
+        with pytest.raises(Refused):
+            place("dropped", fail=True)
+    counts = run_check_back()
+    assert (counts.committed, counts.unknown) == (1, 1)
+    assert decisions() == {"kept": "C", "dropped": None}
+
+
+def test_without_a_ledger_savepoints_leave_the_end_to_the_check(outbox_settings: Callable[..., None]) -> None:
+    outbox_settings(LEDGER=False)
+
+    @transactional_message(
+        "orders", key="undone", body={}, check=lambda message: Order.objects.filter(number=message.key).exists()
+    )
+    def place() -> None:
+        Order.objects.create(number="undone")
+
+    with transaction.atomic():
+        savepoint = transaction.savepoint()
+        place()
+        transaction.savepoint_rollback(savepoint)
+    assert decisions() == {"undone": None}
+    assert run_check_back().unknown == 1
+
+
+@pytest.mark.parametrize(
+    ("decorate", "complaint"),
+    [
+        (lambda: transactional_message("orders", body={})(cast(Any, classmethod(lambda cls: None))), "below @classmethod"),
+        (lambda: transactional_message("orders", body={})(Till), "class-based view"),
+        (lambda: transactional_message("orders", body=lambda nmae: {})(lambda name: None), "'nmae'.*name"),
+        (lambda: transactional_message("orders", body={})(lambda result: None), "called 'result'"),
+        (lambda: transactional_message("orders", body={}, check="yes")(lambda: None), "check="),  # type: ignore[arg-type]
+    ],
+)
+def test_what_cannot_work_is_refused_at_decoration(decorate: Callable[[], Any], complaint: str) -> None:
+    with pytest.raises(ConfigurationError, match=complaint):
+        decorate()
+
+
+def test_generators_are_refused() -> None:
+    def generator() -> Iterator[int]:
+        yield 1
+
+    with pytest.raises(ConfigurationError, match="generator"):
+        transactional_message("orders", body={})(generator)
+
+
+def test_manual_commit_mode_is_refused() -> None:
+    transaction.set_autocommit(False)
+    try:
+        with pytest.raises(TransactionUsageError, match="manual-commit"):
+            create("never")
+    finally:
+        transaction.rollback()
+        transaction.set_autocommit(True)
