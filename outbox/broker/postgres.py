@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Final, TypeVar
 from uuid import UUID
 
@@ -114,6 +115,9 @@ class PostgresBroker:
 
     def send_half(self, half: HalfTransaction, *, timeout_seconds: float = 3.0) -> list[SendReceipt]:
         """See Broker.send_half."""
+        if half.immunity_seconds is None:
+            # Stored with the half: whoever scans it, under whatever settings, gives it the same immunity.
+            half = replace(half, immunity_seconds=self._check.immunity_seconds)
         return self._attempt(
             timeout_seconds,
             lambda connection: log.append_half(connection, self.database.schema, self.catalog, half),
