@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import enum
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from outbox.broker.leases import Lease, QueueKey
 from outbox.broker.offsets import OffsetRow, Position
+
+if TYPE_CHECKING:
+    from outbox.broker.dispatch_station import ConsumingGroup, Station
 
 
 class Outcome(enum.IntEnum):
@@ -60,6 +63,15 @@ class Window:
         """Offsets `start` to before `end` were removed by retention before they were fetched."""
         self._gaps[start] = end
 
+    @property
+    def has_finished_ahead(self) -> bool:
+        """Whether anything at or above the base is finished."""
+        return bool(self._finished)
+
+    def is_finished(self, offset: int) -> bool:
+        """Whether an offset at or above the base is finished."""
+        return offset in self._finished
+
     def advance(self) -> None:
         """Move the base past everything that is finished without a gap."""
         base, finished, counts = self.base, self._finished, self.counts
@@ -89,28 +101,31 @@ class HeldQueue:
         "end",
         "fetch_from",
         "filter_number",
-        "group_name",
+        "group",
         "hungry",
-        "is_retry",
         "key",
         "lease",
         "name",
         "ordinal",
         "phase",
         "running",
+        "station",
         "stored_base",
         "window",
     )
 
-    def __init__(self, lease: Lease, name: str, group_name: str, position: Position, *, is_retry: bool) -> None:
+    def __init__(
+        self, lease: Lease, group: ConsumingGroup, station: Station | None, name: str, position: Position
+    ) -> None:
         self.lease: Final = lease
         self.key: QueueKey = lease.key
+        self.group: Final = group
+        # None for the retry queue, whose messages are of all topics of the group.
+        self.station: Final = station
         self.name: Final = name
-        self.group_name: Final = group_name
-        self.is_retry: Final = is_retry
         self.window = Window(position)
         self.phase = Phase.ACTIVE
-        self.filter_number = 0
+        self.filter_number = station.filter_number if station is not None else 0
         # The next offset to fetch; whether there may be more; entries in memory; entries in running calls.
         self.fetch_from = position.next_offset
         self.hungry = True
@@ -129,9 +144,15 @@ class HeldQueue:
         """Whether a handler may be started for a message of this queue. Safe to ask from any thread."""
         return self.phase is Phase.ACTIVE and self.trusted()
 
+    def skip_to(self, floor: int) -> None:
+        """Retention removed everything below `floor`."""
+        if floor > self.fetch_from:
+            self.window.skip(self.fetch_from, floor)
+            self.window.advance()
+            self.fetch_from = floor
+
     def rewind(self) -> None:
-        """Forget what was fetched and not finished, so that it is fetched again from the lowest unfinished entry."""
-        self.window = Window(self.window.position())
+        """Fetch again from the lowest unfinished entry. What is finished beyond it stays so (`Window.is_finished`)."""
         self.fetch_from = self.window.base
         self.hungry = True
 

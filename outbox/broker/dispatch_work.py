@@ -10,6 +10,7 @@ from outbox.ports import Disposition
 
 if TYPE_CHECKING:
     from outbox.broker.dispatch_queue import HeldQueue
+    from outbox.broker.dispatch_station import Lane, Station
 
 NOT_STARTED = None
 """The result of a delivery whose handler was not called, because its queue was lost or is being handed over."""
@@ -20,18 +21,22 @@ Result = Disposition | BaseException | None
 class Item:
     """One fetched entry. `retries` is how often it was sent back before, `in_place` how often it was tried here since.
 
-    `row` is what was fetched (`outbox.broker.fetch.Row`); None for an entry behind a key that is held up, whose
-    message is loaded again when its turn comes.
+    `row` is what was fetched (`outbox.broker.fetch.Row`); None while it is not kept in memory, because the body is
+    large or because the entry waits behind a key that is held up (`shed`). It is loaded when its turn comes.
     """
 
-    __slots__ = ("in_place", "offset", "queue", "retries", "row")
+    __slots__ = ("due", "in_place", "key", "offset", "queue", "retries", "row", "shed")
 
-    def __init__(self, queue: HeldQueue, offset: int, retries: int, row: tuple[Any, ...] | None) -> None:
+    def __init__(self, queue: HeldQueue, offset: int, retries: int, key: str, row: tuple[Any, ...] | None) -> None:
         self.queue = queue
         self.offset = offset
         self.retries = retries
+        self.key = key
         self.row = row
         self.in_place = 0
+        self.shed = False
+        # When it is to be tried here again (time.monotonic), once it failed.
+        self.due = 0.0
 
     @property
     def attempt(self) -> int:
@@ -42,10 +47,14 @@ class Item:
 class Work:
     """One call of a handler: some items, and once it is over a result for each."""
 
-    __slots__ = ("abandoned", "items", "results", "started_at")
+    __slots__ = ("abandoned", "expired", "items", "lane", "results", "started_at", "station")
 
-    def __init__(self, items: list[Item]) -> None:
+    def __init__(self, station: Station, lane: Lane, items: list[Item]) -> None:
+        self.station = station
+        self.lane = lane
         self.items = items
+        # Taken from the lane with the others, but removed by retention before they could be loaded.
+        self.expired: list[Item] = []
         self.results: Sequence[Result] = ()
         self.started_at: float | None = None
         # Why the attempt does not count any more; set by the dispatching thread, read by the handler's.
@@ -61,5 +70,5 @@ class Work:
             return self.abandoned
         for queue in {id(item.queue): item.queue for item in self.items}.values():
             if not queue.trusted():
-                return f"the lease of queue {queue.name} for group {queue.group_name!r} is over"
+                return f"the lease of queue {queue.name} for group {queue.group.name!r} is over"
         return ""

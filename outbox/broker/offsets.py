@@ -72,7 +72,8 @@ def load(connection: Connection, schema: str, group_id: int, queue_ids: Sequence
 _STORE = Statement("""
 WITH relaxed AS MATERIALIZED (SELECT set_config('synchronous_commit', 'off', true))
 INSERT INTO {schema}.consumer_offset
-    (group_id, queue_id, epoch, ordinal, next_offset, start_offset, handled, filtered, skipped, sent_back, dead, expired)
+    (group_id, queue_id, epoch, ordinal, next_offset, start_offset, handled, filtered, skipped, sent_back, dead,
+     expired)
 SELECT done.group_id, done.queue_id, done.epoch, done.ordinal, done.next_offset, done.start_offset, done.handled,
        done.filtered, done.skipped, done.sent_back, done.dead, done.expired
 FROM relaxed, unnest(

@@ -24,11 +24,7 @@ _VIRTUAL_NODES = 64
 def averagely(instances: Sequence[UUID], queues: Sequence[QueueState]) -> dict[QueueKey, UUID]:
     """Neighbouring queues in blocks of nearly equal size; the first instances get one more."""
     size, larger = divmod(len(queues), len(instances))
-    owners = [
-        instance
-        for index, instance in enumerate(instances)
-        for _ in range(size + (index < larger))
-    ]
+    owners = [instance for index, instance in enumerate(instances) for _ in range(size + (index < larger))]
     return {queue.key: owner for queue, owner in zip(queues, owners, strict=True)}
 
 

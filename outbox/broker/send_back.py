@@ -46,28 +46,30 @@ class Judgement:
 
 
 def judge(
-    subscription: Subscription, error: BaseException, *, retries: int, in_place: int, from_retry_queue: bool
+    subscription: Subscription, error: BaseException, *, retries: int, in_place: int, returned: bool
 ) -> Judgement:
     """What to do after an attempt raised `error`.
 
     `retries` counts the attempts before this one that were sent back, `in_place` those repeated here since then.
-    A message that comes from the retry queue has given up its order already: it is never retried in place.
+    `returned` says that the message comes from the retry queue: it has given up its order already and is never
+    retried in place. A broadcast group has no retry queue: there everything is retried in place.
     """
     reaction = subscription.reaction(error)
     if reaction is OnError.STOP:
         return Judgement(Verdict.STOP)
     if reaction is OnError.DEAD_LETTER:
         return Judgement(Verdict.DEAD)
-    if reaction is OnError.RETRY and not from_retry_queue and subscription.mode is not Mode.CONCURRENT:
+    if reaction is OnError.RETRY and not returned and subscription.mode is not Mode.CONCURRENT:
         if subscription.max_suspends is not None and in_place >= subscription.max_suspends:
             return Judgement(Verdict.DEAD)
         chosen = isinstance(error, RetryLater)
-        return Judgement(
-            Verdict.IN_PLACE, subscription.retry_delay_seconds(error, 1) if chosen else subscription.suspend_seconds
-        )
-    if subscription.retry.exhausted(retries + 1):
+        delay = subscription.retry_delay_seconds(error, 1) if chosen else subscription.suspend_seconds
+        return Judgement(Verdict.IN_PLACE, delay)
+    attempts = (in_place if subscription.broadcast else retries) + 1
+    if subscription.retry.exhausted(attempts):
         return Judgement(Verdict.DEAD)
-    return Judgement(Verdict.SEND_BACK, subscription.retry_delay_seconds(error, retries + 1))
+    verdict = Verdict.IN_PLACE if subscription.broadcast else Verdict.SEND_BACK
+    return Judgement(verdict, subscription.retry_delay_seconds(error, attempts))
 
 
 def describe(error: BaseException) -> str:

@@ -1,0 +1,419 @@
+"""The dispatching thread: fetches, hands out, collects, stores offsets. It alone touches the queues it holds."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import Sequence
+from typing import Final
+from uuid import UUID
+
+from outbox import faults
+from outbox.broker import offsets
+from outbox.broker.database import Connection
+from outbox.broker.dispatch_failures import Failed, FailureDesk
+from outbox.broker.dispatch_queue import HeldQueue, Outcome, Phase
+from outbox.broker.dispatch_station import ConsumingGroup, Lane, Station
+from outbox.broker.dispatch_work import Item, Result, Work
+from outbox.broker.fetch import BODY, KEY, OFFSET, PASSES, RETRIES, SLOT, TOPIC_ID, Fetcher, Row, heads, load
+from outbox.broker.keeper import Event, Gained, HandOver, Keeper, Lost, Stopped, Switched
+from outbox.broker.leases import Lease, QueueKey
+from outbox.errors import BrokerError, HandlerTimedOut
+from outbox.ports import Disposition
+
+logger = logging.getLogger(__name__)
+
+# Offsets are stored this often while messages flow: the most that a killed process has handled again.
+STORE_SECONDS: Final = 0.05
+RETRY_FETCH_SIZE: Final = 256
+RETRY_SPAN: Final = 4_000
+
+
+class Dispatcher:
+    """One step after another, each bounded. A step that raises leaves everything as it was or done."""
+
+    def __init__(self, schema: str, instance: UUID, groups: Sequence[ConsumingGroup], keeper: Keeper) -> None:
+        self._schema = schema
+        self._instance = instance
+        self._groups = {group.group_id: group for group in groups}
+        self._stations = [station for group in groups for station in group.stations.values()]
+        self._keeper = keeper
+        self._desk = FailureDesk(schema, instance)
+        filtered = [station for station in self._stations if not station.filter.passes_all]
+        for number, station in enumerate(filtered, start=1):
+            station.filter_number = number
+        self._fetcher = Fetcher(schema, [station.filter for station in filtered])
+        self._held: dict[QueueKey, HeldQueue] = {}
+        self._stale: list[HeldQueue] = []
+        self._running: set[Work] = set()
+        self._stuck: dict[Work, list[Item]] = {}
+        self._dirty: set[HeldQueue] = set()
+        self._store_at = 0.0
+        self._foreign: list[tuple[Item, Row]] = []
+        self._bounded = False
+        self.finished: deque[Work] = deque()
+        self.counts: Counter[str] = Counter()
+
+    # -- what the loop asks ---------------------------------------------------------------------
+
+    def step(self, connection: Connection, *, announced: bool) -> None:
+        """Do what can be done now. `announced`: queues may have grown."""
+        if announced:
+            for queue in self._held.values():
+                queue.hungry = True
+        self._adopt(connection)
+        self._collect(connection)
+        self._fetch(connection)
+        self._send_on(connection)
+        self._dispatch(connection)
+        self._store(connection)
+
+    def wait_seconds(self, longest: float) -> float:
+        """How long nothing needs to be done unless somebody rings."""
+        now = time.monotonic()
+        due = [at for station in self._stations for lane in station.lanes if (at := lane.next_at()) is not None]
+        due += [
+            work.started_at + work.station.subscription.timeout_seconds for work in self._running if work.started_at
+        ]
+        if self._dirty:
+            due.append(self._store_at)
+        return max(0.0, min([longest, *(at - now for at in due)]))
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing runs, nothing waits but what is held up, and nothing more can be fetched or stored."""
+        fetchable = any(queue.hungry and self._room(queue) > 0 for queue in self._held.values())
+        return not self._running and not self.finished and not fetchable and not self._dirty
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether everything was handed over and no handler runs that still counts."""
+        return not self._held and not self._running and not self.finished
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a handler runs that still counts."""
+        return bool(self._running)
+
+    def bound(self, connection: Connection) -> None:
+        """From now on fetch only what the queues hold now."""
+        self._adopt(connection)
+        self._bounded = True
+        ends = heads(connection, self._schema, {key[1] for key in self._held})
+        for queue in self._held.values():
+            queue.end = ends[queue.key[1]]
+
+    def drain(self) -> None:
+        """Start nothing more; what runs is finished, stored and handed over."""
+        for queue in list(self._held.values()):
+            self._begin_hand_over(queue)
+
+    def stop_threads(self, *, within_seconds: float) -> None:
+        """End the handlers' threads."""
+        for station in self._stations:
+            station.pool.stop(within_seconds=within_seconds)
+
+    # -- events ---------------------------------------------------------------------------------
+
+    def _adopt(self, connection: Connection) -> None:
+        while self._keeper.events:
+            self._apply(self._keeper.events.popleft())
+        for queue in [queue for queue in self._held.values() if not queue.trusted()]:
+            self._lose(queue)
+        for queue in self._stale:
+            if queue.running == 0:
+                self._keeper.lingering.discard(queue.key)
+        self._stale = [queue for queue in self._stale if queue.running > 0]
+
+    def _apply(self, event: Event) -> None:
+        match event:
+            case Gained(queue):
+                # A bounded pass takes what there was when it began.
+                queue.hungry = not self._bounded
+                self._held[queue.key] = queue
+            case HandOver(lease):
+                if (held := self._current(lease)) is not None:
+                    self._begin_hand_over(held)
+            case Lost(lease):
+                if (held := self._current(lease)) is not None:
+                    self._lose(held)
+            case Switched(group_id, paused, generation):
+                self._groups[group_id].paused = paused
+                self._groups[group_id].generation = generation
+            case Stopped(key, stopped):
+                self._stop_or_resume(self._held.get(key), stopped)
+
+    def _current(self, lease: Lease) -> HeldQueue | None:
+        held = self._held.get(lease.key)
+        return held if held is not None and held.lease is lease else None
+
+    def _begin_hand_over(self, queue: HeldQueue) -> None:
+        if queue.phase in (Phase.ACTIVE, Phase.STOPPED):
+            queue.phase = Phase.DRAINING
+            self._forget_waiting(queue)
+            self._dirty.add(queue)
+            self._store_at = 0.0
+
+    def _lose(self, queue: HeldQueue) -> None:
+        queue.phase = Phase.LOST
+        self._forget_waiting(queue)
+        self._dirty.discard(queue)
+        self._held.pop(queue.key, None)
+        if queue.running:
+            self._keeper.lingering.add(queue.key)
+            self._stale.append(queue)
+        self._keeper.hand_back(queue.lease)
+
+    def _stop_or_resume(self, queue: HeldQueue | None, stopped: bool) -> None:
+        if queue is None:
+            return
+        if stopped and queue.phase is Phase.ACTIVE:
+            queue.phase = Phase.STOPPED
+            self._forget_waiting(queue)
+        elif not stopped and queue.phase is Phase.STOPPED:
+            queue.phase = Phase.ACTIVE
+            queue.rewind()
+
+    def _forget_waiting(self, queue: HeldQueue) -> None:
+        stations = self._groups[queue.key[0]].stations.values() if queue.station is None else [queue.station]
+        for station in stations:
+            for lane in station.lanes:
+                lane.drop(queue)
+        queue.buffered = queue.running
+
+    # -- collecting -----------------------------------------------------------------------------
+
+    def _collect(self, connection: Connection) -> None:
+        """Book what handlers have finished, and what they did not finish in time."""
+        failures: list[Failed] = []
+        over: list[tuple[Work, set[int]]] = []
+        while self.finished:
+            work = self.finished.popleft()
+            if work.abandoned:
+                self._late(work)
+                continue
+            self._running.discard(work)
+            work.station.pool.collected()
+            over.append((work, self._absorb(work, work.results, failures)))
+        for work in self._overdue():
+            self._running.discard(work)
+            work.station.pool.replace_stuck()
+            error = HandlerTimedOut(f"{work.abandoned}; the attempt counts as failed and its late result is ignored.")
+            over.append((work, self._absorb(work, [error] * len(work.items), failures)))
+        if over:
+            self._conclude(connection, over, failures)
+
+    def _absorb(self, work: Work, results: Sequence[Result], failures: list[Failed]) -> set[int]:
+        """Book the results of a call; returns the ids of messages that were not started and still can be, here."""
+        unstarted: set[int] = set()
+        handled = skipped = 0
+        for item, result in zip(work.items, results, strict=True):
+            queue = item.queue
+            queue.running -= 1
+            queue.buffered -= 1
+            if queue.phase is Phase.LOST:
+                continue
+            if result is Disposition.HANDLED:
+                queue.window.finish(item.offset, Outcome.HANDLED)
+                handled += 1
+            elif result is Disposition.SKIPPED:
+                queue.window.finish(item.offset, Outcome.SKIPPED)
+                skipped += 1
+            elif isinstance(result, BaseException):
+                failures.append(Failed(work.station, item, result))
+            elif queue.may_start():
+                item.due = 0.0
+                unstarted.add(id(item))
+        self.counts["handled"] += handled
+        self.counts["skipped"] += skipped
+        self._dirty.update({item.queue for item in work.items if item.queue.phase is not Phase.LOST})
+        return unstarted
+
+    def _conclude(
+        self, connection: Connection, over: Sequence[tuple[Work, set[int]]], failures: Sequence[Failed]
+    ) -> None:
+        again = self._desk.handle(connection, failures) if failures else []
+        self.counts["failed"] += len(failures)
+        for queue in {failed.item.queue for failed in failures}:
+            if queue.phase is Phase.STOPPED:
+                self._forget_waiting(queue)
+        kept = {id(item) for item in again if item.queue.phase is Phase.ACTIVE}
+        for work, unstarted in over:
+            back = [item for item in work.items if id(item) in kept or id(item) in unstarted]
+            for item in back:
+                item.queue.buffered += 1
+            if back and work.abandoned and work.station.ordered:
+                # One at a time: the next attempt waits until the stuck call has returned.
+                self._stuck[work] = back
+            else:
+                work.lane.settle([*work.items, *work.expired], back)
+
+    def _overdue(self) -> list[Work]:
+        now = time.monotonic()
+        overdue: list[Work] = []
+        for work in self._running:
+            limit = work.station.subscription.timeout_seconds
+            if work.started_at is not None and now - work.started_at >= limit and not work.results:
+                work.abandoned = f"the handler of group {work.station.group.name!r} ran longer than {limit:g} s"
+                overdue.append(work)
+        return overdue
+
+    def _late(self, work: Work) -> None:
+        """A call that was given up has returned: its result does not count, but its line may go on."""
+        work.station.pool.unstuck()
+        back = self._stuck.pop(work, None)
+        if back is not None:
+            work.lane.settle(work.items, [item for item in back if item.queue.phase is Phase.ACTIVE])
+
+    # -- fetching and handing out ---------------------------------------------------------------
+
+    def _room(self, queue: HeldQueue) -> int:
+        """How many entries to fetch of a queue now; 0 while it has enough."""
+        station = queue.station
+        size = station.fetch_size if station is not None else RETRY_FETCH_SIZE
+        span = station.span if station is not None else RETRY_SPAN
+        if queue.phase is not Phase.ACTIVE or queue.group.paused or queue.buffered > size // 2:
+            return 0
+        limit = min(size, queue.window.base + span - queue.fetch_from)
+        if queue.end is not None:
+            limit = min(limit, queue.end - queue.fetch_from)
+        return max(0, limit)
+
+    def _fetch(self, connection: Connection) -> None:
+        wanted = [(queue, room) for queue in self._held.values() if queue.hungry and (room := self._room(queue)) > 0]
+        if not wanted:
+            return
+        rows = self._fetcher.fetch(connection, wanted)
+        start = 0
+        for slot, (queue, room) in enumerate(wanted, start=1):
+            end = start
+            while end < len(rows) and rows[end][SLOT] == slot:
+                end += 1
+            self._ingest(queue, rows[start:end])
+            queue.hungry = end - start == room
+            start = end
+        if start != len(rows):
+            raise BrokerError("the broker returned fetched messages in another order than was asked for.")
+
+    def _ingest(self, queue: HeldQueue, rows: Sequence[Row]) -> None:
+        """Take the next entries of a queue into its window and its lanes."""
+        items: list[Item] = []
+        expected, window = queue.fetch_from, queue.window
+        for row in rows:
+            offset = row[OFFSET]
+            if offset != expected:
+                if offset < expected:
+                    raise BrokerError(f"queue {queue.name} returned offset {offset} where {expected} was next.")
+                window.skip(expected, offset)
+            expected = offset + 1
+            if row[PASSES]:
+                items.append(Item(queue, offset, row[RETRIES], row[KEY], row))
+            else:
+                window.finish(offset, Outcome.EXPIRED if row[TOPIC_ID] is None else Outcome.FILTERED)
+        if len(items) < len(rows):
+            self.counts["filtered"] += len(rows) - len(items)
+            self._dirty.add(queue)
+        queue.fetch_from = expected
+        if window.has_finished_ahead:
+            items = [item for item in items if not window.is_finished(item.offset)]
+        queue.buffered += len(items)
+        for item in items:
+            # A large body was left out: it is loaded when its turn comes.
+            if item.row is not None and item.row[BODY] is None:
+                item.row = None
+        if queue.station is not None:
+            queue.station.lane.offer(items)
+        else:
+            self._offer_returned(queue, rows, items)
+
+    def _offer_returned(self, queue: HeldQueue, rows: Sequence[Row], items: Sequence[Item]) -> None:
+        """Messages of the retry queue go to the subscription of the topic they were published to."""
+        by_offset = {row[OFFSET]: row for row in rows}
+        for item in items:
+            row = by_offset[item.offset]
+            station = queue.group.stations.get(row[TOPIC_ID])
+            if station is not None:
+                station.retry_lane.offer([item])
+            else:
+                self._foreign.append((item, row))
+
+    def _send_on(self, connection: Connection) -> None:
+        """Retried messages of a topic this process does not subscribe to: another instance of the group may."""
+        foreign = [(item, row) for item, row in self._foreign if item.queue.phase is Phase.ACTIVE]
+        if not foreign:
+            return
+        self._desk.send_on(connection, foreign)
+        for item, _ in foreign:
+            item.queue.buffered -= 1
+            self._dirty.add(item.queue)
+        self._foreign.clear()
+
+    def _dispatch(self, connection: Connection) -> None:
+        now = time.monotonic()
+        for station in self._stations:
+            if station.group.paused:
+                continue
+            for lane in station.lanes:
+                while station.pool.room > 0 and (items := lane.take(now)):
+                    self._submit(connection, station, lane, items)
+
+    def _submit(self, connection: Connection, station: Station, lane: Lane, items: list[Item]) -> None:
+        work = Work(station, lane, items)
+        if any(item.row is None for item in items) and not self._load(connection, work):
+            return
+        for item in items:
+            item.queue.running += 1
+        self._running.add(work)
+        station.pool.submit(work)
+
+    def _load(self, connection: Connection, work: Work) -> bool:
+        """Fill in messages that were not kept in memory; False when none of the work is left to do."""
+        missing = [item for item in work.items if item.row is None]
+        try:
+            rows = load(connection, self._schema, [(item.queue.key[1], item.offset) for item in missing])
+        except BaseException:
+            for item in work.items:
+                item.due = 0.0
+            work.lane.settle(work.items, work.items)
+            raise
+        for item in missing:
+            item.row = rows.get((item.queue.key[1], item.offset))
+            if item.shed:
+                item.shed = False
+                item.queue.buffered += 1
+            if item.row is None:
+                item.queue.window.finish(item.offset, Outcome.EXPIRED)
+                item.queue.buffered -= 1
+                self._dirty.add(item.queue)
+        gone = [item for item in missing if item.row is None]
+        if len(gone) == len(work.items):
+            work.lane.settle(work.items, [])
+            return False
+        work.expired = gone
+        work.items = [item for item in work.items if item.row is not None]
+        return True
+
+    # -- offsets --------------------------------------------------------------------------------
+
+    def _store(self, connection: Connection) -> None:
+        """Store positions that moved, all queues in one statement, and let go of queues that are drained."""
+        now = time.monotonic()
+        if not self._dirty or (now < self._store_at and self._running):
+            return
+        for queue in self._dirty:
+            queue.window.advance()
+        moved = [(queue, row) for queue in self._dirty if not queue.group.broadcast and (row := queue.next_row())]
+        if moved:
+            faults.point("consumer.before_offset")
+            kept = offsets.store(connection, self._schema, self._instance, [row for _, row in moved])
+            faults.point("consumer.after_offset")
+            for queue, row in moved:
+                queue.stored_base = row.position.next_offset
+                if queue.key not in kept:
+                    self._lose(queue)
+        self._store_at = now + STORE_SECONDS
+        self._dirty = {queue for queue in self._dirty if queue.phase is Phase.DRAINING and queue.running}
+        for queue in [queue for queue in self._held.values() if queue.phase is Phase.DRAINING and not queue.running]:
+            del self._held[queue.key]
+            self._keeper.hand_back(queue.lease)

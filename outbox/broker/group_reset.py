@@ -1,0 +1,104 @@
+"""Moving a group's offsets: to the first message, the end, a time or a number.
+
+A reset fences whoever consumes a queue: it raises the lease's epoch and stores the new offset under it. The former
+owner finds its lease gone, drops what it fetched, and takes the queue again from the new offset. Calls that ran at
+that moment may take effect once more or, without an inbox, twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+
+from outbox.broker.arrays import bigints, cursor_on, integers
+from outbox.broker.database import Connection
+from outbox.broker.groups import group_id_of, list_queues, raise_generation, starting_offsets
+from outbox.broker.statement import Statement
+from outbox.broker.topics import TopicCatalog
+from outbox.errors import UsageError
+from outbox.subscription import Start
+
+
+@dataclass(frozen=True, slots=True)
+class QueueReset:
+    """What a reset did, or would do, to one queue."""
+
+    topic: str
+    generation: int
+    number: int
+    queue_id: int
+    from_offset: int
+    to_offset: int
+
+
+_FENCE = Statement("""
+INSERT INTO {schema}.queue_lease AS held (group_id, queue_id, owner, epoch, expires_at)
+SELECT %(group_id)s, given.queue_id, NULL, 1, clock_timestamp()
+FROM unnest(%(queue_ids)s::integer[]) AS given (queue_id)
+ORDER BY given.queue_id
+ON CONFLICT (group_id, queue_id) DO UPDATE
+SET owner = NULL, epoch = held.epoch + 1, expires_at = clock_timestamp(), stopped = NULL
+""")
+
+_MOVE = Statement("""
+INSERT INTO {schema}.consumer_offset (group_id, queue_id, epoch, ordinal, next_offset, start_offset)
+SELECT held.group_id, held.queue_id, held.epoch, 0, given.target, given.target
+FROM unnest(%(queue_ids)s::integer[], %(targets)s::bigint[]) AS given (queue_id, target)
+JOIN {schema}.queue_lease held ON held.group_id = %(group_id)s AND held.queue_id = given.queue_id
+""")
+
+
+def reset(
+    connection: Connection,
+    schema: str,
+    group: str,
+    topic: str,
+    target: Start | datetime | int,
+    *,
+    number: int | None = None,
+    reprocess: bool = False,
+    dry_run: bool = False,
+) -> Sequence[QueueReset]:
+    """Move a group on a topic, or on its queue `number` alone; returns the queues that move, from where and to where.
+
+    Start.LAST is the end; a number is limited to what the broker still has. Going back delivers messages again, which
+    the inbox skips unless `reprocess` raises the group's generation. Counters start over with the new offset.
+    `dry_run` only says what would happen. Raises UnknownGroup, UnknownTopic, or UsageError when the group does not
+    consume the topic.
+    """
+    with connection.transaction():
+        group_id = group_id_of(connection, schema, group)
+        moves = _plan(connection, schema, group, topic, target)
+        moves = [move for move in moves if number is None or move.number == number]
+        if not dry_run and moves:
+            cursor = cursor_on(connection)
+            values = {
+                "group_id": group_id,
+                "queue_ids": integers([move.queue_id for move in moves]),
+                "targets": bigints([move.to_offset for move in moves]),
+            }
+            cursor.execute(_FENCE.on(schema), values)
+            cursor.execute(_MOVE.on(schema), values)
+        if reprocess and not dry_run:
+            raise_generation(connection, schema, group)
+    return moves
+
+
+def _plan(
+    connection: Connection, schema: str, group: str, topic: str, target: Start | datetime | int
+) -> list[QueueReset]:
+    topic_id = TopicCatalog(schema).get(connection, topic).topic_id
+    queues = [queue for queue in list_queues(connection, schema, group) if queue.topic == topic]
+    if not queues:
+        raise UsageError(f"group {group!r} does not consume topic {topic!r}, or is a broadcast group: nothing to move.")
+    floors = starting_offsets(connection, schema, topic_id, Start.FIRST)
+    if isinstance(target, int):
+        targets = {queue.queue_id: min(max(target, floors[queue.queue_id]), queue.head) for queue in queues}
+    else:
+        targets = starting_offsets(connection, schema, topic_id, target)
+    return [
+        QueueReset(q.topic, q.generation, q.number, q.queue_id, q.next_offset, targets[q.queue_id])
+        for q in queues
+        if targets[q.queue_id] != q.next_offset
+    ]
