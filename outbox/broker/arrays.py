@@ -26,7 +26,7 @@ _LENGTH: Final = struct.Struct("!i").pack
 _EPOCH: Final = datetime(2000, 1, 1, tzinfo=UTC)
 _MICROSECOND: Final = timedelta(microseconds=1)
 _NULL: Final = b"\xff\xff\xff\xff"
-_INT4, _INT8, _TEXT, _BYTEA, _UUID, _TIMESTAMPTZ, _JSONB = 23, 20, 25, 17, 2950, 1184, 3802
+_INT4, _INT8, _TEXT, _BYTEA, _UUID, _TIMESTAMPTZ, _JSONB, _XID8 = 23, 20, 25, 17, 2950, 1184, 3802, 5069
 
 
 class Packed(bytes):
@@ -72,6 +72,11 @@ def integers(values: Sequence[int]) -> Packed:
 def bigints(values: Sequence[int]) -> Packed:
     """bigint[]"""
     return _array(_INT8, len(values), struct.pack("!" + "iq" * len(values), *_interleaved(8, values)))
+
+
+def xids(values: Sequence[int]) -> Packed:
+    """xid8[]"""
+    return _array(_XID8, len(values), struct.pack("!" + "iQ" * len(values), *_interleaved(8, values)))
 
 
 def optional_integers(values: Sequence[int | None]) -> Packed:

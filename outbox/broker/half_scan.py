@@ -13,7 +13,7 @@ from uuid import UUID
 
 from psycopg.errors import UniqueViolation
 
-from outbox.broker.arrays import bigints, cursor_on, uuids
+from outbox.broker.arrays import cursor_on, uuids, xids
 from outbox.broker.database import Connection
 from outbox.broker.snapshot import Snapshot
 from outbox.broker.statement import Statement
@@ -44,7 +44,7 @@ WITH edge AS (
     FROM {schema}.commit_log WHERE half AND xid >= %(xmax)s::xid8 AND xid < (SELECT cut FROM edge)
     UNION ALL
     SELECT log_id, transaction_id, message_id, producer_group, stored_at, immunity_seconds
-    FROM {schema}.commit_log WHERE half AND xid = ANY(%(xip)s::bigint[]::text[]::xid8[])
+    FROM {schema}.commit_log WHERE half AND xid = ANY(%(xip)s::xid8[])
 ), moved AS (
     INSERT INTO {schema}.pending_check (transaction_id, log_id, producer_group, stored_at, immune_until, due_at)
     SELECT transaction_id, log_id, coalesce(producer_group, ''), stored_at,
@@ -121,7 +121,7 @@ def scan_halves(
         parameters = {
             "scan_id": last[0],
             "xmax": str(snapshot.xmax),
-            "xip": bigints(snapshot.in_progress),
+            "xip": xids(snapshot.in_progress),
             "batch": batch,
             "immunity": immunity_seconds,
         }

@@ -251,6 +251,11 @@ class Announcements:
         arrived, self._arrived = self._arrived, set()
         return arrived
 
+    def pending(self) -> bool:
+        """Whether something was announced since the last `wait`."""
+        self._consume()
+        return bool(self._arrived)
+
     def _consume(self) -> None:
         self._pgconn.consume_input()
         while notification := self._pgconn.notifies():

@@ -20,6 +20,11 @@ class Snapshot:
         xmin, xmax, in_progress = text.split(":")
         return cls(int(xmin), int(xmax), tuple(map(int, in_progress.split(","))) if in_progress else ())
 
+    @property
+    def text(self) -> str:
+        """The text form of pg_snapshot."""
+        return f"{self.xmin}:{self.xmax}:{','.join(map(str, self.in_progress))}"
+
     def sees(self, xid: int) -> bool:
         """Whether a transaction was visible."""
         return xid < self.xmax and xid not in self.in_progress

@@ -114,6 +114,7 @@ CREATE TABLE op_log (
     log_ids        bigint[]    NOT NULL
 );
 CREATE INDEX op_log_xid ON op_log (xid);
+CREATE INDEX op_log_rolled_back ON op_log (decided_at) WHERE decision = 'R';
 
 -- Per-queue index into the log. Only the sequencer's transaction appends; offsets are gapless.
 CREATE TABLE consume_queue (
@@ -302,6 +303,7 @@ CREATE TABLE dead_letter (
 
 CREATE TABLE pruned (
     topic_id    integer     NOT NULL,
+    sent        bigint      NOT NULL DEFAULT 0,
     committed   bigint      NOT NULL DEFAULT 0,
     rolled_back bigint      NOT NULL DEFAULT 0,
     recalled    bigint      NOT NULL DEFAULT 0,

@@ -1,0 +1,162 @@
+"""The broker's process: leads when it can, sequences when woken, and survives whatever its database does."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Final
+from uuid import UUID, uuid4
+
+import psycopg
+
+from outbox.broker import checks, notify, retention
+from outbox.broker.database import BrokerDatabase, Connection
+from outbox.broker.install import check_schema
+from outbox.broker.leader import DEFAULT_TERM_SECONDS, LeaderLease
+from outbox.broker.notify import Announcements, Channel
+from outbox.broker.sequencer import Sequencer, TickCounts
+from outbox.errors import BrokerUnavailable, SchemaError
+from outbox.transaction import CheckSettings
+
+logger = logging.getLogger(__name__)
+
+_BACKOFF_SECONDS: Final = (0.1, 0.2, 0.5, 1.0, 2.0)
+# How often a waiting process looks at its stop event; it does not query the database for that.
+_STOP_SECONDS: Final = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessSettings:
+    """Times of the broker process, in seconds.
+
+    `poll`: the longest wait between two looks at the database. `pace`: the least time between two ticks while
+    announcements keep coming; the first one after a pause is served at once.
+    """
+
+    lease_term_seconds: float = DEFAULT_TERM_SECONDS
+    poll_seconds: float = 1.0
+    pace_seconds: float = 0.002
+    maintenance_seconds: float = 30.0
+    check: CheckSettings = field(default_factory=CheckSettings)
+
+
+def run_broker(database: BrokerDatabase, stop: threading.Event, *, settings: ProcessSettings | None = None) -> None:
+    """Run until `stop` is set. Errors of the database are logged and met with a growing pause of up to 2 s."""
+    settings = settings or ProcessSettings()
+    owner = uuid4()
+    failures = 0
+    while not stop.is_set():
+        started = time.monotonic()
+        try:
+            _serve(database, stop, owner, settings)
+        except (psycopg.Error, BrokerUnavailable) as error:
+            problem = str(error).strip()
+        except SchemaError as error:
+            problem = str(error)
+        except Exception as error:
+            logger.exception("the broker process failed")
+            problem = f"{type(error).__name__}: {error}"
+        else:
+            continue
+        failures = 1 if time.monotonic() - started > _BACKOFF_SECONDS[-1] else failures + 1
+        pause = _BACKOFF_SECONDS[min(failures, len(_BACKOFF_SECONDS)) - 1]
+        logger.warning("sequencing is interrupted, trying again in %.1f s: %s", pause, problem)
+        stop.wait(pause)
+
+
+def _serve(database: BrokerDatabase, stop: threading.Event, owner: UUID, settings: ProcessSettings) -> None:
+    with contextlib.closing(database.open(name="outbox-broker", direct=True)) as connection:
+        check_schema(connection, database.schema)
+        announcements = Announcements(connection)
+        if database.listen_conninfo != "":
+            notify.listen(connection, database.schema, Channel.DECIDED)
+        lease = LeaderLease(database.schema, owner, term_seconds=settings.lease_term_seconds)
+        sequencer = Sequencer(database, owner, check=settings.check)
+        logger.info("broker process for schema %r is ready", database.schema)
+        while not stop.is_set():
+            remaining = lease.hold(connection)
+            if remaining:
+                stop.wait(min(remaining, settings.poll_seconds))
+                announcements.wait(0)
+                continue
+            with _Maintenance(database, settings):
+                _lead(database, connection, stop, lease, sequencer, announcements, settings)
+        lease.release(connection)
+
+
+def _lead(
+    database: BrokerDatabase,
+    connection: Connection,
+    stop: threading.Event,
+    lease: LeaderLease,
+    sequencer: Sequencer,
+    announcements: Announcements,
+    settings: ProcessSettings,
+) -> None:
+    logger.info("leading the broker in schema %r", database.schema)
+    while not stop.is_set():
+        if lease.hold(connection):
+            logger.warning("another process leads now")
+            return
+        started = time.monotonic()
+        counts = sequencer.run_once(connection)
+        if counts.appended:
+            notify.notify(connection, database.schema, Channel.QUEUED)
+        if counts.more:
+            continue
+        if counts.ticked:
+            # Under load the next announcement is there already: gather a few milliseconds of decisions.
+            _pause(settings.pace_seconds - (time.monotonic() - started), announcements, stop)
+        _wait(announcements, stop, _idle_seconds(counts, settings))
+
+
+def _idle_seconds(counts: TickCounts, settings: ProcessSettings) -> float:
+    waits = [settings.poll_seconds, settings.lease_term_seconds / 3]
+    if counts.next_due_seconds is not None:
+        waits.append(max(0.0, counts.next_due_seconds))
+    return min(waits)
+
+
+def _pause(seconds: float, announcements: Announcements, stop: threading.Event) -> None:
+    if seconds > 0 and announcements.pending():
+        stop.wait(seconds)
+
+
+def _wait(announcements: Announcements, stop: threading.Event, seconds: float) -> None:
+    until = time.monotonic() + seconds
+    while not stop.is_set():
+        remaining = until - time.monotonic()
+        if announcements.wait(max(0.0, min(remaining, _STOP_SECONDS))) or remaining <= _STOP_SECONDS:
+            return
+
+
+class _Maintenance:
+    """Retention and the half scan beside the sequencer, on a connection and thread of their own while leading."""
+
+    def __init__(self, database: BrokerDatabase, settings: ProcessSettings) -> None:
+        self._database = database
+        self._settings = settings
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="outbox-maintenance", daemon=True)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join(timeout=5)
+
+    def _run(self) -> None:
+        while not self._ended.wait(self._settings.maintenance_seconds):
+            try:
+                with contextlib.closing(self._database.open(name="outbox-maintenance")) as connection:
+                    checks.scan(connection, self._database.schema, settings=self._settings.check)
+                    while retention.run_once(connection, self._database.schema).more and not self._ended.is_set():
+                        pass
+            except (psycopg.Error, BrokerUnavailable) as error:
+                logger.warning("maintenance comes again in %.0f s: %s", self._settings.maintenance_seconds, error)
+            except Exception:
+                logger.exception("maintenance failed")

@@ -1,0 +1,150 @@
+"""Taking over as the sequencer: from the stored tick, after checking that its transaction ids still mean anything."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from outbox.broker import checks, incidents, sequencer_sql
+from outbox.broker.arrays import bigints, cursor_on, integers, xids
+from outbox.broker.database import Connection, identity
+from outbox.broker.incidents import Incident, IncidentKind
+from outbox.broker.sequencer_order import KeyOrder
+from outbox.broker.snapshot import Snapshot
+from outbox.transaction import CheckSettings
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Position:
+    """Where the sequencer stands: the last tick, the heads of all queues, and the order of FIFO keys.
+
+    `half_snapshot` says which FIFO half rows `order` knows; it can be ahead of the tick's `snapshot`.
+    `heads[queue_id]` is the next offset of a queue.
+    """
+
+    tick_id: int
+    snapshot: Snapshot
+    half_snapshot: Snapshot
+    incarnation: int
+    heads: list[int] = field(default_factory=lambda: [0])
+    order: KeyOrder = field(default_factory=KeyOrder)
+
+    def set_heads(self, queue_ids: Sequence[int], heads: Sequence[int]) -> None:
+        """Take over the heads that a tick has written."""
+        for queue_id, head in zip(queue_ids, heads, strict=True):
+            if queue_id >= len(self.heads):
+                self.heads.extend([0] * (queue_id + 1 - len(self.heads)))
+            self.heads[queue_id] = head
+
+
+@dataclass(frozen=True, slots=True)
+class _Broker:
+    incarnation: int
+    system_identifier: str
+    timeline: int
+    snapshot: str
+    half_scan: str
+    has_fifo: bool
+
+
+def adopt(connection: Connection, schema: str, check: CheckSettings) -> Position:
+    """Read the position; resynchronise first when transaction ids started over (restore, upgrade, failover)."""
+    with cursor_on(connection) as cursor:
+        cursor.execute(sequencer_sql.SESSION.on(schema))
+    broker = _broker(connection, schema)
+    if broker.has_fifo:
+        # Then only what the scan has found undecided must be read below, not the whole log.
+        checks.scan(connection, schema, settings=check)
+    _resync_if_needed(connection, schema, check)
+    connection.execute(sequencer_sql.BEGIN_REPEATABLE)
+    broker = _broker(connection, schema)
+    position = _last_tick(connection, schema, broker)
+    with cursor_on(connection) as cursor:
+        for log_id, topic_id, key in cursor.execute(sequencer_sql.HELD.on(schema)):
+            position.order.hold(log_id, (topic_id, key), time.monotonic())
+        if broker.has_fifo:
+            cursor.execute(sequencer_sql.OPEN_HALVES.on(schema), _open_since(position, broker))
+            for log_id, topic_id, key, transaction_id in cursor:
+                position.order.open(log_id, (topic_id, key), transaction_id)
+    position.order.reconsider()
+    connection.execute(sequencer_sql.COMMIT)
+    logger.info("sequencing from tick %d, incarnation %d", position.tick_id, position.incarnation)
+    return position
+
+
+def _broker(connection: Connection, schema: str) -> _Broker:
+    with cursor_on(connection) as cursor:
+        row = cursor.execute(sequencer_sql.BROKER.on(schema)).fetchone()
+    assert row is not None
+    return _Broker(*row)
+
+
+def _last_tick(connection: Connection, schema: str, broker: _Broker) -> Position:
+    snapshot = Snapshot.parse(broker.snapshot)
+    position = Position(tick_id=0, snapshot=snapshot, half_snapshot=snapshot, incarnation=broker.incarnation)
+    with cursor_on(connection) as cursor:
+        for tick_id, text, queue_ids, heads in cursor.execute(sequencer_sql.TICKS.on(schema)):
+            position.tick_id = tick_id
+            position.snapshot = Snapshot.parse(text)
+            position.set_heads(queue_ids, heads)
+    return position
+
+
+def _open_since(position: Position, broker: _Broker) -> dict[str, object]:
+    scanned = Snapshot.parse(broker.half_scan)
+    return {
+        "scan_xmax": str(scanned.xmax),
+        "scan_xip": xids(scanned.in_progress),
+        "xmax": str(position.snapshot.xmax),
+        "xip": xids(position.snapshot.in_progress),
+        "incarnation": position.incarnation,
+        "snapshot": position.snapshot.text,
+    }
+
+
+def _resync_if_needed(connection: Connection, schema: str, check: CheckSettings) -> None:
+    broker = _broker(connection, schema)
+    reached = identity(connection)
+    position = _last_tick(connection, schema, broker)
+    reasons = []
+    if reached.system_identifier != broker.system_identifier:
+        reasons.append(f"the server is {reached.system_identifier}, it was {broker.system_identifier}")
+    if reached.timeline != broker.timeline:
+        reasons.append(f"the timeline is {reached.timeline}, it was {broker.timeline}")
+    if position.snapshot.xmax > Snapshot.parse(broker.snapshot).xmax:
+        reasons.append(f"the last tick has read up to transaction {position.snapshot.xmax}, which is in the future")
+    if reasons:
+        _resync(connection, schema, check, "; ".join(reasons))
+
+
+def _resync(connection: Connection, schema: str, check: CheckSettings, reason: str) -> None:
+    """Compare all decisions with all queues once, and go on from the current snapshot in a new incarnation."""
+    reached = identity(connection)
+    connection.execute(sequencer_sql.BEGIN_REPEATABLE)
+    # Before the transaction's snapshot is taken.
+    connection.execute(sequencer_sql.LOCK_DECISIONS.on(schema))
+    position = _last_tick(connection, schema, _broker(connection, schema))
+    with cursor_on(connection) as cursor:
+        cursor.execute("SET LOCAL enable_seqscan = on")
+        identified = {"system_identifier": reached.system_identifier, "timeline": reached.timeline}
+        row = cursor.execute(sequencer_sql.RAISE_INCARNATION.on(schema), identified).fetchone()
+        assert row is not None
+        lost = cursor.execute(sequencer_sql.HOLD_LOST.on(schema)).rowcount
+        cursor.execute(sequencer_sql.RESET_HALF_SCAN.on(schema), {"immunity": check.immunity_seconds})
+        queue_ids = [queue_id for queue_id, head in enumerate(position.heads) if head]
+        cursor.execute(
+            sequencer_sql.RESYNC_TICK.on(schema),
+            {
+                "tick_id": position.tick_id,
+                "incarnation": row[0],
+                "queue_ids": integers(queue_ids),
+                "heads": bigints([position.heads[queue_id] for queue_id in queue_ids]),
+            },
+        )
+    detail = f"{reason}: incarnation {row[0]} begins, {lost} decided messages were not in any queue"
+    incidents.record(connection, schema, [Incident(IncidentKind.RESYNC, "broker", detail)])
+    connection.execute(sequencer_sql.COMMIT)

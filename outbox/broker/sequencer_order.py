@@ -1,0 +1,111 @@
+"""Order per key on FIFO topics: which decided messages must wait for an earlier one of their key.
+
+A value in memory, without a database, so that its rules can be tested by themselves. A decided message waits
+("held") while an earlier row of its topic and key is open: visible, half, and neither decided nor let go.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from uuid import UUID
+
+# Topic and key.
+Key = tuple[int, str]
+
+
+@dataclass
+class KeyOrder:
+    """The open and the held rows of a broker. Log ids are positions; smaller ones come first."""
+
+    _open: dict[int, tuple[Key, UUID]] = field(default_factory=dict)
+    _open_by_key: dict[Key, list[int]] = field(default_factory=dict)
+    _held_by_key: dict[Key, list[int]] = field(default_factory=dict)
+    # When a key began to wait (monotonic seconds), and whose check was asked for already.
+    _waiting_since: dict[Key, float] = field(default_factory=dict)
+    _hinted: set[UUID] = field(default_factory=set)
+    # Keys whose held messages may have become free.
+    _unsettled: set[Key] = field(default_factory=set)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is open or held."""
+        return not self._open and not self._held_by_key
+
+    def open(self, log_id: int, key: Key, transaction_id: UUID) -> None:
+        """A half row became visible."""
+        if log_id not in self._open:
+            self._open[log_id] = (key, transaction_id)
+            heapq.heappush(self._open_by_key.setdefault(key, []), log_id)
+
+    def settle(self, log_ids: Iterable[int]) -> None:
+        """Rows were decided, or their keys let go: they block nobody any more."""
+        for log_id in log_ids:
+            opened = self._open.pop(log_id, None)
+            if opened is not None:
+                self._unsettled.add(opened[0])
+
+    def hold(self, log_id: int, key: Key, now: float) -> None:
+        """A decided message waits."""
+        heapq.heappush(self._held_by_key.setdefault(key, []), log_id)
+        self._waiting_since.setdefault(key, now)
+
+    def reconsider(self) -> None:
+        """Look at every held message again in the next `release`, as after taking over."""
+        self._unsettled.update(self._held_by_key)
+
+    def must_wait(self, log_id: int, key: Key) -> bool:
+        """Whether a decided message is behind an open or held one of its key."""
+        held = self._held_by_key.get(key)
+        if held and held[0] < log_id:
+            return True
+        first = self._first_open(key)
+        return first is not None and first < log_id
+
+    def release(self, limit: int) -> list[int]:
+        """Take up to `limit` held messages that nothing blocks any more."""
+        released: list[int] = []
+        for key in list(self._unsettled):
+            held = self._held_by_key.get(key, [])
+            first = self._first_open(key)
+            while held and len(released) < limit and (first is None or held[0] < first):
+                released.append(heapq.heappop(held))
+            if not held:
+                self._held_by_key.pop(key, None)
+                self._waiting_since.pop(key, None)
+            if len(released) >= limit:
+                return released
+            self._unsettled.discard(key)
+        return released
+
+    @property
+    def has_releasable(self) -> bool:
+        """Whether a limit left keys to look at."""
+        return bool(self._unsettled)
+
+    def blockers(self) -> list[UUID]:
+        """The transactions at the head of keys that have held messages."""
+        found = (self._first_open(key) for key in self._held_by_key)
+        return list({self._open[log_id][1] for log_id in found if log_id is not None})
+
+    def hints(self, now: float, after_seconds: float) -> Sequence[UUID]:
+        """Blockers that others have waited for that long, each once."""
+        overdue = []
+        for key, since in self._waiting_since.items():
+            first = self._first_open(key)
+            if first is not None and now - since >= after_seconds:
+                transaction_id = self._open[first][1]
+                if transaction_id not in self._hinted:
+                    self._hinted.add(transaction_id)
+                    overdue.append(transaction_id)
+        return overdue
+
+    def _first_open(self, key: Key) -> int | None:
+        heap = self._open_by_key.get(key)
+        while heap:
+            if heap[0] in self._open:
+                return heap[0]
+            heapq.heappop(heap)
+        self._open_by_key.pop(key, None)
+        return None
