@@ -10,6 +10,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
+from rich.text import Text
 
 from sample_project.demo.figures import Figures
 from sample_project.demo.verdicts import Verdict
@@ -63,7 +64,7 @@ class Display:
 
     def states(self, figures: Figures) -> None:
         """Print the messages by topic and state."""
-        table = Table(title="Messages", title_justify="left", box=None, padding=(0, 2, 0, 0))
+        table = Table(title="\nMessages", title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0))
         table.add_column("topic")
         table.add_column("state")
         table.add_column("messages", justify="right")
@@ -73,7 +74,7 @@ class Display:
 
     def result(self, verdicts: Sequence[Verdict]) -> None:
         """Print the result."""
-        table = Table(title="Result", title_justify="left", box=None, padding=(0, 2, 0, 0))
+        table = Table(title="\nResult", title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0))
         table.add_column("figure")
         table.add_column("number", justify="right")
         table.add_column("wanted", justify="right")
@@ -93,15 +94,16 @@ class Display:
                 self.console.print(line, markup=False)
 
 
-def _arrivals(figures: Figures) -> Table:
-    table = Table.grid(padding=(0, 3, 0, 0))
-    row = [
-        ("paid", figures.paid),
-        ("shipments", figures.shipments),
-        ("points", figures.points),
-        ("carts", figures.clearances),
-        ("undecided", figures.state("undecided")),
-        ("by check-back", figures.state("committed by check-back") + figures.state("rolled back by check-back")),
-    ]
-    table.add_row(*(f"[bold]{number}[/] [dim]{name}[/]" for name, number in row))
-    return table
+def _arrivals(figures: Figures) -> Text:
+    settled = figures.state("committed by check-back") + figures.state("rolled back by check-back")
+    line = Text(no_wrap=True, overflow="ellipsis")
+    for number, name in (
+        (figures.paid, "paid"),
+        (figures.shipments, "shipments"),
+        (figures.points, "points"),
+        (figures.clearances, "carts"),
+        (figures.state("undecided"), "undecided"),
+        (settled, "checked back"),
+    ):
+        line.append(f"{number} ", style="bold").append(f"{name}   ", style="dim")
+    return line
