@@ -18,23 +18,23 @@ TOPICS = [
 
 
 @pytest.fixture(params=["memory", "two_phase"])
-def bench(request: pytest.FixtureRequest, broker_url: str) -> Iterator[Bench]:
+def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
     """A broker that takes half messages."""
-    yield from opened(request.param, broker_url)
+    yield from opened(request)
 
 
 @pytest.fixture(params=["memory", "two_phase", "atomic"])
-def any_path(request: pytest.FixtureRequest, broker_url: str) -> Iterator[Bench]:
+def any_path(request: pytest.FixtureRequest) -> Iterator[Bench]:
     """A broker on any path."""
-    yield from opened(request.param, broker_url)
+    yield from opened(request)
 
 
-def opened(kind: str, url: str) -> Iterator[Bench]:
+def opened(request: pytest.FixtureRequest) -> Iterator[Bench]:
     make: dict[str, Callable[[], Bench]] = {
         "memory": lambda: MemoryBench(TOPICS),
-        "two_phase": lambda: PostgresBench(url, TOPICS),
-        "atomic": lambda: AtomicBench(url, TOPICS),
+        "two_phase": lambda: PostgresBench(request.getfixturevalue("broker_url"), TOPICS),
+        "atomic": lambda: AtomicBench(request.getfixturevalue("broker_url"), TOPICS),
     }
-    bench = make[kind]()
+    bench = make[request.param]()
     yield bench
     bench.close()
