@@ -122,9 +122,9 @@ def _check_definition(connection: Connection, schema: str, subscription: Subscri
     if other is not None:
         raise InvalidSubscription(
             f"group {subscription.group!r} consumes {subscription.topic!r} with mode={mode!r} and "
-            f"filter={expression!r} on {other[0]} (pid {other[1]}), but this process wants mode={subscription.mode.value!r} and "
-            f"filter={subscription.filter!r}: all instances of a group need the same. Stop the others first, or use "
-            f"another group."
+            f"filter={expression!r} on {other[0]} (pid {other[1]}), but this process wants "
+            f"mode={subscription.mode.value!r} and filter={subscription.filter!r}: all instances of a group need the "
+            f"same. Stop the others first, or use another group."
         )
     cursor.execute(_CHANGE.on(schema), values)
 
