@@ -302,6 +302,11 @@ class InMemoryBroker:
             self._sequence_ready()
         return None
 
+    def undecided(self) -> list[UUID]:
+        """Half transactions that nobody has decided, oldest first."""
+        with self._lock:
+            return [t.transaction_id for t in self._transactions.values() if t.decision is Decision.UNKNOWN]
+
     def parked(self) -> list[UUID]:
         """Transactions past the check limits: a late end still decides them."""
         return [t.transaction_id for t in self._transactions.values() if t.parked and t.decision is Decision.UNKNOWN]

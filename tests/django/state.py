@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 from uuid import UUID
 
 import psycopg
+from django.db import transaction
 
 from outbox.broker.postgres import PostgresBroker
-from outbox.contrib.django.broker import alias_conninfo, broker_database, flusher, get_broker
+from outbox.contrib.django.broker import alias_conninfo, flusher, get_broker
 from outbox.contrib.django.conf import get_settings
+from tests.django.urls import Refused
 
 
 @dataclass(frozen=True)
@@ -54,4 +58,9 @@ def postgres_broker() -> PostgresBroker:
     return broker
 
 
-__all__ = ["Stored", "broker_database", "decisions", "incidents", "postgres_broker", "stored"]
+@contextlib.contextmanager
+def rolled_back(using: str | None = None) -> Iterator[None]:
+    """An atomic block that an exception leaves."""
+    with contextlib.suppress(Refused), transaction.atomic(using=using):
+        yield
+        raise Refused

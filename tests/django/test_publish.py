@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -29,18 +28,10 @@ from outbox.errors import (
 from tests.django.configured import OUTBOX
 from tests.django.conftest import point_alias
 from tests.django.shop.models import Order, Payment
-from tests.django.state import decisions, stored
+from tests.django.state import decisions, rolled_back, stored
 from tests.django.urls import Refused
 
 pytestmark = pytest.mark.usefixtures("databases")
-
-
-@contextlib.contextmanager
-def rolled_back(using: str | None = None) -> Iterator[None]:
-    """An atomic block that an exception leaves."""
-    with contextlib.suppress(Refused), transaction.atomic(using=using):
-        yield
-        raise Refused
 
 
 def order(number: str, **options: Any) -> None:

@@ -1,0 +1,385 @@
+"""The ledger and its barrier: a check-back and a late commit cannot both win."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from datetime import UTC, datetime, timedelta
+from typing import Any
+from uuid import UUID, uuid4
+
+import pytest
+from django.db import DatabaseError, connections, transaction
+from django.test.utils import override_settings
+
+from outbox import Answer, Check, CheckBack, Decision, Message, faults
+from outbox.contrib.django import get_broker, ledger, publish, run_check_back, run_prune
+from outbox.contrib.django.broker import flusher
+from outbox.contrib.django.checkback import first_id_at, prune_ledgers
+from outbox.contrib.django.checker import LedgerChecker, answer_by_ledger, open_connection
+from outbox.contrib.django.models import InboxEntry, LedgerEntry, LedgerIdentity
+from outbox.ids import uuid7
+from tests.django.configured import OUTBOX
+from tests.django.shop.models import Order
+from tests.django.state import decisions, incidents, rolled_back
+
+pytestmark = pytest.mark.usefixtures("databases")
+
+
+def check(transaction_id: UUID, *, alias: str = "default", may_write: bool = True, **changes: Any) -> Check:
+    values: dict[str, Any] = {
+        "transaction_id": transaction_id,
+        "producer_group": "shop",
+        "ledger_id": ledger_id(alias),
+        "checker": "",
+        "message": Message(topic="orders", body=b"{}", message_id=transaction_id),
+        "stored_at": datetime.now(UTC),
+        "age_seconds": 10.0,
+        "checks": 0,
+        "may_write": may_write,
+    }
+    return Check(**values | changes)
+
+
+def ledger_id(alias: str) -> UUID:
+    return LedgerIdentity.objects.using(alias).get().ledger_id
+
+
+def answers(checks: Sequence[Check]) -> dict[UUID, Answer]:
+    return {answer.transaction_id: answer for answer in LedgerChecker().check_local_transactions(checks)}
+
+
+def row(alias: str, transaction_id: UUID) -> str | None:
+    return LedgerEntry.objects.using(alias).filter(pk=transaction_id).values_list("state", flat=True).first()
+
+
+@pytest.fixture(params=["default", "lite"])
+def alias(request: pytest.FixtureRequest) -> str:
+    """PostgreSQL and SQLite."""
+    return str(request.param)
+
+
+def test_what_the_ledger_says_is_the_answer(alias: str) -> None:
+    committed, undone, absent = uuid7(), uuid7(), uuid7()
+    ledger.insert_committed(connections[alias], committed)
+    ledger.insert_tombstone(connections[alias], undone)
+    found = answers([check(item, alias=alias) for item in (committed, undone, absent)])
+    assert [found[item].decision for item in (committed, undone, absent)] == [
+        Decision.COMMIT,
+        Decision.ROLLBACK,
+        Decision.ROLLBACK,
+    ]
+    assert row(alias, absent) == "R"
+
+
+def test_before_immunity_ends_it_only_reads(alias: str) -> None:
+    young = check(uuid7(), alias=alias, may_write=False)
+    answer = answers([young])[young.transaction_id]
+    assert (answer.decision, answer.counts) == (Decision.UNKNOWN, False)
+    assert row(alias, young.transaction_id) is None
+
+
+def test_a_transaction_still_running_is_unknown_and_uses_up_no_check(alias: str) -> None:
+    running = check(uuid7(), alias=alias)
+    others = [check(uuid7(), alias=alias) for _ in range(20)]
+    with transaction.atomic(using=alias):
+        ledger.insert_committed(connections[alias], running.transaction_id)
+        found = answers([*others[:10], running, *others[10:]])
+        assert (found[running.transaction_id].decision, found[running.transaction_id].counts) == (
+            Decision.UNKNOWN,
+            False,
+        )
+    # SQLite lets nobody write beside a writer; PostgreSQL answers everybody else meanwhile.
+    expected = Decision.ROLLBACK if alias == "default" else Decision.UNKNOWN
+    assert {found[other.transaction_id].decision for other in others} == {expected}
+    assert answers([running])[running.transaction_id].decision is Decision.COMMIT
+
+
+def test_many_running_transactions_do_not_hold_up_the_others() -> None:
+    running = [check(uuid7()) for _ in range(5)]
+    others = [check(uuid7()) for _ in range(195)]
+    with transaction.atomic():
+        for item in running:
+            ledger.insert_committed(connections["default"], item.transaction_id)
+        mixed = sorted([*running, *others], key=lambda item: str(item.transaction_id)[::-1])
+        found = answers(mixed)
+    assert {found[item.transaction_id].decision for item in running} == {Decision.UNKNOWN}
+    assert {found[item.transaction_id].decision for item in others} == {Decision.ROLLBACK}
+
+
+def test_a_wrong_ledger_is_unknown_with_an_alarm_and_no_tombstone(alias: str) -> None:
+    foreign = check(uuid7(), alias=alias, ledger_id=uuid4())
+    answer = answers([foreign])[foreign.transaction_id]
+    assert (answer.decision, answer.counts, answer.alarm) == (Decision.UNKNOWN, False, True)
+    assert "shop" in answer.detail
+    assert row(alias, foreign.transaction_id) is None
+
+
+def test_an_unreadable_ledger_is_no_wrong_ledger() -> None:
+    somewhere = check(uuid7(), ledger_id=uuid4())
+    settings = connections.settings["other"]
+    name, settings["NAME"] = settings["NAME"], "not-there"
+    try:
+        answer = answers([somewhere])[somewhere.transaction_id]
+    finally:
+        settings["NAME"] = name
+    assert (answer.decision, answer.counts, answer.alarm) == (Decision.UNKNOWN, False, False)
+    assert "'other'" in answer.detail
+
+
+def test_each_ledger_answers_for_its_own() -> None:
+    checks = {name: check(uuid7(), alias=name) for name in ("default", "other", "lite")}
+    ledger.insert_committed(connections["other"], checks["other"].transaction_id)
+    found = answers(list(checks.values()))
+    assert {name: found[item.transaction_id].decision for name, item in checks.items()} == {
+        "default": Decision.ROLLBACK,
+        "other": Decision.COMMIT,
+        "lite": Decision.ROLLBACK,
+    }
+    assert row("default", checks["default"].transaction_id) == "R"
+    assert row("lite", checks["default"].transaction_id) is None
+
+
+def test_two_projects_with_one_group_name() -> None:
+    """The second project's check-back must not roll back the first one's committed order."""
+    faults.arm("producer.before_end=raise")
+    try:
+        with transaction.atomic():
+            Order.objects.create(number="paid")
+            publish("orders", {}, key="paid")
+        flusher.flush(within_seconds=5)
+    finally:
+        faults.arm("")
+    with override_settings(OUTBOX={**OUTBOX, "CHECK_RETRY_SECONDS": 1}):
+        second = LedgerChecker(aliases=["other", "lite"])
+        counts = CheckBack(get_broker(), "shop", second).run_once()
+    assert (counts.unknown, counts.rolled_back) == (1, 0)
+    assert [kind for kind, _ in incidents()] == ["alarm"]
+    assert decisions() == {"paid": None}
+
+
+# -- races --------------------------------------------------------------------------------------------
+
+
+def _commit_late(alias: str, transaction_id: UUID, start: threading.Barrier) -> str:
+    """A local transaction: 'C' if it committed, 'R' if the tombstone was first."""
+    with closing(open_connection(alias)) as connection:
+        if alias == "lite":
+            connection.settings_dict["OPTIONS"]["timeout"] = 20
+        connection.ensure_connection()
+        start.wait()
+        connection.set_autocommit(False)
+        try:
+            ledger.insert_committed(connection, transaction_id)
+            connection.commit()
+        except DatabaseError:
+            connection.rollback()
+            return "R"
+        return "C"
+
+
+def _check_once(alias: str, item: Check, start: threading.Barrier) -> Decision:
+    with closing(open_connection(alias)) as connection:
+        connection.ensure_connection()
+        start.wait()
+        return next(iter(answer_by_ledger(connection, [item]))).decision
+
+
+def _check_naively(alias: str, item: Check, start: threading.Barrier) -> Decision:
+    """The broken variant: no row counts as rolled back, and no tombstone is left."""
+    with closing(open_connection(alias)) as connection:
+        connection.ensure_connection()
+        start.wait()
+        found = ledger.states(connection, [item.transaction_id])
+        return Decision.COMMIT if found else Decision.ROLLBACK
+
+
+def race(
+    alias: str, rounds: int, pool: ThreadPoolExecutor, ask: Callable[..., Decision] = _check_once
+) -> list[tuple[str, str | None, list[Decision]]]:
+    """One late local transaction and three checkers at once, `rounds` times: outcome, row and answers of each."""
+    seen = []
+    for _ in range(rounds):
+        item = check(uuid7(), alias=alias)
+        start = threading.Barrier(4)
+        late = pool.submit(_commit_late, alias, item.transaction_id, start)
+        checkers = [pool.submit(ask, alias, item, start) for _ in range(3)]
+        outcome = late.result(30)
+        said = [checker.result(30) for checker in checkers]
+        seen.append((outcome, row(alias, item.transaction_id), said))
+    return seen
+
+
+def contradictions(seen: Sequence[tuple[str, str | None, list[Decision]]]) -> list[Any]:
+    """Rounds in which an answer differs from what became of the local transaction."""
+    wrong = {"C": Decision.ROLLBACK, "R": Decision.COMMIT}
+    return [item for item in seen if item[0] != item[1] or wrong[item[0]] in item[2]]
+
+
+@pytest.fixture
+def pool(django_db_blocker: Any) -> Iterator[ThreadPoolExecutor]:
+    """Threads with connections of their own."""
+    with ThreadPoolExecutor(4) as made:
+        yield made
+
+
+def test_racing_checkers_and_late_commits_agree(alias: str, pool: ThreadPoolExecutor) -> None:
+    seen = race(alias, 150 if alias == "default" else 60, pool)
+    assert contradictions(seen) == []
+    assert {outcome for outcome, _, _ in seen} <= {"C", "R"}
+
+
+def test_the_same_race_convicts_a_checker_without_tombstones(pool: ThreadPoolExecutor) -> None:
+    for _ in range(50):
+        if contradictions(race("default", 20, pool, _check_naively)):
+            return
+    pytest.fail("1,000 races without a tombstone and no contradiction: the race proves nothing")
+
+
+@pytest.mark.soak
+def test_thousands_of_races_agree(alias: str, pool: ThreadPoolExecutor) -> None:
+    seen = race(alias, 5000 if alias == "default" else 2000, pool)
+    assert contradictions(seen) == []
+    assert {outcome for outcome, _, _ in seen} == {"C", "R"}
+
+
+def test_batches_of_checks_race_with_many_transactions(pool: ThreadPoolExecutor) -> None:
+    """Thousands of transactions against two checkers that ask about all of them, in opposite orders."""
+    ids = [uuid7() for _ in range(2000)]
+    checks = [check(item) for item in ids]
+    results: dict[UUID, str] = {}
+    said: list[Answer] = []
+
+    def produce(part: Sequence[UUID]) -> None:
+        with closing(open_connection("default")) as connection:
+            for transaction_id in part:
+                try:
+                    ledger.insert_committed(connection, transaction_id)
+                    results[transaction_id] = "C"
+                except DatabaseError:
+                    results[transaction_id] = "R"
+
+    def ask(order: Sequence[Check]) -> None:
+        with closing(open_connection("default")) as connection:
+            for start in range(0, len(order), 100):
+                said.extend(answer_by_ledger(connection, order[start : start + 100]))
+
+    running = [
+        pool.submit(produce, ids[::2]),
+        pool.submit(produce, ids[1::2]),
+        pool.submit(ask, checks),
+        pool.submit(ask, checks[::-1]),
+    ]
+    for future in running:
+        future.result(60)
+    outcome = {"C": Decision.COMMIT, "R": Decision.ROLLBACK}
+    wrong = [a for a in said if a.decision not in (Decision.UNKNOWN, outcome[results[a.transaction_id]])]
+    assert wrong == []
+    assert set(results.values()) == {"C", "R"}
+
+
+# -- pruning ------------------------------------------------------------------------------------------
+
+
+def test_only_what_the_broker_shows_decided_is_pruned_and_nothing_older_is_guessed() -> None:
+    with transaction.atomic():
+        decided = publish("orders", {}, key="decided")
+    flusher.flush(within_seconds=5)
+    unknown_to_the_broker = uuid7()
+    ledger.insert_committed(connections["default"], unknown_to_the_broker)
+    assert prune_ledgers(older_than=datetime.now(UTC) - timedelta(hours=1)) == 0
+    assert prune_ledgers(older_than=datetime.now(UTC) + timedelta(seconds=5)) == 1
+    assert row("default", decided.transaction_id) is None
+    assert row("default", unknown_to_the_broker) == "C"
+    try:
+        answer = answers([check(decided.transaction_id)])[decided.transaction_id]
+        assert (answer.decision, answer.counts, answer.alarm) == (Decision.UNKNOWN, True, True)
+        assert row("default", decided.transaction_id) is None
+        assert answers([check(uuid7())]).popitem()[1].decision is Decision.ROLLBACK
+    finally:
+        LedgerIdentity.objects.update(pruned_before=None)
+
+
+def test_pruning_stops_before_what_a_check_will_still_ask_about() -> None:
+    with rolled_back():
+        publish("orders", {}, key="open")
+    with transaction.atomic():
+        publish("orders", {}, key="later")
+    flusher.flush(within_seconds=5)
+    assert prune_ledgers(older_than=datetime.now(UTC) + timedelta(seconds=5)) == 0
+    assert run_check_back().rolled_back == 1
+    try:
+        assert prune_ledgers(older_than=datetime.now(UTC) + timedelta(seconds=5)) == 2
+    finally:
+        LedgerIdentity.objects.update(pruned_before=None)
+
+
+def test_the_inbox_is_pruned_by_age() -> None:
+    now = datetime.now(UTC)
+    for days in (1, 13, 15, 30):
+        InboxEntry.objects.create(group="g", generation=1, message_id=uuid7(), handled_at=now - timedelta(days=days))
+    assert run_prune(now=now).inbox == 2
+    assert InboxEntry.objects.count() == 2
+
+
+def test_ids_are_ordered_like_time() -> None:
+    before = first_id_at(datetime.now(UTC) - timedelta(milliseconds=5))
+    middle = uuid7()
+    after = first_id_at(datetime.now(UTC) + timedelta(milliseconds=5))
+    assert before < middle < after
+    assert str(before)[14] == "7"
+
+
+# -- the protocol as a small model, explored exhaustively ---------------------------------------------
+
+
+def explore(*, tombstone: bool, immunity: bool = True) -> list[tuple[str, ...]]:
+    """All interleavings of one local transaction and one check-back; the schedules that end in a contradiction.
+
+    The local transaction inserts its row, then commits (or rolls back). The checker reads; where it finds
+    nothing it inserts a tombstone (unless broken), which fails while the other's row is uncommitted.
+    """
+    bad = []
+    for outcome in ("commit", "rollback"):
+        local = ("insert", outcome)
+        for positions in itertools.combinations(range(4), 2):
+            schedule = ["check"] * 4
+            for position, step in zip(positions, local, strict=True):
+                schedule[position] = step
+            committed: str | None = None
+            pending = collided = False
+            answer = Decision.UNKNOWN
+            read_nothing = False
+            for step in schedule:
+                if step == "insert":
+                    collided = committed is not None
+                    pending = not collided
+                elif step in ("commit", "rollback"):
+                    committed = "C" if pending and step == "commit" else committed
+                    pending = False
+                elif answer is not Decision.UNKNOWN:
+                    continue
+                elif not read_nothing:
+                    answer = {"C": Decision.COMMIT, "R": Decision.ROLLBACK}.get(committed or "", Decision.UNKNOWN)
+                    read_nothing = committed is None
+                elif not tombstone:
+                    answer = Decision.ROLLBACK
+                elif not pending:
+                    answer = {"C": Decision.COMMIT, None: Decision.ROLLBACK, "R": Decision.ROLLBACK}[committed]
+                    committed = committed or "R"
+            wrong = Decision.ROLLBACK if committed == "C" else Decision.COMMIT
+            if answer is wrong:
+                bad.append(tuple(schedule))
+    return bad
+
+
+def test_model_of_the_barrier() -> None:
+    assert explore(tombstone=True) == []
+
+
+def test_the_model_finds_the_broken_variant_without_tombstone() -> None:
+    assert ("check", "check", "insert", "commit") in explore(tombstone=False)
+    assert ("insert", "check", "check", "commit") in explore(tombstone=False)

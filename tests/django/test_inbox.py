@@ -1,0 +1,313 @@
+"""The inbox: the effects of a handler in its database happen once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from uuid import UUID
+
+import pytest
+from django.db import DatabaseError, connections, transaction
+from django.test.utils import CaptureQueriesContext
+
+from outbox import Delivery, Message, OnError, Start
+from outbox.contrib.django import inbox, registry, subscriber
+from outbox.contrib.django.inbox import InboxInvoker
+from outbox.errors import ConfigurationError, InvalidFilter, InvalidSubscription, PartialFailure, TransactionUsageError
+from outbox.ids import uuid7
+from outbox.ports import Disposition
+from tests.django.shop.models import Effect
+from tests.django.urls import Refused
+
+pytestmark = pytest.mark.usefixtures("databases", "no_subscribers")
+
+HANDLED, SKIPPED = Disposition.HANDLED, Disposition.SKIPPED
+
+
+def delivery(number: str, message_id: UUID | None = None) -> Delivery:
+    message = Message(topic="orders", body=b"{}", key=number, message_id=message_id or uuid7())
+    return Delivery(message=message, body={}, group="effects", queue="orders/0", offset=0)
+
+
+def effects(alias: str = "default") -> list[str]:
+    return sorted(Effect.objects.using(alias).values_list("number", flat=True))
+
+
+def run(deliveries: Sequence[Delivery], *, generation: int = 1, lease_seconds: float = 10.0) -> list[Any]:
+    """Hand deliveries to the registered subscriber of group `effects`."""
+    registered = next(item for item in registry.subscribers() if item.subscription.group == "effects")
+    invoker = InboxInvoker(lease_seconds=lease_seconds)
+    return list(invoker(registered.subscription, registered.handler, deliveries, generation=generation))
+
+
+@pytest.fixture(params=["default", "lite"])
+def alias(request: pytest.FixtureRequest) -> str:
+    """PostgreSQL and SQLite."""
+    return str(request.param)
+
+
+def register(alias: str = "default", **options: Any) -> None:
+    @subscriber("orders", group="effects", using=alias, **options)
+    def effect(given: Any) -> None:
+        for item in given if isinstance(given, list) else [given]:
+            Effect.objects.using(alias).create(number=item.key)
+            if item.key == "poison":
+                raise Refused
+
+
+def test_a_repeated_delivery_is_skipped(alias: str) -> None:
+    register(alias)
+    once = delivery("one")
+    assert run([once]) == [HANDLED]
+    assert run([once]) == [SKIPPED]
+    assert effects(alias) == ["one"]
+
+
+def test_a_failed_delivery_leaves_nothing_and_may_come_again(alias: str) -> None:
+    register(alias)
+    poison = delivery("poison")
+    for _ in range(2):
+        assert isinstance(run([poison])[0], Refused)
+    assert effects(alias) == []
+
+
+def test_a_raised_generation_processes_again(alias: str) -> None:
+    register(alias)
+    once = delivery("one")
+    assert [run([once], generation=generation) for generation in (1, 2, 2)] == [[HANDLED], [HANDLED], [SKIPPED]]
+    assert effects(alias) == ["one", "one"]
+
+
+def test_a_batch_enters_the_inbox_as_one_and_meets_only_what_is_new(alias: str) -> None:
+    register(alias, batch=10)
+    seen = delivery("seen")
+    assert run([seen]) == [HANDLED]
+    batch = [delivery("a"), seen, delivery("b")]
+    assert run(batch) == [HANDLED, SKIPPED, HANDLED]
+    assert run(batch) == [SKIPPED] * 3
+    assert effects(alias) == ["a", "b", "seen"]
+
+
+def test_a_batch_that_fails_fails_whole(alias: str) -> None:
+    register(alias, batch=10)
+    assert [type(item) for item in run([delivery("a"), delivery("poison"), delivery("b")])] == [Refused] * 3
+    assert effects(alias) == []
+
+
+def test_partial_failure_keeps_the_rest_of_the_batch(alias: str) -> None:
+    @subscriber("orders", group="effects", batch=10, using=alias)
+    def effect(deliveries: Sequence[Delivery]) -> None:
+        errors: dict[UUID, Exception] = {}
+        for item in deliveries:
+            try:
+                with transaction.atomic(using=alias):
+                    Effect.objects.using(alias).create(number=item.key)
+                    if item.key == "poison":
+                        raise Refused
+            except Refused as error:
+                errors[item.message_id] = error
+        if errors:
+            raise PartialFailure(errors)
+
+    batch = [delivery("a"), delivery("poison"), delivery("b")]
+    results = run(batch)
+    assert (results[0], type(results[1]), results[2]) == (HANDLED, Refused, HANDLED)
+    assert effects(alias) == ["a", "b"]
+    assert isinstance(run(batch)[1], Refused)
+    assert effects(alias) == ["a", "b"]
+
+
+def test_async_handlers_share_the_transaction_of_the_inbox(alias: str) -> None:
+    @subscriber("orders", group="effects", using=alias)
+    async def effect(given: Delivery) -> None:
+        await Effect.objects.using(alias).acreate(number=given.key)
+        if given.key == "poison":
+            raise Refused
+
+    good, poison = delivery("good"), delivery("poison")
+    assert run([good]) == [HANDLED]
+    assert run([good]) == [SKIPPED]
+    assert isinstance(run([poison])[0], Refused)
+    assert effects(alias) == ["good"]
+
+
+def test_async_handlers_side_by_side_in_threads() -> None:
+    @subscriber("orders", group="effects")
+    async def effect(given: Delivery) -> None:
+        await Effect.objects.acreate(number=given.key)
+
+    def one(number: int) -> Any:
+        try:
+            return run([delivery(str(number))])
+        finally:
+            connections.close_all()
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(one, range(20))) == [[HANDLED]] * 20
+    assert len(effects()) == 20
+
+
+def test_two_processes_handling_one_message_at_once_effect_it_once() -> None:
+    register()
+    once = delivery("one")
+    start = threading.Barrier(2)
+
+    def one() -> Any:
+        try:
+            start.wait()
+            return run([once])
+        finally:
+            connections.close_all()
+
+    with ThreadPoolExecutor(2) as pool:
+        results = [future.result() for future in [pool.submit(one), pool.submit(one)]]
+    assert sorted(results) == [[HANDLED], [SKIPPED]]
+    assert effects() == ["one"]
+
+
+def test_a_frozen_owner_blocks_its_successor_no_longer_than_half_a_lease() -> None:
+    register()
+    once = delivery("one")
+    with transaction.atomic():
+        inbox.enter(connections["default"], "effects", 1, [once.message_id], lease_seconds=60)
+
+        def successor() -> Any:
+            try:
+                return run([once], lease_seconds=0.4)
+            finally:
+                connections.close_all()
+
+        with ThreadPoolExecutor(1) as pool:
+            result = pool.submit(successor).result(20)
+    assert isinstance(result[0], DatabaseError)
+    assert "lock timeout" in str(result[0])
+
+
+def test_an_owner_idle_in_its_transaction_is_ended_before_its_lease() -> None:
+    released = threading.Event()
+
+    @subscriber("orders", group="effects")
+    def freeze(given: Delivery) -> None:
+        Effect.objects.create(number=given.key)
+        with connections["default"].cursor() as cursor:
+            cursor.execute("SELECT current_setting('idle_in_transaction_session_timeout')")
+            assert cursor.fetchone() == ("400ms",)
+        released.wait(1.0)
+        Effect.objects.create(number="late")
+
+    assert isinstance(run([delivery("frozen")], lease_seconds=0.5)[0], DatabaseError)
+    assert effects() == []
+    registry.unregister_all()
+    register()
+    assert run([delivery("after")]) == [HANDLED]
+
+
+def test_without_idempotence_there_is_no_inbox() -> None:
+    register(idempotent=False)
+    twice = delivery("twice")
+    assert [run([twice]), run([twice])] == [[HANDLED], [HANDLED]]
+    assert effects() == ["twice", "twice"]
+
+
+def test_a_transaction_marked_for_rollback_does_not_count_as_handled() -> None:
+    @subscriber("orders", group="effects")
+    def quiet(given: Delivery) -> None:
+        Effect.objects.create(number=given.key)
+        transaction.set_rollback(True)
+
+    result = run([delivery("one")])
+    assert isinstance(result[0], TransactionUsageError)
+    assert effects() == []
+
+
+def test_a_broken_connection_is_replaced_for_the_next_message() -> None:
+    register()
+    assert run([delivery("one")]) == [HANDLED]
+    with connections["other"].cursor() as cursor:
+        cursor.execute(
+            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = %s",
+            [connections["default"].settings_dict["NAME"]],
+        )
+    assert isinstance(run([delivery("two")])[0], DatabaseError)
+    assert run([delivery("three")]) == [HANDLED]
+    assert effects() == ["one", "three"]
+
+
+def test_statements_per_message() -> None:
+    register()
+    run([delivery("warm-up")])
+    with CaptureQueriesContext(connections["default"]) as queries:
+        run([delivery("counted")])
+    assert [query["sql"].split()[0] for query in queries] == ["BEGIN", "INSERT", "INSERT", "COMMIT"]
+
+
+def test_statements_per_batch_do_not_grow_with_it() -> None:
+    @subscriber("orders", group="effects", batch=500)
+    def effect(deliveries: Sequence[Delivery]) -> None:
+        Effect.objects.bulk_create(Effect(number=item.key) for item in deliveries)
+
+    run([delivery("warm-up")])
+    with CaptureQueriesContext(connections["default"]) as queries:
+        assert run([delivery(str(number)) for number in range(500)]) == [HANDLED] * 500
+    assert len(queries) == 4
+
+
+# -- registration ---------------------------------------------------------------------------------------
+
+
+def test_what_a_subscriber_says_becomes_its_subscription() -> None:
+    @subscriber("orders", group="g", tag=["paid", "refunded"], mode="orderly", on_error={Refused: "skip"}, start="last")
+    def handler(given: Delivery) -> None: ...
+
+    subscription = registry.subscribers()[-1].subscription
+    assert subscription.filter == "paid || refunded"
+    assert subscription.reaction(Refused()) is OnError.SKIP
+    assert subscription.start is Start.LAST
+
+    @subscriber("orders", group="h", filter="amount > 10")
+    def other(given: Delivery) -> None: ...
+
+    assert registry.subscribers()[-1].subscription.filter == "sql:amount > 10"
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "complaint"),
+    [
+        ({"mode": "sideways"}, InvalidSubscription, "sideways"),
+        ({"tag": "a", "filter": "b = 1"}, InvalidSubscription, "not both"),
+        ({"filter": "amount >"}, InvalidFilter, "column"),
+        ({"batch": 0}, InvalidSubscription, "batch"),
+        ({"unheard": 1}, InvalidSubscription, "unheard"),
+        ({"on_error": {Refused: "explode"}}, InvalidSubscription, "explode"),
+    ],
+)
+def test_bad_subscriptions_are_refused(options: dict[str, Any], error: type[Exception], complaint: str) -> None:
+    with pytest.raises(error, match=complaint):
+        subscriber("orders", group="g", **options)
+
+
+def test_one_group_handles_a_topic_in_one_place() -> None:
+    def first(given: Delivery) -> None: ...
+    def second(given: Delivery) -> None: ...
+
+    subscriber("orders", group="g")(first)
+    with pytest.raises(InvalidSubscription, match=r"first.*second"):
+        subscriber("orders", group="g")(second)
+
+
+def test_an_unknown_group_is_named() -> None:
+    register()
+    with pytest.raises(ConfigurationError, match=r"nobody.*effects"):
+        registry.subscriptions(groups=["nobody"])
+
+
+def test_autodiscovery_names_the_module_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    from django.apps import apps
+
+    module = apps.get_app_config("shop").module
+    (tmp_path / "handlers.py").write_text("import not_installed_anywhere\n")
+    monkeypatch.setattr(module, "__path__", [*module.__path__, str(tmp_path)])
+    with pytest.raises(ConfigurationError, match=r"tests\.django\.shop\.handlers.*not_installed_anywhere"):
+        registry.autodiscover()

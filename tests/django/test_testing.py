@@ -1,0 +1,107 @@
+"""The test helpers, inside TestCase and outside."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+from django.db import transaction
+from django.test import TestCase
+
+from outbox import Delivery
+from outbox.contrib.django import publish, subscriber, transactional_message
+from outbox.contrib.django.testing import OutboxTestMixin, in_memory_outbox
+from outbox.errors import TransactionUsageError, UnknownTopic
+from tests.django.shop.models import Effect, Order
+from tests.django.state import rolled_back
+from tests.django.urls import Refused
+
+
+@pytest.fixture(autouse=True)
+def _subscribers(no_subscribers: None, django_db_setup: None) -> None:
+    @subscriber("orders", group="effects")
+    def effect(delivery: Delivery) -> None:
+        Effect.objects.create(number=delivery.key)
+        if delivery.tag == "chain":
+            publish("payments", {}, key=delivery.key)
+        if delivery.tag == "poison":
+            raise Refused
+
+    @subscriber("payments", group="effects")
+    async def paid(delivery: Delivery) -> None:
+        await Effect.objects.acreate(number=f"paid-{delivery.key}")
+
+
+@transactional_message("orders", key=lambda number: number, body={}, tag="chain")
+def place(number: str, *, fail: bool = False) -> None:
+    Order.objects.create(number=number)
+    if fail:
+        raise Refused
+
+
+class InsideTestCase(OutboxTestMixin, TestCase):
+    """The transaction around each test never commits."""
+
+    databases = {"default", "lite", "other"}  # noqa: RUF012
+
+    def test_committed_messages_are_visible_and_drained_through_the_subscribers(self) -> None:
+        place("kept")
+        with pytest.raises(Refused):
+            place("dropped", fail=True)
+        assert [item.key for item in self.outbox.messages("orders")] == ["kept"]
+        assert self.outbox.drain() == 2
+        assert sorted(Effect.objects.values_list("number", flat=True)) == ["kept", "paid-kept"]
+
+    def test_a_plain_atomic_block_that_rolls_back_takes_its_message_along(self) -> None:
+        with rolled_back():
+            publish("orders", {}, key="dropped")
+        with transaction.atomic():
+            publish("orders", {"n": 1}, key="kept")
+            savepoint = transaction.savepoint()
+            publish("orders", {"n": 2}, key="undone")
+            transaction.savepoint_rollback(savepoint)
+            assert self.outbox.messages("orders") == []
+        assert self.outbox.bodies("orders") == [{"n": 1}]
+
+    def test_captured_callbacks_do_the_same(self) -> None:
+        with self.captureOnCommitCallbacks(execute=True), transaction.atomic():
+            publish("orders", {}, key="captured")
+        assert [item.key for item in self.outbox.broker.visible("orders")] == ["captured"]
+        assert self.outbox.drain() == 1
+
+    def test_outside_atomic_a_message_is_sent_at_once(self) -> None:
+        publish("orders", {}, key="plain")
+        assert [item.key for item in self.outbox.broker.visible("orders")] == ["plain"]
+
+    def test_errors_of_handlers_reach_the_test(self) -> None:
+        publish("orders", {}, key="poison", tag="poison")
+        with pytest.raises(Refused):
+            self.outbox.drain()
+        assert not Effect.objects.exists()
+        self.outbox.broker.advance(3600)
+        assert self.outbox.drain(raise_errors=False) == 1
+
+    def test_undeclared_topics_are_refused_as_in_production(self) -> None:
+        with pytest.raises(UnknownTopic):
+            publish("nowhere", {})
+
+
+class WithARealBroker(TestCase):
+    """A half message would outlive the test, so it is refused."""
+
+    databases = {"default", "other", "lite"}  # noqa: RUF012
+
+    def test_nothing_leaks_from_a_test(self) -> None:
+        for within in (transaction.atomic, contextlib.nullcontext):
+            with pytest.raises(TransactionUsageError, match="IN_MEMORY"), within():
+                publish("orders", {}, key="leak")
+        with pytest.raises(TransactionUsageError, match="IN_MEMORY"):
+            place("leak")
+
+
+def test_outside_test_case(databases: None) -> None:
+    with in_memory_outbox() as outbox:
+        place("kept")
+        assert [item.key for item in outbox.messages("orders")] == ["kept"]
+        assert outbox.drain() == 2
+    assert sorted(Effect.objects.values_list("number", flat=True)) == ["kept", "paid-kept"]
