@@ -64,6 +64,8 @@ class DemoRun:
             self.process.send_signal(number)
         code = self.process.wait(60)
         self._reader.join(5)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
         return code
 
     def left_running(self) -> list[str]:
@@ -93,4 +95,6 @@ def open_demo() -> Iterator[DemoRun]:
             run.wait_for(r"the shop is open at http://\S+", within_seconds=110)
             yield run
         finally:
-            run.end()
+            code = run.end()
+        assert code == 0, run.output
+        assert run.left_running() == []
