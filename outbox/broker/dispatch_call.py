@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 
 from outbox import faults, fence
@@ -23,6 +24,9 @@ class Caller:
         self._invoker = invoker
         self._codecs = codecs
         self._finished = finished
+        # Decoding needs the interpreter lock all the time: threads that wait for each other here leave it to the
+        # dispatching thread, which otherwise waits for one switch interval per decoding thread.
+        self._decoding = threading.Lock()
 
     def run(self, work: Work) -> None:
         """Call the handler for those messages that may be started now."""
@@ -38,7 +42,8 @@ class Caller:
         work.start()
         faults.point("consumer.before_handler")
         results: list[Result] = [NOT_STARTED] * len(work.items)
-        deliveries, places = self._deliveries(work, results)
+        with self._decoding:
+            deliveries, places = self._deliveries(work, results)
         if not deliveries:
             return results
         station = work.station
