@@ -135,6 +135,12 @@ def alias_conninfo(alias: str) -> str:
     return make_conninfo(**{key: value for key, value in parameters.items() if key not in _NOT_LIBPQ})
 
 
+def check_topic_imports(settings: OutboxSettings) -> None:
+    """Import what TOPICS names. Raises ConfigurationError."""
+    _codecs(settings)
+    _selectors(settings)
+
+
 def _codecs(settings: OutboxSettings) -> Codecs:
     by_topic: dict[str, Codec] = {}
     for name, declared in settings.topics.items():

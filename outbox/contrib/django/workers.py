@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable, Sequence
 
 from outbox.broker.consumer import ConsumerRuntime
-from outbox.broker.process import run_broker
+from outbox.broker.process import ProcessSettings, run_broker
 from outbox.broker.supervisor import ChildSpec
-from outbox.contrib.django.broker import broker_database, get_codecs
+from outbox.contrib.django.broker import broker_database, check_settings, get_codecs
 from outbox.contrib.django.checkback import Pass, passes
 from outbox.contrib.django.conf import get_settings
 from outbox.contrib.django.inbox import InboxInvoker
@@ -33,7 +33,7 @@ def _child(name: str, role: str) -> ChildSpec:
 
 def run_broker_role(stop: threading.Event) -> None:
     """Sequence and retain, whenever this process holds the leader's lease, until `stop`."""
-    run_broker(broker_database(), stop)
+    run_broker(broker_database(), stop, settings=ProcessSettings(check=check_settings(get_settings())))
 
 
 def consumer_runtime(*, groups: Sequence[str] = ()) -> ConsumerRuntime:

@@ -1,0 +1,230 @@
+"""OUTBOX, the system checks, the router and what `migrate` installs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import psycopg
+import pytest
+from django.core.checks import run_checks
+from django.core.management import call_command
+from django.db import connections
+from django.test.utils import override_settings
+
+from outbox import Delivery, MessageType
+from outbox.codec import BytesCodec
+from outbox.contrib.django import get_broker, publish, subscriber
+from outbox.contrib.django.broker import alias_conninfo, broker_database, get_codecs, reset_broker
+from outbox.contrib.django.conf import PathChoice, get_settings, parse_settings
+from outbox.contrib.django.models import LedgerEntry, LedgerIdentity
+from outbox.contrib.django.routers import BrokerRouter
+from outbox.contrib.django.transactions import ledger_id_of
+from outbox.errors import ConfigurationError
+from tests.django.configured import OUTBOX
+from tests.django.conftest import point_alias
+from tests.django.state import decisions
+
+
+def test_every_setting_has_a_default() -> None:
+    settings = parse_settings({})
+    assert (settings.broker, settings.path, settings.in_memory) == ("default", PathChoice.AUTO, False)
+    with pytest.raises(ConfigurationError, match="PRODUCER_GROUP"):
+        settings.required_producer_group()
+
+
+def test_topics_become_declared_topics() -> None:
+    topics = parse_settings(OUTBOX).topics
+    assert topics["steps"].topic.types == {MessageType.FIFO, MessageType.TRANSACTION}
+    assert topics["orders"].topic.queue_count == 4
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ([], "must be a dictionary"),
+        ({"PRODUCER_GROUPS": "x"}, r"'PRODUCER_GROUPS'.*Did you mean 'PRODUCER_GROUP'"),
+        ({"broker": "x"}, "Did you mean 'BROKER'"),
+        ({"QUUX": 1}, "The settings are AUTO_CREATE_TOPICS, BROKER"),
+        ({"BROKER": 3}, r"OUTBOX\['BROKER'\] must be a text.*3 \(int\)"),
+        ({"PRODUCER_GROUP": "a b"}, r"OUTBOX\['PRODUCER_GROUP'\]: group name 'a b'"),
+        ({"PATH": "direct"}, "'auto', 'two_phase', 'atomic'"),
+        ({"LEDGER": "yes"}, "True or False"),
+        ({"IMMUNITY_SECONDS": 1.5}, "whole number, at least 0"),
+        ({"IMMUNITY_SECONDS": True}, "whole number"),
+        ({"SEND_TIMEOUT_SECONDS": 0}, "number of seconds, at least 0.05"),
+        ({"SEND_TIMEOUT_SECONDS": float("inf")}, "number of seconds"),
+        ({"LEASE_SECONDS": "10"}, "number of seconds, at least 1"),
+        ({"TOPICS": ["orders"]}, r"OUTBOX\['TOPICS'\] must be a dictionary"),
+        ({"TOPICS": {"orders": 4}}, r"OUTBOX\['TOPICS'\]\['orders'\] must be a dictionary"),
+        ({"TOPICS": {"orders": {"queue": 4}}}, "Did you mean 'queues'"),
+        ({"TOPICS": {"orders": {"types": "FIFO"}}}, "a list of 'NORMAL'"),
+        ({"TOPICS": {"orders": {"types": ["LIFO"]}}}, "a list of 'NORMAL'"),
+        ({"TOPICS": {"orders": {"queues": 5000}}}, r"\['orders'\].*1 to 1024"),
+        ({"TOPICS": {"or ders": {}}}, "topic name 'or ders'"),
+        ({"TOPICS": {"orders": {"on_park": "explode"}}}, "'hold' or 'release'"),
+    ],
+)
+def test_what_is_wrong_is_named_with_its_remedy(settings: Any, complaint: str) -> None:
+    with pytest.raises(ConfigurationError, match=complaint):
+        parse_settings(settings)
+
+
+def test_override_settings_takes_effect_at_once() -> None:
+    assert get_settings().schema == "outbox"
+    with override_settings(OUTBOX={"SCHEMA": "elsewhere"}):
+        assert get_settings().schema == "elsewhere"
+    assert get_settings().schema == "outbox"
+
+
+def test_the_broker_follows_the_settings(databases: None, outbox_settings: Callable[..., None]) -> None:
+    first = get_broker()
+    assert get_broker() is first
+    outbox_settings(IN_MEMORY=True)
+    assert get_broker() is not first
+
+
+def test_codecs_and_selectors_of_topics(databases: None, outbox_settings: Callable[..., None]) -> None:
+    outbox_settings(TOPICS={"orders": {"codec": "outbox.codec.BytesCodec"}})
+    assert get_codecs().encode("orders", b"raw") == (b"raw", BytesCodec.content_type)
+    outbox_settings(TOPICS={"orders": {"codec": "outbox.codec.Nothing"}})
+    with pytest.raises(ConfigurationError, match=r"\['orders'\]\['codec'\] = 'outbox.codec.Nothing'"):
+        get_codecs()
+
+
+def test_conninfo_of_an_alias(databases: None) -> None:
+    with psycopg.connect(alias_conninfo("broker")) as connection:
+        assert connection.info.dbname == connections["broker"].settings_dict["NAME"]
+    with pytest.raises(ConfigurationError, match="'lite' is a SQLite database"):
+        alias_conninfo("lite")
+    with pytest.raises(ConfigurationError, match="'nowhere' is not in DATABASES"):
+        alias_conninfo("nowhere")
+
+
+# -- system checks --------------------------------------------------------------------------------------
+
+
+def found(*, databases: list[str] | None = None) -> set[str]:
+    return {str(item.id) for item in run_checks(databases=databases) if str(item.id).startswith("outbox.")}
+
+
+def test_a_sound_project_has_nothing_to_complain_about(databases: None) -> None:
+    assert found(databases=["default", "broker", "other", "lite"]) == set()
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({"OUTBOX": {"BORKER": "x"}}, {"outbox.E001"}),
+        ({"OUTBOX": {**OUTBOX, "BROKER": "nowhere"}}, {"outbox.E002"}),
+        ({"OUTBOX": {**OUTBOX, "BROKER": "lite"}}, {"outbox.E002"}),
+        ({"OUTBOX": {**OUTBOX, "PATH": "atomic"}}, {"outbox.E003"}),
+        ({"OUTBOX": {"BROKER": "broker"}}, {"outbox.E004"}),
+        ({"OUTBOX": {**OUTBOX, "TOPICS": {"orders": {"selector": "no.where"}}}}, {"outbox.E005"}),
+        ({"DATABASE_ROUTERS": []}, {"outbox.W008"}),
+    ],
+)
+def test_each_mistake_is_found(databases: None, changed: dict[str, Any], expected: set[str]) -> None:
+    with override_settings(**changed):
+        assert expected <= found()
+
+
+def test_autocommit_and_isolation_of_aliases(databases: None) -> None:
+    entry = connections["lite"].settings_dict
+    entry["AUTOCOMMIT"], entry["OPTIONS"]["isolation_level"] = False, "read uncommitted"
+    try:
+        assert found() == {"outbox.E006", "outbox.E007"}
+    finally:
+        entry["AUTOCOMMIT"] = True
+        del entry["OPTIONS"]["isolation_level"]
+
+
+def test_contradicting_subscribers(databases: None, no_subscribers: None) -> None:
+    def handler(given: Delivery) -> None: ...
+
+    subscriber("orders", group="g", broadcast=True)(handler)
+    subscriber("undeclared", group="g", using="nowhere")(handler)
+    assert found() == {"outbox.E014", "outbox.E010", "outbox.W013"}
+
+
+def test_databases_are_looked_into(databases: None, new_database: Callable[..., str]) -> None:
+    empty = new_database()
+    before = dict(connections["other"].settings_dict)
+    point_alias("other", empty)
+    try:
+        assert found(databases=["other"]) == {"outbox.E021"}
+    finally:
+        connections["other"].close()
+        for settings in (connections["other"].settings_dict, connections.settings["other"]):
+            settings.update(before)
+    point_alias("broker", empty)
+    reset_broker()
+    assert found(databases=["broker"]) == {"outbox.E025"}
+
+
+def test_servers_that_may_forget_are_named(databases: None) -> None:
+    with connections["default"].cursor() as cursor:
+        cursor.execute("SET synchronous_commit = off")
+    assert found(databases=["default"]) == {"outbox.W022"}
+
+
+def test_a_forced_path_is_held_against_the_live_connection(
+    databases: None, outbox_settings: Callable[..., None]
+) -> None:
+    outbox_settings(PATH="atomic")
+    assert found(databases=["default"]) >= {"outbox.E024"}
+
+
+# -- migrate --------------------------------------------------------------------------------------------
+
+
+def test_migrate_of_a_dedicated_broker_database_installs_the_broker_and_nothing_else(
+    databases: None, new_database: Callable[..., str]
+) -> None:
+    point_alias("broker", new_database())
+    for _ in range(2):
+        call_command("migrate", database="broker", verbosity=0)
+    with broker_database().connect() as connection:
+        tables = connection.execute("SELECT schemaname, tablename FROM pg_tables").fetchall()
+        topics = connection.execute("SELECT name FROM outbox.topic ORDER BY 1").fetchall()
+    assert {name for schema, name in tables if schema == "public"} == {"django_migrations"}
+    assert ("outbox", "commit_log") in tables
+    assert [name for (name,) in topics] == sorted(OUTBOX["TOPICS"])
+
+
+def test_a_changed_declaration_is_updated_by_migrate(databases: None, outbox_settings: Callable[..., None]) -> None:
+    outbox_settings(TOPICS={"orders": {"queues": 6}})
+    call_command("migrate", database="broker", verbosity=0)
+    with broker_database().connect() as connection:
+        assert connection.execute("SELECT queue_count FROM outbox.topic WHERE name = 'orders'").fetchone() == (6,)
+
+
+def test_the_router_has_an_opinion_about_the_brokers_database_only() -> None:
+    router = BrokerRouter()
+    assert router.allow_migrate("broker", "shop") is False
+    assert router.allow_migrate("default", "shop") is None
+    with override_settings(OUTBOX={"BROKER": "default"}):
+        assert router.allow_migrate("default", "shop") is None
+
+
+def test_a_flushed_ledger_is_another_ledger(databases: None) -> None:
+    before = ledger_id_of(connections["default"])
+    publish("orders", {})
+    call_command("flush", database="default", interactive=False, verbosity=0)
+    assert LedgerIdentity.objects.get().ledger_id != before
+    assert ledger_id_of(connections["default"]) == LedgerIdentity.objects.get().ledger_id
+    assert not LedgerEntry.objects.exists()
+    assert list(decisions().values()) == ["C"]
+
+
+def test_migrations_are_in_step_with_the_models(databases: None) -> None:
+    call_command("makemigrations", "outbox", check=True, dry_run=True, verbosity=0)
+
+
+def test_importing_needs_neither_settings_nor_apps() -> None:
+    subprocess.run(
+        [sys.executable, "-c", "from outbox.contrib.django import publish, subscriber, transactional_message"],
+        check=True,
+    )
