@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -55,15 +55,23 @@ class Services:
         self._running[name] = process
         return process.pid
 
-    def run(self, name: str, module: str, *arguments: str, timeout_seconds: float = 60.0, expect: int = 0) -> None:
-        """Run `python -m module arguments…` to its end; DemoFailed when it does not end with exit code `expect`."""
-        self.start(name, module, *arguments)
+    def run(
+        self,
+        name: str,
+        module: str,
+        *arguments: str,
+        environment: Mapping[str, str] | None = None,
+        timeout_seconds: float = 60.0,
+        accept: Collection[int] = (0,),
+    ) -> None:
+        """Run `python -m module arguments…` to its end; DemoFailed unless its exit code is one of `accept`."""
+        self.start(name, module, *arguments, environment=environment)
         try:
             code = self._running[name].wait(timeout_seconds)
         except subprocess.TimeoutExpired:
             raise DemoFailed(f"{name} did not end within {timeout_seconds:.0f} s", log=self.log(name)) from None
         del self._running[name]
-        if code != expect:
+        if code not in accept:
             raise DemoFailed(f"{name} ended with exit code {code}", log=self.log(name))
 
     def check_alive(self) -> None:

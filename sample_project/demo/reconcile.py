@@ -2,10 +2,49 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from sample_project.demo.processes import Services
 
+_RULES: Final = Path(__file__).resolve().parent.parent / "reconcile.toml"
+_PAID_ORDERS: Final = "paid orders"
+# Exit codes that come with a report: clean, and with findings.
+_REPORTED: Final = (0, 1)
+_TIMEOUT_SECONDS: Final = 120.0
 
-def run(services: Services, directory: Path, orders_url: str, broker_url: str) -> Path | None:
-    raise NotImplementedError
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What the reconciliation found.
+
+    `right_orders` are paid orders with all that belongs to them; `page` is the report for reading.
+    """
+
+    right_orders: int
+    findings: int
+    page: Path
+
+
+def run(services: Services, directory: Path, *, orders_url: str, broker_url: str) -> Report:
+    """Judge everything anew. Raises DemoFailed when no report came of it."""
+    output = directory / "reconcile"
+    shutil.rmtree(output, ignore_errors=True)
+    services.run(
+        "reconcile",
+        "spark",
+        *("run", f"--rules={_RULES}", f"--output={output}", "--full"),
+        environment={"RECONCILE_ORDERS": orders_url, "RECONCILE_BROKER": broker_url},
+        timeout_seconds=_TIMEOUT_SECONDS,
+        accept=_REPORTED,
+    )
+    result = json.loads((output / "result.json").read_text(encoding="utf-8"))
+    orders = next(rule for rule in result["rules"] if rule["name"] == _PAID_ORDERS)
+    return Report(
+        right_orders=min(counts["OK"] for counts in (orders["counts"], *orders["groups"].values())),
+        findings=result["faults"],
+        page=output / result["report"],
+    )

@@ -82,7 +82,7 @@ def run(options: Options, display: Display, directory: Path) -> None:
             *(verdicts.of_check_back(found) if stage.two_phase else []),
         ]
         if options.reconcile and late is None:
-            results.append(_reconcile(stage))
+            results += _reconcile(stage, found.paid)
         display.result(results)
         wrong = [result.name for result in results if not result.good]
         if late is not None or wrong:
@@ -266,12 +266,14 @@ def _of_crashes(stage: Stage, *, broker_killed: bool) -> list[Verdict]:
     ]
 
 
-def _reconcile(stage: Stage) -> Verdict:
+def _reconcile(stage: Stage, paid: int) -> list[Verdict]:
     stage.display.step("Spark holds the tables against the broker's log")
-    report = reconcile.run(stage.services, stage.directory, stage.orders_url, stage.broker_url)
-    if report is not None:
-        stage.display.note(f"report: {report}", style="dim")
-    return exactly("reconciliation findings", 0 if report is not None else 1, 0)
+    report = reconcile.run(stage.services, stage.directory, orders_url=stage.orders_url, broker_url=stage.broker_url)
+    stage.display.note(f"its report: {report.page}", style="dim")
+    return [
+        exactly("orders reconciled", report.right_orders, paid),
+        exactly("reconciliation findings", report.findings, 0),
+    ]
 
 
 def _keep(stage: Stage) -> None:

@@ -35,7 +35,7 @@ SELECT o.consumer_group AS name, o.topic, sum(o.handled)::bigint AS handled,
 FROM {schema}.offset_v1 o
 LEFT JOIN (SELECT queue_id, max(queue_offset) + 1 AS head FROM {schema}.queue_entry_v1 GROUP BY queue_id) h
        USING (queue_id)
-WHERE o.topic NOT LIKE '\\%%'
+WHERE left(o.topic, 1) <> '%%'
 GROUP BY 1, 2 ORDER BY 1, 2
 """)
 
