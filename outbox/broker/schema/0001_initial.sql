@@ -98,7 +98,7 @@ CREATE TABLE commit_log (
     body             bytea       NOT NULL
 );
 -- The half scan and the sequencer's view of undecided FIFO messages read new half rows by snapshot.
-CREATE INDEX commit_log_half_xid ON commit_log (xid) WHERE half;
+CREATE INDEX commit_log_half_xid ON commit_log (xid, transaction_id) WHERE half;
 -- Reading a window of time (reconciliation, rewind): nearly free to maintain, rows arrive in order of time.
 CREATE INDEX commit_log_stored_at ON commit_log USING brin (stored_at) WITH (pages_per_range = 16);
 
