@@ -147,7 +147,8 @@ SELECT newest.ok, unread.fifo, pg_current_snapshot()::text, (SELECT snapshot FRO
        counted.decisions, counted.appended, counted.held, counted.released, counted.scheduled, counted.due,
        moved.queue_ids, moved.heads,
        extract(epoch FROM least((SELECT min(due_at) FROM {schema}.scheduled WHERE due_at > now()),
-                                (SELECT min(deliver_at) FROM decided WHERE deliver_at > now())) - now())::double precision
+                                (SELECT min(deliver_at) FROM decided WHERE deliver_at > now()))
+                          - now())::double precision
 FROM newest, unread, edge, counted, moved
 """)
 

@@ -114,6 +114,9 @@ class BrokerStatus:
         return dataclasses.asdict(self)
 
 
+_BROKER_FIELDS = tuple(one.name for one in dataclasses.fields(BrokerStatus))[:9]
+
+
 def broker_status(connection: Connection, schema: str = "outbox") -> BrokerStatus:
     """The state of a broker, all terms from one snapshot. Counts every retained row: an audit, not a health probe.
 
@@ -133,7 +136,8 @@ def broker_status(connection: Connection, schema: str = "outbox") -> BrokerStatu
     problems += [f"group {group.name!r}: {text}" for group in groups for text in group.differences()]
     if broker[6] is None:
         problems.append("no process sequences: start a broker process (celery worker --outbox, or outbox_worker)")
-    return BrokerStatus(*broker, topics, groups, recent, problems)
+    named: dict[str, Any] = dict(zip(_BROKER_FIELDS, broker, strict=True))
+    return BrokerStatus(**named, topics=topics, groups=groups, incidents=recent, problems=problems)
 
 
 def _topics(connection: Connection, schema: str, snapshot: str, *, incarnation: int) -> list[TopicStatus]:
@@ -144,8 +148,8 @@ def _topics(connection: Connection, schema: str, snapshot: str, *, incarnation: 
             topic = totals.setdefault(topic_id, TopicTotals())
             setattr(topic, term, getattr(topic, term) + int(count))
         return [
-            TopicStatus(*values, totals.get(topic_id, TopicTotals()))
-            for topic_id, *values in cursor.execute(status_sql.TOPICS.on(schema))
+            TopicStatus(row[1], row[2], row[3], row[4], row[5], totals.get(row[0], TopicTotals()))
+            for row in cursor.execute(status_sql.TOPICS.on(schema))
         ]
 
 

@@ -1,0 +1,37 @@
+"""A fresh broker per test."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import pytest
+
+from outbox.broker.database import BrokerConnection, BrokerDatabase
+from outbox.broker.postgres import PostgresBroker
+from outbox.broker.topics import declare_topics
+from tests.broker.support import TOPICS
+
+
+@pytest.fixture
+def database(broker_url: str) -> BrokerDatabase:
+    """An empty broker with the topics of tests.broker.support."""
+    database = BrokerDatabase(broker_url)
+    with contextlib.closing(database.open(name="setup")) as connection:
+        declare_topics(connection, database.schema, TOPICS)
+    return database
+
+
+@pytest.fixture
+def connection(database: BrokerDatabase) -> Iterator[BrokerConnection]:
+    """A connection in autocommit."""
+    with contextlib.closing(database.open(name="test")) as connection:
+        yield connection
+
+
+@pytest.fixture
+def broker(database: BrokerDatabase) -> Iterator[PostgresBroker]:
+    """The port under test."""
+    broker = PostgresBroker(database)
+    yield broker
+    broker.close()
