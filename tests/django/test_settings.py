@@ -154,14 +154,14 @@ def test_databases_are_looked_into(databases: None, new_database: Callable[..., 
     before = dict(connections["other"].settings_dict)
     point_alias("other", empty)
     try:
-        assert found(databases=["other"]) == {"outbox.E021"}
+        assert found(databases=["other"]) == {"outbox.W021"}
     finally:
         connections["other"].close()
         for settings in (connections["other"].settings_dict, connections.settings["other"]):
             settings.update(before)
     point_alias("broker", empty)
     reset_broker()
-    assert found(databases=["broker"]) == {"outbox.E025"}
+    assert found(databases=["broker"]) == {"outbox.W026"}
 
 
 def test_servers_that_may_forget_are_named(databases: None) -> None:

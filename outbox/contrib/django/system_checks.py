@@ -19,7 +19,7 @@ from outbox.contrib.django.broker import alias_conninfo, broker_database, broker
 from outbox.contrib.django.checker import ledger_aliases
 from outbox.contrib.django.conf import OutboxSettings, PathChoice, get_settings
 from outbox.contrib.django.registry import autodiscover
-from outbox.errors import BrokerError, ConfigurationError, OutboxError
+from outbox.errors import BrokerError, ConfigurationError, OutboxError, SchemaError
 
 _ROUTER: Final = "outbox.contrib.django.routers.BrokerRouter"
 
@@ -195,10 +195,11 @@ def _application_database(alias: str, settings: OutboxSettings) -> Iterator[Chec
         yield Error(f"the database {alias!r} cannot be looked at: {error}.", id="outbox.E020")
         return
     if missing:
-        yield Error(
+        # A warning: `migrate` runs these checks before it creates the tables, and stops at errors.
+        yield Warning(
             f"{' and '.join(missing)} are missing in {alias!r}, where publish() or a subscriber may need them.",
             hint=f"Run `manage.py migrate --database={alias}`.",
-            id="outbox.E021",
+            id="outbox.W021",
         )
     if not durable:
         yield _not_durable(alias)
@@ -245,5 +246,8 @@ def _broker_database(settings: OutboxSettings) -> Iterator[CheckMessage]:
             with connection.cursor() as cursor:
                 if not _durable("postgresql", cursor):
                     yield _not_durable(settings.broker)
+    except SchemaError as error:
+        # As above: `migrate` is what makes it right.
+        yield Warning(str(error), id="outbox.W026")
     except BrokerError as error:
         yield Error(str(error), id="outbox.E025")
