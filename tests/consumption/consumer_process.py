@@ -1,0 +1,98 @@
+"""A consumer process for tests: `python -m tests.consumption.consumer_process '{"url": …, "name": …}'`.
+
+Its handler writes a row of `effect` per message. `broken` runs it without one of its protections, to show that the
+tests would notice.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from outbox.broker.consumer import ConsumerRuntime
+from outbox.broker.database import BrokerDatabase
+from outbox.broker.dispatch_loop import Dispatcher
+from outbox.broker.dispatch_queue import HeldQueue, Phase
+from outbox.message import Delivery
+from outbox.retry import RetryPolicy
+from outbox.subscription import Mode, Subscription
+from tests.consumption.inbox import InboxInvoker
+
+_EFFECT = "INSERT INTO effect (instance, queue, key, n, message_id, attempt) VALUES (%s, %s, %s, %s, %s, %s)"
+
+
+def without_fencing() -> None:
+    """Believe in every lease for ever."""
+    HeldQueue.trusted = lambda self: True  # type: ignore[method-assign]
+    HeldQueue.may_start = lambda self: True  # type: ignore[method-assign]
+
+
+def without_drain() -> None:
+    """Give queues away at once, whatever runs."""
+
+    def hand_over(self: Dispatcher, queue: HeldQueue) -> None:
+        queue.phase = Phase.DRAINING
+        self._held.pop(queue.key, None)
+        self._keeper.hand_back(queue.lease)
+
+    Dispatcher._begin_hand_over = hand_over  # type: ignore[method-assign]
+    HeldQueue.may_start = lambda self: True  # type: ignore[method-assign]
+
+
+BROKEN = {"": lambda: None, "no_fencing": without_fencing, "no_drain": without_drain}
+
+
+class EffectHandler:
+    """Writes effects; waits `seconds` per call, or while the file `gate` is missing."""
+
+    def __init__(self, invoker: InboxInvoker, options: dict[str, Any]) -> None:
+        self._invoker = invoker
+        self._name = options["name"]
+        self._seconds = options.get("seconds", 0.0)
+        self._gate = options.get("gate")
+        self._pause = threading.Event()
+
+    def __call__(self, given: Delivery | Sequence[Delivery]) -> None:
+        deliveries = [given] if isinstance(given, Delivery) else given
+        for d in deliveries:
+            values = [self._name, d.queue, d.key, d.body["n"], d.message_id, d.attempt]
+            self._invoker.connection.execute(_EFFECT, values)
+        self._pause.wait(self._seconds)
+        while self._gate and not Path(self._gate).exists():
+            self._pause.wait(0.02)
+
+
+def main() -> None:
+    options = json.loads(sys.argv[1])
+    logging.basicConfig(level=options.get("log", "ERROR"), format=f"{options['name']} %(message)s")
+    BROKEN[options.get("broken", "")]()
+    invoker = InboxInvoker(options["url"], once=options.get("inbox", True))
+    subscription = Subscription(
+        group=options.get("group", "g"),
+        topic=options.get("topic", "orders"),
+        mode=Mode(options.get("mode", "concurrent")),
+        batch=options.get("batch", 1),
+        threads=options.get("threads", 4),
+        filter=options.get("filter", ""),
+        suspend_seconds=0.1,
+        retry=RetryPolicy(delays_seconds=[0.1]),
+    )
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    ConsumerRuntime(
+        BrokerDatabase(conninfo=options["url"]),
+        [(subscription, EffectHandler(invoker, options))],
+        invoker=invoker,
+        lease_seconds=options.get("lease_seconds", 1.5),
+        strategy=options.get("strategy", "averagely"),
+    ).run(stop)
+
+
+if __name__ == "__main__":
+    main()
