@@ -92,6 +92,13 @@ def _columns(topic: Topic) -> dict[str, object]:
     }
 
 
+def list_topics(connection: Connection, schema: str) -> list[Topic]:
+    """Every topic but the retry topics of consumer groups, by name."""
+    with cursor_on(connection) as cursor:
+        rows = cursor.execute(_ALL.on(schema)).fetchall()
+    return sorted((_known_topic(row).topic for row in rows), key=lambda topic: topic.name)
+
+
 class TopicCatalog:
     """The declared topics, read once and again every 30 s or when a name is new.
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
 from django.db import connections
 from django.utils.connection import ConnectionDoesNotExist
 from psycopg.conninfo import make_conninfo
 
-from outbox.broker.database import BrokerDatabase, Identity, identity
+from outbox.broker.database import BrokerDatabase, Connection, Identity, identity
 from outbox.broker.postgres import PostgresBroker
 from outbox.broker.topics import TopicCatalog
 from outbox.codec import Codec, Codecs
@@ -116,6 +117,16 @@ def broker_database(settings: OutboxSettings | None = None) -> BrokerDatabase:
     return BrokerDatabase(
         conninfo=alias_conninfo(settings.broker), schema=settings.schema, listen_conninfo=settings.listen
     )
+
+
+@contextmanager
+def broker_connection() -> Iterator[tuple[Connection, str]]:
+    """A connection to the broker's database and its schema. Raises BrokerUnavailable or ConfigurationError."""
+    settings = get_settings()
+    if settings.in_memory:
+        raise ConfigurationError("OUTBOX['IN_MEMORY'] is on: there is no broker outside this process to look at.")
+    with broker_database(settings).connect(name="outbox-command") as connection:
+        yield connection, settings.schema
 
 
 def alias_conninfo(alias: str) -> str:

@@ -16,6 +16,7 @@ from django.db import connections, router, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.utils import IntegrityError
 
+from outbox import fence
 from outbox.contrib.django.registry import Subscriber, find_subscriber
 from outbox.errors import PartialFailure, TransactionUsageError
 from outbox.faults import point
@@ -136,6 +137,7 @@ class InboxInvoker:
                     f"failed. Raise the error that made it do so."
                 )
             point("consumer.before_inbox_commit")
+            fence.check()
         point("consumer.after_inbox_commit")
         return [_result(delivery, new, failed) for delivery in deliveries]
 

@@ -6,11 +6,12 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
 
 from outbox.broker.consumer import ConsumerRuntime
 from outbox.broker.process import ProcessSettings, run_broker
-from outbox.broker.supervisor import ChildSpec
+from outbox.broker.supervisor import ChildSpec, Supervisor
 from outbox.contrib.django.broker import broker_database, check_settings, get_codecs
 from outbox.contrib.django.checkback import Pass, passes
 from outbox.contrib.django.conf import get_settings
@@ -81,22 +82,20 @@ def run_pass(item: Pass) -> None:
         logger.exception("%s failed, it runs again in %.0f s", item.name, item.interval_seconds)
 
 
-def run_in_threads(roles: Sequence[Callable[[threading.Event], None]], stop: threading.Event) -> None:
-    """Run roles side by side in this process until `stop`, or until one fails: then stop all and raise its error."""
-    failures: list[BaseException] = []
+def run_all(stop: threading.Event) -> None:
+    """Supervise the broker and the consumers as processes of their own and run the periodic passes here."""
+    supervisor = Supervisor(child_specs())
+    supervisor.start()
+    try:
+        run_check_role(stop)
+    finally:
+        supervisor.stop()
 
-    def run(role: Callable[[threading.Event], None]) -> None:
-        try:
-            role(stop)
-        except BaseException as error:
-            failures.append(error)
-        finally:
-            stop.set()
 
-    threads = [threading.Thread(target=run, args=[role], name=getattr(role, "__name__", "role")) for role in roles]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failures:
-        raise failures[0]
+# What `outbox_worker --role` offers: functions of the stop event and the groups named.
+ROLES: Final[Mapping[str, Callable[[threading.Event, Sequence[str]], None]]] = {
+    "all": lambda stop, groups: run_all(stop),
+    "broker": lambda stop, groups: run_broker_role(stop),
+    "consumer": lambda stop, groups: run_consumer_role(stop, groups=groups),
+    "check": lambda stop, groups: run_check_role(stop),
+}

@@ -1,0 +1,29 @@
+"""`manage.py outbox_check`: one check-back pass."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from django.core.management.base import CommandParser
+
+from outbox.contrib.django.checkback import run_check_back
+from outbox.contrib.django.management.output import OutboxCommand
+
+
+class Command(OutboxCommand):
+    """Parses, then calls run_check_back."""
+
+    help = "Answer once what the broker asks this producer group about undecided messages."
+
+    def add_arguments(self, parser: CommandParser) -> None:
+        """See BaseCommand."""
+        self.add_json(parser)
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        """See BaseCommand."""
+        counts = dataclasses.asdict(run_check_back())
+        if options["json"]:
+            self.print_json(counts)
+        else:
+            self.stdout.write(", ".join(f"{number} {name.replace('_', ' ')}" for name, number in counts.items()))

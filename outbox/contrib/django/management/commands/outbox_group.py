@@ -1,0 +1,119 @@
+"""`manage.py outbox_group list|offsets|pause|resume|reset`."""
+
+from __future__ import annotations
+
+import dataclasses
+from datetime import datetime
+from typing import Any
+
+from django.core.management.base import CommandError, CommandParser
+
+from outbox.broker.group_reset import reset
+from outbox.broker.groups import list_queues, pause, resume
+from outbox.contrib.django.broker import broker_connection
+from outbox.contrib.django.management.output import OutboxCommand
+from outbox.contrib.django.operations import group_lags
+from outbox.subscription import Start
+
+
+class Command(OutboxCommand):
+    """Parses, then calls one function."""
+
+    help = "List, pause, resume or reset consumer groups."
+
+    def add_arguments(self, parser: CommandParser) -> None:
+        """See BaseCommand."""
+        actions = parser.add_subparsers(dest="action", required=True)
+        self.add_json(actions.add_parser("list", help="every group with its lag"))
+        offsets = actions.add_parser("offsets", help="every queue of a group: position, end, owner, what blocks it")
+        offsets.add_argument("group")
+        self.add_json(offsets)
+        for action in ("pause", "resume"):
+            actions.add_parser(action).add_argument("group")
+        move = actions.add_parser("reset", help="move a group on a topic")
+        move.add_argument("group")
+        move.add_argument("topic")
+        target = move.add_mutually_exclusive_group(required=True)
+        target.add_argument("--to-time", type=_moment, help="ISO 8601 with a time zone")
+        target.add_argument("--to-offset", type=int)
+        target.add_argument("--to-end", action="store_true")
+        target.add_argument("--to-first", action="store_true")
+        move.add_argument("--queue", type=int, help="only the queue of this number")
+        move.add_argument("--reprocess", action="store_true", help="also process what the inbox has already")
+        move.add_argument("--dry-run", action="store_true", help="say what would move, move nothing")
+        self.add_json(move)
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        """See BaseCommand."""
+        getattr(self, f"_{options['action']}")(options)
+
+    def _list(self, options: dict[str, Any]) -> None:
+        with broker_connection() as (connection, schema):
+            rows = group_lags(connection, schema)
+        if options["json"]:
+            self.print_json(rows)
+        else:
+            self.print_rows(
+                ["group", "queues", "lag", "stopped", "blocked"], (dataclasses.astuple(row) for row in rows)
+            )
+
+    def _offsets(self, options: dict[str, Any]) -> None:
+        with broker_connection() as (connection, schema):
+            queues = list_queues(connection, schema, options["group"])
+        if options["json"]:
+            self.print_json([{**dataclasses.asdict(queue), "lag": queue.lag} for queue in queues])
+            return
+        self.print_rows(
+            ["topic", "queue", "offset", "end", "lag", "owner", "stopped or blocked by"],
+            ((q.topic, q.number, q.next_offset, q.head, q.lag, q.owner, q.stopped or q.blocked_error) for q in queues),
+        )
+
+    def _pause(self, options: dict[str, Any]) -> None:
+        with broker_connection() as (connection, schema):
+            pause(connection, schema, options["group"])
+        self.stdout.write(f"{options['group']} is paused; handlers that run now finish.")
+
+    def _resume(self, options: dict[str, Any]) -> None:
+        with broker_connection() as (connection, schema):
+            count = resume(connection, schema, options["group"])
+        self.stdout.write(f"{options['group']} goes on; {count} stopped queues were released.")
+
+    def _reset(self, options: dict[str, Any]) -> None:
+        with broker_connection() as (connection, schema):
+            moves = reset(
+                connection,
+                schema,
+                options["group"],
+                options["topic"],
+                _target(options),
+                number=options["queue"],
+                reprocess=options["reprocess"],
+                dry_run=options["dry_run"],
+            )
+        if options["json"]:
+            self.print_json(moves)
+        else:
+            self.print_rows(
+                ["topic", "queue", "from", "to"], ((m.topic, m.number, m.from_offset, m.to_offset) for m in moves)
+            )
+            if options["dry_run"]:
+                self.stdout.write("nothing was moved (--dry-run)")
+
+
+def _target(options: dict[str, Any]) -> Start | datetime | int:
+    if options["to_end"]:
+        return Start.LAST
+    if options["to_first"]:
+        return Start.FIRST
+    target: datetime | int = options["to_offset"] if options["to_time"] is None else options["to_time"]
+    return target
+
+
+def _moment(text: str) -> datetime:
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError as error:
+        raise CommandError(f"--to-time {text!r} is no time: write it like 2026-01-31T12:00:00+00:00.") from error
+    if moment.tzinfo is None:
+        raise CommandError(f"--to-time {text!r} has no time zone: add +00:00 or your offset.")
+    return moment

@@ -1,0 +1,61 @@
+"""`manage.py outbox_topic create|alter|list`."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from django.core.management.base import CommandParser
+
+from outbox.broker.topics import list_topics
+from outbox.contrib.django.broker import broker_connection
+from outbox.contrib.django.management.output import OutboxCommand
+from outbox.contrib.django.operations import alter_topic, create_topic
+from outbox.topic import MessageType
+
+
+class Command(OutboxCommand):
+    """Parses, then calls one function."""
+
+    help = "Create, alter or list the topics of the broker. `migrate` declares those of OUTBOX['TOPICS']."
+
+    def add_arguments(self, parser: CommandParser) -> None:
+        """See BaseCommand."""
+        actions = parser.add_subparsers(dest="action", required=True)
+        for action in ("create", "alter"):
+            options = actions.add_parser(action)
+            options.add_argument("name")
+            options.add_argument("--type", action="append", dest="types", choices=[str(item) for item in MessageType])
+            options.add_argument("--queues", type=int, dest="queue_count")
+            options.add_argument("--retention-seconds", type=int)
+            options.add_argument("--on-park", choices=["hold", "release"])
+            options.add_argument("--key-lock", choices=["on", "off"])
+        self.add_json(actions.add_parser("list"))
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        """See BaseCommand."""
+        if options["action"] == "list":
+            self._list(as_json=options["json"])
+            return
+        wanted = {name: options[name] for name in ("queue_count", "retention_seconds", "on_park")}
+        changes: dict[str, Any] = {name: value for name, value in wanted.items() if value is not None}
+        if options["types"]:
+            changes["types"] = frozenset(map(MessageType, options["types"]))
+        if options["key_lock"]:
+            changes["key_lock"] = options["key_lock"] == "on"
+        act = create_topic if options["action"] == "create" else alter_topic
+        self.stdout.write(str(act(options["name"], **changes)))
+
+    def _list(self, *, as_json: bool) -> None:
+        with broker_connection() as (connection, schema):
+            topics = list_topics(connection, schema)
+        if as_json:
+            self.print_json([{**dataclasses.asdict(topic), "types": sorted(topic.types)} for topic in topics])
+            return
+        self.print_rows(
+            ["topic", "types", "queues", "retention s", "key lock", "on park"],
+            (
+                (t.name, "+".join(sorted(t.types)), t.queue_count, t.retention_seconds, t.key_lock, t.on_park)
+                for t in topics
+            ),
+        )

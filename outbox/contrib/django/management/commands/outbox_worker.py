@@ -1,0 +1,35 @@
+"""`manage.py outbox_worker`: the broker, the consumers and check-back without Celery."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from typing import Any
+
+from django.core.management.base import CommandParser
+
+from outbox.contrib.django.management.output import OutboxCommand
+from outbox.contrib.django.workers import ROLES
+
+
+class Command(OutboxCommand):
+    """Parses, then runs one role until SIGTERM or SIGINT."""
+
+    help = "Run the broker, the consumers and check-back until SIGTERM, then drain."
+
+    def add_arguments(self, parser: CommandParser) -> None:
+        """See BaseCommand."""
+        parser.add_argument(
+            "--role",
+            choices=sorted(ROLES),
+            default="all",
+            help="all (default): supervise a broker and the consumer processes, and run the periodic passes here",
+        )
+        parser.add_argument("--group", action="append", default=[], help="consumer: only this group (repeatable)")
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        """See BaseCommand."""
+        stop = threading.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: stop.set())
+        ROLES[options["role"]](stop, options["group"])

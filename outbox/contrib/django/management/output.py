@@ -1,0 +1,54 @@
+"""What the commands share: errors as one clear line, and output for people or as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from django.core.management.base import BaseCommand, CommandError, CommandParser
+
+from outbox.contrib.django.broker import reset_broker
+from outbox.errors import OutboxError
+
+
+class OutboxCommand(BaseCommand):
+    """A command whose work is one function; it fails with the text of an OutboxError instead of a traceback."""
+
+    # A command that mends something must run when a check complains about it.
+    requires_system_checks: tuple[str, ...] = ()
+
+    def add_json(self, parser: CommandParser) -> None:
+        """The option --json."""
+        parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+
+    def execute(self, *args: Any, **options: Any) -> str | None:
+        """See BaseCommand."""
+        try:
+            return super().execute(*args, **options)
+        except OutboxError as error:
+            raise CommandError(str(error)) from error
+        finally:
+            # Ends background threads and announces what they still hold.
+            reset_broker()
+
+    def print_json(self, value: Any) -> None:
+        """Print dataclasses, mappings and sequences as JSON; times as ISO 8601."""
+        self.stdout.write(json.dumps(value, indent=2, default=_plain))
+
+    def print_rows(self, header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+        """Print an aligned table; an empty one says so."""
+        lines = [tuple("" if cell is None else str(cell) for cell in row) for row in rows]
+        if not lines:
+            self.stdout.write("none")
+            return
+        widths = [max(len(line[column]) for line in [tuple(header), *lines]) for column in range(len(header))]
+        for line in [tuple(header), *lines]:
+            self.stdout.write("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+
+
+def _plain(value: object) -> object:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.asdict(value)
+    return str(value)

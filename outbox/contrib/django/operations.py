@@ -1,0 +1,116 @@
+"""What the commands call, where it is more than one function of the broker."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+from uuid import UUID
+
+from outbox.broker.database import Connection
+from outbox.broker.dead_letters import list_dead_letters, replay
+from outbox.broker.groups import QueueStatus, list_queues
+from outbox.broker.postgres import PostgresBroker
+from outbox.broker.status import BrokerStatus, broker_status
+from outbox.broker.topics import list_topics
+from outbox.contrib.django.broker import broker_connection, get_broker
+from outbox.errors import UnknownTopic, UsageError
+from outbox.topic import Topic
+
+
+@dataclass(frozen=True, slots=True)
+class ProjectStatus:
+    """The broker's state, every queue that does not go on, and what needs attention."""
+
+    broker: BrokerStatus
+    halted: Sequence[QueueStatus]
+    problems: Sequence[str]
+
+    def as_json(self) -> dict[str, Any]:
+        """For --json."""
+        return {
+            "broker": dataclasses.asdict(self.broker),
+            "halted": [dataclasses.asdict(queue) for queue in self.halted],
+            "problems": list(self.problems),
+        }
+
+
+def project_status() -> ProjectStatus:
+    """Look at everything once."""
+    with broker_connection() as (connection, schema):
+        broker = broker_status(connection, schema)
+        halted = [queue for queue in list_queues(connection, schema) if queue.stopped or queue.blocked_by]
+    return ProjectStatus(broker, halted, [*broker.problems, *map(_halted, halted)])
+
+
+def _halted(queue: QueueStatus) -> str:
+    where = f"group {queue.group!r}, topic {queue.topic!r}, queue {queue.number}"
+    if queue.stopped:
+        return f"{where} is stopped: {queue.stopped}. `outbox_group resume {queue.group}` once that is mended."
+    return f"{where} is blocked by message {queue.blocked_by} since {queue.blocked_since}: {queue.blocked_error}"
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLag:
+    """One group in short."""
+
+    group: str
+    queues: int
+    lag: int
+    stopped: int
+    blocked: int
+
+
+def group_lags(connection: Connection, schema: str) -> list[GroupLag]:
+    """Every group that stores positions."""
+    by_group: dict[str, list[QueueStatus]] = {}
+    for queue in list_queues(connection, schema):
+        by_group.setdefault(queue.group, []).append(queue)
+    return [
+        GroupLag(
+            group,
+            len(queues),
+            sum(queue.lag for queue in queues),
+            sum(queue.stopped is not None for queue in queues),
+            sum(queue.blocked_by is not None for queue in queues),
+        )
+        for group, queues in by_group.items()
+    ]
+
+
+def create_topic(name: str, **properties: Any) -> str:
+    """Declare a new topic. Raises UsageError when it is there already."""
+    with broker_connection() as (connection, schema):
+        if name in {topic.name for topic in list_topics(connection, schema)}:
+            raise UsageError(f"topic {name!r} exists already: `outbox_topic alter {name}` changes it.")
+    _declare(Topic(name=name, **properties))
+    return f"topic {name} was created."
+
+
+def alter_topic(name: str, **changes: Any) -> str:
+    """Change properties of a topic; the others stay. Raises UnknownTopic."""
+    with broker_connection() as (connection, schema):
+        known = {topic.name: topic for topic in list_topics(connection, schema)}
+    if name not in known:
+        raise UnknownTopic(f"topic {name!r} is not declared; there are: {', '.join(sorted(known)) or 'none'}.")
+    changed = replace(known[name], **changes)
+    _declare(changed)
+    return f"topic {name} was changed." if changed != known[name] else f"topic {name} was so already."
+
+
+def _declare(topic: Topic) -> None:
+    get_broker().declare([topic])
+
+
+def replay_dead_letters(group: str, ids: Sequence[UUID] | None, *, limit: int, dry_run: bool) -> int:
+    """Deliver dead letters of a group again, all of them if `ids` is None; returns how many."""
+    with broker_connection() as (connection, schema):
+        if dry_run:
+            letters = list_dead_letters(connection, schema, group, limit=limit)
+            return sum(ids is None or letter.message_id in ids for letter in letters)
+        count = replay(connection, schema, group, ids, limit=limit)
+    broker = get_broker()
+    if isinstance(broker, PostgresBroker):
+        broker.notify_decided()
+    return count
