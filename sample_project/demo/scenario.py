@@ -81,12 +81,16 @@ def run(options: Options, display: Display, directory: Path) -> None:
             *_of_crashes(stage, broker_killed=broker_killed),
             *(verdicts.of_check_back(found) if stage.two_phase else []),
         ]
-        if options.reconcile and late is None:
-            results += _reconcile(stage, found.paid)
+        failure = late
+        if options.reconcile and failure is None:
+            try:
+                results += _reconcile(stage, found.paid)
+            except DemoFailed as error:
+                failure = error
         display.result(results)
         wrong = [result.name for result in results if not result.good]
-        if late is not None or wrong:
-            raise late or DemoFailed(f"wrong figures: {', '.join(wrong)}", log=stage.services.log("worker"))
+        if failure is not None or wrong:
+            raise failure or DemoFailed(f"wrong figures: {', '.join(wrong)}", log=stage.services.log("worker"))
         display.step("all figures are right")
         if options.keep:
             _keep(stage)
