@@ -52,6 +52,7 @@ class Dispatcher:
         self._store_at = 0.0
         self._foreign: list[tuple[Item, Row]] = []
         self._bounded = False
+        self._draining = False
         self.finished: deque[Work] = deque()
         self.counts: Counter[str] = Counter()
 
@@ -106,6 +107,8 @@ class Dispatcher:
 
     def drain(self) -> None:
         """Start nothing more; what runs is finished, stored and handed over."""
+        self._draining = True
+        self._keeper.drain()
         for queue in list(self._held.values()):
             self._begin_hand_over(queue)
 
@@ -132,6 +135,8 @@ class Dispatcher:
                 # A bounded pass takes what there was when it began.
                 queue.hungry = not self._bounded
                 self._held[queue.key] = queue
+                if self._draining:
+                    self._begin_hand_over(queue)
             case HandOver(lease):
                 if (held := self._current(lease)) is not None:
                     self._begin_hand_over(held)

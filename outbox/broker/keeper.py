@@ -19,7 +19,7 @@ import psycopg
 
 from outbox.broker import broadcast, leases, membership, offsets, rebalance
 from outbox.broker.database import BrokerDatabase, Connection
-from outbox.broker.dispatch_queue import HeldQueue
+from outbox.broker.dispatch_queue import HeldQueue, Phase
 from outbox.broker.dispatch_station import ConsumingGroup, Station
 from outbox.broker.fetch import floors
 from outbox.broker.leases import Lease, QueueKey, lease_clock
@@ -107,7 +107,7 @@ class Keeper:
         self._held: dict[QueueKey, Lease] = {}
         self._leaving: set[QueueKey] = set()
         self._switches: dict[int, Switched] = {}
-        self._stopped: set[QueueKey] = set()
+        self._queues: dict[QueueKey, HeldQueue] = {}
         self._renew_at = 0.0
         self._broadcast = broadcast.Follower([group for group in groups if group.broadcast])
         self._shared = _Shared()
@@ -115,6 +115,7 @@ class Keeper:
         self._thread: threading.Thread | None = None
         self._wanted = threading.Event()
         self._stopping = threading.Event()
+        self._draining = False
 
     # -- the dispatching thread's side ----------------------------------------------------------
 
@@ -141,6 +142,10 @@ class Keeper:
         """Run in a thread until `stop`."""
         self._thread = threading.Thread(target=self._run, name="outbox-keeper", daemon=True)
         self._thread.start()
+
+    def drain(self) -> None:
+        """Take no more queues: what is handed back from now on is for others."""
+        self._draining = True
 
     def stop(self) -> None:
         """Release what is held and leave the groups."""
@@ -235,7 +240,7 @@ class Keeper:
         if self._held.get(lease.key) is lease:
             del self._held[lease.key]
             self._leaving.discard(lease.key)
-            self._stopped.discard(lease.key)
+            del self._queues[lease.key]
 
     def _read_switches(self, connection: Connection) -> None:
         for group_id, state in membership.groups(connection, self._schema, list(self._groups)).items():
@@ -245,11 +250,13 @@ class Keeper:
                 self._emit(switched)
 
     def _rebalance(self, connection: Connection) -> None:
-        if not self._shared_groups:
+        if not self._shared_groups or self._draining:
             return
         members = membership.members(connection, self._schema, self._shared_groups)
+        # Before the database is asked: a queue that was stopped here by then is stopped there.
+        stopped = {key for key, queue in self._queues.items() if queue.phase is Phase.STOPPED}
         queues = membership.queues(connection, self._schema, self._shared_groups)
-        self._compare(queues)
+        self._compare(queues, stopped)
         for group_id in self._shared_groups:
             of_group = [queue for queue in queues if queue.key[0] == group_id]
             mine = rebalance.share(self._instance, self._strategy, members[group_id], of_group)
@@ -266,7 +273,7 @@ class Keeper:
             if free:
                 self._acquire(connection, self._groups[group_id], free)
 
-    def _compare(self, queues: Sequence[QueueState]) -> None:
+    def _compare(self, queues: Sequence[QueueState], stopped: Collection[QueueKey]) -> None:
         """Notice leases that were fenced (an offset reset) and queues that an operator resumed."""
         for queue in queues:
             lease = self._held.get(queue.key)
@@ -274,8 +281,7 @@ class Keeper:
                 continue
             if queue.epoch != lease.epoch or queue.owner != self._instance:
                 self._lose(lease)
-            elif (queue.stopped is not None) != (queue.key in self._stopped):
-                self._stopped ^= {queue.key}
+            elif (queue.stopped is not None) != (queue.key in stopped):
                 self._emit(Stopped(queue.key, queue.stopped is not None))
 
     def _let_go(self, key: QueueKey) -> None:
@@ -299,10 +305,10 @@ class Keeper:
             self._held[lease.key] = lease
             queue = HeldQueue(lease, group, station_of(group, state), queue_name(group, state), positions[lease.key[1]])
             queue.skip_to(lowest[lease.key[1]])
-            self._emit(Gained(queue))
             if state.stopped is not None:
-                self._stopped.add(lease.key)
-                self._emit(Stopped(lease.key, True))
+                queue.phase = Phase.STOPPED
+            self._queues[lease.key] = queue
+            self._emit(Gained(queue))
 
     def _leave(self) -> None:
         """Release everything; what was not handed back is drained or lost by now."""
