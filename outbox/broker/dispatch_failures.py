@@ -63,7 +63,7 @@ class FailureDesk:
         again: list[Item] = []
         for failed, judgement in judged:
             if failed.station.group.broadcast or failed.item.queue.key in kept:
-                again += self._conclude(connection, failed, judgement)
+                again += self._conclude(failed, judgement)
         return again
 
     def send_on(self, connection: Connection, foreign: Sequence[tuple[Item, Row]]) -> None:
@@ -114,19 +114,22 @@ class FailureDesk:
                 target[place] = failure
         for known in rounds:
             kept |= send_back.record(connection, self._schema, self._instance, list(known.values()))
+        for failed, judgement in judged:
+            if judgement.verdict is Verdict.STOP and not failed.station.group.broadcast:
+                reason = send_back.describe(failed.error)
+                leases.stop(connection, self._schema, self._instance, failed.item.queue.lease, reason)
         if any(judgement.verdict is Verdict.SEND_BACK for _, judgement in judged):
             # The sequencer knows when the next scheduled message was due before this one.
             notify(connection, self._schema, Channel.DECIDED)
         return kept
 
-    def _conclude(self, connection: Connection, failed: Failed, judgement: Judgement) -> list[Item]:
+    def _conclude(self, failed: Failed, judgement: Judgement) -> list[Item]:
         item = failed.item
         queue = item.queue
         if judgement.verdict is Verdict.IN_PLACE:
             return [self._again(item, judgement.delay_seconds)]
         if judgement.verdict is Verdict.STOP:
             queue.phase = Phase.STOPPED if queue.phase is Phase.ACTIVE else queue.phase
-            leases.stop(connection, self._schema, self._instance, queue.lease, send_back.describe(failed.error))
             return []
         outcome = Outcome.DEAD if judgement.verdict is Verdict.DEAD else Outcome.SENT_BACK
         queue.window.finish(item.offset, outcome)

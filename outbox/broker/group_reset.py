@@ -14,6 +14,7 @@ from datetime import datetime
 from outbox.broker.arrays import bigints, cursor_on, integers
 from outbox.broker.database import Connection
 from outbox.broker.groups import group_id_of, list_queues, raise_generation, starting_offsets
+from outbox.broker.notify import Channel, notify
 from outbox.broker.statement import Statement
 from outbox.broker.topics import TopicCatalog
 from outbox.errors import UsageError
@@ -82,6 +83,8 @@ def reset(
             cursor.execute(_MOVE.on(schema), values)
         if reprocess and not dry_run:
             raise_generation(connection, schema, group)
+    if not dry_run:
+        notify(connection, schema, Channel.SHARED)
     return moves
 
 

@@ -11,6 +11,7 @@ from uuid import UUID
 from outbox.broker.arrays import bigints, cursor_on, integers
 from outbox.broker.database import Connection
 from outbox.broker.fetch import heads
+from outbox.broker.notify import Channel, notify
 from outbox.broker.statement import Statement
 from outbox.broker.topics import TopicCatalog
 from outbox.errors import InvalidSubscription, UnknownGroup
@@ -203,6 +204,7 @@ def pause(connection: Connection, schema: str, group: str) -> None:
     """Let the group start no more handlers, within a second or so; positions stay. Raises UnknownGroup."""
     if cursor_on(connection).execute(_PAUSE.on(schema), {"name": group, "paused": True}).fetchone() is None:
         raise _unknown(group)
+    notify(connection, schema, Channel.SHARED)
 
 
 def resume(connection: Connection, schema: str, group: str) -> int:
@@ -211,7 +213,9 @@ def resume(connection: Connection, schema: str, group: str) -> int:
         row = cursor.execute(_PAUSE.on(schema), {"name": group, "paused": False}).fetchone()
         if row is None:
             raise _unknown(group)
-        return cursor.execute(_RESUME_QUEUES.on(schema), {"group_id": row[0]}).rowcount
+        resumed = cursor.execute(_RESUME_QUEUES.on(schema), {"group_id": row[0]}).rowcount
+    notify(connection, schema, Channel.SHARED)
+    return resumed
 
 
 def raise_generation(connection: Connection, schema: str, group: str) -> int:

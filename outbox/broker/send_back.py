@@ -144,7 +144,7 @@ def record(connection: Connection, schema: str, owner: UUID, failures: Sequence[
         "attempts": arrays.integers([min(failure.attempts, _LAST_COUNTED) for failure in failures]),
         "errors": arrays.texts([failure.error for failure in failures]),
         "verdicts": arrays.texts([failure.judgement.verdict.value for failure in failures]),
-        "delays": [failure.judgement.delay_seconds for failure in failures],
+        "delays": [float(failure.judgement.delay_seconds) for failure in failures],
         "retry_queues": arrays.integers([failure.retry_queue_id for failure in failures]),
         "next_attempts": arrays.integers([min(failure.next_attempt, _LAST_COUNTED) for failure in failures]),
     }

@@ -1,4 +1,4 @@
-"""A broker with everything a consumption test needs around it: real database, sequencer, consumers in threads or processes."""
+"""A broker and what a consumption test needs around it: sequencer, consumers in threads or in processes."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
-
-import psycopg
 
 from outbox.broker import groups
 from outbox.broker.consumer import ConsumeCounts, ConsumerRuntime

@@ -136,7 +136,7 @@ HEADERS = st.dictionaries(st.sampled_from(["a", "b", "x-y", "in"]), st.one_of(TE
 @pytest.fixture(scope="module")
 def connection(server_url: str) -> Iterator[psycopg.Connection[tuple[bool]]]:
     with psycopg.connect(server_url, autocommit=True) as connection:
-        yield connection  # type: ignore[misc]
+        yield connection
 
 
 def in_sql(connection: psycopg.Connection[tuple[bool]], text: str, tag: str, headers: Mapping[str, str]) -> bool:

@@ -1,0 +1,394 @@
+"""Failed messages: retry levels and counts, dead letters, replay, timeouts, undecodable bodies, local retry."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from outbox import faults
+from outbox.broker import dead_letters, groups
+from outbox.broker.notify import Channel, notify
+from outbox.errors import HandlerTimedOut, PartialFailure, PermanentError, RetryLater
+from outbox.message import Delivery, Message
+from outbox.retry import RetryPolicy
+from outbox.subscription import Mode, OnError, Subscription
+from tests.consumption.bench import AT_ONCE, ConsumptionBench, encode
+from tests.support import eventually
+
+LATER = RetryPolicy(delays_seconds=[10, 30, 60], max_attempts=16)
+
+
+@pytest.fixture
+def orders(bench: ConsumptionBench) -> ConsumptionBench:
+    bench.declare("orders")
+    return bench
+
+
+@pytest.fixture
+def armed() -> Iterator[Any]:
+    yield faults.arm
+    faults.arm("")
+
+
+def subscribe(**options: Any) -> Subscription:
+    return Subscription(**{"group": "g", "topic": "orders", "retry": AT_ONCE, **options})
+
+
+def message(n: int = 0, **fields: Any) -> Message:
+    return Message(topic="orders", body=encode({"n": n}), **fields)
+
+
+def scheduled(bench: ConsumptionBench) -> list[tuple[int, int]]:
+    """(attempt, seconds until due) of what was sent back."""
+    rows = bench.rows(
+        "SELECT s.attempt, round(extract(epoch FROM s.due_at - f.failed_at))::integer"
+        " FROM outbox.scheduled s JOIN outbox.failure f ON f.log_id = s.log_id AND f.attempt = s.attempt - 1"
+        " ORDER BY s.log_id"
+    )
+    return [(attempt, seconds) for attempt, seconds in rows]
+
+
+def make_due(bench: ConsumptionBench) -> None:
+    bench.connection.execute("UPDATE outbox.scheduled SET due_at = now()")
+    bench.sequence()
+
+
+def test_retry_levels_and_counts_then_dead_letter(orders: ConsumptionBench) -> None:
+    seen: list[tuple[int, str]] = []
+
+    def fail(delivery: Delivery) -> None:
+        seen.append((delivery.attempt, delivery.queue))
+        raise ValueError(f"attempt {delivery.attempt}")
+
+    policy = RetryPolicy(delays_seconds=[10, 30], max_attempts=4)
+    one = message()
+    orders.publish([one])
+    waits = []
+    for _ in range(4):
+        orders.runtime((subscribe(retry=policy), fail)).run_once()
+        waits += scheduled(orders)
+        make_due(orders)
+    assert [attempt for attempt, _ in seen] == [1, 2, 3, 4]
+    assert [queue for _, queue in seen][1:] == ["%RETRY%g"] * 3
+    assert waits == [(1, 10), (2, 30), (3, 30)]
+    (letter,) = dead_letters.list_dead_letters(orders.connection, "outbox", "g")
+    assert (letter.message_id, letter.attempts, letter.topic) == (one.message_id, 4, "orders")
+    errors = dead_letters.failed_attempts(orders.connection, "outbox", "g", one.message_id)
+    assert [(e.attempt, e.error.splitlines()[0]) for e in errors] == [
+        (n, f"ValueError: attempt {n}") for n in (1, 2, 3, 4)
+    ]
+    assert "raised in fail" in errors[0].error
+    orders.assert_conserved("g")
+
+
+def test_sixteen_attempts_by_default() -> None:
+    policy = Subscription(group="g", topic="orders").retry
+    assert not policy.exhausted(15) and policy.exhausted(16)
+
+
+def test_a_retried_message_takes_effect_once_it_succeeds(orders: ConsumptionBench) -> None:
+    attempts: Counter[int] = Counter()
+
+    def succeed_on_third(delivery: Delivery) -> None:
+        attempts[delivery.body["n"]] += 1
+        if delivery.attempt < 3:
+            raise ValueError
+
+    orders.publish([message(n) for n in range(20)])
+    orders.drain(subscribe(), succeed_on_third)
+    assert attempts == dict.fromkeys(range(20), 3)
+    assert dead_letters.list_dead_letters(orders.connection, "outbox") == []
+    assert orders.lag("g") == 0
+    orders.assert_conserved("g")
+
+
+def test_listener_chooses_the_level(orders: ConsumptionBench) -> None:
+    def fail(delivery: Delivery) -> None:
+        raise RetryLater(level=3)
+
+    orders.publish([message()])
+    orders.runtime((subscribe(retry=LATER), fail)).run_once()
+    assert scheduled(orders) == [(1, 60)]
+
+
+def test_permanent_error_is_dead_lettered_at_once(orders: ConsumptionBench) -> None:
+    def fail(delivery: Delivery) -> None:
+        raise PermanentError("no such customer")
+
+    orders.publish([message()])
+    orders.drain(subscribe(), fail)
+    (letter,) = dead_letters.list_dead_letters(orders.connection, "outbox", "g")
+    assert (letter.attempts, letter.error.splitlines()[0]) == (1, "PermanentError: no such customer")
+
+
+def test_reaction_per_error_type_the_most_specific_wins(orders: ConsumptionBench) -> None:
+    errors = [KeyError("x"), LookupError("x"), ValueError("x")]
+
+    def fail(delivery: Delivery) -> None:
+        raise errors[delivery.body["n"]]
+
+    orders.publish([message(n) for n in range(3)])
+    on_error = {KeyError: OnError.RETRY, LookupError: OnError.DEAD_LETTER, ValueError: OnError.SKIP}
+    orders.runtime((subscribe(retry=LATER, on_error=on_error), fail)).run_once()
+    assert len(scheduled(orders)) == 2
+    (letter,) = dead_letters.list_dead_letters(orders.connection, "outbox")
+    assert letter.error.startswith("LookupError")
+
+
+def test_stop_keeps_the_message_and_is_visible_until_resumed(orders: ConsumptionBench) -> None:
+    orders.declare("single", queues=1)
+    healthy = threading.Event()
+    seen: list[int] = []
+
+    def handle(delivery: Delivery) -> None:
+        if delivery.body["n"] == 2 and not healthy.is_set():
+            raise ConnectionError("the ledger is closed")
+        seen.append(delivery.body["n"])
+
+    subscription = subscribe(topic="single", mode=Mode.ORDERLY, on_error={ConnectionError: OnError.STOP})
+    orders.publish([Message(topic="single", body=encode({"n": n})) for n in range(5)])
+    with orders.running((subscription, handle)):
+
+        def stopped() -> list[groups.QueueStatus]:
+            return [queue for queue in groups.list_queues(orders.connection, "outbox", "g") if queue.stopped]
+
+        (queue,) = eventually(stopped)
+        assert queue.stopped is not None and "the ledger is closed" in queue.stopped
+        assert (queue.next_offset, queue.lag, seen) == (2, 3, [0, 1])
+        healthy.set()
+        assert groups.resume(orders.connection, "outbox", "g") == 1
+        eventually(lambda: seen == [0, 1, 2, 3, 4])
+    assert not stopped()
+
+
+def test_stopped_queue_stays_stopped_for_the_next_process(orders: ConsumptionBench) -> None:
+    seen: list[int] = []
+
+    def fail(delivery: Delivery) -> None:
+        seen.append(delivery.body["n"])
+        raise ConnectionError
+
+    orders.declare("single", queues=1)
+    orders.publish([Message(topic="single", body=encode({"n": n})) for n in range(3)])
+    subscription = subscribe(topic="single", mode=Mode.ORDERLY, on_error={ConnectionError: OnError.STOP})
+    orders.runtime((subscription, fail)).run_once()
+    orders.runtime((subscription, fail)).run_once()
+    assert seen == [0]
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+def test_undecodable_body_is_dead_lettered_with_a_clear_error(orders: ConsumptionBench, mode: Mode) -> None:
+    seen: list[int] = []
+    broken = message().__class__(topic="orders", key="k", body=b"{not json")
+    foreign = Message(topic="orders", key="k", body=b"\x00", content_type="application/x-unknown")
+    orders.publish([broken, foreign, message(7, key="k")])
+    orders.drain(subscribe(mode=mode), lambda delivery: seen.append(delivery.body["n"]))
+    letters = {letter.message_id: letter for letter in dead_letters.list_dead_letters(orders.connection, "outbox")}
+    assert "not valid application/json" in letters[broken.message_id].error
+    assert "no codec for content type 'application/x-unknown'" in letters[foreign.message_id].error
+    assert seen == [7]
+
+
+def test_replay_from_dlq_starts_a_new_series_of_attempts(orders: ConsumptionBench) -> None:
+    healthy = False
+    attempts: list[int] = []
+
+    def handle(delivery: Delivery) -> None:
+        attempts.append(delivery.attempt)
+        if not healthy:
+            raise PermanentError("down")
+
+    orders.publish([message(n) for n in range(3)])
+    orders.drain(subscribe(), handle)
+    letters = dead_letters.list_dead_letters(orders.connection, "outbox", "g")
+    assert dead_letters.replay(orders.connection, "outbox", "g", [letters[0].message_id]) == 1
+    orders.sequence()
+    orders.drain(subscribe(), handle)
+    assert len(dead_letters.list_dead_letters(orders.connection, "outbox", "g")) == 3
+    healthy = True
+    assert dead_letters.replay(orders.connection, "outbox", "g") == 3
+    assert dead_letters.replay(orders.connection, "outbox", "g") == 0
+    orders.sequence()
+    orders.drain(subscribe(), handle)
+    assert dead_letters.list_dead_letters(orders.connection, "outbox", "g") == []
+    assert len(dead_letters.list_dead_letters(orders.connection, "outbox", "g", replayed=True)) == 3
+    assert attempts == [1] * 7
+    orders.assert_conserved("g")
+
+
+def test_send_back_fails_then_local_retry(orders: ConsumptionBench, armed: Any) -> None:
+    """What cannot be sent back is neither lost nor passed by the offset: it is tried here again."""
+    attempts: list[int] = []
+
+    def handle(delivery: Delivery) -> None:
+        attempts.append(delivery.attempt)
+        if len(attempts) < 3:
+            raise ValueError
+
+    armed("consumer.before_send_back=raise@1")
+    orders.publish([message()])
+    with orders.running((subscribe(retry=LATER), handle)):
+        eventually(lambda: len(attempts) == 2)
+        eventually(lambda: orders.retrying() == 1)
+    assert attempts == [1, 2]
+    # The attempt whose send-back failed does not count against the policy's levels.
+    assert [attempt for (attempt,) in orders.rows("SELECT attempt FROM outbox.scheduled")] == [1]
+    assert orders.lag("g") == 0
+    orders.assert_conserved("g")
+
+
+def test_consume_timeout_sends_back_and_ignores_the_late_result(orders: ConsumptionBench) -> None:
+    release = threading.Event()
+    attempts: list[int] = []
+    late: list[bool] = []
+
+    def handle(delivery: Delivery) -> None:
+        attempts.append(delivery.attempt)
+        if delivery.attempt == 1:
+            late.append(release.wait(20))
+
+    orders.publish([message()])
+    subscription = subscribe(timeout_seconds=0.2, threads=1)
+    with orders.sequencing(), orders.running((subscription, handle)):
+        # One thread, stuck: the second attempt needs its replacement.
+        eventually(lambda: attempts == [1, 2])
+        release.set()
+        eventually(lambda: late == [True])
+    errors = orders.rows("SELECT error FROM outbox.failure")
+    assert len(errors) == 1 and errors[0][0].startswith("HandlerTimedOut: the handler of group 'g' ran longer than")
+    orders.assert_conserved("g")
+    sent_back, handled = orders.rows("SELECT sum(sent_back), sum(handled) FROM outbox.offset_v1")[0]
+    assert (sent_back, handled) == (1, 1)
+
+
+def test_consume_timeout_in_an_ordered_mode_waits_for_the_stuck_call(orders: ConsumptionBench) -> None:
+    """One at a time is stronger than the timeout: the attempt failed, but the next one begins after it returned."""
+    running = Counter[str]()
+    most: list[int] = []
+    release = threading.Event()
+    attempts: list[tuple[int, int]] = []
+
+    def handle(delivery: Delivery) -> None:
+        running["now"] += 1
+        most.append(running["now"])
+        attempts.append((delivery.body["n"], delivery.attempt))
+        if delivery.attempt == 1 and delivery.body["n"] == 0:
+            assert release.wait(20)
+        running["now"] -= 1
+
+    orders.publish([message(n, key="k") for n in range(3)])
+    subscription = subscribe(mode=Mode.ORDERLY, timeout_seconds=0.2, suspend_seconds=0.05)
+    with orders.running((subscription, handle)):
+        eventually(lambda: orders.rows("SELECT 1 FROM outbox.failure"))
+        release.set()
+        eventually(lambda: len(attempts) == 4)
+    assert attempts == [(0, 1), (0, 2), (1, 1), (2, 1)]
+    assert max(most) == 1
+
+
+def test_timeout_can_be_mapped_to_a_reaction(orders: ConsumptionBench) -> None:
+    release = threading.Event()
+    orders.publish([message()])
+    subscription = subscribe(timeout_seconds=0.1, on_error={HandlerTimedOut: OnError.DEAD_LETTER})
+    with orders.running((subscription, lambda delivery: release.wait(20))):
+        eventually(lambda: dead_letters.list_dead_letters(orders.connection, "outbox"))
+        release.set()
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+def test_partial_failure_of_a_batch_retries_the_failed_ones_only(orders: ConsumptionBench, mode: Mode) -> None:
+    handled: Counter[int] = Counter()
+    failed: Counter[int] = Counter()
+    lock = threading.Lock()
+
+    def handle(deliveries: Any) -> None:
+        errors: dict[Any, Exception] = {}
+        with lock:
+            for delivery in deliveries:
+                if delivery.body["n"] % 10 == 3 and delivery.attempt == 1:
+                    failed[delivery.body["n"]] += 1
+                    errors[delivery.message_id] = ValueError("odd one")
+                else:
+                    handled[delivery.body["n"]] += 1
+        if errors:
+            raise PartialFailure(errors)
+
+    orders.publish([message(n, key=f"k{n}") for n in range(100)])
+    subscription = subscribe(mode=mode, batch=25, suspend_seconds=0.02)
+    with orders.sequencing(), orders.running((subscription, handle)):
+        eventually(lambda: len(handled) == 100)
+    assert set(handled.values()) == {1}
+    assert failed == dict.fromkeys(range(3, 100, 10), 1)
+    orders.assert_conserved("g")
+
+
+def test_a_batch_that_fails_as_a_whole_is_sent_back_as_a_whole(orders: ConsumptionBench) -> None:
+    sizes: list[int] = []
+
+    def handle(deliveries: Any) -> None:
+        sizes.append(len(deliveries))
+        if deliveries[0].attempt == 1:
+            raise ValueError
+
+    orders.publish([message(n, key="k") for n in range(10)])
+    orders.drain(subscribe(batch=50), handle)
+    assert sizes == [10, 10]
+    orders.assert_conserved("g")
+
+
+def test_retry_queue_serves_several_topics_of_a_group(orders: ConsumptionBench) -> None:
+    orders.declare("bills")
+    seen: list[tuple[str, str, int]] = []
+
+    def handler(name: str) -> Any:
+        def handle(delivery: Delivery) -> None:
+            if delivery.attempt == 1:
+                raise ValueError
+            seen.append((name, delivery.topic, delivery.body["n"]))
+
+        return handle
+
+    orders.publish([message(1), Message(topic="bills", body=encode({"n": 2}))])
+    runtime = orders.runtime((subscribe(), handler("o")), (subscribe(topic="bills"), handler("b")))
+    runtime.run_once()
+    orders.sequence()
+    runtime.run_once()
+    assert sorted(seen) == [("b", "bills", 2), ("o", "orders", 1)]
+
+
+def test_handler_errors_do_not_hold_up_the_others(orders: ConsumptionBench) -> None:
+    seen: list[int] = []
+
+    def handle(delivery: Delivery) -> None:
+        if delivery.body["n"] % 5 == 0:
+            raise ValueError
+        seen.append(delivery.body["n"])
+
+    orders.publish([message(n) for n in range(50)])
+    orders.runtime((subscribe(retry=LATER), handle)).run_once()
+    assert sorted(seen) == [n for n in range(50) if n % 5]
+    assert orders.lag("g") == 0
+    assert orders.retrying() == 10
+
+
+def test_sent_back_message_wakes_the_sequencer(orders: ConsumptionBench) -> None:
+    """A short delay is kept although the sequencer last looked when nothing was due."""
+    at: list[float] = []
+
+    def handle(delivery: Delivery) -> None:
+        at.append(time.monotonic())
+        if delivery.attempt == 1:
+            raise ValueError
+
+    policy = RetryPolicy(delays_seconds=[0.2])
+    with orders.sequencing(), orders.running((subscribe(retry=policy), handle)):
+        eventually(lambda: orders.members() == 1)
+        orders.broker.send([message()])
+        notify(orders.connection, "outbox", Channel.DECIDED)
+        eventually(lambda: len(at) == 2)
+    assert at[1] - at[0] >= 0.2
