@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -61,6 +62,10 @@ class Display:
         if self._live is not None:
             self._live.stop()
             self._live = None
+
+    def waiting(self, text: str) -> AbstractContextManager[object]:
+        """Show that something takes its time (on a terminal)."""
+        return self.console.status(text)
 
     def states(self, figures: Figures) -> None:
         """Print the messages by topic and state."""

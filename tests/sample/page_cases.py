@@ -19,6 +19,11 @@ from sample_project.orders.models import Order, Status
 from sample_project.points.models import Entry
 
 
+def _offer(slug: str, name: str, price: str) -> None:
+    # The migration's articles are there until the first flush.
+    Product.objects.update_or_create(slug=slug, defaults={"name": name, "description": "", "price": Decimal(price)})
+
+
 class Shopping(TransactionTestCase):
     """A shop with two articles and a broker in memory."""
 
@@ -31,8 +36,8 @@ class Shopping(TransactionTestCase):
         self.broker = broker
         for found in autodiscover():
             self.broker.subscribe(found.subscription, found.handler)
-        Product.objects.create(slug="ink", name="Iron gall ink", description="Blue.", price=Decimal("16.80"))
-        Product.objects.create(slug="pen", name="Pen <b>", description="Brass.", price=Decimal("48.00"))
+        _offer("ink", "Iron gall ink", "16.80")
+        _offer("pen", "Pen <b>", "48.00")
 
     def add(self, *slugs: str) -> None:
         for slug in slugs:
@@ -190,3 +195,14 @@ class Overview(TransactionTestCase):
         page = self.client.get(reverse("storefront:overview"))
         self.assertContains(page, "<td>7</td>", html=True)
         self.assertContains(page, '<span class="status status-committed">committed</span>', html=True)
+
+    def test_a_broker_that_cannot_be_used_stops_payments_and_nothing_else(self) -> None:
+        _offer("ink", "Iron gall ink", "16.80")
+        with override_settings(OUTBOX={**settings.OUTBOX, "SCHEMA": "elsewhere"}):
+            self.client.post(reverse("storefront:add"), {"product": "ink"})
+            self.client.post(reverse("storefront:check_out"))
+            order = Order.objects.get()
+            page = self.client.post(reverse("storefront:pay", args=[order.pk]), {"card": "good"}, follow=True)
+        self.assertContains(page, "Payments cannot be taken at the moment. Nothing was charged")
+        order.refresh_from_db()
+        assert order.status == Status.NEW
