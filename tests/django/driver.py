@@ -1,0 +1,127 @@
+"""A producer that is killed: forks a process per line of standard input, `prefix mode faults`, and reports its end.
+
+Each process runs a fixed piece of work: transactions that commit, that roll back, and that roll back to a
+savepoint, one order and one message each. The parent has published before it forks, so the processes also inherit
+a broker with open connections and a running flusher.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import sys
+import threading
+from collections.abc import Callable
+
+import django
+
+ROUNDS = 4
+
+
+class Undone(Exception):
+    """Rolls a transaction back."""
+
+
+def work(prefix: str, mode: str) -> None:
+    """Commit `{prefix}-c…`, roll back `{prefix}-r…` and, to a savepoint, `{prefix}-s…`."""
+    from django.db import transaction
+
+    place = _MODES[mode]
+    for number in range(ROUNDS):
+        place(f"{prefix}-c{number}", False)
+        with contextlib.suppress(Undone):
+            place(f"{prefix}-r{number}", True)
+        with transaction.atomic():
+            place(f"{prefix}-d{number}", False)
+            with contextlib.suppress(Undone):
+                place(f"{prefix}-s{number}", True)
+
+
+def place_plainly(number: str, fail: bool) -> None:
+    """publish() inside atomic()."""
+    from django.db import transaction
+
+    from outbox.contrib.django import publish
+    from tests.django.shop.models import Order
+
+    with transaction.atomic():
+        publish("orders", {"number": number}, key=number)
+        Order.objects.create(number=number)
+        if fail:
+            raise Undone
+
+
+def place_decorated(number: str, fail: bool) -> None:
+    """@transactional_message."""
+    from outbox.contrib.django import transactional_message
+    from tests.django.shop.models import Order
+
+    @transactional_message("orders", key=lambda number: number, body={})
+    def place(number: str) -> None:
+        Order.objects.create(number=number)
+        if fail:
+            raise Undone
+
+    place(number)
+
+
+def place_naively(number: str, fail: bool) -> None:
+    """The control: send after the commit. It must lose messages when killed in between."""
+    from django.db import transaction
+
+    from outbox.contrib.django import get_broker, message
+    from outbox.faults import point
+    from tests.django.shop.models import Order
+
+    def send() -> None:
+        point("producer.after_local_commit")
+        get_broker().send([message("orders", {}, key=number)])
+
+    with transaction.atomic():
+        Order.objects.create(number=number)
+        transaction.on_commit(send)
+        if fail:
+            raise Undone
+
+
+_MODES: dict[str, Callable[[str, bool], None]] = {
+    "plain": place_plainly,
+    "decorated": place_decorated,
+    "naive": place_naively,
+}
+
+
+def main() -> None:
+    """Serve lines until end of file; answer each with how the process ended."""
+    django.setup()
+    from django.db import connections
+
+    from outbox import faults
+    from outbox.contrib.django.broker import flusher
+
+    place_plainly(f"parent-{os.getpid()}", False)
+    for line in sys.stdin:
+        prefix, mode, specification = line.split()
+        connections.close_all()
+        pid = os.fork()
+        if pid == 0:
+            if specification.startswith("random:"):
+                _kill_some_time(float(specification.partition(":")[2]))
+            else:
+                faults.arm("" if specification == "-" else specification)
+            work(prefix, mode)
+            flusher.flush(within_seconds=10)
+            os._exit(0)
+        _, status = os.waitpid(pid, 0)
+        print(os.waitstatus_to_exitcode(status), flush=True)
+
+
+def _kill_some_time(within_seconds: float) -> None:
+    pause = random.uniform(0, within_seconds)
+    threading.Timer(pause, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""Starting the processes of a project for a test, and ending exactly those."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from outbox.contrib.django.broker import alias_conninfo
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+def environment(*, outbox: Mapping[str, Any] | None = None, faults: str = "") -> dict[str, str]:
+    """The environment of a process that works on the databases of this test."""
+    return {
+        **{name: value for name, value in os.environ.items() if name != "OUTBOX_FAULTS"},
+        "DJANGO_SETTINGS_MODULE": "tests.django.worker_settings",
+        "TEST_DEFAULT_URL": alias_conninfo("default"),
+        "TEST_BROKER_URL": alias_conninfo("broker"),
+        "TEST_OUTBOX": json.dumps(dict(outbox or {})),
+        "PYTHONUNBUFFERED": "1",
+        **({"OUTBOX_FAULTS": faults} if faults else {}),
+    }
+
+
+@contextmanager
+def process(
+    arguments: Sequence[str], *, outbox: Mapping[str, Any] | None = None, faults: str = ""
+) -> Iterator[subprocess.Popen[str]]:
+    """A Python process of the project, terminated (and if need be killed) at the end of the block."""
+    with subprocess.Popen(
+        [sys.executable, *arguments],
+        env=environment(outbox=outbox, faults=faults),
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as started:
+        try:
+            yield started
+        finally:
+            started.send_signal(signal.SIGTERM)
+            try:
+                started.communicate(timeout=15)
+            except subprocess.TimeoutExpired:
+                started.kill()
+                started.communicate()
+
+
+def child(role: str, **options: Any) -> Any:
+    """A broker or consumer process."""
+    return process(["-m", "outbox.contrib.django.child", role], **options)

@@ -1,0 +1,126 @@
+"""Real processes: the broker and consumers, from publish to effect."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from django.db import transaction
+
+from outbox import faults
+from outbox.contrib.django import publish
+from outbox.contrib.django.broker import flusher
+from outbox.contrib.django.models import InboxEntry
+from tests.django.processes import ROOT, child, environment, process
+from tests.django.shop.models import Effect, Order
+from tests.django.state import decisions
+from tests.support import eventually
+
+pytestmark = pytest.mark.usefixtures("databases")
+
+
+def effects() -> list[str]:
+    return sorted(Effect.objects.values_list("number", flat=True))
+
+
+def place(number: str) -> None:
+    with transaction.atomic():
+        Order.objects.create(number=number)
+        publish("orders", {"number": number}, key=number)
+
+
+def test_from_publish_to_effect_and_on_to_the_next_topic() -> None:
+    expected = sorted([f"n{n}" for n in range(20)] + [f"step-n{n}" for n in range(20)])
+    with child("broker"), child("consumer") as consumer:
+        for number in range(20):
+            place(f"n{number}")
+        eventually(lambda: effects() == expected, within_seconds=30, what="all effects")
+        consumer.send_signal(signal.SIGTERM)
+        _, log = consumer.communicate(timeout=20)
+        assert consumer.returncode == 0, log
+        assert "consumer drained and ends" in log
+    assert effects() == expected
+    assert InboxEntry.objects.count() == 40
+
+
+def test_a_killed_consumer_costs_redelivery_and_no_second_effect() -> None:
+    with child("broker"), child("consumer", faults="consumer.after_inbox_commit=kill@7") as first:
+        for number in range(30):
+            place(f"n{number}")
+        assert first.wait(30) == -signal.SIGKILL
+        with child("consumer", faults="consumer.before_inbox_commit=kill@5") as second:
+            assert second.wait(30) == -signal.SIGKILL
+        with child("consumer"):
+            expected = sorted([f"n{n}" for n in range(30)] + [f"step-n{n}" for n in range(30)])
+            eventually(lambda: len(effects()) >= 60, within_seconds=40, what="all effects")
+            assert effects() == expected
+
+
+def test_a_worker_without_celery_supervises_drains_and_leaves_nothing_behind() -> None:
+    with process(["-m", "django", "outbox_worker"]) as worker:
+        place("one")
+        eventually(lambda: effects() == ["one", "step-one"], within_seconds=30)
+        children = _children(worker.pid)
+        assert len(children) == 2
+        worker.send_signal(signal.SIGTERM)
+        _, log = worker.communicate(timeout=30)
+        assert worker.returncode == 0, log
+    eventually(lambda: not any(_alive(pid) for pid in children), within_seconds=10)
+
+
+def test_children_of_a_killed_supervisor_end_by_themselves() -> None:
+    with process(["-m", "django", "outbox_worker"]) as worker:
+        eventually(lambda: len(_children(worker.pid)) == 2, within_seconds=20)
+        place("one")
+        eventually(lambda: effects() == ["one", "step-one"], within_seconds=30)
+        children = _children(worker.pid)
+        worker.kill()
+        worker.wait()
+        eventually(lambda: not any(_alive(pid) for pid in children), within_seconds=20)
+
+
+def test_check_role_settles_what_a_lost_end_left_open() -> None:
+    faults.arm("producer.before_end=raise")
+    try:
+        place("lost-end")
+        flusher.flush(within_seconds=5)
+    finally:
+        faults.arm("")
+    assert decisions() == {"lost-end": None}
+    with process(["-m", "django", "outbox_worker", "--role", "check"]):
+        eventually(lambda: decisions() == {"lost-end": "C"}, within_seconds=20)
+
+
+@pytest.mark.parametrize(
+    ("outbox", "complaint"),
+    [
+        ({"BORKER": "x"}, "Did you mean 'BROKER'"),
+        ({"BROKER": "nowhere"}, "'nowhere' is not in DATABASES"),
+        ({"SCHEMA": "not_installed"}, "migrate"),
+    ],
+)
+def test_a_child_that_cannot_work_says_why_and_exits_with_2(outbox: dict[str, str], complaint: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "outbox.contrib.django.child", "consumer"],
+        env=environment(outbox=outbox),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert done.returncode == 2, done.stderr
+    assert complaint in done.stderr
+
+
+def _children(pid: int) -> list[int]:
+    """The supervisor's threads start the children, so every thread's are its own."""
+    tasks = Path(f"/proc/{pid}/task")
+    return sorted(int(word) for task in tasks.iterdir() for word in (task / "children").read_text().split())
+
+
+def _alive(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2][:3]

@@ -1,0 +1,39 @@
+"""Settings of the processes that these tests start; the databases come from the environment."""
+
+from __future__ import annotations
+
+import json
+import os
+
+from outbox.contrib.django.databases import database_from_url
+
+SECRET_KEY = "tests"
+USE_TZ = True
+DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
+INSTALLED_APPS = ["outbox.contrib.django", "tests.django.shop", "tests.django.effects"]
+MIGRATION_MODULES = {"shop": None}
+DATABASES = {
+    "default": database_from_url(os.environ["TEST_DEFAULT_URL"], CONN_MAX_AGE=60),
+    "broker": database_from_url(os.environ["TEST_BROKER_URL"]),
+}
+DATABASE_ROUTERS = ["outbox.contrib.django.routers.BrokerRouter"]
+LOGGING = {
+    "version": 1,
+    "disable_existing_loggers": False,
+    "handlers": {"stderr": {"class": "logging.StreamHandler"}},
+    "root": {"handlers": ["stderr"], "level": "INFO"},
+}
+OUTBOX = {
+    "BROKER": "broker",
+    "PRODUCER_GROUP": "shop",
+    "TOPICS": {
+        "orders": {"queues": 4},
+        "payments": {"queues": 2},
+        "steps": {"types": ["FIFO", "TRANSACTION"], "queues": 4},
+    },
+    "IMMUNITY_SECONDS": 0,
+    "CHECK_RETRY_SECONDS": 1,
+    "CHECK_INTERVAL_SECONDS": 0.5,
+    "LEASE_SECONDS": 2,
+    **json.loads(os.environ.get("TEST_OUTBOX", "{}")),
+}
