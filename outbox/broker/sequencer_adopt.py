@@ -107,9 +107,10 @@ def _open_since(position: Position, broker: _Broker) -> dict[str, object]:
 
 
 def _resync_if_needed(connection: Connection, schema: str, check: CheckSettings) -> None:
+    # The tick first: another leader may tick meanwhile, and a snapshot taken before it would look overtaken.
+    position = _last_tick(connection, schema, _broker(connection, schema))
     broker = _broker(connection, schema)
     reached = identity(connection)
-    position = _last_tick(connection, schema, broker)
     reasons = []
     if reached.system_identifier != broker.system_identifier:
         reasons.append(f"the server is {reached.system_identifier}, it was {broker.system_identifier}")
@@ -125,7 +126,8 @@ def _resync(connection: Connection, schema: str, check: CheckSettings, reason: s
     """Compare all decisions with all queues once, and go on from the current snapshot in a new incarnation."""
     reached = identity(connection)
     connection.execute(sequencer_sql.BEGIN_REPEATABLE)
-    # Before the transaction's snapshot is taken.
+    # Before the transaction's snapshot is taken. Not longer than a moment: publishers queue up behind this lock.
+    connection.execute("SET LOCAL lock_timeout = '2s'")
     connection.execute(sequencer_sql.LOCK_DECISIONS.on(schema))
     position = _last_tick(connection, schema, _broker(connection, schema))
     with cursor_on(connection) as cursor:

@@ -1,0 +1,251 @@
+"""FIFO: messages of one key are queued in the order of their log positions, transactional ones too."""
+
+from __future__ import annotations
+
+import random
+from datetime import UTC, datetime, timedelta
+from uuid import UUID
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outbox.broker.database import BrokerConnection, BrokerDatabase
+from outbox.broker.postgres import PostgresBroker
+from outbox.broker.sequencer import HINT_AFTER_SECONDS
+from outbox.broker.sequencer_order import KeyOrder
+from outbox.ids import uuid7
+from outbox.message import Message
+from outbox.transaction import Answer, Check, CheckSettings, Decision
+from tests.broker.support import assert_gapless, drain, end, half, message, new_sequencer, queued, queued_ids
+from tests.support import eventually
+
+
+def _send_half(broker: PostgresBroker, key: str, topic: str = "ordered") -> UUID:
+    one = half(message(topic, key=key))
+    broker.send_half(one)
+    return one.transaction_id
+
+
+def test_transactional_and_ordered(
+    broker: PostgresBroker, database: BrokerDatabase, connection: BrokerConnection
+) -> None:
+    first, second, third = (_send_half(broker, "k") for _ in range(3))
+    sequencer = new_sequencer(database)
+    broker.end([end(third)])
+    broker.end([end(second)])
+    assert drain(sequencer, connection).held == 2
+    assert queued_ids(connection) == []
+    other = _send_half(broker, "another key")
+    broker.end([end(other)])
+    drain(sequencer, connection)
+    assert queued_ids(connection) == [other]
+    broker.end([end(first)])
+    drain(sequencer, connection)
+    assert [entry.message_id for entry in queued(connection) if entry.key == "k"] == [first, second, third]
+    assert connection.execute("SELECT count(*) FROM outbox.held").fetchone() == (0,)
+
+
+def test_a_rolled_back_message_lets_the_next_go(
+    broker: PostgresBroker, database: BrokerDatabase, connection: BrokerConnection
+) -> None:
+    first, second = _send_half(broker, "k"), _send_half(broker, "k")
+    sequencer = new_sequencer(database)
+    broker.end([end(second)])
+    drain(sequencer, connection)
+    broker.end([end(first, Decision.ROLLBACK)])
+    drain(sequencer, connection)
+    assert queued_ids(connection) == [second]
+
+
+def test_a_plain_message_waits_behind_an_undecided_half_of_its_key(
+    broker: PostgresBroker, database: BrokerDatabase, connection: BrokerConnection
+) -> None:
+    first = _send_half(broker, "k")
+    plain = message("ordered", key="k")
+    broker.send([plain])
+    sequencer = new_sequencer(database)
+    drain(sequencer, connection)
+    assert queued_ids(connection) == []
+    broker.end([end(first)])
+    drain(sequencer, connection)
+    assert queued_ids(connection) == [first, plain.message_id]
+
+
+def test_half_and_decision_in_the_same_tick(
+    broker: PostgresBroker, database: BrokerDatabase, connection: BrokerConnection
+) -> None:
+    sequencer = new_sequencer(database)
+    sequencer.run_once(connection)
+    ids = [_send_half(broker, "k") for _ in range(5)]
+    broker.end([end(one) for one in reversed(ids)])
+    assert drain(sequencer, connection).held == 0
+    assert queued_ids(connection) == ids
+
+
+def test_a_new_leader_knows_what_is_open_and_held(
+    broker: PostgresBroker, database: BrokerDatabase, connection: BrokerConnection
+) -> None:
+    first, second = _send_half(broker, "k"), _send_half(broker, "k")
+    broker.end([end(second)])
+    drain(new_sequencer(database), connection)
+    third = _send_half(broker, "k")
+    broker.end([end(third)])
+    heir = new_sequencer(database)
+    assert drain(heir, connection).held == 1
+    broker.end([end(first)])
+    drain(new_sequencer(database), connection)
+    assert queued_ids(connection) == [first, second, third]
+    assert_gapless(connection)
+
+
+def test_a_new_leader_after_a_cut_backlog_knows_what_was_decided_but_not_read(
+    broker: PostgresBroker, database: BrokerDatabase, connection: BrokerConnection
+) -> None:
+    first, second = _send_half(broker, "k"), _send_half(broker, "k")
+    broker.end([end(second)])
+    broker.end([end(first)])
+    # The tick takes only the second one's decision; then the leader changes.
+    assert new_sequencer(database, batch=1).run_once(connection).held == 1
+    drain(new_sequencer(database, batch=1), connection)
+    assert queued_ids(connection) == [first, second]
+
+
+def test_a_delayed_message_blocks_nobody_and_joins_its_key_when_due(
+    broker: PostgresBroker, database: BrokerDatabase, connection: BrokerConnection
+) -> None:
+    delayed = half(message("ordered", key="k", deliver_at=datetime.now(UTC) + timedelta(seconds=0.3)))
+    broker.send_half(delayed)
+    later = _send_half(broker, "k")
+    broker.end([end(later)])
+    sequencer = new_sequencer(database)
+    drain(sequencer, connection)
+    assert queued_ids(connection) == [later]
+    broker.end([end(delayed.transaction_id)])
+    eventually(lambda: drain(sequencer, connection).due or len(queued_ids(connection)) == 2)
+    assert queued_ids(connection) == [later, delayed.transaction_id]
+
+
+def test_a_parked_blocker_holds_its_key_or_releases_it_as_declared(
+    database: BrokerDatabase, connection: BrokerConnection
+) -> None:
+    broker = PostgresBroker(database, check=CheckSettings(immunity_seconds=0, max_checks=1))
+    sequencer = new_sequencer(database)
+    blockers = {topic: _send_half(broker, "k", topic) for topic in ("ordered", "released")}
+    waiting = {topic: _send_half(broker, "k", topic) for topic in ("ordered", "released")}
+    broker.end([end(one) for one in waiting.values()])
+    assert drain(sequencer, connection).held == 2
+    checks = broker.claim_checks("shop")
+    assert {check.transaction_id for check in checks} == set(blockers.values())
+    broker.report_answers(
+        "shop", [Answer(transaction_id=check.transaction_id, decision=Decision.UNKNOWN) for check in checks]
+    )
+    drain(sequencer, connection)
+    assert queued_ids(connection) == [waiting["released"]]
+    # A late end still decides; the released one's turn has passed.
+    broker.end([end(one) for one in blockers.values()])
+    drain(new_sequencer(database), connection)
+    assert queued_ids(connection, "ordered") == [blockers["ordered"], waiting["ordered"]]
+    assert queued_ids(connection, "released") == [waiting["released"], blockers["released"]]
+    broker.close()
+
+
+def test_a_blocker_is_asked_about_early_and_read_only(
+    broker: PostgresBroker, database: BrokerDatabase, connection: BrokerConnection
+) -> None:
+    blocker, waiting = _send_half(broker, "k"), _send_half(broker, "k")
+    broker.end([end(waiting)])
+    sequencer = new_sequencer(database)
+    drain(sequencer, connection)
+    assert broker.claim_checks("shop") == []
+
+    def hinted() -> list[Check]:
+        drain(sequencer, connection)
+        return broker.claim_checks("shop")
+
+    found = eventually(hinted, within_seconds=HINT_AFTER_SECONDS + 5)
+    assert [(check.transaction_id, check.may_write) for check in found] == [(blocker, False)]
+
+
+# -- models ------------------------------------------------------------------------------------------------
+
+_STEPS = st.lists(st.tuples(st.sampled_from("hhpcrt"), st.integers(0, 1), st.integers(0, 9)), max_size=40)
+
+
+@given(steps=_STEPS)
+@settings(max_examples=300, deadline=None)
+def test_model_of_key_order(steps: list[tuple[str, int, int]]) -> None:
+    """Random halves, decisions and passes on two keys: never out of order, never stuck, nothing lost."""
+    order = KeyOrder()
+    log: dict[int, tuple[int, str]] = {}
+    unread: list[int] = []
+    released: list[int] = []
+
+    def tick() -> None:
+        unread_now = list(unread)
+        unread.clear()
+        order.settle(unread_now)
+        passed = order.release(100)
+        for log_id in sorted(one for one in unread_now if log[one][1] == "c"):
+            if order.must_wait(log_id, (0, str(log[log_id][0]))):
+                order.hold(log_id, (0, str(log[log_id][0])), now=0.0)
+            else:
+                passed.append(log_id)
+        released.extend(sorted(passed))
+
+    for what, key, choice in steps:
+        open_rows = [log_id for log_id, (_, state) in log.items() if state == "h"]
+        if what == "h":
+            log[len(log)] = (key, "h")
+            order.open(len(log) - 1, (0, str(key)), uuid7())
+        elif what == "p":
+            log[len(log)] = (key, "c")
+            unread.append(len(log) - 1)
+        elif what == "t":
+            tick()
+        elif open_rows:
+            decided = open_rows[choice % len(open_rows)]
+            log[decided] = (log[decided][0], what)
+            unread.append(decided)
+    tick()
+    for key in (0, 1):
+        of_key = [log_id for log_id in released if log[log_id][0] == key]
+        assert of_key == sorted(of_key), "out of order"
+        first_open = min((i for i, (k, state) in log.items() if k == key and state == "h"), default=len(log))
+        free = [i for i, (k, state) in log.items() if k == key and state == "c" and i < first_open]
+        assert of_key == free, "stuck, lost or too early"
+
+
+def test_random_decisions_on_a_real_broker_keep_every_key_in_order(
+    broker: PostgresBroker, database: BrokerDatabase, connection: BrokerConnection
+) -> None:
+    rng = random.Random(7)
+    sequencer = new_sequencer(database, batch=5)
+    undecided: list[UUID] = []
+    sent: dict[str, list[UUID]] = {"a": [], "b": [], "c": []}
+    rolled_back: set[UUID] = set()
+    for _ in range(150):
+        choice = rng.random()
+        key = rng.choice("abc")
+        if choice < 0.4:
+            undecided.append(_send_half(broker, key))
+            sent[key].append(undecided[-1])
+        elif choice < 0.5:
+            plain: Message = message("ordered", key=key)
+            broker.send([plain])
+            sent[key].append(plain.message_id)
+        elif choice < 0.9 and undecided:
+            one = undecided.pop(rng.randrange(len(undecided)))
+            decision = rng.choice([Decision.COMMIT, Decision.COMMIT, Decision.ROLLBACK])
+            broker.end([end(one, decision)])
+            if decision is Decision.ROLLBACK:
+                rolled_back.add(one)
+        else:
+            sequencer = new_sequencer(database, batch=5) if rng.random() < 0.2 else sequencer
+            sequencer.run_once(connection)
+    broker.end([end(one) for one in undecided])
+    drain(sequencer, connection)
+    entries = queued(connection)
+    for key, ids in sent.items():
+        expected = [one for one in ids if one not in rolled_back]
+        assert [entry.message_id for entry in entries if entry.key == key] == expected
+    assert_gapless(connection)
