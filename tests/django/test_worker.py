@@ -53,7 +53,7 @@ def test_a_killed_consumer_costs_redelivery_and_no_second_effect() -> None:
         assert first.wait(30) == -signal.SIGKILL
         with child("consumer", faults="consumer.before_inbox_commit=kill@5") as second:
             assert second.wait(30) == -signal.SIGKILL
-        with child("consumer"):
+        with child("consumer"), process(["-m", "django", "outbox_worker", "--role", "check"]):
             expected = sorted([f"n{n}" for n in range(30)] + [f"step-n{n}" for n in range(30)])
             eventually(lambda: len(effects()) >= 60, within_seconds=40, what="all effects")
             assert effects() == expected
