@@ -34,7 +34,7 @@ WITH given AS (
     ON CONFLICT (transaction_id) DO NOTHING
     RETURNING transaction_id
 )
-SELECT known.transaction_id, known.accepted, decided.transaction_id IS NOT NULL
+SELECT known.transaction_id, known.producer_group, known.accepted, decided.transaction_id IS NOT NULL
 FROM known LEFT JOIN decided USING (transaction_id)
 """)
 
@@ -47,6 +47,14 @@ SELECT message_id, coalesce(producer_group, ''), half FROM {schema}.commit_log W
 """)
 
 
+# Transaction and producer group.
+_Key = tuple[UUID, str]
+
+
+def _key(end: EndTransaction) -> _Key:
+    return end.transaction_id, end.producer_group
+
+
 @dataclass(frozen=True, slots=True)
 class _Outcome:
     accepted: bool
@@ -57,18 +65,16 @@ def record_ends(connection: Connection, schema: str, ends: Sequence[EndTransacti
     """Record decisions; one status per end, in order. Contradicting and refused ones leave an incident."""
     if not ends:
         return []
-    firsts: dict[UUID, EndTransaction] = {}
+    # Per group: an intruder's end in the same batch must not stand in the way of the owner's.
+    firsts: dict[_Key, EndTransaction] = {}
     for end in ends:
         if end.decision is Decision.UNKNOWN:
             raise UsageError(f"transaction {end.transaction_id}: UNKNOWN is no outcome; report COMMIT or ROLLBACK.")
-        firsts.setdefault(end.transaction_id, end)
+        firsts.setdefault(_key(end), end)
     outcomes = _decide(connection, schema, list(firsts.values()))
-    repeated = [key for key in firsts if (outcome := outcomes.get(key)) and outcome.accepted and not outcome.applied]
+    repeated = [key[0] for key in firsts if (found := outcomes.get(key)) and found.accepted and not found.applied]
     standing = standing_decisions(connection, schema, repeated)
-    statuses = []
-    for end in ends:
-        first = firsts[end.transaction_id]
-        statuses.append(_status(end, first, outcomes.get(end.transaction_id), standing))
+    statuses = [_status(end, firsts[_key(end)], outcomes.get(_key(end)), standing) for end in ends]
     incidents.record(connection, schema, _incidents(connection, schema, ends, statuses))
     return statuses
 
@@ -82,7 +88,7 @@ def standing_decisions(connection: Connection, schema: str, ids: Sequence[UUID])
         return {transaction_id: Decision(decision) for transaction_id, decision in rows}
 
 
-def _decide(connection: Connection, schema: str, ends: Sequence[EndTransaction]) -> dict[UUID, _Outcome]:
+def _decide(connection: Connection, schema: str, ends: Sequence[EndTransaction]) -> dict[_Key, _Outcome]:
     with cursor_on(connection) as cursor:
         parameters = {
             "ids": uuids([end.transaction_id for end in ends]),
@@ -91,13 +97,13 @@ def _decide(connection: Connection, schema: str, ends: Sequence[EndTransaction])
             "groups": texts([end.producer_group for end in ends]),
         }
         rows = cursor.execute(_DECIDE.on(schema), parameters, prepare=True)
-        return {transaction_id: _Outcome(accepted, applied) for transaction_id, accepted, applied in rows}
+        return {(row[0], row[1]): _Outcome(row[2], row[3]) for row in rows}
 
 
 def _status(
     end: EndTransaction, first: EndTransaction, outcome: _Outcome | None, standing: dict[UUID, Decision]
 ) -> EndStatus:
-    if outcome is None or not outcome.accepted or end.producer_group != first.producer_group:
+    if outcome is None or not outcome.accepted:
         return EndStatus.REFUSED
     if outcome.applied:
         if end is first:

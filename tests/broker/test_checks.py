@@ -1,0 +1,252 @@
+"""Check-back on the broker's side: the scan, claims, answers, parking."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from functools import partial
+from uuid import UUID
+
+import pytest
+
+from outbox.broker import checks, half_scan, incidents
+from outbox.broker.database import BrokerConnection, BrokerDatabase
+from outbox.broker.postgres import PostgresBroker
+from outbox.transaction import Answer, Check, CheckSettings, Decision, EndStatus
+from tests.broker.support import drain, end, half, in_threads, message, new_sequencer, queued_ids
+
+UNKNOWN = Decision.UNKNOWN
+NOW = CheckSettings(immunity_seconds=0, recheck_seconds=0)
+
+
+@pytest.fixture
+def at_once(database: BrokerDatabase) -> Iterator[PostgresBroker]:
+    """A broker without immunity and recheck time."""
+    broker = PostgresBroker(database, check=NOW)
+    yield broker
+    broker.close()
+
+
+def _answers(found: Sequence[Check], decision: Decision, *, counts: bool = True, detail: str = "") -> list[Answer]:
+    return [
+        Answer(transaction_id=check.transaction_id, decision=decision, counts=counts, detail=detail) for check in found
+    ]
+
+
+def _age(connection: BrokerConnection, seconds: float) -> None:
+    """Let time pass on the broker's clock."""
+    interval = timedelta(seconds=seconds)
+    connection.execute("UPDATE outbox.commit_log SET stored_at = stored_at - %s", [interval])
+    connection.execute(
+        "UPDATE outbox.pending_check SET stored_at = stored_at - %(t)s, due_at = due_at - %(t)s,"
+        " immune_until = immune_until - %(t)s",
+        {"t": interval},
+    )
+
+
+def test_the_end_message_is_lost_and_check_back_decides(
+    at_once: PostgresBroker, database: BrokerDatabase, connection: BrokerConnection
+) -> None:
+    committed, rolled_back = half(message(key="1"), message()), half()
+    at_once.send_half(committed)
+    at_once.send_half(rolled_back)
+    found = {check.transaction_id: check for check in at_once.claim_checks("shop")}
+    assert set(found) == {committed.transaction_id, rolled_back.transaction_id}
+    check = found[committed.transaction_id]
+    asked, sent = check.message, committed.messages[0]
+    assert (asked.message_id, asked.topic, asked.key, asked.body) == (sent.message_id, "orders", "1", sent.body)
+    assert (check.checks, check.may_write) == (0, True)
+    answers = [
+        Answer(transaction_id=committed.transaction_id, decision=Decision.COMMIT),
+        Answer(transaction_id=rolled_back.transaction_id, decision=Decision.ROLLBACK),
+    ]
+    assert at_once.report_answers("shop", answers) == [EndStatus.APPLIED, EndStatus.APPLIED]
+    drain(new_sequencer(database), connection)
+    assert sorted(queued_ids(connection)) == sorted(one.message_id for one in committed.messages)
+    assert connection.execute("SELECT count(*) FROM outbox.pending_check").fetchone() == (0,)
+    deciders = connection.execute("SELECT DISTINCT decided_by::text FROM outbox.op_log").fetchall()
+    assert deciders == [("K",)]
+
+
+def test_immunity_is_honoured_per_message_and_uses_no_check(
+    broker: PostgresBroker, connection: BrokerConnection
+) -> None:
+    short, default, long = half(immunity_seconds=1), half(), half(immunity_seconds=100_000)
+    for one in (short, default, long):
+        broker.send_half(one)
+    assert broker.claim_checks("shop") == []
+    _age(connection, 2)
+    assert [check.transaction_id for check in broker.claim_checks("shop")] == [short.transaction_id]
+    _age(connection, 5)
+    assert [check.transaction_id for check in broker.claim_checks("shop")] == [default.transaction_id]
+    _age(connection, 99_000)
+    assert long.transaction_id not in {check.transaction_id for check in broker.claim_checks("shop")}
+    broker.hint_checks([long.transaction_id])
+    hinted = {check.transaction_id: check for check in broker.claim_checks("shop")}[long.transaction_id]
+    assert not hinted.may_write
+    broker.report_answers("shop", _answers([hinted], UNKNOWN))
+    _age(connection, 2_000)
+    after = {check.transaction_id: check for check in broker.claim_checks("shop")}[long.transaction_id]
+    assert (after.may_write, after.checks) == (True, 0)
+
+
+def test_a_wrong_clock_of_the_producer_causes_no_check_storm(
+    broker: PostgresBroker, connection: BrokerConnection
+) -> None:
+    past, future = (
+        half(replace(message(), born_at=datetime.now(UTC) + timedelta(days=days))) for days in (-1000, 1000)
+    )
+    broker.send_half(past)
+    broker.send_half(future)
+    assert broker.claim_checks("shop") == []
+    _age(connection, 7)
+    claimed = broker.claim_checks("shop")
+    assert {check.transaction_id for check in claimed} == {past.transaction_id, future.transaction_id}
+    assert all(6 < check.age_seconds < 100 for check in claimed)
+    assert broker.claim_checks("shop") == [], "claimed: not due again before the recheck time"
+
+
+def test_decided_transactions_are_not_checked_and_dropped_lazily(
+    at_once: PostgresBroker, connection: BrokerConnection
+) -> None:
+    before, after, undecided = half(), half(), half()
+    for one in (before, after, undecided):
+        at_once.send_half(one)
+    at_once.end([end(before.transaction_id)])
+    checks.scan(connection, "outbox", settings=NOW)
+    assert connection.execute("SELECT count(*) FROM outbox.pending_check").fetchone() == (2,)
+    at_once.end([end(after.transaction_id)])
+    assert [check.transaction_id for check in at_once.claim_checks("shop")] == [undecided.transaction_id]
+    assert connection.execute("SELECT count(*) FROM outbox.pending_check").fetchone() == (1,)
+
+
+def test_a_batch_of_decided_ones_does_not_hide_an_undecided_one(
+    at_once: PostgresBroker, connection: BrokerConnection
+) -> None:
+    halves = [half() for _ in range(25)]
+    for one in halves:
+        at_once.send_half(one)
+    checks.scan(connection, "outbox", settings=NOW)
+    at_once.end([end(one.transaction_id) for one in halves[:-1]])
+    assert [check.transaction_id for check in at_once.claim_checks("shop", limit=5)] == [halves[-1].transaction_id]
+
+
+def test_nothing_is_checked_twice_by_concurrent_claims(at_once: PostgresBroker, database: BrokerDatabase) -> None:
+    lasting = PostgresBroker(database, check=CheckSettings(immunity_seconds=0))
+    halves = [half() for _ in range(60)]
+    for one in halves:
+        lasting.send_half(one)
+    claims = in_threads([partial(lasting.claim_checks, "shop", limit=7) for _ in range(10)])
+    claimed = [check.transaction_id for found in claims for check in found]  # type: ignore[attr-defined]
+    rest = lasting.claim_checks("shop")
+    assert sorted(claimed + [check.transaction_id for check in rest]) == sorted(one.transaction_id for one in halves)
+    lasting.close()
+
+
+def test_limits_lead_to_parking_and_a_late_end_still_decides(
+    at_once: PostgresBroker, database: BrokerDatabase, connection: BrokerConnection
+) -> None:
+    one = half()
+    at_once.send_half(one)
+    for number in range(15):
+        [check] = at_once.claim_checks("shop")
+        assert check.checks == number
+        assert at_once.report_answers("shop", _answers([check], UNKNOWN, detail=f"no {number}")) == [None]
+    assert at_once.claim_checks("shop") == []
+    [incident] = incidents.recent(connection, "outbox")
+    assert (incident.kind, incident.subject) == ("parked", str(one.transaction_id))
+    assert connection.execute("SELECT count(*) FROM outbox.check_history").fetchone() == (15,)
+    assert at_once.end([end(one.transaction_id)]) == [EndStatus.APPLIED]
+    drain(new_sequencer(database), connection)
+    assert queued_ids(connection) == [one.transaction_id]
+    checks.scan(connection, "outbox", settings=NOW)
+    assert connection.execute("SELECT count(*) FROM outbox.pending_check").fetchone() == (0,)
+
+
+def test_answers_that_do_not_count_use_up_no_check_but_age_parks(
+    at_once: PostgresBroker, connection: BrokerConnection
+) -> None:
+    one = half()
+    at_once.send_half(one)
+    for _ in range(20):
+        [check] = at_once.claim_checks("shop")
+        assert check.checks == 0
+        at_once.report_answers("shop", _answers([check], UNKNOWN, counts=False, detail="still running"))
+    _age(connection, 72 * 3600)
+    at_once.report_answers("shop", _answers(at_once.claim_checks("shop"), UNKNOWN, counts=False))
+    assert at_once.claim_checks("shop") == []
+    assert connection.execute("SELECT parked_at IS NOT NULL FROM outbox.pending_check").fetchone() == (True,)
+
+
+def test_no_producer_of_the_group_alive_uses_up_no_check(broker: PostgresBroker, connection: BrokerConnection) -> None:
+    one = half()
+    broker.send_half(one)
+    _age(connection, 80 * 3600)
+    assert broker.claim_checks("another group") == []
+    [check] = broker.claim_checks("shop")
+    assert check.checks == 0
+    assert broker.report_answers("shop", _answers([check], Decision.COMMIT)) == [EndStatus.APPLIED]
+
+
+def test_answers_of_another_group_are_refused(at_once: PostgresBroker, connection: BrokerConnection) -> None:
+    one = half()
+    at_once.send_half(one)
+    found = at_once.claim_checks("shop")
+    assert at_once.report_answers("intruder", _answers(found, Decision.ROLLBACK)) == [EndStatus.REFUSED]
+    assert at_once.report_answers("intruder", _answers(found, UNKNOWN)) == [None]
+    [check] = at_once.claim_checks("shop")
+    assert check.checks == 0
+
+
+def test_an_alarm_leaves_an_incident(at_once: PostgresBroker, connection: BrokerConnection) -> None:
+    one = half()
+    at_once.send_half(one)
+    at_once.claim_checks("shop")
+    answer = Answer(
+        transaction_id=one.transaction_id, decision=UNKNOWN, counts=False, alarm=True, detail="another ledger"
+    )
+    at_once.report_answers("shop", [answer])
+    [incident] = incidents.recent(connection, "outbox")
+    assert (incident.kind, incident.detail) == ("alarm", "another ledger")
+
+
+def test_the_scan_never_forgets_a_late_commit_and_never_moves_twice(
+    broker: PostgresBroker, database: BrokerDatabase, connection: BrokerConnection
+) -> None:
+    from outbox.broker import log
+    from outbox.broker.topics import TopicCatalog
+
+    late, others = half(), [half() for _ in range(40)]
+    with database.connect() as open_elsewhere:
+        open_elsewhere.execute("BEGIN")
+        log.append_half(open_elsewhere, "outbox", TopicCatalog(), late)
+        for one in others:
+            broker.send_half(one)
+        moved = 0
+        while (counts := half_scan.scan_halves(connection, "outbox", immunity_seconds=6, batch=7)).more:
+            moved += counts.moved
+        assert moved + counts.moved == 40, "an open transaction delays only itself"
+        open_elsewhere.execute("COMMIT")
+    assert half_scan.scan_halves(connection, "outbox", immunity_seconds=6).moved == 1
+    assert half_scan.scan_halves(connection, "outbox", immunity_seconds=6) == half_scan.ScanCounts()
+    assert _pending(connection) == {one.transaction_id for one in (late, *others)}
+
+
+def test_concurrent_scans(broker: PostgresBroker, database: BrokerDatabase, connection: BrokerConnection) -> None:
+    halves = [half(message(), message()) for _ in range(50)]
+    for one in halves:
+        broker.send_half(one)
+
+    def scan() -> None:
+        with database.connect() as own:
+            for _ in range(10):
+                half_scan.scan_halves(own, "outbox", immunity_seconds=6, batch=9)
+
+    in_threads([scan] * 4)
+    checks.scan(connection, "outbox", settings=NOW)
+    assert _pending(connection) == {one.transaction_id for one in halves}
+
+
+def _pending(connection: BrokerConnection) -> set[UUID]:
+    return {row[0] for row in connection.execute("SELECT transaction_id FROM outbox.pending_check")}

@@ -1,0 +1,191 @@
+"""Sends and ends: idempotent, first decision wins, contradictions and refusals reported."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+from functools import partial
+from uuid import UUID
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from outbox.broker import decisions, incidents, log
+from outbox.broker.database import BrokerConnection, BrokerDatabase
+from outbox.broker.postgres import PostgresBroker
+from outbox.broker.topics import TopicCatalog
+from outbox.errors import InvalidMessage, UsageError
+from outbox.ids import uuid7
+from outbox.transaction import Decision, EndStatus, EndTransaction, HalfTransaction
+from tests.broker.support import drain, end, half, in_threads, message, new_sequencer, queued_ids
+
+COMMIT, ROLLBACK = Decision.COMMIT, Decision.ROLLBACK
+
+
+def test_the_first_decision_stands_and_a_contradiction_is_reported(
+    broker: PostgresBroker, connection: BrokerConnection
+) -> None:
+    one = half()
+    broker.send_half(one)
+    statuses = [broker.end([end(one.transaction_id, decision)])[0] for decision in (COMMIT, COMMIT, ROLLBACK)]
+    assert statuses == [EndStatus.APPLIED, EndStatus.REPEATED, EndStatus.CONTRADICTED]
+    assert decisions.standing_decisions(connection, "outbox", [one.transaction_id]) == {one.transaction_id: COMMIT}
+    [incident] = incidents.recent(connection, "outbox")
+    assert (incident.kind, incident.subject) == ("contradicted", str(one.transaction_id))
+
+
+def test_the_same_transaction_twice_in_one_batch(broker: PostgresBroker) -> None:
+    one = half()
+    broker.send_half(one)
+    ends = [end(one.transaction_id), end(one.transaction_id), end(one.transaction_id, ROLLBACK)]
+    assert broker.end(ends) == [EndStatus.APPLIED, EndStatus.REPEATED, EndStatus.CONTRADICTED]
+
+
+def test_an_end_for_an_unknown_transaction_or_of_another_group_is_refused(
+    broker: PostgresBroker, connection: BrokerConnection
+) -> None:
+    one, (plain,) = half(), broker.send([message()])
+    broker.send_half(one)
+    ends = [end(uuid7()), end(one.transaction_id, group="other"), end(plain.message_id)]
+    assert broker.end(ends) == [EndStatus.REFUSED] * 3
+    assert {incident.kind for incident in incidents.recent(connection, "outbox")} == {"refused"}
+    assert "belongs to group 'shop'" in " ".join(one.detail for one in incidents.recent(connection, "outbox"))
+    assert broker.end([end(one.transaction_id)]) == [EndStatus.APPLIED]
+
+
+def test_unknown_is_no_outcome(broker: PostgresBroker) -> None:
+    with pytest.raises(UsageError):
+        broker.end([end(uuid7(), Decision.UNKNOWN)])
+
+
+def test_racing_decisions_of_two_connections(database: BrokerDatabase, connection: BrokerConnection) -> None:
+    broker = PostgresBroker(database)
+    halves = [half() for _ in range(60)]
+    for one in halves:
+        broker.send_half(one)
+    start = threading.Barrier(2)
+
+    def report(decision: Decision, seed: int) -> list[EndStatus]:
+        ends = [end(one.transaction_id, decision) for one in halves]
+        random.Random(seed).shuffle(ends)
+        statuses: dict[UUID, EndStatus] = {}
+        with contextlib.closing(database.connect()) as own:
+            start.wait()
+            for first in range(0, 60, 6):
+                batch = ends[first : first + 6]
+                found = decisions.record_ends(own, "outbox", batch)
+                statuses |= dict(zip((one.transaction_id for one in batch), found, strict=True))
+        return [statuses[one.transaction_id] for one in halves]
+
+    committed, rolled_back = in_threads([partial(report, COMMIT, 1), partial(report, ROLLBACK, 2)])
+    assert isinstance(committed, list) and isinstance(rolled_back, list)
+    standing = decisions.standing_decisions(connection, "outbox", [one.transaction_id for one in halves])
+    for one, first, second in zip(halves, committed, rolled_back, strict=True):
+        assert {first, second} == {EndStatus.APPLIED, EndStatus.CONTRADICTED}
+        assert standing[one.transaction_id] is (COMMIT if first is EndStatus.APPLIED else ROLLBACK)
+    drain(new_sequencer(database), connection)
+    assert len(queued_ids(connection)) == sum(status is EndStatus.APPLIED for status in committed)
+    broker.close()
+
+
+_REPORTS = st.lists(
+    st.tuples(st.integers(0, 3), st.sampled_from([COMMIT, ROLLBACK]), st.sampled_from(["shop", "other"])), max_size=12
+)
+
+
+@given(reports=_REPORTS, batch=st.integers(1, 4))
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_model_of_the_op_log(broker: PostgresBroker, reports: list[tuple[int, Decision, str]], batch: int) -> None:
+    """Against a dictionary: every status of every report, in any order and batching; half 3 is never stored."""
+    halves = [half() for _ in range(4)]
+    for one in halves[:3]:
+        broker.send_half(one)
+    model: dict[int, Decision] = {}
+    expected = []
+    for number, decision, group in reports:
+        if number == 3 or group != "shop":
+            expected.append(EndStatus.REFUSED)
+        elif number not in model:
+            model[number] = decision
+            expected.append(EndStatus.APPLIED)
+        else:
+            expected.append(EndStatus.REPEATED if model[number] is decision else EndStatus.CONTRADICTED)
+    found: list[EndStatus] = []
+    for first in range(0, len(reports), batch):
+        found += broker.end(
+            [
+                EndTransaction(transaction_id=halves[number].transaction_id, decision=decision, producer_group=group)
+                for number, decision, group in reports[first : first + batch]
+            ]
+        )
+    assert found == expected
+
+
+def test_a_resent_message_is_stored_once(broker: PostgresBroker, connection: BrokerConnection) -> None:
+    batch = [message(key=str(number)) for number in range(5)]
+    first = broker.send(batch)
+    assert broker.send(batch) == first
+    assert broker.send(batch[:1])[0].position == first[0].position
+    one = half(message(), message())
+    receipts = broker.send_half(one)
+    assert broker.send_half(one) == receipts
+    assert connection.execute("SELECT count(*) FROM outbox.commit_log").fetchone() == (7,)
+    assert connection.execute("SELECT count(*) FROM outbox.op_log").fetchone() == (1,)
+
+
+def test_a_message_id_used_for_something_else_is_refused_and_nothing_is_lost(
+    broker: PostgresBroker, database: BrokerDatabase, connection: BrokerConnection
+) -> None:
+    first, second = message(), message()
+    broker.send([first])
+    with pytest.raises(InvalidMessage, match="sent before, with other messages"):
+        broker.send([first, second])
+    with pytest.raises(InvalidMessage, match="plain message"):
+        broker.send_half(HalfTransaction(producer_group="shop", messages=[first]))
+    assert broker.send([second, first])[1].transaction_id == first.message_id
+    drain(new_sequencer(database), connection)
+    assert sorted(queued_ids(connection)) == sorted([first.message_id, second.message_id])
+
+
+def test_concurrent_resends_of_one_call(database: BrokerDatabase, connection: BrokerConnection) -> None:
+    batch = [message() for _ in range(20)]
+    catalog = TopicCatalog()
+
+    def send() -> list[int | None]:
+        with contextlib.closing(database.connect()) as own:
+            return [receipt.position for receipt in log.append_decided(own, "outbox", catalog, batch)]
+
+    results = in_threads([send] * 6)
+    assert all(result == results[0] for result in results)
+    drain(new_sequencer(database), connection)
+    assert sorted(queued_ids(connection)) == sorted(one.message_id for one in batch)
+
+
+def test_messages_of_one_call_keep_their_order(
+    broker: PostgresBroker, database: BrokerDatabase, connection: BrokerConnection
+) -> None:
+    # Ids that do not ascend, as an application with its own ids may send them.
+    batch = [message("ordered", key="k") for _ in range(20)][::-1]
+    broker.send(batch)
+    drain(new_sequencer(database), connection)
+    assert queued_ids(connection) == [one.message_id for one in batch]
+
+
+def test_the_atomic_path_shares_the_fate_of_the_local_transaction(
+    database: BrokerDatabase, connection: BrokerConnection
+) -> None:
+    catalog = TopicCatalog()
+    kept, lost, inner = message(), message(), message()
+    with contextlib.closing(database.connect()) as application:
+        with application.transaction():
+            log.append_decided(application, "outbox", catalog, [kept], producer_group="shop")
+            with contextlib.suppress(ZeroDivisionError), application.transaction():
+                log.append_decided(application, "outbox", catalog, [inner])
+                raise ZeroDivisionError
+        with contextlib.suppress(ZeroDivisionError), application.transaction():
+            log.append_decided(application, "outbox", catalog, [lost])
+            raise ZeroDivisionError
+    drain(new_sequencer(database), connection)
+    assert queued_ids(connection) == [kept.message_id]
