@@ -8,12 +8,13 @@ from typing import Any
 
 from django.core.management.base import CommandParser
 
+from outbox.contrib.django.drain import drain
 from outbox.contrib.django.management.output import OutboxCommand
 from outbox.contrib.django.workers import ROLES
 
 
 class Command(OutboxCommand):
-    """Parses, then runs one role until SIGTERM or SIGINT."""
+    """Parses, then runs one role until SIGTERM or SIGINT, or everything once."""
 
     help = "Run the broker, the consumers and check-back until SIGTERM, then drain."
 
@@ -27,9 +28,20 @@ class Command(OutboxCommand):
         )
         parser.add_argument("--group", action="append", default=[], help="consumer: only this group (repeatable)")
 
+        parser.add_argument(
+            "--drain", action="store_true", help="do everything that is due now in this process, then end"
+        )
+
     def handle(self, *args: Any, **options: Any) -> None:
         """See BaseCommand."""
+        if options["drain"]:
+            counts = drain()
+            self.stdout.write(f"{counts.queued} messages queued, {counts.handled} deliveries handled")
+            return
         stop = threading.Event()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: stop.set())
-        ROLES[options["role"]](stop, options["group"])
+        before = {number: signal.signal(number, lambda *_: stop.set()) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            ROLES[options["role"]](stop, options["group"])
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
