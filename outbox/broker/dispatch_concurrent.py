@@ -36,11 +36,19 @@ class ConcurrentLane:
         for item in again:
             heapq.heappush(self._later, (item.due, next(self._numbers), item))
 
-    def drop(self, queue: HeldQueue) -> None:
-        """Forget the waiting messages of a queue."""
-        self._ready = deque(item for item in self._ready if item.queue is not queue)
-        self._later = [entry for entry in self._later if entry[2].queue is not queue]
+    def drop(self, queue: HeldQueue, from_offset: int = 0) -> None:
+        """Forget the waiting messages of a queue from an offset on."""
+
+        def stays(item: Item) -> bool:
+            return item.queue is not queue or item.offset < from_offset
+
+        self._ready = deque(filter(stays, self._ready))
+        self._later = [entry for entry in self._later if stays(entry[2])]
         heapq.heapify(self._later)
+
+    def has_ready(self, queue: HeldQueue) -> bool:
+        """Whether messages of a queue wait that nothing holds up."""
+        return any(item.queue is queue for item in self._ready)
 
     def next_at(self) -> float | None:
         """When a message kept here is due, if one is."""

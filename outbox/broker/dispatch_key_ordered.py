@@ -56,7 +56,7 @@ class KeyOrderedLane(OrderedLane):
                 item.shed = True
                 item.queue.buffered -= 1
 
-    def drop(self, queue: HeldQueue) -> None:
+    def drop(self, queue: HeldQueue, from_offset: int = 0) -> None:
         """See OrderedLane."""
-        super().drop(queue)
+        super().drop(queue, from_offset)
         self._alone = {name for name in self._alone if name in self._lines}

@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 # Offsets are stored this often while messages flow: the most that a killed process has handled again.
 STORE_SECONDS: Final = 0.05
+# How long a queue that is handed over still starts messages that wait before ones it has started.
+DRAIN_SECONDS: Final = 3.0
 RETRY_FETCH_SIZE: Final = 256
 RETRY_SPAN: Final = 4_000
 
@@ -69,6 +71,8 @@ class Dispatcher:
         self._send_on(connection)
         self._dispatch(connection)
         self._store(connection)
+        if not self._dirty:
+            self._hand_over_drained()
 
     def wait_seconds(self, longest: float) -> float:
         """How long nothing needs to be done unless somebody rings."""
@@ -79,6 +83,7 @@ class Dispatcher:
         ]
         if self._dirty:
             due.append(self._store_at)
+        due += [queue.start_until for queue in self._held.values() if queue.phase is Phase.DRAINING]
         return max(0.0, min([longest, *(at - now for at in due)]))
 
     @property
@@ -154,11 +159,27 @@ class Dispatcher:
         return held if held is not None and held.lease is lease else None
 
     def _begin_hand_over(self, queue: HeldQueue) -> None:
-        if queue.phase in (Phase.ACTIVE, Phase.STOPPED):
-            queue.phase = Phase.DRAINING
+        """Let what was started leave no holes: the next owner would deliver again what lies beyond the first one."""
+        if queue.phase not in (Phase.ACTIVE, Phase.STOPPED):
+            return
+        started = [item.offset for work in self._running for item in work.items if item.queue is queue]
+        end = max(queue.window.finished_end, *(offset + 1 for offset in started), 0)
+        self._forget_waiting(queue, end if queue.phase is Phase.ACTIVE else 0)
+        queue.phase = Phase.DRAINING
+        queue.start_until = time.monotonic() + DRAIN_SECONDS
+        self._dirty.add(queue)
+        self._store_at = 0.0
+
+    def _hand_over_drained(self) -> None:
+        now = time.monotonic()
+        for queue in [queue for queue in self._held.values() if queue.phase is Phase.DRAINING]:
+            if now >= queue.start_until or queue.group.paused:
+                self._forget_waiting(queue)
+            if queue.running or any(lane.has_ready(queue) for lane in self._lanes_of(queue)):
+                continue
             self._forget_waiting(queue)
-            self._dirty.add(queue)
-            self._store_at = 0.0
+            del self._held[queue.key]
+            self._keeper.hand_back(queue.lease)
 
     def _lose(self, queue: HeldQueue) -> None:
         queue.phase = Phase.LOST
@@ -180,11 +201,13 @@ class Dispatcher:
             queue.phase = Phase.ACTIVE
             queue.rewind()
 
-    def _forget_waiting(self, queue: HeldQueue) -> None:
-        stations = self._groups[queue.key[0]].stations.values() if queue.station is None else [queue.station]
-        for station in stations:
-            for lane in station.lanes:
-                lane.drop(queue)
+    def _lanes_of(self, queue: HeldQueue) -> list[Lane]:
+        stations = [queue.station] if queue.station is not None else self._groups[queue.key[0]].stations.values()
+        return [lane for station in stations for lane in station.lanes]
+
+    def _forget_waiting(self, queue: HeldQueue, from_offset: int = 0) -> None:
+        for lane in self._lanes_of(queue):
+            lane.drop(queue, from_offset)
         queue.buffered = queue.running
 
     # -- collecting -----------------------------------------------------------------------------
@@ -243,7 +266,8 @@ class Dispatcher:
         for queue in {failed.item.queue for failed in failures}:
             if queue.phase is Phase.STOPPED:
                 self._forget_waiting(queue)
-        kept = {id(item) for item in again if item.queue.phase is Phase.ACTIVE}
+        # Also while draining: a failed message must hold up the later ones of its line.
+        kept = {id(item) for item in again if item.queue.phase in (Phase.ACTIVE, Phase.DRAINING)}
         for work, unstarted in over:
             back = [item for item in work.items if id(item) in kept or id(item) in unstarted]
             for item in back:
@@ -269,7 +293,8 @@ class Dispatcher:
         work.station.pool.unstuck()
         back = self._stuck.pop(work, None)
         if back is not None:
-            work.lane.settle(work.items, [item for item in back if item.queue.phase is Phase.ACTIVE])
+            back = [item for item in back if item.queue.phase in (Phase.ACTIVE, Phase.DRAINING)]
+            work.lane.settle(work.items, back)
 
     # -- fetching and handing out ---------------------------------------------------------------
 
@@ -418,7 +443,4 @@ class Dispatcher:
                 if queue.key not in kept:
                     self._lose(queue)
         self._store_at = now + STORE_SECONDS
-        self._dirty = {queue for queue in self._dirty if queue.phase is Phase.DRAINING and queue.running}
-        for queue in [queue for queue in self._held.values() if queue.phase is Phase.DRAINING and not queue.running]:
-            del self._held[queue.key]
-            self._keeper.hand_back(queue.lease)
+        self._dirty.clear()

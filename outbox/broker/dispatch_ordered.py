@@ -94,16 +94,20 @@ class OrderedLane:
     def shed(self, line: Line) -> None:
         """A line is held up: a chance to give up memory for what waits in it."""
 
-    def drop(self, queue: HeldQueue) -> None:
-        """Forget the waiting messages of a queue and the lines that hold nothing else."""
+    def drop(self, queue: HeldQueue, from_offset: int = 0) -> None:
+        """Forget the waiting messages of a queue from an offset on, and lines that hold nothing then."""
         for line in list(self._lines.values()):
             if line.items and line.items[0].queue is queue:
-                line.items.clear()
-                if not line.busy:
+                line.items = deque(item for item in line.items if item.offset < from_offset)
+                if not line.items and not line.busy:
                     del self._lines[line.name]
         self._ready = deque(line for line in self._ready if line.items)
         self._later = [entry for entry in self._later if entry[2].items]
         heapq.heapify(self._later)
+
+    def has_ready(self, queue: HeldQueue) -> bool:
+        """Whether messages of a queue wait that nothing holds up."""
+        return any(line.items[0].queue is queue for line in self._ready)
 
     def next_at(self) -> float | None:
         """When a line that is held up goes on, if one is."""

@@ -31,7 +31,7 @@ class Phase(enum.Enum):
     STOPPED = "stopped"
     """An on_error=STOP handler stopped it: keep the lease, start nothing until an operator resumes it."""
     DRAINING = "draining"
-    """To be handed over: start nothing, finish what runs, store the offset, release."""
+    """To be handed over: fetch nothing; finish what runs and what waits before it, store the offset, release."""
     LOST = "lost"
     """Another owner may have it: start nothing, record nothing."""
 
@@ -67,6 +67,11 @@ class Window:
     def has_finished_ahead(self) -> bool:
         """Whether anything at or above the base is finished."""
         return bool(self._finished)
+
+    @property
+    def finished_end(self) -> int:
+        """The offset after the highest finished one."""
+        return max(self._finished, default=self.base - 1) + 1
 
     def is_finished(self, offset: int) -> bool:
         """Whether an offset at or above the base is finished."""
@@ -109,6 +114,7 @@ class HeldQueue:
         "ordinal",
         "phase",
         "running",
+        "start_until",
         "station",
         "stored_base",
         "window",
@@ -131,6 +137,8 @@ class HeldQueue:
         self.hungry = True
         self.buffered = 0
         self.running = 0
+        # While it is drained: until when messages may still be started.
+        self.start_until = 0.0
         # A bounded pass fetches up to here.
         self.end: int | None = None
         self.ordinal = 0
@@ -142,7 +150,7 @@ class HeldQueue:
 
     def may_start(self) -> bool:
         """Whether a handler may be started for a message of this queue. Safe to ask from any thread."""
-        return self.phase is Phase.ACTIVE and self.trusted()
+        return self.phase in (Phase.ACTIVE, Phase.DRAINING) and self.trusted()
 
     def skip_to(self, floor: int) -> None:
         """Retention removed everything below `floor`."""

@@ -34,8 +34,11 @@ class Lane(Protocol):
     def settle(self, items: Sequence[Item], again: Sequence[Item]) -> None:
         """What one `take` gave is over; those in `again` are to be tried here again when they are due."""
 
-    def drop(self, queue: HeldQueue) -> None:
-        """Forget the waiting messages of a queue."""
+    def drop(self, queue: HeldQueue, from_offset: int = 0) -> None:
+        """Forget the waiting messages of a queue from an offset on."""
+
+    def has_ready(self, queue: HeldQueue) -> bool:
+        """Whether messages of a queue wait that nothing holds up."""
 
     def next_at(self) -> float | None:
         """When something that is held up goes on, if anything is."""

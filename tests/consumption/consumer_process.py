@@ -37,7 +37,7 @@ def without_drain() -> None:
     """Give queues away at once, whatever runs."""
 
     def hand_over(self: Dispatcher, queue: HeldQueue) -> None:
-        queue.phase = Phase.DRAINING
+        queue.phase = Phase.LOST
         self._held.pop(queue.key, None)
         self._keeper.hand_back(queue.lease)
 

@@ -30,11 +30,18 @@ class InboxInvoker:
         self._url = url
         self._once = once
         self._local = threading.local()
+        self._opened: list[psycopg.Connection[tuple[object, ...]]] = []
+
+    def close(self) -> None:
+        """Close the connections of all threads."""
+        for connection in self._opened:
+            connection.close()
 
     @property
     def connection(self) -> psycopg.Connection[tuple[object, ...]]:
         if not hasattr(self._local, "connection") or self._local.connection.closed:
             self._local.connection = psycopg.connect(self._url, autocommit=True)
+            self._opened.append(self._local.connection)
             # Below the lease term: a frozen owner must not block the next one on its inbox row.
             self._local.connection.execute("SET idle_in_transaction_session_timeout = '1s'")
         connection: psycopg.Connection[tuple[object, ...]] = self._local.connection

@@ -95,7 +95,9 @@ def test_order_per_key_over_many_queues(steps: ConsumptionBench, mode: Mode, bat
 @pytest.mark.parametrize("batch", [1, 100])
 @pytest.mark.parametrize("mode", ORDERED)
 def test_order_per_key_soak(steps: ConsumptionBench, mode: Mode, batch: int) -> None:
-    harness = OrderHarness(lambda delivery: ValueError() if hash(delivery.message_id) % 997 == delivery.attempt else None)
+    harness = OrderHarness(
+        lambda delivery: ValueError() if hash(delivery.message_id) % 997 == delivery.attempt else None
+    )
     steps.publish(keyed("steps", 100_000, 1_000))
     with steps.running((subscribe(mode, batch=batch), harness)):
         eventually(lambda: all(len(set(ns)) == 100 for ns in harness.handled.values()), within_seconds=300)
@@ -166,7 +168,7 @@ def test_key_ordered_with_one_poisoned_key_all_others_finish(steps: ConsumptionB
     steps.assert_conserved("g")
 
 
-def test_a_poisoned_key_keeps_no_bodies_in_memory(steps: ConsumptionBench) -> None:
+def test_a_poisoned_key_keeps_no_bodies_in_memory(steps: ConsumptionBench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its later messages are remembered by offset only, and the queue is fetched far beyond what is buffered."""
     steps.declare("single", queues=1, types=FIFO)
     healed = threading.Event()
@@ -190,17 +192,12 @@ def test_a_poisoned_key_keeps_no_bodies_in_memory(steps: ConsumptionBench) -> No
             queues: set[HeldQueue] = {item.queue for line in self._lines.values() for item in line.items}
             most.append(max((queue.buffered for queue in queues), default=0))
 
-    from outbox.broker import dispatch_station
-
-    normal, dispatch_station.KeyOrderedLane = dispatch_station.KeyOrderedLane, Watching  # type: ignore[misc]
-    try:
-        with steps.running((subscribe(Mode.KEY_ORDERED, topic="single", suspend_seconds=0.2), harness)):
-            eventually(lambda: len(harness.handled["good"]) == 100)
-            assert max(most) < 1_000
-            healed.set()
-            eventually(lambda: len(harness.handled["bad"]) == 3_000)
-    finally:
-        dispatch_station.KeyOrderedLane = normal  # type: ignore[misc]
+    monkeypatch.setattr("outbox.broker.dispatch_station.KeyOrderedLane", Watching)
+    with steps.running((subscribe(Mode.KEY_ORDERED, topic="single", suspend_seconds=0.2), harness)):
+        eventually(lambda: len(harness.handled["good"]) == 100)
+        assert max(most) < 1_000
+        healed.set()
+        eventually(lambda: len(harness.handled["bad"]) == 3_000)
     assert harness.handled["bad"] == list(range(3_000))
 
 
@@ -263,7 +260,11 @@ def test_listener_chooses_the_pause_in_place(steps: ConsumptionBench) -> None:
 
 def test_slow_messages_keep_their_key_waiting_only(steps: ConsumptionBench) -> None:
     slow = threading.Event()
-    harness = OrderHarness(lambda delivery: None if delivery.key != "k0" or slow.wait(20) else None)
+
+    def wait_if_slow(delivery: Delivery) -> Exception | None:
+        return TimeoutError() if delivery.key == "k0" and not slow.wait(20) else None
+
+    harness = OrderHarness(wait_if_slow)
     steps.publish(keyed("steps", 400, 20))
     with steps.running((subscribe(Mode.KEY_ORDERED), harness)):
         eventually(lambda: harness.total == 380)

@@ -1,0 +1,382 @@
+"""Groups: registration, where they start, pause and resume, resets, filters in the broker, broadcast, delay."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+
+from outbox.broker import group_reset, groups
+from outbox.broker.notify import Channel, notify
+from outbox.errors import InvalidFilter, InvalidSubscription, UnknownGroup, UnknownTopic, UsageError
+from outbox.message import Delivery, Message
+from outbox.retry import RetryPolicy
+from outbox.subscription import Mode, Start, Subscription
+from tests.consumption.bench import ConsumptionBench, encode
+from tests.consumption.inbox import InboxInvoker
+from tests.support import eventually
+
+
+class Seen:
+    """A handler that remembers."""
+
+    def __init__(self) -> None:
+        self.ns: list[int] = []
+
+    def __call__(self, delivery: Delivery) -> None:
+        self.ns.append(delivery.body["n"])
+
+    def take(self) -> list[int]:
+        taken, self.ns = sorted(self.ns), []
+        return taken
+
+
+def message(n: int, **fields: Any) -> Message:
+    return Message(**{"topic": "orders", "body": encode({"n": n}), "key": str(n), **fields})
+
+
+def messages(start: int, end: int, **fields: Any) -> list[Message]:
+    return [message(n, **fields) for n in range(start, end)]
+
+
+def subscribe(**options: Any) -> Subscription:
+    return Subscription(**{"group": "g", "topic": "orders", **options})
+
+
+@pytest.fixture
+def orders(bench: ConsumptionBench) -> ConsumptionBench:
+    bench.declare("orders")
+    return bench
+
+
+# -- registration -----------------------------------------------------------------------------------
+
+
+def test_register_is_idempotent(orders: ConsumptionBench) -> None:
+    first = groups.register(orders.connection, "outbox", subscribe())
+    assert groups.register(orders.connection, "outbox", subscribe()) == first
+    assert orders.rows("SELECT name, queue_count FROM outbox.topic WHERE retry_of = %s", first.group_id) == [
+        ("%RETRY%g", 1)
+    ]
+
+
+def test_register_by_many_at_once(orders: ConsumptionBench) -> None:
+    found: list[groups.Registration] = []
+
+    def register() -> None:
+        with orders.database.connect() as connection:
+            found.append(groups.register(connection, "outbox", subscribe()))
+
+    threads = [threading.Thread(target=register) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 6 and len(set(found)) == 1
+
+
+def test_unknown_topic_and_invalid_filter_are_refused(orders: ConsumptionBench) -> None:
+    with pytest.raises(UnknownTopic, match="Did you mean 'orders'"):
+        orders.runtime((subscribe(topic="order"), Seen())).run_once()
+    with pytest.raises(InvalidFilter, match="column 8"):
+        orders.runtime((subscribe(filter="sql: a ? 1"), Seen()))
+
+
+@pytest.mark.parametrize(
+    "other", [subscribe(filter="paid"), subscribe(mode=Mode.ORDERLY)], ids=["another filter", "another mode"]
+)
+def test_contradictory_subscription_of_a_live_group_is_refused(orders: ConsumptionBench, other: Subscription) -> None:
+    with orders.running((subscribe(), Seen())):
+        eventually(lambda: orders.members() == 1)
+        with pytest.raises(InvalidSubscription, match=r"consumes 'orders' with mode='concurrent' .* \(pid \d+\)"):
+            orders.runtime((other, Seen())).run_once()
+    # Once the others are gone, a new definition is a deployment.
+    orders.runtime((other, Seen())).run_once()
+
+
+def test_a_group_is_broadcast_or_not_for_good(orders: ConsumptionBench) -> None:
+    orders.runtime((subscribe(), Seen())).run_once()
+    with pytest.raises(InvalidSubscription, match="broadcast=False"):
+        orders.runtime((subscribe(broadcast=True), Seen())).run_once()
+    with pytest.raises(InvalidSubscription, match="twice"):
+        orders.runtime((subscribe(), Seen()), (subscribe(), Seen()))
+
+
+def test_two_groups_each_get_everything(orders: ConsumptionBench) -> None:
+    one, two = Seen(), Seen()
+    orders.publish(messages(0, 50))
+    counts = orders.runtime((subscribe(), one), (subscribe(group="h"), two)).run_once()
+    assert counts.handled == 100
+    assert one.take() == two.take() == list(range(50))
+
+
+# -- where a new group starts -----------------------------------------------------------------------
+
+
+def test_new_group_from_first_last_and_time(orders: ConsumptionBench) -> None:
+    orders.publish(messages(0, 10))
+    between = orders.rows("SELECT clock_timestamp()")[0][0]
+    orders.publish(messages(10, 20))
+    starts: dict[str, Start | datetime] = {"first": Start.FIRST, "last": Start.LAST, "time": between}
+    seen = {name: Seen() for name in starts}
+    runtimes = [orders.runtime((subscribe(group=name, start=start), seen[name])) for name, start in starts.items()]
+    for runtime in runtimes:
+        runtime.run_once()
+    assert [seen[name].take() for name in starts] == [list(range(20)), [], list(range(10, 20))]
+    orders.publish(messages(20, 30))
+    for runtime in runtimes:
+        runtime.run_once()
+    assert [seen[name].take() for name in starts] == [list(range(20, 30))] * 3
+    for name in starts:
+        orders.assert_conserved(name)
+
+
+def test_new_queues_of_a_known_topic_start_at_their_first_message(orders: ConsumptionBench) -> None:
+    seen = Seen()
+    orders.publish(messages(0, 10))
+    runtime = orders.runtime((subscribe(start=Start.LAST), seen))
+    runtime.run_once()
+    orders.declare("orders", queues=6)
+    orders.publish(messages(10, 40))
+    for _ in range(3):
+        runtime.run_once()
+        orders.sequence()
+    assert seen.take() == list(range(10, 40))
+
+
+def test_drain_then_switch_to_new_queues(orders: ConsumptionBench) -> None:
+    """No message of the new queues is handled before the old ones are consumed, so that keys keep their order."""
+    order: list[int] = []
+    orders.publish(messages(0, 40, key="k"))
+    orders.declare("orders", queues=3)
+    orders.publish(messages(40, 60, key="k"))
+    for _ in range(4):
+        orders.runtime((subscribe(mode=Mode.ORDERLY), lambda delivery: order.append(delivery.body["n"]))).run_once()
+        orders.sequence()
+    assert order == list(range(60))
+
+
+# -- operating --------------------------------------------------------------------------------------
+
+
+def test_pause_and_resume(orders: ConsumptionBench) -> None:
+    seen = Seen()
+    with orders.sequencing(), orders.running((subscribe(), seen)):
+        orders.broker.send(messages(0, 5))
+        eventually(lambda: len(seen.ns) == 5)
+        groups.pause(orders.connection, "outbox", "g")
+        eventually(lambda: orders.rows("SELECT paused FROM outbox.consumer_group") == [(True,)])
+        settled = threading.Event()
+        # Pausing is seen within a look of the keeper; then nothing starts any more.
+        settled.wait(1.2)
+        orders.broker.send(messages(5, 10))
+        eventually(lambda: orders.lag("g") == 5)
+        settled.wait(1.2)
+        assert len(seen.ns) == 5
+        groups.resume(orders.connection, "outbox", "g")
+        eventually(lambda: len(seen.ns) == 10)
+
+
+def test_unknown_group_is_named(orders: ConsumptionBench) -> None:
+    operations: list[Callable[[], object]] = [
+        lambda: groups.pause(orders.connection, "outbox", "nobody"),
+        lambda: groups.resume(orders.connection, "outbox", "nobody"),
+        lambda: group_reset.reset(orders.connection, "outbox", "nobody", "orders", Start.FIRST),
+    ]
+    for operation in operations:
+        with pytest.raises(UnknownGroup, match="'nobody'"):
+            operation()
+
+
+def test_offset_reset_by_time_offset_and_end(orders: ConsumptionBench) -> None:
+    orders.declare("single", queues=1)
+    seen = Seen()
+    runtime = orders.runtime((subscribe(topic="single"), seen))
+    orders.publish(messages(0, 10, topic="single"))
+    between = orders.rows("SELECT clock_timestamp()")[0][0]
+    orders.publish(messages(10, 20, topic="single"))
+
+    def after_reset(target: Start | datetime | int) -> list[int]:
+        group_reset.reset(orders.connection, "outbox", "g", "single", target)
+        runtime.run_once()
+        return seen.take()
+
+    runtime.run_once()
+    seen.take()
+    assert after_reset(Start.FIRST) == list(range(20))
+    assert after_reset(between) == list(range(10, 20))
+    assert after_reset(17) == [17, 18, 19]
+    assert after_reset(9_999) == []
+    group_reset.reset(orders.connection, "outbox", "g", "single", 0)
+    assert after_reset(Start.LAST) == []
+    orders.assert_conserved("g")
+    with pytest.raises(UsageError, match="does not consume"):
+        group_reset.reset(orders.connection, "outbox", "g", "orders", 0)
+
+
+def test_reset_dry_run_says_what_would_move(orders: ConsumptionBench) -> None:
+    seen = Seen()
+    runtime = orders.runtime((subscribe(), seen))
+    orders.publish(messages(0, 40))
+    runtime.run_once()
+    before = groups.list_queues(orders.connection, "outbox", "g")
+    planned = group_reset.reset(orders.connection, "outbox", "g", "orders", Start.FIRST, dry_run=True)
+    assert groups.list_queues(orders.connection, "outbox", "g") == before
+    assert sum(move.from_offset - move.to_offset for move in planned) == 40
+    done = group_reset.reset(orders.connection, "outbox", "g", "orders", Start.FIRST)
+    assert done == planned
+    assert orders.lag("g") == 40
+
+
+def test_reset_while_it_runs_fences_the_owner(orders: ConsumptionBench) -> None:
+    seen = Seen()
+    with orders.running((subscribe(), seen)):
+        orders.publish(messages(0, 30))
+        eventually(lambda: len(seen.ns) == 30 and orders.lag("g") == 0)
+        group_reset.reset(orders.connection, "outbox", "g", "orders", Start.FIRST)
+        eventually(lambda: len(seen.ns) == 60)
+        eventually(lambda: orders.lag("g") == 0)
+    orders.assert_conserved("g")
+
+
+def test_reprocess_raises_the_generation_of_the_inbox(orders: ConsumptionBench) -> None:
+    invoker = InboxInvoker(orders.url)
+    seen = Seen()
+    runtime = orders.runtime((subscribe(), seen), invoker=invoker)
+    orders.publish(messages(0, 5))
+    runtime.run_once()
+    group_reset.reset(orders.connection, "outbox", "g", "orders", Start.FIRST)
+    assert runtime.run_once().skipped == 5
+    assert seen.take() == list(range(5))
+    group_reset.reset(orders.connection, "outbox", "g", "orders", Start.FIRST, reprocess=True)
+    assert runtime.run_once().handled == 5
+    assert seen.take() == list(range(5))
+    invoker.close()
+
+
+def test_retention_overtaking_a_group_is_counted_as_expired(orders: ConsumptionBench) -> None:
+    orders.declare("single", queues=1)
+    seen = Seen()
+    runtime = orders.runtime((subscribe(topic="single"), seen))
+    runtime.run_once()
+    orders.publish(messages(0, 10, topic="single"))
+    orders.connection.execute(
+        "DELETE FROM outbox.consume_queue WHERE queue_offset < 4 AND queue_id ="
+        " (SELECT queue_id FROM outbox.queue JOIN outbox.topic USING (topic_id) WHERE name = 'single')"
+    )
+    orders.connection.execute(
+        "UPDATE outbox.queue SET floor = 4 WHERE topic_id = (SELECT topic_id FROM outbox.topic WHERE name = 'single')"
+    )
+    runtime.run_once()
+    assert seen.take() == list(range(4, 10))
+    assert orders.rows("SELECT expired, handled FROM outbox.offset_v1 WHERE topic = 'single'") == [(4, 6)]
+    orders.assert_conserved("g")
+
+
+# -- filters in the broker --------------------------------------------------------------------------
+
+
+def test_filters_by_tags_and_by_header_expression(orders: ConsumptionBench) -> None:
+    tags, headers, everything = Seen(), Seen(), Seen()
+    for n in range(30):
+        orders.broker.send(
+            [message(n, tag=["paid", "refunded", "noted"][n % 3], headers={"amount": str(n)} if n % 2 else {})]
+        )
+    orders.sequence()
+    counts = orders.runtime(
+        (subscribe(group="t", filter="paid || refunded"), tags),
+        (subscribe(group="h", filter="sql: amount > 9 AND TAGS = 'noted'"), headers),
+        (subscribe(group="a"), everything),
+    ).run_once()
+    assert tags.take() == [n for n in range(30) if n % 3 != 2]
+    assert headers.take() == [n for n in range(30) if n % 2 and n > 9 and n % 3 == 2]
+    assert everything.take() == list(range(30))
+    assert counts.filtered == 10 + 30 - len([n for n in range(30) if n % 2 and n > 9 and n % 3 == 2])
+    for group in "tha":
+        orders.assert_conserved(group)
+
+
+# -- broadcast --------------------------------------------------------------------------------------
+
+
+def test_broadcast_gives_every_instance_all_messages(orders: ConsumptionBench) -> None:
+    one, two = Seen(), Seen()
+    subscription = subscribe(broadcast=True, start=Start.LAST)
+    orders.publish(messages(0, 5))
+    with orders.sequencing(), orders.running((subscription, one)), orders.running((subscription, two)):
+        eventually(lambda: orders.members() == 2)
+        # Both have taken their position by the time their first message arrives.
+        eventually(lambda: orders.broker.send([message(-1)]) and -1 in one.ns and -1 in two.ns)
+        orders.broker.send(messages(5, 20))
+        eventually(lambda: sorted({*one.ns}) == sorted({*two.ns}) == [-1, *range(5, 20)])
+
+
+def test_broadcast_retries_in_place_and_gives_up(orders: ConsumptionBench) -> None:
+    attempts: list[int] = []
+    done = Seen()
+
+    def handle(delivery: Delivery) -> None:
+        if delivery.body["n"] == 1:
+            attempts.append(delivery.attempt)
+            raise ValueError
+        done(delivery)
+
+    policy = RetryPolicy(delays_seconds=[0.01], max_attempts=3)
+    orders.publish(messages(0, 3))
+    with orders.running((subscribe(broadcast=True, retry=policy), handle)):
+        eventually(lambda: len(attempts) == 3 and sorted(done.ns) == [0, 2])
+    assert attempts == [1, 2, 3]
+    assert orders.retrying() == 0
+
+
+# -- delay ------------------------------------------------------------------------------------------
+
+
+def test_delayed_messages_arrive_when_due_and_can_be_recalled(orders: ConsumptionBench) -> None:
+    seen = Seen()
+    at: dict[int, datetime] = {}
+
+    def handle(delivery: Delivery) -> None:
+        at[delivery.body["n"]] = datetime.now(UTC)
+        seen(delivery)
+
+    start = datetime.now(UTC)
+    due = {n: start + timedelta(seconds=0.4 * n) for n in (1, 2)}
+    recalled = message(9, deliver_at=start + timedelta(seconds=0.3))
+    with orders.sequencing(), orders.running((subscribe(), handle)):
+        orders.broker.send([*(message(n, deliver_at=time) for n, time in due.items()), recalled])
+        eventually(lambda: orders.broker.recall(recalled.message_id))
+        eventually(lambda: len(seen.ns) == 2)
+    assert seen.ns == [1, 2]
+    assert all(at[n] >= due[n] for n in due)
+
+
+def test_large_bodies_are_loaded_when_their_turn_comes(orders: ConsumptionBench) -> None:
+    sizes: list[int] = []
+    orders.publish([Message(topic="orders", body=encode("x" * size)) for size in (10, 20_000, 300_000)])
+    orders.drain(subscribe(batch=2), lambda batch: sizes.extend(len(delivery.body) for delivery in batch))
+    assert sorted(sizes) == [10, 20_000, 300_000]
+
+
+def test_wake_up_is_by_announcement_not_by_polling(orders: ConsumptionBench) -> None:
+    """Twenty messages one after the other, each sent when the last was handled: polling would take twenty seconds."""
+    seen = Seen()
+    with orders.sequencing(), orders.running((subscribe(), seen)):
+        for n in range(20):
+            orders.broker.send([message(n)])
+            notify(orders.connection, "outbox", Channel.DECIDED)
+            eventually(lambda n=n: len(seen.ns) == n + 1, within_seconds=10 if n == 0 else 0.9)  # type: ignore[misc]
+
+
+def test_without_listen_everything_works_by_polling(orders: ConsumptionBench) -> None:
+    from outbox.broker.database import BrokerDatabase
+
+    orders.database = BrokerDatabase(conninfo=orders.url, listen_conninfo="")
+    seen = Seen()
+    with orders.running((subscribe(), seen)):
+        eventually(lambda: orders.members() == 1)
+        orders.publish(messages(0, 5))
+        eventually(lambda: len(seen.ns) == 5)

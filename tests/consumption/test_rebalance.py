@@ -1,0 +1,147 @@
+"""Sharing queues: the strategies as pure functions, leases as rows."""
+
+from __future__ import annotations
+
+import uuid
+from collections import Counter
+from collections.abc import Iterable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outbox.broker import leases, offsets, rebalance
+from outbox.broker.leases import Lease
+from outbox.broker.membership import Member, QueueState
+from outbox.broker.offsets import OffsetRow, Position
+from outbox.errors import ConfigurationError
+from tests.consumption.bench import ConsumptionBench
+from tests.support import eventually
+
+INSTANCES = [uuid.UUID(int=n + 1) for n in range(8)]
+
+
+def members(count: int, topics: Iterable[str] = ("orders",)) -> list[Member]:
+    return [Member(instance, frozenset(topics)) for instance in INSTANCES[:count]]
+
+
+def queues(count: int, topic: str | None = "orders", first: int = 0) -> list[QueueState]:
+    return [QueueState((1, first + n), topic, n, None, 0, True, None) for n in range(count)]
+
+
+def shares(strategy: str, member_count: int, queue_count: int) -> list[set[tuple[int, int]]]:
+    chosen = rebalance.by_name(strategy)
+    every = members(member_count)
+    return [rebalance.share(m.instance_id, chosen, every, queues(queue_count)) for m in every]
+
+
+@given(
+    strategy=st.sampled_from(["averagely", "circle", "consistent_hash"]),
+    member_count=st.integers(1, 8),
+    queue_count=st.integers(0, 40),
+)
+def test_every_queue_goes_to_exactly_one_member(strategy: str, member_count: int, queue_count: int) -> None:
+    counted = Counter(key for share in shares(strategy, member_count, queue_count) for key in share)
+    assert counted == Counter({queue.key: 1 for queue in queues(queue_count)})
+
+
+@pytest.mark.parametrize("strategy", ["averagely", "circle"])
+def test_even_strategies_differ_by_one_queue_at_most(strategy: str) -> None:
+    for member_count in range(1, 9):
+        sizes = [len(share) for share in shares(strategy, member_count, 11)]
+        assert max(sizes) - min(sizes) <= 1
+
+
+def test_averagely_gives_neighbours_and_circle_deals() -> None:
+    assert [sorted(q for _, q in share) for share in shares("averagely", 2, 5)] == [[0, 1, 2], [3, 4]]
+    assert [sorted(q for _, q in share) for share in shares("circle", 2, 5)] == [[0, 2, 4], [1, 3]]
+
+
+def test_consistent_hash_moves_only_what_the_newcomer_takes() -> None:
+    before, after = shares("consistent_hash", 4, 200), shares("consistent_hash", 5, 200)
+    for old, new in zip(before, after, strict=False):
+        assert new <= old
+    assert after[4] and len(after[4]) < 100
+
+
+def test_config_consumes_the_numbers_it_is_given() -> None:
+    chosen = rebalance.by_name("config:0,3")
+    both = [*queues(4), *queues(1, None, first=90)]
+    assert rebalance.share(INSTANCES[1], chosen, members(2), both) == {(1, 0), (1, 3)}
+    # The retry queue has no number of its own to configure: it is shared like anything else.
+    assert rebalance.share(INSTANCES[0], chosen, members(2), both) == {(1, 0), (1, 3), (1, 90)}
+
+
+def test_unknown_strategy_is_named() -> None:
+    with pytest.raises(ConfigurationError, match="'fair' does not exist: use averagely"):
+        rebalance.by_name("fair")
+
+
+def test_queues_go_to_members_that_subscribe_to_their_topic() -> None:
+    mixed = [*members(1), Member(INSTANCES[1], frozenset({"orders", "bills"}))]
+    every = [*queues(4), *queues(2, "bills", first=10), *queues(1, None, first=20)]
+    first = rebalance.share(INSTANCES[0], rebalance.averagely, mixed, every)
+    second = rebalance.share(INSTANCES[1], rebalance.averagely, mixed, every)
+    assert first == {(1, 0), (1, 1)}
+    # The retry queue carries messages of all topics: to the one that knows them all.
+    assert second == {(1, 2), (1, 3), (1, 10), (1, 11), (1, 20)}
+
+
+# -- leases -----------------------------------------------------------------------------------------
+
+A, B = INSTANCES[0], INSTANCES[1]
+
+
+def acquire(bench: ConsumptionBench, owner: uuid.UUID, *queue_ids: int, term: float = 30.0) -> list[Lease]:
+    return leases.acquire(bench.connection, "outbox", owner, 1, queue_ids, term_seconds=term)
+
+
+def test_a_live_lease_is_left_alone(bench: ConsumptionBench) -> None:
+    held = acquire(bench, A, 1, 2)
+    assert [(lease.key, lease.epoch) for lease in held] == [((1, 1), 1), ((1, 2), 1)]
+    assert [lease.key for lease in acquire(bench, B, 1, 2, 3)] == [(1, 3)]
+
+
+def test_every_change_of_owner_raises_the_epoch(bench: ConsumptionBench) -> None:
+    (first,) = acquire(bench, A, 1)
+    assert leases.release(bench.connection, "outbox", A, [first]) == 1
+    (second,) = acquire(bench, B, 1, term=0.05)
+    (third,) = eventually(lambda: acquire(bench, A, 1))
+    assert [first.epoch, second.epoch, third.epoch] == [1, 2, 3]
+    # A former owner changes nothing.
+    assert leases.release(bench.connection, "outbox", A, [first]) == 0
+    assert leases.renew(bench.connection, "outbox", B, [second], term_seconds=30) == set()
+
+
+def test_renewal_prolongs_trust_from_before_it_was_sent(bench: ConsumptionBench) -> None:
+    (lease,) = acquire(bench, A, 1, term=0.2)
+    before = leases.lease_clock()
+    assert leases.renew(bench.connection, "outbox", A, [lease], term_seconds=30) == {(1, 1)}
+    after = leases.lease_clock()
+    assert before + 30 <= lease.trusted_until <= after + 30
+    assert lease.trusted()
+    assert not Lease((1, 1), 1, before).trusted()
+
+
+def test_a_fenced_former_owner_stores_no_offset(bench: ConsumptionBench) -> None:
+    (old,) = acquire(bench, A, 1, term=0.05)
+    (new,) = eventually(lambda: acquire(bench, B, 1))
+
+    def store(owner: uuid.UUID, lease: Lease, offset: int) -> set[tuple[int, int]]:
+        row = OffsetRow(lease.key, lease.epoch, offset, Position(offset, 0, handled=offset))
+        return offsets.store(bench.connection, "outbox", owner, [row])
+
+    assert store(A, old, 9) == set()
+    assert store(B, new, 3) == {(1, 1)}
+    assert offsets.load(bench.connection, "outbox", 1, [1])[1].next_offset == 3
+
+
+def test_an_offset_of_an_older_epoch_never_wins_however_late(bench: ConsumptionBench) -> None:
+    """Stored behind the fence's back, as by a statement that began before the lease changed hands."""
+    insert = (
+        "INSERT INTO outbox.consumer_offset (group_id, queue_id, epoch, ordinal, next_offset, start_offset)"
+        " VALUES (1, 1, %s, %s, %s, 0)"
+    )
+    for epoch, ordinal, next_offset in [(1, 1, 5), (2, 1, 6), (1, 99, 500)]:
+        bench.connection.execute(insert, [epoch, ordinal, next_offset])
+    assert offsets.load(bench.connection, "outbox", 1, [1])[1].next_offset == 6
