@@ -27,6 +27,7 @@ DEV = [
     "pytest-django>=4.9",
     "pytest-timeout>=2.3",
     "ruff>=0.9",
+    "setuptools>=69",
 ]
 
 setup(
@@ -35,7 +36,6 @@ setup(
     description="Transactional messages for Django and PostgreSQL: a write and its messages happen together or not at all.",
     long_description=Path("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
-    license="Apache-2.0",
     python_requires=">=3.11",
     packages=[
         *find_packages(include=["outbox", "outbox.*"]),
@@ -43,8 +43,9 @@ setup(
     ],
     package_dir={"outbox_spark": "spark"},
     package_data={
-        "": ["py.typed", "*.sql", "*.html", "*.css", "*.js", "*.toml"],
-        "outbox": ["contrib/django/templates/**/*", "contrib/django/static/**/*"],
+        "": ["py.typed", "*.css", "*.html", "*.js", "*.toml"],
+        "outbox.broker": ["schema/*.sql"],
+        "outbox.contrib.django": ["templates/**/*", "static/**/*"],
     },
     install_requires=[],
     extras_require={
