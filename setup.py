@@ -33,7 +33,7 @@ DEV = [
 setup(
     name="outbox-transactional",
     version="0.1.0",
-    description="Transactional messages for Django and PostgreSQL: a write and its messages happen together or not at all.",
+    description="Transactional messages for Django and PostgreSQL: a write and its messages, together or not at all.",
     long_description=Path("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     python_requires=">=3.11",
