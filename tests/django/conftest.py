@@ -117,10 +117,9 @@ def in_memory(databases: None, outbox_settings: Callable[..., None]) -> Iterator
 @pytest.fixture
 def no_subscribers() -> Iterator[None]:
     """Subscribers that a test registers are forgotten after it."""
-    before = dict(registry._subscribers)
+    registry.unregister_all()
     yield
     registry.unregister_all()
-    registry._subscribers.update(before)
 
 
 __all__ = ["configured"]

@@ -6,7 +6,9 @@ moment, waits for the first one's transaction at the unique key and then finds t
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any, Final
@@ -169,13 +171,40 @@ def _default_alias() -> str:
     return router.db_for_write(InboxEntry)
 
 
+class _Closing:
+    """Closes connections when it goes."""
+
+    def __init__(self) -> None:
+        self.connections: list[BaseDatabaseWrapper] = []
+
+    def __del__(self) -> None:
+        for connection in self.connections:
+            with contextlib.suppress(Exception):
+                connection.close()
+
+
+class _OfThread(threading.local):
+    """The connections of one handler thread, closed when the thread ends and its locals with it.
+
+    The threads are the runtime's, which knows nothing of Django; left alone, the connections would stay open until
+    they are collected.
+    """
+
+    def __init__(self) -> None:
+        self.closing = _Closing()
+
+
+_of_thread = _OfThread()
+
+
 def refresh_connections() -> None:
     """Drop this thread's connections that are broken or past their CONN_MAX_AGE.
 
     Unlike Django's close_old_connections it keeps those of CONN_MAX_AGE = 0, which means "for one request": a
     worker that reconnected for every message would do little else.
     """
-    for connection in connections.all(initialized_only=True):
+    opened = _of_thread.closing.connections = connections.all(initialized_only=True)
+    for connection in opened:
         if connection.connection is None or connection.in_atomic_block:
             continue
         expired = (

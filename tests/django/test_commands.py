@@ -1,0 +1,201 @@
+"""The management commands: they parse, call one function, and say clearly what is wrong."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import closing
+from io import StringIO
+from typing import Any
+from uuid import uuid4
+
+import pytest
+from django.core.management import call_command
+from django.core.management.base import CommandError
+from django.db import connections, transaction
+
+from outbox import Delivery
+from outbox.broker.sequencer import Sequencer
+from outbox.contrib.django import publish, subscriber
+from outbox.contrib.django.broker import broker_database, flusher
+from outbox.contrib.django.workers import consumer_runtime
+from outbox.errors import PermanentError
+from tests.django.conftest import point_alias
+from tests.django.shop.models import Effect
+from tests.django.state import decisions, rolled_back
+
+pytestmark = pytest.mark.usefixtures("databases", "no_subscribers")
+
+
+def call(*arguments: str) -> str:
+    out = StringIO()
+    call_command(*arguments, stdout=out, no_color=True)
+    return out.getvalue()
+
+
+def call_json(*arguments: str) -> Any:
+    return json.loads(call(*arguments, "--json"))
+
+
+def sequence() -> None:
+    """Queue everything that is decided."""
+    flusher.flush(within_seconds=5)
+    database = broker_database()
+    with closing(database.connect()) as connection:
+        sequencer = Sequencer(database, uuid4())
+        while sequencer.run_once(connection).appended:
+            pass
+
+
+def consume() -> None:
+    sequence()
+    consumer_runtime().run_once()
+
+
+@pytest.fixture
+def _effects(no_subscribers: None) -> None:
+    @subscriber("orders", group="effects")
+    def effect(delivery: Delivery) -> None:
+        if delivery.tag == "poison":
+            raise PermanentError("cannot ever work")
+        Effect.objects.create(number=delivery.key)
+
+
+def test_check_answers_what_is_open() -> None:
+    with rolled_back():
+        publish("orders", {}, key="dropped")
+    assert call_json("outbox_check") == {
+        "scanned": 0, "claimed": 1, "committed": 0, "rolled_back": 1, "unknown": 0, "parked": 0,
+    }  # fmt: skip
+    assert decisions() == {"dropped": "R"}
+    assert "0 claimed" in call("outbox_check")
+
+
+@pytest.mark.usefixtures("_effects")
+def test_trace_follows_a_message_to_its_group() -> None:
+    with transaction.atomic():
+        receipt = publish("orders", {}, key="traced")
+    consume()
+    found = call_json("outbox_trace", str(receipt.message_id))
+    assert found["messages"][0]["key"] == "traced"
+    assert found["decision"]["decision"] == "C"
+    assert [entry["group"] for entry in found["entries"]] == ["effects"]
+    assert "key traced" in call("outbox_trace", str(receipt.transaction_id))
+    with pytest.raises(CommandError, match="has no message"):
+        call("outbox_trace", str(uuid4()))
+
+
+def test_topics() -> None:
+    assert "was created" in call("outbox_topic", "create", "new", "--queues", "3", "--type", "FIFO")
+    with pytest.raises(CommandError, match="alter new"):
+        call("outbox_topic", "create", "new")
+    assert "was changed" in call("outbox_topic", "alter", "new", "--queues", "5", "--key-lock", "off")
+    assert "so already" in call("outbox_topic", "alter", "new", "--queues", "5")
+    with pytest.raises(CommandError, match=r"'nwe' is not declared.*new"):
+        call("outbox_topic", "alter", "nwe", "--queues", "5")
+    with pytest.raises(CommandError, match="1 to 1024"):
+        call("outbox_topic", "alter", "new", "--queues", "0")
+    topic = next(item for item in call_json("outbox_topic", "list") if item["name"] == "new")
+    assert (topic["queue_count"], topic["types"], topic["key_lock"]) == (5, ["FIFO"], False)
+    assert "orders" in call("outbox_topic", "list")
+
+
+@pytest.mark.usefixtures("_effects")
+def test_groups_are_listed_paused_and_moved() -> None:
+    for number in range(4):
+        publish("orders", {}, key=f"n{number}")
+    consume()
+    listed = {item["group"]: item for item in call_json("outbox_group", "list")}
+    assert (listed["effects"]["lag"], listed["effects"]["stopped"]) == (0, 0)
+    assert "effects" in call("outbox_group", "list")
+
+    moves = call_json("outbox_group", "reset", "effects", "orders", "--to-first", "--dry-run")
+    assert sum(move["from_offset"] - move["to_offset"] for move in moves) == 4
+    assert "nothing was moved" in call("outbox_group", "reset", "effects", "orders", "--to-offset", "0", "--dry-run")
+    call("outbox_group", "reset", "effects", "orders", "--to-time", "2020-01-01T00:00:00+00:00")
+    assert sum(queue["lag"] for queue in call_json("outbox_group", "offsets", "effects")) == 4
+    consume()
+    assert Effect.objects.count() == 4, "the inbox has them"
+    call("outbox_group", "reset", "effects", "orders", "--to-first", "--reprocess")
+    consume()
+    assert Effect.objects.count() == 8
+
+    call("outbox_group", "pause", "effects")
+    publish("orders", {}, key="waits")
+    consume()
+    assert Effect.objects.count() == 8
+    call("outbox_group", "resume", "effects")
+    call("outbox_group", "reset", "effects", "orders", "--to-end")
+    consume()
+    assert Effect.objects.count() == 8
+    assert "orders" in call("outbox_group", "offsets", "effects")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["outbox_group", "pause", "nobody"], "'nobody' is not known"),
+        (["outbox_group", "reset", "nobody", "orders", "--to-end"], "'nobody' is not known"),
+        (["outbox_group", "reset", "effects", "orders"], "--to-time"),
+        (["outbox_group", "reset", "g", "orders", "--to-time", "yesterday"], "write it like"),
+        (["outbox_group", "reset", "g", "orders", "--to-time", "2026-01-01T00:00:00"], "time zone"),
+        (["outbox_dead_letter", "replay", "g"], "--all"),
+        (["outbox_trace", "not-an-id"], "invalid UUID"),
+        (["outbox_worker", "--role", "boss"], "invalid choice"),
+    ],
+)
+def test_bad_input_is_explained(arguments: list[str], complaint: str) -> None:
+    with pytest.raises(CommandError, match=complaint):
+        call(*arguments)
+
+
+@pytest.mark.usefixtures("_effects")
+def test_dead_letters_are_listed_and_replayed() -> None:
+    poison = publish("orders", {}, key="poison", tag="poison")
+    consume()
+    letters = call_json("outbox_dead_letter", "list", "effects")
+    assert [item["letter"]["key"] for item in letters] == ["poison"]
+    assert "cannot ever work" in letters[0]["letter"]["error"]
+    assert "poison" in call("outbox_dead_letter", "list")
+    assert "1 dead letters would be" in call("outbox_dead_letter", "replay", "effects", "--all", "--dry-run")
+    assert "1 dead letters are" in call("outbox_dead_letter", "replay", "effects", str(poison.message_id))
+    assert call("outbox_dead_letter", "list") == "none\n"
+    consume()
+    assert "poison" in call("outbox_dead_letter", "list")
+
+
+@pytest.mark.usefixtures("_effects")
+def test_status_exits_with_1_when_a_queue_is_stopped() -> None:
+    @subscriber("payments", group="strict", mode="orderly", on_error={ValueError: "stop"})
+    def strict(delivery: Delivery) -> None:
+        raise ValueError("out of order")
+
+    publish("payments", {}, key="first")
+    consume()
+    with pytest.raises(SystemExit) as ended:
+        call("outbox_status")
+    assert ended.value.code == 1
+    out = StringIO()
+    with pytest.raises(SystemExit):
+        call_command("outbox_status", "--json", stdout=out)
+    status = json.loads(out.getvalue())
+    assert [queue["topic"] for queue in status["halted"]] == ["payments"]
+    assert any("outbox_group resume strict" in problem for problem in status["problems"])
+    assert any(topic["name"] == "payments" for topic in status["broker"]["topics"])
+
+
+def test_without_a_broker_commands_say_so(
+    outbox_settings: Callable[..., None], new_database: Callable[..., str]
+) -> None:
+    point_alias("broker", new_database())
+    with pytest.raises(CommandError, match="migrate"):
+        call("outbox_check")
+    connections["broker"].close()
+    outbox_settings(IN_MEMORY=True)
+    with pytest.raises(CommandError, match="IN_MEMORY"):
+        call("outbox_status")
+
+
+def test_a_worker_without_subscribers_says_so() -> None:
+    with pytest.raises(CommandError, match="no @subscriber"):
+        call("outbox_worker", "--role", "consumer")
