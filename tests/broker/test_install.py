@@ -1,0 +1,81 @@
+"""Installing: idempotent, by many at once, in any schema; tables of another age are refused."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from functools import partial
+
+import psycopg
+import pytest
+
+from outbox.broker.database import BrokerDatabase
+from outbox.broker.install import SCHEMA_VERSION, check_schema, install
+from outbox.broker.postgres import PostgresBroker
+from outbox.broker.topics import declare_topics
+from outbox.errors import SchemaError
+from tests.broker.support import TOPICS, in_threads, message, new_sequencer
+
+
+def test_many_install_at_once(new_database: Callable[..., str]) -> None:
+    url = new_database()
+
+    def run() -> int:
+        with psycopg.connect(url, autocommit=True) as connection:
+            return install(connection, "messages")
+
+    assert in_threads([run] * 4) == [SCHEMA_VERSION] * 4
+    with psycopg.connect(url, autocommit=True) as connection:
+        assert check_schema(connection, "messages") == SCHEMA_VERSION
+        assert connection.execute("SELECT count(*) FROM messages.broker").fetchone() == (1,)
+        row = connection.execute("SELECT current_setting('search_path')").fetchone()
+        assert row is not None and "messages" not in row[0]
+
+
+def test_two_brokers_in_one_database(new_database: Callable[..., str]) -> None:
+    databases = [BrokerDatabase(new_database(), schema=schema) for schema in ("first",)]
+    databases.append(BrokerDatabase(databases[0].conninfo, schema="second"))
+    for database in databases:
+        with contextlib.closing(database.open()) as connection:
+            install(connection, database.schema)
+            declare_topics(connection, database.schema, TOPICS)
+    for database, count in zip(databases, (1, 2), strict=True):
+        broker = PostgresBroker(database)
+        broker.send([message() for _ in range(count)])
+        with contextlib.closing(database.open()) as connection:
+            assert new_sequencer(database).run_once(connection).appended == count
+        broker.close()
+
+
+def test_missing_tables_say_what_to_run(new_database: Callable[..., str]) -> None:
+    with psycopg.connect(new_database(), autocommit=True) as connection:
+        with pytest.raises(SchemaError, match=r"manage\.py migrate"):
+            check_schema(connection, "outbox")
+
+
+@pytest.mark.parametrize(("change", "complaint"), [(+1, "newer than this code"), (-1, "not installed|this code needs")])
+def test_tables_too_new_or_too_old(broker_url: str, change: int, complaint: str) -> None:
+    with psycopg.connect(broker_url, autocommit=True) as connection:
+        connection.execute("UPDATE outbox.schema_version SET version = version + %s", [change])
+        with pytest.raises(SchemaError, match=complaint):
+            check_schema(connection, "outbox")
+        if change > 0:
+            with pytest.raises(SchemaError, match="upgrade the package"):
+                install(connection, "outbox")
+
+
+def test_declaring_topics_is_idempotent_and_safe_at_once(broker_url: str) -> None:
+    database = BrokerDatabase(broker_url)
+
+    def declare(number: int) -> None:
+        with contextlib.closing(database.open()) as connection:
+            declare_topics(connection, "outbox", TOPICS if number % 2 else TOPICS[::-1])
+
+    in_threads([partial(declare, number) for number in range(6)])
+    with contextlib.closing(database.open()) as connection:
+        rows = connection.execute(
+            "SELECT name, t.generation, count(*) FROM outbox.topic t JOIN outbox.queue USING (topic_id)"
+            " GROUP BY name, t.generation ORDER BY name"
+        ).fetchall()
+        expected = [(topic.name, 1, topic.queue_count) for topic in sorted(TOPICS, key=lambda topic: topic.name)]
+        assert rows == expected

@@ -1,0 +1,329 @@
+"""The port on PostgreSQL: refusals, broken connections, restarts, forks, deadlines, and what a send costs."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+
+from outbox.broker import embedded, log
+from outbox.broker.database import BrokerConnection, BrokerDatabase, identity
+from outbox.broker.install import install
+from outbox.broker.postgres import PostgresBroker
+from outbox.broker.topics import TopicCatalog, declare_topics
+from outbox.errors import (
+    BrokerUnavailable,
+    ConfigurationError,
+    InvalidMessage,
+    MessageTypeMismatch,
+    SchemaError,
+    SendFailed,
+    TransactionalMessagesRejected,
+    UnknownTopic,
+)
+from outbox.topic import Topic
+from tests.broker.support import TOPICS, drain, end, half, message, new_sequencer, queued_ids, wire
+from tests.support import eventually
+
+
+def test_the_operator_switches_transactional_messages_off(broker: PostgresBroker, connection: BrokerConnection) -> None:
+    stored = half()
+    broker.send_half(stored)
+    connection.execute("UPDATE outbox.broker SET reject_transactional = true")
+    with pytest.raises(TransactionalMessagesRejected):
+        broker.send_half(half())
+    with pytest.raises(TransactionalMessagesRejected):
+        broker.send_half(half(message(), message()))
+    broker.send([message()])
+    broker.end([end(stored.transaction_id)])
+
+
+def test_an_unknown_topic_names_the_nearest(broker: PostgresBroker) -> None:
+    with pytest.raises(UnknownTopic, match="Did you mean 'orders'"):
+        broker.send([message("order")])
+
+
+def test_a_topic_declared_later_is_found(broker: PostgresBroker, connection: BrokerConnection) -> None:
+    broker.send([message()])
+    declare_topics(connection, "outbox", [Topic(name="new")])
+    assert broker.send([message("new")])[0].position is not None
+
+
+def test_unknown_topics_are_created_where_that_is_allowed(
+    database: BrokerDatabase, connection: BrokerConnection
+) -> None:
+    catalog = TopicCatalog(auto_create=True)
+    with contextlib.suppress(ZeroDivisionError), connection.transaction():
+        log.append_decided(connection, "outbox", catalog, [message("fresh")])
+        raise ZeroDivisionError
+    log.append_decided(connection, "outbox", catalog, [message("fresh")])
+    drain(new_sequencer(database), connection)
+    assert len(queued_ids(connection, "fresh")) == 1
+
+
+def test_topic_types_are_enforced(broker: PostgresBroker) -> None:
+    with pytest.raises(MessageTypeMismatch):
+        broker.send_half(half(message("plain")))
+    with pytest.raises(InvalidMessage, match="needs a key"):
+        broker.send([message("ordered")])
+
+
+def test_a_database_without_the_tables(new_database: object, server_url: str) -> None:
+    broker = PostgresBroker(BrokerDatabase(server_url, schema="nothing_here"))
+    with pytest.raises(SchemaError, match="not installed"):
+        broker.send([message()])
+    broker.close()
+
+
+def test_an_unreachable_server_fails_within_the_deadline() -> None:
+    broker = PostgresBroker(BrokerDatabase("host=/nonexistent dbname=x"))
+    started = time.monotonic()
+    with pytest.raises(BrokerUnavailable, match="cannot be reached"):
+        broker.send([message()], timeout_seconds=3.0)
+    assert time.monotonic() - started < 3.5
+    broker.close()
+
+
+def test_a_bad_connection_string_or_schema_is_named() -> None:
+    with pytest.raises(ConfigurationError, match="connection string"):
+        BrokerDatabase("postgresql://[")
+    with pytest.raises(ConfigurationError, match="schema 'A-b'"):
+        BrokerDatabase("", schema="A-b")
+
+
+def test_a_frozen_server_process_does_not_hold_a_sender_past_its_deadline(
+    broker: PostgresBroker, connection: BrokerConnection
+) -> None:
+    broker.send([message()])
+    backend = connection.execute(
+        "SELECT pid FROM pg_stat_activity WHERE datname = current_database() AND application_name = 'outbox'"
+    ).fetchone()
+    assert backend is not None
+    os.kill(backend[0], signal.SIGSTOP)
+    try:
+        started = time.monotonic()
+        with pytest.raises(BrokerUnavailable, match="did not answer within the deadline"):
+            broker.send([message()], timeout_seconds=1.0)
+        assert time.monotonic() - started < 3
+    finally:
+        os.kill(backend[0], signal.SIGCONT)
+
+
+def test_pg_terminate_backend_while_sending(
+    broker: PostgresBroker, database: BrokerDatabase, connection: BrokerConnection
+) -> None:
+    sending = threading.Event()
+    sending.set()
+    kills = 0
+
+    def terminate() -> None:
+        nonlocal kills
+        pause = threading.Event()
+        with contextlib.closing(database.open(name="terminator")) as own:
+            while sending.is_set():
+                own.execute(
+                    "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
+                    " WHERE datname = current_database() AND application_name = 'outbox'"
+                )
+                kills += 1
+                pause.wait(0.05)
+
+    thread = threading.Thread(target=terminate)
+    thread.start()
+    sent = []
+    try:
+        until = time.monotonic() + 2
+        while time.monotonic() < until:
+            batch = [message() for _ in range(3)]
+            receipts = broker.send(batch)
+            assert [receipt.message_id for receipt in receipts] == [one.message_id for one in batch]
+            sent += batch
+    finally:
+        sending.clear()
+        thread.join()
+    assert kills > 10
+    drain(new_sequencer(database), connection)
+    assert sorted(queued_ids(connection)) == sorted(one.message_id for one in sent)
+
+
+def test_a_lost_acknowledgement_doubles_nothing(database: BrokerDatabase, connection: BrokerConnection) -> None:
+    """The connection is cut after the statement was carried out and before its answer arrived."""
+    cut: list[int] = []
+
+    class Cut(BrokerConnection):
+        def wait(self, gen: object, interval: float = 0.1, *args: object, **kwargs: object) -> object:  # type: ignore[override]
+            result = super().wait(gen, interval)  # type: ignore[arg-type, var-annotated]
+            if (
+                self.deadline is not None
+                and len(cut) < 2
+                and self.pgconn.status == 0
+                and _stored(connection) > len(cut)
+            ):
+                cut.append(1)
+                connection.execute("SELECT pg_terminate_backend(%s)", [self.info.backend_pid])
+                super().close()
+                raise BrokerUnavailable("the acknowledgement was lost")
+            return result
+
+    class CutDatabase(BrokerDatabase):
+        def open(self, **kwargs: object) -> BrokerConnection:
+            return Cut.connect(self.conninfo, autocommit=True)
+
+    broker = PostgresBroker(CutDatabase(database.conninfo))
+    one, transaction = message(), half()
+    [receipt] = broker.send([one])
+    broker.send_half(transaction)
+    assert len(cut) == 2
+    broker.end([end(transaction.transaction_id)])
+    drain(new_sequencer(database), connection)
+    assert sorted(queued_ids(connection)) == sorted([one.message_id, transaction.transaction_id])
+    assert receipt.position is not None
+    broker.close()
+
+
+def _stored(connection: BrokerConnection) -> int:
+    row = connection.execute("SELECT count(*) FROM outbox.commit_log").fetchone()
+    assert row is not None
+    return int(row[0])
+
+
+def test_a_forked_child_never_uses_its_parents_connections(
+    broker: PostgresBroker, connection: BrokerConnection
+) -> None:
+    broker.send([message()])
+    before = _backends(connection)
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            broker.send([message()])
+            gc.collect()
+            code = 0 if len(broker.send([message()])) == 1 else 2
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    broker.send([message()])
+    assert _stored(connection) == 4
+    assert before <= _backends(connection), "the parent's sessions are the same"
+
+
+def _backends(connection: BrokerConnection) -> set[int]:
+    rows = connection.execute(
+        "SELECT pid FROM pg_stat_activity WHERE application_name = 'outbox' AND datname = current_database()"
+    )
+    return {row[0] for row in rows}
+
+
+@pytest.fixture
+def own_server() -> Iterator[tuple[Path, str]]:
+    """A server of this test alone: its data directory and the URL of a broker on it."""
+    with TemporaryDirectory(prefix="outbox-pg-", ignore_cleanup_errors=True) as folder:
+        data = Path(folder) / "data"
+        url = embedded.start(data, settings={"max_connections": "40"})
+        with contextlib.closing(BrokerDatabase(url).open()) as connection:
+            install(connection)
+            declare_topics(connection, "outbox", TOPICS)
+        yield data, url
+        embedded.stop(data)
+
+
+def test_an_immediate_restart_of_the_server_while_sending(own_server: tuple[Path, str]) -> None:
+    data, url = own_server
+    database = BrokerDatabase(url)
+    broker = PostgresBroker(database)
+    broker.send([message()])
+    sent: list[object] = []
+    failed = 0
+    stop = threading.Event()
+
+    def send() -> None:
+        nonlocal failed
+        while not stop.is_set():
+            one = message()
+            try:
+                broker.send([one], timeout_seconds=5)
+            except (BrokerUnavailable, SendFailed):
+                failed += 1
+            else:
+                sent.append(one.message_id)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    eventually(lambda: len(sent) > 20)
+    os.kill(embedded.postmaster_pid(data), signal.SIGQUIT)
+    eventually(lambda: not (data / "postmaster.pid").exists() or not _alive(data))
+    embedded.start(data, settings={"max_connections": "40"})
+    count = len(sent)
+    eventually(lambda: len(sent) > count + 20)
+    stop.set()
+    thread.join()
+    broker.close()
+    with contextlib.closing(database.open()) as connection:
+        drain(new_sequencer(database), connection)
+        found = queued_ids(connection)
+    assert len(found) == len(set(found))
+    assert set(sent) <= set(found), "nothing acknowledged is lost"
+
+
+def _alive(data: Path) -> bool:
+    try:
+        os.kill(embedded.postmaster_pid(data), 0)
+    except (ProcessLookupError, FileNotFoundError, IndexError):
+        return False
+    return True
+
+
+def test_identity_tells_databases_apart(database: BrokerDatabase, server_url: str) -> None:
+    with database.connect() as one, database.connect() as same, BrokerDatabase(server_url).connect() as other:
+        assert identity(one) == identity(same) != identity(other)
+
+
+def test_every_send_is_one_round_trip_and_one_statement(database: BrokerDatabase, connection: BrokerConnection) -> None:
+    catalog = TopicCatalog()
+    catalog.get(connection, "orders")
+
+    def cost(action: object) -> tuple[int, int]:
+        assert callable(action)
+        action()
+        with wire(connection) as recorded:
+            action()
+        return recorded.round_trips, recorded.statements
+
+    single = lambda: log.append_decided(connection, "outbox", catalog, [message()])  # noqa: E731
+    bulk = lambda: log.append_decided(connection, "outbox", catalog, [message() for _ in range(500)])  # noqa: E731
+    one_half = lambda: log.append_half(connection, "outbox", catalog, half())  # noqa: E731
+    assert [cost(action) for action in (single, bulk, one_half)] == [(1, 1)] * 3
+
+
+def test_wal_bytes_per_message(broker: PostgresBroker, database: BrokerDatabase, connection: BrokerConnection) -> None:
+    """Stored, decided and queued in batches of 500: at most 850 bytes of WAL for a body of 260."""
+    sequencer = new_sequencer(database)
+    bodies = [b"x" * 260] * 500
+
+    def send_and_queue() -> None:
+        broker.send([message(body=body) for body in bodies])
+        drain(sequencer, connection)
+
+    send_and_queue()
+    connection.execute("CHECKPOINT")
+    # The first change of a page after a checkpoint writes the whole page; what counts is the steady state.
+    send_and_queue()
+    before = _wal(connection)
+    for _ in range(6):
+        send_and_queue()
+    per_message = (_wal(connection) - before) / 3000
+    assert per_message < 850, f"{per_message:.0f} bytes"
+
+
+def _wal(connection: BrokerConnection) -> int:
+    row = connection.execute("SELECT pg_current_wal_insert_lsn() - '0/0'::pg_lsn").fetchone()
+    assert row is not None
+    return int(row[0])

@@ -1,0 +1,231 @@
+"""The broker's process: leaders and their replacement, wake-ups and their loss, restarts, restores."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+
+from outbox.broker import embedded, log
+from outbox.broker.database import BrokerConnection, BrokerDatabase
+from outbox.broker.install import install
+from outbox.broker.leader import LeaderLease
+from outbox.broker.notify import Channel, Listener, Notifier
+from outbox.broker.postgres import PostgresBroker
+from outbox.broker.process import ProcessSettings
+from outbox.broker.topics import TopicCatalog, declare_topics
+from outbox.errors import BrokerUnavailable
+from outbox.ids import uuid7
+from tests.broker.support import TOPICS, assert_gapless, end, half, message, process, queued_ids
+from tests.support import eventually
+
+
+def _all_queued(connection: BrokerConnection, sent: list[object]) -> Callable[[], bool]:
+    return lambda: sorted(queued_ids(connection)) == sorted(sent)  # type: ignore[type-var]
+
+
+def test_the_process_sequences_and_announces(
+    broker: PostgresBroker, database: BrokerDatabase, connection: BrokerConnection
+) -> None:
+    listener = Listener(database, (Channel.QUEUED,))
+    with process(database):
+        [receipt] = broker.send([message()])
+        eventually(lambda: queued_ids(connection) == [receipt.message_id])
+        eventually(lambda: listener.wait(Channel.QUEUED, 1))
+    listener.close()
+
+
+@pytest.mark.parametrize("listen", ["", None])
+def test_a_lost_notification_is_made_up_for_by_polling(
+    database: BrokerDatabase, connection: BrokerConnection, listen: str | None
+) -> None:
+    deaf = BrokerDatabase(database.conninfo, listen_conninfo=listen)
+    with process(deaf):
+        eventually(lambda: _leader(connection))
+        # Stored without any announcement.
+        [receipt] = log.append_decided(connection, "outbox", TopicCatalog(), [message()])
+        eventually(lambda: queued_ids(connection) == [receipt.message_id], within_seconds=5)
+
+
+def _leader(connection: BrokerConnection) -> object:
+    row = connection.execute(
+        "SELECT owner FROM outbox.leader_lease WHERE expires_at > clock_timestamp() AND role = 'sequencer'"
+    ).fetchone()
+    return row and row[0]
+
+
+_CHILD = """
+import sys, threading
+from outbox.broker.database import BrokerDatabase
+from outbox.broker.process import run_broker
+run_broker(BrokerDatabase(sys.argv[1]), threading.Event())
+"""
+
+
+@contextlib.contextmanager
+def _child(database: BrokerDatabase) -> Iterator[subprocess.Popen[bytes]]:
+    child = subprocess.Popen([sys.executable, "-c", _CHILD, database.conninfo], stderr=subprocess.DEVNULL)
+    try:
+        yield child
+    finally:
+        child.kill()
+        child.wait()
+
+
+def test_a_dead_leader_is_replaced_within_a_lease_term(
+    broker: PostgresBroker, database: BrokerDatabase, connection: BrokerConnection
+) -> None:
+    with _child(database) as leading:
+        first = eventually(lambda: _leader(connection))
+        with process(database):
+            leading.send_signal(signal.SIGKILL)
+            leading.wait()
+            died = time.monotonic()
+            [receipt] = broker.send([message()])
+            eventually(lambda: queued_ids(connection) == [receipt.message_id])
+            # The term is 3 s; the rest is for a busy machine.
+            assert time.monotonic() - died < 3.0 + 2.0
+            assert _leader(connection) != first
+
+
+def test_a_stopped_leader_that_wakes_up_does_no_harm(
+    broker: PostgresBroker, database: BrokerDatabase, connection: BrokerConnection
+) -> None:
+    with _child(database) as leading:
+        first = eventually(lambda: _leader(connection))
+        sent: list[object] = [broker.send([message()])[0].message_id]
+        eventually(_all_queued(connection, sent))
+        leading.send_signal(signal.SIGSTOP)
+        with process(database):
+            eventually(lambda: _leader(connection) not in (None, first))
+            sent += [broker.send([message()])[0].message_id for _ in range(20)]
+            eventually(_all_queued(connection, sent))
+            leading.send_signal(signal.SIGCONT)
+            sent += [broker.send([message()])[0].message_id for _ in range(20)]
+            eventually(_all_queued(connection, sent))
+            assert_gapless(connection)
+
+
+def test_a_leader_that_ends_is_replaced_at_once(database: BrokerDatabase, connection: BrokerConnection) -> None:
+    with process(database):
+        eventually(lambda: _leader(connection))
+    assert _leader(connection) is None
+
+
+def test_a_lease_is_exclusive_renewed_and_fenced(database: BrokerDatabase, connection: BrokerConnection) -> None:
+    first = LeaderLease("outbox", uuid7(), term_seconds=0.5)
+    second = LeaderLease("outbox", uuid7(), term_seconds=0.5)
+    assert first.hold(connection) == 0.0
+    remaining = second.hold(connection)
+    assert 0 < remaining <= 0.5
+    assert first.is_trusted and not second.is_trusted
+    assert eventually(lambda: second.hold(connection) == 0.0, within_seconds=3)
+    assert not first.is_trusted
+    assert first.hold(connection) > 0
+    assert connection.execute("SELECT epoch FROM outbox.leader_lease").fetchone() == (2,)
+
+
+def test_reconnect_after_pg_terminate_backend(
+    broker: PostgresBroker, database: BrokerDatabase, connection: BrokerConnection
+) -> None:
+    sent: list[object] = []
+    with process(database):
+        for _ in range(5):
+            sent.append(broker.send([message()])[0].message_id)
+            eventually(_all_queued(connection, sent))
+            connection.execute(
+                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
+                " WHERE datname = current_database() AND application_name = 'outbox-broker'"
+            )
+    assert_gapless(connection)
+
+
+def test_the_process_resumes_after_an_immediate_server_restart() -> None:
+    with TemporaryDirectory(prefix="outbox-pg-", ignore_cleanup_errors=True) as folder:
+        data = Path(folder) / "data"
+        database = BrokerDatabase(embedded.start(data, settings={"max_connections": "40"}))
+        with contextlib.closing(database.open()) as connection:
+            install(connection)
+            declare_topics(connection, "outbox", TOPICS)
+        broker = PostgresBroker(database)
+        with process(database):
+            sent: list[object] = [broker.send([message()])[0].message_id]
+            decided = half()
+            broker.send_half(decided)
+            os.kill(embedded.postmaster_pid(data), signal.SIGQUIT)
+            with pytest.raises(BrokerUnavailable):
+                _send_for_ever(broker, sent)
+            embedded.start(data, settings={"max_connections": "40"})
+            sent.append(broker.send([message()], timeout_seconds=10)[0].message_id)
+            broker.end([end(decided.transaction_id)])
+            sent.append(decided.transaction_id)
+            with contextlib.closing(database.open()) as connection:
+                eventually(lambda: set(sent) <= set(queued_ids(connection)))
+                assert len(queued_ids(connection)) == len(set(queued_ids(connection)))
+                assert_gapless(connection)
+        broker.close()
+        embedded.stop(data)
+
+
+def _send_for_ever(broker: PostgresBroker, sent: list[object]) -> None:
+    while True:
+        sent.append(broker.send([message()], timeout_seconds=0.5)[0].message_id)
+
+
+def test_the_process_waits_for_its_tables(new_database: Callable[..., str], caplog: pytest.LogCaptureFixture) -> None:
+    database = BrokerDatabase(new_database())
+    with process(database), contextlib.closing(database.open()) as connection:
+        eventually(lambda: "tables are not installed" in caplog.text)
+        install(connection)
+        eventually(lambda: _leader(connection))
+
+
+def test_an_idle_process_looks_once_a_second(database: BrokerDatabase, connection: BrokerConnection) -> None:
+    with process(database, ProcessSettings(maintenance_seconds=3600)):
+        eventually(lambda: _leader(connection))
+        threading.Event().wait(0.5)
+        before = _transactions(connection)
+        threading.Event().wait(2.0)
+        # One look a second, one renewal of the lease a second in two statements, and this test's own.
+        assert _transactions(connection) - before <= 10
+
+
+def _transactions(connection: BrokerConnection) -> int:
+    connection.execute("SELECT pg_stat_force_next_flush()")
+    row = connection.execute("SELECT xact_commit FROM pg_stat_database WHERE datname = current_database()").fetchone()
+    assert row is not None
+    return int(row[0])
+
+
+def test_a_burst_of_announcements_becomes_few(database: BrokerDatabase) -> None:
+    listener, notifier = Listener(database), Notifier(database)
+    listener.wait(Channel.DECIDED, 2)
+    for _ in range(1000):
+        notifier.notify()
+    eventually(lambda: listener.wait(Channel.DECIDED, 1))
+    notifier.close()
+    listener.close()
+    assert not listener.wait(Channel.DECIDED, 0)
+
+
+def test_a_listener_reconnects_and_lets_everybody_look_again(
+    database: BrokerDatabase, connection: BrokerConnection
+) -> None:
+    listener = Listener(database)
+    eventually(lambda: listener.wait(Channel.QUEUED, 1))
+    assert not listener.wait(Channel.QUEUED, 0.05)
+    connection.execute(
+        "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
+        " WHERE application_name = 'outbox-listener' AND datname = current_database()"
+    )
+    assert eventually(lambda: listener.wait(Channel.QUEUED, 1))
+    listener.close()

@@ -1,0 +1,302 @@
+"""Restore and failover, retention, the status with its conservation, and traces."""
+
+from __future__ import annotations
+
+import json
+import re
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from outbox.broker import checks, retention
+from outbox.broker.database import BrokerConnection, BrokerDatabase
+from outbox.broker.postgres import PostgresBroker
+from outbox.broker.retention import RetentionSettings
+from outbox.broker.status import BrokerStatus, broker_status
+from outbox.broker.trace import trace
+from outbox.ids import uuid7
+from outbox.transaction import Answer, CheckSettings, Decision
+from tests.broker.support import assert_gapless, drain, end, half, message, new_sequencer, queued, queued_ids
+
+# -- restore, upgrade, failover --------------------------------------------------------------------------------
+
+_CHANGES: dict[str, str] = {
+    "another server": "UPDATE outbox.broker SET system_identifier = '1'",
+    "another timeline": "UPDATE outbox.broker SET timeline = timeline + 7",
+    "transaction ids in the future": "UPDATE outbox.tick SET snapshot = '900000000:900000000:'"
+    " WHERE tick_id = (SELECT max(tick_id) FROM outbox.tick)",
+}
+
+
+@pytest.mark.parametrize("change", _CHANGES)
+def test_resynchronisation_after(
+    change: str, broker: PostgresBroker, database: BrokerDatabase, connection: BrokerConnection
+) -> None:
+    """Nothing is lost or doubled, also what was decided but unread, scheduled or held when the ids started over."""
+    open_half, blocker, behind = half(), half(message("ordered", key="k")), half(message("ordered", key="k"))
+    before = [message() for _ in range(3)]
+    later = message(deliver_at=datetime.now(UTC) + timedelta(hours=1))
+    broker.send([*before, later])
+    for one in (open_half, blocker, behind):
+        broker.send_half(one)
+    broker.end([end(behind.transaction_id)])
+    drain(new_sequencer(database), connection)
+    unread = [message() for _ in range(3)]
+    broker.send(unread)
+    # Ids of before: as if the log had been written by a server that had counted further.
+    connection.execute("UPDATE outbox.commit_log SET xid = '800000000' WHERE half")
+    connection.execute("UPDATE outbox.op_log SET xid = '800000001'")
+    connection.execute(_CHANGES[change].encode())
+
+    sequencer = new_sequencer(database)
+    drain(sequencer, connection)
+    assert sorted(queued_ids(connection)) == sorted(one.message_id for one in before + unread)
+    assert connection.execute("SELECT incarnation FROM outbox.broker").fetchone() == (2,)
+    broker.end([end(open_half.transaction_id), end(blocker.transaction_id)])
+    after = [message() for _ in range(3)]
+    broker.send(after)
+    drain(sequencer, connection)
+    drain(new_sequencer(database), connection)
+    expected = [*before, *unread, *after, *open_half.messages, *blocker.messages, *behind.messages]
+    assert sorted(queued_ids(connection)) == sorted(one.message_id for one in expected)
+    assert queued_ids(connection, "ordered") == [blocker.transaction_id, behind.transaction_id]
+    assert connection.execute("SELECT incarnation FROM outbox.broker").fetchone() == (2,), "once"
+    new = half()
+    broker.send_half(new)
+    checks.scan(connection, "outbox", settings=CheckSettings())
+    pending = {row[0] for row in connection.execute("SELECT transaction_id FROM outbox.pending_check")}
+    assert new.transaction_id in pending, "the half scan goes on in the new incarnation"
+    assert broker.recall(later.message_id)
+    assert_gapless(connection)
+
+
+# -- retention ---------------------------------------------------------------------------------------------------
+
+
+def _subscribe(connection: BrokerConnection, topic: str) -> None:
+    connection.execute("INSERT INTO outbox.consumer_group (name) VALUES ('readers')")
+    connection.execute(
+        "INSERT INTO outbox.subscription (group_id, topic_id, mode)"
+        " SELECT group_id, topic_id, 'concurrent' FROM outbox.consumer_group, outbox.topic t WHERE t.name = %s",
+        [topic],
+    )
+
+
+def _consume(connection: BrokerConnection, *, ordinal: int = 1, short_of_the_end: int = 0) -> None:
+    connection.execute(
+        "INSERT INTO outbox.consumer_offset (group_id, queue_id, epoch, ordinal, start_offset, next_offset, handled)"
+        " SELECT group_id, queue_id, 1, %(ordinal)s, 0, greatest(0, n - %(short)s), greatest(0, n - %(short)s)"
+        " FROM (SELECT queue_id, max(queue_offset) + 1 AS n FROM outbox.consume_queue GROUP BY 1) q,"
+        " outbox.consumer_group",
+        {"ordinal": ordinal, "short": short_of_the_end},
+    )
+
+
+def _age(connection: BrokerConnection, days: float) -> None:
+    interval = timedelta(days=days)
+    connection.execute("UPDATE outbox.commit_log SET stored_at = stored_at - %s", [interval])
+    connection.execute("UPDATE outbox.op_log SET decided_at = decided_at - %s", [interval])
+    connection.execute("UPDATE outbox.recalled SET recalled_at = recalled_at - %s", [interval])
+
+
+def _count(connection: BrokerConnection, table: str) -> int:
+    row = connection.execute(f"SELECT count(*) FROM outbox.{table}".encode()).fetchone()
+    assert row is not None
+    return int(row[0])
+
+
+def _clean(connection: BrokerConnection, **settings: float) -> retention.RetentionCounts:
+    last = retention.RetentionCounts()
+    for _ in range(100):
+        found = retention.run_once(connection, "outbox", settings=RetentionSettings(batch=3, **settings))  # type: ignore[arg-type]
+        if not found.more:
+            return found
+        last = found
+    return last
+
+
+def _balanced(connection: BrokerConnection) -> BrokerStatus:
+    status = broker_status(connection)
+    assert [one for one in status.problems if "no process" not in one] == []
+    return status
+
+
+def test_retention_removes_what_is_old_and_consumed_and_totals_stay(
+    broker: PostgresBroker, database: BrokerDatabase, connection: BrokerConnection
+) -> None:
+    _subscribe(connection, "orders")
+    rolled_back, undecided = half(), half(message(), message())
+    broker.send_half(rolled_back)
+    broker.send_half(undecided)
+    broker.end([end(rolled_back.transaction_id, Decision.ROLLBACK)])
+    broker.send([message() for _ in range(20)])
+    drain(new_sequencer(database), connection)
+    before = _balanced(connection)
+    _consume(connection)
+    _clean(connection)
+    assert _count(connection, "commit_log") == 23, "consumed, but not old"
+    _age(connection, 4)
+    _clean(connection)
+    assert (_count(connection, "commit_log"), _count(connection, "op_log")) == (2, 0), "the undecided half stays"
+    assert _count(connection, "consume_queue") == 0
+    after = _balanced(connection)
+    assert [topic.totals for topic in after.topics] == [topic.totals for topic in before.topics]
+    assert [group.queued for group in after.groups] == [20] == [group.handled for group in after.groups]
+    # Offsets go on where they were.
+    broker.send([message() for _ in range(8)])
+    drain(new_sequencer(database), connection)
+    assert {entry.offset for entry in queued(connection)} >= {5, 6}
+
+
+def test_retention_keeps_what_a_group_has_not_consumed_up_to_the_hard_cap(
+    broker: PostgresBroker, database: BrokerDatabase, connection: BrokerConnection
+) -> None:
+    _subscribe(connection, "orders")
+    broker.send([message() for _ in range(20)])
+    drain(new_sequencer(database), connection)
+    _consume(connection, short_of_the_end=2)
+    _age(connection, 4)
+    _clean(connection)
+    assert _count(connection, "consume_queue") == 8
+    _age(connection, 40)
+    _clean(connection)
+    assert _count(connection, "consume_queue") == 0
+    assert "expired" in {one["kind"] for one in broker_status(connection).incidents}
+
+
+def test_retention_keeps_what_is_dead_and_removes_it_afterwards(
+    broker: PostgresBroker, database: BrokerDatabase, connection: BrokerConnection
+) -> None:
+    _subscribe(connection, "orders")
+    receipts = broker.send([message() for _ in range(6)])
+    drain(new_sequencer(database), connection)
+    _consume(connection)
+    connection.execute(
+        "INSERT INTO outbox.dead_letter (group_id, log_id, attempts, error)"
+        " SELECT group_id, %s, 16, 'x' FROM outbox.consumer_group",
+        [receipts[0].position],
+    )
+    _age(connection, 4)
+    _clean(connection)
+    assert queued_ids(connection) == [receipts[0].message_id]
+    # A restored broker would not deliver it again: its entry proves that it was queued.
+    connection.execute("UPDATE outbox.broker SET timeline = timeline + 1")
+    drain(new_sequencer(database), connection)
+    assert queued_ids(connection) == [receipts[0].message_id]
+    connection.execute("UPDATE outbox.dead_letter SET replayed_at = now()")
+    _clean(connection)
+    assert _count(connection, "commit_log") == _count(connection, "dead_letter") == 0
+
+
+def test_retention_trims_offsets_but_never_the_newest(
+    broker: PostgresBroker, database: BrokerDatabase, connection: BrokerConnection
+) -> None:
+    _subscribe(connection, "orders")
+    broker.send([message() for _ in range(8)])
+    drain(new_sequencer(database), connection)
+    for ordinal in range(1, 6):
+        _consume(connection, ordinal=ordinal)
+    _clean(connection)
+    rows = connection.execute("SELECT DISTINCT ordinal, count(*) FROM outbox.consumer_offset GROUP BY 1").fetchall()
+    assert rows == [(5, 4)]
+
+
+def test_a_leader_that_slept_while_ticks_were_pruned_notices(
+    broker: PostgresBroker, database: BrokerDatabase, connection: BrokerConnection
+) -> None:
+    sleeper, other = new_sequencer(database), new_sequencer(database)
+    broker.send([message()])
+    drain(sleeper, connection)
+    with database.connect() as own:
+        for _ in range(3):
+            broker.send([message()])
+            other.run_once(own)
+    # The next tick's number is free again, because retention removed the row.
+    connection.execute(
+        "UPDATE outbox.tick SET is_full = true, queue_ids = h.q, heads = h.h FROM ("
+        " SELECT array_agg(queue_id) q, array_agg(n) h FROM (SELECT queue_id, max(queue_offset) + 1 n"
+        " FROM outbox.consume_queue GROUP BY 1) x) h"
+        " WHERE tick_id = (SELECT max(tick_id) FROM outbox.tick)"
+    )
+    assert _clean(connection).ticks >= 0
+    assert _count(connection, "tick") == 1
+    assert sleeper.run_once(connection).collided
+    broker.send([message()])
+    drain(sleeper, connection)
+    assert len(queued_ids(connection)) == len(set(queued_ids(connection))) == 5
+    assert_gapless(connection)
+
+
+# -- status and trace ---------------------------------------------------------------------------------------------
+
+
+def test_conservation_counts_every_state_from_its_own_rows(
+    database: BrokerDatabase, connection: BrokerConnection
+) -> None:
+    broker = PostgresBroker(database, check=CheckSettings(immunity_seconds=0, max_checks=1))
+    parked = half()
+    broker.send_half(parked)
+    broker.claim_checks("shop")
+    broker.report_answers("shop", [Answer(transaction_id=parked.transaction_id, decision=Decision.UNKNOWN)])
+    undecided, rolled_back, blocker, behind = half(), half(), *(half(message("ordered", key="k")) for _ in range(2))
+    for one in (undecided, rolled_back, blocker, behind):
+        broker.send_half(one)
+    broker.end([end(rolled_back.transaction_id, Decision.ROLLBACK), end(behind.transaction_id)])
+    delayed = [message(deliver_at=datetime.now(UTC) + timedelta(hours=1)) for _ in range(3)]
+    broker.send([message(), *delayed])
+    drain(new_sequencer(database), connection)
+    broker.recall(delayed[0].message_id)
+    broker.send([message(), message()])
+    status = _balanced(connection)
+    orders, ordered = (next(one.totals for one in status.topics if one.name == name) for name in ("orders", "ordered"))
+    assert (orders.sent, orders.committed, orders.rolled_back, orders.undecided, orders.parked) == (9, 6, 1, 1, 1)
+    assert (orders.unsequenced, orders.scheduled, orders.recalled, orders.queued) == (2, 2, 1, 1)
+    assert (ordered.undecided, ordered.committed, ordered.held) == (1, 1, 1)
+    assert json.loads(json.dumps(status.as_json()))["topics"]
+    broker.close()
+
+
+@pytest.mark.parametrize(
+    ("damage", "complaint"),
+    [
+        ("DELETE FROM outbox.consume_queue WHERE queue_offset = 0", "queued"),
+        ("DELETE FROM outbox.commit_log WHERE log_id = 1", "sent|queued"),
+        ("INSERT INTO outbox.consume_queue SELECT queue_offset + 100, log_id, queue_id, 0 FROM outbox.consume_queue"
+         " LIMIT 1", "queued"),
+        ("UPDATE outbox.consumer_offset SET handled = handled + 1 WHERE next_offset > 0", "handled"),
+    ],
+)  # fmt: skip
+def test_control_the_audit_notices(
+    damage: str, complaint: str, broker: PostgresBroker, database: BrokerDatabase, connection: BrokerConnection
+) -> None:
+    _subscribe(connection, "orders")
+    broker.send([message() for _ in range(4)])
+    drain(new_sequencer(database), connection)
+    _consume(connection)
+    _balanced(connection)
+    connection.execute(damage.encode())
+    problems = [one for one in broker_status(connection).problems if "no process" not in one]
+    assert re.search(complaint, " ".join(problems))
+
+
+def test_trace_of_a_transaction(broker: PostgresBroker, database: BrokerDatabase, connection: BrokerConnection) -> None:
+    _subscribe(connection, "orders")
+    one = half(message(key="1"), message("ordered", key="k"))
+    broker.send_half(one)
+    found = trace(connection, "outbox", one.transaction_id)
+    assert found is not None and found.decision is None and found.entries == []
+    assert [entry.topic for entry in found.messages] == ["orders", "ordered"]
+    broker.end([end(one.transaction_id)])
+    drain(new_sequencer(database), connection)
+    found = trace(connection, "outbox", one.messages[1].message_id)
+    assert found is not None and found.decision is not None
+    assert (found.decision.decision, found.decision.decided_by) == ("C", "P")
+    assert [(entry.topic, entry.offset, entry.group, entry.state) for entry in found.entries] == [
+        ("orders", 0, "readers", "waiting"),
+        ("ordered", 0, None, "no group"),
+    ]
+    _consume(connection)
+    found = trace(connection, "outbox", one.transaction_id)
+    assert found is not None and found.entries[0].state == "passed"
+    assert json.dumps(found.as_json())
+    assert trace(connection, "outbox", uuid7()) is None
