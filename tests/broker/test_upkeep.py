@@ -108,7 +108,7 @@ def _count(connection: BrokerConnection, table: str) -> int:
 def _clean(connection: BrokerConnection, **settings: float) -> retention.RetentionCounts:
     last = retention.RetentionCounts()
     for _ in range(100):
-        found = retention.run_once(connection, "outbox", settings=RetentionSettings(batch=3, **settings))  # type: ignore[arg-type]
+        found = retention.run_once(connection, "outbox", settings=RetentionSettings(batch=3, **settings))
         if not found.more:
             return found
         last = found
