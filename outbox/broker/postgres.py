@@ -15,6 +15,7 @@ from uuid import UUID
 import psycopg
 from psycopg import errors as pg
 
+from outbox import faults
 from outbox.broker import checks, decisions, log, notify, scheduling, topics
 from outbox.broker.database import BrokerConnection, BrokerDatabase
 from outbox.broker.install import missing
@@ -138,18 +139,21 @@ class PostgresBroker:
 
     def claim_checks(self, producer_group: str, *, limit: int = 500) -> list[Check]:
         """See Broker.claim_checks. Looks for new undecided half messages first."""
-        return self._attempt(
+        claimed = self._attempt(
             _CHECK_SECONDS,
             lambda connection: checks.claim_checks(
                 connection, self.database.schema, producer_group, limit=limit, settings=self._check
             ),
             what=f"checks of group {producer_group!r}",
         )
+        faults.point("check.after_claim")
+        return claimed
 
     def report_answers(self, producer_group: str, answers: Sequence[Answer]) -> list[EndStatus | None]:
         """See Broker.report_answers."""
         if not answers:
             return []
+        faults.point("check.before_report")
         statuses = self._attempt(
             _CHECK_SECONDS,
             lambda connection: checks.report_answers(

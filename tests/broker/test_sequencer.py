@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import re
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 
 import psycopg
 import pytest
 
-from outbox.broker import log
+from outbox.broker import log, sequencer_sql
 from outbox.broker.database import BrokerConnection, BrokerDatabase
 from outbox.broker.postgres import PostgresBroker
 from outbox.broker.sequencer import FULL_EVERY, TickCounts
@@ -300,3 +302,34 @@ def test_a_position_dies_with_its_connection(
             sequencer.run_once(doomed)
     assert sequencer.run_once(connection).appended == 1
     assert_gapless(connection)
+
+
+@pytest.mark.parametrize("statement", ["TICK", "READ_FIFO"])
+def test_the_plan_of_a_tick_reads_only_what_is_new(
+    statement: str, broker: PostgresBroker, database: BrokerDatabase, connection: BrokerConnection
+) -> None:
+    """Also while the tables are small and their statistics are missing, with values the planner does not know."""
+    broker.send([message()])
+    new_sequencer(database).run_once(connection)
+    text = getattr(sequencer_sql, statement).on("outbox").decode()
+    numbered = re.sub(r"%\((\w+)\)s", _numbering(), text).replace("%%", "%")
+    rows = connection.execute(("EXPLAIN (GENERIC_PLAN) " + numbered).encode()).fetchall()
+    plan = [row[0] for row in rows]
+    assert any("op_log_xid" in line for line in plan)
+    for table in ("op_log", "commit_log", "consume_queue", "scheduled"):
+        scans = [line for line in plan if re.search(rf" on {table}\b", line) and "Insert" not in line]
+        assert not [line for line in scans if "Seq Scan" in line], "\n".join(scans)
+
+
+def _numbering() -> Callable[[re.Match[str]], str]:
+    names: list[str] = []
+    types = {"batch": "::bigint", "fifo_read": "::boolean", "is_full": "::boolean", "incarnation": "::integer"}
+    types |= {"tick_id": "::bigint"}
+
+    def number(match: re.Match[str]) -> str:
+        name = match[1]
+        if name not in names:
+            names.append(name)
+        return f"${names.index(name) + 1}{types.get(name, '')}"
+
+    return number
