@@ -12,7 +12,7 @@ from outbox.broker.database import Connection
 from outbox.broker.incidents import Incident, IncidentKind
 from outbox.broker.statement import Statement
 from outbox.errors import UsageError
-from outbox.transaction import Decision, EndStatus, EndTransaction
+from outbox.transaction import DecidedBy, Decision, EndStatus, EndTransaction
 
 # The log ids are looked up here, in a statement that starts after the local answer is known: what the caller
 # remembers cannot add or omit a message. Sorted by key: inserts that may conflict must not meet crosswise.
@@ -36,6 +36,9 @@ WITH given AS (
 )
 SELECT known.transaction_id, known.producer_group, known.accepted, decided.transaction_id IS NOT NULL
 FROM known LEFT JOIN decided USING (transaction_id)
+CROSS JOIN (SELECT set_config(
+    'synchronous_commit', CASE WHEN %(durable)s THEN current_setting('synchronous_commit') ELSE 'off' END, true
+) AS synchronous_commit) AS durability
 """)
 
 _STANDING = Statement("""
@@ -95,6 +98,9 @@ def _decide(connection: Connection, schema: str, ends: Sequence[EndTransaction])
             "decisions": texts([end.decision for end in ends]),
             "deciders": texts([end.decided_by for end in ends]),
             "groups": texts([end.producer_group for end in ends]),
+            # A producer's end is one-way, and a check-back finds out what a crash of the server took: its commit does
+            # not wait for the disk. Whoever acts on it (the sequencer) commits later in the log, and does wait.
+            "durable": any(end.decided_by is not DecidedBy.PRODUCER for end in ends),
         }
         rows = cursor.execute(_DECIDE.on(schema), parameters, prepare=True)
         return {(row[0], row[1]): _Outcome(row[2], row[3]) for row in rows}

@@ -175,7 +175,7 @@ class _Closing:
     """Closes connections when it goes."""
 
     def __init__(self) -> None:
-        self.connections: list[BaseDatabaseWrapper] = []
+        self.connections: Sequence[BaseDatabaseWrapper] = ()
 
     def __del__(self) -> None:
         for connection in self.connections:
