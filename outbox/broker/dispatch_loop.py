@@ -77,13 +77,19 @@ class Dispatcher:
     def wait_seconds(self, longest: float) -> float:
         """How long nothing needs to be done unless somebody rings."""
         now = time.monotonic()
-        due = [at for station in self._stations for lane in station.lanes if (at := lane.next_at()) is not None]
+        due = [
+            at
+            for station in self._stations
+            if station.pool.room > 0 and not station.group.paused
+            for lane in station.lanes
+            if (at := lane.next_at()) is not None
+        ]
         due += [
             work.started_at + work.station.subscription.timeout_seconds for work in self._running if work.started_at
         ]
         if self._dirty:
             due.append(self._store_at)
-        due += [queue.start_until for queue in self._held.values() if queue.phase is Phase.DRAINING]
+        due += [queue.start_until for queue in self._held.values() if queue.start_until > now]
         return max(0.0, min([longest, *(at - now for at in due)]))
 
     @property

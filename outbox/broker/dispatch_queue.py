@@ -39,11 +39,12 @@ class Phase(enum.Enum):
 class Window:
     """Which offsets from the lowest unfinished one on are finished. The stored offset is that lowest one."""
 
-    __slots__ = ("_finished", "_gaps", "base", "counts", "start_offset")
+    __slots__ = ("_finished", "_gaps", "base", "counts", "moved", "start_offset")
 
     def __init__(self, position: Position) -> None:
         self.base = position.next_offset
         self.start_offset = position.start_offset
+        self.moved = position.moved
         self.counts = [
             position.handled,
             position.filtered,
@@ -95,7 +96,7 @@ class Window:
 
     def position(self) -> Position:
         """The position to store."""
-        return Position(self.base, self.start_offset, *self.counts)
+        return Position(self.base, self.start_offset, *self.counts, self.moved)
 
 
 class HeldQueue:

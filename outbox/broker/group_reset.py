@@ -8,13 +8,15 @@ that moment may take effect once more or, without an inbox, twice.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 
-from outbox.broker.arrays import bigints, cursor_on, integers
+from outbox.broker import offsets
+from outbox.broker.arrays import cursor_on, integers
 from outbox.broker.database import Connection
 from outbox.broker.groups import group_id_of, list_queues, raise_generation, starting_offsets
 from outbox.broker.notify import Channel, notify
+from outbox.broker.offsets import OffsetRow, Position
 from outbox.broker.statement import Statement
 from outbox.broker.topics import TopicCatalog
 from outbox.errors import UsageError
@@ -40,14 +42,15 @@ FROM unnest(%(queue_ids)s::integer[]) AS given (queue_id)
 ORDER BY given.queue_id
 ON CONFLICT (group_id, queue_id) DO UPDATE
 SET owner = NULL, epoch = held.epoch + 1, expires_at = clock_timestamp(), stopped = NULL
+RETURNING queue_id, epoch
 """)
 
-_MOVE = Statement("""
-INSERT INTO {schema}.consumer_offset (group_id, queue_id, epoch, ordinal, next_offset, start_offset)
-SELECT held.group_id, held.queue_id, held.epoch, 0, given.target, given.target
-FROM unnest(%(queue_ids)s::integer[], %(targets)s::bigint[]) AS given (queue_id, target)
-JOIN {schema}.queue_lease held ON held.group_id = %(group_id)s AND held.queue_id = given.queue_id
-""")
+
+def moved_to(position: Position, target: int) -> Position:
+    """The position after a reset: the counters go on, and `moved` keeps them conserved."""
+    start = min(position.start_offset, target)
+    counted = position.next_offset - position.start_offset - position.moved
+    return replace(position, next_offset=target, start_offset=start, moved=target - start - counted)
 
 
 def reset(
@@ -64,7 +67,8 @@ def reset(
     """Move a group on a topic, or on its queue `number` alone; returns the queues that move, from where and to where.
 
     Start.LAST is the end; a number is limited to what the broker still has. Going back delivers messages again, which
-    the inbox skips unless `reprocess` raises the group's generation. Counters start over with the new offset.
+    the inbox skips unless `reprocess` raises the group's generation. Counters go on; what was passed over or
+    rewound is counted as `moved`.
     `dry_run` only says what would happen. Raises UnknownGroup, UnknownTopic, or UsageError when the group does not
     consume the topic.
     """
@@ -73,19 +77,24 @@ def reset(
         moves = _plan(connection, schema, group, topic, target)
         moves = [move for move in moves if number is None or move.number == number]
         if not dry_run and moves:
-            cursor = cursor_on(connection)
-            values = {
-                "group_id": group_id,
-                "queue_ids": integers([move.queue_id for move in moves]),
-                "targets": bigints([move.to_offset for move in moves]),
-            }
-            cursor.execute(_FENCE.on(schema), values)
-            cursor.execute(_MOVE.on(schema), values)
+            _move(connection, schema, group_id, {move.queue_id: move.to_offset for move in moves})
         if reprocess and not dry_run:
             raise_generation(connection, schema, group)
     if not dry_run:
         notify(connection, schema, Channel.SHARED)
     return moves
+
+
+def _move(connection: Connection, schema: str, group_id: int, targets: dict[int, int]) -> None:
+    values = {"group_id": group_id, "queue_ids": integers(list(targets))}
+    epochs = dict(cursor_on(connection).execute(_FENCE.on(schema), values).fetchall())
+    # Read under the fence: what the former owner stored up to now is in, nothing after it counts.
+    positions = offsets.load(connection, schema, group_id, list(targets))
+    rows = [
+        OffsetRow((group_id, queue_id), epochs[queue_id], 0, moved_to(positions[queue_id], target))
+        for queue_id, target in targets.items()
+    ]
+    offsets.place(connection, schema, rows)
 
 
 def _plan(

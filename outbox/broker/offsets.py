@@ -3,9 +3,10 @@
 Nothing is updated, so a reader's snapshot never makes rows pile up on the hot path. A row says how far the group is
 (`next_offset`) and what became of everything before that; for every row
 
-    next_offset - start_offset = handled + filtered + skipped + sent_back + dead + expired
+    next_offset - start_offset = handled + filtered + skipped + sent_back + dead + expired + moved
 
-holds, each term counted by itself. A former owner may still append under its old epoch; such a row never counts.
+holds, each term counted by itself (`moved`: what offset resets passed over or rewound). A former owner may still
+append under its old epoch; such a row never counts.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ class Position:
     sent_back: int = 0
     dead: int = 0
     expired: int = 0
+    moved: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,7 @@ _LOAD = Statement("""
 SELECT wanted.queue_id, coalesce(newest.ordinal, 0), coalesce(newest.next_offset, 0),
        coalesce(newest.start_offset, 0), coalesce(newest.handled, 0), coalesce(newest.filtered, 0),
        coalesce(newest.skipped, 0), coalesce(newest.sent_back, 0), coalesce(newest.dead, 0),
-       coalesce(newest.expired, 0)
+       coalesce(newest.expired, 0), coalesce(newest.moved, 0)
 FROM unnest(%(queue_ids)s::integer[]) AS wanted (queue_id)
 LEFT JOIN LATERAL (
     SELECT * FROM {schema}.consumer_offset stored
@@ -67,28 +69,37 @@ def load(connection: Connection, schema: str, group_id: int, queue_ids: Sequence
     return {row[0]: Position(*row[2:]) for row in rows}
 
 
-# Losing the newest offsets in a crash of the server costs a redelivery, nothing else, as losing them in a crash of
-# the consumer does; so their commit does not wait for the disk. set_config(…, true) ends with the statement.
-_STORE = Statement("""
-WITH relaxed AS MATERIALIZED (SELECT set_config('synchronous_commit', 'off', true))
+_INSERT = """
 INSERT INTO {schema}.consumer_offset
     (group_id, queue_id, epoch, ordinal, next_offset, start_offset, handled, filtered, skipped, sent_back, dead,
-     expired)
-SELECT done.group_id, done.queue_id, done.epoch, done.ordinal, done.next_offset, done.start_offset, done.handled,
-       done.filtered, done.skipped, done.sent_back, done.dead, done.expired
-FROM relaxed, unnest(
-    %(group_ids)s::integer[], %(queue_ids)s::integer[], %(epochs)s::bigint[], %(ordinals)s::bigint[],
-    %(next_offset)s::bigint[], %(start_offset)s::bigint[], %(handled)s::bigint[], %(filtered)s::bigint[],
-    %(skipped)s::bigint[], %(sent_back)s::bigint[], %(dead)s::bigint[], %(expired)s::bigint[]
-) AS done (group_id, queue_id, epoch, ordinal, next_offset, start_offset, handled, filtered, skipped, sent_back,
-           dead, expired)
+     expired, moved)
+"""
+_GIVEN = """
+    unnest(
+        %(group_ids)s::integer[], %(queue_ids)s::integer[], %(epochs)s::bigint[], %(ordinals)s::bigint[],
+        %(next_offset)s::bigint[], %(start_offset)s::bigint[], %(handled)s::bigint[], %(filtered)s::bigint[],
+        %(skipped)s::bigint[], %(sent_back)s::bigint[], %(dead)s::bigint[], %(expired)s::bigint[], %(moved)s::bigint[]
+    ) AS given (group_id, queue_id, epoch, ordinal, next_offset, start_offset, handled, filtered, skipped, sent_back,
+                dead, expired, moved)
+"""
+
+# Losing the newest offsets in a crash of the server costs a redelivery, nothing else, as losing them in a crash of
+# the consumer does; so their commit does not wait for the disk. set_config(…, true) ends with the statement.
+_STORE = Statement(
+    "WITH relaxed AS MATERIALIZED (SELECT set_config('synchronous_commit', 'off', true))"
+    + _INSERT
+    + "SELECT given.* FROM relaxed, "
+    + _GIVEN
+    + """
 JOIN {schema}.queue_lease held
-  ON held.group_id = done.group_id AND held.queue_id = done.queue_id AND held.epoch = done.epoch
+  ON held.group_id = given.group_id AND held.queue_id = given.queue_id AND held.epoch = given.epoch
  AND held.owner = %(owner)s
-ORDER BY done.group_id, done.queue_id
+ORDER BY given.group_id, given.queue_id
 RETURNING group_id, queue_id
-""")
-_COLUMNS = ("next_offset", "start_offset", "handled", "filtered", "skipped", "sent_back", "dead", "expired")
+"""
+)
+_PLACE = Statement(_INSERT + "SELECT given.* FROM " + _GIVEN)
+_COLUMNS = ("next_offset", "start_offset", "handled", "filtered", "skipped", "sent_back", "dead", "expired", "moved")
 
 
 def store(connection: Connection, schema: str, owner: UUID, rows: Sequence[OffsetRow]) -> set[QueueKey]:
@@ -96,8 +107,17 @@ def store(connection: Connection, schema: str, owner: UUID, rows: Sequence[Offse
 
     Every call needs new ordinals: after a lost acknowledgement the row may be stored already.
     """
+    cursor = arrays.cursor_on(connection)
+    return set(cursor.execute(_STORE.on(schema), {**_parameters(rows), "owner": owner}))
+
+
+def place(connection: Connection, schema: str, rows: Sequence[OffsetRow]) -> None:
+    """Store positions under epochs that the caller has just raised himself."""
+    arrays.cursor_on(connection).execute(_PLACE.on(schema), _parameters(rows))
+
+
+def _parameters(rows: Sequence[OffsetRow]) -> dict[str, object]:
     parameters: dict[str, object] = {
-        "owner": owner,
         "group_ids": arrays.integers([row.key[0] for row in rows]),
         "queue_ids": arrays.integers([row.key[1] for row in rows]),
         "epochs": arrays.bigints([row.epoch for row in rows]),
@@ -105,4 +125,4 @@ def store(connection: Connection, schema: str, owner: UUID, rows: Sequence[Offse
     }
     for name in _COLUMNS:
         parameters[name] = arrays.bigints([getattr(row.position, name) for row in rows])
-    return set(arrays.cursor_on(connection).execute(_STORE.on(schema), parameters))
+    return parameters

@@ -12,12 +12,14 @@ SELECT queue_id FROM {schema}.queue WHERE queue_id > %(after)s ORDER BY queue_id
 
 # How far a queue may be cleared: past the retention time, and consumed by every group or past the hard cap.
 # `consumed` is the least position of the groups that read the queue; without a group nothing is consumed yet.
+# Broadcast groups store no positions and hold nothing back.
 LIMIT: Final = Statement("""
 WITH place AS (
     SELECT queue.queue_id, queue.floor, topic.topic_id, topic.retry_of, topic.retention_seconds
     FROM {schema}.queue JOIN {schema}.topic USING (topic_id) WHERE queue_id = %(queue_id)s
 ), reader AS (
     SELECT group_id FROM {schema}.subscription JOIN place USING (topic_id)
+    JOIN {schema}.consumer_group USING (group_id) WHERE NOT broadcast
     UNION SELECT retry_of FROM place WHERE retry_of IS NOT NULL
 ), consumed AS (
     SELECT min(coalesce(newest.next_offset, 0)) AS position

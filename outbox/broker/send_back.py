@@ -95,6 +95,7 @@ class Failure:
     next_attempt: int
 
 
+# A message that is retried in place for hours keeps its first errors and the newest one.
 _RECORD = Statement("""
 WITH failed AS MATERIALIZED (
     SELECT given.*
@@ -108,8 +109,8 @@ WITH failed AS MATERIALIZED (
      AND held.owner = %(owner)s
 ), recorded AS (
     INSERT INTO {schema}.failure AS known (group_id, log_id, attempt, error)
-    SELECT group_id, log_id, attempts - 1, error FROM failed
-    ORDER BY group_id, log_id, attempts
+    SELECT group_id, log_id, least(attempts, next_attempt + 100) - 1, error FROM failed
+    ORDER BY group_id, log_id
     ON CONFLICT (group_id, log_id, attempt) DO UPDATE SET error = excluded.error, failed_at = clock_timestamp()
 ), sent_back AS (
     INSERT INTO {schema}.scheduled (log_id, due_at, queue_id, attempt)

@@ -81,12 +81,12 @@ WITH heads AS MATERIALIZED (
     FROM place JOIN {schema}.queue USING (topic_id)
     LEFT JOIN heads USING (queue_id)
     CROSS JOIN LATERAL (
-        SELECT start_offset, next_offset, handled, filtered, skipped, expired
+        SELECT start_offset, next_offset, handled, filtered, skipped, expired, moved
         FROM (SELECT * FROM {schema}.consumer_offset stored
               WHERE stored.group_id = place.group_id AND stored.queue_id = queue.queue_id
               ORDER BY epoch DESC, ordinal DESC LIMIT 1) AS stored
         UNION ALL
-        SELECT 0, 0, 0, 0, 0, 0
+        SELECT 0, 0, 0, 0, 0, 0, 0
         WHERE NOT EXISTS (SELECT FROM {schema}.consumer_offset stored
                           WHERE stored.group_id = place.group_id AND stored.queue_id = queue.queue_id)) AS newest
 )
@@ -95,7 +95,7 @@ SELECT consumer_group.name, consumer_group.paused, consumer_group.broadcast,
              WHERE subscription.group_id = consumer_group.group_id ORDER BY name),
        (SELECT count(*) FROM {schema}.consumer
         WHERE consumer.group_id = consumer_group.group_id AND expires_at > clock_timestamp()),
-       coalesce(sum(head - start_offset) FILTER (WHERE NOT is_retry), 0)::bigint,
+       coalesce(sum(head - start_offset - moved) FILTER (WHERE NOT is_retry), 0)::bigint,
        coalesce(sum(handled), 0)::bigint, coalesce(sum(skipped), 0)::bigint, coalesce(sum(filtered), 0)::bigint,
        coalesce(sum(waiting) FILTER (WHERE NOT is_retry), 0)::bigint,
        coalesce(sum(scheduled + waiting) FILTER (WHERE is_retry), 0)::bigint,

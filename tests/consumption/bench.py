@@ -199,7 +199,7 @@ class ConsumptionBench:
     def assert_conserved(self, group: str) -> None:
         """Every stored position accounts for each entry before it, and nothing is left."""
         rows = self.rows(
-            "SELECT next_offset - start_offset, handled + filtered + skipped + sent_back + dead + expired"
+            "SELECT next_offset - start_offset, handled + filtered + skipped + sent_back + dead + expired + moved"
             " FROM outbox.offset_v1 WHERE consumer_group = %s",
             group,
         )

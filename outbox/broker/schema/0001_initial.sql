@@ -257,7 +257,8 @@ CREATE TABLE leader_lease (
 );
 
 -- Consumer offsets, append-only: per group and queue the row with the greatest (epoch, ordinal) counts and
--- is never trimmed. The counters are totals since the group's start on that queue.
+-- is never trimmed. The counters are totals since the group's start on that queue; in every row
+-- next_offset - start_offset = handled + filtered + skipped + sent_back + dead + expired + moved.
 CREATE TABLE consumer_offset (
     next_offset  bigint      NOT NULL,
     epoch        bigint      NOT NULL,
@@ -268,8 +269,10 @@ CREATE TABLE consumer_offset (
     sent_back    bigint      NOT NULL DEFAULT 0,
     dead         bigint      NOT NULL DEFAULT 0,
     expired      bigint      NOT NULL DEFAULT 0,
-    -- Offset the group began at.
+    -- Offset the group began at; lower if it was reset to before that.
     start_offset bigint      NOT NULL,
+    -- Entries that resets passed over (or, negative, will have consumed twice).
+    moved        bigint      NOT NULL DEFAULT 0,
     group_id     integer     NOT NULL,
     queue_id     integer     NOT NULL,
     stored_at    timestamptz NOT NULL DEFAULT now(),
@@ -352,7 +355,7 @@ JOIN topic t USING (topic_id);
 CREATE VIEW offset_v1 AS
 SELECT DISTINCT ON (o.group_id, o.queue_id)
        g.name AS consumer_group, t.name AS topic, o.queue_id, o.start_offset, o.next_offset, o.handled,
-       o.filtered, o.skipped, o.sent_back, o.dead, o.expired, o.stored_at
+       o.filtered, o.skipped, o.sent_back, o.dead, o.expired, o.stored_at, o.moved
 FROM consumer_offset o
 JOIN consumer_group g USING (group_id)
 JOIN queue q USING (queue_id)
