@@ -49,6 +49,14 @@ def cursor_on(connection: Connection) -> psycopg.Cursor[tuple[Any, ...]]:
     return cursor
 
 
+def raw_cursor_on(connection: Connection) -> psycopg.RawCursor[tuple[Any, ...]]:
+    """The same for statements with numbered parameters (see Statement.numbered)."""
+    cursor = psycopg.RawCursor(connection, row_factory=tuple_row)
+    cursor.format = pq.Format.BINARY
+    cursor.adapters.register_dumper(Packed, _PackedDumper)
+    return cursor
+
+
 def uuids(values: Sequence[UUID]) -> Packed:
     """uuid[]"""
     return _array(_UUID, len(values), b"".join([b"\x00\x00\x00\x10" + value.bytes for value in values]))

@@ -18,13 +18,16 @@ from psycopg.errors import DeadlockDetected, SerializationFailure, UniqueViolati
 
 from outbox import faults
 from outbox.broker import checks, sequencer_sql
-from outbox.broker.arrays import bigints, cursor_on, uuids, xids
+from outbox.broker.arrays import bigints, cursor_on, raw_cursor_on, uuids, xids
 from outbox.broker.database import BrokerDatabase, Connection
 from outbox.broker.sequencer_adopt import Position, adopt
 from outbox.broker.snapshot import Snapshot
+from outbox.broker.statement import Statement
 from outbox.transaction import CheckSettings
 
 logger = logging.getLogger(__name__)
+
+_Cursor = psycopg.RawCursor[tuple[Any, ...]]
 
 FULL_EVERY: Final = 500
 HINT_AFTER_SECONDS: Final = 1.0
@@ -128,7 +131,7 @@ class Sequencer:
 
     def _tick_at_once(self, connection: Connection, position: Position) -> TickCounts:
         """One round trip: right as long as no FIFO half message is undecided."""
-        with cursor_on(connection) as cursor:
+        with raw_cursor_on(connection) as cursor:
             with connection.pipeline():
                 connection.execute(sequencer_sql.BEGIN, prepare=True)
                 self._append(cursor, position, _Plan())
@@ -138,10 +141,10 @@ class Sequencer:
 
     def _tick_in_order(self, connection: Connection, position: Position) -> TickCounts:
         """Two round trips in one snapshot: look at the FIFO messages, then tick with what must wait."""
-        with cursor_on(connection) as cursor:
+        with raw_cursor_on(connection) as cursor:
             with connection.pipeline():
                 connection.execute(sequencer_sql.BEGIN_REPEATABLE, prepare=True)
-                cursor.execute(sequencer_sql.READ_FIFO.on(self._schema), self._reading(position), prepare=True)
+                self._execute(cursor, sequencer_sql.READ_FIFO, self._reading(position))
             rows = cursor.fetchall()
             let_go = self._released_by_parking(connection, position)
             plan = self._plan(position, rows, let_go)
@@ -151,7 +154,7 @@ class Sequencer:
                 connection.execute(sequencer_sql.COMMIT, prepare=True)
             return self._advance(position, cursor.fetchone(), plan)
 
-    def _append(self, cursor: psycopg.Cursor[tuple[Any, ...]], position: Position, plan: _Plan) -> None:
+    def _append(self, cursor: _Cursor, position: Position, plan: _Plan) -> None:
         parameters = self._reading(position) | {
             "tick_id": position.tick_id,
             "heads": bigints(position.heads[1:]),
@@ -160,7 +163,11 @@ class Sequencer:
             "hold": bigints(plan.hold),
             "release": bigints(plan.release),
         }
-        cursor.execute(sequencer_sql.TICK.on(self._schema), parameters, prepare=True)
+        self._execute(cursor, sequencer_sql.TICK, parameters)
+
+    def _execute(self, cursor: _Cursor, statement: Statement, parameters: dict[str, Any]) -> None:
+        text, names = statement.numbered(self._schema)
+        cursor.execute(text, [parameters[name] for name in names], prepare=True)
 
     def _reading(self, position: Position) -> dict[str, Any]:
         return {

@@ -11,16 +11,18 @@ from outbox.errors import ConfigurationError
 
 # Channel names are made of the schema's name and must fit PostgreSQL's 63 bytes.
 _SCHEMA: Final = re.compile(r"[a-z_][a-z0-9_]{0,47}")
+_PARAMETER: Final = re.compile(rb"%(?:\((\w+)\)s|%)")
 
 
 class Statement:
     """One SQL statement written with `{schema}` before every table of the broker."""
 
-    __slots__ = ("_cache", "_text")
+    __slots__ = ("_cache", "_numbered", "_text")
 
     def __init__(self, text: LiteralString) -> None:
         self._text = text
         self._cache: dict[str, bytes] = {}
+        self._numbered: dict[str, tuple[bytes, tuple[str, ...]]] = {}
 
     def on(self, schema: str) -> bytes:
         """The statement for one schema. Raises ConfigurationError when the schema's name is not allowed."""
@@ -29,6 +31,27 @@ class Statement:
             text = sql.SQL(self._text).format(schema=sql.Identifier(check_schema_name(schema))).as_bytes(None)
             self._cache[schema] = text
         return text
+
+    def numbered(self, schema: str) -> tuple[bytes, tuple[str, ...]]:
+        """The statement for a raw cursor, with `$1` for `%(name)s`, and the names in that order.
+
+        psycopg translates a statement of more than 4 KB anew on every execution.
+        """
+        found = self._numbered.get(schema)
+        if found is None:
+            names: list[str] = []
+            text = _PARAMETER.sub(lambda match: _number(match, names), self.on(schema))
+            found = self._numbered[schema] = (text, tuple(names))
+        return found
+
+
+def _number(match: re.Match[bytes], names: list[str]) -> bytes:
+    if match[1] is None:
+        return b"%"
+    name = match[1].decode()
+    if name not in names:
+        names.append(name)
+    return b"$%d" % (names.index(name) + 1)
 
 
 def check_schema_name(schema: str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 
 import psycopg
@@ -311,9 +310,12 @@ def test_the_plan_of_a_tick_reads_only_what_is_new(
     """Also while the tables are small and their statistics are missing, with values the planner does not know."""
     broker.send([message()])
     new_sequencer(database).run_once(connection)
-    text = getattr(sequencer_sql, statement).on("outbox").decode()
-    numbered = re.sub(r"%\((\w+)\)s", _numbering(), text).replace("%%", "%")
-    rows = connection.execute(("EXPLAIN (GENERIC_PLAN) " + numbered).encode()).fetchall()
+    text, names = getattr(sequencer_sql, statement).numbered("outbox")
+    for name, type_name in _UNTYPED.items():
+        if name in names:
+            number = names.index(name) + 1
+            text = re.sub(rf"\${number}(?!\d)".encode(), f"${number}::{type_name}".encode(), text)
+    rows = connection.execute(b"EXPLAIN (GENERIC_PLAN) " + text).fetchall()
     plan = [row[0] for row in rows]
     assert any("op_log_xid" in line for line in plan)
     for table in ("op_log", "commit_log", "consume_queue", "scheduled"):
@@ -321,15 +323,10 @@ def test_the_plan_of_a_tick_reads_only_what_is_new(
         assert not [line for line in scans if "Seq Scan" in line], "\n".join(scans)
 
 
-def _numbering() -> Callable[[re.Match[str]], str]:
-    names: list[str] = []
-    types = {"batch": "::bigint", "fifo_read": "::boolean", "is_full": "::boolean", "incarnation": "::integer"}
-    types |= {"tick_id": "::bigint"}
-
-    def number(match: re.Match[str]) -> str:
-        name = match[1]
-        if name not in names:
-            names.append(name)
-        return f"${names.index(name) + 1}{types.get(name, '')}"
-
-    return number
+_UNTYPED = {
+    "batch": "bigint",
+    "fifo_read": "boolean",
+    "is_full": "boolean",
+    "incarnation": "integer",
+    "tick_id": "bigint",
+}
