@@ -14,13 +14,14 @@ from uuid import UUID
 
 import psycopg
 from psycopg import errors as pg
+from psycopg.pq import TransactionStatus
 
 from outbox import faults
 from outbox.broker import checks, decisions, log, notify, scheduling, topics
 from outbox.broker.database import BrokerConnection, BrokerDatabase
 from outbox.broker.install import missing
 from outbox.broker.topics import TopicCatalog
-from outbox.errors import BrokerError, BrokerUnavailable, SendFailed
+from outbox.errors import BrokerError, BrokerUnavailable, SendFailed, UsageError
 from outbox.message import Message, SendReceipt
 from outbox.topic import Topic
 from outbox.transaction import Answer, Check, CheckSettings, EndStatus, EndTransaction, HalfTransaction
@@ -56,8 +57,11 @@ class Pool:
         try:
             with connection.within(deadline):
                 yield connection
+        except UsageError:
+            # Refused before or by a statement that is over: the connection is as good as before.
+            self._give_back(connection)
+            raise
         except BaseException:
-            # Whether the failed statement left something behind is not worth finding out.
             connection.close()
             raise
         self._give_back(connection)
@@ -71,7 +75,8 @@ class Pool:
 
     def _give_back(self, connection: BrokerConnection) -> None:
         with self._lock:
-            if not connection.closed and len(self._idle) < self._keep:
+            is_idle = connection.info.transaction_status == TransactionStatus.IDLE
+            if is_idle and len(self._idle) < self._keep:
                 self._idle.append(connection)
                 return
         connection.close()

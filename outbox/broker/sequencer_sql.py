@@ -16,7 +16,7 @@ SESSION: Final = Statement("""
 SELECT set_config('plan_cache_mode', 'force_generic_plan', false), set_config('enable_seqscan', 'off', false),
        set_config('jit', 'off', false), set_config('enable_mergejoin', 'off', false),
        set_config('default_transaction_isolation', 'read committed', false),
-       set_config('idle_in_transaction_session_timeout', '10s', false)
+       set_config('idle_in_transaction_session_timeout', '5s', false)
 """)
 
 BEGIN: Final = b"BEGIN ISOLATION LEVEL READ COMMITTED"
