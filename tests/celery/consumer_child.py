@@ -1,4 +1,4 @@
-"""A consumer process: writes the id of every message it handles into the table `handled`."""
+"""A consumer process: writes the id of every message it handles into the table `handled`, once by its inbox."""
 
 from __future__ import annotations
 
@@ -14,24 +14,29 @@ from outbox.broker.database import BrokerDatabase
 from outbox.broker.supervisor import stop_with_parent
 from outbox.message import Delivery
 from outbox.subscription import Subscription
+from tests.consumption.inbox import InboxInvoker
 
 URL = os.environ["OUTBOX_BROKER_URL"]
-
-
-def handle(delivery: Delivery) -> None:
-    with psycopg.connect(URL, autocommit=True) as connection:
-        connection.execute("INSERT INTO started VALUES (%s)", [delivery.message_id])
-        # The work of a slow handler, so that a stop can arrive in the middle of it.
-        time.sleep(float(delivery.headers.get("seconds", "0")))
-        connection.execute("INSERT INTO handled VALUES (%s, %s)", [delivery.message_id, os.getpid()])
+LEASE_SECONDS = float(os.environ.get("OUTBOX_TEST_LEASE_SECONDS", "2"))
 
 
 def main() -> None:
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     stop_with_parent(stop)
+    invoker = InboxInvoker(URL)
+
+    def handle(delivery: Delivery) -> None:
+        with psycopg.connect(URL, autocommit=True) as connection:
+            connection.execute("INSERT INTO started VALUES (%s)", [delivery.message_id])
+        # The work of a slow handler, so that a stop can arrive in the middle of it.
+        time.sleep(float(delivery.headers.get("seconds", "0")))
+        invoker.connection.execute("INSERT INTO handled VALUES (%s, %s)", [delivery.message_id, os.getpid()])
+
     subscription = Subscription(group="celery-tests", topic="orders")
-    ConsumerRuntime(BrokerDatabase(conninfo=URL), [(subscription, handle)], lease_seconds=2.0).run(stop)
+    ConsumerRuntime(
+        BrokerDatabase(conninfo=URL), [(subscription, handle)], invoker=invoker, lease_seconds=LEASE_SECONDS
+    ).run(stop)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from uuid import UUID
@@ -22,6 +23,7 @@ from outbox.transaction import HalfTransaction
 from tests.support import eventually
 
 ROOT = Path(__file__).resolve().parents[2]
+LEASE_SECONDS = 3.0
 
 
 class Worker:
@@ -29,6 +31,7 @@ class Worker:
 
     def __init__(self, url: str, log: Path, *options: str) -> None:
         environment = {**os.environ, "OUTBOX_BROKER_URL": url, "PYTHONPATH": str(ROOT)}
+        environment["OUTBOX_TEST_LEASE_SECONDS"] = str(LEASE_SECONDS)
         command = [sys.executable, "-m", "celery", "-A", "tests.celery.app", "worker", "-B", "--concurrency=1"]
         command += ["--without-gossip", "--without-mingle", "--loglevel=INFO", f"--schedule={log.with_suffix('.beat')}"]
         self.log = log
@@ -60,6 +63,10 @@ def url(broker_url: str) -> str:
     with psycopg.connect(broker_url, autocommit=True) as connection:
         connection.execute("CREATE TABLE started (message_id uuid)")
         connection.execute("CREATE TABLE handled (message_id uuid, pid integer)")
+        connection.execute(
+            "CREATE TABLE inbox (consumer_group text, generation int, message_id uuid, PRIMARY KEY"
+            " (consumer_group, generation, message_id))"
+        )
     return broker_url
 
 
@@ -138,7 +145,7 @@ def test_killed_worker_takes_its_children_with_it(broker: PostgresBroker, start:
 def test_sigterm_drains(url: str, broker: PostgresBroker, start: Callable[..., Worker]) -> None:
     worker = start("--outbox")
     children = both_children(worker)
-    (slow,) = broker.send([message(seconds="1.5")])
+    (slow,) = broker.send([message(seconds="0.7")])
     eventually(lambda: handled(url, "started") == {slow.message_id}, within_seconds=40)
     worker.process.terminate()
     assert worker.process.wait(40) == 0, worker.log.read_text()
@@ -154,3 +161,54 @@ def test_without_the_option_a_worker_starts_no_children(start: Callable[..., Wor
     worker = start()
     eventually(lambda: "ready." in worker.log.read_text(), within_seconds=40)
     assert worker.children() == {}
+
+
+class OwnerWatch:
+    """Watches how long queues of the group are without a live owner, by the database's clock."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._stop = threading.Event()
+        self.longest: dict[int, float] = {}
+        self._thread = threading.Thread(target=self._watch)
+
+    def __enter__(self) -> OwnerWatch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        with psycopg.connect(self._url, autocommit=True) as connection:
+            while not self._stop.wait(0.05):
+                rows = connection.execute(
+                    "SELECT queue_id, extract(epoch FROM clock_timestamp() - expires_at)::float FROM outbox.queue_lease"
+                    " WHERE owner IS NULL OR expires_at < clock_timestamp()"
+                )
+                for queue_id, seconds in rows:
+                    self.longest[queue_id] = max(self.longest.get(queue_id, 0.0), seconds)
+
+
+def test_two_workers_under_rebalance_one_process_tree_killed(
+    url: str, broker: PostgresBroker, start: Callable[..., Worker]
+) -> None:
+    """No queue is without an owner for longer than a lease term, and no effect happens twice."""
+    first, second = start("--outbox"), start("--outbox")
+    owners = "SELECT count(DISTINCT owner) FROM outbox.queue_lease WHERE expires_at > clock_timestamp()"
+    both_children(first)
+    both_children(second)
+    with psycopg.connect(url, autocommit=True) as connection:
+        eventually(lambda: connection.execute(owners).fetchone() == (2,), within_seconds=40)
+        sent = broker.send([message(seconds="0.02") for _ in range(300)])
+        eventually(lambda: len(handled(url)) > 50, within_seconds=40)
+        with OwnerWatch(url) as watch:
+            first.kill()
+            sent += broker.send([message(seconds="0.02") for _ in range(100)])
+            eventually(lambda: handled(url) == {receipt.message_id for receipt in sent}, within_seconds=60)
+            eventually(lambda: connection.execute(owners).fetchone() == (1,), within_seconds=40)
+        rows = connection.execute("SELECT count(*), count(DISTINCT message_id) FROM handled").fetchone()
+    assert rows == (400, 400)
+    assert watch.longest, "the watch saw no lease run out: nothing was killed"
+    assert max(watch.longest.values()) <= LEASE_SECONDS
