@@ -166,14 +166,18 @@ def sequence_alone(url: str) -> tuple[float, Usage]:
     return MESSAGES / seconds, usage()
 
 
-def drain_alone(url: str) -> tuple[float, Usage]:
-    """From the first fetch to the last stored offset; the process is up before the clock starts."""
+def drain_alone(url: str, topic: str = PLAIN, *options: str) -> tuple[float, Usage]:
+    """From the first fetch to the last stored offset; the process is up before the clock starts.
+
+    `options` go to the consumer process.
+    """
     broker = prepared(url)
-    send_decided(broker)
+    send_decided(broker, topic)
     broker.close()
     with process("outbox.broker", url):
         wait_for(url, QUEUED)
-    with process("benchmarks.bulk_consumer", url, "--topic", PLAIN, "--wait") as consumer, measured(url) as usage:
+    consuming = process("benchmarks.bulk_consumer", url, "--topic", topic, "--wait", *options)
+    with consuming as consumer, measured(url) as usage:
         assert consumer.stdout is not None
         assert consumer.stdout.readline() == "ready\n"
         started = time.perf_counter()
