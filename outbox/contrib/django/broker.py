@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 from django.db import connections
+from django.db.backends.base.base import BaseDatabaseWrapper
 from django.utils.connection import ConnectionDoesNotExist
 from psycopg.conninfo import make_conninfo
 
@@ -30,9 +31,9 @@ _NOT_LIBPQ: Final = frozenset(
 class _Current:
     """What was built from one settings object for one database."""
 
-    def __init__(self, settings: OutboxSettings, conninfo: str) -> None:
+    def __init__(self, settings: OutboxSettings, place: tuple[object, ...]) -> None:
         self.settings = settings
-        self.conninfo = conninfo
+        self.place = place
         self.codecs = _codecs(settings)
         self.catalog = TopicCatalog(
             settings.schema, auto_create=settings.auto_create_topics, selectors=_selectors(settings)
@@ -66,16 +67,22 @@ _lock = threading.Lock()
 def _get() -> _Current:
     global _current
     settings = get_settings()
-    conninfo = "" if settings.in_memory else alias_conninfo(settings.broker)
+    place = () if settings.in_memory else _place(settings.broker)
     current = _current
-    if current is not None and current.settings is settings and current.conninfo == conninfo:
+    if current is not None and current.settings is settings and current.place == place:
         return current
     with _lock:
-        if _current is None or _current.settings is not settings or _current.conninfo != conninfo:
+        if _current is None or _current.settings is not settings or _current.place != place:
             if _current is not None:
                 _current.close()
-            _current = _Current(settings, conninfo)
+            _current = _Current(settings, place)
         return _current
+
+
+def _place(alias: str) -> tuple[object, ...]:
+    """What tells whether an alias still names the same database: test runners change it. Asked by every publish."""
+    entry = _alias(alias).settings_dict
+    return entry["NAME"], entry["HOST"], entry["PORT"], entry["USER"], entry["PASSWORD"]
 
 
 def get_broker() -> InMemoryBroker | PostgresBroker:
@@ -130,13 +137,8 @@ def broker_connection() -> Iterator[tuple[Connection, str]]:
 
 
 def alias_conninfo(alias: str) -> str:
-    """The libpq connection string of a Django alias."""
-    try:
-        connection = connections[alias]
-    except ConnectionDoesNotExist as error:
-        raise ConfigurationError(
-            f"OUTBOX['BROKER'] = {alias!r} is not in DATABASES: add that alias, or name another."
-        ) from error
+    """The libpq connection string of a Django alias. Raises ConfigurationError."""
+    connection = _alias(alias)
     if connection.vendor != "postgresql":
         raise ConfigurationError(
             f"OUTBOX['BROKER'] = {alias!r} is a {connection.display_name} database: the broker needs PostgreSQL. "
@@ -144,6 +146,15 @@ def alias_conninfo(alias: str) -> str:
         )
     parameters: dict[str, Any] = connection.get_connection_params()
     return make_conninfo(**{key: value for key, value in parameters.items() if key not in _NOT_LIBPQ})
+
+
+def _alias(alias: str) -> BaseDatabaseWrapper:
+    try:
+        return connections[alias]
+    except ConnectionDoesNotExist as error:
+        raise ConfigurationError(
+            f"OUTBOX['BROKER'] = {alias!r} is not in DATABASES: add that alias, or name another."
+        ) from error
 
 
 def check_topic_imports(settings: OutboxSettings) -> None:
