@@ -13,13 +13,14 @@ from outbox import faults
 from outbox.broker import offsets
 from outbox.broker.database import Connection
 from outbox.broker.dispatch_failures import Failed, FailureDesk
+from outbox.broker.dispatch_intake import Intake, room_of
 from outbox.broker.dispatch_queue import HeldQueue, Outcome, Phase
-from outbox.broker.dispatch_station import ConsumingGroup, Lane, Station
+from outbox.broker.dispatch_station import ConsumingGroup, Lane
 from outbox.broker.dispatch_work import Item, Result, Work
-from outbox.broker.fetch import BODY, KEY, OFFSET, PASSES, RETRIES, SLOT, TOPIC_ID, Fetcher, Row, heads, load
+from outbox.broker.fetch import heads
 from outbox.broker.keeper import Event, Gained, HandOver, Keeper, Lost, Stopped, Switched
 from outbox.broker.leases import Lease, QueueKey
-from outbox.errors import BrokerError, HandlerTimedOut
+from outbox.errors import HandlerTimedOut
 from outbox.ports import Disposition
 
 logger = logging.getLogger(__name__)
@@ -28,8 +29,6 @@ logger = logging.getLogger(__name__)
 STORE_SECONDS: Final = 0.05
 # How long a queue that is handed over still starts messages that wait before ones it has started.
 DRAIN_SECONDS: Final = 3.0
-RETRY_FETCH_SIZE: Final = 256
-RETRY_SPAN: Final = 4_000
 
 
 class Dispatcher:
@@ -42,21 +41,17 @@ class Dispatcher:
         self._stations = [station for group in groups for station in group.stations.values()]
         self._keeper = keeper
         self._desk = FailureDesk(schema, instance)
-        filtered = [station for station in self._stations if not station.filter.passes_all]
-        for number, station in enumerate(filtered, start=1):
-            station.filter_number = number
-        self._fetcher = Fetcher(schema, [station.filter for station in filtered])
         self._held: dict[QueueKey, HeldQueue] = {}
         self._stale: list[HeldQueue] = []
         self._running: set[Work] = set()
         self._stuck: dict[Work, list[Item]] = {}
         self._dirty: set[HeldQueue] = set()
         self._store_at = 0.0
-        self._foreign: list[tuple[Item, Row]] = []
         self._bounded = False
         self._draining = False
         self.finished: deque[Work] = deque()
         self.counts: Counter[str] = Counter()
+        self._intake = Intake(schema, self._stations, self._desk, self._dirty, self.counts)
 
     # -- what the loop asks ---------------------------------------------------------------------
 
@@ -67,8 +62,7 @@ class Dispatcher:
                 queue.hungry = True
         self._adopt(connection)
         self._collect(connection)
-        self._fetch(connection)
-        self._send_on(connection)
+        self._intake.fetch(connection, self._held.values())
         self._dispatch(connection)
         self._store(connection)
         if not self._dirty:
@@ -95,7 +89,7 @@ class Dispatcher:
     @property
     def is_idle(self) -> bool:
         """Whether nothing runs, nothing waits but what is held up, and nothing more can be fetched or stored."""
-        fetchable = any(queue.hungry and self._room(queue) > 0 for queue in self._held.values())
+        fetchable = any(queue.hungry and room_of(queue) > 0 for queue in self._held.values())
         return not self._running and not self.finished and not fetchable and not self._dirty
 
     @property
@@ -302,88 +296,7 @@ class Dispatcher:
             back = [item for item in back if item.queue.phase in (Phase.ACTIVE, Phase.DRAINING)]
             work.lane.settle(work.items, back)
 
-    # -- fetching and handing out ---------------------------------------------------------------
-
-    def _room(self, queue: HeldQueue) -> int:
-        """How many entries to fetch of a queue now; 0 while it has enough."""
-        station = queue.station
-        size = station.fetch_size if station is not None else RETRY_FETCH_SIZE
-        span = station.span if station is not None else RETRY_SPAN
-        if queue.phase is not Phase.ACTIVE or queue.group.paused or queue.buffered > size // 2:
-            return 0
-        limit = min(size, queue.window.base + span - queue.fetch_from)
-        if queue.end is not None:
-            limit = min(limit, queue.end - queue.fetch_from)
-        return max(0, limit)
-
-    def _fetch(self, connection: Connection) -> None:
-        wanted = [(queue, room) for queue in self._held.values() if queue.hungry and (room := self._room(queue)) > 0]
-        if not wanted:
-            return
-        rows = self._fetcher.fetch(connection, wanted)
-        start = 0
-        for slot, (queue, room) in enumerate(wanted, start=1):
-            end = start
-            while end < len(rows) and rows[end][SLOT] == slot:
-                end += 1
-            self._ingest(queue, rows[start:end])
-            queue.hungry = end - start == room
-            start = end
-        if start != len(rows):
-            raise BrokerError("the broker returned fetched messages in another order than was asked for.")
-
-    def _ingest(self, queue: HeldQueue, rows: Sequence[Row]) -> None:
-        """Take the next entries of a queue into its window and its lanes."""
-        items: list[Item] = []
-        expected, window = queue.fetch_from, queue.window
-        for row in rows:
-            offset = row[OFFSET]
-            if offset != expected:
-                if offset < expected:
-                    raise BrokerError(f"queue {queue.name} returned offset {offset} where {expected} was next.")
-                window.skip(expected, offset)
-            expected = offset + 1
-            if row[PASSES]:
-                items.append(Item(queue, offset, row[RETRIES], row[KEY], row))
-            else:
-                window.finish(offset, Outcome.EXPIRED if row[TOPIC_ID] is None else Outcome.FILTERED)
-        if len(items) < len(rows):
-            self.counts["filtered"] += len(rows) - len(items)
-            self._dirty.add(queue)
-        queue.fetch_from = expected
-        if window.has_finished_ahead:
-            items = [item for item in items if not window.is_finished(item.offset)]
-        queue.buffered += len(items)
-        for item in items:
-            # A large body was left out: it is loaded when its turn comes.
-            if item.row is not None and item.row[BODY] is None:
-                item.row = None
-        if queue.station is not None:
-            queue.station.lane.offer(items)
-        else:
-            self._offer_returned(queue, rows, items)
-
-    def _offer_returned(self, queue: HeldQueue, rows: Sequence[Row], items: Sequence[Item]) -> None:
-        """Messages of the retry queue go to the subscription of the topic they were published to."""
-        by_offset = {row[OFFSET]: row for row in rows}
-        for item in items:
-            row = by_offset[item.offset]
-            station = queue.group.stations.get(row[TOPIC_ID])
-            if station is not None:
-                station.retry_lane.offer([item])
-            else:
-                self._foreign.append((item, row))
-
-    def _send_on(self, connection: Connection) -> None:
-        """Retried messages of a topic this process does not subscribe to: another instance of the group may."""
-        foreign = [(item, row) for item, row in self._foreign if item.queue.phase is Phase.ACTIVE]
-        if not foreign:
-            return
-        self._desk.send_on(connection, foreign)
-        for item, _ in foreign:
-            item.queue.buffered -= 1
-            self._dirty.add(item.queue)
-        self._foreign.clear()
+    # -- handing out ----------------------------------------------------------------------------
 
     def _dispatch(self, connection: Connection) -> None:
         now = time.monotonic()
@@ -392,43 +305,18 @@ class Dispatcher:
                 continue
             for lane in station.lanes:
                 while station.pool.room > 0 and (items := lane.take(now)):
-                    self._submit(connection, station, lane, items)
+                    self._submit(connection, Work(station, lane, items))
 
-    def _submit(self, connection: Connection, station: Station, lane: Lane, items: list[Item]) -> None:
-        work = Work(station, lane, items)
-        if any(item.row is None for item in items) and not self._load(connection, work):
+    def _submit(self, connection: Connection, work: Work) -> None:
+        if any(item.row is None for item in work.items):
+            self._intake.load(connection, work)
+        if not work.items:
+            work.lane.settle(work.expired, [])
             return
-        for item in items:
+        for item in work.items:
             item.queue.running += 1
         self._running.add(work)
-        station.pool.submit(work)
-
-    def _load(self, connection: Connection, work: Work) -> bool:
-        """Fill in messages that were not kept in memory; False when none of the work is left to do."""
-        missing = [item for item in work.items if item.row is None]
-        try:
-            rows = load(connection, self._schema, [(item.queue.key[1], item.offset) for item in missing])
-        except BaseException:
-            for item in work.items:
-                item.due = 0.0
-            work.lane.settle(work.items, work.items)
-            raise
-        for item in missing:
-            item.row = rows.get((item.queue.key[1], item.offset))
-            if item.shed:
-                item.shed = False
-                item.queue.buffered += 1
-            if item.row is None:
-                item.queue.window.finish(item.offset, Outcome.EXPIRED)
-                item.queue.buffered -= 1
-                self._dirty.add(item.queue)
-        gone = [item for item in missing if item.row is None]
-        if len(gone) == len(work.items):
-            work.lane.settle(work.items, [])
-            return False
-        work.expired = gone
-        work.items = [item for item in work.items if item.row is not None]
-        return True
+        work.station.pool.submit(work)
 
     # -- offsets --------------------------------------------------------------------------------
 

@@ -96,7 +96,8 @@ class Window:
 
     def position(self) -> Position:
         """The position to store."""
-        return Position(self.base, self.start_offset, *self.counts, self.moved)
+        handled, filtered, skipped, sent_back, dead, expired = self.counts
+        return Position(self.base, self.start_offset, handled, filtered, skipped, sent_back, dead, expired, self.moved)
 
 
 class HeldQueue:

@@ -10,8 +10,14 @@ from typing import Any
 import pytest
 
 from outbox.broker import group_reset, groups
+from outbox.broker.dispatch_queue import HeldQueue
+from outbox.broker.dispatch_station import ConsumingGroup
+from outbox.broker.fetch import Fetcher
+from outbox.broker.leases import Lease
 from outbox.broker.notify import Channel, notify
+from outbox.broker.offsets import Position
 from outbox.errors import InvalidFilter, InvalidSubscription, UnknownGroup, UnknownTopic, UsageError
+from outbox.filter import parse_filter
 from outbox.message import Delivery, Message
 from outbox.retry import RetryPolicy
 from outbox.subscription import Mode, Start, Subscription
@@ -171,10 +177,10 @@ def test_pause_and_resume(orders: ConsumptionBench) -> None:
         eventually(lambda: orders.rows("SELECT paused FROM outbox.consumer_group") == [(True,)])
         settled = threading.Event()
         # Pausing is seen within a look of the keeper; then nothing starts any more.
-        settled.wait(1.2)
+        settled.wait(0.8)
         orders.broker.send(messages(5, 10))
         eventually(lambda: orders.lag("g") == 5)
-        settled.wait(1.2)
+        settled.wait(0.3)
         assert len(seen.ns) == 5
         groups.resume(orders.connection, "outbox", "g")
         eventually(lambda: len(seen.ns) == 10)
@@ -380,3 +386,24 @@ def test_without_listen_everything_works_by_polling(orders: ConsumptionBench) ->
         eventually(lambda: orders.members() == 1)
         orders.publish(messages(0, 5))
         eventually(lambda: len(seen.ns) == 5)
+
+
+def test_fetching_uses_primary_keys_whatever_the_statistics_say(orders: ConsumptionBench) -> None:
+    """Statistics of the empty tables: a plan that trusted them would scan, and be slow for the first million."""
+    orders.connection.execute("ANALYZE outbox.consume_queue; ANALYZE outbox.commit_log")
+    orders.publish(messages(0, 3_000))
+    executed: list[str] = []
+    connection = orders.database.connect()
+    fetcher = Fetcher("outbox", [parse_filter("sql: amount > 1")])
+    statement = b"EXPLAIN (COSTS OFF) " + fetcher._statement
+    group = ConsumingGroup(1, "g", False, None)
+    queue = HeldQueue(Lease((1, 1), 1, 0.0), group, None, "orders/0", Position(0, 0))
+    for prepare in (False, True):
+        fetcher._statement = statement
+        connection.execute(f"SET plan_cache_mode = {'force_generic_plan' if prepare else 'force_custom_plan'}".encode())
+        executed += [row[0] for row in fetcher.fetch(connection, [(queue, 100)])]
+    connection.close()
+    plan = "\n".join(executed)
+    assert "Seq Scan" not in plan and "Hash" not in plan and "Sort" not in plan, plan
+    assert plan.count("Index Scan using consume_queue_pkey") == 2, plan
+    assert plan.count("Index Scan using commit_log_pkey") == 2, plan

@@ -13,7 +13,6 @@ from outbox.broker.leases import lease_clock
 from tests.consumption.bench import FIFO, ConsumptionBench, assert_each_once_in_order, keyed
 from tests.support import eventually
 
-MODES = ["concurrent", "orderly", "key_ordered"]
 ORDERED = ["orderly", "key_ordered"]
 
 
@@ -135,7 +134,7 @@ def test_control_a_runtime_without_fencing_is_caught(orders: ConsumptionBench) -
         assert_each_once_in_order(orders.effects(), 600)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [pytest.param("concurrent", marks=pytest.mark.soak), "orderly", "key_ordered"])
 def test_frozen_in_the_middle_of_its_transaction_takes_effect_once(orders: ConsumptionBench, mode: str) -> None:
     """The inbox row it holds is freed by the server, what it commits late is refused, and its lease is gone."""
     zombie = orders.spawn("zombie", mode=mode, faults="consumer.before_inbox_commit=stop@30")
@@ -156,11 +155,11 @@ def test_frozen_in_the_middle_of_its_transaction_takes_effect_once(orders: Consu
 
 def handed_over_with_a_message_in_flight(orders: ConsumptionBench, gate: Path, broken: str) -> None:
     """The only consumer is in the middle of a handler when another joins; then the gate opens."""
-    orders.spawn("first", mode="orderly", inbox=False, gate=str(gate), threads=6, broken=broken, lease_seconds=4.0)
+    orders.spawn("first", mode="orderly", inbox=False, gate=str(gate), threads=6, broken=broken, lease_seconds=1.5)
     orders.wait_for_shares(6)
     orders.publish(keyed("orders", 60, 60))
     eventually(lambda: orders.rows("SELECT count(*) FROM pg_stat_activity WHERE state = 'idle in transaction'")[0][0])
-    orders.spawn("second", mode="orderly", inbox=False, gate=str(gate), lease_seconds=4.0)
+    orders.spawn("second", mode="orderly", inbox=False, gate=str(gate))
     eventually(lambda: orders.members() == 2)
 
 
@@ -170,7 +169,7 @@ def test_rebalance_does_not_hand_over_a_queue_with_messages_in_flight(orders: Co
     busy = orders.rows("SELECT count(*) FROM pg_stat_activity WHERE state = 'idle in transaction'")[0][0]
     owners_before = orders.owners()
     # Long enough for several looks of both keepers, and for leases that are not renewed to run out.
-    until = lease_clock() + 2.5
+    until = lease_clock() + 1.8
     eventually(lambda: lease_clock() > until)
     moved = [queue for queue, owner in orders.owners().items() if owner != owners_before[queue]]
     assert len(moved) <= 6 - busy
