@@ -1,0 +1,98 @@
+"""The command `outbox-reconcile`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+
+from . import rules_file, session
+from .errors import ReconcileError, UsageProblem
+from .options import RunOptions
+from .progress import Progress
+from .sources.postgres import parse_moment
+
+DESCRIPTION = """Hold business tables, messages and effects against each other.
+
+Exit codes: 0 clean, 1 findings, 2 something must be corrected first, 3 incomplete (run it again). With 2 and 3
+nothing was published: the previous result stays in force."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command's arguments."""
+    root = argparse.ArgumentParser(
+        prog="outbox-reconcile", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = root.add_subparsers(dest="command", required=True)
+    run = commands.add_parser("run", help="reconcile once")
+    run.add_argument("--rules", type=Path, default=Path("reconcile.toml"), help="the rules file (default: %(default)s)")
+    run.add_argument(
+        "--output", default="reconcile", help="folder or s3a://, gs://, hdfs:// URI (default: %(default)s)"
+    )
+    run.add_argument("--from", dest="since", type=_moment, help="judge rows from this time on (ISO 8601), with --to")
+    run.add_argument("--to", dest="until", type=_moment, help="judge rows before this time")
+    run.add_argument(
+        "--full", action="store_true", help="read everything again instead of what came since the last run"
+    )
+    run.add_argument("--metrics", type=Path, help="write a Prometheus textfile here")
+    run.add_argument("--master", help="Spark master (default: local[*]; spark-submit's own when started by it)")
+    run.add_argument("--json", action="store_true", help="print the result as JSON")
+    run.add_argument("--quiet", action="store_true", help="no progress on standard error")
+    check = commands.add_parser("check", help="validate the rules file, without Spark or a database")
+    check.add_argument("--rules", type=Path, default=Path("reconcile.toml"))
+    return root
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit code."""
+    given = parser().parse_args(arguments)
+    try:
+        if given.command == "check":
+            rules = rules_file.load(given.rules)
+            print(f"{given.rules}: {len(rules.rules)} rules, {len(rules.databases)} databases")
+            return 0
+        return _run(given)
+    except ReconcileError as error:
+        print(f"outbox-reconcile: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("outbox-reconcile: interrupted; the previous result stays in force.", file=sys.stderr)
+        return 3
+
+
+def _run(given: argparse.Namespace) -> int:
+    if (given.since is None) != (given.until is None):
+        raise UsageProblem("--from and --to belong together: give both, or neither.")
+    if given.since is not None and given.since >= given.until:
+        raise UsageProblem(f"--from {given.since.isoformat()} is not before --to {given.until.isoformat()}.")
+    options = RunOptions(
+        rules=given.rules,
+        output=given.output,
+        since=given.since,
+        until=given.until,
+        full=given.full,
+        metrics=given.metrics,
+    )
+    progress = Progress(quiet=given.quiet)
+    rules_file.load(options.rules)
+    progress.say("stage start: Spark")
+    spark = session.start(given.master)
+    from . import run
+
+    result = run.run(spark, options, progress)
+    if given.json:
+        print(json.dumps(result, indent=2, ensure_ascii=False))
+    else:
+        found = ", ".join(f"{count} {name}" for name, count in result["totals"].items() if count)
+        print(f"{result['status']}: {found or 'nothing judged'}. Report: {given.output}/report.html")
+    return run.exit_code(result)
+
+
+def _moment(value: str) -> datetime:
+    try:
+        return parse_moment(value)
+    except UsageProblem as error:
+        raise argparse.ArgumentTypeError(str(error)) from error

@@ -1,0 +1,214 @@
+"""Everything known about a key, in one row: all sides are brought to one narrow form, united, and aggregated once.
+
+One shuffle instead of a chain of joins. The narrow form has only fixed-width columns besides the key, so that Spark
+aggregates by hashing in place; compared fields travel as one 64-bit hash, or as numbers where there is a tolerance.
+Every function here is DataFrame -> DataFrame and knows no source.
+"""
+
+from __future__ import annotations
+
+from functools import reduce
+from typing import Final
+
+from pyspark.sql import Column, DataFrame
+from pyspark.sql import functions as F
+from pyspark.sql.types import DecimalType
+
+from .rules import FieldRule, FieldType, Rule
+
+ROW: Final = 0
+COMMITTED: Final = 1
+RECALLED: Final = 2
+UNDECIDED: Final = 3
+PARKED: Final = 4
+ROLLED_BACK: Final = 5
+EFFECT: Final = 10
+DEAD: Final = 1000
+
+NUMBER: Final = DecimalType(38, 12)
+_NO_TIME: Final = "CAST(NULL AS timestamp)"
+
+
+def row_side(rows: DataFrame, rule: Rule) -> DataFrame:
+    """Business rows (key, at, f0…) in the narrow form."""
+    raw = [F.col(f"f{number}") for number in range(len(rule.fields))]
+    values = [_from_column(column, field) for column, field in zip(raw, rule.fields, strict=True)]
+    return rows.select(
+        F.coalesce("key", F.lit("")).alias("key"),
+        F.lit(ROW).alias("kind"),
+        "at",
+        F.expr(_NO_TIME).alias("settled"),
+        F.expr(_NO_TIME).alias("due"),
+        F.lit(0).cast("bigint").alias("ord"),
+        _bad(raw, values).alias("bad"),
+        *_compared(values, rule),
+    )
+
+
+def message_side(messages: DataFrame, rule: Rule) -> DataFrame:
+    """Messages (contract.messages) in the narrow form. A body that cannot be read makes the message `bad`."""
+    # In steps, so that each body is parsed once: a step's column is computed once and used many times by the next.
+    text, document = F.col("text"), F.col("document")
+    parsed = messages.withColumn("text", F.col("body").cast("string")).withColumn("document", F.try_parse_json("text"))
+    is_json = F.coalesce(F.col("content_type").startswith("application/json"), F.lit(False))
+    is_damaged = ~F.is_valid_utf8(text) | document.isNull()
+    if rule.fields:
+        # The parser stops after the first value: what follows an object would go unseen.
+        unreadable = ~is_json | is_damaged | ~F.rtrim(text, F.lit(" \t\r\n")).endswith("}")
+    else:
+        unreadable = is_json & is_damaged
+    texts = {f"b{n}": F.try_variant_get(document, _path(field), "string") for n, field in enumerate(rule.fields)}
+    read = parsed.withColumns({"unreadable": F.coalesce(unreadable, F.lit(True)), **texts}).drop("text", "document")
+    raw = [F.col(name) for name in texts]
+    values = [_from_body(column, field) for column, field in zip(raw, rule.fields, strict=True)]
+    is_committed = F.col("state").isin("committed", "recalled")
+    return read.select(
+        F.coalesce("key", F.lit("")).alias("key"),
+        _kind().alias("kind"),
+        "at",
+        F.greatest("at", F.coalesce("decided_at", "at")).alias("settled"),
+        F.col("deliver_at").alias("due"),
+        F.col("log_id").alias("ord"),
+        F.when(is_committed & (F.col("unreadable") | (_bad(raw, values) > 0)), 1).otherwise(0).alias("bad"),
+        *_compared(values, rule),
+    )
+
+
+def _kind() -> Column:
+    state, kind = F.col("state"), F.lit(UNDECIDED)
+    known = {"rolled_back": ROLLED_BACK, "parked": PARKED, "recalled": RECALLED, "committed": COMMITTED}
+    for name, number in known.items():
+        kind = F.when(state == name, F.lit(number)).otherwise(kind)
+    return kind
+
+
+def row_values(rule: Rule) -> list[Column]:
+    """The compared columns of business rows, as texts in the form in which they are compared."""
+    values = [_from_column(F.col(f"f{number}"), field) for number, field in enumerate(rule.fields)]
+    return [value.cast("string").alias(f"v{number}") for number, value in enumerate(values)]
+
+
+def body_values(rule: Rule) -> list[Column]:
+    """The compared fields of message bodies, as texts in the form in which they are compared."""
+    document = F.try_parse_json(F.col("body").cast("string"))
+    values = [_from_body(F.try_variant_get(document, _path(field), "string"), field) for field in rule.fields]
+    return [value.cast("string").alias(f"v{number}") for number, value in enumerate(values)]
+
+
+def mark_side(marks: DataFrame, kind: Column, rule: Rule) -> DataFrame:
+    """Effects and dead letters (key, at) in the narrow form."""
+    nothing: list[Column] = [F.lit(None).cast("string") for _ in rule.fields]
+    return marks.select(
+        F.coalesce("key", F.lit("")).alias("key"),
+        kind.alias("kind"),
+        "at",
+        F.expr(_NO_TIME).alias("settled"),
+        F.expr(_NO_TIME).alias("due"),
+        F.lit(0).cast("bigint").alias("ord"),
+        F.lit(0).alias("bad"),
+        *_compared(nothing, rule),
+    )
+
+
+def effect_side(effects: DataFrame, number: int, rule: Rule, messages: DataFrame) -> DataFrame:
+    """Effects of the rule's group `number`. Effects found by message id get their key from the messages."""
+    if rule.groups[number].message_id:
+        keys = messages.select("message_id", "key")
+        effects = effects.join(keys, "message_id").select("key", "at")
+    return mark_side(effects, F.lit(EFFECT + number), rule)
+
+
+def dead_side(dead: DataFrame, rule: Rule) -> DataFrame:
+    """Dead letters of the rule's groups."""
+    kind = F.lit(None).cast("int")
+    for number, group in enumerate(rule.groups):
+        kind = F.when(F.col("consumer_group") == group.name, F.lit(DEAD + number)).otherwise(kind)
+    known = dead.where(F.col("consumer_group").isin([group.name for group in rule.groups]))
+    return mark_side(known, kind, rule)
+
+
+def gather(sides: list[DataFrame], rule: Rule) -> DataFrame:
+    """One row per key with the counts and times of all sides."""
+    united = reduce(DataFrame.unionByName, sides)
+    kind = F.col("kind")
+    is_committed = kind.isin(COMMITTED, RECALLED)
+    is_undecided = kind.isin(UNDECIDED, PARKED)
+    aggregates = [
+        F.count_if(kind == ROW).alias("rows"),
+        _earliest("at", kind == ROW).alias("row_at"),
+        F.max(F.when(kind == ROW, F.col("hash"))).alias("row_hash"),
+        F.count_if(is_committed).alias("committed"),
+        F.count_if(kind == RECALLED).alias("recalled"),
+        F.count_if(is_undecided).alias("undecided"),
+        F.count_if(kind == PARKED).alias("parked"),
+        _earliest("at", is_undecided).alias("undecided_at"),
+        _earliest("at", is_committed).alias("message_at"),
+        _earliest("settled", is_committed).alias("settled_at"),
+        F.max(F.when(is_committed, F.col("due"))).alias("due_at"),
+        F.max_by(F.when(is_committed, F.col("hash")), F.when(is_committed, F.col("ord"))).alias("message_hash"),
+        F.sum("bad").alias("unreadable"),
+    ]
+    for number in range(len(rule.near_fields)):
+        value = F.col(f"n{number}")
+        aggregates.append(F.max(F.when(kind == ROW, value)).alias(f"row_n{number}"))
+        newest = F.max_by(F.when(is_committed, value), F.when(is_committed, F.col("ord")))
+        aggregates.append(newest.alias(f"message_n{number}"))
+    for number in range(len(rule.groups)):
+        is_effect = kind == EFFECT + number
+        aggregates.append(F.count_if(is_effect).alias(f"effects_{number}"))
+        aggregates.append(_earliest("at", is_effect).alias(f"effect_at_{number}"))
+        aggregates.append(F.count_if(kind == DEAD + number).alias(f"dead_{number}"))
+    return united.groupBy("key").agg(*aggregates)
+
+
+def _earliest(column: str, condition: Column) -> Column:
+    return F.min(F.when(condition, F.col(column)))
+
+
+def _compared(values: list[Column], rule: Rule) -> list[Column]:
+    exact = [value for value, field in zip(values, rule.fields, strict=True) if field.tolerance is None]
+    # xxhash64 passes over nulls: whether each is null goes in too, so that (null, 'a') is not ('a', null).
+    parts = [part for value in exact for part in (value, value.isNull())]
+    hashed = F.xxhash64(*parts) if parts else F.lit(0).cast("bigint")
+    near = [value for value, field in zip(values, rule.fields, strict=True) if field.tolerance is not None]
+    numbers = [value.try_cast(NUMBER).alias(f"n{number}") for number, value in enumerate(near)]
+    return [hashed.alias("hash"), *numbers]
+
+
+def _bad(raw: list[Column], values: list[Column]) -> Column:
+    checks = [(before.isNotNull() & after.isNull()).cast("int") for before, after in zip(raw, values, strict=True)]
+    return F.greatest(F.lit(0), F.lit(0), *checks)
+
+
+def _from_column(value: Column, field: FieldRule) -> Column:
+    if field.type is FieldType.TIMESTAMP:
+        return _time(value.try_cast("bigint"), field)
+    return _normal(value, field)
+
+
+def _from_body(value: Column, field: FieldRule) -> Column:
+    if field.type is FieldType.TIMESTAMP:
+        return _time(F.unix_micros(value.try_cast("timestamp")), field)
+    return _normal(value, field)
+
+
+def _time(microseconds: Column, field: FieldRule) -> Column:
+    if field.tolerance is None:
+        return microseconds
+    return (microseconds.cast(DecimalType(20, 0)) / F.lit(1_000_000).cast(DecimalType(7, 0))).cast(NUMBER)
+
+
+def _normal(value: Column, field: FieldRule) -> Column:
+    if field.type in (FieldType.INTEGER, FieldType.DECIMAL):
+        return value.try_cast(NUMBER)
+    if field.type is FieldType.BOOLEAN:
+        return value.try_cast("boolean")
+    if field.type is FieldType.DATE:
+        return value.try_cast("date")
+    if field.type is FieldType.UUID:
+        return F.lower(value)
+    return value
+
+
+def _path(field: FieldRule) -> str:
+    return "$" + "".join(f'["{part}"]' for part in field.body.split("."))

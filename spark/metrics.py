@@ -1,0 +1,51 @@
+"""A file for the textfile collector of Prometheus' node exporter."""
+
+from __future__ import annotations
+
+import os
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Final
+
+_HELP: Final = {
+    "outbox_reconcile_keys": "Keys of the newest result by class; subject is a consumer group, or message.",
+    "outbox_reconcile_faults": "Findings of the newest result.",
+    "outbox_reconcile_finished_timestamp_seconds": "When the newest result was finished.",
+    "outbox_reconcile_duration_seconds": "How long its run took.",
+    "outbox_reconcile_boundary_timestamp_seconds": "Rows before this were judged.",
+}
+
+
+def write(path: Path, result: dict[str, Any]) -> None:
+    """Write the metrics of a result; the file is replaced whole, so the collector never reads half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft.write_text(render(result), encoding="utf-8")
+    draft.replace(path)
+
+
+def render(result: dict[str, Any]) -> str:
+    """The metrics in Prometheus' text format."""
+    finished = datetime.fromisoformat(result["finished_at"]).timestamp()
+    started = datetime.fromisoformat(result["started_at"]).timestamp()
+    samples: dict[str, list[tuple[str, float]]] = {name: [] for name in _HELP}
+    samples["outbox_reconcile_faults"].append(("", result["faults"]))
+    samples["outbox_reconcile_finished_timestamp_seconds"].append(("", finished))
+    samples["outbox_reconcile_duration_seconds"].append(("", round(finished - started, 3)))
+    for rule in result["rules"]:
+        until = datetime.fromisoformat(rule["until"]).timestamp()
+        label = f'rule="{_escaped(rule["name"])}"'
+        samples["outbox_reconcile_boundary_timestamp_seconds"].append((f"{{{label}}}", until))
+        for subject, counts in {"message": rule["counts"], **rule["groups"]}.items():
+            for name, count in counts.items():
+                labels = f'{{{label},subject="{_escaped(subject)}",class="{name}"}}'
+                samples["outbox_reconcile_keys"].append((labels, count))
+    lines = []
+    for name, help_text in _HELP.items():
+        lines += [f"# HELP {name} {help_text}", f"# TYPE {name} gauge"]
+        lines += [f"{name}{labels} {value}" for labels, value in samples[name]]
+    return "\n".join(lines) + "\n"
+
+
+def _escaped(value: str) -> str:
+    return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

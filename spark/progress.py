@@ -1,0 +1,45 @@
+"""What the run is doing, on standard error: one line per step, and a sign of life during long ones."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final, TextIO
+
+HEARTBEAT_SECONDS: Final = 10.0
+
+
+class Progress:
+    """Prints steps with the seconds since the start."""
+
+    def __init__(self, stream: TextIO | None = None, *, quiet: bool = False) -> None:
+        self._stream = sys.stderr if stream is None else stream
+        self._quiet = quiet
+        self._started = time.monotonic()
+
+    def say(self, text: str) -> None:
+        """One line."""
+        if not self._quiet:
+            print(f"[{time.monotonic() - self._started:7.1f} s] {text}", file=self._stream, flush=True)
+
+    @contextmanager
+    def step(self, text: str) -> Iterator[None]:
+        """A step that may take long: its name at once, then a line every HEARTBEAT_SECONDS until it is done."""
+        self.say(text)
+        done = threading.Event()
+
+        def beat() -> None:
+            began = time.monotonic()
+            while not done.wait(HEARTBEAT_SECONDS):
+                self.say(f"{text} … {time.monotonic() - began:.0f} s")
+
+        thread = threading.Thread(target=beat, name="outbox-reconcile-progress", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()

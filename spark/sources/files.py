@@ -1,0 +1,178 @@
+"""Parquet and CSV folders, one file or folder per table: exports of the same tables and views."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+
+from pyspark.errors import AnalysisException, PySparkException
+from pyspark.sql import Column as SparkColumn
+from pyspark.sql import DataFrame, DataFrameReader, SparkSession
+from pyspark.sql import functions as F
+
+from ..errors import RunIncomplete, UsageProblem
+from ..rules import Database, Kind
+from .base import Column, ColumnKind, Reading, Selection
+from .postgres import parse_moment
+from .sql import is_column
+
+
+class FrameSource:
+    """A source whose tables Spark reads by itself; subclasses say how."""
+
+    def __init__(self, spark: SparkSession, database: Database) -> None:
+        self._spark, self._database = spark, database
+
+    def table(self, selection: Selection) -> DataFrame:
+        """The whole table."""
+        raise NotImplementedError
+
+    def open(self, timed: Sequence[Selection]) -> Reading:
+        """See Source. Files are complete up to the configured watermark, else up to the newest time in them."""
+        now = datetime.now(UTC)
+        if self._database.watermark:
+            watermark: datetime | None = parse_moment(self._database.watermark)
+        else:
+            newest = [self._newest(selection) for selection in timed]
+            watermark = min((moment for moment in newest if moment is not None), default=None)
+        return Reading(database=self._database.name, taken_at=now, watermark=watermark, identity=self._database.kind)
+
+    def _newest(self, selection: Selection) -> datetime | None:
+        # Microseconds, not a timestamp: collect() would turn that into this machine's local time.
+        frame = self.read(selection, None).agg(F.unix_micros(F.max("at")))
+        value = frame.collect()[0][0]
+        return None if value is None else datetime.fromtimestamp(value / 1_000_000, UTC)
+
+    def close(self) -> None:
+        """See Source."""
+
+    def check(self, selection: Selection) -> None:
+        """See Source."""
+        try:
+            _ = self._selected(self._limited(selection, None), selection).schema
+        except AnalysisException as error:
+            raise UsageProblem(
+                f"table {selection.table!r} of {self._database.name!r} cannot be read as the rules say: "
+                f"{str(error).splitlines()[0]} Correct the rules file, or the export."
+            ) from error
+
+    def is_empty(self, selection: Selection) -> bool:
+        """See Source."""
+        return self._limited(selection, None).isEmpty()
+
+    def read(self, selection: Selection, since: datetime | None) -> DataFrame:
+        """See Source."""
+        return self._selected(self._limited(selection, since), selection)
+
+    def read_keys(self, selection: Selection, keys: Sequence[str]) -> DataFrame:
+        """See Source."""
+        wanted = self._spark.createDataFrame([(key,) for key in keys], "wanted_key string")
+        frame = self._limited(selection, None)
+        key = _expression(selection.key).cast("string")
+        return self._selected(frame.join(F.broadcast(wanted), key == F.col("wanted_key"), "left_semi"), selection)
+
+    def volume(self, selection: Selection, since: datetime | None, bucket_seconds: int) -> list[tuple[datetime, int]]:
+        """See Source."""
+        seconds = F.floor(F.unix_seconds("at") / bucket_seconds) * bucket_seconds
+        counts = self.read(selection, since).groupBy(seconds.cast("bigint").alias("bucket")).count().orderBy("bucket")
+        return [(datetime.fromtimestamp(row[0], UTC), int(row[1])) for row in counts.collect()]
+
+    def horizon(self, topic: str) -> datetime | None:
+        """See Source. Files are as they are: give --from where older messages were left out of an export."""
+        return None
+
+    def _limited(self, selection: Selection, since: datetime | None) -> DataFrame:
+        frame = self.table(selection)
+        for condition in selection.conditions:
+            frame = frame.where(F.expr(condition))
+        for name, value in selection.equals:
+            frame = frame.where(F.col(name) == F.lit(value))
+        if selection.time is not None:
+            time = _expression(selection.time).cast("timestamp")
+            frame = frame.where(time.isNotNull() if since is None else time >= F.lit(since))
+        return frame
+
+    @staticmethod
+    def _selected(frame: DataFrame, selection: Selection) -> DataFrame:
+        return frame.select(*[_column(column) for column in selection.columns])
+
+
+class FileSource(FrameSource):
+    """Parquet or CSV. A CSV's columns are texts; an empty one is null."""
+
+    def table(self, selection: Selection) -> DataFrame:
+        """See FrameSource. Raises UsageProblem when there is no such file."""
+        suffix = self._database.kind.value
+        base = f"{self._database.location.rstrip('/')}/{selection.table}"
+        reader = self._spark.read
+        for path in (base, f"{base}.{suffix}"):
+            try:
+                if self._database.kind is Kind.CSV:
+                    return reader.csv(path, header=True, inferSchema=False, multiLine=True, escape='"')
+                return reader.parquet(path)
+            except AnalysisException as error:
+                if "PATH_NOT_FOUND" not in str(error):
+                    raise UsageProblem(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
+        raise UsageProblem(
+            f"table {selection.table!r} of {self._database.name!r} is not there: neither {base} nor {base}.{suffix} "
+            f"exists. Correct path in the rules file, or export the table."
+        )
+
+
+class JdbcSource(FrameSource):
+    """Spark's JDBC reader, for databases that ADBC cannot reach.
+
+    Its partitions share no snapshot; confirming suspects makes up for that, but a window must not be open while it
+    is read: the grace period has to be longer than the read. The driver's jar comes by `spark.jars.packages`.
+    """
+
+    def table(self, selection: Selection) -> DataFrame:
+        """See FrameSource."""
+        name = f"{self._database.schema}.{selection.table}" if selection.in_broker else selection.table
+        try:
+            return self._reader().option("dbtable", name).load()
+        except AnalysisException as error:
+            raise UsageProblem(f"table {name!r} is not there: {str(error).splitlines()[0]}") from error
+        except (PySparkException, Exception) as error:
+            raise _jdbc_problem(self._database.name, error) from error
+
+    def open(self, timed: Sequence[Selection]) -> Reading:
+        """See Source. The watermark is the server's clock."""
+        try:
+            row = self._reader().option("query", "SELECT current_timestamp AS now").load()
+            now = row.select(F.unix_micros("now")).collect()[0][0]
+        except Exception as error:
+            raise _jdbc_problem(self._database.name, error) from error
+        moment = datetime.fromtimestamp(now / 1_000_000, UTC)
+        note = "read over JDBC: its partitions share no snapshot"
+        return Reading(database=self._database.name, taken_at=moment, watermark=moment, identity="jdbc", notes=[note])
+
+    def _reader(self) -> DataFrameReader:
+        return self._spark.read.format("jdbc").option("url", self._database.location)
+
+
+def _jdbc_problem(name: str, error: BaseException) -> UsageProblem | RunIncomplete:
+    text = " ".join(str(error).split())
+    if "No suitable driver" in text or "ClassNotFoundException" in text:
+        return UsageProblem(
+            f"database {name!r}: Spark has no JDBC driver for it. Submit with --packages "
+            f"org.postgresql:postgresql:42.7.7 (or the driver of your database), or "
+            f"use kind = 'postgres', which needs no jar."
+        )
+    return RunIncomplete(f"database {name!r} cannot be read over JDBC: {text[:300]}")
+
+
+def _expression(source: str) -> SparkColumn:
+    return F.col(source) if is_column(source) else F.expr(source)
+
+
+def _column(column: Column) -> SparkColumn:
+    value = _expression(column.expression)
+    as_kind = {
+        ColumnKind.TEXT: value.cast("string"),
+        ColumnKind.BIGINT: value.cast("bigint"),
+        ColumnKind.TIMESTAMP: value.cast("timestamp"),
+        ColumnKind.BINARY: value.cast("binary"),
+        ColumnKind.MICROSECONDS: F.unix_micros(value.cast("timestamp")).cast("string"),
+    }
+    return as_kind[column.kind].alias(column.name)

@@ -1,0 +1,317 @@
+"""PostgreSQL read inside one exported snapshot: a coordinator holds it, executors join it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+from itertools import pairwise
+from typing import Any, Final
+
+from pyspark.sql import DataFrame, SparkSession
+
+from ..errors import ReconcileError, RunIncomplete, UsageProblem
+from ..rules import Database, FieldType
+from . import adbc, sql
+from .base import Column, Reading, Selection
+
+ROWS_PER_PARTITION: Final = 500_000
+KEYS_PER_PARTITION: Final = 5_000
+MAX_PARTITIONS: Final = 256
+_PAGES_PER_PARTITION: Final = 8_192
+
+# A transaction that was open before the snapshot may still add rows with older times: the watermark stays below the
+# start of the oldest. Taken before the snapshot, so that one that ends in between is visible in it.
+_OLDEST: Final = """
+SELECT clock_timestamp(), min(a.xact_start),
+       count(*) FILTER (WHERE a.state IS NULL AND a.pid <> pg_backend_pid()),
+       (SELECT min(p.prepared) FROM pg_prepared_xacts p WHERE p.database = current_database()),
+       pg_is_in_recovery(), pg_last_xact_replay_timestamp(), current_database()::text
+FROM pg_stat_activity a
+WHERE a.datname = current_database() AND a.backend_type = 'client backend' AND a.pid <> pg_backend_pid()
+  AND a.application_name <> 'outbox-reconcile'
+"""
+_IDENTITY: Final = "SELECT system_identifier::text FROM pg_control_system()"
+_COLUMN_TYPES: Final = """
+SELECT attname::text, format_type(atttypid, NULL) FROM pg_attribute
+WHERE attrelid = to_regclass({table}) AND attnum > 0 AND NOT attisdropped
+"""
+_COMPARABLE: Final = {
+    FieldType.TEXT: ("text", "character varying", "character", "name", "uuid", "citext", "integer", "bigint"),
+    FieldType.INTEGER: ("smallint", "integer", "bigint", "numeric"),
+    FieldType.DECIMAL: ("smallint", "integer", "bigint", "numeric", "real", "double precision", "money"),
+    FieldType.BOOLEAN: ("boolean",),
+    FieldType.TIMESTAMP: ("timestamp with time zone", "timestamp without time zone", "date"),
+    FieldType.DATE: ("date",),
+    FieldType.UUID: ("uuid", "text", "character varying"),
+}
+_USAGE_STATES: Final = {
+    "42P01": "the table is not there",
+    "3F000": "the schema is not there",
+    "42703": "a column is not there",
+    "42501": "the reader may not read it (GRANT SELECT)",
+    "42601": "an expression of the rule is not valid SQL",
+    "42883": "an expression of the rule compares types that cannot be compared",
+    "42804": "an expression of the rule has the wrong type",
+    "42846": "a column cannot be cast to the type that is compared",
+    "22P02": "an expression of the rule has a constant of the wrong type",
+}
+_ACCESS_STATES: Final = ("28P01", "28000", "3D000")
+
+
+class PostgresSource:
+    """One database. `open` takes the snapshot; all reads until `close` see exactly it."""
+
+    def __init__(self, spark: SparkSession, database: Database) -> None:
+        self._spark, self._database = spark, database
+        self._coordinator: Any = None
+        self._snapshot = ""
+        self._types: dict[str, dict[str, str]] = {}
+
+    def open(self, timed: Sequence[Selection]) -> Reading:
+        """See Source."""
+        self.close()
+        connection = self._connect()
+        try:
+            row = self._rows(connection, _OLDEST)[0]
+            for statement in (
+                "SET idle_in_transaction_session_timeout = 0",
+                "SET statement_timeout = 0",
+                "SET TIME ZONE 'UTC'",
+                "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY",
+            ):
+                self._execute(connection, statement)
+            exported = self._rows(connection, "SELECT pg_export_snapshot(), pg_current_snapshot()::text")[0]
+        except ReconcileError:
+            connection.close()
+            raise
+        self._coordinator, self._snapshot = connection, str(exported[0])
+        return self._reading(row, str(exported[1]))
+
+    def _reading(self, row: tuple[Any, ...], snapshot: str) -> Reading:
+        now, oldest, hidden, prepared, is_replica, replayed, name = row
+        notes = []
+        watermark = min([now, *(moment for moment in (oldest, prepared) if moment is not None)])
+        if is_replica:
+            watermark = min(watermark, replayed or datetime.fromtimestamp(0, UTC))
+            notes.append(f"a replica, replayed up to {replayed}: open transactions of the primary are not visible here")
+        if hidden:
+            notes.append(
+                f"{hidden} sessions are hidden from this role: GRANT pg_read_all_stats to see open transactions"
+            )
+        if oldest is not None and now - oldest > timedelta(minutes=5):
+            notes.append(f"a transaction open since {oldest.isoformat()} holds the watermark back")
+        if self._database.watermark:
+            watermark = min(watermark, parse_moment(self._database.watermark))
+        return Reading(
+            database=self._database.name,
+            taken_at=now,
+            watermark=watermark,
+            identity=f"{name} {self._system_identifier()}".strip(),
+            snapshot=snapshot,
+            is_replica=bool(is_replica),
+            notes=notes,
+        )
+
+    def _system_identifier(self) -> str:
+        with contextlib.closing(self._connect()) as connection:
+            try:
+                return str(self._rows(connection, _IDENTITY)[0][0])
+            except UsageProblem:
+                return ""
+
+    def close(self) -> None:
+        """See Source."""
+        if self._coordinator is not None:
+            import adbc_driver_manager
+
+            with contextlib.suppress(adbc_driver_manager.Error):
+                self._coordinator.close()
+            self._coordinator, self._snapshot = None, ""
+
+    def check(self, selection: Selection) -> None:
+        """See Source."""
+        types = self.column_types(selection)
+        for column in selection.columns:
+            self._check_comparable(selection.table, column, types)
+        where = sql.where([*sql.conditions(selection, None), "false"])
+        items = ", ".join(sql.column(column) for column in selection.columns)
+        self.query(f"SELECT {items} FROM {self.table_of(selection)}{where}", about=f"table {selection.table!r}")
+
+    def _check_comparable(self, table: str, column: Column, types: dict[str, str]) -> None:
+        actual = types.get(column.expression)
+        if column.compared_as is None or actual is None or actual in _COMPARABLE[column.compared_as]:
+            return
+        raise UsageProblem(
+            f"{table}.{column.expression} has type {actual}, which cannot be compared as {column.compared_as.value}: "
+            f"give the field another type, or write an expression that casts the column."
+        )
+
+    def is_empty(self, selection: Selection) -> bool:
+        """See Source."""
+        where = sql.where(sql.conditions(selection, None))
+        return not self.query(f"SELECT 1 FROM {self.table_of(selection)}{where} LIMIT 1")
+
+    def read(self, selection: Selection, since: datetime | None) -> DataFrame:
+        """See Source."""
+        terms = sql.conditions(selection, since)
+        pieces = self._spans(selection, terms, since) if selection.span else self._pages(selection, terms, since)
+        return self._frame(selection, [[*terms, *piece] for piece in pieces])
+
+    def read_keys(self, selection: Selection, keys: Sequence[str]) -> DataFrame:
+        """See Source."""
+        fixed = sql.conditions(selection, None)
+        column_type = self.column_types(selection).get(selection.key)
+        # A view that is split by id has no index on the key: one scan for all keys instead of one per chunk.
+        size = max(1, len(keys)) if selection.span else KEYS_PER_PARTITION
+        chunks = [list(keys[start : start + size]) for start in range(0, len(keys), size)] or [[]]
+        terms = [[*fixed, sql.keys_condition(selection.key, column_type, chunk)] for chunk in chunks]
+        return self._frame(selection, terms)
+
+    def volume(self, selection: Selection, since: datetime | None, bucket_seconds: int) -> list[tuple[datetime, int]]:
+        """See Source."""
+        assert selection.time is not None
+        bucket = f"date_bin('{bucket_seconds} s', {sql.expression(selection.time)}::timestamptz, 'epoch')"
+        where = sql.where(sql.conditions(selection, since))
+        return [
+            (row[0], int(row[1]))
+            for row in self.query(
+                f"SELECT {bucket}, count(*) FROM {self.table_of(selection)}{where} GROUP BY 1 ORDER BY 1"
+            )
+        ]
+
+    def horizon(self, topic: str) -> datetime | None:
+        """See Source."""
+        view = sql.table_name("topic_v1", self._database.schema)
+        rows = self.query(
+            f"SELECT pruned_at - retention_seconds * interval '1 s' FROM {view} WHERE topic = {sql.text(topic)}",
+            about="the broker's view topic_v1",
+        )
+        if not rows:
+            raise UsageProblem(
+                f"database {self._database.name!r} has no topic {topic!r}: correct the rule's topic, or the connection "
+                f"(is it the broker's database, and the right schema?)."
+            )
+        return rows[0][0] if rows[0][0] is None else rows[0][0].astimezone(UTC)
+
+    def query(self, statement: str, *, about: str = "the database") -> list[tuple[Any, ...]]:
+        """Rows of a small query, inside the snapshot."""
+        if self._coordinator is None:
+            raise RunIncomplete(f"database {self._database.name!r} was read before its snapshot was taken.")
+        return self._rows(self._coordinator, statement, about=about)
+
+    def _frame(self, selection: Selection, terms: list[list[str]]) -> DataFrame:
+        queries = [sql.select(selection, self._schema_of(selection), term) for term in terms]
+        self._spark.dataSource.register(adbc.PostgresDataSource)
+        return (
+            self._spark.read.format(adbc.FORMAT)
+            .schema(selection.schema)
+            .option("url", self._database.location)
+            .option("snapshot", self._snapshot)
+            .option("queries", json.dumps(queries))
+            .load()
+        )
+
+    def _spans(self, selection: Selection, terms: list[str], since: datetime | None) -> list[list[str]]:
+        span, table = sql.name(selection.span or ""), self.table_of(selection)
+        if since is None:
+            first, last = (
+                self.query(f"SELECT (SELECT {span} FROM {table} ORDER BY 1 {order} LIMIT 1)")[0][0]
+                for order in ("ASC", "DESC")
+            )
+        else:
+            first, last = self.query(f"SELECT min({span}), max({span}) FROM {table}{sql.where(terms)}")[0]
+        if first is None:
+            return [["false"]]
+        count = _count((last - first + 1) / ROWS_PER_PARTITION)
+        edges = [first + (last - first + 1) * number // count for number in range(count + 1)]
+        return [[f"{span} >= {low} AND {span} < {high}"] for low, high in pairwise(edges)]
+
+    def _pages(self, selection: Selection, terms: list[str], since: datetime | None) -> list[list[str]]:
+        pages = self._page_count(selection)
+        if pages <= _PAGES_PER_PARTITION or (since is not None and self._uses_index(selection, terms)):
+            return [[]]
+        count = _count(pages / _PAGES_PER_PARTITION)
+        edges = [pages * number // count for number in range(count)]
+        pieces = [[f"ctid >= '({low},0)'::tid AND ctid < '({high},0)'::tid"] for low, high in pairwise(edges)]
+        # Pages added after the size was read are not in the snapshot, but costs nothing to leave the end open.
+        return [*pieces, [f"ctid >= '({edges[-1]},0)'::tid"]]
+
+    def _page_count(self, selection: Selection) -> int:
+        """Pages of an ordinary table; 0 for views and partitioned tables, which are read in one piece."""
+        rows = self.query(
+            "SELECT pg_relation_size(oid) / current_setting('block_size')::bigint FROM pg_class "
+            f"WHERE oid = to_regclass({sql.text(self.table_of(selection))}) AND relkind IN ('r', 'm')"
+        )
+        return int(rows[0][0]) if rows else 0
+
+    def _uses_index(self, selection: Selection, terms: list[str]) -> bool:
+        plan = self.query(f"EXPLAIN (FORMAT JSON) SELECT 1 FROM {self.table_of(selection)}{sql.where(terms)}")
+        return "Index" in str(plan[0][0]) and "Seq Scan" not in str(plan[0][0])
+
+    def column_types(self, selection: Selection) -> dict[str, str]:
+        """PostgreSQL type by column of the selection's table."""
+        table = self.table_of(selection)
+        if table not in self._types:
+            rows = self.query(_COLUMN_TYPES.format(table=sql.text(table)))
+            self._types[table] = {str(row[0]): str(row[1]) for row in rows}
+        return self._types[table]
+
+    def _schema_of(self, selection: Selection) -> str | None:
+        return self._database.schema if selection.in_broker else None
+
+    def table_of(self, selection: Selection) -> str:
+        """The quoted name of the selection's table."""
+        return sql.table_name(selection.table, self._schema_of(selection))
+
+    def _connect(self) -> Any:
+        import adbc_driver_manager
+
+        try:
+            return adbc.connect(self._database.location)
+        except adbc_driver_manager.Error as error:
+            kind = UsageProblem if error.sqlstate in _ACCESS_STATES else RunIncomplete
+            raise kind(
+                f"database {self._database.name!r} cannot be reached: {adbc.one_line(error)}. "
+                f"Check its connection in the rules file and the environment, and that the server runs."
+            ) from error
+
+    def _execute(self, connection: Any, statement: str) -> None:
+        import adbc_driver_manager
+
+        with connection.cursor() as cursor:
+            try:
+                cursor.execute(statement)
+            except adbc_driver_manager.Error as error:
+                raise self._translated(error, "the database") from error
+
+    def _rows(self, connection: Any, statement: str, *, about: str = "the database") -> list[tuple[Any, ...]]:
+        import adbc_driver_manager
+
+        with connection.cursor() as cursor:
+            try:
+                cursor.execute(statement)
+                return [tuple(row) for row in cursor.fetchall()]
+            except adbc_driver_manager.Error as error:
+                raise self._translated(error, about) from error
+
+    def _translated(self, error: Any, about: str) -> ReconcileError:
+        state = error.sqlstate or ""
+        detail = f"{about} in database {self._database.name!r}: {adbc.one_line(error)}"
+        if state in _USAGE_STATES:
+            return UsageProblem(f"{_USAGE_STATES[state]}: {detail}. Correct the rules file or the connection.")
+        return RunIncomplete(f"reading failed, {detail}. Run it again; the previous result stays in force.")
+
+
+def parse_moment(value: str) -> datetime:
+    """An ISO 8601 time; without an offset it is UTC. Raises UsageProblem."""
+    try:
+        moment = datetime.fromisoformat(value)
+    except ValueError as error:
+        raise UsageProblem(f"{value!r} is not a time: write ISO 8601, as in 2025-06-01T00:00:00+00:00.") from error
+    return moment.replace(tzinfo=UTC) if moment.tzinfo is None else moment.astimezone(UTC)
+
+
+def _count(exact: float) -> int:
+    return max(1, min(MAX_PARTITIONS, int(exact) + 1))

@@ -1,0 +1,99 @@
+"""PostgreSQL text for a selection. Names and values are quoted here; expressions are the rules file's own."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Final
+
+from .base import Column, ColumnKind, Selection
+
+_NAME: Final = re.compile(r"[A-Za-z_]\w*")
+_INTEGER: Final = re.compile(r"0|-?[1-9]\d{0,17}")
+_UUID: Final = re.compile(r"[0-9a-f]{8}-(?:[0-9a-f]{4}-){3}[0-9a-f]{12}")
+_INTEGER_TYPES: Final = ("smallint", "integer", "bigint")
+
+
+def name(identifier: str) -> str:
+    """A quoted identifier."""
+    return '"' + identifier.replace('"', '""') + '"'
+
+
+def table_name(table: str, schema: str | None = None) -> str:
+    """A quoted table, with a schema if the rules give one."""
+    parts = table.split(".") if schema is None else [schema, table]
+    return ".".join(name(part) for part in parts)
+
+
+def text(value: str) -> str:
+    """A quoted text constant. PostgreSQL's text cannot hold NUL."""
+    return "'" + value.replace("\0", "").replace("'", "''") + "'"
+
+
+def moment(value: datetime) -> str:
+    """A quoted timestamp."""
+    return f"'{value.isoformat()}'::timestamptz"
+
+
+def expression(source: str) -> str:
+    """A column name quoted, or an expression in parentheses."""
+    return name(source) if _NAME.fullmatch(source) else f"({source})"
+
+
+def is_column(source: str) -> bool:
+    """Whether an expression is a plain column name."""
+    return _NAME.fullmatch(source) is not None
+
+
+def column(wanted: Column) -> str:
+    """One item of the SELECT list."""
+    value = expression(wanted.expression)
+    as_kind = {
+        ColumnKind.TEXT: f"{value}::text",
+        ColumnKind.BIGINT: f"{value}::bigint",
+        ColumnKind.TIMESTAMP: f"{value}::timestamptz",
+        ColumnKind.BINARY: f"{value}::bytea",
+        ColumnKind.MICROSECONDS: f"(extract(epoch FROM {value}) * 1000000)::bigint::text",
+    }
+    return f"{as_kind[wanted.kind]} AS {name(wanted.name)}"
+
+
+def conditions(selection: Selection, since: datetime | None) -> list[str]:
+    """The WHERE clause's terms."""
+    terms = [f"({condition})" for condition in selection.conditions]
+    terms += [f"{name(key)} = {text(value)}" for key, value in selection.equals]
+    if selection.time is not None:
+        time = expression(selection.time)
+        terms.append(f"{time} IS NOT NULL" if since is None else f"{time} >= {moment(since)}")
+    return terms
+
+
+def select(selection: Selection, schema: str | None, terms: Sequence[str]) -> str:
+    """SELECT … FROM … WHERE …"""
+    items = ", ".join(column(wanted) for wanted in selection.columns)
+    return f"SELECT {items} FROM {table_name(selection.table, schema)}{where(terms)}"
+
+
+def where(terms: Sequence[str]) -> str:
+    """A WHERE clause, empty without terms."""
+    return f" WHERE {' AND '.join(terms)}" if terms else ""
+
+
+def keys_condition(key: str, column_type: str | None, keys: Sequence[str]) -> str:
+    """A term that finds rows by key, through the key's index where it is a column of a type that can be cast safely.
+
+    Keys that cannot be values of that type (a hostile or foreign key) match nothing and are left out.
+    """
+    if is_column(key) and column_type in _INTEGER_TYPES:
+        return f"{name(key)} = ANY({_array([k for k in keys if _INTEGER.fullmatch(k)])}::bigint[])"
+    if is_column(key) and column_type == "uuid":
+        return f"{name(key)} = ANY({_array([k for k in keys if _UUID.fullmatch(k)])}::uuid[])"
+    if is_column(key) and column_type == "text":
+        return f"{name(key)} = ANY({_array([k for k in keys if chr(0) not in k])}::text[])"
+    return f"{expression(key)}::text = ANY({_array([k for k in keys if chr(0) not in k])}::text[])"
+
+
+def _array(values: Sequence[str]) -> str:
+    items = ",".join('"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"' for value in values)
+    return text("{" + items + "}")

@@ -1,0 +1,105 @@
+"""The output folder. A result is in force once `result.json` names it, and that file is written last.
+
+    result.json             the result in force
+    report.html             its report
+    runs/<run>/findings     Parquet, one row per finding
+    runs/<run>/open         Parquet, what the next run looks at again
+    runs/<run>/report.html
+
+An interrupted run leaves a folder under runs/ that nothing names; later runs remove such folders.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any, Final
+
+import pyarrow.fs as pafs
+
+from .errors import UsageProblem
+
+RESULT: Final = "result.json"
+KEPT_RUNS: Final = 10
+_SCHEME: Final = re.compile(r"[a-z][a-z0-9+.-]*://")
+
+
+class Store:
+    """A local folder, or a URI that both Spark and Arrow know (s3a://, s3://, gs://, hdfs://)."""
+
+    def __init__(self, location: str) -> None:
+        self._location = location.rstrip("/")
+        self._is_local = _SCHEME.match(location) is None
+        try:
+            if self._is_local:
+                self._location = str(Path(location).absolute())
+                self._files, self._root = pafs.LocalFileSystem(), self._location
+            else:
+                uri = re.sub(r"^s3[an]://", "s3://", self._location)
+                self._files, self._root = pafs.FileSystem.from_uri(uri)
+        except (OSError, ValueError) as error:
+            raise UsageProblem(
+                f"the output {location!r} cannot be used: {error}. Give a folder with --output."
+            ) from error
+
+    def spark_path(self, name: str) -> str:
+        """Where Spark writes and reads `name`."""
+        return f"file://{self._location}/{name}" if self._is_local else f"{self._location}/{name}"
+
+    def check_writable(self) -> None:
+        """Raise UsageProblem unless files can be written, before any work is done."""
+        try:
+            self.write(f"runs/.probe-{os.getpid()}", "")
+            self._files.delete_file(f"{self._root}/runs/.probe-{os.getpid()}")
+        except OSError as error:
+            raise UsageProblem(
+                f"the output {self._location!r} cannot be written: {error}. Correct its permissions, or give another "
+                f"with --output."
+            ) from error
+
+    def result(self) -> dict[str, Any] | None:
+        """The result in force. Raises UsageProblem when its file is damaged."""
+        try:
+            with self._files.open_input_stream(f"{self._root}/{RESULT}") as stream:
+                text = stream.read()
+        except FileNotFoundError:
+            return None
+        try:
+            result = json.loads(text)
+        except ValueError as error:
+            raise UsageProblem(
+                f"{self._location}/{RESULT} is damaged: {error}. Remove it: the next run reads everything."
+            ) from error
+        if not isinstance(result, dict) or result.get("version") != 1:
+            raise UsageProblem(
+                f"{self._location}/{RESULT} is not a result of this version. Give another folder with --output."
+            )
+        return result
+
+    def write(self, name: str, text: str) -> None:
+        """A small file; on a local disk it is there whole or not at all (object stores do so by themselves)."""
+        target = f"{self._root}/{name}"
+        self._files.create_dir(target.rsplit("/", 1)[0], recursive=True)
+        draft = f"{target}.{os.getpid()}.tmp" if self._is_local else target
+        with self._files.open_output_stream(draft) as stream:
+            stream.write(text.encode())
+        if self._is_local:
+            with Path(draft).open("rb") as written:
+                os.fsync(written.fileno())
+            Path(draft).replace(target)
+
+    def path(self, name: str) -> str:
+        """The path of `name` for people."""
+        return f"{self._location}/{name}"
+
+    def remove_old_runs(self, current: str) -> None:
+        """Keep the newest runs. Removing is a courtesy: whatever goes wrong is left for the next run."""
+        with contextlib.suppress(OSError):
+            found = self._files.get_file_info(pafs.FileSelector(f"{self._root}/runs"))
+            names = sorted(info.base_name for info in found if info.type == pafs.FileType.Directory)
+            for name in names[:-KEPT_RUNS]:
+                if name != current:
+                    self._files.delete_dir(f"{self._root}/runs/{name}")

@@ -1,0 +1,20 @@
+"""The entry point for spark-submit: `spark-submit --py-files outbox_spark.zip submit.py run --rules … --output …`.
+
+It only finds the package, installed or shipped by --py-files, and calls the command.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+if __name__ == "__main__":
+    for package in ("outbox_spark", "spark"):
+        try:
+            command = importlib.import_module(f"{package}.cli")
+        except ModuleNotFoundError as error:
+            if error.name not in (package, f"{package}.cli"):
+                raise
+        else:
+            sys.exit(command.main())
+    sys.exit("outbox-reconcile is not installed here and was not given by --py-files.")

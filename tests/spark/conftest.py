@@ -1,0 +1,86 @@
+"""One Spark session for the folder: starting one takes longer than most tests."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pyspark.sql import SparkSession
+
+from spark import run, session
+from spark.options import RunOptions
+from spark.progress import Progress
+from tests.spark.world import GROUPS, World, write_rules
+
+SETTINGS = {"spark.sql.shuffle.partitions": "2", "spark.driver.memory": "1g", "spark.sql.adaptive.enabled": "false"}
+
+
+@pytest.fixture(scope="session")
+def spark_session() -> Iterator[SparkSession]:
+    """A local session with as few tasks as possible."""
+    spark = session.start("local[2]", SETTINGS)
+    yield spark
+    spark.stop()
+
+
+@pytest.fixture
+def world(new_database: Callable[..., str], broker_url: str) -> Iterator[World]:
+    """A shop and a broker, empty."""
+    made = World(new_database(), broker_url)
+    yield made
+    made.close()
+
+
+@dataclass
+class Reconciler:
+    """Runs reconciliations of one world into one folder."""
+
+    spark: SparkSession
+    world: World
+    folder: Path
+    said: io.StringIO = field(default_factory=io.StringIO)
+    output: str = "out"
+
+    def rules(self, *, groups: Sequence[str] = GROUPS, extra: str = "", text: str | None = None) -> Path:
+        return write_rules(self.folder, groups=groups, extra=extra, text=text)
+
+    def run(
+        self,
+        *,
+        full: bool = False,
+        since: datetime | None = None,
+        until: datetime | None = None,
+        rules: Path | None = None,
+        metrics: Path | None = None,
+    ) -> dict[str, Any]:
+        path = rules or self.folder / "reconcile.toml"
+        if not path.exists():
+            self.rules()
+        options = RunOptions(
+            rules=path, output=str(self.folder / self.output), since=since, until=until, full=full, metrics=metrics
+        )
+        return run.run(self.spark, options, Progress(self.said))
+
+    def findings(self, result: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+        """(key, group, class) of a result's findings."""
+        return [(row["key"], row["group"], row["class"]) for row in self.rows(result)]
+
+    def rows(self, result: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """The findings file, whole."""
+        path = str(self.folder / self.output / result["findings"])
+        return [row.asDict() for row in self.spark.read.parquet(path).collect()]
+
+
+@pytest.fixture
+def reconcile(
+    spark_session: SparkSession, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Reconciler:
+    """Reconciliations of `world`."""
+    for name, value in world.environment.items():
+        monkeypatch.setenv(name, value)
+    return Reconciler(spark_session, world, tmp_path)
