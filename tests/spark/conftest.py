@@ -77,9 +77,7 @@ class Reconciler:
 
 
 @pytest.fixture
-def reconcile(
-    spark_session: SparkSession, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Reconciler:
+def reconcile(spark_session: SparkSession, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Reconciler:
     """Reconciliations of `world`."""
     for name, value in world.environment.items():
         monkeypatch.setenv(name, value)

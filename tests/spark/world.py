@@ -136,13 +136,16 @@ class World:
             "RETURNING topic_id",
             topic,
         )
-        self.queue_id = self._one("INSERT INTO queue (topic_id, number) VALUES (%s, 0) RETURNING queue_id", self.topic_id)
+        self.queue_id = self._one(
+            "INSERT INTO queue (topic_id, number) VALUES (%s, 0) RETURNING queue_id", self.topic_id
+        )
         self.groups: dict[str, int] = {}
         for name in GROUPS:
             group = self._one("INSERT INTO consumer_group (name) VALUES (%s) RETURNING group_id", name)
             self.groups[name] = group
             self.broker.execute(
-                "INSERT INTO subscription (group_id, topic_id, mode) VALUES (%s, %s, 'concurrent')", [group, self.topic_id]
+                "INSERT INTO subscription (group_id, topic_id, mode) VALUES (%s, %s, 'concurrent')",
+                [group, self.topic_id],
             )
             retry = self._one(
                 "INSERT INTO topic (name, message_types, queue_count, retry_of) VALUES (%s, '{NORMAL}', 1, %s) "
@@ -270,7 +273,9 @@ class World:
 
     def effect(self, group: str, number: int, at: datetime) -> None:
         """One effect row."""
-        more = {"logistics": ("", ""), "points": (", customer, points", ", 'x', 1"), "cart": (", customer", ", 'x'")}[group]
+        more = {"logistics": ("", ""), "points": (", customer, points", ", 'x', 1"), "cart": (", customer", ", 'x'")}[
+            group
+        ]
         self.app.execute(
             f"INSERT INTO {EFFECT_TABLES[group]} (order_id, created_at{more[0]}) VALUES (%s, %s{more[1]})",  # type: ignore[arg-type]
             [number, at],
