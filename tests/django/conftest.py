@@ -11,6 +11,7 @@ from typing import Any
 
 import psycopg
 import pytest
+from psycopg import sql
 
 from tests.django import configured  # isort: skip
 from django.core.management import call_command
@@ -23,7 +24,6 @@ from outbox.contrib.django import registry
 from outbox.contrib.django.conf import get_settings
 from outbox.contrib.django.databases import database_from_url
 from outbox.contrib.django.installation import install_broker
-from outbox.contrib.django.transactions import forget_facts
 
 APPLICATION_ALIASES = ("default", "other", "lite")
 
@@ -39,41 +39,74 @@ def point_alias(alias: str, url: str) -> None:
 @pytest.fixture(scope="session")
 def django_db_setup(server_url: str, django_db_blocker: Any) -> Iterator[None]:
     """Create and migrate the databases; takes the place of pytest-django's fixture."""
+    names = [*(_name(alias) for alias in ("default", "other", "broker")), BROKER_TEMPLATE]
     with tempfile.TemporaryDirectory(prefix="outbox-lite-") as folder, django_db_blocker.unblock():
         for alias in ("default", "other", "broker"):
-            point_alias(alias, embedded.create_database(server_url, f"outbox_django_{os.getpid()}_{alias}"))
+            point_alias(alias, embedded.create_database(server_url, _name(alias)))
         for settings in (connections["lite"].settings_dict, connections.settings["lite"]):
             settings["NAME"] = str(Path(folder) / "lite.sqlite3")
         for alias in (*APPLICATION_ALIASES, "broker"):
             call_command("migrate", database=alias, run_syncdb=True, verbosity=0)
-        connections["lite"].cursor().execute("PRAGMA journal_mode = WAL")
-        with psycopg.connect(server_url, autocommit=True) as connection:
-            connections["broker"].close()
-            broker_access.reset_broker()
-            connection.execute(f"ALTER DATABASE outbox_django_{os.getpid()}_broker IS_TEMPLATE true")
+        with connections["lite"].cursor() as cursor:
+            cursor.execute("PRAGMA journal_mode = WAL")
+        connections.close_all()
+        broker_access.reset_broker()
+        embedded.create_database(server_url, BROKER_TEMPLATE, template=_name("broker"))
         yield
         broker_access.reset_broker()
         connections.close_all()
         with psycopg.connect(server_url, autocommit=True) as connection:
-            connection.execute(f"ALTER DATABASE outbox_django_{os.getpid()}_broker IS_TEMPLATE false")
-            for alias in ("default", "other", "broker"):
-                connection.execute(f"DROP DATABASE outbox_django_{os.getpid()}_{alias} WITH (FORCE)")
+            for name in names:
+                connection.execute(sql.SQL("DROP DATABASE {} WITH (FORCE)").format(sql.Identifier(name)))
+
+
+def _name(alias: str) -> str:
+    return f"outbox_django_{os.getpid()}_{alias}"
+
+
+BROKER_TEMPLATE = _name("template")
 
 
 @pytest.fixture
-def databases(django_db_setup: None, django_db_blocker: Any, new_database: Callable[..., str]) -> Iterator[None]:
-    """Empty application databases and a fresh broker, without any wrapping transaction."""
+def application(django_db_setup: None, django_db_blocker: Any) -> Iterator[None]:
+    """Empty application databases, without any wrapping transaction."""
     with django_db_blocker.unblock():
-        point_alias("broker", new_database(template=f"outbox_django_{os.getpid()}_broker"))
         yield
-        broker_access.flusher.flush(within_seconds=5)
-        broker_access.reset_broker()
         for alias in APPLICATION_ALIASES:
-            with connections[alias].cursor() as cursor:
-                for table in ("outbox_ledger", "outbox_inbox", "shop_order", "shop_payment", "shop_effect"):
-                    cursor.execute(f"DELETE FROM {table}")
-        forget_facts()
+            _delete(alias, "outbox_ledger", "outbox_inbox", "shop_order", "shop_payment", "shop_effect")
         connections.close_all()
+
+
+@pytest.fixture
+def empty_log(application: None) -> Iterator[None]:
+    """A broker without messages, but with the ticks of earlier tests: for tests without consumers."""
+    yield
+    broker_access.flusher.flush(within_seconds=5)
+    _empty_log("broker")
+
+
+@pytest.fixture
+def databases(application: None, new_database: Callable[..., str], server_url: str) -> Iterator[None]:
+    """A fresh broker."""
+    point_alias("broker", new_database(template=BROKER_TEMPLATE))
+    yield
+    broker_access.flusher.flush(within_seconds=5)
+    broker_access.reset_broker()
+    point_alias("broker", embedded.database_url(server_url, _name("broker")))
+
+
+def _empty_log(alias: str) -> None:
+    _delete(
+        alias,
+        *("outbox.consume_queue", "outbox.held", "outbox.scheduled", "outbox.op_log", "outbox.commit_log"),
+        *("outbox.pending_check", "outbox.check_history", "outbox.incident"),
+    )
+
+
+def _delete(alias: str, *tables: str) -> None:
+    with connections[alias].cursor() as cursor:
+        for table in tables:
+            cursor.execute(f"DELETE FROM {table}")
 
 
 @pytest.fixture
@@ -92,7 +125,7 @@ def outbox_settings() -> Iterator[Callable[..., None]]:
 
 
 @pytest.fixture(params=["two_phase", "atomic"])
-def path(request: pytest.FixtureRequest, databases: None, outbox_settings: Callable[..., None]) -> Iterator[str]:
+def path(request: pytest.FixtureRequest, empty_log: None, outbox_settings: Callable[..., None]) -> Iterator[str]:
     """Either path: with the broker in its own database, or in the application's."""
     if request.param == "two_phase":
         yield "two_phase"
@@ -100,18 +133,8 @@ def path(request: pytest.FixtureRequest, databases: None, outbox_settings: Calla
     outbox_settings(BROKER="default")
     install_broker(get_settings())
     yield "atomic"
-    broker_access.reset_broker()
-    with connections["default"].cursor() as cursor:
-        cursor.execute("DROP SCHEMA outbox CASCADE")
-
-
-@pytest.fixture
-def in_memory(databases: None, outbox_settings: Callable[..., None]) -> Iterator[None]:
-    """The in-memory broker."""
-    outbox_settings(IN_MEMORY=True)
-    broker_access.reset_broker()
-    yield
-    broker_access.reset_broker()
+    broker_access.flusher.flush(within_seconds=5)
+    _empty_log("default")
 
 
 @pytest.fixture

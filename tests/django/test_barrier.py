@@ -26,7 +26,7 @@ from tests.django.configured import OUTBOX
 from tests.django.shop.models import Order
 from tests.django.state import decisions, incidents, rolled_back
 
-pytestmark = pytest.mark.usefixtures("databases")
+pytestmark = pytest.mark.usefixtures("empty_log")
 
 
 def check(transaction_id: UUID, *, alias: str = "default", may_write: bool = True, **changes: Any) -> Check:

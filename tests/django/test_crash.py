@@ -21,7 +21,7 @@ from tests.django.shop.models import Order
 from tests.django.state import stored
 from tests.support import eventually
 
-pytestmark = pytest.mark.usefixtures("databases")
+pytestmark = pytest.mark.usefixtures("empty_log")
 
 KILLED = -signal.SIGKILL
 STEPS = [

@@ -20,7 +20,7 @@ from tests.django.shop.models import Order, Payment
 from tests.django.state import decisions, incidents, stored
 from tests.django.urls import Refused
 
-pytestmark = pytest.mark.usefixtures("databases")
+pytestmark = pytest.mark.usefixtures("empty_log")
 
 
 @contextlib.contextmanager

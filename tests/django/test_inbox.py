@@ -21,7 +21,7 @@ from outbox.ports import Disposition
 from tests.django.shop.models import Effect
 from tests.django.urls import Refused
 
-pytestmark = pytest.mark.usefixtures("databases", "no_subscribers")
+pytestmark = pytest.mark.usefixtures("application", "no_subscribers")
 
 HANDLED, SKIPPED = Disposition.HANDLED, Disposition.SKIPPED
 

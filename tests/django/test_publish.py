@@ -31,7 +31,7 @@ from tests.django.shop.models import Order, Payment
 from tests.django.state import decisions, rolled_back, stored
 from tests.django.urls import Refused
 
-pytestmark = pytest.mark.usefixtures("databases")
+pytestmark = pytest.mark.usefixtures("empty_log")
 
 
 def order(number: str, **options: Any) -> None:
@@ -228,7 +228,9 @@ def test_a_half_that_fails_rolls_the_block_back_whatever_the_caller_does(path: s
     assert list(Order.objects.values_list("number", flat=True)) == ["outer"]
 
 
-def test_an_unreachable_broker_rolls_back_within_the_deadline(outbox_settings: Callable[..., None]) -> None:
+def test_an_unreachable_broker_rolls_back_within_the_deadline(
+    databases: None, outbox_settings: Callable[..., None]
+) -> None:
     outbox_settings(BROKER="broker", SEND_TIMEOUT_SECONDS=0.5)
     point_alias("broker", "postgresql://nobody@127.0.0.1:9/nothing")
     with pytest.raises(BrokerUnavailable, match="Nothing was published"), transaction.atomic():

@@ -79,14 +79,14 @@ def test_override_settings_takes_effect_at_once() -> None:
     assert get_settings().schema == "outbox"
 
 
-def test_the_broker_follows_the_settings(databases: None, outbox_settings: Callable[..., None]) -> None:
+def test_the_broker_follows_the_settings(application: None, outbox_settings: Callable[..., None]) -> None:
     first = get_broker()
     assert get_broker() is first
     outbox_settings(IN_MEMORY=True)
     assert get_broker() is not first
 
 
-def test_codecs_and_selectors_of_topics(databases: None, outbox_settings: Callable[..., None]) -> None:
+def test_codecs_and_selectors_of_topics(application: None, outbox_settings: Callable[..., None]) -> None:
     outbox_settings(TOPICS={"orders": {"codec": "outbox.codec.BytesCodec"}})
     assert get_codecs().encode("orders", b"raw") == (b"raw", BytesCodec.content_type)
     outbox_settings(TOPICS={"orders": {"codec": "outbox.codec.Nothing"}})
@@ -94,7 +94,7 @@ def test_codecs_and_selectors_of_topics(databases: None, outbox_settings: Callab
         get_codecs()
 
 
-def test_conninfo_of_an_alias(databases: None) -> None:
+def test_conninfo_of_an_alias(application: None) -> None:
     with psycopg.connect(alias_conninfo("broker")) as connection:
         assert connection.info.dbname == connections["broker"].settings_dict["NAME"]
     with pytest.raises(ConfigurationError, match="'lite' is a SQLite database"):
@@ -110,7 +110,7 @@ def found(*, databases: list[str] | None = None) -> set[str]:
     return {str(item.id) for item in run_checks(databases=databases) if str(item.id).startswith("outbox.")}
 
 
-def test_a_sound_project_has_nothing_to_complain_about(databases: None) -> None:
+def test_a_sound_project_has_nothing_to_complain_about(application: None) -> None:
     assert found(databases=["default", "broker", "other", "lite"]) == set()
 
 
@@ -126,12 +126,12 @@ def test_a_sound_project_has_nothing_to_complain_about(databases: None) -> None:
         ({"DATABASE_ROUTERS": []}, {"outbox.W008"}),
     ],
 )
-def test_each_mistake_is_found(databases: None, changed: dict[str, Any], expected: set[str]) -> None:
+def test_each_mistake_is_found(application: None, changed: dict[str, Any], expected: set[str]) -> None:
     with override_settings(**changed):
         assert expected <= found()
 
 
-def test_autocommit_and_isolation_of_aliases(databases: None) -> None:
+def test_autocommit_and_isolation_of_aliases(application: None) -> None:
     entry = connections["lite"].settings_dict
     entry["AUTOCOMMIT"], entry["OPTIONS"]["isolation_level"] = False, "read uncommitted"
     try:
@@ -141,7 +141,7 @@ def test_autocommit_and_isolation_of_aliases(databases: None) -> None:
         del entry["OPTIONS"]["isolation_level"]
 
 
-def test_contradicting_subscribers(databases: None, no_subscribers: None) -> None:
+def test_contradicting_subscribers(application: None, no_subscribers: None) -> None:
     def handler(given: Delivery) -> None: ...
 
     subscriber("orders", group="g", broadcast=True)(handler)
@@ -164,14 +164,14 @@ def test_databases_are_looked_into(databases: None, new_database: Callable[..., 
     assert found(databases=["broker"]) == {"outbox.W026"}
 
 
-def test_servers_that_may_forget_are_named(databases: None) -> None:
+def test_servers_that_may_forget_are_named(application: None) -> None:
     with connections["default"].cursor() as cursor:
         cursor.execute("SET synchronous_commit = off")
     assert found(databases=["default"]) == {"outbox.W022"}
 
 
 def test_a_forced_path_is_held_against_the_live_connection(
-    databases: None, outbox_settings: Callable[..., None]
+    application: None, outbox_settings: Callable[..., None]
 ) -> None:
     outbox_settings(PATH="atomic")
     assert found(databases=["default"]) >= {"outbox.E024"}
@@ -209,7 +209,7 @@ def test_the_router_has_an_opinion_about_the_brokers_database_only() -> None:
         assert router.allow_migrate("default", "shop") is None
 
 
-def test_a_flushed_ledger_is_another_ledger(databases: None) -> None:
+def test_a_flushed_ledger_is_another_ledger(empty_log: None) -> None:
     before = ledger_id_of(connections["default"])
     publish("orders", {})
     call_command("flush", database="default", interactive=False, verbosity=0)
@@ -219,7 +219,7 @@ def test_a_flushed_ledger_is_another_ledger(databases: None) -> None:
     assert list(decisions().values()) == ["C"]
 
 
-def test_migrations_are_in_step_with_the_models(databases: None) -> None:
+def test_migrations_are_in_step_with_the_models(application: None) -> None:
     call_command("makemigrations", "outbox", check=True, dry_run=True, verbosity=0)
 
 

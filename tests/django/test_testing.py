@@ -99,7 +99,7 @@ class WithARealBroker(TestCase):
             place("leak")
 
 
-def test_outside_test_case(databases: None) -> None:
+def test_outside_test_case(application: None) -> None:
     with in_memory_outbox() as outbox:
         place("kept")
         assert [item.key for item in outbox.messages("orders")] == ["kept"]
