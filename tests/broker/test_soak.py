@@ -36,7 +36,8 @@ def test_a_million_half_messages_one_percent_undecided(
         connection.execute(
             "INSERT INTO outbox.commit_log (born_at, stored_at, transaction_id, message_id, topic_id, half,"
             " producer_group, key, tag, content_type, body)"
-            " SELECT now(), now() - interval '1 minute', id, id, 1, true, 'shop', '', '', 'application/json', 'x'"
+            " SELECT now(), now() - interval '1 minute', id, id,"
+            " (SELECT topic_id FROM outbox.topic WHERE name = 'orders'), true, 'shop', '', '', 'application/json', 'x'"
             " FROM (SELECT gen_random_uuid() AS id FROM generate_series(1, 5000)) AS ids"
         )
     for first in range(0, 1_000_000, 10_000):
