@@ -323,7 +323,7 @@ class Dispatcher:
     def _store(self, connection: Connection) -> None:
         """Store positions that moved, all queues in one statement, and let go of queues that are drained."""
         now = time.monotonic()
-        if not self._dirty or (now < self._store_at and self._running):
+        if not self._dirty or (now < self._store_at and (self._running or not self._bounded)):
             return
         for queue in self._dirty:
             queue.window.advance()

@@ -72,7 +72,9 @@ def main() -> None:
     options = json.loads(sys.argv[1])
     logging.basicConfig(level=options.get("log", "ERROR"), format=f"{options['name']} %(message)s")
     BROKEN[options.get("broken", "")]()
-    invoker = InboxInvoker(options["url"], once=options.get("inbox", True))
+    invoker = InboxInvoker(
+        options["url"], once=options.get("inbox", True), idle_seconds=options.get("idle_seconds", 1.0)
+    )
     subscription = Subscription(
         group=options.get("group", "g"),
         topic=options.get("topic", "orders"),

@@ -23,10 +23,12 @@ ON CONFLICT DO NOTHING RETURNING message_id
 class InboxInvoker:
     """Runs a handler in a transaction with the inbox rows of its messages; `connection` is the handler's own.
 
-    `once=False` leaves the inbox out, so that repeated deliveries show.
+    `once=False` leaves the inbox out, so that repeated deliveries show. `idle_seconds` belongs below the lease term:
+    a frozen owner must not block the next one on its inbox row.
     """
 
-    def __init__(self, url: str, *, once: bool = True) -> None:
+    def __init__(self, url: str, *, once: bool = True, idle_seconds: float = 1.0) -> None:
+        self._idle_milliseconds = round(idle_seconds * 1000)
         self._url = url
         self._once = once
         self._local = threading.local()
@@ -42,8 +44,9 @@ class InboxInvoker:
         if not hasattr(self._local, "connection") or self._local.connection.closed:
             self._local.connection = psycopg.connect(self._url, autocommit=True)
             self._opened.append(self._local.connection)
-            # Below the lease term: a frozen owner must not block the next one on its inbox row.
-            self._local.connection.execute("SET idle_in_transaction_session_timeout = '1s'")
+            self._local.connection.execute(
+                "SELECT set_config('idle_in_transaction_session_timeout', %s, false)", [str(self._idle_milliseconds)]
+            )
         connection: psycopg.Connection[tuple[object, ...]] = self._local.connection
         return connection
 

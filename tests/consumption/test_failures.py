@@ -159,7 +159,8 @@ def test_stop_keeps_the_message_and_is_visible_until_resumed(orders: Consumption
 
         (queue,) = eventually(stopped)
         assert queue.stopped is not None and "the ledger is closed" in queue.stopped
-        assert (queue.next_offset, queue.lag, seen) == (2, 3, [0, 1])
+        eventually(lambda: [(queue.next_offset, queue.lag) for queue in stopped()] == [(2, 3)])
+        assert seen == [0, 1]
         healthy.set()
         assert groups.resume(orders.connection, "outbox", "g") == 1
         eventually(lambda: seen == [0, 1, 2, 3, 4])
