@@ -50,6 +50,19 @@ LEFT JOIN {schema}.topic USING (topic_id)
 ORDER BY claimed.stored_at
 """)
 
+# As in _CLAIM, of one transaction, parked or not, claiming nothing.
+_UNDECIDED = Statement("""
+SELECT log.transaction_id, log.ledger_id, log.checker, topic.name, log.body, log.key,
+       log.tag, log.headers, log.content_type, log.deliver_at, log.shard, log.born_at, log.stored_at,
+       extract(epoch FROM now() - log.stored_at)::double precision, coalesce(pending.checks, 0), true,
+       coalesce(log.producer_group, '')
+FROM {schema}.commit_log log
+JOIN {schema}.topic USING (topic_id)
+LEFT JOIN {schema}.pending_check pending USING (transaction_id)
+WHERE log.message_id = %(id)s AND log.half
+  AND NOT EXISTS (SELECT FROM {schema}.op_log WHERE op_log.transaction_id = log.transaction_id)
+""")
+
 _POSTPONE = Statement("""
 UPDATE {schema}.pending_check pending
 SET checks = pending.checks + (answer.counts AND now() >= immune_until)::integer,
@@ -131,6 +144,13 @@ def _check(producer_group: str, row: tuple[Any, ...]) -> Check:
         checks=checks,
         may_write=may_write,
     )
+
+
+def find_undecided(connection: Connection, schema: str, transaction_id: UUID) -> Check | None:
+    """An undecided half transaction as a check that may write, for an operator; None when there is no such."""
+    with cursor_on(connection) as cursor:
+        row = cursor.execute(_UNDECIDED.on(schema), {"id": transaction_id}).fetchone()
+    return None if row is None else _check(row[-1], row[:-1])
 
 
 def report_answers(

@@ -55,6 +55,9 @@ class LedgerChecker:
             with closing(open_connection(alias)) as connection:
                 try:
                     identity = ledger.identity(connection)
+                    if ledger.is_read_only(connection):
+                        unreadable.append(f"{alias!r} (read-only)")
+                        continue
                 except DatabaseError as error:
                     unreadable.append(f"{alias!r} ({str(error).strip()})")
                     continue
@@ -221,7 +224,7 @@ def _all_unknown(checks: Sequence[Check], error: DatabaseError) -> Iterator[Answ
 
 def _elsewhere(check: Check, aliases: Iterable[str], unreadable: Sequence[str]) -> Answer:
     if unreadable:
-        return _unknown(check, f"these ledgers cannot be read: {', '.join(unreadable)}", counts=False)
+        return _unknown(check, f"these ledgers cannot be asked: {', '.join(unreadable)}", counts=False)
     return _unknown(
         check,
         f"ledger {check.ledger_id} is none of this project's ({', '.join(aliases)}): does another service use the "

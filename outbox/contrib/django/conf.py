@@ -56,14 +56,14 @@ class OutboxSettings:
 
     `in_memory` replaces the broker by one in this process, for tests. `broker` is the alias of the broker's
     database, `schema` the schema of its tables, `listen` a direct connection string for LISTEN where the alias
-    goes through a transaction pooler. `producer_group` names this service for check-back: every process that
-    can answer for its local transactions, and nobody else, uses it. `ledger=False` goes without the ledger
-    table: then every transactional message needs `check=`. `immunity_seconds`, `check_retry_seconds`,
-    `max_checks` and `max_check_age_seconds` say when an undecided message is asked about, and when it is
-    parked; `check_interval_seconds` is the period of the pass that asks. `inbox_retention_seconds` must
-    outlast the log, all retries and the dead letters that may still be replayed. `lease_seconds` is the term
-    of a queue's lease; a handler's connection gives up waiting for locks within half of it, and being idle
-    in its transaction within four fifths, so that a frozen process blocks nobody.
+    goes through a transaction pooler ('' does without LISTEN and polls). `producer_group` names this service for
+    check-back: every process that can answer for its local transactions, and nobody else, uses it. `ledger=False`
+    goes without the ledger table: then every transactional message needs `check=`. `immunity_seconds`,
+    `check_retry_seconds`, `max_checks` and `max_check_age_seconds` say when an undecided message is asked about,
+    and when it is parked; `check_interval_seconds` is the period of the pass that asks. `inbox_retention_seconds`
+    must outlast the log, all retries and the dead letters that may still be replayed. `lease_seconds` is the term
+    of a queue's lease; a handler's connection gives up waiting for locks within half of it, and being idle in its
+    transaction within four fifths, so that a frozen process blocks nobody.
     """
 
     in_memory: bool = False
@@ -149,6 +149,12 @@ def _text(where: str, value: Any) -> str:
 
 def _text_or_none(where: str, value: Any) -> str | None:
     return None if value is None else _text(where, value)
+
+
+def _listen(where: str, value: Any) -> str | None:
+    if value is not None and not isinstance(value, str):
+        raise _wrong(where, value, "a connection string, '' for no LISTEN at all, or None")
+    return value
 
 
 def _group(where: str, value: Any) -> str:
@@ -239,7 +245,7 @@ _RULES: Final[Mapping[str, Rule]] = {
     "IN_MEMORY": _flag,
     "BROKER": _text,
     "SCHEMA": _text,
-    "LISTEN": _text_or_none,
+    "LISTEN": _listen,
     "PRODUCER_GROUP": _group,
     "PATH": _path,
     "TOPICS": _topics,

@@ -13,7 +13,8 @@ from asgiref.sync import async_to_sync, sync_to_async
 from django.db import connections, router, transaction
 
 from outbox.contrib.django.lookups import Lookup, register_lookup
-from outbox.contrib.django.publishing import Published, end_soon, message, publish_bound
+from outbox.contrib.django.messages import message
+from outbox.contrib.django.publishing import Published, end_soon, publish_bound
 from outbox.errors import ConfigurationError
 from outbox.faults import point
 from outbox.transaction import Decision, EndTransaction, HalfTransaction

@@ -105,7 +105,19 @@ def identity(connection: BaseDatabaseWrapper) -> Identity | None:
     return Identity(ledger_id=_read(row[0]), pruned_before=None if row[1] is None else _read(row[1]))
 
 
-_SELECT_COMMITTED_BELOW: Final = """
+_READ_ONLY: Final = "SELECT current_setting('transaction_read_only') = 'on'"
+
+
+def is_read_only(connection: BaseDatabaseWrapper) -> bool:
+    """Whether the connection reaches a replica, which must not answer: it may not have seen a commit yet."""
+    if connection.vendor != "postgresql":
+        return False
+    with connection.cursor() as cursor:
+        cursor.execute(_READ_ONLY)
+        return bool(cursor.fetchone()[0])
+
+
+_SELECT_BETWEEN: Final = """
 SELECT transaction_id FROM outbox_ledger WHERE transaction_id > %s AND transaction_id < %s ORDER BY transaction_id
 """
 
@@ -113,8 +125,9 @@ SELECT transaction_id FROM outbox_ledger WHERE transaction_id > %s AND transacti
 def ids_between(connection: BaseDatabaseWrapper, after: UUID, below: UUID, *, limit: int) -> list[UUID]:
     """The next transaction ids in order, both bounds excluded."""
     with connection.cursor() as cursor:
-        cursor.execute(_SELECT_COMMITTED_BELOW, [_stored(connection, after), _stored(connection, below)])
-        return [_read(row[0]) for row in cursor.fetchmany(limit)]
+        statement = f"{_SELECT_BETWEEN} {connection.ops.limit_offset_sql(0, limit)}"
+        cursor.execute(statement, [_stored(connection, after), _stored(connection, below)])
+        return [_read(row[0]) for row in cursor.fetchall()]
 
 
 _ADVANCE_PRUNED: Final = """

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 from uuid import UUID
 
+from outbox.broker.checks import find_undecided
 from outbox.broker.database import Connection
 from outbox.broker.dead_letters import list_dead_letters, replay
 from outbox.broker.groups import QueueStatus, list_queues
@@ -15,8 +16,10 @@ from outbox.broker.postgres import PostgresBroker
 from outbox.broker.status import BrokerStatus, broker_status
 from outbox.broker.topics import list_topics
 from outbox.contrib.django.broker import broker_connection, get_broker
+from outbox.contrib.django.checker import LedgerChecker
 from outbox.errors import UnknownTopic, UsageError
 from outbox.topic import Topic
+from outbox.transaction import DecidedBy, Decision, EndStatus, EndTransaction
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,3 +117,33 @@ def replay_dead_letters(group: str, ids: Sequence[UUID] | None, *, limit: int, d
     if isinstance(broker, PostgresBroker):
         broker.notify_decided()
     return count
+
+
+def decide(transaction_id: UUID, decision: Decision, *, force: bool = False) -> EndStatus:
+    """An operator's decision about an undecided (mostly: parked) transaction.
+
+    The ledger is asked first, and for a rollback its barrier is run, so that a late commit cannot slip past. Raises
+    UsageError when the ledger does not agree, unless `force`; and when there is no such undecided transaction.
+    """
+    with broker_connection() as (connection, schema):
+        check = find_undecided(connection, schema, transaction_id)
+    if check is None:
+        raise UsageError(
+            f"{transaction_id} is no undecided transaction: `outbox_trace {transaction_id}` says what became of it."
+        )
+    if not force:
+        asked = replace(check, may_write=decision is Decision.ROLLBACK)
+        answer = next(iter(LedgerChecker().check_local_transactions([asked])))
+        if answer.decision is not decision:
+            raise UsageError(
+                f"{decision.name} of {transaction_id} is not what the ledger proves: {answer.detail}. If you know "
+                f"better, pass --force: a wrong COMMIT delivers a message about what never happened, a wrong ROLLBACK "
+                f"loses one."
+            )
+    end = EndTransaction(
+        transaction_id=transaction_id,
+        decision=decision,
+        producer_group=check.producer_group,
+        decided_by=DecidedBy.OPERATOR,
+    )
+    return get_broker().end([end])[0]

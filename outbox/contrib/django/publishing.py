@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from functools import partial
 from typing import Any
 from uuid import UUID
@@ -19,8 +19,10 @@ import psycopg
 from django.db import connections, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.utils import IntegrityError
+from psycopg.errors import InvalidSchemaName, UndefinedTable
 
 from outbox.broker.database import identity
+from outbox.broker.install import missing
 from outbox.broker.log import append_decided
 from outbox.broker.postgres import PostgresBroker
 from outbox.contrib.django import ledger
@@ -29,12 +31,12 @@ from outbox.contrib.django.broker import (
     flusher,
     get_broker,
     get_catalog,
-    get_codecs,
 )
 from outbox.contrib.django.conf import OutboxSettings, PathChoice, get_settings
 from outbox.contrib.django.locks import lock_keys
+from outbox.contrib.django.messages import message
 from outbox.contrib.django.transactions import current_transaction, facts_of, in_test_case, ledger_id_of
-from outbox.errors import ConfigurationError, TransactionAlreadyRolledBack, TransactionUsageError, UsageError
+from outbox.errors import ConfigurationError, TransactionAlreadyRolledBack, TransactionUsageError
 from outbox.faults import point
 from outbox.memory import InMemoryBroker
 from outbox.message import Message, SendReceipt
@@ -98,42 +100,6 @@ def publish_many(
     return publish_messages(built, using=using)
 
 
-def message(
-    topic: str,
-    body: Any,
-    *,
-    key: object = "",
-    tag: str = "",
-    headers: Mapping[str, str] | None = None,
-    delay: float | timedelta | None = None,
-    deliver_at: datetime | None = None,
-) -> Message:
-    """An encoded message, to be passed to `publish_messages`. Parameters as in `publish`. Raises UsageError."""
-    encoded, content_type = get_codecs().encode(topic, body)
-    return Message(
-        topic=topic,
-        body=encoded,
-        content_type=content_type,
-        key=str(key) if isinstance(key, (int, UUID)) and not isinstance(key, bool) else key,  # type: ignore[arg-type]
-        tag=tag,
-        headers=headers or {},
-        deliver_at=_due(topic, delay, deliver_at),
-    )
-
-
-def _due(topic: str, delay: float | timedelta | None, deliver_at: datetime | None) -> datetime | None:
-    if delay is None:
-        return deliver_at
-    if deliver_at is not None:
-        raise UsageError(f"topic {topic!r}: give delay or deliver_at, not both.")
-    if isinstance(delay, bool) or not isinstance(delay, (int, float, timedelta)):
-        raise UsageError(f"topic {topic!r}: delay must be seconds or a timedelta, not {delay!r}.")
-    wait = delay if isinstance(delay, timedelta) else timedelta(seconds=delay)
-    if wait < timedelta(0):
-        raise UsageError(f"topic {topic!r}: delay must not be negative, got {delay!r}.")
-    return datetime.now(UTC) + wait
-
-
 def publish_messages(messages: Sequence[Message], *, using: str | None = None) -> list[SendReceipt]:
     """Publish ready-made messages in one call, all or none; also to several topics. Otherwise like `publish`."""
     return list(publish_bound(messages, using=using).receipts) if messages else []
@@ -193,8 +159,10 @@ def _publish_atomic(
                 topic.check_accepts(item, transactional=True)
             _lock_keys(connection, topics, messages)
             receipts = append_decided(raw, settings.schema, catalog, messages, producer_group=settings.producer_group)
-    except BaseException:
+    except BaseException as error:
         connection.set_rollback(True)
+        if isinstance(error.__cause__, (UndefinedTable, InvalidSchemaName)):
+            raise missing(settings.schema) from error
         raise
     transaction.on_commit(_wake_after_commit, using=connection.alias, robust=True)
     return receipts

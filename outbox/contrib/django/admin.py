@@ -1,0 +1,50 @@
+"""The ledger in the admin, to look at only. (The admin cannot show tables with composite keys, as the inbox is.)"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from django.contrib import admin
+from django.http import HttpRequest
+
+from outbox.contrib.django.models import LedgerEntry, LedgerIdentity
+
+if TYPE_CHECKING:
+    _Entries = admin.ModelAdmin[LedgerEntry]
+    _Identities = admin.ModelAdmin[LedgerIdentity]
+else:
+    _Entries = _Identities = admin.ModelAdmin
+
+
+class ReadOnly:
+    """Changing a ledger by hand can lose messages or invent them; so nobody may."""
+
+    def has_add_permission(self, request: HttpRequest) -> bool:
+        """Nobody."""
+        return False
+
+    def has_change_permission(self, request: HttpRequest, obj: object = None) -> bool:
+        """Nobody."""
+        return False
+
+    def has_delete_permission(self, request: HttpRequest, obj: object = None) -> bool:
+        """Nobody."""
+        return False
+
+
+@admin.register(LedgerEntry)
+class LedgerEntryAdmin(ReadOnly, _Entries):
+    """Local transactions that published something, and the tombstones of those that did not commit."""
+
+    list_display = ("transaction_id", "state", "created_at")
+    list_filter = ("state",)
+    search_fields = ("transaction_id",)
+    ordering = ("-transaction_id",)
+    show_full_result_count = False
+
+
+@admin.register(LedgerIdentity)
+class LedgerIdentityAdmin(ReadOnly, _Identities):
+    """Which ledger this database holds."""
+
+    list_display = ("ledger_id", "pruned_before")

@@ -1,0 +1,55 @@
+"""Messages from what an application has: any body, any key, a delay."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import UTC, datetime, timedelta
+from typing import Any, cast
+from uuid import UUID
+
+from outbox import names
+from outbox.contrib.django.broker import get_codecs
+from outbox.errors import UsageError
+from outbox.message import Message
+
+
+def message(
+    topic: str,
+    body: Any,
+    *,
+    key: object = "",
+    tag: str = "",
+    headers: Mapping[str, str] | None = None,
+    delay: float | timedelta | None = None,
+    deliver_at: datetime | None = None,
+) -> Message:
+    """An encoded message, to be passed to `publish_messages`. Parameters as in `publish`. Raises UsageError."""
+    encoded, content_type = get_codecs().encode(topic, body)
+    return Message(
+        topic=topic,
+        body=encoded,
+        content_type=content_type,
+        key=_key(key),
+        tag=tag,
+        headers=headers or {},
+        deliver_at=_due(topic, delay, deliver_at),
+    )
+
+
+def _key(key: object) -> str:
+    if isinstance(key, (int, UUID)) and not isinstance(key, bool):
+        return str(key)
+    return names.check_key(cast(str, key))
+
+
+def _due(topic: str, delay: float | timedelta | None, deliver_at: datetime | None) -> datetime | None:
+    if delay is None:
+        return deliver_at
+    if deliver_at is not None:
+        raise UsageError(f"topic {topic!r}: give delay or deliver_at, not both.")
+    if isinstance(delay, bool) or not isinstance(delay, (int, float, timedelta)):
+        raise UsageError(f"topic {topic!r}: delay must be seconds or a timedelta, not {delay!r}.")
+    wait = delay if isinstance(delay, timedelta) else timedelta(seconds=delay)
+    if wait < timedelta(0):
+        raise UsageError(f"topic {topic!r}: delay must not be negative, got {delay!r}.")
+    return datetime.now(UTC) + wait
