@@ -142,7 +142,12 @@ class InMemoryBroker:
             if self.reject_transactional:
                 raise TransactionalMessagesRejected()
             self._accept(half.messages, transactional=True)
-            self._store(half.messages, half=half)
+            transaction = self._store(half.messages, half=half)
+            if transaction.decision is not Decision.UNKNOWN:
+                raise InvalidMessage(
+                    f"half message {half.transaction_id} was sent before and is decided ({transaction.decision.name}): "
+                    f"build a new message for another transaction."
+                )
             return self._receipts(half.messages)
 
     def _accept(self, messages: Sequence[Message], *, transactional: bool) -> None:

@@ -19,7 +19,7 @@ from outbox.broker.statement import Statement
 from outbox.broker.topics import Prepared, TopicCatalog
 from outbox.errors import InvalidMessage, SendFailed, TransactionalMessagesRejected
 from outbox.message import Message, SendReceipt
-from outbox.transaction import HalfTransaction
+from outbox.transaction import Decision, HalfTransaction
 
 _Value = TypeVar("_Value")
 
@@ -88,7 +88,9 @@ RETURNING ARRAY[log_id]
 """)
 
 _FIND: Final = Statement("""
-SELECT message_id, log_id, transaction_id, half FROM {schema}.commit_log WHERE message_id = ANY(%(message_ids)s::uuid[])
+SELECT log.message_id, log.log_id, log.transaction_id, log.half, op.decision::text
+FROM {schema}.commit_log log LEFT JOIN {schema}.op_log op USING (transaction_id)
+WHERE log.message_id = ANY(%(message_ids)s::uuid[])
 """)
 
 _REJECTS: Final = Statement("SELECT reject_transactional FROM {schema}.broker")
@@ -225,11 +227,17 @@ def _receipts(
 def _existing(message: Message, stored: dict[UUID, tuple[Any, ...]], *, half: bool) -> SendReceipt:
     if message.message_id not in stored:
         raise SendFailed(f"message {message.message_id} for topic {message.topic!r} was not stored; send it again.")
-    log_id, transaction_id, was_half = stored[message.message_id]
+    log_id, transaction_id, was_half, decision = stored[message.message_id]
     if was_half != half:
         kind = "transactional" if was_half else "plain"
         raise InvalidMessage(
             f"message {message.message_id} is stored already, as a {kind} message: give the new message a new id."
+        )
+    if half and decision is not None:
+        # Its transaction is over: a second local transaction could not change what becomes of the message.
+        raise InvalidMessage(
+            f"half message {message.message_id} for topic {message.topic!r} was sent before and is decided "
+            f"({Decision(decision).name}): build a new message for another transaction."
         )
     return SendReceipt(
         message_id=message.message_id, transaction_id=transaction_id, topic=message.topic, position=log_id

@@ -92,6 +92,8 @@ def differences() -> Counter[str]:
 def test_undisturbed_the_work_is_what_it_should_be(path: str, driver: subprocess.Popen[str]) -> None:
     assert run(driver, "calm", "plain", "-") == 0
     assert run(driver, "still", "decorated", "-") == 0
+    # Processes forked after the parent published have flushers of their own.
+    assert {item.decided_by for item in stored() if item.key[-2] in "cd"} == {"P"}
     settle()
     assert differences() == Counter()
     expected = {f"{prefix}-{kind}{n}" for prefix in ("calm", "still") for kind in "cd" for n in range(ROUNDS)}

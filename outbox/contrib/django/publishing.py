@@ -19,6 +19,7 @@ import psycopg
 from django.db import connections, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.utils import IntegrityError
+from django.utils.asyncio import async_unsafe
 from psycopg.errors import InvalidSchemaName, UndefinedTable
 
 from outbox.broker.database import identity
@@ -113,6 +114,10 @@ class Published:
     half: HalfTransaction | None = None
 
 
+@async_unsafe(
+    "publish() waits for databases: in a coroutine write `await sync_to_async(publish)(…)`, which also joins the "
+    "transaction of an async subscriber or of @transactional_message."
+)
 def publish_bound(messages: Sequence[Message], *, using: str | None = None, checker: str = "") -> Published:
     """Like `publish_messages`; `checker` names the look-up that check-back runs (`transactional_message(check=…)`)."""
     settings = get_settings()
@@ -218,8 +223,9 @@ def _enter_in_ledger(connection: BaseDatabaseWrapper, first: Message) -> tuple[b
         in_savepoint = ledger.insert_committed(connection, first.message_id)
     except IntegrityError as error:
         raise TransactionAlreadyRolledBack(
-            f"a check-back has already decided that transaction {first.message_id} (topic {first.topic!r}) never "
-            f"committed. The surrounding atomic block is rolled back; run the whole operation again."
+            f"transaction {first.message_id} (topic {first.topic!r}) has a ledger row already: a check-back decided "
+            f"that it never committed, or the same message was published before. The surrounding atomic block is "
+            f"rolled back; run the whole operation again, with a new message."
         ) from error
     point("producer.after_ledger")
     return in_savepoint, ledger_id
