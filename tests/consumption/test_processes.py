@@ -35,7 +35,9 @@ def each_once(bench: ConsumptionBench, expected: int) -> None:
     assert rows == [(expected, expected)]
 
 
-@pytest.mark.parametrize(("mode", "count"), [("concurrent", 3), ("orderly", 2), ("key_ordered", 3)])
+@pytest.mark.parametrize(
+    ("mode", "count"), [pytest.param("concurrent", 3, marks=pytest.mark.soak), ("orderly", 2), ("key_ordered", 3)]
+)
 def test_one_of_several_consumers_killed_midway(orders: ConsumptionBench, mode: str, count: int) -> None:
     processes = started(orders, count, mode=mode, seconds=0.002)
     orders.publish(keyed("orders", 1_500, 100))
@@ -51,7 +53,7 @@ def test_one_of_several_consumers_killed_midway(orders: ConsumptionBench, mode: 
     orders.assert_conserved("g")
 
 
-@pytest.mark.parametrize("mode", ORDERED)
+@pytest.mark.parametrize("mode", [pytest.param("orderly", marks=pytest.mark.soak), "key_ordered"])
 def test_joins_2_to_4_consumers_while_messages_flow(orders: ConsumptionBench, mode: str) -> None:
     orders.declare("orders", queues=6, types=FIFO)
     started(orders, 2, mode=mode, seconds=0.002, lease_seconds=6.0)
@@ -134,7 +136,9 @@ def test_control_a_runtime_without_fencing_is_caught(orders: ConsumptionBench) -
         assert_each_once_in_order(orders.effects(), 600)
 
 
-@pytest.mark.parametrize("mode", [pytest.param("concurrent", marks=pytest.mark.soak), "orderly", "key_ordered"])
+@pytest.mark.parametrize(
+    "mode", [*(pytest.param(m, marks=pytest.mark.soak) for m in ("concurrent", "orderly")), "key_ordered"]
+)
 def test_frozen_in_the_middle_of_its_transaction_takes_effect_once(orders: ConsumptionBench, mode: str) -> None:
     """The inbox row it holds is freed by the server, what it commits late is refused, and its lease is gone."""
     zombie = orders.spawn("zombie", mode=mode, faults="consumer.before_inbox_commit=stop@30")
