@@ -48,7 +48,8 @@ def confirm(
         carried = _classified(gathered.where(F.col("carried")), rule, unbounded)
         with_details = _with_details(ours.unionByName(carried), rule, read)
         _as_findings(with_details, rule).write.mode("overwrite").parquet(target)
-        read.messages.unpersist()
+        for frame in read.cached:
+            frame.unpersist()
 
 
 def _classified(gathered: DataFrame, rule: Rule, window: classify.Window) -> DataFrame:

@@ -39,6 +39,7 @@ VIEWS: Final[dict[str, dict[str, str]]] = {
     },
     "dead_letter_v1": {
         "consumer_group": "text",
+        "log_id": "bigint",
         "topic": "text",
         "key": "text",
         "tag": "text",
@@ -50,6 +51,12 @@ VIEWS: Final[dict[str, dict[str, str]]] = {
 MESSAGE_STATES: Final = ("committed", "recalled", "rolled_back", "parked", "undecided")
 
 _TIMESTAMP, _BIGINT = ColumnKind.TIMESTAMP, ColumnKind.BIGINT
+ROW_KIND: Final = 0
+EFFECT_KIND: Final = 10
+_DETAILS: Final = ("message_id", "transaction_id", "tag", "decided_by")
+
+# What is read from one database is read at once, so all its selections have one shape: rows and effects
+# (kind, key, at, f0, f1, …), or what the broker knows (key, at, log_id, decided_at, …).
 
 
 def rows(rule: Rule) -> Selection:
@@ -65,32 +72,57 @@ def rows(rule: Rule) -> Selection:
     ]
     return Selection(
         table=rule.table,
-        columns=(Column("key", rule.key), Column("at", rule.time, _TIMESTAMP, FieldType.TIMESTAMP), *fields),
+        columns=(
+            Column("kind", str(ROW_KIND), _BIGINT),
+            Column("key", rule.key),
+            Column("at", rule.time, _TIMESTAMP, FieldType.TIMESTAMP),
+            *fields,
+        ),
         key=rule.key,
         time=rule.time,
         conditions=(rule.when,) if rule.when else (),
     )
 
 
+def effects(rule: Rule, number: int, *, detailed: bool = False) -> Selection:
+    """The rows in which the work of the rule's group `number` shows.
+
+    Without an effect table: the deliveries that the broker says are done, in the shape of messages.
+    """
+    group = rule.groups[number]
+    if group.table is None:
+        return Selection(
+            table="delivery_v1",
+            columns=_broker_columns(
+                rule, {"at": "last_consumed_at", "state": f"'{effect_state(number)}'"}, detailed=detailed
+            ),
+            key="key",
+            time="stored_at",
+            equals=(*_topic(rule), ("consumer_group", group.name), ("state", "passed")),
+            span="log_id",
+            in_broker=True,
+        )
+    return Selection(
+        table=group.table,
+        columns=(
+            Column("kind", str(EFFECT_KIND + number), _BIGINT),
+            Column("key", group.key or group.message_id or ""),
+            Column("at", group.time or "", _TIMESTAMP, FieldType.TIMESTAMP),
+            *[Column(f"f{place}", "(NULL)") for place in range(len(rule.fields))],
+        ),
+        key=group.key or group.message_id or "",
+        time=group.time,
+        conditions=(group.when,) if group.when else (),
+    )
+
+
 def messages(rule: Rule, *, detailed: bool = False) -> Selection:
     """The messages of the rule's topic (and tag); `detailed` adds what only a finding shows."""
-    columns = [
-        Column("key", "key"),
-        Column("at", "stored_at", _TIMESTAMP),
-        Column("log_id", "log_id", _BIGINT),
-        Column("decided_at", "decided_at", _TIMESTAMP),
-        Column("deliver_at", "deliver_at", _TIMESTAMP),
-        Column("state", "state"),
-        Column("content_type", "content_type"),
-        Column("body", "body", ColumnKind.BINARY),
-    ]
-    if detailed:
-        columns += [Column(name, name) for name in ("message_id", "transaction_id", "tag", "decided_by")]
-    elif any(group.message_id for group in rule.groups):
-        columns.append(Column("message_id", "message_id"))
+    names = {"at": "stored_at", "decided_at": "decided_at", "deliver_at": "deliver_at", "state": "state"}
+    more = {"content_type": "content_type", "body": "body", **{name: name for name in _DETAILS}}
     return Selection(
         table="message_v1",
-        columns=tuple(columns),
+        columns=_broker_columns(rule, {**names, **more}, detailed=detailed),
         key="key",
         time="stored_at",
         equals=_topic(rule),
@@ -99,36 +131,11 @@ def messages(rule: Rule, *, detailed: bool = False) -> Selection:
     )
 
 
-def effects(rule: Rule, group: GroupRule) -> Selection:
-    """The rows in which a group's work shows; without an effect table, the deliveries the broker says are done."""
-    if group.table is None:
-        return Selection(
-            table="delivery_v1",
-            columns=(Column("key", "key"), Column("at", "last_consumed_at", _TIMESTAMP)),
-            key="key",
-            time="stored_at",
-            equals=(*_topic(rule), ("consumer_group", group.name), ("state", "passed")),
-            span="log_id",
-            in_broker=True,
-        )
-    key = group.key or group.message_id or ""
-    return Selection(
-        table=group.table,
-        columns=(
-            Column("key" if group.key else "message_id", key),
-            Column("at", group.time or "", _TIMESTAMP, FieldType.TIMESTAMP),
-        ),
-        key=key,
-        time=group.time,
-        conditions=(group.when,) if group.when else (),
-    )
-
-
-def dead_letters(rule: Rule) -> Selection:
-    """Dead letters of the topic that were not replayed."""
+def dead_letters(rule: Rule, *, detailed: bool = False) -> Selection:
+    """Dead letters of the topic that were not replayed, in the shape of messages."""
     return Selection(
         table="dead_letter_v1",
-        columns=(Column("key", "key"), Column("at", "dead_at", _TIMESTAMP), Column("consumer_group", "consumer_group")),
+        columns=_broker_columns(rule, {"at": "dead_at", "state": "'dead ' || consumer_group"}, detailed=detailed),
         key="key",
         conditions=("replayed_at IS NULL",),
         equals=_topic(rule),
@@ -146,6 +153,27 @@ def deliveries(rule: Rule) -> Selection:
         span="log_id",
         in_broker=True,
     )
+
+
+def dead_state(group: GroupRule) -> str:
+    """The `state` of a dead letter of this group in the shape of messages."""
+    return f"dead {group.name}"
+
+
+def effect_state(number: int) -> str:
+    """The `state` of a delivery that is the effect of group `number`, in the shape of messages."""
+    return f"effect {number}"
+
+
+def _broker_columns(rule: Rule, given: dict[str, str], *, detailed: bool = False) -> tuple[Column, ...]:
+    kinds = {"at": _TIMESTAMP, "decided_at": _TIMESTAMP, "deliver_at": _TIMESTAMP, "body": ColumnKind.BINARY}
+    names = ["at", "decided_at", "deliver_at", "state", "content_type", "body"]
+    if detailed:
+        names += _DETAILS
+    elif any(group.message_id for group in rule.groups):
+        names.append("message_id")
+    rest = [Column(name, given.get(name, "(NULL)"), kinds.get(name, ColumnKind.TEXT)) for name in names]
+    return (Column("key", "key"), Column("log_id", "log_id", _BIGINT), *rest)
 
 
 def _topic(rule: Rule) -> tuple[tuple[str, str], ...]:

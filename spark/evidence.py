@@ -14,28 +14,30 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql.types import DecimalType
 
+from . import contract
 from .rules import FieldRule, FieldType, Rule
 
-ROW: Final = 0
+ROW: Final = contract.ROW_KIND
 COMMITTED: Final = 1
 RECALLED: Final = 2
 UNDECIDED: Final = 3
 PARKED: Final = 4
 ROLLED_BACK: Final = 5
-EFFECT: Final = 10
+OTHER: Final = 6
+EFFECT: Final = contract.EFFECT_KIND
 DEAD: Final = 1000
 
 NUMBER: Final = DecimalType(38, 12)
 _NO_TIME: Final = "CAST(NULL AS timestamp)"
 
 
-def row_side(rows: DataFrame, rule: Rule) -> DataFrame:
-    """Business rows (key, at, f0…) in the narrow form."""
+def table_side(table: DataFrame, rule: Rule) -> DataFrame:
+    """Business rows and effects (kind, key, at, f0…) in the narrow form."""
     raw = [F.col(f"f{number}") for number in range(len(rule.fields))]
     values = [_from_column(column, field) for column, field in zip(raw, rule.fields, strict=True)]
-    return rows.select(
+    return table.select(
         F.coalesce("key", F.lit("")).alias("key"),
-        F.lit(ROW).alias("kind"),
+        F.col("kind").cast("int").alias("kind"),
         "at",
         F.expr(_NO_TIME).alias("settled"),
         F.expr(_NO_TIME).alias("due"),
@@ -45,8 +47,8 @@ def row_side(rows: DataFrame, rule: Rule) -> DataFrame:
     )
 
 
-def message_side(messages: DataFrame, rule: Rule) -> DataFrame:
-    """Messages (contract.messages) in the narrow form. A body that cannot be read makes the message `bad`."""
+def broker_side(messages: DataFrame, rule: Rule) -> DataFrame:
+    """Messages, dead letters and deliveries in the narrow form. A body that cannot be read makes the message `bad`."""
     # In steps, so that each body is parsed once: a step's column is computed once and used many times by the next.
     text, document = F.col("text"), F.col("document")
     parsed = messages.withColumn("text", F.col("body").cast("string")).withColumn("document", F.try_parse_json("text"))
@@ -64,7 +66,7 @@ def message_side(messages: DataFrame, rule: Rule) -> DataFrame:
     is_committed = F.col("state").isin("committed", "recalled")
     return read.select(
         F.coalesce("key", F.lit("")).alias("key"),
-        _kind().alias("kind"),
+        _kind(rule).alias("kind"),
         "at",
         F.greatest("at", F.coalesce("decided_at", "at")).alias("settled"),
         F.col("deliver_at").alias("due"),
@@ -74,12 +76,16 @@ def message_side(messages: DataFrame, rule: Rule) -> DataFrame:
     )
 
 
-def _kind() -> Column:
+def _kind(rule: Rule) -> Column:
     state, kind = F.col("state"), F.lit(UNDECIDED)
-    known = {"rolled_back": ROLLED_BACK, "parked": PARKED, "recalled": RECALLED, "committed": COMMITTED}
-    for name, number in known.items():
-        kind = F.when(state == name, F.lit(number)).otherwise(kind)
-    return kind
+    known = {"rolled_back": ROLLED_BACK, "parked": PARKED, "recalled": RECALLED}
+    for number, group in enumerate(rule.groups):
+        known[contract.effect_state(number)] = EFFECT + number
+        known[contract.dead_state(group)] = DEAD + number
+    for name, value in known.items():
+        kind = F.when(state == name, F.lit(value)).otherwise(kind)
+    kind = F.when(state.startswith("dead ") & (kind == UNDECIDED), F.lit(OTHER)).otherwise(kind)
+    return F.when(state == "committed", F.lit(COMMITTED)).otherwise(kind)
 
 
 def row_values(rule: Rule) -> list[Column]:
@@ -95,36 +101,11 @@ def body_values(rule: Rule) -> list[Column]:
     return [value.cast("string").alias(f"v{number}") for number, value in enumerate(values)]
 
 
-def mark_side(marks: DataFrame, kind: Column, rule: Rule) -> DataFrame:
-    """Effects and dead letters (key, at) in the narrow form."""
-    nothing: list[Column] = [F.lit(None).cast("string") for _ in rule.fields]
-    return marks.select(
-        F.coalesce("key", F.lit("")).alias("key"),
-        kind.alias("kind"),
-        "at",
-        F.expr(_NO_TIME).alias("settled"),
-        F.expr(_NO_TIME).alias("due"),
-        F.lit(0).cast("bigint").alias("ord"),
-        F.lit(0).alias("bad"),
-        *_compared(nothing, rule),
-    )
-
-
-def effect_side(effects: DataFrame, number: int, rule: Rule, messages: DataFrame) -> DataFrame:
-    """Effects of the rule's group `number`. Effects found by message id get their key from the messages."""
-    if rule.groups[number].message_id:
-        keys = messages.select("message_id", "key")
-        effects = effects.join(keys, "message_id").select("key", "at")
-    return mark_side(effects, F.lit(EFFECT + number), rule)
-
-
-def dead_side(dead: DataFrame, rule: Rule) -> DataFrame:
-    """Dead letters of the rule's groups."""
-    kind = F.lit(None).cast("int")
-    for number, group in enumerate(rule.groups):
-        kind = F.when(F.col("consumer_group") == group.name, F.lit(DEAD + number)).otherwise(kind)
-    known = dead.where(F.col("consumer_group").isin([group.name for group in rule.groups]))
-    return mark_side(known, kind, rule)
+def with_keys(effects: DataFrame, messages: DataFrame) -> DataFrame:
+    """Effects that name a message id instead of a key, with the key of that message."""
+    keys = messages.where(F.col("message_id").isNotNull()).select("message_id", F.col("key").alias("message_key"))
+    found = effects.join(keys, effects["key"] == keys["message_id"])
+    return found.withColumn("key", F.col("message_key")).drop("message_id", "message_key")
 
 
 def gather(sides: list[DataFrame], rule: Rule) -> DataFrame:

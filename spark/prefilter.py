@@ -14,7 +14,7 @@ from typing import Any, Final
 from . import contract
 from .classify import Window
 from .errors import ReconcileError
-from .rules import FieldRule, FieldType, GroupRule, Kind, Messages, Rule, Rules
+from .rules import FieldRule, FieldType, Kind, Messages, Rule, Rules
 from .sides import Limits, Sources
 from .sources import sql
 from .sources.postgres import PostgresSource
@@ -76,7 +76,7 @@ class _Prefilter:
 
     def outcome(self) -> Outcome:
         rows, messages = self._rows(), self._messages()
-        effects = [self._effects(group) for group in self._rule.groups]
+        effects = [self._effects(number) for number in range(len(self._rule.groups))]
         if None in messages.sums or any(None in side.sums for side in effects):
             return Outcome("checksum: not used, messages or effects are there that belong to no row's bucket")
         suspicious = {bucket for bucket, sums in messages.sums.items() if sums[2]} | self._dead()
@@ -124,8 +124,8 @@ class _Prefilter:
             f"WHERE state <> 'rolled_back' AND {inside} GROUP BY 1",
         )
 
-    def _effects(self, group: GroupRule) -> _Buckets:
-        rule, selection = self._rule, contract.effects(self._rule, group)
+    def _effects(self, number: int) -> _Buckets:
+        rule, group, selection = self._rule, self._rule.groups[number], contract.effects(self._rule, number)
         mine, theirs = contract.rows(rule), selection
         same = self._ours.column_types(mine).get(rule.key) == self._ours.column_types(theirs).get(group.key or "")
         suffix = "" if same else "::text"

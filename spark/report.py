@@ -53,12 +53,14 @@ def samples(findings: DataFrame, per_class: int) -> list[dict[str, Any]]:
     return [row.asDict(recursive=True) for row in rows]
 
 
-def finding_times(findings: DataFrame) -> Times:
-    """Findings per class and bucket of FINE seconds."""
+def finding_counts(findings: DataFrame) -> list[tuple[str, str, str, float | None, int]]:
+    """Findings per rule, group, class and bucket of time (its start in seconds since 1970)."""
     bucket = (F.floor(F.unix_seconds("at") / _FINE_SECONDS) * _FINE_SECONDS).cast("bigint")
-    known = findings.where(F.col("at").isNotNull() & F.col("class").isin([name.value for name in classify.FAULTS]))
-    rows = known.groupBy("class", bucket.alias("bucket")).count().collect()
-    return [(row["class"], float(row["bucket"]), int(row["count"])) for row in rows]
+    rows = findings.groupBy("rule", "group", "class", bucket.alias("bucket")).count().collect()
+    return [
+        (row["rule"], row["group"], row["class"], None if row["bucket"] is None else float(row["bucket"]), row["count"])
+        for row in rows
+    ]
 
 
 def render(

@@ -6,12 +6,14 @@ import json
 import uuid
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime, timedelta
+from functools import reduce
 from typing import TYPE_CHECKING, Any, Final
 
 from . import classify, confirm, contract, errors, merge, metrics, prefilter, report, rules_file, scan, sides
 from .errors import RunIncomplete, UsageProblem
 from .options import RunOptions
 from .progress import Progress
+from .report_plot import Times
 from .rules import Rule
 from .scan import readable_errors
 from .sources.base import Reading
@@ -166,7 +168,7 @@ class Run:
     def _keys(self, run: RuleRun, earlier: DataFrame) -> DataFrame:
         from pyspark.sql import functions as F
 
-        suspects = self._suspects(run).where(F.col("class") != "PENDING").select("key", F.lit(False).alias("carried"))
+        suspects = self._suspects([run]).where(F.col("class") != "PENDING").select("key", F.lit(False).alias("carried"))
         carried = earlier.where(F.col("rule") == run.rule.name).select("key", F.lit(True).alias("carried"))
         return suspects.unionByName(carried).groupBy("key").agg(F.max("carried").alias("carried"))
 
@@ -188,10 +190,9 @@ class Run:
     ) -> dict[str, Any]:
         with self._progress.step("stage write: findings"), readable_errors("writing the findings"):
             findings = self._write_findings(runs, self._earlier(previous))
-            self._count(runs, findings)
+            buckets = self._count(runs, findings)
             result = self._result(runs, readings, confirmed_at)
             samples = report.samples(findings, SAMPLES_PER_CLASS)
-            buckets = report.finding_times(findings)
         with self._progress.step("stage publish: report and result"):
             text = report.render(
                 result, samples, buckets, {run.rule.name: run.volume for run in runs}, self._rules.trace
@@ -210,16 +211,8 @@ class Run:
         return result
 
     def _write_findings(self, runs: list[RuleRun], earlier: DataFrame) -> DataFrame:
-        from pyspark.sql import functions as F
-
         confirmed = self._confirmed(runs)
-        scanned = [
-            self._suspects(run).where(F.col("class") == "PENDING").withColumn("rule", F.lit(run.rule.name))
-            for run in runs
-        ]
-        waiting = scanned[0]
-        for frame in scanned[1:]:
-            waiting = waiting.unionByName(frame)
+        waiting = self._suspects(runs).where("class = 'PENDING'")
         boundaries = [(run.rule.name, run.window.until) for run in runs]
         first_seen = self._spark.createDataFrame(boundaries, "rule string, boundary timestamp")
         pending = merge.pending(waiting, confirmed, earlier)
@@ -231,31 +224,34 @@ class Run:
         return written
 
     def _confirmed(self, runs: list[RuleRun]) -> DataFrame:
-        found = [
-            self._spark.read.parquet(self._spark_path(f"confirmed/{self._number(run.rule)}"))
-            for run in runs
-            if run.suspects
-        ]
-        if not found:
+        paths = [self._spark_path(f"confirmed/{self._number(run.rule)}") for run in runs if run.suspects]
+        if not paths:
             return self._spark.createDataFrame([], confirm.SCHEMA)
-        united = found[0]
-        for frame in found[1:]:
-            united = united.unionByName(frame)
-        return united
+        return self._spark.read.schema(confirm.SCHEMA).parquet(*paths)
 
-    def _count(self, runs: list[RuleRun], findings: DataFrame) -> None:
-        """Counts of the result: the first look's, with suspects that the second look found right counted as OK."""
-        counted = _by_subject(findings, "rule", "group", "class")
+    def _count(self, runs: list[RuleRun], findings: DataFrame) -> Times:
+        """Counts of the result: the first look's, with suspects that the second look found right counted as OK.
+
+        Returns the findings by class and time, for the report's timeline.
+        """
+        grouped = report.finding_counts(findings)
+        faults = {name.value for name in classify.FAULTS}
+        dismissed: dict[tuple[str, ...], int] = {}
+        if any(run.suspects for run in runs):
+            suspects = self._suspects(runs).where("class <> 'PENDING'")
+            right = suspects.join(findings.select(*merge.SUBJECT), merge.SUBJECT, "left_anti")
+            dismissed = {tuple(row)[:-1]: int(row["count"]) for row in right.groupBy("rule", "group").count().collect()}
         for run in runs:
             assert run.scanned is not None
-            suspects = self._suspects(run).where("class <> 'PENDING'")
-            ours = findings.where(findings["rule"] == run.rule.name).select("key", "group")
-            dismissed = _by_subject(suspects.join(ours, ["key", "group"], "left_anti"), "group")
             for subject, seen in run.scanned.counts.items():
-                new = {name.value: counted.get((run.rule.name, subject, name.value), 0) for name in classify.CLASSES}
-                new["OK"] = seen["OK"] + dismissed.get((subject,), 0) + run.skipped
+                new = dict.fromkeys((name.value for name in classify.CLASSES), 0)
+                for rule, group, name, _, count in grouped:
+                    if (rule, group) == (run.rule.name, subject):
+                        new[name] += count
+                new["OK"] = seen["OK"] + dismissed.get((run.rule.name, subject), 0) + run.skipped
                 new["PENDING"] = seen["PENDING"]
                 run.counts[subject] = new
+        return [(name, bucket, count) for _, _, name, bucket, count in grouped if bucket is not None and name in faults]
 
     def _result(self, runs: list[RuleRun], readings: list[Reading], confirmed_at: list[Reading]) -> dict[str, Any]:
         totals = dict.fromkeys((name.value for name in classify.CLASSES), 0)
@@ -288,8 +284,17 @@ class Run:
             return "interval"
         return "full" if self._options.full else "incremental"
 
-    def _suspects(self, run: RuleRun) -> DataFrame:
-        return self._spark.read.parquet(self._spark_path(f"suspects/{self._number(run.rule)}"))
+    def _suspects(self, runs: list[RuleRun]) -> DataFrame:
+        from pyspark.sql import functions as F
+
+        read = self._spark.read.schema(scan.SUSPECT_SCHEMA)
+        frames = [
+            read.parquet(self._spark_path(f"suspects/{self._number(run.rule)}")).withColumn(
+                "rule", F.lit(run.rule.name)
+            )
+            for run in runs
+        ]
+        return reduce(type(frames[0]).unionByName, frames)
 
     def _spark_path(self, name: str) -> str:
         return self._store.spark_path(f"runs/{self._name}/{name}")
@@ -309,10 +314,6 @@ def _boundary_of(previous: dict[str, Any], rule: Rule) -> datetime | None:
         if known["name"] == rule.name and known["digest"] == rule.digest:
             return datetime.fromisoformat(known["until"])
     return None
-
-
-def _by_subject(frame: DataFrame, *columns: str) -> dict[tuple[str, ...], int]:
-    return {tuple(row)[:-1]: int(row["count"]) for row in frame.groupBy(*columns).count().collect()}
 
 
 def _plain(reading: Reading) -> dict[str, Any]:

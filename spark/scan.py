@@ -17,6 +17,7 @@ from .rules import Rule
 from .sources.adbc import FAILURE
 
 SUSPECT_COLUMNS: Final = ("key", "group", "class", "flags", "at", "carry")
+SUSPECT_SCHEMA: Final = "key string, group string, class string, flags array<string>, at timestamp, carry boolean"
 Counts = dict[str, dict[str, int]]
 
 

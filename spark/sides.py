@@ -78,9 +78,9 @@ def check(rule: Rule, sources: Sources) -> None:
     if rule.groups:
         sources.broker.check(contract.dead_letters(rule))
         sources.broker.check(contract.deliveries(rule))
-    for group in rule.groups:
+    for number, group in enumerate(rule.groups):
         source = sources[group.database] if group.table else sources.broker
-        source.check(contract.effects(rule, group))
+        source.check(contract.effects(rule, number))
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,52 +92,73 @@ class Limits:
     effects: tuple[tuple[str, ...], ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class _Tables:
+    """The selections of a rule by source: business tables, and what the broker knows."""
+
+    tables: list[tuple[Source, list[Selection]]]
+    by_message: list[tuple[Source, list[Selection]]]
+    broker: list[Selection]
+
+
+def _tables(rule: Rule, sources: Sources, limits: Limits, *, detailed: bool = False) -> _Tables:
+    tables = [(sources[rule.database], [_limited(contract.rows(rule), limits.rows)])]
+    by_message: list[tuple[Source, list[Selection]]] = []
+    broker = [_limited(contract.messages(rule, detailed=detailed), limits.messages)]
+    for number, group in enumerate(rule.groups):
+        selection = contract.effects(rule, number, detailed=detailed)
+        if limits.effects:
+            selection = _limited(selection, limits.effects[number])
+        if selection.in_broker:
+            broker.append(selection)
+        else:
+            _add(by_message if group.message_id else tables, sources[group.database], selection)
+    if rule.groups:
+        broker.append(contract.dead_letters(rule, detailed=detailed))
+    return _Tables(tables, by_message, broker)
+
+
+def _add(to: list[tuple[Source, list[Selection]]], source: Source, selection: Selection) -> None:
+    for known, selections in to:
+        if known is source:
+            selections.append(selection)
+            return
+    to.append((source, [selection]))
+
+
 def of_window(rule: Rule, sources: Sources, since: datetime | None, limits: Limits) -> list[DataFrame]:
     """The narrow sides of a window. Read a little further back than it: a message may be older than its row's time."""
     margin = timedelta(seconds=max(60.0, rule.grace_seconds))
     start = None if since is None else since - margin
-    messages = sources.broker.read(_limited(contract.messages(rule), limits.messages), start)
-    rows = sources[rule.database].read(_limited(contract.rows(rule), limits.rows), start)
-    sides = [evidence.row_side(rows, rule), evidence.message_side(messages, rule)]
-    for number, group in enumerate(rule.groups):
-        selection = contract.effects(rule, group)
-        if limits.effects:
-            selection = _limited(selection, limits.effects[number])
-        source = sources.broker if selection.in_broker else sources[group.database]
-        sides.append(evidence.effect_side(source.read(selection, start), number, rule, messages))
-    if rule.groups:
-        sides.append(evidence.dead_side(sources.broker.read(contract.dead_letters(rule), None), rule))
-    return sides
+    wanted = _tables(rule, sources, limits)
+    messages = sources.broker.read(wanted.broker, start)
+    tables = [source.read(selections, start) for source, selections in wanted.tables]
+    for source, selections in wanted.by_message:
+        tables.append(evidence.with_keys(source.read(selections, start), messages))
+    return [evidence.broker_side(messages, rule), *(evidence.table_side(table, rule) for table in tables)]
 
 
 @dataclass(frozen=True, slots=True)
 class KeySides:
-    """Everything about some keys: the narrow sides, and what a finding shows of them."""
+    """Everything about some keys: the narrow sides, and what a finding shows of them. `cached` is to be released."""
 
     narrow: list[DataFrame]
     rows: DataFrame
     messages: DataFrame
     deliveries: DataFrame | None
+    cached: list[DataFrame]
 
 
 def of_keys(rule: Rule, sources: Sources, keys: Sequence[str]) -> KeySides:
     """All sides for these keys, in any window."""
-    rows = sources[rule.database].read_keys(contract.rows(rule), keys)
-    messages = sources.broker.read_keys(contract.messages(rule, detailed=True), keys).cache()
-    narrow = [evidence.row_side(rows, rule), evidence.message_side(messages, rule)]
-    for number, group in enumerate(rule.groups):
-        selection = contract.effects(rule, group)
-        source = sources.broker if selection.in_broker else sources[group.database]
-        wanted: Sequence[str] = keys
-        if group.message_id:
-            wanted = [row[0] for row in messages.select("message_id").collect()]
-        narrow.append(evidence.effect_side(source.read_keys(selection, wanted), number, rule, messages))
-    deliveries = None
-    if rule.groups:
-        dead = sources.broker.read_keys(contract.dead_letters(rule), keys)
-        narrow.append(evidence.dead_side(dead, rule))
-        deliveries = sources.broker.read_keys(contract.deliveries(rule), keys)
-    return KeySides(narrow, rows, messages, deliveries)
+    wanted = _tables(rule, sources, Limits(), detailed=True)
+    broker = sources.broker.read_keys([(selection, keys) for selection in wanted.broker]).cache()
+    tables = [source.read_keys([(each, keys) for each in selections]) for source, selections in wanted.tables]
+    for source, selections in wanted.by_message:
+        ids = [row[0] for row in broker.where("message_id IS NOT NULL").select("message_id").collect()]
+        tables.append(evidence.with_keys(source.read_keys([(each, ids) for each in selections]), broker))
+    deliveries = sources.broker.read_keys([(contract.deliveries(rule), keys)]) if rule.groups else None
+    return _key_sides(rule, tables, broker, deliveries)
 
 
 def of_many_keys(rule: Rule, sources: Sources, keys: DataFrame) -> KeySides:
@@ -146,20 +167,25 @@ def of_many_keys(rule: Rule, sources: Sources, keys: DataFrame) -> KeySides:
     def only(frame: DataFrame) -> DataFrame:
         return frame.join(keys, "key", "left_semi")
 
-    rows = only(sources[rule.database].read(contract.rows(rule), None))
-    messages = only(sources.broker.read(contract.messages(rule, detailed=True), None)).cache()
-    narrow = [evidence.row_side(rows, rule), evidence.message_side(messages, rule)]
-    for number, group in enumerate(rule.groups):
-        selection = contract.effects(rule, group)
-        source = sources.broker if selection.in_broker else sources[group.database]
-        effects = source.read(selection, None)
-        effects = effects if group.message_id else only(effects)
-        narrow.append(evidence.effect_side(effects, number, rule, messages))
-    deliveries = None
-    if rule.groups:
-        narrow.append(evidence.dead_side(only(sources.broker.read(contract.dead_letters(rule), None)), rule))
-        deliveries = only(sources.broker.read(contract.deliveries(rule), None))
-    return KeySides(narrow, rows, messages, deliveries)
+    wanted = _tables(rule, sources, Limits(), detailed=True)
+    broker = only(sources.broker.read(wanted.broker, None)).cache()
+    tables = [only(source.read(selections, None)) for source, selections in wanted.tables]
+    for source, selections in wanted.by_message:
+        tables.append(evidence.with_keys(source.read(selections, None), broker))
+    deliveries = only(sources.broker.read([contract.deliveries(rule)], None)) if rule.groups else None
+    return _key_sides(rule, tables, broker, deliveries)
+
+
+def _key_sides(rule: Rule, tables: list[DataFrame], broker: DataFrame, deliveries: DataFrame | None) -> KeySides:
+    own = tables[0].cache()
+    narrow = [evidence.table_side(table, rule) for table in (own, *tables[1:])]
+    return KeySides(
+        narrow=[evidence.broker_side(broker, rule), *narrow],
+        rows=own.where(own["kind"] == contract.ROW_KIND),
+        messages=broker.where(broker["state"].isin(*contract.MESSAGE_STATES)),
+        deliveries=deliveries,
+        cached=[own, broker],
+    )
 
 
 def check_not_empty(rule: Rule, sources: Sources) -> str | None:

@@ -91,11 +91,11 @@ class Source(Protocol):
     def is_empty(self, selection: Selection) -> bool:
         """Whether the selection has no row at all, in any window."""
 
-    def read(self, selection: Selection, since: datetime | None) -> DataFrame:
-        """All rows with `time >= since`."""
+    def read(self, selections: Sequence[Selection], since: datetime | None) -> DataFrame:
+        """All rows with `time >= since` of selections of one shape."""
 
-    def read_keys(self, selection: Selection, keys: Sequence[str]) -> DataFrame:
-        """All rows with one of these keys, in any window."""
+    def read_keys(self, wanted: Sequence[tuple[Selection, Sequence[str]]]) -> DataFrame:
+        """All rows with one of the keys beside each selection, in any window; the selections have one shape."""
 
     def volume(self, selection: Selection, since: datetime | None, bucket_seconds: int) -> list[tuple[datetime, int]]:
         """How many rows fall into each bucket of time."""

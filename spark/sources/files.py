@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from functools import reduce
 
 from pyspark.errors import AnalysisException, PySparkException
 from pyspark.sql import Column as SparkColumn
@@ -39,7 +40,7 @@ class FrameSource:
 
     def _newest(self, selection: Selection) -> datetime | None:
         # Microseconds, not a timestamp: collect() would turn that into this machine's local time.
-        frame = self.read(selection, None).agg(F.unix_micros(F.max("at")))
+        frame = self.read([selection], None).agg(F.unix_micros(F.max("at")))
         value = frame.collect()[0][0]
         return None if value is None else datetime.fromtimestamp(value / 1_000_000, UTC)
 
@@ -60,12 +61,16 @@ class FrameSource:
         """See Source."""
         return self._limited(selection, None).isEmpty()
 
-    def read(self, selection: Selection, since: datetime | None) -> DataFrame:
+    def read(self, selections: Sequence[Selection], since: datetime | None) -> DataFrame:
         """See Source."""
-        return self._selected(self._limited(selection, since), selection)
+        frames = [self._selected(self._limited(selection, since), selection) for selection in selections]
+        return reduce(DataFrame.unionByName, frames)
 
-    def read_keys(self, selection: Selection, keys: Sequence[str]) -> DataFrame:
+    def read_keys(self, wanted: Sequence[tuple[Selection, Sequence[str]]]) -> DataFrame:
         """See Source."""
+        return reduce(DataFrame.unionByName, [self._of_keys(selection, keys) for selection, keys in wanted])
+
+    def _of_keys(self, selection: Selection, keys: Sequence[str]) -> DataFrame:
         wanted = self._spark.createDataFrame([(key,) for key in keys], "wanted_key string")
         frame = self._limited(selection, None)
         key = _expression(selection.key).cast("string")
@@ -74,7 +79,7 @@ class FrameSource:
     def volume(self, selection: Selection, since: datetime | None, bucket_seconds: int) -> list[tuple[datetime, int]]:
         """See Source."""
         seconds = F.floor(F.unix_seconds("at") / bucket_seconds) * bucket_seconds
-        counts = self.read(selection, since).groupBy(seconds.cast("bigint").alias("bucket")).count().orderBy("bucket")
+        counts = self.read([selection], since).groupBy(seconds.cast("bigint").alias("bucket")).count().orderBy("bucket")
         return [(datetime.fromtimestamp(row[0], UTC), int(row[1])) for row in counts.collect()]
 
     def horizon(self, topic: str) -> datetime | None:

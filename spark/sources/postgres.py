@@ -153,21 +153,27 @@ class PostgresSource:
         where = sql.where(sql.conditions(selection, None))
         return not self.query(f"SELECT 1 FROM {self.table_of(selection)}{where} LIMIT 1")
 
-    def read(self, selection: Selection, since: datetime | None) -> DataFrame:
+    def read(self, selections: Sequence[Selection], since: datetime | None) -> DataFrame:
         """See Source."""
-        terms = sql.conditions(selection, since)
-        pieces = self._spans(selection, terms, since) if selection.span else self._pages(selection, terms, since)
-        return self._frame(selection, [[*terms, *piece] for piece in pieces])
+        queries = []
+        for selection in selections:
+            terms = sql.conditions(selection, since)
+            pieces = self._spans(selection, terms, since) if selection.span else self._pages(selection, terms, since)
+            queries += [self._select(selection, [*terms, *piece]) for piece in pieces]
+        return self._frame(selections[0], queries)
 
-    def read_keys(self, selection: Selection, keys: Sequence[str]) -> DataFrame:
+    def read_keys(self, wanted: Sequence[tuple[Selection, Sequence[str]]]) -> DataFrame:
         """See Source."""
-        fixed = sql.conditions(selection, None)
-        column_type = self.column_types(selection).get(selection.key)
-        # A view that is split by id has no index on the key: one scan for all keys instead of one per chunk.
-        size = max(1, len(keys)) if selection.span else KEYS_PER_PARTITION
-        chunks = [list(keys[start : start + size]) for start in range(0, len(keys), size)] or [[]]
-        terms = [[*fixed, sql.keys_condition(selection.key, column_type, chunk)] for chunk in chunks]
-        return self._frame(selection, terms)
+        queries = []
+        for selection, keys in wanted:
+            fixed = sql.conditions(selection, None)
+            column_type = self.column_types(selection).get(selection.key)
+            # A view that is split by id has no index on the key: one scan for all keys instead of one per chunk.
+            size = max(1, len(keys)) if selection.span else KEYS_PER_PARTITION
+            for start in range(0, max(1, len(keys)), size):
+                condition = sql.keys_condition(selection.key, column_type, keys[start : start + size])
+                queries.append(self._select(selection, [*fixed, condition]))
+        return self._frame(wanted[0][0], queries)
 
     def volume(self, selection: Selection, since: datetime | None, bucket_seconds: int) -> list[tuple[datetime, int]]:
         """See Source."""
@@ -201,8 +207,10 @@ class PostgresSource:
             raise RunIncomplete(f"database {self._database.name!r} was read before its snapshot was taken.")
         return self._rows(self._coordinator, statement, about=about)
 
-    def _frame(self, selection: Selection, terms: list[list[str]]) -> DataFrame:
-        queries = [sql.select(selection, self._schema_of(selection), term) for term in terms]
+    def _select(self, selection: Selection, terms: list[str]) -> str:
+        return sql.select(selection, self._schema_of(selection), terms)
+
+    def _frame(self, selection: Selection, queries: list[str]) -> DataFrame:
         self._spark.dataSource.register(adbc.PostgresDataSource)
         return (
             self._spark.read.format(adbc.FORMAT)

@@ -17,7 +17,14 @@ from spark.options import RunOptions
 from spark.progress import Progress
 from tests.spark.world import GROUPS, World, write_rules
 
-SETTINGS = {"spark.sql.shuffle.partitions": "2", "spark.driver.memory": "1g", "spark.sql.adaptive.enabled": "false"}
+# Small data, many plans: what costs is compiling, not computing.
+SETTINGS = {
+    "spark.sql.shuffle.partitions": "2",
+    "spark.sql.adaptive.enabled": "false",
+    "spark.sql.codegen.wholeStage": "false",
+    "spark.driver.memory": "2g",
+    "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
+}
 
 
 @pytest.fixture(scope="session")

@@ -173,7 +173,8 @@ class World:
         self.app.execute(
             "INSERT INTO orders_order (id, customer, total, status, created_at, paid_at) "
             "SELECT n, 'customer ' || n %% 7, n %% 100 + 0.50, 'paid', t, t "
-            "FROM (SELECT n, %s::timestamptz + (n - 1) * %s * interval '1 s' AS t FROM generate_series(%s::bigint, %s::bigint) n) g",
+            "FROM (SELECT n, %s::timestamptz + (n - 1) * %s * interval '1 s' AS t "
+            "FROM generate_series(%s::bigint, %s::bigint) n) g",
             [START, step, first, first + count - 1],
         )
         for table, more, values in (
@@ -182,13 +183,14 @@ class World:
             ("cart_clearance", ", customer", ", customer"),
         ):
             self.app.execute(
-                f"INSERT INTO {table} (order_id, created_at{more}) SELECT id, paid_at + interval '1 s'{values} "  # type: ignore[arg-type]
+                f"INSERT INTO {table} (order_id, created_at{more}) SELECT id, paid_at + interval '1 s'{values} "
                 "FROM orders_order WHERE id >= %s",
                 [first],
             )
         with self.broker.transaction():
             self.broker.execute(
-                "CREATE TEMP TABLE given ON COMMIT DROP AS SELECT n, %s::timestamptz + (n - 1) * %s * interval '1 s' AS t, "
+                "CREATE TEMP TABLE given ON COMMIT DROP AS "
+                "SELECT n, %s::timestamptz + (n - 1) * %s * interval '1 s' AS t, "
                 "gen_random_uuid() AS id FROM generate_series(%s::bigint, %s::bigint) n",
                 [START, step, first, first + count - 1],
             )
@@ -206,7 +208,8 @@ class World:
             )
             self.broker.execute(
                 "INSERT INTO consume_queue (queue_offset, log_id, queue_id, attempt) "
-                "SELECT (SELECT count(*) FROM consume_queue) + row_number() OVER (ORDER BY l.log_id) - 1, l.log_id, %s, 0 "
+                "SELECT (SELECT count(*) FROM consume_queue) + row_number() OVER (ORDER BY l.log_id) - 1, l.log_id, "
+                "%s, 0 "
                 "FROM given g JOIN commit_log l ON l.message_id = g.id",
                 [self.queue_id],
             )
@@ -236,8 +239,8 @@ class World:
         message_id = message_id or order.message_id
         stored = stored_at or order.at
         log_id = self._one(
-            "INSERT INTO commit_log (born_at, stored_at, deliver_at, transaction_id, message_id, topic_id, half, key, tag, "
-            "content_type, body) VALUES (%s, %s, %s, %s, %s, %s, true, %s, '', %s, %s) RETURNING log_id",
+            "INSERT INTO commit_log (born_at, stored_at, deliver_at, transaction_id, message_id, topic_id, half, "
+            "key, tag, content_type, body) VALUES (%s, %s, %s, %s, %s, %s, true, %s, '', %s, %s) RETURNING log_id",
             stored,
             stored,
             deliver_at,
@@ -255,7 +258,8 @@ class World:
     def decide(self, log_id: int, transaction_id: uuid.UUID, decision: str, at: datetime) -> None:
         """The op row and, for a commit, the queue entry."""
         self.broker.execute(
-            "INSERT INTO op_log (decided_at, transaction_id, decision, decided_by, log_ids) VALUES (%s, %s, %s, 'P', %s)",
+            "INSERT INTO op_log (decided_at, transaction_id, decision, decided_by, log_ids) "
+            "VALUES (%s, %s, %s, 'P', %s)",
             [at, transaction_id, decision, [log_id]],
         )
         if decision == "C":
@@ -277,7 +281,7 @@ class World:
             group
         ]
         self.app.execute(
-            f"INSERT INTO {EFFECT_TABLES[group]} (order_id, created_at{more[0]}) VALUES (%s, %s{more[1]})",  # type: ignore[arg-type]
+            f"INSERT INTO {EFFECT_TABLES[group]} (order_id, created_at{more[0]}) VALUES (%s, %s{more[1]})",
             [number, at],
         )
 
@@ -286,7 +290,8 @@ class World:
         self.broker.execute(
             "INSERT INTO consumer_offset (next_offset, epoch, ordinal, start_offset, group_id, queue_id) "
             "SELECT (SELECT count(*) FROM consume_queue WHERE queue_id = %s), 1, "
-            "coalesce((SELECT max(ordinal) FROM consumer_offset o WHERE o.group_id = g.group_id), 0) + 1, 0, g.group_id, %s "
+            "coalesce((SELECT max(ordinal) FROM consumer_offset o WHERE o.group_id = g.group_id), 0) + 1, 0, "
+            "g.group_id, %s "
             "FROM consumer_group g",
             [self.queue_id, self.queue_id],
         )
@@ -301,7 +306,7 @@ class World:
     def park(self, transaction_id: uuid.UUID, log_id: int, at: datetime) -> None:
         """The half message is past the check limits."""
         self.broker.execute(
-            "INSERT INTO pending_check (transaction_id, log_id, producer_group, stored_at, immune_until, due_at, parked_at) "
-            "VALUES (%s, %s, 'orders', %s, %s, %s, %s)",
+            "INSERT INTO pending_check (transaction_id, log_id, producer_group, stored_at, immune_until, due_at, "
+            "parked_at) VALUES (%s, %s, 'orders', %s, %s, %s, %s)",
             [transaction_id, log_id, at, at, at, at],
         )

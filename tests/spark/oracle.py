@@ -1,0 +1,219 @@
+"""Histories of one key and, in plain Python, what class each must get: written from the docs, not from the code."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from decimal import Decimal
+
+from spark.rules import FieldRule, FieldType, GroupRule, Messages, Rule
+
+UNTIL = datetime(2025, 6, 1, 12, tzinfo=UTC)
+GRACE = timedelta(seconds=30)
+WATERMARK = UNTIL + GRACE
+SINCE = UNTIL - timedelta(hours=6)
+LATE_AFTER = timedelta(minutes=5)
+STUCK_AFTER = timedelta(minutes=15)
+WITHIN = timedelta(minutes=10)
+GROUPS = ("logistics", "points")
+PRECEDENCE = (
+    "ORPHAN",
+    "HALF_STUCK",
+    "LOST",
+    "UNREADABLE",
+    "DUPLICATE",
+    "DEAD",
+    "UNDELIVERED",
+    "MISMATCH",
+    "LATE",
+    "PENDING",
+    "OK",
+)
+
+
+def rule(messages: Messages = Messages.EXACTLY_ONE) -> Rule:
+    return Rule(
+        name="order-paid",
+        database="app",
+        table="orders_order",
+        key="id",
+        time="paid_at",
+        topic="order.paid",
+        messages=messages,
+        grace_seconds=GRACE.total_seconds(),
+        late_after_seconds=LATE_AFTER.total_seconds(),
+        stuck_after_seconds=STUCK_AFTER.total_seconds(),
+        fields=(
+            FieldRule(column="customer", body="customer"),
+            FieldRule(column="total", body="price.total", type=FieldType.DECIMAL),
+            FieldRule(column="weight", body="weight", type=FieldType.DECIMAL, tolerance="0.5"),
+        ),
+        groups=tuple(
+            GroupRule(name=name, database="app", table=name, key="k", time="t", within_seconds=WITHIN.total_seconds())
+            for name in GROUPS
+        ),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BusinessRow:
+    at: datetime
+    customer: str | None = "ann"
+    total: Decimal = Decimal("12.50")
+    weight: Decimal | None = Decimal("1.0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sent:
+    stored_at: datetime
+    state: str = "committed"
+    decided_at: datetime | None = None
+    deliver_at: datetime | None = None
+    customer: str | None = "ann"
+    total: Decimal = Decimal("12.50")
+    weight: Decimal | None = Decimal("1.0")
+    damage: bytes | None = None
+
+    @property
+    def body(self) -> bytes:
+        if self.damage is not None:
+            return self.damage
+        price = {"total": str(self.total)}
+        weight = None if self.weight is None else float(self.weight)
+        return json.dumps({"customer": self.customer, "price": price, "weight": weight}).encode()
+
+    @property
+    def settled_at(self) -> datetime:
+        return max(self.stored_at, self.decided_at or self.stored_at)
+
+    @property
+    def is_committed(self) -> bool:
+        return self.state in ("committed", "recalled")
+
+    @property
+    def is_undecided(self) -> bool:
+        return self.state in ("undecided", "parked")
+
+    @property
+    def is_readable(self) -> bool:
+        return self.damage is None
+
+
+@dataclass(frozen=True, kw_only=True)
+class History:
+    """Everything that happened with one key. `effects` and `dead`: per group of GROUPS."""
+
+    rows: tuple[BusinessRow, ...] = ()
+    messages: tuple[Sent, ...] = ()
+    effects: tuple[tuple[datetime, ...], ...] = field(default=((), ()))
+    dead: tuple[bool, ...] = (False, False)
+
+
+def in_window(at: datetime) -> bool:
+    return SINCE <= at < UNTIL
+
+
+def message_flags(history: History, kind: Messages = Messages.EXACTLY_ONE) -> set[str]:
+    """All classes that hold for the message of a key; empty when it is not judged here."""
+    rows = history.rows
+    committed = [message for message in history.messages if message.is_committed]
+    undecided = [message for message in history.messages if message.is_undecided]
+    if rows:
+        return _flags_with_row(min(row.at for row in rows), rows, committed, undecided, kind)
+    flags = set()
+    if committed:
+        stored, settled = min(m.stored_at for m in committed), min(m.settled_at for m in committed)
+        if in_window(stored):
+            flags |= {"ORPHAN"} if settled < UNTIL else set()
+            flags |= {"UNREADABLE"} if any(not m.is_readable for m in committed) else set()
+            flags |= {"DUPLICATE"} if kind is Messages.EXACTLY_ONE and len(committed) > 1 else set()
+        if stored >= SINCE and settled >= UNTIL:
+            flags.add("PENDING")
+    if undecided:
+        oldest = min(m.stored_at for m in undecided)
+        if in_window(oldest) and _is_stuck(undecided, oldest):
+            flags.add("HALF_STUCK")
+        if not committed and oldest >= SINCE:
+            flags.add("PENDING")
+    return flags
+
+
+def _flags_with_row(
+    at: datetime, rows: Sequence[BusinessRow], committed: list[Sent], undecided: list[Sent], kind: Messages
+) -> set[str]:
+    if at >= UNTIL:
+        return {"PENDING"}
+    if at < SINCE:
+        return set()
+    flags = {"OK"}
+    if undecided:
+        if _is_stuck(undecided, min(m.stored_at for m in undecided)):
+            flags.add("HALF_STUCK")
+        if not committed:
+            flags.add("PENDING")
+    if not committed:
+        return flags if undecided else flags | {"LOST"}
+    if any(not m.is_readable for m in committed):
+        flags.add("UNREADABLE")
+    elif _differs(rows[0], committed[-1]):
+        flags.add("MISMATCH")
+    if kind is Messages.EXACTLY_ONE and max(len(committed), len(rows)) > 1:
+        flags.add("DUPLICATE")
+    if min(m.settled_at for m in committed) - at > LATE_AFTER:
+        flags.add("LATE")
+    return flags
+
+
+def _is_stuck(undecided: Sequence[Sent], oldest: datetime) -> bool:
+    return any(m.state == "parked" for m in undecided) or WATERMARK - oldest > STUCK_AFTER
+
+
+def _differs(row: BusinessRow, message: Sent) -> bool:
+    if (row.customer, row.total) != (message.customer, message.total):
+        return True
+    if row.weight is None or message.weight is None:
+        return row.weight is not message.weight
+    return abs(row.weight - message.weight) > Decimal("0.5")
+
+
+def group_flags(history: History, number: int) -> set[str]:
+    """All classes that hold for a key with one consumer group."""
+    committed = [message for message in history.messages if message.is_committed]
+    undecided = [message for message in history.messages if message.is_undecided]
+    effects = history.effects[number]
+    if not history.rows:
+        known = committed or undecided
+        return {"ORPHAN"} if effects and not known and in_window(min(effects)) else set()
+    at = min(row.at for row in history.rows)
+    if not in_window(at) or not any(m.state == "committed" for m in committed):
+        return set()
+    due = max([at, *(m.deliver_at for m in committed if m.deliver_at is not None)])
+    flags = {"OK"}
+    if history.dead[number]:
+        flags.add("DEAD")
+    if not effects:
+        flags.add("UNDELIVERED" if WATERMARK - due > WITHIN else "PENDING")
+        return flags
+    if len(effects) > len(committed):
+        flags.add("DUPLICATE")
+    if min(effects) - due > WITHIN:
+        flags.add("LATE")
+    return flags
+
+
+def first(flags: set[str]) -> str | None:
+    """The class that names a finding."""
+    return next((name for name in PRECEDENCE if name in flags), None)
+
+
+def expected(history: History, kind: Messages = Messages.EXACTLY_ONE) -> Iterator[tuple[str, str]]:
+    """(subject, class) of everything about a key that is not OK."""
+    found = first(message_flags(history, kind))
+    if found not in (None, "OK"):
+        yield "", str(found)
+    for number, name in enumerate(GROUPS):
+        found = first(group_flags(history, number))
+        if found not in (None, "OK"):
+            yield name, str(found)

@@ -1,0 +1,255 @@
+"""Classification: one seeded case per class, exact boundaries, every pair of flags, and a plain-Python oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from decimal import Decimal
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pyspark.sql import SparkSession
+from pyspark.sql import functions as F
+
+from spark import classify, evidence
+from spark.rules import Messages
+from tests.spark import frames, oracle
+from tests.spark.oracle import (
+    GRACE,
+    LATE_AFTER,
+    SINCE,
+    STUCK_AFTER,
+    UNTIL,
+    WATERMARK,
+    WITHIN,
+    BusinessRow,
+    History,
+    Sent,
+)
+
+TICK = timedelta(microseconds=1)
+AT = UNTIL - timedelta(hours=1)
+ROW, MESSAGE = BusinessRow(at=AT), Sent(stored_at=AT)
+DONE = ((AT + timedelta(seconds=1),), (AT + timedelta(seconds=1),))
+HALF = Sent(stored_at=AT, state="undecided")
+FINE = History(rows=(ROW,), messages=(MESSAGE,), effects=DONE)
+
+# What was done to a fine history -> (group, class) that must come of it; nothing: OK.
+SEEDED: dict[str, tuple[History, dict[str, str]]] = {
+    "ok": (FINE, {}),
+    "pending": (History(rows=(BusinessRow(at=UNTIL),), messages=(MESSAGE,)), {"": "PENDING"}),
+    "lost": (History(rows=(ROW,)), {"": "LOST"}),
+    "lost although rolled back": (
+        History(rows=(ROW,), messages=(replace(MESSAGE, state="rolled_back"),)),
+        {"": "LOST"},
+    ),
+    "orphan": (History(messages=(MESSAGE,)), {"": "ORPHAN"}),
+    "orphan effect": (History(effects=((AT,), ())), {"logistics": "ORPHAN"}),
+    "half stuck": (History(rows=(ROW,), messages=(HALF,)), {"": "HALF_STUCK"}),
+    "half stuck without a row": (History(messages=(HALF,)), {"": "HALF_STUCK"}),
+    "parked": (
+        History(messages=(Sent(stored_at=UNTIL - TICK, state="parked"),)),
+        {"": "HALF_STUCK"},
+    ),
+    "undelivered": (replace(FINE, effects=(DONE[0], ())), {"points": "UNDELIVERED"}),
+    "dead": (replace(FINE, effects=(DONE[0], ()), dead=(False, True)), {"points": "DEAD"}),
+    "duplicate": (replace(FINE, messages=(MESSAGE, MESSAGE)), {"": "DUPLICATE"}),
+    "duplicate effect": (replace(FINE, effects=(DONE[0] * 2, DONE[1])), {"logistics": "DUPLICATE"}),
+    "mismatch": (replace(FINE, messages=(replace(MESSAGE, total=Decimal("12.51")),)), {"": "MISMATCH"}),
+    "mismatch null": (replace(FINE, messages=(replace(MESSAGE, customer=None),)), {"": "MISMATCH"}),
+    "same number otherwise written": (replace(FINE, messages=(replace(MESSAGE, total=Decimal("12.5000")),)), {}),
+    "both null": (
+        replace(FINE, rows=(replace(ROW, customer=None),), messages=(replace(MESSAGE, customer=None),)),
+        {},
+    ),
+    "late": (replace(FINE, messages=(replace(MESSAGE, decided_at=AT + LATE_AFTER + TICK),)), {"": "LATE"}),
+    "late effect": (replace(FINE, effects=(DONE[0], (AT + WITHIN + TICK,))), {"points": "LATE"}),
+    "unreadable": (replace(FINE, messages=(replace(MESSAGE, damage=b'{"customer": "ann'),)), {"": "UNREADABLE"}),
+    "unreadable bytes": (
+        replace(FINE, messages=(replace(MESSAGE, damage=b'{"customer": "\xff"}'),)),
+        {"": "UNREADABLE"},
+    ),
+    "unreadable tail": (replace(FINE, messages=(replace(MESSAGE, damage=b"{} x"),)), {"": "UNREADABLE"}),
+    "unreadable field": (
+        replace(FINE, messages=(replace(MESSAGE, damage=b'{"price": {"total": "a lot"}}'),)),
+        {"": "UNREADABLE"},
+    ),
+    "recalled owes no effect": (History(rows=(ROW,), messages=(replace(MESSAGE, state="recalled"),)), {}),
+    "delayed is not overdue": (
+        History(rows=(ROW,), messages=(replace(MESSAGE, deliver_at=UNTIL + timedelta(days=1)),)),
+        {"logistics": "PENDING", "points": "PENDING"},
+    ),
+    # Exact boundaries.
+    "grace: just old enough": (History(rows=(BusinessRow(at=WATERMARK - GRACE - TICK),)), {"": "LOST"}),
+    "grace: exactly": (History(rows=(BusinessRow(at=WATERMARK - GRACE),)), {"": "PENDING"}),
+    "window: its first moment": (History(rows=(BusinessRow(at=SINCE),)), {"": "LOST"}),
+    "window: just before": (History(rows=(BusinessRow(at=SINCE - TICK),)), {}),
+    "late: exactly the limit": (replace(FINE, messages=(replace(MESSAGE, decided_at=AT + LATE_AFTER),)), {}),
+    "effect: exactly the limit": (replace(FINE, effects=(DONE[0], (AT + WITHIN,))), {}),
+    "overdue: exactly the limit": (
+        History(
+            rows=(BusinessRow(at=WATERMARK - WITHIN),),
+            messages=(Sent(stored_at=WATERMARK - WITHIN),),
+            effects=(DONE[0], ()),
+        ),
+        {"points": "PENDING"},
+    ),
+    "overdue: just past": (
+        History(
+            rows=(BusinessRow(at=WATERMARK - WITHIN - TICK),),
+            messages=(Sent(stored_at=WATERMARK - WITHIN - TICK),),
+            effects=(DONE[0], ()),
+        ),
+        {"points": "UNDELIVERED"},
+    ),
+    "stuck: exactly the limit": (
+        History(messages=(Sent(stored_at=WATERMARK - STUCK_AFTER, state="undecided"),)),
+        {"": "PENDING"},
+    ),
+    "stuck: just past": (
+        History(messages=(Sent(stored_at=WATERMARK - STUCK_AFTER - TICK, state="undecided"),)),
+        {"": "HALF_STUCK"},
+    ),
+    "tolerance: exactly": (replace(FINE, messages=(replace(MESSAGE, weight=Decimal("1.5")),)), {}),
+    "tolerance: just past": (replace(FINE, messages=(replace(MESSAGE, weight=Decimal("1.5001")),)), {"": "MISMATCH"}),
+    # A decision that came after the boundary proves nothing yet about a row.
+    "settled after the boundary": (History(messages=(replace(MESSAGE, decided_at=UNTIL),)), {"": "PENDING"}),
+}
+
+# Changes that make one flag hold each; all pairs of them are tried on one history.
+Change = Callable[[History], History]
+MESSAGE_FLAGS: dict[str, Change] = {
+    "HALF_STUCK": lambda h: replace(h, messages=(*h.messages, HALF)),
+    "UNREADABLE": lambda h: replace(h, messages=(replace(h.messages[0], damage=b"{"), *h.messages[1:])),
+    "DUPLICATE": lambda h: replace(h, messages=(*h.messages, replace(h.messages[-1], state="committed"))),
+    "MISMATCH": lambda h: replace(h, rows=tuple(replace(row, total=Decimal(1)) for row in h.rows)),
+    "LATE": lambda h: replace(h, messages=tuple(replace(m, decided_at=AT + LATE_AFTER + TICK) for m in h.messages)),
+    "ORPHAN": lambda h: replace(h, rows=()),
+}
+GROUP_FLAGS: dict[str, Change] = {
+    "DEAD": lambda h: replace(h, dead=(True, False)),
+    "UNDELIVERED": lambda h: replace(h, effects=((), h.effects[1])),
+    "DUPLICATE": lambda h: replace(h, effects=(h.effects[0] * 2, h.effects[1])),
+    "LATE": lambda h: replace(h, effects=(tuple(at + WITHIN for at in h.effects[0]), h.effects[1])),
+}
+PAIRS = {
+    f"{one}+{two}": change_two(change_one(FINE))
+    for changes in (MESSAGE_FLAGS, GROUP_FLAGS)
+    for one, change_one in changes.items()
+    for two, change_two in changes.items()
+    if one != two
+}
+
+MOMENTS = (
+    SINCE - TICK,
+    SINCE,
+    AT,
+    AT + LATE_AFTER + TICK,
+    AT + WITHIN + TICK,
+    WATERMARK - STUCK_AFTER,
+    WATERMARK - WITHIN,
+    UNTIL - TICK,
+    UNTIL,
+    WATERMARK,
+)
+WEIGHTS = (None, Decimal("1.0"), Decimal("1.5"), Decimal("1.51"))
+CUSTOMERS = ("ann", "bob", "", None, "<b>'")
+STATES = ("committed", "committed", "committed", "committed", "undecided", "parked", "rolled_back", "recalled")
+DAMAGES = (None, None, None, None, b"", b"{", b"\xff\xfe", b"{} x", b'{"price": {"total": "x"}}')
+
+
+def random_history(random: Random) -> History:
+    """Any history. Times are few, so that they meet each other and the limits."""
+
+    def row() -> BusinessRow:
+        return BusinessRow(at=random.choice(MOMENTS), customer=random.choice(CUSTOMERS), weight=random.choice(WEIGHTS))
+
+    def sent() -> Sent:
+        return Sent(
+            stored_at=random.choice(MOMENTS),
+            state=random.choice(STATES),
+            decided_at=random.choice((None, *MOMENTS)),
+            deliver_at=random.choice((None, None, *MOMENTS)),
+            customer=random.choice(CUSTOMERS),
+            weight=random.choice(WEIGHTS),
+            damage=random.choice(DAMAGES),
+        )
+
+    return History(
+        rows=tuple(row() for _ in range(random.choice((0, 1, 1, 1)))),
+        messages=tuple(sent() for _ in range(random.choice((0, 1, 1, 1, 2, 3)))),
+        effects=tuple(tuple(random.choice(MOMENTS) for _ in range(random.choice((0, 1, 1, 2)))) for _ in range(2)),
+        dead=(random.random() < 0.1, random.random() < 0.1),
+    )
+
+
+@pytest.fixture(scope="module")
+def found(spark_session: SparkSession) -> frames.Found:
+    """All seeded cases and pairs, classified in one job."""
+    seeded = {f"seeded {name}": history for name, (history, _) in SEEDED.items()}
+    pairs = {f"pair {name}": history for name, history in PAIRS.items()}
+    return frames.classes(spark_session, {**seeded, **pairs})
+
+
+@pytest.mark.parametrize("name", SEEDED)
+def test_one_seeded_case_per_class_and_exact_boundaries(name: str, found: frames.Found) -> None:
+    history, wanted = SEEDED[name]
+    actual = {group: found[key, group][0] for key, group in found if key == f"seeded {name}"}
+    assert actual == wanted
+    assert dict(oracle.expected(history)) == wanted, "the oracle itself is wrong"
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_every_pair_of_flags_has_its_precedence(name: str, found: frames.Found) -> None:
+    history = PAIRS[name]
+    actual = {group: found[key, group][0] for key, group in found if key == f"pair {name}"}
+    assert actual == dict(oracle.expected(history))
+    flags = {flag for key, group in found if key == f"pair {name}" for flag in found[key, group][1]}
+    assert flags == {
+        flag
+        for subject in (oracle.message_flags(history), *(oracle.group_flags(history, n) for n in range(2)))
+        for flag in subject
+        if oracle.first(subject) != "OK" and flag not in ("OK", "PENDING")
+    }
+
+
+@settings(max_examples=2, deadline=None, database=None)
+@given(random=st.randoms(use_true_random=True), kind=st.sampled_from(Messages))
+def test_classification_equals_a_plain_python_oracle(
+    spark_session: SparkSession, random: Random, kind: Messages
+) -> None:
+    by_key = {f"key {number}": random_history(random) for number in range(3_000)}
+    found = frames.classes(spark_session, by_key, kind)
+    actual = {(key, group): name for (key, group), (name, _) in found.items()}
+    wanted = {(key, group): name for key, history in by_key.items() for group, name in oracle.expected(history, kind)}
+    differing = sorted({subject for subject, _ in set(actual.items()) ^ set(wanted.items())})[:3]
+    assert actual == wanted, [
+        (subject, actual.get(subject), wanted.get(subject), by_key[subject[0]]) for subject in differing
+    ]
+
+
+def test_hot_key_with_a_million_messages(spark_session: SparkSession) -> None:
+    """Aggregated where it is read: no task holds the messages of the key."""
+    rule = oracle.rule()
+    base = frames.classified(spark_session, {"hot": FINE})
+    assert base.count() == 0
+    million = spark_session.range(1_000_000).select(
+        F.lit("hot").alias("key"),
+        F.col("id").alias("log_id"),
+        F.lit(AT).alias("at"),
+        F.lit(AT).alias("decided_at"),
+        F.lit(None).cast("timestamp").alias("deliver_at"),
+        F.lit("committed").alias("state"),
+        F.lit("application/json").alias("content_type"),
+        F.lit(MESSAGE.body).alias("body"),
+    )
+    row = spark_session.createDataFrame(frames._table({"hot": FINE}))
+    sides = [evidence.table_side(row, rule), evidence.broker_side(million, rule)]
+    gathered = evidence.gather(sides, rule)
+    subjects = classify.subjects(classify.with_classes(gathered, rule, frames.WINDOW), rule, frames.WINDOW)
+    assert [(row["key"], row["class"], row["committed"]) for row in subjects.collect()] == [
+        ("hot", "DUPLICATE", 1_000_000)
+    ]
