@@ -90,6 +90,14 @@ def test_a_batch_enters_the_inbox_as_one_and_meets_only_what_is_new(alias: str) 
     assert effects(alias) == ["a", "b", "seen"]
 
 
+def test_one_message_twice_in_a_batch_takes_effect_once(alias: str) -> None:
+    """A redelivery and the retry of the same message may wait side by side in one process."""
+    register(alias, batch=10)
+    first, second = delivery("one"), delivery("two")
+    assert run([first, second, delivery("one", first.message_id)]) == [HANDLED, HANDLED, SKIPPED]
+    assert effects(alias) == ["one", "two"]
+
+
 def test_a_batch_that_fails_fails_whole(alias: str) -> None:
     register(alias, batch=10)
     assert [type(item) for item in run([delivery("a"), delivery("poison"), delivery("b")])] == [Refused] * 3
@@ -209,6 +217,14 @@ def test_without_idempotence_there_is_no_inbox() -> None:
     twice = delivery("twice")
     assert [run([twice]), run([twice])] == [[HANDLED], [HANDLED]]
     assert effects() == ["twice", "twice"]
+
+
+def test_a_broadcast_group_has_no_inbox() -> None:
+    """The inbox is one per group: the second instance would skip what the first has handled."""
+    register(broadcast=True)
+    once = delivery("one")
+    assert run([once]) + run([once]) == [HANDLED, HANDLED]
+    assert effects() == ["one", "one"]
 
 
 def test_a_transaction_marked_for_rollback_does_not_count_as_handled() -> None:

@@ -129,7 +129,11 @@ class InboxInvoker:
         with transaction.atomic(using=alias):
             ids = [delivery.message_id for delivery in deliveries]
             new = enter(connection, group, generation, ids, lease_seconds=self._lease_seconds)
-            fresh = [delivery for delivery in deliveries if delivery.message_id in new]
+            # One message may come twice: redelivered, and back from the retry queue. The first of them is handled.
+            firsts: dict[UUID, Delivery] = {}
+            for delivery in deliveries:
+                firsts.setdefault(delivery.message_id, delivery)
+            fresh = [delivery for message_id, delivery in firsts.items() if message_id in new]
             failed = _handle(subscription, handler, fresh)
             if failed:
                 leave(connection, group, generation, list(failed))
@@ -141,7 +145,8 @@ class InboxInvoker:
             point("consumer.before_inbox_commit")
             fence.check()
         point("consumer.after_inbox_commit")
-        return [_result(delivery, new, failed) for delivery in deliveries]
+        called = set(map(id, fresh))
+        return [_result(delivery, id(delivery) in called, failed) for delivery in deliveries]
 
 
 def _handle(subscription: Subscription, handler: AnyHandler, deliveries: Sequence[Delivery]) -> dict[UUID, Exception]:
@@ -159,10 +164,10 @@ def _handle(subscription: Subscription, handler: AnyHandler, deliveries: Sequenc
     return {}
 
 
-def _result(delivery: Delivery, new: set[UUID], failed: dict[UUID, Exception]) -> Result:
+def _result(delivery: Delivery, called: bool, failed: dict[UUID, Exception]) -> Result:
     if delivery.message_id in failed:
         return failed[delivery.message_id]
-    return Disposition.HANDLED if delivery.message_id in new else Disposition.SKIPPED
+    return Disposition.HANDLED if called else Disposition.SKIPPED
 
 
 def _default_alias() -> str:

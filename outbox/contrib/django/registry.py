@@ -59,7 +59,8 @@ def subscriber(
 
     The function gets a `Delivery` (a list of them with `batch` > 1); it may be async. With `idempotent` (the
     default) it runs inside `atomic()` on `using`, together with the inbox row that makes its effects in that
-    database happen once. `tag` selects by tags, `filter` by an SQL92 expression over headers (`"amount > 10"`).
+    database happen once; a broadcast group has no inbox, which would let one instance handle a message for all of
+    them. `tag` selects by tags, `filter` by an SQL92 expression over headers (`"amount > 10"`).
     `mode`, `batch`, `threads`, `retry`, `on_error`, `start` and further `options` (suspend_seconds, max_suspends,
     timeout_seconds, broadcast) are those of `outbox.Subscription`.
 
@@ -89,7 +90,7 @@ def subscriber(
                 subscription=subscription,
                 handler=_synchronous(function),
                 name=f"{function.__module__}:{function.__qualname__}",
-                idempotent=idempotent,
+                idempotent=idempotent and not subscription.broadcast,
                 using=using,
             )
         )
