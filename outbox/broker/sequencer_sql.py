@@ -51,7 +51,8 @@ WITH newest AS MATERIALIZED (
     SELECT coalesce(
         min(xid) FILTER (WHERE earlier >= %(batch)s),
         CASE WHEN sum(rows) > %(batch)s THEN
-            (SELECT min(next.xid) FROM {schema}.op_log next WHERE next.xid > max(per_xid.xid)) END,
+            (SELECT min(next.xid) FROM {schema}.op_log next WHERE next.xid > max(per_xid.xid)
+                AND next.xid < pg_snapshot_xmax(pg_current_snapshot())) END,
         pg_snapshot_xmax(pg_current_snapshot())) AS cut
     FROM (
         SELECT xid, count(*) AS rows, sum(sum(messages)) OVER (ORDER BY xid) - sum(messages) AS earlier
@@ -160,7 +161,8 @@ WITH edge AS MATERIALIZED (
     SELECT coalesce(
         min(xid) FILTER (WHERE earlier >= %(batch)s),
         CASE WHEN sum(rows) > %(batch)s THEN
-            (SELECT min(next.xid) FROM {schema}.op_log next WHERE next.xid > max(per_xid.xid)) END,
+            (SELECT min(next.xid) FROM {schema}.op_log next WHERE next.xid > max(per_xid.xid)
+                AND next.xid < pg_snapshot_xmax(pg_current_snapshot())) END,
         pg_snapshot_xmax(pg_current_snapshot())) AS cut
     FROM (
         SELECT xid, count(*) AS rows, sum(sum(messages)) OVER (ORDER BY xid) - sum(messages) AS earlier

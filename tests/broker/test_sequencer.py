@@ -160,6 +160,25 @@ def test_one_transaction_larger_than_a_batch_is_taken_whole(
     assert sequencer.run_once(connection).appended == 1
 
 
+def test_a_cut_ignores_ids_of_the_future(
+    broker: PostgresBroker, database: BrokerDatabase, connection: BrokerConnection
+) -> None:
+    """Decisions of before a restore may carry larger transaction ids; a cut there would pass over what comes next."""
+    restored = broker.send([message()])
+    sequencer = new_sequencer(database, batch=10)
+    drain(sequencer, connection)
+    connection.execute("UPDATE outbox.op_log SET xid = '900000000', incarnation = 0")
+    halves = [half() for _ in range(30)]
+    for one in halves:
+        broker.send_half(one)
+    broker.end([end(one.transaction_id) for one in halves])
+    assert drain(sequencer, connection).appended == 30
+    sent = broker.send([message()])
+    drain(sequencer, connection)
+    expected = {one.transaction_id for one in halves} | {one.message_id for one in [*restored, *sent]}
+    assert set(queued_ids(connection)) == expected
+
+
 def test_a_transaction_held_open_elsewhere_delays_only_itself(
     broker: PostgresBroker, database: BrokerDatabase, connection: BrokerConnection
 ) -> None:
