@@ -10,7 +10,7 @@ from typing import Any
 from uuid import UUID
 
 from outbox import names
-from outbox.errors import InvalidMessage
+from outbox.errors import InvalidMessage, InvalidName
 from outbox.ids import uuid7
 
 _NO_HEADERS: Mapping[str, str] = MappingProxyType({})
@@ -43,18 +43,32 @@ class Message:
 
     def __post_init__(self) -> None:
         names.check_topic(self.topic)
-        names.check_key(self.key)
-        names.check_tag(self.tag)
-        if self.headers:
-            names.check_headers(self.headers)
+        try:
+            names.check_key(self.key)
+            names.check_tag(self.tag)
+            if self.headers:
+                names.check_headers(self.headers)
+        except InvalidName as error:
+            raise InvalidName(f"message for topic {self.topic!r}: {error}") from None
         if not isinstance(self.body, bytes):
             raise InvalidMessage(f"the body for topic {self.topic!r} must be bytes; encode it with a codec first.")
         names.check_body_size(self.topic, self.body)
-        if self.deliver_at is not None and self.deliver_at.tzinfo is None:
-            raise InvalidMessage(
-                f"deliver_at={self.deliver_at!r} for topic {self.topic!r} has no time zone: pass an aware datetime "
-                f"(django.utils.timezone.now(), datetime.now(UTC))."
-            )
+        if self.deliver_at is not None:
+            _check_deliver_at(self.topic, self.deliver_at)
+
+
+def _check_deliver_at(topic: str, moment: object) -> None:
+    if not isinstance(moment, datetime):
+        raise InvalidMessage(f"deliver_at={moment!r:.80} for topic {topic!r} must be a datetime with a time zone.")
+    if moment.tzinfo is None:
+        raise InvalidMessage(
+            f"deliver_at={moment!r} for topic {topic!r} has no time zone: pass an aware datetime "
+            f"(django.utils.timezone.now(), datetime.now(UTC))."
+        )
+    try:
+        moment.astimezone(UTC)
+    except OverflowError:
+        raise InvalidMessage(f"deliver_at={moment!r} for topic {topic!r} is beyond the years 1 to 9999.") from None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -39,22 +39,24 @@ def _check_identifier(what: str, name: object) -> str:
 
 def check_tag(tag: str) -> str:
     """Return `tag`, or raise InvalidName. A tag has no white space and no `|` (which separates tags in filters)."""
-    if tag and (not isinstance(tag, str) or len(tag) > MAX_TAG or not _TAG.fullmatch(tag)):
-        raise InvalidName(f"tag {tag!r} is not allowed: use up to {MAX_TAG} characters without white space or '|'.")
+    if not isinstance(tag, str) or (tag and (len(tag) > MAX_TAG or not _TAG.fullmatch(tag) or not _is_text(tag))):
+        raise InvalidName(f"tag {tag!r:.80} is not allowed: use up to {MAX_TAG} characters without white space or '|'.")
     return tag
 
 
 def check_key(key: str) -> str:
     """Return `key`, or raise InvalidName."""
-    if not isinstance(key, str) or len(key) > MAX_KEY or "\x00" in key:
+    if not isinstance(key, str) or len(key) > MAX_KEY or not _is_text(key):
         raise InvalidName(
-            f"key {key!r} is not allowed: use a string of up to {MAX_KEY} characters, str(value) for ids."
+            f"key {key!r:.80} is not allowed: use a string of up to {MAX_KEY} characters, str(value) for ids."
         )
     return key
 
 
 def check_headers(headers: Mapping[str, str]) -> Mapping[str, str]:
     """Return `headers`, or raise InvalidName naming the first header that is not allowed."""
+    if not isinstance(headers, Mapping):
+        raise InvalidName(f"headers must be a mapping of names to strings, got {headers!r:.80}.")
     if len(headers) > MAX_HEADERS:
         raise InvalidName(f"{len(headers)} headers are too many: a message carries up to {MAX_HEADERS}.")
     for name, value in headers.items():
@@ -63,11 +65,19 @@ def check_headers(headers: Mapping[str, str]) -> Mapping[str, str]:
                 f"header name {name!r} is not allowed: use up to 64 letters, digits, '_' or '-', "
                 f"beginning with a letter or '_'."
             )
-        if not isinstance(value, str) or len(value) > MAX_HEADER_VALUE or "\x00" in value:
+        if not isinstance(value, str) or len(value) > MAX_HEADER_VALUE or not _is_text(value):
             raise InvalidName(
                 f"header {name!r} must be a string of up to {MAX_HEADER_VALUE} characters, got {value!r:.80}."
             )
     return headers
+
+
+def _is_text(value: str) -> bool:
+    """Whether a database can store it: no NUL, no lone surrogate."""
+    try:
+        return b"\x00" not in value.encode()
+    except UnicodeEncodeError:
+        return False
 
 
 def check_body_size(topic: str, body: bytes) -> bytes:

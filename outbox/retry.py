@@ -23,13 +23,18 @@ class RetryPolicy:
     max_attempts: int | None = 16
 
     def __post_init__(self) -> None:
-        if not self.delays_seconds or any(delay < 0 for delay in self.delays_seconds):
+        delays: object = self.delays_seconds
+        if (
+            not isinstance(delays, Sequence)
+            or not delays
+            or not all(isinstance(delay, (int, float)) and 0 <= delay < float("inf") for delay in delays)
+        ):
             raise ConfigurationError(
-                f"RetryPolicy(delays_seconds={self.delays_seconds!r}): give at least one delay, none negative."
+                f"RetryPolicy(delays_seconds={delays!r}): give a list of seconds, at least one, none negative."
             )
-        if self.max_attempts is not None and self.max_attempts < 1:
+        if self.max_attempts is not None and not (isinstance(self.max_attempts, int) and self.max_attempts >= 1):
             raise ConfigurationError(
-                f"RetryPolicy(max_attempts={self.max_attempts}): give at least 1, or None for no limit."
+                f"RetryPolicy(max_attempts={self.max_attempts!r}): give a number, at least 1, or None for no limit."
             )
 
     def exhausted(self, attempt: int) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from types import MappingProxyType
@@ -76,14 +76,26 @@ class Subscription:
     def __post_init__(self) -> None:
         names.check_group(self.group)
         names.check_topic(self.topic)
-        if self.batch < 1 or self.threads < 1:
-            raise InvalidSubscription(
-                f"subscription {self.group!r} to {self.topic!r}: batch and threads must be at least 1."
-            )
+        for complaint in self._complaints():
+            raise InvalidSubscription(f"subscription {self.group!r} to {self.topic!r}: {complaint}.")
+
+    def _complaints(self) -> Iterator[str]:
+        if not (_is_whole(self.batch, 1) and _is_whole(self.threads, 1)):
+            yield f"batch={self.batch!r} and threads={self.threads!r} must be whole numbers and at least 1"
         if isinstance(self.start, datetime) and self.start.tzinfo is None:
-            raise InvalidSubscription(
-                f"subscription {self.group!r} to {self.topic!r}: start={self.start!r} needs a time zone."
-            )
+            yield f"start={self.start!r} needs a time zone"
+        if not isinstance(self.retry, RetryPolicy):
+            yield f"retry={self.retry!r} must be a RetryPolicy, for example RetryPolicy(max_attempts=3)"
+        if not isinstance(self.on_error, Mapping) or not all(map(_is_error, self.on_error)):
+            yield f"on_error={self.on_error!r} must map exception classes to what happens, {{ValueError: 'skip'}}"
+        if not _is_seconds(self.suspend_seconds) or self.suspend_seconds < 0:
+            yield f"suspend_seconds={self.suspend_seconds!r} must be a number of seconds, not negative"
+        if not _is_seconds(self.timeout_seconds) or self.timeout_seconds <= 0:
+            yield f"timeout_seconds={self.timeout_seconds!r} must be a number of seconds above 0"
+        if self.max_suspends is not None and not _is_whole(self.max_suspends, 0):
+            yield f"max_suspends={self.max_suspends!r} must be a whole number, at least 0, or None for no limit"
+        if not isinstance(self.broadcast, bool):
+            yield f"broadcast={self.broadcast!r} must be True or False"
 
     def reaction(self, error: BaseException) -> OnError:
         """What to do about `error`: the entry of its most specific listed type.
@@ -101,3 +113,15 @@ class Subscription:
         if isinstance(error, RetryLater):
             return self.retry.level_seconds(error.level)
         return self.retry.delay_seconds(attempt)
+
+
+def _is_whole(value: object, minimum: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= minimum
+
+
+def _is_seconds(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _is_error(kind: object) -> bool:
+    return isinstance(kind, type) and issubclass(kind, BaseException)

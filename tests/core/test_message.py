@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import UTC, date, datetime
+from datetime import UTC, date, datetime, timedelta, timezone
 from decimal import Decimal
 from typing import Any
 from uuid import UUID
@@ -37,9 +37,17 @@ from outbox.topic import MessageType, Topic, select_shard
         ({"tag": "a|b"}, InvalidName, "'|'"),
         ({"headers": {"re gion": "eu"}}, InvalidName, "re gion"),
         ({"headers": {"region": 7}}, InvalidName, "region"),
+        ({"headers": ["region"]}, InvalidName, "mapping"),
+        ({"headers": {"region": "\ud800"}}, InvalidName, "topic 'orders': header 'region'"),
+        ({"key": "\ud800"}, InvalidName, "topic 'orders': key"),
+        ({"tag": "\ud800"}, InvalidName, "tag"),
+        ({"tag": 0}, InvalidName, "tag 0"),
         ({"body": {"n": 1}}, InvalidMessage, "codec"),
         ({"body": b"x" * (4 * 1024 * 1024 + 1)}, BodyTooLarge, "4,194,305"),
         ({"deliver_at": datetime(2026, 1, 1)}, InvalidMessage, "time zone"),  # noqa: DTZ001
+        ({"deliver_at": "2026-01-01"}, InvalidMessage, "must be a datetime"),
+        ({"deliver_at": date(2026, 1, 1)}, InvalidMessage, "must be a datetime"),
+        ({"deliver_at": datetime.max.replace(tzinfo=timezone(-timedelta(hours=1)))}, InvalidMessage, "9999"),
     ],
 )
 def test_message_that_cannot_be_sent(fields: dict[str, Any], error: type[OutboxError], says: str) -> None:

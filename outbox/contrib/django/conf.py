@@ -17,11 +17,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Final, TypeVar
 
+import psycopg
 from django.conf import settings as django_settings
 from django.db import DEFAULT_DB_ALIAS
 from django.utils.module_loading import import_string
+from psycopg.conninfo import conninfo_to_dict
 
 from outbox import names
+from outbox.broker.statement import check_schema_name
 from outbox.errors import ConfigurationError, InvalidName
 from outbox.topic import DEFAULT_QUEUE_COUNT, DEFAULT_RETENTION_SECONDS, MessageType, Topic
 
@@ -154,6 +157,12 @@ def _text_or_none(where: str, value: Any) -> str | None:
 def _listen(where: str, value: Any) -> str | None:
     if value is not None and not isinstance(value, str):
         raise _wrong(where, value, "a connection string, '' for no LISTEN at all, or None")
+    try:
+        conninfo_to_dict(value or "")
+    except psycopg.Error as error:
+        raise ConfigurationError(
+            f"{where} is no connection string ({str(error).strip()}): write postgresql://user:password@host:5432/name."
+        ) from error
     return value
 
 
@@ -161,6 +170,13 @@ def _group(where: str, value: Any) -> str:
     try:
         return names.check_group(value)
     except InvalidName as error:
+        raise ConfigurationError(f"{where}: {error}") from error
+
+
+def _schema(where: str, value: Any) -> str:
+    try:
+        return check_schema_name(_text(where, value))
+    except ConfigurationError as error:
         raise ConfigurationError(f"{where}: {error}") from error
 
 
@@ -244,7 +260,7 @@ _TOPIC_RULES: Final[Mapping[str, Rule]] = {
 _RULES: Final[Mapping[str, Rule]] = {
     "IN_MEMORY": _flag,
     "BROKER": _text,
-    "SCHEMA": _text,
+    "SCHEMA": _schema,
     "LISTEN": _listen,
     "PRODUCER_GROUP": _group,
     "PATH": _path,

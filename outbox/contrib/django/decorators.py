@@ -12,8 +12,9 @@ from typing import Any, Final, TypeVar, cast
 from asgiref.sync import async_to_sync, sync_to_async
 from django.db import connections, router, transaction
 
+from outbox import names
 from outbox.contrib.django.lookups import Lookup, register_lookup
-from outbox.contrib.django.messages import message
+from outbox.contrib.django.messages import due, message
 from outbox.contrib.django.publishing import Published, end_soon, publish_bound
 from outbox.errors import ConfigurationError
 from outbox.faults import point
@@ -51,6 +52,11 @@ def transactional_message(
     Raises ConfigurationError at decoration for what cannot work.
     """
     given = {"body": body, "key": key, "tag": tag, "headers": headers, "deliver_at": deliver_at}
+
+    names.check_topic(topic)
+    due(topic, delay, None)
+    if delay is not None and deliver_at is not None:
+        raise ConfigurationError(f"topic {topic!r}: give delay or deliver_at, not both.")
 
     def decorate(function: Function) -> Function:
         _refuse_unsuitable(function)

@@ -7,7 +7,6 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, cast
 from uuid import UUID
 
-from outbox import names
 from outbox.contrib.django.broker import get_codecs
 from outbox.errors import UsageError
 from outbox.message import Message
@@ -32,24 +31,31 @@ def message(
         key=_key(key),
         tag=tag,
         headers=headers or {},
-        deliver_at=_due(topic, delay, deliver_at),
+        deliver_at=due(topic, delay, deliver_at),
     )
 
 
 def _key(key: object) -> str:
     if isinstance(key, (int, UUID)) and not isinstance(key, bool):
         return str(key)
-    return names.check_key(cast(str, key))
+    return cast(str, key)
 
 
-def _due(topic: str, delay: float | timedelta | None, deliver_at: datetime | None) -> datetime | None:
+def due(topic: str, delay: float | timedelta | None, deliver_at: datetime | None) -> datetime | None:
+    """The time of delivery that `delay` or `deliver_at` asks for. Raises UsageError for what is none."""
     if delay is None:
         return deliver_at
     if deliver_at is not None:
         raise UsageError(f"topic {topic!r}: give delay or deliver_at, not both.")
     if isinstance(delay, bool) or not isinstance(delay, (int, float, timedelta)):
         raise UsageError(f"topic {topic!r}: delay must be seconds or a timedelta, not {delay!r}.")
-    wait = delay if isinstance(delay, timedelta) else timedelta(seconds=delay)
+    try:
+        wait = delay if isinstance(delay, timedelta) else timedelta(seconds=delay)
+        moment = datetime.now(UTC) + wait
+    except (OverflowError, ValueError) as error:
+        raise UsageError(
+            f"topic {topic!r}: delay must be seconds from now, up to the year 9999, got {delay!r}."
+        ) from error
     if wait < timedelta(0):
         raise UsageError(f"topic {topic!r}: delay must not be negative, got {delay!r}.")
-    return datetime.now(UTC) + wait
+    return moment

@@ -37,7 +37,7 @@ from outbox.contrib.django.conf import OutboxSettings, PathChoice, get_settings
 from outbox.contrib.django.locks import lock_keys
 from outbox.contrib.django.messages import message
 from outbox.contrib.django.transactions import current_transaction, facts_of, in_test_case, ledger_id_of
-from outbox.errors import ConfigurationError, TransactionAlreadyRolledBack, TransactionUsageError
+from outbox.errors import ConfigurationError, TransactionAlreadyRolledBack, TransactionUsageError, UsageError
 from outbox.faults import point
 from outbox.memory import InMemoryBroker
 from outbox.message import Message, SendReceipt
@@ -86,6 +86,8 @@ def publish_many(
     `key` and `tag` may be functions of a body. Otherwise like `publish`. For messages that differ in more, or in
     their topics, build them with `message` and pass them to `publish_messages`.
     """
+    if isinstance(bodies, (str, bytes, Mapping)):
+        raise UsageError(f"publish_many to {topic!r}: give a list of bodies, not {bodies!r:.80}; publish() sends one.")
     built = [
         message(
             topic,
@@ -103,6 +105,8 @@ def publish_many(
 
 def publish_messages(messages: Sequence[Message], *, using: str | None = None) -> list[SendReceipt]:
     """Publish ready-made messages in one call, all or none; also to several topics. Otherwise like `publish`."""
+    if isinstance(messages, Message) or not all(isinstance(item, Message) for item in messages):
+        raise UsageError(f"publish_messages takes a list of what message(…) builds, not {messages!r:.80}.")
     return list(publish_bound(messages, using=using).receipts) if messages else []
 
 

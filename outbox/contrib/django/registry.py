@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from enum import StrEnum
 from importlib import import_module
 from typing import Any, Final, TypeVar
 
@@ -13,16 +14,18 @@ from asgiref.sync import async_to_sync
 from django.apps import apps
 from django.utils.module_loading import module_has_submodule
 
-from outbox.errors import ConfigurationError, InvalidSubscription
+from outbox.errors import ConfigurationError, InvalidName, InvalidSubscription
 from outbox.filter import parse_filter
 from outbox.ports import AnyHandler
 from outbox.retry import RetryPolicy
 from outbox.subscription import Mode, OnError, Start, Subscription
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+Choice = TypeVar("Choice", bound=StrEnum)
 
 # Where autodiscovery looks in every installed app.
 MODULES: Final = ("subscribers", "handlers")
+_OPTIONS: Final = frozenset({"suspend_seconds", "max_suspends", "timeout_seconds", "broadcast"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,21 +70,28 @@ def subscriber(
     Put subscribers into a module `subscribers` (or `handlers`) of an installed app: workers import it. Raises
     InvalidSubscription or InvalidFilter at decoration.
     """
+    if unknown := sorted(set(options) - _OPTIONS):
+        raise InvalidSubscription(
+            f"@subscriber({topic!r}, group={group!r}): there is no option {', '.join(unknown)}; beside those of "
+            f"@subscriber there are {', '.join(sorted(_OPTIONS))}."
+        )
     chosen: dict[str, Any] = {"threads": threads, "retry": retry}
     try:
         subscription = Subscription(
             group=group,
             topic=topic,
-            mode=Mode(mode),
+            mode=_choice(Mode, "mode", mode),
             filter=_filter(group, topic, tag, filter),
-            start=Start(start) if isinstance(start, str) else start,
+            start=start if isinstance(start, datetime) else _choice(Start, "start", start),
             batch=batch,
-            on_error={kind: OnError(reaction) for kind, reaction in (on_error or {}).items()},
+            on_error=_reactions(on_error),
             **{name: value for name, value in chosen.items() if value is not None},
             **options,
         )
     except (ValueError, TypeError) as error:
         raise InvalidSubscription(f"@subscriber({topic!r}, group={group!r}): {error}.") from error
+    except InvalidName as error:
+        raise InvalidSubscription(f"@subscriber({topic!r}, group={group!r}): {error}") from error
     parse_filter(subscription.filter)
 
     def decorate(function: Function) -> Function:
@@ -99,6 +109,20 @@ def subscriber(
     return decorate
 
 
+def _choice(kind: type[Choice], what: str, value: Any) -> Choice:
+    try:
+        return kind(value)
+    except ValueError:
+        allowed = ", ".join(repr(str(item)) for item in kind)
+        raise ValueError(f"{what}={value!r} must be one of {allowed}") from None
+
+
+def _reactions(on_error: Any) -> dict[type[BaseException], OnError]:
+    if on_error is not None and not isinstance(on_error, Mapping):
+        raise TypeError(f"on_error={on_error!r} must map exception classes to what happens, {{ValueError: 'skip'}}")
+    return {kind: _choice(OnError, "on_error", reaction) for kind, reaction in (on_error or {}).items()}
+
+
 def _filter(group: str, topic: str, tag: str | Sequence[str], expression: str) -> str:
     tags = tag if isinstance(tag, str) else " || ".join(tag)
     if tags and expression:
@@ -111,7 +135,21 @@ def _filter(group: str, topic: str, tag: str | Sequence[str], expression: str) -
     return tags
 
 
+def _name(function: Any) -> str:
+    return str(getattr(function, "__qualname__", function))
+
+
 def _synchronous(function: Callable[..., Any]) -> AnyHandler:
+    if not callable(function):
+        raise InvalidSubscription(f"@subscriber takes a function, not {function!r}.")
+    try:
+        inspect.signature(function).bind(None)
+    except TypeError:
+        raise InvalidSubscription(
+            f"{_name(function)} must take one argument: the delivery, or with batch > 1 the list of deliveries."
+        ) from None
+    except ValueError:
+        pass  # A built-in without a signature.
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
         raise InvalidSubscription(f"{function.__qualname__} is a generator: a subscriber does its work and returns.")
     # The coroutine gets a loop of its own; the ORM calls it awaits run on the handler's thread, in its transaction.
@@ -173,6 +211,7 @@ def autodiscover() -> list[Subscriber]:
                 raise
             except Exception as error:
                 raise ConfigurationError(
-                    f"the subscribers in {app.name}.{name} cannot be imported: {type(error).__name__}: {error}."
+                    f"the subscribers in {app.name}.{name} cannot be imported: {type(error).__name__}: "
+                    f"{str(error).rstrip('.')}."
                 ) from error
     return subscribers()

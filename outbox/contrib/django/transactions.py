@@ -22,6 +22,10 @@ def current_transaction(using: str | None) -> BaseDatabaseWrapper | None:
     that a TestCase wraps around a test does not count. Raises TransactionUsageError when it cannot be told.
     """
     if using is not None:
+        if using not in connections:
+            raise ConfigurationError(
+                f"publish(…, using={using!r}): that alias is not in DATABASES; there are {', '.join(connections)}."
+            )
         connection = connections[using]
         _refuse_manual_commit(connection)
         return connection if in_transaction(connection) else None

@@ -1,0 +1,98 @@
+"""What a developer may get wrong in code is refused at once, with a text that names it, and nothing is half done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+from django.db import transaction
+
+from outbox.contrib.django import message, publish, publish_many, publish_messages, subscriber, transactional_message
+from outbox.contrib.django.registry import subscribers
+from outbox.errors import ConfigurationError, InvalidName, InvalidSubscription, UsageError
+from outbox.retry import RetryPolicy
+from tests.django.shop.models import Effect
+from tests.django.state import decisions
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"group": "x y"}, r"@subscriber\('orders', group='x y'\).*'x y' is not allowed"),
+        ({"mode": "keyed"}, "mode='keyed' must be one of 'concurrent', 'orderly', 'key_ordered'"),
+        ({"start": "yesterday"}, "start='yesterday' must be one of 'first', 'last'"),
+        ({"batch": 0}, "batch=0"),
+        ({"batch": "2"}, "batch='2'"),
+        ({"threads": "8"}, "threads='8'"),
+        ({"retry": 3}, "retry=3 must be a RetryPolicy"),
+        ({"on_error": "skip"}, "on_error='skip' must map"),
+        ({"on_error": {"ValueError": "skip"}}, "must map exception classes"),
+        ({"on_error": {ValueError: "nope"}}, "on_error='nope' must be one of 'retry'"),
+        ({"suspend_seconds": -1}, "suspend_seconds=-1"),
+        ({"timeout_seconds": "a"}, "timeout_seconds='a'"),
+        ({"max_suspends": -1}, "max_suspends=-1"),
+        ({"broadcast": "yes"}, "broadcast='yes'"),
+        ({"nosuch": 1}, "no option nosuch.*broadcast"),
+    ],
+)
+def test_subscription_that_cannot_work(no_subscribers: None, options: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(InvalidSubscription, match=complaint):
+        subscriber("orders", **{"group": "effects", **options})
+    assert not subscribers()
+
+
+@pytest.mark.parametrize(("handler", "complaint"), [(lambda: None, "one argument"), (3, "takes a function, not 3")])
+def test_handler_that_cannot_be_called(no_subscribers: None, handler: Any, complaint: str) -> None:
+    with pytest.raises(InvalidSubscription, match=complaint):
+        subscriber("orders", group="effects")(handler)
+    assert not subscribers()
+
+
+@pytest.mark.parametrize("options", [{"delays_seconds": 5}, {"delays_seconds": ["a"]}, {"max_attempts": "3"}])
+def test_retry_policy_that_cannot_work(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError, match=next(iter(options))):
+        RetryPolicy(**options)
+
+
+@pytest.mark.parametrize(
+    ("topic", "options", "error", "complaint"),
+    [
+        ("order paid", {}, InvalidName, "order paid"),
+        ("orders", {"delay": "5"}, UsageError, "delay must be seconds"),
+        ("orders", {"delay": 5, "deliver_at": lambda: datetime.now(UTC)}, UsageError, "not both"),
+    ],
+)
+def test_decorator_refuses_at_import(topic: str, options: Any, error: type[Exception], complaint: str) -> None:
+    with pytest.raises(error, match=complaint):
+        transactional_message(topic, body={}, **options)
+
+
+@pytest.mark.parametrize(
+    ("call", "complaint"),
+    [
+        (lambda: publish("orders", {}, using="nosuch"), "'nosuch'.*not in DATABASES; there are default"),
+        (lambda: publish("orders", {}, headers=["a"]), "headers must be a mapping"),  # type: ignore[arg-type]
+        (lambda: publish("orders", {}, delay=float("nan")), "delay must be seconds from now"),
+        (lambda: publish("orders", {}, delay=float("inf")), "delay must be seconds from now"),
+        (lambda: publish("orders", {}, delay=1e12), "delay must be seconds from now"),
+        (lambda: publish_many("orders", {"n": 1}), "give a list of bodies"),
+        (lambda: publish_many("orders", "abc"), "give a list of bodies"),
+        (lambda: publish_messages(message("orders", {})), "takes a list"),  # type: ignore[arg-type]
+        (lambda: publish_messages([{"n": 1}]), "takes a list"),  # type: ignore[list-item]
+    ],
+)
+def test_publish_refuses_before_anything_is_stored(empty_log: None, call: Callable[[], object], complaint: str) -> None:
+    with pytest.raises(UsageError, match=complaint):
+        call()
+    with pytest.raises(UsageError, match=complaint):
+        _work_and(call)
+    assert not Effect.objects.exists()
+    assert decisions() == {}
+
+
+@transaction.atomic
+def _work_and(call: Callable[[], object]) -> None:
+    Effect.objects.create(number="half")
+    call()
