@@ -53,8 +53,8 @@ def check_schema(connection: Connection, schema: str = "outbox") -> int:
     if version < OLDEST_ACCEPTED_VERSION:
         raise SchemaError(
             f"the broker's tables in schema {schema!r} have version {version}, this code needs "
-            f"{OLDEST_ACCEPTED_VERSION} to {SCHEMA_VERSION}: run `python manage.py migrate` "
-            f"(outside Django: outbox.broker.install.install)."
+            f"{OLDEST_ACCEPTED_VERSION} to {SCHEMA_VERSION}: run `manage.py migrate --database=ALIAS` with the alias "
+            f"of the broker (outside Django: outbox.broker.install.install)."
         )
     if version > SCHEMA_VERSION:
         raise _too_new(schema, version)
@@ -64,8 +64,9 @@ def check_schema(connection: Connection, schema: str = "outbox") -> int:
 def missing(schema: str) -> SchemaError:
     """The error for a database without the broker's tables."""
     return SchemaError(
-        f"the broker's tables are not installed in schema {schema!r} of this database: run `python manage.py migrate` "
-        f"(outside Django: outbox.broker.install.install), or correct the broker's connection or schema setting."
+        f"the broker's tables are not installed in schema {schema!r} of this database: run `manage.py migrate "
+        f"--database=ALIAS` with the alias of the broker (outside Django: outbox.broker.install.install), or correct "
+        f"the broker's connection or schema setting."
     )
 
 

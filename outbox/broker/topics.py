@@ -177,6 +177,7 @@ def _unknown(name: str, topics: Iterable[str]) -> UnknownTopic:
     nearest = difflib.get_close_matches(name, list(topics), n=3, cutoff=0.5)
     hint = f" Did you mean {' or '.join(map(repr, nearest))}?" if nearest else ""
     return UnknownTopic(
-        f"topic {name!r} is not declared.{hint} Declare it (settings or declare_topics), "
-        f"or allow the creation of topics on first use."
+        f"topic {name!r} is not declared.{hint} Declare it: in OUTBOX['TOPICS'], followed by `manage.py migrate "
+        f"--database=ALIAS` with the alias of the broker; with `manage.py outbox_topic create {name}`; or with "
+        f"outbox.broker.topics.declare_topics."
     )

@@ -139,7 +139,14 @@ def test_groups_are_listed_paused_and_moved() -> None:
         (["outbox_group", "reset", "effects", "orders"], "--to-time"),
         (["outbox_group", "reset", "g", "orders", "--to-time", "yesterday"], "write it like"),
         (["outbox_group", "reset", "g", "orders", "--to-time", "2026-01-01T00:00:00"], "time zone"),
+        (["outbox_group", "reset", "g", "orders", "--to-offset", "-1"], "expected one argument|no offset"),
+        (["outbox_group", "reset", "g", "orders", "--to-offset", "two"], "'two' is no offset"),
+        (["outbox_group", "offsets", "nobody"], "'nobody' is not known"),
+        (["outbox_dead_letter", "list", "nobody"], "'nobody' is not known"),
+        (["outbox_dead_letter", "replay", "nobody", "--all", "--dry-run"], "'nobody' is not known"),
         (["outbox_dead_letter", "replay", "g"], "--all"),
+        (["outbox_worker", "--group", "effects"], "--group needs --role consumer"),
+        (["outbox_worker", "--drain", "--role", "broker"], "leave --role out"),
         (["outbox_trace", "not-an-id"], "invalid UUID"),
         (["outbox_worker", "--role", "boss"], "invalid choice"),
     ],
@@ -160,6 +167,8 @@ def test_dead_letters_are_listed_and_replayed() -> None:
     assert "1 dead letters would be" in call("outbox_dead_letter", "replay", "effects", "--all", "--dry-run")
     assert "1 dead letters are" in call("outbox_dead_letter", "replay", "effects", str(poison.message_id))
     assert call("outbox_dead_letter", "list") == "none\n"
+    with pytest.raises(CommandError, match=r"0 of the 1 ids .* nothing was replayed"):
+        call("outbox_dead_letter", "replay", "effects", str(poison.message_id))
     consume()
     assert "poison" in call("outbox_dead_letter", "list")
 
@@ -188,8 +197,9 @@ def test_without_a_broker_commands_say_so(
     outbox_settings: Callable[..., None], new_database: Callable[..., str]
 ) -> None:
     point_alias("broker", new_database())
-    with pytest.raises(CommandError, match="migrate"):
-        call("outbox_check")
+    for command in (["outbox_check"], ["outbox_status"], ["outbox_topic", "list"], ["outbox_group", "list"]):
+        with pytest.raises(CommandError, match="migrate --database"):
+            call(*command)
     connections["broker"].close()
     outbox_settings(IN_MEMORY=True)
     with pytest.raises(CommandError, match="IN_MEMORY"):

@@ -20,6 +20,7 @@ from outbox.contrib.django import get_broker, publish, subscriber
 from outbox.contrib.django.broker import alias_conninfo, broker_database, get_codecs, reset_broker
 from outbox.contrib.django.conf import PathChoice, get_settings, parse_settings
 from outbox.contrib.django.models import LedgerEntry, LedgerIdentity
+from outbox.contrib.django.registry import unregister_all
 from outbox.contrib.django.routers import BrokerRouter
 from outbox.contrib.django.transactions import ledger_id_of
 from outbox.errors import ConfigurationError
@@ -47,6 +48,8 @@ def test_topics_become_declared_topics() -> None:
         ([], "must be a dictionary"),
         ({"PRODUCER_GROUPS": "x"}, r"'PRODUCER_GROUPS'.*Did you mean 'PRODUCER_GROUP'"),
         ({"broker": "x"}, "Did you mean 'BROKER'"),
+        ({"SCHEMA": "a b"}, r"OUTBOX\['SCHEMA'\].*'a b'"),
+        ({"LISTEN": "not a url"}, r"OUTBOX\['LISTEN'\] is no connection string"),
         ({"QUUX": 1}, "The settings are AUTO_CREATE_TOPICS, BROKER"),
         ({"BROKER": 3}, r"OUTBOX\['BROKER'\] must be a text.*3 \(int\)"),
         ({"PRODUCER_GROUP": "a b"}, r"OUTBOX\['PRODUCER_GROUP'\]: group name 'a b'"),
@@ -149,6 +152,14 @@ def test_contradicting_subscribers(application: None, no_subscribers: None) -> N
     assert found() == {"outbox.E014", "outbox.E010", "outbox.W013"}
 
 
+def test_a_concurrent_subscriber_of_a_fifo_topic_is_warned(application: None, no_subscribers: None) -> None:
+    subscriber("steps", group="g")(lambda delivery: None)
+    assert found() == {"outbox.W015"}
+    unregister_all()
+    subscriber("steps", group="g", mode="key_ordered")(lambda delivery: None)
+    assert found() == set()
+
+
 def test_databases_are_looked_into(databases: None, new_database: Callable[..., str]) -> None:
     empty = new_database()
     before = dict(connections["other"].settings_dict)
@@ -159,6 +170,8 @@ def test_databases_are_looked_into(databases: None, new_database: Callable[..., 
         connections["other"].close()
         for settings in (connections["other"].settings_dict, connections.settings["other"]):
             settings.update(before)
+    with override_settings(OUTBOX={**OUTBOX, "TOPICS": {**OUTBOX["TOPICS"], "fresh": {}}}):
+        assert found(databases=["broker"]) == {"outbox.W027"}
     point_alias("broker", empty)
     reset_broker()
     assert found(databases=["broker"]) == {"outbox.W026"}

@@ -13,6 +13,7 @@ from django.utils.connection import ConnectionDoesNotExist
 from psycopg.conninfo import make_conninfo
 
 from outbox.broker.database import BrokerDatabase, Connection, Identity, identity
+from outbox.broker.install import check_schema
 from outbox.broker.postgres import PostgresBroker
 from outbox.broker.topics import TopicCatalog
 from outbox.codec import Codec, Codecs
@@ -128,11 +129,15 @@ def broker_database(settings: OutboxSettings | None = None) -> BrokerDatabase:
 
 @contextmanager
 def broker_connection() -> Iterator[tuple[Connection, str]]:
-    """A connection to the broker's database and its schema. Raises BrokerUnavailable or ConfigurationError."""
+    """A connection to the broker's database and its schema.
+
+    Raises BrokerUnavailable, ConfigurationError, or SchemaError when the tables are missing or of another age.
+    """
     settings = get_settings()
     if settings.in_memory:
         raise ConfigurationError("OUTBOX['IN_MEMORY'] is on: there is no broker outside this process to look at.")
     with broker_database(settings).connect(name="outbox-command") as connection:
+        check_schema(connection, settings.schema)
         yield connection, settings.schema
 
 

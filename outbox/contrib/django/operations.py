@@ -10,8 +10,8 @@ from uuid import UUID
 
 from outbox.broker.checks import find_undecided
 from outbox.broker.database import Connection
-from outbox.broker.dead_letters import list_dead_letters, replay
-from outbox.broker.groups import QueueStatus, list_queues
+from outbox.broker.dead_letters import replay
+from outbox.broker.groups import QueueStatus, group_id_of, list_queues
 from outbox.broker.postgres import PostgresBroker
 from outbox.broker.status import BrokerStatus, broker_status
 from outbox.broker.topics import list_topics
@@ -107,12 +107,21 @@ def _declare(topic: Topic) -> None:
 
 
 def replay_dead_letters(group: str, ids: Sequence[UUID] | None, *, limit: int, dry_run: bool) -> int:
-    """Deliver dead letters of a group again, all of them if `ids` is None; returns how many."""
+    """Deliver dead letters of a group again, all of them if `ids` is None; returns how many.
+
+    Raises UnknownGroup, and UsageError when one of `ids` is no dead letter of the group: then none is replayed.
+    """
     with broker_connection() as (connection, schema):
-        if dry_run:
-            letters = list_dead_letters(connection, schema, group, limit=limit)
-            return sum(ids is None or letter.message_id in ids for letter in letters)
-        count = replay(connection, schema, group, ids, limit=limit)
+        group_id_of(connection, schema, group)
+        with connection.transaction(force_rollback=dry_run):
+            count = replay(connection, schema, group, ids, limit=limit)
+            if ids is not None and count != len(set(ids)):
+                raise UsageError(
+                    f"{count} of the {len(set(ids))} ids are dead letters of group {group!r} (or --limit is too low), "
+                    f"so nothing was replayed: `outbox_dead_letter list {group}` shows what there is."
+                )
+    if dry_run:
+        return count
     broker = get_broker()
     if isinstance(broker, PostgresBroker):
         broker.notify_decided()

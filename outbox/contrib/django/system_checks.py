@@ -5,7 +5,7 @@ Those that look into databases run with `check --database ALIAS` and with `migra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from django.conf import settings as django_settings
@@ -15,11 +15,14 @@ from django.db.utils import DatabaseError
 
 from outbox.broker.database import identity
 from outbox.broker.install import check_schema
+from outbox.broker.topics import list_topics
 from outbox.contrib.django.broker import alias_conninfo, broker_database, broker_identity, check_topic_imports
 from outbox.contrib.django.checker import ledger_aliases
 from outbox.contrib.django.conf import OutboxSettings, PathChoice, get_settings
 from outbox.contrib.django.registry import autodiscover
 from outbox.errors import BrokerError, ConfigurationError, OutboxError, SchemaError
+from outbox.subscription import Mode
+from outbox.topic import Topic
 
 _ROUTER: Final = "outbox.contrib.django.routers.BrokerRouter"
 
@@ -143,6 +146,14 @@ def _subscribers(settings: OutboxSettings) -> Iterator[CheckMessage]:
         kinds.setdefault(item.subscription.group, set()).add(item.subscription.broadcast)
         if item.using is not None and item.using not in connections:
             yield Error(f"{item.name} uses the alias {item.using!r}, which is not in DATABASES.", id="outbox.E010")
+        declared = settings.topics.get(item.subscription.topic)
+        if declared is not None and declared.topic.is_fifo and item.subscription.mode is Mode.CONCURRENT:
+            yield Warning(
+                f"{item.name} handles the FIFO topic {item.subscription.topic!r} concurrently: it gives up the order "
+                f"of the keys.",
+                hint="Pass mode='key_ordered' or mode='orderly' to @subscriber.",
+                id="outbox.W015",
+            )
         if settings.topics and not settings.auto_create_topics and item.subscription.topic not in settings.topics:
             yield Warning(
                 f"{item.name} subscribes to {item.subscription.topic!r}, which OUTBOX['TOPICS'] does not declare.",
@@ -243,11 +254,22 @@ def _broker_database(settings: OutboxSettings) -> Iterator[CheckMessage]:
     try:
         with broker_database(settings).connect(name="outbox-check") as connection:
             check_schema(connection, settings.schema)
+            yield from _undeclared(settings, {topic.name: topic for topic in list_topics(connection, settings.schema)})
             with connection.cursor() as cursor:
                 if not _durable("postgresql", cursor):
                     yield _not_durable(settings.broker)
     except SchemaError as error:
         # As above: `migrate` is what makes it right.
         yield Warning(str(error), id="outbox.W026")
-    except BrokerError as error:
+    except (BrokerError, ConfigurationError) as error:
         yield Error(str(error), id="outbox.E025")
+
+
+def _undeclared(settings: OutboxSettings, known: Mapping[str, Topic]) -> Iterator[CheckMessage]:
+    differing = [name for name, declared in settings.topics.items() if known.get(name) != declared.topic]
+    if differing:
+        yield Warning(
+            f"the broker does not have {', '.join(map(repr, differing))} as OUTBOX['TOPICS'] declares.",
+            hint=f"Run `manage.py migrate --database={settings.broker}`.",
+            id="outbox.W027",
+        )

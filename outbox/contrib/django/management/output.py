@@ -48,6 +48,11 @@ class OutboxCommand(BaseCommand):
             self.stdout.write("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
 
 
+def first_line(text: str | None) -> str:
+    """An error in a table; --json has all of it."""
+    return text.splitlines()[0] if text else ""
+
+
 def _plain(value: object) -> object:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return dataclasses.asdict(value)

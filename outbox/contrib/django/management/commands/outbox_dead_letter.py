@@ -8,8 +8,9 @@ from uuid import UUID
 from django.core.management.base import CommandError, CommandParser
 
 from outbox.broker.dead_letters import failed_attempts, list_dead_letters
+from outbox.broker.groups import group_id_of
 from outbox.contrib.django.broker import broker_connection
-from outbox.contrib.django.management.output import OutboxCommand
+from outbox.contrib.django.management.output import OutboxCommand, first_line
 from outbox.contrib.django.operations import replay_dead_letters
 
 
@@ -21,12 +22,14 @@ class Command(OutboxCommand):
     def add_arguments(self, parser: CommandParser) -> None:
         """See BaseCommand."""
         actions = parser.add_subparsers(dest="action", required=True)
-        shown = actions.add_parser("list")
+        shown = actions.add_parser(
+            "list", help="what was given up and is not replayed; --json with the error of every attempt"
+        )
         shown.add_argument("group", nargs="?")
         shown.add_argument("--limit", type=int, default=100)
         shown.add_argument("--replayed", action="store_true", help="also those that were replayed")
         self.add_json(shown)
-        again = actions.add_parser("replay")
+        again = actions.add_parser("replay", help="deliver again; the attempts count from 1")
         again.add_argument("group")
         again.add_argument("ids", nargs="*", type=UUID, help="message ids")
         again.add_argument("--all", action="store_true", help="all dead letters of the group, oldest first")
@@ -46,6 +49,8 @@ class Command(OutboxCommand):
 
     def _list(self, options: dict[str, Any]) -> None:
         with broker_connection() as (connection, schema):
+            if options["group"]:
+                group_id_of(connection, schema, options["group"])
             letters = list_dead_letters(
                 connection, schema, options["group"], replayed=options["replayed"], limit=options["limit"]
             )
@@ -59,5 +64,5 @@ class Command(OutboxCommand):
                 return
         self.print_rows(
             ["group", "message", "topic", "key", "attempts", "dead since", "error"],
-            ((d.group, d.message_id, d.topic, d.key, d.attempts, d.dead_at, d.error) for d in letters),
+            ((d.group, d.message_id, d.topic, d.key, d.attempts, d.dead_at, first_line(d.error)) for d in letters),
         )

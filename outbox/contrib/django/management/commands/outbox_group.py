@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from argparse import ArgumentTypeError
 from datetime import datetime
 from typing import Any
 
-from django.core.management.base import CommandError, CommandParser
+from django.core.management.base import CommandParser
 
 from outbox.broker.group_reset import reset
-from outbox.broker.groups import list_queues, pause, resume
+from outbox.broker.groups import group_id_of, list_queues, pause, resume
 from outbox.contrib.django.broker import broker_connection
-from outbox.contrib.django.management.output import OutboxCommand
+from outbox.contrib.django.management.output import OutboxCommand, first_line
 from outbox.contrib.django.operations import group_lags
 from outbox.subscription import Start
 
@@ -28,16 +29,19 @@ class Command(OutboxCommand):
         offsets = actions.add_parser("offsets", help="every queue of a group: position, end, owner, what blocks it")
         offsets.add_argument("group")
         self.add_json(offsets)
-        for action in ("pause", "resume"):
-            actions.add_parser(action).add_argument("group")
+        for action, what in (
+            ("pause", "stop handing messages to a group"),
+            ("resume", "let it go on, stopped queues too"),
+        ):
+            actions.add_parser(action, help=what).add_argument("group")
         move = actions.add_parser("reset", help="move a group on a topic")
         move.add_argument("group")
         move.add_argument("topic")
         target = move.add_mutually_exclusive_group(required=True)
         target.add_argument("--to-time", type=_moment, help="ISO 8601 with a time zone")
-        target.add_argument("--to-offset", type=int)
-        target.add_argument("--to-end", action="store_true")
-        target.add_argument("--to-first", action="store_true")
+        target.add_argument("--to-offset", type=_offset, help="the number of the next message, in every queue")
+        target.add_argument("--to-end", action="store_true", help="skip all there is")
+        target.add_argument("--to-first", action="store_true", help="from the oldest message the broker still has")
         move.add_argument("--queue", type=int, help="only the queue of this number")
         move.add_argument("--reprocess", action="store_true", help="also process what the inbox has already")
         move.add_argument("--dry-run", action="store_true", help="say what would move, move nothing")
@@ -59,13 +63,17 @@ class Command(OutboxCommand):
 
     def _offsets(self, options: dict[str, Any]) -> None:
         with broker_connection() as (connection, schema):
+            group_id_of(connection, schema, options["group"])
             queues = list_queues(connection, schema, options["group"])
         if options["json"]:
             self.print_json([{**dataclasses.asdict(queue), "lag": queue.lag} for queue in queues])
             return
         self.print_rows(
             ["topic", "queue", "offset", "end", "lag", "owner", "stopped or blocked by"],
-            ((q.topic, q.number, q.next_offset, q.head, q.lag, q.owner, q.stopped or q.blocked_error) for q in queues),
+            (
+                (q.topic, q.number, q.next_offset, q.head, q.lag, q.owner, first_line(q.stopped or q.blocked_error))
+                for q in queues
+            ),
         )
 
     def _pause(self, options: dict[str, Any]) -> None:
@@ -92,6 +100,8 @@ class Command(OutboxCommand):
             )
         if options["json"]:
             self.print_json(moves)
+        elif not moves:
+            self.stdout.write(f"nothing to move: {options['group']} is there already, or the topic has no such queue.")
         else:
             self.print_rows(
                 ["topic", "queue", "from", "to"], ((m.topic, m.number, m.from_offset, m.to_offset) for m in moves)
@@ -113,7 +123,13 @@ def _moment(text: str) -> datetime:
     try:
         moment = datetime.fromisoformat(text)
     except ValueError as error:
-        raise CommandError(f"--to-time {text!r} is no time: write it like 2026-01-31T12:00:00+00:00.") from error
+        raise ArgumentTypeError(f"{text!r} is no time: write it like 2026-01-31T12:00:00+00:00.") from error
     if moment.tzinfo is None:
-        raise CommandError(f"--to-time {text!r} has no time zone: add +00:00 or your offset.")
+        raise ArgumentTypeError(f"{text!r} has no time zone: add +00:00 or your offset.")
     return moment
+
+
+def _offset(text: str) -> int:
+    if not text.isdecimal():
+        raise ArgumentTypeError(f"{text!r} is no offset: it is a whole number, at least 0.")
+    return int(text)

@@ -54,9 +54,18 @@ class Command(OutboxCommand):
         )
         self.stdout.write("")
         self.print_rows(
-            ["group", "topics", "consumers", "handled", "lag", "paused"],
+            ["group", "topics", "consumers", "handled", "lag", "retrying", "dead", "paused"],
             (
-                (g.name, ",".join(g.topics), g.live_consumers, g.handled, g.lag, "yes" if g.paused else "")
+                (
+                    g.name,
+                    ",".join(g.topics),
+                    g.live_consumers,
+                    g.handled,
+                    g.lag,
+                    g.retrying,
+                    g.dead,
+                    "yes" if g.paused else "",
+                )
                 for g in broker.groups
             ),
         )

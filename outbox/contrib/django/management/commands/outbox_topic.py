@@ -22,15 +22,21 @@ class Command(OutboxCommand):
     def add_arguments(self, parser: CommandParser) -> None:
         """See BaseCommand."""
         actions = parser.add_subparsers(dest="action", required=True)
-        for action in ("create", "alter"):
-            options = actions.add_parser(action)
+        for action, what in (("create", "declare a new topic"), ("alter", "change some properties, keep the others")):
+            options = actions.add_parser(action, help=what)
             options.add_argument("name")
-            options.add_argument("--type", action="append", dest="types", choices=[str(item) for item in MessageType])
-            options.add_argument("--queues", type=int, dest="queue_count")
-            options.add_argument("--retention-seconds", type=int)
-            options.add_argument("--on-park", choices=["hold", "release"])
-            options.add_argument("--key-lock", choices=["on", "off"])
-        self.add_json(actions.add_parser("list"))
+            options.add_argument(
+                "--type", action="append", dest="types", choices=[str(item) for item in MessageType], help="repeatable"
+            )
+            options.add_argument(
+                "--queues", type=int, dest="queue_count", help="how many consumers can share the topic"
+            )
+            options.add_argument("--retention-seconds", type=int, help="how long consumed messages are kept")
+            options.add_argument(
+                "--on-park", choices=["hold", "release"], help="FIFO: what waits behind a parked message"
+            )
+            options.add_argument("--key-lock", choices=["on", "off"], help="FIFO: whether publish serialises its keys")
+        self.add_json(actions.add_parser("list", help="every topic of the broker"))
 
     def handle(self, *args: Any, **options: Any) -> None:
         """See BaseCommand."""

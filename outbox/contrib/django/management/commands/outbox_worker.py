@@ -6,7 +6,7 @@ import signal
 import threading
 from typing import Any
 
-from django.core.management.base import CommandParser
+from django.core.management.base import CommandError, CommandParser
 
 from outbox.contrib.django.drain import drain
 from outbox.contrib.django.management.output import OutboxCommand
@@ -27,13 +27,16 @@ class Command(OutboxCommand):
             help="all (default): supervise a broker and the consumer processes, and run the periodic passes here",
         )
         parser.add_argument("--group", action="append", default=[], help="consumer: only this group (repeatable)")
-
         parser.add_argument(
             "--drain", action="store_true", help="do everything that is due now in this process, then end"
         )
 
     def handle(self, *args: Any, **options: Any) -> None:
         """See BaseCommand."""
+        if options["group"] and (options["role"] != "consumer" or options["drain"]):
+            raise CommandError("--group needs --role consumer: only a consumer can be limited to groups.")
+        if options["drain"] and options["role"] != "all":
+            raise CommandError("--drain does what every role would do: leave --role out.")
         if options["drain"]:
             counts = drain()
             self.stdout.write(f"{counts.queued} messages queued, {counts.handled} deliveries handled")
