@@ -209,7 +209,9 @@ class Sequencer:
             raise _Overtaken(f"tick {position.tick_id} is not the newest any more")
         if unread:
             raise _FifoUnread
-        position.half_snapshot = Snapshot.parse(seen)
+        if plan.fifo_read or not more:
+            # Else what is beyond the cut has not been looked at.
+            position.half_snapshot = Snapshot.parse(seen)
         if stored is not None:
             position.tick_id += 1
             position.snapshot = Snapshot.parse(stored)

@@ -28,7 +28,8 @@ ROLLBACK: Final = b"ROLLBACK"
 #
 # newest:   nobody ticked meanwhile (a tick committed after this snapshot collides on the primary key instead).
 # edge:     where a long backlog is cut; the stored snapshot then says that everything from there on is unread.
-# unread:   FIFO half rows that the caller has not looked at; then nothing is done and the caller looks first.
+# unread:   FIFO half rows that the caller has not looked at, or decided FIFO messages while others are beyond the cut;
+#           then nothing is done and the caller looks first.
 # moved:    the new heads; all heads in a full tick, so that the ticks before it can be pruned.
 # hold:     decided messages the caller found to be behind an undecided one of their key.
 # release:  held ones the caller found to be free.
@@ -36,17 +37,6 @@ ROLLBACK: Final = b"ROLLBACK"
 TICK: Final = Statement("""
 WITH newest AS MATERIALIZED (
     SELECT (SELECT max(tick_id) FROM {schema}.tick) = %(tick_id)s AS ok
-), unread AS MATERIALIZED (
-    SELECT NOT %(fifo_read)s
-       AND EXISTS (SELECT FROM {schema}.topic WHERE 'FIFO' = ANY (message_types))
-       AND (EXISTS (SELECT FROM {schema}.commit_log log JOIN {schema}.topic USING (topic_id)
-                    WHERE half AND log.xid >= %(half_xmax)s::xid8 AND log.xid < pg_snapshot_xmax(pg_current_snapshot())
-                      AND deliver_at IS NULL AND 'FIFO' = ANY (message_types))
-         OR EXISTS (SELECT FROM {schema}.commit_log log JOIN {schema}.topic USING (topic_id)
-                    WHERE half AND log.xid = ANY (%(half_xip)s::xid8[])
-                      AND deliver_at IS NULL AND 'FIFO' = ANY (message_types))) AS fifo
-), gate AS MATERIALIZED (
-    SELECT newest.ok AND NOT unread.fifo AS open FROM newest, unread
 ), edge AS MATERIALIZED (
     SELECT coalesce(
         min(xid) FILTER (WHERE earlier >= %(batch)s),
@@ -61,6 +51,27 @@ WITH newest AS MATERIALIZED (
               ORDER BY xid LIMIT %(batch)s + 1) first
         GROUP BY xid
     ) per_xid
+), unread AS MATERIALIZED (
+    SELECT NOT %(fifo_read)s
+       AND EXISTS (SELECT FROM {schema}.topic WHERE 'FIFO' = ANY (message_types))
+       AND ((SELECT cut FROM edge) < pg_snapshot_xmax(pg_current_snapshot())
+            AND EXISTS (SELECT FROM (SELECT log_ids FROM {schema}.op_log
+                              WHERE xid >= %(xmax)s::xid8 AND xid < (SELECT cut FROM edge)
+                              UNION ALL
+                              SELECT log_ids FROM {schema}.op_log WHERE xid = ANY (%(xip)s::xid8[])) AS op
+                        CROSS JOIN LATERAL unnest(log_ids) AS one (log_id)
+                        CROSS JOIN LATERAL (SELECT topic_id FROM {schema}.commit_log
+                                            WHERE log_id = one.log_id OFFSET 0) AS log
+                        JOIN {schema}.topic USING (topic_id)
+                        WHERE 'FIFO' = ANY (message_types))
+         OR EXISTS (SELECT FROM {schema}.commit_log log JOIN {schema}.topic USING (topic_id)
+                    WHERE half AND log.xid >= %(half_xmax)s::xid8 AND log.xid < pg_snapshot_xmax(pg_current_snapshot())
+                      AND deliver_at IS NULL AND 'FIFO' = ANY (message_types))
+         OR EXISTS (SELECT FROM {schema}.commit_log log JOIN {schema}.topic USING (topic_id)
+                    WHERE half AND log.xid = ANY (%(half_xip)s::xid8[])
+                      AND deliver_at IS NULL AND 'FIFO' = ANY (message_types))) AS fifo
+), gate AS MATERIALIZED (
+    SELECT newest.ok AND NOT unread.fifo AS open FROM newest, unread
 ), fresh AS MATERIALIZED (
     SELECT decision, log_ids FROM {schema}.op_log
     WHERE (SELECT open FROM gate) AND xid >= %(xmax)s::xid8 AND xid < (SELECT cut FROM edge)
@@ -187,8 +198,26 @@ WITH edge AS MATERIALIZED (
     WHERE half AND xid >= %(half_xmax)s::xid8 AND xid < pg_snapshot_xmax(pg_current_snapshot())
     UNION ALL
     SELECT * FROM {schema}.commit_log WHERE half AND xid = ANY (%(half_xip)s::xid8[])
+), beyond AS (
+    SELECT log_ids FROM {schema}.op_log
+    WHERE xid >= greatest((SELECT cut FROM edge), %(half_xmax)s::xid8) AND xid < pg_snapshot_xmax(pg_current_snapshot())
+      AND decision = 'C' AND incarnation = %(incarnation)s
+    UNION ALL
+    SELECT log_ids FROM {schema}.op_log
+    WHERE xid = ANY (%(half_xip)s::xid8[]) AND xid >= (SELECT cut FROM edge)
+      AND decision = 'C' AND incarnation = %(incarnation)s
 )
-SELECT 'h', log_id, topic_id, key, transaction_id FROM half JOIN fifo USING (topic_id) WHERE deliver_at IS NULL
+SELECT 'h', log_id, topic_id, key, transaction_id FROM half JOIN fifo USING (topic_id)
+WHERE deliver_at IS NULL
+  -- Decided before a restore, and met only now because transaction ids started over.
+  AND NOT coalesce((SELECT op.incarnation <> %(incarnation)s FROM {schema}.op_log op
+                    WHERE op.transaction_id = half.transaction_id), false)
+UNION ALL
+SELECT 'h', log.log_id, topic_id, key, transaction_id
+FROM beyond CROSS JOIN LATERAL unnest(log_ids) AS one (log_id)
+CROSS JOIN LATERAL (SELECT * FROM {schema}.commit_log WHERE log_id = one.log_id AND NOT half OFFSET 0) AS log
+JOIN fifo USING (topic_id)
+WHERE deliver_at IS NULL
 UNION ALL
 SELECT CASE decision WHEN 'C' THEN 'c' ELSE 'r' END, log.log_id, topic_id, key, transaction_id
 FROM fresh CROSS JOIN LATERAL unnest(log_ids) AS one (log_id)
@@ -230,8 +259,8 @@ FROM {schema}.broker
 
 HELD: Final = Statement("SELECT log_id, topic_id, key FROM {schema}.held")
 
-# Open: visible, FIFO, not delayed, and without a decision that the last tick has read. Candidates are the rows the
-# half scan found undecided, those it has not read, and those decided since the last tick.
+# Open: visible, FIFO, not delayed, and without a decision that the last tick has read. Candidates are the half rows
+# the scan found undecided, those it has not read, and all rows decided since the last tick.
 OPEN_HALVES: Final = Statement("""
 WITH candidate AS (
     SELECT log.log_id, pending.parked_at
@@ -253,7 +282,7 @@ SELECT log.log_id, log.topic_id, log.key, log.transaction_id
 FROM (SELECT log_id, max(parked_at) AS parked_at FROM candidate GROUP BY log_id) AS one
 JOIN {schema}.commit_log log USING (log_id)
 JOIN {schema}.topic USING (topic_id)
-WHERE log.half AND log.deliver_at IS NULL AND 'FIFO' = ANY (message_types)
+WHERE log.deliver_at IS NULL AND 'FIFO' = ANY (message_types)
   AND NOT (on_park = 'release' AND parked_at IS NOT NULL)
   AND NOT EXISTS (
       SELECT FROM {schema}.op_log op WHERE op.transaction_id = log.transaction_id

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from datetime import UTC, datetime, timedelta
 from uuid import UUID
@@ -10,9 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outbox.broker.database import BrokerConnection, BrokerDatabase
+from outbox.broker.log import append_decided
 from outbox.broker.postgres import PostgresBroker
 from outbox.broker.sequencer import HINT_AFTER_SECONDS
 from outbox.broker.sequencer_order import KeyOrder
+from outbox.broker.topics import TopicCatalog
 from outbox.ids import uuid7
 from outbox.message import Message
 from outbox.transaction import Answer, Check, CheckSettings, Decision
@@ -108,6 +111,49 @@ def test_a_new_leader_after_a_cut_backlog_knows_what_was_decided_but_not_read(
     assert new_sequencer(database, batch=1).run_once(connection).held == 1
     drain(new_sequencer(database, batch=1), connection)
     assert queued_ids(connection) == [first, second]
+
+
+def test_a_cut_backlog_keeps_the_order_of_local_commits_on_the_atomic_path(
+    broker: PostgresBroker, database: BrokerDatabase, connection: BrokerConnection
+) -> None:
+    """The transaction that began first and published last has the lower transaction id: the cut falls between."""
+    first, second = message("ordered", key="k"), message("ordered", key="k")
+    catalog = TopicCatalog(database.schema)
+    with contextlib.closing(database.open()) as early:
+        with early.transaction():
+            early.execute("SELECT pg_current_xact_id()")
+            append_decided(connection, database.schema, catalog, [first])
+            append_decided(early, database.schema, catalog, [second])
+    broker.send([message() for _ in range(3)])
+    sequencer = new_sequencer(database, batch=1)
+    sequencer.run_once(connection)
+    # Also across a change of the leader.
+    drain(new_sequencer(database, batch=1), connection)
+    drain(sequencer, connection)
+    assert queued_ids(connection, "ordered") == [first.message_id, second.message_id]
+    assert connection.execute("SELECT count(*) FROM outbox.held").fetchone() == (0,)
+    assert_gapless(connection)
+
+
+def test_halves_of_before_a_restore_block_nobody(
+    broker: PostgresBroker, database: BrokerDatabase, connection: BrokerConnection
+) -> None:
+    """They may carry ids of the future, which the new server reaches one day."""
+    old = _send_half(broker, "k")
+    broker.end([end(old)])
+    drain(new_sequencer(database), connection)
+    connection.execute("UPDATE outbox.broker SET timeline = timeline + 7")
+    sequencer = new_sequencer(database)
+    drain(sequencer, connection)
+    connection.execute(
+        "UPDATE outbox.commit_log SET xid = (pg_current_xact_id()::text::bigint + 3)::text::xid8 WHERE half"
+    )
+    for _ in range(10):
+        connection.execute("SELECT pg_current_xact_id()")
+    new = _send_half(broker, "k")
+    broker.end([end(new)])
+    drain(sequencer, connection)
+    assert queued_ids(connection) == [old, new]
 
 
 def test_a_delayed_message_blocks_nobody_and_joins_its_key_when_due(
