@@ -11,6 +11,8 @@ SELECT queue_id FROM {schema}.queue WHERE queue_id > %(after)s ORDER BY queue_id
 """)
 
 # How far a queue may be cleared: past the retention time, and consumed by every group or past the hard cap.
+# The cap counts from when a message could first be consumed: it may have been delayed or undecided for longer, and a
+# retry or a replayed dead letter is as old as its last failure or its replay.
 # `consumed` is the least position of the groups that read the queue; without a group nothing is consumed yet.
 # Broadcast groups store no positions and hold nothing back.
 LIMIT: Final = Statement("""
@@ -28,7 +30,8 @@ WITH place AS (
         WHERE group_id = reader.group_id AND queue_id = %(queue_id)s
         ORDER BY epoch DESC, ordinal DESC LIMIT 1) newest ON true
 ), entry AS (
-    SELECT entry.queue_offset, log.stored_at, place.retention_seconds, coalesce(consumed.position, 0) AS consumed
+    SELECT entry.queue_offset, entry.log_id, log.transaction_id, log.stored_at, log.deliver_at,
+           place.retention_seconds, coalesce(consumed.position, 0) AS consumed
     FROM place CROSS JOIN consumed
     CROSS JOIN LATERAL (SELECT queue_offset, log_id FROM {schema}.consume_queue
                         WHERE queue_id = place.queue_id AND queue_offset >= place.floor
@@ -39,7 +42,15 @@ WITH place AS (
            (stored_at IS NULL AND queue_offset < consumed)
            OR (stored_at < now() - make_interval(secs => retention_seconds)
                AND (queue_offset < consumed
-                    OR stored_at < now() - make_interval(secs => greatest(retention_seconds, %(cap)s)))) AS old
+                    OR CASE WHEN stored_at < now() - make_interval(secs => greatest(retention_seconds, %(cap)s))
+                       THEN greatest(
+                           deliver_at,
+                           (SELECT decided_at FROM {schema}.op_log op WHERE op.transaction_id = entry.transaction_id),
+                           (SELECT max(failed_at) FROM {schema}.failure JOIN place ON place.retry_of = failure.group_id
+                            WHERE failure.log_id = entry.log_id),
+                           (SELECT max(replayed_at) FROM {schema}.dead_letter dead
+                            JOIN place ON place.retry_of = dead.group_id WHERE dead.log_id = entry.log_id)
+                           ) < now() - make_interval(secs => greatest(retention_seconds, %(cap)s)) END)) AS old
     FROM entry
 )
 SELECT place.floor,
@@ -111,11 +122,14 @@ WITH entries AS (
 SELECT count(*), count(*) FROM entries
 """)
 
-# Messages that never were queued: rolled back, or recalled before they were due.
+# Messages that never were queued: rolled back, or recalled before they were due. A rollback stays until the sequencer
+# has read it, which lets the key of an old message go on.
 CLEAR_UNQUEUED: Final = Statement("""
 WITH ended AS (
     (SELECT transaction_id, log_ids, 'R' AS what FROM {schema}.op_log
      WHERE decision = 'R' AND decided_at < now() - make_interval(secs => %(keep)s)
+       AND (incarnation <> (SELECT incarnation FROM {schema}.broker)
+            OR pg_visible_in_snapshot(xid, (SELECT snapshot FROM {schema}.tick ORDER BY tick_id DESC LIMIT 1)))
      ORDER BY decided_at LIMIT %(batch)s)
     UNION ALL
     (SELECT log.transaction_id, ARRAY[log_id], 'T' FROM {schema}.recalled JOIN {schema}.commit_log log USING (log_id)

@@ -164,6 +164,43 @@ def test_retention_keeps_what_a_group_has_not_consumed_up_to_the_hard_cap(
     assert "expired" in {one["kind"] for one in broker_status(connection).incidents}
 
 
+def test_the_hard_cap_counts_from_when_a_message_could_be_consumed(
+    broker: PostgresBroker, database: BrokerDatabase, connection: BrokerConnection
+) -> None:
+    """A message delayed, or undecided, for longer than the cap is not removed as soon as it is queued."""
+    _subscribe(connection, "orders")
+    delayed, late = message(deliver_at=datetime.now(UTC) + timedelta(hours=1)), half()
+    broker.send([delayed])
+    broker.send_half(late)
+    drain(new_sequencer(database), connection)
+    _age(connection, 40)
+    connection.execute("UPDATE outbox.commit_log SET deliver_at = now() WHERE deliver_at IS NOT NULL")
+    connection.execute("UPDATE outbox.scheduled SET due_at = now()")
+    broker.end([end(late.transaction_id)])
+    drain(new_sequencer(database), connection)
+    _clean(connection)
+    assert set(queued_ids(connection)) == {delayed.message_id, late.transaction_id}
+
+
+def test_retention_leaves_a_rollback_until_the_sequencer_has_read_it(
+    broker: PostgresBroker, database: BrokerDatabase, connection: BrokerConnection
+) -> None:
+    """Else the key of an old parked message would stay held."""
+    blocker, behind = half(message("ordered", key="k")), half(message("ordered", key="k"))
+    broker.send_half(blocker)
+    broker.send_half(behind)
+    broker.end([end(behind.transaction_id)])
+    sequencer = new_sequencer(database)
+    assert drain(sequencer, connection).held == 1
+    _age(connection, 4)
+    broker.end([end(blocker.transaction_id, Decision.ROLLBACK)])
+    _clean(connection)
+    drain(sequencer, connection)
+    assert queued_ids(connection) == [behind.transaction_id]
+    _clean(connection)
+    assert _count(connection, "commit_log") == 1
+
+
 def test_retention_keeps_what_is_dead_and_removes_it_afterwards(
     broker: PostgresBroker, database: BrokerDatabase, connection: BrokerConnection
 ) -> None:
