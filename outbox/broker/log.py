@@ -221,10 +221,11 @@ def _receipts(
     with cursor_on(connection) as cursor:
         wanted = arrays.uuids([message.message_id for message in messages])
         stored = {row[0]: row[1:] for row in cursor.execute(_FIND.on(schema), {"message_ids": wanted})}
-    return [_existing(message, stored, half=half) for message in messages]
+    return [_existing(message, stored, transaction_id if half else None) for message in messages]
 
 
-def _existing(message: Message, stored: dict[UUID, tuple[Any, ...]], *, half: bool) -> SendReceipt:
+def _existing(message: Message, stored: dict[UUID, tuple[Any, ...]], half_of: UUID | None) -> SendReceipt:
+    half = half_of is not None
     if message.message_id not in stored:
         raise SendFailed(f"message {message.message_id} for topic {message.topic!r} was not stored; send it again.")
     log_id, transaction_id, was_half, decision = stored[message.message_id]
@@ -238,6 +239,11 @@ def _existing(message: Message, stored: dict[UUID, tuple[Any, ...]], *, half: bo
         raise InvalidMessage(
             f"half message {message.message_id} for topic {message.topic!r} was sent before and is decided "
             f"({Decision(decision).name}): build a new message for another transaction."
+        )
+    if half and transaction_id != half_of:
+        raise InvalidMessage(
+            f"half message {message.message_id} for topic {message.topic!r} belongs to transaction {transaction_id} "
+            f"and would share its fate, not that of {half_of}: build a new message for another transaction."
         )
     return SendReceipt(
         message_id=message.message_id, transaction_id=transaction_id, topic=message.topic, position=log_id

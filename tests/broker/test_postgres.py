@@ -327,3 +327,12 @@ def _wal(connection: BrokerConnection) -> int:
     row = connection.execute("SELECT pg_current_wal_insert_lsn() - '0/0'::pg_lsn").fetchone()
     assert row is not None
     return int(row[0])
+
+
+def test_a_half_message_of_another_transaction_is_refused(broker: PostgresBroker) -> None:
+    """It would share that transaction's fate, whatever becomes of the second one."""
+    first, second = message(), message()
+    broker.send_half(half(first, second))
+    broker.send_half(half(first, second))
+    with pytest.raises(InvalidMessage, match="belongs to transaction"):
+        broker.send_half(half(second))
