@@ -57,18 +57,24 @@ class Window:
     """What is judged: rows with `since <= time < until`. `watermark`: all sides are complete below it.
 
     Lateness is judged against the watermark, so that the same data and window give the same classes at any time.
+    Keys whose column `unbounded` (if one is named) is true are judged however old they are.
     """
 
     since: datetime | None
     until: datetime
     watermark: datetime
+    unbounded: str | None = None
 
     def covers(self, time: Column) -> Column:
         """Whether a time is inside; null is not."""
-        inside = time < F.lit(self.until)
-        if self.since is not None:
-            inside = inside & (time >= F.lit(self.since))
-        return F.coalesce(inside, F.lit(False))
+        return F.coalesce((time < F.lit(self.until)) & self.not_before(time), F.lit(False))
+
+    def not_before(self, time: Column) -> Column:
+        """Not in an earlier window, which has judged it or carried it over."""
+        if self.since is None:
+            return F.lit(True)
+        inside = time >= F.lit(self.since)
+        return inside if self.unbounded is None else inside | F.col(self.unbounded)
 
 
 def message_conditions(rule: Rule, window: Window) -> dict[FindingClass, Column]:
@@ -83,8 +89,8 @@ def message_conditions(rule: Rule, window: Window) -> dict[FindingClass, Column]
     is_double = F.greatest("rows", "committed") > 1 if exactly_one else F.lit(False)
     judged = row_judged | message_judged
     fresh = has_row & (F.col("row_at") >= F.lit(window.until))
-    alone = ~has_row & ~committed & undecided & _not_before("undecided_at", window)
-    unsettled = ~has_row & committed & ~settled & _not_before("message_at", window)
+    alone = ~has_row & ~committed & undecided & window.not_before(F.col("undecided_at"))
+    unsettled = ~has_row & committed & ~settled & window.not_before(F.col("message_at"))
     conditions = {
         FindingClass.ORPHAN: message_judged & committed & settled,
         FindingClass.HALF_STUCK: half_judged & undecided & is_stuck,
@@ -201,11 +207,6 @@ def _is_late(rule: Rule) -> Column:
     if rule.late_after_seconds is None:
         return F.lit(False)
     return F.unix_micros("settled_at") - F.unix_micros("row_at") > _micros(rule.late_after_seconds)
-
-
-def _not_before(column: str, window: Window) -> Column:
-    """Not in an earlier window, which has judged it or carried it over."""
-    return F.lit(True) if window.since is None else F.col(column) >= F.lit(window.since)
 
 
 def _age(column: str, window: Window) -> Column:

@@ -5,6 +5,7 @@ What the first look saw only because two databases have no common moment is gone
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Final
 
 from pyspark.sql import Column, DataFrame, SparkSession
@@ -43,17 +44,12 @@ def confirm(
         if read is None:
             read = sides.of_many_keys(rule, sources, keys.select("key"))
         gathered = evidence.gather(read.narrow, rule).join(keys, "key")
-        ours = _classified(gathered.where(~F.col("carried")), rule, window)
-        unbounded = classify.Window(None, window.until, window.watermark)
-        carried = _classified(gathered.where(F.col("carried")), rule, unbounded)
-        with_details = _with_details(ours.unionByName(carried), rule, read)
+        bounded = replace(window, unbounded="carried")
+        judged = classify.subjects(classify.with_classes(gathered, rule, bounded), rule, bounded)
+        with_details = _with_details(judged, rule, read)
         _as_findings(with_details, rule).write.mode("overwrite").parquet(target)
         for frame in read.cached:
             frame.unpersist()
-
-
-def _classified(gathered: DataFrame, rule: Rule, window: classify.Window) -> DataFrame:
-    return classify.subjects(classify.with_classes(gathered, rule, window), rule, window)
 
 
 def _with_details(found: DataFrame, rule: Rule, read: sides.KeySides) -> DataFrame:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -115,5 +116,6 @@ def conform(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
 
 
 def one_line(error: BaseException) -> str:
-    """A driver's error without the query it repeats and without line breaks."""
-    return " ".join(str(error).split("Query was:")[0].split())
+    """A driver's error in one line, without the query it repeats."""
+    text = " ".join(str(error).split("Query was:")[0].split())
+    return re.sub(r"^.*?\bERROR: *", "", re.sub(r" LINE \d+: .*$", "", text)).rstrip(". ")

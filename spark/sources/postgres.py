@@ -57,6 +57,8 @@ _USAGE_STATES: Final = {
     "42846": "a column cannot be cast to the type that is compared",
     "22P02": "an expression of the rule has a constant of the wrong type",
 }
+# Data exception, syntax error or access rule violation, feature not supported.
+_USAGE_CLASSES: Final = ("22", "42", "0A")
 _ACCESS_STATES: Final = ("28P01", "28000", "3D000")
 
 
@@ -307,8 +309,9 @@ class PostgresSource:
     def _translated(self, error: Any, about: str) -> ReconcileError:
         state = error.sqlstate or ""
         detail = f"{about} in database {self._database.name!r}: {adbc.one_line(error)}"
-        if state in _USAGE_STATES:
-            return UsageProblem(f"{_USAGE_STATES[state]}: {detail}. Correct the rules file or the connection.")
+        if state in _USAGE_STATES or state[:2] in _USAGE_CLASSES:
+            reason = _USAGE_STATES.get(state, "the database does not accept an expression of the rule")
+            return UsageProblem(f"{reason}: {detail}. Correct the rules file or the connection.")
         return RunIncomplete(f"reading failed, {detail}. Run it again; the previous result stays in force.")
 
 

@@ -1,0 +1,64 @@
+"""Exports: the same tables and views as CSV and Parquet give the same findings."""
+
+from __future__ import annotations
+
+import csv
+from datetime import timedelta
+from pathlib import Path
+
+import psycopg
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from spark.errors import UsageProblem
+from tests.spark.conftest import Reconciler
+from tests.spark.test_runs import plant
+from tests.spark.world import RULES, START, World, group_rules
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def export_csv(connection: psycopg.Connection, table: str, target: Path) -> None:
+    cursor = connection.execute(f"SELECT * FROM {table}")
+    assert cursor.description is not None
+    with target.open("w", newline="", encoding="utf-8") as out:
+        writer = csv.writer(out)
+        writer.writerow([column.name for column in cursor.description])
+        writer.writerows([None if value is None else str(value) for value in row] for row in cursor)
+
+
+def export_parquet(connection: psycopg.Connection, view: str, target: Path) -> None:
+    cursor = connection.execute(f"SELECT * FROM {view}")
+    assert cursor.description is not None
+    names = [column.name for column in cursor.description]
+    texts = ("message_id", "transaction_id")
+    rows = [
+        {name: str(value) if name in texts and value else value for name, value in zip(names, row, strict=True)}
+        for row in cursor
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), target)
+
+
+def test_csv_and_parquet_give_the_same_findings(reconcile: Reconciler, world: World, tmp_path: Path) -> None:
+    world.add_many(60)
+    planted = plant(world)
+    app, broker = tmp_path / "app", tmp_path / "broker"
+    app.mkdir()
+    broker.mkdir()
+    for table in ("orders_order", "logistics_shipment", "points_entry", "cart_clearance"):
+        export_csv(world.app, table, app / f"{table}.csv")
+    for view in ("message_v1", "delivery_v1", "dead_letter_v1", "topic_v1"):
+        export_parquet(world.broker, view, broker / f"{view}.parquet")
+    text = RULES.format(extra="", groups=group_rules())
+    until = (START + timedelta(hours=3)).isoformat()
+    for name, kind, folder in (("APP", "csv", app), ("BROKER", "parquet", broker)):
+        text = text.replace(f'env = "RECONCILE_{name}"', f'kind = "{kind}"\npath = "{folder}"\nwatermark = "{until}"')
+    path = reconcile.rules(text=text)
+    result = reconcile.run(rules=path)
+    assert set(reconcile.findings(result)) == planted
+    assert result["rules"][0]["until"] == (START + timedelta(hours=3, seconds=-30)).isoformat()
+
+    (app / "orders_order.csv").rename(app / "moved.csv")
+    with pytest.raises(UsageProblem, match=r"table 'orders_order' of 'app' is not there"):
+        reconcile.run(rules=path)

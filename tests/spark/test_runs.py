@@ -1,0 +1,318 @@
+"""Whole runs over two real databases."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from datetime import UTC, datetime, timedelta
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+
+from spark import classify, confirm, prefilter, rules_file, run, scan, sides
+from spark.errors import RunIncomplete
+from tests.spark.conftest import Reconciler
+from tests.spark.world import START, Order, World
+from tests.support import eventually
+
+HOUR = timedelta(hours=1)
+# Whole runs: seconds on a free machine, minutes on one that does five other things.
+pytestmark = pytest.mark.timeout(600)
+
+
+def now() -> datetime:
+    return datetime.now(UTC)
+
+
+def plant(world: World) -> set[tuple[str, str, str]]:
+    """One fault of each class, by hand; returns them as (key, group, class)."""
+    execute = world.app.execute
+    execute("DELETE FROM orders_order WHERE id = 1")
+    world.broker.execute(
+        "DELETE FROM op_log USING commit_log l WHERE l.key = '2' AND l.transaction_id = op_log.transaction_id"
+    )
+    world.broker.execute("DELETE FROM commit_log WHERE key = '3'")
+    world.broker.execute("UPDATE commit_log SET body = '\\x7b22' WHERE key = '4'")
+    world.send(Order(number=5))
+    log_id = world._one("SELECT log_id FROM commit_log WHERE key = '6'")
+    execute("DELETE FROM points_entry WHERE order_id = 6")
+    world.kill_letter("points", log_id, START)
+    execute("DELETE FROM logistics_shipment WHERE order_id = 7")
+    execute("UPDATE orders_order SET total = total + 1 WHERE id = 8")
+    world.broker.execute(
+        "UPDATE op_log SET decided_at = decided_at + interval '1 hour' FROM commit_log l "
+        "WHERE l.key = '9' AND l.transaction_id = op_log.transaction_id"
+    )
+    world.effect("cart", 10, START + timedelta(seconds=5))
+    world.effect("cart", 5001, START)
+    execute("UPDATE points_entry SET created_at = created_at + interval '1 hour' WHERE order_id = 11")
+    return {
+        ("1", "", "ORPHAN"),
+        ("2", "", "HALF_STUCK"),
+        ("3", "", "LOST"),
+        ("4", "", "UNREADABLE"),
+        ("5", "", "DUPLICATE"),
+        ("6", "points", "DEAD"),
+        ("7", "logistics", "UNDELIVERED"),
+        ("8", "", "MISMATCH"),
+        ("9", "", "LATE"),
+        ("10", "cart", "DUPLICATE"),
+        ("5001", "cart", "ORPHAN"),
+        ("11", "points", "LATE"),
+    }
+
+
+def repair(world: World) -> None:
+    """Undo `plant`, as an operator would."""
+    world.pay(Order(number=1, total=Decimal("1.50")))
+    world.app.execute("UPDATE orders_order SET customer = 'customer 1' WHERE id = 1")
+    world.broker.execute("DELETE FROM commit_log WHERE key IN ('4', '5', '9', '2', '8')")
+    for number in (2, 3, 4, 5, 8, 9):
+        row = world.app.execute("SELECT total, paid_at FROM orders_order WHERE id = %s", [number]).fetchone()
+        assert row is not None
+        world.send(Order(number=number, total=row[0], at=row[1]))
+    world.broker.execute("UPDATE dead_letter SET replayed_at = now()")
+    world.effect("points", 6, START)
+    world.effect("logistics", 7, START)
+    world.app.execute(
+        "DELETE FROM cart_clearance WHERE order_id = 5001 "
+        "OR id = (SELECT max(id) FROM cart_clearance WHERE order_id = 10)"
+    )
+    world.app.execute("UPDATE points_entry SET created_at = created_at - interval '1 hour' WHERE order_id = 11")
+
+
+def test_k_planted_faults_exactly_those_k_rerun_identical_clean_after_repair(
+    reconcile: Reconciler, world: World, tmp_path: Path
+) -> None:
+    world.add_many(300)
+    planted = plant(world)
+    first = reconcile.run(full=True, metrics=tmp_path / "outbox.prom")
+    rows = reconcile.rows(first)
+    assert {(row["key"], row["group"], row["class"]) for row in rows} == planted
+    assert len(rows) == len(planted)
+    assert run.exit_code(first) == 1
+    assert first["faults"] == len(planted)
+    assert first["rules"][0]["counts"]["OK"] == 300 - 7
+    assert f"outbox_reconcile_faults {len(planted)}" in (tmp_path / "outbox.prom").read_text()
+    by_class = {(row["class"], row["group"]): row for row in rows}
+    assert by_class["MISMATCH", ""]["detail"] == "row and body differ: total 9.5 in the row, 8.5 in the body"
+    assert by_class["UNDELIVERED", "logistics"]["delivery"] == "passed"
+    assert by_class["ORPHAN", ""]["detail"].endswith("acted on by: logistics, points, cart")
+
+    second = reconcile.run(full=True)
+    assert [without_times(row) for row in reconcile.rows(second)] == [without_times(row) for row in rows]
+    assert [row["first_seen"] for row in reconcile.rows(second)] == [row["first_seen"] for row in rows]
+
+    repair(world)
+    third = reconcile.run()
+    assert set(reconcile.findings(third)) == {(key, group, "RECOVERED") for key, group, _ in planted}
+    assert run.exit_code(third) == 0
+
+
+def without_times(row: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in row.items() if name != "first_seen"}
+
+
+def test_incremental_runs_carry_over_what_was_pending_and_see_late_commits(reconcile: Reconciler, world: World) -> None:
+    """Out-of-order sequence commit: an order paid long before, in a transaction that commits after the first run."""
+    reconcile.rules(groups=("logistics",))
+    world.add_many(50)
+    pending = Order(number=900, at=now() - timedelta(minutes=2))
+    world.pay(pending)
+    world.send(pending)
+    fresh = Order(number=901, at=now())
+    world.pay(fresh)
+    with psycopg.connect(world.app_url) as slow:
+        started = now()
+        late = Order(number=800, at=started)
+        world.pay(late, slow)
+        first = reconcile.run()
+        assert reconcile.findings(first) == []
+        boundary = datetime.fromisoformat(first["rules"][0]["until"])
+        held_at = datetime.fromisoformat(first["started_at"]) - timedelta(seconds=30)
+        assert boundary < held_at, "an open transaction holds the boundary back"
+        assert first["totals"]["PENDING"] >= 1
+        slow.commit()
+    world.app.execute("UPDATE orders_order SET paid_at = paid_at - interval '20 minutes' WHERE id IN (800, 900)")
+    earlier = Order(number=900, at=pending.at - timedelta(minutes=20))
+    world.broker.execute(
+        "UPDATE commit_log SET stored_at = %s, body = %s WHERE key = '900'", [earlier.at, earlier.body]
+    )
+    # As if the boundary of the first run had been before both: it cannot be waited for.
+    path = reconcile.folder / "out" / "result.json"
+    result = json.loads(path.read_text())
+    result["rules"][0]["until"] = (boundary - timedelta(minutes=30)).isoformat()
+    path.write_text(json.dumps(result))
+
+    second = reconcile.run()
+    assert set(reconcile.findings(second)) == {("800", "", "LOST"), ("900", "logistics", "UNDELIVERED")}
+    assert second["rules"][0]["rows_read"] < 50, "an incremental run reads the window, not the table"
+
+    repaired = Order(number=800, at=late.at - timedelta(minutes=20))
+    world.send(repaired)
+    world.effect("logistics", 800, repaired.at)
+    world.effect("logistics", 900, pending.at)
+    third = reconcile.run()
+    assert set(reconcile.findings(third)) == {("800", "", "RECOVERED"), ("900", "logistics", "RECOVERED")}
+
+
+def test_row_updated_and_rows_committed_between_the_two_snapshots(reconcile: Reconciler, world: World) -> None:
+    """The first look is misled, the second is not; a transaction open across the snapshot is no finding either."""
+    path = reconcile.rules(groups=())
+    world.add_many(5)
+    rules = rules_file.load(path)
+    rule, sources = rules.rules[0], sides.Sources(reconcile.spark, rules)
+    with psycopg.connect(world.app_url) as across:
+        open_order = Order(number=70)
+        world.pay(open_order, across)
+        world.send(open_order, decision=None, stored_at=now())
+        sources["app"].open([])
+        world.app.execute("UPDATE orders_order SET total = 99 WHERE id = 2")
+        world.broker.execute(
+            "UPDATE commit_log SET body = %s WHERE key = '2'", [Order(number=2, total=Decimal(99)).body]
+        )
+        world.add(Order(number=60))
+        sources.broker.open([])
+        window = classify.Window(None, now(), now())
+        target = str(reconcile.folder / "suspects")
+        scan.scan(reconcile.spark, rule, sources, window, sides.Limits(), target)
+        suspects = reconcile.spark.read.parquet(target).where("class <> 'PENDING'")
+        assert {(row["key"], row["class"]) for row in suspects.collect()} == {("2", "MISMATCH"), ("60", "ORPHAN")}
+        world.app.execute("UPDATE orders_order SET paid_at = %s WHERE id = 2", [START])
+        sources.close_all()
+        sources.open_all()
+        keys = suspects.selectExpr("key", "false AS carried")
+        again = str(reconcile.folder / "confirmed")
+        confirm.confirm(reconcile.spark, rule, sources, window, keys, again)
+        sources.close_all()
+    confirmed = reconcile.spark.read.schema(confirm.SCHEMA).parquet(again)
+    assert [(row["key"], row["class"], row["detail"]) for row in confirmed.collect()] == []
+
+
+def test_intervals_of_a_scheduler(reconcile: Reconciler, world: World) -> None:
+    """Exactly the rows of the interval, the same findings however often; one that is not over yet is incomplete."""
+    reconcile.rules(groups=())
+    for hour in range(3):
+        world.add(Order(number=hour + 1, at=START + hour * HOUR))
+        world.pay(Order(number=hour + 11, at=START + hour * HOUR))
+    # Sent long before its row's time: read again by key, found, and not this interval's.
+    world.pay(Order(number=21, at=START + 5 * HOUR))
+    world.send(Order(number=21, at=START + 5 * HOUR), stored_at=START + HOUR)
+    since, until = START + HOUR, START + 2 * HOUR
+    result = reconcile.run(since=since, until=until)
+    assert reconcile.findings(result) == [("12", "", "LOST")]
+    assert result["mode"] == "interval"
+    with pytest.raises(RunIncomplete, match=r"the interval ends at .* Run it again later"):
+        reconcile.run(since=now() - HOUR, until=now() + HOUR)
+    in_force = json.loads((reconcile.folder / "out" / "result.json").read_text())
+    assert in_force["run"] == result["run"]
+
+
+def test_checksums_skip_equal_buckets_and_read_the_others(reconcile: Reconciler, world: World) -> None:
+    reconcile.rules(groups=("logistics", "points"), extra='bucket = "1h"')
+    world.add_many(400, every=timedelta(minutes=1))
+    rules = rules_file.load(reconcile.folder / "reconcile.toml")
+    sources = sides.Sources(reconcile.spark, rules)
+    sources.open_all()
+    outcome = prefilter.compare(rules.rules[0], rules, sources, classify.Window(None, now(), now()))
+    sources.close_all()
+    assert outcome.skipped_rows == 400
+    assert outcome.note == "checksum: 7 of 7 buckets are equal, 400 rows were not read"
+
+    world.app.execute("UPDATE orders_order SET total = total + 1 WHERE id = 100")
+    world.app.execute("DELETE FROM points_entry WHERE order_id = 300")
+    result = reconcile.run(full=True)
+    assert set(reconcile.findings(result)) == {("100", "", "MISMATCH"), ("300", "points", "UNDELIVERED")}
+    assert result["rules"][0]["rows_read"] == 120
+    assert result["rules"][0]["counts"]["OK"] == 399
+
+
+def test_checksums_say_when_they_do_not_help(reconcile: Reconciler, world: World) -> None:
+    world.add_many(5)
+    world.broker.execute("UPDATE commit_log SET body = '\\xff' WHERE key = '3'")
+    for groups, extra, reason in (
+        ((), 'bucket = "1h"', "the database could not compute it"),
+        ((), 'bucket = "1h"\nmessages = "at_least_one"', "it needs messages = 'exactly_one'"),
+    ):
+        rules = rules_file.load(reconcile.rules(groups=groups, extra=extra))
+        sources = sides.Sources(reconcile.spark, rules)
+        sources.open_all()
+        outcome = prefilter.compare(rules.rules[0], rules, sources, classify.Window(None, now(), now()))
+        sources.close_all()
+        assert reason in outcome.note
+        assert (outcome.skipped_rows, outcome.limits) == (0, sides.Limits())
+
+
+class Writers:
+    """Live writer processes; `kill_one` ends one in the middle of whatever it does and starts another."""
+
+    def __init__(self, world: World) -> None:
+        self._world, self._started = world, 0
+        self._running = [self._start() for _ in range(2)]
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        self._started += 1
+        first = str(self._started * 1_000_000)
+        arguments = [self._world.app_url, self._world.broker_url, str(self._world.topic_id), first]
+        return subprocess.Popen([sys.executable, "-m", "tests.spark.live_writer", *arguments])
+
+    def written(self) -> int:
+        row = self._world.app.execute("SELECT count(*) FROM orders_order WHERE id > 1000000").fetchone()
+        assert row is not None
+        return int(row[0])
+
+    def kill_one(self) -> None:
+        victim = self._running.pop(0)
+        assert victim.poll() is None, "a writer ended by itself"
+        victim.kill()
+        victim.wait()
+        self._running.append(self._start())
+
+    def end(self) -> None:
+        for process in self._running:
+            process.kill()
+            process.wait()
+
+
+def live_rules(reconcile: Reconciler) -> None:
+    """Without a grace period, so that the protocol alone has to be right."""
+    path = reconcile.rules(groups=("logistics",))
+    path.write_text(path.read_text().replace('grace = "30s"', 'grace = "0s"'))
+
+
+def reconcile_while_writing(reconcile: Reconciler, world: World, seconds: float) -> None:
+    live_rules(reconcile)
+    world.add_many(20)
+    writers = Writers(world)
+    try:
+        eventually(lambda: writers.written() > 50, what="orders")
+        ends = time.monotonic() + seconds
+        while True:
+            assert reconcile.findings(reconcile.run()) == []
+            writers.kill_one()
+            if time.monotonic() >= ends:
+                break
+        world.app.execute("DELETE FROM orders_order WHERE id = 5")
+        result = reconcile.run(full=True)
+    finally:
+        writers.end()
+    assert reconcile.findings(result) == [("5", "", "ORPHAN")], "a fault among the writes is seen, and nothing else"
+    counts = result["rules"][0]["counts"]
+    assert counts["PENDING"] > 0
+    assert counts["OK"] > 50
+
+
+def test_writer_load_with_no_planted_fault_has_zero_findings(reconcile: Reconciler, world: World) -> None:
+    """Random commits, rollbacks, lost ends and kill -9 of writers: the quick form."""
+    reconcile_while_writing(reconcile, world, 0)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1500)
+def test_ten_minutes_of_writer_load_have_zero_findings(reconcile: Reconciler, world: World) -> None:
+    reconcile_while_writing(reconcile, world, 600)
