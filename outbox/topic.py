@@ -55,6 +55,10 @@ class Topic:
             raise ConfigurationError(
                 f"topic {self.name!r}: queue_count must be 1 to {MAX_QUEUE_COUNT}, got {self.queue_count}."
             )
+        if self.retention_seconds < 1:
+            raise ConfigurationError(
+                f"topic {self.name!r}: retention_seconds must be at least 1, got {self.retention_seconds}."
+            )
         if self.on_park not in ("hold", "release"):
             raise ConfigurationError(f"topic {self.name!r}: on_park must be 'hold' or 'release', got {self.on_park!r}.")
 

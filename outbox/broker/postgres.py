@@ -19,7 +19,7 @@ from psycopg.pq import TransactionStatus
 from outbox import faults
 from outbox.broker import checks, decisions, log, notify, scheduling, topics
 from outbox.broker.database import BrokerConnection, BrokerDatabase
-from outbox.broker.install import missing
+from outbox.broker.install import check_schema, missing
 from outbox.broker.topics import TopicCatalog
 from outbox.errors import BrokerError, BrokerUnavailable, SendFailed, UsageError
 from outbox.message import Message, SendReceipt
@@ -105,6 +105,7 @@ class PostgresBroker:
         self.catalog = catalog or TopicCatalog(database.schema)
         self._check = check or CheckSettings()
         self._pool = Pool(database)
+        self._schema_known = False
         self._notifier = notify.Notifier(database)
 
     def send(self, messages: Sequence[Message], *, timeout_seconds: float = 3.0) -> list[SendReceipt]:
@@ -221,6 +222,9 @@ class PostgresBroker:
         for pause_seconds in (*_PAUSES_SECONDS, None):
             try:
                 with self._pool.connection(deadline) as connection:
+                    if not self._schema_known:
+                        check_schema(connection, self.database.schema)
+                        self._schema_known = True
                     return request(connection)
             except (BrokerUnavailable, *_TRANSIENT) as error:
                 # Connections of before a restart are all broken.

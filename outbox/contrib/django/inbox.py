@@ -10,17 +10,17 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 from uuid import UUID
 
 from django.db import connections, router, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
-from django.db.utils import IntegrityError
+from django.db.utils import IntegrityError, OperationalError
 
 from outbox import fence
 from outbox.contrib.django.registry import Subscriber, find_subscriber
-from outbox.errors import PartialFailure, TransactionUsageError
+from outbox.errors import ConfigurationError, PartialFailure, TransactionUsageError
 from outbox.faults import point
 from outbox.message import Delivery
 from outbox.ports import AnyHandler, Disposition, call_handler
@@ -168,6 +168,28 @@ def _result(delivery: Delivery, called: bool, failed: dict[UUID, Exception]) -> 
     if delivery.message_id in failed:
         return failed[delivery.message_id]
     return Disposition.HANDLED if called else Disposition.SKIPPED
+
+
+def require_inboxes(subscriptions: Iterable[Subscription]) -> None:
+    """Raise ConfigurationError where handlers need an inbox that no migration made: each message would fail.
+
+    A database that is away is no reason to end: its messages are tried again later.
+    """
+    from outbox.contrib.django.models import InboxEntry
+
+    table = InboxEntry._meta.db_table
+    registered = filter(None, map(find_subscriber, subscriptions))
+    for alias in sorted({item.using or _default_alias() for item in registered if item.idempotent}):
+        try:
+            found = connections[alias].introspection.table_names()
+        except OperationalError as error:
+            logger.warning("whether %r has an inbox cannot be looked up now: %s", alias, error)
+            continue
+        if table not in found:
+            raise ConfigurationError(
+                f"the table {table!r} is missing on {alias!r}, so that handlers with the inbox cannot run: run "
+                f"`manage.py migrate --database={alias}`. Nothing was consumed."
+            )
 
 
 def _default_alias() -> str:

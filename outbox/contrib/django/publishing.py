@@ -299,5 +299,6 @@ def _refuse_leak_from_test(settings: OutboxSettings, using: str | None) -> None:
 def _test_leak(what: str) -> TransactionUsageError:
     return TransactionUsageError(
         f"{what} would leave this TestCase: its transaction is always rolled back, the broker's database is not. Set "
-        f"OUTBOX['IN_MEMORY'] = True for tests (see outbox.contrib.django.testing), or use TransactionTestCase."
+        f"OUTBOX['IN_MEMORY'] = True for tests (OutboxTestMixin of outbox.contrib.django.testing does), or use "
+        f"TransactionTestCase."
     )

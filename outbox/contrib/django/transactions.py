@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 
 from django.db import connections
 from django.db.backends.base.base import BaseDatabaseWrapper
+from django.db.utils import DatabaseError, OperationalError, ProgrammingError
 
 from outbox.contrib.django import ledger
 from outbox.errors import ConfigurationError, TransactionUsageError
@@ -96,7 +97,15 @@ def ledger_id_of(connection: BaseDatabaseWrapper) -> UUID:
     """The id of the ledger in the connection's database. Raises ConfigurationError when it has none."""
     facts = facts_of(connection)
     if facts.ledger_id is None:
-        identity = ledger.identity(connection)
+        try:
+            identity = ledger.identity(connection)
+        except (ProgrammingError, OperationalError) as error:
+            if not is_missing_table(error):
+                raise
+            raise ConfigurationError(
+                f"the ledger's tables are missing on {connection.alias!r}: run "
+                f"`manage.py migrate --database={connection.alias}`. Nothing was published."
+            ) from error
         if identity is None:
             raise ConfigurationError(
                 f"the ledger on {connection.alias!r} has no identity (the database was flushed?): run "
@@ -104,6 +113,12 @@ def ledger_id_of(connection: BaseDatabaseWrapper) -> UUID:
             )
         facts.ledger_id = identity.ledger_id
     return facts.ledger_id
+
+
+def is_missing_table(error: DatabaseError) -> bool:
+    """Whether a statement failed because its table is not there."""
+    state = getattr(error.__cause__, "sqlstate", None)
+    return state == "42P01" if state is not None else "no such table" in str(error)
 
 
 def forget_facts() -> None:

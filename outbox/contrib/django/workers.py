@@ -15,7 +15,7 @@ from outbox.broker.supervisor import ChildSpec, Supervisor
 from outbox.contrib.django.broker import broker_database, check_settings, get_codecs
 from outbox.contrib.django.checkback import Pass, passes
 from outbox.contrib.django.conf import get_settings
-from outbox.contrib.django.inbox import InboxInvoker
+from outbox.contrib.django.inbox import InboxInvoker, require_inboxes
 from outbox.contrib.django.registry import autodiscover, subscriptions
 from outbox.errors import ConfigurationError, OutboxError
 
@@ -46,6 +46,7 @@ def consumer_runtime(*, groups: Sequence[str] = ()) -> ConsumerRuntime:
             "there is no @subscriber in this project: workers look into the modules 'subscribers' and 'handlers' of "
             "INSTALLED_APPS. Without any, start the broker role only."
         )
+    require_inboxes([subscription for subscription, _ in wanted])
     settings = get_settings()
     return ConsumerRuntime(
         broker_database(settings),
