@@ -1,0 +1,92 @@
+"""`manage.py outbox_reconcile`: reconciliation on Spark, as a process with the project's own databases."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from django.conf import settings
+from django.core.management.base import CommandError, CommandParser
+
+from outbox.contrib.django.broker import alias_conninfo
+from outbox.contrib.django.conf import get_settings
+from outbox.contrib.django.management.output import OutboxCommand
+from outbox.errors import ConfigurationError
+
+# Installed; in a checkout of this project.
+_PACKAGES = ("outbox_spark", "spark")
+
+
+class Command(OutboxCommand):
+    """Parses, starts the process, and ends with its exit code."""
+
+    help = (
+        "Hold business tables, messages and effects against each other with Spark. Exit codes: 0 clean, 1 findings, "
+        "2 something must be corrected first, 3 incomplete."
+    )
+
+    def add_arguments(self, parser: CommandParser) -> None:
+        """See BaseCommand."""
+        parser.add_argument("--rules", default="reconcile.toml", help="the rules file (default: %(default)s)")
+        parser.add_argument("--output", default="reconcile", help="folder of the results (default: %(default)s)")
+        parser.add_argument(
+            "--database",
+            action="append",
+            default=[],
+            metavar="NAME=ALIAS",
+            help="give the rules $RECONCILE_NAME for this alias (repeatable); every PostgreSQL alias is given by its "
+            "own name, and the broker's as $RECONCILE_BROKER, anyway",
+        )
+        parser.add_argument("--from", dest="since", help="judge rows from this time on (ISO 8601), with --to")
+        parser.add_argument("--to", dest="until", help="judge rows before this time")
+        parser.add_argument("--full", action="store_true", help="read everything again")
+        parser.add_argument("--metrics", help="write a Prometheus textfile here")
+        self.add_json(parser)
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        """See BaseCommand."""
+        command = [sys.executable, "-m", package(), "run", *arguments(options)]
+        done = subprocess.run(command, env={**environment(options["database"]), **os.environ}, check=False)
+        if done.returncode:
+            raise SystemExit(done.returncode)
+
+
+def package() -> str:
+    """The module that runs it. Raises CommandError when it is not installed."""
+    for name in _PACKAGES:
+        if importlib.util.find_spec(name) and importlib.util.find_spec(f"{name}.cli"):
+            return name
+    raise CommandError("reconciliation is not installed here: pip install 'outbox-transactional[spark]'.")
+
+
+def arguments(options: Mapping[str, Any]) -> list[str]:
+    """The arguments of `outbox-reconcile run`."""
+    named = {"--rules": "rules", "--output": "output", "--from": "since", "--to": "until", "--metrics": "metrics"}
+    given = [part for flag, name in named.items() if options[name] for part in (flag, options[name])]
+    return [*given, *[f"--{name}" for name in ("full", "json") if options[name]]]
+
+
+def environment(databases: Sequence[str]) -> dict[str, str]:
+    """RECONCILE_… variables with the connection strings of the aliases. Raises CommandError for one that is unknown."""
+    variables = {}
+    for alias, database in settings.DATABASES.items():
+        if str(database.get("ENGINE", "")).rpartition(".")[2] in ("postgresql", "postgis"):
+            variables[_variable(alias)] = alias_conninfo(alias)
+    variables[_variable("broker")] = alias_conninfo(get_settings().broker)
+    for item in databases:
+        name, separator, alias = item.partition("=")
+        if not separator or not name.isidentifier():
+            raise CommandError(f"--database {item}: write NAME=ALIAS, as in --database orders=default.")
+        try:
+            variables[_variable(name)] = alias_conninfo(alias)
+        except ConfigurationError as error:
+            raise CommandError(f"--database {item}: {error}") from error
+    return variables
+
+
+def _variable(name: str) -> str:
+    return "RECONCILE_" + "".join(letter if letter.isalnum() else "_" for letter in name.upper())

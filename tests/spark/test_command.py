@@ -1,0 +1,40 @@
+"""`manage.py outbox_reconcile`: it starts the process with the project's own databases and ends with its exit code."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.spark.world import write_rules
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+def manage(*arguments: str) -> subprocess.CompletedProcess[str]:
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("RECONCILE_")}
+    return subprocess.run(
+        [sys.executable, "-m", "sample_project.manage", "outbox_reconcile", *arguments],
+        cwd=ROOT,
+        env=variables,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_the_rules_find_the_databases_of_the_project(tmp_path: Path) -> None:
+    """The only error left in the rules is the one that was put there: both variables were set."""
+    path = write_rules(tmp_path, extra='severity = "awful"')
+    done = manage("--rules", str(path), "--output", str(tmp_path / "out"), "--database", "app=default")
+    assert done.returncode == 2, done.stderr
+    assert "unknown value 'awful'; use one of: critical, warning, info" in done.stderr
+    assert "is not set" not in done.stderr
+    assert "RECONCILE_APP" in manage("--rules", str(path)).stderr
+
+
+def test_a_database_that_is_none() -> None:
+    done = manage("--database", "app")
+    assert done.returncode == 1
+    assert "write NAME=ALIAS" in done.stderr
