@@ -22,7 +22,8 @@ WITH given AS (
         AS given (transaction_id, decision, decided_by, producer_group)
 ), known AS (
     SELECT given.*, half.xid AS half_xid, half.producer_group IS NOT DISTINCT FROM given.producer_group AS accepted
-    FROM given JOIN {schema}.commit_log half ON half.message_id = given.transaction_id AND half.half
+    FROM given JOIN {schema}.commit_log half ON half.message_id = given.transaction_id
+        AND half.transaction_id = half.message_id AND half.half
 ), decided AS (
     INSERT INTO {schema}.op_log (transaction_id, incarnation, decision, decided_by, log_ids)
     SELECT known.transaction_id, (SELECT incarnation FROM {schema}.broker), known.decision::"char",

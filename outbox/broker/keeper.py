@@ -296,6 +296,8 @@ class Keeper:
         )
         if not obtained:
             return
+        # A reset may have raised the generation since it was read; what is gained now belongs to the new one.
+        self._read_switches(connection)
         states = {queue.key: queue for queue in free}
         held = [lease.key[1] for lease in obtained]
         positions = offsets.load(connection, self._schema, group.group_id, held)

@@ -189,3 +189,10 @@ def test_the_atomic_path_shares_the_fate_of_the_local_transaction(
             raise ZeroDivisionError
     drain(new_sequencer(database), connection)
     assert queued_ids(connection) == [kept.message_id]
+
+
+def test_an_end_that_names_a_later_message_of_a_transaction_is_refused(broker: PostgresBroker) -> None:
+    two = HalfTransaction(producer_group=half().producer_group, messages=[message(), message()])
+    broker.send_half(two)
+    later = two.messages[1].message_id
+    assert broker.end([end(later, COMMIT), end(two.transaction_id, COMMIT)]) == [EndStatus.REFUSED, EndStatus.APPLIED]
