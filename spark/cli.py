@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import traceback
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
 from . import rules_file, session
-from .errors import ReconcileError, UsageProblem
+from .errors import INCOMPLETE, ReconcileError, UsageProblem
 from .options import RunOptions
 from .progress import Progress
 from .sources.postgres import parse_moment
@@ -58,9 +59,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ReconcileError as error:
         print(f"outbox-reconcile: {error}", file=sys.stderr)
         return error.exit_code
+    except Exception:
+        # Python's own exit code for a traceback is 1, which here would say "findings".
+        traceback.print_exc()
+        print("outbox-reconcile: an unexpected error (above); the previous result stays in force.", file=sys.stderr)
+        return INCOMPLETE
     except KeyboardInterrupt:
         print("outbox-reconcile: interrupted; the previous result stays in force.", file=sys.stderr)
-        return 3
+        return INCOMPLETE
 
 
 def _run(given: argparse.Namespace) -> int:

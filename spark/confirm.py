@@ -17,6 +17,13 @@ from .scan import readable_errors
 
 MAX_KEYS: Final = 50_000
 MAX_BODY: Final = 1_000
+DELIVERY_TEXTS: Final = {
+    "passed": "the group is past the message (handled, filtered or skipped)",
+    "waiting": "queued, not consumed yet",
+    "retrying": "it failed and waits for its next attempt",
+    "unqueued": "committed, but not queued yet (held, scheduled, or the sequencer stands still)",
+    "dead": "it is a dead letter",
+}
 SCHEMA: Final = (
     "rule string, `table` string, topic string, key string, group string, class string, severity string, "
     "flags array<string>, detail string, at timestamp, row_at timestamp, message_at timestamp, settled_at timestamp, "
@@ -124,7 +131,9 @@ def _detail(rule: Rule) -> Column:
     groups = [F.when(F.col(f"effects_{n}") > 0, F.lit(group.name)) for n, group in enumerate(rule.groups)]
     acted = F.array_join(F.array_compact(F.array(*groups)), ", ") if groups else F.lit("")
     of_group, is_group = F.col("group"), F.col("group") != ""
-    delivery = F.coalesce("delivery", F.lit("unknown to the broker"))
+    delivery = F.lit("the group does not subscribe to the topic")
+    for state, meaning in DELIVERY_TEXTS.items():
+        delivery = F.when(F.col("delivery") == state, F.lit(meaning)).otherwise(delivery)
     effects = F.concat_ws(" ", F.lit("acted on by:"), acted)
     texts = {
         "ORPHAN": F.when(is_group, F.concat_ws(" ", F.lit("an effect of"), of_group, F.lit("without row and message")))
@@ -136,10 +145,10 @@ def _detail(rule: Rule) -> Column:
         "LOST": F.lit("the row has no message"),
         "UNREADABLE": F.lit("the body, or a compared field of it, cannot be read"),
         "DUPLICATE": F.when(is_group, _counted("effects of one message by", "group", rule)).otherwise(
-            F.format_string("%d messages for %d rows", F.col("committed"), F.col("rows"))
+            F.format_string("messages: %d, rows: %d", F.col("committed"), F.col("rows"))
         ),
         "DEAD": F.concat_ws(" ", F.lit("given up by"), of_group, F.lit("(dead letter)")),
-        "UNDELIVERED": F.concat(F.lit("no effect of "), of_group, F.lit("; the delivery is: "), delivery),
+        "UNDELIVERED": F.concat(F.lit("no effect of "), of_group, F.lit(": "), delivery),
         "MISMATCH": F.concat(F.lit("row and body differ: "), _differences(rule)),
         "LATE": F.when(is_group, F.concat_ws(" ", F.lit("the effect of"), of_group, F.lit("came late"))).otherwise(
             F.lit("the message was committed late")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -14,13 +15,12 @@ from pyspark.sql import functions as F
 
 from . import classify
 from .classify import FindingClass
-from .report_plot import Times, plot
+from .report_plot import BINS, Times, plot
 from .sources.base import Selection, Source
 
 SHOWN_TIMES: Final = ("at", "row_at", "message_at", "settled_at", "effect_at", "first_seen")
 _COARSE_SECONDS: Final = 3600
 _FINE_SECONDS: Final = 10
-_FEW_BUCKETS: Final = 4
 
 EXPLAINED: Final = {
     FindingClass.ORPHAN: "A committed message, or an effect, without a business row: subscribers acted on something "
@@ -39,9 +39,13 @@ EXPLAINED: Final = {
 
 
 def volume(source: Source, selection: Selection, since: datetime | None) -> list[tuple[datetime, int]]:
-    """Rows per bucket of time, fine where they span only a few hours."""
+    """Rows per bucket of time: hours, or finer where the plot has room for it."""
     coarse = source.volume(selection, since, _COARSE_SECONDS)
-    return coarse if len(coarse) >= _FEW_BUCKETS else source.volume(selection, since, _FINE_SECONDS)
+    if not coarse:
+        return []
+    span = (coarse[-1][0] - coarse[0][0]).total_seconds() + _COARSE_SECONDS
+    fine = math.ceil(span / BINS / _FINE_SECONDS) * _FINE_SECONDS
+    return coarse if fine >= _COARSE_SECONDS else source.volume(selection, since, fine)
 
 
 def samples(findings: DataFrame, per_class: int) -> list[dict[str, Any]]:
@@ -179,7 +183,8 @@ def _findings(result: Mapping[str, Any], found: Sequence[Mapping[str, Any]], tra
             rows = "".join(_finding(finding, trace) for finding in listed)
             sections.append(
                 f"<h3><i class='mark c-{name.value}'></i>{name.value} <span class='dim'>{total:,}{shown}</span></h3>"
-                f"<p class='dim'>{escape(EXPLAINED[name])}</p><div class='wide'><table><thead><tr><th>Key</th>"
+                f"<p class='dim'>{escape(EXPLAINED[name])}</p>"
+                "<div class='wide'><table class='found'><thead><tr><th>Key</th>"
                 "<th>Rule</th><th>Group</th><th>Severity</th><th>What</th><th>Time</th><th>First seen</th></tr></thead>"
                 f"{rows}</table></div>"
             )
@@ -222,7 +227,7 @@ def _more(finding: Mapping[str, Any], trace: str) -> str:
         value = finding[name]
         lines.append(f"<dt>{label}</dt><dd>{f'<code>{escape(value)}</code>' if value else '–'}</dd>")
     command = trace_command(finding, trace)
-    shown = f"<code>{escape(command)}</code>" if command else "no message exists; look at the row and its transaction"
+    shown = f"<code>{escape(command)}</code>" if command else "no message exists"
     lines.append(f"<dt>Trace</dt><dd>{shown}</dd>")
     return f"<tr class='more'><td colspan='7'><dl>{''.join(lines)}</dl></td></tr>"
 

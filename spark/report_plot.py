@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from datetime import UTC, datetime
+from itertools import pairwise
 from typing import Final
 
 from . import classify
@@ -10,7 +12,7 @@ from . import classify
 Times = list[tuple[str, float, int]]
 """Class, seconds since 1970, count."""
 
-_BINS: Final = 60
+BINS: Final = 60
 _WIDTH, _LEFT, _RIGHT = 1080.0, 64.0, 10.0
 _ROWS_TOP, _ROWS_HEIGHT = 26.0, 90.0
 _FOUND_TOP, _FOUND_HEIGHT = 146.0, 90.0
@@ -24,11 +26,14 @@ def plot(volume: list[tuple[float, int]], times: Times) -> str:
     if not moments:
         return ""
     low, high = min(moments), max(moments)
-    width = max((high - low) / (_BINS - 1), 1.0)
-    rows = [0] * _BINS
+    # A whole number of the buckets that were counted: other widths leave gaps between the bars.
+    steps = [later - sooner for (sooner, _), (later, _) in pairwise(sorted(volume)) if later > sooner]
+    step = min(steps, default=1.0)
+    width = step * max(1, math.ceil((high - low + step) / step / BINS))
+    rows = [0] * BINS
     for moment, count in volume:
         rows[_bin(moment, low, width)] += count
-    found: list[dict[str, int]] = [{} for _ in range(_BINS)]
+    found: list[dict[str, int]] = [{} for _ in range(BINS)]
     for name, moment, count in times:
         bucket = found[_bin(moment, low, width)]
         bucket[name] = bucket.get(name, 0) + count
@@ -49,11 +54,11 @@ def plot(volume: list[tuple[float, int]], times: Times) -> str:
 
 
 def _bin(moment: float, low: float, width: float) -> int:
-    return min(_BINS - 1, int((moment - low) / width))
+    return min(BINS - 1, int((moment - low) / width))
 
 
 def _x(position: float) -> float:
-    return _LEFT + position * (_WIDTH - _LEFT - _RIGHT) / _BINS
+    return _LEFT + position * (_WIDTH - _LEFT - _RIGHT) / BINS
 
 
 def _lane(title: str, top: float, height: float, most: int) -> str:
@@ -99,11 +104,11 @@ def _bar(place: int, bottom: float, height: float, css: str, title: str) -> str:
 
 
 def _axis(low: float, width: float) -> list[str]:
-    span = width * _BINS
+    span = width * BINS
     form = "%H:%M:%S" if span < 3600 else ("%m-%d %H:%M" if span < 14 * 86400 else "%Y-%m-%d")
     labels = []
     for tick in range(_TICKS + 1):
-        place = _BINS * tick / _TICKS
+        place = BINS * tick / _TICKS
         moment = datetime.fromtimestamp(low + width * place, UTC)
         anchor = "tick" if tick == 0 else ("tick end" if tick == _TICKS else "tick mid")
         labels.append(f"<text class='{anchor}' x='{_x(place):.1f}' y='{_HEIGHT - 10:g}'>{moment.strftime(form)}</text>")

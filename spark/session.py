@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import importlib.util
 import logging
 import os
@@ -10,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import uuid
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -125,8 +127,12 @@ def start(master: str | None = None, settings: Mapping[str, str] | None = None) 
 
 def ship(spark: SparkSession) -> None:
     """Give executors this package: they need pyspark, pyarrow and the ADBC driver installed, not our checkout."""
-    archive = Path(tempfile.mkdtemp(prefix="outbox-reconcile-")) / f"{PACKAGE}.zip"
     folder = Path(__file__).resolve().parent
+    if not folder.is_dir():
+        return  # Imported from the archive that spark-submit ships already.
+    made = tempfile.mkdtemp(prefix="outbox-reconcile-")
+    atexit.register(shutil.rmtree, made, ignore_errors=True)
+    archive = Path(made) / f"{PACKAGE}-{uuid.uuid4().hex[:8]}.zip"
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as out:
         for path in sorted(path for suffix in ("*.py", "*.css") for path in folder.rglob(suffix)):
             out.write(path, f"{PACKAGE}/{path.relative_to(folder).as_posix()}")
