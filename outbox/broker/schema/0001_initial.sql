@@ -414,7 +414,9 @@ CROSS JOIN LATERAL (
                        ORDER BY f.epoch DESC, f.ordinal DESC
                        LIMIT 1) o ON true
     WHERE c.log_id = l.log_id AND (qt.topic_id = l.topic_id OR qt.retry_of = g.group_id)
-) e;
+) e
+-- Broadcast groups store no positions: how far they are is not known here.
+WHERE NOT g.broadcast;
 
 -- ---------------------------------------------------------------------------------------------------
 -- First rows: nothing is sequenced, nothing is scanned
