@@ -1,0 +1,97 @@
+"""One job of benchmarks.reconcile_run in a process of its own; prints its seconds as JSON."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from pyspark.sql import functions as F
+
+from spark import classify, evidence, rules_file, run, session
+from spark.options import RunOptions
+from spark.progress import Progress
+
+BODY = "order_id string, customer string, total decimal(12,2), paid_at timestamp"
+
+
+def whole_run(spark: Any, name: str, folder: Path) -> None:
+    options = RunOptions(rules=folder / f"{name}.toml", output=str(folder / f"out-{name}"), full=True)
+    result = run.run(spark, options, Progress(io.StringIO()))
+    assert result["status"] == "clean", result["totals"]
+
+
+def plain_join(spark: Any, folder: Path) -> None:
+    """What one would write by hand for this table: full outer join, the same comparisons, count per outcome."""
+    orders = spark.read.parquet(str(folder / "orders_order")).where("paid_at IS NOT NULL")
+    orders = orders.select(F.col("id").cast("string").alias("key"), "customer", "total", "paid_at")
+    messages = spark.read.parquet(str(folder / "message_v1")).where("topic = 'order.paid' AND state = 'committed'")
+    body = F.from_json(F.col("body").cast("string"), BODY)
+    messages = messages.select(F.col("key").alias("message_key"), body.alias("b"), "decided_at")
+    joined = orders.join(messages, F.col("key") == F.col("message_key"), "full_outer")
+    same = (
+        F.col("customer").eqNullSafe(F.col("b.customer"))
+        & F.col("total").eqNullSafe(F.col("b.total"))
+        & F.col("paid_at").eqNullSafe(F.col("b.paid_at"))
+    )
+    outcome = (
+        F.when(F.col("message_key").isNull(), "LOST")
+        .when(F.col("key").isNull(), "ORPHAN")
+        .when(~same, "MISMATCH")
+        .when(F.col("decided_at") > F.col("paid_at") + F.expr("INTERVAL 5 MINUTES"), "LATE")
+        .otherwise("OK")
+    )
+    counts = joined.groupBy(outcome.alias("outcome")).count().collect()
+    assert [row["outcome"] for row in counts] == ["OK"], counts
+
+
+def hot_key(spark: Any, folder: Path, rows: int) -> None:
+    """All messages have the key of one order."""
+    rule = rules_file.load(folder / "parquet.toml").rules[0]
+    messages = spark.read.parquet(str(folder / "message_v1")).select(
+        F.lit("1").alias("key"),
+        F.col("stored_at").alias("at"),
+        "log_id",
+        "decided_at",
+        "deliver_at",
+        "state",
+        "content_type",
+        "body",
+    )
+    orders = spark.read.parquet(str(folder / "orders_order")).select(
+        F.lit(0).alias("kind"),
+        F.col("id").cast("string").alias("key"),
+        F.col("paid_at").alias("at"),
+        F.col("total").cast("string").alias("f0"),
+        F.col("customer").alias("f1"),
+        F.unix_micros("paid_at").cast("string").alias("f2"),
+    )
+    sides = [evidence.table_side(orders, rule), evidence.broker_side(messages, rule)]
+    from datetime import UTC, datetime
+
+    end = datetime(2030, 1, 1, tzinfo=UTC)
+    window = classify.Window(None, end, end)
+    found = classify.subjects(classify.with_classes(evidence.gather(sides, rule), rule, window), rule, window)
+    counts = {row["class"]: row["count"] for row in found.groupBy("class").count().collect()}
+    assert counts == {"LOST": rows - 1, "DUPLICATE": 1}, counts
+
+
+def main(name: str, folder: Path, rows: int, master: str) -> None:
+    """Start Spark, warm it up by nothing, run the job once."""
+    spark = session.start(master)
+    started = time.perf_counter()
+    if name == "join":
+        plain_join(spark, folder)
+    elif name == "hot":
+        hot_key(spark, folder, rows)
+    else:
+        whole_run(spark, name, folder)
+    print(json.dumps({"seconds": time.perf_counter() - started}))
+    spark.stop()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
