@@ -10,7 +10,9 @@ from typing import TypeVar
 Value = TypeVar("Value")
 
 
-def eventually(condition: Callable[[], Value], *, within_seconds: float = 20.0, what: str = "") -> Value:
+def eventually(
+    condition: Callable[[], Value], *, within_seconds: float = 20.0, what: str | Callable[[], str] = ""
+) -> Value:
     """The first truthy value of `condition`, polled; AssertionError with its last value when time is up."""
     pause = threading.Event()
     deadline = time.monotonic() + within_seconds
@@ -19,5 +21,6 @@ def eventually(condition: Callable[[], Value], *, within_seconds: float = 20.0, 
         if value:
             return value
         if time.monotonic() > deadline:
-            raise AssertionError(f"not within {within_seconds} s: {what or condition}; last value: {value!r}")
+            text = what() if callable(what) else what
+            raise AssertionError(f"not within {within_seconds} s: {text or condition}; last value: {value!r}")
         pause.wait(0.02)

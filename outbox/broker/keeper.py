@@ -167,6 +167,11 @@ class Keeper:
                 logger.warning("leases cannot be renewed now, trying again: %s", error)
                 self._disconnect()
                 self._drop_untrusted()
+            except Exception:
+                # A keeper that died would leave its process without queues, and nobody would notice.
+                logger.exception("keeping the leases failed, trying again")
+                self._disconnect()
+                self._drop_untrusted()
             self._wanted.wait(min(_LOOK_SECONDS, self._term / 3))
             self._wanted.clear()
 

@@ -108,14 +108,14 @@ def gone(pid: int) -> bool:
 
 
 def both_children(worker: Worker) -> dict[str, int]:
-    return eventually(lambda: worker.children() if len(worker.children()) == 2 else {}, what=worker.log.read_text())
+    return eventually(lambda: worker.children() if len(worker.children()) == 2 else {}, what=worker.log.read_text)
 
 
 def test_check_back_runs_through_beat_alone(url: str, broker: PostgresBroker, start: Callable[..., Worker]) -> None:
     half = HalfTransaction(producer_group="shop", messages=[message()], immunity_seconds=0)
     broker.send_half(half)
     worker = start("--outbox", "--queues=outbox")
-    eventually(lambda: handled(url) == {half.transaction_id}, within_seconds=40, what=worker.log.read_text())
+    eventually(lambda: handled(url) == {half.transaction_id}, within_seconds=40, what=worker.log.read_text)
 
 
 def test_killed_children_are_restarted_and_go_on(
@@ -199,8 +199,12 @@ def test_two_workers_under_rebalance_one_process_tree_killed(
     owners = "SELECT count(DISTINCT owner) FROM outbox.queue_lease WHERE expires_at > clock_timestamp()"
     both_children(first)
     both_children(second)
+
+    def logs() -> str:
+        return first.log.read_text() + second.log.read_text()
+
     with psycopg.connect(url, autocommit=True) as connection:
-        eventually(lambda: connection.execute(owners).fetchone() == (2,), within_seconds=40)
+        eventually(lambda: connection.execute(owners).fetchone() == (2,), within_seconds=40, what=logs)
         sent = broker.send([message(seconds="0.02") for _ in range(300)])
         eventually(lambda: len(handled(url)) > 50, within_seconds=40)
         with OwnerWatch(url) as watch:
