@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import statistics
 import tempfile
 import time
@@ -17,7 +18,8 @@ from outbox.broker import embedded
 
 # Default durability (fsync, synchronous_commit); only sizes that a server of any size would have.
 SERVER_SETTINGS = {"max_connections": "200", "shared_buffers": "512MB", "max_wal_size": "8GB"}
-REPEATS = 5
+# The rule is five runs; fewer give a first look.
+REPEATS = int(os.environ.get("OUTBOX_BENCH_REPEATS", "5"))
 
 
 @contextlib.contextmanager

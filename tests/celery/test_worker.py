@@ -37,7 +37,12 @@ class Worker:
         self.log = log
         with log.open("w") as output:
             self.process = subprocess.Popen(
-                [*command, *options], cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT
+                [*command, *options],
+                cwd=ROOT,
+                env=environment,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
 
     def children(self) -> dict[str, int]:
@@ -52,9 +57,12 @@ class Worker:
         return {name: pid for name, pid in found.items() if name in ("outbox.broker", "tests.celery.consumer_child")}
 
     def kill(self) -> None:
-        for pid in [*self.children().values(), self.process.pid]:
+        """Kill the whole tree: the supervised children lead sessions of their own, pool and beat are in the worker's."""
+        for pid in self.children().values():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
 
