@@ -57,7 +57,7 @@ class Worker:
         return {name: pid for name, pid in found.items() if name in ("outbox.broker", "tests.celery.consumer_child")}
 
     def kill(self) -> None:
-        """Kill the whole tree: the supervised children lead sessions of their own, pool and beat are in the worker's."""
+        """Kill the whole tree: supervised children lead sessions of their own, pool and beat are in the worker's."""
         for pid in self.children().values():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
