@@ -56,7 +56,7 @@ def broker_side(messages: DataFrame, rule: Rule) -> DataFrame:
     is_damaged = ~F.is_valid_utf8(text) | document.isNull()
     if rule.fields:
         # The parser stops after the first value: what follows an object would go unseen.
-        unreadable = ~is_json | is_damaged | ~F.rtrim(text, F.lit(" \t\r\n")).endswith("}")
+        unreadable = ~is_json | is_damaged | ~(text.endswith("}") | F.rtrim(text, F.lit(" \t\r\n")).endswith("}"))
     else:
         unreadable = is_json & is_damaged
     texts = {f"b{n}": F.try_variant_get(document, _path(field), "string") for n, field in enumerate(rule.fields)}

@@ -7,11 +7,12 @@ from typing import Final
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
-from . import classify
+from . import classify, confirm
 
 SUBJECT: Final = ["rule", "key", "group"]
 OPEN_COLUMNS: Final = ("rule", "key", "group", "class", "first_seen", "at")
 OPEN_SCHEMA: Final = "rule string, key string, group string, class string, first_seen timestamp, at timestamp"
+FINDINGS_SCHEMA: Final = confirm.SCHEMA.removesuffix("carry boolean") + "first_seen timestamp"
 _FAULTS: Final = [name.value for name in classify.FAULTS]
 
 
@@ -35,7 +36,8 @@ def findings(confirmed: DataFrame, earlier: DataFrame, pending: DataFrame, first
     known = earlier.where(F.col("class").isNotNull()).select(*SUBJECT, F.col("first_seen").alias("known_since"))
     dated = faults.join(known, SUBJECT, "left").join(F.broadcast(first_seen), "rule")
     current = dated.withColumn("first_seen", F.coalesce("known_since", "boundary")).drop("known_since", "boundary")
-    return current.unionByName(recovered(earlier, current, pending), allowMissingColumns=True)
+    everything = current.unionByName(recovered(earlier, current, pending), allowMissingColumns=True)
+    return everything.select(*[column.split()[0].strip("`") for column in FINDINGS_SCHEMA.split(", ")])
 
 
 def recovered(earlier: DataFrame, current: DataFrame, pending: DataFrame) -> DataFrame:

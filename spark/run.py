@@ -150,6 +150,9 @@ class Run:
 
     def _confirm(self, runs: list[RuleRun], previous: dict[str, Any] | None) -> list[Reading]:
         earlier = self._earlier(previous)
+        if earlier is None and not any(_has_faults(run) for run in runs):
+            self._progress.say("stage confirm: nothing to look at again")
+            return []
         with self._progress.step("stage confirm: collecting suspects"), readable_errors("collecting suspects"):
             keys = [self._keys(run, earlier) for run in runs]
             for run, wanted in zip(runs, keys, strict=True):
@@ -165,18 +168,20 @@ class Run:
                     confirm.confirm(self._spark, run.rule, self._sources, run.window, wanted, target)
         return readings
 
-    def _keys(self, run: RuleRun, earlier: DataFrame) -> DataFrame:
+    def _keys(self, run: RuleRun, earlier: DataFrame | None) -> DataFrame:
         from pyspark.sql import functions as F
 
         suspects = self._suspects([run]).where(F.col("class") != "PENDING").select("key", F.lit(False).alias("carried"))
+        if earlier is None:
+            return suspects.distinct()
         carried = earlier.where(F.col("rule") == run.rule.name).select("key", F.lit(True).alias("carried"))
         return suspects.unionByName(carried).groupBy("key").agg(F.max("carried").alias("carried"))
 
-    def _earlier(self, previous: dict[str, Any] | None) -> DataFrame:
+    def _earlier(self, previous: dict[str, Any] | None) -> DataFrame | None:
         from pyspark.sql import functions as F
 
-        if previous is None:
-            return merge.nothing(self._spark)
+        if previous is None or not previous["open_subjects"]:
+            return None
         names = [rule.name for rule in self._rules.rules]
         with readable_errors("reading the previous result"):
             return (
@@ -189,10 +194,10 @@ class Run:
         self, runs: list[RuleRun], previous: dict[str, Any] | None, readings: list[Reading], confirmed_at: list[Reading]
     ) -> dict[str, Any]:
         with self._progress.step("stage write: findings"), readable_errors("writing the findings"):
-            findings = self._write_findings(runs, self._earlier(previous))
+            findings, still_open = self._write_findings(runs, self._earlier(previous))
             buckets = self._count(runs, findings)
-            result = self._result(runs, readings, confirmed_at)
-            samples = report.samples(findings, SAMPLES_PER_CLASS)
+            result = self._result(runs, readings, confirmed_at, still_open)
+            samples = [] if findings is None else report.samples(findings, SAMPLES_PER_CLASS)
         with self._progress.step("stage publish: report and result"):
             text = report.render(
                 result, samples, buckets, {run.rule.name: run.volume for run in runs}, self._rules.trace
@@ -210,18 +215,25 @@ class Run:
         self._store.remove_old_runs(self._name)
         return result
 
-    def _write_findings(self, runs: list[RuleRun], earlier: DataFrame) -> DataFrame:
+    def _write_findings(self, runs: list[RuleRun], earlier: DataFrame | None) -> tuple[DataFrame | None, int]:
+        """The written findings (None: there are none), and how many subjects the next run has to look at again."""
+        target, still_open = self._spark_path("findings"), self._spark_path("open")
+        if earlier is None and not any(run.suspects or _has_pending(run) for run in runs):
+            for path, schema in ((target, merge.FINDINGS_SCHEMA), (still_open, merge.OPEN_SCHEMA)):
+                self._spark.createDataFrame([], schema).coalesce(1).write.mode("overwrite").parquet(path)
+            return None, 0
+        if earlier is None:
+            earlier = merge.nothing(self._spark)
         confirmed = self._confirmed(runs)
         waiting = self._suspects(runs).where("class = 'PENDING'")
         boundaries = [(run.rule.name, run.window.until) for run in runs]
         first_seen = self._spark.createDataFrame(boundaries, "rule string, boundary timestamp")
         pending = merge.pending(waiting, confirmed, earlier)
         findings = merge.findings(confirmed, earlier, pending, first_seen)
-        target = self._spark_path("findings")
         findings.orderBy("rule", "class", "group", "key").coalesce(1).write.mode("overwrite").parquet(target)
-        written = self._spark.read.schema(findings.schema).parquet(target)
-        merge.state_of(written, pending).coalesce(1).write.mode("overwrite").parquet(self._spark_path("open"))
-        return written
+        written = self._spark.read.schema(merge.FINDINGS_SCHEMA).parquet(target)
+        merge.state_of(written, pending).coalesce(1).write.mode("overwrite").parquet(still_open)
+        return written, self._spark.read.schema(merge.OPEN_SCHEMA).parquet(still_open).count()
 
     def _confirmed(self, runs: list[RuleRun]) -> DataFrame:
         paths = [self._spark_path(f"confirmed/{self._number(run.rule)}") for run in runs if run.suspects]
@@ -229,15 +241,15 @@ class Run:
             return self._spark.createDataFrame([], confirm.SCHEMA)
         return self._spark.read.schema(confirm.SCHEMA).parquet(*paths)
 
-    def _count(self, runs: list[RuleRun], findings: DataFrame) -> Times:
+    def _count(self, runs: list[RuleRun], findings: DataFrame | None) -> Times:
         """Counts of the result: the first look's, with suspects that the second look found right counted as OK.
 
         Returns the findings by class and time, for the report's timeline.
         """
-        grouped = report.finding_counts(findings)
+        grouped = [] if findings is None else report.finding_counts(findings)
         faults = {name.value for name in classify.FAULTS}
         dismissed: dict[tuple[str, ...], int] = {}
-        if any(run.suspects for run in runs):
+        if findings is not None and any(run.suspects for run in runs):
             suspects = self._suspects(runs).where("class <> 'PENDING'")
             right = suspects.join(findings.select(*merge.SUBJECT), merge.SUBJECT, "left_anti")
             dismissed = {tuple(row)[:-1]: int(row["count"]) for row in right.groupBy("rule", "group").count().collect()}
@@ -253,7 +265,9 @@ class Run:
                 run.counts[subject] = new
         return [(name, bucket, count) for _, _, name, bucket, count in grouped if bucket is not None and name in faults]
 
-    def _result(self, runs: list[RuleRun], readings: list[Reading], confirmed_at: list[Reading]) -> dict[str, Any]:
+    def _result(
+        self, runs: list[RuleRun], readings: list[Reading], confirmed_at: list[Reading], still_open: int
+    ) -> dict[str, Any]:
         totals = dict.fromkeys((name.value for name in classify.CLASSES), 0)
         for run in runs:
             for counts in run.counts.values():
@@ -274,6 +288,7 @@ class Run:
             "rules": [_rule_result(run) for run in runs],
             "totals": totals,
             "faults": faults,
+            "open_subjects": still_open,
             "findings": f"runs/{self._name}/findings",
             "open": f"runs/{self._name}/open",
             "report": f"runs/{self._name}/report.html",
@@ -301,6 +316,16 @@ class Run:
 
     def _number(self, rule: Rule) -> int:
         return self._rules.rules.index(rule)
+
+
+def _has_faults(run: RuleRun) -> bool:
+    assert run.scanned is not None
+    return any(counts[name.value] for counts in run.scanned.counts.values() for name in classify.FAULTS)
+
+
+def _has_pending(run: RuleRun) -> bool:
+    assert run.scanned is not None
+    return any(counts["PENDING"] for counts in run.scanned.counts.values())
 
 
 def exit_code(result: dict[str, Any]) -> int:

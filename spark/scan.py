@@ -42,12 +42,14 @@ def scan(
     judged = [F.count_if(F.col(column) != 0).alias(column) for column in columns.values()]
     sums = [F.sum("rows").alias("rows"), F.sum(F.col("committed") + F.col("undecided")).alias("messages")]
     found = classify.subjects(classified.observe(observation, *sums, *judged), rule, window).select(*SUSPECT_COLUMNS)
+    written = Observation(f"suspects {rule.name}")
     with readable_errors(f"reading the tables of rule {rule.name!r}"):
-        found.write.mode("overwrite").parquet(target)
-        seen = observation.get
-        written = spark.read.schema(found.schema).parquet(target).groupBy("group", "class").count().collect()
+        found.observe(written, F.count(F.lit(1)).alias("count")).write.mode("overwrite").parquet(target)
+        seen, rows = observation.get, []
+        if written.get["count"]:
+            rows = spark.read.schema(SUSPECT_SCHEMA).parquet(target).groupBy("group", "class").count().collect()
     counts: Counts = {subject: {name.value: 0 for name in classify.CLASSES} for subject in columns}
-    for row in written:
+    for row in rows:
         counts[row["group"]][row["class"]] = int(row["count"])
     for subject, column in columns.items():
         counts[subject]["OK"] = int(seen[column] or 0) - sum(counts[subject].values())

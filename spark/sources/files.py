@@ -23,6 +23,12 @@ class FrameSource:
 
     def __init__(self, spark: SparkSession, database: Database) -> None:
         self._spark, self._database = spark, database
+        self._tables: dict[str, DataFrame] = {}
+
+    def _table(self, selection: Selection) -> DataFrame:
+        if selection.table not in self._tables:
+            self._tables[selection.table] = self.table(selection)
+        return self._tables[selection.table]
 
     def table(self, selection: Selection) -> DataFrame:
         """The whole table."""
@@ -46,6 +52,7 @@ class FrameSource:
 
     def close(self) -> None:
         """See Source."""
+        self._tables.clear()
 
     def check(self, selection: Selection) -> None:
         """See Source."""
@@ -87,7 +94,7 @@ class FrameSource:
         return None
 
     def _limited(self, selection: Selection, since: datetime | None) -> DataFrame:
-        frame = self.table(selection)
+        frame = self._table(selection)
         for condition in selection.conditions:
             frame = frame.where(F.expr(condition))
         for name, value in selection.equals:
