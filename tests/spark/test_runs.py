@@ -125,7 +125,7 @@ def test_incremental_runs_carry_over_what_was_pending_and_see_late_commits(recon
     pending = Order(number=900, at=now() - timedelta(minutes=2))
     world.pay(pending)
     world.send(pending)
-    fresh = Order(number=901, at=now())
+    fresh = Order(number=901, at=now() + HOUR)
     world.pay(fresh)
     with psycopg.connect(world.app_url) as slow:
         started = now()
