@@ -13,6 +13,7 @@ from outbox.broker.consumer import ConsumerRuntime
 from outbox.broker.database import BrokerDatabase
 from outbox.broker.supervisor import stop_with_parent
 from outbox.message import Delivery
+from outbox.retry import RetryPolicy
 from outbox.subscription import Subscription
 from tests.consumption.inbox import InboxInvoker
 
@@ -33,7 +34,9 @@ def main() -> None:
         time.sleep(float(delivery.headers.get("seconds", "0")))
         invoker.connection.execute("INSERT INTO handled VALUES (%s, %s)", [delivery.message_id, os.getpid()])
 
-    subscription = Subscription(group="celery-tests", topic="orders")
+    # A handler that was cut off on a busy machine (its transaction may not idle long) comes again soon.
+    retry = RetryPolicy(delays_seconds=[0.2], max_attempts=None)
+    subscription = Subscription(group="celery-tests", topic="orders", retry=retry)
     ConsumerRuntime(
         BrokerDatabase(conninfo=URL), [(subscription, handle)], invoker=invoker, lease_seconds=LEASE_SECONDS
     ).run(stop)

@@ -23,7 +23,7 @@ from outbox.transaction import HalfTransaction
 from tests.support import eventually
 
 ROOT = Path(__file__).resolve().parents[2]
-LEASE_SECONDS = 3.0
+LEASE_SECONDS = 5.0
 
 
 class Worker:
