@@ -101,7 +101,7 @@ def test_hostile_keys_in_the_html_report() -> None:
     for key in HOSTILE:
         assert any(key in shown or key.replace("\x00", "\ufffd") in shown for shown in parsed.text), key
     assert "default-src 'none'" in text
-    assert text.count("</table>") == text.count("<table>")
+    assert text.count("</table>") == text.count("<table")
 
 
 def test_the_trace_command_is_one_word_for_the_shell() -> None:
