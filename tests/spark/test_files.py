@@ -46,17 +46,17 @@ def test_csv_and_parquet_give_the_same_findings(reconcile: Reconciler, world: Wo
     app, broker = tmp_path / "app", tmp_path / "broker"
     app.mkdir()
     broker.mkdir()
-    for table in ("orders_order", "logistics_shipment", "points_entry", "cart_clearance"):
+    for table in ("orders_order", "points_entry"):
         export_csv(world.app, table, app / f"{table}.csv")
     for view in ("message_v1", "delivery_v1", "dead_letter_v1", "topic_v1"):
         export_parquet(world.broker, view, broker / f"{view}.parquet")
-    text = RULES.format(extra="", groups=group_rules())
+    text = RULES.format(extra="", groups=group_rules(("points",)))
     until = (START + timedelta(hours=3)).isoformat()
     for name, kind, folder in (("APP", "csv", app), ("BROKER", "parquet", broker)):
         text = text.replace(f'env = "RECONCILE_{name}"', f'kind = "{kind}"\npath = "{folder}"\nwatermark = "{until}"')
     path = reconcile.rules(text=text)
     result = reconcile.run(rules=path)
-    assert set(reconcile.findings(result)) == planted
+    assert set(reconcile.findings(result)) == {found for found in planted if found[1] in ("", "points")}
     assert result["rules"][0]["until"] == (START + timedelta(hours=3, seconds=-30)).isoformat()
 
     (app / "orders_order.csv").rename(app / "moved.csv")

@@ -28,7 +28,8 @@ SMALL = ["--master", "local[1]"]
 
 
 def environment(world: World, **more: str) -> dict[str, str]:
-    return {**os.environ, **world.environment, "SPARK_LOCAL_IP": "127.0.0.1", **more}
+    quick = {"SPARK_LOCAL_IP": "127.0.0.1", "JDK_JAVA_OPTIONS": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"}
+    return {**os.environ, **world.environment, **quick, **more}
 
 
 def start(world: World, folder: Path, *arguments: str) -> subprocess.Popen[str]:
