@@ -199,6 +199,7 @@ class OwnerWatch:
                     self.longest[queue_id] = max(self.longest.get(queue_id, 0.0), seconds)
 
 
+@pytest.mark.soak
 def test_two_workers_under_rebalance_one_process_tree_killed(
     url: str, broker: PostgresBroker, start: Callable[..., Worker]
 ) -> None:
