@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import threading
@@ -22,6 +23,8 @@ LEASE_SECONDS = float(os.environ.get("OUTBOX_TEST_LEASE_SECONDS", "2"))
 
 
 def main() -> None:
+    # So that a test that fails can show where it hangs.
+    faulthandler.register(signal.SIGUSR1)
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     stop_with_parent(stop)
