@@ -32,10 +32,11 @@ class Bell:
 
     def answer(self) -> None:
         """Be ready for the next ring; look at what there is to do after this, not before."""
-        self._rung = False
         with contextlib.suppress(OSError):
             while self.socket.recv(64):
                 pass
+        # Only now: whoever rings between the two would find its ring taken and all later ones muted.
+        self._rung = False
 
     def close(self) -> None:
         """Release the sockets."""
