@@ -9,13 +9,12 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import signal
 import sys
 import threading
 
 from outbox.broker.database import BrokerDatabase
 from outbox.broker.process import run_broker
-from outbox.broker.supervisor import stop_with_parent
+from outbox.broker.supervisor import stop_on_signals, stop_with_parent
 from outbox.errors import OutboxError
 
 
@@ -31,8 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("name the broker's database by --database or $OUTBOX_BROKER_URL")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
+    stop_on_signals(stop)
     stop_with_parent(stop)
     try:
         run_broker(BrokerDatabase(conninfo=options.database, schema=options.schema), stop)

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +76,7 @@ class Supervisor:
     def stop(self, *, grace_seconds: float = 30.0) -> None:
         """Ask all children to drain (SIGTERM), wait, and kill what is left after `grace_seconds`."""
         self._stopping.set()
+        logger.info("draining children %s", self.pids())
         self._signal_all(signal.SIGTERM)
         deadline = time.monotonic() + grace_seconds
         for thread in self._threads:
@@ -107,20 +108,31 @@ class Supervisor:
     def _run(self, spec: ChildSpec) -> int:
         """Start a child and wait for its end."""
         environment = {**os.environ, **spec.environment, PARENT_VARIABLE: str(os.getpid())}
+        # Not under the lock: starting a process waits for the new program, and `stop` must not wait for that.
+        process = subprocess.Popen(list(spec.argv), env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
         with self._lock:
-            # Under the lock, so that `stop` either sees this process or prevents it.
-            if self._stopping.is_set():
-                return 0
-            process = subprocess.Popen(
-                list(spec.argv), env=environment, stdin=subprocess.DEVNULL, start_new_session=True
-            )
             self._processes[spec.name] = process
+            if self._stopping.is_set():
+                process.terminate()
         logger.info("child %s started, pid %d", spec.name, process.pid)
         return process.wait()
 
 
 def _how(code: int) -> str:
     return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+
+
+def stop_on_signals(stop: threading.Event) -> dict[signal.Signals, Any]:
+    """Set `stop` on SIGTERM and SIGINT; returns the handlers there were. Call it in the main thread.
+
+    Not in the handler itself: it runs in the middle of whatever the main thread does, which may be a wait for this
+    very event with its lock held.
+    """
+
+    def handle(*_: object) -> None:
+        threading.Thread(target=stop.set, name="outbox-signal", daemon=True).start()
+
+    return {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
 
 
 def stop_with_parent(stop: threading.Event, *, grace_seconds: float = 10.0) -> None:

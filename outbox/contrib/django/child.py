@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import argparse
 import logging
-import signal
 import sys
 import threading
 
 import django
 
-from outbox.broker.supervisor import stop_with_parent
+from outbox.broker.supervisor import stop_on_signals, stop_with_parent
 from outbox.errors import OutboxError
 
 logger = logging.getLogger("outbox.contrib.django.child")
@@ -27,8 +26,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--group", action="append", default=[], help="consumer: only this group (repeatable)")
     options = parser.parse_args(arguments)
     stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
+    stop_on_signals(stop)
     stop_with_parent(stop)
     try:
         django.setup()

@@ -8,6 +8,7 @@ from typing import Any
 
 from django.core.management.base import CommandError, CommandParser
 
+from outbox.broker.supervisor import stop_on_signals
 from outbox.contrib.django.drain import drain
 from outbox.contrib.django.management.output import OutboxCommand
 from outbox.contrib.django.workers import ROLES
@@ -42,7 +43,7 @@ class Command(OutboxCommand):
             self.stdout.write(f"{counts.queued} messages queued, {counts.handled} deliveries handled")
             return
         stop = threading.Event()
-        before = {number: signal.signal(number, lambda *_: stop.set()) for number in (signal.SIGTERM, signal.SIGINT)}
+        before = stop_on_signals(stop)
         try:
             ROLES[options["role"]](stop, options["group"])
         finally:
