@@ -136,6 +136,9 @@ class Dispatcher:
 
     def _apply(self, event: Event) -> None:
         match event:
+            case Gained(queue) if queue.key in self._keeper.lingering:
+                # Lost and taken again in one breath: what runs of it would run a second time beside itself.
+                self._keeper.hand_back(queue.lease)
             case Gained(queue):
                 # A bounded pass takes what there was when it began.
                 queue.hungry = not self._bounded
@@ -182,6 +185,12 @@ class Dispatcher:
             self._keeper.hand_back(queue.lease)
 
     def _lose(self, queue: HeldQueue) -> None:
+        logger.warning(
+            "the lease of queue %s for group %s is lost; %d messages of it are being handled",
+            queue.name,
+            queue.group.name,
+            queue.running,
+        )
         queue.phase = Phase.LOST
         self._forget_waiting(queue)
         self._dirty.discard(queue)
@@ -197,7 +206,8 @@ class Dispatcher:
         if stopped and queue.phase is Phase.ACTIVE:
             queue.phase = Phase.STOPPED
             self._forget_waiting(queue)
-        elif not stopped and queue.phase is Phase.STOPPED:
+        elif not stopped and queue.phase is Phase.STOPPED and queue.running == 0:
+            # While something runs, it would be fetched and run again; the keeper says it again.
             queue.phase = Phase.ACTIVE
             queue.rewind()
 
@@ -250,9 +260,15 @@ class Dispatcher:
                 skipped += 1
             elif isinstance(result, BaseException):
                 failures.append(Failed(work.station, item, result))
-            elif queue.may_start():
+            elif queue.phase is Phase.STOPPED:
+                # Fetched again when it is resumed.
+                continue
+            elif queue.trusted():
                 item.due = 0.0
                 unstarted.add(id(item))
+            else:
+                # Now, not when it is next looked at: a renewal until then would leave a hole where this message was.
+                self._lose(queue)
         self.counts["handled"] += handled
         self.counts["skipped"] += skipped
         self._dirty.update({item.queue for item in work.items if item.queue.phase is not Phase.LOST})

@@ -30,6 +30,8 @@ class WorkerPool:
         self._capacity = threads * (1 + (_AHEAD_BATCH if batches else _AHEAD_SINGLE))
         self._queue: SimpleQueue[Work | None] = SimpleQueue()
         self._started: list[threading.Thread] = []
+        # Threads that take works, those given up while they run one, and works submitted that are not over.
+        self._working = 0
         self._stuck = 0
         self._in_hand = 0
 
@@ -41,9 +43,8 @@ class WorkerPool:
     def submit(self, work: Work) -> None:
         """Run a work as soon as a thread is free."""
         self._in_hand += 1
-        if len(self._started) < min(self._in_hand, self._threads):
-            self._start_thread()
         self._queue.put(work)
+        self._staff()
 
     def collected(self) -> None:
         """A work that was submitted is over."""
@@ -52,16 +53,17 @@ class WorkerPool:
     def replace_stuck(self) -> None:
         """A work is given up while its thread still runs it: another thread takes its place."""
         self._in_hand -= 1
+        self._working -= 1
         self._stuck += 1
         if self._stuck > self._threads * _STUCK_LIMIT:
             logger.error("%s: %d handlers are stuck; no more threads are started for it", self._name, self._stuck)
-            return
-        self._start_thread()
+        self._staff()
 
     def unstuck(self) -> None:
-        """A given-up work has returned after all; its thread is gone."""
+        """A given-up work has returned after all; its thread ends."""
         self._stuck -= 1
         self._started = [thread for thread in self._started if thread.is_alive()]
+        self._staff()
 
     def stop(self, *, within_seconds: float) -> None:
         """End the threads; those stuck in a handler are left behind as daemons."""
@@ -71,10 +73,13 @@ class WorkerPool:
         for thread in self._started:
             thread.join(max(0.0, deadline - time.monotonic()) if not self._stuck else 0.1)
 
-    def _start_thread(self) -> None:
-        thread = threading.Thread(target=self._loop, name=f"{self._name}-{len(self._started) + 1}", daemon=True)
-        self._started.append(thread)
-        thread.start()
+    def _staff(self) -> None:
+        """Start the threads that the works in hand need, as far as stuck ones allow."""
+        while self._working < min(self._in_hand, self._threads) and self._stuck <= self._threads * _STUCK_LIMIT:
+            self._working += 1
+            thread = threading.Thread(target=self._loop, name=f"{self._name}-{len(self._started) + 1}", daemon=True)
+            self._started.append(thread)
+            thread.start()
 
     def _loop(self) -> None:
         while (work := self._queue.get()) is not None:

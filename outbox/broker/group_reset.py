@@ -7,7 +7,7 @@ that moment may take effect once more or, without an inbox, twice.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 
@@ -70,12 +70,13 @@ def reset(
     the inbox skips unless `reprocess` raises the group's generation. Counters go on; what was passed over or
     rewound is counted as `moved`.
     `dry_run` only says what would happen. Raises UnknownGroup, UnknownTopic, or UsageError when the group does not
-    consume the topic.
+    consume the topic or the topic has no such queue.
     """
+    # Before anything is locked: finding a time may read the topic once.
+    targets = _targets(connection, schema, topic, target)
     with connection.transaction():
         group_id = group_id_of(connection, schema, group)
-        moves = _plan(connection, schema, group, topic, target)
-        moves = [move for move in moves if number is None or move.number == number]
+        moves = _plan(connection, schema, group, topic, targets, number)
         if not dry_run and moves:
             _move(connection, schema, group_id, {move.queue_id: move.to_offset for move in moves})
         if reprocess and not dry_run:
@@ -97,20 +98,27 @@ def _move(connection: Connection, schema: str, group_id: int, targets: dict[int,
     offsets.place(connection, schema, rows)
 
 
-def _plan(
-    connection: Connection, schema: str, group: str, topic: str, target: Start | datetime | int
-) -> list[QueueReset]:
+def _targets(connection: Connection, schema: str, topic: str, target: Start | datetime | int) -> dict[int, int]:
+    """Where to go, by queue id; a number is not limited yet."""
     topic_id = TopicCatalog(schema).get(connection, topic).topic_id
+    if isinstance(target, int):
+        floors = starting_offsets(connection, schema, topic_id, Start.FIRST)
+        return {queue_id: max(target, floor) for queue_id, floor in floors.items()}
+    return starting_offsets(connection, schema, topic_id, target)
+
+
+def _plan(
+    connection: Connection, schema: str, group: str, topic: str, targets: Mapping[int, int], number: int | None
+) -> list[QueueReset]:
     queues = [queue for queue in list_queues(connection, schema, group) if queue.topic == topic]
     if not queues:
         raise UsageError(f"group {group!r} does not consume topic {topic!r}, or is a broadcast group: nothing to move.")
-    floors = starting_offsets(connection, schema, topic_id, Start.FIRST)
-    if isinstance(target, int):
-        targets = {queue.queue_id: min(max(target, floors[queue.queue_id]), queue.head) for queue in queues}
-    else:
-        targets = starting_offsets(connection, schema, topic_id, target)
-    return [
-        QueueReset(q.topic, q.generation, q.number, q.queue_id, q.next_offset, targets[q.queue_id])
+    if number is not None and number not in {queue.number for queue in queues}:
+        raise UsageError(f"topic {topic!r} has no queue {number}: its queues are 0 to {max(q.number for q in queues)}.")
+    moves = [
+        # A queue added since the targets were found is new to the group: it stays where it is.
+        QueueReset(q.topic, q.generation, q.number, q.queue_id, q.next_offset, min(targets[q.queue_id], q.head))
         for q in queues
-        if targets[q.queue_id] != q.next_offset
+        if q.queue_id in targets and number in (None, q.number)
     ]
+    return [move for move in moves if move.to_offset != move.from_offset]

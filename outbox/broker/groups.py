@@ -32,7 +32,7 @@ _ADD_GROUP = Statement("""
 INSERT INTO {schema}.consumer_group (name, broadcast) VALUES (%(name)s, %(broadcast)s) ON CONFLICT (name) DO NOTHING
 """)
 _LOCK_GROUP = Statement("""
-SELECT group_id, broadcast FROM {schema}.consumer_group WHERE name = %(name)s FOR UPDATE
+SELECT group_id, broadcast FROM {schema}.consumer_group WHERE name = %(name)s FOR NO KEY UPDATE
 """)
 _ADD_RETRY_TOPIC = Statement("""
 INSERT INTO {schema}.topic (name, message_types, queue_count, retry_of)

@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 from uuid import UUID
@@ -18,7 +19,7 @@ from uuid import UUID
 import psycopg
 
 from outbox.broker import broadcast, leases, membership, offsets, rebalance
-from outbox.broker.database import BrokerDatabase, Connection
+from outbox.broker.database import BrokerConnection, BrokerDatabase, Connection
 from outbox.broker.dispatch_queue import HeldQueue, Phase
 from outbox.broker.dispatch_station import ConsumingGroup, Station
 from outbox.broker.fetch import floors
@@ -111,7 +112,7 @@ class Keeper:
         self._renew_at = 0.0
         self._broadcast = broadcast.Follower([group for group in groups if group.broadcast])
         self._shared = _Shared()
-        self._connection: Connection | None = None
+        self._connection: BrokerConnection | None = None
         self._thread: threading.Thread | None = None
         self._wanted = threading.Event()
         self._stopping = threading.Event()
@@ -152,7 +153,8 @@ class Keeper:
         self._stopping.set()
         self._wanted.set()
         if self._thread is not None:
-            self._thread.join(timeout=self._term)
+            # A turn takes no longer than its deadline.
+            self._thread.join()
         with contextlib.suppress(psycopg.Error, BrokerUnavailable):
             self._leave()
         self._disconnect()
@@ -176,8 +178,15 @@ class Keeper:
             self._wanted.clear()
 
     def run_once(self) -> None:
-        """One turn: heartbeat and renewal if due, give back, and take what is this process's share."""
-        connection = self._connected()
+        """One turn: heartbeat and renewal if due, give back, and take what is this process's share.
+
+        Raises BrokerUnavailable when the database does not answer within a term, be it for somebody's lock: a keeper
+        that waited in silence would lose its leases without a word.
+        """
+        with self._connected().within(time.monotonic() + self._term) as connection:
+            self._turn(connection)
+
+    def _turn(self, connection: Connection) -> None:
         if lease_clock() >= self._renew_at:
             self._renew(connection)
         self._give_back(connection)
@@ -187,9 +196,9 @@ class Keeper:
         for queue in self._broadcast.gained(connection, self._schema):
             self._emit(Gained(queue))
 
-    def _connected(self) -> Connection:
+    def _connected(self) -> BrokerConnection:
         if self._connection is None or self._connection.closed:
-            self._connection = self._database.connect(name="outbox-keeper", timeout_seconds=self._term)
+            self._connection = self._database.open(name="outbox-keeper", timeout_seconds=self._term)
             self._renew_at = 0.0
         return self._connection
 
@@ -222,14 +231,14 @@ class Keeper:
             notify(connection, self._schema, Channel.SHARED)
 
     def _give_back(self, connection: Connection) -> None:
-        returned: list[Lease] = []
-        while self._shared.handed_back:
-            returned.append(self._shared.handed_back.popleft())
+        returned = list(self._shared.handed_back)
         if not returned:
             return
-        for lease in returned:
-            self._forget(lease)
         leases.release(connection, self._schema, self._instance, returned)
+        # Not before: what an error left unreleased would have no owner until its term is over.
+        for lease in returned:
+            self._shared.handed_back.popleft()
+            self._forget(lease)
         notify(connection, self._schema, Channel.SHARED)
 
     def _drop_untrusted(self) -> None:
@@ -237,7 +246,6 @@ class Keeper:
             self._lose(lease)
 
     def _lose(self, lease: Lease) -> None:
-        logger.warning("the lease of queue %s of group %s is lost", lease.key[1], self._groups[lease.key[0]].name)
         self._forget(lease)
         self._emit(Lost(lease))
 
@@ -245,7 +253,7 @@ class Keeper:
         if self._held.get(lease.key) is lease:
             del self._held[lease.key]
             self._leaving.discard(lease.key)
-            del self._queues[lease.key]
+            self._queues.pop(lease.key, None)
 
     def _read_switches(self, connection: Connection) -> None:
         for group_id, state in membership.groups(connection, self._schema, list(self._groups)).items():
@@ -301,33 +309,46 @@ class Keeper:
         )
         if not obtained:
             return
+        try:
+            self._take_up(connection, group, obtained, {queue.key: queue for queue in free})
+        except BaseException:
+            # Held by us in the database only: nobody would consume them until their term is over.
+            self._shared.handed_back.extend(lease for lease in obtained if lease.key not in self._held)
+            raise
+
+    def _take_up(
+        self,
+        connection: Connection,
+        group: ConsumingGroup,
+        obtained: Sequence[Lease],
+        states: Mapping[QueueKey, QueueState],
+    ) -> None:
         # A reset may have raised the generation since it was read; what is gained now belongs to the new one.
         self._read_switches(connection)
-        states = {queue.key: queue for queue in free}
         held = [lease.key[1] for lease in obtained]
         positions = offsets.load(connection, self._schema, group.group_id, held)
         lowest = floors(connection, self._schema, held)
         for lease in obtained:
             state = states[lease.key]
-            self._held[lease.key] = lease
             queue = HeldQueue(lease, group, station_of(group, state), queue_name(group, state), positions[lease.key[1]])
             queue.skip_to(lowest[lease.key[1]])
             if state.stopped is not None:
                 queue.phase = Phase.STOPPED
+            self._held[lease.key] = lease
             self._queues[lease.key] = queue
             self._emit(Gained(queue))
 
     def _leave(self) -> None:
         """Release everything; what was not handed back is drained or lost by now."""
-        connection = self._connected()
         while self._shared.handed_back:
             lease = self._shared.handed_back.popleft()
             self._held.setdefault(lease.key, lease)
-        if self._held:
-            leases.release(connection, self._schema, self._instance, list(self._held.values()))
-            self._held.clear()
-        membership.leave(connection, self._schema, self._instance)
-        notify(connection, self._schema, Channel.SHARED)
+        with self._connected().within(time.monotonic() + self._term) as connection:
+            if self._held:
+                leases.release(connection, self._schema, self._instance, list(self._held.values()))
+                self._held.clear()
+            membership.leave(connection, self._schema, self._instance)
+            notify(connection, self._schema, Channel.SHARED)
 
 
 def station_of(group: ConsumingGroup, state: QueueState) -> Station | None:

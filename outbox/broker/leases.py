@@ -106,10 +106,15 @@ def renew(
 _RELEASE = Statement("""
 UPDATE {schema}.queue_lease AS held
 SET owner = NULL, expires_at = clock_timestamp()
-FROM unnest(%(group_ids)s::integer[], %(queue_ids)s::integer[], %(epochs)s::bigint[])
-    AS mine (group_id, queue_id, epoch)
-WHERE held.group_id = mine.group_id AND held.queue_id = mine.queue_id AND held.epoch = mine.epoch
-  AND held.owner = %(owner)s
+FROM (
+    SELECT * FROM unnest(%(group_ids)s::integer[], %(queue_ids)s::integer[], %(epochs)s::bigint[])
+        AS mine (group_id, queue_id, epoch)
+    JOIN {schema}.queue_lease USING (group_id, queue_id, epoch)
+    WHERE owner = %(owner)s
+    ORDER BY group_id, queue_id
+    FOR UPDATE
+) AS mine
+WHERE held.group_id = mine.group_id AND held.queue_id = mine.queue_id
 """)
 
 
