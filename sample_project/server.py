@@ -8,6 +8,7 @@ from typing import Final
 from urllib.parse import quote
 
 import psycopg
+from kombu.connection import Connection
 from psycopg import sql
 from psycopg.conninfo import conninfo_to_dict
 
@@ -19,6 +20,7 @@ _PREFIX: Final = os.environ.get(PREFIX_VARIABLE, "outbox_sample")
 ORDERS: Final = f"{_PREFIX}_orders"
 BROKER: Final = f"{_PREFIX}_broker"
 CELERY: Final = f"{_PREFIX}_celery"
+CELERY_QUEUES: Final = ("celery", "outbox")
 _URL_VARIABLE: Final = "SAMPLE_SERVER_URL"
 SETTINGS: Final = {"max_connections": "200", "max_wal_size": "1GB"}
 
@@ -47,6 +49,16 @@ def create_databases() -> None:
     """Create the databases of the sample that do not exist yet."""
     for name in (ORDERS, BROKER, CELERY):
         embedded.create_database(url(), name)
+
+
+def create_queues() -> None:
+    """Create Celery's queues, before its first start.
+
+    Of a worker and a beat that both find a queue missing, kombu's SQLAlchemy transport ends one.
+    """
+    with Connection(celery_url(url())) as connection:  # type: ignore[no-untyped-call]
+        for name in CELERY_QUEUES:
+            connection.SimpleQueue(name).close()
 
 
 def drop_databases() -> None:

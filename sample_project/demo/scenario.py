@@ -31,7 +31,6 @@ _CHECK_BACK: Final = {
     "SAMPLE_CHECK_RETRY_SECONDS": "2",
     "SAMPLE_CHECK_INTERVAL_SECONDS": "2",
 }
-_QUEUES: Final = "celery,outbox"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +103,7 @@ def _database(display: Display) -> Iterator[None]:
         server.start()
         server.drop_databases()
         server.create_databases()
+        server.create_queues()
         yield
     finally:
         with _uninterrupted():
@@ -178,7 +178,8 @@ def _open_shop(stage: Stage) -> int:
         "worker",
         "celery",
         *("--app=sample_project", "worker", "--outbox", "--beat", f"--schedule={schedule}"),
-        *(f"--queues={_QUEUES}", "--concurrency=1", "--loglevel=INFO", "--without-gossip", "--without-mingle"),
+        *(f"--queues={','.join(server.CELERY_QUEUES)}", "--concurrency=1", "--loglevel=INFO"),
+        *("--without-gossip", "--without-mingle"),
     )
     stage.services.wait_until(lambda: _answers(stage.port), what="the site's answer", log="site", within_seconds=30)
     return celery

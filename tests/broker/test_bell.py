@@ -39,7 +39,12 @@ def test_a_ring_while_the_last_one_is_answered_does_not_mute_the_next(rung_befor
     bell.socket = real
     bell.ring()
     woken = threading.Event()
-    waiter = threading.Thread(target=lambda: (bell.wait(30), woken.set()))
+
+    def wait() -> None:
+        bell.wait(30)
+        woken.set()
+
+    waiter = threading.Thread(target=wait)
     waiter.start()
     assert woken.wait(10), "the ring after the answer woke nobody"
     waiter.join()

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from celery import Celery
-from psycopg.conninfo import conninfo_to_dict
 
 from outbox.broker.celery import beat, bootstep
 from outbox.broker.database import BrokerDatabase
@@ -16,17 +15,10 @@ from outbox.broker.postgres import PostgresBroker
 from outbox.broker.supervisor import ChildSpec
 from outbox.checkback import CheckBack
 from outbox.transaction import Answer, Check, CheckSettings, Decision
+from tests.celery.transport import transport
 
 URL = os.environ["OUTBOX_BROKER_URL"]
 GROUP = "shop"
-
-
-def transport(url: str) -> str:
-    """Celery's transport on the same server: kombu's SQLAlchemy one."""
-    info = conninfo_to_dict(url)
-    user, password = info.get("user", "postgres"), info.get("password", "")
-    where = f"host={info['host']}&port={info.get('port', 5432)}"
-    return f"sqla+postgresql+psycopg://{user}:{password}@/{info['dbname']}?{where}"
 
 
 class AlwaysCommitted:

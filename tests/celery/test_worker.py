@@ -20,6 +20,7 @@ from outbox.broker.postgres import PostgresBroker
 from outbox.message import Message
 from outbox.topic import Topic
 from outbox.transaction import HalfTransaction
+from tests.celery.transport import create_queue
 from tests.support import eventually
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -75,6 +76,7 @@ def url(broker_url: str) -> str:
             "CREATE TABLE inbox (consumer_group text, generation int, message_id uuid, PRIMARY KEY"
             " (consumer_group, generation, message_id))"
         )
+    create_queue(broker_url, "outbox")
     return broker_url
 
 
@@ -218,12 +220,7 @@ def test_two_workers_under_rebalance_one_process_tree_killed(
     url: str, broker: PostgresBroker, start: Callable[..., Worker]
 ) -> None:
     """No queue is without an owner for longer than a lease term, and no effect happens twice."""
-    first = start("--outbox")
-    # The second after the first: kombu's SQLAlchemy transport ends a worker that creates its queue at the same moment
-    # as another ("duplicate key value violates unique constraint kombu_queue_name_key").
-    ready(first)
-    second = start("--outbox")
-    ready(second)
+    first, second = start("--outbox"), start("--outbox")
     owners = "SELECT count(DISTINCT owner) FROM outbox.queue_lease WHERE expires_at > clock_timestamp()"
     owner_by_queue = "SELECT queue_id, owner FROM outbox.queue_lease ORDER BY 1"
     both_children(first)
