@@ -40,6 +40,14 @@ def parser() -> argparse.ArgumentParser:
     )
     run.add_argument("--metrics", type=Path, help="write a Prometheus textfile here")
     run.add_argument("--master", help="Spark master (default: local[*]; spark-submit's own when started by it)")
+    run.add_argument(
+        "--conf",
+        action="append",
+        default=[],
+        type=_setting,
+        metavar="KEY=VALUE",
+        help="a Spark setting, as in spark.driver.memory=8g or spark.jars.packages=… (repeatable)",
+    )
     run.add_argument("--json", action="store_true", help="print the result as JSON")
     run.add_argument("--quiet", action="store_true", help="no progress on standard error")
     check = commands.add_parser("check", help="validate the rules file, without Spark or a database")
@@ -85,7 +93,7 @@ def _run(given: argparse.Namespace) -> int:
     progress = Progress(quiet=given.quiet)
     rules_file.load(options.rules)
     progress.say("stage start: Spark")
-    spark = session.start(given.master)
+    spark = session.start(given.master, dict(given.conf))
     from . import run
 
     result = run.run(spark, options, progress)
@@ -95,6 +103,13 @@ def _run(given: argparse.Namespace) -> int:
         found = ", ".join(f"{count} {name}" for name, count in result["totals"].items() if count)
         print(f"{result['status']}: {found or 'nothing judged'}. Report: {given.output}/report.html")
     return run.exit_code(result)
+
+
+def _setting(value: str) -> tuple[str, str]:
+    name, separator, setting = value.partition("=")
+    if not separator or not name.startswith("spark."):
+        raise argparse.ArgumentTypeError(f"{value!r} is not a Spark setting: write spark.driver.memory=8g.")
+    return name, setting
 
 
 def _moment(value: str) -> datetime:

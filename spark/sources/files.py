@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from functools import reduce
+from typing import Final
 
 from pyspark.errors import AnalysisException, PySparkException
 from pyspark.sql import Column as SparkColumn
@@ -131,6 +132,16 @@ class FileSource(FrameSource):
         )
 
 
+# A driver that came with spark.jars is only found when it is named.
+_DRIVERS: Final = {
+    "jdbc:postgresql": "org.postgresql.Driver",
+    "jdbc:mysql": "com.mysql.cj.jdbc.Driver",
+    "jdbc:mariadb": "org.mariadb.jdbc.Driver",
+    "jdbc:oracle": "oracle.jdbc.OracleDriver",
+    "jdbc:sqlserver": "com.microsoft.sqlserver.jdbc.SQLServerDriver",
+}
+
+
 class JdbcSource(FrameSource):
     """Spark's JDBC reader, for databases that ADBC cannot reach.
 
@@ -160,14 +171,17 @@ class JdbcSource(FrameSource):
         return Reading(database=self._database.name, taken_at=moment, watermark=moment, identity="jdbc", notes=[note])
 
     def _reader(self) -> DataFrameReader:
-        return self._spark.read.format("jdbc").option("url", self._database.location)
+        reader = self._spark.read.format("jdbc").option("url", self._database.location)
+        driver = _DRIVERS.get(":".join(self._database.location.split(":")[:2]))
+        return reader if driver is None else reader.option("driver", driver)
 
 
 def _jdbc_problem(name: str, error: BaseException) -> UsageProblem | RunIncomplete:
     text = " ".join(str(error).split())
     if "No suitable driver" in text or "ClassNotFoundException" in text:
         return UsageProblem(
-            f"database {name!r}: Spark has no JDBC driver for it. Submit with --packages "
+            f"database {name!r}: Spark has no JDBC driver for it. Give it by "
+            f"--conf spark.jars.packages="
             f"org.postgresql:postgresql:42.7.7 (or the driver of your database), or "
             f"use kind = 'postgres', which needs no jar."
         )

@@ -18,13 +18,13 @@ import pytest
 
 import spark
 from spark import session
-from tests.spark.conftest import Reconciler
+from tests.spark.conftest import SETTINGS, Reconciler
 from tests.spark.world import Order, World, write_rules
 from tests.support import eventually
 
 ROOT = Path(spark.__file__).parent.parent
 STAGES = ("snapshot", "scan", "confirm", "write", "publish")
-SMALL = ["--master", "local[1]"]
+SMALL = ["--master", "local[2]", *(part for pair in SETTINGS.items() for part in ("--conf", "=".join(pair)))]
 
 
 def environment(world: World, **more: str) -> dict[str, str]:

@@ -46,6 +46,15 @@ def test_everything_that_is_declared_arrives() -> None:
     ]
 
 
+def test_the_rules_of_the_sample_are_valid() -> None:
+    path = Path(__file__).resolve().parent.parent.parent / "sample_project" / "reconcile.toml"
+    rules = rules_file.load(path, {"RECONCILE_ORDERS": "dbname=orders", "RECONCILE_BROKER": "dbname=broker"})
+    assert [(rule.topic, [group.name for group in rule.groups]) for rule in rules.rules] == [
+        ("order.paid", ["logistics", "points", "cart"]),
+        ("shipment.created", ["orders"]),
+    ]
+
+
 def test_a_changed_rule_has_another_digest() -> None:
     other = TEXT.replace('grace = "30s"', 'grace = "31s"')
     first, second = (rules_file.parse(text, environment=ENVIRONMENT).rules[0].digest for text in (TEXT, other))
