@@ -34,7 +34,29 @@ def test_the_rules_find_the_databases_of_the_project(tmp_path: Path) -> None:
     assert "RECONCILE_APP" in manage("--rules", str(path)).stderr
 
 
+def test_a_database_that_is_named_goes_before_the_environment() -> None:
+    script = (
+        "import django, subprocess, sys; from django.core.management import call_command; django.setup(); "
+        "subprocess.run = lambda command, env, check: "
+        "(print(env['RECONCILE_APP'], env['RECONCILE_BROKER']), sys.exit(7)); "
+        "call_command('outbox_reconcile', database=['app=default'])"
+    )
+    more = {"DJANGO_SETTINGS_MODULE": "sample_project.settings", "RECONCILE_APP": "old", "RECONCILE_BROKER": "kept"}
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=ROOT,
+        env={**os.environ, **more},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 7, done.stderr
+    app, _, broker = done.stdout.strip().rpartition(" ")
+    assert app not in ("", "old")
+    assert broker == "kept"
+
+
 def test_a_database_that_is_none() -> None:
     done = manage("--database", "app")
-    assert done.returncode == 1
+    assert done.returncode == 2, "1 would say that there are findings"
     assert "write NAME=ALIAS" in done.stderr

@@ -19,6 +19,8 @@ from outbox.errors import ConfigurationError
 
 # Installed; in a checkout of this project.
 _PACKAGES = ("outbox_spark", "spark")
+# The exit code for what must be corrected first; a CommandError's own 1 would say "findings".
+_USAGE = 2
 
 
 class Command(OutboxCommand):
@@ -50,7 +52,8 @@ class Command(OutboxCommand):
     def handle(self, *args: Any, **options: Any) -> None:
         """See BaseCommand."""
         command = [sys.executable, "-m", package(), "run", *arguments(options)]
-        done = subprocess.run(command, env={**environment(options["database"]), **os.environ}, check=False)
+        variables = {**project(), **os.environ, **given(options["database"])}
+        done = subprocess.run(command, env=variables, check=False)
         if done.returncode:
             raise SystemExit(done.returncode)
 
@@ -60,31 +63,41 @@ def package() -> str:
     for name in _PACKAGES:
         if importlib.util.find_spec(name) and importlib.util.find_spec(f"{name}.cli"):
             return name
-    raise CommandError("reconciliation is not installed here: pip install 'outbox-transactional[spark]'.")
+    raise CommandError(
+        "reconciliation is not installed here: pip install 'outbox-transactional[spark]'.", returncode=_USAGE
+    )
 
 
 def arguments(options: Mapping[str, Any]) -> list[str]:
     """The arguments of `outbox-reconcile run`."""
     named = {"--rules": "rules", "--output": "output", "--from": "since", "--to": "until", "--metrics": "metrics"}
-    given = [part for flag, name in named.items() if options[name] for part in (flag, options[name])]
-    return [*given, *[f"--{name}" for name in ("full", "json") if options[name]]]
+    parts = [part for flag, name in named.items() if options[name] for part in (flag, options[name])]
+    return [*parts, *[f"--{name}" for name in ("full", "json") if options[name]]]
 
 
-def environment(databases: Sequence[str]) -> dict[str, str]:
-    """RECONCILE_… variables with the connection strings of the aliases. Raises CommandError for one that is unknown."""
+def project() -> dict[str, str]:
+    """RECONCILE_… variables with the connection strings of the project's aliases; the environment goes before them."""
     variables = {}
     for alias, database in settings.DATABASES.items():
         if str(database.get("ENGINE", "")).rpartition(".")[2] in ("postgresql", "postgis"):
             variables[_variable(alias)] = alias_conninfo(alias)
     variables[_variable("broker")] = alias_conninfo(get_settings().broker)
+    return variables
+
+
+def given(databases: Sequence[str]) -> dict[str, str]:
+    """RECONCILE_… variables of --database; they go before the environment. Raises CommandError for unknown aliases."""
+    variables = {}
     for item in databases:
         name, separator, alias = item.partition("=")
         if not separator or not name.isidentifier():
-            raise CommandError(f"--database {item}: write NAME=ALIAS, as in --database orders=default.")
+            raise CommandError(
+                f"--database {item}: write NAME=ALIAS, as in --database orders=default.", returncode=_USAGE
+            )
         try:
             variables[_variable(name)] = alias_conninfo(alias)
         except ConfigurationError as error:
-            raise CommandError(f"--database {item}: {error}") from error
+            raise CommandError(f"--database {item}: {error}", returncode=_USAGE) from error
     return variables
 
 
