@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Final
 
 
@@ -13,7 +14,7 @@ class FieldType(enum.StrEnum):
     TEXT = "text"
     """Compared as it is."""
     INTEGER = "integer"
-    """Up to 38 digits."""
+    """Up to 26 digits."""
     DECIMAL = "decimal"
     """Rounded to 12 decimals; up to 26 digits before the point."""
     BOOLEAN = "boolean"
@@ -133,6 +134,12 @@ class Rule:
     def exact_fields(self) -> tuple[FieldRule, ...]:
         """Fields without a tolerance."""
         return tuple(field for field in self.fields if field.tolerance is None)
+
+    @property
+    def longest_wait(self) -> timedelta:
+        """After this time everything about a row can be judged, unless its message was delayed."""
+        waits = (self.grace_seconds, self.stuck_after_seconds, self.late_after_seconds or 0.0)
+        return timedelta(seconds=max(*waits, *(group.within_seconds for group in self.groups)))
 
     @property
     def near_fields(self) -> tuple[FieldRule, ...]:

@@ -25,9 +25,12 @@ _ARROW_TYPES: Final = {
     "timestamp": pa.timestamp("us", tz="UTC"),
     "binary": pa.binary(),
 }
+TEXT_FORMS: Final = ("datestyle = 'ISO'", "bytea_output = 'hex'", "extra_float_digits = 1")
 _PREPARE: Final = (
     "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY",
     "SET LOCAL TIME ZONE 'UTC'",
+    # Values travel as texts: in one form, whatever the database's settings.
+    *(f"SET LOCAL {setting}" for setting in TEXT_FORMS),
     "SET LOCAL statement_timeout = 0",
     "SET LOCAL work_mem = '128MB'",
     # Decisions lie in the order of their messages: looking them up by index beats scanning all of them per partition.

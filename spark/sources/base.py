@@ -91,8 +91,8 @@ class Source(Protocol):
     def is_empty(self, selection: Selection) -> bool:
         """Whether the selection has no row at all, in any window."""
 
-    def read(self, selections: Sequence[Selection], since: datetime | None) -> DataFrame:
-        """All rows with `time >= since` of selections of one shape."""
+    def read(self, selections: Sequence[Selection], since: datetime | None, until: datetime | None = None) -> DataFrame:
+        """All rows with `since <= time < until` of selections of one shape."""
 
     def read_keys(self, wanted: Sequence[tuple[Selection, Sequence[str]]]) -> DataFrame:
         """All rows with one of the keys beside each selection, in any window; the selections have one shape."""

@@ -43,6 +43,11 @@ class FrameSource:
         else:
             newest = [self._newest(selection) for selection in timed]
             watermark = min((moment for moment in newest if moment is not None), default=None)
+            if watermark is None:
+                raise RunIncomplete(
+                    f"database {self._database.name!r} has no time in it, so up to when it is complete is not known. "
+                    f'Write watermark = "…" in [database.{self._database.name}].'
+                )
         return Reading(database=self._database.name, taken_at=now, watermark=watermark, identity=self._database.kind)
 
     def _newest(self, selection: Selection) -> datetime | None:
@@ -69,9 +74,9 @@ class FrameSource:
         """See Source."""
         return self._limited(selection, None).isEmpty()
 
-    def read(self, selections: Sequence[Selection], since: datetime | None) -> DataFrame:
+    def read(self, selections: Sequence[Selection], since: datetime | None, until: datetime | None = None) -> DataFrame:
         """See Source."""
-        frames = [self._selected(self._limited(selection, since), selection) for selection in selections]
+        frames = [self._selected(self._limited(selection, since, until), selection) for selection in selections]
         return reduce(DataFrame.unionByName, frames)
 
     def read_keys(self, wanted: Sequence[tuple[Selection, Sequence[str]]]) -> DataFrame:
@@ -81,7 +86,7 @@ class FrameSource:
     def _of_keys(self, selection: Selection, keys: Sequence[str]) -> DataFrame:
         wanted = self._spark.createDataFrame([(key,) for key in keys], "wanted_key string")
         frame = self._limited(selection, None)
-        key = _expression(selection.key).cast("string")
+        key = F.coalesce(_expression(selection.key).cast("string"), F.lit(""))
         return self._selected(frame.join(F.broadcast(wanted), key == F.col("wanted_key"), "left_semi"), selection)
 
     def volume(self, selection: Selection, since: datetime | None, bucket_seconds: int) -> list[tuple[datetime, int]]:
@@ -94,7 +99,7 @@ class FrameSource:
         """See Source. Files are as they are: give --from where older messages were left out of an export."""
         return None
 
-    def _limited(self, selection: Selection, since: datetime | None) -> DataFrame:
+    def _limited(self, selection: Selection, since: datetime | None, until: datetime | None = None) -> DataFrame:
         frame = self._table(selection)
         for condition in selection.conditions:
             frame = frame.where(F.expr(condition))
@@ -103,11 +108,12 @@ class FrameSource:
         if selection.time is not None:
             time = _expression(selection.time).cast("timestamp")
             frame = frame.where(time.isNotNull() if since is None else time >= F.lit(since))
+            frame = frame if until is None else frame.where(time < F.lit(until))
         return frame
 
-    @staticmethod
-    def _selected(frame: DataFrame, selection: Selection) -> DataFrame:
-        return frame.select(*[_column(column) for column in selection.columns])
+    def _selected(self, frame: DataFrame, selection: Selection) -> DataFrame:
+        is_csv = self._database.kind is Kind.CSV
+        return frame.select(*[_column(column, is_csv=is_csv) for column in selection.columns])
 
 
 class FileSource(FrameSource):
@@ -132,6 +138,7 @@ class FileSource(FrameSource):
         )
 
 
+MAX_TEXT: Final = 2**31 - 1
 # A driver that came with spark.jars is only found when it is named.
 _DRIVERS: Final = {
     "jdbc:postgresql": "org.postgresql.Driver",
@@ -167,7 +174,7 @@ class JdbcSource(FrameSource):
         except Exception as error:
             raise _jdbc_problem(self._database.name, error) from error
         moment = datetime.fromtimestamp(now / 1_000_000, UTC)
-        note = "read over JDBC: its partitions share no snapshot"
+        note = "read over JDBC: its partitions share no snapshot, and open transactions are not seen"
         return Reading(database=self._database.name, taken_at=moment, watermark=moment, identity="jdbc", notes=[note])
 
     def _reader(self) -> DataFrameReader:
@@ -192,13 +199,18 @@ def _expression(source: str) -> SparkColumn:
     return F.col(source) if is_column(source) else F.expr(source)
 
 
-def _column(column: Column) -> SparkColumn:
+def _column(column: Column, *, is_csv: bool) -> SparkColumn:
     value = _expression(column.expression)
+    binary = value.cast("binary")
+    if is_csv:
+        # As COPY writes bytea.
+        text = value.cast("string")
+        binary = F.when(text.startswith("\\x"), F.unhex(F.substring(text, 3, MAX_TEXT))).otherwise(binary)
     as_kind = {
         ColumnKind.TEXT: value.cast("string"),
         ColumnKind.BIGINT: value.cast("bigint"),
         ColumnKind.TIMESTAMP: value.cast("timestamp"),
-        ColumnKind.BINARY: value.cast("binary"),
+        ColumnKind.BINARY: binary,
         ColumnKind.MICROSECONDS: F.unix_micros(value.cast("timestamp")).cast("string"),
     }
     return as_kind[column.kind].alias(column.name)

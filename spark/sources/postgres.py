@@ -21,16 +21,21 @@ KEYS_PER_PARTITION: Final = 5_000
 MAX_PARTITIONS: Final = 256
 _PAGES_PER_PARTITION: Final = 8_192
 
+# When a prepared transaction began is not known, only when it was prepared.
+PREPARED_MARGIN: Final = timedelta(hours=1)
+
 # A transaction that was open before the snapshot may still add rows with older times: the watermark stays below the
-# start of the oldest. Taken before the snapshot, so that one that ends in between is visible in it.
+# start of the oldest, whether a client's or a background worker's. Taken before the snapshot, so that one that ends in
+# between is visible in it. Of a session that the role may not see, everything but its names is null.
 _OLDEST: Final = """
 SELECT clock_timestamp(), min(a.xact_start),
-       count(*) FILTER (WHERE a.state IS NULL AND a.pid <> pg_backend_pid()),
+       count(*) FILTER (WHERE a.backend_type IS NULL),
+       count(*) FILTER (WHERE a.backend_type LIKE 'logical replication%'),
        (SELECT min(p.prepared) FROM pg_prepared_xacts p WHERE p.database = current_database()),
        pg_is_in_recovery(), pg_last_xact_replay_timestamp(), current_database()::text
 FROM pg_stat_activity a
-WHERE a.datname = current_database() AND a.backend_type = 'client backend' AND a.pid <> pg_backend_pid()
-  AND a.application_name <> 'outbox-reconcile'
+WHERE a.datname = current_database() AND a.pid <> pg_backend_pid() AND a.application_name <> 'outbox-reconcile'
+  AND coalesce(a.backend_type, '') NOT IN ('autovacuum worker', 'parallel worker', 'walsender')
 """
 _IDENTITY: Final = "SELECT system_identifier::text FROM pg_control_system()"
 _COLUMN_TYPES: Final = """
@@ -40,7 +45,7 @@ WHERE attrelid = to_regclass({table}) AND attnum > 0 AND NOT attisdropped
 _COMPARABLE: Final = {
     FieldType.TEXT: ("text", "character varying", "character", "name", "uuid", "citext", "integer", "bigint"),
     FieldType.INTEGER: ("smallint", "integer", "bigint", "numeric"),
-    FieldType.DECIMAL: ("smallint", "integer", "bigint", "numeric", "real", "double precision", "money"),
+    FieldType.DECIMAL: ("smallint", "integer", "bigint", "numeric", "real", "double precision"),
     FieldType.BOOLEAN: ("boolean",),
     FieldType.TIMESTAMP: ("timestamp with time zone", "timestamp without time zone", "date"),
     FieldType.DATE: ("date",),
@@ -81,6 +86,7 @@ class PostgresSource:
                 "SET idle_in_transaction_session_timeout = 0",
                 "SET statement_timeout = 0",
                 "SET TIME ZONE 'UTC'",
+                *(f"SET {setting}" for setting in adbc.TEXT_FORMS),
                 "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY",
             ):
                 self._execute(connection, statement)
@@ -89,18 +95,29 @@ class PostgresSource:
             connection.close()
             raise
         self._coordinator, self._snapshot = connection, str(exported[0])
-        return self._reading(row, str(exported[1]))
+        return self._reading(row, str(exported[1]), self._system_identifier())
 
-    def _reading(self, row: tuple[Any, ...], snapshot: str) -> Reading:
-        now, oldest, hidden, prepared, is_replica, replayed, name = row
+    def _reading(self, row: tuple[Any, ...], snapshot: str, identifier: str) -> Reading:
+        """Raises RunIncomplete when the watermark cannot be known: a guess would make findings of what is under way."""
+        now, oldest, hidden, appliers, prepared, is_replica, replayed, name = row
         notes = []
-        watermark = min([now, *(moment for moment in (oldest, prepared) if moment is not None)])
+        watermark = min([now, *(moment for moment in (oldest,) if moment is not None)])
+        if prepared is not None:
+            watermark = min(watermark, prepared - PREPARED_MARGIN)
+            notes.append(
+                f"a transaction prepared at {prepared.isoformat()} holds the watermark back; when it began is not "
+                f"known, an hour before is assumed"
+            )
+        if appliers:
+            notes.append("it receives rows by logical replication: the grace period must be longer than its lag")
         if is_replica:
             watermark = min(watermark, replayed or datetime.fromtimestamp(0, UTC))
             notes.append(f"a replica, replayed up to {replayed}: open transactions of the primary are not visible here")
-        if hidden:
-            notes.append(
-                f"{hidden} sessions are hidden from this role: GRANT pg_read_all_stats to see open transactions"
+        if hidden and not self._database.watermark:
+            raise RunIncomplete(
+                f"database {self._database.name!r}: {hidden} sessions are hidden from this role, so what their open "
+                f"transactions may still add cannot be known. GRANT pg_read_all_stats to the role, or write watermark "
+                f"in [database.{self._database.name}]."
             )
         if oldest is not None and now - oldest > timedelta(minutes=5):
             notes.append(f"a transaction open since {oldest.isoformat()} holds the watermark back")
@@ -110,7 +127,7 @@ class PostgresSource:
             database=self._database.name,
             taken_at=now,
             watermark=watermark,
-            identity=f"{name} {self._system_identifier()}".strip(),
+            identity=f"{name} {identifier}".strip(),
             snapshot=snapshot,
             is_replica=bool(is_replica),
             notes=notes,
@@ -155,11 +172,11 @@ class PostgresSource:
         where = sql.where(sql.conditions(selection, None))
         return not self.query(f"SELECT 1 FROM {self.table_of(selection)}{where} LIMIT 1")
 
-    def read(self, selections: Sequence[Selection], since: datetime | None) -> DataFrame:
+    def read(self, selections: Sequence[Selection], since: datetime | None, until: datetime | None = None) -> DataFrame:
         """See Source."""
         queries = []
         for selection in selections:
-            terms = sql.conditions(selection, since)
+            terms = sql.conditions(selection, since, until)
             pieces = self._spans(selection, terms, since) if selection.span else self._pages(selection, terms, since)
             queries += [self._select(selection, [*terms, *piece]) for piece in pieces]
         return self._frame(selections[0], queries)
@@ -180,14 +197,21 @@ class PostgresSource:
     def volume(self, selection: Selection, since: datetime | None, bucket_seconds: int) -> list[tuple[datetime, int]]:
         """See Source."""
         assert selection.time is not None
-        bucket = f"date_bin('{bucket_seconds} s', {sql.expression(selection.time)}::timestamptz, 'epoch')"
+        time, key = f"{sql.expression(selection.time)}::timestamptz", f"{sql.expression(selection.key)}::text"
+        bucket = f"CASE WHEN isfinite({time}) THEN date_bin('{bucket_seconds} s', {time}, 'epoch') END"
         where = sql.where(sql.conditions(selection, since))
-        return [
-            (row[0], int(row[1]))
-            for row in self.query(
-                f"SELECT {bucket}, count(*) FROM {self.table_of(selection)}{where} GROUP BY 1 ORDER BY 1"
-            )
-        ]
+        rows = self.query(
+            f"SELECT {bucket}, count(*), min({key}) FILTER (WHERE NOT isfinite({time})) "
+            f"FROM {self.table_of(selection)}{where} GROUP BY 1 ORDER BY 1"
+        )
+        for moment, count, example in rows:
+            if moment is None:
+                raise UsageProblem(
+                    f"{selection.table}.{selection.time} is infinite in {count} rows, as in the one with key "
+                    f"{example!r}: such a row is never old enough to be judged. Correct the rows, or leave them out "
+                    f"by the rule's when."
+                )
+        return [(row[0], int(row[1])) for row in rows]
 
     def horizon(self, topic: str) -> datetime | None:
         """See Source."""
@@ -208,6 +232,15 @@ class PostgresSource:
         if self._coordinator is None:
             raise RunIncomplete(f"database {self._database.name!r} was read before its snapshot was taken.")
         return self._rows(self._coordinator, statement, about=about)
+
+    def attempt(self, statement: str, *, about: str) -> list[tuple[Any, ...]]:
+        """As `query`, for a statement that may fail: the snapshot's transaction goes on after it."""
+        self.query("SAVEPOINT attempt")
+        try:
+            return self.query(statement, about=about)
+        except ReconcileError:
+            self._execute(self._coordinator, "ROLLBACK TO SAVEPOINT attempt")
+            raise
 
     def _select(self, selection: Selection, terms: list[str]) -> str:
         return sql.select(selection, self._schema_of(selection), terms)

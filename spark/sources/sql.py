@@ -10,7 +10,8 @@ from typing import Final
 from .base import Column, ColumnKind, Selection
 
 _NAME: Final = re.compile(r"[A-Za-z_]\w*")
-_INTEGER: Final = re.compile(r"0|-?[1-9]\d{0,17}")
+_INTEGER: Final = re.compile(r"0|-?[1-9]\d{0,18}")
+_BIGINT: Final = range(-(2**63), 2**63)
 _UUID: Final = re.compile(r"[0-9a-f]{8}-(?:[0-9a-f]{4}-){3}[0-9a-f]{12}")
 _INTEGER_TYPES: Final = ("smallint", "integer", "bigint")
 
@@ -49,23 +50,28 @@ def is_column(source: str) -> bool:
 def column(wanted: Column) -> str:
     """One item of the SELECT list."""
     value = expression(wanted.expression)
+    moment = f"{value}::timestamptz"
     as_kind = {
         ColumnKind.TEXT: f"{value}::text",
         ColumnKind.BIGINT: f"{value}::bigint",
-        ColumnKind.TIMESTAMP: f"{value}::timestamptz",
+        # Arrow has no infinite times: they would arrive as other ones.
+        ColumnKind.TIMESTAMP: f"CASE WHEN isfinite({moment}) THEN {moment} END" if wanted.compared_as else moment,
         ColumnKind.BINARY: f"{value}::bytea",
-        ColumnKind.MICROSECONDS: f"(extract(epoch FROM {value}) * 1000000)::bigint::text",
+        ColumnKind.MICROSECONDS: f"CASE WHEN isfinite({moment}) THEN (extract(epoch FROM {value}) * 1000000)"
+        f"::bigint::text ELSE {value}::text END",
     }
     return f"{as_kind[wanted.kind]} AS {name(wanted.name)}"
 
 
-def conditions(selection: Selection, since: datetime | None) -> list[str]:
+def conditions(selection: Selection, since: datetime | None, until: datetime | None = None) -> list[str]:
     """The WHERE clause's terms."""
     terms = [f"({condition})" for condition in selection.conditions]
     terms += [f"{name(key)} = {text(value)}" for key, value in selection.equals]
     if selection.time is not None:
         time = expression(selection.time)
         terms.append(f"{time} IS NOT NULL" if since is None else f"{time} >= {moment(since)}")
+        if until is not None:
+            terms.append(f"{time} < {moment(until)}")
     return terms
 
 
@@ -83,15 +89,25 @@ def where(terms: Sequence[str]) -> str:
 def keys_condition(key: str, column_type: str | None, keys: Sequence[str]) -> str:
     """A term that finds rows by key, through the key's index where it is a column of a type that can be cast safely.
 
-    Keys that cannot be values of that type (a hostile or foreign key) match nothing and are left out.
+    Keys that cannot be values of that type (a hostile or foreign key) match nothing and are left out. The empty key
+    also stands for null.
     """
+    term = _keys_term(key, column_type, keys)
+    return f"({term} OR {expression(key)} IS NULL)" if "" in keys else term
+
+
+def _keys_term(key: str, column_type: str | None, keys: Sequence[str]) -> str:
     if is_column(key) and column_type in _INTEGER_TYPES:
-        return f"{name(key)} = ANY({_array([k for k in keys if _INTEGER.fullmatch(k)])}::bigint[])"
+        return f"{name(key)} = ANY({_array([k for k in keys if _is_bigint(k)])}::bigint[])"
     if is_column(key) and column_type == "uuid":
         return f"{name(key)} = ANY({_array([k for k in keys if _UUID.fullmatch(k)])}::uuid[])"
     if is_column(key) and column_type == "text":
         return f"{name(key)} = ANY({_array([k for k in keys if chr(0) not in k])}::text[])"
     return f"{expression(key)}::text = ANY({_array([k for k in keys if chr(0) not in k])}::text[])"
+
+
+def _is_bigint(value: str) -> bool:
+    return _INTEGER.fullmatch(value) is not None and int(value) in _BIGINT
 
 
 def _array(values: Sequence[str]) -> str:
