@@ -8,6 +8,7 @@ Several conditions can hold at once; the first in the order of `FindingClass` na
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 from functools import reduce
@@ -57,13 +58,17 @@ class Window:
     """What is judged: rows with `since <= time < until`. `watermark`: all sides are complete below it.
 
     Lateness is judged against the watermark, so that the same data and window give the same classes at any time.
-    Keys whose column `unbounded` (if one is named) is true are judged however old they are.
+    The messages of rows before `floor` may be gone. `is_exact`: what is not in the window is nothing to be carried
+    over either. On the second look `carried` names a column: keys where it is true are judged however old they are,
+    the others, read in full by now, from `floor` on.
     """
 
     since: datetime | None
     until: datetime
     watermark: datetime
-    unbounded: str | None = None
+    floor: datetime | None = None
+    is_exact: bool = False
+    carried: str | None = None
 
     def covers(self, time: Column) -> Column:
         """Whether a time is inside; null is not."""
@@ -71,35 +76,52 @@ class Window:
 
     def not_before(self, time: Column) -> Column:
         """Not in an earlier window, which has judged it or carried it over."""
-        if self.since is None:
-            return F.lit(True)
-        inside = time >= F.lit(self.since)
-        return inside if self.unbounded is None else inside | F.col(self.unbounded)
+        if self.carried is not None:
+            return F.col(self.carried) | self._above_floor(time)
+        return F.lit(True) if self.since is None else time >= F.lit(self.since)
+
+    def looks_at(self, row_at: Column) -> Column:
+        """Whether a row is judged: it is inside, or something new has come to an older one."""
+        if self.since is None or self.carried is not None:
+            return self.covers(row_at)
+        touched = (row_at < F.lit(self.since)) & (F.col("touched_at") >= F.lit(self.since)) & self._above_floor(row_at)
+        return self.covers(row_at) | F.coalesce(touched, F.lit(False))
+
+    def to_come(self, time: Column) -> Column:
+        """Not judged before, but perhaps later: not in an earlier window, and in an exact one if this is one."""
+        return self.covers(time) if self.is_exact else self.not_before(time)
+
+    def _above_floor(self, time: Column) -> Column:
+        return F.lit(True) if self.floor is None else time >= F.lit(self.floor)
 
 
 def message_conditions(rule: Rule, window: Window) -> dict[FindingClass, Column]:
     """Condition of each class of a key's message, in order of precedence. OK is what is judged and has none."""
     has_row, committed, undecided = F.col("rows") > 0, F.col("committed") > 0, F.col("undecided") > 0
-    row_judged = has_row & window.covers(F.col("row_at"))
+    row_judged = has_row & window.looks_at(F.col("row_at"))
     message_judged = ~has_row & window.covers(F.col("message_at"))
     settled = F.col("settled_at") < F.lit(window.until)
     half_judged = row_judged | (~has_row & window.covers(F.col("undecided_at")))
     is_stuck = (F.col("parked") > 0) | (_age("undecided_at", window) > _micros(rule.stuck_after_seconds))
     exactly_one = rule.messages is Messages.EXACTLY_ONE
-    is_double = F.greatest("rows", "committed") > 1 if exactly_one else F.lit(False)
+    is_double = F.greatest(F.col("rows"), _live()) > 1 if exactly_one else F.lit(False)
     judged = row_judged | message_judged
-    fresh = has_row & (F.col("row_at") >= F.lit(window.until))
-    alone = ~has_row & ~committed & undecided & window.not_before(F.col("undecided_at"))
-    unsettled = ~has_row & committed & ~settled & window.not_before(F.col("message_at"))
+    fresh = has_row & (F.col("row_at") >= F.lit(window.until)) & F.lit(not window.is_exact)
+    alone = ~has_row & ~committed & undecided & window.to_come(F.col("undecided_at"))
+    unsettled = ~has_row & committed & ~settled & window.to_come(F.col("message_at"))
+    differs = row_judged & committed & (F.col("unreadable") == 0) & _differs(rule)
+    # A row that is written again and again: the newest message may be of a later state than the row that was read,
+    # and an undecided one of a state that was read already.
+    is_final = F.lit(True) if exactly_one else (F.col("newest_settled_at") < F.lit(window.until)) & ~undecided
     conditions = {
         FindingClass.ORPHAN: message_judged & committed & settled,
         FindingClass.HALF_STUCK: half_judged & undecided & is_stuck,
         FindingClass.LOST: row_judged & ~committed & ~undecided,
-        FindingClass.UNREADABLE: judged & committed & (F.col("unreadable") > 0),
+        FindingClass.UNREADABLE: (judged & committed & (F.col("unreadable") > 0)) | (row_judged & _has_no_key()),
         FindingClass.DUPLICATE: judged & committed & is_double,
-        FindingClass.MISMATCH: row_judged & committed & (F.col("unreadable") == 0) & _differs(rule),
+        FindingClass.MISMATCH: differs & is_final,
         FindingClass.LATE: row_judged & committed & _is_late(rule),
-        FindingClass.PENDING: fresh | (row_judged & ~committed & undecided) | alone | unsettled,
+        FindingClass.PENDING: fresh | (row_judged & undecided) | (differs & ~is_final) | alone | unsettled,
     }
     return {name: F.coalesce(condition, F.lit(False)) for name, condition in conditions.items()}
 
@@ -108,26 +130,35 @@ def group_conditions(rule: Rule, number: int, window: Window) -> dict[FindingCla
     """Condition of each class of a key with the rule's group `number`."""
     group = rule.groups[number]
     effects, effect_at = F.col(f"effects_{number}"), F.col(f"effect_at_{number}")
-    expected = is_delivery_judged(window)
+    expected, has_time = _is_delivery_owed(window.looks_at), F.lit(group.table is not None)
     due = F.greatest("row_at", F.coalesce("due_at", "row_at"))
     limit = _micros(group.within_seconds)
     overdue = F.unix_micros(F.lit(window.watermark)) - F.unix_micros(due) > limit
     nothing_known = (F.col("rows") == 0) & (F.col("committed") == 0) & (F.col("undecided") == 0)
     conditions = {
         FindingClass.ORPHAN: nothing_known & (effects > 0) & window.covers(effect_at),
-        FindingClass.DUPLICATE: expected & (effects > F.col("committed")),
+        FindingClass.DUPLICATE: expected & (effects > _live()),
         FindingClass.DEAD: expected & (F.col(f"dead_{number}") > 0),
         FindingClass.UNDELIVERED: expected & (effects == 0) & overdue,
-        FindingClass.LATE: expected & (F.unix_micros(effect_at) - F.unix_micros(due) > limit),
+        # The broker's own view of a delivery says whether, not when.
+        FindingClass.LATE: expected & has_time & (F.unix_micros(effect_at) - F.unix_micros(due) > limit),
         FindingClass.PENDING: expected & (effects == 0) & ~overdue,
     }
     return {name: F.coalesce(condition, F.lit(False)) for name, condition in conditions.items()}
 
 
-def is_delivery_judged(window: Window) -> Column:
+def _is_delivery_owed(judges: Callable[[Column], Column]) -> Column:
     """Whether groups owe an effect: the row is judged, its message committed and not recalled."""
-    delivered = F.col("committed") > F.col("recalled")
-    return (F.col("rows") > 0) & window.covers(F.col("row_at")) & delivered
+    return (F.col("rows") > 0) & judges(F.col("row_at")) & (_live() > 0)
+
+
+def _live() -> Column:
+    """Committed messages that were not recalled."""
+    return F.col("committed") - F.col("recalled")
+
+
+def _has_no_key() -> Column:
+    return F.col("unkeyed") > 0
 
 
 def with_classes(evidence: DataFrame, rule: Rule, window: Window) -> DataFrame:
@@ -139,7 +170,7 @@ def with_classes(evidence: DataFrame, rule: Rule, window: Window) -> DataFrame:
     judged = (F.col("rows") > 0) & window.covers(F.col("row_at"))
     columns = {"holds": _bits(message_conditions(rule, window), judged)}
     for number in range(len(rule.groups)):
-        columns[f"holds_{number}"] = _bits(group_conditions(rule, number, window), is_delivery_judged(window))
+        columns[f"holds_{number}"] = _bits(group_conditions(rule, number, window), _is_delivery_owed(window.covers))
     return evidence.withColumns(columns)
 
 

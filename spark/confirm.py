@@ -13,7 +13,7 @@ from pyspark.sql import functions as F
 
 from . import classify, evidence, sides
 from .rules import FieldType, Rule, Severity
-from .scan import readable_errors
+from .scan import readable_errors, write
 
 MAX_KEYS: Final = 50_000
 MAX_BODY: Final = 1_000
@@ -43,7 +43,8 @@ def confirm(
 ) -> None:
     """Judge `keys` (key, carried) again and write every subject that is not OK to `target` (Parquet).
 
-    Carried keys lie before the window; they are judged whatever their age.
+    Carried keys lie before the window; they are judged whatever their age. So are suspects whose row is older than the
+    window: a second message or effect came to a row that an earlier run has judged.
     """
     with readable_errors(f"re-reading the suspects of rule {rule.name!r}"):
         listed = [row[0] for row in keys.select("key").limit(MAX_KEYS + 1).collect()]
@@ -51,10 +52,10 @@ def confirm(
         if read is None:
             read = sides.of_many_keys(rule, sources, keys.select("key"))
         gathered = evidence.gather(read.narrow, rule).join(keys, "key")
-        bounded = replace(window, unbounded="carried")
+        bounded = replace(window, carried="carried")
         judged = classify.subjects(classify.with_classes(gathered, rule, bounded), rule, bounded)
         with_details = _with_details(judged, rule, read)
-        _as_findings(with_details, rule).write.mode("overwrite").parquet(target)
+        write(spark, _as_findings(with_details, rule), target, SCHEMA)
         for frame in read.cached:
             frame.unpersist()
 
@@ -64,7 +65,8 @@ def _with_details(found: DataFrame, rule: Rule, read: sides.KeySides) -> DataFra
     shown = [_shown(value, field.type).alias(field.column) for value, field in zip(values, rule.fields, strict=True)]
     row = F.to_json(F.struct(F.col("key").alias(rule.key), *shown), {"ignoreNullFields": "false"}).alias("json")
     rows = read.rows.groupBy("key").agg(F.max(F.struct(row, *evidence.row_values(rule))).alias("row"))
-    newest = F.struct(F.col("state").isin("committed", "recalled"), "log_id")
+    rank = F.when(F.col("state") == "committed", 2).when(F.col("state") == "recalled", 1).otherwise(0)
+    newest = F.struct(rank, "log_id")
     columns = ("message_id", "transaction_id", "log_id", "tag", "state", "decided_by", "body")
     shape = F.struct(*columns, *evidence.body_values(rule))
     messages = read.messages.groupBy("key").agg(F.max_by(shape, newest).alias("newest"))
@@ -143,7 +145,9 @@ def _detail(rule: Rule) -> Column:
             F.col("parked") > 0, F.lit("the half message is parked: an operator must decide")
         ).otherwise(F.lit("the half message is still undecided")),
         "LOST": F.lit("the row has no message"),
-        "UNREADABLE": F.lit("the body, or a compared field of it, cannot be read"),
+        "UNREADABLE": F.when(F.col("unkeyed") > 0, F.lit("the row's key is null")).otherwise(
+            F.lit("the body, or a compared field of it, cannot be read")
+        ),
         "DUPLICATE": F.when(is_group, _counted("effects of one message by", "group", rule)).otherwise(
             F.format_string("messages: %d, rows: %d", F.col("committed"), F.col("rows"))
         ),

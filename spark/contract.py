@@ -35,7 +35,6 @@ VIEWS: Final[dict[str, dict[str, str]]] = {
         "key": "text",
         "tag": "text",
         "state": "text",
-        "last_consumed_at": "timestamp with time zone",
     },
     "dead_letter_v1": {
         "consumer_group": "text",
@@ -87,15 +86,14 @@ def rows(rule: Rule) -> Selection:
 def effects(rule: Rule, number: int, *, detailed: bool = False) -> Selection:
     """The rows in which the work of the rule's group `number` shows.
 
-    Without an effect table: the deliveries that the broker says are done, in the shape of messages.
+    Without an effect table: the deliveries that the broker says are done, in the shape of messages. They have no
+    time: offsets are compacted, so what is kept says that a message was passed, not when.
     """
     group = rule.groups[number]
     if group.table is None:
         return Selection(
             table="delivery_v1",
-            columns=_broker_columns(
-                rule, {"at": "last_consumed_at", "state": f"'{effect_state(number)}'"}, detailed=detailed
-            ),
+            columns=_broker_columns(rule, {"state": f"'{effect_state(number)}'"}, detailed=detailed),
             key="key",
             time="stored_at",
             equals=(*_topic(rule), ("consumer_group", group.name), ("state", "passed")),

@@ -24,10 +24,13 @@ UNDECIDED: Final = 3
 PARKED: Final = 4
 ROLLED_BACK: Final = 5
 OTHER: Final = 6
+UNKEYED: Final = 7
+"""A business row whose key is null."""
 EFFECT: Final = contract.EFFECT_KIND
 DEAD: Final = 1000
 
 NUMBER: Final = DecimalType(38, 12)
+_BEFORE_RECALLED: Final = 2**62
 _NO_TIME: Final = "CAST(NULL AS timestamp)"
 
 
@@ -37,7 +40,9 @@ def table_side(table: DataFrame, rule: Rule) -> DataFrame:
     values = [_from_column(column, field) for column, field in zip(raw, rule.fields, strict=True)]
     return table.select(
         F.coalesce("key", F.lit("")).alias("key"),
-        F.col("kind").cast("int").alias("kind"),
+        F.when(F.col("key").isNull() & (F.col("kind") == ROW), F.lit(UNKEYED))
+        .otherwise(F.col("kind").cast("int"))
+        .alias("kind"),
         "at",
         F.expr(_NO_TIME).alias("settled"),
         F.expr(_NO_TIME).alias("due"),
@@ -114,10 +119,15 @@ def gather(sides: list[DataFrame], rule: Rule) -> DataFrame:
     kind = F.col("kind")
     is_committed = kind.isin(COMMITTED, RECALLED)
     is_undecided = kind.isin(UNDECIDED, PARKED)
+    is_row = kind.isin(ROW, UNKEYED)
+    # The newest message is compared with the row: one that was recalled only if there is no other.
+    age = F.when(kind == COMMITTED, F.col("ord") + F.lit(_BEFORE_RECALLED)).when(kind == RECALLED, F.col("ord"))
+    counts = is_committed | is_undecided | (kind >= EFFECT)
     aggregates = [
-        F.count_if(kind == ROW).alias("rows"),
-        _earliest("at", kind == ROW).alias("row_at"),
-        F.max(F.when(kind == ROW, F.col("hash"))).alias("row_hash"),
+        F.count_if(is_row).alias("rows"),
+        F.count_if(kind == UNKEYED).alias("unkeyed"),
+        _earliest("at", is_row).alias("row_at"),
+        F.max(F.when(is_row, F.col("hash"))).alias("row_hash"),
         F.count_if(is_committed).alias("committed"),
         F.count_if(kind == RECALLED).alias("recalled"),
         F.count_if(is_undecided).alias("undecided"),
@@ -126,14 +136,15 @@ def gather(sides: list[DataFrame], rule: Rule) -> DataFrame:
         _earliest("at", is_committed).alias("message_at"),
         _earliest("settled", is_committed).alias("settled_at"),
         F.max(F.when(is_committed, F.col("due"))).alias("due_at"),
-        F.max_by(F.when(is_committed, F.col("hash")), F.when(is_committed, F.col("ord"))).alias("message_hash"),
+        F.max_by("hash", age).alias("message_hash"),
+        F.max_by("settled", age).alias("newest_settled_at"),
+        F.max(F.when(counts, F.greatest("at", F.coalesce("settled", "at")))).alias("touched_at"),
         F.sum("bad").alias("unreadable"),
     ]
     for number in range(len(rule.near_fields)):
         value = F.col(f"n{number}")
-        aggregates.append(F.max(F.when(kind == ROW, value)).alias(f"row_n{number}"))
-        newest = F.max_by(F.when(is_committed, value), F.when(is_committed, F.col("ord")))
-        aggregates.append(newest.alias(f"message_n{number}"))
+        aggregates.append(F.max(F.when(is_row, value)).alias(f"row_n{number}"))
+        aggregates.append(F.max_by(value, age).alias(f"message_n{number}"))
     for number in range(len(rule.groups)):
         is_effect = kind == EFFECT + number
         aggregates.append(F.count_if(is_effect).alias(f"effects_{number}"))

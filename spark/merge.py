@@ -57,10 +57,14 @@ def recovered(earlier: DataFrame, current: DataFrame, pending: DataFrame) -> Dat
 
 
 def pending(scanned: DataFrame, confirmed: DataFrame, earlier: DataFrame) -> DataFrame:
-    """Subjects that the next run must look at again, with the finding each was before, if any."""
+    """Subjects that the next run must look at again, with the finding each was before, if any.
+
+    An earlier finding beyond this run's boundary (which a changed rule or a full run may have moved back) stays open.
+    """
     columns = [*SUBJECT, "at"]
+    unjudged = confirmed.where("class = 'PENDING'").join(earlier.select(*SUBJECT), SUBJECT, "left_semi")
     waiting = scanned.where("carry").select(*columns).unionByName(confirmed.where("carry").select(*columns))
-    unique = waiting.groupBy(*SUBJECT).agg(F.min("at").alias("at"))
+    unique = waiting.unionByName(unjudged.select(*columns)).groupBy(*SUBJECT).agg(F.min("at").alias("at"))
     current = confirmed.where(F.col("class").isin(_FAULTS)).select(*SUBJECT)
     known = earlier.select(*SUBJECT, "class", "first_seen")
     return unique.join(current, SUBJECT, "left_anti").join(known, SUBJECT, "left").select(*OPEN_COLUMNS)

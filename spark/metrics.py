@@ -7,6 +7,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
 
+from .errors import UsageProblem
+
 _HELP: Final = {
     "outbox_reconcile_keys": "Keys of the newest result by class; subject is a consumer group, or message.",
     "outbox_reconcile_faults": "Findings of the newest result.",
@@ -16,12 +18,24 @@ _HELP: Final = {
 }
 
 
+def check_writable(path: Path) -> None:
+    """Raise UsageProblem unless the file can be written, before any work is done."""
+    try:
+        _draft(path, "").unlink()
+    except OSError as error:
+        raise UsageProblem(f"the metrics {str(path)!r} cannot be written: {error}. Correct --metrics.") from error
+
+
 def write(path: Path, result: dict[str, Any]) -> None:
     """Write the metrics of a result; the file is replaced whole, so the collector never reads half of it."""
+    _draft(path, render(result)).replace(path)
+
+
+def _draft(path: Path, text: str) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_text(render(result), encoding="utf-8")
-    draft.replace(path)
+    draft.write_text(text, encoding="utf-8")
+    return draft
 
 
 def render(result: dict[str, Any]) -> str:

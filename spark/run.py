@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 SAMPLES_PER_CLASS: Final = 20
+# How much older than its row's time a half message is taken to be at most, where retention has removed messages.
+HALF_AGE: Final = timedelta(seconds=60)
 
 
 @dataclass
@@ -53,6 +55,8 @@ class Run:
     def execute(self) -> dict[str, Any]:
         """Run. Raises ReconcileError; then nothing was published and the previous result stays in force."""
         self._store.check_writable()
+        if self._options.metrics is not None:
+            metrics.check_writable(self._options.metrics)
         previous = self._previous()
         try:
             readings = self._open("taking snapshots")
@@ -102,12 +106,27 @@ class Run:
                 f"rule; where a side may be empty, write allow_empty = true."
             )
         run = RuleRun(rule, self._window(rule, previous, readings))
-        if horizon is not None and (run.window.since is None or run.window.since < horizon):
-            run.window = replace(run.window, since=horizon)
-            run.notes.append(
-                f"retention: messages stored before {horizon.isoformat()} may be gone, rows before are not judged"
-            )
+        if horizon is not None:
+            self._limit_by_retention(run, horizon)
+        run.notes += [
+            f"group {group.name}: judged by the broker's offsets, which say whether and not when: never LATE"
+            for group in rule.groups
+            if not group.table
+        ]
         return run
+
+    @staticmethod
+    def _limit_by_retention(run: RuleRun, horizon: datetime) -> None:
+        """A message may have been stored, and removed, some time before its row's time."""
+        floor = horizon + max(HALF_AGE, run.rule.longest_wait)
+        since = run.window.since
+        run.window = replace(run.window, floor=floor)
+        if since is None or since < floor:
+            run.window = replace(run.window, since=floor)
+            run.notes.append(
+                f"retention: messages stored before {horizon.isoformat()} may be gone, rows before "
+                f"{floor.isoformat()} are not judged"
+            )
 
     def _window(self, rule: Rule, previous: dict[str, Any] | None, readings: list[Reading]) -> classify.Window:
         known = [reading.watermark for reading in readings if reading.watermark is not None]
@@ -128,7 +147,7 @@ class Run:
             since = _boundary_of(previous, rule)
         if since is not None and until is None:
             boundary = max(boundary, since)
-        return classify.Window(since, boundary, watermark)
+        return classify.Window(since, boundary, watermark, is_exact=until is not None)
 
     def _scan(self, run: RuleRun) -> None:
         rule = run.rule
@@ -196,6 +215,7 @@ class Run:
         with self._progress.step("stage write: findings"), readable_errors("writing the findings"):
             findings, still_open = self._write_findings(runs, self._earlier(previous))
             buckets = self._count(runs, findings)
+            self._check_interval(runs)
             result = self._result(runs, readings, confirmed_at, still_open)
             samples = [] if findings is None else report.samples(findings, SAMPLES_PER_CLASS)
         with self._progress.step("stage publish: report and result"):
@@ -204,16 +224,35 @@ class Run:
             )
             try:
                 self._store.write(f"runs/{self._name}/report.html", text)
-                self._store.write("report.html", text)
-                if self._options.metrics is not None:
-                    metrics.write(self._options.metrics, result)
                 self._store.write(RESULT, json.dumps(result, indent=2, ensure_ascii=False) + "\n")
             except OSError as error:
                 raise UsageProblem(
                     f"the result cannot be written: {error}. The previous one stays in force."
                 ) from error
+            self._show(result, text)
         self._store.remove_old_runs(self._name)
         return result
+
+    def _show(self, result: dict[str, Any], report_text: str) -> None:
+        """What only shows the result in force: it must not be ahead of it, and may stay behind."""
+        try:
+            self._store.write("report.html", report_text)
+            if self._options.metrics is not None:
+                metrics.write(self._options.metrics, result)
+        except OSError as error:
+            self._progress.say(f"  the result is published, but not everything that shows it: {error}")
+
+    def _check_interval(self, runs: list[RuleRun]) -> None:
+        """An interval is published when everything in it is judged, or nothing but delayed messages is left."""
+        for run in runs:
+            window = run.window
+            pending = sum(counts["PENDING"] for counts in run.counts.values())
+            judgeable_at = window.until + run.rule.longest_wait
+            if window.is_exact and pending and window.watermark < judgeable_at:
+                raise RunIncomplete(
+                    f"rule {run.rule.name!r}: {pending} subjects of the interval cannot be judged yet, as they are "
+                    f"within their limits. Run it again after {judgeable_at.isoformat()}."
+                )
 
     def _write_findings(self, runs: list[RuleRun], earlier: DataFrame | None) -> tuple[DataFrame | None, int]:
         """The written findings (None: there are none), and how many subjects the next run has to look at again."""
@@ -230,10 +269,11 @@ class Run:
         first_seen = self._spark.createDataFrame(boundaries, "rule string, boundary timestamp")
         pending = merge.pending(waiting, confirmed, earlier)
         findings = merge.findings(confirmed, earlier, pending, first_seen)
-        findings.orderBy("rule", "class", "group", "key").coalesce(1).write.mode("overwrite").parquet(target)
+        ordered = findings.orderBy("rule", "class", "group", "key").coalesce(1)
+        scan.write(self._spark, ordered, target, merge.FINDINGS_SCHEMA)
         written = self._spark.read.schema(merge.FINDINGS_SCHEMA).parquet(target)
-        merge.state_of(written, pending).coalesce(1).write.mode("overwrite").parquet(still_open)
-        return written, self._spark.read.schema(merge.OPEN_SCHEMA).parquet(still_open).count()
+        state = merge.state_of(written, pending).coalesce(1)
+        return written, scan.write(self._spark, state, still_open, merge.OPEN_SCHEMA)
 
     def _confirmed(self, runs: list[RuleRun]) -> DataFrame:
         paths = [self._spark_path(f"confirmed/{self._number(run.rule)}") for run in runs if run.suspects]
@@ -242,17 +282,13 @@ class Run:
         return self._spark.read.schema(confirm.SCHEMA).parquet(*paths)
 
     def _count(self, runs: list[RuleRun], findings: DataFrame | None) -> Times:
-        """Counts of the result: the first look's, with suspects that the second look found right counted as OK.
+        """Counts of the result: the first look's, with its suspects counted as what the second look found.
 
         Returns the findings by class and time, for the report's timeline.
         """
         grouped = [] if findings is None else report.finding_counts(findings)
         faults = {name.value for name in classify.FAULTS}
-        dismissed: dict[tuple[str, ...], int] = {}
-        if findings is not None and any(run.suspects for run in runs):
-            suspects = self._suspects(runs).where("class <> 'PENDING'")
-            right = suspects.join(findings.select(*merge.SUBJECT), merge.SUBJECT, "left_anti")
-            dismissed = {tuple(row)[:-1]: int(row["count"]) for row in right.groupBy("rule", "group").count().collect()}
+        dismissed = {} if findings is None else self._dismissed(runs, findings)
         for run in runs:
             assert run.scanned is not None
             for subject, seen in run.scanned.counts.items():
@@ -260,10 +296,22 @@ class Run:
                 for rule, group, name, _, count in grouped:
                     if (rule, group) == (run.rule.name, subject):
                         new[name] += count
-                new["OK"] = seen["OK"] + dismissed.get((run.rule.name, subject), 0) + run.skipped
-                new["PENDING"] = seen["PENDING"]
+                new["OK"] = seen["OK"] + dismissed.get((run.rule.name, subject, "OK"), 0) + run.skipped
+                new["PENDING"] = seen["PENDING"] + dismissed.get((run.rule.name, subject, "PENDING"), 0)
                 run.counts[subject] = new
         return [(name, bucket, count) for _, _, name, bucket, count in grouped if bucket is not None and name in faults]
+
+    def _dismissed(self, runs: list[RuleRun], findings: DataFrame) -> dict[tuple[str, ...], int]:
+        """Suspects that are no findings, by rule, group and what they are instead."""
+        from pyspark.sql import functions as F
+
+        if not any(run.suspects for run in runs):
+            return {}
+        suspects = self._suspects(runs).where("class <> 'PENDING'").select(*merge.SUBJECT)
+        none = suspects.join(findings.select(*merge.SUBJECT), merge.SUBJECT, "left_anti")
+        waiting = self._confirmed(runs).where("class = 'PENDING'").select(*merge.SUBJECT, F.lit("PENDING").alias("is"))
+        counted = none.join(waiting, merge.SUBJECT, "left").groupBy("rule", "group", F.coalesce("is", F.lit("OK")))
+        return {tuple(row)[:-1]: int(row["count"]) for row in counted.count().collect()}
 
     def _result(
         self, runs: list[RuleRun], readings: list[Reading], confirmed_at: list[Reading], still_open: int

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from pyspark.errors import PySparkException
-from pyspark.sql import Observation, SparkSession
+from pyspark.sql import DataFrame, Observation, SparkSession
 from pyspark.sql import functions as F
 
 from . import classify, evidence, sides
@@ -34,7 +34,7 @@ def scan(
     spark: SparkSession, rule: Rule, sources: sides.Sources, window: classify.Window, limits: sides.Limits, target: str
 ) -> Scanned:
     """Classify every key of the window; write those that are not OK to `target` (Parquet)."""
-    gathered = evidence.gather(sides.of_window(rule, sources, window.since, limits), rule)
+    gathered = evidence.gather(sides.of_window(rule, sources, window, limits), rule)
     classified = classify.with_classes(gathered, rule, window)
     observation = Observation(f"scan {rule.name}")
     columns = {"": "holds", **{group.name: f"holds_{number}" for number, group in enumerate(rule.groups)}}
@@ -48,12 +48,31 @@ def scan(
         seen, rows = observation.get, []
         if written.get["count"]:
             rows = spark.read.schema(SUSPECT_SCHEMA).parquet(target).groupBy("group", "class").count().collect()
+        check_parts(target, int(written.get["count"] or 0), sum(int(row["count"]) for row in rows))
     counts: Counts = {subject: {name.value: 0 for name in classify.CLASSES} for subject in columns}
     for row in rows:
         counts[row["group"]][row["class"]] = int(row["count"])
     for subject, column in columns.items():
         counts[subject]["OK"] = int(seen[column] or 0) - sum(counts[subject].values())
     return Scanned(int(seen["rows"] or 0), int(seen["messages"] or 0), counts)
+
+
+def write(spark: SparkSession, frame: DataFrame, target: str, schema: str) -> int:
+    """Write Parquet; returns the number of rows. Raises RunIncomplete when they cannot all be read back from here."""
+    written = Observation()
+    frame.observe(written, F.count(F.lit(1)).alias("count")).write.mode("overwrite").parquet(target)
+    count = int(written.get["count"] or 0)
+    check_parts(target, count, spark.read.schema(schema).parquet(target).count() if count else 0)
+    return count
+
+
+def check_parts(target: str, written: int, found: int) -> None:
+    """A folder that is not the same for all executors and the driver would lose findings silently."""
+    if found != written:
+        raise RunIncomplete(
+            f"{written} rows were written to {target}, {found} are there: the executors do not write where this "
+            f"process reads. Give a place with --output that all of them share, as s3a:// or a network disk."
+        )
 
 
 @contextmanager

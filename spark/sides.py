@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
 
-from . import contract, evidence
+from . import classify, contract, evidence
 from .errors import UsageProblem
 from .rules import Database, Kind, Rule, Rules
 from .sources.base import Reading, Selection, Source
@@ -56,6 +57,10 @@ class Sources:
         timed = [contract.rows(rule) for rule in self._rules.rules if self[rule.database] is source]
         if source is self.broker:
             timed += [contract.messages(rule) for rule in self._rules.rules]
+        for rule in self._rules.rules:
+            for number, group in enumerate(rule.groups):
+                if group.table and self[group.database] is source:
+                    timed.append(contract.effects(rule, number))
         return timed
 
 
@@ -126,15 +131,19 @@ def _add(to: list[tuple[Source, list[Selection]]], source: Source, selection: Se
     to.append((source, [selection]))
 
 
-def of_window(rule: Rule, sources: Sources, since: datetime | None, limits: Limits) -> list[DataFrame]:
-    """The narrow sides of a window. Read a little further back than it: a message may be older than its row's time."""
+def of_window(rule: Rule, sources: Sources, window: classify.Window, limits: Limits) -> list[DataFrame]:
+    """The narrow sides of a window. Read a little further back than it: a message may be older than its row's time.
+
+    Of an exact window also only as far ahead as an answer may take; what came later is found by key.
+    """
     margin = timedelta(seconds=max(60.0, rule.grace_seconds))
-    start = None if since is None else since - margin
+    start = None if window.since is None else window.since - margin
+    end = window.until + max(margin, rule.longest_wait) if window.is_exact else None
     wanted = _tables(rule, sources, limits)
-    messages = sources.broker.read(wanted.broker, start)
-    tables = [source.read(selections, start) for source, selections in wanted.tables]
+    messages = sources.broker.read(wanted.broker, start, end)
+    tables = [source.read(selections, start, end) for source, selections in wanted.tables]
     for source, selections in wanted.by_message:
-        tables.append(evidence.with_keys(source.read(selections, start), messages))
+        tables.append(evidence.with_keys(source.read(selections, start, end), messages))
     return [evidence.broker_side(messages, rule), *(evidence.table_side(table, rule) for table in tables)]
 
 
@@ -165,7 +174,7 @@ def of_many_keys(rule: Rule, sources: Sources, keys: DataFrame) -> KeySides:
     """As `of_keys`, for more keys than fit a query: everything is read and joined with `keys` (key)."""
 
     def only(frame: DataFrame) -> DataFrame:
-        return frame.join(keys, "key", "left_semi")
+        return frame.join(keys, F.coalesce(frame["key"], F.lit("")) == keys["key"], "left_semi")
 
     wanted = _tables(rule, sources, Limits(), detailed=True)
     broker = only(sources.broker.read(wanted.broker, None)).cache()

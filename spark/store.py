@@ -1,7 +1,7 @@
-"""The output folder. A result is in force once `result.json` names it, and that file is written last.
+"""The output folder. A result is in force once `result.json` names it; what it names is written before it.
 
     result.json             the result in force
-    report.html             its report
+    report.html             its report, replaced after it
     runs/<run>/findings     Parquet, one row per finding
     runs/<run>/open         Parquet, what the next run looks at again
     runs/<run>/report.html
@@ -80,7 +80,10 @@ class Store:
         return result
 
     def write(self, name: str, text: str) -> None:
-        """A small file; on a local disk it is there whole or not at all (object stores do so by themselves)."""
+        """A small file; on a local disk it is there whole or not at all.
+
+        Object stores do so by themselves. HDFS does not: a file that was cut off there is reported as damaged.
+        """
         target = f"{self._root}/{name}"
         self._files.create_dir(target.rsplit("/", 1)[0], recursive=True)
         draft = f"{target}.{os.getpid()}.tmp" if self._is_local else target

@@ -121,14 +121,20 @@ def message_flags(history: History, kind: Messages = Messages.EXACTLY_ONE) -> se
     committed = [message for message in history.messages if message.is_committed]
     undecided = [message for message in history.messages if message.is_undecided]
     if rows:
-        return _flags_with_row(min(row.at for row in rows), rows, committed, undecided, kind)
+        at = min(row.at for row in rows)
+        if at >= UNTIL:
+            return {"PENDING"}
+        if not in_window(at) and not is_touched(history):
+            return set()
+        flags = _flags_with_row(at, rows, committed, undecided, kind)
+        return flags if in_window(at) else flags - {"OK"}
     flags = set()
     if committed:
         stored, settled = min(m.stored_at for m in committed), min(m.settled_at for m in committed)
         if in_window(stored):
             flags |= {"ORPHAN"} if settled < UNTIL else set()
             flags |= {"UNREADABLE"} if any(not m.is_readable for m in committed) else set()
-            flags |= {"DUPLICATE"} if kind is Messages.EXACTLY_ONE and len(committed) > 1 else set()
+            flags |= {"DUPLICATE"} if kind is Messages.EXACTLY_ONE and len(live(committed)) > 1 else set()
         if stored >= SINCE and settled >= UNTIL:
             flags.add("PENDING")
     if undecided:
@@ -143,27 +149,35 @@ def message_flags(history: History, kind: Messages = Messages.EXACTLY_ONE) -> se
 def _flags_with_row(
     at: datetime, rows: Sequence[BusinessRow], committed: list[Sent], undecided: list[Sent], kind: Messages
 ) -> set[str]:
-    if at >= UNTIL:
-        return {"PENDING"}
-    if at < SINCE:
-        return set()
     flags = {"OK"}
     if undecided:
         if _is_stuck(undecided, min(m.stored_at for m in undecided)):
             flags.add("HALF_STUCK")
-        if not committed:
-            flags.add("PENDING")
+        flags.add("PENDING")
     if not committed:
         return flags if undecided else flags | {"LOST"}
     if any(not m.is_readable for m in committed):
         flags.add("UNREADABLE")
-    elif _differs(rows[0], committed[-1]):
-        flags.add("MISMATCH")
-    if kind is Messages.EXACTLY_ONE and max(len(committed), len(rows)) > 1:
+    elif _differs(rows[0], newest := (live(committed) or committed)[-1]):
+        is_final = kind is Messages.EXACTLY_ONE or (newest.settled_at < UNTIL and not undecided)
+        flags.add("MISMATCH" if is_final else "PENDING")
+    if kind is Messages.EXACTLY_ONE and max(len(live(committed)), len(rows)) > 1:
         flags.add("DUPLICATE")
     if min(m.settled_at for m in committed) - at > LATE_AFTER:
         flags.add("LATE")
     return flags
+
+
+def live(committed: Sequence[Sent]) -> list[Sent]:
+    """Those that were not recalled."""
+    return [message for message in committed if message.state == "committed"]
+
+
+def is_touched(history: History) -> bool:
+    """Whether something new came to a row of an earlier window; dead letters of these histories are of today."""
+    moments = [message.settled_at for message in history.messages if message.is_committed or message.is_undecided]
+    moments += [at for effects in history.effects for at in effects]
+    return any(history.dead) or any(at >= SINCE for at in moments)
 
 
 def _is_stuck(undecided: Sequence[Sent], oldest: datetime) -> bool:
@@ -187,16 +201,17 @@ def group_flags(history: History, number: int) -> set[str]:
         known = committed or undecided
         return {"ORPHAN"} if effects and not known and in_window(min(effects)) else set()
     at = min(row.at for row in history.rows)
-    if not in_window(at) or not any(m.state == "committed" for m in committed):
+    sent = len(live(committed))
+    if at >= UNTIL or not sent or not (in_window(at) or is_touched(history)):
         return set()
     due = max([at, *(m.deliver_at for m in committed if m.deliver_at is not None)])
-    flags = {"OK"}
+    flags = {"OK"} if in_window(at) else set()
     if history.dead[number]:
         flags.add("DEAD")
     if not effects:
         flags.add("UNDELIVERED" if WATERMARK - due > WITHIN else "PENDING")
         return flags
-    if len(effects) > len(committed):
+    if len(effects) > sent:
         flags.add("DUPLICATE")
     if min(effects) - due > WITHIN:
         flags.add("LATE")

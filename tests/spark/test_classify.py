@@ -87,6 +87,31 @@ SEEDED: dict[str, tuple[History, dict[str, str]]] = {
     "grace: exactly": (History(rows=(BusinessRow(at=WATERMARK - GRACE),)), {"": "PENDING"}),
     "window: its first moment": (History(rows=(BusinessRow(at=SINCE),)), {"": "LOST"}),
     "window: just before": (History(rows=(BusinessRow(at=SINCE - TICK),)), {}),
+    "a second message comes to an older row": (
+        History(
+            rows=(BusinessRow(at=SINCE - TICK),),
+            messages=(Sent(stored_at=SINCE - TICK), MESSAGE),
+            effects=((SINCE,), (SINCE,)),
+        ),
+        {"": "DUPLICATE"},
+    ),
+    "a second effect comes to an older row": (
+        History(
+            rows=(BusinessRow(at=SINCE - TICK),),
+            messages=(Sent(stored_at=SINCE - TICK),),
+            effects=((SINCE - TICK, SINCE), (SINCE,)),
+        ),
+        {"logistics": "DUPLICATE"},
+    ),
+    "a second half is still undecided": (
+        replace(FINE, messages=(MESSAGE, Sent(stored_at=UNTIL, state="undecided"))),
+        {"": "PENDING"},
+    ),
+    "recalled and sent again": (replace(FINE, messages=(replace(MESSAGE, state="recalled"), MESSAGE)), {}),
+    "sent twice, one recalled, the other differs": (
+        replace(FINE, messages=(replace(MESSAGE, total=Decimal(1)), replace(MESSAGE, state="recalled"))),
+        {"": "MISMATCH"},
+    ),
     "late: exactly the limit": (replace(FINE, messages=(replace(MESSAGE, decided_at=AT + LATE_AFTER),)), {}),
     "effect: exactly the limit": (replace(FINE, effects=(DONE[0], (AT + WITHIN,))), {}),
     "overdue: exactly the limit": (
@@ -229,6 +254,23 @@ def test_classification_equals_a_plain_python_oracle(
     assert actual == wanted, [
         (subject, actual.get(subject), wanted.get(subject), by_key[subject[0]]) for subject in differing
     ]
+
+
+def test_a_hot_row_is_compared_when_its_newest_message_is_settled(spark_session: SparkSession) -> None:
+    """at_least_one: the message of a later state is seen before the row's, or the row's before its message."""
+    other = replace(MESSAGE, total=Decimal(1))
+    histories = {
+        "settled": replace(FINE, messages=(MESSAGE, other)),
+        "newer than the boundary": replace(FINE, messages=(MESSAGE, replace(other, decided_at=UNTIL))),
+        "newest undecided": replace(FINE, messages=(other, Sent(stored_at=UNTIL, state="undecided"))),
+        "equal": replace(FINE, messages=(other, replace(MESSAGE, decided_at=UNTIL))),
+    }
+    found = frames.classes(spark_session, histories, Messages.AT_LEAST_ONE)
+    assert {key: name for (key, _), (name, _) in found.items()} == {
+        "settled": "MISMATCH",
+        "newer than the boundary": "PENDING",
+        "newest undecided": "PENDING",
+    }
 
 
 def test_hot_key_with_a_million_messages(spark_session: SparkSession) -> None:
