@@ -22,6 +22,11 @@ from .sources.postgres import PostgresSource
 _FIELD_END: Final = "E'\\x1f'"
 _NULL: Final = "E'\\x1e'"
 _NOTHING: Final = ("false",)
+_UNIQUE: Final = """
+SELECT 1 FROM pg_index i JOIN pg_attribute a ON a.attrelid = i.indrelid AND a.attnum = i.indkey[0]
+WHERE i.indrelid = to_regclass({table}) AND i.indisunique AND i.indisvalid AND i.indimmediate AND i.indnkeyatts = 1
+  AND i.indpred IS NULL AND a.attname = {column} AND a.attnotnull
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +80,8 @@ class _Prefilter:
         self._body_time = f"({_body_value(timed)})::timestamptz"
 
     def outcome(self) -> Outcome:
+        if not self._keys_are_unique():
+            return Outcome("checksum: not used, two rows have one key, or a row has none")
         rows, messages = self._rows(), self._messages()
         effects = [self._effects(number) for number in range(len(self._rule.groups))]
         if None in messages.sums or any(None in side.sums for side in effects):
@@ -93,6 +100,20 @@ class _Prefilter:
         note = f"checksum: {known - len(suspicious)} of {known} buckets are equal, {skipped} rows were not read"
         return Outcome(note, skipped, self._limits({bucket for bucket in suspicious if bucket is not None}))
 
+    def _keys_are_unique(self) -> bool:
+        """Otherwise two rows and two messages of one key would cancel each other out."""
+        rows = contract.rows(self._rule)
+        table, key = self._ours.table_of(rows), sql.expression(self._rule.key)
+        if sql.is_column(self._rule.key) and self._ours.attempt(
+            _UNIQUE.format(table=sql.text(table), column=sql.text(self._rule.key)), about="the indexes"
+        ):
+            return True
+        where = sql.where([*sql.conditions(rows, None), *self._inside(sql.expression(self._rule.time))])
+        counted = self._ours.attempt(
+            f"SELECT count(*) = count(DISTINCT ({key})::text) FROM {table}{where}", about="the keys"
+        )
+        return bool(counted[0][0])
+
     def _rows(self) -> _Buckets:
         rule, time = self._rule, sql.expression(self._rule.time)
         key = f"{sql.expression(rule.key)}::text"
@@ -108,11 +129,15 @@ class _Prefilter:
         rule, selection = self._rule, contract.messages(self._rule)
         values = ['"key"', *(_normal(f"({_body_value(item)})", item) for item in rule.fields)]
         time = self._body_time
-        sent, odd = "state IN ('committed', 'recalled')", "state <> 'committed'"
+        sent = "state IN ('committed', 'recalled')"
+        odd = "state <> 'committed' OR coalesce(content_type, '') NOT LIKE 'application/json%'"
+        odd += "".join(f" OR {_is_no_text(item)}" for item in rule.fields if item.type is FieldType.TEXT)
         if rule.late_after_seconds is not None:
             odd += f" OR {_micros('decided_at')} - {_micros(time)} > {round(rule.late_after_seconds * 1_000_000)}"
         topic = " AND ".join(f"{sql.name(name)} = {sql.text(value)}" for name, value in selection.equals)
-        inside = " AND ".join(f"({time} IS NULL OR {term})" for term in self._inside(time)) or "true"
+        # Also those stored in the window whose body says another time: they may be of no row, or of an older one.
+        stored = " AND ".join(self._inside("stored_at"))
+        inside = f"({time} IS NULL OR ({' AND '.join(self._inside(time))}) OR ({stored}))"
         # The body is parsed only where CASE has seen the topic: other topics may carry other formats.
         return self._sums(
             self._broker,
@@ -153,12 +178,15 @@ class _Prefilter:
             return set()
         selection, mine = contract.dead_letters(self._rule), contract.rows(self._rule)
         where = sql.where(sql.conditions(selection, None))
-        keys = [str(row[0]) for row in self._broker.query(f"SELECT key FROM {self._broker.table_of(selection)}{where}")]
+        listed = f"SELECT coalesce(key, '') FROM {self._broker.table_of(selection)}{where}"
+        keys = [str(row[0]) for row in self._broker.attempt(listed, about="the dead letters")]
         key_type = self._ours.column_types(mine).get(self._rule.key)
         condition = sql.keys_condition(self._rule.key, key_type, keys)
         where = sql.where([*sql.conditions(mine, None), condition])
         time = sql.expression(self._rule.time)
-        rows = self._ours.query(f"SELECT DISTINCT {self._bucket(time)} FROM {self._ours.table_of(mine)}{where}")
+        rows = self._ours.attempt(
+            f"SELECT DISTINCT {self._bucket(time)} FROM {self._ours.table_of(mine)}{where}", about="the checksums"
+        )
         return {int(row[0]) for row in rows}
 
     def _limits(self, buckets: set[int]) -> Limits:
@@ -194,7 +222,7 @@ class _Prefilter:
 
     @staticmethod
     def _sums(source: PostgresSource, statement: str) -> _Buckets:
-        rows = source.query(statement, about="the checksums")
+        rows = source.attempt(statement, about="the checksums")
         return _Buckets({row[0]: tuple(int(value or 0) for value in row[1:]) for row in rows})
 
 
@@ -210,6 +238,14 @@ def _hash(values: list[str]) -> str:
 def _body_value(item: FieldRule) -> str:
     path = ", ".join(sql.text(part) for part in item.body.split("."))
     return f"jsonb_extract_path_text(document, {path})"
+
+
+def _is_no_text(item: FieldRule) -> str:
+    """Values that PostgreSQL and Spark may write differently as a text: 12.50 or 12.5, {"a": 1} or {"a":1}."""
+    path = ", ".join(sql.text(part) for part in item.body.split("."))
+    kind = f"jsonb_typeof(jsonb_extract_path(document, {path}))"
+    whole = f"{_body_value(item)} ~ '^-?[0-9]{{1,15}}$'"
+    return f"coalesce({kind} IN ('object', 'array') OR ({kind} = 'number' AND NOT {whole}), false)"
 
 
 def _normal(value: str, item: FieldRule) -> str:

@@ -1,0 +1,202 @@
+"""Up to where a result may speak: watermarks, retention, intervals that are too young, checksums, odd values."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from datetime import UTC, datetime, timedelta
+from decimal import Decimal
+from pathlib import Path
+
+import psycopg
+import pytest
+from psycopg import sql
+
+from spark import contract
+from spark.errors import RunIncomplete, UsageProblem
+from spark.rules import Database, Kind
+from spark.sources.postgres import PREPARED_MARGIN, PostgresSource
+from spark.store import Store
+from tests.spark.conftest import Reconciler
+from tests.spark.world import RULES, START, Order, World
+
+pytestmark = pytest.mark.timeout(300)
+HOUR = timedelta(hours=1)
+
+
+def now() -> datetime:
+    return datetime.now(UTC)
+
+
+def test_a_role_that_may_not_see_other_sessions_is_told_so(
+    reconcile: Reconciler, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their open transactions would not hold the watermark back. With the grant they do."""
+    reconcile.rules(groups=())
+    world.add(Order(number=1))
+    role = f"reader_{os.getpid()}"
+    name = sql.Identifier(role)
+    world.app.execute(sql.SQL("CREATE ROLE {} LOGIN").format(name))
+    try:
+        world.app.execute(sql.SQL("GRANT SELECT ON ALL TABLES IN SCHEMA public TO {}").format(name))
+        world.broker.execute(sql.SQL("GRANT USAGE ON SCHEMA outbox TO {}").format(name))
+        for view in contract.VIEWS:
+            grant = sql.SQL("GRANT SELECT ON outbox.{} TO {}").format(sql.Identifier(view), name)
+            world.broker.execute(grant)
+        for variable, url in world.environment.items():
+            monkeypatch.setenv(variable, psycopg.conninfo.make_conninfo(url, user=role))
+        with psycopg.connect(world.app_url) as slow:
+            slow.execute("SELECT 1")
+            began = now()
+            with pytest.raises(RunIncomplete, match=r"sessions are hidden .* GRANT pg_read_all_stats"):
+                reconcile.run()
+            world.app.execute(sql.SQL("GRANT pg_read_all_stats TO {}").format(name))
+            result = reconcile.run()
+            assert datetime.fromisoformat(result["rules"][0]["watermark"]) <= began
+    finally:
+        for connection in (world.app, world.broker):
+            connection.execute(sql.SQL("DROP OWNED BY {}").format(name))
+        world.app.execute(sql.SQL("DROP ROLE {}").format(name))
+
+
+def test_what_holds_the_watermark_back(reconcile: Reconciler) -> None:
+    database = Database(name="app", kind=Kind.POSTGRES, location="")
+    source, at = PostgresSource(reconcile.spark, database), now()
+    free = source._reading((at, None, 0, 0, None, False, None, "shop"), "", "")
+    assert (free.watermark, free.notes) == (at, [])
+    prepared = source._reading((at, None, 0, 0, at - HOUR, False, None, "shop"), "", "")
+    assert prepared.watermark == at - HOUR - PREPARED_MARGIN
+    assert "when it began is not known" in prepared.notes[0]
+    subscriber = source._reading((at, at - HOUR, 0, 1, None, False, None, "shop"), "", "")
+    assert subscriber.watermark == at - HOUR
+    assert "logical replication" in subscriber.notes[0]
+
+
+def test_rows_whose_messages_retention_may_have_removed(reconcile: Reconciler, world: World) -> None:
+    """A half message is older than its row's time: rows just behind the edge are not judged, those after it are."""
+    reconcile.rules(groups=())
+    edge = START + HOUR
+    world.pay(Order(number=500, at=edge + timedelta(milliseconds=3)))
+    world.pay(Order(number=501, at=edge + timedelta(minutes=16)))
+    world.add(Order(number=502, at=edge + timedelta(minutes=20)))
+    world.broker.execute("UPDATE topic SET retention_seconds = 3600 WHERE name = 'order.paid'")
+    statement = "INSERT INTO pruned (topic_id, sent, pruned_at) VALUES (%s, 1, %s)"
+    world.broker.execute(statement, [world.topic_id, edge + HOUR])
+    result = reconcile.run()
+    assert reconcile.findings(result) == [("501", "", "LOST")]
+    assert "rows before 2025-06-01T13:15:00+00:00 are not judged" in result["rules"][0]["notes"][0]
+
+
+def test_an_interval_is_published_when_all_of_it_can_be_judged(reconcile: Reconciler, world: World) -> None:
+    reconcile.rules(groups=("logistics",))
+    since = START
+    world.add(Order(number=1), *(Order(number=number, at=START + 3 * HOUR) for number in range(2, 7)))
+    result = reconcile.run(since=since, until=since + HOUR)
+    assert {name: count for name, count in result["totals"].items() if count} == {"OK": 2}
+    assert result["rules"][0]["rows_read"] == 1, "what comes after the interval is not read"
+    until = now() - timedelta(minutes=2)
+    waiting = Order(number=10, at=until - timedelta(minutes=1))
+    world.pay(waiting)
+    world.send(waiting)
+    with pytest.raises(RunIncomplete, match=r"1 subjects of the interval cannot be judged yet.*Run it again after"):
+        reconcile.run(since=until - timedelta(minutes=5), until=until)
+    world.effect("logistics", 10, waiting.at)
+    done = reconcile.run(since=until - timedelta(minutes=5), until=until)
+    assert {name: count for name, count in done["totals"].items() if count} == {"OK": 2}
+
+
+def test_checksums_hide_nothing(reconcile: Reconciler, world: World) -> None:
+    """What one key has twice on both sides, other content types, bodies of another time, numbers as texts."""
+    reconcile.rules(groups=(), extra='bucket = "1h"')
+    world.add_many(20)
+    world.broker.execute("UPDATE commit_log SET content_type = 'application/octet-stream' WHERE key = '5'")
+    world.send(Order(number=900, at=START - HOUR), stored_at=START + HOUR)
+    # As a text, PostgreSQL says 12.50 and Spark 12.5: what is found must not depend on who compares.
+    world.app.execute("UPDATE orders_order SET customer = '12.50' WHERE id = 7")
+    number = """convert_to(replace(convert_from(body, 'UTF8'), '"customer 0"', '12.50'), 'UTF8')"""
+    world.broker.execute(f"UPDATE commit_log SET body = {number} WHERE key = '7'")
+    expected = {("5", "", "UNREADABLE"), ("7", "", "MISMATCH"), ("900", "", "ORPHAN")}
+    first = reconcile.run(since=START, until=START + 2 * HOUR)
+    assert set(reconcile.findings(first)) == expected
+    world.app.execute("ALTER TABLE orders_order DROP CONSTRAINT orders_order_pkey")
+    for total in (Decimal("12.50"), Decimal(7)):
+        world.pay(Order(number=700, total=total))
+        world.send(Order(number=700, total=total), message_id=uuid.uuid4())
+    second = reconcile.run(since=START, until=START + 2 * HOUR)
+    assert set(reconcile.findings(second)) == {*expected, ("700", "", "DUPLICATE")}
+    assert "two rows have one key" in second["rules"][0]["notes"][0]
+    world.broker.execute("UPDATE commit_log SET body = '\\xff' WHERE key = '3'")
+    world.app.execute("DELETE FROM orders_order WHERE id = 700")
+    third = reconcile.run(since=START, until=START + 2 * HOUR)
+    assert set(reconcile.findings(third)) == {*expected, ("700", "", "ORPHAN"), ("3", "", "UNREADABLE")}
+    assert "the database could not compute it" in third["rules"][0]["notes"][0]
+
+
+def test_exports_of_bytea_and_effects_without_a_watermark(reconcile: Reconciler, world: World, tmp_path: Path) -> None:
+    """As COPY writes them; what is newer than an export of effects cannot be missing from it."""
+    world.add(Order(number=1))
+    world.add(Order(number=2, at=START + 5 * HOUR))
+    folder = tmp_path / "export"
+    folder.mkdir()
+    with (folder / "message_v1.csv").open("wb") as out, world.broker.cursor() as cursor:
+        with cursor.copy("COPY (SELECT * FROM outbox.message_v1) TO STDOUT (FORMAT csv, HEADER)") as rows:
+            for row in rows:
+                out.write(row)
+    effects = tmp_path / "effects"
+    effects.mkdir()
+    shipments = effects / "shipment.csv"
+    shipments.write_text("order_id,created_at\n")
+    for view in ("dead_letter_v1", "delivery_v1"):
+        (folder / f"{view}.csv").write_text(",".join(contract.VIEWS[view]) + "\n")
+    group = '\n[[rule.group]]\nname = "logistics"\ndatabase = "effects"\ntable = "shipment"\nkey = "order_id"\n'
+    text = RULES.format(extra="", groups=group + 'time = "created_at"\nwithin = "10m"\n')
+    text = text.replace("[broker]\n", f'[database.effects]\nkind = "csv"\npath = "{effects}"\n\n[broker]\n')
+    exported = f'kind = "csv"\npath = "{folder}"\n'
+    text = text.replace('env = "RECONCILE_BROKER"', f'{exported}watermark = "{(START + 6 * HOUR).isoformat()}"')
+    reconcile.rules(text=text)
+    with pytest.raises(RunIncomplete, match=r"'effects' has no time in it.*Write watermark"):
+        reconcile.run()
+    shipments.write_text(f"order_id,created_at\n1,{(START + timedelta(minutes=2)).isoformat()}\n")
+    result = reconcile.run()
+    counted = {name: count for name, count in result["totals"].items() if count}
+    assert counted == {"OK": 2, "PENDING": 1}, "order 2 is newer than the export"
+
+
+def test_values_in_unusual_forms_and_outputs_that_fail(
+    reconcile: Reconciler, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.add_many(3)
+    world.app.execute("ALTER TABLE orders_order ADD day date DEFAULT '2025-06-13', ADD price money DEFAULT 12.50")
+    world.broker.execute(
+        "UPDATE commit_log SET body = convert_to(replace(convert_from(body, 'UTF8'), '{', "
+        '\'{"day": "2025-06-13", "price": 12.50, \'), \'UTF8\')'
+    )
+    with psycopg.connect(world.app_url, autocommit=True) as connection:
+        setting = sql.SQL("ALTER DATABASE {} SET datestyle = 'German, DMY'")
+        connection.execute(setting.format(sql.Identifier(connection.info.dbname)))
+    text = RULES.format(extra="", groups="") + '\n[[rule.field]]\ncolumn = "day"\ntype = "date"\n'
+    reconcile.rules(text=text)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageProblem, match=r"the metrics .* cannot be written"):
+        reconcile.run(metrics=tmp_path / "file" / "x.prom")
+    write, shown = Store.write, tmp_path / "outbox.prom"
+
+    def fails(store: Store, name: str, content: str) -> None:
+        if name == "result.json":
+            raise OSError("disk full")
+        write(store, name, content)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Store, "write", fails)
+        with pytest.raises(UsageProblem, match=r"the result cannot be written: disk full"):
+            reconcile.run(metrics=shown)
+    assert not shown.exists() and not (reconcile.folder / "out" / "report.html").exists()
+    assert reconcile.findings(reconcile.run(metrics=shown)) == []
+    assert shown.exists() and (reconcile.folder / "out" / "report.html").exists()
+    reconcile.rules(text=text + '\n[[rule.field]]\ncolumn = "price"\ntype = "decimal"\n')
+    with pytest.raises(UsageProblem, match="type money, which cannot be compared as decimal"):
+        reconcile.run()
+    reconcile.rules(text=text)
+    world.app.execute("INSERT INTO orders_order VALUES (77, 'x', 1, 'paid', now(), 'infinity')")
+    with pytest.raises(UsageProblem, match=r"orders_order\.paid_at is infinite in 1 rows.* key '77'"):
+        reconcile.run()
