@@ -106,7 +106,8 @@ def _action(entry: str, action: str) -> Callable[[str], None]:
     if kind == "kill":
         return lambda _: os.kill(os.getpid(), signal.SIGKILL)
     if kind == "stop":
-        return lambda _: os.kill(os.getpid(), signal.SIGSTOP)
+        # To this thread: of a signal to the process another thread may be told, and this one runs on meanwhile.
+        return lambda _: signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
     if kind == "raise":
         return _raise
     if kind == "delay":

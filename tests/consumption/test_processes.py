@@ -108,7 +108,10 @@ def frozen_before_a_handler(orders: ConsumptionBench, broken: str) -> list[tuple
     orders.wait_for_shares(6)
     messages = keyed("orders", 600, 60)
     orders.publish(messages[:60])
-    eventually(lambda: orders.effect_count() == 60 and orders.lag("g") == 0)
+    eventually(
+        lambda: orders.effect_count() == 60 and orders.lag("g") == 0,
+        what=lambda: f"{orders.effect_count()} effects, lag {orders.lag('g')}",
+    )
     orders.publish(messages[60:])
     eventually(lambda: Path(f"/proc/{zombie.pid}/stat").read_text().split()[2] == "T")
     orders.spawn("heir", **patient)
