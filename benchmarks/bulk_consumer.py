@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import psycopg
 
-from outbox.broker.consumer import ConsumerRuntime
+from outbox.broker.consumer import ConsumerRuntime, tune_garbage_collector
 from outbox.broker.database import BrokerDatabase
 from outbox.message import Delivery
 from outbox.subscription import Mode, Subscription
@@ -31,6 +31,8 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     subscription = Subscription(group="bench", topic=options.topic, mode=options.mode, batch=options.batch)
     runtime = ConsumerRuntime(BrokerDatabase(conninfo=options.database), [(subscription, handle)])
+    # As the consumer processes of a worker do.
+    tune_garbage_collector()
     if options.wait:
         with psycopg.connect(options.database, autocommit=True) as connection:
             connection.execute("LISTEN bench_go")

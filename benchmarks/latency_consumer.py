@@ -9,7 +9,7 @@ import threading
 import time
 from pathlib import Path
 
-from outbox.broker.consumer import ConsumerRuntime
+from outbox.broker.consumer import ConsumerRuntime, tune_garbage_collector
 from outbox.broker.database import BrokerDatabase
 from outbox.message import Delivery
 from outbox.subscription import Subscription
@@ -30,6 +30,8 @@ def main() -> None:
 
     subscription = Subscription(group="bench", topic=options.topic)
     runtime = ConsumerRuntime(BrokerDatabase(conninfo=options.database), [(subscription, handle)])
+    # As the consumer processes of a worker do.
+    tune_garbage_collector()
     print("ready", flush=True)
     runtime.run(stop)
     options.into.write_text(json.dumps(begun))

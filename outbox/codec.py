@@ -6,10 +6,12 @@ import json
 from collections.abc import Iterable
 from datetime import date, datetime
 from decimal import Decimal
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 from uuid import UUID
 
 from outbox.errors import ConfigurationError, UndecodableBody, UnserialisableBody
+
+_raw_decode: Final = json.JSONDecoder().raw_decode
 
 
 class Codec(Protocol):
@@ -40,7 +42,13 @@ class JsonCodec:
 
     def decode(self, data: bytes) -> Any:
         """See Codec."""
-        return json.loads(data)
+        # json.loads guesses the encoding and skips white space at both ends, a third of its time for a small body.
+        try:
+            text = data.decode()
+            value, end = _raw_decode(text)
+        except ValueError:
+            return json.loads(data)
+        return value if end == len(text) else json.loads(data)
 
 
 class BytesCodec:

@@ -28,7 +28,7 @@ def uuid7() -> UUID:
     global _last
     with _lock:
         nanoseconds = time.time_ns()
-        stamp = (nanoseconds // 1_000_000) << 12 | (nanoseconds % 1_000_000) * 4096 // 1_000_000
+        stamp = (nanoseconds << 12) // 1_000_000
         _last = stamp = max(stamp, _last + 1)
     high = (stamp >> 12) << 16 | 0x7000 | (stamp & 0xFFF)
     low = 0x8000_0000_0000_0000 | int.from_bytes(os.urandom(8)) >> 2

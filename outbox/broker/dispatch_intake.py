@@ -88,10 +88,10 @@ class Intake:
         if len(items) < len(rows):
             self._counts["filtered"] += len(rows) - len(items)
             self._dirty.add(queue)
-        queue.fetch_from = expected
-        if window.has_finished_ahead:
-            # Fetched again after a stop: what was finished beyond the stopped message stays so.
+        if queue.fetch_from < queue.fetched_before:
+            # Again, after a stop: what was finished beyond the stopped message stays so.
             items = [item for item in items if not window.is_finished(item.offset)]
+        queue.fetch_from = expected
         queue.buffered += len(items)
         if queue.station is not None:
             _leave_out_large(items)

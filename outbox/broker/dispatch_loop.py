@@ -245,19 +245,17 @@ class Dispatcher:
     def _absorb(self, work: Work, results: Sequence[Result], failures: list[Failed]) -> set[int]:
         """Book the results of a call; returns the ids of messages that were not started and still can be, here."""
         unstarted: set[int] = set()
-        handled = skipped = 0
+        for queue, calls in Counter(item.queue for item in work.items).items():
+            queue.running -= calls
+            queue.buffered -= calls
         for item, result in zip(work.items, results, strict=True):
             queue = item.queue
-            queue.running -= 1
-            queue.buffered -= 1
             if queue.phase is Phase.LOST:
                 continue
             if result is Disposition.HANDLED:
                 queue.window.finish(item.offset, Outcome.HANDLED)
-                handled += 1
             elif result is Disposition.SKIPPED:
                 queue.window.finish(item.offset, Outcome.SKIPPED)
-                skipped += 1
             elif isinstance(result, BaseException):
                 failures.append(Failed(work.station, item, result))
             elif queue.phase is Phase.STOPPED:
@@ -269,8 +267,8 @@ class Dispatcher:
             else:
                 # Now, not when it is next looked at: a renewal until then would leave a hole where this message was.
                 self._lose(queue)
-        self.counts["handled"] += handled
-        self.counts["skipped"] += skipped
+        self.counts["handled"] += results.count(Disposition.HANDLED)
+        self.counts["skipped"] += results.count(Disposition.SKIPPED)
         self._dirty.update({item.queue for item in work.items if item.queue.phase is not Phase.LOST})
         return unstarted
 
@@ -285,7 +283,8 @@ class Dispatcher:
         # Also while draining: a failed message must hold up the later ones of its line.
         kept = {id(item) for item in again if item.queue.phase in (Phase.ACTIVE, Phase.DRAINING)}
         for work, unstarted in over:
-            back = [item for item in work.items if id(item) in kept or id(item) in unstarted]
+            left = kept | unstarted
+            back = [item for item in work.items if id(item) in left] if left else []
             for item in back:
                 item.queue.buffered += 1
             if back and work.abandoned and work.station.ordered:

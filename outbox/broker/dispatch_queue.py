@@ -65,11 +65,6 @@ class Window:
         self._gaps[start] = end
 
     @property
-    def has_finished_ahead(self) -> bool:
-        """Whether anything at or above the base is finished."""
-        return bool(self._finished)
-
-    @property
     def finished_end(self) -> int:
         """The offset after the highest finished one."""
         return max(self._finished, default=self.base - 1) + 1
@@ -107,6 +102,7 @@ class HeldQueue:
         "buffered",
         "end",
         "fetch_from",
+        "fetched_before",
         "filter_number",
         "group",
         "hungry",
@@ -136,6 +132,8 @@ class HeldQueue:
         self.filter_number = station.filter_number if station is not None else 0
         # The next offset to fetch; whether there may be more; entries in memory; entries in running calls.
         self.fetch_from = position.next_offset
+        # What is fetched below this is fetched again, after a stop.
+        self.fetched_before = 0
         self.hungry = True
         self.buffered = 0
         self.running = 0
@@ -163,6 +161,7 @@ class HeldQueue:
 
     def rewind(self) -> None:
         """Fetch again from the lowest unfinished entry. What is finished beyond it stays so (`Window.is_finished`)."""
+        self.fetched_before = max(self.fetched_before, self.fetch_from)
         self.fetch_from = self.window.base
         self.hungry = True
 

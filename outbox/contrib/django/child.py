@@ -40,12 +40,14 @@ def main(arguments: list[str] | None = None) -> int:
 
 def run_role(role: str, stop: threading.Event, *, groups: list[str]) -> None:
     """Run one role of a worker in this process until `stop`."""
+    from outbox.broker.consumer import tune_garbage_collector
     from outbox.contrib.django.workers import run_broker_role, run_consumer_role
 
     logger.info("%s starts", role)
     if role == "broker":
         run_broker_role(stop)
     else:
+        tune_garbage_collector()
         run_consumer_role(stop, groups=groups)
     logger.info("%s drained and ends", role)
 
