@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+from django.core.management import CommandError, call_command
 from django.db import connections, transaction
 
 from outbox.contrib.django import publish, subscriber
@@ -56,6 +57,8 @@ def test_publishing_to_tables_newer_than_the_code() -> None:
             reset_broker()
             with pytest.raises(SchemaError, match="newer than this code"), transaction.atomic():
                 publish("orders", {})
+            with pytest.raises(CommandError, match="newer than this code"):
+                call_command("migrate", database="broker", verbosity=0)
         finally:
             connection.execute("DELETE FROM outbox.schema_version WHERE version = 99")
             reset_broker()

@@ -7,6 +7,7 @@ from typing import Any
 
 from django.apps.registry import Apps
 from django.apps.registry import apps as global_apps
+from django.core.management import CommandError
 from django.db import router
 
 from outbox.broker.install import install
@@ -14,17 +15,24 @@ from outbox.broker.topics import declare_topics
 from outbox.contrib.django.broker import broker_database, reset_broker
 from outbox.contrib.django.conf import OutboxSettings, get_settings
 from outbox.contrib.django.transactions import forget_facts
+from outbox.errors import OutboxError
 
 logger = logging.getLogger(__name__)
 
 
 def after_migrate(*, using: str, apps: Apps = global_apps, **options: Any) -> None:
-    """Receiver of post_migrate, which Django also sends after a flush (and then without `apps`)."""
+    """Receiver of post_migrate, which Django also sends after a flush (and then without `apps`).
+
+    Raises CommandError, which `migrate` and `flush` print as a message, where the broker's tables cannot be installed.
+    """
     forget_facts()
     name_ledger(using, apps)
     settings = get_settings()
     if using == settings.broker and not settings.in_memory:
-        install_broker(settings)
+        try:
+            install_broker(settings)
+        except OutboxError as error:
+            raise CommandError(str(error)) from error
 
 
 def name_ledger(alias: str, apps: Apps) -> None:
