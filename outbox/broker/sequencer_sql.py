@@ -51,40 +51,36 @@ WITH newest AS MATERIALIZED (
               ORDER BY xid LIMIT %(batch)s + 1) first
         GROUP BY xid
     ) per_xid
-), unread AS MATERIALIZED (
-    SELECT NOT %(fifo_read)s
-       AND EXISTS (SELECT FROM {schema}.topic WHERE 'FIFO' = ANY (message_types))
-       AND ((SELECT cut FROM edge) < pg_snapshot_xmax(pg_current_snapshot())
-            AND EXISTS (SELECT FROM (SELECT log_ids FROM {schema}.op_log
-                              WHERE xid >= %(xmax)s::xid8 AND xid < (SELECT cut FROM edge)
-                              UNION ALL
-                              SELECT log_ids FROM {schema}.op_log WHERE xid = ANY (%(xip)s::xid8[])) AS op
-                        CROSS JOIN LATERAL unnest(log_ids) AS one (log_id)
-                        CROSS JOIN LATERAL (SELECT topic_id FROM {schema}.commit_log
-                                            WHERE log_id = one.log_id OFFSET 0) AS log
-                        JOIN {schema}.topic USING (topic_id)
-                        WHERE 'FIFO' = ANY (message_types))
-         OR EXISTS (SELECT FROM {schema}.commit_log log JOIN {schema}.topic USING (topic_id)
-                    WHERE half AND log.xid >= %(half_xmax)s::xid8 AND log.xid < pg_snapshot_xmax(pg_current_snapshot())
-                      AND deliver_at IS NULL AND 'FIFO' = ANY (message_types))
-         OR EXISTS (SELECT FROM {schema}.commit_log log JOIN {schema}.topic USING (topic_id)
-                    WHERE half AND log.xid = ANY (%(half_xip)s::xid8[])
-                      AND deliver_at IS NULL AND 'FIFO' = ANY (message_types))) AS fifo
-), gate AS MATERIALIZED (
-    SELECT newest.ok AND NOT unread.fifo AS open FROM newest, unread
 ), fresh AS MATERIALIZED (
     SELECT decision, log_ids FROM {schema}.op_log
-    WHERE (SELECT open FROM gate) AND xid >= %(xmax)s::xid8 AND xid < (SELECT cut FROM edge)
+    WHERE (SELECT ok FROM newest) AND xid >= %(xmax)s::xid8 AND xid < (SELECT cut FROM edge)
       AND incarnation = %(incarnation)s
     UNION ALL
     SELECT decision, log_ids FROM {schema}.op_log
-    WHERE (SELECT open FROM gate) AND xid = ANY (%(xip)s::xid8[]) AND incarnation = %(incarnation)s
-), decided AS MATERIALIZED (
-    SELECT log.*
+    WHERE (SELECT ok FROM newest) AND xid = ANY (%(xip)s::xid8[]) AND incarnation = %(incarnation)s
+), looked_up AS MATERIALIZED (
+    SELECT decision, log.*
     FROM fresh CROSS JOIN LATERAL unnest(log_ids) AS one (log_id)
     CROSS JOIN LATERAL (SELECT log_id, topic_id, coalesce(shard, log_id) AS shard, key, deliver_at
                         FROM {schema}.commit_log WHERE log_id = one.log_id OFFSET 0) AS log
-    WHERE decision = 'C'
+), fifo_topic AS MATERIALIZED (
+    SELECT topic_id FROM {schema}.topic WHERE 'FIFO' = ANY (message_types)
+), unread AS MATERIALIZED (
+    SELECT NOT %(fifo_read)s
+       AND EXISTS (SELECT FROM fifo_topic)
+       AND ((SELECT cut FROM edge) < pg_snapshot_xmax(pg_current_snapshot())
+            AND EXISTS (SELECT FROM looked_up WHERE topic_id IN (SELECT topic_id FROM fifo_topic))
+         OR EXISTS (SELECT FROM {schema}.commit_log log
+                    WHERE half AND log.xid >= %(half_xmax)s::xid8 AND log.xid < pg_snapshot_xmax(pg_current_snapshot())
+                      AND deliver_at IS NULL AND topic_id IN (SELECT topic_id FROM fifo_topic))
+         OR EXISTS (SELECT FROM {schema}.commit_log log
+                    WHERE half AND log.xid = ANY (%(half_xip)s::xid8[])
+                      AND deliver_at IS NULL AND topic_id IN (SELECT topic_id FROM fifo_topic))) AS fifo
+), gate AS MATERIALIZED (
+    SELECT newest.ok AND NOT unread.fifo AS open FROM newest, unread
+), decided AS MATERIALIZED (
+    SELECT log_id, topic_id, shard, key, deliver_at FROM looked_up
+    WHERE decision = 'C' AND (SELECT open FROM gate)
 ), due AS (
     DELETE FROM {schema}.scheduled
     WHERE schedule_id = ANY (ARRAY(
@@ -116,7 +112,7 @@ WITH newest AS MATERIALIZED (
     FROM ready
     JOIN {schema}.topic USING (topic_id)
     JOIN {schema}.queue ON queue.topic_id = topic.topic_id AND queue.generation = topic.generation
-                       AND queue.number = ready.shard %% topic.queue_count
+                       AND queue.number = (ready.shard %% topic.queue_count)::integer
     WHERE ready.log_id NOT IN (SELECT unnest(%(hold)s::bigint[]))
     UNION ALL
     SELECT log_id, queue_id, attempt FROM due WHERE queue_id IS NOT NULL
@@ -140,7 +136,7 @@ WITH newest AS MATERIALIZED (
           FROM generate_series(1, CASE WHEN %(is_full)s THEN cardinality(%(heads)s::bigint[]) ELSE 0 END) AS number
           WHERE (%(heads)s::bigint[])[number] > 0 AND number NOT IN (SELECT queue_id FROM numbered)) AS written
 ), counted AS MATERIALIZED (
-    SELECT (SELECT count(*) FROM fresh) AS decisions, (SELECT count(*) FROM numbered) AS appended,
+    SELECT (SELECT count(*) FROM fresh WHERE (SELECT open FROM gate)) AS decisions, (SELECT count(*) FROM numbered) AS appended,
            (SELECT count(*) FROM held_back) AS held, (SELECT count(*) FROM released) AS released,
            (SELECT count(*) FROM postponed) AS scheduled, (SELECT count(*) FROM due) AS due,
            (SELECT count(*) FROM closed) AS closed
