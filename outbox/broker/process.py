@@ -38,7 +38,7 @@ class ProcessSettings:
 
     lease_term_seconds: float = DEFAULT_TERM_SECONDS
     poll_seconds: float = 1.0
-    pace_seconds: float = 0.002
+    pace_seconds: float = 0.005
     maintenance_seconds: float = 30.0
     check: CheckSettings = field(default_factory=CheckSettings)
 
