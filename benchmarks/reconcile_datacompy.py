@@ -9,7 +9,7 @@ import time
 
 def main(folder: str, master: str) -> None:
     """Compare orders with the fields of the message bodies."""
-    from datacompy.spark.sql import SparkSQLCompare
+    from datacompy import SparkSQLCompare
     from pyspark.sql import SparkSession
     from pyspark.sql import functions as F
 

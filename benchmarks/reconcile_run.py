@@ -3,7 +3,7 @@
     python -m benchmarks.reconcile_run [ROWS] [--master local[2]] [--sources parquet,postgres,checksum,join,hot]
 
 Every measurement is a process of its own, so that the peak of its memory (JVM and Python together) is its own.
-datacompy runs in an environment of its own: $DATACOMPY_PYTHON names its Python (pip install datacompy[spark]).
+datacompy runs in an environment of its own: $DATACOMPY_PYTHON names its Python (pip install 'datacompy[spark]>=1.1').
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Final
 from urllib.parse import quote
@@ -54,11 +56,10 @@ def create_databases() -> None:
 def create_queues() -> None:
     """Create Celery's queues, before its first start.
 
-    Of a worker and a beat that both find a queue missing, kombu's SQLAlchemy transport ends one.
+    Of a worker and a beat that both find a queue missing, kombu's SQLAlchemy transport ends one. In a process of its
+    own, because kombu leaves a transaction open.
     """
-    with Connection(celery_url(url())) as connection:  # type: ignore[no-untyped-call]
-        for name in CELERY_QUEUES:
-            connection.SimpleQueue(name).close()
+    subprocess.run([sys.executable, "-m", "sample_project.server"], check=True)
 
 
 def drop_databases() -> None:
@@ -83,3 +84,9 @@ def celery_url(server_url: str) -> str:
     # A socket's directory cannot stand where a host's name does, so the host goes with the other parameters.
     query = "&".join(f"{name}={value}" for name, value in parts.items())
     return f"sqla+postgresql+psycopg://{login}{'@' if login else ''}{port}/{CELERY}?{query}"
+
+
+if __name__ == "__main__":
+    with Connection(celery_url(url())) as connection:  # type: ignore[no-untyped-call]
+        for name in CELERY_QUEUES:
+            connection.SimpleQueue(name).close()

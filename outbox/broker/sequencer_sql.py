@@ -136,7 +136,8 @@ WITH newest AS MATERIALIZED (
           FROM generate_series(1, CASE WHEN %(is_full)s THEN cardinality(%(heads)s::bigint[]) ELSE 0 END) AS number
           WHERE (%(heads)s::bigint[])[number] > 0 AND number NOT IN (SELECT queue_id FROM numbered)) AS written
 ), counted AS MATERIALIZED (
-    SELECT (SELECT count(*) FROM fresh WHERE (SELECT open FROM gate)) AS decisions, (SELECT count(*) FROM numbered) AS appended,
+    SELECT (SELECT count(*) FROM fresh WHERE (SELECT open FROM gate)) AS decisions,
+           (SELECT count(*) FROM numbered) AS appended,
            (SELECT count(*) FROM held_back) AS held, (SELECT count(*) FROM released) AS released,
            (SELECT count(*) FROM postponed) AS scheduled, (SELECT count(*) FROM due) AS due,
            (SELECT count(*) FROM closed) AS closed

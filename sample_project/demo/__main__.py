@@ -18,7 +18,8 @@ def main() -> int:
     """Parse, run, tell."""
     chosen = options.parse()
     display = Display(chosen.orders)
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    # SIGINT too: a shell that starts this in the background has it ignored.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _interrupt)
     try:
         with exclusive(server.directory()):

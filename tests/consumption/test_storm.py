@@ -74,6 +74,10 @@ class Storm:
         self.consumers.append(self.bench.spawn(name, mode=self.mode, lease_seconds=1.5))
         self.happened["joined"] += 1
 
+    def leave(self, consumer: subprocess.Popen[bytes]) -> None:
+        # One that is told before it listens to signals ends by them: it has not joined yet.
+        assert self.bench.stop(consumer) in (0, -signal.SIGTERM)
+
     def something(self) -> None:
         """One consumer joins, leaves or is killed."""
         if len(self.consumers) < 2:
@@ -85,8 +89,7 @@ class Storm:
             return
         victim = self.consumers.pop(self.chance.randrange(len(self.consumers)))
         if what == "leave":
-            # One that is told before it listens to signals ends by them: it has not joined yet.
-            assert self.bench.stop(victim) in (0, -signal.SIGTERM)
+            self.leave(victim)
             self.happened["left"] += 1
         else:
             victim.kill()
@@ -135,7 +138,7 @@ def storm(bench: ConsumptionBench, mode: str, *, producers: int, count: int, key
         raging.rage(raging.produce(producers, count, keys), every_seconds)
         committed = raging.settle(within_seconds=60 + count / 100)
         for consumer in raging.consumers:
-            assert bench.stop(consumer) == 0
+            raging.leave(consumer)
     assert_each_once_in_order(bench.effects(), committed)
     assert bench.rows("SELECT count(*) FROM effect JOIN business USING (key, n, message_id)") == [(committed,)]
     assert 0 < committed < producers * count
