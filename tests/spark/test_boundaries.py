@@ -72,6 +72,7 @@ def test_what_holds_the_watermark_back(reconcile: Reconciler) -> None:
     assert "logical replication" in subscriber.notes[0]
 
 
+@pytest.mark.soak
 def test_rows_whose_messages_retention_may_have_removed(reconcile: Reconciler, world: World) -> None:
     """A half message is older than its row's time: rows just behind the edge are not judged, those after it are."""
     reconcile.rules(groups=())
@@ -105,6 +106,7 @@ def test_an_interval_is_published_when_all_of_it_can_be_judged(reconcile: Reconc
     assert {name: count for name, count in done["totals"].items() if count} == {"OK": 2}
 
 
+@pytest.mark.soak
 def test_checksums_hide_nothing(reconcile: Reconciler, world: World) -> None:
     """What one key has twice on both sides, other content types, bodies of another time, numbers as texts."""
     reconcile.rules(groups=(), extra='bucket = "1h"')
@@ -132,6 +134,7 @@ def test_checksums_hide_nothing(reconcile: Reconciler, world: World) -> None:
     assert "the database could not compute it" in third["rules"][0]["notes"][0]
 
 
+@pytest.mark.soak
 def test_exports_of_bytea_and_effects_without_a_watermark(reconcile: Reconciler, world: World, tmp_path: Path) -> None:
     """As COPY writes them; what is newer than an export of effects cannot be missing from it."""
     world.add(Order(number=1))

@@ -18,7 +18,7 @@ import pytest
 
 import spark
 from spark import session
-from tests.spark.conftest import SETTINGS, Reconciler
+from tests.spark.conftest import SETTINGS
 from tests.spark.world import Order, World, write_rules
 from tests.support import eventually
 
@@ -68,20 +68,6 @@ def finished(process: subprocess.Popen[str]) -> dict[str, Any]:
 def some_orders(world: World) -> None:
     world.add(*(Order(number=number) for number in range(1, 6)))
     world.pay(Order(number=500))
-
-
-@pytest.mark.timeout(400)
-def test_kill_9_in_the_middle_then_resume(reconcile: Reconciler, world: World) -> None:
-    """At the last stage, when everything but the result is written; the soak form kills at each."""
-    reconcile.rules(groups=())
-    some_orders(world)
-    before = reconcile.run()
-    world.pay(Order(number=501))
-    assert kill_at(start(world, reconcile.folder, "--full"), "publish")
-    in_force = json.loads((reconcile.folder / "out" / "result.json").read_text())
-    assert in_force == before
-    assert set(reconcile.findings(in_force)) == {("500", "", "LOST")}
-    assert set(reconcile.findings(reconcile.run(full=True))) == {("500", "", "LOST"), ("501", "", "LOST")}
 
 
 @pytest.mark.soak

@@ -80,6 +80,7 @@ def test_keys_of_19_digits_and_what_comes_to_an_older_row(reconcile: Reconciler,
     }
 
 
+@pytest.mark.soak
 def test_hostile_and_missing_keys_go_through_a_whole_run(
     reconcile: Reconciler, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,6 +150,7 @@ def test_output_that_only_executors_see_is_no_result(
         assert not (reconcile.folder / "out" / "result.json").exists()
 
 
+@pytest.mark.soak
 def test_a_finding_beyond_the_boundary_is_not_recovered(reconcile: Reconciler, world: World) -> None:
     reconcile.rules(groups=())
     world.add(Order(number=1))
