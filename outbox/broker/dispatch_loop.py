@@ -245,9 +245,10 @@ class Dispatcher:
     def _absorb(self, work: Work, results: Sequence[Result], failures: list[Failed]) -> set[int]:
         """Book the results of a call; returns the ids of messages that were not started and still can be, here."""
         unstarted: set[int] = set()
-        for queue, calls in Counter(item.queue for item in work.items).items():
-            queue.running -= calls
-            queue.buffered -= calls
+        counted = Counter(item.queue for item in work.items)
+        for queue, count in counted.items():
+            queue.running -= count
+            queue.buffered -= count
         for item, result in zip(work.items, results, strict=True):
             queue = item.queue
             if queue.phase is Phase.LOST:
@@ -269,7 +270,7 @@ class Dispatcher:
                 self._lose(queue)
         self.counts["handled"] += results.count(Disposition.HANDLED)
         self.counts["skipped"] += results.count(Disposition.SKIPPED)
-        self._dirty.update({item.queue for item in work.items if item.queue.phase is not Phase.LOST})
+        self._dirty.update(queue for queue in counted if queue.phase is not Phase.LOST)
         return unstarted
 
     def _conclude(

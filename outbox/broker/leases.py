@@ -74,9 +74,8 @@ def acquire(
     return [Lease((group_id, queue_id), epoch, sent + term_seconds) for queue_id, epoch in rows]
 
 
-_RENEW = Statement("""
-UPDATE {schema}.queue_lease AS held
-SET expires_at = clock_timestamp() + make_interval(secs => %(term)s)
+# Those of the named leases that are still the owner's; locked in one order, so that two statements cannot deadlock.
+_THAT_ARE_OURS: Final = """
 FROM (
     SELECT * FROM unnest(%(group_ids)s::integer[], %(queue_ids)s::integer[], %(epochs)s::bigint[])
         AS mine (group_id, queue_id, epoch)
@@ -86,8 +85,16 @@ FROM (
     FOR UPDATE
 ) AS mine
 WHERE held.group_id = mine.group_id AND held.queue_id = mine.queue_id
-RETURNING held.group_id, held.queue_id
-""")
+"""
+
+_RENEW = Statement(
+    """
+UPDATE {schema}.queue_lease AS held
+SET expires_at = clock_timestamp() + make_interval(secs => %(term)s)
+"""
+    + _THAT_ARE_OURS
+    + "RETURNING held.group_id, held.queue_id"
+)
 
 
 def renew(
@@ -103,19 +110,9 @@ def renew(
     return kept
 
 
-_RELEASE = Statement("""
-UPDATE {schema}.queue_lease AS held
-SET owner = NULL, expires_at = clock_timestamp()
-FROM (
-    SELECT * FROM unnest(%(group_ids)s::integer[], %(queue_ids)s::integer[], %(epochs)s::bigint[])
-        AS mine (group_id, queue_id, epoch)
-    JOIN {schema}.queue_lease USING (group_id, queue_id, epoch)
-    WHERE owner = %(owner)s
-    ORDER BY group_id, queue_id
-    FOR UPDATE
-) AS mine
-WHERE held.group_id = mine.group_id AND held.queue_id = mine.queue_id
-""")
+_RELEASE = Statement(
+    "UPDATE {schema}.queue_lease AS held SET owner = NULL, expires_at = clock_timestamp()" + _THAT_ARE_OURS
+)
 
 
 def release(connection: Connection, schema: str, owner: UUID, held: Sequence[Lease]) -> int:
