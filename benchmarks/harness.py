@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import statistics
@@ -87,6 +88,14 @@ class Spread:
     def __format__(self, spec: str) -> str:
         spec = spec or ",.0f"
         return f"{self.median:{spec}} ({self.low:{spec}} to {self.high:{spec}})"
+
+
+def child_arguments() -> list[str]:
+    """What a script was given that runs itself again with `--child KIND APPLICATION BROKER`; empty without."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--child", nargs=3, metavar=("KIND", "APPLICATION", "BROKER"), default=[])
+    given: list[str] = parser.parse_args().child
+    return given
 
 
 def percentile(values: Sequence[float], share: float) -> float:

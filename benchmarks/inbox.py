@@ -5,7 +5,6 @@ The pair in the same run writes the same rows without messages: one transaction 
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
 import threading
@@ -13,7 +12,7 @@ import time
 from collections.abc import Sequence
 
 from benchmarks.bulk import BODY, QUEUED, process, wait_for
-from benchmarks.harness import REPEATS, Spread, Usage, measured, server, table
+from benchmarks.harness import REPEATS, Spread, Usage, child_arguments, measured, server, table
 from outbox.broker import embedded
 from outbox.broker.consumer import tune_garbage_collector
 from outbox.broker.database import BrokerDatabase
@@ -26,11 +25,8 @@ EFFECTS = "SELECT count(*) FROM shop_order"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--child", nargs=3, metavar=("KIND", "APPLICATION", "BROKER"))
-    options = parser.parse_args()
-    if options.child:
-        child(*options.child)
+    if given := child_arguments():
+        child(*given)
         return
     print(f"\ninbox: a row per message by the ORM, once by the inbox, one process, {REPEATS} runs")
     consumed: dict[str, list[tuple[float, Usage]]] = {kind: [] for kind in KINDS}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -11,7 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from benchmarks.bulk import HANDLED, process, wait_for
-from benchmarks.harness import REPEATS, Spread, percentile, server, table
+from benchmarks.harness import REPEATS, Spread, child_arguments, percentile, server, table
 from outbox.broker import embedded
 
 RATE_PER_SECOND = 300
@@ -20,11 +19,8 @@ KINDS = ("atomic", "two_phase")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--child", nargs=3, metavar=("KIND", "APPLICATION", "BROKER"))
-    options = parser.parse_args()
-    if options.child:
-        child(*options.child)
+    if given := child_arguments():
+        child(*given)
         return
     print(f"\nlatency: commit to handler, {RATE_PER_SECOND}/s for {SECONDS} s, {REPEATS} runs")
     found: dict[str, list[list[float]]] = {kind: [] for kind in KINDS}

@@ -5,7 +5,6 @@ A broker and a consumer process run beside them. The pair in the same run is the
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -13,7 +12,7 @@ import threading
 import time
 
 from benchmarks.bulk import HANDLED, process, wait_for
-from benchmarks.harness import REPEATS, Spread, Usage, measured, server, table
+from benchmarks.harness import REPEATS, Spread, Usage, child_arguments, measured, server, table
 from outbox.broker import embedded
 
 TRANSACTIONS = 6_000
@@ -22,11 +21,8 @@ KINDS = ("plain", "atomic", "two_phase")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--child", nargs=3, metavar=("KIND", "APPLICATION", "BROKER"))
-    options = parser.parse_args()
-    if options.child:
-        child(*options.child)
+    if given := child_arguments():
+        child(*given)
         return
     print(f"\nweb: {TRANSACTIONS:,} transactions by {THREADS} threads of one process, {REPEATS} runs")
     rates: dict[str, list[float]] = {kind: [] for kind in KINDS}
