@@ -1,6 +1,6 @@
 """How fast pairs are reconciled: whole runs beside a plain full-outer-join job and datacompy on the same data.
 
-    python -m benchmarks.reconcile_run [ROWS] [--master local[2]] [--sources parquet,postgres,checksum,join,hot]
+    python -m benchmarks.reconcile_run [ROWS] [--master local[2]] [--sources parquet,join] [--repeats 3]
 
 Every measurement is a process of its own, so that the peak of its memory (JVM and Python together) is its own.
 datacompy runs in an environment of its own: $DATACOMPY_PYTHON names its Python (pip install 'datacompy[spark]>=1.1').
@@ -22,7 +22,6 @@ from pathlib import Path
 from benchmarks import harness
 from benchmarks.reconcile_data import RULES, fill_postgres, write_parquet
 
-REPEATS = 3
 POLL_SECONDS = 0.2
 CHILD = "benchmarks.reconcile_jobs"
 
@@ -55,10 +54,10 @@ class Peak(threading.Thread):
         return self.peak_bytes
 
 
-def measure(title: str, rows: int, command: list[str]) -> None:
-    """Run the job REPEATS times in one process each; print medians. The jobs print their own seconds, as JSON."""
+def measure(title: str, rows: int, command: list[str], repeats: int) -> None:
+    """Run the job `repeats` times in one process each; print medians. The jobs print their own seconds, as JSON."""
     seconds, peaks = [], []
-    for _ in range(REPEATS):
+    for _ in range(repeats):
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
             peak = Peak(process.pid)
             peak.start()
@@ -102,9 +101,11 @@ def main() -> None:
     parser.add_argument("rows", type=int, nargs="?", default=1_000_000)
     parser.add_argument("--master", default="local[2]")
     parser.add_argument("--sources", default="parquet,join,hot,datacompy,postgres,checksum")
+    parser.add_argument("--repeats", type=int, default=3)
     given = parser.parse_args()
     wanted = given.sources.split(",")
-    print(f"{given.rows:,} orders against {given.rows:,} messages, {given.master}; seconds after Spark's start")
+    print(f"{given.rows:,} orders against {given.rows:,} messages, {given.master}, {given.repeats} runs;")
+    print("seconds after Spark's start")
     with tempfile.TemporaryDirectory(prefix="outbox-bench-") as name:
         folder = Path(name)
         if {"parquet", "join", "hot", "datacompy"} & set(wanted):
@@ -118,19 +119,19 @@ def main() -> None:
         }
         for source, title in titles.items():
             if source in wanted:
-                measure(title, given.rows, job(source, folder, given.rows, given.master))
+                measure(title, given.rows, job(source, folder, given.rows, given.master), given.repeats)
         if "datacompy" in wanted:
-            datacompy(folder, given.rows, given.master)
+            datacompy(folder, given.rows, given.master, given.repeats)
         if {"postgres", "checksum"} & set(wanted):
             with harness.server() as url:
                 prepare_postgres(folder, url, given.rows)
                 for source, how in (("postgres", "everything read"), ("checksum", "clean day, checksums")):
                     if source in wanted:
                         title = f"outbox_spark, two PostgreSQL databases, {how}"
-                        measure(title, given.rows, job(source, folder, given.rows, given.master))
+                        measure(title, given.rows, job(source, folder, given.rows, given.master), given.repeats)
 
 
-def datacompy(folder: Path, rows: int, master: str) -> None:
+def datacompy(folder: Path, rows: int, master: str, repeats: int) -> None:
     python = os.environ.get("DATACOMPY_PYTHON")
     if not python:
         print(
@@ -138,7 +139,7 @@ def datacompy(folder: Path, rows: int, master: str) -> None:
         )
         return
     script = Path(__file__).with_name("reconcile_datacompy.py")
-    measure("datacompy, from Parquet", rows, [python, str(script), str(folder), master])
+    measure("datacompy, from Parquet", rows, [python, str(script), str(folder), master], repeats)
 
 
 if __name__ == "__main__":

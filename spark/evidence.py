@@ -150,7 +150,9 @@ def gather(sides: list[DataFrame], rule: Rule) -> DataFrame:
         aggregates.append(F.count_if(is_effect).alias(f"effects_{number}"))
         aggregates.append(_earliest("at", is_effect).alias(f"effect_at_{number}"))
         aggregates.append(F.count_if(kind == DEAD + number).alias(f"dead_{number}"))
-    return united.groupBy("key").agg(*aggregates)
+    # Spread by key first: a key has two or three rows, so that Spark's own partial aggregation before the shuffle would
+    # combine nothing, and carry every row as a wide buffer.
+    return united.repartition("key").groupBy("key").agg(*aggregates)
 
 
 def _earliest(column: str, condition: Column) -> Column:

@@ -21,7 +21,6 @@ from .sources.postgres import PostgresSource
 
 _FIELD_END: Final = "E'\\x1f'"
 _NULL: Final = "E'\\x1e'"
-_NOTHING: Final = ("false",)
 _UNIQUE: Final = """
 SELECT 1 FROM pg_index i JOIN pg_attribute a ON a.attrelid = i.indrelid AND a.attnum = i.indkey[0]
 WHERE i.indrelid = to_regclass({table}) AND i.indisunique AND i.indisvalid AND i.indimmediate AND i.indnkeyatts = 1
@@ -76,8 +75,7 @@ class _Prefilter:
     def __init__(self, rule: Rule, ours: PostgresSource, broker: PostgresSource, window: Window) -> None:
         self._rule, self._ours, self._broker, self._window = rule, ours, broker, window
         self._width = max(1, round((rule.bucket_seconds or 0) * 1_000_000))
-        timed = next(item for item in rule.fields if item.column == rule.time)
-        self._body_time = f"({_body_value(timed)})::timestamptz"
+        self._timed = next(item for item in rule.fields if item.column == rule.time)
 
     def outcome(self) -> Outcome:
         if not self._keys_are_unique():
@@ -116,61 +114,78 @@ class _Prefilter:
 
     def _rows(self) -> _Buckets:
         rule, time = self._rule, sql.expression(self._rule.time)
-        key = f"{sql.expression(rule.key)}::text"
-        values = [key, *(_normal(sql.expression(item.column), item) for item in rule.fields)]
+        fields = [f"{sql.expression(item.column)} AS f{number}" for number, item in enumerate(rule.fields)]
+        values = ["key", *(_normal(f"f{number}", item) for number, item in enumerate(rule.fields))]
         where = sql.where([*sql.conditions(contract.rows(rule), None), *self._inside(time)])
-        return self._sums(
-            self._ours,
-            f"SELECT {self._bucket(time)}, count(*), bit_xor({_hash(values)}), bit_xor({_hash([key])}) "
-            f"FROM {self._ours.table_of(contract.rows(rule))}{where} GROUP BY 1",
+        read = _step(
+            [f"{time}::timestamptz AS at", f"{sql.expression(rule.key)}::text AS key", *fields],
+            f"{self._ours.table_of(contract.rows(rule))}{where}",
         )
+        hashed = _step(["at", f"{_hash(values)} AS content", f"{_hash(['key'])} AS key"], f"({read}) source")
+        return self._sums(self._ours, "count(*), bit_xor(content), bit_xor(key)", hashed)
 
     def _messages(self) -> _Buckets:
         rule, selection = self._rule, contract.messages(self._rule)
-        values = ['"key"', *(_normal(f"({_body_value(item)})", item) for item in rule.fields)]
-        time = self._body_time
-        sent = "state IN ('committed', 'recalled')"
-        odd = "state <> 'committed' OR coalesce(content_type, '') NOT LIKE 'application/json%'"
-        odd += "".join(f" OR {_is_no_text(item)}" for item in rule.fields if item.type is FieldType.TEXT)
-        if rule.late_after_seconds is not None:
-            odd += f" OR {_micros('decided_at')} - {_micros(time)} > {round(rule.late_after_seconds * 1_000_000)}"
         topic = " AND ".join(f"{sql.name(name)} = {sql.text(value)}" for name, value in selection.equals)
-        # Also those stored in the window whose body says another time: they may be of no row, or of an older one.
-        stored = " AND ".join(self._inside("stored_at"))
-        inside = f"({time} IS NULL OR ({' AND '.join(self._inside(time))}) OR ({stored}))"
+        known = ["key", "state", "content_type", "decided_at", "stored_at"]
         # The body is parsed only where CASE has seen the topic: other topics may carry other formats.
-        return self._sums(
-            self._broker,
-            f"SELECT {self._bucket(time)}, count(*) FILTER (WHERE {sent}), "
-            f"bit_xor({_hash(values)}) FILTER (WHERE {sent}), "
-            f"count(*) FILTER (WHERE {odd}) "
-            f"FROM (SELECT m.*, CASE WHEN {topic} THEN convert_from(m.body, 'UTF8')::jsonb END AS document "
-            f"FROM {self._broker.table_of(selection)} m WHERE {topic} OFFSET 0) parsed "
-            f"WHERE state <> 'rolled_back' AND {inside} GROUP BY 1",
+        parsed = _step(
+            [*known, f"CASE WHEN {topic} THEN convert_from(body, 'UTF8')::jsonb END AS document"],
+            f"{self._broker.table_of(selection)} WHERE {topic} AND state <> 'rolled_back'",
         )
+        fields = {f"f{number}": _body_value(item) for number, item in enumerate(rule.fields)}
+        fields |= {f"kind{n}": _body_kind(item) for n, item in enumerate(rule.fields) if item.type is FieldType.TEXT}
+        split = _step([*known, *(f"{value} AS {name}" for name, value in fields.items())], f"({parsed}) parsed")
+        time = f"f{rule.fields.index(self._timed)}"
+        read = _step([*known, *fields, f"{time}::timestamptz AS at"], f"({split}) split")
+        values = ["key", *(_normal(f"f{number}", item) for number, item in enumerate(rule.fields))]
+        # Also those stored in the window whose body says another time: they may be of no row, or of an older one.
+        inside = f"at IS NULL OR ({' AND '.join(self._inside('at'))}) OR ({' AND '.join(self._inside('stored_at'))})"
+        hashed = _step(
+            [
+                "at",
+                f"{_hash(values)} AS content",
+                "state IN ('committed', 'recalled') AS is_sent",
+                f"{self._odd()} AS is_odd",
+                f"{inside} AS is_inside",
+            ],
+            f"({read}) source",
+        )
+        sums = (
+            "count(*) FILTER (WHERE is_inside AND is_sent), bit_xor(content) FILTER (WHERE is_inside AND is_sent), "
+            "count(*) FILTER (WHERE is_inside AND is_odd)"
+        )
+        return self._sums(self._broker, sums, hashed, " HAVING bool_or(is_inside)")
+
+    def _odd(self) -> str:
+        """What makes a message one to be read: its state, its form, or that it came late."""
+        odd = "state <> 'committed' OR coalesce(content_type, '') NOT LIKE 'application/json%'"
+        for number, item in enumerate(self._rule.fields):
+            if item.type is FieldType.TEXT:
+                odd += f" OR {_is_no_text(f'f{number}', f'kind{number}')}"
+        if self._rule.late_after_seconds is not None:
+            odd += f" OR decided_at - at > {_interval(self._rule.late_after_seconds)}"
+        return odd
 
     def _effects(self, number: int) -> _Buckets:
         rule, group, selection = self._rule, self._rule.groups[number], contract.effects(self._rule, number)
         mine, theirs = contract.rows(rule), selection
         same = self._ours.column_types(mine).get(rule.key) == self._ours.column_types(theirs).get(group.key or "")
         suffix = "" if same else "::text"
-        time, effect_time = "r.row_time", f"e.{sql.name('effect_time')}"
-        late = f"{_micros(effect_time)} - {_micros(time)} > {round(group.within_seconds * 1_000_000)}"
+        late = f"e.effect_time - r.row_time > {_interval(group.within_seconds)}"
         rows_where = sql.where(sql.conditions(mine, None))
         effects_where = sql.where(sql.conditions(theirs, self._window.since))
-        inside = " AND ".join(self._inside(time)) or "true"
-        return self._sums(
-            self._ours,
-            f"SELECT {self._bucket(time)}, count(*), bit_xor({_hash(['e.effect_key::text'])}), "
-            f"count(*) FILTER (WHERE {late}) "
-            f"FROM (SELECT {sql.expression(group.key or '')} AS effect_key, "
+        inside = " AND ".join(self._inside("r.row_time")) or "true"
+        joined = _step(
+            ["r.row_time AS at", f"{_hash(['e.effect_key::text'])} AS key", f"{late} AS is_late"],
+            f"(SELECT {sql.expression(group.key or '')} AS effect_key, "
             f"{sql.expression(group.time or '')}::timestamptz AS effect_time "
             f"FROM {self._ours.table_of(theirs)}{effects_where}) e "
             f"LEFT JOIN (SELECT {sql.expression(rule.key)} AS row_key, "
             f"{sql.expression(rule.time)}::timestamptz AS row_time FROM {self._ours.table_of(mine)}{rows_where}) r "
-            f"ON r.row_key{suffix} = e.effect_key{suffix} "
-            f"WHERE {time} IS NULL OR ({inside}) GROUP BY 1",
+            f"ON r.row_key{suffix} = e.effect_key{suffix} WHERE r.row_time IS NULL OR ({inside})",
         )
+        return self._sums(self._ours, "count(*), bit_xor(key), count(*) FILTER (WHERE is_late)", joined)
 
     def _dead(self) -> set[int | None]:
         """Buckets of rows with a dead letter."""
@@ -184,20 +199,18 @@ class _Prefilter:
         condition = sql.keys_condition(self._rule.key, key_type, keys)
         where = sql.where([*sql.conditions(mine, None), condition])
         time = sql.expression(self._rule.time)
-        rows = self._ours.attempt(
-            f"SELECT DISTINCT {self._bucket(time)} FROM {self._ours.table_of(mine)}{where}", about="the checksums"
-        )
-        return {int(row[0]) for row in rows}
+        read = f"SELECT {time}::timestamptz AS at FROM {self._ours.table_of(mine)}{where}"
+        return set(self._sums(self._ours, "count(*)", read).sums)
 
     def _limits(self, buckets: set[int]) -> Limits:
         rule = self._rule
         if not buckets:
-            return Limits(_NOTHING, _NOTHING, tuple(_NOTHING for _ in rule.groups))
+            return Limits(is_nothing=True)
         ranges = _ranges(buckets)
         rows = self._within(sql.expression(rule.time), ranges)
         topic = " AND ".join(f"{sql.name(n)} = {sql.text(v)}" for n, v in contract.messages(rule).equals)
-        time = self._body_time.replace("document", "convert_from(body, 'UTF8')::jsonb")
-        messages = self._within(f"(CASE WHEN {topic} THEN {time} END)", ranges)
+        time = _body_value(self._timed, "convert_from(body, 'UTF8')::jsonb")
+        messages = self._within(f"(CASE WHEN {topic} THEN ({time})::timestamptz END)", ranges)
         where = sql.where([*sql.conditions(contract.rows(rule), None), rows])
         table = self._ours.table_of(contract.rows(rule))
         keys = f"(SELECT {sql.expression(rule.key)}::text FROM {table}{where})"
@@ -218,16 +231,27 @@ class _Prefilter:
         return terms
 
     def _bucket(self, time: str) -> str:
-        return f"floor({_micros(time)}::numeric / {self._width})::bigint"
+        """The start of the bucket: whole widths since 1970."""
+        return f"date_bin('{self._width} microseconds', {time}, 'epoch')"
 
-    @staticmethod
-    def _sums(source: PostgresSource, statement: str) -> _Buckets:
+    def _sums(self, source: PostgresSource, sums: str, hashed: str, having: str = "") -> _Buckets:
+        number = f"(extract(epoch FROM {self._bucket('at')}) * 1000000 / {self._width})::bigint"
+        statement = f"SELECT {number}, {sums} FROM ({hashed}) hashed GROUP BY {self._bucket('at')}{having}"
         rows = source.attempt(statement, about="the checksums")
         return _Buckets({row[0]: tuple(int(value or 0) for value in row[1:]) for row in rows})
 
 
-def _micros(time: str) -> str:
-    return f"(extract(epoch FROM {time}) * 1000000)::bigint"
+def _step(items: list[str], source: str) -> str:
+    """A subquery whose columns are computed once, by parallel workers too.
+
+    PostgreSQL would copy the expression of a column to each of its uses (a body was parsed nine times), unless one
+    column of the subquery is volatile. OFFSET 0 and MATERIALIZED hinder it as well, but are not for parallel workers.
+    """
+    return f"SELECT clock_timestamp() AS fence, {', '.join(items)} FROM {source}"
+
+
+def _interval(seconds: float) -> str:
+    return f"interval '{round(seconds * 1_000_000)} microseconds'"
 
 
 def _hash(values: list[str]) -> str:
@@ -235,16 +259,18 @@ def _hash(values: list[str]) -> str:
     return f"hashtextextended({joined}, 0)"
 
 
-def _body_value(item: FieldRule) -> str:
-    path = ", ".join(sql.text(part) for part in item.body.split("."))
-    return f"jsonb_extract_path_text(document, {path})"
+def _body_value(item: FieldRule, document: str = "document") -> str:
+    *path, last = (sql.text(part) for part in item.body.split("."))
+    return f"{' -> '.join([document, *path])} ->> {last}"
 
 
-def _is_no_text(item: FieldRule) -> str:
+def _body_kind(item: FieldRule) -> str:
+    return f"jsonb_typeof({' -> '.join(['document', *(sql.text(part) for part in item.body.split('.'))])})"
+
+
+def _is_no_text(value: str, kind: str) -> str:
     """Values that PostgreSQL and Spark may write differently as a text: 12.50 or 12.5, {"a": 1} or {"a":1}."""
-    path = ", ".join(sql.text(part) for part in item.body.split("."))
-    kind = f"jsonb_typeof(jsonb_extract_path(document, {path}))"
-    whole = f"{_body_value(item)} ~ '^-?[0-9]{{1,15}}$'"
+    whole = f"{value} ~ '^-?[0-9]{{1,15}}$'"
     return f"coalesce({kind} IN ('object', 'array') OR ({kind} = 'number' AND NOT {whole}), false)"
 
 
@@ -257,7 +283,7 @@ def _normal(value: str, item: FieldRule) -> str:
     if item.type is FieldType.DATE:
         return f"({value}::date)::text"
     if item.type is FieldType.TIMESTAMP:
-        return f"{_micros(f'{value}::timestamptz')}::text"
+        return f"({value}::timestamptz)::text"
     if item.type is FieldType.UUID:
         return f"lower({value}::text)"
     return f"{value}::text"

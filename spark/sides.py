@@ -90,11 +90,12 @@ def check(rule: Rule, sources: Sources) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a pre-filter left to be read, per side; () is everything."""
+    """What a pre-filter left to be read: conditions per side, of which () is everything, or nothing at all."""
 
     rows: tuple[str, ...] = ()
     messages: tuple[str, ...] = ()
     effects: tuple[tuple[str, ...], ...] = ()
+    is_nothing: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,8 +92,8 @@ class FrameSource:
     def volume(self, selection: Selection, since: datetime | None, bucket_seconds: int) -> list[tuple[datetime, int]]:
         """See Source."""
         seconds = F.floor(F.unix_seconds("at") / bucket_seconds) * bucket_seconds
-        counts = self.read([selection], since).groupBy(seconds.cast("bigint").alias("bucket")).count().orderBy("bucket")
-        return [(datetime.fromtimestamp(row[0], UTC), int(row[1])) for row in counts.collect()]
+        counts = self.read([selection], since).groupBy(seconds.cast("bigint").alias("bucket")).count()
+        return sorted((datetime.fromtimestamp(row[0], UTC), int(row[1])) for row in counts.collect())
 
     def horizon(self, topic: str) -> datetime | None:
         """See Source. Files are as they are: give --from where older messages were left out of an export."""

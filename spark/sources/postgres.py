@@ -85,6 +85,8 @@ class PostgresSource:
             for statement in (
                 "SET idle_in_transaction_session_timeout = 0",
                 "SET statement_timeout = 0",
+                # For the checksums' joins.
+                "SET work_mem = '64MB'",
                 "SET TIME ZONE 'UTC'",
                 *(f"SET {setting}" for setting in adbc.TEXT_FORMS),
                 "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY",
@@ -200,9 +202,13 @@ class PostgresSource:
         time, key = f"{sql.expression(selection.time)}::timestamptz", f"{sql.expression(selection.key)}::text"
         bucket = f"CASE WHEN isfinite({time}) THEN date_bin('{bucket_seconds} s', {time}, 'epoch') END"
         where = sql.where(sql.conditions(selection, since))
+        # A volatile column: otherwise the planner expects as many buckets as rows, and leaves parallel workers out.
+        source = (
+            f"SELECT clock_timestamp() AS fence, {bucket} AS bucket, "
+            f"CASE WHEN NOT isfinite({time}) THEN {key} END AS example FROM {self.table_of(selection)}{where}"
+        )
         rows = self.query(
-            f"SELECT {bucket}, count(*), min({key}) FILTER (WHERE NOT isfinite({time})) "
-            f"FROM {self.table_of(selection)}{where} GROUP BY 1 ORDER BY 1"
+            f"SELECT bucket, count(*), min(example) FROM ({source}) source GROUP BY bucket ORDER BY bucket"
         )
         for moment, count, example in rows:
             if moment is None:
