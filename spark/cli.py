@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
-from . import rules_file, session
+from . import findings, rules_file, session
 from .errors import INCOMPLETE, ReconcileError, UsageProblem
 from .options import RunOptions
 from .progress import Progress
@@ -52,6 +52,9 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument("--quiet", action="store_true", help="no progress on standard error")
     check = commands.add_parser("check", help="validate the rules file, without Spark or a database")
     check.add_argument("--rules", type=Path, default=Path("reconcile.toml"))
+    found = commands.add_parser("findings", help="print the findings of the result in force, one JSON object a line")
+    found.add_argument("--output", default="reconcile", help="the folder or URI that was given to run")
+    found.add_argument("--limit", type=int, help="print no more than this many")
     return root
 
 
@@ -62,6 +65,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if given.command == "check":
             rules = rules_file.load(given.rules)
             print(f"{given.rules}: {len(rules.rules)} rules, {len(rules.databases)} databases")
+            return 0
+        if given.command == "findings":
+            for line in findings.lines(given.output, given.limit):
+                print(line)
             return 0
         return _run(given)
     except ReconcileError as error:

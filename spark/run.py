@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import uuid
-from dataclasses import asdict, dataclass, field, replace
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from functools import reduce
 from typing import TYPE_CHECKING, Any, Final
 
-from . import classify, confirm, contract, errors, merge, metrics, prefilter, report, rules_file, scan, sides
+from . import boundary, classify, confirm, contract, errors, merge, metrics, prefilter, report, rules_file, scan, sides
+from .classify import FindingClass
 from .errors import RunIncomplete, UsageProblem
 from .options import RunOptions
 from .progress import Progress
 from .report_plot import Times
+from .result import RuleRun, RunHead, compose, shown
 from .rules import Rule
 from .scan import readable_errors
 from .sources.base import Reading
@@ -23,22 +24,6 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 SAMPLES_PER_CLASS: Final = 20
-# How much older than its row's time a half message is taken to be at most, where retention has removed messages.
-HALF_AGE: Final = timedelta(seconds=60)
-
-
-@dataclass
-class RuleRun:
-    """What one rule came to."""
-
-    rule: Rule
-    window: classify.Window
-    notes: list[str] = field(default_factory=list)
-    scanned: scan.Scanned | None = None
-    skipped: int = 0
-    suspects: int = 0
-    counts: scan.Counts = field(default_factory=dict)
-    volume: list[tuple[datetime, int]] = field(default_factory=list)
 
 
 class Run:
@@ -105,49 +90,15 @@ class Run:
                 f"{problem}: there is nothing to compare, which is not the same as clean. Check the connection and the "
                 f"rule; where a side may be empty, write allow_empty = true."
             )
-        run = RuleRun(rule, self._window(rule, previous, readings))
+        run = RuleRun(rule, boundary.window(rule, self._options, readings, previous))
         if horizon is not None:
-            self._limit_by_retention(run, horizon)
+            boundary.limit_by_retention(run, horizon)
         run.notes += [
             f"group {group.name}: judged by the broker's offsets, which say whether and not when: never LATE"
             for group in rule.groups
             if not group.table
         ]
         return run
-
-    @staticmethod
-    def _limit_by_retention(run: RuleRun, horizon: datetime) -> None:
-        """A message may have been stored, and removed, some time before its row's time."""
-        floor = horizon + max(HALF_AGE, run.rule.longest_wait)
-        since = run.window.since
-        run.window = replace(run.window, floor=floor)
-        if since is None or since < floor:
-            run.window = replace(run.window, since=floor)
-            run.notes.append(
-                f"retention: messages stored before {horizon.isoformat()} may be gone, rows before "
-                f"{floor.isoformat()} are not judged"
-            )
-
-    def _window(self, rule: Rule, previous: dict[str, Any] | None, readings: list[Reading]) -> classify.Window:
-        known = [reading.watermark for reading in readings if reading.watermark is not None]
-        if not known:
-            raise RunIncomplete("no source says up to when it is complete: there is no time in any of them.")
-        watermark = min(known)
-        boundary = watermark - timedelta(seconds=rule.grace_seconds)
-        since, until = self._options.since, self._options.until
-        if until is not None:
-            if until > boundary:
-                raise RunIncomplete(
-                    f"rule {rule.name!r}: the interval ends at {until.isoformat()}, but only rows before "
-                    f"{boundary.isoformat()} can be judged yet (watermark {watermark.isoformat()} less the grace "
-                    f"period). Run it again later."
-                )
-            boundary = until
-        if since is None and previous is not None and not self._options.full:
-            since = _boundary_of(previous, rule)
-        if since is not None and until is None:
-            boundary = max(boundary, since)
-        return classify.Window(since, boundary, watermark, is_exact=until is not None)
 
     def _scan(self, run: RuleRun) -> None:
         rule = run.rule
@@ -165,11 +116,11 @@ class Run:
                 run.volume = report.volume(self._sources[rule.database], selection, run.window.since)
             target = self._spark_path(f"suspects/{self._number(rule)}")
             run.scanned = scan.scan(self._spark, rule, self._sources, run.window, limits, target)
-        self._progress.say(f"  {run.scanned.rows} rows, {run.scanned.messages} messages: {_shown(run.scanned.counts)}")
+        self._progress.say(f"  {run.scanned.rows} rows, {run.scanned.messages} messages: {shown(run.scanned.counts)}")
 
     def _confirm(self, runs: list[RuleRun], previous: dict[str, Any] | None) -> list[Reading]:
         earlier = self._earlier(previous)
-        if earlier is None and not any(_has_faults(run) for run in runs):
+        if earlier is None and not any(run.saw(*classify.FAULTS) for run in runs):
             self._progress.say("stage confirm: nothing to look at again")
             return []
         with self._progress.step("stage confirm: collecting suspects"), readable_errors("collecting suspects"):
@@ -216,7 +167,7 @@ class Run:
             findings, still_open = self._write_findings(runs, self._earlier(previous))
             buckets = self._count(runs, findings)
             self._check_interval(runs)
-            result = self._result(runs, readings, confirmed_at, still_open)
+            result = compose(self._head(), runs, readings, confirmed_at, still_open)
             samples = [] if findings is None else report.samples(findings, SAMPLES_PER_CLASS)
         with self._progress.step("stage publish: report and result"):
             text = report.render(
@@ -257,7 +208,7 @@ class Run:
     def _write_findings(self, runs: list[RuleRun], earlier: DataFrame | None) -> tuple[DataFrame | None, int]:
         """The written findings (None: there are none), and how many subjects the next run has to look at again."""
         target, still_open = self._spark_path("findings"), self._spark_path("open")
-        if earlier is None and not any(run.suspects or _has_pending(run) for run in runs):
+        if earlier is None and not any(run.suspects or run.saw(FindingClass.PENDING) for run in runs):
             for path, schema in ((target, merge.FINDINGS_SCHEMA), (still_open, merge.OPEN_SCHEMA)):
                 self._spark.createDataFrame([], schema).coalesce(1).write.mode("overwrite").parquet(path)
             return None, 0
@@ -313,39 +264,11 @@ class Run:
         counted = none.join(waiting, merge.SUBJECT, "left").groupBy("rule", "group", F.coalesce("is", F.lit("OK")))
         return {tuple(row)[:-1]: int(row["count"]) for row in counted.count().collect()}
 
-    def _result(
-        self, runs: list[RuleRun], readings: list[Reading], confirmed_at: list[Reading], still_open: int
-    ) -> dict[str, Any]:
-        totals = dict.fromkeys((name.value for name in classify.CLASSES), 0)
-        for run in runs:
-            for counts in run.counts.values():
-                for name, count in counts.items():
-                    totals[name] += count
-        faults = sum(totals[name.value] for name in classify.FAULTS)
-        return {
-            "version": 1,
-            "title": self._rules.title,
-            "run": self._name,
-            "mode": self._mode(),
-            "interval": self._interval(),
-            "status": "findings" if faults else "clean",
-            "started_at": self._started.isoformat(),
-            "finished_at": datetime.now(UTC).isoformat(),
-            "snapshots": [_plain(reading) for reading in readings],
-            "confirmed_by_snapshots": [_plain(reading) for reading in confirmed_at],
-            "rules": [_rule_result(run) for run in runs],
-            "totals": totals,
-            "faults": faults,
-            "open_subjects": still_open,
-            "findings": f"runs/{self._name}/findings",
-            "open": f"runs/{self._name}/open",
-            "report": f"runs/{self._name}/report.html",
-        }
-
-    def _mode(self) -> str:
-        if self._options.is_interval:
-            return "interval"
-        return "full" if self._options.full else "incremental"
+    def _head(self) -> RunHead:
+        mode = "interval" if self._options.is_interval else "full" if self._options.full else "incremental"
+        return RunHead(
+            title=self._rules.title, name=self._name, mode=mode, interval=self._interval(), started=self._started
+        )
 
     def _suspects(self, runs: list[RuleRun]) -> DataFrame:
         from pyspark.sql import functions as F
@@ -366,64 +289,9 @@ class Run:
         return self._rules.rules.index(rule)
 
 
-def _has_faults(run: RuleRun) -> bool:
-    assert run.scanned is not None
-    return any(counts[name.value] for counts in run.scanned.counts.values() for name in classify.FAULTS)
-
-
-def _has_pending(run: RuleRun) -> bool:
-    assert run.scanned is not None
-    return any(counts["PENDING"] for counts in run.scanned.counts.values())
-
-
 def exit_code(result: dict[str, Any]) -> int:
     """0 for a clean result, 1 for one with findings."""
     return errors.FINDINGS if result["status"] == "findings" else errors.CLEAN
-
-
-def _boundary_of(previous: dict[str, Any], rule: Rule) -> datetime | None:
-    """Where the previous result ended for this rule; None when it is new or was changed."""
-    for known in previous["rules"]:
-        if known["name"] == rule.name and known["digest"] == rule.digest:
-            return datetime.fromisoformat(known["until"])
-    return None
-
-
-def _plain(reading: Reading) -> dict[str, Any]:
-    return {
-        name: value.isoformat() if isinstance(value, datetime) else value for name, value in asdict(reading).items()
-    }
-
-
-def _rule_result(run: RuleRun) -> dict[str, Any]:
-    rule, window, scanned = run.rule, run.window, run.scanned
-    assert scanned is not None
-    return {
-        "name": rule.name,
-        "digest": rule.digest,
-        "table": rule.table,
-        "topic": rule.topic,
-        "severity": rule.severity.value,
-        "since": None if window.since is None else window.since.isoformat(),
-        "until": window.until.isoformat(),
-        "watermark": window.watermark.isoformat(),
-        "grace_seconds": rule.grace_seconds,
-        "rows_read": scanned.rows,
-        "messages_read": scanned.messages,
-        "rows_equal_by_checksum": run.skipped,
-        "keys_read_again": run.suspects,
-        "counts": run.counts[""],
-        "groups": {name: counts for name, counts in run.counts.items() if name},
-        "notes": run.notes,
-    }
-
-
-def _shown(counts: scan.Counts) -> str:
-    texts = []
-    for subject, classes in counts.items():
-        found = ", ".join(f"{count} {name}" for name, count in classes.items() if count)
-        texts.append(f"{subject or 'messages'}: {found or 'nothing'}")
-    return "; ".join(texts)
 
 
 def run(spark: SparkSession, options: RunOptions, progress: Progress | None = None) -> dict[str, Any]:

@@ -15,9 +15,12 @@ import contextlib
 import json
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
+import pyarrow as pa
+import pyarrow.dataset as pads
 import pyarrow.fs as pafs
 
 from .errors import UsageProblem
@@ -78,6 +81,17 @@ class Store:
                 f"{self._location}/{RESULT} is not a result of this version. Give another folder with --output."
             )
         return result
+
+    def rows(self, name: str) -> Iterator[dict[str, Any]]:
+        """The rows of a Parquet folder that the result names. Raises UsageProblem when it is damaged or gone."""
+        try:
+            folder = pads.dataset(f"{self._root}/{name}", filesystem=self._files, format="parquet")
+            for batch in folder.to_batches():
+                yield from batch.to_pylist()
+        except (OSError, pa.ArrowInvalid) as error:
+            raise UsageProblem(
+                f"{self._location}/{name}, which {RESULT} names, cannot be read: {error}. Run the reconciliation again."
+            ) from error
 
     def write(self, name: str, text: str) -> None:
         """A small file; on a local disk it is there whole or not at all.

@@ -1,4 +1,7 @@
-"""The ledger in the admin, to look at only. (The admin cannot show tables with composite keys, as the inbox is.)"""
+"""The ledger and reconciliation's findings in the admin, to look at only.
+
+(The admin cannot show tables with composite keys, as the inbox is.)
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,14 @@ from typing import TYPE_CHECKING
 from django.contrib import admin
 from django.http import HttpRequest
 
-from outbox.contrib.django.models import LedgerEntry, LedgerIdentity
+from outbox.contrib.django.models import Finding, LedgerEntry, LedgerIdentity
 
 if TYPE_CHECKING:
     _Entries = admin.ModelAdmin[LedgerEntry]
     _Identities = admin.ModelAdmin[LedgerIdentity]
+    _Findings = admin.ModelAdmin[Finding]
 else:
-    _Entries = _Identities = admin.ModelAdmin
+    _Entries = _Identities = _Findings = admin.ModelAdmin
 
 
 class ReadOnly:
@@ -48,3 +52,19 @@ class LedgerIdentityAdmin(ReadOnly, _Identities):
     """Which ledger this database holds."""
 
     list_display = ("ledger_id", "pruned_before")
+
+
+@admin.register(Finding)
+class FindingAdmin(ReadOnly, _Findings):
+    """What the last reconciliation found. Mending the data makes a finding go with the next run."""
+
+    list_display = ("finding_class", "severity", "rule", "group", "key", "detail", "at", "first_seen")
+    list_filter = ("finding_class", "severity", "rule", "group", "output")
+    search_fields = ("key", "message_id", "transaction_id")
+    ordering = ("rule", "finding_class", "group", "key")
+    readonly_fields = ("trace",)
+
+    @admin.display(description="trace by")
+    def trace(self, finding: Finding) -> str:
+        """The command that shows what became of the message."""
+        return f"python manage.py outbox_trace {finding.message_id}" if finding.message_id else ""

@@ -11,6 +11,7 @@ class OutboxConfig(AppConfig):
 
     name = "outbox.contrib.django"
     label = "outbox"
+    default_auto_field = "django.db.models.BigAutoField"
     verbose_name = "Outbox"
 
     def ready(self) -> None:

@@ -1,4 +1,4 @@
-"""The tables in the application's own databases: the ledger of local transactions and the inbox."""
+"""The tables in the application's own databases: ledger, inbox, key locks, and what reconciliation found."""
 
 from __future__ import annotations
 
@@ -90,3 +90,30 @@ class KeyLock(models.Model):
 
     def __str__(self) -> str:
         return str(self.key_hash)
+
+
+class Finding(models.Model):
+    """What reconciliation found, as of its last run into `output`. `manage.py outbox_reconcile --save` replaces it."""
+
+    output = models.TextField()
+    run = models.CharField(max_length=63)
+    rule = models.CharField(max_length=255)
+    group = models.CharField(max_length=127, blank=True, db_column="consumer_group")
+    finding_class = models.CharField("class", max_length=15, db_column="class")
+    severity = models.CharField(max_length=15)
+    key = models.TextField()
+    detail = models.TextField(blank=True)
+    at = models.DateTimeField(null=True)
+    first_seen = models.DateTimeField(null=True)
+    message_id = models.CharField(max_length=63, blank=True)
+    transaction_id = models.CharField(max_length=63, blank=True)
+    row = models.TextField(blank=True)
+    body = models.TextField(blank=True)
+
+    class Meta:
+        app_label = "outbox"
+        db_table = "outbox_finding"
+        verbose_name = "reconciliation finding"
+
+    def __str__(self) -> str:
+        return f"{self.finding_class} {self.key}"

@@ -11,16 +11,18 @@ from typing import Any
 
 from django.conf import settings
 from django.core.management.base import CommandError, CommandParser
+from django.db import DatabaseError
 
 from outbox.contrib.django.broker import alias_conninfo
 from outbox.contrib.django.conf import get_settings
-from outbox.contrib.django.management.output import OutboxCommand
+from outbox.contrib.django.findings import MAX_SAVED, replace
+from outbox.contrib.django.management.output import OutboxCommand, first_line
 from outbox.errors import ConfigurationError
 
 # Installed; in a checkout of this project.
 _PACKAGES = ("outbox_spark", "spark")
-# The exit code for what must be corrected first; a CommandError's own 1 would say "findings".
-_USAGE = 2
+# The pipeline's exit codes. A CommandError's own 1 would say "findings".
+_CLEAN, _FINDINGS, _USAGE, _INCOMPLETE = range(4)
 
 
 class Command(OutboxCommand):
@@ -47,6 +49,9 @@ class Command(OutboxCommand):
         parser.add_argument("--to", dest="until", help="judge rows before this time")
         parser.add_argument("--full", action="store_true", help="read everything again")
         parser.add_argument("--metrics", help="write a Prometheus textfile here")
+        parser.add_argument(
+            "--save", action="store_true", help="keep the findings in a table too, where the admin shows them"
+        )
         self.add_json(parser)
 
     def handle(self, *args: Any, **options: Any) -> None:
@@ -54,8 +59,28 @@ class Command(OutboxCommand):
         command = [sys.executable, "-m", package(), "run", *arguments(options)]
         variables = {**project(), **os.environ, **given(options["database"])}
         done = subprocess.run(command, env=variables, check=False)
+        if options["save"] and done.returncode in (_CLEAN, _FINDINGS):
+            self.save(options["output"])
         if done.returncode:
             raise SystemExit(done.returncode)
+
+    def save(self, output: str) -> None:
+        """Replace the findings in the table. Raises CommandError; the result in `output` is in force all the same."""
+        command = [sys.executable, "-m", package(), "findings", "--output", output, "--limit", str(MAX_SAVED + 1)]
+        printed = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+        problem = f"The result is in {output}, but its findings were not saved in the table"
+        if printed.returncode:
+            raise CommandError(f"{problem}: they cannot be read (above).", returncode=_INCOMPLETE)
+        lines = printed.stdout.splitlines()
+        try:
+            saved = replace(output, lines[:MAX_SAVED])
+        except DatabaseError as error:
+            raise CommandError(
+                f"{problem}: {first_line(str(error))}. Run manage.py migrate if it was not run, then this again.",
+                returncode=_INCOMPLETE,
+            ) from error
+        rest = f"; there are more, all of them are in {output}" if len(lines) > MAX_SAVED else ""
+        self.stderr.write(f"saved {saved} findings in the table{rest}")
 
 
 def package() -> str:

@@ -1,0 +1,72 @@
+"""A Django project with the admin: saves the findings of a result in its table and prints the admin's pages.
+
+python -m tests.spark.admin_project DATABASE_NAME HOST USER OUTPUT
+"""
+
+from __future__ import annotations
+
+import sys
+
+import django
+from django.conf import settings
+from django.urls import URLPattern, URLResolver, path
+
+urlpatterns: list[URLPattern | URLResolver] = []
+_APPS = ("admin", "auth", "contenttypes", "sessions", "messages")
+_MIDDLEWARE = (
+    "django.contrib.sessions.middleware.SessionMiddleware",
+    "django.contrib.auth.middleware.AuthenticationMiddleware",
+    "django.contrib.messages.middleware.MessageMiddleware",
+)
+_CONTEXT = (
+    "django.template.context_processors.request",
+    "django.contrib.auth.context_processors.auth",
+    "django.contrib.messages.context_processors.messages",
+)
+
+
+def configure(name: str, host: str, user: str) -> None:
+    engine = "django.db.backends.postgresql"
+    settings.configure(
+        SECRET_KEY="tests",
+        USE_TZ=True,
+        ALLOWED_HOSTS=["testserver"],
+        ROOT_URLCONF=__name__,
+        DATABASES={"default": {"ENGINE": engine, "NAME": name, "HOST": host, "USER": user}},
+        INSTALLED_APPS=[*(f"django.contrib.{app}" for app in _APPS), "outbox.contrib.django"],
+        MIDDLEWARE=list(_MIDDLEWARE),
+        TEMPLATES=[
+            {
+                "BACKEND": "django.template.backends.django.DjangoTemplates",
+                "APP_DIRS": True,
+                "OPTIONS": {"context_processors": list(_CONTEXT)},
+            }
+        ],
+        OUTBOX={"PRODUCER_GROUP": "tests"},
+    )
+    django.setup()
+
+
+def main(name: str, host: str, user: str, output: str) -> None:
+    configure(name, host, user)
+    from django.contrib import admin
+    from django.contrib.auth.models import User
+    from django.core.management import call_command
+    from django.test import Client
+
+    from outbox.contrib.django.management.commands.outbox_reconcile import Command
+    from outbox.contrib.django.models import Finding
+
+    urlpatterns.append(path("admin/", admin.site.urls))
+    call_command("migrate", verbosity=0)
+    for _ in range(2):  # The second time it replaces what the first one saved.
+        Command().save(output)
+    client = Client()
+    client.force_login(User.objects.create_superuser("operator"))
+    print(client.get("/admin/outbox/finding/").content.decode())
+    lost = Finding.objects.filter(finding_class="MISMATCH").get()
+    print(client.get(f"/admin/outbox/finding/{lost.pk}/change/").content.decode())
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

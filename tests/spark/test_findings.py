@@ -1,0 +1,69 @@
+"""Findings for other programs: as lines of JSON, and from there as a table in Django's admin."""
+
+from __future__ import annotations
+
+import html
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from psycopg.conninfo import conninfo_to_dict
+
+from spark import findings
+from spark.errors import UsageProblem
+from tests.spark.conftest import Reconciler
+from tests.spark.world import World
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+def test_lines_are_the_findings_in_force(reconcile: Reconciler, world: World) -> None:
+    world.add_many(20)
+    world.broker.execute("DELETE FROM commit_log WHERE key = '3'")
+    world.app.execute("UPDATE orders_order SET total = total + 1 WHERE id = 8")
+    result = reconcile.run()
+    output = str(reconcile.folder / reconcile.output)
+    lines = [json.loads(line) for line in findings.lines(output)]
+    assert [(line["key"], line["group"], line["class"]) for line in lines] == [("3", "", "LOST"), ("8", "", "MISMATCH")]
+    assert {line["run"] for line in lines} == {result["run"]}
+    assert lines[1]["at"].endswith("+00:00"), lines[1]
+    assert len(list(findings.lines(output, limit=1))) == 1
+
+
+def test_no_result_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(UsageProblem, match="there is no result in"):
+        list(findings.lines(str(tmp_path)))
+
+
+def test_a_result_whose_findings_are_gone_is_an_error(reconcile: Reconciler, world: World) -> None:
+    world.add_many(3)
+    result = reconcile.run()
+    folder = reconcile.folder / reconcile.output / result["findings"]
+    folder.rename(folder.with_name("elsewhere"))
+    with pytest.raises(UsageProblem, match="cannot be read"):
+        list(findings.lines(str(reconcile.folder / reconcile.output)))
+
+
+def test_the_admin_shows_the_findings(reconcile: Reconciler, world: World, new_database: Callable[..., str]) -> None:
+    hostile = "<script>alert(1)</script>"
+    world.add_many(20)
+    world.app.execute("UPDATE orders_order SET customer = %s WHERE id = 8", [hostile])
+    reconcile.run()
+    info = conninfo_to_dict(new_database())
+    named = [str(info.get(name, "")) for name in ("dbname", "host", "user")]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.spark.admin_project", *named, str(reconcile.folder / reconcile.output)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("saved 1 findings in the table") == 2
+    assert "1 reconciliation finding" in done.stdout, "the second time replaced the first"
+    assert hostile not in done.stdout
+    assert html.escape(hostile) in done.stdout
+    assert "python manage.py outbox_trace " in done.stdout
