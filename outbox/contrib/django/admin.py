@@ -58,7 +58,7 @@ class LedgerIdentityAdmin(ReadOnly, _Identities):
 class FindingAdmin(ReadOnly, _Findings):
     """What the last reconciliation found. Mending the data makes a finding go with the next run."""
 
-    list_display = ("finding_class", "severity", "rule", "group", "key", "detail", "at", "first_seen")
+    list_display = ("finding_class", "rule", "group", "key", "detail", "at")
     list_filter = ("finding_class", "severity", "rule", "group", "output")
     search_fields = ("key", "message_id", "transaction_id")
     ordering = ("rule", "finding_class", "group", "key")
