@@ -115,7 +115,7 @@ def main() -> None:
         titles = {
             "parquet": "outbox_spark, whole run, from Parquet",
             "join": "plain full outer join and compare, from Parquet",
-            "hot": "outbox_spark, one key with all messages",
+            "hot": "outbox_spark, scan of one key with all messages",
         }
         for source, title in titles.items():
             if source in wanted:
