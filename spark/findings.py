@@ -26,6 +26,6 @@ def lines(output: str, limit: int | None = None) -> Iterator[str]:
 
 def _plain(value: object) -> str:
     if isinstance(value, datetime):
-        # Spark writes times as INT96: UTC, which other readers are not told.
+        # Results of earlier versions have times as INT96: UTC, which readers other than Spark are not told.
         return value.replace(tzinfo=value.tzinfo or UTC).isoformat()
     return str(value)

@@ -34,6 +34,8 @@ FIXED_SETTINGS: Final = {
     "spark.sql.session.timeZone": "UTC",
     # Inferring filters from a wide row of CASE expressions costs Spark minutes and gigabytes, and finds nothing.
     "spark.sql.constraintPropagation.enabled": "false",
+    # Spark's default, INT96, does not tell other readers that times are UTC.
+    "spark.sql.parquet.outputTimestampType": "TIMESTAMP_MICROS",
 }
 # Only where we start Spark ourselves; spark-submit and its configuration have the say elsewhere.
 LOCAL_SETTINGS: Final = {

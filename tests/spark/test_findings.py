@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pyarrow.parquet as parquet
 import pytest
 from psycopg.conninfo import conninfo_to_dict
 
@@ -31,6 +32,8 @@ def test_lines_are_the_findings_in_force(reconcile: Reconciler, world: World) ->
     assert {line["run"] for line in lines} == {result["run"]}
     assert lines[1]["at"].endswith("+00:00"), lines[1]
     assert len(list(findings.lines(output, limit=1))) == 1
+    schema = parquet.read_schema(next((reconcile.folder / reconcile.output / result["findings"]).glob("*.parquet")))
+    assert str(schema.field("at").type) == "timestamp[us, tz=UTC]", "readers other than Spark must know the zone"
 
 
 def test_no_result_is_an_error(tmp_path: Path) -> None:
