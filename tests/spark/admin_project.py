@@ -64,8 +64,8 @@ def main(name: str, host: str, user: str, output: str) -> None:
     client = Client()
     client.force_login(User.objects.create_superuser("operator"))
     print(client.get("/admin/outbox/finding/").content.decode())
-    lost = Finding.objects.filter(finding_class="MISMATCH").get()
-    print(client.get(f"/admin/outbox/finding/{lost.pk}/change/").content.decode())
+    found = Finding.objects.filter(finding_class="MISMATCH").get()
+    print(client.get(f"/admin/outbox/finding/{found.pk}/change/").content.decode())
 
 
 if __name__ == "__main__":

@@ -51,7 +51,7 @@ def test_a_result_whose_findings_are_gone_is_an_error(reconcile: Reconciler, wor
 
 
 def test_the_admin_shows_the_findings(reconcile: Reconciler, world: World, new_database: Callable[..., str]) -> None:
-    hostile = "<script>alert(1)</script>"
+    hostile = "<script>alert(1)</script>\u2028\x85"
     world.add_many(20)
     world.app.execute("UPDATE orders_order SET customer = %s WHERE id = 8", [hostile])
     reconcile.run()
