@@ -115,36 +115,34 @@ class _Prefilter:
     def _rows(self) -> _Buckets:
         rule, time = self._rule, sql.expression(self._rule.time)
         fields = [f"{sql.expression(item.column)} AS f{number}" for number, item in enumerate(rule.fields)]
-        values = ["key", *(_normal(f"f{number}", item) for number, item in enumerate(rule.fields))]
         where = sql.where([*sql.conditions(contract.rows(rule), None), *self._inside(time)])
-        read = _step(
+        read = sql.step(
             [f"{time}::timestamptz AS at", f"{sql.expression(rule.key)}::text AS key", *fields],
             f"{self._ours.table_of(contract.rows(rule))}{where}",
         )
-        hashed = _step(["at", f"{_hash(values)} AS content", f"{_hash(['key'])} AS key"], f"({read}) source")
+        hashed = sql.step(["at", f"{self._content()} AS content", f"{_hash(['key'])} AS key"], f"({read}) source")
         return self._sums(self._ours, "count(*), bit_xor(content), bit_xor(key)", hashed)
 
     def _messages(self) -> _Buckets:
         rule, selection = self._rule, contract.messages(self._rule)
-        topic = " AND ".join(f"{sql.name(name)} = {sql.text(value)}" for name, value in selection.equals)
+        topic = self._topic()
         known = ["key", "state", "content_type", "decided_at", "stored_at"]
         # The body is parsed only where CASE has seen the topic: other topics may carry other formats.
-        parsed = _step(
+        parsed = sql.step(
             [*known, f"CASE WHEN {topic} THEN convert_from(body, 'UTF8')::jsonb END AS document"],
             f"{self._broker.table_of(selection)} WHERE {topic} AND state <> 'rolled_back'",
         )
         fields = {f"f{number}": _body_value(item) for number, item in enumerate(rule.fields)}
         fields |= {f"kind{n}": _body_kind(item) for n, item in enumerate(rule.fields) if item.type is FieldType.TEXT}
-        split = _step([*known, *(f"{value} AS {name}" for name, value in fields.items())], f"({parsed}) parsed")
+        split = sql.step([*known, *(f"{value} AS {name}" for name, value in fields.items())], f"({parsed}) parsed")
         time = f"f{rule.fields.index(self._timed)}"
-        read = _step([*known, *fields, f"{time}::timestamptz AS at"], f"({split}) split")
-        values = ["key", *(_normal(f"f{number}", item) for number, item in enumerate(rule.fields))]
+        read = sql.step([*known, *fields, f"{time}::timestamptz AS at"], f"({split}) split")
         # Also those stored in the window whose body says another time: they may be of no row, or of an older one.
         inside = f"at IS NULL OR ({' AND '.join(self._inside('at'))}) OR ({' AND '.join(self._inside('stored_at'))})"
-        hashed = _step(
+        hashed = sql.step(
             [
                 "at",
-                f"{_hash(values)} AS content",
+                f"{self._content()} AS content",
                 "state IN ('committed', 'recalled') AS is_sent",
                 f"{self._odd()} AS is_odd",
                 f"{inside} AS is_inside",
@@ -156,6 +154,13 @@ class _Prefilter:
             "count(*) FILTER (WHERE is_inside AND is_odd)"
         )
         return self._sums(self._broker, sums, hashed, " HAVING bool_or(is_inside)")
+
+    def _content(self) -> str:
+        """The hash of the key and the compared fields f0, f1, …: of a row and of its message the same."""
+        return _hash(["key", *(_normal(f"f{number}", item) for number, item in enumerate(self._rule.fields))])
+
+    def _topic(self) -> str:
+        return " AND ".join(f"{sql.name(n)} = {sql.text(v)}" for n, v in contract.messages(self._rule).equals)
 
     def _odd(self) -> str:
         """What makes a message one to be read: its state, its form, or that it came late."""
@@ -175,8 +180,8 @@ class _Prefilter:
         late = f"e.effect_time - r.row_time > {_interval(group.within_seconds)}"
         rows_where = sql.where(sql.conditions(mine, None))
         effects_where = sql.where(sql.conditions(theirs, self._window.since))
-        inside = " AND ".join(self._inside("r.row_time")) or "true"
-        joined = _step(
+        inside = " AND ".join(self._inside("r.row_time"))
+        joined = sql.step(
             ["r.row_time AS at", f"{_hash(['e.effect_key::text'])} AS key", f"{late} AS is_late"],
             f"(SELECT {sql.expression(group.key or '')} AS effect_key, "
             f"{sql.expression(group.time or '')}::timestamptz AS effect_time "
@@ -208,7 +213,7 @@ class _Prefilter:
             return Limits(is_nothing=True)
         ranges = _ranges(buckets)
         rows = self._within(sql.expression(rule.time), ranges)
-        topic = " AND ".join(f"{sql.name(n)} = {sql.text(v)}" for n, v in contract.messages(rule).equals)
+        topic = self._topic()
         time = _body_value(self._timed, "convert_from(body, 'UTF8')::jsonb")
         messages = self._within(f"(CASE WHEN {topic} THEN ({time})::timestamptz END)", ranges)
         where = sql.where([*sql.conditions(contract.rows(rule), None), rows])
@@ -239,15 +244,6 @@ class _Prefilter:
         statement = f"SELECT {number}, {sums} FROM ({hashed}) hashed GROUP BY {self._bucket('at')}{having}"
         rows = source.attempt(statement, about="the checksums")
         return _Buckets({row[0]: tuple(int(value or 0) for value in row[1:]) for row in rows})
-
-
-def _step(items: list[str], source: str) -> str:
-    """A subquery whose columns are computed once, by parallel workers too.
-
-    PostgreSQL would copy the expression of a column to each of its uses (a body was parsed nine times), unless one
-    column of the subquery is volatile. OFFSET 0 and MATERIALIZED hinder it as well, but are not for parallel workers.
-    """
-    return f"SELECT clock_timestamp() AS fence, {', '.join(items)} FROM {source}"
 
 
 def _interval(seconds: float) -> str:

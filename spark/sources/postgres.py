@@ -202,11 +202,8 @@ class PostgresSource:
         time = f"{sql.expression(selection.time)}::timestamptz"
         terms = sql.conditions(selection, since)
         self._check_finite(selection, time, terms)
-        # A volatile column: otherwise the planner expects as many buckets as rows, and leaves parallel workers out.
-        source = (
-            f"SELECT clock_timestamp() AS fence, date_bin('{bucket_seconds} s', {time}, 'epoch') AS bucket "
-            f"FROM {self.table_of(selection)}{sql.where(terms)}"
-        )
+        bucket = f"date_bin('{bucket_seconds} s', {time}, 'epoch') AS bucket"
+        source = sql.step([bucket], f"{self.table_of(selection)}{sql.where(terms)}")
         rows = self.query(f"SELECT bucket, count(*) FROM ({source}) source GROUP BY bucket ORDER BY bucket")
         return [(row[0], int(row[1])) for row in rows]
 

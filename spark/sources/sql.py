@@ -81,6 +81,15 @@ def select(selection: Selection, schema: str | None, terms: Sequence[str]) -> st
     return f"SELECT {items} FROM {table_name(selection.table, schema)}{where(terms)}"
 
 
+def step(items: Sequence[str], source: str) -> str:
+    """A subquery whose columns are computed once, by parallel workers too (docs/decisions/021).
+
+    PostgreSQL would copy the expression of a column to each of its uses (a body was parsed nine times), unless one
+    column of the subquery is volatile. OFFSET 0 and MATERIALIZED hinder it as well, but are not for parallel workers.
+    """
+    return f"SELECT clock_timestamp() AS fence, {', '.join(items)} FROM {source}"
+
+
 def where(terms: Sequence[str]) -> str:
     """A WHERE clause, empty without terms."""
     return f" WHERE {' AND '.join(terms)}" if terms else ""
