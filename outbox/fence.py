@@ -19,10 +19,18 @@ _reason: ContextVar[Callable[[], str] | None] = ContextVar("outbox_fence", defau
 
 def check() -> None:
     """Raise LeaseLost when the attempt that calls this does not count any more. Outside a consumer: nothing."""
-    reason_of = _reason.get()
-    reason = reason_of() if reason_of is not None else ""
-    if reason:
+    if reason := _why():
         raise LeaseLost(f"{reason}; its effects must be rolled back, the message is delivered again.")
+
+
+def is_lost() -> bool:
+    """Whether `check` would raise."""
+    return bool(_why())
+
+
+def _why() -> str:
+    reason_of = _reason.get()
+    return reason_of() if reason_of is not None else ""
 
 
 @contextmanager

@@ -249,6 +249,14 @@ class InMemoryBroker:
 
     # -- check-back -----------------------------------------------------------------------------
 
+    def hint_checks(self, transaction_ids: Sequence[UUID]) -> None:
+        """See ports.Broker."""
+        with self._lock:
+            for transaction_id in transaction_ids:
+                transaction = self._transactions.get(transaction_id)
+                if transaction is not None and transaction.due_at is not None:
+                    transaction.due_at = self.now()
+
     def claim_checks(self, producer_group: str, *, limit: int = 500) -> list[Check]:
         """See ports.Broker."""
         with self._lock:

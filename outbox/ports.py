@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
+from uuid import UUID
 
 from outbox.errors import PartialFailure
 from outbox.message import Delivery, Message, SendReceipt
@@ -36,6 +37,9 @@ class Broker(Protocol):
 
     def end(self, ends: Sequence[EndTransaction], *, timeout_seconds: float = 3.0) -> list[EndStatus]:
         """Record decisions. The first decision of a transaction stands; one status per end, in order."""
+
+    def hint_checks(self, transaction_ids: Sequence[UUID]) -> None:
+        """Ask for an early check of half transactions; one-way, so a broker that cannot take it raises nothing."""
 
     def claim_checks(self, producer_group: str, *, limit: int = 500) -> list[Check]:
         """Undecided half messages of the group that are due to be asked about, claimed for this caller."""

@@ -9,8 +9,9 @@ from typing import Any, cast
 
 import pytest
 from asgiref.sync import async_to_sync, sync_to_async
-from django.db import IntegrityError, connections, transaction
+from django.db import IntegrityError, OperationalError, connections, transaction
 from django.test import AsyncClient, Client
+from django.test.utils import CaptureQueriesContext
 
 from outbox import faults
 from outbox.contrib.django import run_check_back, transactional_message
@@ -94,7 +95,7 @@ def test_set_rollback_is_reported_too(path: str) -> None:
     assert decisions() == ({"quiet": "R"} if path == "two_phase" else {})
 
 
-def test_an_error_out_of_commit_is_left_to_check_back(path: str) -> None:
+def test_an_error_out_of_commit_is_judged_by_what_the_database_says_of_it(path: str) -> None:
     @transactional_message("payments", key="twice", body={})
     def pay() -> None:
         Payment.objects.create(reference="twice")
@@ -102,10 +103,30 @@ def test_an_error_out_of_commit_is_left_to_check_back(path: str) -> None:
     Payment.objects.create(reference="twice")
     with pytest.raises(IntegrityError):
         pay()
-    assert decisions() == ({"twice": None} if path == "two_phase" else {})
-    if path == "two_phase":
-        run_check_back()
-        assert decisions() == {"twice": "R"}
+    assert decisions() == ({"twice": "R"} if path == "two_phase" else {})
+
+
+def test_the_database_is_asked_again_where_the_connection_was_cut() -> None:
+    @transactional_message("payments", key="cut", body={})
+    def pay() -> None:
+        Payment.objects.create(reference="cut")
+        with connections["other"].cursor() as cursor:
+            cursor.execute(
+                "SELECT pg_terminate_backend(%s, 5000)", [connections["default"].connection.info.backend_pid]
+            )
+
+    with pytest.raises(OperationalError):
+        pay()
+    assert decisions() == {"cut": "R"}
+
+
+def test_a_decorated_function_costs_one_statement_more_than_a_block_of_its_own(path: str) -> None:
+    """The look at its own row, before COMMIT instead of after it."""
+    create("warm-up")
+    with CaptureQueriesContext(connections["default"]) as queries:
+        create("counted")
+    statements = [query["sql"] for query in queries if query["sql"] not in ("BEGIN", "COMMIT")]
+    assert len(statements) == (3 if path == "two_phase" else 1), statements
 
 
 def test_nested_decorators_stand_and_fall_with_their_savepoints(path: str) -> None:

@@ -13,8 +13,9 @@ from django.db import DatabaseError, connections, transaction
 from django.test.utils import CaptureQueriesContext
 
 from outbox import Delivery, Message, OnError, Start
-from outbox.contrib.django import inbox, registry, subscriber
+from outbox.contrib.django import registry, subscriber
 from outbox.contrib.django.inbox import InboxInvoker
+from outbox.contrib.django.inbox_entries import InboxEntries
 from outbox.errors import ConfigurationError, InvalidFilter, InvalidSubscription, PartialFailure, TransactionUsageError
 from outbox.ids import uuid7
 from outbox.ports import Disposition
@@ -179,7 +180,7 @@ def test_a_frozen_owner_blocks_its_successor_no_longer_than_half_a_lease() -> No
     register()
     once = delivery("one")
     with transaction.atomic():
-        inbox.enter(connections["default"], "effects", 1, [once.message_id], lease_seconds=60)
+        InboxEntries(connections["default"], "effects", 1).enter([once], lease_seconds=60)
 
         def successor() -> Any:
             try:
@@ -256,7 +257,7 @@ def test_statements_per_message() -> None:
     run([delivery("warm-up")])
     with CaptureQueriesContext(connections["default"]) as queries:
         run([delivery("counted")])
-    assert [query["sql"].split()[0] for query in queries] == ["BEGIN", "INSERT", "INSERT", "COMMIT"]
+    assert [query["sql"].split()[0] for query in queries] == ["BEGIN", "INSERT", "INSERT", "SELECT", "COMMIT"]
 
 
 def test_statements_per_batch_do_not_grow_with_it() -> None:
@@ -267,7 +268,7 @@ def test_statements_per_batch_do_not_grow_with_it() -> None:
     run([delivery("warm-up")])
     with CaptureQueriesContext(connections["default"]) as queries:
         assert run([delivery(str(number)) for number in range(500)]) == [HANDLED] * 500
-    assert len(queries) == 4
+    assert len(queries) == 5
 
 
 # -- registration ---------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from django.apps import AppConfig
+from django.db.backends.signals import connection_created
 from django.db.models.signals import post_migrate
 
 
@@ -17,7 +18,9 @@ class OutboxConfig(AppConfig):
     def ready(self) -> None:
         """Wire what has to be there before the first request; nothing here touches a database."""
         from outbox.contrib.django import system_checks
+        from outbox.contrib.django.blocks import watch_connection
         from outbox.contrib.django.installation import after_migrate
 
         system_checks.register_all()
+        connection_created.connect(watch_connection, dispatch_uid="outbox.watch_connection")
         post_migrate.connect(after_migrate, sender=self, dispatch_uid="outbox.after_migrate")

@@ -13,12 +13,19 @@ from asgiref.sync import async_to_sync, sync_to_async
 from django.db import connections, router, transaction
 
 from outbox import names
+from outbox.contrib.django.blocks import watch_of
+from outbox.contrib.django.ends import (
+    Published,
+    confirm_before_commit,
+    mark_transaction,
+    report_rollback,
+    require_marked,
+)
 from outbox.contrib.django.lookups import Lookup, register_lookup
 from outbox.contrib.django.messages import due, message
-from outbox.contrib.django.publishing import Published, end_soon, publish_bound
+from outbox.contrib.django.publishing import publish_bound
 from outbox.errors import ConfigurationError
 from outbox.faults import point
-from outbox.transaction import Decision, EndTransaction, HalfTransaction
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -177,23 +184,41 @@ class _Call:
         """Open the block, publish, run, leave the block; report a rollback where it is certain."""
         arguments = self._arguments(args, kwargs)
         alias = self.using or _default_alias()
-        after = any(part.needs_result for part in self.parts.values())
         published: Published | None = None
-        # From the moment COMMIT may have been sent, an exception proves nothing; until then it proves rollback.
-        certain = True
+        committing = False
         try:
             with transaction.atomic(using=alias, durable=self.durable):
-                if not after:
+                connection = connections[alias]
+                watch_of(connection).bind(self.name)
+                if self.is_late:
+                    mark = mark_transaction(connection)
+                    result = function(*args, **kwargs)
+                    if not connection.needs_rollback:
+                        require_marked(connection, mark, self.name)
+                        published = self._publish(alias, {**arguments, _RESULT: result})
+                else:
                     published = self._publish(alias, arguments)
-                result = function(*args, **kwargs)
-                if after:
-                    published = self._publish(alias, {**arguments, _RESULT: result})
+                    result = function(*args, **kwargs)
+                    confirm_before_commit(connection, published, self.name)
                 point("producer.before_local_commit")
-                certain = connections[alias].needs_rollback
+                committing = not connection.needs_rollback
+        except BaseException:
+            committing = False
+            raise
         finally:
-            if certain and published is not None and published.half is not None:
-                _report_rollback(published.half)
+            if not committing and published is not None and published.half is not None:
+                report_rollback(connections[alias], published.half, published.xid)
         return result
+
+    @property
+    def name(self) -> str:
+        """The decorated function, for errors."""
+        return self.function.__qualname__
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the message can only be built when the function has run."""
+        return any(part.needs_result for part in self.parts.values())
 
     def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         bound = self.signature.bind(*args, **kwargs)
@@ -211,11 +236,3 @@ def _default_alias() -> str:
     from outbox.contrib.django.models import LedgerEntry
 
     return router.db_for_write(LedgerEntry)
-
-
-def _report_rollback(half: HalfTransaction) -> None:
-    end_soon(
-        EndTransaction(
-            transaction_id=half.transaction_id, decision=Decision.ROLLBACK, producer_group=half.producer_group
-        )
-    )

@@ -1,6 +1,6 @@
-"""Sends end messages in the background, so that no request waits for them. Losing them is harmless.
+"""Sends end messages and hints in the background, so that no request waits for them. Losing them is harmless.
 
-One daemon thread per process, started by the first end after start or fork. Ends are batched; the queue is
+One daemon thread per process, started by the first of them after start or fork. They are batched; the queue is
 bounded and drops what does not fit, because check-back finds out anyway.
 """
 
@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from typing import Final
+from uuid import UUID
 
 from outbox.errors import BrokerError
 from outbox.faults import point
@@ -25,6 +26,9 @@ logger = logging.getLogger(__name__)
 MAX_QUEUED: Final = 10_000
 MAX_BATCH: Final = 500
 _EXIT_SECONDS: Final = 2.0
+
+# A decision, or the id of a transaction to check soon.
+_Item = EndTransaction | UUID
 
 
 class Flusher:
@@ -39,14 +43,21 @@ class Flusher:
 
     def _reset(self) -> None:
         """Also after a fork: the parent's thread is not in the child, and its ends are the parent's to send."""
-        self._queue: queue.Queue[EndTransaction] = queue.Queue(MAX_QUEUED)
+        self._queue: queue.Queue[_Item] = queue.Queue(MAX_QUEUED)
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
     def end(self, end: EndTransaction) -> None:
         """Queue an end message; returns at once. Dropped when the queue is full."""
+        self._put(end)
+
+    def hint(self, transaction_id: UUID) -> None:
+        """Queue a hint to check soon; otherwise like `end`."""
+        self._put(transaction_id)
+
+    def _put(self, item: _Item) -> None:
         try:
-            self._queue.put_nowait(end)
+            self._queue.put_nowait(item)
         except queue.Full:
             self.dropped += 1
             if self.dropped % MAX_QUEUED == 1:
@@ -81,20 +92,27 @@ class Flusher:
     def _run(self) -> None:
         work = self._queue
         while True:
-            ends = _take(work)
+            items = _take(work)
             try:
-                point("producer.before_end")
-                self._receiver().end(ends)
-                point("producer.after_end")
+                self._send(items)
             except BrokerError as error:
-                logger.warning("%d end messages were not sent, check-back will settle them: %s", len(ends), error)
+                logger.warning("%d end messages were not sent, check-back will settle them: %s", len(items), error)
             except Exception:
-                logger.exception("the flusher failed; check-back will settle %d end messages", len(ends))
-            for _ in ends:
+                logger.exception("the flusher failed; check-back will settle %d end messages", len(items))
+            for _ in items:
                 work.task_done()
 
+    def _send(self, items: list[_Item]) -> None:
+        broker = self._receiver()
+        if ends := [item for item in items if isinstance(item, EndTransaction)]:
+            point("producer.before_end")
+            broker.end(ends)
+            point("producer.after_end")
+        if hints := [item for item in items if isinstance(item, UUID)]:
+            broker.hint_checks(hints)
 
-def _take(work: queue.Queue[EndTransaction]) -> list[EndTransaction]:
+
+def _take(work: queue.Queue[_Item]) -> list[_Item]:
     """Wait for something to do, then take all of it up to the batch limit."""
     items = [work.get()]
     while len(items) < MAX_BATCH:

@@ -11,16 +11,17 @@ import logging
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any, Final
 from uuid import UUID
 
 from django.db import connections, router, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
-from django.db.utils import IntegrityError, OperationalError
+from django.db.utils import OperationalError
 
 from outbox import fence
+from outbox.contrib.django.blocks import watch_of
+from outbox.contrib.django.inbox_entries import InboxEntries
 from outbox.contrib.django.registry import Subscriber, find_subscriber
-from outbox.errors import ConfigurationError, PartialFailure, TransactionUsageError
+from outbox.errors import ConfigurationError, PartialFailure, PermanentError
 from outbox.faults import point
 from outbox.message import Delivery
 from outbox.ports import AnyHandler, Disposition, call_handler
@@ -29,69 +30,6 @@ from outbox.subscription import Subscription
 logger = logging.getLogger(__name__)
 
 Result = Disposition | Exception
-
-# The timeouts hold for this transaction only (right behind a pooler too) and are set by the statement itself,
-# before it can wait: a handler frozen together with its lease must not block the next owner of the queue.
-_INSERT_POSTGRESQL: Final = """
-INSERT INTO outbox_inbox (consumer_group, generation, message_id)
-SELECT %s, %s, message_id
-FROM (SELECT set_config('lock_timeout', %s, true) AS lock_timeout,
-             set_config('idle_in_transaction_session_timeout', %s, true) AS idle_timeout) AS setting,
-     unnest(%s::uuid[]) AS message_id
-WHERE lock_timeout IS NOT NULL AND idle_timeout IS NOT NULL
-ORDER BY message_id
-ON CONFLICT DO NOTHING
-RETURNING message_id
-"""
-
-_INSERT: Final = "INSERT INTO outbox_inbox (consumer_group, generation, message_id) VALUES (%s, %s, %s)"
-_INSERT_SQLITE: Final = f"{_INSERT} ON CONFLICT DO NOTHING"
-
-_DELETE: Final = """
-DELETE FROM outbox_inbox WHERE consumer_group = %s AND generation = %s AND message_id = %s
-"""
-
-
-def enter(
-    connection: BaseDatabaseWrapper,
-    group: str,
-    generation: int,
-    message_ids: Sequence[UUID],
-    *,
-    lease_seconds: float,
-) -> set[UUID]:
-    """Write the inbox rows of messages inside the open transaction; returns those that were not there yet."""
-    if connection.vendor == "postgresql":
-        limits = [str(round(lease_seconds * share * 1000)) for share in (0.5, 0.8)]
-        with connection.cursor() as cursor:
-            parameters: list[Any] = [group, generation, *limits, list(message_ids)]
-            cursor.execute(_INSERT_POSTGRESQL, parameters)
-            return {row[0] for row in cursor.fetchall()}
-    return {value for value in sorted(message_ids) if _enter_one(connection, group, generation, value)}
-
-
-def _enter_one(connection: BaseDatabaseWrapper, group: str, generation: int, message_id: UUID) -> bool:
-    stored = message_id if connection.features.has_native_uuid_field else message_id.hex
-    parameters: list[Any] = [group, generation, stored]
-    with connection.cursor() as cursor:
-        if connection.vendor == "sqlite":
-            cursor.execute(_INSERT_SQLITE, parameters)
-            return bool(cursor.rowcount == 1)
-        try:
-            with transaction.atomic(using=connection.alias):
-                cursor.execute(_INSERT, parameters)
-        except IntegrityError:
-            return False
-        return True
-
-
-def leave(connection: BaseDatabaseWrapper, group: str, generation: int, message_ids: Sequence[UUID]) -> None:
-    """Remove the rows of messages whose effects the handler took back."""
-    native = connection.features.has_native_uuid_field
-    with connection.cursor() as cursor:
-        cursor.executemany(
-            _DELETE, [[group, generation, value if native else value.hex] for value in sorted(message_ids)]
-        )
 
 
 class InboxInvoker:
@@ -123,27 +61,23 @@ class InboxInvoker:
         deliveries: Sequence[Delivery],
         generation: int,
     ) -> Sequence[Result]:
-        alias = registered.using or _default_alias()
-        connection = connections[alias]
-        group = subscription.group
-        with transaction.atomic(using=alias):
-            ids = [delivery.message_id for delivery in deliveries]
-            new = enter(connection, group, generation, ids, lease_seconds=self._lease_seconds)
-            # One message may come twice: redelivered, and back from the retry queue. The first of them is handled.
-            firsts: dict[UUID, Delivery] = {}
-            for delivery in deliveries:
-                firsts.setdefault(delivery.message_id, delivery)
-            fresh = [delivery for message_id, delivery in firsts.items() if message_id in new]
-            failed = _handle(subscription, handler, fresh)
-            if failed:
-                leave(connection, group, generation, list(failed))
-            if connection.needs_rollback:
-                raise TransactionUsageError(
-                    f"{registered.name} marked its transaction for rollback without raising: the message counts as "
-                    f"failed. Raise the error that made it do so."
-                )
-            point("consumer.before_inbox_commit")
-            fence.check()
+        connection = connections[registered.using or _default_alias()]
+        inbox = InboxEntries(connection, subscription.group, generation)
+        fresh: list[Delivery] = []
+        try:
+            with transaction.atomic(using=connection.alias):
+                fresh = inbox.enter(deliveries, lease_seconds=self._lease_seconds)
+                watch_of(connection).bind(registered.name)
+                failed = _handle(subscription, handler, fresh)
+                inbox.leave(failed)
+                inbox.confirm([item for item in fresh if item.message_id not in failed], registered.name)
+                point("consumer.before_inbox_commit")
+                fence.check()
+        except Exception as error:
+            stayed = inbox.still_there(fresh)
+            if not stayed:
+                raise
+            return [_half_done(registered.name, error) if item.message_id in stayed else error for item in deliveries]
         point("consumer.after_inbox_commit")
         called = set(map(id, fresh))
         return [_result(delivery, id(delivery) in called, failed) for delivery in deliveries]
@@ -162,6 +96,16 @@ def _handle(subscription: Subscription, handler: AnyHandler, deliveries: Sequenc
             if delivery.message_id in partial.errors
         }
     return {}
+
+
+def _half_done(name: str, error: Exception) -> PermanentError:
+    failure = PermanentError(
+        f"{name} ended its transaction by hand (COMMIT) and then failed: {type(error).__name__}: {error}. What it "
+        f"committed stays, together with the note that the message was handled, so that no later attempt would run: "
+        f"set right by hand what is missing. Leave COMMIT to the transaction that surrounds the handler."
+    )
+    failure.__cause__ = error
+    return failure
 
 
 def _result(delivery: Delivery, called: bool, failed: dict[UUID, Exception]) -> Result:

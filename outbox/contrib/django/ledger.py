@@ -29,24 +29,74 @@ class Identity:
 
 _INSERT_COMMITTED: Final = "INSERT INTO outbox_ledger (transaction_id, state) VALUES (%s, 'C')"
 
-# A row written inside a savepoint carries the subtransaction's id: only such a row can go while the rest commits.
-_INSERT_COMMITTED_POSTGRESQL: Final = """
-INSERT INTO outbox_ledger (transaction_id, state) VALUES (%s, 'C')
-RETURNING xmin <> pg_current_xact_id()::xid
-"""
+# The id of the (top) transaction is what tells later how it ended.
+_INSERT_COMMITTED_POSTGRESQL: Final = f"{_INSERT_COMMITTED} RETURNING pg_current_xact_id()::text"
 
 
-def insert_committed(connection: BaseDatabaseWrapper, transaction_id: UUID) -> bool:
+def insert_committed(connection: BaseDatabaseWrapper, transaction_id: UUID) -> str:
     """Write the row of the local transaction that is open on `connection`.
 
-    Returns whether the row can still be rolled back while that transaction commits, because it was (or, where the
-    database cannot tell, may have been) written inside a savepoint. Raises IntegrityError if a tombstone is there.
+    Returns the database's own id of that transaction, '' where it has none that could be asked about (only
+    PostgreSQL has). Raises IntegrityError if a tombstone is there.
     """
     with connection.cursor() as cursor:
         if connection.vendor != "postgresql":
             cursor.execute(_INSERT_COMMITTED, [_stored(connection, transaction_id)])
-            return True
+            return ""
         cursor.execute(_INSERT_COMMITTED_POSTGRESQL, [transaction_id])
+        return str(cursor.fetchone()[0])
+
+
+_CURRENT_XID: Final = "SELECT pg_current_xact_id()::text"
+
+
+def current_xid(connection: BaseDatabaseWrapper) -> str:
+    """PostgreSQL only: the id of the transaction that is open."""
+    with connection.cursor() as cursor:
+        cursor.execute(_CURRENT_XID)
+        return str(cursor.fetchone()[0])
+
+
+# A replica may not have seen the commit yet, so it says nothing. (A balancer or pooler may lead to one.)
+_COMMITTED_POSTGRESQL: Final = """
+SELECT transaction_id FROM outbox_ledger
+WHERE transaction_id = ANY (%s) AND state = 'C' AND NOT pg_is_in_recovery()
+"""
+
+
+def committed(connection: BaseDatabaseWrapper, transaction_ids: Sequence[UUID]) -> set[UUID]:
+    """Those transactions whose row 'C' is visible here. Of the others nothing is known.
+
+    Visible to the transaction that wrote it, the row is still part of it; visible outside, it is committed.
+    """
+    if connection.vendor != "postgresql":
+        return {value for value, state in states(connection, transaction_ids).items() if state == COMMITTED}
+    with connection.cursor() as cursor:
+        cursor.execute(_COMMITTED_POSTGRESQL, [list(transaction_ids)])
+        return {row[0] for row in cursor.fetchall()}
+
+
+# Aborted as a whole; or still open, and the row was taken back with a savepoint.
+_ROLLED_BACK_POSTGRESQL: Final = """
+SELECT NOT pg_is_in_recovery()
+   AND (pg_xact_status(%(xid)s::xid8) = 'aborted'
+        OR (pg_current_xact_id_if_assigned() = %(xid)s::xid8
+            AND NOT EXISTS (SELECT FROM outbox_ledger WHERE transaction_id = %(transaction_id)s)))
+"""
+
+
+def is_rolled_back(connection: BaseDatabaseWrapper, transaction_id: UUID, xid: str) -> bool:
+    """Whether the local transaction that wrote this row is certain never to commit it; asked where it was written.
+
+    PostgreSQL says how the transaction `xid` (from `insert_committed`) ended. SQLite has one file and one writer: a
+    row that its own connection does not see is gone. Elsewhere, and in every doubt: False.
+    """
+    if connection.vendor == "sqlite":
+        return not states(connection, [transaction_id])
+    if connection.vendor != "postgresql" or not xid:
+        return False
+    with connection.cursor() as cursor:
+        cursor.execute(_ROLLED_BACK_POSTGRESQL, {"xid": xid, "transaction_id": transaction_id})
         return bool(cursor.fetchone()[0])
 
 

@@ -9,9 +9,7 @@ of its transaction.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime, timedelta
-from functools import partial
 from typing import Any
 from uuid import UUID
 
@@ -27,13 +25,14 @@ from outbox.broker.install import missing
 from outbox.broker.log import append_decided
 from outbox.broker.postgres import PostgresBroker
 from outbox.contrib.django import ledger
+from outbox.contrib.django.blocks import require_whole
 from outbox.contrib.django.broker import (
     broker_identity,
-    flusher,
     get_broker,
     get_catalog,
 )
 from outbox.contrib.django.conf import OutboxSettings, PathChoice, get_settings
+from outbox.contrib.django.ends import Published, report_after_commit
 from outbox.contrib.django.locks import lock_keys
 from outbox.contrib.django.messages import message
 from outbox.contrib.django.transactions import current_transaction, facts_of, in_test_case, ledger_id_of
@@ -42,7 +41,7 @@ from outbox.faults import point
 from outbox.memory import InMemoryBroker
 from outbox.message import Message, SendReceipt
 from outbox.topic import Topic
-from outbox.transaction import Decision, EndTransaction, HalfTransaction
+from outbox.transaction import HalfTransaction
 
 
 def publish(
@@ -110,14 +109,6 @@ def publish_messages(messages: Sequence[Message], *, using: str | None = None) -
     return list(publish_bound(messages, using=using).receipts) if messages else []
 
 
-@dataclass(frozen=True, slots=True)
-class Published:
-    """The receipts of one call, and its half transaction if it went the two-phase path."""
-
-    receipts: Sequence[SendReceipt]
-    half: HalfTransaction | None = None
-
-
 @async_unsafe(
     "publish() waits for databases: in a coroutine write `await sync_to_async(publish)(…)`, which also joins the "
     "transaction of an async subscriber or of @transactional_message."
@@ -129,6 +120,8 @@ def publish_bound(messages: Sequence[Message], *, using: str | None = None, chec
     if connection is None:
         _refuse_leak_from_test(settings, using)
         return Published(get_broker().send(messages, timeout_seconds=settings.send_timeout_seconds))
+    watch = require_whole(connection, f"publishing {messages[0].message_id} for topic {messages[0].topic!r}")
+    watch.bind(f"the message for topic {messages[0].topic!r}")
     if takes_atomic_path(connection, settings):
         return Published(_publish_atomic(connection, settings, messages))
     return _publish_two_phase(connection, settings, messages, checker)
@@ -200,9 +193,9 @@ def _publish_two_phase(
         raise _test_leak(f"a half message for {messages[0].topic!r}")
     try:
         _lock_keys(connection, [_topic(settings, item.topic) for item in messages], messages)
-        in_savepoint, ledger_id = True, None
+        xid, ledger_id = "", None
         if settings.ledger:
-            in_savepoint, ledger_id = _enter_in_ledger(connection, messages[0])
+            xid, ledger_id = _enter_in_ledger(connection, messages[0])
         half = HalfTransaction(producer_group=group, messages=messages, ledger_id=ledger_id, checker=checker)
         point("producer.before_half")
         receipts = get_broker().send_half(half, timeout_seconds=settings.send_timeout_seconds)
@@ -211,20 +204,15 @@ def _publish_two_phase(
         # The half may have been stored all the same; without its ledger row, check-back rolls it back.
         connection.set_rollback(True)
         raise
-    end = EndTransaction(transaction_id=half.transaction_id, decision=Decision.COMMIT, producer_group=group)
-    transaction.on_commit(
-        partial(_end_after_commit, connection.alias, end, in_savepoint=in_savepoint, ledger_on=settings.ledger),
-        using=connection.alias,
-        robust=True,
-    )
-    return Published(receipts, half)
+    report_after_commit(connection, half)
+    return Published(receipts, half, xid)
 
 
-def _enter_in_ledger(connection: BaseDatabaseWrapper, first: Message) -> tuple[bool, UUID]:
+def _enter_in_ledger(connection: BaseDatabaseWrapper, first: Message) -> tuple[str, UUID]:
     point("producer.before_ledger")
     ledger_id = ledger_id_of(connection)
     try:
-        in_savepoint = ledger.insert_committed(connection, first.message_id)
+        xid = ledger.insert_committed(connection, first.message_id)
     except IntegrityError as error:
         raise TransactionAlreadyRolledBack(
             f"transaction {first.message_id} (topic {first.topic!r}) has a ledger row already: a check-back decided "
@@ -232,37 +220,7 @@ def _enter_in_ledger(connection: BaseDatabaseWrapper, first: Message) -> tuple[b
             f"rolled back; run the whole operation again, with a new message."
         ) from error
     point("producer.after_ledger")
-    return in_savepoint, ledger_id
-
-
-def _end_after_commit(alias: str, end: EndTransaction, *, in_savepoint: bool, ledger_on: bool) -> None:
-    """Report the commit, unless the publish call was rolled back to a savepoint.
-
-    Django runs on_commit callbacks even of work that a manual `savepoint_rollback` undid; the ledger row tells.
-    """
-    point("producer.after_local_commit")
-    connection = connections[alias]
-    if ledger_on:
-        if in_savepoint and end.transaction_id not in ledger.states(connection, [end.transaction_id]):
-            end_soon(
-                EndTransaction(
-                    transaction_id=end.transaction_id, decision=Decision.ROLLBACK, producer_group=end.producer_group
-                )
-            )
-            return
-    elif connection.savepoint_state:
-        # Without the ledger nothing tells whether a savepoint took the work back: check-back looks.
-        return
-    end_soon(end)
-
-
-def end_soon(end: EndTransaction) -> None:
-    """Report a decision without waiting. The in-memory broker is told at once, so that tests need not wait either."""
-    broker = get_broker()
-    if isinstance(broker, InMemoryBroker):
-        broker.end([end])
-    else:
-        flusher.end(end)
+    return xid, ledger_id
 
 
 # -- what both share --------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.utils import DatabaseError, OperationalError, ProgrammingError
 
 from outbox.contrib.django import ledger
+from outbox.contrib.django.blocks import begun_by_hand, is_test_case
 from outbox.errors import ConfigurationError, TransactionUsageError
 
 
@@ -45,20 +46,22 @@ def current_transaction(using: str | None) -> BaseDatabaseWrapper | None:
 
 def in_transaction(connection: BaseDatabaseWrapper) -> bool:
     """Whether an atomic block is open on the connection, other than the one of a TestCase."""
-    return not all(map(_is_test_case, connection.atomic_blocks))
+    return not all(map(is_test_case, connection.atomic_blocks))
 
 
 def in_test_case(connection: BaseDatabaseWrapper) -> bool:
     """Whether the connection's outermost atomic block is that of a TestCase: it will never commit."""
-    return bool(connection.atomic_blocks) and _is_test_case(connection.atomic_blocks[0])
-
-
-def _is_test_case(block: Any) -> bool:
-    return bool(block._from_testcase)
+    return bool(connection.atomic_blocks) and is_test_case(connection.atomic_blocks[0])
 
 
 def _refuse_manual_commit(connection: BaseDatabaseWrapper) -> None:
     manual = not connection.commit_on_exit if connection.in_atomic_block else not connection.get_autocommit()
+    if not manual and begun_by_hand(connection):
+        raise TransactionUsageError(
+            f"a transaction was begun by hand on {connection.alias!r}, and nobody tells when it commits: put the write "
+            f"and the publish call into `with transaction.atomic(using={connection.alias!r})` instead of BEGIN and "
+            f"COMMIT; if the message belongs to another database, name that: publish(…, using=…)."
+        )
     if manual:
         raise TransactionUsageError(
             f"the connection {connection.alias!r} is in manual-commit mode (autocommit is off), where nobody tells "

@@ -1,0 +1,200 @@
+"""What happened to the transaction of an atomic block, beside what Django knows of it.
+
+Django takes a block's transaction for whole from its BEGIN to its COMMIT. Application code can end it earlier by
+hand, and then the rest of the block runs in another transaction (or, on SQLite, in none): what was written before
+may be gone, or committed already. A message must not be bound to such a block. The watch sees every statement that
+passes Django's cursors; what is executed on the driver's own connection it sees only where that leaves no
+transaction open. What is left (`ROLLBACK; BEGIN` on the driver's connection) is found by reading the ledger or
+inbox row again.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Final
+from uuid import UUID
+
+from django.db.backends.base.base import BaseDatabaseWrapper
+from django.db.transaction import Atomic
+from psycopg import Connection, pq
+from psycopg import Error as DriverError
+
+from outbox.errors import TransactionUsageError
+
+# Ends the transaction; ROLLBACK TO SAVEPOINT does not. Behind a semicolon only where no text constant or function
+# body can contain one.
+_ENDS: Final = re.compile(
+    r"(?:\s|--[^\n]*\n|/\*.*?\*/)*"
+    r"(commit|end|abort|prepare\s+transaction|rollback(?!\s+(?:work\s+|transaction\s+)?to\b))\b",
+    re.IGNORECASE | re.DOTALL,
+)
+_QUOTES: Final = re.compile(r"['\"$]")
+
+
+@dataclass(slots=True)
+class Halves:
+    """The half transactions of one run of a block, and (once it was looked up) which of them the ledger has."""
+
+    ids: list[UUID] = field(default_factory=list)
+    in_ledger: set[UUID] | None = None
+
+    def add(self, transaction_id: UUID) -> None:
+        """What was looked up before does not hold any more."""
+        self.ids.append(transaction_id)
+        self.in_ledger = None
+
+
+class BlockWatch:
+    """Watches one connection; an execute wrapper of Django's, installed when the connection is made.
+
+    What it notes holds for one run of an outermost block.
+    """
+
+    def __init__(self, connection: BaseDatabaseWrapper) -> None:
+        self._connection = connection
+        self.begin()
+
+    def begin(self) -> None:
+        """An outermost block begins."""
+        self._started = False
+        self._ended = ""
+        self._bound_to = ""
+        self.halves = Halves()
+
+    def __call__(self, execute: Callable[..., Any], sql: Any, params: Any, many: bool, context: dict[str, Any]) -> Any:
+        """See Django's database instrumentation."""
+        if self._connection.in_atomic_block:
+            word = _ending_statement(sql, self._connection)
+            if word:
+                self._note_end(word)
+            self._started = True
+        return execute(sql, params, many, context)
+
+    def _note_end(self, word: str) -> None:
+        if self._bound_to:
+            raise TransactionUsageError(
+                f"{word} inside atomic() on {self._connection.alias!r} was not executed: it would end the transaction "
+                f"of {self._bound_to} before the block does. Leave the block to commit; raise an exception, or use "
+                f"transaction.set_rollback(True), to roll back."
+            )
+        self._ended = word
+
+    def bind(self, what: str) -> None:
+        """From now on refuse statements that would end the block's transaction by hand. `what`: for the error."""
+        self._bound_to = self._bound_to or what
+
+    def what_ended(self) -> str:
+        """Why the block's transaction is not whole any more, or ''."""
+        if self._ended:
+            return f"{self._ended} was executed by hand inside it"
+        raw = self._connection.connection
+        if isinstance(raw, Connection):
+            status = raw.info.transaction_status
+            if status == pq.TransactionStatus.INERROR:
+                return "a statement in it failed and the error was swallowed, so PostgreSQL will roll it back"
+            if status == pq.TransactionStatus.IDLE and self._started:
+                return "its transaction was ended by hand"
+        elif self._connection.vendor == "sqlite" and raw is not None and not raw.in_transaction:
+            return "its transaction was ended by hand"
+        return ""
+
+
+class _Blocks(list[Atomic]):
+    """Django's list of the atomic blocks that a connection is in; tells the watch when an outermost one begins."""
+
+    def __init__(self, watch: BlockWatch) -> None:
+        super().__init__()
+        self._watch = watch
+
+    def append(self, block: Atomic) -> None:
+        if all(is_test_case(outer) for outer in self):
+            self._watch.begin()
+        super().append(block)
+
+
+def watch_connection(sender: object, connection: BaseDatabaseWrapper, **_: object) -> None:
+    """Receiver of Django's signal connection_created."""
+    watch_of(connection)
+
+
+def watch_of(connection: BaseDatabaseWrapper) -> BlockWatch:
+    """The watch of a connection, installed where it is not there yet."""
+    watch = next((item for item in connection.execute_wrappers if isinstance(item, BlockWatch)), None)
+    if watch is None:
+        watch = BlockWatch(connection)
+        # Outermost: what another wrapper executes by itself passes through it too.
+        connection.execute_wrappers.insert(0, watch)
+    if not isinstance(connection.atomic_blocks, _Blocks):
+        # Django makes a new list with every new connection of the driver.
+        blocks = _Blocks(watch)
+        blocks.extend(connection.atomic_blocks)
+        connection.atomic_blocks = blocks
+    return watch
+
+
+def require_whole(connection: BaseDatabaseWrapper, what: str) -> BlockWatch:
+    """The watch of a block whose transaction is still the one that it began with.
+
+    Raises TransactionUsageError, with the block marked for rollback, where it is not: `what` was not done.
+    """
+    watch = watch_of(connection)
+    try:
+        sync_pipeline(connection)
+        reason = watch.what_ended()
+    except DriverError as error:
+        reason = f"a statement in its pipeline failed ({str(error).strip()})"
+    if reason:
+        connection.set_rollback(True)
+        raise TransactionUsageError(
+            f"{what} was not done: the atomic block on {connection.alias!r} has lost its transaction: {reason}. Put a "
+            f"statement that may fail into an inner atomic(), and leave COMMIT and ROLLBACK to the block."
+        )
+    return watch
+
+
+def sync_pipeline(connection: BaseDatabaseWrapper) -> None:
+    """Wait for what a psycopg pipeline has not executed yet; before that the transaction's status says nothing."""
+    raw = connection.connection
+    if isinstance(raw, Connection) and raw.pgconn.pipeline_status:
+        with raw.pipeline():
+            pass
+
+
+def in_pipeline(connection: BaseDatabaseWrapper) -> bool:
+    """Whether COMMIT would be queued instead of executed."""
+    raw = connection.connection
+    return isinstance(raw, Connection) and bool(raw.pgconn.pipeline_status)
+
+
+def begun_by_hand(connection: BaseDatabaseWrapper) -> bool:
+    """Whether a transaction is open that Django knows nothing of (BEGIN outside of atomic())."""
+    raw = connection.connection
+    if connection.in_atomic_block or raw is None:
+        return False
+    if isinstance(raw, Connection):
+        sync_pipeline(connection)
+        return raw.info.transaction_status in (pq.TransactionStatus.INTRANS, pq.TransactionStatus.INERROR)
+    return connection.vendor == "sqlite" and bool(raw.in_transaction)
+
+
+def is_test_case(block: Any) -> bool:
+    """Whether this is the block that a TestCase wraps around a test."""
+    return bool(block._from_testcase)
+
+
+def _ending_statement(sql: Any, connection: BaseDatabaseWrapper) -> str:
+    text = sql if isinstance(sql, str) else _text(sql, connection)
+    parts = text.split(";") if ";" in text and not _QUOTES.search(text) else (text,)
+    for part in parts:
+        if found := _ENDS.match(part):
+            return found[1].upper()
+    return ""
+
+
+def _text(sql: Any, connection: BaseDatabaseWrapper) -> str:
+    if isinstance(sql, bytes):
+        return sql.decode(errors="replace")
+    as_string = getattr(sql, "as_string", None)
+    return str(as_string(connection.connection)) if as_string is not None else ""

@@ -1,0 +1,351 @@
+"""What people write inside a transaction or a handler, without any crash: rows, messages and effects still agree."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import psycopg
+import pytest
+from django.db import DatabaseError, connections, transaction
+from django.test.utils import CaptureQueriesContext
+
+from outbox import Delivery
+from outbox.contrib.django import ledger, publish, run_check_back, subscriber, transactional_message
+from outbox.errors import OutboxError, PermanentError, TransactionUsageError
+from outbox.ports import Disposition
+from tests.django.shop.models import Effect, Order
+from tests.django.state import decisions, stored
+from tests.django.test_inbox import delivery, effects, run
+
+pytestmark = pytest.mark.usefixtures("empty_log")
+
+
+def execute(sql: str, alias: str = "default") -> None:
+    with connections[alias].cursor() as cursor:
+        cursor.execute(sql)
+
+
+def swallowed(sql: str) -> None:
+    with contextlib.suppress(DatabaseError):
+        execute(sql)
+
+
+def locked_elsewhere() -> None:
+    Order.objects.select_for_update(nowait=True).get(number="locked")
+
+
+def swallowed_nowait() -> None:
+    with contextlib.suppress(DatabaseError):
+        locked_elsewhere()
+
+
+def timed_out() -> None:
+    execute("SET LOCAL statement_timeout = 20")
+    swallowed("SELECT pg_sleep(5)")
+
+
+def driver(sql: str) -> None:
+    connections["default"].connection.execute(sql)
+
+
+def pipelined() -> None:
+    """The error comes when the pipeline is synchronised, which nobody has done yet."""
+    with contextlib.suppress(psycopg.Error), connections["default"].connection.pipeline():
+        connections["default"].connection.execute("SELECT 1/0")
+
+
+# Mistakes that make PostgreSQL answer COMMIT with ROLLBACK, or that end the transaction by hand.
+MISTAKES: dict[str, Callable[[], None]] = {
+    "failing select": lambda: swallowed("SELECT 1/0"),
+    "no such table": lambda: swallowed("SELECT * FROM nowhere"),
+    "nowait": swallowed_nowait,
+    "statement timeout": timed_out,
+    "pipeline": pipelined,
+    "ROLLBACK": lambda: execute("ROLLBACK"),
+    "ROLLBACK; BEGIN": lambda: execute("ROLLBACK; BEGIN"),
+    "AND CHAIN": lambda: execute("/* so */ rollback and chain"),
+    "driver's rollback": lambda: connections["default"].connection.rollback(),
+    "driver's ROLLBACK; BEGIN": lambda: driver("ROLLBACK; BEGIN"),
+    "driver's AND CHAIN": lambda: driver("ROLLBACK AND CHAIN"),
+}
+
+
+@pytest.fixture
+def locked_row(application: None) -> Iterator[None]:
+    """An order that another session has locked."""
+    Order.objects.create(number="locked")
+    other = connections.create_connection("default")
+    other.set_autocommit(False)
+    with other.cursor() as cursor:
+        cursor.execute("SELECT * FROM shop_order WHERE number = 'locked' FOR UPDATE")
+    yield
+    other.rollback()
+    other.close()
+    Order.objects.filter(number="locked").delete()
+
+
+def create(mistake: Callable[[], None], *, first: bool) -> None:
+    with transaction.atomic():
+        if first:
+            publish("orders", {}, key="k")
+        Order.objects.create(number="k")
+        mistake()
+        if not first:
+            publish("orders", {}, key="k")
+
+
+def decorated(mistake: Callable[[], None], *, first: bool) -> None:
+    body: Any = {} if first else (lambda result: {})
+
+    @transactional_message("orders", key="k", body=body)
+    def work() -> None:
+        Order.objects.create(number="k")
+        mistake()
+
+    work()
+
+
+def settled() -> tuple[bool, bool]:
+    """Whether the order exists, and whether its message is delivered once everything is decided."""
+    stored()
+    run_check_back()
+    return Order.objects.filter(number="k").exists(), decisions().get("k") == "C"
+
+
+@pytest.mark.usefixtures("locked_row")
+@pytest.mark.parametrize("mistake", [name for name in MISTAKES if "driver's " not in name or "rollback" in name])
+@pytest.mark.parametrize("first", [True, False], ids=["publish first", "publish last"])
+def test_a_plain_block_never_sends_for_an_order_that_is_not_there(path: str, mistake: str, first: bool) -> None:
+    with contextlib.suppress(OutboxError, DatabaseError):
+        create(MISTAKES[mistake], first=first)
+    exists, delivered = settled()
+    assert exists == delivered
+
+
+@pytest.mark.usefixtures("locked_row")
+@pytest.mark.parametrize("mistake", ["driver's ROLLBACK; BEGIN", "driver's AND CHAIN"])
+def test_a_live_transaction_that_is_not_the_one_that_wrote_the_ledger_row_is_no_commit(path: str, mistake: str) -> None:
+    create(MISTAKES[mistake], first=True)
+    assert settled() == (False, False)
+
+
+@pytest.mark.usefixtures("locked_row")
+@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize("first", [True, False], ids=["before", "after"])
+def test_a_decorated_function_does_not_say_ok_for_what_is_not_there(path: str, mistake: str, first: bool) -> None:
+    failure: BaseException | None = None
+    try:
+        decorated(MISTAKES[mistake], first=first)
+    except TransactionUsageError as error:
+        failure = error
+    exists, delivered = settled()
+    assert (exists, delivered) == (False, False)
+    assert failure is not None, "it returned as if it had succeeded"
+    assert "inner atomic()" in str(failure) or "was not executed" in str(failure)
+
+
+def test_an_absent_row_is_a_hint_and_never_a_rollback() -> None:
+    """The end of a block whose error was swallowed: nothing is decided before check-back has looked."""
+    create(MISTAKES["failing select"], first=True)
+    assert decisions() == {"k": None}
+    assert pending() == 1, "check-back was not asked to look soon"
+    assert run_check_back().rolled_back == 1
+    assert decisions() == {"k": "R"}
+
+
+def pending() -> int:
+    with connections["broker"].cursor() as cursor:
+        cursor.execute("SELECT count(*) FROM outbox.pending_check WHERE due_at <= now()")
+        return int(cursor.fetchone()[0])
+
+
+def test_a_commit_by_hand_then_an_exception_is_not_reported_as_rollback(path: str) -> None:
+    @transactional_message("orders", key="k", body={})
+    def work() -> None:
+        Order.objects.create(number="k")
+        connections["default"].connection.commit()
+        raise ValueError("after its own COMMIT")
+
+    with pytest.raises(ValueError, match="after its own COMMIT"):
+        work()
+    if path == "two_phase":
+        assert decisions() == {"k": None}
+    assert settled() == (True, True)
+
+
+@pytest.mark.parametrize(
+    "statement", ["COMMIT", "end", "ROLLBACK", "abort work", "SELECT 1; COMMIT", "COMMIT AND CHAIN"]
+)
+def test_ending_a_block_by_hand_after_publish_is_refused_before_it_happens(path: str, statement: str) -> None:
+    with transaction.atomic():
+        publish("orders", {}, key="k")
+        Order.objects.create(number="k")
+        with pytest.raises(TransactionUsageError, match="was not executed"):
+            execute(statement)
+    assert settled() == (True, True)
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "SAVEPOINT s; ROLLBACK TO SAVEPOINT s",
+        "SAVEPOINT s; ROLLBACK WORK TO s; RELEASE s",
+        "SELECT 'x; COMMIT'",
+        "DO $$ BEGIN PERFORM 1; END $$",
+    ],
+)
+def test_what_only_looks_like_the_end_of_a_transaction_is_executed(path: str, statement: str) -> None:
+    with transaction.atomic():
+        Order.objects.create(number="k")
+        execute(statement)
+        publish("orders", {}, key="k")
+        execute(statement)
+    assert settled() == (True, True)
+
+
+def test_what_one_block_did_by_hand_is_not_held_against_the_next(path: str) -> None:
+    @transaction.atomic
+    def block(*, ended: bool) -> None:
+        Order.objects.create(number="k")
+        if ended:
+            execute("ROLLBACK")
+        else:
+            publish("orders", {}, key="k")
+
+    block(ended=True)
+    block(ended=False)
+    assert settled() == (True, True)
+
+
+@pytest.mark.parametrize("alias", ["default", "lite"])
+def test_a_transaction_begun_by_hand_outside_of_atomic_is_refused(alias: str) -> None:
+    execute("BEGIN", alias)
+    try:
+        with pytest.raises(TransactionUsageError, match="begun by hand"):
+            publish("orders", {}, key="k", using=alias)
+    finally:
+        execute("ROLLBACK", alias)
+    assert stored() == []
+
+
+def test_sqlite_a_rollback_by_hand_then_publish_is_not_sent_at_once() -> None:
+    with transaction.atomic(using="lite"):
+        Order.objects.using("lite").create(number="k")
+        connections["lite"].connection.rollback()
+        with pytest.raises(TransactionUsageError, match="by hand"):
+            publish("orders", {}, key="k", using="lite")
+    assert stored() == []
+
+
+def test_without_a_ledger_there_is_only_a_hint(outbox_settings: Callable[..., None]) -> None:
+    outbox_settings(LEDGER=False)
+
+    @transactional_message("orders", key="k", body={}, check=lambda m: Order.objects.filter(number=m.key).exists())
+    def work(*, swallow: bool) -> None:
+        Order.objects.create(number="k")
+        if swallow:
+            swallowed("SELECT 1/0")
+
+    work(swallow=True)
+    assert decisions() == {"k": None}
+    work(swallow=False)
+    assert list(decisions().values()) == [None]
+    assert pending() == 2
+
+
+def test_a_row_that_only_a_replica_was_asked_for_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The statement asks where it is: a server in recovery says nothing."""
+    assert "NOT pg_is_in_recovery()" in ledger._COMMITTED_POSTGRESQL
+    with transaction.atomic():
+        publish("orders", {}, key="k")
+        monkeypatch.setattr(
+            ledger, "_COMMITTED_POSTGRESQL", ledger._COMMITTED_POSTGRESQL.replace("NOT pg_is_in_recovery()", "false")
+        )
+    assert decisions() == {"k": None}
+    assert run_check_back().committed == 1
+
+
+def test_all_that_a_block_published_is_looked_up_at_once() -> None:
+    with CaptureQueriesContext(connections["default"]) as queries, transaction.atomic():
+        for number in range(5):
+            publish("orders", {}, key=str(number))
+    assert sum("= ANY" in query["sql"] for query in queries) == 1
+    assert set(decisions().values()) == {"C"}
+
+
+# -- handlers -------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("locked_row", "no_subscribers")
+@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize("batch", [1, 10], ids=["single", "batch"])
+def test_a_handler_that_swallowed_it_has_failed_and_its_message_comes_again(mistake: str, batch: int) -> None:
+    attempts: list[int] = []
+
+    @subscriber("orders", group="effects", using="default", batch=batch)
+    def effect(given: Any) -> None:
+        attempts.append(len(attempts))
+        for item in given if isinstance(given, list) else [given]:
+            Effect.objects.create(number=item.key)
+        if len(attempts) == 1:
+            MISTAKES[mistake]()
+
+    one = delivery("one")
+    first = run([one])
+    assert isinstance(first[0], TransactionUsageError)
+    assert effects() == []
+    assert run([one]) == [Disposition.HANDLED]
+    assert effects() == ["one"]
+
+
+@pytest.mark.usefixtures("application", "no_subscribers")
+def test_a_handler_that_committed_by_hand_and_failed_is_not_taken_for_handled() -> None:
+    @subscriber("orders", group="effects", using="default")
+    def effect(given: Delivery) -> None:
+        Effect.objects.create(number=given.key)
+        connections["default"].connection.commit()
+        raise ValueError("second half")
+
+    result = run([delivery("one")])[0]
+    assert isinstance(result, PermanentError)
+    assert "ended its transaction by hand" in str(result)
+    assert "second half" in str(result)
+    assert effects() == ["one"]
+
+
+@pytest.mark.usefixtures("application", "no_subscribers")
+@pytest.mark.parametrize("alias", ["default", "lite"])
+def test_a_handler_cannot_commit_by_hand(alias: str) -> None:
+    attempts: list[int] = []
+
+    @subscriber("orders", group="effects", using=alias)
+    def effect(given: Delivery) -> None:
+        attempts.append(1)
+        Effect.objects.using(alias).create(number=given.key)
+        if len(attempts) == 1:
+            execute("COMMIT", alias)
+
+    one = delivery("one")
+    assert isinstance(run([one])[0], TransactionUsageError)
+    assert effects(alias) == []
+    assert run([one]) == [Disposition.HANDLED]
+    assert effects(alias) == ["one"]
+
+
+@pytest.mark.usefixtures("application", "no_subscribers")
+def test_a_handler_that_closed_its_connection_has_failed() -> None:
+    @subscriber("orders", group="effects", using="default")
+    def effect(given: Delivery) -> None:
+        Effect.objects.create(number=given.key)
+        connections["default"].close()
+
+    assert isinstance(run([delivery("one")])[0], TransactionUsageError)
+    assert effects() == []
+
+
+def test_a_decorated_function_that_closed_its_connection_has_failed(path: str) -> None:
+    with pytest.raises(TransactionUsageError, match="closed"):
+        decorated(lambda: connections["default"].close(), first=True)
+    assert settled() == (False, False)
