@@ -65,7 +65,7 @@ def alias(request: pytest.FixtureRequest) -> str:
 def test_what_the_ledger_says_is_the_answer(alias: str) -> None:
     committed, undone, absent = uuid7(), uuid7(), uuid7()
     ledger.insert_committed(connections[alias], committed)
-    ledger.insert_tombstone(connections[alias], undone)
+    ledger.insert_tombstone(connections[alias], undone, ledger_id=ledger_id(alias))
     found = answers([check(item, alias=alias) for item in (committed, undone, absent)])
     assert [found[item].decision for item in (committed, undone, absent)] == [
         Decision.COMMIT,

@@ -18,7 +18,6 @@ from uuid import UUID
 import psycopg
 from django.db import connections, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
-from django.db.utils import IntegrityError
 from django.utils.asyncio import async_unsafe
 from psycopg.errors import InvalidSchemaName, UndefinedTable
 
@@ -26,7 +25,7 @@ from outbox.broker.database import identity
 from outbox.broker.install import missing
 from outbox.broker.log import append_decided
 from outbox.broker.postgres import PostgresBroker
-from outbox.contrib.django import ledger
+from outbox.contrib.django import ledger, ledger_entry
 from outbox.contrib.django.broker import (
     broker_identity,
     flusher,
@@ -36,8 +35,8 @@ from outbox.contrib.django.broker import (
 from outbox.contrib.django.conf import OutboxSettings, PathChoice, get_settings
 from outbox.contrib.django.locks import lock_keys
 from outbox.contrib.django.messages import message
-from outbox.contrib.django.transactions import current_transaction, facts_of, in_test_case, ledger_id_of
-from outbox.errors import ConfigurationError, TransactionAlreadyRolledBack, TransactionUsageError, UsageError
+from outbox.contrib.django.transactions import current_transaction, facts_of, in_test_case
+from outbox.errors import ConfigurationError, TransactionUsageError, UsageError
 from outbox.faults import point
 from outbox.memory import InMemoryBroker
 from outbox.message import Message, SendReceipt
@@ -222,17 +221,9 @@ def _publish_two_phase(
 
 def _enter_in_ledger(connection: BaseDatabaseWrapper, first: Message) -> tuple[bool, UUID]:
     point("producer.before_ledger")
-    ledger_id = ledger_id_of(connection)
-    try:
-        in_savepoint = ledger.insert_committed(connection, first.message_id)
-    except IntegrityError as error:
-        raise TransactionAlreadyRolledBack(
-            f"transaction {first.message_id} (topic {first.topic!r}) has a ledger row already: a check-back decided "
-            f"that it never committed, or the same message was published before. The surrounding atomic block is "
-            f"rolled back; run the whole operation again, with a new message."
-        ) from error
+    entered = ledger_entry.enter(connection, first)
     point("producer.after_ledger")
-    return in_savepoint, ledger_id
+    return entered
 
 
 def _end_after_commit(alias: str, end: EndTransaction, *, in_savepoint: bool, ledger_on: bool) -> None:

@@ -1,0 +1,295 @@
+"""The ledger answers for the rows it vouches for, and for no others: emptied, deleted from, pruned, one of several."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from uuid import UUID
+
+import pytest
+from django.core.management import call_command
+from django.db import connections, transaction
+from django.db.utils import IntegrityError
+from django.test.utils import CaptureQueriesContext
+
+from outbox import Check, Decision, faults
+from outbox.broker.checks import find_undecided
+from outbox.contrib.django import ledger, publish, run_check_back
+from outbox.contrib.django.broker import broker_connection, flusher
+from outbox.contrib.django.checker import answer_by_ledger, open_connection
+from outbox.contrib.django.models import LedgerEntry, LedgerIdentity
+from outbox.errors import ConfigurationError
+from outbox.ids import uuid7
+from tests.django.shop.models import Order
+from tests.django.state import decisions, incidents, rolled_back
+from tests.django.test_missing_tables import renamed
+from tests.support import eventually
+
+pytestmark = pytest.mark.usefixtures("empty_log")
+
+
+@pytest.fixture(params=["default", "lite"])
+def alias(request: pytest.FixtureRequest) -> str:
+    """PostgreSQL and SQLite."""
+    return str(request.param)
+
+
+@contextmanager
+def end_messages_lost() -> Iterator[None]:
+    """What is published inside reports nothing to the broker."""
+    faults.arm("producer.before_end=raise")
+    try:
+        yield
+        flusher.flush(within_seconds=5)
+    finally:
+        faults.arm("")
+
+
+def order_paid(alias: str, key: str) -> UUID:
+    """A committed order whose end message is lost; its transaction id."""
+    with end_messages_lost(), transaction.atomic(using=alias):
+        Order.objects.using(alias).create(number=key)
+        receipt = publish("orders", {}, key=key, using=alias)
+    return receipt.transaction_id
+
+
+def execute(alias: str, statement: str) -> None:
+    with connections[alias].cursor() as cursor:
+        cursor.execute(statement)
+
+
+# -- rows that go early ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("alias", "emptying"),
+    [("default", "TRUNCATE outbox_ledger"), ("lite", "DELETE FROM outbox_ledger")],
+)
+def test_an_emptied_ledger_is_another_ledger_and_rolls_nothing_back(alias: str, emptying: str) -> None:
+    order_paid(alias, "before")
+    execute(alias, emptying)
+    order_paid(alias, "after")
+    counts = run_check_back()
+    assert decisions() == {"before": None, "after": "C"}
+    assert (counts.unknown, counts.rolled_back) == (1, 0)
+    assert [kind for kind, _ in incidents()] == ["alarm"]
+
+
+def test_a_flush_is_as_good_as_a_new_database(alias: str) -> None:
+    order_paid(alias, "before")
+    call_command("flush", database=alias, interactive=False, verbosity=0)
+    order_paid(alias, "after")
+    run_check_back()
+    assert decisions() == {"before": None, "after": "C"}
+
+
+def test_postgresql_refuses_to_delete_what_is_not_pruned() -> None:
+    paid = order_paid("default", "paid")
+    with pytest.raises(IntegrityError, match=r"(?s)outbox_ledger.*may still be asked about.*TRUNCATE"):
+        execute("default", "DELETE FROM outbox_ledger")
+    with pytest.raises(IntegrityError):
+        LedgerEntry.objects.filter(pk=paid).delete()
+    run_check_back()
+    assert decisions() == {"paid": "C"}
+
+
+def test_what_is_below_the_pruned_id_may_be_deleted_by_hand(alias: str) -> None:
+    identity = LedgerIdentity.objects.using(alias).get()
+    old = uuid7()
+    ledger.insert_committed(connections[alias], old)
+    ledger.advance_pruned_before(connections[alias], uuid7())
+    try:
+        assert LedgerEntry.objects.using(alias).filter(pk=old).delete()[0] == 1
+        assert LedgerIdentity.objects.using(alias).get().ledger_id == identity.ledger_id
+    finally:
+        LedgerIdentity.objects.using(alias).update(pruned_before=None)
+
+
+def test_a_ledger_that_changes_between_identity_and_tombstone_gets_no_tombstone(alias: str) -> None:
+    """The checker has found its ledger; then that is emptied, and the checker goes on."""
+    paid = order_paid(alias, "paid")
+    with broker_connection() as (broker, schema):
+        half = find_undecided(broker, schema, paid)
+    assert half is not None
+    execute(alias, "TRUNCATE outbox_ledger" if alias == "default" else "DELETE FROM outbox_ledger")
+    assert answered_late(alias, half) is Decision.UNKNOWN
+    assert not LedgerEntry.objects.using(alias).exists()
+
+
+def test_a_ledger_that_is_pruned_between_identity_and_tombstone_gets_no_tombstone(
+    alias: str, pruned_nothing_yet: None
+) -> None:
+    with rolled_back(using=alias):
+        dropped = publish("orders", {}, key="dropped", using=alias).transaction_id
+    with broker_connection() as (broker, schema):
+        half = find_undecided(broker, schema, dropped)
+    assert half is not None
+    ledger.advance_pruned_before(connections[alias], uuid7())
+    assert answered_late(alias, half) is Decision.UNKNOWN
+    assert not LedgerEntry.objects.using(alias).exists()
+
+
+def test_a_tombstone_that_waited_for_a_truncate_is_not_written(django_db_blocker: object) -> None:
+    paid = order_paid("default", "paid")
+    with broker_connection() as (broker, schema):
+        half = find_undecided(broker, schema, paid)
+    assert half is not None
+    seen: list[Decision] = []
+    with closing(open_connection("default")) as other, ThreadPoolExecutor(1) as pool:
+        with other.cursor() as cursor:
+            cursor.execute("BEGIN")
+            cursor.execute("TRUNCATE outbox_ledger")
+            asking = pool.submit(lambda: seen.append(answered_late("default", half)))
+            eventually(waits_for_the_ledger, within_seconds=10, what="the checker waits for the TRUNCATE")
+            cursor.execute("COMMIT")
+        asking.result(20)
+    assert seen == [Decision.UNKNOWN]
+    assert not LedgerEntry.objects.exists()
+
+
+def answered_late(alias: str, half: Check) -> Decision:
+    with closing(open_connection(alias)) as connection:
+        return next(iter(answer_by_ledger(connection, [half]))).decision
+
+
+def waits_for_the_ledger() -> bool:
+    with connections["default"].cursor() as cursor:
+        cursor.execute("SELECT count(*) FROM pg_locks WHERE NOT granted AND relation = 'outbox_ledger'::regclass")
+        return bool(cursor.fetchone()[0])
+
+
+def test_the_guard_can_be_migrated_away_and_back(alias: str) -> None:
+    call_command("migrate", "outbox", "0002", database=alias, verbosity=0)
+    try:
+        before = LedgerIdentity.objects.using(alias).get().ledger_id
+        ledger.insert_committed(connections[alias], uuid7())
+        execute(alias, "DELETE FROM outbox_ledger")
+        assert LedgerIdentity.objects.using(alias).get().ledger_id == before
+    finally:
+        call_command("migrate", "outbox", database=alias, verbosity=0)
+
+
+@pytest.fixture
+def pruned_nothing_yet() -> Iterator[None]:
+    """Lets the next test find ledgers that are complete."""
+    yield
+    for alias in ("default", "lite"):
+        LedgerIdentity.objects.using(alias).update(pruned_before=None)
+
+
+# -- one ledger per schema ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tenant() -> Iterator[str]:
+    """A schema with a ledger of its own beside the one in `public`."""
+    statements = (
+        "CREATE SCHEMA tenant",
+        "CREATE TABLE tenant.outbox_ledger (LIKE public.outbox_ledger INCLUDING ALL)",
+        "CREATE TABLE tenant.outbox_ledger_identity (LIKE public.outbox_ledger_identity INCLUDING ALL)",
+        "INSERT INTO tenant.outbox_ledger_identity (singleton, ledger_id) VALUES (true, gen_random_uuid())",
+    )
+    for statement in statements:
+        execute("default", statement)
+    yield "tenant"
+    connections["default"].close()
+    execute("default", "DROP SCHEMA tenant CASCADE")
+
+
+def test_a_ledger_that_only_the_search_path_of_a_request_reaches_is_refused(tenant: str) -> None:
+    order_paid("default", "shared")
+    execute("default", f"SET search_path = {tenant}, public")
+    with pytest.raises(ConfigurationError, match=r"search_path.*'default'.*a schema that all of them share"):
+        order_paid("default", "tenant's")
+    execute("default", "SET search_path = public")
+    order_paid("default", "shared again")
+    run_check_back()
+    assert decisions() == {"shared": "C", "shared again": "C"}
+    assert set(Order.objects.values_list("number", flat=True)) == {"shared", "shared again"}
+
+
+def test_a_ledger_in_the_schema_of_a_tenant_alone_is_refused(tenant: str) -> None:
+    with renamed("outbox_ledger_identity"):
+        execute("default", f"SET search_path = {tenant}, public")
+        with pytest.raises(ConfigurationError, match=r"search_path.*'default'.*a schema that all of them share"):
+            order_paid("default", "tenant's")
+        execute("default", "SET search_path = public")
+    assert decisions() == {}
+
+
+@pytest.mark.parametrize("table", ["outbox_ledger", "outbox_ledger_identity"])
+def test_half_a_ledger_in_the_schema_of_a_tenant_is_refused(tenant: str, table: str) -> None:
+    execute("default", f"DROP TABLE {tenant}.{table}")
+    order_paid("default", "shared")
+    execute("default", f"SET search_path = {tenant}, public")
+    with pytest.raises(ConfigurationError, match="search_path"):
+        order_paid("default", "tenant's")
+    execute("default", "SET search_path = public")
+    run_check_back()
+    assert decisions() == {"shared": "C"}
+
+
+def test_a_shared_ledger_serves_every_search_path(tenant: str) -> None:
+    for table in ("outbox_ledger", "outbox_ledger_identity"):
+        execute("default", f"DROP TABLE {tenant}.{table}")
+    execute("default", f"SET search_path = {tenant}, public")
+    order_paid("default", "tenant's")
+    run_check_back()
+    assert decisions() == {"tenant's": "C"}
+
+
+@pytest.fixture
+def alias_of_a_schema() -> Iterator[str]:
+    """An alias whose connections find a schema of their own, migrated as any other database."""
+    execute("default", "CREATE SCHEMA branch")
+    before = dict(connections.settings["other"])
+    own = {**connections.settings["default"], "OPTIONS": {"options": "-c search_path=branch"}}
+    connections["other"].close()
+    for settings in (connections.settings["other"], connections["other"].settings_dict):
+        settings.update(own)
+    call_command("migrate", database="other", run_syncdb=True, verbosity=0)
+    yield "other"
+    connections["other"].close()
+    for settings in (connections.settings["other"], connections["other"].settings_dict):
+        settings.clear()
+        settings.update(before)
+    execute("default", "DROP SCHEMA branch CASCADE")
+
+
+def test_an_alias_for_each_schema_has_a_ledger_of_its_own(alias_of_a_schema: str) -> None:
+    order_paid(alias_of_a_schema, "branch's")
+    run_check_back()
+    assert decisions() == {"branch's": "C"}
+    assert not LedgerEntry.objects.exists()
+    assert LedgerEntry.objects.using(alias_of_a_schema).count() == 1
+
+
+def test_each_schema_guards_its_own_ledger(alias_of_a_schema: str) -> None:
+    def ids() -> list[UUID]:
+        return [LedgerIdentity.objects.using(alias).get().ledger_id for alias in ("default", alias_of_a_schema)]
+
+    shared, own = ids()
+    execute("default", "TRUNCATE branch.outbox_ledger")
+    assert ids()[0] == shared
+    assert ids()[1] != own
+    order_paid(alias_of_a_schema, "branch's")
+    with pytest.raises(IntegrityError, match="may still be asked about"):
+        execute("default", "DELETE FROM branch.outbox_ledger")
+
+
+def test_the_path_can_change_between_two_publish_calls_of_one_transaction(tenant: str) -> None:
+    with end_messages_lost(), transaction.atomic():
+        publish("orders", {}, key="first")
+        execute("default", f"SET LOCAL search_path = {tenant}, public")
+        with pytest.raises(ConfigurationError, match="search_path"):
+            publish("orders", {}, key="second")
+    run_check_back()
+    assert decisions() == {"first": "R"}
+
+
+def test_the_ledger_is_looked_up_from_outside_once(django_db_blocker: object) -> None:
+    order_paid("default", "first")
+    with CaptureQueriesContext(connections["default"]) as queries:
+        order_paid("default", "second")
+    assert len([query for query in queries if "outbox_ledger" in query["sql"]]) == 1
