@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
+from datetime import UTC, datetime, timedelta
 from uuid import UUID
 
 import pytest
@@ -14,10 +15,12 @@ from django.db.utils import IntegrityError
 from django.test.utils import CaptureQueriesContext
 
 from outbox import Check, Decision, faults
-from outbox.broker.checks import find_undecided
+from outbox.broker.checks import find_undecided, scan
 from outbox.contrib.django import ledger, publish, run_check_back
-from outbox.contrib.django.broker import broker_connection, flusher
-from outbox.contrib.django.checker import answer_by_ledger, open_connection
+from outbox.contrib.django.broker import broker_connection, check_settings, flusher
+from outbox.contrib.django.checkback import prune_ledgers
+from outbox.contrib.django.checker import LedgerChecker, answer_by_ledger, open_connection
+from outbox.contrib.django.conf import get_settings
 from outbox.contrib.django.models import LedgerEntry, LedgerIdentity
 from outbox.errors import ConfigurationError
 from outbox.ids import uuid7
@@ -57,6 +60,14 @@ def order_paid(alias: str, key: str) -> UUID:
 def execute(alias: str, statement: str) -> None:
     with connections[alias].cursor() as cursor:
         cursor.execute(statement)
+
+
+def asked_again(transaction_id: UUID) -> Decision:
+    """What the project's checker says about an undecided half, parked or not."""
+    with broker_connection() as (broker, schema):
+        half = find_undecided(broker, schema, transaction_id)
+    assert half is not None
+    return next(iter(LedgerChecker().check_local_transactions([half]))).decision
 
 
 # -- rows that go early ---------------------------------------------------------------------------------
@@ -170,12 +181,81 @@ def test_the_guard_can_be_migrated_away_and_back(alias: str) -> None:
         call_command("migrate", "outbox", database=alias, verbosity=0)
 
 
+# -- pruning --------------------------------------------------------------------------------------------
+
+
+def parked_half(alias: str, key: str, *, committed: bool) -> UUID:
+    """An undecided half that nobody could answer for in time."""
+    if committed:
+        transaction_id = order_paid(alias, key)
+    else:
+        with rolled_back(using=alias):
+            transaction_id = publish("orders", {}, key=key, using=alias).transaction_id
+    with broker_connection() as (broker, schema):
+        scan(broker, schema, settings=check_settings(get_settings()))
+        broker.execute("UPDATE outbox.pending_check SET parked_at = now()")
+    return transaction_id
+
+
+def decided_order(alias: str, key: str) -> UUID:
+    with transaction.atomic(using=alias):
+        receipt = publish("orders", {}, key=key, using=alias)
+    flusher.flush(within_seconds=5)
+    return receipt.transaction_id
+
+
+def prune_everything() -> int:
+    return prune_ledgers(older_than=datetime.now(UTC) + timedelta(seconds=5))
+
+
 @pytest.fixture
 def pruned_nothing_yet() -> Iterator[None]:
     """Lets the next test find ledgers that are complete."""
     yield
     for alias in ("default", "lite"):
         LedgerIdentity.objects.using(alias).update(pruned_before=None)
+
+
+@pytest.mark.parametrize(("committed", "expected"), [(True, Decision.COMMIT), (False, Decision.ROLLBACK)])
+def test_a_parked_half_can_be_answered_after_pruning(
+    alias: str, committed: bool, expected: Decision, pruned_nothing_yet: None
+) -> None:
+    parked = parked_half(alias, "parked", committed=committed)
+    later = decided_order(alias, "later")
+    assert prune_everything() == 1
+    assert not LedgerEntry.objects.using(alias).filter(pk=later).exists()
+    assert asked_again(parked) is expected
+
+
+def test_pruning_stops_below_a_parked_half_that_is_still_running(pruned_nothing_yet: None) -> None:
+    earlier = decided_order("default", "earlier")
+    with ExitStack() as from_commit_on, transaction.atomic():
+        running = publish("orders", {}, key="running").transaction_id
+        with broker_connection() as (broker, schema):
+            scan(broker, schema, settings=check_settings(get_settings()))
+            broker.execute("UPDATE outbox.pending_check SET parked_at = now()")
+        with ThreadPoolExecutor(1) as pool:
+            later = pool.submit(in_own_connection, lambda: decided_order("default", "later")).result(20)
+            assert pool.submit(in_own_connection, prune_everything).result(20) == 1
+        from_commit_on.enter_context(end_messages_lost())
+    assert set(LedgerEntry.objects.values_list("pk", flat=True)) == {running, later}
+    assert earlier < running
+    assert asked_again(running) is Decision.COMMIT
+
+
+def in_own_connection(work: Callable[[], object]) -> object:
+    try:
+        return work()
+    finally:
+        connections.close_all()
+
+
+def test_an_undecided_half_of_another_ledger_does_not_hold_up_pruning(pruned_nothing_yet: None) -> None:
+    with transaction.atomic(using="lite"):
+        publish("orders", {}, key="elsewhere", using="lite")
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(in_own_connection, lambda: decided_order("default", "here")).result(20)
+            assert pool.submit(in_own_connection, prune_everything).result(20) == 1
 
 
 # -- one ledger per schema ------------------------------------------------------------------------------

@@ -147,6 +147,25 @@ def _barrier(connection: BaseDatabaseWrapper, checks: Sequence[Check]) -> Iterat
             yield _unknown(check, "the ledger was emptied or pruned while it was asked", counts=False)
 
 
+def settle(connection: BaseDatabaseWrapper, transaction_ids: Sequence[UUID], *, ledger_id: UUID) -> set[UUID]:
+    """Run the barrier without answering anybody; returns the ids that still have no row (they are running).
+
+    For half messages past their immunity. What has a row afterwards can be answered at any time to come.
+    """
+    known = ledger.states(connection, transaction_ids)
+    absent = [transaction_id for transaction_id in transaction_ids if transaction_id not in known]
+    if not absent:
+        return set()
+    _limit_waiting(connection)
+    for transaction_id in absent:
+        try:
+            _insert(connection, [transaction_id], ledger_id=ledger_id)
+        except DatabaseError as error:
+            if not (isinstance(error, IntegrityError) or is_contention(error)):
+                raise
+    return set(absent).difference(ledger.states(connection, absent))
+
+
 class _OneAtATime(DatabaseError):
     """A batch that fails half-way is told apart too differently by the other databases."""
 
