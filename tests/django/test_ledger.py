@@ -1,4 +1,4 @@
-"""The ledger answers for the rows it vouches for, and for no others: emptied, deleted from, pruned, one of several."""
+"""The ledger answers for the rows it vouches for, and for no others: emptied, deleted from, pruned."""
 
 from __future__ import annotations
 
@@ -12,21 +12,18 @@ import pytest
 from django.core.management import call_command
 from django.db import connections, transaction
 from django.db.utils import IntegrityError
-from django.test.utils import CaptureQueriesContext
 
 from outbox import Check, Decision, faults
 from outbox.broker.checks import find_undecided, scan
-from outbox.contrib.django import ledger, publish, run_check_back
+from outbox.contrib.django import ledger, message, publish, publish_messages, run_check_back
 from outbox.contrib.django.broker import broker_connection, check_settings, flusher
 from outbox.contrib.django.checkback import prune_ledgers
 from outbox.contrib.django.checker import LedgerChecker, answer_by_ledger, open_connection
 from outbox.contrib.django.conf import get_settings
 from outbox.contrib.django.models import LedgerEntry, LedgerIdentity
-from outbox.errors import ConfigurationError
 from outbox.ids import uuid7
 from tests.django.shop.models import Order
 from tests.django.state import decisions, incidents, rolled_back
-from tests.django.test_missing_tables import renamed
 from tests.support import eventually
 
 pytestmark = pytest.mark.usefixtures("empty_log")
@@ -141,7 +138,7 @@ def test_a_ledger_that_is_pruned_between_identity_and_tombstone_gets_no_tombston
     assert not LedgerEntry.objects.using(alias).exists()
 
 
-def test_a_tombstone_that_waited_for_a_truncate_is_not_written(django_db_blocker: object) -> None:
+def test_a_tombstone_that_waited_for_a_truncate_is_not_written() -> None:
     paid = order_paid("default", "paid")
     with broker_connection() as (broker, schema):
         half = find_undecided(broker, schema, paid)
@@ -243,6 +240,21 @@ def test_pruning_stops_below_a_parked_half_that_is_still_running(pruned_nothing_
     assert asked_again(running) is Decision.COMMIT
 
 
+@pytest.mark.parametrize(("committed", "decision"), [(True, "C"), (False, None)])
+def test_a_half_that_arrives_below_the_pruned_id_is_never_rolled_back_by_guessing(
+    alias: str, committed: bool, decision: str | None, pruned_nothing_yet: None
+) -> None:
+    late = message("orders", {}, key="late")
+    decided_order(alias, "decided")
+    assert prune_everything() == 1
+    with end_messages_lost(), transaction.atomic(using=alias):
+        publish_messages([late], using=alias)
+        transaction.set_rollback(not committed, using=alias)
+    run_check_back()
+    assert decisions() == {"decided": "C", "late": decision}
+    assert [kind for kind, _ in incidents()] == ([] if committed else ["alarm"])
+
+
 def in_own_connection(work: Callable[[], object]) -> object:
     try:
         return work()
@@ -256,120 +268,3 @@ def test_an_undecided_half_of_another_ledger_does_not_hold_up_pruning(pruned_not
         with ThreadPoolExecutor(1) as pool:
             pool.submit(in_own_connection, lambda: decided_order("default", "here")).result(20)
             assert pool.submit(in_own_connection, prune_everything).result(20) == 1
-
-
-# -- one ledger per schema ------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def tenant() -> Iterator[str]:
-    """A schema with a ledger of its own beside the one in `public`."""
-    statements = (
-        "CREATE SCHEMA tenant",
-        "CREATE TABLE tenant.outbox_ledger (LIKE public.outbox_ledger INCLUDING ALL)",
-        "CREATE TABLE tenant.outbox_ledger_identity (LIKE public.outbox_ledger_identity INCLUDING ALL)",
-        "INSERT INTO tenant.outbox_ledger_identity (singleton, ledger_id) VALUES (true, gen_random_uuid())",
-    )
-    for statement in statements:
-        execute("default", statement)
-    yield "tenant"
-    connections["default"].close()
-    execute("default", "DROP SCHEMA tenant CASCADE")
-
-
-def test_a_ledger_that_only_the_search_path_of_a_request_reaches_is_refused(tenant: str) -> None:
-    order_paid("default", "shared")
-    execute("default", f"SET search_path = {tenant}, public")
-    with pytest.raises(ConfigurationError, match=r"search_path.*'default'.*a schema that all of them share"):
-        order_paid("default", "tenant's")
-    execute("default", "SET search_path = public")
-    order_paid("default", "shared again")
-    run_check_back()
-    assert decisions() == {"shared": "C", "shared again": "C"}
-    assert set(Order.objects.values_list("number", flat=True)) == {"shared", "shared again"}
-
-
-def test_a_ledger_in_the_schema_of_a_tenant_alone_is_refused(tenant: str) -> None:
-    with renamed("outbox_ledger_identity"):
-        execute("default", f"SET search_path = {tenant}, public")
-        with pytest.raises(ConfigurationError, match=r"search_path.*'default'.*a schema that all of them share"):
-            order_paid("default", "tenant's")
-        execute("default", "SET search_path = public")
-    assert decisions() == {}
-
-
-@pytest.mark.parametrize("table", ["outbox_ledger", "outbox_ledger_identity"])
-def test_half_a_ledger_in_the_schema_of_a_tenant_is_refused(tenant: str, table: str) -> None:
-    execute("default", f"DROP TABLE {tenant}.{table}")
-    order_paid("default", "shared")
-    execute("default", f"SET search_path = {tenant}, public")
-    with pytest.raises(ConfigurationError, match="search_path"):
-        order_paid("default", "tenant's")
-    execute("default", "SET search_path = public")
-    run_check_back()
-    assert decisions() == {"shared": "C"}
-
-
-def test_a_shared_ledger_serves_every_search_path(tenant: str) -> None:
-    for table in ("outbox_ledger", "outbox_ledger_identity"):
-        execute("default", f"DROP TABLE {tenant}.{table}")
-    execute("default", f"SET search_path = {tenant}, public")
-    order_paid("default", "tenant's")
-    run_check_back()
-    assert decisions() == {"tenant's": "C"}
-
-
-@pytest.fixture
-def alias_of_a_schema() -> Iterator[str]:
-    """An alias whose connections find a schema of their own, migrated as any other database."""
-    execute("default", "CREATE SCHEMA branch")
-    before = dict(connections.settings["other"])
-    own = {**connections.settings["default"], "OPTIONS": {"options": "-c search_path=branch"}}
-    connections["other"].close()
-    for settings in (connections.settings["other"], connections["other"].settings_dict):
-        settings.update(own)
-    call_command("migrate", database="other", run_syncdb=True, verbosity=0)
-    yield "other"
-    connections["other"].close()
-    for settings in (connections.settings["other"], connections["other"].settings_dict):
-        settings.clear()
-        settings.update(before)
-    execute("default", "DROP SCHEMA branch CASCADE")
-
-
-def test_an_alias_for_each_schema_has_a_ledger_of_its_own(alias_of_a_schema: str) -> None:
-    order_paid(alias_of_a_schema, "branch's")
-    run_check_back()
-    assert decisions() == {"branch's": "C"}
-    assert not LedgerEntry.objects.exists()
-    assert LedgerEntry.objects.using(alias_of_a_schema).count() == 1
-
-
-def test_each_schema_guards_its_own_ledger(alias_of_a_schema: str) -> None:
-    def ids() -> list[UUID]:
-        return [LedgerIdentity.objects.using(alias).get().ledger_id for alias in ("default", alias_of_a_schema)]
-
-    shared, own = ids()
-    execute("default", "TRUNCATE branch.outbox_ledger")
-    assert ids()[0] == shared
-    assert ids()[1] != own
-    order_paid(alias_of_a_schema, "branch's")
-    with pytest.raises(IntegrityError, match="may still be asked about"):
-        execute("default", "DELETE FROM branch.outbox_ledger")
-
-
-def test_the_path_can_change_between_two_publish_calls_of_one_transaction(tenant: str) -> None:
-    with end_messages_lost(), transaction.atomic():
-        publish("orders", {}, key="first")
-        execute("default", f"SET LOCAL search_path = {tenant}, public")
-        with pytest.raises(ConfigurationError, match="search_path"):
-            publish("orders", {}, key="second")
-    run_check_back()
-    assert decisions() == {"first": "R"}
-
-
-def test_the_ledger_is_looked_up_from_outside_once(django_db_blocker: object) -> None:
-    order_paid("default", "first")
-    with CaptureQueriesContext(connections["default"]) as queries:
-        order_paid("default", "second")
-    assert len([query for query in queries if "outbox_ledger" in query["sql"]]) == 1
