@@ -81,8 +81,12 @@ WHERE parked_at IS NOT NULL
   AND EXISTS (SELECT FROM {schema}.op_log WHERE op_log.transaction_id = pending_check.transaction_id)
 """)
 
-_OLDEST = Statement("""
-SELECT transaction_id FROM {schema}.pending_check WHERE parked_at IS NULL ORDER BY transaction_id LIMIT 1
+_UNDECIDED_BELOW = Statement("""
+SELECT pending.transaction_id, now() < pending.immune_until
+FROM {schema}.pending_check pending JOIN {schema}.commit_log log USING (log_id)
+WHERE log.ledger_id = %(ledger_id)s AND pending.transaction_id < %(below)s
+  AND NOT EXISTS (SELECT FROM {schema}.op_log WHERE op_log.transaction_id = pending.transaction_id)
+ORDER BY pending.transaction_id LIMIT %(limit)s
 """)
 
 _HINT = Statement("""
@@ -100,7 +104,7 @@ ON CONFLICT (transaction_id) DO UPDATE SET due_at = least(pending.due_at, now())
 
 @dataclass(frozen=True, slots=True)
 class ScanCounts:
-    """What one scan pass did; `more` says that a backlog is left."""
+    """What one scan pass did; `more` says that a backlog is left, or may be left."""
 
     scanned: int = 0
     moved: int = 0
@@ -129,7 +133,8 @@ def scan_halves(
             # Not prepared: the plan must see the values, or it reads the whole log.
             row = cursor.execute(_SCAN.on(schema), parameters, prepare=False).fetchone()
         except UniqueViolation:
-            return ScanCounts()
+            # What the other one has left, if anything, is not known here.
+            return ScanCounts(more=True)
     assert row is not None
     return ScanCounts(*row)
 
@@ -139,11 +144,21 @@ def drop_decided_parked(connection: Connection, schema: str) -> int:
     return connection.execute(_DROP_DECIDED_PARKED.on(schema)).rowcount
 
 
-def oldest_pending(connection: Connection, schema: str) -> UUID | None:
-    """The first transaction, by id, that checks still ask about. What is not scanned yet is not counted."""
+@dataclass(frozen=True, slots=True)
+class Undecided:
+    """A half transaction without a decision; `immune`: too young for a check that may write."""
+
+    transaction_id: UUID
+    immune: bool
+
+
+def undecided_below(
+    connection: Connection, schema: str, ledger_id: UUID, below: UUID, *, limit: int
+) -> list[Undecided]:
+    """The first undecided transactions of a ledger by id, parked ones included. What is not scanned is not seen."""
     with cursor_on(connection) as cursor:
-        row = cursor.execute(_OLDEST.on(schema)).fetchone()
-    return None if row is None else row[0]
+        parameters = {"ledger_id": ledger_id, "below": below, "limit": limit}
+        return [Undecided(*row) for row in cursor.execute(_UNDECIDED_BELOW.on(schema), parameters)]
 
 
 def hint_checks(connection: Connection, schema: str, ids: list[UUID], *, immunity_seconds: int) -> int:

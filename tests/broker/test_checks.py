@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -15,6 +16,7 @@ from outbox.broker.database import BrokerConnection, BrokerDatabase
 from outbox.broker.postgres import PostgresBroker
 from outbox.transaction import Answer, Check, CheckSettings, Decision, EndStatus
 from tests.broker.support import drain, end, half, in_threads, message, new_sequencer, queued_ids
+from tests.support import eventually
 
 UNKNOWN = Decision.UNKNOWN
 NOW = CheckSettings(immunity_seconds=0, recheck_seconds=0)
@@ -246,6 +248,26 @@ def test_concurrent_scans(broker: PostgresBroker, database: BrokerDatabase, conn
     in_threads([scan] * 4)
     checks.scan(connection, "outbox", settings=NOW)
     assert _pending(connection) == {one.transaction_id for one in halves}
+
+
+def test_a_scan_that_gives_way_says_that_more_may_be_left(
+    broker: PostgresBroker, database: BrokerDatabase, connection: BrokerConnection
+) -> None:
+    """Who must have seen every half (pruning) looks again."""
+    for one in (half(), half()):
+        broker.send_half(one)
+
+    def blocked() -> bool:
+        return connection.execute("SELECT count(*) > 0 FROM pg_locks WHERE NOT granted").fetchone() == (True,)
+
+    with database.connect() as first, database.connect() as second, ThreadPoolExecutor(1) as pool:
+        first.execute("BEGIN")
+        half_scan.scan_halves(first, "outbox", immunity_seconds=6)
+        later = pool.submit(half_scan.scan_halves, second, "outbox", immunity_seconds=6)
+        eventually(blocked, within_seconds=10, what="the second scan waits for the first")
+        first.execute("COMMIT")
+        assert later.result(20).more
+    assert len(_pending(connection)) == 2
 
 
 def _pending(connection: BrokerConnection) -> set[UUID]:

@@ -65,7 +65,7 @@ def alias(request: pytest.FixtureRequest) -> str:
 def test_what_the_ledger_says_is_the_answer(alias: str) -> None:
     committed, undone, absent = uuid7(), uuid7(), uuid7()
     ledger.insert_committed(connections[alias], committed)
-    ledger.insert_tombstone(connections[alias], undone)
+    ledger.insert_tombstone(connections[alias], undone, ledger_id=ledger_id(alias))
     found = answers([check(item, alias=alias) for item in (committed, undone, absent)])
     assert [found[item].decision for item in (committed, undone, absent)] == [
         Decision.COMMIT,
@@ -303,16 +303,28 @@ def test_only_what_the_broker_shows_decided_is_pruned_and_nothing_older_is_guess
         LedgerIdentity.objects.update(pruned_before=None)
 
 
-def test_pruning_stops_before_what_a_check_will_still_ask_about() -> None:
+def test_pruning_stops_before_what_is_too_young_for_the_barrier(outbox_settings: Callable[..., None]) -> None:
+    outbox_settings(IMMUNITY_SECONDS=60)
     with rolled_back():
-        publish("orders", {}, key="open")
+        young = publish("orders", {}, key="open")
     with transaction.atomic():
         publish("orders", {}, key="later")
     flusher.flush(within_seconds=5)
     assert prune_ledgers(older_than=datetime.now(UTC) + timedelta(seconds=5)) == 0
-    assert run_check_back().rolled_back == 1
+    assert row("default", young.transaction_id) is None
+
+
+def test_pruning_runs_the_barrier_for_what_a_check_will_still_ask_about() -> None:
+    with rolled_back():
+        dropped = publish("orders", {}, key="open")
+    with transaction.atomic():
+        publish("orders", {}, key="later")
+    flusher.flush(within_seconds=5)
     try:
-        assert prune_ledgers(older_than=datetime.now(UTC) + timedelta(seconds=5)) == 2
+        assert prune_ledgers(older_than=datetime.now(UTC) + timedelta(seconds=5)) == 1
+        assert row("default", dropped.transaction_id) == "R"
+        assert run_check_back().rolled_back == 1
+        assert prune_ledgers(older_than=datetime.now(UTC) + timedelta(seconds=5)) == 1
     finally:
         LedgerIdentity.objects.update(pruned_before=None)
 

@@ -16,7 +16,7 @@ from django.utils import timezone
 
 from outbox import Decision, EndTransaction
 from outbox.contrib.django import get_broker, ledger, message, publish, publish_many, publish_messages, run_check_back
-from outbox.contrib.django.models import LedgerEntry
+from outbox.contrib.django.models import LedgerEntry, LedgerIdentity
 from outbox.errors import (
     BrokerUnavailable,
     ConfigurationError,
@@ -249,7 +249,7 @@ def test_an_unreachable_broker_rolls_back_within_the_deadline(
 
 def test_a_tombstone_refuses_the_late_transaction(monkeypatch: pytest.MonkeyPatch) -> None:
     late = message("orders", {}, key="late")
-    ledger.insert_tombstone(connections["default"], late.message_id)
+    ledger.insert_tombstone(connections["default"], late.message_id, ledger_id=LedgerIdentity.objects.get().ledger_id)
     with transaction.atomic():
         with transaction.atomic():
             Order.objects.create(number="late")

@@ -11,15 +11,17 @@ from typing import Any, Final
 from uuid import UUID
 
 from django.db import router
+from django.db.backends.base.base import BaseDatabaseWrapper
 from django.utils import timezone
 
 from outbox.broker.checks import scan
+from outbox.broker.database import Connection
 from outbox.broker.decisions import standing_decisions
-from outbox.broker.half_scan import oldest_pending
+from outbox.broker.half_scan import undecided_below
 from outbox.checkback import CheckBack
 from outbox.contrib.django import ledger
 from outbox.contrib.django.broker import broker_database, check_settings, get_broker
-from outbox.contrib.django.checker import LedgerChecker, ledger_aliases, open_connection
+from outbox.contrib.django.checker import LedgerChecker, ledger_aliases, open_connection, settle
 from outbox.contrib.django.conf import get_settings
 from outbox.transaction import CheckCounts
 
@@ -69,23 +71,50 @@ def prune_ledgers(*, older_than: datetime, max_batches: int = 100) -> int:
         return 0
     removed = 0
     with broker_database(settings).connect(name="outbox-prune") as broker:
-        # What a check may still ask about is left alone, also where a transaction left no row.
-        scan(broker, settings.schema, settings=check_settings(settings))
-        oldest = oldest_pending(broker, settings.schema)
-        below = min(first_id_at(older_than), oldest) if oldest else first_id_at(older_than)
+        if scan(broker, settings.schema, settings=check_settings(settings)).more:
+            # Undecided transactions may be among the half messages that nobody has scanned yet.
+            return 0
         for alias in ledger_aliases():
             with closing(open_connection(alias)) as connection:
-                after = UUID(int=0)
-                for _ in range(max_batches):
-                    batch = ledger.ids_between(connection, after, below, limit=_BATCH)
-                    if not batch:
-                        break
-                    after = batch[-1]
-                    decided = standing_decisions(broker, settings.schema, batch)
-                    if decided:
-                        ledger.advance_pruned_before(connection, first_id_after(max(decided)))
-                        removed += ledger.delete(connection, sorted(decided))
+                removed += _prune_ledger(connection, broker, settings.schema, first_id_at(older_than), max_batches)
     return removed
+
+
+def _prune_ledger(
+    connection: BaseDatabaseWrapper, broker: Connection, schema: str, below: UUID, max_batches: int
+) -> int:
+    identity = ledger.identity(connection)
+    if identity is None:
+        return 0
+    below = _lowest_open(connection, broker, schema, identity.ledger_id, below)
+    removed = 0
+    after = UUID(int=0)
+    for _ in range(max_batches):
+        batch = ledger.ids_between(connection, after, below, limit=_BATCH)
+        if not batch:
+            break
+        after = batch[-1]
+        decided = standing_decisions(broker, schema, batch)
+        if decided:
+            ledger.advance_pruned_before(connection, first_id_after(max(decided)))
+            removed += ledger.delete(connection, sorted(decided))
+    return removed
+
+
+def _lowest_open(
+    connection: BaseDatabaseWrapper, broker: Connection, schema: str, ledger_id: UUID, below: UUID
+) -> UUID:
+    """The first id below which every undecided transaction of the ledger has a row, at most `below`.
+
+    The barrier gives one to those that nobody has asked about for long (parked ones): past `pruned_before` an absent
+    row could not be answered for any more.
+    """
+    undecided = undecided_below(broker, schema, ledger_id, below, limit=_BATCH)
+    open_ids = settle(connection, [half.transaction_id for half in undecided if not half.immune], ledger_id=ledger_id)
+    open_ids.update(half.transaction_id for half in undecided if half.immune)
+    if len(undecided) == _BATCH:
+        open_ids.add(undecided[-1].transaction_id)
+    return min(open_ids, default=below)
 
 
 def prune_inboxes(*, older_than: datetime, max_batches: int = 100) -> int:

@@ -78,17 +78,19 @@ def ledger_aliases() -> list[str]:
 def open_connection(alias: str) -> BaseDatabaseWrapper:
     """A connection of the caller's own in autocommit, whatever else this thread does with the alias."""
     connection = connections.create_connection(alias)
+    options = dict(connection.settings_dict["OPTIONS"])
+    # Django's pool hands out connections with the search path that their last user has set.
+    options.pop("pool", None)
     if connection.vendor == "sqlite":
-        options = {**connection.settings_dict["OPTIONS"], "timeout": LOCK_TIMEOUT_MILLISECONDS / 1000}
-        connection.settings_dict = {**connection.settings_dict, "OPTIONS": options}
-    connection.settings_dict = {**connection.settings_dict, "AUTOCOMMIT": True}
+        options["timeout"] = LOCK_TIMEOUT_MILLISECONDS / 1000
+    connection.settings_dict = {**connection.settings_dict, "OPTIONS": options, "AUTOCOMMIT": True}
     return connection
 
 
 def answer_by_ledger(
     connection: BaseDatabaseWrapper, checks: Sequence[Check], *, pruned_before: UUID | None = None
 ) -> Iterator[Answer]:
-    """Answers from one ledger: what is known first, then what the barrier decides, then what is still running."""
+    """Answers from the ledger that all of `checks` name: what is known first, then what the barrier decides."""
     try:
         states = ledger.states(connection, [check.transaction_id for check in checks])
     except DatabaseError as error:
@@ -122,8 +124,10 @@ def _limit_waiting(connection: BaseDatabaseWrapper) -> None:
 def _barrier(connection: BaseDatabaseWrapper, checks: Sequence[Check]) -> Iterator[Answer]:
     """Tombstones for all of `checks`, halving the batch where one of them is in the way."""
     point("check.before_tombstone")
+    ledger_id = checks[0].ledger_id
+    assert ledger_id is not None
     try:
-        _insert(connection, [check.transaction_id for check in checks])
+        written = _insert(connection, [check.transaction_id for check in checks], ledger_id=ledger_id)
     except IntegrityError:
         yield from _after_conflict(connection, checks)
         return
@@ -137,7 +141,29 @@ def _barrier(connection: BaseDatabaseWrapper, checks: Sequence[Check]) -> Iterat
         return
     point("check.after_tombstone")
     for check in checks:
-        yield _decided(check, ledger.ROLLED_BACK)
+        if check.transaction_id in written:
+            yield _decided(check, ledger.ROLLED_BACK)
+        else:
+            yield _unknown(check, "the ledger was emptied or pruned while it was asked", counts=False)
+
+
+def settle(connection: BaseDatabaseWrapper, transaction_ids: Sequence[UUID], *, ledger_id: UUID) -> set[UUID]:
+    """Run the barrier without answering anybody; returns the ids that still have no row (they are running).
+
+    For half messages past their immunity. What has a row afterwards can be answered at any time to come.
+    """
+    known = ledger.states(connection, transaction_ids)
+    absent = [transaction_id for transaction_id in transaction_ids if transaction_id not in known]
+    if not absent:
+        return set()
+    _limit_waiting(connection)
+    for transaction_id in absent:
+        try:
+            _insert(connection, [transaction_id], ledger_id=ledger_id)
+        except DatabaseError as error:
+            if not (isinstance(error, IntegrityError) or is_contention(error)):
+                raise
+    return set(absent).difference(ledger.states(connection, absent))
 
 
 class _OneAtATime(DatabaseError):
@@ -153,13 +179,16 @@ def is_contention(error: DatabaseError) -> bool:
     return "locked" in str(error)
 
 
-def _insert(connection: BaseDatabaseWrapper, transaction_ids: Sequence[UUID]) -> None:
+def _insert(connection: BaseDatabaseWrapper, transaction_ids: Sequence[UUID], *, ledger_id: UUID) -> set[UUID]:
+    """Write tombstones where the ledger is still `ledger_id` and vouches for the ids; returns those written."""
     if connection.vendor == "postgresql":
-        ledger.insert_tombstones(connection, transaction_ids, lock_timeout_milliseconds=LOCK_TIMEOUT_MILLISECONDS)
-    elif len(transaction_ids) == 1:
-        ledger.insert_tombstone(connection, transaction_ids[0])
-    else:
+        return ledger.insert_tombstones(
+            connection, transaction_ids, ledger_id=ledger_id, lock_timeout_milliseconds=LOCK_TIMEOUT_MILLISECONDS
+        )
+    if len(transaction_ids) > 1:
         raise _OneAtATime
+    written = ledger.insert_tombstone(connection, transaction_ids[0], ledger_id=ledger_id)
+    return set(transaction_ids) if written else set()
 
 
 def _after_conflict(connection: BaseDatabaseWrapper, checks: Sequence[Check]) -> Iterator[Answer]:
@@ -227,8 +256,9 @@ def _elsewhere(check: Check, aliases: Iterable[str], unreadable: Sequence[str]) 
         return _unknown(check, f"these ledgers cannot be asked: {', '.join(unreadable)}", counts=False)
     return _unknown(
         check,
-        f"ledger {check.ledger_id} is none of this project's ({', '.join(aliases)}): does another service use the "
-        f"producer group {check.producer_group!r}, or does an alias point to another database?",
+        f"ledger {check.ledger_id} is none of this project's ({', '.join(aliases)}): was that ledger emptied, "
+        f"does another service use the producer group {check.producer_group!r}, or does an alias point to another "
+        f"database?",
         counts=False,
         alarm=True,
     )

@@ -27,24 +27,44 @@ class Identity:
     pruned_before: UUID | None
 
 
+@dataclass(frozen=True, slots=True)
+class Entered:
+    """Where the row of a local transaction went.
+
+    `xid`: the database's own id of that transaction, by which `is_rolled_back` asks later; '' where it has none.
+    `ledger_id`: None if the ledger has no identity. `table_oid`: which table it is, on PostgreSQL, where a search
+    path decides.
+    """
+
+    xid: str
+    ledger_id: UUID | None
+    table_oid: int | None = None
+
+
 _INSERT_COMMITTED: Final = "INSERT INTO outbox_ledger (transaction_id, state) VALUES (%s, 'C')"
 
-# The id of the (top) transaction is what tells later how it ended.
-_INSERT_COMMITTED_POSTGRESQL: Final = f"{_INSERT_COMMITTED} RETURNING pg_current_xact_id()::text"
+_SELECT_LEDGER_ID: Final = "SELECT ledger_id FROM outbox_ledger_identity"
+
+# One statement, so that row and identity are found by the same search path.
+_INSERT_COMMITTED_POSTGRESQL: Final = """
+INSERT INTO outbox_ledger (transaction_id, state) VALUES (%s, 'C')
+RETURNING pg_current_xact_id()::text, (SELECT ledger_id FROM outbox_ledger_identity), tableoid
+"""
 
 
-def insert_committed(connection: BaseDatabaseWrapper, transaction_id: UUID) -> str:
-    """Write the row of the local transaction that is open on `connection`.
+def insert_committed(connection: BaseDatabaseWrapper, transaction_id: UUID) -> Entered:
+    """Write the row of the local transaction that is open on `connection`, and say which ledger it went to.
 
-    Returns the database's own id of that transaction, '' where it has none that could be asked about (only
-    PostgreSQL has). Raises IntegrityError if a tombstone is there.
+    Raises IntegrityError if a tombstone is there.
     """
     with connection.cursor() as cursor:
-        if connection.vendor != "postgresql":
-            cursor.execute(_INSERT_COMMITTED, [_stored(connection, transaction_id)])
-            return ""
-        cursor.execute(_INSERT_COMMITTED_POSTGRESQL, [transaction_id])
-        return str(cursor.fetchone()[0])
+        if connection.vendor == "postgresql":
+            cursor.execute(_INSERT_COMMITTED_POSTGRESQL, [transaction_id])
+            return Entered(*cursor.fetchone())
+        cursor.execute(_INSERT_COMMITTED, [_stored(connection, transaction_id)])
+        cursor.execute(_SELECT_LEDGER_ID)
+        row = cursor.fetchone()
+        return Entered(xid="", ledger_id=None if row is None else _read(row[0]))
 
 
 _CURRENT_XID: Final = "SELECT pg_current_xact_id()::text"
@@ -100,13 +120,23 @@ def is_rolled_back(connection: BaseDatabaseWrapper, transaction_id: UUID, xid: s
         return bool(cursor.fetchone()[0])
 
 
-_INSERT_TOMBSTONE: Final = "INSERT INTO outbox_ledger (transaction_id, state) VALUES (%s, 'R')"
+# The identity is read by the INSERT itself: a ledger that was emptied or pruned since the checker chose it gets none.
+_INSERT_TOMBSTONE: Final = """
+INSERT INTO outbox_ledger (transaction_id, state)
+SELECT %s, 'R' FROM outbox_ledger_identity
+WHERE ledger_id = %s AND (pruned_before IS NULL OR pruned_before <= %s)
+"""
 
 
-def insert_tombstone(connection: BaseDatabaseWrapper, transaction_id: UUID) -> None:
-    """Make a late local transaction collide. Raises IntegrityError or, when it would have to wait, OperationalError."""
+def insert_tombstone(connection: BaseDatabaseWrapper, transaction_id: UUID, *, ledger_id: UUID) -> bool:
+    """Make a late local transaction collide. Returns whether this is that ledger still, and vouches for the id.
+
+    Raises IntegrityError or, when it would have to wait, OperationalError.
+    """
+    value = _stored(connection, transaction_id)
     with connection.cursor() as cursor:
-        cursor.execute(_INSERT_TOMBSTONE, [_stored(connection, transaction_id)])
+        cursor.execute(_INSERT_TOMBSTONE, [value, _stored(connection, ledger_id), value])
+        return bool(cursor.rowcount == 1)
 
 
 # The lock timeout is set by the statement itself, for its own transaction only: right behind a pooler too.
@@ -115,18 +145,31 @@ _INSERT_TOMBSTONES_POSTGRESQL: Final = """
 INSERT INTO outbox_ledger (transaction_id, state)
 SELECT transaction_id, 'R'
 FROM (SELECT set_config('lock_timeout', %s, true)) AS setting (lock_timeout),
+     outbox_ledger_identity,
      unnest(%s::uuid[]) AS transaction_id
 WHERE lock_timeout IS NOT NULL
+  AND ledger_id = %s AND (pruned_before IS NULL OR pruned_before <= transaction_id)
 ORDER BY transaction_id
+RETURNING transaction_id
 """
 
 
 def insert_tombstones(
-    connection: BaseDatabaseWrapper, transaction_ids: Sequence[UUID], *, lock_timeout_milliseconds: int
-) -> None:
-    """PostgreSQL only: all tombstones or none. Raises like `insert_tombstone`."""
+    connection: BaseDatabaseWrapper,
+    transaction_ids: Sequence[UUID],
+    *,
+    ledger_id: UUID,
+    lock_timeout_milliseconds: int,
+) -> set[UUID]:
+    """PostgreSQL only: all tombstones that this ledger vouches for, or none; returns their ids.
+
+    Raises like `insert_tombstone`.
+    """
     with connection.cursor() as cursor:
-        cursor.execute(_INSERT_TOMBSTONES_POSTGRESQL, [str(lock_timeout_milliseconds), sorted(transaction_ids)])
+        cursor.execute(
+            _INSERT_TOMBSTONES_POSTGRESQL, [str(lock_timeout_milliseconds), sorted(transaction_ids), ledger_id]
+        )
+        return {row[0] for row in cursor.fetchall()}
 
 
 _SELECT_STATES: Final = "SELECT transaction_id, state FROM outbox_ledger WHERE transaction_id IN "
@@ -153,6 +196,17 @@ def identity(connection: BaseDatabaseWrapper) -> Identity | None:
     if row is None:
         return None
     return Identity(ledger_id=_read(row[0]), pruned_before=None if row[1] is None else _read(row[1]))
+
+
+_SELECT_REACHED: Final = "SELECT 'outbox_ledger'::regclass::oid, ledger_id FROM outbox_ledger_identity"
+
+
+def reached(connection: BaseDatabaseWrapper) -> tuple[int, UUID] | None:
+    """PostgreSQL only: the table and the identity that the connection's search path leads to."""
+    with connection.cursor() as cursor:
+        cursor.execute(_SELECT_REACHED)
+        row: tuple[int, UUID] | None = cursor.fetchone()
+        return row
 
 
 _READ_ONLY: Final = "SELECT current_setting('transaction_read_only') = 'on'"

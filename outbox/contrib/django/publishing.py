@@ -16,7 +16,6 @@ from uuid import UUID
 import psycopg
 from django.db import connections, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
-from django.db.utils import IntegrityError
 from django.utils.asyncio import async_unsafe
 from psycopg.errors import InvalidSchemaName, UndefinedTable
 
@@ -24,7 +23,7 @@ from outbox.broker.database import identity
 from outbox.broker.install import missing
 from outbox.broker.log import append_decided
 from outbox.broker.postgres import PostgresBroker
-from outbox.contrib.django import ledger
+from outbox.contrib.django import ledger_entry
 from outbox.contrib.django.blocks import require_whole
 from outbox.contrib.django.broker import (
     broker_identity,
@@ -35,8 +34,8 @@ from outbox.contrib.django.conf import OutboxSettings, PathChoice, get_settings
 from outbox.contrib.django.ends import Published, report_after_commit
 from outbox.contrib.django.locks import lock_keys
 from outbox.contrib.django.messages import message
-from outbox.contrib.django.transactions import current_transaction, facts_of, in_test_case, ledger_id_of
-from outbox.errors import ConfigurationError, TransactionAlreadyRolledBack, TransactionUsageError, UsageError
+from outbox.contrib.django.transactions import current_transaction, facts_of, in_test_case
+from outbox.errors import ConfigurationError, TransactionUsageError, UsageError
 from outbox.faults import point
 from outbox.memory import InMemoryBroker
 from outbox.message import Message, SendReceipt
@@ -210,17 +209,9 @@ def _publish_two_phase(
 
 def _enter_in_ledger(connection: BaseDatabaseWrapper, first: Message) -> tuple[str, UUID]:
     point("producer.before_ledger")
-    ledger_id = ledger_id_of(connection)
-    try:
-        xid = ledger.insert_committed(connection, first.message_id)
-    except IntegrityError as error:
-        raise TransactionAlreadyRolledBack(
-            f"transaction {first.message_id} (topic {first.topic!r}) has a ledger row already: a check-back decided "
-            f"that it never committed, or the same message was published before. The surrounding atomic block is "
-            f"rolled back; run the whole operation again, with a new message."
-        ) from error
+    entered = ledger_entry.enter(connection, first)
     point("producer.after_ledger")
-    return xid, ledger_id
+    return entered
 
 
 # -- what both share --------------------------------------------------------------------------------

@@ -5,14 +5,12 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 from typing import Any
-from uuid import UUID
 from weakref import WeakKeyDictionary
 
 from django.db import connections
 from django.db.backends.base.base import BaseDatabaseWrapper
-from django.db.utils import DatabaseError, OperationalError, ProgrammingError
+from django.db.utils import DatabaseError
 
-from outbox.contrib.django import ledger
 from outbox.contrib.django.blocks import begun_by_hand, is_test_case
 from outbox.errors import ConfigurationError, TransactionUsageError
 
@@ -77,7 +75,6 @@ class ConnectionFacts:
 
     raw: Any
     atomic_path: bool | None = None
-    ledger_id: UUID | None = None
 
 
 class _Facts(threading.local):
@@ -94,28 +91,6 @@ def facts_of(connection: BaseDatabaseWrapper) -> ConnectionFacts:
     if known is None or known.raw is not connection.connection:
         known = _facts.by_wrapper[connection] = ConnectionFacts(raw=connection.connection)
     return known
-
-
-def ledger_id_of(connection: BaseDatabaseWrapper) -> UUID:
-    """The id of the ledger in the connection's database. Raises ConfigurationError when it has none."""
-    facts = facts_of(connection)
-    if facts.ledger_id is None:
-        try:
-            identity = ledger.identity(connection)
-        except (ProgrammingError, OperationalError) as error:
-            if not is_missing_table(error):
-                raise
-            raise ConfigurationError(
-                f"the ledger's tables are missing on {connection.alias!r}: run "
-                f"`manage.py migrate --database={connection.alias}`. Nothing was published."
-            ) from error
-        if identity is None:
-            raise ConfigurationError(
-                f"the ledger on {connection.alias!r} has no identity (the database was flushed?): run "
-                f"`manage.py migrate --database={connection.alias}`."
-            )
-        facts.ledger_id = identity.ledger_id
-    return facts.ledger_id
 
 
 def is_missing_table(error: DatabaseError) -> bool:
