@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Final
 
 import psycopg
-from psycopg.conninfo import conninfo_to_dict, make_conninfo
+from psycopg.conninfo import make_conninfo
 
+from outbox.broker.conninfo import read_conninfo
 from outbox.broker.private_server import PrivateServer
 from outbox.errors import BrokerUnavailable, ConfigurationError
 
@@ -38,13 +39,7 @@ def server_url(data_directory: Path, *, settings: Mapping[str, str] | None = Non
 
 
 def _check_reachable(url: str) -> None:
-    try:
-        conninfo_to_dict(url)
-    except psycopg.Error as error:
-        raise ConfigurationError(
-            f"{URL_VARIABLE} is not a PostgreSQL URL ({error}): write postgresql://user:password@host:5432/postgres, "
-            f"or unset it to use the embedded server."
-        ) from error
+    read_conninfo(url, f"the PostgreSQL URL in {URL_VARIABLE}, which replaces the embedded server,")
     try:
         psycopg.connect(url, connect_timeout=5).close()
     except psycopg.Error as error:
