@@ -135,14 +135,22 @@ class Like:
         return None if value is None else re.fullmatch(self._expression(), value, re.DOTALL) is not None
 
     def _expression(self) -> str:
-        parts: list[str] = []
+        # Between two % a part may take its first place and keep it: what follows has the most room then. The atomic
+        # groups say so; without them a value that does not match costs time exponential in the number of %.
+        parts = [""]
         characters = iter(self.pattern)
         for character in characters:
             if character == self.escape:
-                parts.append(re.escape(next(characters)))
+                parts[-1] += re.escape(next(characters))
+            elif character == "%":
+                parts.append("")
             else:
-                parts.append({"%": ".*", "_": "."}.get(character) or re.escape(character))
-        return "".join(parts)
+                parts[-1] += "." if character == "_" else re.escape(character)
+        first, *middle = parts
+        if not middle:
+            return first
+        last = middle.pop()
+        return "".join([first, *(f"(?>.*?{part})" for part in middle if part), ".*", last])
 
 
 @dataclass(frozen=True, slots=True)

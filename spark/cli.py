@@ -14,6 +14,7 @@ from . import findings, rules_file, session
 from .errors import INCOMPLETE, ReconcileError, UsageProblem
 from .options import RunOptions
 from .progress import Progress
+from .safe_text import for_people
 from .sources.postgres import parse_moment
 
 DESCRIPTION = """Hold business tables, messages and effects against each other.
@@ -72,11 +73,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         return _run(given)
     except ReconcileError as error:
-        print(f"outbox-reconcile: {error}", file=sys.stderr)
+        print(f"outbox-reconcile: {for_people(str(error))}", file=sys.stderr)
         return error.exit_code
     except Exception:
         # Python's own exit code for a traceback is 1, which here would say "findings".
-        traceback.print_exc()
+        print(for_people(traceback.format_exc()), file=sys.stderr)
         print("outbox-reconcile: an unexpected error (above); the previous result stays in force.", file=sys.stderr)
         return INCOMPLETE
     except KeyboardInterrupt:
@@ -105,10 +106,10 @@ def _run(given: argparse.Namespace) -> int:
 
     result = run.run(spark, options, progress)
     if given.json:
-        print(json.dumps(result, indent=2, ensure_ascii=False))
+        print(json.dumps(result, indent=2))
     else:
         found = ", ".join(f"{count} {name}" for name, count in result["totals"].items() if count)
-        print(f"{result['status']}: {found or 'nothing judged'}. Report: {given.output}/report.html")
+        print(for_people(f"{result['status']}: {found or 'nothing judged'}. Report: {given.output}/report.html"))
     return run.exit_code(result)
 
 

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final, TextIO
 
+from .safe_text import for_people
+
 HEARTBEAT_SECONDS: Final = 10.0
 
 
@@ -23,7 +25,7 @@ class Progress:
     def say(self, text: str) -> None:
         """One line."""
         if not self._quiet:
-            print(f"[{time.monotonic() - self._started:7.1f} s] {text}", file=self._stream, flush=True)
+            print(f"[{time.monotonic() - self._started:7.1f} s] {for_people(text)}", file=self._stream, flush=True)
 
     @contextmanager
     def step(self, text: str) -> Iterator[None]:

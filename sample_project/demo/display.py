@@ -9,10 +9,12 @@ from contextlib import AbstractContextManager
 
 from rich.console import Console, Group
 from rich.live import Live
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
+from outbox.safe_text import for_people, inert
 from sample_project.demo.figures import Figures
 from sample_project.demo.verdicts import Verdict
 
@@ -92,11 +94,11 @@ class Display:
     def failure(self, text: str, log: str, lines: Sequence[str]) -> None:
         """Print why the demo failed, with the end of the log that tells more."""
         self.close()
-        self.console.print(f"[bold red]The demo failed:[/] {text}")
+        self.console.print(f"[bold red]The demo failed:[/] {escape(for_people(text))}")
         if lines:
             self.console.print(f"[dim]the end of {log}:[/]")
             for line in lines:
-                self.console.print(line, markup=False)
+                self.console.print(inert(line), markup=False)
 
 
 def _arrivals(figures: Figures) -> Text:

@@ -16,6 +16,8 @@ import pyarrow as pa
 from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
 from pyspark.sql.types import StructType
 
+from ..safe_text import mask_passwords
+
 FORMAT: Final = "outbox_postgres"
 FAILURE: Final = "outbox-reconcile read failed:"
 _BATCH_BYTES: Final = 4 * 1024 * 1024
@@ -122,5 +124,5 @@ def conform(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
 
 def one_line(error: BaseException) -> str:
     """A driver's error in one line, without the query it repeats."""
-    text = " ".join(str(error).split("Query was:")[0].split())
+    text = " ".join(mask_passwords(str(error).split("Query was:")[0]).split())
     return re.sub(r"^.*?\bERROR: *", "", re.sub(r" LINE \d+: .*$", "", text)).rstrip(". ")

@@ -61,6 +61,26 @@ def test_filter_by_header_expression(expression: str, headers: dict[str, str], p
     assert parse_filter(f"sql: {expression}").evaluate("", headers) is passes
 
 
+@pytest.mark.parametrize(
+    ("pattern", "value", "passes"),
+    [
+        ("%a" * 30 + "b", "a" * 500, False),
+        ("%a" * 30 + "b", "a" * 500 + "b", True),
+        ("%a" * 30 + "_b%", "a" * 500, False),
+        ("%_" * 30 + "b", "a" * 500, False),
+        ("%a%" * 40 + "!%b", "a" * 500 + "%b", True),
+        ("%a%" * 40 + "!%b", "a" * 500 + "b", False),
+    ],
+)
+def test_a_pattern_of_many_parts_comes_to_an_end(
+    connection: psycopg.Connection[tuple[bool]], pattern: str, value: str, passes: bool
+) -> None:
+    # Trying every place of every part is some 10 ** 50 steps: neither side may.
+    expression = f"sql: t LIKE '{pattern}' ESCAPE '!'"
+    assert parse_filter(expression).evaluate("", {"t": value}) is passes
+    assert in_sql(connection, expression, "", {"t": value}) is passes
+
+
 def test_filter_expression_knows_the_tag() -> None:
     assert parse_filter("sql: TAGS IN ('paid')").evaluate("paid", {"TAGS": "x"}) is True
     assert parse_filter("sql: TAGS IS NULL").evaluate("", {}) is True
@@ -104,6 +124,10 @@ NAMES = st.sampled_from(["a", "b", "x-y", "TAGS", '"in"'])
 TEXTS = st.text(alphabet="ab%_!\\'é 1.-+e", max_size=4)
 NUMBERS = st.sampled_from(["0", "1", "-1", "1.0", "01", "+1.50", ".5", "5.", "99999999999999999999", "-.0"])
 STRINGS = TEXTS.map(lambda text: "'" + text.replace("'", "''") + "'")
+# Of several parts, in which a part has more than one place to be; an escape is followed by something.
+PATTERNS = st.lists(st.sampled_from(["%", "%", "_", "a", "b", "!%", "!_"]), max_size=8).map(
+    lambda parts: f"'{''.join(parts)}'"
+)
 VALUES = st.one_of(NUMBERS, STRINGS)
 OPERATORS = st.sampled_from(["=", "<>", "!=", "<", "<=", ">", ">="])
 MAYBE_NOT = st.sampled_from(["", "NOT "])
@@ -121,6 +145,8 @@ PREDICATES = st.one_of(
     st.builds("{} {}BETWEEN {} AND {}".format, NAMES, MAYBE_NOT, NUMBERS, NUMBERS),
     st.builds("{} {}BETWEEN {} AND {}".format, NAMES, MAYBE_NOT, STRINGS, STRINGS),
     st.builds("{} {}LIKE {}".format, NAMES, MAYBE_NOT, STRINGS),
+    st.builds("{} {}LIKE {}".format, NAMES, MAYBE_NOT, PATTERNS),
+    st.builds("{} LIKE {} ESCAPE '!'".format, NAMES, PATTERNS),
 )
 EXPRESSIONS = st.recursive(
     PREDICATES,
@@ -130,7 +156,9 @@ EXPRESSIONS = st.recursive(
     ),
     max_leaves=6,
 )
-HEADERS = st.dictionaries(st.sampled_from(["a", "b", "x-y", "in"]), st.one_of(TEXTS, NUMBERS), max_size=4)
+HEADERS = st.dictionaries(
+    st.sampled_from(["a", "b", "x-y", "in"]), st.one_of(TEXTS, NUMBERS, st.text(alphabet="ab%", max_size=9)), max_size=4
+)
 
 
 @pytest.fixture(scope="module")

@@ -32,16 +32,19 @@ def environment(*, outbox: Mapping[str, Any] | None = None, faults: str = "") ->
 
 @contextmanager
 def process(
-    arguments: Sequence[str], *, outbox: Mapping[str, Any] | None = None, faults: str = ""
+    arguments: Sequence[str], *, outbox: Mapping[str, Any] | None = None, faults: str = "", quiet: bool = False
 ) -> Iterator[subprocess.Popen[str]]:
-    """A Python process of the project, terminated (and if need be killed) at the end of the block."""
+    """A Python process of the project, terminated (and if need be killed) at the end of the block.
+
+    `quiet` throws its log away: one that is read at the end only must fit into a pipe.
+    """
     with subprocess.Popen(
         [sys.executable, *arguments],
         env=environment(outbox=outbox, faults=faults),
         cwd=ROOT,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        stderr=subprocess.DEVNULL if quiet else subprocess.PIPE,
         text=True,
     ) as started:
         try:

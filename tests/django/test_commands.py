@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from contextlib import closing
 from io import StringIO
+from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
@@ -18,6 +19,7 @@ from outbox import Delivery
 from outbox.broker.sequencer import Sequencer
 from outbox.contrib.django import publish, subscriber
 from outbox.contrib.django.broker import broker_database, flusher
+from outbox.contrib.django.management import commands
 from outbox.contrib.django.workers import consumer_runtime
 from outbox.errors import PermanentError
 from tests.django.conftest import point_alias
@@ -83,6 +85,54 @@ def test_trace_follows_a_message_to_its_group() -> None:
     assert "key traced" in call("outbox_trace", str(receipt.transaction_id))
     with pytest.raises(CommandError, match="has no message"):
         call("outbox_trace", str(uuid4()))
+
+
+HOSTILE = "\x1b[2J\x1b]0;title\x07\x9b31m\u202e\nPROBLEM: forged\r"
+
+
+def test_what_steers_a_terminal_is_inert_in_every_output(no_subscribers: None) -> None:
+    @subscriber("orders", group="effects")
+    def effect(delivery: Delivery) -> None:
+        raise PermanentError(f"cannot work: {delivery.key}")
+
+    receipt = publish("orders", {}, key=HOSTILE)
+    consume()
+    for arguments in (
+        ["outbox_trace", str(receipt.message_id)],
+        ["outbox_dead_letter", "list"],
+        ["outbox_group", "offsets", "effects"],
+        ["outbox_status"],
+    ):
+        for more in ([], ["--json"]):
+            text = call(*arguments, *more) if arguments != ["outbox_status"] else failing_status(*more)
+            assert text.replace("\n", "").isprintable(), (arguments, more)
+            assert "\nPROBLEM: forged" not in text
+    assert r"\x1b[2J" in call("outbox_trace", str(receipt.message_id))
+    assert call_json("outbox_trace", str(receipt.message_id))["messages"][0]["key"] == HOSTILE
+    with pytest.raises(CommandError) as caught:
+        call("outbox_group", "pause", HOSTILE)
+    assert str(caught.value).replace("\n", "").isprintable()
+
+
+def failing_status(*arguments: str) -> str:
+    out = StringIO()
+    with pytest.raises(SystemExit):
+        call_command("outbox_status", *arguments, stdout=out, no_color=True)
+    return out.getvalue()
+
+
+def test_commands_print_by_what_makes_it_inert() -> None:
+    folder = Path(commands.__file__).parent
+    assert [path.name for path in folder.glob("*.py") if "stdout.write" in path.read_text()] == []
+
+
+@pytest.mark.parametrize("where", ["BROKER", "LISTEN"])
+def test_a_command_does_not_repeat_a_password(settings: Any, where: str) -> None:
+    settings.OUTBOX = {**settings.OUTBOX, where: "postgresql://shop:a@hunter2@host/db"}
+    with pytest.raises(CommandError) as caught:
+        call("outbox_topic", "list")
+    assert f"OUTBOX['{where}']" in str(caught.value)
+    assert "hunter2" not in str(caught.value)
 
 
 def test_topics() -> None:

@@ -11,6 +11,7 @@ from uuid import uuid4
 
 import pytest
 
+from outbox import faults
 from outbox.broker.sequencer import Sequencer
 from outbox.contrib.django import run_check_back
 from outbox.contrib.django.broker import broker_database
@@ -24,16 +25,7 @@ from tests.support import eventually
 pytestmark = pytest.mark.usefixtures("empty_log")
 
 KILLED = -signal.SIGKILL
-STEPS = [
-    "producer.before_ledger",
-    "producer.after_ledger",
-    "producer.before_half",
-    "producer.after_half",
-    "producer.before_local_commit",
-    "producer.after_local_commit",
-    "producer.before_end",
-    "producer.after_end",
-]
+STEPS = [point for point in faults.POINTS if point.startswith("producer.")]
 
 
 @pytest.fixture

@@ -48,7 +48,7 @@ def test_topics_become_declared_topics() -> None:
         ({"PRODUCER_GROUPS": "x"}, r"'PRODUCER_GROUPS'.*Did you mean 'PRODUCER_GROUP'"),
         ({"broker": "x"}, "Did you mean 'BROKER'"),
         ({"SCHEMA": "a b"}, r"OUTBOX\['SCHEMA'\].*'a b'"),
-        ({"LISTEN": "not a url"}, r"OUTBOX\['LISTEN'\] is no connection string"),
+        ({"LISTEN": "not a url"}, r"OUTBOX\['LISTEN'\] cannot be read"),
         ({"QUUX": 1}, "The settings are AUTO_CREATE_TOPICS, BROKER"),
         ({"BROKER": 3}, r"OUTBOX\['BROKER'\] must be a text.*3 \(int\)"),
         ({"PRODUCER_GROUP": "a b"}, r"OUTBOX\['PRODUCER_GROUP'\]: group name 'a b'"),

@@ -21,6 +21,7 @@ from outbox.contrib.django.conf import OutboxSettings, get_settings, imported
 from outbox.contrib.django.flusher import Flusher
 from outbox.errors import ConfigurationError
 from outbox.memory import InMemoryBroker
+from outbox.safe_text import mask_passwords
 from outbox.transaction import CheckSettings
 
 # Connection parameters that are Django's or psycopg's, not libpq's.
@@ -158,7 +159,7 @@ def _alias(alias: str) -> BaseDatabaseWrapper:
         return connections[alias]
     except ConnectionDoesNotExist as error:
         raise ConfigurationError(
-            f"OUTBOX['BROKER'] = {alias!r} is not in DATABASES: add that alias, or name another."
+            f"OUTBOX['BROKER'] = {mask_passwords(repr(alias))} is not in DATABASES: add that alias, or name another."
         ) from error
 
 

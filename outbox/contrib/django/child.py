@@ -15,6 +15,7 @@ import django
 
 from outbox.broker.supervisor import stop_on_signals, stop_with_parent
 from outbox.errors import OutboxError
+from outbox.safe_text import for_people
 
 logger = logging.getLogger("outbox.contrib.django.child")
 
@@ -33,7 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
         run_role(options.role, stop, groups=options.group)
     except OutboxError as error:
         logger.error("%s", error)
-        print(f"outbox {options.role}: {error}", file=sys.stderr)
+        print(f"outbox {options.role}: {for_people(str(error))}", file=sys.stderr)
         return 2
     return 0
 

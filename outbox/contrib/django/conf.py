@@ -17,15 +17,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Final, TypeVar
 
-import psycopg
 from django.conf import settings as django_settings
 from django.db import DEFAULT_DB_ALIAS
 from django.utils.module_loading import import_string
-from psycopg.conninfo import conninfo_to_dict
 
 from outbox import names
+from outbox.broker.conninfo import read_conninfo
 from outbox.broker.statement import check_schema_name
 from outbox.errors import ConfigurationError, InvalidName
+from outbox.safe_text import mask_passwords
 from outbox.topic import DEFAULT_QUEUE_COUNT, DEFAULT_RETENTION_SECONDS, MessageType, Topic
 
 Value = TypeVar("Value")
@@ -72,7 +72,7 @@ class OutboxSettings:
     in_memory: bool = False
     broker: str = DEFAULT_DB_ALIAS
     schema: str = "outbox"
-    listen: str | None = None
+    listen: str | None = field(default=None, repr=False)
     producer_group: str = ""
     path: PathChoice = PathChoice.AUTO
     topics: Mapping[str, DeclaredTopic] = field(default_factory=dict)
@@ -141,7 +141,9 @@ Rule = Callable[[str, Any], Any]
 
 
 def _wrong(where: str, value: object, remedy: str) -> ConfigurationError:
-    return ConfigurationError(f"{where} must be {remedy}; it is {value!r} ({type(value).__name__}).")
+    return ConfigurationError(
+        f"{where} must be {remedy}; it is {mask_passwords(repr(value))} ({type(value).__name__})."
+    )
 
 
 def _text(where: str, value: Any) -> str:
@@ -157,12 +159,7 @@ def _text_or_none(where: str, value: Any) -> str | None:
 def _listen(where: str, value: Any) -> str | None:
     if value is not None and not isinstance(value, str):
         raise _wrong(where, value, "a connection string, '' for no LISTEN at all, or None")
-    try:
-        conninfo_to_dict(value or "")
-    except psycopg.Error as error:
-        raise ConfigurationError(
-            f"{where} is no connection string ({str(error).strip()}): write postgresql://user:password@host:5432/name."
-        ) from error
+    read_conninfo(value or "", where)
     return value
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError, CommandParser
 
 from outbox.contrib.django.broker import reset_broker
 from outbox.errors import OutboxError
+from outbox.safe_text import for_people, inert
 
 
 class OutboxCommand(BaseCommand):
@@ -28,24 +29,30 @@ class OutboxCommand(BaseCommand):
         try:
             return super().execute(*args, **options)
         except OutboxError as error:
-            raise CommandError(str(error)) from error
+            raise CommandError(for_people(str(error))) from error
+        except CommandError as error:
+            raise CommandError(for_people(str(error)), returncode=error.returncode) from error
         finally:
             # Ends background threads and announces what they still hold.
             reset_broker()
 
+    def say(self, text: str, style: Callable[[str], str] | None = None) -> None:
+        """Print one line, whatever the keys and errors in it hold. Everything for people goes through here."""
+        self.stdout.write(inert(text), style)
+
     def print_json(self, value: Any) -> None:
-        """Print dataclasses, mappings and sequences as JSON; times as ISO 8601."""
+        """Print dataclasses, mappings and sequences as JSON, in ASCII; times as ISO 8601."""
         self.stdout.write(json.dumps(value, indent=2, default=_plain))
 
     def print_rows(self, header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
         """Print an aligned table; an empty one says so."""
-        lines = [tuple("" if cell is None else str(cell) for cell in row) for row in rows]
+        lines = [tuple("" if cell is None else inert(str(cell)) for cell in row) for row in rows]
         if not lines:
-            self.stdout.write("none")
+            self.say("none")
             return
         widths = [max(len(line[column]) for line in [tuple(header), *lines]) for column in range(len(header))]
         for line in [tuple(header), *lines]:
-            self.stdout.write("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+            self.say("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
 
 
 def first_line(text: str | None) -> str:

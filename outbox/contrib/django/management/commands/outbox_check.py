@@ -26,4 +26,4 @@ class Command(OutboxCommand):
         if options["json"]:
             self.print_json(counts)
         else:
-            self.stdout.write(", ".join(f"{number} {name.replace('_', ' ')}" for name, number in counts.items()))
+            self.say(", ".join(f"{number} {name.replace('_', ' ')}" for name, number in counts.items()))

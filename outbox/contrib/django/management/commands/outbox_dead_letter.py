@@ -45,7 +45,7 @@ class Command(OutboxCommand):
         else:
             ids = None if options["all"] else options["ids"]
             count = replay_dead_letters(options["group"], ids, limit=options["limit"], dry_run=options["dry_run"])
-            self.stdout.write(f"{count} dead letters {'would be' if options['dry_run'] else 'are'} delivered again.")
+            self.say(f"{count} dead letters {'would be' if options['dry_run'] else 'are'} delivered again.")
 
     def _list(self, options: dict[str, Any]) -> None:
         with broker_connection() as (connection, schema):

@@ -27,4 +27,4 @@ class Command(OutboxCommand):
         """See BaseCommand."""
         decision = Decision.COMMIT if options["decision"] == "commit" else Decision.ROLLBACK
         status = decide(options["id"], decision, force=options["force"])
-        self.stdout.write(f"{decision.name} of {options['id']}: {status}.")
+        self.say(f"{decision.name} of {options['id']}: {status}.")

@@ -79,12 +79,12 @@ class Command(OutboxCommand):
     def _pause(self, options: dict[str, Any]) -> None:
         with broker_connection() as (connection, schema):
             pause(connection, schema, options["group"])
-        self.stdout.write(f"{options['group']} is paused; handlers that run now finish.")
+        self.say(f"{options['group']} is paused; handlers that run now finish.")
 
     def _resume(self, options: dict[str, Any]) -> None:
         with broker_connection() as (connection, schema):
             count = resume(connection, schema, options["group"])
-        self.stdout.write(f"{options['group']} goes on; {count} stopped queues were released.")
+        self.say(f"{options['group']} goes on; {count} stopped queues were released.")
 
     def _reset(self, options: dict[str, Any]) -> None:
         with broker_connection() as (connection, schema):
@@ -101,13 +101,13 @@ class Command(OutboxCommand):
         if options["json"]:
             self.print_json(moves)
         elif not moves:
-            self.stdout.write(f"nothing to move: {options['group']} is there already, or the topic has no such queue.")
+            self.say(f"nothing to move: {options['group']} is there already, or the topic has no such queue.")
         else:
             self.print_rows(
                 ["topic", "queue", "from", "to"], ((m.topic, m.number, m.from_offset, m.to_offset) for m in moves)
             )
             if options["dry_run"]:
-                self.stdout.write("nothing was moved (--dry-run)")
+                self.say("nothing was moved (--dry-run)")
 
 
 def _target(options: dict[str, Any]) -> Start | datetime | int:

@@ -32,9 +32,7 @@ class Command(OutboxCommand):
 
     def _print(self, status: ProjectStatus) -> None:
         broker = status.broker
-        self.stdout.write(
-            f"broker {broker.broker_id}, last tick {broker.last_tick}, leader {broker.leader or 'none'}\n"
-        )
+        self.say(f"broker {broker.broker_id}, last tick {broker.last_tick}, leader {broker.leader or 'none'}")
         self.print_rows(
             ["topic", "types", "queues", "sent", "committed", "rolled back", "undecided", "parked", "queued"],
             (
@@ -52,7 +50,7 @@ class Command(OutboxCommand):
                 for t in broker.topics
             ),
         )
-        self.stdout.write("")
+        self.say("")
         self.print_rows(
             ["group", "topics", "consumers", "handled", "lag", "retrying", "dead", "paused"],
             (
@@ -70,4 +68,4 @@ class Command(OutboxCommand):
             ),
         )
         for problem in status.problems:
-            self.stdout.write(self.style.ERROR(f"PROBLEM: {problem}"))
+            self.say(f"PROBLEM: {problem}", self.style.ERROR)

@@ -50,7 +50,7 @@ class Command(OutboxCommand):
         if options["key_lock"]:
             changes["key_lock"] = options["key_lock"] == "on"
         act = create_topic if options["action"] == "create" else alter_topic
-        self.stdout.write(str(act(options["name"], **changes)))
+        self.say(str(act(options["name"], **changes)))
 
     def _list(self, *, as_json: bool) -> None:
         with broker_connection() as (connection, schema):

@@ -35,4 +35,4 @@ class Command(OutboxCommand):
             rows = value if isinstance(value, list) else [value] if value else []
             for row in rows:
                 text = ", ".join(f"{name} {cell}" for name, cell in row.items() if cell not in (None, ""))
-                self.stdout.write(f"{section}: {text}")
+                self.say(f"{section}: {text}")

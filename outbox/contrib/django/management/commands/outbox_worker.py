@@ -40,7 +40,7 @@ class Command(OutboxCommand):
             raise CommandError("--drain does what every role would do: leave --role out.")
         if options["drain"]:
             counts = drain()
-            self.stdout.write(f"{counts.queued} messages queued, {counts.handled} deliveries handled")
+            self.say(f"{counts.queued} messages queued, {counts.handled} deliveries handled")
             return
         stop = threading.Event()
         before = stop_on_signals(stop)

@@ -1,0 +1,100 @@
+"""No error and no repr repeats a password, however malformed the connection string is."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from outbox.broker import embedded
+from outbox.broker.conninfo import read_conninfo
+from outbox.broker.database import BrokerDatabase
+from outbox.contrib.django.conf import OutboxSettings
+from outbox.contrib.django.databases import database_from_url
+from outbox.errors import BrokerUnavailable, ConfigurationError
+
+MALFORMED = [
+    "postgresql://shop:hunter2",
+    "postgresql://shop:hunter2/db",
+    "postgresql://shop:a@hunter2@host/db",
+    "postgresql://shop:a/hunter2@host/db",
+    "postgresql://shop:1/hunter2@host/db",
+    "postgresql://shop:a?b@hunter2@host/db",
+    "postgresql://shop:1?b/hunter2@host/db",
+    "postgresql://shop:%zzhunter2@host/db",
+    "postgresql://shop:%00hunter2@host/db",
+    "postgresql://shop:hunter2@[::1/db",
+    "postgresql://shop:hunter2@host/db?nonsense=1",
+    "postgresql://shop:hunter2@host:port/db",
+    "host=h password=a hunter2",
+    "host=h password='a hunter2",
+    "host=h password=a hunter2=b",
+    'host=h password=a"b hunter2"c',
+    "hunter2",
+]
+
+
+def environment_variable(url: str) -> object:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(embedded.URL_VARIABLE, url)
+        return embedded.server_url(Path("unused"))
+
+
+WAYS: dict[str, Callable[[str], object]] = {
+    "broker": BrokerDatabase,
+    "listen": lambda url: BrokerDatabase("dbname=x", listen_conninfo=url),
+    "environment": environment_variable,
+    "django": database_from_url,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("url", MALFORMED)
+def test_a_malformed_connection_string_is_refused_without_being_repeated(way: str, url: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"postgresql://user:password@host") as caught:
+        WAYS[way](url)
+    assert "hunter2" not in str(caught.value)
+    # What a traceback would show, its causes included; not its source lines, which hold what the test is given.
+    for error in (caught.value, caught.value.__cause__):
+        assert "hunter2" not in "".join(traceback.format_exception_only(error)) if error else True
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "postgresql://shop:hunter2@127.0.0.1:1/db",
+        "postgresql://shop:hunter2%40%2F@127.0.0.1:1/db?sslpassword=hunter2",
+        "postgresql://shop:a?hunter2@127.0.0.1:1/db",
+        "host=127.0.0.1 port=1 password='hunter2 x' user=shop",
+    ],
+)
+def test_one_that_can_be_read_is_shown_without_its_password(url: str) -> None:
+    database = BrokerDatabase(url, listen_conninfo=url)
+    assert "hunter2" not in repr(database)
+    assert "127.0.0.1" in repr(database)
+    assert "hunter2" in database.conninfo
+    with pytest.raises(BrokerUnavailable) as caught:
+        database.connect()
+    assert "hunter2" not in "".join(traceback.format_exception_only(caught.value))
+    assert "hunter2" not in str(caught.value.__cause__)
+
+
+def test_settings_do_not_show_the_listening_connection() -> None:
+    assert "hunter2" not in repr(OutboxSettings(listen="postgresql://shop:hunter2@host/db"))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "dbname=x",
+        "postgresql:///db?host=/tmp/a@b",
+        "postgresql://u:@/db",
+        "postgresql://u:p@h1:1,h2:2/db",
+        "service=x",
+    ],
+)
+def test_what_is_in_order_is_read(text: str) -> None:
+    read_conninfo(text, "it")

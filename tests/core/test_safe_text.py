@@ -1,0 +1,66 @@
+"""Passwords and control characters in what is shown; the pipeline has its own copy, which must do the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+import spark.safe_text
+from outbox import safe_text
+
+SECRET = "hunter2"
+TEXTS = [
+    "cannot reach postgresql://shop:hunter2@host:5432/db?x=1 now",
+    "postgresql://shop:a@hunter2@host/db",
+    "postgresql://shop:a/hunter2@host/db",
+    "postgresql://shop:a hunter2 b@host/db",
+    "postgresql://:hunter2@host/db",
+    "postgresql://shop:hunter2/db",
+    "postgresql://shop:hunter2",
+    "postgresql://shop:1hunter2",
+    "jdbc:mysql://host:3306/db?user=shop&password=hunter2&ssl=1",
+    "host=h password=hunter2 user=shop",
+    "host=h PASSWORD = 'a hunter2' user=shop",
+    r"host=h password='a\'hunter2' user=shop",
+    "host=h password='a hunter2",
+    "{'HOST': 'h', 'PASSWORD': 'hunter2', 'sslpassword': \"hunter2\"}",
+    "PGPASSWORD=hunter2 psql",
+]
+UNTOUCHED = [
+    "postgresql://host:5432/db",
+    "postgresql://shop@host:5432/db?host=/tmp/x",
+    "FATAL:  password authentication failed for user \"shop\"",
+    "http://127.0.0.1:8000/ is up",
+]  # fmt: skip
+MASKS = [safe_text.mask_passwords, spark.safe_text.mask_passwords]
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("text", TEXTS)
+def test_passwords_are_masked_in_malformed_texts_too(mask: Callable[[str], str], text: str) -> None:
+    masked = mask(text)
+    assert SECRET not in masked
+    assert "***" in masked
+    assert mask(masked) == masked
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("text", UNTOUCHED)
+def test_other_texts_stay_as_they_are(mask: Callable[[str], str], text: str) -> None:
+    assert mask(text) == text
+
+
+HOSTILE = "\x1b[2J\x1b]0;title\x07\r\x08\x7f\x9b31m\u202e\u2028\u200b\ue000 ordinary: äöü 漢字 🙂"
+
+
+@pytest.mark.parametrize("for_people", [safe_text.for_people, spark.safe_text.for_people])
+def test_what_steers_a_terminal_is_shown_as_an_escape(for_people: Callable[[str], str]) -> None:
+    shown = for_people(HOSTILE + "\nsecond line")
+    assert shown.replace("\n", "").isprintable()
+    assert shown.startswith(r"\x1b[2J\x1b]0;title\x07\r\x08\x7f\x9b31m\u202e\u2028\u200b\ue000 ordinary: äöü 漢字 🙂")
+    assert shown.endswith("\nsecond line")
+
+
+def test_a_line_stays_a_line() -> None:
+    assert safe_text.inert("a\nPROBLEM: forged") == r"a\nPROBLEM: forged"
