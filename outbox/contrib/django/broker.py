@@ -12,8 +12,9 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from django.utils.connection import ConnectionDoesNotExist
 from psycopg.conninfo import make_conninfo
 
-from outbox.broker.database import BrokerDatabase, Connection, Identity, identity
+from outbox.broker.database import BrokerDatabase, Connection
 from outbox.broker.install import check_schema
+from outbox.broker.place import Place
 from outbox.broker.postgres import PostgresBroker
 from outbox.broker.topics import TopicCatalog
 from outbox.codec import Codec, Codecs
@@ -40,7 +41,8 @@ class _Current:
             settings.schema, auto_create=settings.auto_create_topics, selectors=_selectors(settings)
         )
         self.broker: InMemoryBroker | PostgresBroker = self._memory() if settings.in_memory else self._postgres()
-        self.identity: Identity | None = None
+        # For every alias, by where it leads: the place where the atomic path was proven, or None for two-phase.
+        self.paths: dict[tuple[object, ...], Place | None] = {}
 
     def _memory(self) -> InMemoryBroker:
         from outbox.contrib.django.inbox import InboxInvoker
@@ -68,7 +70,7 @@ _lock = threading.Lock()
 def _get() -> _Current:
     global _current
     settings = get_settings()
-    place = () if settings.in_memory else _place(settings.broker)
+    place = () if settings.in_memory else place_named_by(settings.broker)
     current = _current
     if current is not None and current.settings is settings and current.place == place:
         return current
@@ -80,7 +82,7 @@ def _get() -> _Current:
         return _current
 
 
-def _place(alias: str) -> tuple[object, ...]:
+def place_named_by(alias: str) -> tuple[object, ...]:
     """What tells whether an alias still names the same database: test runners change it. Asked by every publish."""
     entry = _alias(alias).settings_dict
     return entry["NAME"], entry["HOST"], entry["PORT"], entry["USER"], entry["PASSWORD"]
@@ -110,13 +112,9 @@ def reset_broker() -> None:
         _current = None
 
 
-def broker_identity() -> Identity:
-    """Which database the broker's alias really reaches. Raises BrokerUnavailable."""
-    current = _get()
-    if current.identity is None:
-        with broker_database(current.settings).connect(timeout_seconds=current.settings.send_timeout_seconds) as raw:
-            current.identity = identity(raw)
-    return current.identity
+def remembered_paths() -> dict[tuple[object, ...], Place | None]:
+    """What this process has decided about paths (see the module `path`), until the settings change."""
+    return _get().paths
 
 
 def broker_database(settings: OutboxSettings | None = None) -> BrokerDatabase:

@@ -13,12 +13,12 @@ from django.core.checks import CheckMessage, Error, Tags, Warning, register
 from django.db import connections
 from django.db.utils import DatabaseError
 
-from outbox.broker.database import identity
 from outbox.broker.install import check_schema
 from outbox.broker.topics import list_topics
-from outbox.contrib.django.broker import alias_conninfo, broker_database, broker_identity, check_topic_imports
+from outbox.contrib.django.broker import alias_conninfo, broker_database, check_topic_imports
 from outbox.contrib.django.checker import ledger_aliases
 from outbox.contrib.django.conf import OutboxSettings, PathChoice, get_settings
+from outbox.contrib.django.path import prove
 from outbox.contrib.django.registry import autodiscover
 from outbox.errors import BrokerError, ConfigurationError, OutboxError, SchemaError
 from outbox.subscription import Mode
@@ -238,8 +238,8 @@ def _forced_path(alias: str) -> Iterator[CheckMessage]:
     connection = connections[alias]
     connection.ensure_connection()
     try:
-        same = identity(connection.connection) == broker_identity()
-    except BrokerError as error:
+        same = prove(connection, get_settings()) is not None
+    except OutboxError as error:
         yield Error(str(error), id="outbox.E023")
         return
     if not same:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 from uuid import UUID
@@ -43,6 +45,23 @@ def current_transaction(using: str | None) -> BaseDatabaseWrapper | None:
     return candidates[0] if candidates else None
 
 
+@contextmanager
+def failing_takes_the_block_along(using: str | None) -> Iterator[None]:
+    """Mark the atomic block of a publish call for rollback when the call fails, for whatever reason.
+
+    A caller that goes on would commit its row without the message. Where it cannot be told which transaction the
+    call belongs to, none is marked: the error says so.
+    """
+    try:
+        yield
+    except BaseException:
+        with suppress(TransactionUsageError, ConfigurationError):
+            connection = current_transaction(using)
+            if connection is not None:
+                connection.set_rollback(True)
+        raise
+
+
 def in_transaction(connection: BaseDatabaseWrapper) -> bool:
     """Whether an atomic block is open on the connection, other than the one of a TestCase."""
     return not all(map(_is_test_case, connection.atomic_blocks))
@@ -73,7 +92,6 @@ class ConnectionFacts:
     """What was found out about one live connection: asked once, forgotten when Django reconnects."""
 
     raw: Any
-    atomic_path: bool | None = None
     ledger_id: UUID | None = None
 
 
