@@ -16,8 +16,9 @@ class OutboxConfig(AppConfig):
 
     def ready(self) -> None:
         """Wire what has to be there before the first request; nothing here touches a database."""
-        from outbox.contrib.django import system_checks
+        from outbox.contrib.django import in_tests, system_checks
         from outbox.contrib.django.installation import after_migrate
 
+        in_tests.remember_configured_names()
         system_checks.register_all()
         post_migrate.connect(after_migrate, sender=self, dispatch_uid="outbox.after_migrate")

@@ -20,6 +20,7 @@ from outbox.broker.topics import TopicCatalog
 from outbox.codec import Codec, Codecs
 from outbox.contrib.django.conf import OutboxSettings, get_settings, imported
 from outbox.contrib.django.flusher import Flusher
+from outbox.contrib.django.in_tests import refuse_in_tests, running_tests, without_idle_sessions
 from outbox.errors import ConfigurationError
 from outbox.memory import InMemoryBroker
 from outbox.transaction import CheckSettings
@@ -56,7 +57,7 @@ class _Current:
         )
 
     def _postgres(self) -> PostgresBroker:
-        return PostgresBroker(broker_database(self.settings), catalog=self.catalog, check=check_settings(self.settings))
+        return PostgresBroker(_database(self.settings), catalog=self.catalog, check=check_settings(self.settings))
 
     def close(self) -> None:
         if isinstance(self.broker, PostgresBroker):
@@ -90,7 +91,10 @@ def place_named_by(alias: str) -> tuple[object, ...]:
 
 def get_broker() -> InMemoryBroker | PostgresBroker:
     """The broker that the settings name; the same object until they change. Raises ConfigurationError."""
-    return _get().broker
+    current = _get()
+    if not current.settings.in_memory:
+        refuse_in_tests(current.settings.broker)
+    return current.broker
 
 
 def get_codecs() -> Codecs:
@@ -118,11 +122,20 @@ def remembered_paths() -> dict[tuple[object, ...], Place | None]:
 
 
 def broker_database(settings: OutboxSettings | None = None) -> BrokerDatabase:
-    """Where the broker lives. Raises ConfigurationError when its alias is missing or not PostgreSQL."""
+    """Where the broker lives.
+
+    Raises ConfigurationError when its alias is missing or not PostgreSQL, or when the test that runs must not use it.
+    """
     settings = settings or get_settings()
-    return BrokerDatabase(
-        conninfo=alias_conninfo(settings.broker), schema=settings.schema, listen_conninfo=settings.listen
-    )
+    refuse_in_tests(settings.broker)
+    return _database(settings)
+
+
+def _database(settings: OutboxSettings) -> BrokerDatabase:
+    conninfo = alias_conninfo(settings.broker)
+    if running_tests():
+        conninfo = without_idle_sessions(conninfo)
+    return BrokerDatabase(conninfo=conninfo, schema=settings.schema, listen_conninfo=settings.listen)
 
 
 @contextmanager

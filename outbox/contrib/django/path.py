@@ -12,6 +12,7 @@ from django.db.utils import DatabaseError, InterfaceError
 from outbox.broker.place import Place, find_mark, marked
 from outbox.contrib.django.broker import broker_database, place_named_by, remembered_paths
 from outbox.contrib.django.conf import OutboxSettings, PathChoice
+from outbox.contrib.django.in_tests import refuse_in_tests
 from outbox.errors import ConfigurationError, SendFailed, WrongDatabase
 
 
@@ -30,6 +31,7 @@ def takes_atomic_path(connection: BaseDatabaseWrapper, settings: OutboxSettings)
                 f"broker is not in it: set PATH to 'auto'."
             )
         return False
+    refuse_in_tests(settings.broker)
     paths = remembered_paths()
     named = place_named_by(connection.alias)
     if named not in paths:
