@@ -13,6 +13,7 @@ from asgiref.sync import async_to_sync, sync_to_async
 from django.db import connections, router, transaction
 
 from outbox import names
+from outbox.contrib.django.elsewhere import writes_stay_on
 from outbox.contrib.django.lookups import Lookup, register_lookup
 from outbox.contrib.django.messages import due, message
 from outbox.contrib.django.publishing import Published, end_soon, publish_bound
@@ -44,8 +45,9 @@ def transactional_message(
     parameters of the decorated function. One that has a parameter `result` gets what the function returned (an
     id made by the database, say): then the message is built after the function ran, before COMMIT. `check` is a
     look-up by message, `lambda m: Order.objects.filter(pk=m.key, status="paid").exists()`: with the ledger it
-    runs beside it and a disagreement is reported; without the ledger it decides. `using` is the alias (default:
-    the one the database routers choose). `durable` refuses to be nested in another transaction.
+    runs beside it and a disagreement is reported; without the ledger it decides. `using` is the alias of the
+    transaction; without it, it is the one that the database routers choose, and a write to another is refused.
+    `durable` refuses to be nested in another transaction.
 
     Nested in another `atomic()` (ATOMIC_REQUESTS too) the message follows the outermost commit. Async functions
     run with the transaction on their own synchronous thread. An exception that leaves the function rolls back.
@@ -182,7 +184,8 @@ class _Call:
         # From the moment COMMIT may have been sent, an exception proves nothing; until then it proves rollback.
         certain = True
         try:
-            with transaction.atomic(using=alias, durable=self.durable):
+            watched = None if self.using else alias
+            with transaction.atomic(using=alias, durable=self.durable), writes_stay_on(watched, self._name):
                 if not after:
                     published = self._publish(alias, arguments)
                 result = function(*args, **kwargs)
@@ -194,6 +197,10 @@ class _Call:
             if certain and published is not None and published.half is not None:
                 _report_rollback(published.half)
         return result
+
+    @property
+    def _name(self) -> str:
+        return f"{self.function.__module__}.{self.function.__qualname__}"
 
     def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         bound = self.signature.bind(*args, **kwargs)
