@@ -15,6 +15,7 @@ from psycopg.errors import UniqueViolation
 from outbox.broker import arrays
 from outbox.broker.arrays import cursor_on
 from outbox.broker.database import Connection
+from outbox.broker.place import Place, here
 from outbox.broker.statement import Statement
 from outbox.broker.topics import Prepared, TopicCatalog
 from outbox.errors import InvalidMessage, SendFailed, TransactionalMessagesRejected
@@ -40,7 +41,7 @@ WITH stored AS (
 INSERT INTO {schema}.op_log (transaction_id, incarnation, decision, decided_by, log_ids)
 SELECT %(transaction_id)s, (SELECT incarnation FROM {schema}.broker), 'C', 'P', array_agg(log_id ORDER BY log_id)
 FROM stored HAVING count(*) > 0
-RETURNING log_ids
+RETURNING log_ids, extract(epoch FROM pg_postmaster_start_time())::numeric, current_database()::text
 """)
 
 _DECIDED_ONE: Final = Statement("""
@@ -55,7 +56,7 @@ WITH stored AS (
 INSERT INTO {schema}.op_log (transaction_id, incarnation, decision, decided_by, log_ids)
 SELECT %(message_id)s, (SELECT incarnation FROM {schema}.broker), 'C', 'P', ARRAY[log_id]
 FROM stored
-RETURNING log_ids
+RETURNING log_ids, extract(epoch FROM pg_postmaster_start_time())::numeric, current_database()::text
 """)
 
 _HALF: Final = Statement("""
@@ -106,22 +107,36 @@ def append_decided(
 ) -> list[SendReceipt]:
     """Store messages together with the decision COMMIT, in whatever transaction the connection is in.
 
-    In the application's own transaction (atomic path) they share its fate; in autocommit they are visible at
-    once. Raises what TopicCatalog.prepare raises, and InvalidMessage when a message id was used for something else.
+    In the application's own transaction they share its fate; in autocommit they are visible at once. Raises what
+    TopicCatalog.prepare raises, and InvalidMessage when a message id was used for something else.
     """
-    if not messages:
-        return []
+    return append_placed(connection, schema, catalog, messages, producer_group=producer_group)[0] if messages else []
+
+
+def append_placed(
+    connection: Connection,
+    schema: str,
+    catalog: TopicCatalog,
+    messages: Sequence[Message],
+    *,
+    producer_group: str = "",
+) -> tuple[list[SendReceipt], Place]:
+    """Like `append_decided`, for at least one message; also tells in which database of which server they were put.
+
+    That is for the atomic path, where the caller's connection need not lead where it led before.
+    """
     rows = catalog.prepare(connection, messages, transactional=False)
     parameters = _parameters(rows) | {"producer_group": producer_group}
     statement = _DECIDED_ONE if len(rows) == 1 else _DECIDED
     try:
-        log_ids = _insert(connection, statement.on(schema), parameters)
+        row = _insert(connection, statement.on(schema), parameters)
     except UniqueViolation as error:
         raise InvalidMessage(
             f"message {messages[0].message_id} was sent before, with other messages: send the same messages again, "
             f"or give new ones new ids. Nothing of this call was stored."
         ) from error
-    return _receipts(connection, schema, messages, log_ids, half=False)
+    log_ids, place = (row[0], Place(*row[1:])) if row is not None else ([], here(connection))
+    return _receipts(connection, schema, messages, log_ids, half=False), place
 
 
 def append_half(connection: Connection, schema: str, catalog: TopicCatalog, half: HalfTransaction) -> list[SendReceipt]:
@@ -137,7 +152,8 @@ def append_half(connection: Connection, schema: str, catalog: TopicCatalog, half
         "checker": half.checker,
     }
     statement = _HALF_ONE if len(rows) == 1 else _HALF
-    log_ids = _insert(connection, statement.on(schema), parameters)
+    row = _insert(connection, statement.on(schema), parameters)
+    log_ids = row[0] if row is not None else []
     if len(log_ids) < len(rows):
         _check_not_rejecting(connection, schema, half)
     return _receipts(connection, schema, half.messages, log_ids, half=True)
@@ -153,10 +169,9 @@ def _check_not_rejecting(connection: Connection, schema: str, half: HalfTransact
         )
 
 
-def _insert(connection: Connection, statement: bytes, parameters: dict[str, Any]) -> list[int]:
+def _insert(connection: Connection, statement: bytes, parameters: dict[str, Any]) -> tuple[Any, ...] | None:
     with cursor_on(connection) as cursor:
-        row = cursor.execute(statement, parameters, prepare=True).fetchone()
-    return row[0] if row is not None else []
+        return cursor.execute(statement, parameters, prepare=True).fetchone()
 
 
 def _parameters(rows: Sequence[Prepared]) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from django.db import connections, transaction
 
 from outbox.contrib.django import publish, subscriber
 from outbox.contrib.django.broker import broker_connection, reset_broker
-from outbox.contrib.django.transactions import forget_facts
 from outbox.contrib.django.workers import consumer_runtime
 from outbox.errors import ConfigurationError, SchemaError
 from tests.django.state import stored
@@ -24,7 +23,6 @@ def renamed(table: str) -> Iterator[None]:
     def rename(before: str, after: str) -> None:
         with connections["default"].cursor() as cursor:
             cursor.execute(f"ALTER TABLE {before} RENAME TO {after}")
-        forget_facts()
 
     rename(table, f"{table}_away")
     try:

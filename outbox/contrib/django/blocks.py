@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final
 from uuid import UUID
@@ -174,7 +175,9 @@ def begun_by_hand(connection: BaseDatabaseWrapper) -> bool:
     if connection.in_atomic_block or raw is None:
         return False
     if isinstance(raw, Connection):
-        sync_pipeline(connection)
+        with suppress(DriverError):
+            # What fails in the pipeline is its owner's; the status is right all the same.
+            sync_pipeline(connection)
         return raw.info.transaction_status in (pq.TransactionStatus.INTRANS, pq.TransactionStatus.INERROR)
     return connection.vendor == "sqlite" and bool(raw.in_transaction)
 

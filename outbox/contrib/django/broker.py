@@ -12,13 +12,15 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from django.utils.connection import ConnectionDoesNotExist
 from psycopg.conninfo import make_conninfo
 
-from outbox.broker.database import BrokerDatabase, Connection, Identity, identity
+from outbox.broker.database import BrokerDatabase, Connection
 from outbox.broker.install import check_schema
+from outbox.broker.place import Place
 from outbox.broker.postgres import PostgresBroker
 from outbox.broker.topics import TopicCatalog
 from outbox.codec import Codec, Codecs
 from outbox.contrib.django.conf import OutboxSettings, get_settings, imported
 from outbox.contrib.django.flusher import Flusher
+from outbox.contrib.django.in_tests import refuse_in_tests, running_tests, without_idle_sessions
 from outbox.errors import ConfigurationError
 from outbox.memory import InMemoryBroker
 from outbox.safe_text import mask_passwords
@@ -41,7 +43,8 @@ class _Current:
             settings.schema, auto_create=settings.auto_create_topics, selectors=_selectors(settings)
         )
         self.broker: InMemoryBroker | PostgresBroker = self._memory() if settings.in_memory else self._postgres()
-        self.identity: Identity | None = None
+        # For every alias, by where it leads: the place where the atomic path was proven, or None for two-phase.
+        self.paths: dict[tuple[object, ...], Place | None] = {}
 
     def _memory(self) -> InMemoryBroker:
         from outbox.contrib.django.inbox import InboxInvoker
@@ -55,7 +58,7 @@ class _Current:
         )
 
     def _postgres(self) -> PostgresBroker:
-        return PostgresBroker(broker_database(self.settings), catalog=self.catalog, check=check_settings(self.settings))
+        return PostgresBroker(_database(self.settings), catalog=self.catalog, check=check_settings(self.settings))
 
     def close(self) -> None:
         if isinstance(self.broker, PostgresBroker):
@@ -69,7 +72,7 @@ _lock = threading.Lock()
 def _get() -> _Current:
     global _current
     settings = get_settings()
-    place = () if settings.in_memory else _place(settings.broker)
+    place = () if settings.in_memory else place_named_by(settings.broker)
     current = _current
     if current is not None and current.settings is settings and current.place == place:
         return current
@@ -81,7 +84,7 @@ def _get() -> _Current:
         return _current
 
 
-def _place(alias: str) -> tuple[object, ...]:
+def place_named_by(alias: str) -> tuple[object, ...]:
     """What tells whether an alias still names the same database: test runners change it. Asked by every publish."""
     entry = _alias(alias).settings_dict
     return entry["NAME"], entry["HOST"], entry["PORT"], entry["USER"], entry["PASSWORD"]
@@ -89,7 +92,10 @@ def _place(alias: str) -> tuple[object, ...]:
 
 def get_broker() -> InMemoryBroker | PostgresBroker:
     """The broker that the settings name; the same object until they change. Raises ConfigurationError."""
-    return _get().broker
+    current = _get()
+    if not current.settings.in_memory:
+        refuse_in_tests(current.settings.broker)
+    return current.broker
 
 
 def get_codecs() -> Codecs:
@@ -111,21 +117,26 @@ def reset_broker() -> None:
         _current = None
 
 
-def broker_identity() -> Identity:
-    """Which database the broker's alias really reaches. Raises BrokerUnavailable."""
-    current = _get()
-    if current.identity is None:
-        with broker_database(current.settings).connect(timeout_seconds=current.settings.send_timeout_seconds) as raw:
-            current.identity = identity(raw)
-    return current.identity
+def remembered_paths() -> dict[tuple[object, ...], Place | None]:
+    """What this process has decided about paths (see the module `path`), until the settings change."""
+    return _get().paths
 
 
 def broker_database(settings: OutboxSettings | None = None) -> BrokerDatabase:
-    """Where the broker lives. Raises ConfigurationError when its alias is missing or not PostgreSQL."""
+    """Where the broker lives.
+
+    Raises ConfigurationError when its alias is missing or not PostgreSQL, or when the test that runs must not use it.
+    """
     settings = settings or get_settings()
-    return BrokerDatabase(
-        conninfo=alias_conninfo(settings.broker), schema=settings.schema, listen_conninfo=settings.listen
-    )
+    refuse_in_tests(settings.broker)
+    return _database(settings)
+
+
+def _database(settings: OutboxSettings) -> BrokerDatabase:
+    conninfo = alias_conninfo(settings.broker)
+    if running_tests():
+        conninfo = without_idle_sessions(conninfo)
+    return BrokerDatabase(conninfo=conninfo, schema=settings.schema, listen_conninfo=settings.listen)
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from django.db import connections, router, transaction
 
 from outbox import names
 from outbox.contrib.django.blocks import watch_of
+from outbox.contrib.django.elsewhere import writes_stay_on
 from outbox.contrib.django.ends import (
     Published,
     confirm_before_commit,
@@ -51,8 +52,9 @@ def transactional_message(
     parameters of the decorated function. One that has a parameter `result` gets what the function returned (an
     id made by the database, say): then the message is built after the function ran, before COMMIT. `check` is a
     look-up by message, `lambda m: Order.objects.filter(pk=m.key, status="paid").exists()`: with the ledger it
-    runs beside it and a disagreement is reported; without the ledger it decides. `using` is the alias (default:
-    the one the database routers choose). `durable` refuses to be nested in another transaction.
+    runs beside it and a disagreement is reported; without the ledger it decides. `using` is the alias of the
+    transaction; without it, it is the one that the database routers choose, and a write to another is refused.
+    `durable` refuses to be nested in another transaction.
 
     Nested in another `atomic()` (ATOMIC_REQUESTS too) the message follows the outermost commit. Async functions
     run with the transaction on their own synchronous thread. An exception that leaves the function rolls back.
@@ -187,7 +189,8 @@ class _Call:
         published: Published | None = None
         committing = False
         try:
-            with transaction.atomic(using=alias, durable=self.durable):
+            watched = None if self.using else alias
+            with transaction.atomic(using=alias, durable=self.durable), writes_stay_on(watched, self.name):
                 connection = connections[alias]
                 watch_of(connection).bind(self.name)
                 if self.is_late:
@@ -213,7 +216,7 @@ class _Call:
     @property
     def name(self) -> str:
         """The decorated function, for errors."""
-        return self.function.__qualname__
+        return f"{self.function.__module__}.{self.function.__qualname__}"
 
     @property
     def is_late(self) -> bool:

@@ -14,7 +14,6 @@ from outbox.broker.install import install
 from outbox.broker.topics import declare_topics
 from outbox.contrib.django.broker import broker_database, reset_broker
 from outbox.contrib.django.conf import OutboxSettings, get_settings
-from outbox.contrib.django.transactions import forget_facts
 from outbox.errors import OutboxError
 
 logger = logging.getLogger(__name__)
@@ -25,7 +24,6 @@ def after_migrate(*, using: str, apps: Apps = global_apps, **options: Any) -> No
 
     Raises CommandError, which `migrate` and `flush` print as a message, where the broker's tables cannot be installed.
     """
-    forget_facts()
     name_ledger(using, apps)
     settings = get_settings()
     if using == settings.broker and not settings.in_memory:

@@ -19,22 +19,18 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from django.utils.asyncio import async_unsafe
 from psycopg.errors import InvalidSchemaName, UndefinedTable
 
-from outbox.broker.database import identity
 from outbox.broker.install import missing
-from outbox.broker.log import append_decided
+from outbox.broker.log import append_placed
 from outbox.broker.postgres import PostgresBroker
 from outbox.contrib.django import ledger_entry
 from outbox.contrib.django.blocks import require_whole
-from outbox.contrib.django.broker import (
-    broker_identity,
-    get_broker,
-    get_catalog,
-)
-from outbox.contrib.django.conf import OutboxSettings, PathChoice, get_settings
+from outbox.contrib.django.broker import get_broker, get_catalog
+from outbox.contrib.django.conf import OutboxSettings, get_settings
 from outbox.contrib.django.ends import Published, report_after_commit
 from outbox.contrib.django.locks import lock_keys
 from outbox.contrib.django.messages import message
-from outbox.contrib.django.transactions import current_transaction, facts_of, in_test_case
+from outbox.contrib.django.path import confirm, takes_atomic_path
+from outbox.contrib.django.transactions import current_transaction, failing_takes_the_block_along, in_test_case
 from outbox.errors import ConfigurationError, TransactionUsageError, UsageError
 from outbox.faults import point
 from outbox.memory import InMemoryBroker
@@ -61,11 +57,12 @@ def publish(
     ints and UUIDs are written as text. `delay` (seconds or timedelta) or `deliver_at` (aware) postpones delivery, on
     topics of type DELAY. `using` names the alias of the transaction where several are open.
 
-    Raises UsageError for what can never be sent, and BrokerError when the broker did not store it: then the
+    Raises UsageError for what can never be sent, and BrokerError when the broker did not store it. Either way the
     surrounding atomic block is marked for rollback, whatever the caller does with the exception.
     """
-    built = message(topic, body, key=key, tag=tag, headers=headers, delay=delay, deliver_at=deliver_at)
-    return publish_messages([built], using=using)[0]
+    with failing_takes_the_block_along(using):
+        built = message(topic, body, key=key, tag=tag, headers=headers, delay=delay, deliver_at=deliver_at)
+        return publish_messages([built], using=using)[0]
 
 
 def publish_many(
@@ -84,28 +81,32 @@ def publish_many(
     `key` and `tag` may be functions of a body. Otherwise like `publish`. For messages that differ in more, or in
     their topics, build them with `message` and pass them to `publish_messages`.
     """
-    if isinstance(bodies, (str, bytes, Mapping)):
-        raise UsageError(f"publish_many to {topic!r}: give a list of bodies, not {bodies!r:.80}; publish() sends one.")
-    built = [
-        message(
-            topic,
-            body,
-            key=key(body) if callable(key) else key,
-            tag=tag(body) if callable(tag) else tag,
-            headers=headers,
-            delay=delay,
-            deliver_at=deliver_at,
-        )
-        for body in bodies
-    ]
-    return publish_messages(built, using=using)
+    with failing_takes_the_block_along(using):
+        if isinstance(bodies, (str, bytes, Mapping)):
+            raise UsageError(
+                f"publish_many to {topic!r}: give a list of bodies, not {bodies!r:.80}; publish() sends one."
+            )
+        built = [
+            message(
+                topic,
+                body,
+                key=key(body) if callable(key) else key,
+                tag=tag(body) if callable(tag) else tag,
+                headers=headers,
+                delay=delay,
+                deliver_at=deliver_at,
+            )
+            for body in bodies
+        ]
+        return publish_messages(built, using=using)
 
 
 def publish_messages(messages: Sequence[Message], *, using: str | None = None) -> list[SendReceipt]:
     """Publish ready-made messages in one call, all or none; also to several topics. Otherwise like `publish`."""
-    if isinstance(messages, Message) or not all(isinstance(item, Message) for item in messages):
-        raise UsageError(f"publish_messages takes a list of what message(…) builds, not {messages!r:.80}.")
-    return list(publish_bound(messages, using=using).receipts) if messages else []
+    with failing_takes_the_block_along(using):
+        if isinstance(messages, Message) or not all(isinstance(item, Message) for item in messages):
+            raise UsageError(f"publish_messages takes a list of what message(…) builds, not {messages!r:.80}.")
+        return list(publish_bound(messages, using=using).receipts) if messages else []
 
 
 @async_unsafe(
@@ -114,35 +115,17 @@ def publish_messages(messages: Sequence[Message], *, using: str | None = None) -
 )
 def publish_bound(messages: Sequence[Message], *, using: str | None = None, checker: str = "") -> Published:
     """Like `publish_messages`; `checker` names the look-up that check-back runs (`transactional_message(check=…)`)."""
-    settings = get_settings()
-    connection = current_transaction(using)
-    if connection is None:
-        _refuse_leak_from_test(settings, using)
-        return Published(get_broker().send(messages, timeout_seconds=settings.send_timeout_seconds))
-    watch = require_whole(connection, f"publishing {messages[0].message_id} for topic {messages[0].topic!r}")
-    watch.bind(f"the message for topic {messages[0].topic!r}")
-    if takes_atomic_path(connection, settings):
-        return Published(_publish_atomic(connection, settings, messages))
-    return _publish_two_phase(connection, settings, messages, checker)
-
-
-def takes_atomic_path(connection: BaseDatabaseWrapper, settings: OutboxSettings) -> bool:
-    """Whether this live connection reaches the broker's own database (or the setting PATH says so)."""
-    if settings.in_memory or settings.path is PathChoice.TWO_PHASE:
-        return False
-    if connection.vendor != "postgresql":
-        if settings.path is PathChoice.ATOMIC:
-            raise ConfigurationError(
-                f"OUTBOX['PATH'] is 'atomic', but {connection.alias!r} is a {connection.display_name} database and the "
-                f"broker is not in it: set PATH to 'auto'."
-            )
-        return False
-    if settings.path is PathChoice.ATOMIC or connection.alias == settings.broker:
-        return True
-    facts = facts_of(connection)
-    if facts.atomic_path is None:
-        facts.atomic_path = identity(connection.connection) == broker_identity()
-    return facts.atomic_path
+    with failing_takes_the_block_along(using):
+        settings = get_settings()
+        connection = current_transaction(using)
+        if connection is None:
+            _refuse_leak_from_test(settings, using)
+            return Published(get_broker().send(messages, timeout_seconds=settings.send_timeout_seconds))
+        watch = require_whole(connection, f"publishing {messages[0].message_id} for topic {messages[0].topic!r}")
+        watch.bind(f"the message for topic {messages[0].topic!r}")
+        if takes_atomic_path(connection, settings):
+            return Published(_publish_atomic(connection, settings, messages))
+        return _publish_two_phase(connection, settings, messages, checker)
 
 
 # -- the atomic path --------------------------------------------------------------------------------
@@ -159,7 +142,10 @@ def _publish_atomic(
             for topic, item in zip(topics, messages, strict=True):
                 topic.check_accepts(item, transactional=True)
             _lock_keys(connection, topics, messages)
-            receipts = append_decided(raw, settings.schema, catalog, messages, producer_group=settings.producer_group)
+            receipts, place = append_placed(
+                raw, settings.schema, catalog, messages, producer_group=settings.producer_group
+            )
+        confirm(connection, settings, place)
     except BaseException as error:
         connection.set_rollback(True)
         if isinstance(error.__cause__, (UndefinedTable, InvalidSchemaName)):

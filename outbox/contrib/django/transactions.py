@@ -1,11 +1,9 @@
-"""Which local transaction a publish call belongs to, and what is known about its connection."""
+"""Which local transaction a publish call belongs to."""
 
 from __future__ import annotations
 
-import threading
-from dataclasses import dataclass
-from typing import Any
-from weakref import WeakKeyDictionary
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 from django.db import connections
 from django.db.backends.base.base import BaseDatabaseWrapper
@@ -42,6 +40,23 @@ def current_transaction(using: str | None) -> BaseDatabaseWrapper | None:
     return candidates[0] if candidates else None
 
 
+@contextmanager
+def failing_takes_the_block_along(using: str | None) -> Iterator[None]:
+    """Mark the atomic block of a publish call for rollback when the call fails, for whatever reason.
+
+    A caller that goes on would commit its row without the message. Where it cannot be told which transaction the
+    call belongs to, none is marked: the error says so.
+    """
+    try:
+        yield
+    except BaseException:
+        with suppress(TransactionUsageError, ConfigurationError):
+            connection = current_transaction(using)
+            if connection is not None:
+                connection.set_rollback(True)
+        raise
+
+
 def in_transaction(connection: BaseDatabaseWrapper) -> bool:
     """Whether an atomic block is open on the connection, other than the one of a TestCase."""
     return not all(map(is_test_case, connection.atomic_blocks))
@@ -69,36 +84,7 @@ def _refuse_manual_commit(connection: BaseDatabaseWrapper) -> None:
         )
 
 
-@dataclass(slots=True)
-class ConnectionFacts:
-    """What was found out about one live connection: asked once, forgotten when Django reconnects."""
-
-    raw: Any
-    atomic_path: bool | None = None
-
-
-class _Facts(threading.local):
-    def __init__(self) -> None:
-        self.by_wrapper: WeakKeyDictionary[BaseDatabaseWrapper, ConnectionFacts] = WeakKeyDictionary()
-
-
-_facts = _Facts()
-
-
-def facts_of(connection: BaseDatabaseWrapper) -> ConnectionFacts:
-    """The facts about the connection as it is now."""
-    known = _facts.by_wrapper.get(connection)
-    if known is None or known.raw is not connection.connection:
-        known = _facts.by_wrapper[connection] = ConnectionFacts(raw=connection.connection)
-    return known
-
-
 def is_missing_table(error: DatabaseError) -> bool:
     """Whether a statement failed because its table is not there."""
     state = getattr(error.__cause__, "sqlstate", None)
     return state == "42P01" if state is not None else "no such table" in str(error)
-
-
-def forget_facts() -> None:
-    """Ask again at the next use: after a migration or a flush. Affects the calling thread."""
-    _facts.by_wrapper.clear()

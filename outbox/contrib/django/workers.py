@@ -15,6 +15,7 @@ from outbox.broker.supervisor import ChildSpec, Supervisor
 from outbox.contrib.django.broker import broker_database, check_settings, get_codecs
 from outbox.contrib.django.checkback import Pass, passes
 from outbox.contrib.django.conf import get_settings
+from outbox.contrib.django.in_tests import refuse_processes_in_tests
 from outbox.contrib.django.inbox import InboxInvoker, require_inboxes
 from outbox.contrib.django.registry import autodiscover, subscriptions
 from outbox.errors import ConfigurationError, OutboxError
@@ -24,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 def child_specs() -> list[ChildSpec]:
     """The processes to keep alive: one broker, and as many consumers as OUTBOX['CONSUMER_PROCESSES']."""
+    refuse_processes_in_tests()
     consumers = [f"consumer-{number}" for number in range(1, get_settings().consumer_processes + 1)]
     return [_child("broker", "broker"), *(_child(name, "consumer") for name in consumers)]
 

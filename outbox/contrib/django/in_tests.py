@@ -1,0 +1,105 @@
+"""While an application's tests run: only databases that Django lets them use.
+
+The broker's connections are its own, so neither the test runner's other name for a database nor Django's guard
+against the use of databases that a test did not ask for would hold them back: a test would publish into the
+development broker, and its worker would act on it.
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import suppress
+from typing import Any, Final
+
+from django.core.exceptions import SynchronousOnlyOperation
+from django.db import connections
+from django.db.backends.base.base import BaseDatabaseWrapper
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
+
+from outbox.errors import ConfigurationError
+
+# Alias -> NAME when the process was set up. A test runner gives the databases it makes other names, after that.
+_configured: Final[dict[str, Any]] = {}
+
+_REMEDY: Final = (
+    "set OUTBOX['IN_MEMORY'] = True for tests (OutboxTestMixin of outbox.contrib.django.testing does), or add "
+    "{alias!r} to the `databases` of a TransactionTestCase, so that a test database is made and used"
+)
+
+
+def remember_configured_names() -> None:
+    """Called once, when the application is ready."""
+    _configured.update({alias: connections.settings[alias]["NAME"] for alias in connections})
+
+
+def running_tests() -> bool:
+    """Whether a test runner of Django (also pytest-django) has set up this process."""
+    # Not by the mailbox it makes: django.core.mail.backends.locmem makes one, too.
+    utils = sys.modules.get("django.test.utils")
+    return hasattr(getattr(utils, "_TestState", None), "saved_data")
+
+
+def refuse_in_tests(alias: str) -> None:
+    """Raise ConfigurationError where the running test must not use the database of `alias`. Connects to nothing."""
+    if not running_tests():
+        return
+    try:
+        forbidden = "" if _guarded(alias) else _not_made_for_tests(alias)
+    except (AssertionError, RuntimeError) as error:
+        # What Django and pytest-django raise.
+        raise _refusal(alias, str(error)) from error
+    if forbidden:
+        raise _refusal(alias, forbidden)
+
+
+def without_idle_sessions(conninfo: str) -> str:
+    """The connection string with sessions that the server ends when they idle: DROP DATABASE waits 5 s for that.
+
+    At its end the runner drops the test databases, and nobody tells this process before.
+    """
+    options = conninfo_to_dict(conninfo).get("options") or ""
+    return make_conninfo(conninfo, options=f"{options} -c idle_session_timeout=3s".lstrip())
+
+
+def refuse_processes_in_tests() -> None:
+    """Raise ConfigurationError in a test: a new process would read the settings and use the databases they name."""
+    if running_tests():
+        raise ConfigurationError(
+            "a worker that is started by a test would work on the databases of the settings, not on those of the "
+            "test: run the subscribers in this process, with `drain()` of OutboxTestMixin or `outbox_worker --drain`."
+        )
+
+
+def _refusal(alias: str, why: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"this test would use the broker on {alias!r}, which is not a database of the test ({why}): "
+        f"{_REMEDY.format(alias=alias)}."
+    )
+
+
+def _guarded(alias: str) -> bool:
+    """Ask the guard that is in force, if one is; it raises what it raises. False: there is none."""
+    guard: Any = BaseDatabaseWrapper.ensure_connection
+    if guard.__module__ == BaseDatabaseWrapper.__module__:
+        return False
+    # What lies behind a guard that lets it pass refuses coroutines; that is not the question here.
+    with suppress(SynchronousOnlyOperation):
+        guard(_Probe(alias))
+    return True
+
+
+class _Probe(BaseDatabaseWrapper):
+    """A connection that the guard sees, and that does not connect."""
+
+    def __init__(self, alias: str) -> None:
+        self.alias = alias
+        self.connection = None
+        self.in_atomic_block = False
+
+    def connect(self) -> None:
+        """Nothing."""
+
+
+def _not_made_for_tests(alias: str) -> str:
+    name = connections[alias].settings_dict["NAME"]
+    return f"{name!r} is its name in the settings" if _configured.get(alias) == name else ""

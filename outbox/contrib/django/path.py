@@ -1,0 +1,90 @@
+"""Which path a publish call takes: proven once per alias and process, and looked after with every message.
+
+The proof is live (outbox.broker.place): a lock taken on the broker's way is seen through the application's
+connection. What it found stays for the life of the process, so that a failover never changes the path silently.
+"""
+
+from __future__ import annotations
+
+from django.db.backends.base.base import BaseDatabaseWrapper
+from django.db.utils import DatabaseError, InterfaceError
+
+from outbox.broker.place import Place, find_mark, marked
+from outbox.contrib.django.broker import broker_database, place_named_by, remembered_paths
+from outbox.contrib.django.conf import OutboxSettings, PathChoice
+from outbox.contrib.django.in_tests import refuse_in_tests
+from outbox.errors import ConfigurationError, SendFailed, WrongDatabase
+
+
+def takes_atomic_path(connection: BaseDatabaseWrapper, settings: OutboxSettings) -> bool:
+    """Whether messages of the transaction that is open on this connection are written by it.
+
+    Raises WrongDatabase where only that path is right, but the connection does not reach the broker;
+    BrokerUnavailable or SendFailed where that could not be found out; and ConfigurationError.
+    """
+    if settings.in_memory or settings.path is PathChoice.TWO_PHASE:
+        return False
+    if connection.vendor != "postgresql":
+        if settings.path is PathChoice.ATOMIC:
+            raise ConfigurationError(
+                f"OUTBOX['PATH'] is 'atomic', but {connection.alias!r} is a {connection.display_name} database and the "
+                f"broker is not in it: set PATH to 'auto'."
+            )
+        return False
+    refuse_in_tests(settings.broker)
+    paths = remembered_paths()
+    named = place_named_by(connection.alias)
+    if named not in paths:
+        proven = prove(connection, settings)
+        if proven is None and (settings.path is PathChoice.ATOMIC or connection.alias == settings.broker):
+            raise _elsewhere(connection, settings)
+        paths.setdefault(named, proven)
+    return paths[named] is not None
+
+
+def confirm(connection: BaseDatabaseWrapper, settings: OutboxSettings, place: Place) -> None:
+    """Make sure that what this connection has just written, at `place`, lies in the broker's own database.
+
+    Costs nothing while the place is the proven one. Where it is another (the server was restarted, or the
+    connection leads to another one now) it is proven anew, in the same transaction. Raises what `prove` raises, and
+    WrongDatabase when the broker is not there: the transaction must not commit.
+    """
+    paths = remembered_paths()
+    named = place_named_by(connection.alias)
+    if paths.get(named) == place:
+        return
+    if prove(connection, settings) != place:
+        raise _elsewhere(connection, settings)
+    paths[named] = place
+
+
+def prove(connection: BaseDatabaseWrapper, settings: OutboxSettings) -> Place | None:
+    """Where this connection is, if that is the broker's own database; None if it is not.
+
+    Raises BrokerUnavailable when the broker, and SendFailed when this connection cannot be asked.
+    """
+    with marked(broker_database(settings), timeout_seconds=settings.send_timeout_seconds) as key:
+        try:
+            with connection.wrap_database_errors:
+                return find_mark(connection.connection, key)
+        except (DatabaseError, InterfaceError) as error:
+            raise SendFailed(
+                f"the connection {connection.alias!r} could not be asked whether it reaches the broker: "
+                f"{str(error).strip()}. Nothing was published; run the whole operation again, in a new transaction."
+            ) from error
+
+
+def _elsewhere(connection: BaseDatabaseWrapper, settings: OutboxSettings) -> WrongDatabase:
+    if settings.path is PathChoice.ATOMIC:
+        expected = "which OUTBOX['PATH'] = 'atomic' rules out: set it to 'auto', or"
+    elif connection.alias == settings.broker:
+        expected = "although OUTBOX['BROKER'] names this alias (a pooler, a list of hosts, a failover half done?):"
+    else:
+        expected = (
+            "although this process has written its messages there before (a failover?). If the broker shall stay "
+            "where it is, restart the process: messages then take the two-phase path. Otherwise"
+        )
+    return WrongDatabase(
+        f"the connection {connection.alias!r} reaches another server or database than the broker's, {expected} let "
+        f"both lead to the same primary, then run the whole operation again. Nothing was published."
+    )
