@@ -134,7 +134,7 @@ class PrivateServer:
         if len(os.fsencode(self.data / _SOCKET)) <= _LONGEST_SOCKET_PATH:
             return self.data
         remembered = self._remembered()
-        if remembered is not None:
+        if remembered is not None and not remembered.lstat().st_mode & 0o077:
             return remembered
         made = Path(tempfile.mkdtemp(prefix="outbox-socket-"))
         os.chown(made, self.account.pw_uid, self.account.pw_gid)
@@ -142,7 +142,7 @@ class PrivateServer:
         return made
 
     def _remembered(self) -> Path | None:
-        """The folder of the last start, as long as it is still the private one that was made then.
+        """The folder of the last start, as long as it is the server's own.
 
         Processes that know the URL find the server there again after it was killed.
         """
@@ -151,8 +151,7 @@ class PrivateServer:
             found = folder.lstat()
         except FileNotFoundError:
             return None
-        private = stat.S_ISDIR(found.st_mode) and found.st_uid == self.account.pw_uid and not found.st_mode & 0o077
-        return folder if private else None
+        return folder if stat.S_ISDIR(found.st_mode) and found.st_uid == self.account.pw_uid else None
 
     # -- the server -----------------------------------------------------------------------------
 
