@@ -22,7 +22,7 @@ from outbox.contrib.django.broker import alias_conninfo, broker_connection, flus
 from outbox.contrib.django.checker import LedgerChecker
 from outbox.contrib.django.conf import get_settings
 from outbox.contrib.django.flusher import MAX_QUEUED, Flusher
-from outbox.errors import BrokerUnavailable, SchemaError
+from outbox.errors import BrokerUnavailable, SchemaError, WrongDatabase
 from outbox.ids import uuid7
 from tests.django.configured import OUTBOX
 from tests.django.processes import ROOT, environment
@@ -141,8 +141,14 @@ def place(number: str) -> None:
 
 
 def test_a_forced_path_to_where_no_broker_is_says_so(outbox_settings: Callable[..., None]) -> None:
-    outbox_settings(PATH="atomic", SCHEMA="nowhere")
+    outbox_settings(BROKER="default", PATH="atomic", SCHEMA="nowhere")
     with pytest.raises(SchemaError, match="nowhere"), transaction.atomic():
+        publish("orders", {}, key="lost")
+
+
+def test_a_forced_path_to_where_another_database_is_says_so(outbox_settings: Callable[..., None]) -> None:
+    outbox_settings(PATH="atomic")
+    with pytest.raises(WrongDatabase, match="rules out"), transaction.atomic():
         publish("orders", {}, key="lost")
 
 

@@ -288,8 +288,9 @@ def test_a_broker_that_is_away_when_the_path_is_chosen(
 def test_a_connection_that_cannot_be_asked_gives_an_error_of_ours(twins: Twins) -> None:
     with transaction.atomic():
         Order.objects.create(number="without its message")
-        with contextlib.suppress(psycopg.Error):
-            connections["default"].connection.execute("SELECT 1 / 0")
+        pid = connections["default"].connection.info.backend_pid
+        with psycopg.connect(twins.original, autocommit=True) as other:
+            other.execute("SELECT pg_terminate_backend(%s, 5000)", [pid])
         with pytest.raises(SendFailed, match="'default'"):
             publish("orders", {})
     assert orders(twins.original) == []

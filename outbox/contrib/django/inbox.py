@@ -64,6 +64,8 @@ class InboxInvoker:
         connection = connections[registered.using or _default_alias()]
         inbox = InboxEntries(connection, subscription.group, generation)
         fresh: list[Delivery] = []
+        failed: dict[UUID, Exception] = {}
+        is_done = False
         try:
             with transaction.atomic(using=connection.alias):
                 fresh = inbox.enter(deliveries, lease_seconds=self._lease_seconds)
@@ -73,11 +75,15 @@ class InboxInvoker:
                 inbox.confirm([item for item in fresh if item.message_id not in failed], registered.name)
                 point("consumer.before_inbox_commit")
                 fence.check()
+                is_done = True
         except Exception as error:
             stayed = inbox.still_there(fresh)
             if not stayed:
                 raise
-            return [_half_done(registered.name, error) if item.message_id in stayed else error for item in deliveries]
+            if not is_done:
+                return [_half_done(registered.name, error) if d.message_id in stayed else error for d in deliveries]
+            # Out of an on_commit callback, or of a COMMIT that has happened all the same.
+            logger.exception("%s has committed; what failed after it is not tried again", registered.name)
         point("consumer.after_inbox_commit")
         called = set(map(id, fresh))
         return [_result(delivery, id(delivery) in called, failed) for delivery in deliveries]
