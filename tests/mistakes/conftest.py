@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import psycopg
@@ -24,25 +22,7 @@ from outbox.contrib.django.conf import get_settings
 from outbox.contrib.django.installation import install_broker
 from tests.django.conftest import point_alias
 from tests.mistakes.campaign import Campaign
-
-
-@dataclass(frozen=True)
-class World:
-    """Where the business rows are, and where the broker is."""
-
-    name: str
-    alias: str
-    broker: str
-
-    def __str__(self) -> str:
-        return self.name
-
-
-WORLDS = [
-    World("two_phase", "default", "broker"),
-    World("atomic", "default", "default"),
-    World("sqlite", "lite", "broker"),
-]
+from tests.mistakes.worlds import World
 
 
 @pytest.fixture(scope="package")
@@ -55,7 +35,7 @@ def worlds(server_url: str, django_db_blocker: Any, tmp_path_factory: pytest.Tem
         for alias, name in names.items():
             point_alias(alias, embedded.create_database(server_url, name))
         point_alias("other", embedded.database_url(server_url, names["default"]))
-        _point(("lite",), {"NAME": str(Path(tmp_path_factory.mktemp("mistakes")) / "lite.sqlite3")})
+        _point("lite", {"NAME": str(tmp_path_factory.mktemp("mistakes") / "lite.sqlite3")})
         for alias in ("default", "broker", "lite"):
             call_command("migrate", database=alias, run_syncdb=True, verbosity=0)
         with override_settings(OUTBOX={**configured.OUTBOX, "BROKER": "default"}):
@@ -66,17 +46,16 @@ def worlds(server_url: str, django_db_blocker: Any, tmp_path_factory: pytest.Tem
         broker_access.reset_broker()
         connections.close_all()
         for alias, entry in before.items():
-            _point((alias,), entry)
+            _point(alias, entry)
     with psycopg.connect(server_url, autocommit=True) as connection:
         for name in names.values():
             connection.execute(sql.SQL("DROP DATABASE {} WITH (FORCE)").format(sql.Identifier(name)))
 
 
-def _point(aliases: tuple[str, ...], entry: dict[str, Any]) -> None:
-    for alias in aliases:
-        connections[alias].close()
-        for settings in (connections[alias].settings_dict, connections.settings[alias]):
-            settings.update(entry)
+def _point(alias: str, entry: dict[str, Any]) -> None:
+    connections[alias].close()
+    for settings in (connections[alias].settings_dict, connections.settings[alias]):
+        settings.update(entry)
 
 
 @pytest.fixture

@@ -134,7 +134,7 @@ class _Generator:
         else:
             # Another thread that writes would wait for this one's transaction, which waits for the thread.
             blocks.append((8, lambda: Thread((Pair(self._number()),))))
-        weights, made = zip(*blocks, strict=True)
+        weights, made = [weight for weight, _ in blocks], [make for _, make in blocks]
         return self._chance.choices(made, weights=weights)[0]()
 
     def _number(self) -> int:

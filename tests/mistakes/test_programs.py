@@ -9,8 +9,8 @@ from collections.abc import Callable
 import pytest
 
 from tests.mistakes.campaign import Campaign, convictions, report
-from tests.mistakes.conftest import WORLDS, World
 from tests.mistakes.generator import Side
+from tests.mistakes.worlds import WORLDS, World
 
 PROGRAMS = 100
 SOAK_VARIABLE = "OUTBOX_MISTAKES"
