@@ -6,10 +6,12 @@ from typing import Final
 
 from tests.mistakes.grammar import (
     Atomic,
+    Close,
     Consumer,
     Decorated,
     Effect,
     Fail,
+    Kill,
     OnCommit,
     Pair,
     Pipeline,
@@ -50,6 +52,9 @@ EVERYWHERE: Final[dict[str, Program]] = {
     "an exception in on_commit": _request(Atomic((OnCommit((Raise(),)), Pair(1)))),
     "a handler without mistakes": _handler(*_EFFECTS),
     "a handler that raises": _handler(*_EFFECTS, Raise(), batch=3),
+    "a handler with an exception in on_commit": _handler(*_EFFECTS, OnCommit((Raise(),))),
+    "a closed connection in a decorated function": _request(Decorated((Close(),), number=1)),
+    "a handler that closes its connection": _handler(*_EFFECTS, Close()),
     "a handler with COMMIT and an exception": _handler(Sql("COMMIT"), Raise(), *_EFFECTS),
     "a handler with ROLLBACK; BEGIN": _handler(Effect(1), Sql("ROLLBACK; BEGIN"), Effect(2)),
     "a handler that publishes, with ROLLBACK; BEGIN": _handler(*_EFFECTS, Pair(1), Sql("ROLLBACK; BEGIN")),
@@ -63,6 +68,8 @@ POSTGRESQL_ONLY: Final[dict[str, Program]] = {
     "a swallowed lock timeout in a nested decorated function": _request(
         Decorated((Decorated((Try((Fail("nowait"),)),), number=2),), number=1)
     ),
+    "a killed connection in a decorated function": _request(Decorated((Kill(),), number=1)),
+    "a handler whose connection is killed": _handler(*_EFFECTS, Kill()),
     "ROLLBACK AND CHAIN in a decorated function": _request(Decorated((Sql("ROLLBACK AND CHAIN"),), number=1)),
     "an error in a pipeline before publish": _request(Atomic((Try((Pipeline((Fail("select"), Pair(1))),)),))),
     "an error in a pipeline after publish": _request(Atomic((Try((Pipeline((Pair(1), Fail("select"))),)),))),
