@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
+from uuid import UUID
 
 import pytest
 
@@ -179,8 +180,14 @@ def publish_twice(patch: pytest.MonkeyPatch) -> None:
 
 
 def forget_what_was_handled(patch: pytest.MonkeyPatch) -> None:
-    """The inbox takes every message for a new one."""
-    patch.setattr(inbox, "enter", lambda connection, group, generation, ids, lease_seconds: set(ids))
+    """The inbox is written, but takes every message for a new one."""
+    enter = inbox.enter
+
+    def enter_again(*args: Any, **options: Any) -> set[UUID]:
+        enter(*args, **options)
+        return set(args[3])
+
+    patch.setattr(inbox, "enter", enter_again)
 
 
 def refuse_every_message(patch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from collections.abc import Callable
@@ -14,6 +15,8 @@ from tests.mistakes.worlds import WORLDS, World
 
 PROGRAMS = 100
 SOAK_VARIABLE = "OUTBOX_MISTAKES"
+# More would only repeat themselves in the report.
+ENOUGH = 50
 
 each_world = pytest.mark.parametrize("world", WORLDS, ids=str)
 each_side = pytest.mark.parametrize("side", ["producer", "consumer"])
@@ -23,11 +26,12 @@ each_side = pytest.mark.parametrize("side", ["producer", "consumer"])
 @each_world
 def test_rows_messages_and_effects_agree(world: World, side: Side, campaign_in: Callable[[World], Campaign]) -> None:
     campaign = campaign_in(world)
-    found = list(convictions(campaign, side, range(PROGRAMS)))
+    found = list(itertools.islice(convictions(campaign, side, range(PROGRAMS)), ENOUGH))
     assert not found, report(campaign, found)
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(7200)
 @each_side
 @each_world
 def test_a_hundred_thousand_programs(
@@ -43,5 +47,6 @@ def test_a_hundred_thousand_programs(
                 rate = done / (time.monotonic() - started)
                 print(f"\n{world} {side}: {done} of {count} programs, {convicted} convicted, {rate:.0f}/s", end="")
 
-    found = list(convictions(campaign, side, range(PROGRAMS, PROGRAMS + count), progress=progress))
+    seeds = range(PROGRAMS, PROGRAMS + count)
+    found = list(itertools.islice(convictions(campaign, side, seeds, progress=progress), ENOUGH))
     assert not found, report(campaign, found)
