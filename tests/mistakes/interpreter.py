@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -136,8 +135,9 @@ def tidy(connection: BaseDatabaseWrapper) -> None:
         idle = True
     else:
         idle = raw.info.transaction_status == TransactionStatus.IDLE
-    if not idle or connection.errors_occurred or not connection.is_usable():
+    if not idle or not connection.is_usable():
         connection.close()
+    connection.errors_occurred = False
 
 
 # -- running ----------------------------------------------------------------------------------------
@@ -194,13 +194,18 @@ class _Interpreter:
             case grammar.SetRollback():
                 transaction.set_rollback(True, using=self.alias)
             case grammar.Close():
-                self.connection.close()
-                # SQLite ends the transaction of a closed connection only when its last cursor is gone.
-                gc.collect()
+                self._close()
             case grammar.Kill():
                 self.others.kill(self.connection)
             case _:
                 raise Mistake
+
+    def _close(self) -> None:
+        raw = self.connection.connection
+        if raw is not None and self.connection.vendor == "sqlite":
+            # Else the closed connection would keep its lock until the last of its cursors is collected.
+            raw.rollback()
+        self.connection.close()
 
     def _execute(self, statement: str, parameters: Sequence[Any] | None = None) -> None:
         with self.connection.cursor() as cursor:
