@@ -21,8 +21,9 @@ from outbox.contrib.django.conf import get_settings
 from tests.django.shop.models import Effect, Order
 from tests.mistakes.generator import Side, generate
 from tests.mistakes.grammar import Program, smaller, steps_of, text
-from tests.mistakes.interpreter import DUPLICATE, LOCKED, Others, Trace, run
+from tests.mistakes.interpreter import DUPLICATE, LOCKED, Others, run
 from tests.mistakes.oracle import Finding, Kind, State, judge
+from tests.mistakes.traces import Trace
 from tests.support import eventually
 
 _names = itertools.count(1)

@@ -1,11 +1,10 @@
-"""Runs programs against real databases and notes what they saw: what was called, what returned, what was alive."""
+"""Runs programs against real databases, and notes what they saw."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Final
 
 import psycopg
@@ -24,6 +23,7 @@ from tests.django.shop.models import Effect as EffectRow
 from tests.django.shop.models import Order, Payment
 from tests.mistakes import grammar
 from tests.mistakes.grammar import Block, Consumer, Producer, Program, Step
+from tests.mistakes.traces import AttemptSeen, PairSeen, Trace
 
 DUPLICATE: Final = "there already"
 LOCKED: Final = "locked elsewhere"
@@ -33,49 +33,6 @@ HANDLED_TOPIC: Final = "payments"
 
 class Mistake(Exception):
     """What an application raises."""
-
-
-# -- what was seen ----------------------------------------------------------------------------------
-
-
-@dataclass
-class PairSeen:
-    """What happened at one Pair or Decorated step. The key is the name of the row and of the message."""
-
-    key: str
-    decorated: bool = False
-    # Whether Django held the call to be inside atomic().
-    in_block: bool = False
-    # See is_alive, at the publish call.
-    alive: bool | None = None
-    row_first: bool = False
-    returned: bool = False
-    # The decorated function was the outermost block, left without an exception, and Django did mean to commit.
-    claims_commit: bool = False
-
-
-@dataclass
-class AttemptSeen:
-    """One call of a handler: for each effect it wrote, whether that was after a COMMIT by hand."""
-
-    counts_as_handled: bool = False
-    skipped: bool = False
-    error: str = ""
-    by_hand: bool = False
-    committed_by_hand: bool = False
-    effects: list[tuple[int, bool]] = field(default_factory=list)
-
-
-@dataclass
-class Trace:
-    """One run of a program."""
-
-    name: str
-    program: Program
-    pairs: list[PairSeen] = field(default_factory=list)
-    attempts: list[AttemptSeen] = field(default_factory=list)
-    keys: list[str] = field(default_factory=list)
-    ended_with: str = ""
 
 
 # -- the world around -------------------------------------------------------------------------------

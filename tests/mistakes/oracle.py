@@ -44,7 +44,7 @@ from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from tests.mistakes.interpreter import AttemptSeen, PairSeen, Trace
+from tests.mistakes.traces import AttemptSeen, PairSeen, Trace
 
 
 class Kind(StrEnum):
