@@ -1,0 +1,181 @@
+"""Many programs at once: run them all, let everything settle once, judge each; cut down and print what failed."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import uuid
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import psycopg
+from django.db import connections
+
+from outbox import Delivery, Subscription
+from outbox.broker.consumer import ConsumeCounts, ConsumerRuntime
+from outbox.broker.sequencer import Sequencer
+from outbox.contrib.django import run_check_back
+from outbox.contrib.django.broker import alias_conninfo, broker_database, flusher, get_codecs
+from outbox.contrib.django.conf import get_settings
+from tests.django.shop.models import Effect, Order
+from tests.mistakes.generator import Side, generate
+from tests.mistakes.grammar import Program, smaller, steps_of, text
+from tests.mistakes.interpreter import DUPLICATE, LOCKED, Others, run
+from tests.mistakes.oracle import Finding, Kind, State, judge
+from tests.mistakes.traces import Trace
+from tests.support import eventually
+
+_names = itertools.count(1)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One program, how it ended, and the rules it broke."""
+
+    program: Program
+    ended_with: str
+    findings: Sequence[Finding]
+
+    @property
+    def kinds(self) -> set[Kind]:
+        """The rules it broke."""
+        return {finding.kind for finding in self.findings}
+
+
+class Campaign:
+    """Runs programs on one alias, with the broker that the settings name."""
+
+    def __init__(self, alias: str) -> None:
+        self.alias = alias
+        self._delivered: Counter[str] = Counter()
+        self._stack = contextlib.ExitStack()
+        self._broker = self._stack.enter_context(
+            psycopg.connect(alias_conninfo(get_settings().broker), autocommit=True)
+        )
+        self._sequencing = self._stack.enter_context(contextlib.closing(broker_database().connect(name="mistakes")))
+        self._sequencer = Sequencer(broker_database(), uuid.uuid4())
+        # Deliveries are seen from outside of Django, so that no inbox hides a second one.
+        collector = Subscription(group=f"collector-{uuid.uuid4().hex[:8]}", topic="orders", batch=200)
+        self._runtime = ConsumerRuntime(broker_database(), [(collector, self._collect)], codecs=get_codecs())
+
+    def close(self) -> None:
+        """Give back the connections."""
+        self._stack.close()
+
+    def judged(self, programs: Sequence[Program]) -> list[Verdict]:
+        """Run programs one after the other and judge them together."""
+        before = self._last_log_id()
+        with contextlib.closing(Others(self.alias)) as others:
+            traces = [run(program, f"m{next(_names)}", others) for program in programs]
+            self._settle(before)
+            state = self._state(traces, before)
+        return [Verdict(trace.program, trace.ended_with, judge(trace, state)) for trace in traces]
+
+    def reduced(self, program: Program, kinds: set[Kind]) -> Program:
+        """The program with steps left out, as long as it still breaks one of the rules in the same way."""
+        candidates = smaller(program)
+        while some := list(itertools.islice(candidates, 8)):
+            failing = [item.program for item in self.judged(some) if item.kinds & kinds]
+            if failing:
+                program = failing[0]
+                candidates = smaller(program)
+        return program
+
+    # -- letting everything settle ------------------------------------------------------------------
+
+    def _last_log_id(self) -> int:
+        row = self._broker.execute("SELECT coalesce(max(log_id), 0) FROM outbox.commit_log").fetchone()
+        assert row is not None
+        return int(row[0])
+
+    def _settle(self, after: int) -> None:
+        connections[self.alias].close()
+        assert flusher.flush(within_seconds=30)
+        eventually(lambda: self._all_decided(after), what="every half message is decided")
+        while self._sequence() or self._runtime.run_once() != ConsumeCounts():
+            pass
+
+    def _all_decided(self, after: int) -> bool:
+        run_check_back()
+        undecided = self._broker.execute(
+            "SELECT 1 FROM outbox.commit_log WHERE log_id > %s AND half AND NOT EXISTS"
+            " (SELECT 1 FROM outbox.op_log WHERE op_log.transaction_id = commit_log.transaction_id)",
+            [after],
+        )
+        return undecided.fetchone() is None
+
+    def _sequence(self) -> bool:
+        counts = self._sequencer.run_once(self._sequencing)
+        return counts.ticked or counts.more
+
+    def _collect(self, deliveries: Sequence[Delivery]) -> None:
+        self._delivered.update(delivery.key for delivery in deliveries)
+
+    # -- what is there afterwards -------------------------------------------------------------------
+
+    def _state(self, traces: Iterable[Trace], before: int) -> State:
+        """Reads what the programs left, and takes it away, so that a long run does not slow down."""
+        rows = set(Order.objects.using(self.alias).values_list("number", flat=True)) - {DUPLICATE, LOCKED}
+        effects = Counter(Effect.objects.using(self.alias).values_list("number", flat=True))
+        with connections[self.alias].cursor() as cursor:
+            cursor.execute("DELETE FROM shop_order WHERE number NOT IN (%s, %s)", [DUPLICATE, LOCKED])
+            cursor.execute("DELETE FROM shop_effect")
+        guessed = self._broker.execute(
+            "SELECT l.key FROM outbox.commit_log l JOIN outbox.op_log o USING (transaction_id)"
+            " WHERE l.log_id > %s AND o.decision = 'R' AND o.decided_by = 'P'",
+            [before],
+        )
+        delivered, self._delivered = self._delivered, Counter()
+        return State(rows, delivered, {key for (key,) in guessed}, effects)
+
+
+# -- random programs, and what to say about them ----------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Conviction:
+    """A program of a seed that broke rules."""
+
+    seed: int
+    verdict: Verdict
+
+
+def convictions(
+    campaign: Campaign,
+    side: Side,
+    seeds: range,
+    *,
+    batch: int = 100,
+    progress: Callable[[int, int], None] | None = None,
+) -> Iterator[Conviction]:
+    """Those of the seeds whose programs break a rule."""
+    vendor, convicted = connections[campaign.alias].vendor, 0
+    for start in range(0, len(seeds), batch):
+        part = seeds[start : start + batch]
+        verdicts = campaign.judged([generate(seed, side, vendor) for seed in part])
+        for seed, verdict in zip(part, verdicts, strict=True):
+            if verdict.findings:
+                convicted += 1
+                yield Conviction(seed, verdict)
+        if progress is not None:
+            progress(start + len(part), convicted)
+
+
+def report(campaign: Campaign, found: Sequence[Conviction]) -> str:
+    """How often each rule was broken, by which seeds, and the shortest program for each."""
+    by_kind: dict[Kind, list[Conviction]] = defaultdict(list)
+    for item in found:
+        for kind in item.verdict.kinds:
+            by_kind[kind].append(item)
+    lines = [f"{len(found)} programs broke the promise"]
+    for kind, items in sorted(by_kind.items(), key=lambda entry: -len(entry[1])):
+        seeds = ", ".join(str(item.seed) for item in items[:10])
+        lines += ["", f"{kind.name}, {kind}: {len(items)} times, seeds {seeds}"]
+        shortest = min(items, key=lambda item: len(list(steps_of(item.verdict.program))))
+        first = campaign.reduced(shortest.verdict.program, {kind})
+        verdict = campaign.judged([first])[0]
+        lines += [f"  seed {shortest.seed}, cut down; it ended with {verdict.ended_with or 'no error'!r}:"]
+        lines += [f"    {line}" for line in text(first).splitlines()]
+        lines += [f"  {finding}" for finding in verdict.findings]
+    return "\n".join(lines)

@@ -1,0 +1,212 @@
+"""What keeps the promise, switched off piece by piece: every switch must be convicted, or the oracle sees nothing.
+
+A control names the piece, how to switch it off, and the rules that are then broken in a world: by a specimen, and by
+random programs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+from uuid import UUID
+
+import pytest
+
+from outbox import Answer, Check, Decision
+from outbox.contrib.django import checkback, inbox, publish, publishing
+from outbox.contrib.django.broker import flusher
+from tests.mistakes.generator import Side
+from tests.mistakes.interpreter import Mistake
+from tests.mistakes.oracle import Kind
+from tests.mistakes.worlds import ATOMIC, SQLITE, TWO_PHASE, World
+
+Switch = Callable[[pytest.MonkeyPatch], None]
+
+
+@dataclass(frozen=True)
+class Control:
+    """With `switch` thrown, the specimen and some random program of `side` break `kind` in `world`."""
+
+    name: str
+    switch: Switch
+    specimen: str
+    side: Side
+    world: World
+    kind: Kind
+
+    def __str__(self) -> str:
+        return f"{self.name} [{self.world}]"
+
+
+# -- the mends, to be switched off ------------------------------------------------------------------
+
+
+def nothing(patch: pytest.MonkeyPatch) -> None:
+    """The piece does not exist yet: the code is convicted as it is."""
+
+
+def accept_any_transaction(patch: pytest.MonkeyPatch) -> None:
+    """publish() does not look whether a live transaction carries it."""
+    nothing(patch)
+
+
+def no_last_look_of_the_decorator(patch: pytest.MonkeyPatch) -> None:
+    """@transactional_message does not read its row again before COMMIT."""
+    nothing(patch)
+
+
+def no_last_look_of_the_handler(patch: pytest.MonkeyPatch) -> None:
+    """The inbox does not read its row again before COMMIT."""
+    nothing(patch)
+
+
+def a_failed_handler_stays_in_the_inbox(patch: pytest.MonkeyPatch) -> None:
+    """An attempt that committed its inbox row by hand and then failed counts as handled at the next delivery."""
+    nothing(patch)
+
+
+def report_every_commit(patch: pytest.MonkeyPatch) -> None:
+    """After a plain atomic() COMMIT is reported without a look into the ledger."""
+    nothing(patch)
+
+
+def an_absent_row_is_a_rollback(patch: pytest.MonkeyPatch) -> None:
+    """A ledger row that is not there is reported as ROLLBACK."""
+    nothing(patch)
+
+
+def every_exception_is_a_rollback(patch: pytest.MonkeyPatch) -> None:
+    """The decorator reports ROLLBACK although its connection has left the transaction that wrote the row."""
+    nothing(patch)
+
+
+MENDS: Final = (
+    Control(
+        "publish refuses a dead transaction",
+        accept_any_transaction,
+        "ROLLBACK before publish",
+        "producer",
+        SQLITE,
+        Kind.UNREFUSED,
+    ),
+    *(
+        Control("the decorator's last look", no_last_look_of_the_decorator, specimen, "producer", world, Kind.SILENT)
+        for specimen, world in [
+            ("a swallowed error in a decorated function", TWO_PHASE),
+            ("a swallowed error in a decorated function", ATOMIC),
+            ("ROLLBACK; BEGIN in a decorated function", SQLITE),
+        ]
+    ),
+    *(
+        Control("the handler's last look", no_last_look_of_the_handler, specimen, "consumer", world, Kind.NO_EFFECT)
+        for specimen, world in [
+            ("a handler with a swallowed error", TWO_PHASE),
+            ("a handler with a swallowed error", ATOMIC),
+            ("a handler with ROLLBACK; BEGIN", SQLITE),
+        ]
+    ),
+    *(
+        Control(
+            "a failed handler leaves the inbox",
+            a_failed_handler_stays_in_the_inbox,
+            "a handler with COMMIT and an exception",
+            "consumer",
+            world,
+            Kind.NO_EFFECT,
+        )
+        for world in (TWO_PHASE, SQLITE)
+    ),
+    Control(
+        "COMMIT is reported for a row that is there",
+        report_every_commit,
+        "a swallowed error after publish",
+        "producer",
+        TWO_PHASE,
+        Kind.PHANTOM,
+    ),
+    *(
+        Control(
+            "an absent row is a hint",
+            an_absent_row_is_a_rollback,
+            "savepoint_rollback after publish",
+            "producer",
+            world,
+            Kind.GUESSED,
+        )
+        for world in (TWO_PHASE, SQLITE)
+    ),
+    *(
+        Control(
+            "ROLLBACK from inside the transaction only",
+            every_exception_is_a_rollback,
+            "COMMIT; BEGIN and an exception in a decorated function",
+            "producer",
+            world,
+            Kind.LOST,
+        )
+        for world in (TWO_PHASE, SQLITE)
+    ),
+)
+
+
+# -- what the promise rests on anyway ---------------------------------------------------------------
+
+
+def send_at_once(patch: pytest.MonkeyPatch) -> None:
+    """publish() does not join the transaction."""
+    patch.setattr(publishing, "current_transaction", lambda using: None)
+
+
+def lose_and_roll_back(patch: pytest.MonkeyPatch) -> None:
+    """End messages are lost and check-back answers ROLLBACK without asking the ledger."""
+
+    class Careless:
+        def check_local_transactions(self, checks: Sequence[Check]) -> Iterable[Answer]:
+            return [Answer(transaction_id=check.transaction_id, decision=Decision.ROLLBACK) for check in checks]
+
+    patch.setattr(flusher, "end", lambda end: None)
+    patch.setattr(checkback, "LedgerChecker", Careless)
+
+
+def publish_twice(patch: pytest.MonkeyPatch) -> None:
+    """Every message is published twice."""
+
+    def twice(*args: Any, **options: Any) -> None:
+        publish(*args, **options)
+        publish(*args, **options)
+
+    patch.setattr("tests.mistakes.interpreter.publish", twice)
+
+
+def forget_what_was_handled(patch: pytest.MonkeyPatch) -> None:
+    """The inbox is written, but takes every message for a new one."""
+    enter = inbox.enter
+
+    def enter_again(*args: Any, **options: Any) -> set[UUID]:
+        enter(*args, **options)
+        return set(args[3])
+
+    patch.setattr(inbox, "enter", enter_again)
+
+
+def refuse_every_message(patch: pytest.MonkeyPatch) -> None:
+    """The inbox cannot be written."""
+
+    def refuse(*args: Any, **options: Any) -> None:
+        raise Mistake
+
+    patch.setattr(inbox, "enter", refuse)
+
+
+FOUNDATIONS: Final = (
+    Control("publish joins", send_at_once, "an exception after publish", "producer", TWO_PHASE, Kind.PHANTOM),
+    Control("check-back asks", lose_and_roll_back, "nothing wrong", "producer", TWO_PHASE, Kind.LOST),
+    Control("one message", publish_twice, "nothing wrong", "producer", TWO_PHASE, Kind.DOUBLE),
+    Control(
+        "the inbox knows", forget_what_was_handled, "a handler without mistakes", "consumer", TWO_PHASE, Kind.TWICE
+    ),
+    Control("the inbox takes", refuse_every_message, "a handler without mistakes", "consumer", TWO_PHASE, Kind.STUCK),
+)
+
+CONTROLS: Final = (*MENDS, *FOUNDATIONS)

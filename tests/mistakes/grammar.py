@@ -1,0 +1,286 @@
+"""What application developers write, as data: the steps of a small program, and how a program reads as Python.
+
+A program is either what a producer does in one request (`Producer`) or what a subscriber does with one delivery
+(`Consumer`). Steps are frozen values, so that a failing program can be cut down by leaving steps out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
+
+# -- single steps -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A business row and its message of the same name, next to each other: the row first, or publish first."""
+
+    number: int
+    row_first: bool = False
+    raw: bool = False
+
+
+@dataclass(frozen=True)
+class Write:
+    """A business row without a message."""
+
+    raw: bool = False
+
+
+@dataclass(frozen=True)
+class Effect:
+    """One part of what a handler is there for. Each handler has the parts 1 and 2."""
+
+    part: int
+
+
+FailKind = Literal[
+    "select", "table", "unique", "raw unique", "statement timeout", "lock timeout", "nowait", "constraint at commit"
+]
+
+
+@dataclass(frozen=True)
+class Fail:
+    """A statement that the database refuses; with "constraint at commit" it is COMMIT that it refuses."""
+
+    how: FailKind
+
+
+@dataclass(frozen=True)
+class Sql:
+    """A transaction statement by hand, behind Django's back."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class SetRollback:
+    """transaction.set_rollback(True)."""
+
+
+@dataclass(frozen=True)
+class Close:
+    """connection.close()."""
+
+
+@dataclass(frozen=True)
+class Kill:
+    """pg_terminate_backend of this connection's session, by somebody else."""
+
+
+@dataclass(frozen=True)
+class Raise:
+    """An exception of the application."""
+
+
+# -- blocks -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Block:
+    """A step that contains steps."""
+
+    body: tuple[Step, ...]
+
+
+@dataclass(frozen=True)
+class Try(Block):
+    """try: … except Exception: pass."""
+
+
+@dataclass(frozen=True)
+class Atomic(Block):
+    """with transaction.atomic(): …"""
+
+    savepoint: bool = True
+
+
+@dataclass(frozen=True)
+class Decorated(Block):
+    """A function under @transactional_message, with the row of that message as its first or last statement."""
+
+    number: int
+    last: bool = False
+
+
+@dataclass(frozen=True)
+class Savepoint(Block):
+    """transaction.savepoint() and savepoint_rollback(): always, or when the steps between them raised."""
+
+    always: bool = False
+
+
+@dataclass(frozen=True)
+class Pipeline(Block):
+    """with connection.connection.pipeline(): …"""
+
+
+@dataclass(frozen=True)
+class OnCommit(Block):
+    """transaction.on_commit(…)."""
+
+
+@dataclass(frozen=True)
+class Thread(Block):
+    """The steps in another thread, joined at once."""
+
+
+Step = Pair | Write | Effect | Fail | Sql | SetRollback | Close | Kill | Raise | Block
+
+
+@dataclass(frozen=True)
+class Producer:
+    """One request."""
+
+    body: tuple[Step, ...]
+
+
+@dataclass(frozen=True)
+class Consumer:
+    """A handler that makes its mistakes in the first attempts and behaves from then on; `batch` messages at once."""
+
+    attempts: tuple[tuple[Step, ...], ...]
+    batch: int = 1
+
+
+Program = Producer | Consumer
+
+
+def steps_of(program: Program) -> Iterator[Step]:
+    """All steps, at any depth."""
+    bodies = [program.body] if isinstance(program, Producer) else program.attempts
+    for body in bodies:
+        yield from _deep(body)
+
+
+def _deep(body: Iterable[Step]) -> Iterator[Step]:
+    for step in body:
+        yield step
+        if isinstance(step, Block):
+            yield from _deep(step.body)
+
+
+# -- as text ----------------------------------------------------------------------------------------
+
+_SINGLE = {
+    "select": "SELECT 1 / 0",
+    "table": "SELECT * FROM missing_table",
+    "raw unique": "INSERT INTO shop_order … -- a duplicate",
+    "statement timeout": "SET LOCAL statement_timeout = 1; SELECT pg_sleep(0.05)",
+    "lock timeout": "SET LOCAL lock_timeout = 1; UPDATE shop_order … -- a row locked elsewhere",
+}
+
+
+def text(program: Program) -> str:
+    """The program as Python would say it."""
+    if isinstance(program, Producer):
+        return "\n".join(_lines(program.body))
+    written = []
+    what = "delivery" if program.batch == 1 else f"list of {program.batch} deliveries"
+    for number, body in enumerate(program.attempts, 1):
+        written += [f"def handler({what}):  # attempt {number}", *_indented(body)]
+    return "\n".join([*written, f"def handler({what}):  # from then on", "    effect(1); effect(2)"])
+
+
+def _indented(body: Iterable[Step]) -> list[str]:
+    return [f"    {line}" for line in _lines(body)] or ["    pass"]
+
+
+def _lines(body: Iterable[Step]) -> Iterator[str]:
+    for step in body:
+        yield from _block(step) if isinstance(step, Block) else _single(step)
+
+
+def _single(step: Step) -> list[str]:
+    match step:
+        case Pair():
+            row = f"execute(INSERT order {step.number})" if step.raw else f"Order.objects.create({step.number})"
+            both = [f"publish({step.number})", row]
+            return both[::-1] if step.row_first else both
+        case Write():
+            return ["execute(INSERT another order)" if step.raw else "Order.objects.create(another)"]
+        case Effect():
+            return [f"effect({step.part})"]
+        case Fail("unique"):
+            return ["Order.objects.create(duplicate)"]
+        case Fail("nowait"):
+            return ["Order.objects.select_for_update(nowait=True).get(locked_elsewhere)"]
+        case Fail("constraint at commit"):
+            return ["Payment.objects.create(duplicate)  # deferred: COMMIT will fail"]
+        case Fail():
+            return [f"execute({_SINGLE[step.how]!r})"]
+        case Sql():
+            return [f"execute({step.text!r})"]
+        case SetRollback():
+            return ["transaction.set_rollback(True)"]
+        case Close():
+            return ["connection.close()"]
+        case Kill():
+            return ["pg_terminate_backend(this connection)  # from elsewhere"]
+        case _:
+            return ["raise Mistake"]
+
+
+def _block(step: Block) -> list[str]:
+    inside = _indented(step.body)
+    match step:
+        case Try():
+            return ["try:", *inside, "except Exception:", "    pass"]
+        case Atomic():
+            return ["with transaction.atomic():" if step.savepoint else "with atomic(savepoint=False):", *inside]
+        case Decorated():
+            row = f"    Order.objects.create({step.number})"
+            when = "after the function" if step.last else "before the function"
+            head = [f"@transactional_message({step.number})  # publishes {when}", "def work():"]
+            return [*head, *([*inside, row] if step.last else [row, *inside]), "work()"]
+        case Savepoint():
+            undo = "    transaction.savepoint_rollback(sid)"
+            if step.always:
+                return ["sid = transaction.savepoint()", "try:", *inside, "finally:", undo]
+            end = ["except Exception:", undo, "else:", "    transaction.savepoint_commit(sid)"]
+            return ["sid = transaction.savepoint()", "try:", *inside, *end]
+        case Pipeline():
+            return ["with connection.connection.pipeline():", *inside]
+        case OnCommit():
+            return ["@transaction.on_commit", "def later():", *inside]
+        case _:
+            return ["with another_thread():", *inside]
+
+
+# -- cutting down -----------------------------------------------------------------------------------
+
+
+def smaller(program: Program) -> Iterator[Program]:
+    """Programs with one step less: left out, or a block replaced by what is in it. Effects stay."""
+    if isinstance(program, Producer):
+        yield from (Producer(body) for body in _shorter(program.body))
+        return
+    for index, attempt in enumerate(program.attempts):
+        others = (program.attempts[:index], program.attempts[index + 1 :])
+        if len(program.attempts) > 1:
+            yield replace(program, attempts=(*others[0], *others[1]))
+        for body in _shorter(attempt):
+            yield replace(program, attempts=(*others[0], body, *others[1]))
+    if program.batch > 1:
+        yield replace(program, batch=1)
+
+
+def _shorter(body: tuple[Step, ...]) -> Iterator[tuple[Step, ...]]:
+    for index, step in enumerate(body):
+        before, after = body[:index], body[index + 1 :]
+        if not isinstance(step, Effect):
+            yield (*before, *after)
+        if isinstance(step, Block):
+            yield (*before, *step.body, *after)
+            yield from ((*before, replace(step, body=inner), *after) for inner in _shorter(step.body))
+        yield from ((*before, plain, *after) for plain in _plainer(step))
+
+
+def _plainer(step: Step) -> Iterator[Step]:
+    """The same step with one of its options switched off."""
+    for field in fields(step):
+        if field.default is False and getattr(step, field.name):
+            changed: dict[str, Any] = {field.name: False}
+            yield replace(step, **changed)

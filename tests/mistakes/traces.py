@@ -1,0 +1,47 @@
+"""What a run of a program saw: what was called, what returned, and what was alive at that moment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from tests.mistakes.grammar import Program
+
+
+@dataclass
+class PairSeen:
+    """What happened at one Pair or Decorated step. The key is the name of the row and of the message."""
+
+    key: str
+    decorated: bool = False
+    # Whether Django held the call to be inside atomic().
+    in_block: bool = False
+    # What interpreter.is_alive said at the publish call.
+    alive: bool | None = None
+    row_first: bool = False
+    returned: bool = False
+    # The decorated function was the outermost block, left without an exception, and Django did mean to commit.
+    claims_commit: bool = False
+
+
+@dataclass
+class AttemptSeen:
+    """One call of a handler: for each effect it wrote, whether that was after a COMMIT by hand."""
+
+    counts_as_handled: bool = False
+    skipped: bool = False
+    error: str = ""
+    by_hand: bool = False
+    committed_by_hand: bool = False
+    effects: list[tuple[int, bool]] = field(default_factory=list)
+
+
+@dataclass
+class Trace:
+    """One run of a program."""
+
+    name: str
+    program: Program
+    pairs: list[PairSeen] = field(default_factory=list)
+    attempts: list[AttemptSeen] = field(default_factory=list)
+    keys: list[str] = field(default_factory=list)
+    ended_with: str = ""
