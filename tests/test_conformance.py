@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -17,6 +18,7 @@ def test_every_test_that_the_page_names_is_there() -> None:
     assert missing == []
 
 
+@functools.cache
 def functions(path: Path) -> set[str]:
     if not path.exists():
         return set()
