@@ -33,6 +33,11 @@ _folder = pytest.StashKey[Path]()
 _left = pytest.StashKey[list[str]]()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """A run may set how long processes have to end after the last test."""
+    parser.addini("leftover_seconds", "how long processes may take to end after the last test", default="15")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Give the run a folder of its own; workers have it from the process that started them."""
     if not hasattr(config, "workerinput"):
@@ -43,7 +48,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """What still runs after the last test fails the run."""
     if folder := session.config.stash.get(_folder, None):
-        session.config.stash[_left] = left = leftovers.left_running(folder)
+        seconds = float(session.config.getini("leftover_seconds"))
+        session.config.stash[_left] = left = leftovers.left_running(folder, within_seconds=seconds)
         if left and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 

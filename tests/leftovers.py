@@ -33,7 +33,7 @@ def remove_folder(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def left_running(folder: Path, *, within_seconds: float = 15.0) -> list[str]:
+def left_running(folder: Path, *, within_seconds: float) -> list[str]:
     """The processes of the run that are still there when time is up, and which test each was started by."""
     deadline = time.monotonic() + within_seconds
     while (left := _processes(folder)) and time.monotonic() < deadline:
