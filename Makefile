@@ -6,6 +6,8 @@ STAMP  := $(VENV)/.installed
 # Page tests need a browser; where there is none, make says so and leaves only them out.
 BROWSER := $(firstword $(shell command -v chromium chromium-browser google-chrome 2>/dev/null))
 MARKS   := not soak$(if $(BROWSER),, and not browser)
+# Tests mostly wait, so more of them than cores run side by side; 0 runs them one after the other.
+WORKERS ?= 3
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test lint format bench faults clean
@@ -25,7 +27,7 @@ demo: $(STAMP) ## An order service on real parts: orders flow, crashes are survi
 
 test: $(STAMP) ## All tests but the long ones
 	$(if $(BROWSER),,@echo 'No Chromium on the PATH: the page tests are left out.')
-	$(BIN)/python -m pytest -m '$(MARKS)'
+	$(BIN)/python -m pytest -m '$(MARKS)' -n $(WORKERS)
 
 lint: $(STAMP) ## Style and types
 	$(BIN)/ruff check .

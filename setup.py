@@ -23,19 +23,25 @@ DEV = [
     "hypothesis>=6.100",
     "types-setuptools",
     "mypy>=1.15",
+    "packaging>=24",
     "pytest>=8",
     "pytest-django>=4.9",
     "pytest-timeout>=2.3",
+    "pytest-xdist>=3.8,<4",
     "ruff>=0.9",
-    "setuptools>=69",
+    "setuptools>=77",
 ]
 
 setup(
     name="outbox-transactional",
-    version="0.1.0",
+    version="0.2.0",
     description="Transactional messages for Django and PostgreSQL: a write and its messages, together or not at all.",
     long_description=Path("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
+    author="The outbox authors",
+    license_expression="Apache-2.0",
+    license_files=["LICENSE"],
+    keywords=["django", "postgresql", "celery", "transactional-outbox", "messaging", "exactly-once"],
     python_requires=">=3.11",
     packages=[
         *find_packages(include=["outbox", "outbox.*"]),
@@ -59,8 +65,16 @@ setup(
     },
     entry_points={"console_scripts": ["outbox-reconcile=outbox_spark.cli:main"]},
     classifiers=[
+        # Only what the tests have run on: CONTRIBUTING.md says how they are run on each.
         "Framework :: Django :: 5.2",
+        "Framework :: Django :: 6.0",
+        "Intended Audience :: Developers",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3 :: Only",
         "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
+        "Topic :: Database",
         "Typing :: Typed",
     ],
 )

@@ -5,17 +5,77 @@ from __future__ import annotations
 import itertools
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psycopg
 import pytest
 from psycopg import sql
 
 from outbox.broker import embedded
+from tests import leftovers
 
 SERVER_SETTINGS = {"max_connections": "400", "shared_buffers": "256MB", "max_wal_size": "4GB"}
 _numbers = itertools.count(1)
+
+# What each keeps to one worker of `make test`: Spark takes both cores, so two beside each other are slower than one
+# after the other, and a demo, a wheel or a migrated sample costs more to make than the tests of it take.
+ONE_WORKER = ("tests/spark/", "tests/sample/", "tests/test_packaging.py")
+
+
+def unit_of_work(nodeid: str) -> str:
+    """What a worker takes at once: one test, or all that belong together."""
+    return next((place for place in ONE_WORKER if nodeid.startswith(place)), nodeid)
+
+
+_folder = pytest.StashKey[Path]()
+_left = pytest.StashKey[list[str]]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """A run may set how long processes have to end after the last test."""
+    parser.addini("leftover_seconds", "how long processes may take to end after the last test", default="15")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Give the run a folder of its own; workers have it from the process that started them."""
+    if not hasattr(config, "workerinput"):
+        config.stash[_folder] = leftovers.make_folder()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """What still runs after the last test fails the run."""
+    if folder := session.config.stash.get(_folder, None):
+        seconds = float(session.config.getini("leftover_seconds"))
+        session.config.stash[_left] = left = leftovers.left_running(folder, within_seconds=seconds)
+        if left and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Name it."""
+    if left := config.stash.get(_left, []):
+        terminalreporter.section("FAILED: left running by the tests", red=True)
+        for line in left:
+            terminalreporter.line(line)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Remove the folder."""
+    if folder := config.stash.get(_folder, None):
+        leftovers.remove_folder(folder)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Hand out units of work, the largest first."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    scheduler = LoadScopeScheduling(config, log)
+    scheduler._split_scope = unit_of_work
+    return scheduler
 
 
 @pytest.fixture(scope="session")
@@ -23,13 +83,23 @@ def server_url() -> Iterator[str]:
     """The URL of a PostgreSQL in which databases can be created."""
     with tempfile.TemporaryDirectory(prefix="outbox-pg-", ignore_cleanup_errors=True) as folder:
         data = Path(folder) / "data"
-        yield embedded.server_url(data, settings=SERVER_SETTINGS)
+        url = embedded.server_url(data, settings=SERVER_SETTINGS)
+        yield url
         if embedded.URL_VARIABLE not in os.environ:
+            left = databases(url)
             embedded.stop(data)
+            assert left == [], "databases that no test dropped"
+
+
+def databases(url: str) -> list[str]:
+    """The databases that are not the server's own."""
+    with psycopg.connect(url) as connection:
+        rows = connection.execute("SELECT datname FROM pg_database WHERE NOT datistemplate AND datname <> 'postgres'")
+        return sorted(name for (name,) in rows)
 
 
 @pytest.fixture(scope="session")
-def broker_template(server_url: str) -> str:
+def broker_template(server_url: str) -> Iterator[str]:
     """The name of a template database with the broker's schema installed."""
     from outbox.broker.install import install
 
@@ -37,7 +107,8 @@ def broker_template(server_url: str) -> str:
     url = embedded.create_database(server_url, name)
     with psycopg.connect(url, autocommit=True) as connection:
         install(connection, "outbox")
-    return name
+    yield name
+    drop_databases(server_url, [name])
 
 
 @pytest.fixture
@@ -51,8 +122,13 @@ def new_database(server_url: str) -> Iterator[Callable[..., str]]:
         return embedded.create_database(server_url, name, template=template)
 
     yield create
-    with psycopg.connect(server_url, autocommit=True) as connection:
-        for name in created:
+    drop_databases(server_url, created)
+
+
+def drop_databases(url: str, names: Iterable[str]) -> None:
+    """Drop those that are there, whoever is connected to them."""
+    with psycopg.connect(url, autocommit=True) as connection:
+        for name in names:
             connection.execute(sql.SQL("DROP DATABASE IF EXISTS {} WITH (FORCE)").format(sql.Identifier(name)))
 
 
@@ -60,3 +136,11 @@ def new_database(server_url: str) -> Iterator[Callable[..., str]]:
 def broker_url(new_database: Callable[..., str], broker_template: str) -> str:
     """The URL of a fresh database that holds an empty broker in schema `outbox`."""
     return new_database(template=broker_template)
+
+
+@pytest.fixture
+def sample_environment(server_url: str) -> Iterator[dict[str, str]]:
+    """Variables by which processes of the sample use the run's server; their databases are dropped afterwards."""
+    prefix = f"sample_{os.getpid()}_{next(_numbers)}"
+    yield {"OUTBOX_POSTGRES_URL": server_url, "SAMPLE_DATABASE_PREFIX": prefix}
+    drop_databases(server_url, [f"{prefix}_{name}" for name in ("orders", "broker", "celery")])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -53,6 +54,7 @@ def missing(text: str) -> list[str]:
     return [f"{file}::{name}" for file, name in named(text) if name not in functions(TESTS / file)]
 
 
+@functools.cache
 def functions(path: Path) -> set[str]:
     if not path.exists():
         return set()

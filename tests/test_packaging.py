@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import email.message
+import email.parser
+import importlib.metadata
 import os
 import re
 import subprocess
@@ -11,6 +14,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -65,6 +70,46 @@ def test_wheel_carries_all_it_needs(wheel: Path) -> None:
     assert expected <= set(names)
     top = {name.split("/")[0] for name in names if ".dist-info" not in name}
     assert top == {"outbox", "outbox_spark"}
+
+
+def metadata(wheel: Path) -> email.message.Message:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        return email.parser.Parser().parsestr(archive.read(name).decode())
+
+
+def test_wheel_says_whose_it_is_and_under_which_license(wheel: Path) -> None:
+    said = metadata(wheel)
+    assert said["License-Expression"] == "Apache-2.0"
+    assert said.get_all("License-File") == ["LICENSE"]
+    assert said["Author"] == "The outbox authors"
+    assert str(said.get_payload()).strip() == (ROOT / "README.md").read_text(encoding="utf-8").strip()
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/licenses/LICENSE"))
+        assert archive.read(name) == (ROOT / "LICENSE").read_bytes()
+    text = (ROOT / "LICENSE").read_text(encoding="utf-8")
+    assert "Version 2.0, January 2004" in text and "The outbox authors" in text
+
+
+def test_versions_that_the_wheel_claims_are_those_it_accepts_and_cover_these(wheel: Path) -> None:
+    said = metadata(wheel)
+    classifiers = [value.split(" :: ") for value in said.get_all("Classifier", [])]
+    pythons = {parts[2] for parts in classifiers if parts[:2] == ["Programming Language", "Python"] and "." in parts[2]}
+    djangos = {parts[2] for parts in classifiers if parts[:2] == ["Framework", "Django"]}
+    (accepted,) = (
+        requirement.specifier
+        for requirement in map(Requirement, said.get_all("Requires-Dist", []))
+        if requirement.name == "django" and requirement.marker and requirement.marker.evaluate({"extra": "django"})
+    )
+    assert pythons == set(SpecifierSet(said["Requires-Python"]).filter(pythons))
+    assert djangos == set(accepted.filter(djangos))
+    assert f"{sys.version_info.major}.{sys.version_info.minor}" in pythons
+    assert ".".join(importlib.metadata.version("django").split(".")[:2]) in djangos
+
+
+def test_changelog_begins_with_the_version_of_the_wheel(wheel: Path) -> None:
+    headings = re.findall(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert next(name for name in headings if name != "Unreleased") == metadata(wheel)["Version"]
 
 
 def test_quick_start_runs_on_the_wheel(environment: Path, tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ class DemoRun:
             self._lines.append(line)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def open_demo() -> Iterator[DemoRun]:
     """A finished run whose shop is still open."""
     with tempfile.TemporaryDirectory(prefix="outbox-demo-", ignore_cleanup_errors=True) as folder:

@@ -10,13 +10,8 @@ import sys
 from tests.sample.conftest import ROOT
 
 
-def test_pages_by_the_test_client(server_url: str) -> None:
-    environment = {
-        **os.environ,
-        "OUTBOX_POSTGRES_URL": server_url,
-        "SAMPLE_DATABASE_PREFIX": f"pages_{os.getpid()}",
-        "SAMPLE_PATH": "two-phase",
-    }
+def test_pages_by_the_test_client(sample_environment: dict[str, str]) -> None:
+    environment = {**os.environ, **sample_environment, "SAMPLE_PATH": "two-phase"}
     command = [
         sys.executable,
         "-W",

@@ -30,6 +30,8 @@ from tests.spark.oracle import (
     Sent,
 )
 
+pytestmark = pytest.mark.timeout(300)
+
 TICK = timedelta(microseconds=1)
 AT = UNTIL - timedelta(hours=1)
 ROW, MESSAGE = BusinessRow(at=AT), Sent(stored_at=AT)

@@ -7,9 +7,18 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.spark.world import write_rules
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+@pytest.fixture(autouse=True)
+def server_of_the_run(sample_environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the sample starts a server of its own in the checkout, which nobody stops."""
+    for name, value in sample_environment.items():
+        monkeypatch.setenv(name, value)
 
 
 def manage(*arguments: str) -> subprocess.CompletedProcess[str]:

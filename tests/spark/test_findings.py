@@ -18,6 +18,8 @@ from spark.errors import UsageProblem
 from tests.spark.conftest import Reconciler
 from tests.spark.world import World
 
+pytestmark = pytest.mark.timeout(300)
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 

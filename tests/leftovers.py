@@ -1,0 +1,57 @@
+"""A run of the tests has a folder for all it makes, and leaves nothing behind: no file, no server, no process."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+from pathlib import Path
+
+# Where pytest itself keeps `tmp_path`, to be looked at after a failure.
+_KEPT_VARIABLE = "PYTEST_DEBUG_TEMPROOT"
+# Java does not heed TMPDIR.
+_FOLDER_VARIABLES = ("TMPDIR", "SPARK_LOCAL_DIRS")
+
+
+def make_folder() -> Path:
+    """A folder in which this process and its children put their temporary files from now on."""
+    os.environ.setdefault(_KEPT_VARIABLE, tempfile.gettempdir())
+    # Short: the sockets of the servers are in it, and their paths may have a hundred characters.
+    folder = Path(tempfile.mkdtemp(prefix="outbox-"))
+    for name in _FOLDER_VARIABLES:
+        os.environ[name] = str(folder)
+    tempfile.tempdir = None
+    return folder
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove it with what killed processes left in it."""
+    for name in _FOLDER_VARIABLES:
+        os.environ.pop(name, None)
+    tempfile.tempdir = None
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def left_running(folder: Path, *, within_seconds: float) -> list[str]:
+    """The processes of the run that are still there when time is up, and which test each was started by."""
+    deadline = time.monotonic() + within_seconds
+    while (left := _processes(folder)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return left
+
+
+def _processes(folder: Path) -> list[str]:
+    """Children carry the folder in their environment, however they were started. Without /proc nobody is found."""
+    needle = f"TMPDIR={folder}".encode()
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            environment = (process / "environ").read_bytes().split(b"\0")
+            command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        if needle in environment and int(process.name) != os.getpid():
+            tests = [entry.decode() for entry in environment if entry.startswith(b"PYTEST_CURRENT_TEST=")]
+            found.append(f"{process.name} {command.strip():.200} {' '.join(tests)}".rstrip())
+    return found

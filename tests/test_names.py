@@ -1,0 +1,71 @@
+"""docs/names.md lists every public name, and nothing that is not there."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+from collections import Counter
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from django.core.management import find_commands
+from django.utils.module_loading import import_string
+
+import outbox.contrib.django
+from outbox import errors
+from outbox.contrib.django.conf import _TOPIC_RULES, OutboxSettings
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "names.md"
+BY_PATH = "By their paths"
+
+
+def names_of_the_page() -> dict[str, list[str]]:
+    """Section -> the names in the first column of its table."""
+    sections: dict[str, list[str]] = {}
+    for section in PAGE.read_text(encoding="utf-8").split("\n## ")[1:]:
+        title, _, text = section.partition("\n")
+        sections[title.replace("`", "")] = re.findall(r"^\| `([^`]+)` \|", text, re.MULTILINE)
+    return sections
+
+
+def names_of_the_code() -> dict[str, set[str]]:
+    """Section -> what the code offers."""
+    management = Path(outbox.contrib.django.__path__[0]) / "management"
+    scripts = importlib.metadata.entry_points(group="console_scripts")
+    ours = {script.name for script in scripts if script.value.split(".")[0] in ("outbox", "outbox_spark")}
+    return {
+        "outbox": set(outbox.__all__),
+        "outbox.contrib.django": set(outbox.contrib.django.__all__),
+        "Settings: OUTBOX": {item.name.upper() for item in fields(OutboxSettings)},
+        'Options of a topic: OUTBOX["TOPICS"][name]': set(_TOPIC_RULES),
+        "Commands": set(find_commands(str(management))) | ours,
+        "Errors: outbox.errors": {
+            name
+            for name, value in vars(errors).items()
+            if isinstance(value, type) and value.__module__ == errors.__name__
+        },
+    }
+
+
+@pytest.mark.parametrize("section", names_of_the_code())
+def test_page_and_code_have_the_same_names(section: str) -> None:
+    page, code = Counter(names_of_the_page()[section]), Counter(names_of_the_code()[section])
+    assert code, "a section of nothing would agree with an empty page"
+    assert sorted((page - code).elements()) == [], "the page has names that the code has not, or has them twice"
+    assert sorted((code - page).elements()) == [], "the code has public names that the page lacks"
+
+
+def test_every_section_is_held_against_the_code() -> None:
+    assert set(names_of_the_page()) == {*names_of_the_code(), BY_PATH}
+
+
+@pytest.mark.parametrize("path", names_of_the_page()[BY_PATH])
+def test_names_by_path_can_be_imported(path: str) -> None:
+    import_string(path)
+
+
+def test_every_row_of_the_page_has_a_name_a_word_and_a_meaning() -> None:
+    rows = re.findall(r"^\| `.*", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(rows) == sum(len(names) for names in names_of_the_page().values())
+    assert [row for row in rows if not re.fullmatch(r"\| `\S+`( \| [^|]+){2} \|", row)] == []

@@ -1,0 +1,59 @@
+"""How `make test` gives tests to its workers, and what it does about what they leave."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def run(*arguments: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Pytest on a suite of its own, with the hooks of this one."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "SPARK_LOCAL"))}
+    command = [sys.executable, "-m", "pytest", "-c", "pytest.ini", "-p", "tests.conftest", *arguments]
+    return subprocess.run(
+        command,
+        cwd=folder,
+        env={**kept, "PYTHONPATH": str(ROOT), **environment},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
+def write(folder: Path, **files: str) -> None:
+    (folder / "pytest.ini").write_text("[pytest]\nleftover_seconds = 0.1\n")
+    for name, text in files.items():
+        path = folder / "tests" / name / f"test_{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+def test_what_starts_spark_stays_on_one_worker(tmp_path: Path) -> None:
+    nine = "import pytest\n@pytest.mark.parametrize('n', range(9))\ndef test_one(n): pass\n"
+    write(tmp_path, spark=nine, free=nine)
+    done = run("-n", "2", "-v", folder=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    ran = re.findall(r"^\[(gw\d)\].* PASSED tests/(\w+)/", done.stdout, re.MULTILINE)
+    assert sorted(place for _, place in ran) == ["free"] * 9 + ["spark"] * 9
+    assert {worker for worker, _ in ran} == {"gw0", "gw1"}
+    assert len({worker for worker, place in ran if place == "spark"}) == 1
+
+
+def test_a_process_that_is_left_fails_the_run(tmp_path: Path) -> None:
+    leave = "import subprocess\ndef test_leave():\n    subprocess.Popen(['sleep', '60']).returncode = 0\n"
+    write(tmp_path, leave=leave, clean="def test_clean(): pass\n")
+    clean = run("tests/clean", folder=tmp_path)
+    assert clean.returncode == 0, clean.stdout
+    done = run("tests/leave", folder=tmp_path)
+    left = re.search(r"left running by the tests =+\n(\d+) sleep 60 .*test_leave", done.stdout)
+    assert left, done.stdout
+    os.kill(int(left[1]), signal.SIGKILL)
+    assert done.returncode == 1
+    assert "1 passed" in done.stdout.splitlines()[-1]
