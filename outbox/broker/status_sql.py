@@ -8,7 +8,7 @@ from outbox.broker.statement import Statement
 
 BROKER: Final = Statement("""
 SELECT broker_id::text, incarnation, reject_transactional,
-       (SELECT max(version) FROM {schema}.schema_version),
+       (SELECT max(change) FROM {schema}.schema_version),
        (SELECT max(tick_id) FROM {schema}.tick),
        (SELECT extract(epoch FROM now() - at)::double precision FROM {schema}.tick ORDER BY tick_id DESC LIMIT 1),
        (SELECT owner::text FROM {schema}.leader_lease WHERE role = 'sequencer' AND expires_at > clock_timestamp()),
