@@ -14,7 +14,12 @@ from psycopg import sql
 
 from outbox.broker import embedded
 
-SERVER_SETTINGS = {"max_connections": "400", "shared_buffers": "256MB", "max_wal_size": "4GB"}
+SERVER_SETTINGS = {
+    "max_connections": "400",
+    "shared_buffers": "256MB",
+    "max_wal_size": "4GB",
+    "max_prepared_transactions": "20",
+}
 _numbers = itertools.count(1)
 
 

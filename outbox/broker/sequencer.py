@@ -172,6 +172,7 @@ class Sequencer:
     def _reading(self, position: Position) -> dict[str, Any]:
         return {
             "incarnation": position.incarnation,
+            "snapshot": position.snapshot.text,
             "xmax": str(position.snapshot.xmax),
             "xip": xids(position.snapshot.in_progress),
             "half_xmax": str(position.half_snapshot.xmax),
