@@ -12,6 +12,7 @@ from psycopg.errors import LockNotAvailable
 from outbox.broker.arrays import cursor_on
 from outbox.broker.database import Connection
 from outbox.broker.statement import Statement, check_schema_name
+from outbox.broker.timeouts import lifted
 from outbox.errors import SchemaError
 
 logger = logging.getLogger(__name__)
@@ -52,7 +53,7 @@ def install(connection: Connection, schema: str = "outbox") -> int:
     """
     check_schema_name(schema)
     try:
-        with connection.transaction():
+        with lifted(connection):
             connection.execute(_LOCK.on(schema))
             with cursor_on(connection) as cursor:
                 cursor.execute(_LIMIT_WAITING.on(schema), {"seconds": str(_LOCK_TIMEOUT_SECONDS)})

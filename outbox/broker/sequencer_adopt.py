@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from outbox import faults
-from outbox.broker import checks, incidents, sequencer_sql
+from outbox.broker import checks, incidents, sequencer_sql, timeouts
 from outbox.broker.arrays import bigints, cursor_on, integers, xids
 from outbox.broker.database import Connection, identity
 from outbox.broker.incidents import Incident, IncidentKind
@@ -54,16 +54,31 @@ class _Broker:
     has_foreign_ids: bool
 
 
-def adopt(connection: Connection, schema: str, check: CheckSettings) -> Position:
-    """Read the position; resynchronise first when transaction ids started over (restore, upgrade, failover)."""
+def prepare(connection: Connection, *, local: bool) -> None:
+    """Settings of the sequencer's statements: for the session, or for one transaction as its first statement."""
+    if local:
+        timeouts.lift_for_transaction(connection)
+    else:
+        timeouts.lift_for_session(connection)
     with cursor_on(connection) as cursor:
-        cursor.execute(sequencer_sql.SESSION.on(schema))
+        cursor.execute(sequencer_sql.SETTINGS.on("outbox"), {"local": local}, prepare=True)
+
+
+def adopt(connection: Connection, schema: str, check: CheckSettings, *, local: bool = False) -> Position:
+    """Read the position; resynchronise first when transaction ids started over (restore, upgrade, failover).
+
+    `local`: the connection's session may not last (see `prepare`).
+    """
+    if not local:
+        prepare(connection, local=False)
     broker = _broker(connection, schema)
     if broker.has_fifo:
         # Then only what the scan has found undecided must be read below, not the whole log.
         checks.scan(connection, schema, settings=check)
-    _resync_if_needed(connection, schema, check)
+    _resync_if_needed(connection, schema, check, local=local)
     connection.execute(sequencer_sql.BEGIN_REPEATABLE)
+    if local:
+        prepare(connection, local=True)
     broker = _broker(connection, schema)
     position = _last_tick(connection, schema, broker)
     with cursor_on(connection) as cursor:
@@ -108,7 +123,7 @@ def _open_since(position: Position, broker: _Broker) -> dict[str, object]:
     }
 
 
-def _resync_if_needed(connection: Connection, schema: str, check: CheckSettings) -> None:
+def _resync_if_needed(connection: Connection, schema: str, check: CheckSettings, *, local: bool) -> None:
     # The tick first: another leader may tick meanwhile, and a snapshot taken before it would look overtaken.
     position = _last_tick(connection, schema, _broker(connection, schema))
     broker = _broker(connection, schema)
@@ -125,10 +140,10 @@ def _resync_if_needed(connection: Connection, schema: str, check: CheckSettings)
     if not broker.is_compared:
         reasons.append(f"version 0.1 began incarnation {broker.incarnation}")
     if reasons:
-        _resync(connection, schema, check, "; ".join(reasons))
+        _resync(connection, schema, check, "; ".join(reasons), local=local)
 
 
-def _resync(connection: Connection, schema: str, check: CheckSettings, reason: str) -> None:
+def _resync(connection: Connection, schema: str, check: CheckSettings, reason: str, *, local: bool) -> None:
     """Compare all decisions with all queues once, and go on from the current snapshot in a new incarnation.
 
     One transaction, which waits for no publisher: what a transaction in progress now, prepared ones included, commits
@@ -136,6 +151,8 @@ def _resync(connection: Connection, schema: str, check: CheckSettings, reason: s
     """
     reached = identity(connection)
     connection.execute(sequencer_sql.BEGIN_REPEATABLE)
+    if local:
+        prepare(connection, local=True)
     position = _last_tick(connection, schema, _broker(connection, schema))
     with cursor_on(connection) as cursor:
         cursor.execute("SET LOCAL enable_seqscan = on")

@@ -12,11 +12,12 @@ from outbox.broker.statement import Statement
 
 # Planning a tick takes longer than running it, so it is planned once: with bound values, without sequential scans
 # and with the log behind OFFSET 0, the plan that reads only what is new is the only one there is.
-SESSION: Final = Statement("""
-SELECT set_config('plan_cache_mode', 'force_generic_plan', false), set_config('enable_seqscan', 'off', false),
-       set_config('jit', 'off', false), set_config('enable_mergejoin', 'off', false),
-       set_config('default_transaction_isolation', 'read committed', false),
-       set_config('idle_in_transaction_session_timeout', '5s', false)
+# `local`: for one transaction only, where a pooler would pass the settings on to others.
+SETTINGS: Final = Statement("""
+SELECT set_config('plan_cache_mode', 'force_generic_plan', %(local)s), set_config('enable_seqscan', 'off', %(local)s),
+       set_config('jit', 'off', %(local)s), set_config('enable_mergejoin', 'off', %(local)s),
+       set_config('default_transaction_isolation', 'read committed', %(local)s),
+       set_config('idle_in_transaction_session_timeout', '5s', %(local)s)
 """)
 
 BEGIN: Final = b"BEGIN ISOLATION LEVEL READ COMMITTED"

@@ -16,10 +16,10 @@ from outbox.broker.database import BrokerDatabase
 from outbox.broker.install import SCHEMA_VERSION, check_schema, install
 from outbox.broker.postgres import PostgresBroker
 from outbox.broker.process import run_broker
-from outbox.broker.status import broker_status
 from outbox.errors import SchemaError
 from tests.broker import version_0_1
-from tests.broker.support import assert_gapless, message
+from tests.broker.promise import count, finish, grows
+from tests.broker.support import message
 from tests.support import eventually
 
 TEAM = ("sequence", "consume", "produce", "check")
@@ -40,21 +40,6 @@ def url(new_database: Callable[..., str], old: Path, tmp_path: Path) -> str:
     return found
 
 
-def _count(connection: psycopg.Connection[tuple[int]], statement: str) -> int:
-    row = connection.execute(statement.encode()).fetchone()
-    assert row is not None
-    return row[0]
-
-
-def _grows(connection: psycopg.Connection[tuple[int]], by: int) -> None:
-    """Wait until that many more messages have had their effect, on both paths."""
-    statement = "SELECT count(*) FROM effect JOIN business USING (message_id) WHERE path = '{}'"
-    for path in ("atomic", "two-phase"):
-        one = statement.format(path)
-        goal = _count(connection, one) + by
-        eventually(lambda one=one, goal=goal: _count(connection, one) >= goal, within_seconds=60, what=path)  # type: ignore[misc]
-
-
 @pytest.mark.timeout(300)
 def test_upgrade_under_load(url: str, old: Path, tmp_path: Path) -> None:
     (logs := tmp_path / "logs").mkdir()
@@ -63,52 +48,18 @@ def test_upgrade_under_load(url: str, old: Path, tmp_path: Path) -> None:
         version_0_1.processes(url, logs) as processes,
     ):
         processes.start(old, *TEAM)
-        _grows(connection, 30)
+        grows(connection, 30)
         assert install(connection, "outbox") == SCHEMA_VERSION
-        _grows(connection, 30)
+        grows(connection, 30)
         # The old code also starts on the new tables, and installing again with it changes nothing.
         processes.run(old, "setup")
         processes.start(old, *TEAM)
-        _grows(connection, 30)
+        grows(connection, 30)
         processes.start(version_0_1.ROOT, *TEAM)
-        _grows(connection, 30)
+        grows(connection, 30)
         processes.stop(path=old)
-        _grows(connection, 30)
-        processes.stop(role="produce")
-        eventually(
-            lambda: (
-                _count(connection, "SELECT count(*) FROM business") == _count(connection, "SELECT count(*) FROM effect")
-            ),
-            within_seconds=60,
-            what="every order has its effect",
-        )
-        processes.stop(role="consume")
-        eventually(lambda: not _undecided(connection), within_seconds=60, what="all halves are decided")
-        processes.stop(role="check")
-        _assert_promise_kept(connection)
-        processes.stop()
-
-
-def _undecided(connection: psycopg.Connection[tuple[int]]) -> int:
-    return _count(
-        connection,
-        "SELECT count(*) FROM outbox.commit_log log WHERE half"
-        " AND NOT EXISTS (SELECT FROM outbox.op_log op WHERE op.transaction_id = log.transaction_id)",
-    )
-
-
-def _assert_promise_kept(connection: psycopg.Connection[tuple[int]]) -> None:
-    differing = (
-        "SELECT count(*) FROM (SELECT message_id FROM business) b FULL JOIN ({}) o USING (message_id)"
-        " WHERE b.message_id IS NULL OR o.message_id IS NULL"
-    )
-    assert _count(connection, differing.format("SELECT message_id FROM effect")) == 0
-    queued = "SELECT message_id FROM outbox.consume_queue JOIN outbox.commit_log USING (log_id) WHERE attempt = 0"
-    assert _count(connection, differing.format(queued)) == 0
-    doubled = "SELECT count(*) FROM (SELECT log_id FROM outbox.consume_queue GROUP BY log_id HAVING count(*) > 1) d"
-    assert _count(connection, doubled) == 0
-    assert_gapless(connection)
-    assert broker_status(connection).problems == []
+        grows(connection, 30)
+        finish(processes, connection)
 
 
 def test_the_new_code_says_what_to_run_on_the_old_tables(url: str) -> None:
@@ -129,7 +80,7 @@ def test_the_new_broker_process_waits_for_the_tables(url: str, caplog: pytest.Lo
         with psycopg.connect(url, autocommit=True) as connection:
             install(connection, "outbox")
             leader = "SELECT count(*) FROM outbox.leader_lease WHERE owner IS NOT NULL"
-            eventually(lambda: _count(connection, leader) == 1, what="it leads")
+            eventually(lambda: count(connection, leader) == 1, what="it leads")
     finally:
         stop.set()
         process.join(20)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import signal
 import subprocess
 import sys
 import tarfile
@@ -71,6 +72,20 @@ class Processes:
         self.start(path, role)
         process, log, _ = self._running.pop()
         assert process.wait(60) == 0, log.read_text()
+
+    def killed_by(self, path: Path, role: str, faults: str) -> None:
+        """Run one role with faults, until one of them has killed it."""
+        before = os.environ.get("OUTBOX_FAULTS", "")
+        os.environ["OUTBOX_FAULTS"] = faults
+        try:
+            self.start(path, role)
+        finally:
+            os.environ["OUTBOX_FAULTS"] = before
+        process, log, _ = self._running.pop()
+        try:
+            assert process.wait(60) == -signal.SIGKILL, log.read_text()
+        finally:
+            process.kill()
 
     def stop(self, *, path: Path | None = None, role: str = "") -> None:
         """End all processes (of one version, of one role); none may have died, lacked a table or run another code."""
