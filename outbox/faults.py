@@ -32,6 +32,7 @@ POINTS: Final = (
     "producer.after_local_commit",
     "producer.before_end",
     "producer.after_end",
+    "sequencer.mid_resync",
     "sequencer.before_tick",
     "sequencer.mid_tick",
     "sequencer.after_tick",

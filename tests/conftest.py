@@ -16,7 +16,12 @@ from psycopg import sql
 from outbox.broker import embedded
 from tests import leftovers
 
-SERVER_SETTINGS = {"max_connections": "400", "shared_buffers": "256MB", "max_wal_size": "4GB"}
+SERVER_SETTINGS = {
+    "max_connections": "400",
+    "shared_buffers": "256MB",
+    "max_wal_size": "4GB",
+    "max_prepared_transactions": "20",
+}
 _numbers = itertools.count(1)
 
 # What each keeps to one worker of `make test`: Spark takes both cores, so two beside each other are slower than one

@@ -14,6 +14,7 @@ from outbox.broker.decisions import record_ends
 from outbox.broker.half_scan import ScanCounts
 from outbox.broker.incidents import Incident, IncidentKind
 from outbox.broker.statement import Statement
+from outbox.broker.timeouts import lifted
 from outbox.message import Message
 from outbox.transaction import Answer, Check, CheckSettings, DecidedBy, Decision, EndStatus, EndTransaction
 
@@ -113,7 +114,7 @@ def _claim(
     connection: Connection, schema: str, producer_group: str, limit: int, settings: CheckSettings
 ) -> tuple[int, list[Check]]:
     parameters = {"group": producer_group, "limit": limit, "recheck": settings.recheck_seconds}
-    with cursor_on(connection) as cursor:
+    with lifted(connection), cursor_on(connection) as cursor:
         rows = cursor.execute(_CLAIM.on(schema), parameters, prepare=False).fetchall()
     return rows[0][0], [_check(producer_group, row[1:]) for row in rows if row[1] is not None]
 
@@ -165,7 +166,7 @@ def report_answers(
 
     UNKNOWN uses up a check when the answer counts and immunity is over; past the limits it parks.
     """
-    with connection.transaction():
+    with lifted(connection):
         known = [answer for answer in answers if answer.decision is not Decision.UNKNOWN]
         statuses = dict(zip(map(id, known), _decide(connection, schema, producer_group, known), strict=True))
         unknown = [answer for answer in answers if answer.decision is Decision.UNKNOWN]

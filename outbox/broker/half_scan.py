@@ -17,6 +17,7 @@ from outbox.broker.arrays import cursor_on, uuids, xids
 from outbox.broker.database import Connection
 from outbox.broker.snapshot import Snapshot
 from outbox.broker.statement import Statement
+from outbox.broker.timeouts import lifted
 
 DEFAULT_BATCH: Final = 200_000
 
@@ -131,7 +132,8 @@ def scan_halves(
         }
         try:
             # Not prepared: the plan must see the values, or it reads the whole log.
-            row = cursor.execute(_SCAN.on(schema), parameters, prepare=False).fetchone()
+            with lifted(connection):
+                row = cursor.execute(_SCAN.on(schema), parameters, prepare=False).fetchone()
         except UniqueViolation:
             # What the other one has left, if anything, is not known here.
             return ScanCounts(more=True)
@@ -141,7 +143,8 @@ def scan_halves(
 
 def drop_decided_parked(connection: Connection, schema: str) -> int:
     """Forget parked transactions that a late end or an operator has decided; returns how many."""
-    return connection.execute(_DROP_DECIDED_PARKED.on(schema)).rowcount
+    with lifted(connection):
+        return connection.execute(_DROP_DECIDED_PARKED.on(schema)).rowcount
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,62 +3,93 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from importlib import resources
 from typing import Final
 
-import psycopg
+from psycopg.errors import LockNotAvailable
 
+from outbox.broker.arrays import cursor_on
 from outbox.broker.database import Connection
 from outbox.broker.statement import Statement, check_schema_name
+from outbox.broker.timeouts import lifted
 from outbox.errors import SchemaError
 
 logger = logging.getLogger(__name__)
 
-SCHEMA_VERSION: Final = 1
-# A rolling deploy runs this code on tables that the next release has not upgraded yet.
-OLDEST_ACCEPTED_VERSION: Final = max(1, SCHEMA_VERSION - 1)
-_FILES: Final = {1: "0001_initial.sql"}
+_FILES: Final = {1: "0001_initial.sql", 2: "0002_additive_changes.sql", 3: "0003_resync.sql"}
+SCHEMA_VERSION: Final = max(_FILES)
+
+# Waiting for a table's lock, a change makes everybody else wait behind it: better to give up and come again.
+_LOCK_TIMEOUT_SECONDS: Final = 5
 
 _LOCK = Statement("SELECT pg_advisory_xact_lock(hashtextextended('outbox.install', 0))")
+_LIMIT_WAITING = Statement("SELECT set_config('lock_timeout', %(seconds)s || 's', true)")
 _EXISTS = Statement("SELECT to_regclass(%s) IS NOT NULL")
-_VERSION = Statement("SELECT coalesce(max(version), 0) FROM {schema}.schema_version")
+# The column came with the second change.
+_VERSION = Statement("""
+SELECT coalesce(max(version), 0), coalesce(max((to_jsonb(known) ->> 'change')::integer), max(version), 0)
+FROM {schema}.schema_version known
+""")
 _CREATE_SCHEMA = Statement("CREATE SCHEMA IF NOT EXISTS {schema}")
 _SEARCH_PATH = Statement("SET LOCAL search_path TO {schema}, pg_temp")
-_RECORD = Statement("INSERT INTO {schema}.schema_version (version) VALUES (%s)")
+_RECORD_FIRST = Statement("INSERT INTO {schema}.schema_version (version) VALUES (1)")
+_RECORD = Statement("UPDATE {schema}.schema_version SET change = %s")
+
+
+@dataclass(frozen=True, slots=True)
+class _Installed:
+    """What the tables say of themselves: the version that code must know, and the last change applied."""
+
+    needs: int
+    change: int
 
 
 def install(connection: Connection, schema: str = "outbox") -> int:
     """Create or upgrade the broker's tables; returns the version reached. Safe to run at any time, by many at once.
 
-    Raises SchemaError when the tables are newer than this code.
+    Code of the version before goes on working on the upgraded tables: upgrade them first, then deploy the code.
+    Raises SchemaError when this code is too old for the tables, or when open transactions were in the way.
     """
     check_schema_name(schema)
-    with connection.transaction():
-        connection.execute(_LOCK.on(schema))
-        installed = _installed_version(connection, schema)
-        if installed > SCHEMA_VERSION:
-            raise _too_new(schema, installed)
-        if installed == 0:
-            connection.execute(_CREATE_SCHEMA.on(schema))
-        for version in range(installed + 1, SCHEMA_VERSION + 1):
-            _apply(connection, schema, version)
-    return SCHEMA_VERSION
+    try:
+        with lifted(connection):
+            connection.execute(_LOCK.on(schema))
+            with cursor_on(connection) as cursor:
+                cursor.execute(_LIMIT_WAITING.on(schema), {"seconds": str(_LOCK_TIMEOUT_SECONDS)})
+            installed = _installed(connection, schema)
+            if installed.needs > SCHEMA_VERSION:
+                raise _too_new(schema, installed)
+            if installed.change == 0:
+                connection.execute(_CREATE_SCHEMA.on(schema))
+            for version in range(installed.change + 1, SCHEMA_VERSION + 1):
+                _apply(connection, schema, version)
+    except LockNotAvailable as error:
+        raise SchemaError(
+            f"the broker's tables in schema {schema!r} were not upgraded: another transaction has held one of them for "
+            f"more than {_LOCK_TIMEOUT_SECONDS} s ({error.diag.message_primary}). Nothing was changed; end that "
+            f"transaction (pg_stat_activity, pg_prepared_xacts) and run this again."
+        ) from error
+    return max(installed.change, SCHEMA_VERSION)
 
 
 def check_schema(connection: Connection, schema: str = "outbox") -> int:
-    """The version of the installed tables. Raises SchemaError when they are missing, too old or too new."""
-    version = _installed_version(connection, schema)
-    if version == 0:
+    """The version of the installed tables, this code's or a later one that serves it too.
+
+    Raises SchemaError when they are missing, lack a change that this code needs, or are too new for it.
+    """
+    installed = _installed(connection, schema)
+    if installed.needs == 0:
         raise missing(schema)
-    if version < OLDEST_ACCEPTED_VERSION:
+    if installed.needs > SCHEMA_VERSION:
+        raise _too_new(schema, installed)
+    if installed.change < SCHEMA_VERSION:
         raise SchemaError(
-            f"the broker's tables in schema {schema!r} have version {version}, this code needs "
-            f"{OLDEST_ACCEPTED_VERSION} to {SCHEMA_VERSION}: run `manage.py migrate --database=ALIAS` with the alias "
-            f"of the broker (outside Django: outbox.broker.install.install)."
+            f"the broker's tables in schema {schema!r} have version {installed.change}, this code needs "
+            f"{SCHEMA_VERSION}: run `manage.py migrate --database=ALIAS` with the alias of the broker (outside Django: "
+            f"outbox.broker.install.install). Code of the version before keeps working on the upgraded tables."
         )
-    if version > SCHEMA_VERSION:
-        raise _too_new(schema, version)
-    return version
+    return installed.change
 
 
 def missing(schema: str) -> SchemaError:
@@ -70,24 +101,21 @@ def missing(schema: str) -> SchemaError:
     )
 
 
-def _too_new(schema: str, version: int) -> SchemaError:
+def _too_new(schema: str, installed: _Installed) -> SchemaError:
     return SchemaError(
-        f"the broker's tables in schema {schema!r} have version {version}, newer than this code ({SCHEMA_VERSION}): "
-        f"upgrade the package."
+        f"the broker's tables in schema {schema!r} have version {installed.change} and need code that knows version "
+        f"{installed.needs}, newer than this code ({SCHEMA_VERSION}): upgrade the package."
     )
 
 
-def _installed_version(connection: Connection, schema: str) -> int:
-    if not _scalar(connection, _EXISTS.on(schema), f"{schema}.schema_version"):
-        return 0
-    return int(_scalar(connection, _VERSION.on(schema)))
-
-
-def _scalar(connection: Connection, statement: bytes, *parameters: object) -> int:
-    with psycopg.Cursor(connection, row_factory=psycopg.rows.tuple_row) as cursor:
-        row = cursor.execute(statement, parameters or None).fetchone()
+def _installed(connection: Connection, schema: str) -> _Installed:
+    with cursor_on(connection) as cursor:
+        exists = cursor.execute(_EXISTS.on(schema), [f"{schema}.schema_version"]).fetchone()
+        if exists is None or not exists[0]:
+            return _Installed(0, 0)
+        row = cursor.execute(_VERSION.on(schema)).fetchone()
     assert row is not None
-    return int(row[0])
+    return _Installed(*row)
 
 
 def _apply(connection: Connection, schema: str, version: int) -> None:
@@ -96,5 +124,8 @@ def _apply(connection: Connection, schema: str, version: int) -> None:
     connection.execute(_SEARCH_PATH.on(schema))
     connection.execute(text.encode())
     connection.execute("SELECT set_config('search_path', %s, true)", before)
-    connection.execute(_RECORD.on(schema), [version])
+    if version == 1:
+        connection.execute(_RECORD_FIRST.on(schema))
+    else:
+        connection.execute(_RECORD.on(schema), [version])
     logger.info("broker tables in schema %r are now at version %d", schema, version)

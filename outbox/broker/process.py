@@ -12,7 +12,7 @@ from uuid import UUID, uuid4
 
 import psycopg
 
-from outbox.broker import checks, notify, retention
+from outbox.broker import checks, notify, retention, timeouts
 from outbox.broker.database import BrokerDatabase, Connection
 from outbox.broker.install import check_schema
 from outbox.broker.leader import DEFAULT_TERM_SECONDS, LeaderLease
@@ -69,6 +69,8 @@ def run_broker(database: BrokerDatabase, stop: threading.Event, *, settings: Pro
 
 def _serve(database: BrokerDatabase, stop: threading.Event, owner: UUID, settings: ProcessSettings) -> None:
     with contextlib.closing(database.open(name="outbox-broker", direct=True)) as connection:
+        if timeouts.lasts(database):
+            timeouts.lift_for_session(connection)
         check_schema(connection, database.schema)
         announcements = Announcements(connection)
         if database.listen_conninfo != "":
@@ -149,12 +151,20 @@ class _Maintenance:
         self._ended.set()
         self._thread.join(timeout=5)
 
+    def _clean(self, connection: Connection) -> bool:
+        """One pass of retention; whether more is left. It has a statement per queue: lifted once for all of them."""
+        if timeouts.lasts(self._database):
+            timeouts.lift_for_session(connection)
+            return retention.run_once(connection, self._database.schema).more
+        with timeouts.lifted(connection):
+            return retention.run_once(connection, self._database.schema).more
+
     def _run(self) -> None:
         while not self._ended.wait(self._settings.maintenance_seconds):
             try:
-                with contextlib.closing(self._database.open(name="outbox-maintenance")) as connection:
+                with contextlib.closing(self._database.open(name="outbox-maintenance", direct=True)) as connection:
                     checks.scan(connection, self._database.schema, settings=self._settings.check)
-                    while retention.run_once(connection, self._database.schema).more and not self._ended.is_set():
+                    while self._clean(connection) and not self._ended.is_set():
                         pass
             except (psycopg.Error, BrokerUnavailable) as error:
                 logger.warning("maintenance comes again in %.0f s: %s", self._settings.maintenance_seconds, error)

@@ -128,8 +128,7 @@ CLEAR_UNQUEUED: Final = Statement("""
 WITH ended AS (
     (SELECT transaction_id, log_ids, 'R' AS what FROM {schema}.op_log
      WHERE decision = 'R' AND decided_at < now() - make_interval(secs => %(keep)s)
-       AND (incarnation <> (SELECT incarnation FROM {schema}.broker)
-            OR pg_visible_in_snapshot(xid, (SELECT snapshot FROM {schema}.tick ORDER BY tick_id DESC LIMIT 1)))
+       AND pg_visible_in_snapshot(xid, (SELECT snapshot FROM {schema}.tick ORDER BY tick_id DESC LIMIT 1))
      ORDER BY decided_at LIMIT %(batch)s)
     UNION ALL
     (SELECT log.transaction_id, ARRAY[log_id], 'T' FROM {schema}.recalled JOIN {schema}.commit_log log USING (log_id)

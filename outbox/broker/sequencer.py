@@ -17,10 +17,10 @@ import psycopg
 from psycopg.errors import DeadlockDetected, SerializationFailure, UniqueViolation
 
 from outbox import faults
-from outbox.broker import checks, sequencer_sql
+from outbox.broker import checks, sequencer_sql, timeouts
 from outbox.broker.arrays import bigints, cursor_on, raw_cursor_on, uuids, xids
 from outbox.broker.database import BrokerDatabase, Connection
-from outbox.broker.sequencer_adopt import Position, adopt
+from outbox.broker.sequencer_adopt import Position, adopt, prepare
 from outbox.broker.snapshot import Snapshot
 from outbox.broker.statement import Statement
 from outbox.transaction import CheckSettings
@@ -81,6 +81,7 @@ class Sequencer:
         self, database: BrokerDatabase, owner: UUID, *, batch: int = 20_000, check: CheckSettings | None = None
     ) -> None:
         self._schema = database.schema
+        self._local = not timeouts.lasts(database)
         self._owner = owner
         self._batch = batch
         self._check = check or CheckSettings()
@@ -109,7 +110,7 @@ class Sequencer:
 
     def _adopted(self, connection: Connection) -> Position:
         if self._position is None or self._connection is not connection:
-            self._position = adopt(connection, self._schema, self._check)
+            self._position = adopt(connection, self._schema, self._check, local=self._local)
             self._connection = connection
         return self._position
 
@@ -133,7 +134,7 @@ class Sequencer:
         """One round trip: right as long as no FIFO half message is undecided."""
         with raw_cursor_on(connection) as cursor:
             with connection.pipeline():
-                connection.execute(sequencer_sql.BEGIN, prepare=True)
+                self._begin(connection, sequencer_sql.BEGIN)
                 self._append(cursor, position, _Plan())
                 faults.point("sequencer.mid_tick")
                 connection.execute(sequencer_sql.COMMIT, prepare=True)
@@ -143,7 +144,7 @@ class Sequencer:
         """Two round trips in one snapshot: look at the FIFO messages, then tick with what must wait."""
         with raw_cursor_on(connection) as cursor:
             with connection.pipeline():
-                connection.execute(sequencer_sql.BEGIN_REPEATABLE, prepare=True)
+                self._begin(connection, sequencer_sql.BEGIN_REPEATABLE)
                 self._execute(cursor, sequencer_sql.READ_FIFO, self._reading(position))
             rows = cursor.fetchall()
             let_go = self._released_by_parking(connection, position)
@@ -153,6 +154,11 @@ class Sequencer:
                 self._append(cursor, position, plan)
                 connection.execute(sequencer_sql.COMMIT, prepare=True)
             return self._advance(position, cursor.fetchone(), plan)
+
+    def _begin(self, connection: Connection, statement: bytes) -> None:
+        connection.execute(statement, prepare=True)
+        if self._local:
+            prepare(connection, local=True)
 
     def _append(self, cursor: _Cursor, position: Position, plan: _Plan) -> None:
         parameters = self._reading(position) | {
@@ -172,6 +178,7 @@ class Sequencer:
     def _reading(self, position: Position) -> dict[str, Any]:
         return {
             "incarnation": position.incarnation,
+            "snapshot": position.snapshot.text,
             "xmax": str(position.snapshot.xmax),
             "xip": xids(position.snapshot.in_progress),
             "half_xmax": str(position.half_snapshot.xmax),

@@ -7,7 +7,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from outbox.broker import checks, incidents, sequencer_sql
+from outbox import faults
+from outbox.broker import checks, incidents, sequencer_sql, timeouts
 from outbox.broker.arrays import bigints, cursor_on, integers, xids
 from outbox.broker.database import Connection, identity
 from outbox.broker.incidents import Incident, IncidentKind
@@ -49,18 +50,35 @@ class _Broker:
     snapshot: str
     half_scan: str
     has_fifo: bool
+    is_compared: bool
+    has_foreign_ids: bool
 
 
-def adopt(connection: Connection, schema: str, check: CheckSettings) -> Position:
-    """Read the position; resynchronise first when transaction ids started over (restore, upgrade, failover)."""
+def prepare(connection: Connection, *, local: bool) -> None:
+    """Settings of the sequencer's statements: for the session, or for one transaction as its first statement."""
+    if local:
+        timeouts.lift_for_transaction(connection)
+    else:
+        timeouts.lift_for_session(connection)
     with cursor_on(connection) as cursor:
-        cursor.execute(sequencer_sql.SESSION.on(schema))
+        cursor.execute(sequencer_sql.SETTINGS.on("outbox"), {"local": local}, prepare=True)
+
+
+def adopt(connection: Connection, schema: str, check: CheckSettings, *, local: bool = False) -> Position:
+    """Read the position; resynchronise first when transaction ids started over (restore, upgrade, failover).
+
+    `local`: the connection's session may not last (see `prepare`).
+    """
+    if not local:
+        prepare(connection, local=False)
     broker = _broker(connection, schema)
     if broker.has_fifo:
         # Then only what the scan has found undecided must be read below, not the whole log.
         checks.scan(connection, schema, settings=check)
-    _resync_if_needed(connection, schema, check)
+    _resync_if_needed(connection, schema, check, local=local)
     connection.execute(sequencer_sql.BEGIN_REPEATABLE)
+    if local:
+        prepare(connection, local=True)
     broker = _broker(connection, schema)
     position = _last_tick(connection, schema, broker)
     with cursor_on(connection) as cursor:
@@ -101,12 +119,11 @@ def _open_since(position: Position, broker: _Broker) -> dict[str, object]:
         "scan_xip": xids(scanned.in_progress),
         "xmax": str(position.snapshot.xmax),
         "xip": xids(position.snapshot.in_progress),
-        "incarnation": position.incarnation,
         "snapshot": position.snapshot.text,
     }
 
 
-def _resync_if_needed(connection: Connection, schema: str, check: CheckSettings) -> None:
+def _resync_if_needed(connection: Connection, schema: str, check: CheckSettings, *, local: bool) -> None:
     # The tick first: another leader may tick meanwhile, and a snapshot taken before it would look overtaken.
     position = _last_tick(connection, schema, _broker(connection, schema))
     broker = _broker(connection, schema)
@@ -118,17 +135,24 @@ def _resync_if_needed(connection: Connection, schema: str, check: CheckSettings)
         reasons.append(f"the timeline is {reached.timeline}, it was {broker.timeline}")
     if position.snapshot.xmax > Snapshot.parse(broker.snapshot).xmax:
         reasons.append(f"the last tick has read up to transaction {position.snapshot.xmax}, which is in the future")
+    if broker.has_foreign_ids:
+        reasons.append("there are decisions with transaction ids of the future")
+    if not broker.is_compared:
+        reasons.append(f"version 0.1 began incarnation {broker.incarnation}")
     if reasons:
-        _resync(connection, schema, check, "; ".join(reasons))
+        _resync(connection, schema, check, "; ".join(reasons), local=local)
 
 
-def _resync(connection: Connection, schema: str, check: CheckSettings, reason: str) -> None:
-    """Compare all decisions with all queues once, and go on from the current snapshot in a new incarnation."""
+def _resync(connection: Connection, schema: str, check: CheckSettings, reason: str, *, local: bool) -> None:
+    """Compare all decisions with all queues once, and go on from the current snapshot in a new incarnation.
+
+    One transaction, which waits for no publisher: what a transaction in progress now, prepared ones included, commits
+    later is not in this snapshot and is read by a later tick, whatever incarnation it carries (docs/decisions/024).
+    """
     reached = identity(connection)
     connection.execute(sequencer_sql.BEGIN_REPEATABLE)
-    # Before the transaction's snapshot is taken. Not longer than a moment: publishers queue up behind this lock.
-    connection.execute("SET LOCAL lock_timeout = '2s'")
-    connection.execute(sequencer_sql.LOCK_DECISIONS.on(schema))
+    if local:
+        prepare(connection, local=True)
     position = _last_tick(connection, schema, _broker(connection, schema))
     with cursor_on(connection) as cursor:
         cursor.execute("SET LOCAL enable_seqscan = on")
@@ -136,6 +160,8 @@ def _resync(connection: Connection, schema: str, check: CheckSettings, reason: s
         row = cursor.execute(sequencer_sql.RAISE_INCARNATION.on(schema), identified).fetchone()
         assert row is not None
         lost = cursor.execute(sequencer_sql.HOLD_LOST.on(schema)).rowcount
+        foreign = cursor.execute(sequencer_sql.FREEZE_FOREIGN.on(schema)).rowcount
+        cursor.execute(sequencer_sql.RECORD_RESYNC.on(schema), {"incarnation": row[0], "reason": reason})
         cursor.execute(sequencer_sql.RESET_HALF_SCAN.on(schema), {"immunity": check.immunity_seconds})
         queue_ids = [queue_id for queue_id, head in enumerate(position.heads) if head]
         cursor.execute(
@@ -147,6 +173,10 @@ def _resync(connection: Connection, schema: str, check: CheckSettings, reason: s
                 "heads": bigints([position.heads[queue_id] for queue_id in queue_ids]),
             },
         )
-    detail = f"{reason}: incarnation {row[0]} begins, {lost} decided messages were not in any queue"
+    detail = (
+        f"{reason}: incarnation {row[0]} begins, {lost} decided messages were not in any queue, "
+        f"{foreign} decisions had transaction ids of another server"
+    )
     incidents.record(connection, schema, [Incident(IncidentKind.RESYNC, "broker", detail)])
+    faults.point("sequencer.mid_resync")
     connection.execute(sequencer_sql.COMMIT)

@@ -12,11 +12,12 @@ from outbox.broker.statement import Statement
 
 # Planning a tick takes longer than running it, so it is planned once: with bound values, without sequential scans
 # and with the log behind OFFSET 0, the plan that reads only what is new is the only one there is.
-SESSION: Final = Statement("""
-SELECT set_config('plan_cache_mode', 'force_generic_plan', false), set_config('enable_seqscan', 'off', false),
-       set_config('jit', 'off', false), set_config('enable_mergejoin', 'off', false),
-       set_config('default_transaction_isolation', 'read committed', false),
-       set_config('idle_in_transaction_session_timeout', '5s', false)
+# `local`: for one transaction only, where a pooler would pass the settings on to others.
+SETTINGS: Final = Statement("""
+SELECT set_config('plan_cache_mode', 'force_generic_plan', %(local)s), set_config('enable_seqscan', 'off', %(local)s),
+       set_config('jit', 'off', %(local)s), set_config('enable_mergejoin', 'off', %(local)s),
+       set_config('default_transaction_isolation', 'read committed', %(local)s),
+       set_config('idle_in_transaction_session_timeout', '5s', %(local)s)
 """)
 
 BEGIN: Final = b"BEGIN ISOLATION LEVEL READ COMMITTED"
@@ -54,10 +55,9 @@ WITH newest AS MATERIALIZED (
 ), fresh AS MATERIALIZED (
     SELECT decision, log_ids FROM {schema}.op_log
     WHERE (SELECT ok FROM newest) AND xid >= %(xmax)s::xid8 AND xid < (SELECT cut FROM edge)
-      AND incarnation = %(incarnation)s
     UNION ALL
     SELECT decision, log_ids FROM {schema}.op_log
-    WHERE (SELECT ok FROM newest) AND xid = ANY (%(xip)s::xid8[]) AND incarnation = %(incarnation)s
+    WHERE (SELECT ok FROM newest) AND xid = ANY (%(xip)s::xid8[])
 ), looked_up AS MATERIALIZED (
     SELECT decision, log.*
     FROM fresh CROSS JOIN LATERAL unnest(log_ids) AS one (log_id)
@@ -183,10 +183,9 @@ WITH edge AS MATERIALIZED (
     SELECT topic_id FROM {schema}.topic WHERE 'FIFO' = ANY (message_types)
 ), fresh AS (
     SELECT decision, log_ids FROM {schema}.op_log
-    WHERE xid >= %(xmax)s::xid8 AND xid < (SELECT cut FROM edge) AND incarnation = %(incarnation)s
+    WHERE xid >= %(xmax)s::xid8 AND xid < (SELECT cut FROM edge)
     UNION ALL
-    SELECT decision, log_ids FROM {schema}.op_log
-    WHERE xid = ANY (%(xip)s::xid8[]) AND incarnation = %(incarnation)s
+    SELECT decision, log_ids FROM {schema}.op_log WHERE xid = ANY (%(xip)s::xid8[])
 ), due AS (
     SELECT log_id, queue_id FROM {schema}.scheduled WHERE due_at <= now()
     ORDER BY due_at, schedule_id LIMIT %(batch)s
@@ -198,17 +197,17 @@ WITH edge AS MATERIALIZED (
 ), beyond AS (
     SELECT log_ids FROM {schema}.op_log
     WHERE xid >= greatest((SELECT cut FROM edge), %(half_xmax)s::xid8) AND xid < pg_snapshot_xmax(pg_current_snapshot())
-      AND decision = 'C' AND incarnation = %(incarnation)s
+      AND decision = 'C'
     UNION ALL
     SELECT log_ids FROM {schema}.op_log
-    WHERE xid = ANY (%(half_xip)s::xid8[]) AND xid >= (SELECT cut FROM edge)
-      AND decision = 'C' AND incarnation = %(incarnation)s
+    WHERE xid = ANY (%(half_xip)s::xid8[]) AND xid >= (SELECT cut FROM edge) AND decision = 'C'
 )
 SELECT 'h', log_id, topic_id, key, transaction_id FROM half JOIN fifo USING (topic_id)
 WHERE deliver_at IS NULL
-  -- Decided before a restore, and met only now because transaction ids started over.
-  AND NOT coalesce((SELECT op.incarnation <> %(incarnation)s FROM {schema}.op_log op
-                    WHERE op.transaction_id = half.transaction_id), false)
+  -- Decided and read already, and met only now because its transaction id comes from before a restore.
+  AND NOT EXISTS (SELECT FROM {schema}.op_log op
+                  WHERE op.transaction_id = half.transaction_id
+                    AND pg_visible_in_snapshot(op.xid, %(snapshot)s::pg_snapshot))
 UNION ALL
 SELECT 'h', log.log_id, topic_id, key, transaction_id
 FROM beyond CROSS JOIN LATERAL unnest(log_ids) AS one (log_id)
@@ -247,10 +246,13 @@ SELECT tick_id, snapshot::text, queue_ids, heads FROM {schema}.tick
 WHERE tick_id >= (SELECT max(tick_id) FROM {schema}.tick WHERE is_full) ORDER BY tick_id
 """)
 
+# A row that is visible has an id below the snapshot's end, unless another server gave it.
 BROKER: Final = Statement("""
 SELECT incarnation, system_identifier, timeline, pg_current_snapshot()::text,
        (SELECT snapshot::text FROM {schema}.half_scan ORDER BY scan_id DESC LIMIT 1),
-       EXISTS (SELECT FROM {schema}.topic WHERE 'FIFO' = ANY (message_types))
+       EXISTS (SELECT FROM {schema}.topic WHERE 'FIFO' = ANY (message_types)),
+       EXISTS (SELECT FROM {schema}.resync WHERE resync.incarnation = broker.incarnation),
+       EXISTS (SELECT FROM {schema}.op_log WHERE xid >= pg_snapshot_xmax(pg_current_snapshot()))
 FROM {schema}.broker
 """)
 
@@ -270,10 +272,9 @@ WITH candidate AS (
     UNION
     SELECT log_id, NULL FROM {schema}.commit_log WHERE half AND xid = ANY (%(scan_xip)s::xid8[])
     UNION
-    SELECT unnest(log_ids), NULL FROM {schema}.op_log WHERE xid >= %(xmax)s::xid8 AND incarnation = %(incarnation)s
+    SELECT unnest(log_ids), NULL FROM {schema}.op_log WHERE xid >= %(xmax)s::xid8
     UNION
-    SELECT unnest(log_ids), NULL FROM {schema}.op_log
-    WHERE xid = ANY (%(xip)s::xid8[]) AND incarnation = %(incarnation)s
+    SELECT unnest(log_ids), NULL FROM {schema}.op_log WHERE xid = ANY (%(xip)s::xid8[])
 )
 SELECT log.log_id, log.topic_id, log.key, log.transaction_id
 FROM (SELECT log_id, max(parked_at) AS parked_at FROM candidate GROUP BY log_id) AS one
@@ -282,14 +283,11 @@ JOIN {schema}.topic USING (topic_id)
 WHERE log.deliver_at IS NULL AND 'FIFO' = ANY (message_types)
   AND NOT (on_park = 'release' AND parked_at IS NOT NULL)
   AND NOT EXISTS (
-      SELECT FROM {schema}.op_log op WHERE op.transaction_id = log.transaction_id
-         AND (op.incarnation <> %(incarnation)s OR pg_visible_in_snapshot(op.xid, %(snapshot)s::pg_snapshot)))
+      SELECT FROM {schema}.op_log op
+      WHERE op.transaction_id = log.transaction_id AND pg_visible_in_snapshot(op.xid, %(snapshot)s::pg_snapshot))
 """)
 
 # -- transaction ids started over ---------------------------------------------------------------------------
-
-# Waits for running writers of decisions and keeps new ones out, so that none carries the old incarnation later.
-LOCK_DECISIONS: Final = Statement("LOCK TABLE {schema}.op_log IN SHARE ROW EXCLUSIVE MODE")
 
 RAISE_INCARNATION: Final = Statement("""
 UPDATE {schema}.broker SET incarnation = incarnation + 1, system_identifier = %(system_identifier)s,
@@ -313,6 +311,19 @@ WITH lost AS (
 )
 INSERT INTO {schema}.held (log_id, topic_id, key)
 SELECT log_id, topic_id, key FROM lost WHERE deliver_at IS NULL OR deliver_at <= now()
+""")
+
+# Ids that another server gave, of decisions compared above: visible, though by its id the snapshot could not see it.
+# Out of the way, or they would be read again when this server's ids get there. 2 is PostgreSQL's own "frozen". After a
+# failover or a physical restore ids go on and there are none; after a logical one nearly all rows are such.
+FREEZE_FOREIGN: Final = Statement("""
+UPDATE {schema}.op_log SET xid = '2'
+WHERE xid >= pg_snapshot_xmin(pg_current_snapshot()) AND NOT pg_visible_in_snapshot(xid, pg_current_snapshot())
+""")
+
+RECORD_RESYNC: Final = Statement("""
+INSERT INTO {schema}.resync (incarnation, reason, snapshot)
+VALUES (%(incarnation)s, %(reason)s, pg_current_snapshot())
 """)
 
 # The half scan starts anew above the current snapshot; what is undecided now becomes pending here.

@@ -88,6 +88,26 @@ class GroupStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class OpenTransaction:
+    """A publishing transaction from before the last resynchronisation that has not ended yet.
+
+    Nobody waits for it but its own messages. `age_seconds` is None where the role of the status may not see it.
+    """
+
+    who: str
+    application: str
+    state: str
+    age_seconds: float | None
+
+    def __str__(self) -> str:
+        age = "" if self.age_seconds is None else f", for {self.age_seconds:.0f} s"
+        return (
+            f"{self.who} ({self.application or 'no application name'}, {self.state}{age}) is open since before the "
+            f"last resynchronisation: what it published is delivered once it commits; if it is forgotten, end it"
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class BrokerStatus:
     """A broker in one snapshot. Ages in seconds; None where there is nothing.
 
@@ -107,6 +127,7 @@ class BrokerStatus:
     topics: list[TopicStatus]
     groups: list[GroupStatus]
     incidents: list[dict[str, str]]
+    open_since_resync: list[OpenTransaction] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
@@ -126,25 +147,33 @@ def broker_status(connection: Connection, schema: str = "outbox") -> BrokerStatu
         row = cursor.execute(status_sql.BROKER.on(schema)).fetchone()
         assert row is not None
         *broker, snapshot = row
-        topics = _topics(connection, schema, snapshot, incarnation=broker[1])
+        topics = _topics(connection, schema, snapshot)
         groups = [GroupStatus(*values) for values in cursor.execute(status_sql.GROUPS.on(schema))]
         recent = [
             {"kind": one.kind, "subject": one.subject, "detail": one.detail, "at": one.at.isoformat() if one.at else ""}
             for one in incidents.recent(connection, schema)
         ]
+        still_open = [OpenTransaction(*values) for values in cursor.execute(status_sql.OPEN_SINCE_RESYNC.on(schema))]
     problems = [f"topic {topic.name!r}: {text}" for topic in topics for text in topic.totals.differences()]
     problems += [f"group {group.name!r}: {text}" for group in groups for text in group.differences()]
+    problems += map(str, still_open)
     if broker[6] is None:
         problems.append("no process sequences: start a broker process (celery worker --outbox, or outbox_worker)")
     named: dict[str, Any] = dict(zip(_BROKER_FIELDS, broker, strict=True))
-    return BrokerStatus(**named, topics=topics, groups=groups, incidents=recent, problems=problems)
+    return BrokerStatus(
+        **named,
+        topics=topics,
+        groups=groups,
+        incidents=recent,
+        open_since_resync=still_open,
+        problems=problems,
+    )
 
 
-def _topics(connection: Connection, schema: str, snapshot: str, *, incarnation: int) -> list[TopicStatus]:
+def _topics(connection: Connection, schema: str, snapshot: str) -> list[TopicStatus]:
     totals: dict[int, TopicTotals] = {}
     with cursor_on(connection) as cursor:
-        read = {"snapshot": snapshot, "incarnation": incarnation}
-        for topic_id, term, count in cursor.execute(status_sql.TERMS.on(schema), read):
+        for topic_id, term, count in cursor.execute(status_sql.TERMS.on(schema), {"snapshot": snapshot}):
             topic = totals.setdefault(topic_id, TopicTotals())
             setattr(topic, term, getattr(topic, term) + int(count))
         return [

@@ -8,7 +8,7 @@ from outbox.broker.statement import Statement
 
 BROKER: Final = Statement("""
 SELECT broker_id::text, incarnation, reject_transactional,
-       (SELECT max(version) FROM {schema}.schema_version),
+       (SELECT max(change) FROM {schema}.schema_version),
        (SELECT max(tick_id) FROM {schema}.tick),
        (SELECT extract(epoch FROM now() - at)::double precision FROM {schema}.tick ORDER BY tick_id DESC LIMIT 1),
        (SELECT owner::text FROM {schema}.leader_lease WHERE role = 'sequencer' AND expires_at > clock_timestamp()),
@@ -18,6 +18,28 @@ SELECT broker_id::text, incarnation, reject_transactional,
        (SELECT count(*) FROM {schema}.incident WHERE at > now() - interval '1 day'),
        (SELECT snapshot::text FROM {schema}.tick ORDER BY tick_id DESC LIMIT 1)
 FROM {schema}.broker
+""")
+
+# Publishing transactions (they hold a lock on op_log) that were in progress when the broker last resynchronised. Locks
+# are seen by every role; of another role's session PostgreSQL shows neither state nor age without pg_read_all_stats.
+OPEN_SINCE_RESYNC: Final = Statement("""
+SELECT CASE WHEN written.pid IS NOT NULL THEN 'session ' || written.pid
+            ELSE 'prepared transaction ' || coalesce(quote_literal(prepared.gid), held.transactionid::text) END,
+       coalesce(application_name, ''),
+       CASE WHEN written.pid IS NULL THEN 'prepared' ELSE coalesce(activity.state, 'not visible to this role') END,
+       extract(epoch FROM clock_timestamp() - coalesce(prepared.prepared, activity.xact_start))::double precision
+FROM pg_locks written
+JOIN pg_locks held ON held.locktype = 'transactionid' AND held.granted AND held.mode = 'ExclusiveLock'
+    AND held.virtualtransaction = written.virtualtransaction AND held.pid IS NOT DISTINCT FROM written.pid
+LEFT JOIN pg_stat_activity activity ON activity.pid = written.pid
+LEFT JOIN pg_prepared_xacts prepared ON written.pid IS NULL AND prepared.transaction = held.transactionid
+WHERE written.relation = '{schema}.op_log'::regclass AND written.mode = 'RowExclusiveLock'
+  AND written.database = (SELECT oid FROM pg_database WHERE datname = current_database())
+  -- Its savepoints' locks are not in the snapshot.
+  AND held.transactionid IN (
+      SELECT pg_snapshot_xip(snapshot)::xid
+      FROM {schema}.resync WHERE incarnation = (SELECT max(incarnation) FROM {schema}.resync))
+ORDER BY 4 DESC NULLS LAST
 """)
 
 TOPICS: Final = Statement("""
@@ -30,7 +52,7 @@ FROM {schema}.topic WHERE retry_of IS NULL ORDER BY name
 TERMS: Final = Statement("""
 WITH decided AS MATERIALIZED (
     SELECT log.topic_id, op.decision,
-           NOT pg_visible_in_snapshot(op.xid, %(snapshot)s::pg_snapshot) AND op.incarnation = %(incarnation)s AS unread
+           NOT pg_visible_in_snapshot(op.xid, %(snapshot)s::pg_snapshot) AS unread
     FROM {schema}.op_log op CROSS JOIN LATERAL unnest(op.log_ids) AS one (log_id)
     JOIN {schema}.commit_log log USING (log_id)
 ), open AS MATERIALIZED (

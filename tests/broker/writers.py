@@ -127,7 +127,8 @@ def _hold_open(database: BrokerDatabase, work: Callable[[], object], committed: 
         log.append_decided(held, "outbox", TopicCatalog(database.schema), mine)
         work()
         stalled = True
-        for _ in range(100):
+        # A right sequencer needs moments, on however busy a machine; a stalled one would need the transaction's end.
+        for _ in range(1000):
             if committed <= {entry.message_id for entry in queued(observer)}:
                 stalled = False
                 break

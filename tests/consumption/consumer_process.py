@@ -49,18 +49,21 @@ BROKEN = {"": lambda: None, "no_fencing": without_fencing, "no_drain": without_d
 
 
 class EffectHandler:
-    """Writes effects; waits `seconds` per call, or while the file `gate` is missing."""
+    """Writes effects, after `fail` failed attempts; waits `seconds` per call, or while the file `gate` is missing."""
 
     def __init__(self, invoker: InboxInvoker, options: dict[str, Any]) -> None:
         self._invoker = invoker
         self._name = options["name"]
         self._seconds = options.get("seconds", 0.0)
         self._gate = options.get("gate")
+        self._fail = options.get("fail", 0)
         self._pause = threading.Event()
 
     def __call__(self, given: Delivery | Sequence[Delivery]) -> None:
         deliveries = [given] if isinstance(given, Delivery) else given
         for d in deliveries:
+            if d.attempt <= self._fail:
+                raise ValueError("told to fail")
             values = [self._name, d.queue, d.key, d.body["n"], d.message_id, d.attempt]
             self._invoker.connection.execute(_EFFECT, values)
         self._pause.wait(self._seconds)

@@ -14,9 +14,10 @@ from django.db import connections
 
 from outbox import Delivery, Subscription
 from outbox.broker.consumer import ConsumeCounts, ConsumerRuntime
+from outbox.broker.database import BrokerDatabase
 from outbox.broker.sequencer import Sequencer
 from outbox.contrib.django import run_check_back
-from outbox.contrib.django.broker import alias_conninfo, broker_database, flusher, get_codecs
+from outbox.contrib.django.broker import alias_conninfo, flusher, get_codecs
 from outbox.contrib.django.conf import get_settings
 from tests.django.shop.models import Effect, Order
 from tests.mistakes.generator import Side, generate
@@ -53,11 +54,12 @@ class Campaign:
         self._broker = self._stack.enter_context(
             psycopg.connect(alias_conninfo(get_settings().broker), autocommit=True)
         )
-        self._sequencing = self._stack.enter_context(contextlib.closing(broker_database().connect(name="mistakes")))
-        self._sequencer = Sequencer(broker_database(), uuid.uuid4())
+        database = BrokerDatabase(alias_conninfo(get_settings().broker), get_settings().schema)
+        self._sequencing = self._stack.enter_context(contextlib.closing(database.connect(name="mistakes")))
+        self._sequencer = Sequencer(database, uuid.uuid4())
         # Deliveries are seen from outside of Django, so that no inbox hides a second one.
         collector = Subscription(group=f"collector-{uuid.uuid4().hex[:8]}", topic="orders", batch=200)
-        self._runtime = ConsumerRuntime(broker_database(), [(collector, self._collect)], codecs=get_codecs())
+        self._runtime = ConsumerRuntime(database, [(collector, self._collect)], codecs=get_codecs())
 
     def close(self) -> None:
         """Give back the connections."""

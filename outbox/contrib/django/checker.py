@@ -54,12 +54,14 @@ class LedgerChecker:
                 return
             with closing(open_connection(alias)) as connection:
                 try:
-                    identity = ledger.identity(connection)
-                    if ledger.is_read_only(connection):
-                        unreadable.append(f"{alias!r} (read-only)")
-                        continue
+                    with ledger.without_timeouts(connection):
+                        identity = ledger.identity(connection)
+                        read_only = ledger.is_read_only(connection)
                 except DatabaseError as error:
                     unreadable.append(f"{alias!r} ({str(error).strip()})")
+                    continue
+                if read_only:
+                    unreadable.append(f"{alias!r} (read-only)")
                     continue
                 mine = [check for check in waiting if identity and check.ledger_id == identity.ledger_id]
                 if identity is not None and mine:
@@ -92,7 +94,7 @@ def answer_by_ledger(
 ) -> Iterator[Answer]:
     """Answers from the ledger that all of `checks` name: what is known first, then what the barrier decides."""
     try:
-        states = ledger.states(connection, [check.transaction_id for check in checks])
+        states = _states(connection, checks)
     except DatabaseError as error:
         yield from _all_unknown(checks, error)
         return
@@ -109,6 +111,11 @@ def answer_by_ledger(
     if absent:
         _limit_waiting(connection)
         yield from _barrier(connection, sorted(absent, key=lambda check: check.transaction_id))
+
+
+def _states(connection: BaseDatabaseWrapper, checks: Sequence[Check]) -> dict[UUID, str]:
+    with ledger.without_timeouts(connection):
+        return ledger.states(connection, [check.transaction_id for check in checks])
 
 
 def _limit_waiting(connection: BaseDatabaseWrapper) -> None:
@@ -193,7 +200,7 @@ def _insert(connection: BaseDatabaseWrapper, transaction_ids: Sequence[UUID], *,
 
 def _after_conflict(connection: BaseDatabaseWrapper, checks: Sequence[Check]) -> Iterator[Answer]:
     """Rows were committed meanwhile: a new statement sees them. The rest is tried again."""
-    states = ledger.states(connection, [check.transaction_id for check in checks])
+    states = _states(connection, checks)
     rest = [check for check in checks if check.transaction_id not in states]
     for check in checks:
         if check.transaction_id in states:

@@ -6,11 +6,13 @@ The plain INSERTs are the barrier: of a local transaction's 'C' and a check-back
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Final
 from uuid import UUID
 
 from django.db.backends.base.base import BaseDatabaseWrapper
+from django.db.utils import DatabaseError
 
 COMMITTED: Final = "C"
 ROLLED_BACK: Final = "R"
@@ -139,16 +141,48 @@ def insert_tombstone(connection: BaseDatabaseWrapper, transaction_id: UUID, *, l
         return bool(cursor.rowcount == 1)
 
 
-# The lock timeout is set by the statement itself, for its own transaction only: right behind a pooler too.
+# transaction_timeout came with PostgreSQL 17.
+_LIFT_TIMEOUTS: Final = """
+SELECT set_config(name, CASE name WHEN 'lock_timeout' THEN %s ELSE '0' END, true)
+FROM unnest(ARRAY['statement_timeout', 'lock_timeout', 'transaction_timeout', 'idle_in_transaction_session_timeout'])
+     AS name
+WHERE current_setting(name, true) IS NOT NULL
+"""
+
+
+@contextmanager
+def without_timeouts(connection: BaseDatabaseWrapper, *, lock_timeout_milliseconds: int = 0) -> Iterator[None]:
+    """On PostgreSQL, a transaction that no timeout of role or database cuts short; elsewhere nothing.
+
+    It begins one unless `connection`, which is the caller's own, is in an atomic block. The settings end with the
+    transaction: right behind a pooler too.
+    """
+    if connection.vendor != "postgresql":
+        yield
+        return
+    settings = [str(lock_timeout_milliseconds)]
+    with connection.cursor() as cursor:
+        if connection.in_atomic_block:
+            cursor.execute(_LIFT_TIMEOUTS, settings)
+            yield
+            return
+        cursor.execute("BEGIN ISOLATION LEVEL READ COMMITTED")
+        try:
+            cursor.execute(_LIFT_TIMEOUTS, settings)
+            yield
+        except BaseException:
+            with suppress(DatabaseError):
+                cursor.execute("ROLLBACK")
+            raise
+        cursor.execute("COMMIT")
+
+
 # Sorted, because two checkers inserting in different orders would wait for each other.
 _INSERT_TOMBSTONES_POSTGRESQL: Final = """
 INSERT INTO outbox_ledger (transaction_id, state)
 SELECT transaction_id, 'R'
-FROM (SELECT set_config('lock_timeout', %s, true)) AS setting (lock_timeout),
-     outbox_ledger_identity,
-     unnest(%s::uuid[]) AS transaction_id
-WHERE lock_timeout IS NOT NULL
-  AND ledger_id = %s AND (pruned_before IS NULL OR pruned_before <= transaction_id)
+FROM outbox_ledger_identity, unnest(%s::uuid[]) AS transaction_id
+WHERE ledger_id = %s AND (pruned_before IS NULL OR pruned_before <= transaction_id)
 ORDER BY transaction_id
 RETURNING transaction_id
 """
@@ -165,10 +199,11 @@ def insert_tombstones(
 
     Raises like `insert_tombstone`.
     """
-    with connection.cursor() as cursor:
-        cursor.execute(
-            _INSERT_TOMBSTONES_POSTGRESQL, [str(lock_timeout_milliseconds), sorted(transaction_ids), ledger_id]
-        )
+    with (
+        without_timeouts(connection, lock_timeout_milliseconds=lock_timeout_milliseconds),
+        connection.cursor() as cursor,
+    ):
+        cursor.execute(_INSERT_TOMBSTONES_POSTGRESQL, [sorted(transaction_ids), ledger_id])
         return {row[0] for row in cursor.fetchall()}
 
 
@@ -252,7 +287,7 @@ _DELETE: Final = "DELETE FROM outbox_ledger WHERE transaction_id IN "
 def delete(connection: BaseDatabaseWrapper, transaction_ids: Sequence[UUID]) -> int:
     """Remove rows; returns how many there were."""
     deleted = 0
-    with connection.cursor() as cursor:
+    with without_timeouts(connection), connection.cursor() as cursor:
         for part in _parts(transaction_ids):
             cursor.execute(_DELETE + _places(len(part)), [_stored(connection, value) for value in part])
             deleted += cursor.rowcount

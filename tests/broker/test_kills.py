@@ -1,0 +1,37 @@
+"""SIGKILL at every step of the sequencer and of check-back, again and again, while others publish and consume."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import psycopg
+import pytest
+
+from tests.broker import version_0_1
+from tests.broker.promise import finish, grows
+from tests.broker.version_0_1 import ROOT
+
+STEPS = {
+    "sequence": ("sequencer.before_tick", "sequencer.mid_tick", "sequencer.after_tick"),
+    "check": ("check.after_claim", "check.before_report"),
+}
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("role", STEPS)
+def test_killed_at_every_step(role: str, new_database: Callable[..., str], tmp_path: Path) -> None:
+    url = new_database()
+    with (
+        version_0_1.processes(url, tmp_path) as processes,
+        psycopg.connect(url, autocommit=True) as connection,
+    ):
+        processes.run(ROOT, "setup")
+        others = [one for one in ("produce", "consume", "sequence", "check") if one != role]
+        processes.start(ROOT, *others)
+        for visit in (1, 2, 5):
+            for step in STEPS[role]:
+                processes.killed_by(ROOT, role, f"{step}=kill@{visit}")
+        processes.start(ROOT, role)
+        grows(connection, 10)
+        finish(processes, connection)

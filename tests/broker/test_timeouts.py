@@ -1,0 +1,138 @@
+"""Timeouts that are set on roles or databases do not stop the broker's own work."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+
+import psycopg
+import pytest
+from psycopg import sql
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
+
+from outbox.broker import checks
+from outbox.broker.database import BrokerConnection, BrokerDatabase
+from outbox.broker.install import SCHEMA_VERSION, install
+from outbox.broker.postgres import PostgresBroker
+from outbox.broker.process import ProcessSettings
+from outbox.transaction import Answer, CheckSettings, Decision
+from tests.broker.support import GROUP, half, message, new_sequencer, process, queued_ids
+from tests.support import eventually
+
+MILLISECONDS = 50
+# What makes any statement on a table take longer than the timeouts: a trigger of the test's.
+SLOW = """
+CREATE FUNCTION {schema}.slow() RETURNS trigger LANGUAGE plpgsql AS
+$$ BEGIN PERFORM pg_sleep(0.2); RETURN NULL; END $$;
+"""
+
+
+@pytest.fixture
+def tiny(database: BrokerDatabase, connection: BrokerConnection) -> Iterator[BrokerDatabase]:
+    """The broker as a role sees it whose timeouts are tiny."""
+    name = f"tiny_{conninfo_to_dict(database.conninfo)['dbname']}"
+    role = sql.Identifier(name)
+    connection.execute(sql.SQL("CREATE ROLE {} LOGIN SUPERUSER").format(role))
+    for setting in ("statement_timeout", "lock_timeout", "transaction_timeout", "idle_in_transaction_session_timeout"):
+        if connection.execute("SELECT 1 FROM pg_settings WHERE name = %s", [setting]).fetchone():
+            statement = sql.SQL("ALTER ROLE {} SET {} = {}")
+            connection.execute(statement.format(role, sql.Identifier(setting), sql.Literal(f"{MILLISECONDS}ms")))
+    yield BrokerDatabase(make_conninfo(database.conninfo, user=name))
+    connection.execute(sql.SQL("DROP OWNED BY {}").format(role))
+    connection.execute(sql.SQL("DROP ROLE {}").format(role))
+
+
+@pytest.fixture
+def slow(connection: BrokerConnection) -> Callable[[str, str], None]:
+    """A function that makes every statement of a kind on a table slow."""
+    connection.execute(sql.SQL(SLOW).format(schema=sql.Identifier("outbox")))
+
+    def make(kind: str, table: str) -> None:
+        name = f"slow_{kind.lower()}"
+        trigger = (
+            f"CREATE TRIGGER {name} AFTER {kind} ON outbox.{table} FOR EACH STATEMENT EXECUTE FUNCTION outbox.slow()"
+        )
+        connection.execute(trigger.encode())
+
+    return make
+
+
+def test_the_timeouts_are_real(tiny: BrokerDatabase) -> None:
+    with contextlib.closing(tiny.open()) as impatient, pytest.raises(psycopg.Error, match="timeout"):
+        impatient.execute("SELECT pg_sleep(0.5)")
+
+
+@pytest.mark.parametrize("listen", [None, ""])
+def test_the_broker_process_sequences_and_cleans(
+    listen: str | None,
+    tiny: BrokerDatabase,
+    slow: Callable[[str, str], None],
+    broker: PostgresBroker,
+    connection: BrokerConnection,
+) -> None:
+    """Also where LISTEN is off, and the settings may not outlast a transaction."""
+    for kind, table in (("INSERT", "tick"), ("DELETE", "tick"), ("INSERT", "half_scan"), ("UPDATE", "broker")):
+        slow(kind, table)
+    # Its resynchronisation is slow as well.
+    connection.execute("UPDATE outbox.broker SET timeline = timeline + 7")
+    sent = broker.send([message()])
+    broker.send_half(half())
+    database = BrokerDatabase(tiny.conninfo, listen_conninfo=listen)
+    with process(database, ProcessSettings(maintenance_seconds=0.1)):
+        eventually(lambda: queued_ids(connection) == [sent[0].message_id])
+        eventually(lambda: connection.execute("SELECT 1 FROM outbox.pending_check").fetchone(), what="the scan")
+        old = "SELECT count(*) FROM outbox.tick WHERE tick_id < (SELECT max(tick_id) FROM outbox.tick WHERE is_full)"
+        eventually(lambda: connection.execute(old.encode()).fetchone() == (0,), what="retention has trimmed the ticks")
+
+
+def test_settings_do_not_outlast_a_transaction_behind_a_pooler(
+    tiny: BrokerDatabase, broker: PostgresBroker, connection: BrokerConnection
+) -> None:
+    """A pooler in transaction mode gives the same session to others next."""
+    pooled = BrokerDatabase(tiny.conninfo, listen_conninfo="")
+    broker.send([message()])
+    shown = "SELECT name, setting FROM pg_settings WHERE source = 'session' AND name <> 'application_name'"
+    with contextlib.closing(pooled.open(direct=True)) as session:
+        before = session.execute(shown).fetchall()
+        connection.execute("UPDATE outbox.broker SET timeline = timeline + 7")
+        sequencer = new_sequencer(pooled)
+        while sequencer.run_once(session).more:
+            pass
+        checks.scan(session, "outbox", settings=CheckSettings())
+        assert session.execute(shown).fetchall() == before
+    assert len(queued_ids(connection)) == 1
+
+
+def test_check_back(tiny: BrokerDatabase, slow: Callable[[str, str], None], connection: BrokerConnection) -> None:
+    impatient = PostgresBroker(tiny, check=CheckSettings(immunity_seconds=0))
+    one = half(immunity_seconds=0)
+    impatient.send_half(one)
+    for kind, table in (("INSERT", "half_scan"), ("UPDATE", "pending_check"), ("INSERT", "check_history")):
+        slow(kind, table)
+    (check,) = impatient.claim_checks(GROUP)
+    assert check.transaction_id == one.transaction_id
+    impatient.report_answers(GROUP, [Answer(transaction_id=check.transaction_id, decision=Decision.COMMIT)])
+    assert connection.execute("SELECT decision::text FROM outbox.op_log").fetchall() == [("C",)]
+    impatient.close()
+
+
+def test_install_waits_for_another_install(tiny: BrokerDatabase, connection: BrokerConnection) -> None:
+    """The lock of the installation is waited for as long as it takes, whatever the role's timeouts."""
+    locked, done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with psycopg.connect(make_conninfo(tiny.conninfo, user="postgres")) as holder:
+            holder.execute("SELECT pg_advisory_xact_lock(hashtextextended('outbox.install', 0))")
+            locked.set()
+            waiting = "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted"
+            eventually(lambda: connection.execute(waiting.encode()).fetchone() != (0,))
+            # Longer than the timeouts, so that they would have ended it.
+            done.wait(4 * MILLISECONDS / 1000)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert locked.wait(20)
+    with contextlib.closing(tiny.open()) as impatient:
+        assert install(impatient, "second") == SCHEMA_VERSION
+    thread.join()

@@ -1,0 +1,170 @@
+"""One process of a running system, for whichever version of the package is on its path: role and URL as arguments.
+
+It uses only what version 0.1 has. Runs until SIGTERM, then finishes what it holds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import logging
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+
+import psycopg
+from psycopg.errors import UniqueViolation
+
+from outbox.broker import log
+from outbox.broker.consumer import ConsumerRuntime
+from outbox.broker.database import BrokerDatabase
+from outbox.broker.install import install
+from outbox.broker.postgres import PostgresBroker
+from outbox.broker.process import ProcessSettings, run_broker
+from outbox.broker.topics import TopicCatalog, declare_topics
+from outbox.checkback import CheckBack
+from outbox.message import Delivery, Message
+from outbox.subscription import Subscription
+from outbox.topic import MessageType, Topic
+from outbox.transaction import Answer, Check, CheckSettings, Decision, EndTransaction, HalfTransaction
+
+GROUP = "shop"
+TOPIC = Topic(
+    name="versions", types=frozenset({MessageType.NORMAL, MessageType.DELAY, MessageType.TRANSACTION}), queue_count=4
+)
+CHECKS = CheckSettings(immunity_seconds=1, recheck_seconds=1)
+# The application: its orders, its ledger, and what the handlers did.
+TABLES = """
+CREATE TABLE IF NOT EXISTS business (message_id uuid PRIMARY KEY, path text NOT NULL);
+CREATE TABLE IF NOT EXISTS ledger (transaction_id uuid PRIMARY KEY, state text NOT NULL);
+CREATE TABLE IF NOT EXISTS effect (message_id uuid PRIMARY KEY);
+"""
+
+
+def setup(database: BrokerDatabase, stop: threading.Event) -> None:
+    """Install the tables of this version, and the application's."""
+    with psycopg.connect(database.conninfo, autocommit=True) as connection:
+        install(connection, database.schema)
+        declare_topics(connection, database.schema, [TOPIC])
+        connection.execute(TABLES)
+
+
+def produce(database: BrokerDatabase, stop: threading.Event) -> None:
+    """Publish on both paths in turn; every fifth transaction rolls back, every third end message is lost."""
+    broker = PostgresBroker(database, check=CHECKS)
+    catalog = TopicCatalog(database.schema)
+    with psycopg.connect(database.conninfo) as connection:
+        for number in itertools.count():
+            if stop.wait(0.005):
+                break
+            message = Message(topic=TOPIC.name, key=f"k{number % 7}", body=json.dumps({"n": number}).encode())
+            commit = number % 5 != 0
+            if number % 2:
+                _publish_atomic(connection, database.schema, catalog, message, commit=commit)
+                broker.notify_decided()
+            else:
+                _publish_two_phase(connection, broker, message, commit=commit, end=number % 3 != 0)
+    broker.close()
+
+
+def _publish_atomic(
+    connection: psycopg.Connection[tuple[object, ...]],
+    schema: str,
+    catalog: TopicCatalog,
+    message: Message,
+    *,
+    commit: bool,
+) -> None:
+    log.append_decided(connection, schema, catalog, [message])
+    connection.execute("INSERT INTO business VALUES (%s, 'atomic')", [message.message_id])
+    connection.commit() if commit else connection.rollback()
+
+
+def _publish_two_phase(
+    connection: psycopg.Connection[tuple[object, ...]],
+    broker: PostgresBroker,
+    message: Message,
+    *,
+    commit: bool,
+    end: bool,
+) -> None:
+    connection.execute("INSERT INTO ledger VALUES (%s, 'C')", [message.message_id])
+    broker.send_half(HalfTransaction(producer_group=GROUP, messages=(message,), checker="ledger"))
+    connection.execute("INSERT INTO business VALUES (%s, 'two-phase')", [message.message_id])
+    connection.commit() if commit else connection.rollback()
+    if end:
+        decision = Decision.COMMIT if commit else Decision.ROLLBACK
+        broker.end([EndTransaction(transaction_id=message.message_id, decision=decision, producer_group=GROUP)])
+
+
+class _LedgerChecker:
+    """The ledger with its barrier."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+
+    def check_local_transactions(self, checks: Sequence[Check]) -> Iterator[Answer]:
+        """See ports.Checker."""
+        with psycopg.connect(self._url, autocommit=True) as connection:
+            for check in checks:
+                yield Answer(transaction_id=check.transaction_id, decision=_decide(connection, check))
+
+
+def _decide(connection: psycopg.Connection[tuple[object, ...]], check: Check) -> Decision:
+    if check.may_write:
+        with contextlib.suppress(UniqueViolation):
+            connection.execute("INSERT INTO ledger VALUES (%s, 'R')", [check.transaction_id])
+    row = connection.execute("SELECT state FROM ledger WHERE transaction_id = %s", [check.transaction_id]).fetchone()
+    if row is None:
+        return Decision.UNKNOWN
+    return Decision.COMMIT if row[0] == "C" else Decision.ROLLBACK
+
+
+def check(database: BrokerDatabase, stop: threading.Event) -> None:
+    """Answer for the group."""
+    broker = PostgresBroker(database, check=CHECKS)
+    while not stop.wait(0.2):
+        CheckBack(broker, GROUP, _LedgerChecker(database.conninfo)).run_once()
+    broker.close()
+
+
+def consume(database: BrokerDatabase, stop: threading.Event) -> None:
+    """Store one effect per message, once."""
+
+    def handle(delivery: Delivery) -> None:
+        with psycopg.connect(database.conninfo, autocommit=True) as connection:
+            connection.execute("INSERT INTO effect VALUES (%s) ON CONFLICT DO NOTHING", [delivery.message_id])
+
+    subscription = Subscription(topic=TOPIC.name, group="readers")
+    ConsumerRuntime(database, [(subscription, handle)], lease_seconds=3.0).run(stop)
+
+
+def sequence(database: BrokerDatabase, stop: threading.Event) -> None:
+    """Be a broker process."""
+    run_broker(database, stop, settings=ProcessSettings(maintenance_seconds=0.5, check=CHECKS))
+
+
+ROLES: dict[str, Callable[[BrokerDatabase, threading.Event], None]] = {
+    "setup": setup,
+    "produce": produce,
+    "check": check,
+    "consume": consume,
+    "sequence": sequence,
+}
+
+
+def main() -> None:
+    """Say which code runs, then run the role."""
+    import outbox
+
+    logging.basicConfig(level=logging.WARNING)
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    print(outbox.__file__, flush=True)
+    ROLES[sys.argv[1]](BrokerDatabase(sys.argv[2]), stop)
+
+
+if __name__ == "__main__":
+    main()
