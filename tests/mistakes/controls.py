@@ -9,13 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
-from uuid import UUID
 
 import pytest
+from django.db import connections
 
-from outbox import Answer, Check, Decision
-from outbox.contrib.django import checkback, inbox, publish, publishing
+from outbox import Answer, Check, Decision, Delivery
+from outbox.contrib.django import checkback, decorators, ends, publish, publishing
+from outbox.contrib.django.blocks import BlockWatch, Halves
 from outbox.contrib.django.broker import flusher
+from outbox.contrib.django.inbox_entries import InboxEntries
+from outbox.transaction import HalfTransaction
 from tests.mistakes.generator import Side
 from tests.mistakes.interpreter import Mistake
 from tests.mistakes.oracle import Kind
@@ -42,43 +45,54 @@ class Control:
 # -- the mends, to be switched off ------------------------------------------------------------------
 
 
-def nothing(patch: pytest.MonkeyPatch) -> None:
-    """The piece does not exist yet: the code is convicted as it is."""
+def let_statements_pass(patch: pytest.MonkeyPatch) -> None:
+    """Raw COMMIT and ROLLBACK are executed also where a message is bound to the block."""
+    patch.setattr(BlockWatch, "bind", lambda watch, what: None)
 
 
 def accept_any_transaction(patch: pytest.MonkeyPatch) -> None:
     """publish() does not look whether a live transaction carries it."""
-    nothing(patch)
+    patch.setattr(BlockWatch, "what_ended", lambda watch: "")
 
 
 def no_last_look_of_the_decorator(patch: pytest.MonkeyPatch) -> None:
     """@transactional_message does not read its row again before COMMIT."""
-    nothing(patch)
+    let_statements_pass(patch)
+    patch.setattr(decorators, "confirm_before_commit", lambda *args: None)
+    patch.setattr(decorators, "require_marked", lambda *args: None)
 
 
 def no_last_look_of_the_handler(patch: pytest.MonkeyPatch) -> None:
     """The inbox does not read its row again before COMMIT."""
-    nothing(patch)
+    let_statements_pass(patch)
+    patch.setattr(InboxEntries, "confirm", lambda *args: None)
 
 
 def a_failed_handler_stays_in_the_inbox(patch: pytest.MonkeyPatch) -> None:
     """An attempt that committed its inbox row by hand and then failed counts as handled at the next delivery."""
-    nothing(patch)
+    let_statements_pass(patch)
+    patch.setattr(InboxEntries, "still_there", lambda *args: set())
 
 
 def report_every_commit(patch: pytest.MonkeyPatch) -> None:
     """After a plain atomic() COMMIT is reported without a look into the ledger."""
-    nothing(patch)
+    patch.setattr(ends, "_in_ledger", lambda connection, halves: set(halves.ids))
 
 
 def an_absent_row_is_a_rollback(patch: pytest.MonkeyPatch) -> None:
     """A ledger row that is not there is reported as ROLLBACK."""
-    nothing(patch)
+
+    def after_commit(alias: str, half: HalfTransaction, halves: Halves) -> None:
+        is_there = half.transaction_id in ends._in_ledger(connections[alias], halves)
+        ends._end_soon(half, Decision.COMMIT if is_there else Decision.ROLLBACK)
+
+    patch.setattr(ends, "_after_commit", after_commit)
 
 
 def every_exception_is_a_rollback(patch: pytest.MonkeyPatch) -> None:
     """The decorator reports ROLLBACK although its connection has left the transaction that wrote the row."""
-    nothing(patch)
+    let_statements_pass(patch)
+    patch.setattr(ends, "_is_rolled_back", lambda *args: True)
 
 
 MENDS: Final = (
@@ -181,13 +195,13 @@ def publish_twice(patch: pytest.MonkeyPatch) -> None:
 
 def forget_what_was_handled(patch: pytest.MonkeyPatch) -> None:
     """The inbox is written, but takes every message for a new one."""
-    enter = inbox.enter
+    enter = InboxEntries.enter
 
-    def enter_again(*args: Any, **options: Any) -> set[UUID]:
-        enter(*args, **options)
-        return set(args[3])
+    def enter_again(entries: InboxEntries, deliveries: Sequence[Delivery], *, lease_seconds: float) -> list[Delivery]:
+        enter(entries, deliveries, lease_seconds=lease_seconds)
+        return list(deliveries)
 
-    patch.setattr(inbox, "enter", enter_again)
+    patch.setattr(InboxEntries, "enter", enter_again)
 
 
 def refuse_every_message(patch: pytest.MonkeyPatch) -> None:
@@ -196,7 +210,7 @@ def refuse_every_message(patch: pytest.MonkeyPatch) -> None:
     def refuse(*args: Any, **options: Any) -> None:
         raise Mistake
 
-    patch.setattr(inbox, "enter", refuse)
+    patch.setattr(InboxEntries, "enter", refuse)
 
 
 FOUNDATIONS: Final = (

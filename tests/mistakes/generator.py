@@ -111,7 +111,7 @@ class _Generator:
         """Often swallowed: what is not ends the program."""
         make: list[Callable[[], Step]] = [
             lambda: Fail(self._chance.choice(_FAILURES[self._vendor])),
-            lambda: Sql(self._chance.choice(_BY_HAND[self._vendor])),
+            lambda: Sql(self._chance.choice(_BY_HAND[self._vendor]), driver=self._chance.random() < 0.5),
             Raise,
             SetRollback,
             Close,

@@ -53,6 +53,8 @@ class Sql:
     """A transaction statement by hand, behind Django's back."""
 
     text: str
+    # Past Django's cursors, on the driver's own connection.
+    driver: bool = False
 
 
 @dataclass(frozen=True)
@@ -212,7 +214,7 @@ def _single(step: Step) -> list[str]:
         case Fail():
             return [f"execute({_SINGLE[step.how]!r})"]
         case Sql():
-            return [f"execute({step.text!r})"]
+            return [f"{'connection.connection.' if step.driver else ''}execute({step.text!r})"]
         case SetRollback():
             return ["transaction.set_rollback(True)"]
         case Close():

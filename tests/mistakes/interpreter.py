@@ -17,6 +17,7 @@ from outbox.contrib.django import publish, subscriber, transactional_message
 from outbox.contrib.django.broker import alias_conninfo
 from outbox.contrib.django.inbox import InboxInvoker
 from outbox.contrib.django.registry import subscribers
+from outbox.errors import PermanentError
 from outbox.ids import uuid7
 from outbox.ports import Disposition
 from tests.django.shop.models import Effect as EffectRow
@@ -147,7 +148,7 @@ class _Interpreter:
             case grammar.Fail():
                 self._fail(step.how)
             case grammar.Sql():
-                self._by_hand(step.text)
+                self._by_hand(step)
             case grammar.SetRollback():
                 transaction.set_rollback(True, using=self.alias)
             case grammar.Close():
@@ -220,14 +221,17 @@ class _Interpreter:
             case "constraint at commit":
                 Payment.objects.using(self.alias).create(reference=DUPLICATE)
 
-    def _by_hand(self, statement: str) -> None:
-        self.attempt.by_hand = True
-        self.attempt.committed_by_hand |= "COMMIT" in statement
-        if self.connection.vendor == "sqlite":
-            for single in statement.split("; "):
-                self._execute(single)
-        else:
-            self._execute(statement)
+    def _by_hand(self, step: grammar.Sql) -> None:
+        # SQLite takes one statement at a time.
+        for statement in step.text.split("; ") if self.connection.vendor == "sqlite" else [step.text]:
+            if step.driver:
+                self.connection.ensure_connection()
+                self.connection.connection.execute(statement)
+            else:
+                self._execute(statement)
+            # Not where it was refused.
+            self.attempt.by_hand = True
+            self.attempt.committed_by_hand |= "COMMIT" in statement
 
     def _block(self, step: Block) -> None:
         match step:
@@ -320,6 +324,8 @@ def _consume(program: Consumer, interpreter: _Interpreter) -> None:
             if deliver(program, deliveries):
                 deliver(program, deliveries)
                 return
+            if trace.attempts[-1].given_up:
+                return
 
 
 @contextlib.contextmanager
@@ -344,6 +350,7 @@ def _handling(group: str, interpreter: _Interpreter) -> Iterator[Callable[[Consu
         results = invoker(registered.subscription, registered.handler, deliveries, generation=1)
         seen.error = next((f"{type(item).__name__}: {item}" for item in results if isinstance(item, Exception)), "")
         seen.counts_as_handled = not seen.error
+        seen.given_up = any(isinstance(item, PermanentError) for item in results)
         seen.skipped = all(item is Disposition.SKIPPED for item in results)
         return seen.counts_as_handled
 

@@ -34,7 +34,9 @@ effect at the top level of the handler:
    application's own. A message that is skipped because an earlier attempt is in the inbox has each part. (NO EFFECT)
 9. A failed attempt leaves nothing, unless it ran transaction statements by hand: what it committed itself nobody can
    take back, and the next attempt may do it again. Else no part exists twice. (TWICE)
-10. What a handler publishes obeys the rules of pairs.
+10. A message is given up (PermanentError) only where the handler committed a part by hand and then failed: no attempt
+    can repair that, and somebody is told. Rule 9 holds. (STUCK)
+11. What a handler publishes obeys the rules of pairs.
 """
 
 from __future__ import annotations
@@ -115,6 +117,10 @@ def _pair(seen: PairSeen, state: State) -> Iterator[Kind]:
 
 
 def _handled(key: str, attempts: list[AttemptSeen], state: State) -> Iterator[tuple[Kind, str]]:
+    if attempts[-1].given_up:
+        if not any(item.committed_by_hand for item in attempts):
+            yield Kind.STUCK, key
+        return
     settled = next((number for number, item in enumerate(attempts, 1) if item.counts_as_handled), None)
     if settled is None:
         yield Kind.STUCK, key

@@ -56,6 +56,13 @@ EVERYWHERE: Final[dict[str, Program]] = {
     "a closed connection in a decorated function": _request(Decorated((Close(),), number=1)),
     "a handler that closes its connection": _handler(*_EFFECTS, Close()),
     "a handler with COMMIT and an exception": _handler(Sql("COMMIT"), Raise(), *_EFFECTS),
+    "a handler with COMMIT of the driver and an exception": _handler(
+        Effect(1), Sql("COMMIT", driver=True), Raise(), *_EFFECTS
+    ),
+    "a handler with ROLLBACK; BEGIN of the driver": _handler(Effect(1), Sql("ROLLBACK; BEGIN", driver=True), Effect(2)),
+    "ROLLBACK; BEGIN of the driver in a decorated function": _request(
+        Decorated((Sql("ROLLBACK; BEGIN", driver=True),), number=1)
+    ),
     "a handler with ROLLBACK; BEGIN": _handler(Effect(1), Sql("ROLLBACK; BEGIN"), Effect(2)),
     "a handler that publishes, with ROLLBACK; BEGIN": _handler(*_EFFECTS, Pair(1), Sql("ROLLBACK; BEGIN")),
 }

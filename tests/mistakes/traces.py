@@ -29,6 +29,8 @@ class AttemptSeen:
 
     counts_as_handled: bool = False
     skipped: bool = False
+    # The error says that no later attempt can succeed: the message is dead-lettered, where somebody looks at it.
+    given_up: bool = False
     error: str = ""
     by_hand: bool = False
     committed_by_hand: bool = False

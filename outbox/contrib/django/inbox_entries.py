@@ -112,9 +112,8 @@ class InboxEntries:
 
     def still_there(self, deliveries: Sequence[Delivery]) -> set[UUID]:
         """After a failed attempt: messages whose row was committed all the same, by a COMMIT of the handler's own."""
-        raw = self._connection.connection
-        if not deliveries or raw is None or getattr(raw, "closed", False) or fence.is_lost():
-            # Not worth a new connection; or another owner may have written the row by now.
+        if not deliveries or fence.is_lost():
+            # Nothing to ask, or another owner may have written the row by now.
             return set()
         try:
             return self._present(deliveries)
