@@ -50,7 +50,7 @@ setup(
     package_dir={"outbox_spark": "spark"},
     package_data={
         "": ["py.typed", "*.css", "*.html", "*.js", "*.toml"],
-        "outbox.broker": ["schema/*.sql"],
+        "outbox.broker.schema": ["*.sql"],
         "outbox.contrib.django": ["templates/**/*", "static/**/*"],
     },
     install_requires=[],

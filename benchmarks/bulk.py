@@ -16,9 +16,9 @@ import psycopg
 
 from benchmarks.harness import REPEATS, Spread, Usage, measured, server, table
 from outbox.broker import embedded
-from outbox.broker.database import BrokerDatabase
-from outbox.broker.install import install
+from outbox.broker.database.connection import BrokerDatabase
 from outbox.broker.postgres import PostgresBroker
+from outbox.broker.schema.install import install
 from outbox.message import Message
 from outbox.topic import MessageType, Topic
 from outbox.transaction import Decision, EndTransaction, HalfTransaction

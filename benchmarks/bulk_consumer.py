@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import psycopg
 
-from outbox.broker.consumer import ConsumerRuntime, tune_garbage_collector
-from outbox.broker.database import BrokerDatabase
+from outbox.broker.consumer.runtime import ConsumerRuntime, tune_garbage_collector
+from outbox.broker.database.connection import BrokerDatabase
 from outbox.message import Delivery
 from outbox.subscription import Mode, Subscription
 

@@ -10,7 +10,7 @@ import psycopg
 from benchmarks.bulk import prepared
 from benchmarks.harness import Spread, server, table
 from outbox.broker import embedded
-from outbox.broker.database import BrokerDatabase
+from outbox.broker.database.connection import BrokerDatabase
 from outbox.broker.postgres import PostgresBroker
 from outbox.checkback import CheckBack
 from outbox.transaction import Answer, Check, CheckSettings, Decision

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from benchmarks.bulk import BODY, QUEUED, process, wait_for
 from benchmarks.harness import REPEATS, Spread, Usage, child_arguments, measured, server, table
 from outbox.broker import embedded
-from outbox.broker.consumer import tune_garbage_collector
-from outbox.broker.database import BrokerDatabase
+from outbox.broker.consumer.runtime import tune_garbage_collector
+from outbox.broker.database.connection import BrokerDatabase
 from outbox.broker.postgres import PostgresBroker
 from outbox.message import Delivery, Message
 

@@ -8,7 +8,7 @@ from typing import Any, Final
 import psycopg
 
 from outbox.broker import embedded
-from outbox.broker.install import install
+from outbox.broker.schema.install import install
 
 CHUNK: Final = 500_000
 RULES: Final = """

@@ -1,6 +1,6 @@
 """What the core asks of a broker, and what a broker asks of an application.
 
-Implemented by `outbox.memory.InMemoryBroker` and `outbox.broker.postgres.PostgresBroker`; held against the
+Implemented by `outbox.memory.broker.InMemoryBroker` and `outbox.broker.postgres.PostgresBroker`; held against the
 Apache RocketMQ 5 client in docs/decisions/001-broker-port.md. One contract suite runs over both.
 """
 

@@ -106,7 +106,7 @@ def databases(url: str) -> list[str]:
 @pytest.fixture(scope="session")
 def broker_template(server_url: str) -> Iterator[str]:
     """The name of a template database with the broker's schema installed."""
-    from outbox.broker.install import install
+    from outbox.broker.schema.install import install
 
     name = f"outbox_template_{os.getpid()}"
     url = embedded.create_database(server_url, name)

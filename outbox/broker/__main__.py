@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 
-from outbox.broker.database import BrokerDatabase
+from outbox.broker.database.connection import BrokerDatabase
 from outbox.broker.process import run_broker
 from outbox.broker.supervisor import stop_on_signals, stop_with_parent
 from outbox.errors import OutboxError

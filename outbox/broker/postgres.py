@@ -17,10 +17,12 @@ from psycopg import errors as pg
 from psycopg.pq import TransactionStatus
 
 from outbox import faults
-from outbox.broker import checks, decisions, log, notify, scheduling, topics
-from outbox.broker.database import BrokerConnection, BrokerDatabase
-from outbox.broker.install import check_schema, missing
-from outbox.broker.topics import TopicCatalog
+from outbox.broker.database import notify
+from outbox.broker.database.connection import BrokerConnection, BrokerDatabase
+from outbox.broker.log import commit_log, recall, topics
+from outbox.broker.log.topics import TopicCatalog
+from outbox.broker.schema.install import check_schema, missing
+from outbox.broker.transaction import checks, decisions
 from outbox.errors import BrokerError, BrokerUnavailable, SendFailed, UsageError
 from outbox.message import Message, SendReceipt
 from outbox.topic import Topic
@@ -114,7 +116,7 @@ class PostgresBroker:
             return []
         receipts = self._attempt(
             timeout_seconds,
-            lambda connection: log.append_decided(connection, self.database.schema, self.catalog, messages),
+            lambda connection: commit_log.append_decided(connection, self.database.schema, self.catalog, messages),
             what=_described(messages),
         )
         self.notify_decided()
@@ -127,7 +129,7 @@ class PostgresBroker:
             half = replace(half, immunity_seconds=self._check.immunity_seconds)
         return self._attempt(
             timeout_seconds,
-            lambda connection: log.append_half(connection, self.database.schema, self.catalog, half),
+            lambda connection: commit_log.append_half(connection, self.database.schema, self.catalog, half),
             what=_described(half.messages),
         )
 
@@ -187,7 +189,7 @@ class PostgresBroker:
         """Take back a decided message whose delivery time has not come; False when it is too late or unknown."""
         return self._attempt(
             timeout_seconds,
-            lambda connection: scheduling.recall(connection, self.database.schema, message_id),
+            lambda connection: recall.recall(connection, self.database.schema, message_id),
             what=f"the recall of message {message_id}",
         )
 

@@ -12,12 +12,14 @@ from uuid import UUID, uuid4
 
 import psycopg
 
-from outbox.broker import checks, notify, retention, timeouts
-from outbox.broker.database import BrokerDatabase, Connection
-from outbox.broker.install import check_schema
-from outbox.broker.leader import DEFAULT_TERM_SECONDS, LeaderLease
-from outbox.broker.notify import Announcements, Channel
-from outbox.broker.sequencer import Sequencer, TickCounts
+from outbox.broker.database import notify, timeouts
+from outbox.broker.database.connection import BrokerDatabase, Connection
+from outbox.broker.database.notify import Announcements, Channel
+from outbox.broker.maintenance import retention
+from outbox.broker.schema.install import check_schema
+from outbox.broker.sequencer.leader import DEFAULT_TERM_SECONDS, LeaderLease
+from outbox.broker.sequencer.sequencer import Sequencer, TickCounts
+from outbox.broker.transaction import checks
 from outbox.errors import BrokerUnavailable, SchemaError
 from outbox.transaction import CheckSettings
 

@@ -12,7 +12,7 @@ import psycopg
 from django.db import connections
 from psycopg.rows import class_row
 
-from outbox.broker.statement import Statement
+from outbox.broker.database.statement import Statement
 from outbox.contrib.django.conf import get_settings
 
 RECENT: Final = 12

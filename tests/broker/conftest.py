@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from outbox.broker.database import BrokerConnection, BrokerDatabase
+from outbox.broker.database.connection import BrokerConnection, BrokerDatabase
+from outbox.broker.log.topics import declare_topics
 from outbox.broker.postgres import PostgresBroker
-from outbox.broker.topics import declare_topics
 from tests.broker.support import TOPICS
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import psycopg
 
-from outbox.broker.status import broker_status
+from outbox.broker.operations.status import broker_status
 from tests.broker.support import assert_gapless
 from tests.broker.version_0_1 import Processes
 from tests.support import eventually

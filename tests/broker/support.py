@@ -14,9 +14,9 @@ from uuid import UUID, uuid4
 import psycopg
 from psycopg.pq import Trace
 
-from outbox.broker.database import BrokerConnection, BrokerDatabase
+from outbox.broker.database.connection import BrokerConnection, BrokerDatabase
 from outbox.broker.process import ProcessSettings, run_broker
-from outbox.broker.sequencer import Sequencer, TickCounts
+from outbox.broker.sequencer.sequencer import Sequencer, TickCounts
 from outbox.message import Message
 from outbox.topic import MessageType, Topic
 from outbox.transaction import Decision, EndTransaction, HalfTransaction

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from outbox.broker.bell import Bell
+from outbox.broker.consumer.bell import Bell
 
 
 class RungMeanwhile:

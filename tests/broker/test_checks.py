@@ -11,9 +11,10 @@ from uuid import UUID
 
 import pytest
 
-from outbox.broker import checks, half_scan, incidents
-from outbox.broker.database import BrokerConnection, BrokerDatabase
+from outbox.broker.database.connection import BrokerConnection, BrokerDatabase
+from outbox.broker.log import incidents
 from outbox.broker.postgres import PostgresBroker
+from outbox.broker.transaction import checks, half_scan
 from outbox.transaction import Answer, Check, CheckSettings, Decision, EndStatus
 from tests.broker.support import drain, end, half, in_threads, message, new_sequencer, queued_ids
 from tests.support import eventually
@@ -216,13 +217,13 @@ def test_an_alarm_leaves_an_incident(at_once: PostgresBroker, connection: Broker
 def test_the_scan_never_forgets_a_late_commit_and_never_moves_twice(
     broker: PostgresBroker, database: BrokerDatabase, connection: BrokerConnection
 ) -> None:
-    from outbox.broker import log
-    from outbox.broker.topics import TopicCatalog
+    from outbox.broker.log import commit_log
+    from outbox.broker.log.topics import TopicCatalog
 
     late, others = half(), [half() for _ in range(40)]
     with database.connect() as open_elsewhere:
         open_elsewhere.execute("BEGIN")
-        log.append_half(open_elsewhere, "outbox", TopicCatalog(), late)
+        commit_log.append_half(open_elsewhere, "outbox", TopicCatalog(), late)
         for one in others:
             broker.send_half(one)
         moved = 0

@@ -12,10 +12,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from outbox.broker import decisions, incidents, log
-from outbox.broker.database import BrokerConnection, BrokerDatabase
+from outbox.broker.database.connection import BrokerConnection, BrokerDatabase
+from outbox.broker.log import commit_log, incidents
+from outbox.broker.log.topics import TopicCatalog
 from outbox.broker.postgres import PostgresBroker
-from outbox.broker.topics import TopicCatalog
+from outbox.broker.transaction import decisions
 from outbox.errors import InvalidMessage, UsageError
 from outbox.ids import uuid7
 from outbox.transaction import Decision, EndStatus, EndTransaction, HalfTransaction
@@ -155,7 +156,7 @@ def test_concurrent_resends_of_one_call(database: BrokerDatabase, connection: Br
 
     def send() -> list[int | None]:
         with contextlib.closing(database.connect()) as own:
-            return [receipt.position for receipt in log.append_decided(own, "outbox", catalog, batch)]
+            return [receipt.position for receipt in commit_log.append_decided(own, "outbox", catalog, batch)]
 
     results = in_threads([send] * 6)
     assert all(result == results[0] for result in results)
@@ -180,12 +181,12 @@ def test_the_atomic_path_shares_the_fate_of_the_local_transaction(
     kept, lost, inner = message(), message(), message()
     with contextlib.closing(database.connect()) as application:
         with application.transaction():
-            log.append_decided(application, "outbox", catalog, [kept], producer_group="shop")
+            commit_log.append_decided(application, "outbox", catalog, [kept], producer_group="shop")
             with contextlib.suppress(ZeroDivisionError), application.transaction():
-                log.append_decided(application, "outbox", catalog, [inner])
+                commit_log.append_decided(application, "outbox", catalog, [inner])
                 raise ZeroDivisionError
         with contextlib.suppress(ZeroDivisionError), application.transaction():
-            log.append_decided(application, "outbox", catalog, [lost])
+            commit_log.append_decided(application, "outbox", catalog, [lost])
             raise ZeroDivisionError
     drain(new_sequencer(database), connection)
     assert queued_ids(connection) == [kept.message_id]

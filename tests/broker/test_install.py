@@ -9,10 +9,10 @@ from functools import partial
 import psycopg
 import pytest
 
-from outbox.broker.database import BrokerDatabase
-from outbox.broker.install import SCHEMA_VERSION, check_schema, install
+from outbox.broker.database.connection import BrokerDatabase
+from outbox.broker.log.topics import declare_topics
 from outbox.broker.postgres import PostgresBroker
-from outbox.broker.topics import declare_topics
+from outbox.broker.schema.install import SCHEMA_VERSION, check_schema, install
 from outbox.errors import SchemaError
 from tests.broker.support import TOPICS, in_threads, message, new_sequencer
 

@@ -10,12 +10,12 @@ from uuid import UUID
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outbox.broker.database import BrokerConnection, BrokerDatabase
-from outbox.broker.log import append_decided
+from outbox.broker.database.connection import BrokerConnection, BrokerDatabase
+from outbox.broker.log.commit_log import append_decided
+from outbox.broker.log.topics import TopicCatalog
 from outbox.broker.postgres import PostgresBroker
-from outbox.broker.sequencer import HINT_AFTER_SECONDS
-from outbox.broker.sequencer_order import KeyOrder
-from outbox.broker.topics import TopicCatalog
+from outbox.broker.sequencer.key_order import KeyOrder
+from outbox.broker.sequencer.sequencer import HINT_AFTER_SECONDS
 from outbox.ids import uuid7
 from outbox.message import Message
 from outbox.transaction import Answer, Check, CheckSettings, Decision

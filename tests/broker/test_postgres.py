@@ -14,11 +14,12 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from outbox.broker import embedded, log
-from outbox.broker.database import BrokerConnection, BrokerDatabase, identity
-from outbox.broker.install import install
+from outbox.broker import embedded
+from outbox.broker.database.connection import BrokerConnection, BrokerDatabase, identity
+from outbox.broker.log import commit_log
+from outbox.broker.log.topics import TopicCatalog, declare_topics
 from outbox.broker.postgres import PostgresBroker
-from outbox.broker.topics import TopicCatalog, declare_topics
+from outbox.broker.schema.install import install
 from outbox.errors import (
     BrokerUnavailable,
     ConfigurationError,
@@ -62,9 +63,9 @@ def test_unknown_topics_are_created_where_that_is_allowed(
 ) -> None:
     catalog = TopicCatalog(auto_create=True)
     with contextlib.suppress(ZeroDivisionError), connection.transaction():
-        log.append_decided(connection, "outbox", catalog, [message("fresh")])
+        commit_log.append_decided(connection, "outbox", catalog, [message("fresh")])
         raise ZeroDivisionError
-    log.append_decided(connection, "outbox", catalog, [message("fresh")])
+    commit_log.append_decided(connection, "outbox", catalog, [message("fresh")])
     drain(new_sequencer(database), connection)
     assert len(queued_ids(connection, "fresh")) == 1
 
@@ -297,9 +298,9 @@ def test_every_send_is_one_round_trip_and_one_statement(database: BrokerDatabase
             action()
         return recorded.round_trips, recorded.statements
 
-    single = lambda: log.append_decided(connection, "outbox", catalog, [message()])  # noqa: E731
-    bulk = lambda: log.append_decided(connection, "outbox", catalog, [message() for _ in range(500)])  # noqa: E731
-    one_half = lambda: log.append_half(connection, "outbox", catalog, half())  # noqa: E731
+    single = lambda: commit_log.append_decided(connection, "outbox", catalog, [message()])  # noqa: E731
+    bulk = lambda: commit_log.append_decided(connection, "outbox", catalog, [message() for _ in range(500)])  # noqa: E731
+    one_half = lambda: commit_log.append_half(connection, "outbox", catalog, half())  # noqa: E731
     assert [cost(action) for action in (single, bulk, one_half)] == [(1, 1)] * 3
 
 

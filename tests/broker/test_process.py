@@ -14,13 +14,14 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from outbox.broker import embedded, log
-from outbox.broker.database import BrokerConnection, BrokerDatabase
-from outbox.broker.install import install
-from outbox.broker.leader import LeaderLease
-from outbox.broker.notify import Channel, Listener, Notifier
+from outbox.broker import embedded
+from outbox.broker.database.connection import BrokerConnection, BrokerDatabase
+from outbox.broker.database.notify import Channel, Listener, Notifier
+from outbox.broker.log import commit_log
+from outbox.broker.log.topics import TopicCatalog, declare_topics
 from outbox.broker.postgres import PostgresBroker
-from outbox.broker.topics import TopicCatalog, declare_topics
+from outbox.broker.schema.install import install
+from outbox.broker.sequencer.leader import LeaderLease
 from outbox.errors import BrokerUnavailable
 from outbox.ids import uuid7
 from tests.broker.support import TOPICS, assert_gapless, end, half, message, process, queued_ids
@@ -50,7 +51,7 @@ def test_a_lost_notification_is_made_up_for_by_polling(
     with process(deaf):
         eventually(lambda: _leader(connection))
         # Stored without any announcement.
-        [receipt] = log.append_decided(connection, "outbox", TopicCatalog(), [message()])
+        [receipt] = commit_log.append_decided(connection, "outbox", TopicCatalog(), [message()])
         eventually(lambda: queued_ids(connection) == [receipt.message_id], within_seconds=5)
 
 

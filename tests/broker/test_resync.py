@@ -16,11 +16,11 @@ import pytest
 from psycopg.conninfo import make_conninfo
 from psycopg.rows import TupleRow
 
-from outbox.broker import log
-from outbox.broker.database import BrokerConnection, BrokerDatabase
+from outbox.broker.database.connection import BrokerConnection, BrokerDatabase
+from outbox.broker.log import commit_log
+from outbox.broker.log.topics import TopicCatalog
+from outbox.broker.operations.status import broker_status
 from outbox.broker.postgres import PostgresBroker
-from outbox.broker.status import broker_status
-from outbox.broker.topics import TopicCatalog
 from outbox.message import Message
 from tests.broker.support import assert_gapless, drain, end, half, message, new_sequencer, queued_ids
 from tests.broker.writers import Pass, judge
@@ -54,7 +54,7 @@ LATE = {
 def _publish(connection: psycopg.Connection[TupleRow], one: Message, *, savepoint: bool) -> None:
     if savepoint:
         connection.execute("SAVEPOINT inner_block")
-    log.append_decided(connection, "outbox", TopicCatalog(), [one])
+    commit_log.append_decided(connection, "outbox", TopicCatalog(), [one])
     if savepoint:
         connection.execute("RELEASE inner_block")
 

@@ -9,11 +9,12 @@ from datetime import UTC, datetime, timedelta
 import psycopg
 import pytest
 
-from outbox.broker import log, sequencer_sql
-from outbox.broker.database import BrokerConnection, BrokerDatabase
+from outbox.broker.database.connection import BrokerConnection, BrokerDatabase
+from outbox.broker.log import commit_log
+from outbox.broker.log.topics import TopicCatalog, declare_topics
 from outbox.broker.postgres import PostgresBroker
-from outbox.broker.sequencer import FULL_EVERY, TickCounts
-from outbox.broker.topics import TopicCatalog, declare_topics
+from outbox.broker.sequencer import statements
+from outbox.broker.sequencer.sequencer import FULL_EVERY, TickCounts
 from outbox.topic import Topic
 from outbox.transaction import Decision
 from tests.broker.support import (
@@ -187,7 +188,7 @@ def test_a_transaction_held_open_elsewhere_delays_only_itself(
     late = [message(), message()]
     with contextlib.closing(database.open()) as open_elsewhere:
         open_elsewhere.execute("BEGIN")
-        log.append_decided(open_elsewhere, "outbox", catalog, late)
+        commit_log.append_decided(open_elsewhere, "outbox", catalog, late)
         others = []
         for _ in range(10):
             others.append(message())
@@ -329,7 +330,7 @@ def test_the_plan_of_a_tick_reads_only_what_is_new(
     """Also while the tables are small and their statistics are missing, with values the planner does not know."""
     broker.send([message()])
     new_sequencer(database).run_once(connection)
-    text, names = getattr(sequencer_sql, statement).numbered("outbox")
+    text, names = getattr(statements, statement).numbered("outbox")
     for name, type_name in _UNTYPED.items():
         if name in names:
             number = names.index(name) + 1

@@ -8,7 +8,7 @@ import psycopg
 import pytest
 from psycopg.rows import TupleRow
 
-from outbox.broker.database import BrokerDatabase
+from outbox.broker.database.connection import BrokerDatabase
 from tests.broker.support import new_sequencer
 from tests.broker.writers import Pass, judge
 

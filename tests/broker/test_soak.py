@@ -11,9 +11,9 @@ from uuid import UUID
 
 import pytest
 
-from outbox.broker.database import BrokerConnection, BrokerDatabase
+from outbox.broker.database.connection import BrokerConnection, BrokerDatabase
+from outbox.broker.operations.status import broker_status
 from outbox.broker.postgres import PostgresBroker
-from outbox.broker.status import broker_status
 from outbox.checkback import CheckBack
 from outbox.errors import BrokerError
 from outbox.transaction import Answer, Check, Decision

@@ -11,11 +11,11 @@ import pytest
 from psycopg import sql
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
-from outbox.broker import checks
-from outbox.broker.database import BrokerConnection, BrokerDatabase
-from outbox.broker.install import SCHEMA_VERSION, install
+from outbox.broker.database.connection import BrokerConnection, BrokerDatabase
 from outbox.broker.postgres import PostgresBroker
 from outbox.broker.process import ProcessSettings
+from outbox.broker.schema.install import SCHEMA_VERSION, install
+from outbox.broker.transaction import checks
 from outbox.transaction import Answer, CheckSettings, Decision
 from tests.broker.support import GROUP, half, message, new_sequencer, process, queued_ids
 from tests.support import eventually

@@ -12,10 +12,10 @@ from pathlib import Path
 import psycopg
 import pytest
 
-from outbox.broker.database import BrokerDatabase
-from outbox.broker.install import SCHEMA_VERSION, check_schema, install
+from outbox.broker.database.connection import BrokerDatabase
 from outbox.broker.postgres import PostgresBroker
 from outbox.broker.process import run_broker
+from outbox.broker.schema.install import SCHEMA_VERSION, check_schema, install
 from outbox.errors import SchemaError
 from tests.broker import version_0_1
 from tests.broker.promise import count, finish, grows

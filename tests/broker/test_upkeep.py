@@ -8,12 +8,13 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from outbox.broker import checks, retention
-from outbox.broker.database import BrokerConnection, BrokerDatabase
+from outbox.broker.database.connection import BrokerConnection, BrokerDatabase
+from outbox.broker.maintenance import retention
+from outbox.broker.maintenance.retention import RetentionSettings
+from outbox.broker.operations.status import BrokerStatus, broker_status
+from outbox.broker.operations.trace import trace
 from outbox.broker.postgres import PostgresBroker
-from outbox.broker.retention import RetentionSettings
-from outbox.broker.status import BrokerStatus, broker_status
-from outbox.broker.trace import trace
+from outbox.broker.transaction import checks
 from outbox.ids import uuid7
 from outbox.transaction import Answer, CheckSettings, Decision
 from tests.broker.support import assert_gapless, drain, end, half, message, new_sequencer, queued, queued_ids

@@ -6,6 +6,7 @@ It uses only what version 0.1 has. Runs until SIGTERM, then finishes what it hol
 from __future__ import annotations
 
 import contextlib
+import importlib
 import itertools
 import json
 import logging
@@ -13,23 +14,33 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import psycopg
 from psycopg.errors import UniqueViolation
 
-from outbox.broker import log
-from outbox.broker.consumer import ConsumerRuntime
-from outbox.broker.database import BrokerDatabase
-from outbox.broker.install import install
 from outbox.broker.postgres import PostgresBroker
 from outbox.broker.process import ProcessSettings, run_broker
-from outbox.broker.topics import TopicCatalog, declare_topics
 from outbox.checkback import CheckBack
 from outbox.message import Delivery, Message
 from outbox.subscription import Subscription
 from outbox.topic import MessageType, Topic
 from outbox.transaction import Answer, Check, CheckSettings, Decision, EndTransaction, HalfTransaction
 
+
+def either(new: str, old: str) -> Any:
+    """A module by its name of today, or by the name it had in version 0.1."""
+    try:
+        return importlib.import_module(f"outbox.broker.{new}")
+    except ImportError:
+        return importlib.import_module(f"outbox.broker.{old}")
+
+
+commit_log = either("log.commit_log", "log")
+topics = either("log.topics", "topics")
+ConsumerRuntime = either("consumer.runtime", "consumer").ConsumerRuntime
+BrokerDatabase = either("database.connection", "database").BrokerDatabase
+install = either("schema.install", "install").install
 GROUP = "shop"
 TOPIC = Topic(
     name="versions", types=frozenset({MessageType.NORMAL, MessageType.DELAY, MessageType.TRANSACTION}), queue_count=4
@@ -43,18 +54,18 @@ CREATE TABLE IF NOT EXISTS effect (message_id uuid PRIMARY KEY);
 """
 
 
-def setup(database: BrokerDatabase, stop: threading.Event) -> None:
+def setup(database: Any, stop: threading.Event) -> None:
     """Install the tables of this version, and the application's."""
     with psycopg.connect(database.conninfo, autocommit=True) as connection:
         install(connection, database.schema)
-        declare_topics(connection, database.schema, [TOPIC])
+        topics.declare_topics(connection, database.schema, [TOPIC])
         connection.execute(TABLES)
 
 
-def produce(database: BrokerDatabase, stop: threading.Event) -> None:
+def produce(database: Any, stop: threading.Event) -> None:
     """Publish on both paths in turn; every fifth transaction rolls back, every third end message is lost."""
     broker = PostgresBroker(database, check=CHECKS)
-    catalog = TopicCatalog(database.schema)
+    catalog = topics.TopicCatalog(database.schema)
     with psycopg.connect(database.conninfo) as connection:
         for number in itertools.count():
             if stop.wait(0.005):
@@ -72,12 +83,12 @@ def produce(database: BrokerDatabase, stop: threading.Event) -> None:
 def _publish_atomic(
     connection: psycopg.Connection[tuple[object, ...]],
     schema: str,
-    catalog: TopicCatalog,
+    catalog: Any,
     message: Message,
     *,
     commit: bool,
 ) -> None:
-    log.append_decided(connection, schema, catalog, [message])
+    commit_log.append_decided(connection, schema, catalog, [message])
     connection.execute("INSERT INTO business VALUES (%s, 'atomic')", [message.message_id])
     connection.commit() if commit else connection.rollback()
 
@@ -122,7 +133,7 @@ def _decide(connection: psycopg.Connection[tuple[object, ...]], check: Check) ->
     return Decision.COMMIT if row[0] == "C" else Decision.ROLLBACK
 
 
-def check(database: BrokerDatabase, stop: threading.Event) -> None:
+def check(database: Any, stop: threading.Event) -> None:
     """Answer for the group."""
     broker = PostgresBroker(database, check=CHECKS)
     while not stop.wait(0.2):
@@ -130,7 +141,7 @@ def check(database: BrokerDatabase, stop: threading.Event) -> None:
     broker.close()
 
 
-def consume(database: BrokerDatabase, stop: threading.Event) -> None:
+def consume(database: Any, stop: threading.Event) -> None:
     """Store one effect per message, once."""
 
     def handle(delivery: Delivery) -> None:
@@ -141,12 +152,12 @@ def consume(database: BrokerDatabase, stop: threading.Event) -> None:
     ConsumerRuntime(database, [(subscription, handle)], lease_seconds=3.0).run(stop)
 
 
-def sequence(database: BrokerDatabase, stop: threading.Event) -> None:
+def sequence(database: Any, stop: threading.Event) -> None:
     """Be a broker process."""
     run_broker(database, stop, settings=ProcessSettings(maintenance_seconds=0.5, check=CHECKS))
 
 
-ROLES: dict[str, Callable[[BrokerDatabase, threading.Event], None]] = {
+ROLES: dict[str, Callable[[Any, threading.Event], None]] = {
     "setup": setup,
     "produce": produce,
     "check": check,

@@ -14,9 +14,9 @@ from uuid import UUID
 import psycopg
 from psycopg.rows import TupleRow
 
-from outbox.broker import log
-from outbox.broker.database import BrokerDatabase
-from outbox.broker.topics import TopicCatalog
+from outbox.broker.database.connection import BrokerDatabase
+from outbox.broker.log import commit_log
+from outbox.broker.log.topics import TopicCatalog
 from outbox.message import Message
 from tests.broker.support import in_threads, message, queued
 
@@ -114,7 +114,7 @@ def _write(database: BrokerDatabase, rng: random.Random, transactions: int) -> s
 
 def _append(connection: psycopg.Connection[TupleRow], catalog: TopicCatalog, rng: random.Random) -> list[Message]:
     messages = [message(key=rng.choice(("", "a", "b", "c"))) for _ in range(rng.randint(1, 3))]
-    log.append_decided(connection, "outbox", catalog, messages)
+    commit_log.append_decided(connection, "outbox", catalog, messages)
     return messages
 
 
@@ -124,7 +124,7 @@ def _hold_open(database: BrokerDatabase, work: Callable[[], object], committed: 
     with contextlib.closing(database.connect()) as held, contextlib.closing(database.connect()) as observer:
         held.execute("BEGIN")
         mine = [message()]
-        log.append_decided(held, "outbox", TopicCatalog(database.schema), mine)
+        commit_log.append_decided(held, "outbox", TopicCatalog(database.schema), mine)
         work()
         stalled = True
         # A right sequencer needs moments, on however busy a machine; a stalled one would need the transaction's end.

@@ -10,7 +10,7 @@ from typing import Any
 from celery import Celery
 
 from outbox.broker.celery import beat, bootstep
-from outbox.broker.database import BrokerDatabase
+from outbox.broker.database.connection import BrokerDatabase
 from outbox.broker.postgres import PostgresBroker
 from outbox.broker.supervisor import ChildSpec
 from outbox.checkback import CheckBack

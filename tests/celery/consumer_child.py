@@ -10,8 +10,8 @@ import time
 
 import psycopg
 
-from outbox.broker.consumer import ConsumerRuntime
-from outbox.broker.database import BrokerDatabase
+from outbox.broker.consumer.runtime import ConsumerRuntime
+from outbox.broker.database.connection import BrokerDatabase
 from outbox.broker.supervisor import stop_with_parent
 from outbox.message import Delivery
 from outbox.retry import RetryPolicy

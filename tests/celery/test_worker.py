@@ -15,7 +15,7 @@ from uuid import UUID
 import psycopg
 import pytest
 
-from outbox.broker.database import BrokerDatabase
+from outbox.broker.database.connection import BrokerDatabase
 from outbox.broker.postgres import PostgresBroker
 from outbox.message import Message
 from outbox.topic import Topic

@@ -15,13 +15,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from outbox.broker import groups
-from outbox.broker.consumer import ConsumeCounts, ConsumerRuntime
-from outbox.broker.database import BrokerDatabase
-from outbox.broker.notify import Channel, notify
+from outbox.broker.consumer.runtime import ConsumeCounts, ConsumerRuntime
+from outbox.broker.database.connection import BrokerDatabase
+from outbox.broker.database.notify import Channel, notify
+from outbox.broker.groups import registration
 from outbox.broker.postgres import PostgresBroker
 from outbox.broker.process import run_broker
-from outbox.broker.sequencer import Sequencer
+from outbox.broker.sequencer.sequencer import Sequencer
 from outbox.message import Message
 from outbox.ports import AnyHandler
 from outbox.retry import RetryPolicy
@@ -188,7 +188,7 @@ class ConsumptionBench:
         eventually(lambda: self.shares() == list(shares), what=f"shares {shares}")
 
     def lag(self, group: str) -> int:
-        return sum(queue.lag for queue in groups.list_queues(self.connection, "outbox", group))
+        return sum(queue.lag for queue in registration.list_queues(self.connection, "outbox", group))
 
     def retrying(self) -> int:
         return int(self.rows("SELECT count(*) FROM outbox.scheduled")[0][0])

@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from outbox.broker.consumer import ConsumerRuntime
-from outbox.broker.database import BrokerDatabase
-from outbox.broker.dispatch_loop import Dispatcher
-from outbox.broker.dispatch_queue import HeldQueue, Phase
+from outbox.broker.consumer.runtime import ConsumerRuntime
+from outbox.broker.database.connection import BrokerDatabase
+from outbox.broker.dispatch.dispatcher import Dispatcher
+from outbox.broker.dispatch.owned_queue import HeldQueue, Phase
 from outbox.message import Delivery
 from outbox.retry import RetryPolicy
 from outbox.subscription import Mode, Subscription

@@ -12,7 +12,7 @@ import sys
 
 import psycopg
 
-from outbox.broker.database import BrokerDatabase
+from outbox.broker.database.connection import BrokerDatabase
 from outbox.broker.postgres import PostgresBroker
 from outbox.message import Message
 from outbox.transaction import CheckSettings, Decision, EndTransaction, HalfTransaction

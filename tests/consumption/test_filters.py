@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from psycopg import sql
 from psycopg.types.json import Jsonb
 
-from outbox.broker.fetch_filter import FilterSql
+from outbox.broker.dispatch.filter_sql import FilterSql
 from outbox.errors import InvalidFilter
-from outbox.filter import parse_filter
+from outbox.filters.filter import parse_filter
 
 
 @pytest.mark.parametrize(

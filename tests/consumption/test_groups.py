@@ -9,15 +9,16 @@ from typing import Any
 
 import pytest
 
-from outbox.broker import group_reset, groups
-from outbox.broker.dispatch_queue import HeldQueue
-from outbox.broker.dispatch_station import ConsumingGroup
-from outbox.broker.fetch import Fetcher
-from outbox.broker.leases import Lease
-from outbox.broker.notify import Channel, notify
-from outbox.broker.offsets import Position
+from outbox.broker.database.notify import Channel, notify
+from outbox.broker.dispatch.fetch import Fetcher
+from outbox.broker.dispatch.owned_queue import HeldQueue
+from outbox.broker.dispatch.station import ConsumingGroup
+from outbox.broker.groups import registration
+from outbox.broker.groups.leases import Lease
+from outbox.broker.groups.offsets import Position
+from outbox.broker.operations import reset
 from outbox.errors import InvalidFilter, InvalidSubscription, UnknownGroup, UnknownTopic, UsageError
-from outbox.filter import parse_filter
+from outbox.filters.filter import parse_filter
 from outbox.message import Delivery, Message
 from outbox.retry import RetryPolicy
 from outbox.subscription import Mode, Start, Subscription
@@ -62,19 +63,19 @@ def orders(bench: ConsumptionBench) -> ConsumptionBench:
 
 
 def test_register_is_idempotent(orders: ConsumptionBench) -> None:
-    first = groups.register(orders.connection, "outbox", subscribe())
-    assert groups.register(orders.connection, "outbox", subscribe()) == first
+    first = registration.register(orders.connection, "outbox", subscribe())
+    assert registration.register(orders.connection, "outbox", subscribe()) == first
     assert orders.rows("SELECT name, queue_count FROM outbox.topic WHERE retry_of = %s", first.group_id) == [
         ("%RETRY%g", 1)
     ]
 
 
 def test_register_by_many_at_once(orders: ConsumptionBench) -> None:
-    found: list[groups.Registration] = []
+    found: list[registration.Registration] = []
 
     def register() -> None:
         with orders.database.connect() as connection:
-            found.append(groups.register(connection, "outbox", subscribe()))
+            found.append(registration.register(connection, "outbox", subscribe()))
 
     threads = [threading.Thread(target=register) for _ in range(6)]
     for thread in threads:
@@ -173,7 +174,7 @@ def test_pause_and_resume(orders: ConsumptionBench) -> None:
     with orders.sequencing(), orders.running((subscribe(), seen)):
         orders.broker.send(messages(0, 5))
         eventually(lambda: len(seen.ns) == 5)
-        groups.pause(orders.connection, "outbox", "g")
+        registration.pause(orders.connection, "outbox", "g")
         eventually(lambda: orders.rows("SELECT paused FROM outbox.consumer_group") == [(True,)])
         settled = threading.Event()
         # Pausing is seen within a look of the keeper; then nothing starts any more.
@@ -182,15 +183,15 @@ def test_pause_and_resume(orders: ConsumptionBench) -> None:
         eventually(lambda: orders.lag("g") == 5)
         settled.wait(0.3)
         assert len(seen.ns) == 5
-        groups.resume(orders.connection, "outbox", "g")
+        registration.resume(orders.connection, "outbox", "g")
         eventually(lambda: len(seen.ns) == 10)
 
 
 def test_unknown_group_is_named(orders: ConsumptionBench) -> None:
     operations: list[Callable[[], object]] = [
-        lambda: groups.pause(orders.connection, "outbox", "nobody"),
-        lambda: groups.resume(orders.connection, "outbox", "nobody"),
-        lambda: group_reset.reset(orders.connection, "outbox", "nobody", "orders", Start.FIRST),
+        lambda: registration.pause(orders.connection, "outbox", "nobody"),
+        lambda: registration.resume(orders.connection, "outbox", "nobody"),
+        lambda: reset.reset(orders.connection, "outbox", "nobody", "orders", Start.FIRST),
     ]
     for operation in operations:
         with pytest.raises(UnknownGroup, match="'nobody'"):
@@ -206,7 +207,7 @@ def test_offset_reset_by_time_offset_and_end(orders: ConsumptionBench) -> None:
     orders.publish(messages(10, 20, topic="single"))
 
     def after_reset(target: Start | datetime | int) -> list[int]:
-        group_reset.reset(orders.connection, "outbox", "g", "single", target)
+        reset.reset(orders.connection, "outbox", "g", "single", target)
         runtime.run_once()
         return seen.take()
 
@@ -216,11 +217,11 @@ def test_offset_reset_by_time_offset_and_end(orders: ConsumptionBench) -> None:
     assert after_reset(between) == list(range(10, 20))
     assert after_reset(17) == [17, 18, 19]
     assert after_reset(9_999) == []
-    group_reset.reset(orders.connection, "outbox", "g", "single", 0)
+    reset.reset(orders.connection, "outbox", "g", "single", 0)
     assert after_reset(Start.LAST) == []
     orders.assert_conserved("g")
     with pytest.raises(UsageError, match="does not consume"):
-        group_reset.reset(orders.connection, "outbox", "g", "orders", 0)
+        reset.reset(orders.connection, "outbox", "g", "orders", 0)
 
 
 def test_reset_dry_run_says_what_would_move(orders: ConsumptionBench) -> None:
@@ -228,11 +229,11 @@ def test_reset_dry_run_says_what_would_move(orders: ConsumptionBench) -> None:
     runtime = orders.runtime((subscribe(), seen))
     orders.publish(messages(0, 40))
     runtime.run_once()
-    before = groups.list_queues(orders.connection, "outbox", "g")
-    planned = group_reset.reset(orders.connection, "outbox", "g", "orders", Start.FIRST, dry_run=True)
-    assert groups.list_queues(orders.connection, "outbox", "g") == before
+    before = registration.list_queues(orders.connection, "outbox", "g")
+    planned = reset.reset(orders.connection, "outbox", "g", "orders", Start.FIRST, dry_run=True)
+    assert registration.list_queues(orders.connection, "outbox", "g") == before
     assert sum(move.from_offset - move.to_offset for move in planned) == 40
-    done = group_reset.reset(orders.connection, "outbox", "g", "orders", Start.FIRST)
+    done = reset.reset(orders.connection, "outbox", "g", "orders", Start.FIRST)
     assert done == planned
     assert orders.lag("g") == 40
 
@@ -242,7 +243,7 @@ def test_reset_while_it_runs_fences_the_owner(orders: ConsumptionBench) -> None:
     with orders.running((subscribe(), seen)):
         orders.publish(messages(0, 30))
         eventually(lambda: len(seen.ns) == 30 and orders.lag("g") == 0)
-        group_reset.reset(orders.connection, "outbox", "g", "orders", Start.FIRST)
+        reset.reset(orders.connection, "outbox", "g", "orders", Start.FIRST)
         eventually(lambda: len(seen.ns) == 60)
         eventually(lambda: orders.lag("g") == 0)
     orders.assert_conserved("g")
@@ -254,10 +255,10 @@ def test_reprocess_raises_the_generation_of_the_inbox(orders: ConsumptionBench) 
     runtime = orders.runtime((subscribe(), seen), invoker=invoker)
     orders.publish(messages(0, 5))
     runtime.run_once()
-    group_reset.reset(orders.connection, "outbox", "g", "orders", Start.FIRST)
+    reset.reset(orders.connection, "outbox", "g", "orders", Start.FIRST)
     assert runtime.run_once().skipped == 5
     assert seen.take() == list(range(5))
-    group_reset.reset(orders.connection, "outbox", "g", "orders", Start.FIRST, reprocess=True)
+    reset.reset(orders.connection, "outbox", "g", "orders", Start.FIRST, reprocess=True)
     assert runtime.run_once().handled == 5
     assert seen.take() == list(range(5))
     invoker.close()
@@ -378,7 +379,7 @@ def test_wake_up_is_by_announcement_not_by_polling(orders: ConsumptionBench) -> 
 
 
 def test_without_listen_everything_works_by_polling(orders: ConsumptionBench) -> None:
-    from outbox.broker.database import BrokerDatabase
+    from outbox.broker.database.connection import BrokerDatabase
 
     orders.database = BrokerDatabase(conninfo=orders.url, listen_conninfo="")
     seen = Seen()

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from outbox.broker import dead_letters, groups
-from outbox.broker.dispatch_key_ordered import KeyOrderedLane
-from outbox.broker.dispatch_queue import HeldQueue
+from outbox.broker.dispatch.lanes.key_ordered import KeyOrderedLane
+from outbox.broker.dispatch.owned_queue import HeldQueue
+from outbox.broker.groups import registration
+from outbox.broker.operations import dead_letters
 from outbox.errors import PermanentError, RetryLater
 from outbox.message import Delivery, Message
 from outbox.retry import RetryPolicy
@@ -150,7 +151,7 @@ def test_failing_message_holds_up_its_queue_in_orderly_mode(steps: ConsumptionBe
     steps.publish([Message(topic="single", key=f"k{n}", body=b"{}") for n in range(4)])
     with steps.running((subscribe(topic="single"), handle)):
         (queue,) = eventually(
-            lambda: [q for q in groups.list_queues(steps.connection, "outbox", "g") if q.blocked_by is not None]
+            lambda: [q for q in registration.list_queues(steps.connection, "outbox", "g") if q.blocked_by is not None]
         )
         # A blocked queue is named: queue, message, error, since when.
         assert (queue.topic, queue.number, queue.lag) == ("single", 0, 3)
@@ -206,7 +207,7 @@ def test_a_poisoned_key_keeps_no_bodies_in_memory(steps: ConsumptionBench, monke
             queues: set[HeldQueue] = {item.queue for line in self._lines.values() for item in line.items}
             most.append(max((queue.buffered for queue in queues), default=0))
 
-    monkeypatch.setattr("outbox.broker.dispatch_station.KeyOrderedLane", Watching)
+    monkeypatch.setattr("outbox.broker.dispatch.station.KeyOrderedLane", Watching)
     with steps.running((subscribe(Mode.KEY_ORDERED, topic="single", suspend_seconds=0.2), harness)):
         eventually(lambda: len(harness.handled["good"]) == 100)
         assert max(most) < 400

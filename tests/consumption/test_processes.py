@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from outbox.broker.leases import lease_clock
+from outbox.broker.groups.leases import lease_clock
 from tests.consumption.bench import FIFO, ConsumptionBench, assert_each_once_in_order, keyed
 from tests.support import eventually
 

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outbox.broker import leases, offsets, rebalance
-from outbox.broker.leases import Lease
-from outbox.broker.membership import Member, QueueState
-from outbox.broker.offsets import OffsetRow, Position
+from outbox.broker.groups import leases, offsets, rebalance
+from outbox.broker.groups.leases import Lease
+from outbox.broker.groups.members import Member, QueueState
+from outbox.broker.groups.offsets import OffsetRow, Position
 from outbox.errors import ConfigurationError
 from tests.consumption.bench import ConsumptionBench
 from tests.support import eventually

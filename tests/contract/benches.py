@@ -8,13 +8,13 @@ from typing import Protocol
 
 import psycopg
 
-from outbox.broker.consumer import ConsumerRuntime
-from outbox.broker.database import BrokerDatabase
-from outbox.broker.log import append_decided
+from outbox.broker.consumer.runtime import ConsumerRuntime
+from outbox.broker.database.connection import BrokerDatabase
+from outbox.broker.log.commit_log import append_decided
+from outbox.broker.log.topics import TopicCatalog
 from outbox.broker.postgres import PostgresBroker
-from outbox.broker.sequencer import Sequencer
-from outbox.broker.topics import TopicCatalog
-from outbox.memory import InMemoryBroker
+from outbox.broker.sequencer.sequencer import Sequencer
+from outbox.memory.broker import InMemoryBroker
 from outbox.message import Message
 from outbox.ports import AnyHandler, Broker
 from outbox.subscription import Subscription

@@ -16,7 +16,7 @@ from django.core.management.base import CommandError
 from django.db import connections, transaction
 
 from outbox import Delivery
-from outbox.broker.sequencer import Sequencer
+from outbox.broker.sequencer.sequencer import Sequencer
 from outbox.contrib.django import publish, subscriber
 from outbox.contrib.django.broker import broker_database, flusher
 from outbox.contrib.django.management import commands

@@ -12,7 +12,7 @@ from uuid import uuid4
 import pytest
 
 from outbox import faults
-from outbox.broker.sequencer import Sequencer
+from outbox.broker.sequencer.sequencer import Sequencer
 from outbox.contrib.django import run_check_back
 from outbox.contrib.django.broker import broker_database
 from outbox.contrib.django.conf import get_settings

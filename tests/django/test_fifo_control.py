@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from django.db import connections, transaction
 
-from outbox.broker.sequencer import Sequencer
+from outbox.broker.sequencer.sequencer import Sequencer
 from outbox.contrib.django import publish
 from outbox.contrib.django.broker import broker_connection, broker_database, flusher
 from tests.django.configured import OUTBOX

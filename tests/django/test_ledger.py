@@ -14,13 +14,13 @@ from django.db import connections, transaction
 from django.db.utils import IntegrityError
 
 from outbox import Check, Decision, faults
-from outbox.broker.checks import find_undecided, scan
+from outbox.broker.transaction.checks import find_undecided, scan
 from outbox.contrib.django import ledger, message, publish, publish_messages, run_check_back
 from outbox.contrib.django.broker import broker_connection, check_settings, flusher
-from outbox.contrib.django.checkback import prune_ledgers
-from outbox.contrib.django.checker import LedgerChecker, answer_by_ledger, open_connection
 from outbox.contrib.django.conf import get_settings
+from outbox.contrib.django.ledger_checker import LedgerChecker, answer_by_ledger, open_connection
 from outbox.contrib.django.models import LedgerEntry, LedgerIdentity
+from outbox.contrib.django.periodic import prune_ledgers
 from outbox.ids import uuid7
 from tests.django.shop.models import Order
 from tests.django.state import decisions, incidents, rolled_back

@@ -18,7 +18,7 @@ from django.db import connections, transaction
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from outbox.broker import embedded
-from outbox.broker.database import identity
+from outbox.broker.database.connection import identity
 from outbox.contrib.django import broker as broker_access
 from outbox.contrib.django import message, publish, publish_many, publish_messages
 from outbox.contrib.django.conf import get_settings

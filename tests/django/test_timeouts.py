@@ -10,7 +10,7 @@ from django.db import connections, transaction
 
 from outbox import Decision
 from outbox.contrib.django import ledger
-from outbox.contrib.django.checker import open_connection
+from outbox.contrib.django.ledger_checker import open_connection
 from outbox.ids import uuid7
 from tests.django.test_barrier import answers, check, row
 

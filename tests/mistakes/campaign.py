@@ -13,9 +13,9 @@ import psycopg
 from django.db import connections
 
 from outbox import Delivery, Subscription
-from outbox.broker.consumer import ConsumeCounts, ConsumerRuntime
-from outbox.broker.database import BrokerDatabase
-from outbox.broker.sequencer import Sequencer
+from outbox.broker.consumer.runtime import ConsumeCounts, ConsumerRuntime
+from outbox.broker.database.connection import BrokerDatabase
+from outbox.broker.sequencer.sequencer import Sequencer
 from outbox.contrib.django import run_check_back
 from outbox.contrib.django.broker import alias_conninfo, flusher, get_codecs
 from outbox.contrib.django.conf import get_settings

@@ -17,11 +17,11 @@ class OutboxConfig(AppConfig):
 
     def ready(self) -> None:
         """Wire what has to be there before the first request; nothing here touches a database."""
-        from outbox.contrib.django import in_tests, system_checks
+        from outbox.contrib.django import checks, in_tests
         from outbox.contrib.django.blocks import watch_connection
         from outbox.contrib.django.installation import after_migrate
 
         in_tests.remember_configured_names()
-        system_checks.register_all()
+        checks.register_all()
         connection_created.connect(watch_connection, dispatch_uid="outbox.watch_connection")
         post_migrate.connect(after_migrate, sender=self, dispatch_uid="outbox.after_migrate")

@@ -12,17 +12,17 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from django.utils.connection import ConnectionDoesNotExist
 from psycopg.conninfo import make_conninfo
 
-from outbox.broker.database import BrokerDatabase, Connection
-from outbox.broker.install import check_schema
-from outbox.broker.place import Place
+from outbox.broker.database.connection import BrokerDatabase, Connection
+from outbox.broker.database.place import Place
+from outbox.broker.log.topics import TopicCatalog
 from outbox.broker.postgres import PostgresBroker
-from outbox.broker.topics import TopicCatalog
+from outbox.broker.schema.install import check_schema
 from outbox.codec import Codec, Codecs
 from outbox.contrib.django.conf import OutboxSettings, get_settings, imported
 from outbox.contrib.django.flusher import Flusher
 from outbox.contrib.django.in_tests import refuse_in_tests, running_tests, without_idle_sessions
 from outbox.errors import ConfigurationError
-from outbox.memory import InMemoryBroker
+from outbox.memory.broker import InMemoryBroker
 from outbox.safe_text import mask_passwords
 from outbox.transaction import CheckSettings
 

@@ -33,7 +33,7 @@ def _children() -> Sequence[ChildSpec]:
 
 
 def _add_passes(sender: Any, **_: Any) -> None:
-    from outbox.contrib.django.checkback import passes
+    from outbox.contrib.django.periodic import passes
 
     beat.install(
         sender,

@@ -41,7 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def run_role(role: str, stop: threading.Event, *, groups: list[str]) -> None:
     """Run one role of a worker in this process until `stop`."""
-    from outbox.broker.consumer import tune_garbage_collector
+    from outbox.broker.consumer.runtime import tune_garbage_collector
     from outbox.contrib.django.workers import run_broker_role, run_consumer_role
 
     logger.info("%s starts", role)

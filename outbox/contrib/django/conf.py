@@ -22,8 +22,8 @@ from django.db import DEFAULT_DB_ALIAS
 from django.utils.module_loading import import_string
 
 from outbox import names
-from outbox.broker.conninfo import read_conninfo
-from outbox.broker.statement import check_schema_name
+from outbox.broker.database.conninfo import read_conninfo
+from outbox.broker.database.statement import check_schema_name
 from outbox.errors import ConfigurationError, InvalidName
 from outbox.safe_text import mask_passwords
 from outbox.topic import DEFAULT_QUEUE_COUNT, DEFAULT_RETENTION_SECONDS, MessageType, Topic

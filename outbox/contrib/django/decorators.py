@@ -14,6 +14,7 @@ from django.db import connections, router, transaction
 
 from outbox import names
 from outbox.contrib.django.blocks import watch_of
+from outbox.contrib.django.check_functions import Lookup, register_lookup
 from outbox.contrib.django.elsewhere import writes_stay_on
 from outbox.contrib.django.ends import (
     Published,
@@ -22,7 +23,6 @@ from outbox.contrib.django.ends import (
     report_rollback,
     require_marked,
 )
-from outbox.contrib.django.lookups import Lookup, register_lookup
 from outbox.contrib.django.messages import due, message
 from outbox.contrib.django.publishing import publish_bound
 from outbox.errors import ConfigurationError

@@ -6,10 +6,10 @@ import uuid
 from contextlib import closing
 from dataclasses import dataclass
 
-from outbox.broker.consumer import ConsumeCounts
-from outbox.broker.sequencer import Sequencer
+from outbox.broker.consumer.runtime import ConsumeCounts
+from outbox.broker.sequencer.sequencer import Sequencer
 from outbox.contrib.django.broker import broker_database, flusher
-from outbox.contrib.django.checkback import run_check_back
+from outbox.contrib.django.periodic import run_check_back
 from outbox.contrib.django.workers import consumer_runtime
 
 

@@ -18,14 +18,14 @@ from django.db import InternalError, connections, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
 from psycopg import Error as DriverError
 
-from outbox.broker.decisions import standing_decisions
+from outbox.broker.transaction.decisions import standing_decisions
 from outbox.contrib.django import ledger
 from outbox.contrib.django.blocks import Halves, in_pipeline, require_whole, sync_pipeline, watch_of
 from outbox.contrib.django.broker import flusher, get_broker
 from outbox.contrib.django.conf import get_settings
 from outbox.errors import TransactionUsageError
 from outbox.faults import point
-from outbox.memory import InMemoryBroker
+from outbox.memory.broker import InMemoryBroker
 from outbox.message import SendReceipt
 from outbox.transaction import Decision, EndTransaction, HalfTransaction
 

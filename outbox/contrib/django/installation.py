@@ -10,8 +10,8 @@ from django.apps.registry import apps as global_apps
 from django.core.management import CommandError
 from django.db import router
 
-from outbox.broker.install import install
-from outbox.broker.topics import declare_topics
+from outbox.broker.log.topics import declare_topics
+from outbox.broker.schema.install import install
 from outbox.contrib.django.broker import broker_database, reset_broker
 from outbox.contrib.django.conf import OutboxSettings, get_settings
 from outbox.errors import OutboxError

@@ -15,8 +15,8 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.utils import DatabaseError, IntegrityError, OperationalError, ProgrammingError
 
 from outbox.contrib.django import ledger
-from outbox.contrib.django.checker import open_connection
 from outbox.contrib.django.conf import get_settings
+from outbox.contrib.django.ledger_checker import open_connection
 from outbox.contrib.django.transactions import is_missing_table
 from outbox.errors import ConfigurationError, TransactionAlreadyRolledBack
 from outbox.message import Message

@@ -8,15 +8,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 from uuid import UUID
 
-from outbox.broker.checks import find_undecided
-from outbox.broker.database import Connection
-from outbox.broker.dead_letters import replay
-from outbox.broker.groups import QueueStatus, group_id_of, list_queues
+from outbox.broker.database.connection import Connection
+from outbox.broker.groups.registration import QueueStatus, group_id_of, list_queues
+from outbox.broker.log.topics import list_topics
+from outbox.broker.operations.dead_letters import replay
+from outbox.broker.operations.status import BrokerStatus, broker_status
 from outbox.broker.postgres import PostgresBroker
-from outbox.broker.status import BrokerStatus, broker_status
-from outbox.broker.topics import list_topics
+from outbox.broker.transaction.checks import find_undecided
 from outbox.contrib.django.broker import broker_connection, get_broker
-from outbox.contrib.django.checker import LedgerChecker
+from outbox.contrib.django.ledger_checker import LedgerChecker
 from outbox.errors import UnknownTopic, UsageError
 from outbox.topic import Topic
 from outbox.transaction import DecidedBy, Decision, EndStatus, EndTransaction

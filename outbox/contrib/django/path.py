@@ -1,6 +1,6 @@
 """Which path a publish call takes: proven once per alias and process, and looked after with every message.
 
-The proof is live (outbox.broker.place): a lock taken on the broker's way is seen through the application's
+The proof is live (outbox.broker.database.place): a lock taken on the broker's way is seen through the application's
 connection. What it found stays for the life of the process, so that a failover never changes the path silently.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.utils import DatabaseError, InterfaceError
 
-from outbox.broker.place import Place, find_mark, marked
+from outbox.broker.database.place import Place, find_mark, marked
 from outbox.contrib.django.broker import broker_database, place_named_by, remembered_paths
 from outbox.contrib.django.conf import OutboxSettings, PathChoice
 from outbox.contrib.django.in_tests import refuse_in_tests

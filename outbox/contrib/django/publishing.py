@@ -19,9 +19,9 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from django.utils.asyncio import async_unsafe
 from psycopg.errors import InvalidSchemaName, UndefinedTable
 
-from outbox.broker.install import missing
-from outbox.broker.log import append_placed
+from outbox.broker.log.commit_log import append_placed
 from outbox.broker.postgres import PostgresBroker
+from outbox.broker.schema.install import missing
 from outbox.contrib.django import ledger_entry
 from outbox.contrib.django.blocks import require_whole
 from outbox.contrib.django.broker import get_broker, get_catalog
@@ -33,7 +33,7 @@ from outbox.contrib.django.path import confirm, takes_atomic_path
 from outbox.contrib.django.transactions import current_transaction, failing_takes_the_block_along, in_test_case
 from outbox.errors import ConfigurationError, TransactionUsageError, UsageError
 from outbox.faults import point
-from outbox.memory import InMemoryBroker
+from outbox.memory.broker import InMemoryBroker
 from outbox.message import Message, SendReceipt
 from outbox.topic import Topic
 from outbox.transaction import HalfTransaction

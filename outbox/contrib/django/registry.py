@@ -15,7 +15,7 @@ from django.apps import apps
 from django.utils.module_loading import module_has_submodule
 
 from outbox.errors import ConfigurationError, InvalidName, InvalidSubscription
-from outbox.filter import parse_filter
+from outbox.filters.filter import parse_filter
 from outbox.ports import AnyHandler
 from outbox.retry import RetryPolicy
 from outbox.subscription import Mode, OnError, Start, Subscription

@@ -24,11 +24,11 @@ from django.test.utils import override_settings
 
 from outbox.contrib.django import ledger
 from outbox.contrib.django.broker import get_broker, reset_broker
-from outbox.contrib.django.checker import ledger_aliases
 from outbox.contrib.django.conf import get_settings
+from outbox.contrib.django.ledger_checker import ledger_aliases
 from outbox.contrib.django.registry import autodiscover, subscriptions
 from outbox.contrib.django.transactions import in_transaction
-from outbox.memory import InMemoryBroker
+from outbox.memory.broker import InMemoryBroker
 from outbox.message import Message
 from outbox.ports import AnyHandler
 from outbox.transaction import Decision, EndTransaction

@@ -9,14 +9,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
-from outbox.broker.consumer import ConsumerRuntime
+from outbox.broker.consumer.runtime import ConsumerRuntime
 from outbox.broker.process import ProcessSettings, run_broker
 from outbox.broker.supervisor import ChildSpec, Supervisor
 from outbox.contrib.django.broker import broker_database, check_settings, get_codecs
-from outbox.contrib.django.checkback import Pass, passes
 from outbox.contrib.django.conf import get_settings
 from outbox.contrib.django.in_tests import refuse_processes_in_tests
 from outbox.contrib.django.inbox import InboxInvoker, require_inboxes
+from outbox.contrib.django.periodic import Pass, passes
 from outbox.contrib.django.registry import autodiscover, subscriptions
 from outbox.errors import ConfigurationError, OutboxError
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from django.core.management.base import CommandParser
 
-from outbox.broker.group_reset import reset
-from outbox.broker.groups import group_id_of, list_queues, pause, resume
+from outbox.broker.groups.registration import group_id_of, list_queues, pause, resume
+from outbox.broker.operations.reset import reset
 from outbox.contrib.django.broker import broker_connection
 from outbox.contrib.django.management.output import OutboxCommand, first_line
 from outbox.contrib.django.operations import group_lags

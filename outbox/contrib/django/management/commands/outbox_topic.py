@@ -7,7 +7,7 @@ from typing import Any
 
 from django.core.management.base import CommandParser
 
-from outbox.broker.topics import list_topics
+from outbox.broker.log.topics import list_topics
 from outbox.contrib.django.broker import broker_connection
 from outbox.contrib.django.management.output import OutboxCommand
 from outbox.contrib.django.operations import alter_topic, create_topic

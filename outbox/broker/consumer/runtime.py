@@ -1,0 +1,167 @@
+"""Consuming: one runtime per process, any number of subscriptions and groups.
+
+    handler threads  <->  dispatching thread (`run`)  <->  keeper (leases)
+                               fetches, stores offsets        heartbeats, rebalances
+
+Delivery is at least once: what a killed process had handled but not stored (at most 50 ms of it, and per queue what
+lies beyond its lowest unfinished message) is delivered again. The inbox of an `Invoker` makes effects happen once.
+A handler that runs past its timeout cannot be stopped: its attempt counts as failed and is sent back, its thread is
+replaced, its late result is ignored, and `outbox.fence.check` lets the invoker roll its effects back.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import psycopg
+
+from outbox.broker.consumer.session import ConsumerSession, ringing
+from outbox.broker.database.connection import BrokerDatabase, Connection
+from outbox.broker.database.notify import backoff_seconds
+from outbox.broker.dispatch.invocation import Caller
+from outbox.broker.dispatch.station import ConsumingGroup, Station
+from outbox.broker.dispatch.work import Work
+from outbox.broker.groups import registration
+from outbox.broker.groups.rebalance import Strategy, by_name
+from outbox.broker.schema import install
+from outbox.codec import Codecs
+from outbox.errors import BrokerUnavailable, ConfigurationError, InvalidSubscription
+from outbox.filters.filter import parse_filter
+from outbox.ports import AnyHandler, Invoker, call_handler
+from outbox.subscription import Subscription
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ConsumeCounts:
+    """What a bounded pass did: results of handlers, and what was filtered out."""
+
+    handled: int = 0
+    skipped: int = 0
+    filtered: int = 0
+    failed: int = 0
+
+
+class ConsumerRuntime:
+    """Consumes for its subscriptions until told to stop. Raises UsageErrors for subscriptions that cannot be right.
+
+    `lease_seconds` is how long after a crash or freeze of this process others take over its queues; `strategy` how
+    queues are shared: averagely, circle, consistent_hash, config:NUMBERS, or a function (groups.rebalance).
+    """
+
+    def __init__(
+        self,
+        database: BrokerDatabase,
+        subscriptions: Sequence[tuple[Subscription, AnyHandler]],
+        *,
+        invoker: Invoker = call_handler,
+        codecs: Codecs | None = None,
+        lease_seconds: float = 10.0,
+        strategy: str | Strategy = "averagely",
+    ) -> None:
+        if lease_seconds <= 0:
+            raise ConfigurationError(f"lease_seconds must be positive, got {lease_seconds}.")
+        _check(subscriptions)
+        self._database = database
+        self._subscriptions = list(subscriptions)
+        self._invoker = invoker
+        self._codecs = codecs or Codecs()
+        self._lease_seconds = lease_seconds
+        self._strategy = by_name(strategy) if isinstance(strategy, str) else strategy
+
+    def run(self, stop: threading.Event) -> None:
+        """Consume until `stop` is set; then start nothing more, finish what runs, store, release, leave.
+
+        The broker's database being away is waited out. Raises UnknownTopic, InvalidSubscription, InvalidFilter or
+        SchemaError when the subscriptions cannot be registered.
+        """
+        failures = 0
+        while not stop.is_set():
+            try:
+                session = self._session()
+                break
+            except (psycopg.OperationalError, BrokerUnavailable) as error:
+                failures += 1
+                logger.warning("consuming cannot begin yet, trying again: %s", error)
+                stop.wait(backoff_seconds(failures))
+        else:
+            return
+        with ringing(stop, session.bell):
+            session.keeper.start()
+            session.loop(until=stop.is_set)
+        session.finish()
+
+    def run_once(self) -> ConsumeCounts:
+        """One bounded pass: join, take this process's share, handle what its queues hold now, leave.
+
+        Failed messages that are due later are not waited for. Raises psycopg.Error or BrokerUnavailable.
+        """
+        session = self._session()
+        try:
+            session.keeper.run_once()
+            session.bound()
+            session.keeper.start()
+            session.loop(until=lambda: session.dispatcher.is_idle, patient=False)
+        finally:
+            session.finish()
+        counts = session.dispatcher.counts
+        return ConsumeCounts(**{name: counts[name] for name in ConsumeCounts.__dataclass_fields__})
+
+    def _session(self) -> ConsumerSession:
+        return ConsumerSession(
+            self._database, self._register, lease_seconds=self._lease_seconds, strategy=self._strategy
+        )
+
+    def _register(
+        self, connection: Connection, instance: uuid.UUID, finished: Callable[[Work], None]
+    ) -> list[ConsumingGroup]:
+        schema = self._database.schema
+        install.check_schema(connection, schema)
+        caller = Caller(self._invoker, self._codecs, finished)
+        found: dict[str, ConsumingGroup] = {}
+        for subscription, handler in self._subscriptions:
+            ids = registration.register(connection, schema, subscription, instance=instance)
+            group = found.setdefault(
+                subscription.group,
+                ConsumingGroup(ids.group_id, subscription.group, subscription.broadcast, ids.retry_queue_id),
+            )
+            Station(group, subscription, handler, ids.topic_id, caller.run)
+        return list(found.values())
+
+
+def tune_garbage_collector() -> None:
+    """Fit Python's collector to a process that does nothing but consume; call it once the application is loaded.
+
+    Thousands of fetched messages are alive at any time. With Python's thresholds every 700 new objects they are looked
+    through for cycles they do not have, a fifth of such a process's time (docs/decisions/008).
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000, 10, 10)
+
+
+def _check(subscriptions: Sequence[tuple[Subscription, AnyHandler]]) -> None:
+    """Raise for subscriptions that contradict each other or cannot be parsed, before anything is stored."""
+    if not subscriptions:
+        raise ConfigurationError("there is nothing to consume: give the runtime at least one subscription.")
+    seen: set[tuple[str, str]] = set()
+    broadcast: dict[str, bool] = {}
+    for subscription, _ in subscriptions:
+        parse_filter(subscription.filter)
+        place = (subscription.group, subscription.topic)
+        if place in seen:
+            raise InvalidSubscription(
+                f"group {subscription.group!r} subscribes to {subscription.topic!r} twice in this process: messages of "
+                f"a group are handled once. Give the second handler a group of its own."
+            )
+        seen.add(place)
+        if broadcast.setdefault(subscription.group, subscription.broadcast) != subscription.broadcast:
+            raise InvalidSubscription(
+                f"group {subscription.group!r} has broadcast and other subscriptions: a group is one or the other."
+            )

@@ -1,0 +1,163 @@
+"""One stay of a process in its consumer groups: the connection, the loop around the dispatcher, and the way out."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Callable, Collection, Iterator
+from typing import Final
+
+import psycopg
+
+from outbox.broker.consumer.bell import Bell
+from outbox.broker.consumer.coordinator import Keeper
+from outbox.broker.database.connection import BrokerDatabase, Connection
+from outbox.broker.database.notify import Announcements, Channel, backoff_seconds, listen
+from outbox.broker.dispatch.dispatcher import Dispatcher
+from outbox.broker.dispatch.station import ConsumingGroup
+from outbox.broker.dispatch.work import Work
+from outbox.broker.groups.rebalance import Strategy
+from outbox.errors import BrokerUnavailable
+
+logger = logging.getLogger(__name__)
+
+POLL_SECONDS: Final = 1.0
+_THREADS_SECONDS: Final = 2.0
+
+Register = Callable[[Connection, uuid.UUID, Callable[[Work], None]], list[ConsumingGroup]]
+
+
+class ConsumerSession:
+    """Registers on creation; raises psycopg.Error, BrokerUnavailable, or what `register` raises."""
+
+    def __init__(
+        self,
+        database: BrokerDatabase,
+        register: Register,
+        *,
+        lease_seconds: float,
+        strategy: Strategy | Collection[int],
+    ) -> None:
+        self._database = database
+        self._lease_seconds = lease_seconds
+        self.bell = Bell()
+        self._connection: Connection | None = None
+        self._announcements: Announcements | None = None
+        self._polled_at = 0.0
+        self._queues_grew = True
+        instance = uuid.uuid4()
+        try:
+            groups = register(self._connected(), instance, self._finished)
+        except BaseException:
+            self._disconnect()
+            self.bell.close()
+            raise
+        self.keeper = Keeper(
+            database, instance, groups, lease_seconds=lease_seconds, strategy=strategy, bell=self.bell.ring
+        )
+        self.dispatcher = Dispatcher(database.schema, instance, groups, self.keeper)
+
+    def bound(self) -> None:
+        """From now on fetch only what the queues hold now."""
+        self.dispatcher.bound(self._connected())
+
+    def loop(self, until: Callable[[], bool], *, patient: bool = True) -> None:
+        """Step and wait until `until` says so after a step. Errors of the database are waited out when `patient`."""
+        failures = 0
+        while True:
+            try:
+                self._step()
+                if until():
+                    return
+                self._wait(self._polled_at + POLL_SECONDS - time.monotonic())
+                failures = 0
+            except (psycopg.Error, BrokerUnavailable) as error:
+                if not patient:
+                    raise
+                self._disconnect()
+                if until():
+                    return
+                failures += 1
+                logger.warning("consuming is interrupted, trying again in %.1f s: %s", backoff_seconds(failures), error)
+                self.bell.wait(backoff_seconds(failures))
+                self.bell.answer()
+
+    def finish(self) -> None:
+        """Drain: finish what runs (at most its timeout), store, release the leases, leave the groups."""
+        self.dispatcher.drain()
+        give_up_at = time.monotonic() + self._lease_seconds
+
+        def over() -> bool:
+            # Without a database there is nothing to store into: the leases will run out.
+            lost = self._connection is None and time.monotonic() > give_up_at
+            return self.dispatcher.is_drained or (lost and not self.dispatcher.is_running)
+
+        self.loop(until=over)
+        self.keeper.stop()
+        self.dispatcher.stop_threads(within_seconds=_THREADS_SECONDS)
+        self._disconnect()
+        self.bell.close()
+
+    def _finished(self, work: Work) -> None:
+        self.dispatcher.finished.append(work)
+        self.bell.ring()
+
+    def _step(self) -> None:
+        connection = self._connected()
+        now = time.monotonic()
+        announced = self._queues_grew or now - self._polled_at >= POLL_SECONDS
+        if announced:
+            self._queues_grew = False
+            self._polled_at = now
+        self.dispatcher.step(connection, announced=announced)
+
+    def _wait(self, longest: float) -> None:
+        """Until somebody rings or announces, or something is due."""
+        seconds = self.dispatcher.wait_seconds(max(0.0, longest))
+        if self._announcements is None:
+            self.bell.wait(seconds)
+        else:
+            arrived = self._announcements.wait(seconds, self.bell.socket)
+            self._queues_grew |= Channel.QUEUED.name_in(self._database.schema) in arrived
+            if Channel.SHARED.name_in(self._database.schema) in arrived:
+                self.keeper.look()
+        self.bell.answer()
+
+    def _connected(self) -> Connection:
+        """The connection for everything the dispatching thread does; where LISTEN is on, it also listens."""
+        if self._connection is None:
+            listening = self._database.listen_conninfo != ""
+            connection = self._database.connect(name="outbox-consumer", direct=listening)
+            if listening:
+                self._announcements = Announcements(connection)
+                listen(connection, self._database.schema, Channel.QUEUED, Channel.SHARED)
+            # What was announced meanwhile is lost.
+            self._queues_grew = True
+            self._connection = connection
+        return self._connection
+
+    def _disconnect(self) -> None:
+        connection, self._connection, self._announcements = self._connection, None, None
+        if connection is not None:
+            connection.close()
+
+
+@contextlib.contextmanager
+def ringing(stop: threading.Event, bell: Bell) -> Iterator[None]:
+    """Ring when `stop` is set: nobody can wait for an event and a socket at once."""
+    ended = threading.Event()
+
+    def watch() -> None:
+        stop.wait()
+        if not ended.is_set():
+            bell.ring()
+
+    thread = threading.Thread(target=watch, name="outbox-stop", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()

@@ -1,0 +1,131 @@
+"""Columns of a batch as PostgreSQL arrays in binary form.
+
+Packed by hand because psycopg's general list dumper costs more per element than PostgreSQL needs to store it.
+Format: src/backend/utils/adt/arrayfuncs.c, array_recv.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime, timedelta
+from itertools import chain, repeat
+from typing import Any, Final
+from uuid import UUID
+
+import psycopg
+from psycopg import pq
+from psycopg.adapt import Dumper
+from psycopg.rows import tuple_row
+
+from outbox.broker.database.connection import Connection
+
+_HEADER: Final = struct.Struct("!iiIii")
+_LENGTH: Final = struct.Struct("!i").pack
+_EPOCH: Final = datetime(2000, 1, 1, tzinfo=UTC)
+_MICROSECOND: Final = timedelta(microseconds=1)
+_NULL: Final = b"\xff\xff\xff\xff"
+_INT4, _INT8, _TEXT, _BYTEA, _UUID, _TIMESTAMPTZ, _JSONB, _XID8 = 23, 20, 25, 17, 2950, 1184, 3802, 5069
+
+
+class Packed(bytes):
+    """The binary form of a value whose type the statement names with a cast."""
+
+
+class PackedDumper(Dumper):
+    """Sends `Packed` as it is."""
+
+    format = pq.Format.BINARY
+    oid = 0
+
+    def dump(self, obj: Any) -> bytes:
+        return bytes(obj)
+
+
+def cursor_on(connection: Connection) -> psycopg.Cursor[tuple[Any, ...]]:
+    """A server-side-binding cursor with plain tuples, whatever the application's connection prefers."""
+    cursor = psycopg.Cursor(connection, row_factory=tuple_row)
+    cursor.format = pq.Format.BINARY
+    cursor.adapters.register_dumper(Packed, PackedDumper)
+    return cursor
+
+
+def raw_cursor_on(connection: Connection) -> psycopg.RawCursor[tuple[Any, ...]]:
+    """The same for statements with numbered parameters (see Statement.numbered)."""
+    cursor = psycopg.RawCursor(connection, row_factory=tuple_row)
+    cursor.format = pq.Format.BINARY
+    cursor.adapters.register_dumper(Packed, PackedDumper)
+    return cursor
+
+
+def uuids(values: Sequence[UUID]) -> Packed:
+    """uuid[]"""
+    return _array(_UUID, len(values), b"".join([b"\x00\x00\x00\x10" + value.bytes for value in values]))
+
+
+def texts(values: Iterable[str]) -> Packed:
+    """text[]"""
+    return blobs([value.encode() for value in values], _TEXT)
+
+
+def blobs(values: Sequence[bytes], oid: int = _BYTEA) -> Packed:
+    """bytea[]"""
+    return _array(oid, len(values), b"".join([part for value in values for part in (_LENGTH(len(value)), value)]))
+
+
+def integers(values: Sequence[int]) -> Packed:
+    """integer[]"""
+    return _array(_INT4, len(values), struct.pack(f"!{2 * len(values)}i", *_interleaved(4, values)))
+
+
+def bigints(values: Sequence[int]) -> Packed:
+    """bigint[]"""
+    return _array(_INT8, len(values), struct.pack("!" + "iq" * len(values), *_interleaved(8, values)))
+
+
+def xids(values: Sequence[int]) -> Packed:
+    """xid8[]"""
+    return _array(_XID8, len(values), struct.pack("!" + "iQ" * len(values), *_interleaved(8, values)))
+
+
+def optional_integers(values: Sequence[int | None]) -> Packed:
+    """integer[]; empty when all are null, which unnest() pads with nulls."""
+    if None not in values:
+        return integers([value for value in values if value is not None])
+    return _optional(_INT4, [None if value is None else struct.pack("!i", value) for value in values])
+
+
+def times(values: Sequence[datetime | None]) -> Packed:
+    """timestamptz[]; empty when all are null."""
+    return _optional(
+        _TIMESTAMPTZ,
+        [None if value is None else struct.pack("!q", (value - _EPOCH) // _MICROSECOND) for value in values],
+    )
+
+
+def header_maps(values: Sequence[Mapping[str, str]]) -> Packed:
+    """jsonb[], null for no headers; empty when all are null."""
+    return _optional(_JSONB, [b"\x01" + dump_headers(value).encode() if value else None for value in values])
+
+
+def dump_headers(headers: Mapping[str, str]) -> str:
+    """Headers as stored."""
+    return json.dumps(dict(headers), ensure_ascii=False, separators=(",", ":"))
+
+
+def _interleaved(size: int, values: Sequence[int]) -> Iterable[int]:
+    return chain.from_iterable(zip(repeat(size), values))
+
+
+def _optional(oid: int, values: Sequence[bytes | None]) -> Packed:
+    if not any(value is not None for value in values):
+        return _array(oid, 0, b"")
+    parts = [_NULL if value is None else _LENGTH(len(value)) + value for value in values]
+    return _array(oid, len(values), b"".join(parts), has_nulls=True)
+
+
+def _array(oid: int, count: int, elements: bytes, *, has_nulls: bool = False) -> Packed:
+    if not count:
+        return Packed(struct.pack("!iiI", 0, 0, oid))
+    return Packed(_HEADER.pack(1, int(has_nulls), oid, count, 1) + elements)

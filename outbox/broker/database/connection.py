@@ -1,0 +1,165 @@
+"""Where a broker lives, and connections to it whose waiting has an end."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final, Self, TypeAlias, TypeVar
+
+import psycopg
+from psycopg import waiting
+from psycopg.abc import PQGen
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
+from psycopg.rows import TupleRow
+
+from outbox.broker.database.conninfo import read_conninfo, without_secrets
+from outbox.broker.database.statement import Statement, check_schema_name
+from outbox.errors import BrokerUnavailable
+
+# Any psycopg connection: ours, or the application's own on the atomic path.
+Connection: TypeAlias = psycopg.Connection[Any]
+
+_Result = TypeVar("_Result")
+_KEEPALIVE: Final = {"keepalives_idle": 10, "keepalives_interval": 5, "keepalives_count": 3, "tcp_user_timeout": 15_000}
+
+
+class BrokerConnection(psycopg.Connection[TupleRow]):
+    """A connection whose statements can be given one common deadline.
+
+    The deadline is kept on this side: neither a frozen server nor a cut cable can make a caller wait longer,
+    and nothing depends on a server setting that a connection pooler would pass on to others.
+    """
+
+    deadline: float | None = None
+
+    @contextlib.contextmanager
+    def within(self, deadline: float) -> Iterator[Self]:
+        """Close the connection and raise BrokerUnavailable when a statement waits past `deadline` (monotonic)."""
+        self.deadline = deadline
+        try:
+            yield self
+        finally:
+            self.deadline = None
+
+    def wait(self, gen: PQGen[_Result], interval: float = 0.1, *args: Any, **kwargs: Any) -> _Result:
+        """See psycopg.Connection.wait."""
+        if self.deadline is None:
+            return super().wait(gen, interval, *args, **kwargs)
+        try:
+            return _wait_until(self.deadline, gen, self.pgconn.socket)
+        except TimeoutError:
+            self.close()
+            raise BrokerUnavailable(
+                "the broker's database did not answer within the deadline. The request may still have been carried "
+                "out; sending it again with the same message ids is safe."
+            ) from None
+
+
+def _wait_until(deadline: float, gen: PQGen[_Result], descriptor: int) -> _Result:
+    poller = select.poll()
+    try:
+        wanted = next(gen)
+        while True:
+            events = (select.POLLIN if wanted & waiting.WAIT_R else 0) | (
+                select.POLLOUT if wanted & waiting.WAIT_W else 0
+            )
+            poller.register(descriptor, events)
+            remaining = deadline - time.monotonic()
+            found = poller.poll(remaining * 1000) if remaining > 0 else []
+            if not found:
+                raise TimeoutError
+            wanted = gen.send(_ready(found[0][1]))
+    except StopIteration as stop:
+        result: _Result = stop.value
+        return result
+
+
+def _ready(events: int) -> waiting.Ready:
+    if events & ~(select.POLLIN | select.POLLOUT):
+        return waiting.READY_RW
+    return waiting.Ready(
+        (waiting.READY_R if events & select.POLLIN else 0) | (waiting.READY_W if events & select.POLLOUT else 0)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Which database of which server a connection really reaches, whatever its settings say."""
+
+    system_identifier: str
+    timeline: int
+    database: str
+
+
+@dataclass(frozen=True)
+class BrokerDatabase:
+    """A broker: the libpq connection string of its database and the schema of its tables.
+
+    `listen_conninfo` is a direct connection for LISTEN and for the broker process, needed when `conninfo` goes
+    through a pooler in transaction mode; None: the same as `conninfo`; empty: LISTEN is off, everything polls.
+    """
+
+    conninfo: str
+    schema: str = "outbox"
+    listen_conninfo: str | None = None
+
+    def __post_init__(self) -> None:
+        check_schema_name(self.schema)
+        for text in (self.conninfo, self.listen_conninfo or ""):
+            read_conninfo(text, "the broker's connection string")
+
+    def __repr__(self) -> str:
+        listen = self.listen_conninfo and without_secrets(self.listen_conninfo)
+        return f"BrokerDatabase({without_secrets(self.conninfo)!r}, schema={self.schema!r}, listen_conninfo={listen!r})"
+
+    @property
+    def direct_conninfo(self) -> str:
+        """The connection string to use where a session must last."""
+        return self.listen_conninfo or self.conninfo
+
+    def connect(
+        self, *, timeout_seconds: float = 3.0, name: str = "outbox", direct: bool = False
+    ) -> psycopg.Connection[TupleRow]:
+        """A new autocommit connection, within `timeout_seconds` per host (at least 2, libpq's least).
+
+        Statements on it have no deadline of their own but for a dead network, which is noticed within 15 s.
+        Raises BrokerUnavailable.
+        """
+        return self.open(timeout_seconds=timeout_seconds, name=name, direct=direct)
+
+    def open(self, *, timeout_seconds: float = 3.0, name: str = "outbox", direct: bool = False) -> BrokerConnection:
+        """Like `connect`, for code that also sets deadlines."""
+        target = self.direct_conninfo if direct else self.conninfo
+        given = conninfo_to_dict(target)
+        defaults = {key: value for key, value in _KEEPALIVE.items() if key not in given}
+        try:
+            return BrokerConnection.connect(
+                make_conninfo(target, **defaults),
+                autocommit=True,
+                connect_timeout=max(1, round(timeout_seconds)),
+                application_name=given.get("application_name") or name,
+            )
+        except psycopg.OperationalError as error:
+            raise BrokerUnavailable(
+                f"the broker's database cannot be reached: {str(error).strip()}. Nothing was published; "
+                f"check the broker's connection settings and that its PostgreSQL runs."
+            ) from error
+
+
+_IDENTITY = Statement("""
+SELECT (SELECT system_identifier::text FROM pg_control_system()),
+       CASE WHEN pg_is_in_recovery() THEN (SELECT timeline_id FROM pg_control_checkpoint())
+            ELSE ('x' || substr(pg_walfile_name(pg_current_wal_insert_lsn()), 1, 8))::bit(32)::integer END,
+       current_database()::text
+""")
+
+
+def identity(connection: Connection) -> Identity:
+    """Which database this connection reaches: two connections with equal identities can share a transaction."""
+    with psycopg.Cursor(connection, row_factory=psycopg.rows.tuple_row) as cursor:
+        row = cursor.execute(_IDENTITY.on("outbox")).fetchone()
+    assert row is not None
+    return Identity(*row)

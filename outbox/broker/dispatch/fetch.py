@@ -1,0 +1,180 @@
+"""Fetching messages for all held queues in one statement.
+
+The plan must not depend on statistics of tables that grow by the second: each step is a correlated subquery that
+can only be answered by its primary key, entries by (queue, offset), then messages by log id.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Final
+
+from psycopg import sql
+
+from outbox.broker.database import arrays
+from outbox.broker.database.connection import Connection
+from outbox.broker.database.statement import Statement
+from outbox.broker.dispatch.filter_sql import FilterSql
+from outbox.broker.dispatch.owned_queue import HeldQueue
+from outbox.filters.filter import Filter
+from outbox.message import Delivery, Message
+
+Row = tuple[Any, ...]
+SLOT, OFFSET, RETRIES, LOG_ID, TOPIC_ID, PASSES, BODY, MESSAGE_ID, KEY = range(9)
+
+# Larger bodies are not buffered: they are loaded when their handler is about to be called.
+LARGEST_BUFFERED_BODY: Final = 16 * 1024
+
+_FETCH: Final = """
+SELECT w.slot, e.queue_offset, e.attempt, e.log_id, l.topic_id, l.passes,
+       CASE WHEN l.passes AND octet_length(l.body) <= %(largest)s THEN l.body END,
+       l.message_id, l.key, l.tag, l.headers, l.content_type, l.born_at, l.deliver_at, l.shard
+FROM unnest(%(queue_ids)s::integer[], %(starts)s::bigint[], %(limits)s::integer[], %(filters)s::integer[])
+    WITH ORDINALITY AS w (queue_id, start, row_limit, filter, slot)
+CROSS JOIN LATERAL (
+    SELECT queue_offset, log_id, attempt FROM {schema}.consume_queue
+    WHERE queue_id = w.queue_id AND queue_offset >= w.start
+    ORDER BY queue_offset
+    LIMIT w.row_limit
+) AS e
+LEFT JOIN LATERAL (
+    SELECT l.*, {passes} AS passes FROM {schema}.commit_log l WHERE l.log_id = e.log_id OFFSET 0
+) AS l ON true
+"""
+
+
+class Fetcher:
+    """The fetch statement for a set of filters; queues refer to a filter by its number, 0 for none."""
+
+    def __init__(self, schema: str, filters: Sequence[Filter]) -> None:
+        builder = FilterSql()
+        cases = [
+            sql.SQL("WHEN {} THEN {}").format(sql.Literal(number), builder.condition(wanted))
+            for number, wanted in enumerate(filters, start=1)
+        ]
+        passes = (
+            sql.SQL("CASE w.filter {} ELSE true END").format(sql.SQL(" ").join(cases)) if cases else sql.SQL("true")
+        )
+        self._schema = schema
+        self._statement = sql.SQL(_FETCH).format(schema=sql.Identifier(schema), passes=passes).as_bytes(None)
+        self._constants = {**builder.parameters, "largest": LARGEST_BUFFERED_BODY}
+
+    def fetch(self, connection: Connection, wanted: Sequence[tuple[HeldQueue, int]]) -> list[Row]:
+        """Up to so many entries of each queue from its `fetch_from` on; queue by queue, in queue order.
+
+        `SLOT` counts `wanted` from 1: one queue may be wanted by several groups of this process.
+        A row without `TOPIC_ID` refers to a message that retention removed; one with `PASSES` false was filtered; one
+        that passes and has no body has a large one, to be had from `load`.
+        """
+        parameters: dict[str, Any] = {
+            **self._constants,
+            "queue_ids": arrays.integers([queue.key[1] for queue, _ in wanted]),
+            "starts": arrays.bigints([queue.fetch_from for queue, _ in wanted]),
+            "limits": arrays.integers([limit for _, limit in wanted]),
+            "filters": arrays.integers([queue.filter_number for queue, _ in wanted]),
+        }
+        return arrays.cursor_on(connection).execute(self._statement, parameters).fetchall()
+
+
+_LOAD = Statement("""
+SELECT e.queue_id, e.queue_offset, e.attempt, e.log_id, l.topic_id, true,
+       l.body, l.message_id, l.key, l.tag, l.headers, l.content_type, l.born_at, l.deliver_at, l.shard
+FROM unnest(%(queue_ids)s::integer[], %(offsets)s::bigint[]) AS w (queue_id, queue_offset)
+CROSS JOIN LATERAL (
+    SELECT * FROM {schema}.consume_queue e
+    WHERE e.queue_id = w.queue_id AND e.queue_offset = w.queue_offset
+    OFFSET 0
+) AS e
+CROSS JOIN LATERAL (SELECT * FROM {schema}.commit_log l WHERE l.log_id = e.log_id OFFSET 0) AS l
+""")
+
+
+def load(connection: Connection, schema: str, places: Sequence[tuple[int, int]]) -> dict[tuple[int, int], Row]:
+    """Rows by (queue id, offset), with their bodies whatever their size; removed ones are missing."""
+    parameters = {
+        "queue_ids": arrays.integers([queue_id for queue_id, _ in places]),
+        "offsets": arrays.bigints([offset for _, offset in places]),
+    }
+    rows = arrays.cursor_on(connection).execute(_LOAD.on(schema), parameters)
+    return {(row[SLOT], row[OFFSET]): row for row in rows}
+
+
+_HEADS = Statement("""
+SELECT q.queue_id, greatest(q.floor, coalesce(newest.queue_offset + 1, 0))
+FROM {schema}.queue q
+LEFT JOIN LATERAL (
+    SELECT e.queue_offset FROM {schema}.consume_queue e WHERE e.queue_id = q.queue_id
+    ORDER BY e.queue_offset DESC LIMIT 1
+) AS newest ON true
+WHERE q.queue_id = ANY(%s::integer[])
+""")
+
+
+def heads(connection: Connection, schema: str, queue_ids: Iterable[int]) -> dict[int, int]:
+    """The next offset of each queue. Retention raises a queue's floor with what it removes: rows and floor suffice."""
+    return dict(arrays.cursor_on(connection).execute(_HEADS.on(schema), [arrays.integers(list(queue_ids))]).fetchall())
+
+
+_FLOORS = Statement("SELECT queue_id, floor FROM {schema}.queue WHERE queue_id = ANY(%s::integer[])")
+
+
+def floors(connection: Connection, schema: str, queue_ids: Iterable[int]) -> dict[int, int]:
+    """The oldest offset each queue still has."""
+    return dict(arrays.cursor_on(connection).execute(_FLOORS.on(schema), [arrays.integers(list(queue_ids))]).fetchall())
+
+
+_NO_HEADERS: Final[Mapping[str, str]] = MappingProxyType({})
+_new = object.__new__
+
+# The slots are set directly: the constructors would check again what was checked when the message was sent, at
+# several times the cost of fetching it.
+_message_slots = Message.__dict__
+_set_topic = _message_slots["topic"].__set__
+_set_body = _message_slots["body"].__set__
+_set_message_id = _message_slots["message_id"].__set__
+_set_key = _message_slots["key"].__set__
+_set_tag = _message_slots["tag"].__set__
+_set_headers = _message_slots["headers"].__set__
+_set_content_type = _message_slots["content_type"].__set__
+_set_deliver_at = _message_slots["deliver_at"].__set__
+_set_shard = _message_slots["shard"].__set__
+_set_born_at = _message_slots["born_at"].__set__
+
+
+def restore(row: Row, topic: str) -> Message:
+    """The message of a row."""
+    message: Message = _new(Message)
+    _set_topic(message, topic)
+    _set_body(message, row[6])
+    _set_message_id(message, row[7])
+    _set_key(message, row[8])
+    _set_tag(message, row[9])
+    headers = row[10]
+    _set_headers(message, _NO_HEADERS if headers is None else MappingProxyType(headers))
+    _set_content_type(message, row[11])
+    _set_born_at(message, row[12])
+    _set_deliver_at(message, row[13])
+    _set_shard(message, row[14])
+    return message
+
+
+_delivery_slots = Delivery.__dict__
+_set_message = _delivery_slots["message"].__set__
+_set_decoded = _delivery_slots["body"].__set__
+_set_group = _delivery_slots["group"].__set__
+_set_queue = _delivery_slots["queue"].__set__
+_set_offset = _delivery_slots["offset"].__set__
+_set_attempt = _delivery_slots["attempt"].__set__
+
+
+def deliver(message: Message, body: Any, group: str, queue: str, offset: int, attempt: int) -> Delivery:
+    """A delivery of a message with its decoded body."""
+    delivery: Delivery = _new(Delivery)
+    _set_message(delivery, message)
+    _set_decoded(delivery, body)
+    _set_group(delivery, group)
+    _set_queue(delivery, queue)
+    _set_offset(delivery, offset)
+    _set_attempt(delivery, attempt)
+    return delivery

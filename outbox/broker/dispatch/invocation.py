@@ -1,0 +1,89 @@
+"""Calling a handler: in a thread of the pool, with decoded bodies, fenced, and never raising."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+from outbox import faults, fence
+from outbox.broker.dispatch.fetch import deliver, restore
+from outbox.broker.dispatch.work import NOT_STARTED, Result, Work
+from outbox.codec import Codecs
+from outbox.errors import OutboxError, UndecodableBody
+from outbox.message import Delivery
+from outbox.ports import Invoker
+
+logger = logging.getLogger(__name__)
+
+
+class Caller:
+    """Runs works: fills in their results and hands them to `finished`."""
+
+    def __init__(self, invoker: Invoker, codecs: Codecs, finished: Callable[[Work], None]) -> None:
+        self._invoker = invoker
+        self._codecs = codecs
+        self._finished = finished
+        # Decoding needs the interpreter lock all the time: threads that wait for each other here leave it to the
+        # dispatching thread, which otherwise waits for one switch interval per decoding thread.
+        self._decoding = threading.Lock()
+
+    def run(self, work: Work) -> None:
+        """Call the handler for those messages that may be started now."""
+        try:
+            work.results = self._call(work)
+        except BaseException as error:
+            # An error of ours or of the invoker must not end the thread: the attempt failed.
+            logger.exception("calling the handler of group %r failed", work.station.subscription.group)
+            work.results = [error] * len(work.items)
+        self._finished(work)
+
+    def _call(self, work: Work) -> list[Result]:
+        work.start()
+        faults.point("consumer.before_handler")
+        results: list[Result] = [NOT_STARTED] * len(work.items)
+        with self._decoding:
+            deliveries, places = self._deliveries(work, results)
+        if not deliveries:
+            return results
+        station = work.station
+        with fence.attempt(work.fence_reason):
+            outcomes = self._invoker(
+                station.subscription, station.handler, deliveries, generation=station.group.generation
+            )
+        if len(outcomes) != len(places):
+            raise OutboxError(
+                f"the invoker returned {len(outcomes)} results for {len(places)} deliveries of group "
+                f"{station.group.name!r}: it must return one per delivery."
+            )
+        for place, outcome in zip(places, outcomes, strict=True):
+            results[place] = outcome
+        return results
+
+    def _deliveries(self, work: Work, results: list[Result]) -> tuple[list[Delivery], list[int]]:
+        """Deliveries and their places in the work; the results of those that are not called are filled in."""
+        group, topic = work.station.group.name, work.station.subscription.topic
+        decode = self._codecs.decode
+        # Asked after the fault point: a process frozen there finds its lease over before any handler starts.
+        startable = {queue: queue.may_start() for queue in {item.queue for item in work.items}}
+        deliveries: list[Delivery] = []
+        places: list[int] = []
+        for place, item in enumerate(work.items):
+            if not startable[item.queue]:
+                continue
+            assert item.row is not None
+            message = restore(item.row, topic)
+            try:
+                body = decode(message.content_type, message.body)
+            except UndecodableBody as error:
+                results[place] = error
+                continue
+            except Exception as error:
+                results[place] = UndecodableBody(
+                    f"the codec for {message.content_type!r} failed on message {message.message_id} with "
+                    f"{type(error).__name__}: {error}"
+                )
+                continue
+            deliveries.append(deliver(message, body, group, item.queue.name, item.offset, item.attempt))
+            places.append(place)
+        return deliveries, places

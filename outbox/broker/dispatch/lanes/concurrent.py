@@ -1,0 +1,55 @@
+"""Concurrent mode: any message may be handled at any time."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import deque
+from collections.abc import Sequence
+
+from outbox.broker.dispatch.owned_queue import HeldQueue
+from outbox.broker.dispatch.work import Item
+
+
+class ConcurrentLane:
+    """Hands out fetched messages in the order they came; failed ones kept here again when they are due."""
+
+    def __init__(self, batch: int) -> None:
+        self._batch = batch
+        self._ready: deque[Item] = deque()
+        self._later: list[tuple[float, int, Item]] = []
+        self._numbers = itertools.count()
+
+    def offer(self, items: Sequence[Item]) -> None:
+        """Take fetched messages, in queue order."""
+        self._ready.extend(items)
+
+    def take(self, now: float) -> list[Item]:
+        """The messages of the next call; empty when there is none."""
+        ready = self._ready
+        while self._later and self._later[0][0] <= now:
+            ready.append(heapq.heappop(self._later)[2])
+        return [ready.popleft() for _ in range(min(self._batch, len(ready)))]
+
+    def settle(self, items: Sequence[Item], again: Sequence[Item]) -> None:
+        """What one `take` gave is over; those in `again` are to be tried here again when they are due."""
+        for item in again:
+            heapq.heappush(self._later, (item.due, next(self._numbers), item))
+
+    def drop(self, queue: HeldQueue, from_offset: int = 0) -> None:
+        """Forget the waiting messages of a queue from an offset on."""
+
+        def stays(item: Item) -> bool:
+            return item.queue is not queue or item.offset < from_offset
+
+        self._ready = deque(filter(stays, self._ready))
+        self._later = [entry for entry in self._later if stays(entry[2])]
+        heapq.heapify(self._later)
+
+    def has_ready(self, queue: HeldQueue) -> bool:
+        """Whether messages of a queue wait that nothing holds up."""
+        return any(item.queue is queue for item in self._ready)
+
+    def next_at(self) -> float | None:
+        """When a message kept here is due, if one is."""
+        return self._later[0][0] if self._later else None

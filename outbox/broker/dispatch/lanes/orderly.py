@@ -1,0 +1,22 @@
+"""Orderly mode: one call at a time per queue, in queue order; a failing message holds up its queue."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+from outbox.broker.dispatch.lanes.ordered import OrderedLane
+from outbox.broker.dispatch.work import Item
+
+
+class OrderlyLane(OrderedLane):
+    """A line per held queue. A batch is a run of one queue."""
+
+    def line_name(self, item: Item) -> Hashable:
+        """See OrderedLane. The object, not its key: a queue that was lost and came back is another one."""
+        return id(item.queue)
+
+    def fill(self) -> list[Item]:
+        """See OrderedLane."""
+        line = self._ready.popleft()
+        line.busy = True
+        return [line.items.popleft() for _ in range(min(self._batch, len(line.items)))]

@@ -1,0 +1,88 @@
+"""The threads that call a subscription's handler."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Final
+
+from outbox.broker.dispatch.work import Work
+
+logger = logging.getLogger(__name__)
+
+# Works handed to the pool beyond its threads, so that a thread that finishes one need not wait for the next.
+_AHEAD_SINGLE: Final = 3
+_AHEAD_BATCH: Final = 1
+# Stuck handlers get their threads replaced, up to this many times the threads of the pool.
+_STUCK_LIMIT: Final = 4
+
+
+class WorkerPool:
+    """Up to `threads` threads, started as they are needed. Used by one dispatching thread."""
+
+    def __init__(self, name: str, threads: int, run: Callable[[Work], None], *, batches: bool) -> None:
+        self._name = name
+        self._threads = threads
+        self._run = run
+        self._capacity = threads * (1 + (_AHEAD_BATCH if batches else _AHEAD_SINGLE))
+        self._queue: SimpleQueue[Work | None] = SimpleQueue()
+        self._started: list[threading.Thread] = []
+        # Threads that take works, those given up while they run one, and works submitted that are not over.
+        self._working = 0
+        self._stuck = 0
+        self._in_hand = 0
+
+    @property
+    def room(self) -> int:
+        """How many more works it takes now."""
+        return self._capacity - self._in_hand
+
+    def submit(self, work: Work) -> None:
+        """Run a work as soon as a thread is free."""
+        self._in_hand += 1
+        self._queue.put(work)
+        self._staff()
+
+    def collected(self) -> None:
+        """A work that was submitted is over."""
+        self._in_hand -= 1
+
+    def replace_stuck(self) -> None:
+        """A work is given up while its thread still runs it: another thread takes its place."""
+        self._in_hand -= 1
+        self._working -= 1
+        self._stuck += 1
+        if self._stuck > self._threads * _STUCK_LIMIT:
+            logger.error("%s: %d handlers are stuck; no more threads are started for it", self._name, self._stuck)
+        self._staff()
+
+    def unstuck(self) -> None:
+        """A given-up work has returned after all; its thread ends."""
+        self._stuck -= 1
+        self._started = [thread for thread in self._started if thread.is_alive()]
+        self._staff()
+
+    def stop(self, *, within_seconds: float) -> None:
+        """End the threads; those stuck in a handler are left behind as daemons."""
+        for _ in self._started:
+            self._queue.put(None)
+        deadline = time.monotonic() + within_seconds
+        for thread in self._started:
+            thread.join(max(0.0, deadline - time.monotonic()) if not self._stuck else 0.1)
+
+    def _staff(self) -> None:
+        """Start the threads that the works in hand need, as far as stuck ones allow."""
+        while self._working < min(self._in_hand, self._threads) and self._stuck <= self._threads * _STUCK_LIMIT:
+            self._working += 1
+            thread = threading.Thread(target=self._loop, name=f"{self._name}-{len(self._started) + 1}", daemon=True)
+            self._started.append(thread)
+            thread.start()
+
+    def _loop(self) -> None:
+        while (work := self._queue.get()) is not None:
+            self._run(work)
+            if work.abandoned:
+                return

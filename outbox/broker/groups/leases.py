@@ -1,0 +1,147 @@
+"""Queue leases: who may consume a queue for a group, for how long, and how a former owner is recognised.
+
+A lease is a row with an owner, an epoch and an end on the database's clock. Its **epoch** is the fencing token: it
+grows with every change of owner, every offset carries it, and what an older epoch writes never wins.
+
+- Term: `lease_seconds`; renewed every third of it by a thread and connection of its own, so that a long handler
+  keeps its queue.
+- Trust: the owner believes in its lease until `lease_seconds` after the moment *before* the last successful renewal
+  was sent, on a monotonic clock that also counts while the machine sleeps. The database's end is never earlier.
+- Failure: an owner that cannot renew stops starting handlers when its trust ends; a frozen one finds its trust
+  over as soon as it runs again. What it was doing at that moment may still take effect: that is what the inbox is
+  for, whose row collides, and `outbox.fence.check`, which an invoker calls before it commits.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+from uuid import UUID
+
+from outbox.broker.database import arrays
+from outbox.broker.database.connection import Connection
+from outbox.broker.database.statement import Statement
+
+QueueKey = tuple[int, int]
+"""(group_id, queue_id)"""
+
+
+def _clock() -> Callable[[], float]:
+    """Seconds that never jump back and include suspended time, where the system has such a clock."""
+    boottime = getattr(time, "CLOCK_BOOTTIME", None)
+    return time.monotonic if boottime is None else lambda: time.clock_gettime(boottime)
+
+
+lease_clock: Final = _clock()
+
+
+@dataclass(slots=True)
+class Lease:
+    """A lease this process holds. Only the renewing thread moves `trusted_until` on."""
+
+    key: QueueKey
+    epoch: int
+    trusted_until: float
+
+    def trusted(self) -> bool:
+        """Whether the owner may still act on it."""
+        return lease_clock() < self.trusted_until
+
+
+_ACQUIRE = Statement("""
+INSERT INTO {schema}.queue_lease AS held (group_id, queue_id, owner, epoch, expires_at)
+SELECT %(group_id)s, wanted.queue_id, %(owner)s, 1, clock_timestamp() + make_interval(secs => %(term)s)
+FROM unnest(%(queue_ids)s::integer[]) AS wanted (queue_id)
+ORDER BY wanted.queue_id
+ON CONFLICT (group_id, queue_id) DO UPDATE
+SET owner = excluded.owner, epoch = held.epoch + 1, expires_at = excluded.expires_at
+WHERE held.owner IS NULL OR held.expires_at < clock_timestamp()
+RETURNING queue_id, epoch
+""")
+
+
+def acquire(
+    connection: Connection, schema: str, owner: UUID, group_id: int, queue_ids: Sequence[int], *, term_seconds: float
+) -> list[Lease]:
+    """The leases obtained: those that were free or expired. The others are somebody's and are left alone."""
+    sent = lease_clock()
+    rows = arrays.cursor_on(connection).execute(
+        _ACQUIRE.on(schema),
+        {"group_id": group_id, "owner": owner, "term": term_seconds, "queue_ids": arrays.integers(queue_ids)},
+    )
+    return [Lease((group_id, queue_id), epoch, sent + term_seconds) for queue_id, epoch in rows]
+
+
+# Those of the named leases that are still the owner's; locked in one order, so that two statements cannot deadlock.
+_THAT_ARE_OURS: Final = """
+FROM (
+    SELECT * FROM unnest(%(group_ids)s::integer[], %(queue_ids)s::integer[], %(epochs)s::bigint[])
+        AS mine (group_id, queue_id, epoch)
+    JOIN {schema}.queue_lease USING (group_id, queue_id, epoch)
+    WHERE owner = %(owner)s
+    ORDER BY group_id, queue_id
+    FOR UPDATE
+) AS mine
+WHERE held.group_id = mine.group_id AND held.queue_id = mine.queue_id
+"""
+
+_RENEW = Statement(
+    """
+UPDATE {schema}.queue_lease AS held
+SET expires_at = clock_timestamp() + make_interval(secs => %(term)s)
+"""
+    + _THAT_ARE_OURS
+    + "RETURNING held.group_id, held.queue_id"
+)
+
+
+def renew(
+    connection: Connection, schema: str, owner: UUID, held: Sequence[Lease], *, term_seconds: float
+) -> set[QueueKey]:
+    """Prolong leases and the trust in them; returns the keys that were still ours. The others are lost."""
+    sent = lease_clock()
+    rows = arrays.cursor_on(connection).execute(_RENEW.on(schema), _named(owner, held) | {"term": term_seconds})
+    kept = {(group_id, queue_id) for group_id, queue_id in rows}
+    for lease in held:
+        if lease.key in kept:
+            lease.trusted_until = sent + term_seconds
+    return kept
+
+
+_RELEASE = Statement(
+    "UPDATE {schema}.queue_lease AS held SET owner = NULL, expires_at = clock_timestamp()" + _THAT_ARE_OURS
+)
+
+
+def release(connection: Connection, schema: str, owner: UUID, held: Sequence[Lease]) -> int:
+    """Give leases back, so that others need not wait for their end. The epoch stays and is raised by the next owner."""
+    return arrays.cursor_on(connection).execute(_RELEASE.on(schema), _named(owner, held)).rowcount
+
+
+_STOP = Statement("""
+UPDATE {schema}.queue_lease SET stopped = %(reason)s
+WHERE group_id = %(group_id)s AND queue_id = %(queue_id)s AND epoch = %(epoch)s AND owner = %(owner)s
+""")
+
+
+def stop(connection: Connection, schema: str, owner: UUID, lease: Lease, reason: str) -> bool:
+    """Mark a queue as stopped by a handler's on_error=STOP; False when the lease is not ours any more."""
+    parameters = {
+        "reason": reason,
+        "group_id": lease.key[0],
+        "queue_id": lease.key[1],
+        "epoch": lease.epoch,
+        "owner": owner,
+    }
+    return arrays.cursor_on(connection).execute(_STOP.on(schema), parameters).rowcount == 1
+
+
+def _named(owner: UUID, held: Sequence[Lease]) -> dict[str, object]:
+    return {
+        "owner": owner,
+        "group_ids": arrays.integers([lease.key[0] for lease in held]),
+        "queue_ids": arrays.integers([lease.key[1] for lease in held]),
+        "epochs": arrays.bigints([lease.epoch for lease in held]),
+    }

@@ -1,0 +1,151 @@
+"""Who is alive in a consumer group, and what there is to share out: the input of a rebalance."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from uuid import UUID
+
+from outbox.broker.database import arrays
+from outbox.broker.database.connection import Connection
+from outbox.broker.database.statement import Statement
+from outbox.broker.groups.leases import QueueKey
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A live consumer instance of a group."""
+
+    instance_id: UUID
+    topics: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupState:
+    """What an operator can change about a group while it runs."""
+
+    group_id: int
+    paused: bool
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class QueueState:
+    """A queue of a group as the database shows it. `topic` is None for the group's retry queue."""
+
+    key: QueueKey
+    topic: str | None
+    number: int
+    owner: UUID | None
+    epoch: int
+    expired: bool
+    stopped: str | None
+
+
+_HEARTBEAT = Statement("""
+INSERT INTO {schema}.consumer AS known (instance_id, group_id, topics, host, pid, expires_at)
+SELECT %(instance)s, mine.group_id, mine.topics::text[], %(host)s, %(pid)s,
+       clock_timestamp() + make_interval(secs => %(term)s)
+FROM unnest(%(group_ids)s::integer[], %(topics)s::text[]) AS mine (group_id, topics)
+ORDER BY mine.group_id
+ON CONFLICT (instance_id, group_id) DO UPDATE SET expires_at = excluded.expires_at
+""")
+
+
+def heartbeat(
+    connection: Connection, schema: str, instance: UUID, topics: Mapping[int, Sequence[str]], *, term_seconds: float
+) -> None:
+    """Say that this instance lives for another term; `topics` are those it subscribes to, by group id."""
+    parameters = {
+        "instance": instance,
+        "group_ids": arrays.integers(list(topics)),
+        "topics": arrays.texts(["{" + ",".join(f'"{name}"' for name in names) + "}" for names in topics.values()]),
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "term": term_seconds,
+    }
+    arrays.cursor_on(connection).execute(_HEARTBEAT.on(schema), parameters)
+
+
+_LEAVE = Statement("DELETE FROM {schema}.consumer WHERE instance_id = %s")
+
+
+def leave(connection: Connection, schema: str, instance: UUID) -> None:
+    """Say that this instance is gone, so that the others share its queues at once."""
+    connection.execute(_LEAVE.on(schema), [instance])
+
+
+_FORGET = Statement("DELETE FROM {schema}.consumer WHERE expires_at < clock_timestamp() - interval '1 day'")
+
+
+def forget_the_dead(connection: Connection, schema: str) -> None:
+    """Remove rows of instances that died without leaving, long after they stopped to count."""
+    connection.execute(_FORGET.on(schema))
+
+
+_MEMBERS = Statement("""
+SELECT group_id, instance_id, topics FROM {schema}.consumer
+WHERE group_id = ANY(%s::integer[]) AND expires_at > clock_timestamp()
+ORDER BY group_id, instance_id
+""")
+
+
+def members(connection: Connection, schema: str, group_ids: Sequence[int]) -> dict[int, list[Member]]:
+    """Live members by group id, in an order all of them agree on."""
+    found: dict[int, list[Member]] = {group_id: [] for group_id in group_ids}
+    for group_id, instance_id, topics in arrays.cursor_on(connection).execute(
+        _MEMBERS.on(schema), [arrays.integers(group_ids)]
+    ):
+        found[group_id].append(Member(instance_id, frozenset(topics)))
+    return found
+
+
+_GROUPS = Statement("""
+SELECT group_id, paused, generation FROM {schema}.consumer_group WHERE group_id = ANY(%s::integer[])
+""")
+
+
+def groups(connection: Connection, schema: str, group_ids: Sequence[int]) -> dict[int, GroupState]:
+    """The groups' switches by group id."""
+    rows = arrays.cursor_on(connection).execute(_GROUPS.on(schema), [arrays.integers(group_ids)])
+    return {row[0]: GroupState(*row) for row in rows}
+
+
+# Drain-then-switch: a queue counts once the group has consumed all queues of older generations of its topic. Those
+# older ones are left out when they are consumed, so one generation at a time is shared out.
+_QUEUES = Statement("""
+WITH wanted AS (
+    SELECT s.group_id, s.topic_id, t.name FROM {schema}.subscription s JOIN {schema}.topic t USING (topic_id)
+    WHERE s.group_id = ANY(%(group_ids)s::integer[])
+    UNION ALL
+    SELECT t.retry_of, t.topic_id, NULL FROM {schema}.topic t WHERE t.retry_of = ANY(%(group_ids)s::integer[])
+), candidate AS (
+    SELECT w.group_id, w.name, q.queue_id, q.topic_id, q.generation, q.number,
+           q.closed_at IS NOT NULL AND coalesce(position.next_offset, 0) >= q.closed_at AS consumed
+    FROM wanted w
+    JOIN {schema}.queue q USING (topic_id)
+    LEFT JOIN LATERAL (
+        SELECT o.next_offset FROM {schema}.consumer_offset o
+        WHERE o.group_id = w.group_id AND o.queue_id = q.queue_id AND q.closed_at IS NOT NULL
+        ORDER BY o.epoch DESC, o.ordinal DESC
+        LIMIT 1
+    ) AS position ON true
+), turn AS (
+    SELECT group_id, topic_id, min(generation) AS generation FROM candidate WHERE NOT consumed GROUP BY 1, 2
+)
+SELECT c.group_id, c.queue_id, c.name, c.number, l.owner, coalesce(l.epoch, 0),
+       coalesce(l.expires_at < clock_timestamp(), true), l.stopped
+FROM candidate c
+JOIN turn USING (group_id, topic_id, generation)
+LEFT JOIN {schema}.queue_lease l ON l.group_id = c.group_id AND l.queue_id = c.queue_id
+WHERE NOT c.consumed
+ORDER BY c.group_id, c.topic_id, c.number
+""")
+
+
+def queues(connection: Connection, schema: str, group_ids: Sequence[int]) -> list[QueueState]:
+    """The queues these groups may consume now, with their leases."""
+    rows = arrays.cursor_on(connection).execute(_QUEUES.on(schema), {"group_ids": arrays.integers(group_ids)})
+    return [QueueState((row[0], row[1]), *row[2:]) for row in rows]

@@ -1,0 +1,128 @@
+"""Consumer offsets: an append-only ledger, of which per group and queue the greatest (epoch, ordinal) counts.
+
+Nothing is updated, so a reader's snapshot never makes rows pile up on the hot path. A row says how far the group is
+(`next_offset`) and what became of everything before that; for every row
+
+    next_offset - start_offset = handled + filtered + skipped + sent_back + dead + expired + moved
+
+holds, each term counted by itself (`moved`: what offset resets passed over or rewound). A former owner may still
+append under its old epoch; such a row never counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from uuid import UUID
+
+from outbox.broker.database import arrays
+from outbox.broker.database.connection import Connection
+from outbox.broker.database.statement import Statement
+from outbox.broker.groups.leases import QueueKey
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """How far a group is on a queue, and its totals there since `start_offset`."""
+
+    next_offset: int
+    start_offset: int
+    handled: int = 0
+    filtered: int = 0
+    skipped: int = 0
+    sent_back: int = 0
+    dead: int = 0
+    expired: int = 0
+    moved: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class OffsetRow:
+    """A position to be stored under a lease."""
+
+    key: QueueKey
+    epoch: int
+    ordinal: int
+    position: Position
+
+
+_LOAD = Statement("""
+SELECT wanted.queue_id, coalesce(newest.ordinal, 0), coalesce(newest.next_offset, 0),
+       coalesce(newest.start_offset, 0), coalesce(newest.handled, 0), coalesce(newest.filtered, 0),
+       coalesce(newest.skipped, 0), coalesce(newest.sent_back, 0), coalesce(newest.dead, 0),
+       coalesce(newest.expired, 0), coalesce(newest.moved, 0)
+FROM unnest(%(queue_ids)s::integer[]) AS wanted (queue_id)
+LEFT JOIN LATERAL (
+    SELECT * FROM {schema}.consumer_offset stored
+    WHERE stored.group_id = %(group_id)s AND stored.queue_id = wanted.queue_id
+    ORDER BY stored.epoch DESC, stored.ordinal DESC
+    LIMIT 1
+) AS newest ON true
+""")
+
+
+def load(connection: Connection, schema: str, group_id: int, queue_ids: Sequence[int]) -> dict[int, Position]:
+    """Position by queue id. A queue the group has no row for is newer than the group: it starts at 0."""
+    rows = arrays.cursor_on(connection).execute(
+        _LOAD.on(schema), {"group_id": group_id, "queue_ids": arrays.integers(queue_ids)}
+    )
+    return {row[0]: Position(*row[2:]) for row in rows}
+
+
+_INSERT = """
+INSERT INTO {schema}.consumer_offset
+    (group_id, queue_id, epoch, ordinal, next_offset, start_offset, handled, filtered, skipped, sent_back, dead,
+     expired, moved)
+"""
+_GIVEN = """
+    unnest(
+        %(group_ids)s::integer[], %(queue_ids)s::integer[], %(epochs)s::bigint[], %(ordinals)s::bigint[],
+        %(next_offset)s::bigint[], %(start_offset)s::bigint[], %(handled)s::bigint[], %(filtered)s::bigint[],
+        %(skipped)s::bigint[], %(sent_back)s::bigint[], %(dead)s::bigint[], %(expired)s::bigint[], %(moved)s::bigint[]
+    ) AS given (group_id, queue_id, epoch, ordinal, next_offset, start_offset, handled, filtered, skipped, sent_back,
+                dead, expired, moved)
+"""
+
+# Losing the newest offsets in a crash of the server costs a redelivery, nothing else, as losing them in a crash of
+# the consumer does; so their commit does not wait for the disk. set_config(…, true) ends with the statement.
+_STORE = Statement(
+    "WITH relaxed AS MATERIALIZED (SELECT set_config('synchronous_commit', 'off', true))"
+    + _INSERT
+    + "SELECT given.* FROM relaxed, "
+    + _GIVEN
+    + """
+JOIN {schema}.queue_lease held
+  ON held.group_id = given.group_id AND held.queue_id = given.queue_id AND held.epoch = given.epoch
+ AND held.owner = %(owner)s
+ORDER BY given.group_id, given.queue_id
+RETURNING group_id, queue_id
+"""
+)
+_PLACE = Statement(_INSERT + "SELECT given.* FROM " + _GIVEN)
+_COLUMNS = ("next_offset", "start_offset", "handled", "filtered", "skipped", "sent_back", "dead", "expired", "moved")
+
+
+def store(connection: Connection, schema: str, owner: UUID, rows: Sequence[OffsetRow]) -> set[QueueKey]:
+    """Store positions in one statement; returns the keys whose lease is still ours. The others are lost.
+
+    Every call needs new ordinals: after a lost acknowledgement the row may be stored already.
+    """
+    cursor = arrays.cursor_on(connection)
+    return set(cursor.execute(_STORE.on(schema), {**_parameters(rows), "owner": owner}))
+
+
+def place(connection: Connection, schema: str, rows: Sequence[OffsetRow]) -> None:
+    """Store positions under epochs that the caller has just raised himself."""
+    arrays.cursor_on(connection).execute(_PLACE.on(schema), _parameters(rows))
+
+
+def _parameters(rows: Sequence[OffsetRow]) -> dict[str, object]:
+    parameters: dict[str, object] = {
+        "group_ids": arrays.integers([row.key[0] for row in rows]),
+        "queue_ids": arrays.integers([row.key[1] for row in rows]),
+        "epochs": arrays.bigints([row.epoch for row in rows]),
+        "ordinals": arrays.bigints([row.ordinal for row in rows]),
+    }
+    for name in _COLUMNS:
+        parameters[name] = arrays.bigints([getattr(row.position, name) for row in rows])
+    return parameters

@@ -1,0 +1,96 @@
+"""Which instance of a group should consume which queue. Pure functions of what everybody sees.
+
+Every instance computes the whole assignment from the same members and queues and takes its own share, so there is
+no coordinator. While views differ two instances may want one queue; the lease decides, and nothing else depends on it.
+"""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+from collections.abc import Callable, Collection, Sequence
+from uuid import UUID
+
+from outbox.broker.groups.leases import QueueKey
+from outbox.broker.groups.members import Member, QueueState
+from outbox.errors import ConfigurationError
+
+Strategy = Callable[[Sequence[UUID], Sequence[QueueState]], "dict[QueueKey, UUID]"]
+"""Sorted instances and the sorted queues of one topic -> who consumes which. What is left out, nobody consumes."""
+
+_VIRTUAL_NODES = 64
+
+
+def averagely(instances: Sequence[UUID], queues: Sequence[QueueState]) -> dict[QueueKey, UUID]:
+    """Neighbouring queues in blocks of nearly equal size; the first instances get one more."""
+    size, larger = divmod(len(queues), len(instances))
+    owners = [instance for index, instance in enumerate(instances) for _ in range(size + (index < larger))]
+    return {queue.key: owner for queue, owner in zip(queues, owners, strict=True)}
+
+
+def circle(instances: Sequence[UUID], queues: Sequence[QueueState]) -> dict[QueueKey, UUID]:
+    """Queues dealt out in turn."""
+    return {queue.key: instances[index % len(instances)] for index, queue in enumerate(queues)}
+
+
+def consistent_hash(instances: Sequence[UUID], queues: Sequence[QueueState]) -> dict[QueueKey, UUID]:
+    """A hash ring: few queues move when an instance joins or leaves, at the price of uneven shares."""
+    ring = sorted((_hash(f"{instance}#{node}"), instance) for instance in instances for node in range(_VIRTUAL_NODES))
+    points = [point for point, _ in ring]
+    return {
+        queue.key: ring[bisect.bisect(points, _hash(f"{queue.key[0]}/{queue.key[1]}")) % len(ring)][1]
+        for queue in queues
+    }
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())
+
+
+def by_name(name: str) -> Strategy | Collection[int]:
+    """The strategy of a setting: averagely, circle, consistent_hash, or `config:0,2,5`.
+
+    `config` lists the queue numbers that this process consumes, of every topic; the retry queue goes by `averagely`.
+    All processes of the group must be configured, and their lists should not overlap. Raises ConfigurationError.
+    """
+    strategies: dict[str, Strategy] = {
+        "averagely": averagely,
+        "circle": circle,
+        "consistent_hash": consistent_hash,
+    }
+    if name in strategies:
+        return strategies[name]
+    kind, _, listed = name.partition(":")
+    if kind == "config" and all(part.strip().isdigit() for part in listed.split(",")):
+        return frozenset(int(part) for part in listed.split(","))
+    raise ConfigurationError(
+        f"rebalance strategy {name!r} does not exist: use {', '.join(strategies)} or config:NUMBER,NUMBER."
+    )
+
+
+def share(
+    me: UUID, strategy: Strategy | Collection[int], members: Sequence[Member], queues: Sequence[QueueState]
+) -> set[QueueKey]:
+    """The keys among `queues` (of one group) that instance `me` should consume.
+
+    A queue goes to members that subscribe to its topic. The retry queue carries messages of all topics of the group:
+    it goes to members that know as many of them as any other does.
+    """
+    mine: set[QueueKey] = set()
+    for topic in dict.fromkeys(queue.topic for queue in queues):
+        of_topic = [queue for queue in queues if queue.topic == topic]
+        able = _able(members, topic)
+        if callable(strategy) or topic is None:
+            assign = strategy if callable(strategy) else averagely
+            owners = assign(able, of_topic) if able else {}
+            mine.update(key for key, owner in owners.items() if owner == me)
+        elif me in able:
+            mine.update(queue.key for queue in of_topic if queue.number in strategy)
+    return mine
+
+
+def _able(members: Sequence[Member], topic: str | None) -> list[UUID]:
+    if topic is not None:
+        return [member.instance_id for member in members if topic in member.topics]
+    most = max((len(member.topics) for member in members), default=0)
+    return [member.instance_id for member in members if len(member.topics) == most]

@@ -1,0 +1,152 @@
+"""What becomes of a failed message, and recording it: one statement, fenced by the lease, for all failures at hand.
+
+RocketMQ's consumerSendMsgBack: the message is scheduled into the group's retry queue after its delay level, or given
+up into the dead letters after the last attempt. Every failed attempt leaves a `failure` row with its error.
+"""
+
+from __future__ import annotations
+
+import enum
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+from uuid import UUID
+
+from outbox.broker.database import arrays
+from outbox.broker.database.connection import Connection
+from outbox.broker.database.statement import Statement
+from outbox.broker.groups.leases import Lease, QueueKey
+from outbox.errors import RetryLater
+from outbox.subscription import Mode, OnError, Subscription
+
+MAX_ERROR_CHARACTERS: Final = 4000
+_LAST_COUNTED: Final = 30_000  # of attempts: the column is a smallint
+
+
+class Verdict(enum.Enum):
+    """What to do with a message whose attempt failed."""
+
+    SEND_BACK = "send_back"
+    """Schedule it into the retry queue; the consumer goes on."""
+    IN_PLACE = "in_place"
+    """Keep it and try again here."""
+    DEAD = "dead"
+    """Give it up into the dead letters."""
+    STOP = "stop"
+    """Stop its queue; it stays the next one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """A verdict and, for the two that try again, the wait in seconds."""
+
+    verdict: Verdict
+    delay_seconds: float = 0.0
+
+
+def judge(
+    subscription: Subscription, error: BaseException, *, retries: int, in_place: int, returned: bool
+) -> Judgement:
+    """What to do after an attempt raised `error`.
+
+    `retries` counts the attempts before this one that were sent back, `in_place` those repeated here since then.
+    `returned` says that the message comes from the retry queue: it has given up its order already and is never
+    retried in place. A broadcast group has no retry queue: there everything is retried in place.
+    """
+    reaction = subscription.reaction(error)
+    if reaction is OnError.STOP:
+        return Judgement(Verdict.STOP)
+    if reaction is OnError.DEAD_LETTER:
+        return Judgement(Verdict.DEAD)
+    if reaction is OnError.RETRY and not returned and subscription.mode is not Mode.CONCURRENT:
+        if subscription.max_suspends is not None and in_place >= subscription.max_suspends:
+            return Judgement(Verdict.DEAD)
+        chosen = isinstance(error, RetryLater)
+        delay = subscription.retry_delay_seconds(error, 1) if chosen else subscription.suspend_seconds
+        return Judgement(Verdict.IN_PLACE, delay)
+    attempts = (in_place if subscription.broadcast else retries) + 1
+    if subscription.retry.exhausted(attempts):
+        return Judgement(Verdict.DEAD)
+    verdict = Verdict.IN_PLACE if subscription.broadcast else Verdict.SEND_BACK
+    return Judgement(verdict, subscription.retry_delay_seconds(error, attempts))
+
+
+def describe(error: BaseException) -> str:
+    """The error as it is stored: its type, its text, and where it was raised."""
+    lines = [f"{type(error).__name__}: {error}"]
+    frames = traceback.extract_tb(error.__traceback__)
+    if frames:
+        lines.append(f"  raised in {frames[-1].name}, {frames[-1].filename}:{frames[-1].lineno}")
+    text = "\n".join(lines).encode(errors="replace").decode().replace("\x00", "\N{REPLACEMENT CHARACTER}")
+    return text[:MAX_ERROR_CHARACTERS]
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """One failed attempt. `attempts` counts the attempts made, this one included."""
+
+    lease: Lease
+    log_id: int
+    attempts: int
+    error: str
+    judgement: Judgement
+    retry_queue_id: int
+    next_attempt: int
+
+
+# A message that is retried in place for hours keeps its first errors and the newest one.
+_RECORD = Statement("""
+WITH failed AS MATERIALIZED (
+    SELECT given.*
+    FROM unnest(
+        %(group_ids)s::integer[], %(queue_ids)s::integer[], %(epochs)s::bigint[], %(log_ids)s::bigint[],
+        %(attempts)s::integer[], %(errors)s::text[], %(verdicts)s::text[], %(delays)s::float8[],
+        %(retry_queues)s::integer[], %(next_attempts)s::integer[]
+    ) AS given (group_id, queue_id, epoch, log_id, attempts, error, verdict, delay, retry_queue_id, next_attempt)
+    JOIN {schema}.queue_lease held
+      ON held.group_id = given.group_id AND held.queue_id = given.queue_id AND held.epoch = given.epoch
+     AND held.owner = %(owner)s
+), recorded AS (
+    INSERT INTO {schema}.failure AS known (group_id, log_id, attempt, error)
+    SELECT group_id, log_id, least(attempts, next_attempt + 100) - 1, error FROM failed
+    ORDER BY group_id, log_id
+    ON CONFLICT (group_id, log_id, attempt) DO UPDATE SET error = excluded.error, failed_at = clock_timestamp()
+), sent_back AS (
+    INSERT INTO {schema}.scheduled (log_id, due_at, queue_id, attempt)
+    SELECT log_id, clock_timestamp() + make_interval(secs => delay), retry_queue_id, next_attempt FROM failed
+    WHERE verdict = 'send_back'
+    ORDER BY log_id, retry_queue_id, next_attempt
+    ON CONFLICT DO NOTHING
+), given_up AS (
+    INSERT INTO {schema}.dead_letter AS known (group_id, log_id, attempts, error)
+    SELECT group_id, log_id, attempts, error FROM failed
+    WHERE verdict = 'dead'
+    ORDER BY group_id, log_id
+    ON CONFLICT (group_id, log_id) DO UPDATE
+    SET attempts = excluded.attempts, error = excluded.error, dead_at = now(), replayed_at = NULL
+)
+SELECT DISTINCT group_id, queue_id FROM failed
+""")
+
+
+def record(connection: Connection, schema: str, owner: UUID, failures: Sequence[Failure]) -> set[QueueKey]:
+    """Store failures and their consequences; returns the keys of queues whose lease is still ours.
+
+    A failure of a queue we lost leaves no trace: its next owner decides about the message. One message appears at
+    most once. Recording twice is recording once.
+    """
+    parameters = {
+        "owner": owner,
+        "group_ids": arrays.integers([failure.lease.key[0] for failure in failures]),
+        "queue_ids": arrays.integers([failure.lease.key[1] for failure in failures]),
+        "epochs": arrays.bigints([failure.lease.epoch for failure in failures]),
+        "log_ids": arrays.bigints([failure.log_id for failure in failures]),
+        "attempts": arrays.integers([min(failure.attempts, _LAST_COUNTED) for failure in failures]),
+        "errors": arrays.texts([failure.error for failure in failures]),
+        "verdicts": arrays.texts([failure.judgement.verdict.value for failure in failures]),
+        "delays": [float(failure.judgement.delay_seconds) for failure in failures],
+        "retry_queues": arrays.integers([failure.retry_queue_id for failure in failures]),
+        "next_attempts": arrays.integers([min(failure.next_attempt, _LAST_COUNTED) for failure in failures]),
+    }
+    return set(arrays.cursor_on(connection).execute(_RECORD.on(schema), parameters))

@@ -1,0 +1,265 @@
+"""Appending messages to the commit log: decided ones and half ones, one statement each.
+
+A resent message id stores nothing again. Rows are inserted in the order of the call, which is the order that
+messages of one key keep; their ids are ascending, so concurrent resends of one call cannot deadlock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final, TypeVar
+from uuid import UUID
+
+from psycopg.errors import UniqueViolation
+
+from outbox.broker.database import arrays
+from outbox.broker.database.arrays import cursor_on
+from outbox.broker.database.connection import Connection
+from outbox.broker.database.place import Place, here
+from outbox.broker.database.statement import Statement
+from outbox.broker.log.topics import Prepared, TopicCatalog
+from outbox.errors import InvalidMessage, SendFailed, TransactionalMessagesRejected
+from outbox.message import Message, SendReceipt
+from outbox.transaction import Decision, HalfTransaction
+
+_Value = TypeVar("_Value")
+
+# Columns that are equal in all rows of a call travel once: the array stays empty and coalesce() takes over.
+_DECIDED: Final = Statement("""
+WITH stored AS (
+    INSERT INTO {schema}.commit_log (born_at, deliver_at, transaction_id, message_id, topic_id, shard, half,
+        producer_group, key, tag, content_type, headers, body)
+    SELECT born_at, deliver_at, %(transaction_id)s, message_id, coalesce(topic_id, %(one_topic)s), shard, false,
+        %(producer_group)s, key, coalesce(tag, %(one_tag)s), coalesce(content_type, %(one_type)s), headers, body
+    FROM unnest(%(message_ids)s::uuid[], %(born)s::timestamptz[], %(deliver)s::timestamptz[], %(topics)s::integer[],
+        %(shards)s::integer[], %(keys)s::text[], %(tags)s::text[], %(types)s::text[], %(headers)s::jsonb[],
+        %(bodies)s::bytea[])
+        AS given (message_id, born_at, deliver_at, topic_id, shard, key, tag, content_type, headers, body)
+    ON CONFLICT (message_id) DO NOTHING
+    RETURNING log_id
+)
+INSERT INTO {schema}.op_log (transaction_id, incarnation, decision, decided_by, log_ids)
+SELECT %(transaction_id)s, (SELECT incarnation FROM {schema}.broker), 'C', 'P', array_agg(log_id ORDER BY log_id)
+FROM stored HAVING count(*) > 0
+RETURNING log_ids, extract(epoch FROM pg_postmaster_start_time())::numeric, current_database()::text
+""")
+
+_DECIDED_ONE: Final = Statement("""
+WITH stored AS (
+    INSERT INTO {schema}.commit_log (born_at, deliver_at, transaction_id, message_id, topic_id, shard, half,
+        producer_group, key, tag, content_type, headers, body)
+    VALUES (%(born_at)s, %(deliver_at)s, %(message_id)s, %(message_id)s, %(topic_id)s, %(shard)s, false,
+        %(producer_group)s, %(key)s, %(tag)s, %(content_type)s, %(headers)s::text::jsonb, %(body)s)
+    ON CONFLICT (message_id) DO NOTHING
+    RETURNING log_id
+)
+INSERT INTO {schema}.op_log (transaction_id, incarnation, decision, decided_by, log_ids)
+SELECT %(message_id)s, (SELECT incarnation FROM {schema}.broker), 'C', 'P', ARRAY[log_id]
+FROM stored
+RETURNING log_ids, extract(epoch FROM pg_postmaster_start_time())::numeric, current_database()::text
+""")
+
+_HALF: Final = Statement("""
+WITH stored AS (
+    INSERT INTO {schema}.commit_log (born_at, deliver_at, transaction_id, message_id, topic_id, shard, half,
+        immunity_seconds, ledger_id, producer_group, checker, key, tag, content_type, headers, body)
+    SELECT born_at, deliver_at, %(transaction_id)s, message_id, coalesce(topic_id, %(one_topic)s), shard, true,
+        %(immunity)s, %(ledger_id)s, %(producer_group)s, %(checker)s,
+        key, coalesce(tag, %(one_tag)s), coalesce(content_type, %(one_type)s), headers, body
+    FROM unnest(%(message_ids)s::uuid[], %(born)s::timestamptz[], %(deliver)s::timestamptz[], %(topics)s::integer[],
+        %(shards)s::integer[], %(keys)s::text[], %(tags)s::text[], %(types)s::text[], %(headers)s::jsonb[],
+        %(bodies)s::bytea[])
+        AS given (message_id, born_at, deliver_at, topic_id, shard, key, tag, content_type, headers, body)
+    WHERE (SELECT NOT reject_transactional FROM {schema}.broker)
+    ON CONFLICT (message_id) DO NOTHING
+    RETURNING log_id
+)
+SELECT array_agg(log_id ORDER BY log_id) FROM stored HAVING count(*) > 0
+""")
+
+_HALF_ONE: Final = Statement("""
+INSERT INTO {schema}.commit_log (born_at, deliver_at, transaction_id, message_id, topic_id, shard, half,
+    immunity_seconds, ledger_id, producer_group, checker, key, tag, content_type, headers, body)
+SELECT %(born_at)s, %(deliver_at)s, %(message_id)s, %(message_id)s, %(topic_id)s, %(shard)s, true,
+    %(immunity)s, %(ledger_id)s, %(producer_group)s, %(checker)s,
+    %(key)s, %(tag)s, %(content_type)s, %(headers)s::text::jsonb, %(body)s
+FROM {schema}.broker WHERE NOT reject_transactional
+ON CONFLICT (message_id) DO NOTHING
+RETURNING ARRAY[log_id]
+""")
+
+_FIND: Final = Statement("""
+SELECT log.message_id, log.log_id, log.transaction_id, log.half, op.decision::text
+FROM {schema}.commit_log log LEFT JOIN {schema}.op_log op USING (transaction_id)
+WHERE log.message_id = ANY(%(message_ids)s::uuid[])
+""")
+
+_REJECTS: Final = Statement("SELECT reject_transactional FROM {schema}.broker")
+
+
+def append_decided(
+    connection: Connection,
+    schema: str,
+    catalog: TopicCatalog,
+    messages: Sequence[Message],
+    *,
+    producer_group: str = "",
+) -> list[SendReceipt]:
+    """Store messages together with the decision COMMIT, in whatever transaction the connection is in.
+
+    In the application's own transaction they share its fate; in autocommit they are visible at once. Raises what
+    TopicCatalog.prepare raises, and InvalidMessage when a message id was used for something else.
+    """
+    return append_placed(connection, schema, catalog, messages, producer_group=producer_group)[0] if messages else []
+
+
+def append_placed(
+    connection: Connection,
+    schema: str,
+    catalog: TopicCatalog,
+    messages: Sequence[Message],
+    *,
+    producer_group: str = "",
+) -> tuple[list[SendReceipt], Place]:
+    """Like `append_decided`, for at least one message; also tells in which database of which server they were put.
+
+    That is for the atomic path, where the caller's connection need not lead where it led before.
+    """
+    rows = catalog.prepare(connection, messages, transactional=False)
+    parameters = _parameters(rows) | {"producer_group": producer_group}
+    statement = _DECIDED_ONE if len(rows) == 1 else _DECIDED
+    try:
+        row = _insert(connection, statement.on(schema), parameters)
+    except UniqueViolation as error:
+        raise InvalidMessage(
+            f"message {messages[0].message_id} was sent before, with other messages: send the same messages again, "
+            f"or give new ones new ids. Nothing of this call was stored."
+        ) from error
+    log_ids, place = (row[0], Place(*row[1:])) if row is not None else ([], here(connection))
+    return _receipts(connection, schema, messages, log_ids, half=False), place
+
+
+def append_half(connection: Connection, schema: str, catalog: TopicCatalog, half: HalfTransaction) -> list[SendReceipt]:
+    """Store the messages of a half transaction, invisible until it is decided. The connection is in autocommit.
+
+    Raises TransactionalMessagesRejected when the operator has switched half messages off.
+    """
+    rows = catalog.prepare(connection, half.messages, transactional=True)
+    parameters = _parameters(rows) | {
+        "immunity": half.immunity_seconds,
+        "ledger_id": half.ledger_id,
+        "producer_group": half.producer_group,
+        "checker": half.checker,
+    }
+    statement = _HALF_ONE if len(rows) == 1 else _HALF
+    row = _insert(connection, statement.on(schema), parameters)
+    log_ids = row[0] if row is not None else []
+    if len(log_ids) < len(rows):
+        _check_not_rejecting(connection, schema, half)
+    return _receipts(connection, schema, half.messages, log_ids, half=True)
+
+
+def _check_not_rejecting(connection: Connection, schema: str, half: HalfTransaction) -> None:
+    with cursor_on(connection) as cursor:
+        row = cursor.execute(_REJECTS.on(schema)).fetchone()
+    if row is not None and row[0]:
+        raise TransactionalMessagesRejected(
+            f"the broker refuses transactional messages (its operator switched them off): half message "
+            f"{half.transaction_id} was not stored. Try again once broker.reject_transactional is off."
+        )
+
+
+def _insert(connection: Connection, statement: bytes, parameters: dict[str, Any]) -> tuple[Any, ...] | None:
+    with cursor_on(connection) as cursor:
+        return cursor.execute(statement, parameters, prepare=True).fetchone()
+
+
+def _parameters(rows: Sequence[Prepared]) -> dict[str, Any]:
+    return _one(rows[0]) if len(rows) == 1 else _many(rows)
+
+
+def _one(row: Prepared) -> dict[str, Any]:
+    message = row.message
+    return {
+        "born_at": message.born_at,
+        "deliver_at": message.deliver_at,
+        "message_id": message.message_id,
+        "topic_id": row.topic_id,
+        "shard": row.shard,
+        "key": message.key,
+        "tag": message.tag,
+        "content_type": message.content_type,
+        "headers": arrays.dump_headers(message.headers) if message.headers else None,
+        "body": message.body,
+    }
+
+
+def _many(rows: Sequence[Prepared]) -> dict[str, Any]:
+    messages = [row.message for row in rows]
+    topics, one_topic = _unless_equal([row.topic_id for row in rows])
+    tags, one_tag = _unless_equal([message.tag for message in messages])
+    types, one_type = _unless_equal([message.content_type for message in messages])
+    return {
+        "transaction_id": messages[0].message_id,
+        "message_ids": arrays.uuids([message.message_id for message in messages]),
+        "born": arrays.times([message.born_at for message in messages]),
+        "deliver": arrays.times([message.deliver_at for message in messages]),
+        "topics": arrays.integers(topics),
+        "one_topic": one_topic,
+        "shards": arrays.optional_integers([row.shard for row in rows]),
+        "keys": arrays.texts([message.key for message in messages]),
+        "tags": arrays.texts(tags),
+        "one_tag": one_tag,
+        "types": arrays.texts(types),
+        "one_type": one_type,
+        "headers": arrays.header_maps([message.headers for message in messages]),
+        "bodies": arrays.blobs([message.body for message in messages]),
+    }
+
+
+def _unless_equal(values: list[_Value]) -> tuple[list[_Value], _Value]:
+    return ([] if values.count(values[0]) == len(values) else values), values[0]
+
+
+def _receipts(
+    connection: Connection, schema: str, messages: Sequence[Message], log_ids: Sequence[int], *, half: bool
+) -> list[SendReceipt]:
+    transaction_id = messages[0].message_id
+    if len(log_ids) == len(messages):
+        # Ids are drawn in the order of the call.
+        return [
+            SendReceipt(
+                message_id=message.message_id, transaction_id=transaction_id, topic=message.topic, position=log_id
+            )
+            for message, log_id in zip(messages, log_ids, strict=True)
+        ]
+    with cursor_on(connection) as cursor:
+        wanted = arrays.uuids([message.message_id for message in messages])
+        stored = {row[0]: row[1:] for row in cursor.execute(_FIND.on(schema), {"message_ids": wanted})}
+    return [_existing(message, stored, transaction_id if half else None) for message in messages]
+
+
+def _existing(message: Message, stored: dict[UUID, tuple[Any, ...]], half_of: UUID | None) -> SendReceipt:
+    half = half_of is not None
+    if message.message_id not in stored:
+        raise SendFailed(f"message {message.message_id} for topic {message.topic!r} was not stored; send it again.")
+    log_id, transaction_id, was_half, decision = stored[message.message_id]
+    if was_half != half:
+        kind = "transactional" if was_half else "plain"
+        raise InvalidMessage(
+            f"message {message.message_id} is stored already, as a {kind} message: give the new message a new id."
+        )
+    if half and decision is not None:
+        # Its transaction is over: a second local transaction could not change what becomes of the message.
+        raise InvalidMessage(
+            f"half message {message.message_id} for topic {message.topic!r} was sent before and is decided "
+            f"({Decision(decision).name}): build a new message for another transaction."
+        )
+    if half and transaction_id != half_of:
+        raise InvalidMessage(
+            f"half message {message.message_id} for topic {message.topic!r} belongs to transaction {transaction_id} "
+            f"and would share its fate, not that of {half_of}: build a new message for another transaction."
+        )
+    return SendReceipt(
+        message_id=message.message_id, transaction_id=transaction_id, topic=message.topic, position=log_id
+    )

@@ -1,0 +1,75 @@
+"""What somebody should look at: contradicting or refused ends, wrong ledgers, parked transactions."""
+
+from __future__ import annotations
+
+import enum
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+
+from outbox.broker.database.arrays import cursor_on, texts
+from outbox.broker.database.connection import Connection
+from outbox.broker.database.statement import Statement
+
+logger = logging.getLogger(__name__)
+
+
+class IncidentKind(enum.StrEnum):
+    """Why an incident was recorded."""
+
+    CONTRADICTED = "contradicted"
+    """A second decision differed from the first, which stands."""
+    REFUSED = "refused"
+    """An end for a transaction that is unknown or of another producer group."""
+    PARKED = "parked"
+    """A transaction is past its check limits and waits for an operator or a late end."""
+    ALARM = "alarm"
+    """A checker reported something wrong, such as another ledger."""
+    RESYNC = "resync"
+    """The broker's transaction ids started over; it compared its log with its queues."""
+    EXPIRED = "expired"
+    """Retention removed messages that a consumer group had not consumed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Incident:
+    """One recorded incident; `subject` is what it is about, as text."""
+
+    kind: str
+    subject: str
+    detail: str
+    at: datetime | None = None
+
+
+_RECORD = Statement("""
+INSERT INTO {schema}.incident (kind, subject, detail)
+SELECT * FROM unnest(%(kinds)s::text[], %(subjects)s::text[], %(details)s::text[])
+""")
+
+_RECENT = Statement("""
+SELECT kind, subject, detail, at FROM {schema}.incident ORDER BY at DESC, incident_id DESC LIMIT %(limit)s
+""")
+
+
+def record(connection: Connection, schema: str, incidents: Sequence[Incident]) -> None:
+    """Store incidents and log them as warnings."""
+    if not incidents:
+        return
+    for incident in incidents:
+        logger.warning("incident %s: %s: %s", incident.kind, incident.subject, incident.detail)
+    with cursor_on(connection) as cursor:
+        cursor.execute(
+            _RECORD.on(schema),
+            {
+                "kinds": texts([incident.kind for incident in incidents]),
+                "subjects": texts([incident.subject for incident in incidents]),
+                "details": texts([incident.detail.replace("\x00", "") for incident in incidents]),
+            },
+        )
+
+
+def recent(connection: Connection, schema: str, *, limit: int = 20) -> list[Incident]:
+    """The newest incidents, newest first."""
+    with cursor_on(connection) as cursor:
+        return [Incident(*row) for row in cursor.execute(_RECENT.on(schema), {"limit": limit})]

@@ -1,0 +1,183 @@
+"""Topics: declaring them, and knowing them while sending."""
+
+from __future__ import annotations
+
+import difflib
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from psycopg import pq
+
+from outbox.broker.database.arrays import cursor_on
+from outbox.broker.database.connection import Connection
+from outbox.broker.database.statement import Statement
+from outbox.errors import UnknownTopic
+from outbox.message import Message
+from outbox.topic import MessageType, Selector, Topic, select_shard
+
+_REFRESH_SECONDS: Final = 30.0
+
+_DECLARE = Statement("""
+INSERT INTO {schema}.topic AS known (name, message_types, queue_count, key_lock, on_park, retention_seconds)
+VALUES (%(name)s, %(types)s, %(queue_count)s, %(key_lock)s, %(on_park)s, %(retention_seconds)s)
+ON CONFLICT (name) DO UPDATE SET
+    message_types = excluded.message_types, key_lock = excluded.key_lock, on_park = excluded.on_park,
+    retention_seconds = excluded.retention_seconds, queue_count = excluded.queue_count,
+    generation = known.generation + (known.queue_count <> excluded.queue_count)::integer
+WHERE (known.message_types, known.key_lock, known.on_park, known.retention_seconds, known.queue_count)
+   IS DISTINCT FROM
+      (excluded.message_types, excluded.key_lock, excluded.on_park, excluded.retention_seconds, excluded.queue_count)
+RETURNING topic_id, generation, queue_count
+""")
+
+_ADD_QUEUES = Statement("""
+INSERT INTO {schema}.queue (topic_id, generation, number)
+SELECT %(topic_id)s, %(generation)s, number FROM generate_series(0, %(queue_count)s - 1) AS number
+ON CONFLICT DO NOTHING
+""")
+
+_CLOSE_OLDER_QUEUES = Statement("""
+UPDATE {schema}.queue SET closing = true
+WHERE topic_id = %(topic_id)s AND generation < %(generation)s AND closed_at IS NULL
+""")
+
+_ALL = Statement("""
+SELECT topic_id, name, message_types, queue_count, key_lock, on_park, retention_seconds
+FROM {schema}.topic WHERE retry_of IS NULL
+""")
+
+
+@dataclass(frozen=True, slots=True)
+class KnownTopic:
+    """A topic as the broker has it."""
+
+    topic_id: int
+    topic: Topic
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A message that its topic accepts, with what the log stores beside it."""
+
+    message: Message
+    topic_id: int
+    shard: int | None
+
+
+def declare_topics(connection: Connection, schema: str, topics: Sequence[Topic]) -> None:
+    """Create topics or change them to what is declared; idempotent, in one transaction.
+
+    Another queue count starts a new generation of queues; consumer groups drain the old ones first.
+    """
+    with connection.transaction(), cursor_on(connection) as cursor:
+        for topic in sorted(topics, key=lambda topic: topic.name):
+            row = cursor.execute(_DECLARE.on(schema), _columns(topic)).fetchone()
+            if row is not None:
+                queues = dict(zip(("topic_id", "generation", "queue_count"), row, strict=True))
+                cursor.execute(_ADD_QUEUES.on(schema), queues)
+                cursor.execute(_CLOSE_OLDER_QUEUES.on(schema), queues)
+
+
+def _columns(topic: Topic) -> dict[str, object]:
+    return {
+        "name": topic.name,
+        "types": sorted(topic.types),
+        "queue_count": topic.queue_count,
+        "key_lock": topic.key_lock,
+        "on_park": topic.on_park,
+        "retention_seconds": topic.retention_seconds,
+    }
+
+
+def list_topics(connection: Connection, schema: str) -> list[Topic]:
+    """Every topic but the retry topics of consumer groups, by name."""
+    with cursor_on(connection) as cursor:
+        rows = cursor.execute(_ALL.on(schema)).fetchall()
+    return sorted((_known_topic(row).topic for row in rows), key=lambda topic: topic.name)
+
+
+class TopicCatalog:
+    """The declared topics, read once and again every 30 s or when a name is new.
+
+    `auto_create` declares unknown topics with the defaults; `selectors` choose shards per topic. Thread-safe.
+    """
+
+    def __init__(
+        self, schema: str = "outbox", *, auto_create: bool = False, selectors: Mapping[str, Selector] | None = None
+    ) -> None:
+        self._schema = schema
+        self._auto_create = auto_create
+        self._selectors = dict(selectors or {})
+        self._lock = threading.Lock()
+        self._known: dict[str, KnownTopic] = {}
+        self._stale_at = 0.0
+
+    def get(self, connection: Connection, name: str) -> KnownTopic:
+        """The topic `name`. Raises UnknownTopic with the nearest names."""
+        known = self._known.get(name)
+        if known is not None and time.monotonic() < self._stale_at:
+            return known
+        topics = self._refresh(connection)
+        if name not in topics and self._auto_create:
+            declare_topics(connection, self._schema, [Topic(name=name)])
+            # A topic created within the caller's transaction may still roll back: it is not remembered yet.
+            if connection.info.transaction_status != pq.TransactionStatus.IDLE:
+                return self._read(connection)[name]
+            topics = self._refresh(connection)
+        try:
+            return topics[name]
+        except KeyError:
+            raise _unknown(name, topics) from None
+
+    def prepare(self, connection: Connection, messages: Iterable[Message], *, transactional: bool) -> list[Prepared]:
+        """Messages with topic ids and shards, checked against their topics.
+
+        Raises UnknownTopic, MessageTypeMismatch or InvalidMessage.
+        """
+        prepared = []
+        for message in messages:
+            known = self.get(connection, message.topic)
+            known.topic.check_accepts(message, transactional=transactional)
+            selector = self._selectors.get(message.topic)
+            shard = select_shard(message, selector, known.topic.queue_count)
+            prepared.append(Prepared(message, known.topic_id, shard))
+        return prepared
+
+    def _refresh(self, connection: Connection) -> dict[str, KnownTopic]:
+        topics = self._read(connection)
+        with self._lock:
+            self._known = topics
+            self._stale_at = time.monotonic() + _REFRESH_SECONDS
+        return topics
+
+    def _read(self, connection: Connection) -> dict[str, KnownTopic]:
+        with cursor_on(connection) as cursor:
+            return {row[1]: _known_topic(row) for row in cursor.execute(_ALL.on(self._schema))}
+
+
+def _known_topic(row: tuple[int, str, list[str], int, bool, str, int]) -> KnownTopic:
+    topic_id, name, types, queue_count, key_lock, on_park, retention_seconds = row
+    return KnownTopic(
+        topic_id,
+        Topic(
+            name=name,
+            types=frozenset(map(MessageType, types)),
+            queue_count=queue_count,
+            key_lock=key_lock,
+            on_park=on_park,
+            retention_seconds=retention_seconds,
+        ),
+    )
+
+
+def _unknown(name: str, topics: Iterable[str]) -> UnknownTopic:
+    nearest = difflib.get_close_matches(name, list(topics), n=3, cutoff=0.5)
+    hint = f" Did you mean {' or '.join(map(repr, nearest))}?" if nearest else ""
+    return UnknownTopic(
+        f"topic {name!r} is not declared.{hint} Declare it: in OUTBOX['TOPICS'], followed by `manage.py migrate "
+        f"--database=ALIAS` with the alias of the broker; with `manage.py outbox_topic create {name}`; or with "
+        f"outbox.broker.log.topics.declare_topics."
+    )

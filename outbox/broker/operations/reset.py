@@ -1,0 +1,124 @@
+"""Moving a group's offsets: to the first message, the end, a time or a number.
+
+A reset fences whoever consumes a queue: it raises the lease's epoch and stores the new offset under it. The former
+owner finds its lease gone, drops what it fetched, and takes the queue again from the new offset. Calls that ran at
+that moment may take effect once more or, without an inbox, twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+
+from outbox.broker.database.arrays import cursor_on, integers
+from outbox.broker.database.connection import Connection
+from outbox.broker.database.notify import Channel, notify
+from outbox.broker.database.statement import Statement
+from outbox.broker.groups import offsets
+from outbox.broker.groups.offsets import OffsetRow, Position
+from outbox.broker.groups.registration import group_id_of, list_queues, raise_generation, starting_offsets
+from outbox.broker.log.topics import TopicCatalog
+from outbox.errors import UsageError
+from outbox.subscription import Start
+
+
+@dataclass(frozen=True, slots=True)
+class QueueReset:
+    """What a reset did, or would do, to one queue."""
+
+    topic: str
+    generation: int
+    number: int
+    queue_id: int
+    from_offset: int
+    to_offset: int
+
+
+_FENCE = Statement("""
+INSERT INTO {schema}.queue_lease AS held (group_id, queue_id, owner, epoch, expires_at)
+SELECT %(group_id)s, given.queue_id, NULL, 1, clock_timestamp()
+FROM unnest(%(queue_ids)s::integer[]) AS given (queue_id)
+ORDER BY given.queue_id
+ON CONFLICT (group_id, queue_id) DO UPDATE
+SET owner = NULL, epoch = held.epoch + 1, expires_at = clock_timestamp(), stopped = NULL
+RETURNING queue_id, epoch
+""")
+
+
+def moved_to(position: Position, target: int) -> Position:
+    """The position after a reset: the counters go on, and `moved` keeps them conserved."""
+    start = min(position.start_offset, target)
+    counted = position.next_offset - position.start_offset - position.moved
+    return replace(position, next_offset=target, start_offset=start, moved=target - start - counted)
+
+
+def reset(
+    connection: Connection,
+    schema: str,
+    group: str,
+    topic: str,
+    target: Start | datetime | int,
+    *,
+    number: int | None = None,
+    reprocess: bool = False,
+    dry_run: bool = False,
+) -> Sequence[QueueReset]:
+    """Move a group on a topic, or on its queue `number` alone; returns the queues that move, from where and to where.
+
+    Start.LAST is the end; a number is limited to what the broker still has. Going back delivers messages again, which
+    the inbox skips unless `reprocess` raises the group's generation. Counters go on; what was passed over or
+    rewound is counted as `moved`.
+    `dry_run` only says what would happen. Raises UnknownGroup, UnknownTopic, or UsageError when the group does not
+    consume the topic or the topic has no such queue.
+    """
+    # Before anything is locked: finding a time may read the topic once.
+    targets = _targets(connection, schema, topic, target)
+    with connection.transaction():
+        group_id = group_id_of(connection, schema, group)
+        moves = _plan(connection, schema, group, topic, targets, number)
+        if not dry_run and moves:
+            _move(connection, schema, group_id, {move.queue_id: move.to_offset for move in moves})
+        if reprocess and not dry_run:
+            raise_generation(connection, schema, group)
+    if not dry_run:
+        notify(connection, schema, Channel.SHARED)
+    return moves
+
+
+def _move(connection: Connection, schema: str, group_id: int, targets: dict[int, int]) -> None:
+    values = {"group_id": group_id, "queue_ids": integers(list(targets))}
+    epochs = dict(cursor_on(connection).execute(_FENCE.on(schema), values).fetchall())
+    # Read under the fence: what the former owner stored up to now is in, nothing after it counts.
+    positions = offsets.load(connection, schema, group_id, list(targets))
+    rows = [
+        OffsetRow((group_id, queue_id), epochs[queue_id], 0, moved_to(positions[queue_id], target))
+        for queue_id, target in targets.items()
+    ]
+    offsets.place(connection, schema, rows)
+
+
+def _targets(connection: Connection, schema: str, topic: str, target: Start | datetime | int) -> dict[int, int]:
+    """Where to go, by queue id; a number is not limited yet."""
+    topic_id = TopicCatalog(schema).get(connection, topic).topic_id
+    if isinstance(target, int):
+        floors = starting_offsets(connection, schema, topic_id, Start.FIRST)
+        return {queue_id: max(target, floor) for queue_id, floor in floors.items()}
+    return starting_offsets(connection, schema, topic_id, target)
+
+
+def _plan(
+    connection: Connection, schema: str, group: str, topic: str, targets: Mapping[int, int], number: int | None
+) -> list[QueueReset]:
+    queues = [queue for queue in list_queues(connection, schema, group) if queue.topic == topic]
+    if not queues:
+        raise UsageError(f"group {group!r} does not consume topic {topic!r}, or is a broadcast group: nothing to move.")
+    if number is not None and number not in {queue.number for queue in queues}:
+        raise UsageError(f"topic {topic!r} has no queue {number}: its queues are 0 to {max(q.number for q in queues)}.")
+    moves = [
+        # A queue added since the targets were found is new to the group: it stays where it is.
+        QueueReset(q.topic, q.generation, q.number, q.queue_id, q.next_offset, min(targets[q.queue_id], q.head))
+        for q in queues
+        if q.queue_id in targets and number in (None, q.number)
+    ]
+    return [move for move in moves if move.to_offset != move.from_offset]

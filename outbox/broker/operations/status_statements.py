@@ -1,0 +1,129 @@
+"""The counts of the status report. Each term is counted from rows of its own, never as the rest of another."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from outbox.broker.database.statement import Statement
+
+BROKER: Final = Statement("""
+SELECT broker_id::text, incarnation, reject_transactional,
+       (SELECT max(change) FROM {schema}.schema_version),
+       (SELECT max(tick_id) FROM {schema}.tick),
+       (SELECT extract(epoch FROM now() - at)::double precision FROM {schema}.tick ORDER BY tick_id DESC LIMIT 1),
+       (SELECT owner::text FROM {schema}.leader_lease WHERE role = 'sequencer' AND expires_at > clock_timestamp()),
+       (SELECT extract(epoch FROM now() - min(stored_at))::double precision FROM {schema}.pending_check
+        WHERE parked_at IS NULL
+          AND NOT EXISTS (SELECT FROM {schema}.op_log WHERE op_log.transaction_id = pending_check.transaction_id)),
+       (SELECT count(*) FROM {schema}.incident WHERE at > now() - interval '1 day'),
+       (SELECT snapshot::text FROM {schema}.tick ORDER BY tick_id DESC LIMIT 1)
+FROM {schema}.broker
+""")
+
+# Publishing transactions (they hold a lock on op_log) that were in progress when the broker last resynchronised. Locks
+# are seen by every role; of another role's session PostgreSQL shows neither state nor age without pg_read_all_stats.
+OPEN_SINCE_RESYNC: Final = Statement("""
+SELECT CASE WHEN written.pid IS NOT NULL THEN 'session ' || written.pid
+            ELSE 'prepared transaction ' || coalesce(quote_literal(prepared.gid), held.transactionid::text) END,
+       coalesce(application_name, ''),
+       CASE WHEN written.pid IS NULL THEN 'prepared' ELSE coalesce(activity.state, 'not visible to this role') END,
+       extract(epoch FROM clock_timestamp() - coalesce(prepared.prepared, activity.xact_start))::double precision
+FROM pg_locks written
+JOIN pg_locks held ON held.locktype = 'transactionid' AND held.granted AND held.mode = 'ExclusiveLock'
+    AND held.virtualtransaction = written.virtualtransaction AND held.pid IS NOT DISTINCT FROM written.pid
+LEFT JOIN pg_stat_activity activity ON activity.pid = written.pid
+LEFT JOIN pg_prepared_xacts prepared ON written.pid IS NULL AND prepared.transaction = held.transactionid
+WHERE written.relation = '{schema}.op_log'::regclass AND written.mode = 'RowExclusiveLock'
+  AND written.database = (SELECT oid FROM pg_database WHERE datname = current_database())
+  -- Its savepoints' locks are not in the snapshot.
+  AND held.transactionid IN (
+      SELECT pg_snapshot_xip(snapshot)::xid
+      FROM {schema}.resync WHERE incarnation = (SELECT max(incarnation) FROM {schema}.resync))
+ORDER BY 4 DESC NULLS LAST
+""")
+
+TOPICS: Final = Statement("""
+SELECT topic_id, name, message_types, queue_count, generation, retention_seconds
+FROM {schema}.topic WHERE retry_of IS NULL ORDER BY name
+""")
+
+# One row per topic and term. `sent` counts log rows; `committed` and `rolled_back` what decisions list; `unsequenced`
+# the decisions that the last tick could not see; the others rows of the table they are named after.
+TERMS: Final = Statement("""
+WITH decided AS MATERIALIZED (
+    SELECT log.topic_id, op.decision,
+           NOT pg_visible_in_snapshot(op.xid, %(snapshot)s::pg_snapshot) AS unread
+    FROM {schema}.op_log op CROSS JOIN LATERAL unnest(op.log_ids) AS one (log_id)
+    JOIN {schema}.commit_log log USING (log_id)
+), open AS MATERIALIZED (
+    SELECT log.topic_id, pending.parked_at IS NOT NULL AS parked
+    FROM {schema}.commit_log log LEFT JOIN {schema}.pending_check pending USING (transaction_id)
+    WHERE half AND NOT EXISTS (SELECT FROM {schema}.op_log op WHERE op.transaction_id = log.transaction_id)
+)
+SELECT topic_id, 'sent', count(*) FROM {schema}.commit_log GROUP BY topic_id
+UNION ALL SELECT topic_id, 'committed', count(*) FROM decided WHERE decision = 'C' GROUP BY topic_id
+UNION ALL SELECT topic_id, 'rolled_back', count(*) FROM decided WHERE decision = 'R' GROUP BY topic_id
+UNION ALL SELECT topic_id, 'unsequenced', count(*) FROM decided WHERE decision = 'C' AND unread GROUP BY topic_id
+UNION ALL SELECT topic_id, 'undecided', count(*) FROM open WHERE NOT parked GROUP BY topic_id
+UNION ALL SELECT topic_id, 'parked', count(*) FROM open WHERE parked GROUP BY topic_id
+UNION ALL SELECT topic_id, 'held', count(*) FROM {schema}.held GROUP BY topic_id
+UNION ALL
+SELECT topic_id, 'scheduled', count(*)
+FROM {schema}.scheduled JOIN {schema}.commit_log USING (log_id) WHERE queue_id IS NULL GROUP BY topic_id
+UNION ALL
+SELECT topic_id, 'recalled', count(*) FROM {schema}.recalled JOIN {schema}.commit_log USING (log_id) GROUP BY topic_id
+UNION ALL
+SELECT topic_id, 'queued', count(*)
+FROM {schema}.consume_queue JOIN {schema}.queue USING (queue_id) JOIN {schema}.topic USING (topic_id)
+WHERE retry_of IS NULL GROUP BY topic_id
+UNION ALL
+SELECT topic_id, term, sum(pruned)
+FROM {schema}.pruned CROSS JOIN LATERAL (VALUES ('sent', sent), ('committed', committed),
+    ('rolled_back', rolled_back), ('recalled', recalled), ('queued', queued)) AS terms (term, pruned)
+GROUP BY topic_id, term
+""")
+
+# Per group and topic. `queued` comes from the heads that ticks carry and from where the group began; `lag` counts
+# entries; the retry queue's part of a topic is what came from there, so retries are counted by the message's topic.
+GROUPS: Final = Statement("""
+WITH heads AS MATERIALIZED (
+    SELECT DISTINCT ON (queue_id) queue_id, head
+    FROM {schema}.tick CROSS JOIN LATERAL unnest(queue_ids, heads) AS moved (queue_id, head)
+    WHERE tick_id >= (SELECT max(tick_id) FROM {schema}.tick WHERE is_full)
+    ORDER BY queue_id, tick_id DESC
+), place AS (
+    SELECT group_id, topic_id, false AS is_retry FROM {schema}.subscription
+    UNION ALL
+    SELECT retry_of, topic_id, true FROM {schema}.topic WHERE retry_of IS NOT NULL
+), counted AS (
+    SELECT place.group_id, place.is_retry, coalesce(heads.head, 0) AS head, newest.*,
+           (SELECT count(*) FROM {schema}.consume_queue entry
+            WHERE entry.queue_id = queue.queue_id AND entry.queue_offset >= newest.next_offset) AS waiting,
+           (SELECT count(*) FROM {schema}.scheduled WHERE scheduled.queue_id = queue.queue_id) AS scheduled
+    FROM place JOIN {schema}.queue USING (topic_id)
+    LEFT JOIN heads USING (queue_id)
+    CROSS JOIN LATERAL (
+        SELECT start_offset, next_offset, handled, filtered, skipped, expired, moved
+        FROM (SELECT * FROM {schema}.consumer_offset stored
+              WHERE stored.group_id = place.group_id AND stored.queue_id = queue.queue_id
+              ORDER BY epoch DESC, ordinal DESC LIMIT 1) AS stored
+        UNION ALL
+        SELECT 0, 0, 0, 0, 0, 0, 0
+        WHERE NOT EXISTS (SELECT FROM {schema}.consumer_offset stored
+                          WHERE stored.group_id = place.group_id AND stored.queue_id = queue.queue_id)) AS newest
+)
+SELECT consumer_group.name, consumer_group.paused, consumer_group.broadcast,
+       ARRAY(SELECT name FROM {schema}.subscription JOIN {schema}.topic USING (topic_id)
+             WHERE subscription.group_id = consumer_group.group_id ORDER BY name),
+       (SELECT count(*) FROM {schema}.consumer
+        WHERE consumer.group_id = consumer_group.group_id AND expires_at > clock_timestamp()),
+       coalesce(sum(head - start_offset - moved) FILTER (WHERE NOT is_retry), 0)::bigint,
+       coalesce(sum(handled), 0)::bigint, coalesce(sum(skipped), 0)::bigint, coalesce(sum(filtered), 0)::bigint,
+       coalesce(sum(waiting) FILTER (WHERE NOT is_retry), 0)::bigint,
+       coalesce(sum(scheduled + waiting) FILTER (WHERE is_retry), 0)::bigint,
+       (SELECT count(*) FROM {schema}.dead_letter
+        WHERE dead_letter.group_id = consumer_group.group_id AND replayed_at IS NULL),
+       coalesce(sum(expired), 0)::bigint
+FROM {schema}.consumer_group LEFT JOIN counted USING (group_id)
+GROUP BY consumer_group.group_id ORDER BY consumer_group.name
+""")

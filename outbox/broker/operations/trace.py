@@ -1,0 +1,224 @@
+"""The way of one transaction through the broker: half, decision, queue entries, and where each group is with it."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Final
+from uuid import UUID
+
+from outbox.broker.database.arrays import cursor_on
+from outbox.broker.database.connection import Connection
+from outbox.broker.database.statement import Statement
+
+# By message id or transaction id: the first message's id is the transaction's.
+_MESSAGES: Final = Statement("""
+WITH named AS (
+    SELECT transaction_id, xid, half, log_id FROM {schema}.commit_log WHERE message_id = %(id)s
+), wanted AS (
+    SELECT unnest(log_ids) AS log_id FROM {schema}.op_log WHERE transaction_id = (SELECT transaction_id FROM named)
+    UNION
+    SELECT log.log_id FROM {schema}.commit_log log JOIN named USING (xid, transaction_id) WHERE log.half
+    UNION
+    SELECT log_id FROM named
+)
+SELECT log.log_id, log.message_id::text, log.transaction_id::text, topic.name, log.key, log.tag, log.half,
+       log.producer_group, log.checker, log.born_at::text, log.stored_at::text, log.deliver_at::text,
+       scheduled.due_at::text, held.held_at::text, recalled.recalled_at::text
+FROM wanted JOIN {schema}.commit_log log USING (log_id)
+JOIN {schema}.topic USING (topic_id)
+LEFT JOIN {schema}.scheduled ON scheduled.log_id = log.log_id AND scheduled.queue_id IS NULL
+LEFT JOIN {schema}.held ON held.log_id = log.log_id
+LEFT JOIN {schema}.recalled ON recalled.log_id = log.log_id
+ORDER BY log.log_id
+""")
+
+_DECISION: Final = Statement("""
+SELECT decision::text, decided_by::text, decided_at::text FROM {schema}.op_log WHERE transaction_id = %(id)s::uuid
+""")
+
+_PENDING: Final = Statement("""
+SELECT checks, immune_until::text, due_at::text, parked_at::text, last_answer
+FROM {schema}.pending_check WHERE transaction_id = %(id)s::uuid
+""")
+
+_CHECKS: Final = Statement("""
+SELECT checked_at::text, answer, detail FROM {schema}.check_history
+WHERE transaction_id = %(id)s::uuid ORDER BY checked_at
+""")
+
+# A first delivery concerns every group of the topic, a retry queue only its own.
+_ENTRIES: Final = Statement("""
+SELECT entry.log_id, topic.name, queue.queue_id, queue.number, entry.queue_offset, entry.attempt,
+       consumer_group.name,
+       CASE WHEN consumer_group.name IS NULL THEN 'no group'
+            WHEN entry.queue_offset < coalesce(newest.next_offset, 0) THEN 'passed'
+            ELSE 'waiting' END
+FROM {schema}.consume_queue entry
+JOIN {schema}.queue USING (queue_id)
+JOIN {schema}.topic USING (topic_id)
+LEFT JOIN {schema}.subscription ON subscription.topic_id = topic.topic_id
+LEFT JOIN {schema}.consumer_group ON consumer_group.group_id = coalesce(topic.retry_of, subscription.group_id)
+LEFT JOIN LATERAL (SELECT next_offset FROM {schema}.consumer_offset stored
+                   WHERE stored.group_id = consumer_group.group_id AND stored.queue_id = queue.queue_id
+                   ORDER BY epoch DESC, ordinal DESC LIMIT 1) AS newest ON true
+WHERE entry.log_id = ANY (%(log_ids)s)
+ORDER BY entry.log_id, entry.attempt, queue.queue_id, consumer_group.name
+""")
+
+_FAILURES: Final = Statement("""
+SELECT log_id, consumer_group.name, attempt, failed_at::text, error
+FROM {schema}.failure JOIN {schema}.consumer_group USING (group_id)
+WHERE log_id = ANY (%(log_ids)s) ORDER BY failed_at
+""")
+
+_RETRIES: Final = Statement("""
+SELECT scheduled.log_id, consumer_group.name, scheduled.attempt, scheduled.due_at::text
+FROM {schema}.scheduled JOIN {schema}.queue USING (queue_id) JOIN {schema}.topic USING (topic_id)
+JOIN {schema}.consumer_group ON consumer_group.group_id = topic.retry_of
+WHERE log_id = ANY (%(log_ids)s) ORDER BY due_at
+""")
+
+_DEAD: Final = Statement("""
+SELECT log_id, consumer_group.name, attempts, dead_at::text, replayed_at::text, error
+FROM {schema}.dead_letter JOIN {schema}.consumer_group USING (group_id)
+WHERE log_id = ANY (%(log_ids)s) ORDER BY dead_at
+""")
+
+
+@dataclass(frozen=True, slots=True)
+class TracedMessage:
+    """A stored message; times are ISO-like text, None where it does not apply."""
+
+    log_id: int
+    message_id: str
+    transaction_id: str
+    topic: str
+    key: str
+    tag: str
+    half: bool
+    producer_group: str | None
+    checker: str | None
+    born_at: str
+    stored_at: str
+    deliver_at: str | None
+    scheduled_for: str | None
+    held_since: str | None
+    recalled_at: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class TracedDecision:
+    """The decision that stands: C or R, reported by P (producer), K (check-back) or O (operator)."""
+
+    decision: str
+    decided_by: str
+    decided_at: str
+
+
+@dataclass(frozen=True, slots=True)
+class TracedCheck:
+    """An undecided transaction in check-back."""
+
+    checks: int
+    immune_until: str
+    due_at: str
+    parked_at: str | None
+    last_answer: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class TracedAnswer:
+    """One answer of a checker."""
+
+    checked_at: str
+    answer: str
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class TracedEntry:
+    """A queue entry and one group's state on it: waiting, passed, or no group."""
+
+    log_id: int
+    topic: str
+    queue_id: int
+    queue: int
+    offset: int
+    attempt: int
+    group: str | None
+    state: str
+
+
+@dataclass(frozen=True, slots=True)
+class TracedFailure:
+    """A failed attempt."""
+
+    log_id: int
+    group: str
+    attempt: int
+    failed_at: str
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class TracedRetry:
+    """A retry that is not due yet."""
+
+    log_id: int
+    group: str
+    attempt: int
+    due_at: str
+
+
+@dataclass(frozen=True, slots=True)
+class TracedDeath:
+    """A dead letter."""
+
+    log_id: int
+    group: str
+    attempts: int
+    dead_at: str
+    replayed_at: str | None
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Everything the broker knows about one transaction."""
+
+    messages: list[TracedMessage]
+    decision: TracedDecision | None
+    pending: TracedCheck | None
+    answers: list[TracedAnswer]
+    entries: list[TracedEntry]
+    failures: list[TracedFailure]
+    retries: list[TracedRetry]
+    dead_letters: list[TracedDeath]
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values for json.dumps."""
+        return dataclasses.asdict(self)
+
+
+def trace(connection: Connection, schema: str, message_or_transaction_id: UUID) -> Trace | None:
+    """The way of a message and the others of its transaction; None when the broker does not have it (any more)."""
+    with cursor_on(connection) as cursor:
+        found = cursor.execute(_MESSAGES.on(schema), {"id": message_or_transaction_id}).fetchall()
+        if not found:
+            return None
+        messages = [TracedMessage(*row) for row in found]
+        transaction = {"id": messages[0].transaction_id}
+        rows = {"log_ids": [message.log_id for message in messages]}
+        decision = cursor.execute(_DECISION.on(schema), transaction).fetchone()
+        pending = cursor.execute(_PENDING.on(schema), transaction).fetchone()
+        return Trace(
+            messages=messages,
+            decision=TracedDecision(*decision) if decision else None,
+            pending=TracedCheck(*pending) if pending and decision is None else None,
+            answers=[TracedAnswer(*row) for row in cursor.execute(_CHECKS.on(schema), transaction)],
+            entries=[TracedEntry(*row) for row in cursor.execute(_ENTRIES.on(schema), rows)],
+            failures=[TracedFailure(*row) for row in cursor.execute(_FAILURES.on(schema), rows)],
+            retries=[TracedRetry(*row) for row in cursor.execute(_RETRIES.on(schema), rows)],
+            dead_letters=[TracedDeath(*row) for row in cursor.execute(_DEAD.on(schema), rows)],
+        )

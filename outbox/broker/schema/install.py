@@ -1,0 +1,131 @@
+"""Installing the broker's tables, and refusing to work with tables of another age."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from importlib import resources
+from typing import Final
+
+from psycopg.errors import LockNotAvailable
+
+from outbox.broker.database.arrays import cursor_on
+from outbox.broker.database.connection import Connection
+from outbox.broker.database.statement import Statement, check_schema_name
+from outbox.broker.database.timeouts import lifted
+from outbox.errors import SchemaError
+
+logger = logging.getLogger(__name__)
+
+_FILES: Final = {1: "0001_initial.sql", 2: "0002_additive_changes.sql", 3: "0003_resync.sql"}
+SCHEMA_VERSION: Final = max(_FILES)
+
+# Waiting for a table's lock, a change makes everybody else wait behind it: better to give up and come again.
+_LOCK_TIMEOUT_SECONDS: Final = 5
+
+_LOCK = Statement("SELECT pg_advisory_xact_lock(hashtextextended('outbox.install', 0))")
+_LIMIT_WAITING = Statement("SELECT set_config('lock_timeout', %(seconds)s || 's', true)")
+_EXISTS = Statement("SELECT to_regclass(%s) IS NOT NULL")
+# The column came with the second change.
+_VERSION = Statement("""
+SELECT coalesce(max(version), 0), coalesce(max((to_jsonb(known) ->> 'change')::integer), max(version), 0)
+FROM {schema}.schema_version known
+""")
+_CREATE_SCHEMA = Statement("CREATE SCHEMA IF NOT EXISTS {schema}")
+_SEARCH_PATH = Statement("SET LOCAL search_path TO {schema}, pg_temp")
+_RECORD_FIRST = Statement("INSERT INTO {schema}.schema_version (version) VALUES (1)")
+_RECORD = Statement("UPDATE {schema}.schema_version SET change = %s")
+
+
+@dataclass(frozen=True, slots=True)
+class _Installed:
+    """What the tables say of themselves: the version that code must know, and the last change applied."""
+
+    needs: int
+    change: int
+
+
+def install(connection: Connection, schema: str = "outbox") -> int:
+    """Create or upgrade the broker's tables; returns the version reached. Safe to run at any time, by many at once.
+
+    Code of the version before goes on working on the upgraded tables: upgrade them first, then deploy the code.
+    Raises SchemaError when this code is too old for the tables, or when open transactions were in the way.
+    """
+    check_schema_name(schema)
+    try:
+        with lifted(connection):
+            connection.execute(_LOCK.on(schema))
+            with cursor_on(connection) as cursor:
+                cursor.execute(_LIMIT_WAITING.on(schema), {"seconds": str(_LOCK_TIMEOUT_SECONDS)})
+            installed = _installed(connection, schema)
+            if installed.needs > SCHEMA_VERSION:
+                raise _too_new(schema, installed)
+            if installed.change == 0:
+                connection.execute(_CREATE_SCHEMA.on(schema))
+            for version in range(installed.change + 1, SCHEMA_VERSION + 1):
+                _apply(connection, schema, version)
+    except LockNotAvailable as error:
+        raise SchemaError(
+            f"the broker's tables in schema {schema!r} were not upgraded: another transaction has held one of them for "
+            f"more than {_LOCK_TIMEOUT_SECONDS} s ({error.diag.message_primary}). Nothing was changed; end that "
+            f"transaction (pg_stat_activity, pg_prepared_xacts) and run this again."
+        ) from error
+    return max(installed.change, SCHEMA_VERSION)
+
+
+def check_schema(connection: Connection, schema: str = "outbox") -> int:
+    """The version of the installed tables, this code's or a later one that serves it too.
+
+    Raises SchemaError when they are missing, lack a change that this code needs, or are too new for it.
+    """
+    installed = _installed(connection, schema)
+    if installed.needs == 0:
+        raise missing(schema)
+    if installed.needs > SCHEMA_VERSION:
+        raise _too_new(schema, installed)
+    if installed.change < SCHEMA_VERSION:
+        raise SchemaError(
+            f"the broker's tables in schema {schema!r} have version {installed.change}, this code needs "
+            f"{SCHEMA_VERSION}: run `manage.py migrate --database=ALIAS` with the alias of the broker (outside Django: "
+            f"outbox.broker.schema.install.install). Code of the version before keeps working on the upgraded tables."
+        )
+    return installed.change
+
+
+def missing(schema: str) -> SchemaError:
+    """The error for a database without the broker's tables."""
+    return SchemaError(
+        f"the broker's tables are not installed in schema {schema!r} of this database: run `manage.py migrate "
+        f"--database=ALIAS` with the alias of the broker (outside Django: outbox.broker.schema.install), or "
+        f"correct the broker's connection or schema setting."
+    )
+
+
+def _too_new(schema: str, installed: _Installed) -> SchemaError:
+    return SchemaError(
+        f"the broker's tables in schema {schema!r} have version {installed.change} and need code that knows version "
+        f"{installed.needs}, newer than this code ({SCHEMA_VERSION}): upgrade the package."
+    )
+
+
+def _installed(connection: Connection, schema: str) -> _Installed:
+    with cursor_on(connection) as cursor:
+        exists = cursor.execute(_EXISTS.on(schema), [f"{schema}.schema_version"]).fetchone()
+        if exists is None or not exists[0]:
+            return _Installed(0, 0)
+        row = cursor.execute(_VERSION.on(schema)).fetchone()
+    assert row is not None
+    return _Installed(*row)
+
+
+def _apply(connection: Connection, schema: str, version: int) -> None:
+    text = resources.files("outbox.broker.schema").joinpath(_FILES[version]).read_text("utf-8")
+    before = connection.execute("SELECT current_setting('search_path')").fetchone()
+    connection.execute(_SEARCH_PATH.on(schema))
+    connection.execute(text.encode())
+    connection.execute("SELECT set_config('search_path', %s, true)", before)
+    if version == 1:
+        connection.execute(_RECORD_FIRST.on(schema))
+    else:
+        connection.execute(_RECORD.on(schema), [version])
+    logger.info("broker tables in schema %r are now at version %d", schema, version)

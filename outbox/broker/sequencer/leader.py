@@ -1,0 +1,83 @@
+"""Who leads a role of the broker.
+
+The lease only saves work: two sequencers at once are safe, because they collide on the tick. It expires by the
+database's clock; the owner trusts it on its own monotonic clock, counted from before the renewal was sent, so a
+process that was stopped for a while does not believe in a lease that others see expired.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Final
+from uuid import UUID
+
+from outbox.broker.database.arrays import cursor_on
+from outbox.broker.database.connection import Connection
+from outbox.broker.database.statement import Statement
+
+DEFAULT_TERM_SECONDS: Final = 3.0
+
+# Reading first: followers that only look write nothing.
+_REMAINING = Statement("""
+SELECT CASE WHEN owner IS NULL OR owner = %(owner)s THEN 0
+            ELSE greatest(0, extract(epoch FROM expires_at - clock_timestamp())) END::double precision
+FROM {schema}.leader_lease WHERE role = %(role)s
+""")
+
+# A lost renewal costs a change of leaders at most: its commit does not wait for the disk.
+_ACQUIRE = Statement("""
+INSERT INTO {schema}.leader_lease AS held (role, owner, epoch, expires_at)
+SELECT %(role)s, %(owner)s, 1, clock_timestamp() + make_interval(secs => %(term)s)
+FROM (SELECT set_config('synchronous_commit', 'off', true) AS synchronous_commit) AS relaxed
+WHERE relaxed.synchronous_commit = 'off'
+ON CONFLICT (role) DO UPDATE SET owner = excluded.owner, expires_at = excluded.expires_at,
+    epoch = held.epoch + (held.owner IS DISTINCT FROM excluded.owner)::integer
+WHERE held.owner IS NULL OR held.owner = excluded.owner OR held.expires_at <= clock_timestamp()
+RETURNING epoch
+""")
+
+_RELEASE = Statement("""
+UPDATE {schema}.leader_lease SET owner = NULL, expires_at = clock_timestamp()
+WHERE role = %(role)s AND owner = %(owner)s
+""")
+
+
+class LeaderLease:
+    """One candidate for one role."""
+
+    def __init__(
+        self, schema: str, owner: UUID, *, role: str = "sequencer", term_seconds: float = DEFAULT_TERM_SECONDS
+    ) -> None:
+        self._schema = schema
+        self._parameters = {"role": role, "owner": owner, "term": term_seconds}
+        self._term = term_seconds
+        self._trusted_until = 0.0
+        self._renew_at = 0.0
+
+    def hold(self, connection: Connection) -> float:
+        """Acquire or renew when it is time. 0.0: this candidate leads; else the seconds until it is worth asking."""
+        asked_at = time.monotonic()
+        if asked_at < self._renew_at:
+            return 0.0
+        with cursor_on(connection) as cursor:
+            row = cursor.execute(_REMAINING.on(self._schema), self._parameters, prepare=True).fetchone()
+            if row is not None and row[0] > 0:
+                self._trusted_until = self._renew_at = 0.0
+                return float(row[0])
+            if cursor.execute(_ACQUIRE.on(self._schema), self._parameters, prepare=True).fetchone() is None:
+                self._trusted_until = self._renew_at = 0.0
+                return self._term
+        self._trusted_until = asked_at + self._term
+        self._renew_at = asked_at + self._term / 3
+        return 0.0
+
+    @property
+    def is_trusted(self) -> bool:
+        """Whether the last renewal still holds."""
+        return time.monotonic() < self._trusted_until
+
+    def release(self, connection: Connection) -> None:
+        """Let another candidate lead at once."""
+        self._trusted_until = self._renew_at = 0.0
+        with cursor_on(connection) as cursor:
+            cursor.execute(_RELEASE.on(self._schema), self._parameters)

@@ -1,0 +1,243 @@
+"""The sequencer: the only writer of the queues.
+
+It reads decisions by snapshot (an id cursor would lose transactions that commit late, an xmin horizon would
+stall behind any open one) and appends their messages with gapless offsets, in one transaction with a tick that
+says how far it has read. Any number may run: all but one collide on the tick's number and roll back whole.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, field
+from typing import Any, Final
+from uuid import UUID
+
+import psycopg
+from psycopg.errors import DeadlockDetected, SerializationFailure, UniqueViolation
+
+from outbox import faults
+from outbox.broker.database import timeouts
+from outbox.broker.database.arrays import bigints, cursor_on, raw_cursor_on, uuids, xids
+from outbox.broker.database.connection import BrokerDatabase, Connection
+from outbox.broker.database.snapshot import Snapshot
+from outbox.broker.database.statement import Statement
+from outbox.broker.sequencer import statements
+from outbox.broker.sequencer.takeover import Position, adopt, prepare
+from outbox.broker.transaction import checks
+from outbox.transaction import CheckSettings
+
+logger = logging.getLogger(__name__)
+
+_Cursor = psycopg.RawCursor[tuple[Any, ...]]
+
+FULL_EVERY: Final = 500
+HINT_AFTER_SECONDS: Final = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class TickCounts:
+    """What one pass did.
+
+    `decisions` read (of both kinds), `appended` queue entries, messages `held` behind an undecided one and
+    `released`, `scheduled` for later, `due` scheduled ones taken. `more`: a backlog is left. `collided`: another
+    leader was faster. `next_due_seconds`: when the next scheduled message is due, None without one.
+    """
+
+    ticked: bool = False
+    decisions: int = 0
+    appended: int = 0
+    held: int = 0
+    released: int = 0
+    scheduled: int = 0
+    due: int = 0
+    more: bool = False
+    collided: bool = False
+    next_due_seconds: float | None = None
+
+
+@dataclass
+class _Plan:
+    """What was found out about FIFO messages before a tick."""
+
+    fifo_read: bool = False
+    hold: list[int] = field(default_factory=list)
+    release: list[int] = field(default_factory=list)
+
+
+class _FifoUnread(Exception):
+    """The tick met FIFO half messages that must be looked at first; nothing was done."""
+
+
+class _Overtaken(Exception):
+    """Another leader has ticked since."""
+
+
+class Sequencer:
+    """Ticks for one broker. Not thread-safe; its position in memory lives and dies with the connection used.
+
+    `batch` bounds the messages of a tick (softly: one transaction's decisions stay together).
+    """
+
+    def __init__(
+        self, database: BrokerDatabase, owner: UUID, *, batch: int = 20_000, check: CheckSettings | None = None
+    ) -> None:
+        self._schema = database.schema
+        self._local = not timeouts.lasts(database)
+        self._owner = owner
+        self._batch = batch
+        self._check = check or CheckSettings()
+        self._connection: Connection | None = None
+        self._position: Position | None = None
+
+    def run_once(self, connection: Connection) -> TickCounts:
+        """One bounded tick on an autocommit connection; does nothing when nothing is new.
+
+        Errors of the connection are the caller's to handle; the next call starts from the stored tick.
+        """
+        try:
+            position = self._adopted(connection)
+            faults.point("sequencer.before_tick")
+            counts = self._tick(connection, position)
+            faults.point("sequencer.after_tick")
+            self._hint(connection, position)
+            return counts
+        except (UniqueViolation, SerializationFailure, DeadlockDetected, _Overtaken) as error:
+            logger.info("sequencer %s: another leader ticked; reading its position: %s", self._owner, error)
+            self._forget(connection)
+            return TickCounts(collided=True, more=True)
+        except BaseException:
+            self._forget(connection)
+            raise
+
+    def _adopted(self, connection: Connection) -> Position:
+        if self._position is None or self._connection is not connection:
+            self._position = adopt(connection, self._schema, self._check, local=self._local)
+            self._connection = connection
+        return self._position
+
+    def _forget(self, connection: Connection) -> None:
+        self._position = self._connection = None
+        if not connection.closed:
+            try:
+                connection.rollback()
+            except psycopg.Error:
+                connection.close()
+
+    def _tick(self, connection: Connection, position: Position) -> TickCounts:
+        if position.order.is_idle:
+            try:
+                return self._tick_at_once(connection, position)
+            except _FifoUnread:
+                pass
+        return self._tick_in_order(connection, position)
+
+    def _tick_at_once(self, connection: Connection, position: Position) -> TickCounts:
+        """One round trip: right as long as no FIFO half message is undecided."""
+        with raw_cursor_on(connection) as cursor:
+            with connection.pipeline():
+                self._begin(connection, statements.BEGIN)
+                self._append(cursor, position, _Plan())
+                faults.point("sequencer.mid_tick")
+                connection.execute(statements.COMMIT, prepare=True)
+            return self._advance(position, cursor.fetchone(), _Plan())
+
+    def _tick_in_order(self, connection: Connection, position: Position) -> TickCounts:
+        """Two round trips in one snapshot: look at the FIFO messages, then tick with what must wait."""
+        with raw_cursor_on(connection) as cursor:
+            with connection.pipeline():
+                self._begin(connection, statements.BEGIN_REPEATABLE)
+                self._execute(cursor, statements.READ_FIFO, self._reading(position))
+            rows = cursor.fetchall()
+            let_go = self._released_by_parking(connection, position)
+            plan = self._plan(position, rows, let_go)
+            faults.point("sequencer.mid_tick")
+            with connection.pipeline():
+                self._append(cursor, position, plan)
+                connection.execute(statements.COMMIT, prepare=True)
+            return self._advance(position, cursor.fetchone(), plan)
+
+    def _begin(self, connection: Connection, statement: bytes) -> None:
+        connection.execute(statement, prepare=True)
+        if self._local:
+            prepare(connection, local=True)
+
+    def _append(self, cursor: _Cursor, position: Position, plan: _Plan) -> None:
+        parameters = self._reading(position) | {
+            "tick_id": position.tick_id,
+            "heads": bigints(position.heads[1:]),
+            "is_full": (position.tick_id + 1) % FULL_EVERY == 0,
+            "fifo_read": plan.fifo_read,
+            "hold": bigints(plan.hold),
+            "release": bigints(plan.release),
+        }
+        self._execute(cursor, statements.TICK, parameters)
+
+    def _execute(self, cursor: _Cursor, statement: Statement, parameters: dict[str, Any]) -> None:
+        text, names = statement.numbered(self._schema)
+        cursor.execute(text, [parameters[name] for name in names], prepare=True)
+
+    def _reading(self, position: Position) -> dict[str, Any]:
+        return {
+            "incarnation": position.incarnation,
+            "snapshot": position.snapshot.text,
+            "xmax": str(position.snapshot.xmax),
+            "xip": xids(position.snapshot.in_progress),
+            "half_xmax": str(position.half_snapshot.xmax),
+            "half_xip": xids(position.half_snapshot.in_progress),
+            "batch": self._batch,
+        }
+
+    def _released_by_parking(self, connection: Connection, position: Position) -> list[int]:
+        blockers = position.order.blockers()
+        if not blockers:
+            return []
+        with cursor_on(connection) as cursor:
+            statement = statements.RELEASED_BY_PARKING.on(self._schema)
+            return [row[0] for row in cursor.execute(statement, {"ids": uuids(blockers)})]
+
+    def _plan(self, position: Position, rows: list[tuple[Any, ...]], let_go: list[int]) -> _Plan:
+        order, now = position.order, time.monotonic()
+        for what, log_id, topic_id, key, transaction_id in rows:
+            if what == "h":
+                order.open(log_id, (topic_id, key), transaction_id)
+        order.settle(row[1] for row in rows if row[0] in "cr")
+        order.settle(let_go)
+        plan = _Plan(fifo_read=True, release=order.release(self._batch))
+        for what, log_id, topic_id, key, _ in sorted(rows, key=lambda row: row[1]):
+            if what in "cd" and order.must_wait(log_id, (topic_id, key)):
+                order.hold(log_id, (topic_id, key), now)
+                plan.hold.append(log_id)
+        return plan
+
+    def _advance(self, position: Position, row: tuple[Any, ...] | None, plan: _Plan) -> TickCounts:
+        assert row is not None
+        newest, unread, seen, stored, more, decisions, appended, held, released, scheduled, due = row[:11]
+        queue_ids, heads, next_due_seconds = row[11:]
+        if not newest:
+            raise _Overtaken(f"tick {position.tick_id} is not the newest any more")
+        if unread:
+            raise _FifoUnread
+        if plan.fifo_read or not more:
+            # Else what is beyond the cut has not been looked at.
+            position.half_snapshot = Snapshot.parse(seen)
+        if stored is not None:
+            position.tick_id += 1
+            position.snapshot = Snapshot.parse(stored)
+            position.set_heads(queue_ids, heads)
+        return TickCounts(
+            ticked=stored is not None,
+            decisions=decisions,
+            appended=appended,
+            held=held,
+            released=released,
+            scheduled=scheduled,
+            due=due,
+            more=more or (plan.fifo_read and position.order.has_releasable),
+            next_due_seconds=next_due_seconds,
+        )
+
+    def _hint(self, connection: Connection, position: Position) -> None:
+        blockers = position.order.hints(time.monotonic(), HINT_AFTER_SECONDS)
+        if blockers:
+            checks.hint_checks(connection, self._schema, blockers, settings=self._check)

@@ -1,0 +1,147 @@
+"""End messages: recording decisions in the op log. The first decision of a transaction stands, once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from uuid import UUID
+
+from outbox.broker.database.arrays import cursor_on, texts, uuids
+from outbox.broker.database.connection import Connection
+from outbox.broker.database.statement import Statement
+from outbox.broker.log import incidents
+from outbox.broker.log.incidents import Incident, IncidentKind
+from outbox.errors import UsageError
+from outbox.transaction import DecidedBy, Decision, EndStatus, EndTransaction
+
+# The log ids are looked up here, in a statement that starts after the local answer is known: what the caller
+# remembers cannot add or omit a message. Sorted by key: inserts that may conflict must not meet crosswise.
+_DECIDE = Statement("""
+WITH given AS (
+    SELECT * FROM unnest(%(ids)s::uuid[], %(decisions)s::text[], %(deciders)s::text[], %(groups)s::text[])
+        AS given (transaction_id, decision, decided_by, producer_group)
+), known AS (
+    SELECT given.*, half.xid AS half_xid, half.producer_group IS NOT DISTINCT FROM given.producer_group AS accepted
+    FROM given JOIN {schema}.commit_log half ON half.message_id = given.transaction_id
+        AND half.transaction_id = half.message_id AND half.half
+), decided AS (
+    INSERT INTO {schema}.op_log (transaction_id, incarnation, decision, decided_by, log_ids)
+    SELECT known.transaction_id, (SELECT incarnation FROM {schema}.broker), known.decision::"char",
+           known.decided_by::"char",
+           ARRAY(SELECT log_id FROM {schema}.commit_log rows
+                 WHERE rows.half AND rows.xid = known.half_xid AND rows.transaction_id = known.transaction_id
+                 ORDER BY log_id)
+    FROM known WHERE accepted ORDER BY known.transaction_id
+    ON CONFLICT (transaction_id) DO NOTHING
+    RETURNING transaction_id
+)
+SELECT known.transaction_id, known.producer_group, known.accepted, decided.transaction_id IS NOT NULL
+FROM known LEFT JOIN decided USING (transaction_id)
+CROSS JOIN (SELECT set_config(
+    'synchronous_commit', CASE WHEN %(durable)s THEN current_setting('synchronous_commit') ELSE 'off' END, true
+) AS synchronous_commit) AS durability
+""")
+
+_STANDING = Statement("""
+SELECT transaction_id, decision::text FROM {schema}.op_log WHERE transaction_id = ANY(%(ids)s::uuid[])
+""")
+
+_GROUPS = Statement("""
+SELECT message_id, coalesce(producer_group, ''), half FROM {schema}.commit_log WHERE message_id = ANY(%(ids)s::uuid[])
+""")
+
+
+# Transaction and producer group.
+_Key = tuple[UUID, str]
+
+
+def _key(end: EndTransaction) -> _Key:
+    return end.transaction_id, end.producer_group
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    accepted: bool
+    applied: bool
+
+
+def record_ends(connection: Connection, schema: str, ends: Sequence[EndTransaction]) -> list[EndStatus]:
+    """Record decisions; one status per end, in order. Contradicting and refused ones leave an incident."""
+    if not ends:
+        return []
+    # Per group: an intruder's end in the same batch must not stand in the way of the owner's.
+    firsts: dict[_Key, EndTransaction] = {}
+    for end in ends:
+        if end.decision is Decision.UNKNOWN:
+            raise UsageError(f"transaction {end.transaction_id}: UNKNOWN is no outcome; report COMMIT or ROLLBACK.")
+        firsts.setdefault(_key(end), end)
+    outcomes = _decide(connection, schema, list(firsts.values()))
+    repeated = [key[0] for key in firsts if (found := outcomes.get(key)) and found.accepted and not found.applied]
+    standing = standing_decisions(connection, schema, repeated)
+    statuses = [_status(end, firsts[_key(end)], outcomes.get(_key(end)), standing) for end in ends]
+    incidents.record(connection, schema, _incidents(connection, schema, ends, statuses))
+    return statuses
+
+
+def standing_decisions(connection: Connection, schema: str, ids: Sequence[UUID]) -> dict[UUID, Decision]:
+    """The decisions that stand, of those transactions that are decided."""
+    if not ids:
+        return {}
+    with cursor_on(connection) as cursor:
+        rows = cursor.execute(_STANDING.on(schema), {"ids": uuids(ids)})
+        return {transaction_id: Decision(decision) for transaction_id, decision in rows}
+
+
+def _decide(connection: Connection, schema: str, ends: Sequence[EndTransaction]) -> dict[_Key, _Outcome]:
+    with cursor_on(connection) as cursor:
+        parameters = {
+            "ids": uuids([end.transaction_id for end in ends]),
+            "decisions": texts([end.decision for end in ends]),
+            "deciders": texts([end.decided_by for end in ends]),
+            "groups": texts([end.producer_group for end in ends]),
+            # A producer's end is one-way, and a check-back finds out what a crash of the server took: its commit does
+            # not wait for the disk. Whoever acts on it (the sequencer) commits later in the log, and does wait.
+            "durable": any(end.decided_by is not DecidedBy.PRODUCER for end in ends),
+        }
+        rows = cursor.execute(_DECIDE.on(schema), parameters, prepare=True)
+        return {(row[0], row[1]): _Outcome(row[2], row[3]) for row in rows}
+
+
+def _status(
+    end: EndTransaction, first: EndTransaction, outcome: _Outcome | None, standing: dict[UUID, Decision]
+) -> EndStatus:
+    if outcome is None or not outcome.accepted:
+        return EndStatus.REFUSED
+    if outcome.applied:
+        if end is first:
+            return EndStatus.APPLIED
+        return EndStatus.REPEATED if end.decision is first.decision else EndStatus.CONTRADICTED
+    return EndStatus.REPEATED if standing.get(end.transaction_id) is end.decision else EndStatus.CONTRADICTED
+
+
+def _incidents(
+    connection: Connection, schema: str, ends: Sequence[EndTransaction], statuses: Sequence[EndStatus]
+) -> list[Incident]:
+    wrong = [
+        (end, status)
+        for end, status in zip(ends, statuses, strict=True)
+        if status in (EndStatus.CONTRADICTED, EndStatus.REFUSED)
+    ]
+    if not wrong:
+        return []
+    with cursor_on(connection) as cursor:
+        ids = uuids([end.transaction_id for end, _ in wrong])
+        stored = {row[0]: row[1:] for row in cursor.execute(_GROUPS.on(schema), {"ids": ids})}
+    return [_incident(end, status, stored.get(end.transaction_id)) for end, status in wrong]
+
+
+def _incident(end: EndTransaction, status: EndStatus, stored: tuple[str, bool] | None) -> Incident:
+    who = f"{end.decided_by.name} of group {end.producer_group!r} reported {end.decision.name}"
+    if status is EndStatus.CONTRADICTED:
+        detail = f"{who}, but the other decision stood already and still stands"
+        return Incident(IncidentKind.CONTRADICTED, str(end.transaction_id), detail)
+    if stored is None or not stored[1]:
+        reason = "there is no such half message"
+    else:
+        reason = f"the half message belongs to group {stored[0]!r}"
+    return Incident(IncidentKind.REFUSED, str(end.transaction_id), f"{who}, refused: {reason}")

@@ -1,0 +1,84 @@
+"""Which messages of a topic a subscription wants: by tag (`"paid || refunded"`) or by header (`"sql: …"`).
+
+The expression after `sql:` is a subset of SQL92 over the headers of a message, with its three-valued logic:
+
+    sql: region IN ('eu', 'uk') AND amount BETWEEN 10 AND 99.5 AND NOT (origin LIKE 'test%' OR trace IS NULL)
+
+- A name is a header; a missing header is NULL, and a comparison with NULL is neither true nor false.
+  `TAGS` is the message's tag (NULL when it has none). A name that is also a keyword is written in double quotes.
+- Header values are strings. Compared with a number they count as the number they spell (`-12`, `3.50`); one that
+  spells none is NULL. Compared with a string they are compared as strings, by Unicode code point.
+- `= <> != < <= > >=`, `[NOT] IN (…)`, `[NOT] BETWEEN … AND …`, `[NOT] LIKE '…' [ESCAPE 'c']`, `IS [NOT] NULL`, `AND`,
+  `OR`, `NOT`, parentheses. Two headers can be compared with `=` and `<>`, as strings.
+
+A message passes when the expression is true. The broker evaluates the same tree as SQL
+(`outbox.broker.dispatch.filter_sql`), so that what does not pass is never transferred; a property test holds both to
+the same answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+from outbox.errors import InvalidFilter, InvalidName
+from outbox.filters.parser import Condition, parse_expression
+from outbox.names import check_tag
+
+SQL_PREFIX = "sql:"
+_ALL = "*"
+
+
+@dataclass(frozen=True, slots=True)
+class Filter:
+    """A parsed filter: `tags` (any of them) or `condition`, or neither, which lets everything pass."""
+
+    text: str
+    tags: tuple[str, ...] = ()
+    condition: Condition | None = None
+
+    @property
+    def passes_all(self) -> bool:
+        """Whether there is nothing to evaluate."""
+        return not self.tags and self.condition is None
+
+    def evaluate(self, tag: str, headers: Mapping[str, str]) -> bool:
+        """Whether a message with this tag and these headers passes."""
+        if self.tags:
+            return tag in self.tags
+        return self.condition is None or self.condition.evaluate(tag, headers) is True
+
+
+@lru_cache(maxsize=256)
+def parse_filter(text: str) -> Filter:
+    """The filter `text` says. Raises InvalidFilter naming the column."""
+    stripped = text.strip()
+    if not stripped or stripped == _ALL:
+        return Filter(text)
+    if stripped[: len(SQL_PREFIX)].lower() == SQL_PREFIX:
+        start = text.lower().index(SQL_PREFIX) + len(SQL_PREFIX)
+        return Filter(text, condition=parse_expression(text, start))
+    return Filter(text, tags=_parse_tags(text))
+
+
+def _parse_tags(text: str) -> tuple[str, ...]:
+    tags: list[str] = []
+    column = 1
+    for part in text.split("||"):
+        tag = part.strip()
+        at = column + len(part) - len(part.lstrip())
+        if not tag or tag == _ALL:
+            raise InvalidFilter(
+                f"filter {text!r}, column {at}: a tag is missing here; write tags like 'paid || refunded', or leave "
+                f"the filter empty for all messages."
+            )
+        try:
+            tags.append(check_tag(tag))
+        except InvalidName as error:
+            raise InvalidFilter(
+                f"filter {text!r}, column {at}: {error} Separate tags with '||'; an expression over headers begins "
+                f"with '{SQL_PREFIX}'."
+            ) from error
+        column += len(part) + 2
+    return tuple(dict.fromkeys(tags))
