@@ -38,7 +38,7 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument(
         "--full", action="store_true", help="read everything again instead of what came since the last run"
     )
-    run.add_argument("--metrics", type=Path, help="write a Prometheus textfile here")
+    run.add_argument("--metrics", type=Path, help="write a Prometheus textfile here, or into this folder")
     run.add_argument("--master", help="Spark master (default: local[*]; spark-submit's own when started by it)")
     run.add_argument(
         "--conf",

@@ -11,7 +11,7 @@ from typing import Final
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F
 
-from . import classify, evidence, sides
+from . import classify, evidence, masking, sides
 from .rules import FieldType, Rule, Severity
 from .scan import readable_errors, write
 
@@ -62,7 +62,10 @@ def confirm(
 
 def _with_details(found: DataFrame, rule: Rule, read: sides.KeySides) -> DataFrame:
     values = [F.col(f"f{number}") for number in range(len(rule.fields))]
-    shown = [_shown(value, field.type).alias(field.column) for value, field in zip(values, rule.fields, strict=True)]
+    shown = [
+        masking.shown(rule, field, _shown(value, field.type)).alias(field.column)
+        for value, field in zip(values, rule.fields, strict=True)
+    ]
     row = F.to_json(F.struct(F.col("key").alias(rule.key), *shown), {"ignoreNullFields": "false"}).alias("json")
     rows = read.rows.groupBy("key").agg(F.max(F.struct(row, *evidence.row_values(rule))).alias("row"))
     rank = F.when(F.col("state") == "committed", 2).when(F.col("state") == "recalled", 1).otherwise(0)
@@ -123,7 +126,7 @@ def _as_findings(found: DataFrame, rule: Rule) -> DataFrame:
         F.col("newest.decided_by").alias("decided_by"),
         "delivery",
         F.col("row.json").alias("row"),
-        shown_body.alias("body"),
+        masking.shown_body(rule, body, shown_body, MAX_BODY).alias("body"),
         "carry",
     )
 
@@ -180,7 +183,7 @@ def _differences(rule: Rule) -> Column:
         if field.tolerance is not None:
             distance = F.abs(ours.try_cast(evidence.NUMBER) - theirs.try_cast(evidence.NUMBER))
             differs = differs & F.coalesce(distance > F.lit(field.tolerance).cast(evidence.NUMBER), F.lit(True))
-        shown = (_readable(value, field.type) for value in (ours, theirs))
+        shown = (masking.shown(rule, field, _readable(value, field.type)) for value in (ours, theirs))
         texts.append(F.when(differs, F.concat(F.lit(f"{field.column} "), *_between(*shown))))
     return F.array_join(F.array_compact(F.array(*texts)), "; ") if texts else F.lit("")
 

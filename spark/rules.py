@@ -64,6 +64,7 @@ class Kind(enum.StrEnum):
 DEFAULT_GRACE_SECONDS: Final = 60.0
 DEFAULT_STUCK_AFTER_SECONDS: Final = 15 * 60.0
 DEFAULT_WITHIN_SECONDS: Final = 15 * 60.0
+DEFAULT_OUTPUT_MODE: Final = 0o600
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,6 +129,8 @@ class Rule:
     allow_empty: bool = False
     fields: tuple[FieldRule, ...] = ()
     groups: tuple[GroupRule, ...] = ()
+    mask: tuple[str, ...] = ()
+    """Columns and body fields whose values no finding shows."""
     digest: str = ""
 
     @property
@@ -156,3 +159,5 @@ class Rules:
     broker: str
     trace: str
     rules: tuple[Rule, ...]
+    output_mode: int = DEFAULT_OUTPUT_MODE
+    """Permissions of output files; folders are searchable by whoever may read them."""

@@ -17,6 +17,7 @@ from typing import Any, Final, TypeVar
 from .errors import RulesInvalid, UsageProblem
 from .rules import (
     DEFAULT_GRACE_SECONDS,
+    DEFAULT_OUTPUT_MODE,
     DEFAULT_STUCK_AFTER_SECONDS,
     DEFAULT_WITHIN_SECONDS,
     Database,
@@ -139,7 +140,7 @@ class _Reader:
         self.problems.append((line_of(self._lines, path), text))
 
     def read(self, document: dict[str, Any]) -> Rules | None:
-        top = _Table(self, document, (), ("version", "title", "database", "broker", "rule"))
+        top = _Table(self, document, (), ("version", "title", "database", "broker", "output", "rule"))
         if document.get("version") != 1:
             top.problem("version", f"must be 1, got {document.get('version')!r}", "write version = 1")
         databases = self._databases(document.get("database", {}))
@@ -156,7 +157,22 @@ class _Reader:
             broker=broker_name,
             trace=broker.text("trace") or DEFAULT_TRACE,
             rules=rules,
+            output_mode=self._output_mode(document.get("output", {})),
         )
+
+    def _output_mode(self, value: Any) -> int:
+        table = _Table(self, value, ("output",), ("mode",))
+        given = table.text("mode") if "mode" in table.values else None
+        if given is None:
+            return DEFAULT_OUTPUT_MODE
+        mode = int(given, 8) if re.fullmatch(r"0?[0-7]{3}", given) else 0
+        if mode & 0o600 != 0o600 or mode & 0o111:
+            table.problem(
+                "mode",
+                f"not the permissions of a file that its owner reads and writes: {given!r}",
+                'write octal digits, as in mode = "0640"',
+            )
+        return mode
 
     def _databases(self, values: Any) -> dict[str, Database]:
         section = _Table(self, values, ("database",), tuple(values) if isinstance(values, dict) else ())
@@ -196,7 +212,7 @@ class _Reader:
 
     def _rule(self, value: Any, path: TomlPath, databases: dict[str, Database], broker: str) -> Rule:
         keys = ("name", "database", "table", "key", "when", "time", "topic", "tag", "messages", "severity", "grace")
-        more = ("late_after", "stuck_after", "bucket", "allow_empty", "field", "group")
+        more = ("late_after", "stuck_after", "bucket", "allow_empty", "mask", "field", "group")
         table = _Table(self, value, path, (*keys, *more))
         database = table.required("database")
         self._known(table, "database", database, databases)
@@ -221,10 +237,21 @@ class _Reader:
             allow_empty=table.flag("allow_empty"),
             fields=tuple(self._field(item, at) for item, at in table.tables("field")),
             groups=tuple(groups),
-            digest=hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16],
+            mask=self._mask(table),
+            digest=_digest(value),
         )
         self._check_bucket(table, rule)
         return rule
+
+    @staticmethod
+    def _mask(table: _Table) -> tuple[str, ...]:
+        names = table.values.get("mask", [])
+        if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
+            table.problem("mask", f"must be a list of names, got {names!r}", 'write mask = ["email"]')
+            return ()
+        if table.values.get("key") in names:
+            table.problem("mask", "the key cannot be masked: findings are found by it", "remove it from mask")
+        return tuple(names)
 
     def _check_bucket(self, table: _Table, rule: Rule) -> None:
         if rule.bucket_seconds is None:
@@ -308,6 +335,12 @@ class _Reader:
         for number, name in enumerate(names):
             if name and name in names[:number]:
                 self.problem((*path, number, "name"), f"{_dotted(path)}: two are called {name!r}; rename one.")
+
+
+def _digest(rule: Any) -> str:
+    """Changes with what is judged, not with what is shown."""
+    judged = {key: value for key, value in rule.items() if key != "mask"} if isinstance(rule, dict) else rule
+    return hashlib.sha256(json.dumps(judged, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def _dotted(path: TomlPath) -> str:

@@ -6,6 +6,7 @@ import json
 import uuid
 from datetime import UTC, datetime
 from functools import reduce
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from . import boundary, classify, confirm, contract, errors, merge, metrics, prefilter, report, rules_file, scan, sides
@@ -33,15 +34,16 @@ class Run:
         self._spark, self._options, self._progress = spark, options, progress
         self._started = datetime.now(UTC)
         self._rules = rules_file.load(options.rules)
-        self._store = Store(options.output)
+        self._store = Store(options.output, self._rules.output_mode)
         self._name = f"{self._started:%Y%m%dT%H%M%S%fZ}-{uuid.uuid4().hex[:6]}"
         self._sources = sides.Sources(spark, self._rules)
+        self._metrics: Path | None = None
 
     def execute(self) -> dict[str, Any]:
         """Run. Raises ReconcileError; then nothing was published and the previous result stays in force."""
         self._store.check_writable()
         if self._options.metrics is not None:
-            metrics.check_writable(self._options.metrics)
+            self._metrics = metrics.target(self._options.metrics, self._options.rules)
         previous = self._previous()
         try:
             readings = self._open("taking snapshots")
@@ -174,6 +176,7 @@ class Run:
                 result, samples, buckets, {run.rule.name: run.volume for run in runs}, self._rules.trace
             )
             try:
+                self._store.protect(f"runs/{self._name}")
                 self._store.write(f"runs/{self._name}/report.html", text)
                 self._store.write(RESULT, json.dumps(result, indent=2, ensure_ascii=False) + "\n")
             except OSError as error:
@@ -188,8 +191,8 @@ class Run:
         """What only shows the result in force: it must not be ahead of it, and may stay behind."""
         try:
             self._store.write("report.html", report_text)
-            if self._options.metrics is not None:
-                metrics.write(self._options.metrics, result)
+            if self._metrics is not None:
+                metrics.write(self._metrics, result, self._options.rules)
         except OSError as error:
             self._progress.say(f"  the result is published, but not everything that shows it: {error}")
 

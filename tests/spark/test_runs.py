@@ -98,7 +98,7 @@ def test_k_planted_faults_exactly_those_k_rerun_identical_clean_after_repair(
     assert run.exit_code(first) == 1
     assert first["faults"] == len(planted)
     assert first["rules"][0]["counts"]["OK"] == 300 - 7
-    assert f"outbox_reconcile_faults {len(planted)}" in (tmp_path / "outbox.prom").read_text()
+    assert f'outbox_reconcile_faults{{rules="reconcile"}} {len(planted)}' in (tmp_path / "outbox.prom").read_text()
     by_class = {(row["class"], row["group"]): row for row in rows}
     assert by_class["MISMATCH", ""]["detail"] == "row and body differ: total 9.5 in the row, 8.5 in the body"
     assert by_class["UNDELIVERED", "logistics"]["delivery"] == "passed"
