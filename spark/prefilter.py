@@ -17,6 +17,7 @@ from .errors import ReconcileError
 from .rules import FieldRule, FieldType, Kind, Messages, Rule, Rules
 from .sides import Limits, Sources
 from .sources import sql
+from .sources.archived import ArchivedSource
 from .sources.postgres import PostgresSource
 
 _FIELD_END: Final = "E'\\x1f'"
@@ -51,6 +52,8 @@ def compare(rule: Rule, rules: Rules, sources: Sources, window: Window) -> Outco
         return Outcome(f"checksum: not used, {reason}")
     ours, broker = sources[rule.database], sources.broker
     assert isinstance(ours, PostgresSource) and isinstance(broker, PostgresSource)
+    if isinstance(broker, ArchivedSource) and broker.is_needed(rule.topic, window.since):
+        return Outcome("checksum: not used, a part of the window is in the archive")
     filter_ = _Prefilter(rule, ours, broker, window)
     try:
         return filter_.outcome()

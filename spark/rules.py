@@ -161,3 +161,5 @@ class Rules:
     rules: tuple[Rule, ...]
     output_mode: int = DEFAULT_OUTPUT_MODE
     """Permissions of output files; folders are searchable by whoever may read them."""
+    archive: str | None = None
+    """Folder or URI in which the broker's log goes on, once retention has removed messages."""

@@ -144,7 +144,7 @@ class _Reader:
         if document.get("version") != 1:
             top.problem("version", f"must be 1, got {document.get('version')!r}", "write version = 1")
         databases = self._databases(document.get("database", {}))
-        broker = _Table(self, document.get("broker", {}), ("broker",), ("database", "trace"))
+        broker = _Table(self, document.get("broker", {}), ("broker",), ("database", "trace", "archive"))
         broker_name = broker.required("database")
         self._known(broker, "database", broker_name, databases)
         rules = tuple(self._rule(value, path, databases, broker_name) for value, path in top.tables("rule"))
@@ -157,6 +157,7 @@ class _Reader:
             broker=broker_name,
             trace=broker.text("trace") or DEFAULT_TRACE,
             rules=rules,
+            archive=broker.text("archive"),
             output_mode=self._output_mode(document.get("output", {})),
         )
 

@@ -12,6 +12,7 @@ from pyspark.sql import functions as F
 from . import classify, contract, evidence
 from .errors import UsageProblem
 from .rules import Database, Kind, Rule, Rules
+from .sources.archived import ArchivedSource
 from .sources.base import Reading, Selection, Source
 from .sources.files import FileSource, JdbcSource
 from .sources.postgres import PostgresSource
@@ -27,6 +28,8 @@ class Sources:
     def __init__(self, spark: SparkSession, rules: Rules) -> None:
         self._rules = rules
         self.broker: Source = _source(spark, rules.databases[rules.broker])
+        if rules.archive is not None and isinstance(self.broker, PostgresSource):
+            self.broker = ArchivedSource(spark, rules.databases[rules.broker], rules.archive)
         self._by_name: dict[str, Source] = {rules.broker: self.broker}
         for name, database in rules.databases.items():
             same = _is_same(database, rules.databases[rules.broker])
@@ -212,6 +215,9 @@ def check_not_empty(rule: Rule, sources: Sources) -> str | None:
 def known_topic(rule: Rule, sources: Sources) -> datetime | None:
     """The time before which the topic's messages may be gone. Raises UsageProblem for a topic that is not declared."""
     try:
+        if isinstance(sources.broker, ArchivedSource) and any(not group.table for group in rule.groups):
+            # How far groups were is not archived.
+            return sources.broker.live_horizon(rule.topic)
         return sources.broker.horizon(rule.topic)
     except UsageProblem as error:
         raise UsageProblem(f"rule {rule.name!r}: {error}") from error

@@ -68,12 +68,27 @@ class Store:
                 f"with --output."
             ) from error
 
+    def read(self, name: str) -> str | None:
+        """A small file; None when there is none."""
+        try:
+            with self._files.open_input_stream(f"{self._root}/{name}") as stream:
+                return str(stream.read(), "utf-8")
+        except FileNotFoundError:
+            return None
+
+    def folders(self, name: str) -> list[str]:
+        """The folders in folder `name`."""
+        found = self._files.get_file_info(pafs.FileSelector(f"{self._root}/{name}", allow_not_found=True))
+        return sorted(info.base_name for info in found if info.type == pafs.FileType.Directory)
+
+    def remove(self, name: str) -> None:
+        """A folder with everything in it."""
+        self._files.delete_dir(f"{self._root}/{name}")
+
     def result(self) -> dict[str, Any] | None:
         """The result in force. Raises UsageProblem when its file is damaged."""
-        try:
-            with self._files.open_input_stream(f"{self._root}/{RESULT}") as stream:
-                text = stream.read()
-        except FileNotFoundError:
+        text = self.read(RESULT)
+        if text is None:
             return None
         try:
             result = json.loads(text)
@@ -151,8 +166,6 @@ class Store:
     def remove_old_runs(self, current: str) -> None:
         """Keep the newest runs. Removing is a courtesy: whatever goes wrong is left for the next run."""
         with contextlib.suppress(OSError):
-            found = self._files.get_file_info(pafs.FileSelector(f"{self._root}/runs"))
-            names = sorted(info.base_name for info in found if info.type == pafs.FileType.Directory)
-            for name in names[:-KEPT_RUNS]:
+            for name in self.folders("runs")[:-KEPT_RUNS]:
                 if name != current:
-                    self._files.delete_dir(f"{self._root}/runs/{name}")
+                    self.remove(f"runs/{name}")
