@@ -13,7 +13,7 @@ from pyspark.sql import DataFrame, SparkSession
 
 from ..errors import ReconcileError, RunIncomplete, UsageProblem
 from ..rules import Database, FieldType
-from . import adbc, sql
+from . import adbc, partitions, sql
 from .base import Column, Reading, Selection
 
 ROWS_PER_PARTITION: Final = 500_000
@@ -179,6 +179,14 @@ class PostgresSource:
         queries = []
         for selection in selections:
             terms = sql.conditions(selection, since, until)
+            leaves = [] if selection.span else partitions.leaves(self, selection, terms)
+            if leaves:
+                queries += [
+                    self._select(selection, [*terms, *piece], leaf.name)
+                    for leaf in leaves
+                    for piece in ([[]] if leaf.is_indexed and since is not None else _page_pieces(leaf.pages))
+                ]
+                continue
             pieces = self._spans(selection, terms, since) if selection.span else self._pages(selection, terms, since)
             queries += [self._select(selection, [*terms, *piece]) for piece in pieces]
         return self._frame(selections[0], queries)
@@ -248,8 +256,8 @@ class PostgresSource:
             self._execute(self._coordinator, "ROLLBACK TO SAVEPOINT attempt")
             raise
 
-    def _select(self, selection: Selection, terms: list[str]) -> str:
-        return sql.select(selection, self._schema_of(selection), terms)
+    def _select(self, selection: Selection, terms: list[str], table: str | None = None) -> str:
+        return sql.select(selection, table or self.table_of(selection), terms)
 
     def _frame(self, selection: Selection, queries: list[str]) -> DataFrame:
         self._spark.dataSource.register(adbc.PostgresDataSource)
@@ -279,16 +287,12 @@ class PostgresSource:
 
     def _pages(self, selection: Selection, terms: list[str], since: datetime | None) -> list[list[str]]:
         pages = self._page_count(selection)
-        if pages <= _PAGES_PER_PARTITION or (since is not None and self._uses_index(selection, terms)):
+        if since is not None and pages > _PAGES_PER_PARTITION and self._uses_index(selection, terms):
             return [[]]
-        count = _count(pages / _PAGES_PER_PARTITION)
-        edges = [pages * number // count for number in range(count)]
-        pieces = [[f"ctid >= '({low},0)'::tid AND ctid < '({high},0)'::tid"] for low, high in pairwise(edges)]
-        # Pages added after the size was read are not in the snapshot, but costs nothing to leave the end open.
-        return [*pieces, [f"ctid >= '({edges[-1]},0)'::tid"]]
+        return _page_pieces(pages)
 
     def _page_count(self, selection: Selection) -> int:
-        """Pages of an ordinary table; 0 for views and partitioned tables, which are read in one piece."""
+        """Pages of an ordinary table; 0 for views, which are read in one piece."""
         rows = self.query(
             "SELECT pg_relation_size(oid) / current_setting('block_size')::bigint FROM pg_class "
             f"WHERE oid = to_regclass({sql.text(self.table_of(selection))}) AND relkind IN ('r', 'm')"
@@ -296,8 +300,25 @@ class PostgresSource:
         return int(rows[0][0]) if rows else 0
 
     def _uses_index(self, selection: Selection, terms: list[str]) -> bool:
-        plan = self.query(f"EXPLAIN (FORMAT JSON) SELECT 1 FROM {self.table_of(selection)}{sql.where(terms)}")
-        return "Index" in str(plan[0][0]) and "Seq Scan" not in str(plan[0][0])
+        nodes = self.plan(selection, terms)
+        return any("Index" in node["Node Type"] for node in nodes) and all(
+            "Seq Scan" not in node["Node Type"] for node in nodes
+        )
+
+    def plan(self, selection: Selection, terms: list[str]) -> list[dict[str, Any]]:
+        """The nodes of PostgreSQL's plan for the selection."""
+        import adbc_driver_manager
+
+        statement = f"EXPLAIN (FORMAT JSON, VERBOSE) SELECT 1 FROM {self.table_of(selection)}{sql.where(terms)}"
+        with self._coordinator.cursor() as cursor:
+            # The driver reads by COPY, which takes no EXPLAIN.
+            cursor.adbc_statement.set_options(**{"adbc.postgresql.use_copy": "false"})
+            try:
+                cursor.execute(statement)
+                text = cursor.fetchone()[0]
+            except adbc_driver_manager.Error as error:
+                raise self._translated(error, "the database") from error
+        return list(partitions.nodes(json.loads(text)[0]["Plan"]))
 
     def column_types(self, selection: Selection) -> dict[str, str]:
         """PostgreSQL type by column of the selection's table."""
@@ -361,6 +382,17 @@ def parse_moment(value: str) -> datetime:
     except ValueError as error:
         raise UsageProblem(f"{value!r} is not a time: write ISO 8601, as in 2025-06-01T00:00:00+00:00.") from error
     return moment.replace(tzinfo=UTC) if moment.tzinfo is None else moment.astimezone(UTC)
+
+
+def _page_pieces(pages: int) -> list[list[str]]:
+    """The conditions of the tasks that read a table of so many pages."""
+    if pages <= _PAGES_PER_PARTITION:
+        return [[]]
+    count = _count(pages / _PAGES_PER_PARTITION)
+    edges = [pages * number // count for number in range(count)]
+    pieces = [[f"ctid >= '({low},0)'::tid AND ctid < '({high},0)'::tid"] for low, high in pairwise(edges)]
+    # Pages added after the size was read are not in the snapshot, but costs nothing to leave the end open.
+    return [*pieces, [f"ctid >= '({edges[-1]},0)'::tid"]]
 
 
 def _count(exact: float) -> int:
