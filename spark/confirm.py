@@ -6,12 +6,15 @@ What the first look saw only because two databases have no common moment is gone
 from __future__ import annotations
 
 from dataclasses import replace
+from datetime import UTC, datetime
+from functools import reduce
 from typing import Final
 
-from pyspark.sql import Column, DataFrame, SparkSession
+from pyspark.sql import Column, DataFrame, Observation, SparkSession
 from pyspark.sql import functions as F
 
 from . import classify, evidence, sides
+from .errors import RunIncomplete
 from .rules import FieldType, Rule, Severity
 from .scan import readable_errors, write
 
@@ -41,23 +44,52 @@ def confirm(
     keys: DataFrame,
     target: str,
 ) -> None:
-    """Judge `keys` (key, carried) again and write every subject that is not OK to `target` (Parquet).
+    """Judge `keys` (key, carried, sought_at) again and write every subject that is not OK to `target` (Parquet).
 
     Carried keys lie before the window; they are judged whatever their age. So are suspects whose row is older than the
-    window: a second message or effect came to a row that an earlier run has judged.
+    window: a second message or effect came to a row that an earlier run has judged. Raises RunIncomplete when a key
+    cannot be looked at again.
     """
     with readable_errors(f"re-reading the suspects of rule {rule.name!r}"):
         listed = [row[0] for row in keys.select("key").limit(MAX_KEYS + 1).collect()]
         read = sides.of_keys(rule, sources, listed) if len(listed) <= MAX_KEYS else None
         if read is None:
             read = sides.of_many_keys(rule, sources, keys.select("key"))
-        gathered = evidence.gather(read.narrow, rule).join(keys, "key")
+        seen = Observation(f"seen again {rule.name}")
+        gathered = evidence.gather(read.narrow, rule).join(keys.drop("sought_at"), "key")
+        gathered = gathered.observe(seen, F.count(F.lit(1)).alias("count"))
         bounded = replace(window, carried="carried")
         judged = classify.subjects(classify.with_classes(gathered, rule, bounded), rule, bounded)
         with_details = _with_details(judged, rule, read)
         write(spark, _as_findings(with_details, rule), target, SCHEMA)
+        if int(seen.get["count"] or 0) < len(listed) <= MAX_KEYS:
+            _check_gone(rule, sources, read, keys)
         for frame in read.cached:
             frame.unpersist()
+
+
+def _check_gone(rule: Rule, sources: sides.Sources, read: sides.KeySides, keys: DataFrame) -> None:
+    """Raise RunIncomplete unless keys of which nothing was found by key are not there either when tables are read.
+
+    That a lookup finds nothing proves nothing: an index may be damaged. It would dismiss what was seen before.
+    """
+    missing = keys.join(_keys_of(read.narrow), "key", "left_anti").cache()
+    oldest = missing.agg(F.unix_micros(F.min("sought_at"))).collect()[0][0]
+    since = None if oldest is None else datetime.fromtimestamp(oldest / 1_000_000, UTC) - sides.margin(rule)
+    whole = sides.of_many_keys(rule, sources, missing.select("key"), since)
+    hidden = [row[0] for row in _keys_of(whole.narrow).join(missing, "key", "left_semi").sort("key").collect()]
+    for frame in (*whole.cached, missing):
+        frame.unpersist()
+    if hidden:
+        raise RunIncomplete(
+            f"{len(hidden)} suspects of rule {rule.name!r} could not be looked at again, as {hidden[0]!r}: they are in "
+            f"the tables, but are not found by their keys. Check the indexes of the key (amcheck; REINDEX after a "
+            f"change of collation), and that the rule's key gives the same value each time. Nothing was published."
+        )
+
+
+def _keys_of(narrow: list[DataFrame]) -> DataFrame:
+    return reduce(DataFrame.unionByName, [side.select("key") for side in narrow]).distinct()
 
 
 def _with_details(found: DataFrame, rule: Rule, read: sides.KeySides) -> DataFrame:

@@ -17,6 +17,7 @@ from .report_plot import Times
 from .result import RuleRun, RunHead, compose, shown
 from .rules import Rule
 from .scan import readable_errors
+from .sources.adbc import NAME
 from .sources.base import Reading
 from .store import RESULT, Store
 
@@ -35,7 +36,7 @@ class Run:
         self._rules = rules_file.load(options.rules)
         self._store = Store(options.output)
         self._name = f"{self._started:%Y%m%dT%H%M%S%fZ}-{uuid.uuid4().hex[:6]}"
-        self._sources = sides.Sources(spark, self._rules)
+        self._sources = sides.Sources(spark, self._rules, f"{NAME} {self._name}")
 
     def execute(self) -> dict[str, Any]:
         """Run. Raises ReconcileError; then nothing was published and the previous result stays in force."""
@@ -141,11 +142,13 @@ class Run:
     def _keys(self, run: RuleRun, earlier: DataFrame | None) -> DataFrame:
         from pyspark.sql import functions as F
 
-        suspects = self._suspects([run]).where(F.col("class") != "PENDING").select("key", F.lit(False).alias("carried"))
-        if earlier is None:
-            return suspects.distinct()
-        carried = earlier.where(F.col("rule") == run.rule.name).select("key", F.lit(True).alias("carried"))
-        return suspects.unionByName(carried).groupBy("key").agg(F.max("carried").alias("carried"))
+        at = F.col("at").alias("sought_at")
+        suspects = self._suspects([run]).where(F.col("class") != "PENDING")
+        wanted = suspects.select("key", F.lit(False).alias("carried"), at)
+        if earlier is not None:
+            carried = earlier.where(F.col("rule") == run.rule.name).select("key", F.lit(True).alias("carried"), at)
+            wanted = wanted.unionByName(carried)
+        return wanted.groupBy("key").agg(F.max("carried").alias("carried"), F.min("sought_at").alias("sought_at"))
 
     def _earlier(self, previous: dict[str, Any] | None) -> DataFrame | None:
         from pyspark.sql import functions as F

@@ -12,6 +12,7 @@ from pyspark.sql import functions as F
 from . import classify, contract, evidence
 from .errors import UsageProblem
 from .rules import Database, Kind, Rule, Rules
+from .sources.adbc import NAME
 from .sources.base import Reading, Selection, Source
 from .sources.files import FileSource, JdbcSource
 from .sources.postgres import PostgresSource
@@ -24,13 +25,14 @@ class Sources:
     An effect that the second snapshot's messages led to can only be newer, so it is looked for last.
     """
 
-    def __init__(self, spark: SparkSession, rules: Rules) -> None:
+    def __init__(self, spark: SparkSession, rules: Rules, name: str = NAME) -> None:
+        """`name` is what the sessions in the databases are called."""
         self._rules = rules
-        self.broker: Source = _source(spark, rules.databases[rules.broker])
+        self.broker: Source = _source(spark, rules.databases[rules.broker], name)
         self._by_name: dict[str, Source] = {rules.broker: self.broker}
         for name, database in rules.databases.items():
             same = _is_same(database, rules.databases[rules.broker])
-            self._by_name.setdefault(name, self.broker if same else _source(spark, database))
+            self._by_name.setdefault(name, self.broker if same else _source(spark, database, name))
 
     def __getitem__(self, name: str) -> Source:
         return self._by_name[name]
@@ -64,9 +66,9 @@ class Sources:
         return timed
 
 
-def _source(spark: SparkSession, database: Database) -> Source:
+def _source(spark: SparkSession, database: Database, name: str) -> Source:
     if database.kind is Kind.POSTGRES:
-        return PostgresSource(spark, database)
+        return PostgresSource(spark, database, name)
     if database.kind is Kind.JDBC:
         return JdbcSource(spark, database)
     return FileSource(spark, database)
@@ -137,15 +139,19 @@ def of_window(rule: Rule, sources: Sources, window: classify.Window, limits: Lim
 
     Of an exact window also only as far ahead as an answer may take; what came later is found by key.
     """
-    margin = timedelta(seconds=max(60.0, rule.grace_seconds))
-    start = None if window.since is None else window.since - margin
-    end = window.until + max(margin, rule.longest_wait) if window.is_exact else None
+    start = None if window.since is None else window.since - margin(rule)
+    end = window.until + max(margin(rule), rule.longest_wait) if window.is_exact else None
     wanted = _tables(rule, sources, limits)
     messages = sources.broker.read(wanted.broker, start, end)
     tables = [source.read(selections, start, end) for source, selections in wanted.tables]
     for source, selections in wanted.by_message:
         tables.append(evidence.with_keys(source.read(selections, start, end), messages))
     return [evidence.broker_side(messages, rule), *(evidence.table_side(table, rule) for table in tables)]
+
+
+def margin(rule: Rule) -> timedelta:
+    """How much further back than a time is read: a message may be older than its row's time."""
+    return timedelta(seconds=max(60.0, rule.grace_seconds))
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,18 +177,18 @@ def of_keys(rule: Rule, sources: Sources, keys: Sequence[str]) -> KeySides:
     return _key_sides(rule, tables, broker, deliveries)
 
 
-def of_many_keys(rule: Rule, sources: Sources, keys: DataFrame) -> KeySides:
-    """As `of_keys`, for more keys than fit a query: everything is read and joined with `keys` (key)."""
+def of_many_keys(rule: Rule, sources: Sources, keys: DataFrame, since: datetime | None = None) -> KeySides:
+    """As `of_keys`, for more keys than fit a query: everything (from `since` on) is read and joined with `keys`."""
 
     def only(frame: DataFrame) -> DataFrame:
         return frame.join(keys, F.coalesce(frame["key"], F.lit("")) == keys["key"], "left_semi")
 
     wanted = _tables(rule, sources, Limits(), detailed=True)
-    broker = only(sources.broker.read(wanted.broker, None)).cache()
-    tables = [only(source.read(selections, None)) for source, selections in wanted.tables]
+    broker = only(sources.broker.read(wanted.broker, since)).cache()
+    tables = [only(source.read(selections, since)) for source, selections in wanted.tables]
     for source, selections in wanted.by_message:
-        tables.append(evidence.with_keys(source.read(selections, None), broker))
-    deliveries = only(sources.broker.read([contract.deliveries(rule)], None)) if rule.groups else None
+        tables.append(evidence.with_keys(source.read(selections, since), broker))
+    deliveries = only(sources.broker.read([contract.deliveries(rule)], since)) if rule.groups else None
     return _key_sides(rule, tables, broker, deliveries)
 
 

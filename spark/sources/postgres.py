@@ -26,16 +26,19 @@ PREPARED_MARGIN: Final = timedelta(hours=1)
 
 # A transaction that was open before the snapshot may still add rows with older times: the watermark stays below the
 # start of the oldest, whether a client's or a background worker's. Taken before the snapshot, so that one that ends in
-# between is visible in it. Of a session that the role may not see, everything but its names is null.
-_OLDEST: Final = """
-SELECT clock_timestamp(), min(a.xact_start),
+# between is visible in it; one that begins in between begins after the statement. Of a session that the role may not
+# see, everything but its names is null. Our own transactions, which only read, hold a lock by which they are known.
+_OLDEST: Final = f"""
+SELECT statement_timestamp(), min(a.xact_start),
        count(*) FILTER (WHERE a.backend_type IS NULL),
        count(*) FILTER (WHERE a.backend_type LIKE 'logical replication%'),
        (SELECT min(p.prepared) FROM pg_prepared_xacts p WHERE p.database = current_database()),
        pg_is_in_recovery(), pg_last_xact_replay_timestamp(), current_database()::text
 FROM pg_stat_activity a
-WHERE a.datname = current_database() AND a.pid <> pg_backend_pid() AND a.application_name <> 'outbox-reconcile'
+WHERE a.datname = current_database() AND a.pid <> pg_backend_pid()
   AND coalesce(a.backend_type, '') NOT IN ('autovacuum worker', 'parallel worker', 'walsender')
+  AND NOT EXISTS (SELECT FROM pg_locks l
+                  WHERE l.pid = a.pid AND l.locktype = 'advisory' AND l.classid = {adbc.LOCK_CLASS} AND l.granted)
 """
 _IDENTITY: Final = "SELECT system_identifier::text FROM pg_control_system()"
 _COLUMN_TYPES: Final = """
@@ -55,7 +58,7 @@ _USAGE_STATES: Final = {
     "42P01": "the table is not there",
     "3F000": "the schema is not there",
     "42703": "a column is not there",
-    "42501": "the reader may not read it (GRANT SELECT)",
+    "42501": "the reader may not read it, or not all its rows (GRANT SELECT; BYPASSRLS against row-level security)",
     "42601": "an expression of the rule is not valid SQL",
     "42883": "an expression of the rule compares types that cannot be compared",
     "42804": "an expression of the rule has the wrong type",
@@ -70,8 +73,8 @@ _ACCESS_STATES: Final = ("28P01", "28000", "3D000")
 class PostgresSource:
     """One database. `open` takes the snapshot; all reads until `close` see exactly it."""
 
-    def __init__(self, spark: SparkSession, database: Database) -> None:
-        self._spark, self._database = spark, database
+    def __init__(self, spark: SparkSession, database: Database, name: str = adbc.NAME) -> None:
+        self._spark, self._database, self._name = spark, database, name
         self._coordinator: Any = None
         self._snapshot = ""
         self._types: dict[str, dict[str, str]] = {}
@@ -81,16 +84,9 @@ class PostgresSource:
         self.close()
         connection = self._connect()
         try:
-            row = self._rows(connection, _OLDEST)[0]
-            for statement in (
-                "SET idle_in_transaction_session_timeout = 0",
-                "SET statement_timeout = 0",
-                # For the checksums' joins.
-                "SET work_mem = '64MB'",
-                "SET TIME ZONE 'UTC'",
-                *(f"SET {setting}" for setting in adbc.TEXT_FORMS),
-                "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY",
-            ):
+            row = self._latest(connection, _OLDEST)
+            # For the checksums' joins.
+            for statement in adbc.begin(adbc.SNAPSHOT, self._name, settings=("work_mem = '64MB'",)):
                 self._execute(connection, statement)
             exported = self._rows(connection, "SELECT pg_export_snapshot(), pg_current_snapshot()::text")[0]
         except ReconcileError:
@@ -138,9 +134,17 @@ class PostgresSource:
     def _system_identifier(self) -> str:
         with contextlib.closing(self._connect()) as connection:
             try:
-                return str(self._rows(connection, _IDENTITY)[0][0])
+                return str(self._latest(connection, _IDENTITY)[0])
             except UsageProblem:
                 return ""
+
+    def _latest(self, connection: Any, statement: str) -> tuple[Any, ...]:
+        """The one row of a query about this moment, in a transaction of its own."""
+        for opening in adbc.begin(adbc.LATEST, self._name):
+            self._execute(connection, opening)
+        row = self._rows(connection, statement)[0]
+        self._execute(connection, "COMMIT")
+        return row
 
     def close(self) -> None:
         """See Source."""
@@ -258,6 +262,7 @@ class PostgresSource:
             .schema(selection.schema)
             .option("url", self._database.location)
             .option("snapshot", self._snapshot)
+            .option("name", self._name)
             .option("queries", json.dumps(queries))
             .load()
         )

@@ -189,7 +189,7 @@ def test_row_updated_and_rows_committed_between_the_two_snapshots(reconcile: Rec
         world.app.execute("UPDATE orders_order SET paid_at = %s WHERE id = 2", [START])
         sources.close_all()
         sources.open_all()
-        keys = suspects.selectExpr("key", "false AS carried")
+        keys = suspects.selectExpr("key", "false AS carried", "at AS sought_at")
         again = str(reconcile.folder / "confirmed")
         confirm.confirm(reconcile.spark, rule, sources, window, keys, again)
         sources.close_all()
