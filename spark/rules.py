@@ -64,17 +64,24 @@ class Kind(enum.StrEnum):
 DEFAULT_GRACE_SECONDS: Final = 60.0
 DEFAULT_STUCK_AFTER_SECONDS: Final = 15 * 60.0
 DEFAULT_WITHIN_SECONDS: Final = 15 * 60.0
+DEFAULT_LONGEST_TRANSACTION_SECONDS: Final = 3600.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Database:
-    """One source. `location` is a connection string, a JDBC URL or a folder; it is resolved from the environment."""
+    """One source. `location` is a connection string, a JDBC URL or a folder; it is resolved from the environment.
+
+    Of a replica `primary` says what is open; without it its transactions are taken to last no longer than
+    `longest_transaction_seconds`.
+    """
 
     name: str
     kind: Kind
     location: str = field(repr=False)
     schema: str = "public"
     watermark: str | None = None
+    primary: Database | None = None
+    longest_transaction_seconds: float = DEFAULT_LONGEST_TRANSACTION_SECONDS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

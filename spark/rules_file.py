@@ -9,6 +9,7 @@ import os
 import re
 import tomllib
 from collections.abc import Mapping
+from dataclasses import replace
 from decimal import Decimal, InvalidOperation
 from enum import StrEnum
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any, Final, TypeVar
 from .errors import RulesInvalid, UsageProblem
 from .rules import (
     DEFAULT_GRACE_SECONDS,
+    DEFAULT_LONGEST_TRANSACTION_SECONDS,
     DEFAULT_STUCK_AFTER_SECONDS,
     DEFAULT_WITHIN_SECONDS,
     Database,
@@ -162,10 +164,22 @@ class _Reader:
         section = _Table(self, values, ("database",), tuple(values) if isinstance(values, dict) else ())
         if not section.values:
             section.problem(None, "no database", "add [database.app] and [database.broker]")
-        return {name: self._database(name, value) for name, value in section.values.items()}
+        read = {name: self._database(name, value) for name, value in section.values.items()}
+        return {name: self._with_primary(database, values[name], read) for name, database in read.items()}
+
+    def _with_primary(self, database: Database, value: Any, read: dict[str, Database]) -> Database:
+        primary = value.get("primary") if isinstance(value, dict) else None
+        if not isinstance(primary, str):
+            return database
+        known = read.get(primary)
+        if known is None or known.kind is not Kind.POSTGRES or primary == database.name:
+            text = f"database.{database.name}.primary: {primary!r} is not another PostgreSQL database of this file"
+            self.problem(("database", database.name, "primary"), f"{text}; add [database.{primary}].")
+        return replace(database, primary=known)
 
     def _database(self, name: str, value: Any) -> Database:
-        table = _Table(self, value, ("database", name), ("kind", *_LOCATIONS, "schema", "watermark"))
+        keys = ("kind", *_LOCATIONS, "schema", "watermark", "primary", "longest_transaction")
+        table = _Table(self, value, ("database", name), keys)
         kind = table.choice("kind", Kind, Kind.POSTGRES)
         given = [key for key in _LOCATIONS if key in table.values]
         if len(given) != 1:
@@ -176,7 +190,15 @@ class _Reader:
             location=self._location(table, kind, given[0]) if given else "",
             schema=table.text("schema", "public") or "public",
             watermark=table.text("watermark"),
+            longest_transaction_seconds=self._longest_transaction(table),
         )
+
+    @staticmethod
+    def _longest_transaction(table: _Table) -> float:
+        table.text("primary")
+        default = DEFAULT_LONGEST_TRANSACTION_SECONDS
+        seconds = table.seconds("longest_transaction", default)
+        return default if seconds is None else seconds
 
     def _location(self, table: _Table, kind: Kind, given: str) -> str:
         value = table.text(given) or ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import uuid
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from pathlib import Path
@@ -15,7 +16,7 @@ from psycopg import sql
 from spark import contract
 from spark.errors import RunIncomplete, UsageProblem
 from spark.rules import Database, Kind
-from spark.sources.postgres import PREPARED_MARGIN, PostgresSource
+from spark.sources import watermark
 from spark.store import Store
 from tests.spark.conftest import Reconciler
 from tests.spark.world import RULES, START, Order, World
@@ -59,15 +60,14 @@ def test_a_role_that_may_not_see_other_sessions_is_told_so(
         world.app.execute(sql.SQL("DROP ROLE {}").format(name))
 
 
-def test_what_holds_the_watermark_back(reconcile: Reconciler) -> None:
-    database = Database(name="app", kind=Kind.POSTGRES, location="")
-    source, at = PostgresSource(reconcile.spark, database), now()
-    free = source._reading((at, None, 0, 0, None, False, None, "shop"), "", "")
-    assert (free.watermark, free.notes) == (at, [])
-    prepared = source._reading((at, None, 0, 0, at - HOUR, False, None, "shop"), "", "")
-    assert prepared.watermark == at - HOUR - PREPARED_MARGIN
+def test_what_holds_the_watermark_back() -> None:
+    database, at = Database(name="app", kind=Kind.POSTGRES, location=""), now()
+    free = watermark.Activity(at, None, 0, 0, None, False, None, "shop")
+    assert watermark.of_server(database, free) == watermark.Completeness(at, [])
+    prepared = watermark.of_server(database, replace(free, prepared=at - HOUR))
+    assert prepared.watermark == at - HOUR - watermark.PREPARED_MARGIN
     assert "when it began is not known" in prepared.notes[0]
-    subscriber = source._reading((at, at - HOUR, 0, 1, None, False, None, "shop"), "", "")
+    subscriber = watermark.of_server(database, replace(free, oldest=at - HOUR, appliers=1))
     assert subscriber.watermark == at - HOUR
     assert "logical replication" in subscriber.notes[0]
 

@@ -2,39 +2,42 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from datetime import datetime
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, cast
 
 import psycopg
 import pytest
 
+from outbox.broker import embedded
 from spark.errors import UsageProblem
 from spark.rules import Database, Kind
-from spark.sources import adbc
+from spark.sources import adbc, postgres
 from spark.sources.base import Column, Reading, Selection
 from spark.sources.postgres import PostgresSource
-from tests.spark import pooler
+from tests.spark import pooler, replica
+from tests.support import eventually
 
 SELECTION = Selection(table="orders", columns=(Column("key", "id"),), key="id")
 
 
 @contextmanager
-def opened(url: str) -> Iterator[tuple[PostgresSource, Reading]]:
+def opened(url: str, primary: str | None = None) -> Iterator[tuple[PostgresSource, Reading]]:
     """A source with its snapshot; nothing here reads through Spark."""
-    source = PostgresSource(
-        cast(Any, None), Database(name="app", kind=Kind.POSTGRES, location=url), "outbox-reconcile x"
-    )
+    above = None if primary is None else Database(name="app_primary", kind=Kind.POSTGRES, location=primary)
+    database = Database(name="app", kind=Kind.POSTGRES, location=url, primary=above)
+    source = PostgresSource(cast(Any, None), database, "outbox-reconcile x")
     try:
         yield source, source.open([])
     finally:
         source.close()
 
 
-def watermark(url: str) -> datetime:
-    with opened(url) as (_, reading):
+def watermark(url: str, primary: str | None = None) -> datetime:
+    with opened(url, primary) as (_, reading):
         assert reading.watermark is not None
         return reading.watermark
 
@@ -106,3 +109,68 @@ def test_rows_hidden_by_policies_are_an_error(new_database: Callable[..., str]) 
         finally:
             connection.execute(f"DROP OWNED BY {role}")
             connection.execute(f"DROP ROLE {role}")
+
+
+@pytest.fixture
+def both(new_database: Callable[..., str], tmp_path: Path) -> Iterator[tuple[str, str]]:
+    """The URLs of a database and of its streaming replica."""
+    if embedded.URL_VARIABLE in os.environ:
+        pytest.skip(f"{embedded.URL_VARIABLE} names a server that may not be copied")
+    url = new_database()
+    with replica.streaming(url, tmp_path) as standby:
+        yield url, standby
+
+
+def caught_up(standby: str, past: datetime) -> bool:
+    """Whether the replica has replayed a transaction that ended after `past`."""
+    with psycopg.connect(standby) as connection:
+        row = connection.execute("SELECT pg_last_xact_replay_timestamp() > %s", [past]).fetchone()
+        return row is not None and bool(row[0])
+
+
+def test_a_transaction_of_the_primary_holds_the_watermark_of_its_replica_back(both: tuple[str, str]) -> None:
+    """It began before what the replica has replayed, and has written nothing yet: the replica cannot know of it."""
+    primary, standby = both
+    with psycopg.connect(primary, autocommit=True) as other, psycopg.connect(primary) as slow:
+        other.execute("CREATE TABLE orders (id bigint PRIMARY KEY)")
+        at = began(slow)
+        other.execute("INSERT INTO orders VALUES (1)")
+        eventually(lambda: caught_up(standby, at), what="the replica")
+        assert watermark(standby, primary) <= at
+        with opened(standby) as (_, reading):
+            assert reading.watermark is not None and reading.watermark <= at - timedelta(minutes=59)
+            assert "write primary = …" in reading.notes[0], "it is said why rows are judged later"
+        slow.execute("INSERT INTO orders VALUES (2)")
+        slow.commit()
+        with opened(standby, primary) as (source, reading):
+            assert reading.watermark is not None and reading.watermark > at
+            assert source.query("SELECT count(*) FROM orders") == [(2,)], "all below the watermark is in the snapshot"
+
+
+def test_a_replica_that_lags_is_judged_later(both: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What has ended on the primary is not there yet: the primary's transactions say nothing of what is."""
+    primary, standby = both
+    monkeypatch.setattr(postgres, "REPLAY_SECONDS", 0.0)
+    with psycopg.connect(primary, autocommit=True) as other, psycopg.connect(standby, autocommit=True) as paused:
+        at = began(other)
+        other.execute("CREATE TABLE orders (id bigint PRIMARY KEY)")
+        eventually(lambda: caught_up(standby, at), what="the replica")
+        paused.execute("SELECT pg_wal_replay_pause()")
+        state = "SELECT pg_get_wal_replay_pause_state() = 'paused'"
+        eventually(lambda: paused.execute(state).fetchone() == (True,), what="the pause")
+        row_at = began(other)
+        other.execute("INSERT INTO orders VALUES (1)")
+        with opened(standby, primary) as (_, reading):
+            assert reading.watermark is not None and reading.watermark <= row_at - timedelta(minutes=59)
+            assert "has not replayed yet" in reading.notes[0]
+        paused.execute("SELECT pg_wal_replay_resume()")
+        monkeypatch.setattr(postgres, "REPLAY_SECONDS", 60.0)
+        assert watermark(standby, primary) > row_at
+
+
+def test_a_primary_that_is_none(both: tuple[str, str], new_database: Callable[..., str]) -> None:
+    _, standby = both
+    with pytest.raises(UsageProblem, match=r"its primary 'app_primary' is a replica itself"), opened(standby, standby):
+        pass
+    with pytest.raises(UsageProblem, match=r"its primary 'app_primary' is another database"):
+        watermark(standby, new_database())
