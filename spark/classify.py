@@ -46,6 +46,8 @@ class FindingClass(enum.StrEnum):
     """As declared."""
     RECOVERED = "RECOVERED"
     """A finding of the previous result that is none any more. Given by comparing results, not by evidence."""
+    EXPIRED = "EXPIRED"
+    """What an earlier run left open can no longer be judged: retention may have removed its evidence. It is closed."""
 
 
 CLASSES = tuple(FindingClass)

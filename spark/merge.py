@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 from . import classify, confirm
@@ -27,30 +27,45 @@ def nothing(spark: SparkSession) -> DataFrame:
     return spark.createDataFrame([], OPEN_SCHEMA)
 
 
-def findings(confirmed: DataFrame, earlier: DataFrame, pending: DataFrame, first_seen: DataFrame) -> DataFrame:
-    """The findings of this run with `first_seen`, and RECOVERED for each earlier finding that is none any more.
+def findings(confirmed: DataFrame, earlier: DataFrame, pending: DataFrame, limits: DataFrame) -> DataFrame:
+    """The findings of this run with `first_seen`, and what became of each earlier finding that is none any more.
 
-    `earlier` is the previous state, `pending` this run's, `first_seen` (rule, boundary) the time new ones get.
+    `earlier` is the previous state, `pending` this run's, `limits` (rule, boundary, floor): the time new findings get,
+    and the one before which nothing can be judged any more.
     """
     faults = confirmed.where(F.col("class").isin(_FAULTS)).drop("carry")
     known = earlier.where(F.col("class").isNotNull()).select(*SUBJECT, F.col("first_seen").alias("known_since"))
-    dated = faults.join(known, SUBJECT, "left").join(F.broadcast(first_seen), "rule")
+    dated = faults.join(known, SUBJECT, "left").join(F.broadcast(limits.drop("floor")), "rule")
     current = dated.withColumn("first_seen", F.coalesce("known_since", "boundary")).drop("known_since", "boundary")
-    everything = current.unionByName(recovered(earlier, current, pending), allowMissingColumns=True)
+    gone = earlier.join(current.select(*SUBJECT), SUBJECT, "left_anti")
+    gone = gone.join(pending.select(*SUBJECT), SUBJECT, "left_anti").join(F.broadcast(limits), "rule")
+    everything = current.unionByName(closed(gone), allowMissingColumns=True)
     return everything.select(*[column.split()[0].strip("`") for column in FINDINGS_SCHEMA.split(", ")])
 
 
-def recovered(earlier: DataFrame, current: DataFrame, pending: DataFrame) -> DataFrame:
-    """Earlier findings that are neither findings nor pending now."""
-    was = earlier.where(F.col("class").isNotNull())
-    gone = was.join(current.select(*SUBJECT), SUBJECT, "left_anti").join(pending.select(*SUBJECT), SUBJECT, "left_anti")
-    detail = F.concat(F.lit("was "), F.col("class"), F.lit(", is as declared now"))
-    return gone.select(
+def judgeable(floor: Column) -> Column:
+    """Whether something of an earlier run is not older than `floor` (null: there is none)."""
+    return F.coalesce(F.col("at") >= floor, F.lit(True))
+
+
+def closed(gone: DataFrame) -> DataFrame:
+    """What was open and is neither a finding nor pending now (with `floor`): EXPIRED, or RECOVERED if it was one."""
+    is_expired = ~judgeable(F.col("floor"))
+    was = F.coalesce("class", F.lit(classify.FindingClass.PENDING.value))
+    floor = F.date_format("floor", "yyyy-MM-dd'T'HH:mm:ss'Z'")
+    reason = F.concat(
+        F.lit("was "), was, F.lit("; retention may have removed its evidence: nothing before "), floor,
+        F.lit(" can be judged any more"),
+    )  # fmt: skip
+    name = F.when(is_expired, classify.FindingClass.EXPIRED.value).otherwise(classify.FindingClass.RECOVERED.value)
+    return gone.where(is_expired | F.col("class").isNotNull()).select(
         *SUBJECT,
-        F.lit(classify.FindingClass.RECOVERED.value).alias("class"),
-        F.lit("info").alias("severity"),
-        F.array(F.col("class")).alias("flags"),
-        detail.alias("detail"),
+        name.alias("class"),
+        F.when(is_expired, "warning").otherwise("info").alias("severity"),
+        F.array_compact(F.array(F.col("class"))).alias("flags"),
+        F.when(is_expired, reason)
+        .otherwise(F.concat(F.lit("was "), was, F.lit(", is as declared now")))
+        .alias("detail"),
         "at",
         "first_seen",
     )

@@ -19,6 +19,7 @@ from .report_plot import BINS, Times, plot
 from .sources.base import Selection, Source
 
 SHOWN_TIMES: Final = ("at", "row_at", "message_at", "settled_at", "effect_at", "first_seen")
+CLOSED: Final = (FindingClass.RECOVERED, FindingClass.EXPIRED)
 _COARSE_SECONDS: Final = 3600
 _FINE_SECONDS: Final = 10
 
@@ -35,6 +36,8 @@ EXPLAINED: Final = {
     FindingClass.MISMATCH: "Row and message body do not say the same.",
     FindingClass.LATE: "As declared, but later than the declared limit.",
     FindingClass.RECOVERED: "A finding of the previous result that is none any more.",
+    FindingClass.EXPIRED: "What an earlier run left open can no longer be judged: retention may have removed its "
+    "evidence. It is closed, not settled.",
 }
 
 
@@ -117,6 +120,7 @@ def _window_text(rule: Mapping[str, Any]) -> str:
     return (
         f"Judged: {since} up to <b>{_moment(rule['until'])}</b> "
         f"(both sides complete up to {_moment(rule['watermark'])}, grace {rule['grace_seconds']:g} s)."
+        + (f" Retention: nothing before {_moment(rule['floor'])} can be judged." if rule["floor"] else "")
     )
 
 
@@ -128,6 +132,7 @@ def _tiles(result: Mapping[str, Any]) -> str:
         ("findings", result["faults"], "bad" if result["faults"] else "ok"),
         ("pending", totals["PENDING"], ""),
         ("recovered", totals["RECOVERED"], ""),
+        *([("expired", totals["EXPIRED"], "bad")] if totals["EXPIRED"] else []),
         ("rows read", sum(rule["rows_read"] for rule in result["rules"]), ""),
         ("messages read", sum(rule["messages_read"] for rule in result["rules"]), ""),
     ]
@@ -175,7 +180,7 @@ def _findings(result: Mapping[str, Any], found: Sequence[Mapping[str, Any]], tra
     for finding in found:
         by_class.setdefault(finding["class"], []).append(finding)
     sections = []
-    for name in (*classify.FAULTS, FindingClass.RECOVERED):
+    for name in (*classify.FAULTS, *CLOSED):
         listed = by_class.get(name.value)
         if listed:
             total = result["totals"][name.value]
@@ -198,7 +203,7 @@ def _findings(result: Mapping[str, Any], found: Sequence[Mapping[str, Any]], tra
 def _finding(finding: Mapping[str, Any], trace: str) -> str:
     also = [flag for flag in finding["flags"] or [] if flag != finding["class"]]
     detail = escape(finding["detail"] or "")
-    if also and finding["class"] != FindingClass.RECOVERED:
+    if also and finding["class"] not in CLOSED:
         detail += f" <span class='dim'>(also {escape(', '.join(also))})</span>"
     cells = [
         f"<td><code>{escape(finding['key'])}</code></td>",
@@ -213,7 +218,7 @@ def _finding(finding: Mapping[str, Any], trace: str) -> str:
 
 
 def _more(finding: Mapping[str, Any], trace: str) -> str:
-    if finding["class"] == FindingClass.RECOVERED:
+    if finding["class"] in CLOSED:
         return ""
     times = {
         "row": finding["row_at"],

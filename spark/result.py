@@ -98,6 +98,7 @@ def _of_rule(run: RuleRun) -> dict[str, Any]:
         "severity": rule.severity.value,
         "since": None if window.since is None else window.since.isoformat(),
         "until": window.until.isoformat(),
+        "floor": None if window.floor is None else window.floor.isoformat(),
         "watermark": window.watermark.isoformat(),
         "grace_seconds": rule.grace_seconds,
         "rows_read": scanned.rows,

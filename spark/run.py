@@ -146,7 +146,8 @@ class Run:
         suspects = self._suspects([run]).where(F.col("class") != "PENDING")
         wanted = suspects.select("key", F.lit(False).alias("carried"), at)
         if earlier is not None:
-            carried = earlier.where(F.col("rule") == run.rule.name).select("key", F.lit(True).alias("carried"), at)
+            left = earlier.where((F.col("rule") == run.rule.name) & merge.judgeable(F.lit(run.window.floor)))
+            carried = left.select("key", F.lit(True).alias("carried"), at)
             wanted = wanted.unionByName(carried)
         return wanted.groupBy("key").agg(F.max("carried").alias("carried"), F.min("sought_at").alias("sought_at"))
 
@@ -219,10 +220,10 @@ class Run:
             earlier = merge.nothing(self._spark)
         confirmed = self._confirmed(runs)
         waiting = self._suspects(runs).where("class = 'PENDING'")
-        boundaries = [(run.rule.name, run.window.until) for run in runs]
-        first_seen = self._spark.createDataFrame(boundaries, "rule string, boundary timestamp")
+        bounds = [(run.rule.name, run.window.until, run.window.floor) for run in runs]
+        limits = self._spark.createDataFrame(bounds, "rule string, boundary timestamp, floor timestamp")
         pending = merge.pending(waiting, confirmed, earlier)
-        findings = merge.findings(confirmed, earlier, pending, first_seen)
+        findings = merge.findings(confirmed, earlier, pending, limits)
         ordered = findings.orderBy("rule", "class", "group", "key").coalesce(1)
         scan.write(self._spark, ordered, target, merge.FINDINGS_SCHEMA)
         written = self._spark.read.schema(merge.FINDINGS_SCHEMA).parquet(target)

@@ -88,6 +88,32 @@ def test_rows_whose_messages_retention_may_have_removed(reconcile: Reconciler, w
     assert "rows before 2025-06-01T13:15:00+00:00 are not judged" in result["rules"][0]["notes"][0]
 
 
+def test_an_open_finding_whose_evidence_retention_has_removed_is_closed(reconcile: Reconciler, world: World) -> None:
+    """It is not LOST because its message is gone now, and not RECOVERED; what is still there is judged as before."""
+    reconcile.rules(groups=())
+    world.add(Order(number=1))
+    world.app.execute("UPDATE orders_order SET total = 99")
+    edge = START + HOUR
+    world.pay(Order(number=50, at=edge + timedelta(minutes=16)))
+    assert set(reconcile.findings(reconcile.run())) == {("1", "", "MISMATCH"), ("50", "", "LOST")}
+    world.broker.execute("DELETE FROM commit_log")
+    world.send(Order(number=2, at=edge + HOUR))
+    world.pay(Order(number=2, at=edge + HOUR))
+    world.broker.execute("UPDATE topic SET retention_seconds = 3600 WHERE name = 'order.paid'")
+    world.broker.execute(
+        "INSERT INTO pruned (topic_id, sent, pruned_at) VALUES (%s, 1, %s)", [world.topic_id, edge + HOUR]
+    )
+    second = reconcile.run()
+    assert set(reconcile.findings(second)) == {("1", "", "EXPIRED"), ("50", "", "LOST")}
+    closed = next(row for row in reconcile.rows(second) if row["key"] == "1")
+    assert closed["detail"].startswith(
+        "was MISMATCH; retention may have removed its evidence: nothing before 2025-06-01T13:15"
+    )
+    report = (reconcile.folder / "out" / "report.html").read_text()
+    assert "Retention: nothing before 2025-06-01 13:15:00 can be judged." in report
+    assert second["open_subjects"] == 1, "what is closed is not carried further"
+
+
 def test_an_interval_is_published_when_all_of_it_can_be_judged(reconcile: Reconciler, world: World) -> None:
     reconcile.rules(groups=("logistics",))
     since = START

@@ -30,6 +30,7 @@ def result(**counts: int) -> dict[str, Any]:
         "topic": "order.paid",
         "since": None,
         "until": NOW,
+        "floor": NOW,
         "watermark": NOW,
         "grace_seconds": 30.0,
         "rows_read": 10,
