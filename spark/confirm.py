@@ -51,10 +51,11 @@ def confirm(
     cannot be looked at again.
     """
     with readable_errors(f"re-reading the suspects of rule {rule.name!r}"):
+        keys = sides.real_keys(rule, sources, keys).cache()
         listed = [row[0] for row in keys.select("key").limit(MAX_KEYS + 1).collect()]
-        read = sides.of_keys(rule, sources, listed) if len(listed) <= MAX_KEYS else None
+        read = sides.of_keys(rule, sources, listed, window.floor) if len(listed) <= MAX_KEYS else None
         if read is None:
-            read = sides.of_many_keys(rule, sources, keys.select("key"))
+            read = sides.of_many_keys(rule, sources, keys.select("key"), window.floor)
         seen = Observation(f"seen again {rule.name}")
         gathered = evidence.gather(read.narrow, rule).join(keys.drop("sought_at"), "key")
         gathered = gathered.observe(seen, F.count(F.lit(1)).alias("count"))
@@ -63,12 +64,14 @@ def confirm(
         with_details = _with_details(judged, rule, read)
         write(spark, _as_findings(with_details, rule), target, SCHEMA)
         if int(seen.get["count"] or 0) < len(listed) <= MAX_KEYS:
-            _check_gone(rule, sources, read, keys)
-        for frame in read.cached:
+            _check_gone(rule, sources, read, keys, window.floor)
+        for frame in (*read.cached, keys):
             frame.unpersist()
 
 
-def _check_gone(rule: Rule, sources: sides.Sources, read: sides.KeySides, keys: DataFrame) -> None:
+def _check_gone(
+    rule: Rule, sources: sides.Sources, read: sides.KeySides, keys: DataFrame, floor: datetime | None
+) -> None:
     """Raise RunIncomplete unless keys of which nothing was found by key are not there either when tables are read.
 
     That a lookup finds nothing proves nothing: an index may be damaged. It would dismiss what was seen before.
@@ -76,7 +79,7 @@ def _check_gone(rule: Rule, sources: sides.Sources, read: sides.KeySides, keys: 
     missing = keys.join(_keys_of(read.narrow), "key", "left_anti").cache()
     oldest = missing.agg(F.unix_micros(F.min("sought_at"))).collect()[0][0]
     since = None if oldest is None else datetime.fromtimestamp(oldest / 1_000_000, UTC) - sides.margin(rule)
-    whole = sides.of_many_keys(rule, sources, missing.select("key"), since)
+    whole = sides.of_many_keys(rule, sources, missing.select("key"), floor, since)
     hidden = [row[0] for row in _keys_of(whole.narrow).join(missing, "key", "left_semi").sort("key").collect()]
     for frame in (*whole.cached, missing):
         frame.unpersist()

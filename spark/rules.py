@@ -100,7 +100,9 @@ class GroupRule:
 
     The effect is found by `key` (equal to the message's key) or by `message_id`. Without a table the broker's own
     view of the delivery is the evidence. `within_seconds` counts from the row's time (or the message's delivery
-    time, if later): no effect by then is UNDELIVERED, a later one LATE.
+    time, if later): no effect by then is UNDELIVERED, a later one LATE. `owed_when`, a condition over `message_v1`,
+    says of which messages an effect is owed; None: what the broker knows of the subscription (subscriptions.py), else
+    of all.
     """
 
     name: str
@@ -110,13 +112,17 @@ class GroupRule:
     message_id: str | None = None
     time: str | None = None
     when: str | None = None
+    owed_when: str | None = None
     within_seconds: float = DEFAULT_WITHIN_SECONDS
     severity: Severity = Severity.CRITICAL
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rule:
-    """What every row of a table that satisfies `when` must have produced."""
+    """What every row of a table that satisfies `when` must have produced.
+
+    Messages of `topic` (and `tag`) that do not satisfy `message_when`, a condition over `message_v1`, are another's.
+    """
 
     name: str
     database: str
@@ -126,6 +132,7 @@ class Rule:
     topic: str
     when: str | None = None
     tag: str | None = None
+    message_when: str | None = None
     messages: Messages = Messages.EXACTLY_ONE
     severity: Severity = Severity.CRITICAL
     grace_seconds: float = DEFAULT_GRACE_SECONDS
@@ -141,6 +148,11 @@ class Rule:
     def exact_fields(self) -> tuple[FieldRule, ...]:
         """Fields without a tolerance."""
         return tuple(field for field in self.fields if field.tolerance is None)
+
+    @property
+    def has_conditional_groups(self) -> bool:
+        """Whether some messages owe some groups nothing."""
+        return any(group.owed_when for group in self.groups)
 
     @property
     def longest_wait(self) -> timedelta:

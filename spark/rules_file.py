@@ -218,7 +218,7 @@ class _Reader:
 
     def _rule(self, value: Any, path: TomlPath, databases: dict[str, Database], broker: str) -> Rule:
         keys = ("name", "database", "table", "key", "when", "time", "topic", "tag", "messages", "severity", "grace")
-        more = ("late_after", "stuck_after", "bucket", "allow_empty", "field", "group")
+        more = ("message_when", "late_after", "stuck_after", "bucket", "allow_empty", "field", "group")
         table = _Table(self, value, path, (*keys, *more))
         database = table.required("database")
         self._known(table, "database", database, databases)
@@ -234,6 +234,7 @@ class _Reader:
             time=table.required("time"),
             topic=table.required("topic"),
             tag=table.text("tag"),
+            message_when=table.text("message_when"),
             messages=table.choice("messages", Messages, Messages.EXACTLY_ONE),
             severity=severity,
             grace_seconds=table.seconds("grace", DEFAULT_GRACE_SECONDS) or 0.0,
@@ -246,6 +247,10 @@ class _Reader:
             digest=hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16],
         )
         self._check_bucket(table, rule)
+        for group in rule.groups:
+            if rule.message_when and group.table is None:
+                text = f"the broker's deliveries know no condition, and group {group.name!r} is judged by them"
+                table.problem("message_when", text, "name the group's effect table")
         return rule
 
     def _check_bucket(self, table: _Table, rule: Rule) -> None:
@@ -295,7 +300,7 @@ class _Reader:
     def _group(
         self, value: Any, path: TomlPath, databases: dict[str, Database], default: str, severity: Severity
     ) -> GroupRule:
-        keys = ("name", "database", "table", "key", "message_id", "time", "when", "within", "severity")
+        keys = ("name", "database", "table", "key", "message_id", "time", "when", "owed_when", "within", "severity")
         table = _Table(self, value, path, keys)
         database = table.text("database", default) or default
         self._known(table, "database", database, databases)
@@ -316,6 +321,7 @@ class _Reader:
             message_id=table.text("message_id"),
             time=table.text("time"),
             when=table.text("when"),
+            owed_when=table.text("owed_when"),
             within_seconds=table.seconds("within", DEFAULT_WITHIN_SECONDS) or 0.0,
             severity=table.choice("severity", Severity, severity),
         )

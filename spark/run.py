@@ -8,7 +8,22 @@ from datetime import UTC, datetime
 from functools import reduce
 from typing import TYPE_CHECKING, Any, Final
 
-from . import boundary, classify, confirm, contract, errors, merge, metrics, prefilter, report, rules_file, scan, sides
+from . import (
+    boundary,
+    classify,
+    confirm,
+    contract,
+    errors,
+    evidence,
+    merge,
+    metrics,
+    prefilter,
+    report,
+    rules_file,
+    scan,
+    sides,
+    subscriptions,
+)
 from .classify import FindingClass
 from .errors import RunIncomplete, UsageProblem
 from .options import RunOptions
@@ -36,6 +51,7 @@ class Run:
         self._rules = rules_file.load(options.rules)
         self._store = Store(options.output)
         self._name = f"{self._started:%Y%m%dT%H%M%S%fZ}-{uuid.uuid4().hex[:6]}"
+        evidence.prepare(spark)
         self._sources = sides.Sources(spark, self._rules, f"{NAME} {self._name}")
 
     def execute(self) -> dict[str, Any]:
@@ -84,6 +100,8 @@ class Run:
     def _prepared(self, rule: Rule, previous: dict[str, Any] | None, readings: list[Reading]) -> RuleRun:
         with readable_errors(f"checking rule {rule.name!r}"):
             horizon = sides.known_topic(rule, self._sources)
+            schema = self._rules.databases[self._rules.broker].schema
+            rule, notes = subscriptions.resolved(rule, self._sources, schema)
             sides.check(rule, self._sources)
             problem = sides.check_not_empty(rule, self._sources)
         if problem is not None:
@@ -94,6 +112,7 @@ class Run:
         run = RuleRun(rule, boundary.window(rule, self._options, readings, previous))
         if horizon is not None:
             boundary.limit_by_retention(run, horizon)
+        run.notes += notes
         run.notes += [
             f"group {group.name}: judged by the broker's offsets, which say whether and not when: never LATE"
             for group in rule.groups
@@ -290,7 +309,7 @@ class Run:
         return self._store.spark_path(f"runs/{self._name}/{name}")
 
     def _number(self, rule: Rule) -> int:
-        return self._rules.rules.index(rule)
+        return [each.name for each in self._rules.rules].index(rule.name)
 
 
 def exit_code(result: dict[str, Any]) -> int:

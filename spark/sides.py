@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from typing import Final
 
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
@@ -16,6 +18,8 @@ from .sources.adbc import NAME
 from .sources.base import Reading, Selection, Source
 from .sources.files import FileSource, JdbcSource
 from .sources.postgres import PostgresSource
+
+_UUID: Final = re.compile(r"^[0-9a-f]{8}-(?:[0-9a-f]{4}-){3}[0-9a-f]{12}$")
 
 
 class Sources:
@@ -145,7 +149,8 @@ def of_window(rule: Rule, sources: Sources, window: classify.Window, limits: Lim
     messages = sources.broker.read(wanted.broker, start, end)
     tables = [source.read(selections, start, end) for source, selections in wanted.tables]
     for source, selections in wanted.by_message:
-        tables.append(evidence.with_keys(source.read(selections, start, end), messages))
+        ids = sources.broker.read([contract.message_ids()], start, end)
+        tables.append(evidence.with_keys(source.read(selections, start, end), ids, rule, window.floor))
     return [evidence.broker_side(messages, rule), *(evidence.table_side(table, rule) for table in tables)]
 
 
@@ -165,19 +170,26 @@ class KeySides:
     cached: list[DataFrame]
 
 
-def of_keys(rule: Rule, sources: Sources, keys: Sequence[str]) -> KeySides:
-    """All sides for these keys, in any window."""
+def of_keys(rule: Rule, sources: Sources, keys: Sequence[str], floor: datetime | None = None) -> KeySides:
+    """All sides for these keys (see `real_keys`), in any window."""
     wanted = _tables(rule, sources, Limits(), detailed=True)
     broker = sources.broker.read_keys([(selection, keys) for selection in wanted.broker]).cache()
     tables = [source.read_keys([(each, keys) for each in selections]) for source, selections in wanted.tables]
     for source, selections in wanted.by_message:
-        ids = [row[0] for row in broker.where("message_id IS NOT NULL").select("message_id").collect()]
-        tables.append(evidence.with_keys(source.read_keys([(each, ids) for each in selections]), broker))
+        ids = _ids(rule, broker)
+        named = [
+            *(row[0] for row in ids.select("message_id").collect()),
+            *(key for key in keys if _UUID.fullmatch(key)),
+        ]
+        effects = source.read_keys([(each, named) for each in selections])
+        tables.append(evidence.with_keys(effects, ids, rule, floor))
     deliveries = sources.broker.read_keys([(contract.deliveries(rule), keys)]) if rule.groups else None
     return _key_sides(rule, tables, broker, deliveries)
 
 
-def of_many_keys(rule: Rule, sources: Sources, keys: DataFrame, since: datetime | None = None) -> KeySides:
+def of_many_keys(
+    rule: Rule, sources: Sources, keys: DataFrame, floor: datetime | None = None, since: datetime | None = None
+) -> KeySides:
     """As `of_keys`, for more keys than fit a query: everything (from `since` on) is read and joined with `keys`."""
 
     def only(frame: DataFrame) -> DataFrame:
@@ -187,9 +199,35 @@ def of_many_keys(rule: Rule, sources: Sources, keys: DataFrame, since: datetime 
     broker = only(sources.broker.read(wanted.broker, since)).cache()
     tables = [only(source.read(selections, since)) for source, selections in wanted.tables]
     for source, selections in wanted.by_message:
-        tables.append(evidence.with_keys(source.read(selections, since), broker))
+        tables.append(evidence.with_keys(source.read(selections, since), _ids(rule, broker), rule, floor))
     deliveries = only(sources.broker.read([contract.deliveries(rule)], since)) if rule.groups else None
     return _key_sides(rule, tables, broker, deliveries)
+
+
+def _ids(rule: Rule, messages: DataFrame) -> DataFrame:
+    known = messages.where(F.col("message_id").isNotNull())
+    return known.select("message_id", "key", F.lit(rule.topic).alias("topic"), F.lit(rule.tag).alias("tag")).distinct()
+
+
+def real_keys(rule: Rule, sources: Sources, keys: DataFrame) -> DataFrame:
+    """`keys` (key, carried, sought_at) with the keys of messages in place of their ids.
+
+    The first look knows an effect by its message's id where that message is older than the window. Ids of other topics'
+    messages are left out: their effects are not the rule's.
+    """
+    if not any(group.message_id for group in rule.groups):
+        return keys
+    named = [row[0] for row in keys.where(F.col("key").rlike(_UUID.pattern)).select("key").collect()]
+    if not named:
+        return keys
+    ids = sources.broker.read_keys([(contract.message_ids(), named)]).cache()
+    is_ours = F.col("topic") == F.lit(rule.topic)
+    is_ours = is_ours if rule.tag is None else is_ours & (F.col("tag") == F.lit(rule.tag))
+    known = ids.select("message_id", F.col("key").alias("of"), is_ours.alias("is_ours"))
+    found = keys.join(known, keys["key"] == known["message_id"], "left").where(F.coalesce("is_ours", F.lit(True)))
+    key = F.when(F.col("message_id").isNotNull(), F.coalesce("of", F.lit(""))).otherwise(F.col("key"))
+    real = found.select(key.alias("key"), "carried", "sought_at")
+    return real.groupBy("key").agg(F.max("carried").alias("carried"), F.min("sought_at").alias("sought_at"))
 
 
 def _key_sides(rule: Rule, tables: list[DataFrame], broker: DataFrame, deliveries: DataFrame | None) -> KeySides:

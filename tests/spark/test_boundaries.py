@@ -132,6 +132,30 @@ def test_an_interval_is_published_when_all_of_it_can_be_judged(reconcile: Reconc
     assert {name: count for name, count in done["totals"].items() if count} == {"OK": 2}
 
 
+def test_a_body_is_read_alike_with_checksums_and_without(reconcile: Reconciler, world: World) -> None:
+    """Of a key that comes twice the last counts; what PostgreSQL alone can read as a number or a time is unreadable."""
+    world.add_many(9, every=2 * HOUR)
+    total, more = """'"total" : "'""", """', "paid_at"'"""
+    for number, old, new in (
+        (1, total, """'"total" : "77", "total" : "'"""),
+        (2, more, """', "total" : "77", "paid_at"'"""),
+        (3, """'"3.50"'""", """'"0x03"'"""),
+        (4, "'T18:00:00'", "' 6:00:00 PM '"),
+        (5, "'T20:00:00+00:00'", "'T20:00:00.0000004+00:00'"),
+    ):
+        changed = f"convert_to(replace(convert_from(body, 'UTF8'), {old}, {new}), 'UTF8')"
+        statement = f"UPDATE commit_log SET body = {changed} WHERE key = '{number}' AND body <> {changed}"
+        assert world.broker.execute(statement).rowcount == 1, number
+    world.app.execute("UPDATE orders_order SET total = 3 WHERE id = 3")
+    expected = {("2", "", "MISMATCH"), ("3", "", "UNREADABLE"), ("4", "", "UNREADABLE")}
+    for output, extra in (("out", ""), ("summed", 'bucket = "1h"')):
+        reconcile.output = output
+        reconcile.rules(groups=(), extra=extra)
+        result = reconcile.run()
+        assert set(reconcile.findings(result)) == expected, output
+    assert "buckets are equal, 5 rows were not read" in result["rules"][0]["notes"][0]
+
+
 @pytest.mark.soak
 def test_checksums_hide_nothing(reconcile: Reconciler, world: World) -> None:
     """What one key has twice on both sides, other content types, bodies of another time, numbers as texts."""
