@@ -115,6 +115,42 @@ def body_values(rule: Rule) -> list[Column]:
     return [value.cast("string").alias(f"v{number}") for number, value in enumerate(values)]
 
 
+def why_unreadable(rule: Rule) -> Column:
+    """Of a message: what of its body cannot be read, and why; '' if it can (as `why`)."""
+    text = F.col("body").cast("string")
+    document = F.try_parse_json(text)
+    is_json = F.coalesce(F.col("content_type").startswith("application/json"), F.lit(False))
+    raw = [F.try_variant_get(document, _path(field), "string") for field in rule.fields]
+    values = [_from_body(column, field) for column, field in zip(raw, rule.fields, strict=True)]
+    content_type = F.concat(F.lit("its content type is "), F.coalesce("content_type", F.lit("missing")))
+    reason = _why_fields(raw, values, [field.body for field in rule.fields], rule)
+    reason = F.when(document.isNull(), "the body is not JSON").otherwise(reason)
+    if rule.fields:
+        is_object = F.rtrim(text, F.lit(" \t\r\n")).endswith("}")
+        reason = F.when(document.isNotNull() & ~is_object, "the body is not one JSON object").otherwise(reason)
+    reason = F.when(~F.is_valid_utf8(text), "the body is not UTF-8").otherwise(reason)
+    reason = F.when(~is_json, content_type if rule.fields else F.lit("")).otherwise(reason)
+    return F.when(F.col("state").isin("committed", "recalled"), reason).otherwise("").alias("why")
+
+
+def why_row_unreadable(rule: Rule) -> Column:
+    """Of a business row: which compared columns do not have their types; '' if all have (as `why`)."""
+    raw = [F.col(f"f{number}") for number in range(len(rule.fields))]
+    values = [_from_column(column, field) for column, field in zip(raw, rule.fields, strict=True)]
+    return _why_fields(raw, values, [field.column for field in rule.fields], rule).alias("why")
+
+
+def _why_fields(raw: list[Column], values: list[Column], names: list[str], rule: Rule) -> Column:
+    texts = [
+        F.when(
+            before.isNotNull() & after.isNull(),
+            F.concat(F.lit(f"{name} is '"), F.substring(before, 1, 60), F.lit(f"', which is no {field.type.value}")),
+        )
+        for before, after, name, field in zip(raw, values, names, rule.fields, strict=True)
+    ]
+    return F.array_join(F.array_compact(F.array(*texts)), "; ") if texts else F.lit("")
+
+
 def with_keys(effects: DataFrame, ids: DataFrame, rule: Rule, floor: datetime | None) -> DataFrame:
     """Effects that name a message's id instead of a key, with that message's key (`ids`: message_id, key, topic, tag).
 

@@ -12,7 +12,9 @@ from . import classify, confirm
 SUBJECT: Final = ["rule", "key", "group"]
 OPEN_COLUMNS: Final = ("rule", "key", "group", "class", "first_seen", "at")
 OPEN_SCHEMA: Final = "rule string, key string, group string, class string, first_seen timestamp, at timestamp"
-FINDINGS_SCHEMA: Final = confirm.SCHEMA.removesuffix("carry boolean") + "first_seen timestamp"
+FINDINGS_SCHEMA: Final = (
+    confirm.SCHEMA.removesuffix("carry boolean") + "first_seen timestamp, acknowledged string, remedy string"
+)
 _FAULTS: Final = [name.value for name in classify.FAULTS]
 
 
@@ -39,8 +41,22 @@ def findings(confirmed: DataFrame, earlier: DataFrame, pending: DataFrame, limit
     current = dated.withColumn("first_seen", F.coalesce("known_since", "boundary")).drop("known_since", "boundary")
     gone = earlier.join(current.select(*SUBJECT), SUBJECT, "left_anti")
     gone = gone.join(pending.select(*SUBJECT), SUBJECT, "left_anti").join(F.broadcast(limits), "rule")
-    everything = current.unionByName(closed(gone), allowMissingColumns=True)
-    return everything.select(*[column.split()[0].strip("`") for column in FINDINGS_SCHEMA.split(", ")])
+    return current.unionByName(closed(gone), allowMissingColumns=True)
+
+
+def in_order(findings: DataFrame) -> DataFrame:
+    """The columns of the findings file."""
+    return findings.select(*[column.split()[0].strip("`") for column in FINDINGS_SCHEMA.split(", ")])
+
+
+def counts_apart(findings: DataFrame, earlier: DataFrame) -> tuple[int, int]:
+    """How many findings are acknowledged, and how many of the others no earlier result had."""
+    faults = findings.where(F.col("class").isin(_FAULTS))
+    before = earlier.where(F.col("class").isNotNull()).select(*SUBJECT, F.lit(True).alias("before"))
+    is_known = F.col("acknowledged").isNotNull()
+    is_new = ~is_known & F.col("before").isNull()
+    row = faults.join(before, SUBJECT, "left").agg(F.count_if(is_known), F.count_if(is_new)).collect()[0]
+    return int(row[0]), int(row[1])
 
 
 def judgeable(floor: Column) -> Column:

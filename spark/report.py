@@ -15,6 +15,7 @@ from pyspark.sql import functions as F
 
 from . import classify
 from .classify import FindingClass
+from .remedies import REMEDIES
 from .report_plot import BINS, Times, plot
 from .sources.base import Selection, Source
 
@@ -23,22 +24,7 @@ CLOSED: Final = (FindingClass.RECOVERED, FindingClass.EXPIRED)
 _COARSE_SECONDS: Final = 3600
 _FINE_SECONDS: Final = 10
 
-EXPLAINED: Final = {
-    FindingClass.ORPHAN: "A committed message, or an effect, without a business row: subscribers acted on something "
-    "that did not happen.",
-    FindingClass.HALF_STUCK: "A half message is parked or undecided for too long: nobody could say how its "
-    "transaction ended.",
-    FindingClass.LOST: "A business row without any message: no subscriber will hear of it.",
-    FindingClass.UNREADABLE: "The body of a committed message, or a compared field of it, cannot be read as declared.",
-    FindingClass.DUPLICATE: "More messages than rows, more rows than keys, or more effects than messages.",
-    FindingClass.DEAD: "A consumer group gave the message up; it waits in the dead-letter queue.",
-    FindingClass.UNDELIVERED: "A consumer group shows no effect within its limit.",
-    FindingClass.MISMATCH: "Row and message body do not say the same.",
-    FindingClass.LATE: "As declared, but later than the declared limit.",
-    FindingClass.RECOVERED: "A finding of the previous result that is none any more.",
-    FindingClass.EXPIRED: "What an earlier run left open can no longer be judged: retention may have removed its "
-    "evidence. It is closed, not settled.",
-}
+EXPLAINED: Final = {name: remedy.meaning for name, remedy in REMEDIES.items()}
 
 
 def volume(source: Source, selection: Selection, since: datetime | None) -> list[tuple[datetime, int]]:
@@ -130,6 +116,8 @@ def _tiles(result: Mapping[str, Any]) -> str:
     tiles = [
         ("keys as declared", judged, ""),
         ("findings", result["faults"], "bad" if result["faults"] else "ok"),
+        ("of them new", result["new_faults"], "bad" if result["new_faults"] else ""),
+        *([("acknowledged", result["acknowledged"], "")] if result["acknowledged"] else []),
         ("pending", totals["PENDING"], ""),
         ("recovered", totals["RECOVERED"], ""),
         *([("expired", totals["EXPIRED"], "bad")] if totals["EXPIRED"] else []),
@@ -205,6 +193,8 @@ def _finding(finding: Mapping[str, Any], trace: str) -> str:
     detail = escape(finding["detail"] or "")
     if also and finding["class"] not in CLOSED:
         detail += f" <span class='dim'>(also {escape(', '.join(also))})</span>"
+    if finding["acknowledged"]:
+        detail += f" <b>acknowledged</b> <span class='dim'>{escape(finding['acknowledged'])}</span>"
     cells = [
         f"<td><code>{escape(finding['key'])}</code></td>",
         f"<td>{escape(finding['rule'])}</td>",
@@ -231,6 +221,8 @@ def _more(finding: Mapping[str, Any], trace: str) -> str:
     for label, name in (("Row", "row"), ("Body", "body")):
         value = finding[name]
         lines.append(f"<dt>{label}</dt><dd>{f'<code>{escape(value)}</code>' if value else '–'}</dd>")
+    if finding["remedy"]:
+        lines.append(f"<dt>What to do</dt><dd>{escape(finding['remedy'])}</dd>")
     command = trace_command(finding, trace)
     shown = f"<code>{escape(command)}</code>" if command else "no message exists"
     lines.append(f"<dt>Trace</dt><dd>{shown}</dd>")

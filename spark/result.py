@@ -72,6 +72,16 @@ def compose(
     }
 
 
+def apart(faults: int, *, known: int, new: int) -> dict[str, Any]:
+    """The findings that count apart from those that are acknowledged; `new`: those that no earlier result had."""
+    return {
+        "status": "findings" if faults > known else "clean",
+        "faults": faults - known,
+        "new_faults": new,
+        "acknowledged": known,
+    }
+
+
 def shown(counts: scan.Counts) -> str:
     """Counts in one line."""
     texts = []

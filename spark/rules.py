@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Final
 
+from .acknowledgements import Acknowledgement
+
 
 class FieldType(enum.StrEnum):
     """How a column and a body field are brought to one form before they are compared."""
@@ -175,3 +177,4 @@ class Rules:
     broker: str
     trace: str
     rules: tuple[Rule, ...]
+    acknowledged: tuple[Acknowledgement, ...] = ()

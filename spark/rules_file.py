@@ -15,6 +15,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+from . import acknowledgements
 from .errors import RulesInvalid, UsageProblem
 from .rules import (
     DEFAULT_GRACE_SECONDS,
@@ -141,7 +142,7 @@ class _Reader:
         self.problems.append((line_of(self._lines, path), text))
 
     def read(self, document: dict[str, Any]) -> Rules | None:
-        top = _Table(self, document, (), ("version", "title", "database", "broker", "rule"))
+        top = _Table(self, document, (), ("version", "title", "database", "broker", "rule", "acknowledge"))
         if document.get("version") != 1:
             top.problem("version", f"must be 1, got {document.get('version')!r}", "write version = 1")
         databases = self._databases(document.get("database", {}))
@@ -151,13 +152,19 @@ class _Reader:
         rules = tuple(self._rule(value, path, databases, broker_name) for value, path in top.tables("rule"))
         if not rules:
             top.problem("rule", "no rule", "add at least one [[rule]]")
-        self._unique([rule.name for rule in rules], "rule")
+        names = [rule.name for rule in rules]
+        self._unique(names, "rule")
+        known = [
+            acknowledgements.read(_Table(self, value, path, acknowledgements.KEYS), names)
+            for value, path in top.tables("acknowledge")
+        ]
         return Rules(
             title=top.text("title") or "Reconciliation",
             databases=databases,
             broker=broker_name,
             trace=broker.text("trace") or DEFAULT_TRACE,
             rules=rules,
+            acknowledged=tuple(known),
         )
 
     def _databases(self, values: Any) -> dict[str, Database]:

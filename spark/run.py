@@ -9,6 +9,7 @@ from functools import reduce
 from typing import TYPE_CHECKING, Any, Final
 
 from . import (
+    acknowledgements,
     boundary,
     classify,
     confirm,
@@ -18,6 +19,7 @@ from . import (
     merge,
     metrics,
     prefilter,
+    remedies,
     report,
     rules_file,
     scan,
@@ -29,7 +31,7 @@ from .errors import RunIncomplete, UsageProblem
 from .options import RunOptions
 from .progress import Progress
 from .report_plot import Times
-from .result import RuleRun, RunHead, compose, shown
+from .result import RuleRun, RunHead, apart, compose, shown
 from .rules import Rule
 from .scan import readable_errors
 from .sources.adbc import NAME
@@ -51,6 +53,7 @@ class Run:
         self._rules = rules_file.load(options.rules)
         self._store = Store(options.output)
         self._name = f"{self._started:%Y%m%dT%H%M%S%fZ}-{uuid.uuid4().hex[:6]}"
+        self._known = self._new = 0
         evidence.prepare(spark)
         self._sources = sides.Sources(spark, self._rules, f"{NAME} {self._name}")
 
@@ -112,7 +115,7 @@ class Run:
         run = RuleRun(rule, boundary.window(rule, self._options, readings, previous))
         if horizon is not None:
             boundary.limit_by_retention(run, horizon)
-        run.notes += notes
+        run.notes += notes + acknowledgements.ended(self._rules.acknowledged, rule.name, self._started)
         run.notes += [
             f"group {group.name}: judged by the broker's offsets, which say whether and not when: never LATE"
             for group in rule.groups
@@ -191,6 +194,7 @@ class Run:
             buckets = self._count(runs, findings)
             self._check_interval(runs)
             result = compose(self._head(), runs, readings, confirmed_at, still_open)
+            result |= apart(result["faults"], known=self._known, new=self._new)
             samples = [] if findings is None else report.samples(findings, SAMPLES_PER_CLASS)
         with self._progress.step("stage publish: report and result"):
             text = report.render(
@@ -243,11 +247,17 @@ class Run:
         limits = self._spark.createDataFrame(bounds, "rule string, boundary timestamp, floor timestamp")
         pending = merge.pending(waiting, confirmed, earlier)
         findings = merge.findings(confirmed, earlier, pending, limits)
-        ordered = findings.orderBy("rule", "class", "group", "key").coalesce(1)
+        findings = acknowledgements.applied(self._spark, findings, self._acknowledged())
+        findings = remedies.with_remedies(findings, self._rules.trace)
+        ordered = merge.in_order(findings).orderBy("rule", "class", "group", "key").coalesce(1)
         scan.write(self._spark, ordered, target, merge.FINDINGS_SCHEMA)
         written = self._spark.read.schema(merge.FINDINGS_SCHEMA).parquet(target)
+        self._known, self._new = merge.counts_apart(written, earlier)
         state = merge.state_of(written, pending).coalesce(1)
         return written, scan.write(self._spark, state, still_open, merge.OPEN_SCHEMA)
+
+    def _acknowledged(self) -> list[acknowledgements.Acknowledgement]:
+        return acknowledgements.in_force(self._rules.acknowledged, self._started)
 
     def _confirmed(self, runs: list[RuleRun]) -> DataFrame:
         paths = [self._spark_path(f"confirmed/{self._number(run.rule)}") for run in runs if run.suspects]

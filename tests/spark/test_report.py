@@ -51,6 +51,8 @@ def result(**counts: int) -> dict[str, Any]:
         "title": "<Orders>",
         "status": "findings" if faults else "clean",
         "faults": faults,
+        "new_faults": faults,
+        "acknowledged": 0,
         "run": "r1",
         "mode": "full",
         "started_at": NOW,
@@ -64,7 +66,7 @@ def result(**counts: int) -> dict[str, Any]:
 
 
 def finding(text: str) -> dict[str, Any]:
-    shared = ("rule", "key", "group", "detail", "row", "body", "message_id", "severity")
+    shared = ("rule", "key", "group", "detail", "row", "body", "message_id", "severity", "acknowledged", "remedy")
     times = dict.fromkeys(report.SHOWN_TIMES, "2025-06-01 12:00:00")
     return {**dict.fromkeys(shared, text), **times, "class": "MISMATCH", "flags": ["MISMATCH", text]}
 
@@ -121,6 +123,6 @@ def test_prometheus_textfile() -> None:
     text = metrics.render(result(LOST=2))
     assert 'outbox_reconcile_keys{rule="<rule>",subject="message",class="LOST"} 2' in text
     assert "outbox_reconcile_faults 2" in text
-    assert text.count("# TYPE") == 5
+    assert text.count("# TYPE") == 7
     samples = [line for line in text.splitlines() if not line.startswith("#")]
     assert all(float(line.rsplit(" ", 1)[1]) >= 0 for line in samples)
