@@ -105,16 +105,16 @@ class Run:
             horizon = sides.known_topic(rule, self._sources)
             schema = self._rules.databases[self._rules.broker].schema
             rule, notes = subscriptions.resolved(rule, self._sources, schema)
-            sides.check(rule, self._sources)
-            problem = sides.check_not_empty(rule, self._sources)
+            notes += sides.check(rule, self._sources)
+            run = RuleRun(rule, boundary.window(rule, self._options, readings, previous))
+            if horizon is not None:
+                boundary.limit_by_retention(run, horizon)
+            problem = sides.check_not_empty(rule, self._sources, run.window.floor)
         if problem is not None:
             raise RunIncomplete(
                 f"{problem}: there is nothing to compare, which is not the same as clean. Check the connection and the "
                 f"rule; where a side may be empty, write allow_empty = true."
             )
-        run = RuleRun(rule, boundary.window(rule, self._options, readings, previous))
-        if horizon is not None:
-            boundary.limit_by_retention(run, horizon)
         run.notes += notes + acknowledgements.ended(self._rules.acknowledged, rule.name, self._started)
         run.notes += [
             f"group {group.name}: judged by the broker's offsets, which say whether and not when: never LATE"

@@ -12,7 +12,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 from . import classify, contract, evidence
-from .errors import UsageProblem
+from .errors import TableMissing, UsageProblem
 from .rules import Database, Kind, Rule, Rules
 from .sources.adbc import NAME
 from .sources.base import Reading, Selection, Source
@@ -33,6 +33,7 @@ class Sources:
         """`name` is what the sessions in the databases are called."""
         self._rules = rules
         self.broker: Source = _source(spark, rules.databases[rules.broker], name)
+        self.missing: set[str] = set()
         self._by_name: dict[str, Source] = {rules.broker: self.broker}
         for name, database in rules.databases.items():
             same = _is_same(database, rules.databases[rules.broker])
@@ -82,16 +83,30 @@ def _is_same(one: Database, other: Database) -> bool:
     return (one.kind, one.location) == (other.kind, other.location)
 
 
-def check(rule: Rule, sources: Sources) -> None:
-    """Raise UsageProblem unless every table and column of the rule is there and can be compared."""
+_WITHOUT: Final = {
+    "dead_letter_v1": "dead_letter_v1 is not among the exports: what a group gave up is UNDELIVERED here, not DEAD",
+    "delivery_v1": "delivery_v1 is not among the exports: how far a message got with a group is not said",
+}
+
+
+def check(rule: Rule, sources: Sources) -> list[str]:
+    """Raise UsageProblem unless every table and column of the rule is there and can be compared.
+
+    Returns what is to be said of exports that lack a view that only adds to a finding.
+    """
     sources[rule.database].check(contract.rows(rule))
     sources.broker.check(contract.messages(rule, detailed=True))
-    if rule.groups:
-        sources.broker.check(contract.dead_letters(rule))
-        sources.broker.check(contract.deliveries(rule))
     for number, group in enumerate(rule.groups):
         source = sources[group.database] if group.table else sources.broker
         source.check(contract.effects(rule, number))
+    notes = []
+    for selection in (contract.dead_letters(rule), contract.deliveries(rule)) if rule.groups else ():
+        try:
+            sources.broker.check(selection)
+        except TableMissing:
+            sources.missing.add(selection.table)
+            notes.append(_WITHOUT[selection.table])
+    return notes
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +140,7 @@ def _tables(rule: Rule, sources: Sources, limits: Limits, *, detailed: bool = Fa
             broker.append(selection)
         else:
             _add(by_message if group.message_id else tables, sources[group.database], selection)
-    if rule.groups:
+    if rule.groups and "dead_letter_v1" not in sources.missing:
         broker.append(contract.dead_letters(rule, detailed=detailed))
     return _Tables(tables, by_message, broker)
 
@@ -183,7 +198,8 @@ def of_keys(rule: Rule, sources: Sources, keys: Sequence[str], floor: datetime |
         ]
         effects = source.read_keys([(each, named) for each in selections])
         tables.append(evidence.with_keys(effects, ids, rule, floor))
-    deliveries = sources.broker.read_keys([(contract.deliveries(rule), keys)]) if rule.groups else None
+    has_deliveries = rule.groups and "delivery_v1" not in sources.missing
+    deliveries = sources.broker.read_keys([(contract.deliveries(rule), keys)]) if has_deliveries else None
     return _key_sides(rule, tables, broker, deliveries)
 
 
@@ -200,7 +216,8 @@ def of_many_keys(
     tables = [only(source.read(selections, since)) for source, selections in wanted.tables]
     for source, selections in wanted.by_message:
         tables.append(evidence.with_keys(source.read(selections, since), _ids(rule, broker), rule, floor))
-    deliveries = only(sources.broker.read([contract.deliveries(rule)], since)) if rule.groups else None
+    has_deliveries = rule.groups and "delivery_v1" not in sources.missing
+    deliveries = only(sources.broker.read([contract.deliveries(rule)], since)) if has_deliveries else None
     return _key_sides(rule, tables, broker, deliveries)
 
 
@@ -242,13 +259,18 @@ def _key_sides(rule: Rule, tables: list[DataFrame], broker: DataFrame, deliverie
     )
 
 
-def check_not_empty(rule: Rule, sources: Sources) -> str | None:
-    """Which side of the rule has nothing at all, as the text of a problem; None when both have something."""
+def check_not_empty(rule: Rule, sources: Sources, floor: datetime | None) -> str | None:
+    """Which side of the rule has nothing at all, as the text of a problem; None when both have something.
+
+    No message is no problem where retention has removed messages, and no row is newer than its `floor`: it is quiet.
+    """
     if rule.allow_empty:
         return None
-    if sources[rule.database].is_empty(contract.rows(rule)):
+    rows = contract.rows(rule)
+    if sources[rule.database].is_empty(rows):
         return f"rule {rule.name!r}: no row of {rule.table!r} satisfies its condition"
-    if sources.broker.is_empty(contract.messages(rule)):
+    is_quiet = floor is not None and sources[rule.database].is_empty(rows, floor)
+    if not is_quiet and sources.broker.is_empty(contract.messages(rule)):
         return f"rule {rule.name!r}: the broker has no message of topic {rule.topic!r}"
     return None
 

@@ -18,6 +18,8 @@ from pyspark.sql.types import StructType
 
 FORMAT: Final = "outbox_postgres"
 FAILURE: Final = "outbox-reconcile read failed:"
+# Enough for the table and which part of it; then come keys.
+_SHOWN_QUERY: Final = 240
 _BATCH_BYTES: Final = 4 * 1024 * 1024
 _ARROW_TYPES: Final = {
     "string": pa.string(),
@@ -101,7 +103,8 @@ class PostgresReader(DataSourceReader):
         try:
             yield from self._batches(partition.query)
         except adbc_driver_manager.Error as error:
-            raise RuntimeError(f"{FAILURE} {one_line(error)}") from None
+            read = partition.query.partition(" FROM ")[2][:_SHOWN_QUERY]
+            raise RuntimeError(f"{FAILURE} {one_line(error)} (reading {read})") from None
 
     def _batches(self, query: str) -> Iterator[pa.RecordBatch]:
         with connect(self._url) as connection, connection.cursor() as cursor:

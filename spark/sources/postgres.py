@@ -165,9 +165,9 @@ class PostgresSource:
             f"give the field another type, or write an expression that casts the column."
         )
 
-    def is_empty(self, selection: Selection) -> bool:
+    def is_empty(self, selection: Selection, since: datetime | None = None) -> bool:
         """See Source."""
-        where = sql.where(sql.conditions(selection, None))
+        where = sql.where(sql.conditions(selection, since))
         return not self.query(f"SELECT 1 FROM {self.table_of(selection)}{where} LIMIT 1")
 
     def read(self, selections: Sequence[Selection], since: datetime | None, until: datetime | None = None) -> DataFrame:
