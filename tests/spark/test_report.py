@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 from html.parser import HTMLParser
+from pathlib import Path
 from typing import Any
 
 from spark import metrics, report
-from spark.classify import CLASSES
+from spark.classify import CLASSES, FAULTS, FindingClass
+from spark.remedies import REMEDIES
 
 HOSTILE = [
     "<script>alert(1)</script>",
@@ -126,3 +128,9 @@ def test_prometheus_textfile() -> None:
     assert text.count("# TYPE") == 7
     samples = [line for line in text.splitlines() if not line.startswith("#")]
     assert all(float(line.rsplit(" ", 1)[1]) >= 0 for line in samples)
+
+
+def test_the_documentation_says_what_findings_say() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "reconciliation.md").read_text()
+    for name in (*FAULTS, FindingClass.EXPIRED):
+        assert f"| {name.value} | {REMEDIES[name].check} | {REMEDIES[name].settle} |" in text
