@@ -116,7 +116,8 @@ def _run(given: argparse.Namespace) -> int:
         print(json.dumps(result, indent=2, ensure_ascii=False))
     else:
         found = ", ".join(f"{count} {name}" for name, count in result["totals"].items() if count)
-        print(f"{result['status']}: {found or 'nothing judged'}. Report: {given.output}/report.html")
+        known = f" ({result['acknowledged']} of them acknowledged)" if result["acknowledged"] else ""
+        print(f"{result['status']}: {found or 'nothing judged'}{known}. Report: {given.output}/report.html")
     return run.exit_code(result)
 
 

@@ -11,7 +11,9 @@ from .errors import UsageProblem
 
 _HELP: Final = {
     "outbox_reconcile_keys": "Keys of the newest result by class; subject is a consumer group, or message.",
-    "outbox_reconcile_faults": "Findings of the newest result.",
+    "outbox_reconcile_faults": "Findings of the newest result that are not acknowledged.",
+    "outbox_reconcile_new_faults": "Those of them that no earlier result had.",
+    "outbox_reconcile_acknowledged": "Findings of the newest result that are acknowledged.",
     "outbox_reconcile_finished_timestamp_seconds": "When the newest result was finished.",
     "outbox_reconcile_duration_seconds": "How long its run took.",
     "outbox_reconcile_boundary_timestamp_seconds": "Rows before this were judged.",
@@ -62,7 +64,8 @@ def render(result: dict[str, Any], name: str) -> str:
     finished = datetime.fromisoformat(result["finished_at"]).timestamp()
     started = datetime.fromisoformat(result["started_at"]).timestamp()
     samples: dict[str, list[tuple[str, float]]] = {name: [] for name in _HELP}
-    samples["outbox_reconcile_faults"].append((f"{{{common}}}", result["faults"]))
+    for name in ("faults", "new_faults", "acknowledged"):
+        samples[f"outbox_reconcile_{name}"].append((f"{{{common}}}", result[name]))
     samples["outbox_reconcile_finished_timestamp_seconds"].append((f"{{{common}}}", finished))
     samples["outbox_reconcile_duration_seconds"].append((f"{{{common}}}", round(finished - started, 3)))
     for rule in result["rules"]:

@@ -12,7 +12,7 @@ from pyspark.sql import DataFrame, SparkSession
 from .. import archive_manifest as archive
 from ..rules import Database, Kind
 from ..store import Store
-from . import sql
+from . import adbc, sql
 from .base import Selection
 from .files import FrameSource
 from .postgres import PostgresSource
@@ -21,8 +21,8 @@ from .postgres import PostgresSource
 class ArchivedSource(PostgresSource):
     """What is still in the log comes from there; what may be gone from the archive, less what is there all the same."""
 
-    def __init__(self, spark: SparkSession, database: Database, location: str) -> None:
-        super().__init__(spark, database)
+    def __init__(self, spark: SparkSession, database: Database, location: str, name: str = adbc.NAME) -> None:
+        super().__init__(spark, database, name)
         store = Store(location)
         self._manifest = archive.load(store)
         folders = [store.spark_path(each.folder) for each in self._manifest.passes] if self._manifest else []

@@ -88,8 +88,8 @@ class Source(Protocol):
     def check(self, selection: Selection) -> None:
         """Raise UsageProblem unless table, columns and types are there and comparable."""
 
-    def is_empty(self, selection: Selection) -> bool:
-        """Whether the selection has no row at all, in any window."""
+    def is_empty(self, selection: Selection, since: datetime | None = None) -> bool:
+        """Whether the selection has no row (with its time from `since` on)."""
 
     def read(self, selections: Sequence[Selection], since: datetime | None, until: datetime | None = None) -> DataFrame:
         """All rows with `since <= time < until` of selections of one shape."""

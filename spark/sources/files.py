@@ -13,7 +13,7 @@ from pyspark.sql import Column as SparkColumn
 from pyspark.sql import DataFrame, DataFrameReader, SparkSession
 from pyspark.sql import functions as F
 
-from ..errors import RunIncomplete, UsageProblem
+from ..errors import RunIncomplete, TableMissing, UsageProblem
 from ..rules import Database, Kind
 from . import nanoseconds
 from .base import Column, ColumnKind, Reading, Selection
@@ -72,9 +72,9 @@ class FrameSource:
                 f"{str(error).splitlines()[0]} Correct the rules file, or the export."
             ) from error
 
-    def is_empty(self, selection: Selection) -> bool:
+    def is_empty(self, selection: Selection, since: datetime | None = None) -> bool:
         """See Source."""
-        return self._limited(selection, None).isEmpty()
+        return self._limited(selection, since).isEmpty()
 
     def read(self, selections: Sequence[Selection], since: datetime | None, until: datetime | None = None) -> DataFrame:
         """See Source."""
@@ -128,7 +128,7 @@ class FileSource(FrameSource):
     """Parquet or CSV. A CSV's columns are texts; an unquoted empty one is null."""
 
     def table(self, selection: Selection) -> DataFrame:
-        """See FrameSource. Raises UsageProblem when there is no such file."""
+        """See FrameSource. Raises TableMissing when there is no such file."""
         suffix = self._database.kind.value
         base = f"{self._database.location.rstrip('/')}/{selection.table}"
         for path in (base, f"{base}.{suffix}"):
@@ -139,7 +139,7 @@ class FileSource(FrameSource):
             except AnalysisException as error:
                 if "PATH_NOT_FOUND" not in str(error):
                     raise UsageProblem(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
-        raise UsageProblem(
+        raise TableMissing(
             f"table {selection.table!r} of {self._database.name!r} is not there: neither {base} nor {base}.{suffix} "
             f"exists. Correct path in the rules file, or export the table."
         )

@@ -198,8 +198,12 @@ def group_flags(history: History, number: int) -> set[str]:
     undecided = [message for message in history.messages if message.is_undecided]
     effects = history.effects[number]
     if not history.rows:
-        known = committed or undecided
-        return {"ORPHAN"} if effects and not known and in_window(min(effects)) else set()
+        if committed or undecided:
+            return set()
+        # The dead letter of an older message: looked up by key.
+        return ({"ORPHAN"} if effects and in_window(min(effects)) else set()) | (
+            {"DEAD"} if history.dead[number] else set()
+        )
     at = min(row.at for row in history.rows)
     sent = len(live(committed))
     if at >= UNTIL or not sent or not (in_window(at) or is_touched(history)):

@@ -53,14 +53,16 @@ def test_masked_fields_are_compared_and_shown_nowhere(reconcile: Reconciler, wor
         content = {"customer": theirs, "total": "12.50", "paid_at": START.isoformat(), "buyer": {"mail": theirs}}
         world.send(order, body=json.dumps(content).encode())
     world.send(Order(number=3), body=f'{{"customer": "{SECRET}", "total": '.encode())
+    world.pay(Order(number=4))
+    world.send(Order(number=4), body=f'{{"customer": "{SECRET}", "total": "{SECRET}", "paid_at": null}}'.encode())
     world.app.execute("UPDATE orders_order SET customer = %s", [SECRET])
-    result = reconcile.run(rules=reconcile.rules(groups=(), extra='mask = ["customer", "mail"]'))
-    assert reconcile.findings(result) == [("2", "", "MISMATCH"), ("3", "", "UNREADABLE")]
+    result = reconcile.run(rules=reconcile.rules(groups=(), extra='mask = ["customer", "mail", "total"]'))
+    assert reconcile.findings(result) == [("2", "", "MISMATCH"), ("3", "", "UNREADABLE"), ("4", "", "UNREADABLE")]
     rows = {row["key"]: row for row in reconcile.rows(result)}
     assert json.loads(rows["2"]["row"])["customer"] == masking.HIDDEN
     assert json.loads(rows["2"]["body"]) == {
         "customer": masking.HIDDEN,
-        "total": "12.50",
+        "total": masking.HIDDEN,
         "paid_at": START.isoformat(),
         "buyer": {"mail": masking.HIDDEN},
     }

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from spark import metrics, report
-from spark.classify import CLASSES
+from spark.classify import CLASSES, FAULTS, FindingClass
 from spark.errors import UsageProblem
+from spark.remedies import REMEDIES
 
 HOSTILE = [
     "<script>alert(1)</script>",
@@ -35,6 +36,7 @@ def result(**counts: int) -> dict[str, Any]:
         "topic": "order.paid",
         "since": None,
         "until": NOW,
+        "floor": NOW,
         "watermark": NOW,
         "grace_seconds": 30.0,
         "rows_read": 10,
@@ -55,6 +57,8 @@ def result(**counts: int) -> dict[str, Any]:
         "title": "<Orders>",
         "status": "findings" if faults else "clean",
         "faults": faults,
+        "new_faults": faults,
+        "acknowledged": 0,
         "run": "r1",
         "mode": "full",
         "started_at": NOW,
@@ -68,7 +72,7 @@ def result(**counts: int) -> dict[str, Any]:
 
 
 def finding(text: str) -> dict[str, Any]:
-    shared = ("rule", "key", "group", "detail", "row", "body", "message_id", "severity")
+    shared = ("rule", "key", "group", "detail", "row", "body", "message_id", "severity", "acknowledged", "remedy")
     times = dict.fromkeys(report.SHOWN_TIMES, "2025-06-01 12:00:00")
     return {**dict.fromkeys(shared, text), **times, "class": "MISMATCH", "flags": ["MISMATCH", text]}
 
@@ -126,7 +130,7 @@ def test_prometheus_textfile() -> None:
     assert 'outbox_reconcile_keys{rules="shop",rule="<rule>",subject="message",class="LOST"} 2' in text
     assert 'outbox_reconcile_faults{rules="shop"} 2' in text
     assert re.findall(r"# TYPE (?!outbox_)", text) == []
-    assert text.count("# TYPE") == 5
+    assert text.count("# TYPE") == 7
     samples = [line for line in text.splitlines() if not line.startswith("#")]
     assert all(float(line.rsplit(" ", 1)[1]) >= 0 for line in samples)
 
@@ -145,3 +149,9 @@ def test_the_metrics_of_two_rules_files_stand_beside_each_other(tmp_path: Path) 
     assert metrics.target(one, orders) == one
     with pytest.raises(UsageProblem, match=r"those of another rules file, .*orders\.toml"):
         metrics.target(one, refunds)
+
+
+def test_the_documentation_says_what_findings_say() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "reconciliation.md").read_text()
+    for name in (*FAULTS, FindingClass.EXPIRED):
+        assert f"| {name.value} | {REMEDIES[name].check} | {REMEDIES[name].settle} |" in text
