@@ -190,7 +190,7 @@ def gather(sides: list[DataFrame], rule: Rule) -> DataFrame:
     is_row = kind.isin(ROW, UNKEYED)
     # The newest message is compared with the row: one that was recalled only if there is no other.
     age = F.when(kind == COMMITTED, F.col("ord") + F.lit(_BEFORE_RECALLED)).when(kind == RECALLED, F.col("ord"))
-    counts = is_committed | is_undecided | (kind >= EFFECT)
+    counts = is_row | is_committed | is_undecided | (kind >= EFFECT)
     aggregates = [
         F.count_if(is_row).alias("rows"),
         F.count_if(kind == UNKEYED).alias("unkeyed"),

@@ -23,11 +23,6 @@ from .sources.postgres import PostgresSource
 _FIELD_END: Final = "E'\\x1f'"
 _NULL: Final = "E'\\x1e'"
 _USUAL_TIMES: Final = "('-- ::', '-- ::.', '-- ::+:', '-- ::.+:', '-- ::-:', '-- ::.-:', '-- ::Z', '-- ::.Z')"
-_UNIQUE: Final = """
-SELECT 1 FROM pg_index i JOIN pg_attribute a ON a.attrelid = i.indrelid AND a.attnum = i.indkey[0]
-WHERE i.indrelid = to_regclass({table}) AND i.indisunique AND i.indisvalid AND i.indimmediate AND i.indnkeyatts = 1
-  AND i.indpred IS NULL AND a.attname = {column} AND a.attnotnull
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,9 +105,7 @@ class _Prefilter:
         """Otherwise two rows and two messages of one key would cancel each other out."""
         rows = contract.rows(self._rule)
         table, key = self._ours.table_of(rows), sql.expression(self._rule.key)
-        if sql.is_column(self._rule.key) and self._ours.attempt(
-            _UNIQUE.format(table=sql.text(table), column=sql.text(self._rule.key)), about="the indexes"
-        ):
+        if self._ours.is_unique(rows):
             return True
         where = sql.where([*sql.conditions(rows, None), *self._inside(sql.expression(self._rule.time))])
         counted = self._ours.attempt(

@@ -166,6 +166,10 @@ def of_window(rule: Rule, sources: Sources, window: classify.Window, limits: Lim
     wanted = _tables(rule, sources, limits)
     messages = sources.broker.read(wanted.broker, start, end)
     tables = [source.read(selections, start, end) for source, selections in wanted.tables]
+    if start is not None and not window.is_exact:
+        # A row of a key that an earlier window has judged: its own message would make it look as it should.
+        repeated = sources[rule.database].repeated(contract.rows(rule), start)
+        tables += [] if repeated is None else [repeated]
     for source, selections in wanted.by_message:
         ids = sources.broker.read([contract.message_ids()], start, end)
         tables.append(evidence.with_keys(source.read(selections, start, end), ids, rule, window.floor))

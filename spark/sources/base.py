@@ -94,6 +94,9 @@ class Source(Protocol):
     def read(self, selections: Sequence[Selection], since: datetime | None, until: datetime | None = None) -> DataFrame:
         """All rows with `since <= time < until` of selections of one shape."""
 
+    def repeated(self, selection: Selection, since: datetime) -> DataFrame | None:
+        """Rows before `since` whose key a row from `since` on has too; None where a unique index excludes that."""
+
     def read_keys(self, wanted: Sequence[tuple[Selection, Sequence[str]]]) -> DataFrame:
         """All rows with one of the keys beside each selection, in any window; the selections have one shape."""
 

@@ -81,6 +81,13 @@ class FrameSource:
         frames = [self._selected(self._limited(selection, since, until), selection) for selection in selections]
         return reduce(DataFrame.unionByName, frames)
 
+    def repeated(self, selection: Selection, since: datetime) -> DataFrame | None:
+        """See Source."""
+        key = _expression(selection.key, self._table(selection)).cast("string")
+        newer = self._limited(selection, since).select(key.alias("newer_key")).distinct()
+        older = self._limited(selection, None, since)
+        return self._selected(older.join(newer, key == F.col("newer_key"), "left_semi"), selection)
+
     def read_keys(self, wanted: Sequence[tuple[Selection, Sequence[str]]]) -> DataFrame:
         """See Source."""
         return reduce(DataFrame.unionByName, [self._of_keys(selection, keys) for selection, keys in wanted])

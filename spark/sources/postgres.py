@@ -15,7 +15,7 @@ from pyspark.sql import DataFrame, SparkSession
 
 from ..errors import ReconcileError, RunIncomplete, UsageProblem
 from ..rules import Database, FieldType
-from . import adbc, partitions, sql, watermark
+from . import adbc, failures, partitions, sql, watermark
 from .base import Column, Reading, Selection
 
 ROWS_PER_PARTITION: Final = 500_000
@@ -32,6 +32,11 @@ _COLUMN_TYPES: Final = """
 SELECT attname::text, format_type(atttypid, NULL) FROM pg_attribute
 WHERE attrelid = to_regclass({table}) AND attnum > 0 AND NOT attisdropped
 """
+_UNIQUE: Final = """
+SELECT 1 FROM pg_index i JOIN pg_attribute a ON a.attrelid = i.indrelid AND a.attnum = i.indkey[0]
+WHERE i.indrelid = to_regclass({table}) AND i.indisunique AND i.indisvalid AND i.indimmediate AND i.indnkeyatts = 1
+  AND i.indpred IS NULL AND a.attname = {column} AND a.attnotnull
+"""
 _COMPARABLE: Final = {
     FieldType.TEXT: ("text", "character varying", "character", "name", "uuid", "citext", "integer", "bigint"),
     FieldType.INTEGER: ("smallint", "integer", "bigint", "numeric"),
@@ -41,20 +46,6 @@ _COMPARABLE: Final = {
     FieldType.DATE: ("date",),
     FieldType.UUID: ("uuid", "text", "character varying"),
 }
-_USAGE_STATES: Final = {
-    "42P01": "the table is not there",
-    "3F000": "the schema is not there",
-    "42703": "a column is not there",
-    "42501": "the reader may not read it, or not all its rows (GRANT SELECT; BYPASSRLS against row-level security)",
-    "42601": "an expression of the rule is not valid SQL",
-    "42883": "an expression of the rule compares types that cannot be compared",
-    "42804": "an expression of the rule has the wrong type",
-    "42846": "a column cannot be cast to the type that is compared",
-    "22P02": "an expression of the rule has a constant of the wrong type",
-}
-# Data exception, syntax error or access rule violation, feature not supported.
-_USAGE_CLASSES: Final = ("22", "42", "0A")
-_ACCESS_STATES: Final = ("28P01", "28000", "3D000")
 
 
 class PostgresSource:
@@ -187,6 +178,22 @@ class PostgresSource:
             queries += [self._select(selection, [*terms, *piece]) for piece in pieces]
         return self._frame(selections[0], queries)
 
+    def repeated(self, selection: Selection, since: datetime) -> DataFrame | None:
+        """See Source."""
+        if self.is_unique(selection):
+            return None
+        key, where = sql.expression(selection.key), sql.where(sql.conditions(selection, since))
+        newer = f"{key} IN (SELECT {key} FROM {self.table_of(selection)}{where})"
+        terms = [*sql.conditions(selection, None, since), newer]
+        return self._frame(selection, [self._select(selection, terms)])
+
+    def is_unique(self, selection: Selection) -> bool:
+        """Whether an index says that no two rows have one key."""
+        if not sql.is_column(selection.key):
+            return False
+        table, column = sql.text(self.table_of(selection)), sql.text(selection.key)
+        return bool(self.attempt(_UNIQUE.format(table=table, column=column), about="the indexes"))
+
     def read_keys(self, wanted: Sequence[tuple[Selection, Sequence[str]]]) -> DataFrame:
         """See Source."""
         queries = []
@@ -314,7 +321,7 @@ class PostgresSource:
                 cursor.execute(statement)
                 text = cursor.fetchone()[0]
             except adbc_driver_manager.Error as error:
-                raise self._translated(error, "the database") from error
+                raise failures.translated(self._database.name, error, "the database") from error
         return list(partitions.nodes(json.loads(text)[0]["Plan"]))
 
     def column_types(self, selection: Selection) -> dict[str, str]:
@@ -338,7 +345,7 @@ class PostgresSource:
         try:
             return adbc.connect(self._database.location)
         except adbc_driver_manager.Error as error:
-            kind = UsageProblem if error.sqlstate in _ACCESS_STATES else RunIncomplete
+            kind = UsageProblem if error.sqlstate in failures.ACCESS_STATES else RunIncomplete
             raise kind(
                 f"database {self._database.name!r} cannot be reached: {adbc.one_line(error)}. "
                 f"Check its connection in the rules file and the environment, and that the server runs."
@@ -351,7 +358,7 @@ class PostgresSource:
             try:
                 cursor.execute(statement)
             except adbc_driver_manager.Error as error:
-                raise self._translated(error, "the database") from error
+                raise failures.translated(self._database.name, error, "the database") from error
 
     def _rows(self, connection: Any, statement: str, *, about: str = "the database") -> list[tuple[Any, ...]]:
         import adbc_driver_manager
@@ -361,15 +368,7 @@ class PostgresSource:
                 cursor.execute(statement)
                 return [tuple(row) for row in cursor.fetchall()]
             except adbc_driver_manager.Error as error:
-                raise self._translated(error, about) from error
-
-    def _translated(self, error: Any, about: str) -> ReconcileError:
-        state = error.sqlstate or ""
-        detail = f"{about} in database {self._database.name!r}: {adbc.one_line(error)}"
-        if state in _USAGE_STATES or state[:2] in _USAGE_CLASSES:
-            reason = _USAGE_STATES.get(state, "the database does not accept an expression of the rule")
-            return UsageProblem(f"{reason}: {detail}. Correct the rules file or the connection.")
-        return RunIncomplete(f"reading failed, {detail}. Run it again; the previous result stays in force.")
+                raise failures.translated(self._database.name, error, about) from error
 
 
 def parse_moment(value: str) -> datetime:

@@ -176,7 +176,7 @@ def live(committed: Sequence[Sent]) -> list[Sent]:
 def is_touched(history: History) -> bool:
     """Whether something new came to a row of an earlier window; dead letters of these histories are of today."""
     moments = [message.settled_at for message in history.messages if message.is_committed or message.is_undecided]
-    moments += [at for effects in history.effects for at in effects]
+    moments += [at for effects in history.effects for at in effects] + [row.at for row in history.rows]
     return any(history.dead) or any(at >= SINCE for at in moments)
 
 

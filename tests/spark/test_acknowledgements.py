@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from spark import rules_file, run
+from spark.acknowledgements import Fault
+from spark.classify import FAULTS
 from spark.errors import RulesInvalid
 from tests.spark.conftest import Reconciler
 from tests.spark.world import RULES, START, Order, World
@@ -55,6 +57,10 @@ def test_what_is_acknowledged_is_shown_and_not_counted(reconcile: Reconciler, wo
     report = (reconcile.folder / "out" / "report.html").read_text()
     assert "by bob until 2999-01-02T00:00:00+00:00: sent by hand" in report
     assert second["rules"][0]["rows_read"] < first["rules"][0]["rows_read"], "no rule has changed"
+
+
+def test_every_fault_can_be_acknowledged() -> None:
+    assert [name.value for name in Fault] == [name.value for name in FAULTS]
 
 
 def test_an_acknowledgement_says_who_and_why_and_until_when() -> None:

@@ -12,7 +12,9 @@ from spark import classify
 from tests.spark import oracle, timelines
 from tests.spark.conftest import Reconciler
 from tests.spark.oracle import GRACE, GROUPS, UNTIL, WATERMARK
+from tests.spark.test_second_looks import move_boundary
 from tests.spark.timelines import BEGIN, HOUR, Timeline
+from tests.spark.world import START, Order, World
 
 pytestmark = pytest.mark.timeout(900)
 FAULTS = {name.value for name in classify.FAULTS}
@@ -100,3 +102,14 @@ def test_batch_and_incremental_give_the_same_verdicts(
         differing = sorted({subject for subject, _ in set(found.items()) ^ set(wanted.items())})
         shown = [(each, found.get(each), wanted.get(each), all_of_it.get(each[0])) for each in differing[:3]]
         assert not differing, f"{name}, seed {seed}, cuts {cuts}, {len(differing)} differ: {shown}"
+
+
+def test_a_second_row_with_a_message_of_its_own_is_a_duplicate(reconcile: Reconciler, world: World) -> None:
+    """In its window it looks as it should; no unique index excludes that its key was there before."""
+    reconcile.rules(groups=())
+    world.app.execute("ALTER TABLE orders_order DROP CONSTRAINT orders_order_pkey")
+    world.add(Order(number=1), Order(number=2))
+    assert reconcile.findings(reconcile.run()) == []
+    move_boundary(reconcile, START + HOUR)
+    world.add(Order(number=1, at=START + 2 * HOUR), Order(number=3, at=START + 2 * HOUR))
+    assert reconcile.findings(reconcile.run()) == [("1", "", "DUPLICATE")]

@@ -98,8 +98,11 @@ def random_timeline(random: Random) -> Timeline:
     if random.random() < 0.1:
         facts.append(fact(start, OTHER_TOPIC))
     # In the order of the log, which is the order in which they are stored.
+    rows = [BusinessRow(at=after(start))] if random.random() < 0.9 else []
+    if random.random() < 0.05:
+        rows.append(BusinessRow(at=after(after(start))))
     return Timeline(
-        rows=(BusinessRow(at=after(start)),) if random.random() < 0.9 else (),
+        rows=tuple(rows),
         facts=tuple(sorted(facts, key=lambda each: each.sent.stored_at)),
         effects=tuple(after(start) for _ in range(random.choice((0, 1, 1, 1, 1, 2)))),
         dead=tuple(after(start) if random.random() < 0.05 else None for _ in GROUPS),
