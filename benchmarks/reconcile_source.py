@@ -104,7 +104,7 @@ def ours(source: PostgresSource, selection: Selection) -> None:
 def compare(spark: Any, database: Database, selection: Selection, rows: int, jar: str) -> None:
     """One table by all readers."""
     schema = database.schema if selection.in_broker else None
-    query = sql.select(selection, schema, sql.conditions(selection, None))
+    query = sql.select(selection, sql.table_name(selection.table, schema), sql.conditions(selection, None))
     conninfo = database.location
     mine = timed(
         "outbox_spark (ADBC → Arrow, one snapshot)", rows, lambda: ours(PostgresSource(spark, database), selection)

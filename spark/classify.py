@@ -46,6 +46,8 @@ class FindingClass(enum.StrEnum):
     """As declared."""
     RECOVERED = "RECOVERED"
     """A finding of the previous result that is none any more. Given by comparing results, not by evidence."""
+    EXPIRED = "EXPIRED"
+    """What an earlier run left open can no longer be judged: retention may have removed its evidence. It is closed."""
 
 
 CLASSES = tuple(FindingClass)
@@ -86,6 +88,12 @@ class Window:
             return self.covers(row_at)
         touched = (row_at < F.lit(self.since)) & (F.col("touched_at") >= F.lit(self.since)) & self._above_floor(row_at)
         return self.covers(row_at) | F.coalesce(touched, F.lit(False))
+
+    def meets(self) -> Column:
+        """On a first look: something new came to a key whose row and message an earlier window has read."""
+        if self.since is None or self.carried is not None:
+            return F.lit(False)
+        return F.coalesce(F.col("touched_at") >= F.lit(self.since), F.lit(False))
 
     def to_come(self, time: Column) -> Column:
         """Not judged before, but perhaps later: not in an earlier window, and in an exact one if this is one."""
@@ -130,15 +138,16 @@ def group_conditions(rule: Rule, number: int, window: Window) -> dict[FindingCla
     """Condition of each class of a key with the rule's group `number`."""
     group = rule.groups[number]
     effects, effect_at = F.col(f"effects_{number}"), F.col(f"effect_at_{number}")
-    expected, has_time = _is_delivery_owed(window.looks_at), F.lit(group.table is not None)
+    has_time, is_sent = F.lit(group.table is not None), _is_sent(window.looks_at)
+    expected = is_sent & _is_owed(rule, number)
     due = F.greatest("row_at", F.coalesce("due_at", "row_at"))
     limit = _micros(group.within_seconds)
     overdue = F.unix_micros(F.lit(window.watermark)) - F.unix_micros(due) > limit
     nothing_known = (F.col("rows") == 0) & (F.col("committed") == 0) & (F.col("undecided") == 0)
     conditions = {
         FindingClass.ORPHAN: nothing_known & (effects > 0) & window.covers(effect_at),
-        FindingClass.DUPLICATE: expected & (effects > _live()),
-        FindingClass.DEAD: expected & (F.col(f"dead_{number}") > 0),
+        FindingClass.DUPLICATE: is_sent & (effects > _live()),
+        FindingClass.DEAD: (is_sent | (nothing_known & window.meets())) & (F.col(f"dead_{number}") > 0),
         FindingClass.UNDELIVERED: expected & (effects == 0) & overdue,
         # The broker's own view of a delivery says whether, not when.
         FindingClass.LATE: expected & has_time & (F.unix_micros(effect_at) - F.unix_micros(due) > limit),
@@ -147,9 +156,14 @@ def group_conditions(rule: Rule, number: int, window: Window) -> dict[FindingCla
     return {name: F.coalesce(condition, F.lit(False)) for name, condition in conditions.items()}
 
 
-def _is_delivery_owed(judges: Callable[[Column], Column]) -> Column:
-    """Whether groups owe an effect: the row is judged, its message committed and not recalled."""
+def _is_sent(judges: Callable[[Column], Column]) -> Column:
+    """Whether groups may owe an effect: the row is judged, its message committed and not recalled."""
     return (F.col("rows") > 0) & judges(F.col("row_at")) & (_live() > 0)
+
+
+def _is_owed(rule: Rule, number: int) -> Column:
+    """Whether the rule's group `number` owes an effect of what was sent."""
+    return F.col(f"owed_{number}") > 0 if rule.groups[number].owed_when else F.lit(True)
 
 
 def _live() -> Column:
@@ -170,7 +184,8 @@ def with_classes(evidence: DataFrame, rule: Rule, window: Window) -> DataFrame:
     judged = (F.col("rows") > 0) & window.covers(F.col("row_at"))
     columns = {"holds": _bits(message_conditions(rule, window), judged)}
     for number in range(len(rule.groups)):
-        columns[f"holds_{number}"] = _bits(group_conditions(rule, number, window), _is_delivery_owed(window.covers))
+        expected = _is_sent(window.covers) & _is_owed(rule, number)
+        columns[f"holds_{number}"] = _bits(group_conditions(rule, number, window), expected)
     return evidence.withColumns(columns)
 
 

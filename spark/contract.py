@@ -21,6 +21,7 @@ VIEWS: Final[dict[str, dict[str, str]]] = {
         "key": "text",
         "tag": "text",
         "content_type": "text",
+        "headers": "text",
         "body": "bytea",
         "stored_at": "timestamp with time zone",
         "deliver_at": "timestamp with time zone",
@@ -46,6 +47,10 @@ VIEWS: Final[dict[str, dict[str, str]]] = {
         "replayed_at": "timestamp with time zone",
     },
     "topic_v1": {"topic": "text", "retention_seconds": "bigint", "pruned_at": "timestamp with time zone"},
+    # Of subscriptions, where the rules do not say what a group owes.
+    "group_v1": {"consumer_group": "text", "topic": "text", "filter": "text"},
+    "offset_v1": {"consumer_group": "text", "topic": "text", "queue_id": "integer", "start_offset": "bigint"},
+    "queue_entry_v1": {"queue_id": "integer", "queue_offset": "bigint", "log_id": "bigint", "attempt": "smallint"},
 }
 MESSAGE_STATES: Final = ("committed", "recalled", "rolled_back", "parked", "undecided")
 
@@ -117,13 +122,36 @@ def effects(rule: Rule, number: int, *, detailed: bool = False) -> Selection:
 def messages(rule: Rule, *, detailed: bool = False) -> Selection:
     """The messages of the rule's topic (and tag); `detailed` adds what only a finding shows."""
     names = {"at": "stored_at", "decided_at": "decided_at", "deliver_at": "deliver_at", "state": "state"}
-    more = {"content_type": "content_type", "body": "body", **{name: name for name in _DETAILS}}
+    more = {"content_type": "content_type", "body": "body", "owed": owed(rule), **{name: name for name in _DETAILS}}
     return Selection(
         table="message_v1",
         columns=_broker_columns(rule, {**names, **more}, detailed=detailed),
         key="key",
         time="stored_at",
+        conditions=(rule.message_when,) if rule.message_when else (),
         equals=_topic(rule),
+        span="log_id",
+        in_broker=True,
+    )
+
+
+def owed(rule: Rule) -> str:
+    """Which groups owe an effect of a message: bit n for the rule's group n."""
+    bits = [
+        f"CASE WHEN {group.owed_when} THEN {1 << number} ELSE 0 END" if group.owed_when else str(1 << number)
+        for number, group in enumerate(rule.groups)
+    ]
+    return f"({' + '.join(bits)})" if bits else "0"
+
+
+def message_ids() -> Selection:
+    """The ids of all messages, of other topics too: an inbox may hold messages of several."""
+    names = ("message_id", "key", "topic", "tag")
+    return Selection(
+        table="message_v1",
+        columns=tuple(Column(name, name) for name in names),
+        key="message_id",
+        time="stored_at",
         span="log_id",
         in_broker=True,
     )
@@ -165,11 +193,12 @@ def effect_state(number: int) -> str:
 
 def _broker_columns(rule: Rule, given: dict[str, str], *, detailed: bool = False) -> tuple[Column, ...]:
     kinds = {"at": _TIMESTAMP, "decided_at": _TIMESTAMP, "deliver_at": _TIMESTAMP, "body": ColumnKind.BINARY}
+    kinds["owed"] = _BIGINT
     names = ["at", "decided_at", "deliver_at", "state", "content_type", "body"]
+    if rule.has_conditional_groups:
+        names.append("owed")
     if detailed:
         names += _DETAILS
-    elif any(group.message_id for group in rule.groups):
-        names.append("message_id")
     rest = [Column(name, given.get(name, "(NULL)"), kinds.get(name, ColumnKind.TEXT)) for name in names]
     return (Column("key", "key"), Column("log_id", "log_id", _BIGINT), *rest)
 

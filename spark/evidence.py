@@ -7,14 +7,15 @@ Every function here is DataFrame -> DataFrame and knows no source.
 
 from __future__ import annotations
 
+from datetime import datetime
 from functools import reduce
 from typing import Final
 
-from pyspark.sql import Column, DataFrame
+from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.types import DecimalType
 
-from . import contract
+from . import contract, masking
 from .rules import FieldRule, FieldType, Rule
 
 ROW: Final = contract.ROW_KIND
@@ -31,7 +32,13 @@ DEAD: Final = 1000
 
 NUMBER: Final = DecimalType(38, 12)
 _BEFORE_RECALLED: Final = 2**62
+_VERSION_7: Final = "^[0-9a-f]{8}-[0-9a-f]{4}-7"
 _NO_TIME: Final = "CAST(NULL AS timestamp)"
+
+
+def prepare(spark: SparkSession) -> None:
+    """Bodies are read as PostgreSQL's jsonb reads them: of a key that comes twice in an object the last one counts."""
+    spark.conf.set("spark.sql.variant.allowDuplicateKeys", "true")
 
 
 def table_side(table: DataFrame, rule: Rule) -> DataFrame:
@@ -48,6 +55,7 @@ def table_side(table: DataFrame, rule: Rule) -> DataFrame:
         F.expr(_NO_TIME).alias("due"),
         F.lit(0).cast("bigint").alias("ord"),
         _bad(raw, values).alias("bad"),
+        *([F.lit(0).cast("bigint").alias("owed")] if rule.has_conditional_groups else []),
         *_compared(values, rule),
     )
 
@@ -77,6 +85,7 @@ def broker_side(messages: DataFrame, rule: Rule) -> DataFrame:
         F.col("deliver_at").alias("due"),
         F.col("log_id").alias("ord"),
         F.when(is_committed & (F.col("unreadable") | (_bad(raw, values) > 0)), 1).otherwise(0).alias("bad"),
+        *([F.coalesce("owed", F.lit(0)).alias("owed")] if rule.has_conditional_groups else []),
         *_compared(values, rule),
     )
 
@@ -106,11 +115,70 @@ def body_values(rule: Rule) -> list[Column]:
     return [value.cast("string").alias(f"v{number}") for number, value in enumerate(values)]
 
 
-def with_keys(effects: DataFrame, messages: DataFrame) -> DataFrame:
-    """Effects that name a message id instead of a key, with the key of that message."""
-    keys = messages.where(F.col("message_id").isNotNull()).select("message_id", F.col("key").alias("message_key"))
-    found = effects.join(keys, effects["key"] == keys["message_id"])
-    return found.withColumn("key", F.col("message_key")).drop("message_id", "message_key")
+def why_unreadable(rule: Rule) -> Column:
+    """Of a message: what of its body cannot be read, and why; '' if it can (as `why`)."""
+    text = F.col("body").cast("string")
+    document = F.try_parse_json(text)
+    is_json = F.coalesce(F.col("content_type").startswith("application/json"), F.lit(False))
+    raw = [F.try_variant_get(document, _path(field), "string") for field in rule.fields]
+    values = [_from_body(column, field) for column, field in zip(raw, rule.fields, strict=True)]
+    content_type = F.concat(F.lit("its content type is "), F.coalesce("content_type", F.lit("missing")))
+    reason = _why_fields(raw, values, [field.body for field in rule.fields], rule)
+    reason = F.when(document.isNull(), "the body is not JSON").otherwise(reason)
+    if rule.fields:
+        is_object = F.rtrim(text, F.lit(" \t\r\n")).endswith("}")
+        reason = F.when(document.isNotNull() & ~is_object, "the body is not one JSON object").otherwise(reason)
+    reason = F.when(~F.is_valid_utf8(text), "the body is not UTF-8").otherwise(reason)
+    reason = F.when(~is_json, content_type if rule.fields else F.lit("")).otherwise(reason)
+    return F.when(F.col("state").isin("committed", "recalled"), reason).otherwise("").alias("why")
+
+
+def why_row_unreadable(rule: Rule) -> Column:
+    """Of a business row: which compared columns do not have their types; '' if all have (as `why`)."""
+    raw = [F.col(f"f{number}") for number in range(len(rule.fields))]
+    values = [_from_column(column, field) for column, field in zip(raw, rule.fields, strict=True)]
+    return _why_fields(raw, values, [field.column for field in rule.fields], rule).alias("why")
+
+
+def _why_fields(raw: list[Column], values: list[Column], names: list[str], rule: Rule) -> Column:
+    texts = [
+        F.when(
+            before.isNotNull() & after.isNull(),
+            F.concat(
+                F.lit(f"{name} is '"),
+                masking.shown(rule, field, F.substring(before, 1, 60)),
+                F.lit(f"', which is no {field.type.value}"),
+            ),
+        )
+        for before, after, name, field in zip(raw, values, names, rule.fields, strict=True)
+    ]
+    return F.array_join(F.array_compact(F.array(*texts)), "; ") if texts else F.lit("")
+
+
+def with_keys(effects: DataFrame, ids: DataFrame, rule: Rule, floor: datetime | None) -> DataFrame:
+    """Effects that name a message's id instead of a key, with that message's key (`ids`: message_id, key, topic, tag).
+
+    Those of other topics' messages are left out. Those of a message that is not among `ids` keep its id as their key:
+    it may be older, or there is none. Where retention has removed messages (`floor`), only an id that says when it was
+    made (UUID version 7) can tell an effect without a message from one whose message is gone.
+    """
+    known = ids.where(F.col("message_id").isNotNull()).select("message_id", F.col("key").alias("of"), "topic", "tag")
+    found = effects.join(known, effects["key"] == known["message_id"], "left")
+    is_known = F.col("message_id").isNotNull()
+    is_ours = F.col("topic") == F.lit(rule.topic)
+    if rule.tag is not None:
+        is_ours = is_ours & (F.col("tag") == F.lit(rule.tag))
+    could_be_there = F.lit(True) if floor is None else _made_at(F.col("key")) >= F.lit(floor)
+    kept = found.where((is_known & is_ours) | (~is_known & F.coalesce(could_be_there, F.lit(False))))
+    key = F.when(F.col("message_id").isNotNull(), F.col("of")).otherwise(F.col("key"))
+    return kept.withColumn("key", key).drop("message_id", "of", "topic", "tag")
+
+
+def _made_at(message_id: Column) -> Column:
+    """When an id of UUID version 7 was made; null for others."""
+    digits = F.replace(message_id, F.lit("-"), F.lit(""))
+    moment = F.timestamp_millis(F.conv(F.substring(digits, 1, 12), 16, 10).cast("bigint"))
+    return F.when(message_id.rlike(_VERSION_7), moment)
 
 
 def gather(sides: list[DataFrame], rule: Rule) -> DataFrame:
@@ -122,7 +190,7 @@ def gather(sides: list[DataFrame], rule: Rule) -> DataFrame:
     is_row = kind.isin(ROW, UNKEYED)
     # The newest message is compared with the row: one that was recalled only if there is no other.
     age = F.when(kind == COMMITTED, F.col("ord") + F.lit(_BEFORE_RECALLED)).when(kind == RECALLED, F.col("ord"))
-    counts = is_committed | is_undecided | (kind >= EFFECT)
+    counts = is_row | is_committed | is_undecided | (kind >= EFFECT)
     aggregates = [
         F.count_if(is_row).alias("rows"),
         F.count_if(kind == UNKEYED).alias("unkeyed"),
@@ -150,6 +218,9 @@ def gather(sides: list[DataFrame], rule: Rule) -> DataFrame:
         aggregates.append(F.count_if(is_effect).alias(f"effects_{number}"))
         aggregates.append(_earliest("at", is_effect).alias(f"effect_at_{number}"))
         aggregates.append(F.count_if(kind == DEAD + number).alias(f"dead_{number}"))
+        if rule.groups[number].owed_when:
+            is_owed = (kind == COMMITTED) & (F.col("owed").bitwiseAND(F.lit(1 << number)) != 0)
+            aggregates.append(F.count_if(is_owed).alias(f"owed_{number}"))
     # Spread by key first: a key has two or three rows, so that Spark's own partial aggregation before the shuffle would
     # combine nothing, and carry every row as a wide buffer.
     return united.repartition("key").groupBy("key").agg(*aggregates)

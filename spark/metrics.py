@@ -11,24 +11,44 @@ from .errors import UsageProblem
 
 _HELP: Final = {
     "outbox_reconcile_keys": "Keys of the newest result by class; subject is a consumer group, or message.",
-    "outbox_reconcile_faults": "Findings of the newest result.",
+    "outbox_reconcile_faults": "Findings of the newest result that are not acknowledged.",
+    "outbox_reconcile_new_faults": "Those of them that no earlier result had.",
+    "outbox_reconcile_acknowledged": "Findings of the newest result that are acknowledged.",
     "outbox_reconcile_finished_timestamp_seconds": "When the newest result was finished.",
     "outbox_reconcile_duration_seconds": "How long its run took.",
     "outbox_reconcile_boundary_timestamp_seconds": "Rows before this were judged.",
 }
 
 
-def check_writable(path: Path) -> None:
-    """Raise UsageProblem unless the file can be written, before any work is done."""
+_OWNER: Final = "# From the rules file "
+
+
+def target(given: Path, rules: Path) -> Path:
+    """The file for the metrics of a rules file: `given`, or in the folder `given` one that is called after the rules.
+
+    Raises UsageProblem, before any work is done, when it cannot be written or another rules file writes it.
+    """
+    path = given / f"outbox_reconcile_{rules.stem}.prom" if given.is_dir() else given
     try:
         _draft(path, "").unlink()
-    except OSError as error:
+        first = path.read_text(encoding="utf-8").partition("\n")[0] if path.exists() else ""
+    except (OSError, UnicodeDecodeError) as error:
         raise UsageProblem(f"the metrics {str(path)!r} cannot be written: {error}. Correct --metrics.") from error
+    if first.startswith(_OWNER) and first != _owner(rules):
+        raise UsageProblem(
+            f"the metrics {str(path)!r} are those of another rules file, {first.removeprefix(_OWNER)}: each would "
+            f"replace the other's. Give each a file of its own with --metrics, or all of them a folder."
+        )
+    return path
 
 
-def write(path: Path, result: dict[str, Any]) -> None:
+def write(path: Path, result: dict[str, Any], rules: Path) -> None:
     """Write the metrics of a result; the file is replaced whole, so the collector never reads half of it."""
-    _draft(path, render(result)).replace(path)
+    _draft(path, f"{_owner(rules)}\n{render(result, rules.stem)}").replace(path)
+
+
+def _owner(rules: Path) -> str:
+    return f"{_OWNER}{' '.join(str(rules.absolute()).split())}"
 
 
 def _draft(path: Path, text: str) -> Path:
@@ -38,17 +58,19 @@ def _draft(path: Path, text: str) -> Path:
     return draft
 
 
-def render(result: dict[str, Any]) -> str:
-    """The metrics in Prometheus' text format."""
+def render(result: dict[str, Any], name: str) -> str:
+    """The metrics in Prometheus' text format. `name` of the rules is on every sample: files are collected together."""
+    common = f'rules="{_escaped(name)}"'
     finished = datetime.fromisoformat(result["finished_at"]).timestamp()
     started = datetime.fromisoformat(result["started_at"]).timestamp()
     samples: dict[str, list[tuple[str, float]]] = {name: [] for name in _HELP}
-    samples["outbox_reconcile_faults"].append(("", result["faults"]))
-    samples["outbox_reconcile_finished_timestamp_seconds"].append(("", finished))
-    samples["outbox_reconcile_duration_seconds"].append(("", round(finished - started, 3)))
+    for name in ("faults", "new_faults", "acknowledged"):
+        samples[f"outbox_reconcile_{name}"].append((f"{{{common}}}", result[name]))
+    samples["outbox_reconcile_finished_timestamp_seconds"].append((f"{{{common}}}", finished))
+    samples["outbox_reconcile_duration_seconds"].append((f"{{{common}}}", round(finished - started, 3)))
     for rule in result["rules"]:
         until = datetime.fromisoformat(rule["until"]).timestamp()
-        label = f'rule="{_escaped(rule["name"])}"'
+        label = f'{common},rule="{_escaped(rule["name"])}"'
         samples["outbox_reconcile_boundary_timestamp_seconds"].append((f"{{{label}}}", until))
         for subject, counts in {"message": rule["counts"], **rule["groups"]}.items():
             for name, count in counts.items():

@@ -15,27 +15,16 @@ from pyspark.sql import functions as F
 
 from . import classify
 from .classify import FindingClass
+from .remedies import REMEDIES
 from .report_plot import BINS, Times, plot
 from .sources.base import Selection, Source
 
 SHOWN_TIMES: Final = ("at", "row_at", "message_at", "settled_at", "effect_at", "first_seen")
+CLOSED: Final = (FindingClass.RECOVERED, FindingClass.EXPIRED)
 _COARSE_SECONDS: Final = 3600
 _FINE_SECONDS: Final = 10
 
-EXPLAINED: Final = {
-    FindingClass.ORPHAN: "A committed message, or an effect, without a business row: subscribers acted on something "
-    "that did not happen.",
-    FindingClass.HALF_STUCK: "A half message is parked or undecided for too long: nobody could say how its "
-    "transaction ended.",
-    FindingClass.LOST: "A business row without any message: no subscriber will hear of it.",
-    FindingClass.UNREADABLE: "The body of a committed message, or a compared field of it, cannot be read as declared.",
-    FindingClass.DUPLICATE: "More messages than rows, more rows than keys, or more effects than messages.",
-    FindingClass.DEAD: "A consumer group gave the message up; it waits in the dead-letter queue.",
-    FindingClass.UNDELIVERED: "A consumer group shows no effect within its limit.",
-    FindingClass.MISMATCH: "Row and message body do not say the same.",
-    FindingClass.LATE: "As declared, but later than the declared limit.",
-    FindingClass.RECOVERED: "A finding of the previous result that is none any more.",
-}
+EXPLAINED: Final = {name: remedy.meaning for name, remedy in REMEDIES.items()}
 
 
 def volume(source: Source, selection: Selection, since: datetime | None) -> list[tuple[datetime, int]]:
@@ -117,6 +106,7 @@ def _window_text(rule: Mapping[str, Any]) -> str:
     return (
         f"Judged: {since} up to <b>{_moment(rule['until'])}</b> "
         f"(both sides complete up to {_moment(rule['watermark'])}, grace {rule['grace_seconds']:g} s)."
+        + (f" Retention: nothing before {_moment(rule['floor'])} can be judged." if rule["floor"] else "")
     )
 
 
@@ -126,8 +116,11 @@ def _tiles(result: Mapping[str, Any]) -> str:
     tiles = [
         ("keys as declared", judged, ""),
         ("findings", result["faults"], "bad" if result["faults"] else "ok"),
+        ("of them new", result["new_faults"], "bad" if result["new_faults"] else ""),
+        *([("acknowledged", result["acknowledged"], "")] if result["acknowledged"] else []),
         ("pending", totals["PENDING"], ""),
         ("recovered", totals["RECOVERED"], ""),
+        *([("expired", totals["EXPIRED"], "bad")] if totals["EXPIRED"] else []),
         ("rows read", sum(rule["rows_read"] for rule in result["rules"]), ""),
         ("messages read", sum(rule["messages_read"] for rule in result["rules"]), ""),
     ]
@@ -175,7 +168,7 @@ def _findings(result: Mapping[str, Any], found: Sequence[Mapping[str, Any]], tra
     for finding in found:
         by_class.setdefault(finding["class"], []).append(finding)
     sections = []
-    for name in (*classify.FAULTS, FindingClass.RECOVERED):
+    for name in (*classify.FAULTS, *CLOSED):
         listed = by_class.get(name.value)
         if listed:
             total = result["totals"][name.value]
@@ -198,8 +191,10 @@ def _findings(result: Mapping[str, Any], found: Sequence[Mapping[str, Any]], tra
 def _finding(finding: Mapping[str, Any], trace: str) -> str:
     also = [flag for flag in finding["flags"] or [] if flag != finding["class"]]
     detail = escape(finding["detail"] or "")
-    if also and finding["class"] != FindingClass.RECOVERED:
+    if also and finding["class"] not in CLOSED:
         detail += f" <span class='dim'>(also {escape(', '.join(also))})</span>"
+    if finding["acknowledged"]:
+        detail += f" <b>acknowledged</b> <span class='dim'>{escape(finding['acknowledged'])}</span>"
     cells = [
         f"<td><code>{escape(finding['key'])}</code></td>",
         f"<td>{escape(finding['rule'])}</td>",
@@ -213,7 +208,7 @@ def _finding(finding: Mapping[str, Any], trace: str) -> str:
 
 
 def _more(finding: Mapping[str, Any], trace: str) -> str:
-    if finding["class"] == FindingClass.RECOVERED:
+    if finding["class"] in CLOSED:
         return ""
     times = {
         "row": finding["row_at"],
@@ -226,6 +221,8 @@ def _more(finding: Mapping[str, Any], trace: str) -> str:
     for label, name in (("Row", "row"), ("Body", "body")):
         value = finding[name]
         lines.append(f"<dt>{label}</dt><dd>{f'<code>{escape(value)}</code>' if value else '–'}</dd>")
+    if finding["remedy"]:
+        lines.append(f"<dt>What to do</dt><dd>{escape(finding['remedy'])}</dd>")
     command = trace_command(finding, trace)
     shown = f"<code>{escape(command)}</code>" if command else "no message exists"
     lines.append(f"<dt>Trace</dt><dd>{shown}</dd>")

@@ -72,6 +72,16 @@ def compose(
     }
 
 
+def apart(faults: int, *, known: int, new: int) -> dict[str, Any]:
+    """The findings that count apart from those that are acknowledged; `new`: those that no earlier result had."""
+    return {
+        "status": "findings" if faults > known else "clean",
+        "faults": faults - known,
+        "new_faults": new,
+        "acknowledged": known,
+    }
+
+
 def shown(counts: scan.Counts) -> str:
     """Counts in one line."""
     texts = []
@@ -98,6 +108,7 @@ def _of_rule(run: RuleRun) -> dict[str, Any]:
         "severity": rule.severity.value,
         "since": None if window.since is None else window.since.isoformat(),
         "until": window.until.isoformat(),
+        "floor": None if window.floor is None else window.floor.isoformat(),
         "watermark": window.watermark.isoformat(),
         "grace_seconds": rule.grace_seconds,
         "rows_read": scanned.rows,

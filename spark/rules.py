@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Final
 
+from .acknowledgements import Acknowledgement
+
 
 class FieldType(enum.StrEnum):
     """How a column and a body field are brought to one form before they are compared."""
@@ -64,17 +66,25 @@ class Kind(enum.StrEnum):
 DEFAULT_GRACE_SECONDS: Final = 60.0
 DEFAULT_STUCK_AFTER_SECONDS: Final = 15 * 60.0
 DEFAULT_WITHIN_SECONDS: Final = 15 * 60.0
+DEFAULT_LONGEST_TRANSACTION_SECONDS: Final = 3600.0
+DEFAULT_OUTPUT_MODE: Final = 0o600
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Database:
-    """One source. `location` is a connection string, a JDBC URL or a folder; it is resolved from the environment."""
+    """One source. `location` is a connection string, a JDBC URL or a folder; it is resolved from the environment.
+
+    Of a replica `primary` says what is open; without it its transactions are taken to last no longer than
+    `longest_transaction_seconds`.
+    """
 
     name: str
     kind: Kind
     location: str = field(repr=False)
     schema: str = "public"
     watermark: str | None = None
+    primary: Database | None = None
+    longest_transaction_seconds: float = DEFAULT_LONGEST_TRANSACTION_SECONDS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,7 +103,9 @@ class GroupRule:
 
     The effect is found by `key` (equal to the message's key) or by `message_id`. Without a table the broker's own
     view of the delivery is the evidence. `within_seconds` counts from the row's time (or the message's delivery
-    time, if later): no effect by then is UNDELIVERED, a later one LATE.
+    time, if later): no effect by then is UNDELIVERED, a later one LATE. `owed_when`, a condition over `message_v1`,
+    says of which messages an effect is owed; None: what the broker knows of the subscription (subscriptions.py), else
+    of all.
     """
 
     name: str
@@ -103,13 +115,17 @@ class GroupRule:
     message_id: str | None = None
     time: str | None = None
     when: str | None = None
+    owed_when: str | None = None
     within_seconds: float = DEFAULT_WITHIN_SECONDS
     severity: Severity = Severity.CRITICAL
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rule:
-    """What every row of a table that satisfies `when` must have produced."""
+    """What every row of a table that satisfies `when` must have produced.
+
+    Messages of `topic` (and `tag`) that do not satisfy `message_when`, a condition over `message_v1`, are another's.
+    """
 
     name: str
     database: str
@@ -119,6 +135,7 @@ class Rule:
     topic: str
     when: str | None = None
     tag: str | None = None
+    message_when: str | None = None
     messages: Messages = Messages.EXACTLY_ONE
     severity: Severity = Severity.CRITICAL
     grace_seconds: float = DEFAULT_GRACE_SECONDS
@@ -128,12 +145,19 @@ class Rule:
     allow_empty: bool = False
     fields: tuple[FieldRule, ...] = ()
     groups: tuple[GroupRule, ...] = ()
+    mask: tuple[str, ...] = ()
+    """Columns and body fields whose values no finding shows."""
     digest: str = ""
 
     @property
     def exact_fields(self) -> tuple[FieldRule, ...]:
         """Fields without a tolerance."""
         return tuple(field for field in self.fields if field.tolerance is None)
+
+    @property
+    def has_conditional_groups(self) -> bool:
+        """Whether some messages owe some groups nothing."""
+        return any(group.owed_when for group in self.groups)
 
     @property
     def longest_wait(self) -> timedelta:
@@ -156,3 +180,8 @@ class Rules:
     broker: str
     trace: str
     rules: tuple[Rule, ...]
+    acknowledged: tuple[Acknowledgement, ...] = ()
+    output_mode: int = DEFAULT_OUTPUT_MODE
+    """Permissions of output files; folders are searchable by whoever may read them."""
+    archive: str | None = None
+    """Folder or URI in which the broker's log goes on, once retention has removed messages."""

@@ -9,14 +9,18 @@ import os
 import re
 import tomllib
 from collections.abc import Mapping
+from dataclasses import replace
 from decimal import Decimal, InvalidOperation
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+from . import acknowledgements
 from .errors import RulesInvalid, UsageProblem
 from .rules import (
     DEFAULT_GRACE_SECONDS,
+    DEFAULT_LONGEST_TRANSACTION_SECONDS,
+    DEFAULT_OUTPUT_MODE,
     DEFAULT_STUCK_AFTER_SECONDS,
     DEFAULT_WITHIN_SECONDS,
     Database,
@@ -139,33 +143,67 @@ class _Reader:
         self.problems.append((line_of(self._lines, path), text))
 
     def read(self, document: dict[str, Any]) -> Rules | None:
-        top = _Table(self, document, (), ("version", "title", "database", "broker", "rule"))
+        top = _Table(self, document, (), ("version", "title", "database", "broker", "output", "rule", "acknowledge"))
         if document.get("version") != 1:
             top.problem("version", f"must be 1, got {document.get('version')!r}", "write version = 1")
         databases = self._databases(document.get("database", {}))
-        broker = _Table(self, document.get("broker", {}), ("broker",), ("database", "trace"))
+        broker = _Table(self, document.get("broker", {}), ("broker",), ("database", "trace", "archive"))
         broker_name = broker.required("database")
         self._known(broker, "database", broker_name, databases)
         rules = tuple(self._rule(value, path, databases, broker_name) for value, path in top.tables("rule"))
         if not rules:
             top.problem("rule", "no rule", "add at least one [[rule]]")
-        self._unique([rule.name for rule in rules], "rule")
+        names = [rule.name for rule in rules]
+        self._unique(names, "rule")
+        known = [
+            acknowledgements.read(_Table(self, value, path, acknowledgements.KEYS), names)
+            for value, path in top.tables("acknowledge")
+        ]
         return Rules(
             title=top.text("title") or "Reconciliation",
             databases=databases,
             broker=broker_name,
             trace=broker.text("trace") or DEFAULT_TRACE,
             rules=rules,
+            archive=broker.text("archive"),
+            output_mode=self._output_mode(document.get("output", {})),
+            acknowledged=tuple(known),
         )
+
+    def _output_mode(self, value: Any) -> int:
+        table = _Table(self, value, ("output",), ("mode",))
+        given = table.text("mode") if "mode" in table.values else None
+        if given is None:
+            return DEFAULT_OUTPUT_MODE
+        mode = int(given, 8) if re.fullmatch(r"0?[0-7]{3}", given) else 0
+        if mode & 0o600 != 0o600 or mode & 0o111:
+            table.problem(
+                "mode",
+                f"not the permissions of a file that its owner reads and writes: {given!r}",
+                'write octal digits, as in mode = "0640"',
+            )
+        return mode
 
     def _databases(self, values: Any) -> dict[str, Database]:
         section = _Table(self, values, ("database",), tuple(values) if isinstance(values, dict) else ())
         if not section.values:
             section.problem(None, "no database", "add [database.app] and [database.broker]")
-        return {name: self._database(name, value) for name, value in section.values.items()}
+        read = {name: self._database(name, value) for name, value in section.values.items()}
+        return {name: self._with_primary(database, values[name], read) for name, database in read.items()}
+
+    def _with_primary(self, database: Database, value: Any, read: dict[str, Database]) -> Database:
+        primary = value.get("primary") if isinstance(value, dict) else None
+        if not isinstance(primary, str):
+            return database
+        known = read.get(primary)
+        if known is None or known.kind is not Kind.POSTGRES or primary == database.name:
+            text = f"database.{database.name}.primary: {primary!r} is not another PostgreSQL database of this file"
+            self.problem(("database", database.name, "primary"), f"{text}; add [database.{primary}].")
+        return replace(database, primary=known)
 
     def _database(self, name: str, value: Any) -> Database:
-        table = _Table(self, value, ("database", name), ("kind", *_LOCATIONS, "schema", "watermark"))
+        keys = ("kind", *_LOCATIONS, "schema", "watermark", "primary", "longest_transaction")
+        table = _Table(self, value, ("database", name), keys)
         kind = table.choice("kind", Kind, Kind.POSTGRES)
         given = [key for key in _LOCATIONS if key in table.values]
         if len(given) != 1:
@@ -176,7 +214,15 @@ class _Reader:
             location=self._location(table, kind, given[0]) if given else "",
             schema=table.text("schema", "public") or "public",
             watermark=table.text("watermark"),
+            longest_transaction_seconds=self._longest_transaction(table),
         )
+
+    @staticmethod
+    def _longest_transaction(table: _Table) -> float:
+        table.text("primary")
+        default = DEFAULT_LONGEST_TRANSACTION_SECONDS
+        seconds = table.seconds("longest_transaction", default)
+        return default if seconds is None else seconds
 
     def _location(self, table: _Table, kind: Kind, given: str) -> str:
         value = table.text(given) or ""
@@ -196,7 +242,7 @@ class _Reader:
 
     def _rule(self, value: Any, path: TomlPath, databases: dict[str, Database], broker: str) -> Rule:
         keys = ("name", "database", "table", "key", "when", "time", "topic", "tag", "messages", "severity", "grace")
-        more = ("late_after", "stuck_after", "bucket", "allow_empty", "field", "group")
+        more = ("message_when", "late_after", "stuck_after", "bucket", "allow_empty", "mask", "field", "group")
         table = _Table(self, value, path, (*keys, *more))
         database = table.required("database")
         self._known(table, "database", database, databases)
@@ -212,6 +258,7 @@ class _Reader:
             time=table.required("time"),
             topic=table.required("topic"),
             tag=table.text("tag"),
+            message_when=table.text("message_when"),
             messages=table.choice("messages", Messages, Messages.EXACTLY_ONE),
             severity=severity,
             grace_seconds=table.seconds("grace", DEFAULT_GRACE_SECONDS) or 0.0,
@@ -221,10 +268,25 @@ class _Reader:
             allow_empty=table.flag("allow_empty"),
             fields=tuple(self._field(item, at) for item, at in table.tables("field")),
             groups=tuple(groups),
-            digest=hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16],
+            mask=self._mask(table),
+            digest=_digest(value),
         )
         self._check_bucket(table, rule)
+        for group in rule.groups:
+            if rule.message_when and group.table is None:
+                text = f"the broker's deliveries know no condition, and group {group.name!r} is judged by them"
+                table.problem("message_when", text, "name the group's effect table")
         return rule
+
+    @staticmethod
+    def _mask(table: _Table) -> tuple[str, ...]:
+        names = table.values.get("mask", [])
+        if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
+            table.problem("mask", f"must be a list of names, got {names!r}", 'write mask = ["email"]')
+            return ()
+        if table.values.get("key") in names:
+            table.problem("mask", "the key cannot be masked: findings are found by it", "remove it from mask")
+        return tuple(names)
 
     def _check_bucket(self, table: _Table, rule: Rule) -> None:
         if rule.bucket_seconds is None:
@@ -273,7 +335,7 @@ class _Reader:
     def _group(
         self, value: Any, path: TomlPath, databases: dict[str, Database], default: str, severity: Severity
     ) -> GroupRule:
-        keys = ("name", "database", "table", "key", "message_id", "time", "when", "within", "severity")
+        keys = ("name", "database", "table", "key", "message_id", "time", "when", "owed_when", "within", "severity")
         table = _Table(self, value, path, keys)
         database = table.text("database", default) or default
         self._known(table, "database", database, databases)
@@ -294,6 +356,7 @@ class _Reader:
             message_id=table.text("message_id"),
             time=table.text("time"),
             when=table.text("when"),
+            owed_when=table.text("owed_when"),
             within_seconds=table.seconds("within", DEFAULT_WITHIN_SECONDS) or 0.0,
             severity=table.choice("severity", Severity, severity),
         )
@@ -308,6 +371,12 @@ class _Reader:
         for number, name in enumerate(names):
             if name and name in names[:number]:
                 self.problem((*path, number, "name"), f"{_dotted(path)}: two are called {name!r}; rename one.")
+
+
+def _digest(rule: Any) -> str:
+    """Changes with what is judged, not with what is shown."""
+    judged = {key: value for key, value in rule.items() if key != "mask"} if isinstance(rule, dict) else rule
+    return hashlib.sha256(json.dumps(judged, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def _dotted(path: TomlPath) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +19,9 @@ from .sources.adbc import FAILURE
 
 SUSPECT_COLUMNS: Final = ("key", "group", "class", "flags", "at", "carry")
 SUSPECT_SCHEMA: Final = "key string, group string, class string, flags array<string>, at timestamp, carry boolean"
+_STACK: Final = re.compile(r"\s+(at |\.\.\. \d+ more)|Driver stacktrace|JVM stacktrace")
+# What Spark says of a file that it cannot read, however often.
+_DAMAGED: Final = ("FAILED_READ_FILE", "is not a Parquet file", "MALFORMED_")
 Counts = dict[str, dict[str, int]]
 
 
@@ -101,13 +105,27 @@ def readable_errors(what: str) -> Iterator[None]:
 
 
 def _incomplete(what: str, error: Exception) -> RunIncomplete:
-    text = " ".join(str(error).split())
+    text = str(error)
     if FAILURE in text:
-        reason = text.split(FAILURE, 1)[1].strip().split(" SQLSTATE")[0][:300]
+        reason = text.split(FAILURE, 1)[1].splitlines()[0].split(" SQLSTATE")[0].strip()
         if "snapshot" in reason:
             reason = f"the snapshot was lost in the middle ({reason}): the coordinating connection was cut"
     else:
-        reason = text[:300]
+        reason = causes(text)
+    remedy = "Run it again."
+    if any(sign in text for sign in _DAMAGED):
+        remedy = "Running it again will not help: correct or export the file that is named again."
     return RunIncomplete(
-        f"{what} failed: {reason}. Nothing was published; the previous result stays in force. Run it again."
+        f"{what} failed: {reason}. Nothing was published; the previous result stays in force. {remedy}"
     )
+
+
+def causes(text: str) -> str:
+    """An error of the JVM in one line: what it says and each of its causes, whole, without the stacks."""
+    said: list[str] = []
+    for line in text.splitlines():
+        cause = line.strip().removeprefix("Caused by:").strip()
+        if _STACK.match(line) or not cause or any(cause in earlier for earlier in said):
+            continue
+        said.append(cause)
+    return "; ".join(said).rstrip(". ")

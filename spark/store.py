@@ -24,6 +24,7 @@ import pyarrow.dataset as pads
 import pyarrow.fs as pafs
 
 from .errors import UsageProblem
+from .rules import DEFAULT_OUTPUT_MODE
 
 RESULT: Final = "result.json"
 KEPT_RUNS: Final = 10
@@ -31,10 +32,14 @@ _SCHEME: Final = re.compile(r"[a-z][a-z0-9+.-]*://")
 
 
 class Store:
-    """A local folder, or a URI that both Spark and Arrow know (s3a://, s3://, gs://, hdfs://)."""
+    """A local folder, or a URI that both Spark and Arrow know (s3a://, s3://, gs://, hdfs://).
 
-    def __init__(self, location: str) -> None:
-        self._location = location.rstrip("/")
+    On a local disk files get the permissions `mode`, and the folders that are made here the same, to be entered by
+    whoever may read them. A folder that was there before keeps its own.
+    """
+
+    def __init__(self, location: str, mode: int = DEFAULT_OUTPUT_MODE) -> None:
+        self._location, self._mode = location.rstrip("/"), mode
         self._is_local = _SCHEME.match(location) is None
         try:
             if self._is_local:
@@ -70,12 +75,27 @@ class Store:
                 f"with --output."
             ) from error
 
+    def read(self, name: str) -> str | None:
+        """A small file; None when there is none."""
+        try:
+            with self._files.open_input_stream(f"{self._root}/{name}") as stream:
+                return str(stream.read(), "utf-8")
+        except FileNotFoundError:
+            return None
+
+    def folders(self, name: str) -> list[str]:
+        """The folders in folder `name`."""
+        found = self._files.get_file_info(pafs.FileSelector(f"{self._root}/{name}", allow_not_found=True))
+        return sorted(info.base_name for info in found if info.type == pafs.FileType.Directory)
+
+    def remove(self, name: str) -> None:
+        """A folder with everything in it."""
+        self._files.delete_dir(f"{self._root}/{name}")
+
     def result(self) -> dict[str, Any] | None:
         """The result in force. Raises UsageProblem when its file is damaged."""
-        try:
-            with self._files.open_input_stream(f"{self._root}/{RESULT}") as stream:
-                text = stream.read()
-        except FileNotFoundError:
+        text = self.read(RESULT)
+        if text is None:
             return None
         try:
             result = json.loads(text)
@@ -106,14 +126,45 @@ class Store:
         Object stores do so by themselves. HDFS does not: a file that was cut off there is reported as damaged.
         """
         target = f"{self._root}/{name}"
-        self._files.create_dir(target.rsplit("/", 1)[0], recursive=True)
-        draft = f"{target}.{os.getpid()}.tmp" if self._is_local else target
-        with self._files.open_output_stream(draft) as stream:
-            stream.write(text.encode())
         if self._is_local:
-            with Path(draft).open("rb") as written:
-                os.fsync(written.fileno())
-            Path(draft).replace(target)
+            self._write_local(Path(target), text)
+            return
+        self._files.create_dir(target.rsplit("/", 1)[0], recursive=True)
+        with self._files.open_output_stream(target) as stream:
+            stream.write(text.encode())
+
+    def _write_local(self, target: Path, text: str) -> None:
+        self._make_folder(target.parent)
+        draft = target.with_name(f"{target.name}.{os.getpid()}.tmp")
+        draft.unlink(missing_ok=True)
+        draft.touch(mode=self._mode & 0o600, exist_ok=False)
+        with draft.open("wb") as stream:
+            draft.chmod(self._mode)  # Whatever the process's umask.
+            stream.write(text.encode())
+            stream.flush()
+            os.fsync(stream.fileno())
+        draft.replace(target)
+
+    def _make_folder(self, folder: Path) -> None:
+        if folder.is_dir():
+            return
+        self._make_folder(folder.parent)
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+            folder.chmod(self._folder_mode)
+
+    @property
+    def _folder_mode(self) -> int:
+        return self._mode | (self._mode & 0o444) >> 2
+
+    def protect(self, name: str) -> None:
+        """Give what Spark wrote below `name` its permissions; until then the folder around it keeps others out."""
+        if not self._is_local:
+            return
+        for folder, _, files in os.walk(f"{self._root}/{name}"):
+            Path(folder).chmod(self._folder_mode)
+            for file in files:
+                Path(folder, file).chmod(self._mode)
 
     def path(self, name: str) -> str:
         """The path of `name` for people."""
@@ -122,8 +173,6 @@ class Store:
     def remove_old_runs(self, current: str) -> None:
         """Keep the newest runs. Removing is a courtesy: whatever goes wrong is left for the next run."""
         with contextlib.suppress(OSError):
-            found = self._files.get_file_info(pafs.FileSelector(f"{self._root}/runs"))
-            names = sorted(info.base_name for info in found if info.type == pafs.FileType.Directory)
-            for name in names[:-KEPT_RUNS]:
+            for name in self.folders("runs")[:-KEPT_RUNS]:
                 if name != current:
-                    self._files.delete_dir(f"{self._root}/runs/{name}")
+                    self.remove(f"runs/{name}")
