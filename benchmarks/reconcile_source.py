@@ -22,8 +22,10 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from benchmarks import harness
 from benchmarks.reconcile_data import RULES, fill_postgres
-from spark import contract, rules_file, session
-from spark.rules import Database
+from spark import session
+from spark.comparison import contract
+from spark.rules import file as rules_file
+from spark.rules.rule import Database
 from spark.sources import adbc, sql
 from spark.sources.base import Selection
 from spark.sources.postgres import PostgresSource

@@ -10,10 +10,12 @@ from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
-from . import findings, rules_file, session
+from . import session
 from .errors import CLEAN, FINDINGS, INCOMPLETE, ReconcileError, UsageProblem
 from .options import RunOptions
+from .output import findings
 from .progress import Progress
+from .rules import file as rules_file
 from .safe_text import for_people
 from .sources.postgres import parse_moment
 
@@ -129,7 +131,7 @@ def _archive(given: argparse.Namespace) -> int:
     progress = Progress(quiet=given.quiet)
     progress.say("stage start: Spark")
     spark = session.start(given.master, dict(given.conf))
-    from . import archive
+    from .archive import archive
 
     work = archive.Archive(spark, rules, progress)
     if given.verify:

@@ -9,35 +9,23 @@ from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from . import (
-    acknowledgements,
-    boundary,
-    classify,
-    confirm,
-    contract,
-    errors,
-    evidence,
-    merge,
-    metrics,
-    prefilter,
-    remedies,
-    report,
-    rules_file,
-    scan,
-    sides,
-    subscriptions,
-)
-from .classify import FindingClass
+from . import errors
+from .comparison import classify, contract, evidence, sides
+from .comparison.classify import FindingClass
 from .errors import RunIncomplete, UsageProblem
 from .options import RunOptions
+from .output import metrics, remedies, report
+from .output.report_plot import Times
+from .output.result import RuleRun, RunHead, apart, compose, shown
+from .output.store import RESULT, Store
 from .progress import Progress
-from .report_plot import Times
-from .result import RuleRun, RunHead, apart, compose, shown
-from .rules import Rule
-from .scan import readable_errors
+from .rules import acknowledgements, subscriptions
+from .rules import file as rules_file
+from .rules.rule import Rule
 from .sources.adbc import NAME
 from .sources.base import Reading
-from .store import RESULT, Store
+from .stages import boundary, confirm, merge, prefilter, scan
+from .stages.scan import readable_errors
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

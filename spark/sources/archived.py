@@ -9,9 +9,9 @@ from functools import reduce
 
 from pyspark.sql import DataFrame, SparkSession
 
-from .. import archive_manifest as archive
-from ..rules import Database, Kind
-from ..store import Store
+from ..archive import manifest as archive
+from ..output.store import Store
+from ..rules.rule import Database, Kind
 from . import adbc, sql
 from .base import Selection
 from .files import FrameSource

@@ -11,7 +11,7 @@ from typing import Protocol
 from pyspark.sql import DataFrame
 from pyspark.sql.types import BinaryType, DataType, LongType, StringType, StructField, StructType, TimestampType
 
-from ..rules import FieldType
+from ..rules.rule import FieldType
 
 
 class ColumnKind(enum.Enum):

@@ -14,7 +14,7 @@ from pyspark.sql import DataFrame, DataFrameReader, SparkSession
 from pyspark.sql import functions as F
 
 from ..errors import RunIncomplete, TableMissing, UsageProblem
-from ..rules import Database, Kind
+from ..rules.rule import Database, Kind
 from . import nanoseconds
 from .base import Column, ColumnKind, Reading, Selection
 from .postgres import parse_moment

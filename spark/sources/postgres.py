@@ -14,7 +14,7 @@ from typing import Any, Final
 from pyspark.sql import DataFrame, SparkSession
 
 from ..errors import ReconcileError, RunIncomplete, UsageProblem
-from ..rules import Database, FieldType
+from ..rules.rule import Database, FieldType
 from . import adbc, failures, partitions, sql, watermark
 from .base import Column, Reading, Selection
 

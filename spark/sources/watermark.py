@@ -11,7 +11,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
 from ..errors import RunIncomplete, UsageProblem
-from ..rules import Database
+from ..rules.rule import Database
 from . import adbc
 
 # When a prepared transaction began is not known, only when it was prepared.

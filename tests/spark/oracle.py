@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 
-from spark.rules import FieldRule, FieldType, GroupRule, Messages, Rule
+from spark.rules.rule import FieldRule, FieldType, GroupRule, Messages, Rule
 
 UNTIL = datetime(2025, 6, 1, 12, tzinfo=UTC)
 GRACE = timedelta(seconds=30)

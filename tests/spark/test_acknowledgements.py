@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from spark import rules_file, run
-from spark.acknowledgements import Fault
-from spark.classify import FAULTS
+from spark import run
+from spark.comparison.classify import FAULTS
 from spark.errors import RulesInvalid
+from spark.rules import file as rules_file
+from spark.rules.acknowledgements import Fault
 from tests.spark.conftest import Reconciler
 from tests.spark.world import RULES, START, Order, World
 

@@ -13,10 +13,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from outbox.broker import retention
-from spark import archive, rules_file
-from spark.archive_manifest import Gap, Pass
+from spark.archive import archive
+from spark.archive.manifest import Gap, Pass
 from spark.errors import RunIncomplete
 from spark.progress import Progress
+from spark.rules import file as rules_file
 from tests.spark.conftest import Reconciler
 from tests.spark.test_processes import ROOT, SMALL, environment, kill_at
 from tests.spark.world import RULES, Order, World, group_rules

@@ -8,8 +8,8 @@ import pytest
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
-from spark import evidence
-from spark.rules import FieldRule, FieldType, Rule
+from spark.comparison import evidence
+from spark.rules.rule import FieldRule, FieldType, Rule
 
 RULE = Rule(
     name="r",

@@ -13,11 +13,11 @@ import psycopg
 import pytest
 from psycopg import sql
 
-from spark import contract
+from spark.comparison import contract
 from spark.errors import RunIncomplete, UsageProblem
-from spark.rules import Database, Kind
+from spark.output.store import Store
+from spark.rules.rule import Database, Kind
 from spark.sources import watermark
-from spark.store import Store
 from tests.spark.conftest import Reconciler
 from tests.spark.world import RULES, START, Order, World
 

@@ -7,8 +7,8 @@ from random import Random
 
 import pytest
 
-from spark import scan
 from spark.errors import RunIncomplete
+from spark.stages import scan
 from tests.spark import timelines
 from tests.spark.conftest import Reconciler
 from tests.spark.oracle import UNTIL, BusinessRow, Sent

@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from spark import classify
+from spark.comparison import classify
 from tests.spark import oracle, timelines
 from tests.spark.conftest import Reconciler
 from tests.spark.oracle import GRACE, GROUPS, UNTIL, WATERMARK

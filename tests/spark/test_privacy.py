@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from spark import masking, rules_file
 from spark.errors import RulesInvalid
+from spark.output import masking
+from spark.rules import file as rules_file
 from tests.spark.conftest import Reconciler
 from tests.spark.world import RULES, START, Order, World
 

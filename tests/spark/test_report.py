@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from spark import metrics, report
-from spark.classify import CLASSES, FAULTS, FindingClass
+from spark.comparison.classify import CLASSES, FAULTS, FindingClass
 from spark.errors import UsageProblem
-from spark.remedies import REMEDIES
+from spark.output import metrics, report
+from spark.output.remedies import REMEDIES
 
 HOSTILE = [
     "<script>alert(1)</script>",

@@ -14,8 +14,11 @@ from typing import Any
 import psycopg
 import pytest
 
-from spark import classify, confirm, prefilter, rules_file, run, scan, sides
+from spark import run
+from spark.comparison import classify, sides
 from spark.errors import RunIncomplete
+from spark.rules import file as rules_file
+from spark.stages import confirm, prefilter, scan
 from tests.spark.conftest import Reconciler
 from tests.spark.world import START, Order, World
 from tests.support import eventually

@@ -14,7 +14,7 @@ import pytest
 
 from outbox.broker import embedded
 from spark.errors import UsageProblem
-from spark.rules import Database, Kind
+from spark.rules.rule import Database, Kind
 from spark.sources import adbc, postgres
 from spark.sources.base import Column, Reading, Selection
 from spark.sources.postgres import PostgresSource

@@ -7,8 +7,9 @@ from typing import Final
 from pyspark.sql import Column
 from pyspark.sql import functions as F
 
-from . import evidence, masking
-from .rules import FieldType, Rule
+from ..output import masking
+from ..rules.rule import FieldType, Rule
+from . import evidence
 
 DELIVERY_TEXTS: Final = {
     "passed": "the group is past the message (handled, filtered or skipped)",

@@ -16,7 +16,7 @@ from functools import reduce
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
-from .rules import Messages, Rule
+from ..rules.rule import Messages, Rule
 
 
 class FindingClass(enum.StrEnum):

@@ -13,9 +13,10 @@ from typing import Final
 from pyspark.sql import DataFrame, Observation, SparkSession
 from pyspark.sql import functions as F
 
-from . import classify, detail, evidence, masking, sides
-from .errors import RunIncomplete
-from .rules import Rule, Severity
+from ..comparison import classify, detail, evidence, sides
+from ..errors import RunIncomplete
+from ..output import masking
+from ..rules.rule import Rule, Severity
 from .scan import readable_errors, write
 
 MAX_KEYS: Final = 50_000

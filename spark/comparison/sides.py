@@ -11,14 +11,14 @@ from typing import Final
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
+from ..errors import TableMissing, UsageProblem
+from ..rules.rule import Database, Kind, Rule, Rules
+from ..sources.adbc import NAME
+from ..sources.archived import ArchivedSource
+from ..sources.base import Reading, Selection, Source
+from ..sources.files import FileSource, JdbcSource
+from ..sources.postgres import PostgresSource
 from . import classify, contract, evidence
-from .errors import TableMissing, UsageProblem
-from .rules import Database, Kind, Rule, Rules
-from .sources.adbc import NAME
-from .sources.archived import ArchivedSource
-from .sources.base import Reading, Selection, Source
-from .sources.files import FileSource, JdbcSource
-from .sources.postgres import PostgresSource
 
 _UUID: Final = re.compile(r"^[0-9a-f]{8}-(?:[0-9a-f]{4}-){3}[0-9a-f]{12}$")
 

@@ -6,12 +6,12 @@ from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Any, Final
 
-from .classify import Window
-from .errors import RunIncomplete
-from .options import RunOptions
-from .result import RuleRun
-from .rules import Rule
-from .sources.base import Reading
+from ..comparison.classify import Window
+from ..errors import RunIncomplete
+from ..options import RunOptions
+from ..output.result import RuleRun
+from ..rules.rule import Rule
+from ..sources.base import Reading
 
 # How much older than its row's time a half message is taken to be at most, where retention has removed messages.
 HALF_AGE: Final = timedelta(seconds=60)

@@ -9,11 +9,11 @@ import re
 from dataclasses import replace
 from typing import Final
 
-from .errors import ReconcileError, UsageProblem
-from .rules import GroupRule, Rule
-from .sides import Sources
-from .sources import sql
-from .sources.postgres import PostgresSource
+from ..comparison.sides import Sources
+from ..errors import ReconcileError, UsageProblem
+from ..sources import sql
+from ..sources.postgres import PostgresSource
+from .rule import GroupRule, Rule
 
 _MAX_LISTED: Final = 10_000
 _TOKEN: Final = re.compile(

@@ -9,7 +9,7 @@ from typing import Final
 from pyspark.sql import Column
 from pyspark.sql import functions as F
 
-from .rules import FieldRule, Rule
+from ..rules.rule import FieldRule, Rule
 
 HIDDEN: Final = "(masked)"
 NOT_JSON: Final = "(masked: not JSON, so what is in it cannot be told apart)"

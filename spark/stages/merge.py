@@ -7,7 +7,8 @@ from typing import Final
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F
 
-from . import classify, confirm
+from ..comparison import classify
+from . import confirm
 
 SUBJECT: Final = ["rule", "key", "group"]
 OPEN_COLUMNS: Final = ("rule", "key", "group", "class", "first_seen", "at")

@@ -15,9 +15,9 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+from ..errors import RulesInvalid, UsageProblem
 from . import acknowledgements
-from .errors import RulesInvalid, UsageProblem
-from .rules import (
+from .rule import (
     DEFAULT_GRACE_SECONDS,
     DEFAULT_LONGEST_TRANSACTION_SECONDS,
     DEFAULT_OUTPUT_MODE,

@@ -6,9 +6,10 @@ from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from . import classify, scan
-from .rules import Rule
-from .sources.base import Reading
+from ..comparison import classify
+from ..rules.rule import Rule
+from ..sources.base import Reading
+from ..stages import scan
 
 
 @dataclass

@@ -11,14 +11,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from . import contract
-from .classify import Window
-from .errors import ReconcileError
-from .rules import FieldRule, FieldType, Kind, Messages, Rule, Rules
-from .sides import Limits, Sources
-from .sources import sql
-from .sources.archived import ArchivedSource
-from .sources.postgres import PostgresSource
+from ..comparison import contract
+from ..comparison.classify import Window
+from ..comparison.sides import Limits, Sources
+from ..errors import ReconcileError
+from ..rules.rule import FieldRule, FieldType, Kind, Messages, Rule, Rules
+from ..sources import sql
+from ..sources.archived import ArchivedSource
+from ..sources.postgres import PostgresSource
 
 _FIELD_END: Final = "E'\\x1f'"
 _NULL: Final = "E'\\x1e'"

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from itertools import pairwise
 from typing import Final
 
-from . import classify
+from ..comparison import classify
 
 Times = list[tuple[str, float, int]]
 """Class, seconds since 1970, count."""

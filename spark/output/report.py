@@ -13,11 +13,11 @@ from typing import Any, Final
 from pyspark.sql import DataFrame, Window
 from pyspark.sql import functions as F
 
-from . import classify
-from .classify import FindingClass
+from ..comparison import classify
+from ..comparison.classify import FindingClass
+from ..sources.base import Selection, Source
 from .remedies import REMEDIES
 from .report_plot import BINS, Times, plot
-from .sources.base import Selection, Source
 
 SHOWN_TIMES: Final = ("at", "row_at", "message_at", "settled_at", "effect_at", "first_seen")
 CLOSED: Final = (FindingClass.RECOVERED, FindingClass.EXPIRED)

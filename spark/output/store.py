@@ -23,8 +23,8 @@ import pyarrow as pa
 import pyarrow.dataset as pads
 import pyarrow.fs as pafs
 
-from .errors import UsageProblem
-from .rules import DEFAULT_OUTPUT_MODE
+from ..errors import UsageProblem
+from ..rules.rule import DEFAULT_OUTPUT_MODE
 
 RESULT: Final = "result.json"
 KEPT_RUNS: Final = 10

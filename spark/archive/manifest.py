@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import TYPE_CHECKING, Final
 
-from .errors import UsageProblem
-from .sources import sql
-from .sources.base import Column, ColumnKind, Selection
-from .sources.postgres import PostgresSource
-from .store import Store
+from ..errors import UsageProblem
+from ..output.store import Store
+from ..sources import sql
+from ..sources.base import Column, ColumnKind, Selection
+from ..sources.postgres import PostgresSource
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

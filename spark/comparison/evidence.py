@@ -15,8 +15,9 @@ from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.types import DecimalType
 
-from . import contract, masking
-from .rules import FieldRule, FieldType, Rule
+from ..output import masking
+from ..rules.rule import FieldRule, FieldType, Rule
+from . import contract
 
 ROW: Final = contract.ROW_KIND
 COMMITTED: Final = 1

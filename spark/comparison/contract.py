@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from .rules import FieldType, GroupRule, Rule
-from .sources.base import Column, ColumnKind, Selection
+from ..rules.rule import FieldType, GroupRule, Rule
+from ..sources.base import Column, ColumnKind, Selection
 
 # View -> column -> PostgreSQL type.
 VIEWS: Final[dict[str, dict[str, str]]] = {

@@ -12,10 +12,10 @@ from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, Observation, SparkSession
 from pyspark.sql import functions as F
 
-from . import classify, evidence, sides
-from .errors import ReconcileError, RunIncomplete
-from .rules import Rule
-from .sources.adbc import FAILURE
+from ..comparison import classify, evidence, sides
+from ..errors import ReconcileError, RunIncomplete
+from ..rules.rule import Rule
+from ..sources.adbc import FAILURE
 
 SUSPECT_COLUMNS: Final = ("key", "group", "class", "flags", "at", "carry")
 SUSPECT_SCHEMA: Final = "key string, group string, class string, flags array<string>, at timestamp, carry boolean"

@@ -15,27 +15,15 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
 
-from .archive_manifest import (
-    FOLDER,
-    KINDS,
-    MANIFEST,
-    SETTLED,
-    Gap,
-    Manifest,
-    Pass,
-    load,
-    read,
-    removed_by_topic,
-    selection,
-)
-from .errors import RunIncomplete, UsageProblem
-from .progress import Progress
-from .rules import Kind, Rules
-from .scan import readable_errors
-from .sources import sql
-from .sources.base import ColumnKind
-from .sources.postgres import PostgresSource
-from .store import Store
+from ..errors import RunIncomplete, UsageProblem
+from ..output.store import Store
+from ..progress import Progress
+from ..rules.rule import Kind, Rules
+from ..sources import sql
+from ..sources.base import ColumnKind
+from ..sources.postgres import PostgresSource
+from ..stages.scan import readable_errors
+from .manifest import FOLDER, KINDS, MANIFEST, SETTLED, Gap, Manifest, Pass, load, read, removed_by_topic, selection
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from datetime import datetime
 from itertools import islice
 
-from .errors import UsageProblem
+from ..errors import UsageProblem
 from .store import Store
 
 
