@@ -11,9 +11,11 @@ from typing import Any
 
 from pyspark.sql import functions as F
 
-from spark import classify, evidence, rules_file, run, session
+from spark import run, session
+from spark.comparison import classify, evidence
 from spark.options import RunOptions
 from spark.progress import Progress
+from spark.rules import file as rules_file
 
 BODY = "order_id string, customer string, total decimal(12,2), paid_at timestamp"
 

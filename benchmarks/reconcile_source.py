@@ -22,8 +22,10 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from benchmarks import harness
 from benchmarks.reconcile_data import RULES, fill_postgres
-from spark import contract, rules_file, session
-from spark.rules import Database
+from spark import session
+from spark.comparison import contract
+from spark.rules import file as rules_file
+from spark.rules.rule import Database
 from spark.sources import adbc, sql
 from spark.sources.base import Selection
 from spark.sources.postgres import PostgresSource
@@ -104,7 +106,7 @@ def ours(source: PostgresSource, selection: Selection) -> None:
 def compare(spark: Any, database: Database, selection: Selection, rows: int, jar: str) -> None:
     """One table by all readers."""
     schema = database.schema if selection.in_broker else None
-    query = sql.select(selection, schema, sql.conditions(selection, None))
+    query = sql.select(selection, sql.table_name(selection.table, schema), sql.conditions(selection, None))
     conninfo = database.location
     mine = timed(
         "outbox_spark (ADBC → Arrow, one snapshot)", rows, lambda: ours(PostgresSource(spark, database), selection)

@@ -10,10 +10,12 @@ from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
-from . import findings, rules_file, session
-from .errors import INCOMPLETE, ReconcileError, UsageProblem
+from . import session
+from .errors import CLEAN, FINDINGS, INCOMPLETE, ReconcileError, UsageProblem
 from .options import RunOptions
+from .output import findings
 from .progress import Progress
+from .rules import file as rules_file
 from .safe_text import for_people
 from .sources.postgres import parse_moment
 
@@ -39,9 +41,24 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument(
         "--full", action="store_true", help="read everything again instead of what came since the last run"
     )
-    run.add_argument("--metrics", type=Path, help="write a Prometheus textfile here")
-    run.add_argument("--master", help="Spark master (default: local[*]; spark-submit's own when started by it)")
-    run.add_argument(
+    run.add_argument("--metrics", type=Path, help="write a Prometheus textfile here, or into this folder")
+    run.add_argument("--json", action="store_true", help="print the result as JSON")
+    _add_spark(run)
+    archive = commands.add_parser("archive", help="keep the broker's log as Parquet before retention removes it")
+    archive.add_argument("--rules", type=Path, default=Path("reconcile.toml"), help="its [broker] names the archive")
+    archive.add_argument("--verify", action="store_true", help="only read the archive again and compare its checksums")
+    _add_spark(archive)
+    check = commands.add_parser("check", help="validate the rules file, without Spark or a database")
+    check.add_argument("--rules", type=Path, default=Path("reconcile.toml"))
+    found = commands.add_parser("findings", help="print the findings of the result in force, one JSON object a line")
+    found.add_argument("--output", default="reconcile", help="the folder or URI that was given to run")
+    found.add_argument("--limit", type=int, help="print no more than this many")
+    return root
+
+
+def _add_spark(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--master", help="Spark master (default: local[*]; spark-submit's own when started by it)")
+    command.add_argument(
         "--conf",
         action="append",
         default=[],
@@ -49,14 +66,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="KEY=VALUE",
         help="a Spark setting, as in spark.driver.memory=8g or spark.jars.packages=… (repeatable)",
     )
-    run.add_argument("--json", action="store_true", help="print the result as JSON")
-    run.add_argument("--quiet", action="store_true", help="no progress on standard error")
-    check = commands.add_parser("check", help="validate the rules file, without Spark or a database")
-    check.add_argument("--rules", type=Path, default=Path("reconcile.toml"))
-    found = commands.add_parser("findings", help="print the findings of the result in force, one JSON object a line")
-    found.add_argument("--output", default="reconcile", help="the folder or URI that was given to run")
-    found.add_argument("--limit", type=int, help="print no more than this many")
-    return root
+    command.add_argument("--quiet", action="store_true", help="no progress on standard error")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -71,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for line in findings.lines(given.output, given.limit):
                 print(line)
             return 0
-        return _run(given)
+        return _archive(given) if given.command == "archive" else _run(given)
     except ReconcileError as error:
         print(f"outbox-reconcile: {for_people(str(error))}", file=sys.stderr)
         return error.exit_code
@@ -109,8 +119,31 @@ def _run(given: argparse.Namespace) -> int:
         print(json.dumps(result, indent=2))
     else:
         found = ", ".join(f"{count} {name}" for name, count in result["totals"].items() if count)
-        print(for_people(f"{result['status']}: {found or 'nothing judged'}. Report: {given.output}/report.html"))
+        known = f" ({result['acknowledged']} of them acknowledged)" if result["acknowledged"] else ""
+        verdict = f"{result['status']}: {found or 'nothing judged'}{known}"
+        print(for_people(f"{verdict}. Report: {given.output}/report.html"))
     return run.exit_code(result)
+
+
+def _archive(given: argparse.Namespace) -> int:
+    """0: all is kept; 1: messages are missing (removed before a pass took them, or not as they were written)."""
+    rules = rules_file.load(given.rules)
+    progress = Progress(quiet=given.quiet)
+    progress.say("stage start: Spark")
+    spark = session.start(given.master, dict(given.conf))
+    from .archive import archive
+
+    work = archive.Archive(spark, rules, progress)
+    if given.verify:
+        problems = work.verify()
+    else:
+        made, gaps = work.run()
+        print("nothing new" if made is None else f"{made.folder}: {made.count} messages settled before {made.until}")
+        problems = [f"{gap.messages} messages of topic {gap.topic} were removed before {gap.until}" for gap in gaps]
+        problems = [f"{problem}, and no pass had taken them. Run it more often." for problem in problems]
+    for problem in problems:
+        print(f"outbox-reconcile: {problem}", file=sys.stderr)
+    return FINDINGS if problems else CLEAN
 
 
 def _setting(value: str) -> tuple[str, str]:

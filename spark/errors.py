@@ -22,6 +22,10 @@ class UsageProblem(ReconcileError):
     exit_code = USAGE
 
 
+class TableMissing(UsageProblem):
+    """An export has no such table."""
+
+
 class RulesInvalid(UsageProblem):
     """The rules file has errors; each names its line, the key and the remedy."""
 

@@ -6,19 +6,26 @@ import json
 import uuid
 from datetime import UTC, datetime
 from functools import reduce
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from . import boundary, classify, confirm, contract, errors, merge, metrics, prefilter, report, rules_file, scan, sides
-from .classify import FindingClass
+from . import errors
+from .comparison import classify, contract, evidence, sides
+from .comparison.classify import FindingClass
 from .errors import RunIncomplete, UsageProblem
 from .options import RunOptions
+from .output import metrics, remedies, report
+from .output.report_plot import Times
+from .output.result import RuleRun, RunHead, apart, compose, shown
+from .output.store import RESULT, Store
 from .progress import Progress
-from .report_plot import Times
-from .result import RuleRun, RunHead, compose, shown
-from .rules import Rule
-from .scan import readable_errors
+from .rules import acknowledgements, subscriptions
+from .rules import file as rules_file
+from .rules.rule import Rule
+from .sources.adbc import NAME
 from .sources.base import Reading
-from .store import RESULT, Store
+from .stages import boundary, confirm, merge, prefilter, scan
+from .stages.scan import readable_errors
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -33,15 +40,18 @@ class Run:
         self._spark, self._options, self._progress = spark, options, progress
         self._started = datetime.now(UTC)
         self._rules = rules_file.load(options.rules)
-        self._store = Store(options.output)
+        self._store = Store(options.output, self._rules.output_mode)
         self._name = f"{self._started:%Y%m%dT%H%M%S%fZ}-{uuid.uuid4().hex[:6]}"
-        self._sources = sides.Sources(spark, self._rules)
+        self._known = self._new = 0
+        evidence.prepare(spark)
+        self._sources = sides.Sources(spark, self._rules, f"{NAME} {self._name}")
+        self._metrics: Path | None = None
 
     def execute(self) -> dict[str, Any]:
         """Run. Raises ReconcileError; then nothing was published and the previous result stays in force."""
         self._store.check_writable()
         if self._options.metrics is not None:
-            metrics.check_writable(self._options.metrics)
+            self._metrics = metrics.target(self._options.metrics, self._options.rules)
         previous = self._previous()
         try:
             readings = self._open("taking snapshots")
@@ -83,16 +93,19 @@ class Run:
     def _prepared(self, rule: Rule, previous: dict[str, Any] | None, readings: list[Reading]) -> RuleRun:
         with readable_errors(f"checking rule {rule.name!r}"):
             horizon = sides.known_topic(rule, self._sources)
-            sides.check(rule, self._sources)
-            problem = sides.check_not_empty(rule, self._sources)
+            schema = self._rules.databases[self._rules.broker].schema
+            rule, notes = subscriptions.resolved(rule, self._sources, schema)
+            notes += sides.check(rule, self._sources)
+            run = RuleRun(rule, boundary.window(rule, self._options, readings, previous))
+            if horizon is not None:
+                boundary.limit_by_retention(run, horizon)
+            problem = sides.check_not_empty(rule, self._sources, run.window.floor)
         if problem is not None:
             raise RunIncomplete(
                 f"{problem}: there is nothing to compare, which is not the same as clean. Check the connection and the "
                 f"rule; where a side may be empty, write allow_empty = true."
             )
-        run = RuleRun(rule, boundary.window(rule, self._options, readings, previous))
-        if horizon is not None:
-            boundary.limit_by_retention(run, horizon)
+        run.notes += notes + acknowledgements.ended(self._rules.acknowledged, rule.name, self._started)
         run.notes += [
             f"group {group.name}: judged by the broker's offsets, which say whether and not when: never LATE"
             for group in rule.groups
@@ -141,11 +154,14 @@ class Run:
     def _keys(self, run: RuleRun, earlier: DataFrame | None) -> DataFrame:
         from pyspark.sql import functions as F
 
-        suspects = self._suspects([run]).where(F.col("class") != "PENDING").select("key", F.lit(False).alias("carried"))
-        if earlier is None:
-            return suspects.distinct()
-        carried = earlier.where(F.col("rule") == run.rule.name).select("key", F.lit(True).alias("carried"))
-        return suspects.unionByName(carried).groupBy("key").agg(F.max("carried").alias("carried"))
+        at = F.col("at").alias("sought_at")
+        suspects = self._suspects([run]).where(F.col("class") != "PENDING")
+        wanted = suspects.select("key", F.lit(False).alias("carried"), at)
+        if earlier is not None:
+            left = earlier.where((F.col("rule") == run.rule.name) & merge.judgeable(F.lit(run.window.floor)))
+            carried = left.select("key", F.lit(True).alias("carried"), at)
+            wanted = wanted.unionByName(carried)
+        return wanted.groupBy("key").agg(F.max("carried").alias("carried"), F.min("sought_at").alias("sought_at"))
 
     def _earlier(self, previous: dict[str, Any] | None) -> DataFrame | None:
         from pyspark.sql import functions as F
@@ -168,12 +184,14 @@ class Run:
             buckets = self._count(runs, findings)
             self._check_interval(runs)
             result = compose(self._head(), runs, readings, confirmed_at, still_open)
+            result |= apart(result["faults"], known=self._known, new=self._new)
             samples = [] if findings is None else report.samples(findings, SAMPLES_PER_CLASS)
         with self._progress.step("stage publish: report and result"):
             text = report.render(
                 result, samples, buckets, {run.rule.name: run.volume for run in runs}, self._rules.trace
             )
             try:
+                self._store.protect(f"runs/{self._name}")
                 self._store.write(f"runs/{self._name}/report.html", text)
                 self._store.write(RESULT, json.dumps(result, indent=2, ensure_ascii=False) + "\n")
             except OSError as error:
@@ -188,8 +206,8 @@ class Run:
         """What only shows the result in force: it must not be ahead of it, and may stay behind."""
         try:
             self._store.write("report.html", report_text)
-            if self._options.metrics is not None:
-                metrics.write(self._options.metrics, result)
+            if self._metrics is not None:
+                metrics.write(self._metrics, result, self._options.rules)
         except OSError as error:
             self._progress.say(f"  the result is published, but not everything that shows it: {error}")
 
@@ -216,15 +234,21 @@ class Run:
             earlier = merge.nothing(self._spark)
         confirmed = self._confirmed(runs)
         waiting = self._suspects(runs).where("class = 'PENDING'")
-        boundaries = [(run.rule.name, run.window.until) for run in runs]
-        first_seen = self._spark.createDataFrame(boundaries, "rule string, boundary timestamp")
+        bounds = [(run.rule.name, run.window.until, run.window.floor) for run in runs]
+        limits = self._spark.createDataFrame(bounds, "rule string, boundary timestamp, floor timestamp")
         pending = merge.pending(waiting, confirmed, earlier)
-        findings = merge.findings(confirmed, earlier, pending, first_seen)
-        ordered = findings.orderBy("rule", "class", "group", "key").coalesce(1)
+        findings = merge.findings(confirmed, earlier, pending, limits)
+        findings = acknowledgements.applied(self._spark, findings, self._acknowledged())
+        findings = remedies.with_remedies(findings, self._rules.trace)
+        ordered = merge.in_order(findings).orderBy("rule", "class", "group", "key").coalesce(1)
         scan.write(self._spark, ordered, target, merge.FINDINGS_SCHEMA)
         written = self._spark.read.schema(merge.FINDINGS_SCHEMA).parquet(target)
+        self._known, self._new = merge.counts_apart(written, earlier)
         state = merge.state_of(written, pending).coalesce(1)
         return written, scan.write(self._spark, state, still_open, merge.OPEN_SCHEMA)
+
+    def _acknowledged(self) -> list[acknowledgements.Acknowledgement]:
+        return acknowledgements.in_force(self._rules.acknowledged, self._started)
 
     def _confirmed(self, runs: list[RuleRun]) -> DataFrame:
         paths = [self._spark_path(f"confirmed/{self._number(run.rule)}") for run in runs if run.suspects]
@@ -286,7 +310,7 @@ class Run:
         return self._store.spark_path(f"runs/{self._name}/{name}")
 
     def _number(self, rule: Rule) -> int:
-        return self._rules.rules.index(rule)
+        return [each.name for each in self._rules.rules].index(rule.name)
 
 
 def exit_code(result: dict[str, Any]) -> int:

@@ -5,12 +5,12 @@ Its code runs on executors: it needs only pyspark, pyarrow and the ADBC driver t
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
+from zlib import crc32
 
 import pyarrow as pa
 from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
@@ -20,6 +20,8 @@ from ..safe_text import mask_passwords
 
 FORMAT: Final = "outbox_postgres"
 FAILURE: Final = "outbox-reconcile read failed:"
+# Enough for the table and which part of it; then come keys.
+_SHOWN_QUERY: Final = 240
 _BATCH_BYTES: Final = 4 * 1024 * 1024
 _ARROW_TYPES: Final = {
     "string": pa.string(),
@@ -27,16 +29,31 @@ _ARROW_TYPES: Final = {
     "timestamp": pa.timestamp("us", tz="UTC"),
     "binary": pa.binary(),
 }
-TEXT_FORMS: Final = ("datestyle = 'ISO'", "bytea_output = 'hex'", "extra_float_digits = 1")
-_PREPARE: Final = (
-    "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY",
-    "SET LOCAL TIME ZONE 'UTC'",
+NAME: Final = "outbox-reconcile"
+# Held by every transaction of ours, so that the database itself shows which transactions are ours: an application_name
+# stays behind on the server's connection when a pool hands that to somebody else, a lock ends with its transaction.
+LOCK_CLASS: Final = 1_869_967_960
+SNAPSHOT: Final = "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY"
+LATEST: Final = "BEGIN ISOLATION LEVEL READ COMMITTED READ ONLY"
+# SET LOCAL: what is set for a session would reach other clients of a pool, and might not reach our next transaction.
+_SETTINGS: Final = (
+    # Keys are sent as constants: with other settings the database would look for others than were meant.
+    "client_encoding = 'UTF8'",
+    "standard_conforming_strings = on",
+    # An error where policies would hide rows: silence would make findings of what is there.
+    "row_security = off",
     # Values travel as texts: in one form, whatever the database's settings.
-    *(f"SET LOCAL {setting}" for setting in TEXT_FORMS),
-    "SET LOCAL statement_timeout = 0",
-    "SET LOCAL work_mem = '128MB'",
+    "timezone = 'UTC'",
+    "datestyle = 'ISO'",
+    "bytea_output = 'hex'",
+    "extra_float_digits = 1",
+    "statement_timeout = 0",
+    "idle_in_transaction_session_timeout = 0",
+)
+_READING: Final = (
+    "work_mem = '128MB'",
     # Decisions lie in the order of their messages: looking them up by index beats scanning all of them per partition.
-    "SET LOCAL random_page_cost = 1.1",
+    "random_page_cost = 1.1",
 )
 
 
@@ -51,7 +68,7 @@ class PostgresDataSource(DataSource):
     """`spark.read.format("outbox_postgres").schema(…).option("url", …).option("queries", JSON list)`.
 
     `url` is a libpq connection string (Spark redacts the option's value); `snapshot` is the name of an exported
-    snapshot, whose exporting transaction the caller holds open.
+    snapshot, whose exporting transaction the caller holds open; `name` is what the sessions are called.
     """
 
     @classmethod
@@ -70,6 +87,7 @@ class PostgresReader(DataSourceReader):
     def __init__(self, options: Any, schema: StructType) -> None:
         self._url: str = options["url"]
         self._snapshot: str = options.get("snapshot", "")
+        self._name: str = options.get("name", NAME)
         self._queries: list[str] = json.loads(options["queries"])
         self._schema = pa.schema(
             [pa.field(field.name, _ARROW_TYPES[field.dataType.simpleString()], True) for field in schema.fields]
@@ -87,15 +105,14 @@ class PostgresReader(DataSourceReader):
         try:
             yield from self._batches(partition.query)
         except adbc_driver_manager.Error as error:
-            raise RuntimeError(f"{FAILURE} {one_line(error)}") from None
+            read = partition.query.partition(" FROM ")[2][:_SHOWN_QUERY]
+            raise RuntimeError(f"{FAILURE} {one_line(error)} (reading {read})") from None
 
     def _batches(self, query: str) -> Iterator[pa.RecordBatch]:
         with connect(self._url) as connection, connection.cursor() as cursor:
             cursor.adbc_statement.set_options(**{"adbc.postgresql.batch_size_hint_bytes": str(_BATCH_BYTES)})
-            for number, statement in enumerate(_PREPARE):
+            for statement in begin(SNAPSHOT, self._name, snapshot=self._snapshot, settings=_READING):
                 cursor.execute(statement)
-                if number == 0 and self._snapshot:
-                    cursor.execute(f"SET TRANSACTION SNAPSHOT '{self._snapshot}'")
             cursor.execute(query)
             with cursor.fetch_record_batch() as reader:
                 for batch in reader:
@@ -104,13 +121,22 @@ class PostgresReader(DataSourceReader):
 
 
 def connect(url: str) -> Any:
-    """A connection in autocommit mode, named so that runs do not wait for each other's snapshots."""
+    """A connection in autocommit mode. Whatever is read is read in a transaction that starts with `begin`."""
     import adbc_driver_postgresql.dbapi
 
-    connection = adbc_driver_postgresql.dbapi.connect(url, autocommit=True)
-    with contextlib.closing(connection.cursor()) as cursor:
-        cursor.execute("SET application_name = 'outbox-reconcile'")
-    return connection
+    return adbc_driver_postgresql.dbapi.connect(url, autocommit=True)
+
+
+def begin(mode: str, name: str, *, snapshot: str = "", settings: Sequence[str] = ()) -> list[str]:
+    """The statements that start a transaction of ours: SNAPSHOT or LATEST, called `name`, in an exported `snapshot`."""
+    shown = name[:63].replace("'", "")
+    return [
+        mode,
+        *([f"SET TRANSACTION SNAPSHOT '{snapshot}'"] if snapshot else []),
+        f"SET LOCAL application_name = '{shown}'",
+        *(f"SET LOCAL {setting}" for setting in (*_SETTINGS, *settings)),
+        f"SELECT pg_advisory_xact_lock_shared({LOCK_CLASS}, {crc32(name.encode()) >> 1})",
+    ]
 
 
 def conform(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:

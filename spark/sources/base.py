@@ -11,7 +11,7 @@ from typing import Protocol
 from pyspark.sql import DataFrame
 from pyspark.sql.types import BinaryType, DataType, LongType, StringType, StructField, StructType, TimestampType
 
-from ..rules import FieldType
+from ..rules.rule import FieldType
 
 
 class ColumnKind(enum.Enum):
@@ -88,11 +88,14 @@ class Source(Protocol):
     def check(self, selection: Selection) -> None:
         """Raise UsageProblem unless table, columns and types are there and comparable."""
 
-    def is_empty(self, selection: Selection) -> bool:
-        """Whether the selection has no row at all, in any window."""
+    def is_empty(self, selection: Selection, since: datetime | None = None) -> bool:
+        """Whether the selection has no row (with its time from `since` on)."""
 
     def read(self, selections: Sequence[Selection], since: datetime | None, until: datetime | None = None) -> DataFrame:
         """All rows with `since <= time < until` of selections of one shape."""
+
+    def repeated(self, selection: Selection, since: datetime) -> DataFrame | None:
+        """Rows before `since` whose key a row from `since` on has too; None where a unique index excludes that."""
 
     def read_keys(self, wanted: Sequence[tuple[Selection, Sequence[str]]]) -> DataFrame:
         """All rows with one of the keys beside each selection, in any window; the selections have one shape."""

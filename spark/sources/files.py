@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from functools import reduce
@@ -12,8 +13,9 @@ from pyspark.sql import Column as SparkColumn
 from pyspark.sql import DataFrame, DataFrameReader, SparkSession
 from pyspark.sql import functions as F
 
-from ..errors import RunIncomplete, UsageProblem
-from ..rules import Database, Kind
+from ..errors import RunIncomplete, TableMissing, UsageProblem
+from ..rules.rule import Database, Kind
+from . import nanoseconds
 from .base import Column, ColumnKind, Reading, Selection
 from .postgres import parse_moment
 from .sql import is_column
@@ -70,14 +72,21 @@ class FrameSource:
                 f"{str(error).splitlines()[0]} Correct the rules file, or the export."
             ) from error
 
-    def is_empty(self, selection: Selection) -> bool:
+    def is_empty(self, selection: Selection, since: datetime | None = None) -> bool:
         """See Source."""
-        return self._limited(selection, None).isEmpty()
+        return self._limited(selection, since).isEmpty()
 
     def read(self, selections: Sequence[Selection], since: datetime | None, until: datetime | None = None) -> DataFrame:
         """See Source."""
         frames = [self._selected(self._limited(selection, since, until), selection) for selection in selections]
         return reduce(DataFrame.unionByName, frames)
+
+    def repeated(self, selection: Selection, since: datetime) -> DataFrame | None:
+        """See Source."""
+        key = _expression(selection.key, self._table(selection)).cast("string")
+        newer = self._limited(selection, since).select(key.alias("newer_key")).distinct()
+        older = self._limited(selection, None, since)
+        return self._selected(older.join(newer, key == F.col("newer_key"), "left_semi"), selection)
 
     def read_keys(self, wanted: Sequence[tuple[Selection, Sequence[str]]]) -> DataFrame:
         """See Source."""
@@ -86,7 +95,7 @@ class FrameSource:
     def _of_keys(self, selection: Selection, keys: Sequence[str]) -> DataFrame:
         wanted = self._spark.createDataFrame([(key,) for key in keys], "wanted_key string")
         frame = self._limited(selection, None)
-        key = F.coalesce(_expression(selection.key).cast("string"), F.lit(""))
+        key = F.coalesce(_expression(selection.key, frame).cast("string"), F.lit(""))
         return self._selected(frame.join(F.broadcast(wanted), key == F.col("wanted_key"), "left_semi"), selection)
 
     def volume(self, selection: Selection, since: datetime | None, bucket_seconds: int) -> list[tuple[datetime, int]]:
@@ -106,33 +115,38 @@ class FrameSource:
         for name, value in selection.equals:
             frame = frame.where(F.col(name) == F.lit(value))
         if selection.time is not None:
-            time = _expression(selection.time).cast("timestamp")
+            time = _expression(selection.time, frame).cast("timestamp")
             frame = frame.where(time.isNotNull() if since is None else time >= F.lit(since))
             frame = frame if until is None else frame.where(time < F.lit(until))
         return frame
 
     def _selected(self, frame: DataFrame, selection: Selection) -> DataFrame:
         is_csv = self._database.kind is Kind.CSV
-        return frame.select(*[_column(column, is_csv=is_csv) for column in selection.columns])
+        return frame.select(*[_column(column, frame, is_csv=is_csv) for column in selection.columns])
+
+
+# As COPY writes it: nothing between two commas is null, "" is the empty text. PostgreSQL's texts hold no NUL.
+_CSV: Final = {"header": "true", "multiLine": "true", "escape": '"', "nullValue": "\0", "emptyValue": ""}
+# What cannot be read as the header says would become null, and null a finding.
+_STRICT: Final = {"mode": "FAILFAST", "enforceSchema": "false", "columnPruning": "false"}
 
 
 class FileSource(FrameSource):
-    """Parquet or CSV. A CSV's columns are texts; an empty one is null."""
+    """Parquet or CSV. A CSV's columns are texts; an unquoted empty one is null."""
 
     def table(self, selection: Selection) -> DataFrame:
-        """See FrameSource. Raises UsageProblem when there is no such file."""
+        """See FrameSource. Raises TableMissing when there is no such file."""
         suffix = self._database.kind.value
         base = f"{self._database.location.rstrip('/')}/{selection.table}"
-        reader = self._spark.read
         for path in (base, f"{base}.{suffix}"):
             try:
                 if self._database.kind is Kind.CSV:
-                    return reader.csv(path, header=True, inferSchema=False, multiLine=True, escape='"')
-                return reader.parquet(path)
+                    return self._spark.read.options(**_CSV, **_STRICT).csv(path)
+                return nanoseconds.read_parquet(self._spark, path)
             except AnalysisException as error:
                 if "PATH_NOT_FOUND" not in str(error):
                     raise UsageProblem(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
-        raise UsageProblem(
+        raise TableMissing(
             f"table {selection.table!r} of {self._database.name!r} is not there: neither {base} nor {base}.{suffix} "
             f"exists. Correct path in the rules file, or export the table."
         )
@@ -195,12 +209,29 @@ def _jdbc_problem(name: str, error: BaseException) -> UsageProblem | RunIncomple
     return RunIncomplete(f"database {name!r} cannot be read over JDBC: {text[:300]}")
 
 
-def _expression(source: str) -> SparkColumn:
-    return F.col(source) if is_column(source) else F.expr(source)
+_DOTTED: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 
 
-def _column(column: Column, *, is_csv: bool) -> SparkColumn:
-    value = _expression(column.expression)
+def _expression(source: str, frame: DataFrame) -> SparkColumn:
+    """A column, or an expression. A dotted name is the column of that name if there is one, else a field of a struct.
+
+    Raises UsageProblem where it could be both.
+    """
+    if is_column(source):
+        return F.col(source)
+    if _DOTTED.fullmatch(source) is None or source not in frame.columns:
+        return F.expr(source)
+    outer = source.split(".")[0]
+    if outer in frame.columns:
+        raise UsageProblem(
+            f"{source!r} may be the column of that name, or a field of column {outer!r}: write `{source}` in backticks "
+            f"for the column, ({outer}).{source.partition('.')[2]} for the field."
+        )
+    return F.col(f"`{source}`")
+
+
+def _column(column: Column, frame: DataFrame, *, is_csv: bool) -> SparkColumn:
+    value = _expression(column.expression, frame)
     binary = value.cast("binary")
     if is_csv:
         # As COPY writes bytea.

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import json
+import time
 from collections.abc import Sequence
-from datetime import UTC, datetime, timedelta
+from dataclasses import replace
+from datetime import UTC, datetime
 from itertools import pairwise
 from typing import Any, Final
 
 from pyspark.sql import DataFrame, SparkSession
 
 from ..errors import ReconcileError, RunIncomplete, UsageProblem
-from ..rules import Database, FieldType
-from . import adbc, sql
+from ..rules.rule import Database, FieldType
+from . import adbc, failures, partitions, sql, watermark
 from .base import Column, Reading, Selection
 
 ROWS_PER_PARTITION: Final = 500_000
@@ -21,26 +23,19 @@ KEYS_PER_PARTITION: Final = 5_000
 MAX_PARTITIONS: Final = 256
 _PAGES_PER_PARTITION: Final = 8_192
 
-# When a prepared transaction began is not known, only when it was prepared.
-PREPARED_MARGIN: Final = timedelta(hours=1)
+# How long a run waits for a replica to replay what its primary had written when it was asked.
+REPLAY_SECONDS: Final = 30.0
+_REPLAY_PAUSE_SECONDS: Final = 0.1
 
-# A transaction that was open before the snapshot may still add rows with older times: the watermark stays below the
-# start of the oldest, whether a client's or a background worker's. Taken before the snapshot, so that one that ends in
-# between is visible in it. Of a session that the role may not see, everything but its names is null.
-_OLDEST: Final = """
-SELECT clock_timestamp(), min(a.xact_start),
-       count(*) FILTER (WHERE a.backend_type IS NULL),
-       count(*) FILTER (WHERE a.backend_type LIKE 'logical replication%'),
-       (SELECT min(p.prepared) FROM pg_prepared_xacts p WHERE p.database = current_database()),
-       pg_is_in_recovery(), pg_last_xact_replay_timestamp(), current_database()::text
-FROM pg_stat_activity a
-WHERE a.datname = current_database() AND a.pid <> pg_backend_pid() AND a.application_name <> 'outbox-reconcile'
-  AND coalesce(a.backend_type, '') NOT IN ('autovacuum worker', 'parallel worker', 'walsender')
-"""
 _IDENTITY: Final = "SELECT system_identifier::text FROM pg_control_system()"
 _COLUMN_TYPES: Final = """
 SELECT attname::text, format_type(atttypid, NULL) FROM pg_attribute
 WHERE attrelid = to_regclass({table}) AND attnum > 0 AND NOT attisdropped
+"""
+_UNIQUE: Final = """
+SELECT 1 FROM pg_index i JOIN pg_attribute a ON a.attrelid = i.indrelid AND a.attnum = i.indkey[0]
+WHERE i.indrelid = to_regclass({table}) AND i.indisunique AND i.indisvalid AND i.indimmediate AND i.indnkeyatts = 1
+  AND i.indpred IS NULL AND a.attname = {column} AND a.attnotnull
 """
 _COMPARABLE: Final = {
     FieldType.TEXT: ("text", "character varying", "character", "name", "uuid", "citext", "integer", "bigint"),
@@ -51,27 +46,13 @@ _COMPARABLE: Final = {
     FieldType.DATE: ("date",),
     FieldType.UUID: ("uuid", "text", "character varying"),
 }
-_USAGE_STATES: Final = {
-    "42P01": "the table is not there",
-    "3F000": "the schema is not there",
-    "42703": "a column is not there",
-    "42501": "the reader may not read it (GRANT SELECT)",
-    "42601": "an expression of the rule is not valid SQL",
-    "42883": "an expression of the rule compares types that cannot be compared",
-    "42804": "an expression of the rule has the wrong type",
-    "42846": "a column cannot be cast to the type that is compared",
-    "22P02": "an expression of the rule has a constant of the wrong type",
-}
-# Data exception, syntax error or access rule violation, feature not supported.
-_USAGE_CLASSES: Final = ("22", "42", "0A")
-_ACCESS_STATES: Final = ("28P01", "28000", "3D000")
 
 
 class PostgresSource:
     """One database. `open` takes the snapshot; all reads until `close` see exactly it."""
 
-    def __init__(self, spark: SparkSession, database: Database) -> None:
-        self._spark, self._database = spark, database
+    def __init__(self, spark: SparkSession, database: Database, name: str = adbc.NAME) -> None:
+        self._spark, self._database, self._name = spark, database, name
         self._coordinator: Any = None
         self._snapshot = ""
         self._types: dict[str, dict[str, str]] = {}
@@ -81,66 +62,72 @@ class PostgresSource:
         self.close()
         connection = self._connect()
         try:
-            row = self._rows(connection, _OLDEST)[0]
-            for statement in (
-                "SET idle_in_transaction_session_timeout = 0",
-                "SET statement_timeout = 0",
-                # For the checksums' joins.
-                "SET work_mem = '64MB'",
-                "SET TIME ZONE 'UTC'",
-                *(f"SET {setting}" for setting in adbc.TEXT_FORMS),
-                "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY",
-            ):
+            activity = watermark.of_row(self._latest(connection, watermark.OLDEST))
+            identifier = self._system_identifier()
+            complete = self._completeness(connection, activity, identifier)
+            # For the checksums' joins.
+            for statement in adbc.begin(adbc.SNAPSHOT, self._name, settings=("work_mem = '64MB'",)):
                 self._execute(connection, statement)
             exported = self._rows(connection, "SELECT pg_export_snapshot(), pg_current_snapshot()::text")[0]
         except ReconcileError:
             connection.close()
             raise
         self._coordinator, self._snapshot = connection, str(exported[0])
-        return self._reading(row, str(exported[1]), self._system_identifier())
-
-    def _reading(self, row: tuple[Any, ...], snapshot: str, identifier: str) -> Reading:
-        """Raises RunIncomplete when the watermark cannot be known: a guess would make findings of what is under way."""
-        now, oldest, hidden, appliers, prepared, is_replica, replayed, name = row
-        notes = []
-        watermark = min([now, *(moment for moment in (oldest,) if moment is not None)])
-        if prepared is not None:
-            watermark = min(watermark, prepared - PREPARED_MARGIN)
-            notes.append(
-                f"a transaction prepared at {prepared.isoformat()} holds the watermark back; when it began is not "
-                f"known, an hour before is assumed"
-            )
-        if appliers:
-            notes.append("it receives rows by logical replication: the grace period must be longer than its lag")
-        if is_replica:
-            watermark = min(watermark, replayed or datetime.fromtimestamp(0, UTC))
-            notes.append(f"a replica, replayed up to {replayed}: open transactions of the primary are not visible here")
-        if hidden and not self._database.watermark:
-            raise RunIncomplete(
-                f"database {self._database.name!r}: {hidden} sessions are hidden from this role, so what their open "
-                f"transactions may still add cannot be known. GRANT pg_read_all_stats to the role, or write watermark "
-                f"in [database.{self._database.name}]."
-            )
-        if oldest is not None and now - oldest > timedelta(minutes=5):
-            notes.append(f"a transaction open since {oldest.isoformat()} holds the watermark back")
         if self._database.watermark:
-            watermark = min(watermark, parse_moment(self._database.watermark))
+            complete = replace(complete, watermark=min(complete.watermark, parse_moment(self._database.watermark)))
         return Reading(
             database=self._database.name,
-            taken_at=now,
-            watermark=watermark,
-            identity=f"{name} {identifier}".strip(),
-            snapshot=snapshot,
-            is_replica=bool(is_replica),
-            notes=notes,
+            taken_at=activity.now,
+            watermark=complete.watermark,
+            identity=f"{activity.name} {identifier}".strip(),
+            snapshot=str(exported[1]),
+            is_replica=activity.is_replica,
+            notes=complete.notes,
         )
+
+    def _completeness(self, connection: Any, activity: watermark.Activity, identifier: str) -> watermark.Completeness:
+        """Asked before the snapshot is taken: what had ended by then is in it."""
+        if not activity.is_replica:
+            return watermark.of_server(self._database, activity)
+        if self._database.primary is None:
+            return watermark.of_replica(self._database, activity, None)
+        primary = PostgresSource(self._spark, self._database.primary, self._name)
+        theirs, position, identity = primary.activity()
+        watermark.check_primary(self._database, theirs, activity, (identifier, identity))
+        complete = watermark.of_server(self._database.primary, theirs)
+        has_replayed = self._wait_for_replay(connection, position)
+        return watermark.of_replica(self._database, activity, complete if has_replayed else None)
+
+    def activity(self) -> tuple[watermark.Activity, str, str]:
+        """What is open now, up to where the log was written after that ('' on a replica), and which server it is."""
+        with contextlib.closing(self._connect()) as connection:
+            activity = watermark.of_row(self._latest(connection, watermark.OLDEST))
+            position = "" if activity.is_replica else str(self._latest(connection, watermark.WRITTEN)[0])
+        return activity, position, self._system_identifier()
+
+    def _wait_for_replay(self, connection: Any, position: str) -> bool:
+        deadline = time.monotonic() + REPLAY_SECONDS
+        while True:
+            if self._latest(connection, watermark.REPLAYED.format(position=position))[0]:
+                return True
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(_REPLAY_PAUSE_SECONDS)
 
     def _system_identifier(self) -> str:
         with contextlib.closing(self._connect()) as connection:
             try:
-                return str(self._rows(connection, _IDENTITY)[0][0])
+                return str(self._latest(connection, _IDENTITY)[0])
             except UsageProblem:
                 return ""
+
+    def _latest(self, connection: Any, statement: str) -> tuple[Any, ...]:
+        """The one row of a query about this moment, in a transaction of its own."""
+        for opening in adbc.begin(adbc.LATEST, self._name):
+            self._execute(connection, opening)
+        row = self._rows(connection, statement)[0]
+        self._execute(connection, "COMMIT")
+        return row
 
     def close(self) -> None:
         """See Source."""
@@ -169,9 +156,9 @@ class PostgresSource:
             f"give the field another type, or write an expression that casts the column."
         )
 
-    def is_empty(self, selection: Selection) -> bool:
+    def is_empty(self, selection: Selection, since: datetime | None = None) -> bool:
         """See Source."""
-        where = sql.where(sql.conditions(selection, None))
+        where = sql.where(sql.conditions(selection, since))
         return not self.query(f"SELECT 1 FROM {self.table_of(selection)}{where} LIMIT 1")
 
     def read(self, selections: Sequence[Selection], since: datetime | None, until: datetime | None = None) -> DataFrame:
@@ -179,9 +166,33 @@ class PostgresSource:
         queries = []
         for selection in selections:
             terms = sql.conditions(selection, since, until)
+            leaves = [] if selection.span else partitions.leaves(self, selection, terms)
+            if leaves:
+                queries += [
+                    self._select(selection, [*terms, *piece], leaf.name)
+                    for leaf in leaves
+                    for piece in ([[]] if leaf.is_indexed and since is not None else _page_pieces(leaf.pages))
+                ]
+                continue
             pieces = self._spans(selection, terms, since) if selection.span else self._pages(selection, terms, since)
             queries += [self._select(selection, [*terms, *piece]) for piece in pieces]
         return self._frame(selections[0], queries)
+
+    def repeated(self, selection: Selection, since: datetime) -> DataFrame | None:
+        """See Source."""
+        if self.is_unique(selection):
+            return None
+        key, where = sql.expression(selection.key), sql.where(sql.conditions(selection, since))
+        newer = f"{key} IN (SELECT {key} FROM {self.table_of(selection)}{where})"
+        terms = [*sql.conditions(selection, None, since), newer]
+        return self._frame(selection, [self._select(selection, terms)])
+
+    def is_unique(self, selection: Selection) -> bool:
+        """Whether an index says that no two rows have one key."""
+        if not sql.is_column(selection.key):
+            return False
+        table, column = sql.text(self.table_of(selection)), sql.text(selection.key)
+        return bool(self.attempt(_UNIQUE.format(table=table, column=column), about="the indexes"))
 
     def read_keys(self, wanted: Sequence[tuple[Selection, Sequence[str]]]) -> DataFrame:
         """See Source."""
@@ -248,8 +259,8 @@ class PostgresSource:
             self._execute(self._coordinator, "ROLLBACK TO SAVEPOINT attempt")
             raise
 
-    def _select(self, selection: Selection, terms: list[str]) -> str:
-        return sql.select(selection, self._schema_of(selection), terms)
+    def _select(self, selection: Selection, terms: list[str], table: str | None = None) -> str:
+        return sql.select(selection, table or self.table_of(selection), terms)
 
     def _frame(self, selection: Selection, queries: list[str]) -> DataFrame:
         self._spark.dataSource.register(adbc.PostgresDataSource)
@@ -258,6 +269,7 @@ class PostgresSource:
             .schema(selection.schema)
             .option("url", self._database.location)
             .option("snapshot", self._snapshot)
+            .option("name", self._name)
             .option("queries", json.dumps(queries))
             .load()
         )
@@ -279,16 +291,12 @@ class PostgresSource:
 
     def _pages(self, selection: Selection, terms: list[str], since: datetime | None) -> list[list[str]]:
         pages = self._page_count(selection)
-        if pages <= _PAGES_PER_PARTITION or (since is not None and self._uses_index(selection, terms)):
+        if since is not None and pages > _PAGES_PER_PARTITION and self._uses_index(selection, terms):
             return [[]]
-        count = _count(pages / _PAGES_PER_PARTITION)
-        edges = [pages * number // count for number in range(count)]
-        pieces = [[f"ctid >= '({low},0)'::tid AND ctid < '({high},0)'::tid"] for low, high in pairwise(edges)]
-        # Pages added after the size was read are not in the snapshot, but costs nothing to leave the end open.
-        return [*pieces, [f"ctid >= '({edges[-1]},0)'::tid"]]
+        return _page_pieces(pages)
 
     def _page_count(self, selection: Selection) -> int:
-        """Pages of an ordinary table; 0 for views and partitioned tables, which are read in one piece."""
+        """Pages of an ordinary table; 0 for views, which are read in one piece."""
         rows = self.query(
             "SELECT pg_relation_size(oid) / current_setting('block_size')::bigint FROM pg_class "
             f"WHERE oid = to_regclass({sql.text(self.table_of(selection))}) AND relkind IN ('r', 'm')"
@@ -296,8 +304,25 @@ class PostgresSource:
         return int(rows[0][0]) if rows else 0
 
     def _uses_index(self, selection: Selection, terms: list[str]) -> bool:
-        plan = self.query(f"EXPLAIN (FORMAT JSON) SELECT 1 FROM {self.table_of(selection)}{sql.where(terms)}")
-        return "Index" in str(plan[0][0]) and "Seq Scan" not in str(plan[0][0])
+        nodes = self.plan(selection, terms)
+        return any("Index" in node["Node Type"] for node in nodes) and all(
+            "Seq Scan" not in node["Node Type"] for node in nodes
+        )
+
+    def plan(self, selection: Selection, terms: list[str]) -> list[dict[str, Any]]:
+        """The nodes of PostgreSQL's plan for the selection."""
+        import adbc_driver_manager
+
+        statement = f"EXPLAIN (FORMAT JSON, VERBOSE) SELECT 1 FROM {self.table_of(selection)}{sql.where(terms)}"
+        with self._coordinator.cursor() as cursor:
+            # The driver reads by COPY, which takes no EXPLAIN.
+            cursor.adbc_statement.set_options(**{"adbc.postgresql.use_copy": "false"})
+            try:
+                cursor.execute(statement)
+                text = cursor.fetchone()[0]
+            except adbc_driver_manager.Error as error:
+                raise failures.translated(self._database.name, error, "the database") from error
+        return list(partitions.nodes(json.loads(text)[0]["Plan"]))
 
     def column_types(self, selection: Selection) -> dict[str, str]:
         """PostgreSQL type by column of the selection's table."""
@@ -320,7 +345,7 @@ class PostgresSource:
         try:
             return adbc.connect(self._database.location)
         except adbc_driver_manager.Error as error:
-            kind = UsageProblem if error.sqlstate in _ACCESS_STATES else RunIncomplete
+            kind = UsageProblem if error.sqlstate in failures.ACCESS_STATES else RunIncomplete
             raise kind(
                 f"database {self._database.name!r} cannot be reached: {adbc.one_line(error)}. "
                 f"Check its connection in the rules file and the environment, and that the server runs."
@@ -333,7 +358,7 @@ class PostgresSource:
             try:
                 cursor.execute(statement)
             except adbc_driver_manager.Error as error:
-                raise self._translated(error, "the database") from error
+                raise failures.translated(self._database.name, error, "the database") from error
 
     def _rows(self, connection: Any, statement: str, *, about: str = "the database") -> list[tuple[Any, ...]]:
         import adbc_driver_manager
@@ -343,15 +368,7 @@ class PostgresSource:
                 cursor.execute(statement)
                 return [tuple(row) for row in cursor.fetchall()]
             except adbc_driver_manager.Error as error:
-                raise self._translated(error, about) from error
-
-    def _translated(self, error: Any, about: str) -> ReconcileError:
-        state = error.sqlstate or ""
-        detail = f"{about} in database {self._database.name!r}: {adbc.one_line(error)}"
-        if state in _USAGE_STATES or state[:2] in _USAGE_CLASSES:
-            reason = _USAGE_STATES.get(state, "the database does not accept an expression of the rule")
-            return UsageProblem(f"{reason}: {detail}. Correct the rules file or the connection.")
-        return RunIncomplete(f"reading failed, {detail}. Run it again; the previous result stays in force.")
+                raise failures.translated(self._database.name, error, about) from error
 
 
 def parse_moment(value: str) -> datetime:
@@ -361,6 +378,17 @@ def parse_moment(value: str) -> datetime:
     except ValueError as error:
         raise UsageProblem(f"{value!r} is not a time: write ISO 8601, as in 2025-06-01T00:00:00+00:00.") from error
     return moment.replace(tzinfo=UTC) if moment.tzinfo is None else moment.astimezone(UTC)
+
+
+def _page_pieces(pages: int) -> list[list[str]]:
+    """The conditions of the tasks that read a table of so many pages."""
+    if pages <= _PAGES_PER_PARTITION:
+        return [[]]
+    count = _count(pages / _PAGES_PER_PARTITION)
+    edges = [pages * number // count for number in range(count)]
+    pieces = [[f"ctid >= '({low},0)'::tid AND ctid < '({high},0)'::tid"] for low, high in pairwise(edges)]
+    # Pages added after the size was read are not in the snapshot, but costs nothing to leave the end open.
+    return [*pieces, [f"ctid >= '({edges[-1]},0)'::tid"]]
 
 
 def _count(exact: float) -> int:

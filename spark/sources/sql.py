@@ -75,10 +75,10 @@ def conditions(selection: Selection, since: datetime | None, until: datetime | N
     return terms
 
 
-def select(selection: Selection, schema: str | None, terms: Sequence[str]) -> str:
-    """SELECT … FROM … WHERE …"""
+def select(selection: Selection, table: str, terms: Sequence[str]) -> str:
+    """SELECT … FROM … WHERE …; `table` is quoted."""
     items = ", ".join(column(wanted) for wanted in selection.columns)
-    return f"SELECT {items} FROM {table_name(selection.table, schema)}{where(terms)}"
+    return f"SELECT {items} FROM {table}{where(terms)}"
 
 
 def step(items: Sequence[str], source: str) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pyspark import SparkContext
 from pyspark.sql import SparkSession
 
 from spark import run, session
@@ -33,6 +34,17 @@ def spark_session() -> Iterator[SparkSession]:
     spark = session.start("local[2]", SETTINGS)
     yield spark
     spark.stop()
+    _end_java()
+
+
+def _end_java() -> None:
+    """PySpark leaves its Java process to end with Python; a run of the tests leaves nothing running."""
+    gateway: Any = SparkContext._gateway
+    SparkContext._gateway = SparkContext._jvm = None
+    gateway.shutdown()
+    # It ends when its standard input does.
+    gateway.proc.stdin.close()
+    gateway.proc.wait(30)
 
 
 @pytest.fixture

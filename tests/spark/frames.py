@@ -8,8 +8,8 @@ from datetime import UTC, datetime
 import pyarrow as pa
 from pyspark.sql import DataFrame, SparkSession
 
-from spark import classify, evidence
-from spark.rules import Messages
+from spark.comparison import classify, evidence
+from spark.rules.rule import Messages
 from tests.spark import oracle
 
 _TIME = pa.timestamp("us", tz="UTC")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 
-from spark.rules import FieldRule, FieldType, GroupRule, Messages, Rule
+from spark.rules.rule import FieldRule, FieldType, GroupRule, Messages, Rule
 
 UNTIL = datetime(2025, 6, 1, 12, tzinfo=UTC)
 GRACE = timedelta(seconds=30)
@@ -176,7 +176,7 @@ def live(committed: Sequence[Sent]) -> list[Sent]:
 def is_touched(history: History) -> bool:
     """Whether something new came to a row of an earlier window; dead letters of these histories are of today."""
     moments = [message.settled_at for message in history.messages if message.is_committed or message.is_undecided]
-    moments += [at for effects in history.effects for at in effects]
+    moments += [at for effects in history.effects for at in effects] + [row.at for row in history.rows]
     return any(history.dead) or any(at >= SINCE for at in moments)
 
 
@@ -198,8 +198,12 @@ def group_flags(history: History, number: int) -> set[str]:
     undecided = [message for message in history.messages if message.is_undecided]
     effects = history.effects[number]
     if not history.rows:
-        known = committed or undecided
-        return {"ORPHAN"} if effects and not known and in_window(min(effects)) else set()
+        if committed or undecided:
+            return set()
+        # The dead letter of an older message: looked up by key.
+        return ({"ORPHAN"} if effects and in_window(min(effects)) else set()) | (
+            {"DEAD"} if history.dead[number] else set()
+        )
     at = min(row.at for row in history.rows)
     sent = len(live(committed))
     if at >= UNTIL or not sent or not (in_window(at) or is_touched(history)):

@@ -116,7 +116,8 @@ class Cutter(Progress):
         if text.startswith("stage scan"):
             with psycopg.connect(self._url, autocommit=True) as connection:
                 connection.execute(
-                    "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = 'outbox-reconcile'"
+                    "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
+                    "WHERE application_name LIKE 'outbox-reconcile%'"
                 )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import uuid
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from pathlib import Path
@@ -12,11 +13,11 @@ import psycopg
 import pytest
 from psycopg import sql
 
-from spark import contract
+from spark.comparison import contract
 from spark.errors import RunIncomplete, UsageProblem
-from spark.rules import Database, Kind
-from spark.sources.postgres import PREPARED_MARGIN, PostgresSource
-from spark.store import Store
+from spark.output.store import Store
+from spark.rules.rule import Database, Kind
+from spark.sources import watermark
 from tests.spark.conftest import Reconciler
 from tests.spark.world import RULES, START, Order, World
 
@@ -59,15 +60,14 @@ def test_a_role_that_may_not_see_other_sessions_is_told_so(
         world.app.execute(sql.SQL("DROP ROLE {}").format(name))
 
 
-def test_what_holds_the_watermark_back(reconcile: Reconciler) -> None:
-    database = Database(name="app", kind=Kind.POSTGRES, location="")
-    source, at = PostgresSource(reconcile.spark, database), now()
-    free = source._reading((at, None, 0, 0, None, False, None, "shop"), "", "")
-    assert (free.watermark, free.notes) == (at, [])
-    prepared = source._reading((at, None, 0, 0, at - HOUR, False, None, "shop"), "", "")
-    assert prepared.watermark == at - HOUR - PREPARED_MARGIN
+def test_what_holds_the_watermark_back() -> None:
+    database, at = Database(name="app", kind=Kind.POSTGRES, location=""), now()
+    free = watermark.Activity(at, None, 0, 0, None, False, None, "shop")
+    assert watermark.of_server(database, free) == watermark.Completeness(at, [])
+    prepared = watermark.of_server(database, replace(free, prepared=at - HOUR))
+    assert prepared.watermark == at - HOUR - watermark.PREPARED_MARGIN
     assert "when it began is not known" in prepared.notes[0]
-    subscriber = source._reading((at, at - HOUR, 0, 1, None, False, None, "shop"), "", "")
+    subscriber = watermark.of_server(database, replace(free, oldest=at - HOUR, appliers=1))
     assert subscriber.watermark == at - HOUR
     assert "logical replication" in subscriber.notes[0]
 
@@ -88,6 +88,32 @@ def test_rows_whose_messages_retention_may_have_removed(reconcile: Reconciler, w
     assert "rows before 2025-06-01T13:15:00+00:00 are not judged" in result["rules"][0]["notes"][0]
 
 
+def test_an_open_finding_whose_evidence_retention_has_removed_is_closed(reconcile: Reconciler, world: World) -> None:
+    """It is not LOST because its message is gone now, and not RECOVERED; what is still there is judged as before."""
+    reconcile.rules(groups=())
+    world.add(Order(number=1))
+    world.app.execute("UPDATE orders_order SET total = 99")
+    edge = START + HOUR
+    world.pay(Order(number=50, at=edge + timedelta(minutes=16)))
+    assert set(reconcile.findings(reconcile.run())) == {("1", "", "MISMATCH"), ("50", "", "LOST")}
+    world.broker.execute("DELETE FROM commit_log")
+    world.send(Order(number=2, at=edge + HOUR))
+    world.pay(Order(number=2, at=edge + HOUR))
+    world.broker.execute("UPDATE topic SET retention_seconds = 3600 WHERE name = 'order.paid'")
+    world.broker.execute(
+        "INSERT INTO pruned (topic_id, sent, pruned_at) VALUES (%s, 1, %s)", [world.topic_id, edge + HOUR]
+    )
+    second = reconcile.run()
+    assert set(reconcile.findings(second)) == {("1", "", "EXPIRED"), ("50", "", "LOST")}
+    closed = next(row for row in reconcile.rows(second) if row["key"] == "1")
+    assert closed["detail"].startswith(
+        "was MISMATCH; retention may have removed its evidence: nothing before 2025-06-01T13:15"
+    )
+    report = (reconcile.folder / "out" / "report.html").read_text()
+    assert "Retention: nothing before 2025-06-01 13:15:00 can be judged." in report
+    assert second["open_subjects"] == 1, "what is closed is not carried further"
+
+
 def test_an_interval_is_published_when_all_of_it_can_be_judged(reconcile: Reconciler, world: World) -> None:
     reconcile.rules(groups=("logistics",))
     since = START
@@ -104,6 +130,30 @@ def test_an_interval_is_published_when_all_of_it_can_be_judged(reconcile: Reconc
     world.effect("logistics", 10, waiting.at)
     done = reconcile.run(since=until - timedelta(minutes=5), until=until)
     assert {name: count for name, count in done["totals"].items() if count} == {"OK": 2}
+
+
+def test_a_body_is_read_alike_with_checksums_and_without(reconcile: Reconciler, world: World) -> None:
+    """Of a key that comes twice the last counts; what PostgreSQL alone can read as a number or a time is unreadable."""
+    world.add_many(9, every=2 * HOUR)
+    total, more = """'"total" : "'""", """', "paid_at"'"""
+    for number, old, new in (
+        (1, total, """'"total" : "77", "total" : "'"""),
+        (2, more, """', "total" : "77", "paid_at"'"""),
+        (3, """'"3.50"'""", """'"0x03"'"""),
+        (4, "'T18:00:00'", "' 6:00:00 PM '"),
+        (5, "'T20:00:00+00:00'", "'T20:00:00.0000004+00:00'"),
+    ):
+        changed = f"convert_to(replace(convert_from(body, 'UTF8'), {old}, {new}), 'UTF8')"
+        statement = f"UPDATE commit_log SET body = {changed} WHERE key = '{number}' AND body <> {changed}"
+        assert world.broker.execute(statement).rowcount == 1, number
+    world.app.execute("UPDATE orders_order SET total = 3 WHERE id = 3")
+    expected = {("2", "", "MISMATCH"), ("3", "", "UNREADABLE"), ("4", "", "UNREADABLE")}
+    for output, extra in (("out", ""), ("summed", 'bucket = "1h"')):
+        reconcile.output = output
+        reconcile.rules(groups=(), extra=extra)
+        result = reconcile.run()
+        assert set(reconcile.findings(result)) == expected, output
+    assert "buckets are equal, 5 rows were not read" in result["rules"][0]["notes"][0]
 
 
 @pytest.mark.soak

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
 
-from spark import classify, evidence
-from spark.rules import Messages
+from spark.comparison import classify, evidence
+from spark.rules.rule import Messages
 from tests.spark import frames, oracle
 from tests.spark.oracle import (
     GRACE,

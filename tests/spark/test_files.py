@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import csv
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import psycopg
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from spark.errors import UsageProblem
+from spark.errors import RunIncomplete, UsageProblem
 from tests.spark.conftest import Reconciler
 from tests.spark.test_runs import plant
-from tests.spark.world import RULES, START, World
+from tests.spark.world import RULES, START, Order, World
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -60,3 +62,82 @@ def test_csv_and_parquet_give_the_same_findings(reconcile: Reconciler, world: Wo
     (app / "orders_order.csv").rename(app / "moved.csv")
     with pytest.raises(UsageProblem, match=r"table 'orders_order' of 'app' is not there"):
         reconcile.run(rules=path)
+
+
+def folders(
+    reconcile: Reconciler, orders: str, folder: Path, *, old: str = "", new: str = ""
+) -> Callable[[], dict[str, Any]]:
+    """Runs over `folder`, which holds the orders as `orders` (csv, parquet) and the messages as Parquet."""
+    text = RULES.format(extra="", groups="").replace(old, new)
+    until = (START + timedelta(hours=3)).isoformat()
+    for name, kind in (("APP", orders), ("BROKER", "parquet")):
+        text = text.replace(f'env = "RECONCILE_{name}"', f'kind = "{kind}"\npath = "{folder}"\nwatermark = "{until}"')
+    path = reconcile.rules(text=text)
+    return lambda: reconcile.run(rules=path)
+
+
+def copy_out(connection: psycopg.Connection, table: str, target: Path) -> None:
+    """As psql's \\copy writes it: "" is an empty text, nothing is null."""
+    with target.open("wb") as out, connection.cursor().copy(f"COPY {table} TO STDOUT (FORMAT csv, HEADER)") as rows:
+        for block in rows:
+            out.write(block)
+
+
+def test_csv_tells_an_empty_text_from_null(reconcile: Reconciler, world: World, tmp_path: Path) -> None:
+    world.add(Order(number=1), Order(number=2))
+    world.app.execute("UPDATE orders_order SET customer = ''; ALTER TABLE orders_order ALTER customer DROP NOT NULL")
+    world.app.execute("UPDATE orders_order SET customer = NULL WHERE id = 2")
+    for customer, number in (('""', 1), ("null", 2)):
+        body = f'{{"customer": {customer}, "total": "12.50", "paid_at": "{START.isoformat()}"}}'
+        world.broker.execute("UPDATE commit_log SET body = %s WHERE key = %s", [body.encode(), str(number)])
+    copy_out(world.app, "orders_order", tmp_path / "orders_order.csv")
+    export_parquet(world.broker, "message_v1", tmp_path / "message_v1.parquet")
+    run = folders(reconcile, "csv", tmp_path)
+    assert reconcile.findings(run()) == []
+
+    with (tmp_path / "orders_order.csv").open("a") as out:
+        out.write("3,cut off\n")
+    with pytest.raises(RunIncomplete, match=r"MALFORMED_RECORD_IN_PARSING|FAILED_READ_FILE"):
+        run()
+
+
+def orders_table(world: World, unit: str) -> pa.Table:
+    names = ("id", "customer", "total", "paid_at")
+    rows = world.app.execute(f"SELECT {', '.join(names)} FROM orders_order ORDER BY id").fetchall()
+    table = pa.Table.from_pylist([dict(zip(names, row, strict=True)) for row in rows])
+    moments = table["paid_at"].cast(pa.timestamp(unit, tz="UTC"))
+    return table.set_column(3, "paid_at", moments)
+
+
+def test_parquet_with_nanoseconds_is_read_right(reconcile: Reconciler, world: World, tmp_path: Path) -> None:
+    world.add(*(Order(number=number, at=START + timedelta(microseconds=number)) for number in range(1, 4)))
+    world.app.execute("UPDATE orders_order SET paid_at = paid_at + interval '1 microsecond' WHERE id = 3")
+    orders = orders_table(world, "ns")
+    # Nanoseconds beyond the microsecond are cut off, as no other reader has them.
+    moments = [value.value + 999 for value in orders["paid_at"]]
+    exact = pa.array(moments, pa.int64()).cast(pa.timestamp("ns", tz="UTC"))
+    folder = tmp_path / "orders_order"
+    folder.mkdir()
+    pq.write_table(orders.set_column(3, "paid_at", exact), folder / "part-1.parquet")
+    export_parquet(world.broker, "message_v1", tmp_path / "message_v1.parquet")
+    run = folders(reconcile, "parquet", tmp_path)
+    assert reconcile.findings(run()) == [("3", "", "MISMATCH")]
+
+    pq.write_table(orders_table(world, "us").slice(0, 0), folder / "part-2.parquet")
+    with pytest.raises(UsageProblem, match=r"column paid_at is in nanoseconds in some files and not in others"):
+        run()
+
+
+def test_parquet_with_a_dotted_column_name(reconcile: Reconciler, world: World, tmp_path: Path) -> None:
+    world.add(Order(number=1), Order(number=2))
+    world.app.execute("UPDATE orders_order SET total = 1 WHERE id = 2")
+    orders = orders_table(world, "us").rename_columns(["id", "customer", "price.total", "paid_at"])
+    pq.write_table(orders, tmp_path / "orders_order.parquet")
+    export_parquet(world.broker, "message_v1", tmp_path / "message_v1.parquet")
+    run = folders(reconcile, "parquet", tmp_path, old='column = "total"', new='column = "price.total"\nbody = "total"')
+    assert reconcile.findings(run()) == [("2", "", "MISMATCH")]
+
+    struct = pa.array([{"total": 12.5}, {"total": 1.0}])
+    pq.write_table(orders.append_column("price", struct), tmp_path / "orders_order.parquet")
+    with pytest.raises(UsageProblem, match=r"'price\.total' may be the column of that name, or a field of column"):
+        run()

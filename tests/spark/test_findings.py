@@ -13,8 +13,8 @@ import pyarrow.parquet as parquet
 import pytest
 from psycopg.conninfo import conninfo_to_dict
 
-from spark import findings
 from spark.errors import UsageProblem
+from spark.output import findings
 from tests.spark.conftest import Reconciler
 from tests.spark.world import World
 

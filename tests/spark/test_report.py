@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from datetime import UTC, datetime
 from html.parser import HTMLParser
+from pathlib import Path
 from typing import Any
 
-from spark import metrics, report
-from spark.classify import CLASSES
+import pytest
+
+from spark.comparison.classify import CLASSES, FAULTS, FindingClass
+from spark.errors import UsageProblem
+from spark.output import metrics, report
+from spark.output.remedies import REMEDIES
 
 HOSTILE = [
     "<script>alert(1)</script>",
@@ -30,6 +36,7 @@ def result(**counts: int) -> dict[str, Any]:
         "topic": "order.paid",
         "since": None,
         "until": NOW,
+        "floor": NOW,
         "watermark": NOW,
         "grace_seconds": 30.0,
         "rows_read": 10,
@@ -50,6 +57,8 @@ def result(**counts: int) -> dict[str, Any]:
         "title": "<Orders>",
         "status": "findings" if faults else "clean",
         "faults": faults,
+        "new_faults": faults,
+        "acknowledged": 0,
         "run": "r1",
         "mode": "full",
         "started_at": NOW,
@@ -63,7 +72,7 @@ def result(**counts: int) -> dict[str, Any]:
 
 
 def finding(text: str) -> dict[str, Any]:
-    shared = ("rule", "key", "group", "detail", "row", "body", "message_id", "severity")
+    shared = ("rule", "key", "group", "detail", "row", "body", "message_id", "severity", "acknowledged", "remedy")
     times = dict.fromkeys(report.SHOWN_TIMES, "2025-06-01 12:00:00")
     return {**dict.fromkeys(shared, text), **times, "class": "MISMATCH", "flags": ["MISMATCH", text]}
 
@@ -117,9 +126,32 @@ def test_a_clean_report_says_so_and_draws_the_rows() -> None:
 
 
 def test_prometheus_textfile() -> None:
-    text = metrics.render(result(LOST=2))
-    assert 'outbox_reconcile_keys{rule="<rule>",subject="message",class="LOST"} 2' in text
-    assert "outbox_reconcile_faults 2" in text
-    assert text.count("# TYPE") == 5
+    text = metrics.render(result(LOST=2), "shop")
+    assert 'outbox_reconcile_keys{rules="shop",rule="<rule>",subject="message",class="LOST"} 2' in text
+    assert 'outbox_reconcile_faults{rules="shop"} 2' in text
+    assert re.findall(r"# TYPE (?!outbox_)", text) == []
+    assert text.count("# TYPE") == 7
     samples = [line for line in text.splitlines() if not line.startswith("#")]
     assert all(float(line.rsplit(" ", 1)[1]) >= 0 for line in samples)
+
+
+def test_the_metrics_of_two_rules_files_stand_beside_each_other(tmp_path: Path) -> None:
+    orders, refunds = tmp_path / "orders.toml", tmp_path / "refunds.toml"
+    for rules in (orders, refunds):
+        metrics.write(metrics.target(tmp_path, rules), result(LOST=2), rules)
+    written = {path.name: path.read_text() for path in tmp_path.glob("*.prom")}
+    assert sorted(written) == ["outbox_reconcile_orders.prom", "outbox_reconcile_refunds.prom"]
+    samples = [line.rsplit(" ", 1)[0] for text in written.values() for line in text.splitlines() if line[0] != "#"]
+    assert len(samples) == len(set(samples)), "a collector that reads both refuses a sample that is there twice"
+
+    one = tmp_path / "outbox.prom"
+    metrics.write(metrics.target(one, orders), result(), orders)
+    assert metrics.target(one, orders) == one
+    with pytest.raises(UsageProblem, match=r"those of another rules file, .*orders\.toml"):
+        metrics.target(one, refunds)
+
+
+def test_the_documentation_says_what_findings_say() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "reconciliation.md").read_text()
+    for name in (*FAULTS, FindingClass.EXPIRED):
+        assert f"| {name.value} | {REMEDIES[name].check} | {REMEDIES[name].settle} |" in text

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from spark import cli, rules_file
+from spark import cli
 from spark.errors import RulesInvalid, UsageProblem
-from spark.rules import FieldType, Kind, Messages, Severity
+from spark.rules import file as rules_file
+from spark.rules.rule import FieldType, Kind, Messages, Severity
 from tests.spark.world import RULES, group_rules
 
 ENVIRONMENT = {"RECONCILE_APP": "dbname=app", "RECONCILE_BROKER": "dbname=broker"}

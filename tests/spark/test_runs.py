@@ -14,8 +14,11 @@ from typing import Any
 import psycopg
 import pytest
 
-from spark import classify, confirm, prefilter, rules_file, run, scan, sides
+from spark import run
+from spark.comparison import classify, sides
 from spark.errors import RunIncomplete
+from spark.rules import file as rules_file
+from spark.stages import confirm, prefilter, scan
 from tests.spark.conftest import Reconciler
 from tests.spark.world import START, Order, World
 from tests.support import eventually
@@ -98,11 +101,13 @@ def test_k_planted_faults_exactly_those_k_rerun_identical_clean_after_repair(
     assert run.exit_code(first) == 1
     assert first["faults"] == len(planted)
     assert first["rules"][0]["counts"]["OK"] == 300 - 7
-    assert f"outbox_reconcile_faults {len(planted)}" in (tmp_path / "outbox.prom").read_text()
+    assert f'outbox_reconcile_faults{{rules="reconcile"}} {len(planted)}' in (tmp_path / "outbox.prom").read_text()
     by_class = {(row["class"], row["group"]): row for row in rows}
     assert by_class["MISMATCH", ""]["detail"] == "row and body differ: total 9.5 in the row, 8.5 in the body"
     assert by_class["UNDELIVERED", "logistics"]["delivery"] == "passed"
     assert by_class["ORPHAN", ""]["detail"].endswith("acted on by: logistics, points, cart")
+    say_what_they_rest_on(by_class)
+    assert "What to do" in (reconcile.folder / "out" / "report.html").read_text()
 
     second = reconcile.run(full=True)
     assert [without_times(row) for row in reconcile.rows(second)] == [without_times(row) for row in rows]
@@ -112,6 +117,21 @@ def test_k_planted_faults_exactly_those_k_rerun_identical_clean_after_repair(
     third = reconcile.run()
     assert set(reconcile.findings(third)) == {(key, group, "RECOVERED") for key, group, _ in planted}
     assert run.exit_code(third) == 0
+
+
+def say_what_they_rest_on(by_class: dict[tuple[str, str], dict[str, Any]]) -> None:
+    """How late, which body and why, which messages; and what to do, with the finding's own ids."""
+    details = {subject: row["detail"] for subject, row in by_class.items()}
+    unreadable, duplicate = by_class["UNREADABLE", ""], by_class["DUPLICATE", ""]
+    assert details["LATE", ""] == "the message was committed 1:00:00.005 after the row's time; the limit is 0:05:00"
+    assert details["LATE", "points"] == "the effect of points came 1:00:01 after it was due; the limit is 0:10:00"
+    assert details["UNREADABLE", ""] == f"message {unreadable['message_id']}: the body is not JSON"
+    assert f"the newest {duplicate['message_id']}), rows: 1" in details["DUPLICATE", ""]
+    for row in by_class.values():
+        assert row["remedy"].startswith("Check first: ")
+    dead, stuck = by_class["DEAD", "points"], by_class["HALF_STUCK", ""]
+    assert dead["remedy"].endswith(f"outbox_dead_letter replay points {dead['message_id']}")
+    assert f"outbox_decide {stuck['transaction_id']} commit" in stuck["remedy"]
 
 
 def without_times(row: dict[str, Any]) -> dict[str, Any]:
@@ -189,7 +209,7 @@ def test_row_updated_and_rows_committed_between_the_two_snapshots(reconcile: Rec
         world.app.execute("UPDATE orders_order SET paid_at = %s WHERE id = 2", [START])
         sources.close_all()
         sources.open_all()
-        keys = suspects.selectExpr("key", "false AS carried")
+        keys = suspects.selectExpr("key", "false AS carried", "at AS sought_at")
         again = str(reconcile.folder / "confirmed")
         confirm.confirm(reconcile.spark, rule, sources, window, keys, again)
         sources.close_all()

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from pyspark.sql.readwriter import DataFrameWriter
 
-from spark import confirm
 from spark.errors import RunIncomplete
+from spark.stages import confirm
 from tests.spark.conftest import Reconciler
 from tests.spark.test_report import HOSTILE
 from tests.spark.world import RULES, START, Order, World

@@ -29,6 +29,8 @@ def replace(output: str, lines: Iterable[str]) -> int:
 
 
 def _row(output: str, found: dict[str, Any]) -> Finding:
+    if found.get("acknowledged"):
+        found = {**found, "detail": f"acknowledged {found['acknowledged']}; {found['detail']}"}
     names = ("run", "rule", "group", "severity", "key", "detail", "message_id", "transaction_id", "row", "body")
     texts = {name: _fitting(name, found[name]) for name in names}
     times = {name: found[name] and datetime.fromisoformat(found[name]) for name in ("at", "first_seen")}

@@ -1,0 +1,172 @@
+"""The broker's log kept as Parquet before retention removes it: `outbox-reconcile archive`.
+
+    archive.json                           what the archive holds: passes with their counts and checksums, gaps
+    message_v1/pass=<name>/day=<date>/…    Parquet, one row per message of that pass, by the day it was stored
+
+A pass takes what was settled (decided, due, recalled) since the pass before: nothing is settled twice, so no message is
+in two passes. It counts once `archive.json` names it; what a killed pass left is removed by the next one.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from dataclasses import asdict
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, Final
+
+from ..errors import RunIncomplete, UsageProblem
+from ..output.store import Store
+from ..progress import Progress
+from ..rules.rule import Kind, Rules
+from ..sources import sql
+from ..sources.base import ColumnKind
+from ..sources.postgres import PostgresSource
+from ..stages.scan import readable_errors
+from .manifest import FOLDER, KINDS, MANIFEST, SETTLED, Gap, Manifest, Pass, load, read, removed_by_topic, selection
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+_LOCK: Final = "SELECT pg_try_advisory_lock(hashtextextended('outbox-reconcile archive', 0))"
+_ABSENT: Final = "\x01"
+
+
+class Archive:
+    """One pass, or a check of all earlier ones, over the broker of a rules file."""
+
+    def __init__(self, spark: SparkSession, rules: Rules, progress: Progress) -> None:
+        database = rules.databases[rules.broker]
+        if rules.archive is None:
+            raise UsageProblem('the rules name no archive: write archive = "/var/lib/outbox-archive" in [broker].')
+        if database.kind is not Kind.POSTGRES:
+            raise UsageProblem("only a broker in PostgreSQL can be archived: its files are an archive already.")
+        self._spark, self._progress, self._schema = spark, progress, database.schema
+        self._store = Store(rules.archive, rules.output_mode)
+        self._source = PostgresSource(spark, database)
+
+    def run(self) -> tuple[Pass | None, list[Gap]]:
+        """Take what was settled since the last pass; None: nothing yet. Returns the gaps that were found on the way.
+
+        Raises ReconcileError; then the archive is as it was.
+        """
+        self._store.check_writable()
+        try:
+            with readable_errors("taking a snapshot"):
+                reading = self._source.open([])
+                if not self._source.query(_LOCK)[0][0]:
+                    raise RunIncomplete("another pass over this broker is running. Run it again when that has ended.")
+            manifest = load(self._store) or Manifest(broker=reading.identity)
+            if manifest.broker != reading.identity:
+                raise UsageProblem(
+                    f"{self._store.path(MANIFEST)} is the archive of broker {manifest.broker!r}, this is "
+                    f"{reading.identity!r}. Give each broker an archive of its own."
+                )
+            self._remove_unnamed(manifest)
+            assert reading.watermark is not None
+            return self._pass(manifest, reading.watermark.isoformat())
+        finally:
+            self._source.close()
+
+    def verify(self) -> list[str]:
+        """Read everything again; returns the passes whose count or checksum is not what it was, as texts."""
+        manifest = load(self._store)
+        problems = []
+        for each in manifest.passes if manifest is not None else ():
+            with self._progress.step(f"stage verify: {each.folder}"), readable_errors(f"reading {each.folder}"):
+                found = self._sums(each.folder)
+            if found != (each.count, each.checksum):
+                problems.append(f"{each.folder}: {each.count} messages were written, now there are {found[0]}")
+        return problems
+
+    def _pass(self, manifest: Manifest, until: str) -> tuple[Pass | None, list[Gap]]:
+        since = manifest.until
+        with self._progress.step("stage gaps: what was removed since"), readable_errors("counting removed messages"):
+            gaps = self._account(manifest, until)
+        if since is not None and datetime.fromisoformat(until) <= datetime.fromisoformat(since):
+            return None, gaps
+        terms = [f"{SETTLED} < '{until}'", "state IN ('committed', 'recalled')"]
+        terms += [f"{SETTLED} >= '{since}'"] if since is not None else []
+        name = f"{datetime.now(UTC):%Y%m%dT%H%M%S%fZ}-{uuid.uuid4().hex[:6]}"
+        folder = f"{FOLDER}/pass={name}"
+        with self._progress.step(f"stage write: {folder}, settled from {since or 'the beginning'} to {until}"):
+            with readable_errors("archiving messages"):
+                expected, topics = self._expected(terms)
+                self._write(folder, terms)
+        with self._progress.step(f"stage verify: {expected[0]} messages"), readable_errors("verifying the archive"):
+            found = self._sums(folder)
+        if found != expected:
+            raise RunIncomplete(
+                f"{folder} holds {found[0]} messages, checksum {found[1]}; the broker has {expected[0]}, checksum "
+                f"{expected[1]}: what was written is not what is there. The archive is as it was; run it again."
+            )
+        made = Pass(name=name, since=since, until=until, count=expected[0], checksum=expected[1], topics=topics)
+        manifest.passes.append(made)
+        manifest.gaps += gaps
+        self._progress.say(f"stage publish: {MANIFEST}")
+        self._store.protect(folder)
+        content = {"version": 1, **asdict(manifest)}
+        self._store.write(MANIFEST, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+        return made, gaps
+
+    def _account(self, manifest: Manifest, until: str) -> list[Gap]:
+        """What was removed unseen; the first pass only notes what was gone before it."""
+        gaps = []
+        for topic, removed, taken, horizon in removed_by_topic(self._source, self._schema, manifest.until):
+            if not manifest.passes:
+                manifest.removed[topic] = (removed, horizon.astimezone(UTC).isoformat() if horizon else "")
+            elif missing := manifest.missing(topic, removed, taken):
+                gaps.append(Gap(topic=topic, messages=missing, until=until))
+        return gaps
+
+    def _expected(self, terms: list[str]) -> tuple[tuple[int, int], dict[str, int]]:
+        values = ", ".join(f"coalesce({_as_text(name)}, '{_ABSENT}')" for name in KINDS)
+        line = f"md5(convert_to(concat_ws('|', {values}), 'UTF8'))"
+        number = f"('x' || substr({line}, 1, 15))::bit(60)::bigint"
+        table = sql.table_name(FOLDER, self._schema)
+        rows = self._source.query(
+            f"SELECT topic, count(*), bit_xor({number}) FROM {table}{sql.where(terms)} GROUP BY topic",
+            about="the broker's view message_v1",
+        )
+        count, checksum = 0, 0
+        for _, messages, part in rows:
+            count, checksum = count + int(messages), checksum ^ int(part)
+        return (count, checksum), {str(row[0]): int(row[1]) for row in rows}
+
+    def _write(self, folder: str, terms: list[str]) -> None:
+        from pyspark.sql import functions as F
+
+        frame = self._source.read([selection(*terms)], None).withColumn("day", F.to_date("stored_at"))
+        frame.write.partitionBy("day").parquet(self._store.spark_path(folder))
+
+    def _sums(self, folder: str) -> tuple[int, int]:
+        """Count and checksum of what is on the disk, computed as the broker computes them."""
+        from pyspark.sql import functions as F
+
+        parts = [F.coalesce(_as_column(name, kind), F.lit(_ABSENT)) for name, kind in KINDS.items()]
+        number = F.conv(F.substring(F.md5(F.concat_ws("|", *parts).cast("binary")), 1, 15), 16, 10).cast("bigint")
+        frame = read(self._spark, [self._store.spark_path(folder)])
+        row = frame.agg(F.count(F.lit(1)), F.coalesce(F.bit_xor(number), F.lit(0).cast("bigint"))).collect()[0]
+        return int(row[0]), int(row[1])
+
+    def _remove_unnamed(self, manifest: Manifest) -> None:
+        known = {each.folder for each in manifest.passes}
+        for name in self._store.folders(FOLDER):
+            if f"{FOLDER}/{name}" not in known:
+                self._progress.say(f"  removing {FOLDER}/{name}: it was not finished")
+                self._store.remove(f"{FOLDER}/{name}")
+
+
+def _as_text(name: str) -> str:
+    kind = KINDS[name]
+    if kind is ColumnKind.TIMESTAMP:
+        return f"(extract(epoch FROM {name}) * 1000000)::bigint::text"
+    return f"md5({name})" if kind is ColumnKind.BINARY else f"{name}::text"
+
+
+def _as_column(name: str, kind: ColumnKind) -> Any:
+    from pyspark.sql import functions as F
+
+    if kind is ColumnKind.TIMESTAMP:
+        return F.unix_micros(name).cast("string")
+    return F.md5(name) if kind is ColumnKind.BINARY else F.col(name).cast("string")

@@ -1,0 +1,263 @@
+"""Which class a key is in. Pure: evidence, rule and window in, classes out; no clock, no source.
+
+A key is judged once as a message and, if its message is committed and its row is there, once per consumer group.
+Several conditions can hold at once; the first in the order of `FindingClass` names the finding, all are kept in
+`flags`.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime
+from functools import reduce
+
+from pyspark.sql import Column, DataFrame
+from pyspark.sql import functions as F
+
+from ..rules.rule import Messages, Rule
+
+
+class FindingClass(enum.StrEnum):
+    """What is the matter, in order of precedence."""
+
+    ORPHAN = "ORPHAN"
+    """A committed message (or an effect) without a business row: consumers act on something that did not happen."""
+    HALF_STUCK = "HALF_STUCK"
+    """A half message is parked, or undecided for longer than stuck_after."""
+    LOST = "LOST"
+    """A business row without a message."""
+    UNREADABLE = "UNREADABLE"
+    """The body (or a compared field) of a committed message cannot be read as declared."""
+    DUPLICATE = "DUPLICATE"
+    """More messages than rows, more rows than keys, or more effects than messages."""
+    DEAD = "DEAD"
+    """Given up by a group: in its dead-letter queue, not replayed."""
+    UNDELIVERED = "UNDELIVERED"
+    """No effect of a group within its limit."""
+    MISMATCH = "MISMATCH"
+    """A compared field differs."""
+    LATE = "LATE"
+    """Right, but later than declared."""
+    PENDING = "PENDING"
+    """Too young to be judged, or still within its limits. Carried over to the next run."""
+    OK = "OK"
+    """As declared."""
+    RECOVERED = "RECOVERED"
+    """A finding of the previous result that is none any more. Given by comparing results, not by evidence."""
+    EXPIRED = "EXPIRED"
+    """What an earlier run left open can no longer be judged: retention may have removed its evidence. It is closed."""
+
+
+CLASSES = tuple(FindingClass)
+FAULTS = CLASSES[: CLASSES.index(FindingClass.PENDING)]
+ORDER = {name: number for number, name in enumerate(CLASSES)}
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """What is judged: rows with `since <= time < until`. `watermark`: all sides are complete below it.
+
+    Lateness is judged against the watermark, so that the same data and window give the same classes at any time.
+    The messages of rows before `floor` may be gone. `is_exact`: what is not in the window is nothing to be carried
+    over either. On the second look `carried` names a column: keys where it is true are judged however old they are,
+    the others, read in full by now, from `floor` on.
+    """
+
+    since: datetime | None
+    until: datetime
+    watermark: datetime
+    floor: datetime | None = None
+    is_exact: bool = False
+    carried: str | None = None
+
+    def covers(self, time: Column) -> Column:
+        """Whether a time is inside; null is not."""
+        return F.coalesce((time < F.lit(self.until)) & self.not_before(time), F.lit(False))
+
+    def not_before(self, time: Column) -> Column:
+        """Not in an earlier window, which has judged it or carried it over."""
+        if self.carried is not None:
+            return F.col(self.carried) | self._above_floor(time)
+        return F.lit(True) if self.since is None else time >= F.lit(self.since)
+
+    def looks_at(self, row_at: Column) -> Column:
+        """Whether a row is judged: it is inside, or something new has come to an older one."""
+        if self.since is None or self.carried is not None:
+            return self.covers(row_at)
+        touched = (row_at < F.lit(self.since)) & (F.col("touched_at") >= F.lit(self.since)) & self._above_floor(row_at)
+        return self.covers(row_at) | F.coalesce(touched, F.lit(False))
+
+    def meets(self) -> Column:
+        """On a first look: something new came to a key whose row and message an earlier window has read."""
+        if self.since is None or self.carried is not None:
+            return F.lit(False)
+        return F.coalesce(F.col("touched_at") >= F.lit(self.since), F.lit(False))
+
+    def to_come(self, time: Column) -> Column:
+        """Not judged before, but perhaps later: not in an earlier window, and in an exact one if this is one."""
+        return self.covers(time) if self.is_exact else self.not_before(time)
+
+    def _above_floor(self, time: Column) -> Column:
+        return F.lit(True) if self.floor is None else time >= F.lit(self.floor)
+
+
+def message_conditions(rule: Rule, window: Window) -> dict[FindingClass, Column]:
+    """Condition of each class of a key's message, in order of precedence. OK is what is judged and has none."""
+    has_row, committed, undecided = F.col("rows") > 0, F.col("committed") > 0, F.col("undecided") > 0
+    row_judged = has_row & window.looks_at(F.col("row_at"))
+    message_judged = ~has_row & window.covers(F.col("message_at"))
+    settled = F.col("settled_at") < F.lit(window.until)
+    half_judged = row_judged | (~has_row & window.covers(F.col("undecided_at")))
+    is_stuck = (F.col("parked") > 0) | (_age("undecided_at", window) > _micros(rule.stuck_after_seconds))
+    exactly_one = rule.messages is Messages.EXACTLY_ONE
+    is_double = F.greatest(F.col("rows"), _live()) > 1 if exactly_one else F.lit(False)
+    judged = row_judged | message_judged
+    fresh = has_row & (F.col("row_at") >= F.lit(window.until)) & F.lit(not window.is_exact)
+    alone = ~has_row & ~committed & undecided & window.to_come(F.col("undecided_at"))
+    unsettled = ~has_row & committed & ~settled & window.to_come(F.col("message_at"))
+    differs = row_judged & committed & (F.col("unreadable") == 0) & _differs(rule)
+    # A row that is written again and again: the newest message may be of a later state than the row that was read,
+    # and an undecided one of a state that was read already.
+    is_final = F.lit(True) if exactly_one else (F.col("newest_settled_at") < F.lit(window.until)) & ~undecided
+    conditions = {
+        FindingClass.ORPHAN: message_judged & committed & settled,
+        FindingClass.HALF_STUCK: half_judged & undecided & is_stuck,
+        FindingClass.LOST: row_judged & ~committed & ~undecided,
+        FindingClass.UNREADABLE: (judged & committed & (F.col("unreadable") > 0)) | (row_judged & _has_no_key()),
+        FindingClass.DUPLICATE: judged & committed & is_double,
+        FindingClass.MISMATCH: differs & is_final,
+        FindingClass.LATE: row_judged & committed & _is_late(rule),
+        FindingClass.PENDING: fresh | (row_judged & undecided) | (differs & ~is_final) | alone | unsettled,
+    }
+    return {name: F.coalesce(condition, F.lit(False)) for name, condition in conditions.items()}
+
+
+def group_conditions(rule: Rule, number: int, window: Window) -> dict[FindingClass, Column]:
+    """Condition of each class of a key with the rule's group `number`."""
+    group = rule.groups[number]
+    effects, effect_at = F.col(f"effects_{number}"), F.col(f"effect_at_{number}")
+    has_time, is_sent = F.lit(group.table is not None), _is_sent(window.looks_at)
+    expected = is_sent & _is_owed(rule, number)
+    due = F.greatest("row_at", F.coalesce("due_at", "row_at"))
+    limit = _micros(group.within_seconds)
+    overdue = F.unix_micros(F.lit(window.watermark)) - F.unix_micros(due) > limit
+    nothing_known = (F.col("rows") == 0) & (F.col("committed") == 0) & (F.col("undecided") == 0)
+    conditions = {
+        FindingClass.ORPHAN: nothing_known & (effects > 0) & window.covers(effect_at),
+        FindingClass.DUPLICATE: is_sent & (effects > _live()),
+        FindingClass.DEAD: (is_sent | (nothing_known & window.meets())) & (F.col(f"dead_{number}") > 0),
+        FindingClass.UNDELIVERED: expected & (effects == 0) & overdue,
+        # The broker's own view of a delivery says whether, not when.
+        FindingClass.LATE: expected & has_time & (F.unix_micros(effect_at) - F.unix_micros(due) > limit),
+        FindingClass.PENDING: expected & (effects == 0) & ~overdue,
+    }
+    return {name: F.coalesce(condition, F.lit(False)) for name, condition in conditions.items()}
+
+
+def _is_sent(judges: Callable[[Column], Column]) -> Column:
+    """Whether groups may owe an effect: the row is judged, its message committed and not recalled."""
+    return (F.col("rows") > 0) & judges(F.col("row_at")) & (_live() > 0)
+
+
+def _is_owed(rule: Rule, number: int) -> Column:
+    """Whether the rule's group `number` owes an effect of what was sent."""
+    return F.col(f"owed_{number}") > 0 if rule.groups[number].owed_when else F.lit(True)
+
+
+def _live() -> Column:
+    """Committed messages that were not recalled."""
+    return F.col("committed") - F.col("recalled")
+
+
+def _has_no_key() -> Column:
+    return F.col("unkeyed") > 0
+
+
+def with_classes(evidence: DataFrame, rule: Rule, window: Window) -> DataFrame:
+    """Adds `holds` and, per group, `holds_0`…: the conditions that hold, as bits in order of precedence.
+
+    0 where nothing was to be judged. Bits, because Spark's optimizer copies a column's expression wherever it is
+    used: a chain of CASE per class and group grows beyond what it can plan.
+    """
+    judged = (F.col("rows") > 0) & window.covers(F.col("row_at"))
+    columns = {"holds": _bits(message_conditions(rule, window), judged)}
+    for number in range(len(rule.groups)):
+        expected = _is_sent(window.covers) & _is_owed(rule, number)
+        columns[f"holds_{number}"] = _bits(group_conditions(rule, number, window), expected)
+    return evidence.withColumns(columns)
+
+
+def subjects(classified: DataFrame, rule: Rule, window: Window) -> DataFrame:
+    """One row per key and subject that is not OK: key, group ('' for the message), class, flags, at, carry.
+
+    `at` is the time of the subject; `carry` says that a PENDING one lies below the boundary, so that no later
+    window would read it.
+    """
+    own = _subject("", "holds", F.coalesce("row_at", "message_at", "undecided_at"))
+    groups = [
+        _subject(group.name, f"holds_{number}", F.coalesce("row_at", "message_at", f"effect_at_{number}"))
+        for number, group in enumerate(rule.groups)
+    ]
+    held = [F.col("holds"), *(F.col(f"holds_{number}") for number in range(len(rule.groups)))]
+    # Lowest bit OK: nothing else holds.
+    found = reduce(Column.__or__, [(bits != 0) & (bits != _bit(FindingClass.OK)) for bits in held])
+    exploded = classified.where(found).withColumn("subject", F.explode(F.array(own, *groups)))
+    bits = F.col("subject.bits")
+    first = F.bit_count((bits.bitwiseAND(-bits)) - 1)
+    dropped = ["subject", "holds", *[f"holds_{number}" for number in range(len(rule.groups))]]
+    named = exploded.where((bits != 0) & (bits != _bit(FindingClass.OK))).select(
+        "*",
+        "subject.group",
+        F.element_at(_names(CLASSES), first + 1).alias("class"),
+        F.filter(_names(FAULTS), lambda _, place: F.expr("subject.bits").bitwiseAND(_power(place)) != 0).alias("flags"),
+        "subject.at",
+    )
+    carry = (F.col("class") == FindingClass.PENDING.value) & (F.col("at") < F.lit(window.until))
+    return named.drop(*dropped).withColumn("carry", carry)
+
+
+def _subject(group: str, bits: str, at: Column) -> Column:
+    return F.struct(F.lit(group).alias("group"), F.col(bits).alias("bits"), at.alias("at"))
+
+
+def _bits(conditions: dict[FindingClass, Column], judged: Column) -> Column:
+    held = [F.when(condition, F.lit(_bit(name))).otherwise(0) for name, condition in conditions.items()]
+    held.append(F.when(judged, F.lit(_bit(FindingClass.OK))).otherwise(0))
+    return reduce(Column.__add__, held)
+
+
+def _bit(name: FindingClass) -> int:
+    return 1 << ORDER[name]
+
+
+def _power(place: Column) -> Column:
+    return F.pow(F.lit(2), place).cast("int")
+
+
+def _names(classes: tuple[FindingClass, ...]) -> Column:
+    return F.array(*[F.lit(name.value) for name in classes])
+
+
+def _differs(rule: Rule) -> Column:
+    differs = ~F.col("row_hash").eqNullSafe(F.col("message_hash"))
+    for number, field in enumerate(rule.near_fields):
+        ours, theirs = F.col(f"row_n{number}"), F.col(f"message_n{number}")
+        too_far = F.abs(ours - theirs) > F.lit(field.tolerance).cast("decimal(38,12)")
+        differs = differs | F.coalesce(too_far, ~ours.eqNullSafe(theirs))
+    return differs
+
+
+def _is_late(rule: Rule) -> Column:
+    if rule.late_after_seconds is None:
+        return F.lit(False)
+    return F.unix_micros("settled_at") - F.unix_micros("row_at") > _micros(rule.late_after_seconds)
+
+
+def _age(column: str, window: Window) -> Column:
+    return F.unix_micros(F.lit(window.watermark)) - F.unix_micros(column)
+
+
+def _micros(seconds: float) -> Column:
+    return F.lit(round(seconds * 1_000_000)).cast("bigint")

@@ -1,0 +1,208 @@
+"""The contract of the tables: what the pipeline reads of the broker's published views, and how of the user's tables.
+
+The views belong to the broker (`outbox/broker/schema`), carry their version in their name and are described in
+docs/reconciliation.md. A test holds this list against an installed broker.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from ..rules.rule import FieldType, GroupRule, Rule
+from ..sources.base import Column, ColumnKind, Selection
+
+# View -> column -> PostgreSQL type.
+VIEWS: Final[dict[str, dict[str, str]]] = {
+    "message_v1": {
+        "log_id": "bigint",
+        "message_id": "uuid",
+        "transaction_id": "uuid",
+        "topic": "text",
+        "key": "text",
+        "tag": "text",
+        "content_type": "text",
+        "headers": "text",
+        "body": "bytea",
+        "stored_at": "timestamp with time zone",
+        "deliver_at": "timestamp with time zone",
+        "state": "text",
+        "decided_by": "text",
+        "decided_at": "timestamp with time zone",
+    },
+    "delivery_v1": {
+        "consumer_group": "text",
+        "topic": "text",
+        "log_id": "bigint",
+        "key": "text",
+        "tag": "text",
+        "state": "text",
+    },
+    "dead_letter_v1": {
+        "consumer_group": "text",
+        "log_id": "bigint",
+        "topic": "text",
+        "key": "text",
+        "tag": "text",
+        "dead_at": "timestamp with time zone",
+        "replayed_at": "timestamp with time zone",
+    },
+    "topic_v1": {"topic": "text", "retention_seconds": "bigint", "pruned_at": "timestamp with time zone"},
+    # Of subscriptions, where the rules do not say what a group owes.
+    "group_v1": {"consumer_group": "text", "topic": "text", "filter": "text"},
+    "offset_v1": {"consumer_group": "text", "topic": "text", "queue_id": "integer", "start_offset": "bigint"},
+    "queue_entry_v1": {"queue_id": "integer", "queue_offset": "bigint", "log_id": "bigint", "attempt": "smallint"},
+}
+MESSAGE_STATES: Final = ("committed", "recalled", "rolled_back", "parked", "undecided")
+
+_TIMESTAMP, _BIGINT = ColumnKind.TIMESTAMP, ColumnKind.BIGINT
+ROW_KIND: Final = 0
+EFFECT_KIND: Final = 10
+_DETAILS: Final = ("message_id", "transaction_id", "tag", "decided_by")
+
+# What is read from one database is read at once, so all its selections have one shape: rows and effects
+# (kind, key, at, f0, f1, …), or what the broker knows (key, at, log_id, decided_at, …).
+
+
+def rows(rule: Rule) -> Selection:
+    """The business rows that must have produced a message, with the compared columns as f0, f1, …"""
+    fields = [
+        Column(
+            f"f{number}",
+            field.column,
+            ColumnKind.MICROSECONDS if field.type is FieldType.TIMESTAMP else ColumnKind.TEXT,
+            field.type,
+        )
+        for number, field in enumerate(rule.fields)
+    ]
+    return Selection(
+        table=rule.table,
+        columns=(
+            Column("kind", str(ROW_KIND), _BIGINT),
+            Column("key", rule.key),
+            Column("at", rule.time, _TIMESTAMP, FieldType.TIMESTAMP),
+            *fields,
+        ),
+        key=rule.key,
+        time=rule.time,
+        conditions=(rule.when,) if rule.when else (),
+    )
+
+
+def effects(rule: Rule, number: int, *, detailed: bool = False) -> Selection:
+    """The rows in which the work of the rule's group `number` shows.
+
+    Without an effect table: the deliveries that the broker says are done, in the shape of messages. They have no
+    time: offsets are compacted, so what is kept says that a message was passed, not when.
+    """
+    group = rule.groups[number]
+    if group.table is None:
+        return Selection(
+            table="delivery_v1",
+            columns=_broker_columns(rule, {"state": f"'{effect_state(number)}'"}, detailed=detailed),
+            key="key",
+            time="stored_at",
+            equals=(*_topic(rule), ("consumer_group", group.name), ("state", "passed")),
+            span="log_id",
+            in_broker=True,
+        )
+    return Selection(
+        table=group.table,
+        columns=(
+            Column("kind", str(EFFECT_KIND + number), _BIGINT),
+            Column("key", group.key or group.message_id or ""),
+            Column("at", group.time or "", _TIMESTAMP, FieldType.TIMESTAMP),
+            *[Column(f"f{place}", "(NULL)") for place in range(len(rule.fields))],
+        ),
+        key=group.key or group.message_id or "",
+        time=group.time,
+        conditions=(group.when,) if group.when else (),
+    )
+
+
+def messages(rule: Rule, *, detailed: bool = False) -> Selection:
+    """The messages of the rule's topic (and tag); `detailed` adds what only a finding shows."""
+    names = {"at": "stored_at", "decided_at": "decided_at", "deliver_at": "deliver_at", "state": "state"}
+    more = {"content_type": "content_type", "body": "body", "owed": owed(rule), **{name: name for name in _DETAILS}}
+    return Selection(
+        table="message_v1",
+        columns=_broker_columns(rule, {**names, **more}, detailed=detailed),
+        key="key",
+        time="stored_at",
+        conditions=(rule.message_when,) if rule.message_when else (),
+        equals=_topic(rule),
+        span="log_id",
+        in_broker=True,
+    )
+
+
+def owed(rule: Rule) -> str:
+    """Which groups owe an effect of a message: bit n for the rule's group n."""
+    bits = [
+        f"CASE WHEN {group.owed_when} THEN {1 << number} ELSE 0 END" if group.owed_when else str(1 << number)
+        for number, group in enumerate(rule.groups)
+    ]
+    return f"({' + '.join(bits)})" if bits else "0"
+
+
+def message_ids() -> Selection:
+    """The ids of all messages, of other topics too: an inbox may hold messages of several."""
+    names = ("message_id", "key", "topic", "tag")
+    return Selection(
+        table="message_v1",
+        columns=tuple(Column(name, name) for name in names),
+        key="message_id",
+        time="stored_at",
+        span="log_id",
+        in_broker=True,
+    )
+
+
+def dead_letters(rule: Rule, *, detailed: bool = False) -> Selection:
+    """Dead letters of the topic that were not replayed, in the shape of messages."""
+    return Selection(
+        table="dead_letter_v1",
+        columns=_broker_columns(rule, {"at": "dead_at", "state": "'dead ' || consumer_group"}, detailed=detailed),
+        key="key",
+        conditions=("replayed_at IS NULL",),
+        equals=_topic(rule),
+        in_broker=True,
+    )
+
+
+def deliveries(rule: Rule) -> Selection:
+    """How far each message got with each group, for the text of a finding."""
+    return Selection(
+        table="delivery_v1",
+        columns=(Column("key", "key"), Column("consumer_group", "consumer_group"), Column("state", "state")),
+        key="key",
+        equals=_topic(rule),
+        span="log_id",
+        in_broker=True,
+    )
+
+
+def dead_state(group: GroupRule) -> str:
+    """The `state` of a dead letter of this group in the shape of messages."""
+    return f"dead {group.name}"
+
+
+def effect_state(number: int) -> str:
+    """The `state` of a delivery that is the effect of group `number`, in the shape of messages."""
+    return f"effect {number}"
+
+
+def _broker_columns(rule: Rule, given: dict[str, str], *, detailed: bool = False) -> tuple[Column, ...]:
+    kinds = {"at": _TIMESTAMP, "decided_at": _TIMESTAMP, "deliver_at": _TIMESTAMP, "body": ColumnKind.BINARY}
+    kinds["owed"] = _BIGINT
+    names = ["at", "decided_at", "deliver_at", "state", "content_type", "body"]
+    if rule.has_conditional_groups:
+        names.append("owed")
+    if detailed:
+        names += _DETAILS
+    rest = [Column(name, given.get(name, "(NULL)"), kinds.get(name, ColumnKind.TEXT)) for name in names]
+    return (Column("key", "key"), Column("log_id", "log_id", _BIGINT), *rest)
+
+
+def _topic(rule: Rule) -> tuple[tuple[str, str], ...]:
+    topic = ("topic", rule.topic)
+    return (topic,) if rule.tag is None else (topic, ("tag", rule.tag))

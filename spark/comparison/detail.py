@@ -1,0 +1,135 @@
+"""What a finding says of itself, in a sentence: with the values, times and ids that it rests on."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from pyspark.sql import Column
+from pyspark.sql import functions as F
+
+from ..output import masking
+from ..rules.rule import FieldType, Rule
+from . import evidence
+
+DELIVERY_TEXTS: Final = {
+    "passed": "the group is past the message (handled, filtered or skipped)",
+    "waiting": "queued, not consumed yet",
+    "retrying": "it failed and waits for its next attempt",
+    "unqueued": "committed, but not queued yet (held, scheduled, or the sequencer stands still)",
+    "dead": "it is a dead letter",
+}
+
+
+def of(rule: Rule) -> Column:
+    """A sentence for people."""
+    groups = [F.when(F.col(f"effects_{n}") > 0, F.lit(group.name)) for n, group in enumerate(rule.groups)]
+    acted = F.array_join(F.array_compact(F.array(*groups)), ", ") if groups else F.lit("")
+    of_group, is_group = F.col("group"), F.col("group") != ""
+    delivery = F.lit("the group does not subscribe to the topic")
+    for state, meaning in DELIVERY_TEXTS.items():
+        delivery = F.when(F.col("delivery") == state, F.lit(meaning)).otherwise(delivery)
+    effects = F.concat_ws(" ", F.lit("acted on by:"), acted)
+    texts = {
+        "ORPHAN": F.when(is_group, F.concat_ws(" ", F.lit("an effect of"), of_group, F.lit("without row and message")))
+        .when(acted != "", F.concat(F.lit("no row satisfies the rule, but a message was sent; "), effects))
+        .otherwise(F.lit("no row satisfies the rule, but a message was sent")),
+        "HALF_STUCK": F.when(
+            F.col("parked") > 0, F.lit("the half message is parked: an operator must decide")
+        ).otherwise(F.lit("the half message is still undecided")),
+        "LOST": F.lit("the row has no message"),
+        "UNREADABLE": _unreadable(),
+        "DUPLICATE": F.when(is_group, _counted("effects of one message by", "group", rule)).otherwise(
+            F.format_string(
+                "messages: %d (the oldest %s, the newest %s), rows: %d",
+                "committed",
+                "oldest_id",
+                "newest.message_id",
+                "rows",
+            )
+        ),
+        "DEAD": F.concat_ws(" ", F.lit("given up by"), of_group, F.lit("(dead letter)")),
+        "UNDELIVERED": F.concat(F.lit("no effect of "), of_group, F.lit(": "), delivery),
+        "MISMATCH": F.concat(F.lit("row and body differ: "), _differences(rule)),
+        "LATE": _late(rule),
+        "PENDING": F.lit("not to be judged yet"),
+    }
+    result = F.lit(None).cast("string")
+    for name, text in texts.items():
+        result = F.when(F.col("class") == name, text).otherwise(result)
+    return result
+
+
+def shown(value: Column, kind: FieldType) -> Column:
+    """A value as people read it."""
+    if kind is not FieldType.TIMESTAMP:
+        return value
+    return F.date_format(F.timestamp_micros(value.try_cast("bigint")), "yyyy-MM-dd'T'HH:mm:ss.SSSSSSXXX")
+
+
+def _counted(text: str, column: str, rule: Rule) -> Column:
+    count = F.lit(None).cast("bigint")
+    for number, group in enumerate(rule.groups):
+        count = F.when(F.col("group") == group.name, F.col(f"effects_{number}")).otherwise(count)
+    return F.concat_ws(" ", count.cast("string"), F.lit(text), F.col(column))
+
+
+def _differences(rule: Rule) -> Column:
+    texts = []
+    for number, field in enumerate(rule.fields):
+        ours, theirs = F.col(f"row.v{number}"), F.col(f"newest.v{number}")
+        differs = ~ours.eqNullSafe(theirs)
+        if field.tolerance is not None:
+            distance = F.abs(ours.try_cast(evidence.NUMBER) - theirs.try_cast(evidence.NUMBER))
+            differs = differs & F.coalesce(distance > F.lit(field.tolerance).cast(evidence.NUMBER), F.lit(True))
+        shown = (masking.shown(rule, field, _readable(value, field.type)) for value in (ours, theirs))
+        texts.append(F.when(differs, F.concat(F.lit(f"{field.column} "), *_between(*shown))))
+    return F.array_join(F.array_compact(F.array(*texts)), "; ") if texts else F.lit("")
+
+
+def _between(ours: Column, theirs: Column) -> list[Column]:
+    absent = F.lit("null")
+    return [F.coalesce(ours, absent), F.lit(" in the row, "), F.coalesce(theirs, absent), F.lit(" in the body")]
+
+
+def _readable(value: Column, kind: FieldType) -> Column:
+    if kind in (FieldType.DECIMAL, FieldType.INTEGER):
+        return F.regexp_replace(value, r"\.?0+$", "")
+    return shown(value, kind)
+
+
+def _unreadable() -> Column:
+    of_message = F.concat(F.lit("message "), F.col("damaged.message_id"), F.lit(": "), F.col("damaged.why"))
+    of_row = F.when(F.col("row.why") != "", F.concat(F.lit("the row: "), F.col("row.why")))
+    unkeyed = F.when(F.col("unkeyed") > 0, F.lit("the row's key is null"))
+    texts = F.array_join(F.array_compact(F.array(unkeyed, of_message, of_row)), "; ")
+    return F.when(texts != "", texts).otherwise("the body, or a compared field of it, cannot be read")
+
+
+def _late(rule: Rule) -> Column:
+    of_message = F.concat(
+        F.lit("the message was committed "), _span(F.unix_micros("settled_at") - F.unix_micros("row_at")),
+        F.lit(" after the row's time; the limit is "), _span(_limit(rule.late_after_seconds or 0.0)),
+    )  # fmt: skip
+    text = of_message
+    due = F.unix_micros(F.greatest("row_at", F.coalesce("due_at", "row_at")))
+    for number, group in enumerate(rule.groups):
+        late = F.concat(
+            F.lit(f"the effect of {group.name} came "), _span(F.unix_micros(f"effect_at_{number}") - due),
+            F.lit(" after it was due; the limit is "), _span(_limit(group.within_seconds)),
+        )  # fmt: skip
+        text = F.when(F.col("group") == group.name, late).otherwise(text)
+    return text
+
+
+def _limit(seconds: float) -> Column:
+    return F.lit(round(seconds * 1_000_000)).cast("bigint")
+
+
+def _span(microseconds: Column) -> Column:
+    """As h:mm:ss, with milliseconds where there are some."""
+    seconds = F.floor(microseconds / 1_000_000).cast("bigint")
+    millis = F.floor((microseconds - seconds * 1_000_000) / 1000).cast("bigint")
+    hours, rest = F.floor(seconds / 3600).cast("bigint"), seconds % 3600
+    minutes = F.floor(rest / 60).cast("bigint")
+    whole = F.format_string("%d:%02d:%02d", hours, minutes, rest % 60)
+    return F.when(millis > 0, F.concat(whole, F.format_string(".%03d", millis))).otherwise(whole)

@@ -1,0 +1,280 @@
+"""Everything known about a key, in one row: all sides are brought to one narrow form, united, and aggregated once.
+
+One shuffle instead of a chain of joins. The narrow form has only fixed-width columns besides the key, so that Spark
+aggregates by hashing in place; compared fields travel as one 64-bit hash, or as numbers where there is a tolerance.
+Every function here is DataFrame -> DataFrame and knows no source.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime
+from functools import reduce
+from typing import Final
+
+from pyspark.sql import Column, DataFrame, SparkSession
+from pyspark.sql import functions as F
+from pyspark.sql.types import DecimalType
+
+from ..output import masking
+from ..rules.rule import FieldRule, FieldType, Rule
+from . import contract
+
+ROW: Final = contract.ROW_KIND
+COMMITTED: Final = 1
+RECALLED: Final = 2
+UNDECIDED: Final = 3
+PARKED: Final = 4
+ROLLED_BACK: Final = 5
+OTHER: Final = 6
+UNKEYED: Final = 7
+"""A business row whose key is null."""
+EFFECT: Final = contract.EFFECT_KIND
+DEAD: Final = 1000
+
+NUMBER: Final = DecimalType(38, 12)
+_BEFORE_RECALLED: Final = 2**62
+_VERSION_7: Final = "^[0-9a-f]{8}-[0-9a-f]{4}-7"
+_NO_TIME: Final = "CAST(NULL AS timestamp)"
+
+
+def prepare(spark: SparkSession) -> None:
+    """Bodies are read as PostgreSQL's jsonb reads them: of a key that comes twice in an object the last one counts."""
+    spark.conf.set("spark.sql.variant.allowDuplicateKeys", "true")
+
+
+def table_side(table: DataFrame, rule: Rule) -> DataFrame:
+    """Business rows and effects (kind, key, at, f0…) in the narrow form."""
+    raw = [F.col(f"f{number}") for number in range(len(rule.fields))]
+    values = [_from_column(column, field) for column, field in zip(raw, rule.fields, strict=True)]
+    return table.select(
+        F.coalesce("key", F.lit("")).alias("key"),
+        F.when(F.col("key").isNull() & (F.col("kind") == ROW), F.lit(UNKEYED))
+        .otherwise(F.col("kind").cast("int"))
+        .alias("kind"),
+        "at",
+        F.expr(_NO_TIME).alias("settled"),
+        F.expr(_NO_TIME).alias("due"),
+        F.lit(0).cast("bigint").alias("ord"),
+        _bad(raw, values).alias("bad"),
+        *([F.lit(0).cast("bigint").alias("owed")] if rule.has_conditional_groups else []),
+        *_compared(values, rule),
+    )
+
+
+def broker_side(messages: DataFrame, rule: Rule) -> DataFrame:
+    """Messages, dead letters and deliveries in the narrow form. A body that cannot be read makes the message `bad`."""
+    # In steps, so that each body is parsed once: a step's column is computed once and used many times by the next.
+    text, document = F.col("text"), F.col("document")
+    parsed = messages.withColumn("text", F.col("body").cast("string")).withColumn("document", F.try_parse_json("text"))
+    is_json = F.coalesce(F.col("content_type").startswith("application/json"), F.lit(False))
+    is_damaged = ~F.is_valid_utf8(text) | document.isNull()
+    if rule.fields:
+        # The parser stops after the first value: what follows an object would go unseen.
+        unreadable = ~is_json | is_damaged | ~(text.endswith("}") | F.rtrim(text, F.lit(" \t\r\n")).endswith("}"))
+    else:
+        unreadable = is_json & is_damaged
+    texts = {f"b{n}": F.try_variant_get(document, _path(field), "string") for n, field in enumerate(rule.fields)}
+    read = parsed.withColumns({"unreadable": F.coalesce(unreadable, F.lit(True)), **texts}).drop("text", "document")
+    raw = [F.col(name) for name in texts]
+    values = [_from_body(column, field) for column, field in zip(raw, rule.fields, strict=True)]
+    is_committed = F.col("state").isin("committed", "recalled")
+    return read.select(
+        F.coalesce("key", F.lit("")).alias("key"),
+        _kind(rule).alias("kind"),
+        "at",
+        F.greatest("at", F.coalesce("decided_at", "at")).alias("settled"),
+        F.col("deliver_at").alias("due"),
+        F.col("log_id").alias("ord"),
+        F.when(is_committed & (F.col("unreadable") | (_bad(raw, values) > 0)), 1).otherwise(0).alias("bad"),
+        *([F.coalesce("owed", F.lit(0)).alias("owed")] if rule.has_conditional_groups else []),
+        *_compared(values, rule),
+    )
+
+
+def _kind(rule: Rule) -> Column:
+    state, kind = F.col("state"), F.lit(UNDECIDED)
+    known = {"rolled_back": ROLLED_BACK, "parked": PARKED, "recalled": RECALLED}
+    for number, group in enumerate(rule.groups):
+        known[contract.effect_state(number)] = EFFECT + number
+        known[contract.dead_state(group)] = DEAD + number
+    for name, value in known.items():
+        kind = F.when(state == name, F.lit(value)).otherwise(kind)
+    kind = F.when(state.startswith("dead ") & (kind == UNDECIDED), F.lit(OTHER)).otherwise(kind)
+    return F.when(state == "committed", F.lit(COMMITTED)).otherwise(kind)
+
+
+def row_values(rule: Rule) -> list[Column]:
+    """The compared columns of business rows, as texts in the form in which they are compared."""
+    values = [_from_column(F.col(f"f{number}"), field) for number, field in enumerate(rule.fields)]
+    return [value.cast("string").alias(f"v{number}") for number, value in enumerate(values)]
+
+
+def body_values(rule: Rule) -> list[Column]:
+    """The compared fields of message bodies, as texts in the form in which they are compared."""
+    document = F.try_parse_json(F.col("body").cast("string"))
+    values = [_from_body(F.try_variant_get(document, _path(field), "string"), field) for field in rule.fields]
+    return [value.cast("string").alias(f"v{number}") for number, value in enumerate(values)]
+
+
+def why_unreadable(rule: Rule) -> Column:
+    """Of a message: what of its body cannot be read, and why; '' if it can (as `why`)."""
+    text = F.col("body").cast("string")
+    document = F.try_parse_json(text)
+    is_json = F.coalesce(F.col("content_type").startswith("application/json"), F.lit(False))
+    raw = [F.try_variant_get(document, _path(field), "string") for field in rule.fields]
+    values = [_from_body(column, field) for column, field in zip(raw, rule.fields, strict=True)]
+    content_type = F.concat(F.lit("its content type is "), F.coalesce("content_type", F.lit("missing")))
+    reason = _why_fields(raw, values, [field.body for field in rule.fields], rule)
+    reason = F.when(document.isNull(), "the body is not JSON").otherwise(reason)
+    if rule.fields:
+        is_object = F.rtrim(text, F.lit(" \t\r\n")).endswith("}")
+        reason = F.when(document.isNotNull() & ~is_object, "the body is not one JSON object").otherwise(reason)
+    reason = F.when(~F.is_valid_utf8(text), "the body is not UTF-8").otherwise(reason)
+    reason = F.when(~is_json, content_type if rule.fields else F.lit("")).otherwise(reason)
+    return F.when(F.col("state").isin("committed", "recalled"), reason).otherwise("").alias("why")
+
+
+def why_row_unreadable(rule: Rule) -> Column:
+    """Of a business row: which compared columns do not have their types; '' if all have (as `why`)."""
+    raw = [F.col(f"f{number}") for number in range(len(rule.fields))]
+    values = [_from_column(column, field) for column, field in zip(raw, rule.fields, strict=True)]
+    return _why_fields(raw, values, [field.column for field in rule.fields], rule).alias("why")
+
+
+def _why_fields(raw: list[Column], values: list[Column], names: list[str], rule: Rule) -> Column:
+    texts = [
+        F.when(
+            before.isNotNull() & after.isNull(),
+            F.concat(
+                F.lit(f"{name} is '"),
+                masking.shown(rule, field, F.substring(before, 1, 60)),
+                F.lit(f"', which is no {field.type.value}"),
+            ),
+        )
+        for before, after, name, field in zip(raw, values, names, rule.fields, strict=True)
+    ]
+    return F.array_join(F.array_compact(F.array(*texts)), "; ") if texts else F.lit("")
+
+
+def with_keys(effects: DataFrame, ids: DataFrame, rule: Rule, floor: datetime | None) -> DataFrame:
+    """Effects that name a message's id instead of a key, with that message's key (`ids`: message_id, key, topic, tag).
+
+    Those of other topics' messages are left out. Those of a message that is not among `ids` keep its id as their key:
+    it may be older, or there is none. Where retention has removed messages (`floor`), only an id that says when it was
+    made (UUID version 7) can tell an effect without a message from one whose message is gone.
+    """
+    known = ids.where(F.col("message_id").isNotNull()).select("message_id", F.col("key").alias("of"), "topic", "tag")
+    found = effects.join(known, effects["key"] == known["message_id"], "left")
+    is_known = F.col("message_id").isNotNull()
+    is_ours = F.col("topic") == F.lit(rule.topic)
+    if rule.tag is not None:
+        is_ours = is_ours & (F.col("tag") == F.lit(rule.tag))
+    could_be_there = F.lit(True) if floor is None else _made_at(F.col("key")) >= F.lit(floor)
+    kept = found.where((is_known & is_ours) | (~is_known & F.coalesce(could_be_there, F.lit(False))))
+    key = F.when(F.col("message_id").isNotNull(), F.col("of")).otherwise(F.col("key"))
+    return kept.withColumn("key", key).drop("message_id", "of", "topic", "tag")
+
+
+def _made_at(message_id: Column) -> Column:
+    """When an id of UUID version 7 was made; null for others."""
+    digits = F.replace(message_id, F.lit("-"), F.lit(""))
+    moment = F.timestamp_millis(F.conv(F.substring(digits, 1, 12), 16, 10).cast("bigint"))
+    return F.when(message_id.rlike(_VERSION_7), moment)
+
+
+def gather(sides: list[DataFrame], rule: Rule) -> DataFrame:
+    """One row per key with the counts and times of all sides."""
+    united = reduce(DataFrame.unionByName, sides)
+    kind = F.col("kind")
+    is_committed = kind.isin(COMMITTED, RECALLED)
+    is_undecided = kind.isin(UNDECIDED, PARKED)
+    is_row = kind.isin(ROW, UNKEYED)
+    # The newest message is compared with the row: one that was recalled only if there is no other.
+    age = F.when(kind == COMMITTED, F.col("ord") + F.lit(_BEFORE_RECALLED)).when(kind == RECALLED, F.col("ord"))
+    counts = is_row | is_committed | is_undecided | (kind >= EFFECT)
+    aggregates = [
+        F.count_if(is_row).alias("rows"),
+        F.count_if(kind == UNKEYED).alias("unkeyed"),
+        _earliest("at", is_row).alias("row_at"),
+        F.max(F.when(is_row, F.col("hash"))).alias("row_hash"),
+        F.count_if(is_committed).alias("committed"),
+        F.count_if(kind == RECALLED).alias("recalled"),
+        F.count_if(is_undecided).alias("undecided"),
+        F.count_if(kind == PARKED).alias("parked"),
+        _earliest("at", is_undecided).alias("undecided_at"),
+        _earliest("at", is_committed).alias("message_at"),
+        _earliest("settled", is_committed).alias("settled_at"),
+        F.max(F.when(is_committed, F.col("due"))).alias("due_at"),
+        F.max_by("hash", age).alias("message_hash"),
+        F.max_by("settled", age).alias("newest_settled_at"),
+        F.max(F.when(counts, F.greatest("at", F.coalesce("settled", "at")))).alias("touched_at"),
+        F.sum("bad").alias("unreadable"),
+    ]
+    for number in range(len(rule.near_fields)):
+        value = F.col(f"n{number}")
+        aggregates.append(F.max(F.when(is_row, value)).alias(f"row_n{number}"))
+        aggregates.append(F.max_by(value, age).alias(f"message_n{number}"))
+    for number in range(len(rule.groups)):
+        is_effect = kind == EFFECT + number
+        aggregates.append(F.count_if(is_effect).alias(f"effects_{number}"))
+        aggregates.append(_earliest("at", is_effect).alias(f"effect_at_{number}"))
+        aggregates.append(F.count_if(kind == DEAD + number).alias(f"dead_{number}"))
+        if rule.groups[number].owed_when:
+            is_owed = (kind == COMMITTED) & (F.col("owed").bitwiseAND(F.lit(1 << number)) != 0)
+            aggregates.append(F.count_if(is_owed).alias(f"owed_{number}"))
+    # Spread by key first: a key has two or three rows, so that Spark's own partial aggregation before the shuffle would
+    # combine nothing, and carry every row as a wide buffer.
+    return united.repartition("key").groupBy("key").agg(*aggregates)
+
+
+def _earliest(column: str, condition: Column) -> Column:
+    return F.min(F.when(condition, F.col(column)))
+
+
+def _compared(values: list[Column], rule: Rule) -> list[Column]:
+    exact = [value for value, field in zip(values, rule.fields, strict=True) if field.tolerance is None]
+    # xxhash64 passes over nulls: whether each is null goes in too, so that (null, 'a') is not ('a', null).
+    parts = [part for value in exact for part in (value, value.isNull())]
+    hashed = F.xxhash64(*parts) if parts else F.lit(0).cast("bigint")
+    near = [value for value, field in zip(values, rule.fields, strict=True) if field.tolerance is not None]
+    numbers = [value.try_cast(NUMBER).alias(f"n{number}") for number, value in enumerate(near)]
+    return [hashed.alias("hash"), *numbers]
+
+
+def _bad(raw: list[Column], values: list[Column]) -> Column:
+    checks = [(before.isNotNull() & after.isNull()).cast("int") for before, after in zip(raw, values, strict=True)]
+    return F.greatest(F.lit(0), F.lit(0), *checks)
+
+
+def _from_column(value: Column, field: FieldRule) -> Column:
+    if field.type is FieldType.TIMESTAMP:
+        return _time(value.try_cast("bigint"), field)
+    return _normal(value, field)
+
+
+def _from_body(value: Column, field: FieldRule) -> Column:
+    if field.type is FieldType.TIMESTAMP:
+        return _time(F.unix_micros(value.try_cast("timestamp")), field)
+    return _normal(value, field)
+
+
+def _time(microseconds: Column, field: FieldRule) -> Column:
+    if field.tolerance is None:
+        return microseconds
+    return (microseconds.cast(DecimalType(20, 0)) / F.lit(1_000_000).cast(DecimalType(7, 0))).cast(NUMBER)
+
+
+def _normal(value: Column, field: FieldRule) -> Column:
+    if field.type in (FieldType.INTEGER, FieldType.DECIMAL):
+        return value.try_cast(NUMBER)
+    if field.type is FieldType.BOOLEAN:
+        return value.try_cast("boolean")
+    if field.type is FieldType.DATE:
+        return value.try_cast("date")
+    if field.type is FieldType.UUID:
+        return F.lower(value)
+    return value
+
+
+def _path(field: FieldRule) -> str:
+    return "$" + "".join(f'["{part}"]' for part in field.body.split("."))

@@ -1,0 +1,308 @@
+"""All sides of a rule, read from their sources: a window of time, or everything about some keys."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Final
+
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
+
+from ..errors import TableMissing, UsageProblem
+from ..rules.rule import Database, Kind, Rule, Rules
+from ..sources.adbc import NAME
+from ..sources.archived import ArchivedSource
+from ..sources.base import Reading, Selection, Source
+from ..sources.files import FileSource, JdbcSource
+from ..sources.postgres import PostgresSource
+from . import classify, contract, evidence
+
+_UUID: Final = re.compile(r"^[0-9a-f]{8}-(?:[0-9a-f]{4}-){3}[0-9a-f]{12}$")
+
+
+class Sources:
+    """The databases of a rules file. `open_all` reads applications first, then the broker, then effects elsewhere.
+
+    A row that the first snapshot shows has its half message in the second: the half is stored before the row commits.
+    An effect that the second snapshot's messages led to can only be newer, so it is looked for last.
+    """
+
+    def __init__(self, spark: SparkSession, rules: Rules, name: str = NAME) -> None:
+        """`name` is what the sessions in the databases are called."""
+        self._rules = rules
+        self.broker: Source = _source(spark, rules.databases[rules.broker], name)
+        if rules.archive is not None and isinstance(self.broker, PostgresSource):
+            self.broker = ArchivedSource(spark, rules.databases[rules.broker], rules.archive, name)
+        self.missing: set[str] = set()
+        self._by_name: dict[str, Source] = {rules.broker: self.broker}
+        for alias, database in rules.databases.items():
+            same = _is_same(database, rules.databases[rules.broker])
+            self._by_name.setdefault(alias, self.broker if same else _source(spark, database, name))
+
+    def __getitem__(self, name: str) -> Source:
+        return self._by_name[name]
+
+    def open_all(self) -> list[Reading]:
+        """Take all snapshots, in the order that leaves no gap."""
+        with_rows = list(dict.fromkeys(rule.database for rule in self._rules.rules))
+        with_effects = [group.database for rule in self._rules.rules for group in rule.groups if group.table]
+        readings: list[Reading] = []
+        opened: list[Source] = []
+        for name in dict.fromkeys([*with_rows, self._rules.broker, *with_effects]):
+            if self[name] not in opened:
+                opened.append(self[name])
+                readings.append(self[name].open(self._timed(name)))
+        return readings
+
+    def close_all(self) -> None:
+        """Release all snapshots."""
+        for source in self._by_name.values():
+            source.close()
+
+    def _timed(self, name: str) -> list[Selection]:
+        source = self[name]
+        timed = [contract.rows(rule) for rule in self._rules.rules if self[rule.database] is source]
+        if source is self.broker:
+            timed += [contract.messages(rule) for rule in self._rules.rules]
+        for rule in self._rules.rules:
+            for number, group in enumerate(rule.groups):
+                if group.table and self[group.database] is source:
+                    timed.append(contract.effects(rule, number))
+        return timed
+
+
+def _source(spark: SparkSession, database: Database, name: str) -> Source:
+    if database.kind is Kind.POSTGRES:
+        return PostgresSource(spark, database, name)
+    if database.kind is Kind.JDBC:
+        return JdbcSource(spark, database)
+    return FileSource(spark, database)
+
+
+def _is_same(one: Database, other: Database) -> bool:
+    return (one.kind, one.location) == (other.kind, other.location)
+
+
+_WITHOUT: Final = {
+    "dead_letter_v1": "dead_letter_v1 is not among the exports: what a group gave up is UNDELIVERED here, not DEAD",
+    "delivery_v1": "delivery_v1 is not among the exports: how far a message got with a group is not said",
+}
+
+
+def check(rule: Rule, sources: Sources) -> list[str]:
+    """Raise UsageProblem unless every table and column of the rule is there and can be compared.
+
+    Returns what is to be said of exports that lack a view that only adds to a finding.
+    """
+    sources[rule.database].check(contract.rows(rule))
+    sources.broker.check(contract.messages(rule, detailed=True))
+    for number, group in enumerate(rule.groups):
+        source = sources[group.database] if group.table else sources.broker
+        source.check(contract.effects(rule, number))
+    notes = []
+    for selection in (contract.dead_letters(rule), contract.deliveries(rule)) if rule.groups else ():
+        try:
+            sources.broker.check(selection)
+        except TableMissing:
+            sources.missing.add(selection.table)
+            notes.append(_WITHOUT[selection.table])
+    return notes
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a pre-filter left to be read: conditions per side, of which () is everything, or nothing at all."""
+
+    rows: tuple[str, ...] = ()
+    messages: tuple[str, ...] = ()
+    effects: tuple[tuple[str, ...], ...] = ()
+    is_nothing: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Tables:
+    """The selections of a rule by source: business tables, and what the broker knows."""
+
+    tables: list[tuple[Source, list[Selection]]]
+    by_message: list[tuple[Source, list[Selection]]]
+    broker: list[Selection]
+
+
+def _tables(rule: Rule, sources: Sources, limits: Limits, *, detailed: bool = False) -> _Tables:
+    tables = [(sources[rule.database], [_limited(contract.rows(rule), limits.rows)])]
+    by_message: list[tuple[Source, list[Selection]]] = []
+    broker = [_limited(contract.messages(rule, detailed=detailed), limits.messages)]
+    for number, group in enumerate(rule.groups):
+        selection = contract.effects(rule, number, detailed=detailed)
+        if limits.effects:
+            selection = _limited(selection, limits.effects[number])
+        if selection.in_broker:
+            broker.append(selection)
+        else:
+            _add(by_message if group.message_id else tables, sources[group.database], selection)
+    if rule.groups and "dead_letter_v1" not in sources.missing:
+        broker.append(contract.dead_letters(rule, detailed=detailed))
+    return _Tables(tables, by_message, broker)
+
+
+def _add(to: list[tuple[Source, list[Selection]]], source: Source, selection: Selection) -> None:
+    for known, selections in to:
+        if known is source:
+            selections.append(selection)
+            return
+    to.append((source, [selection]))
+
+
+def of_window(rule: Rule, sources: Sources, window: classify.Window, limits: Limits) -> list[DataFrame]:
+    """The narrow sides of a window. Read a little further back than it: a message may be older than its row's time.
+
+    Of an exact window also only as far ahead as an answer may take; what came later is found by key.
+    """
+    start = None if window.since is None else window.since - margin(rule)
+    end = window.until + max(margin(rule), rule.longest_wait) if window.is_exact else None
+    wanted = _tables(rule, sources, limits)
+    messages = sources.broker.read(wanted.broker, start, end)
+    tables = [source.read(selections, start, end) for source, selections in wanted.tables]
+    if start is not None and not window.is_exact:
+        # A row of a key that an earlier window has judged: its own message would make it look as it should.
+        repeated = sources[rule.database].repeated(contract.rows(rule), start)
+        tables += [] if repeated is None else [repeated]
+    for source, selections in wanted.by_message:
+        ids = sources.broker.read([contract.message_ids()], start, end)
+        tables.append(evidence.with_keys(source.read(selections, start, end), ids, rule, window.floor))
+    return [evidence.broker_side(messages, rule), *(evidence.table_side(table, rule) for table in tables)]
+
+
+def margin(rule: Rule) -> timedelta:
+    """How much further back than a time is read: a message may be older than its row's time."""
+    return timedelta(seconds=max(60.0, rule.grace_seconds))
+
+
+@dataclass(frozen=True, slots=True)
+class KeySides:
+    """Everything about some keys: the narrow sides, and what a finding shows of them. `cached` is to be released."""
+
+    narrow: list[DataFrame]
+    rows: DataFrame
+    messages: DataFrame
+    deliveries: DataFrame | None
+    cached: list[DataFrame]
+
+
+def of_keys(rule: Rule, sources: Sources, keys: Sequence[str], floor: datetime | None = None) -> KeySides:
+    """All sides for these keys (see `real_keys`), in any window."""
+    wanted = _tables(rule, sources, Limits(), detailed=True)
+    broker = sources.broker.read_keys([(selection, keys) for selection in wanted.broker]).cache()
+    tables = [source.read_keys([(each, keys) for each in selections]) for source, selections in wanted.tables]
+    for source, selections in wanted.by_message:
+        ids = _ids(rule, broker)
+        named = [
+            *(row[0] for row in ids.select("message_id").collect()),
+            *(key for key in keys if _UUID.fullmatch(key)),
+        ]
+        effects = source.read_keys([(each, named) for each in selections])
+        tables.append(evidence.with_keys(effects, ids, rule, floor))
+    has_deliveries = rule.groups and "delivery_v1" not in sources.missing
+    deliveries = sources.broker.read_keys([(contract.deliveries(rule), keys)]) if has_deliveries else None
+    return _key_sides(rule, tables, broker, deliveries)
+
+
+def of_many_keys(
+    rule: Rule, sources: Sources, keys: DataFrame, floor: datetime | None = None, since: datetime | None = None
+) -> KeySides:
+    """As `of_keys`, for more keys than fit a query: everything (from `since` on) is read and joined with `keys`."""
+
+    def only(frame: DataFrame) -> DataFrame:
+        return frame.join(keys, F.coalesce(frame["key"], F.lit("")) == keys["key"], "left_semi")
+
+    wanted = _tables(rule, sources, Limits(), detailed=True)
+    broker = only(sources.broker.read(wanted.broker, since)).cache()
+    tables = [only(source.read(selections, since)) for source, selections in wanted.tables]
+    for source, selections in wanted.by_message:
+        tables.append(evidence.with_keys(source.read(selections, since), _ids(rule, broker), rule, floor))
+    has_deliveries = rule.groups and "delivery_v1" not in sources.missing
+    deliveries = only(sources.broker.read([contract.deliveries(rule)], since)) if has_deliveries else None
+    return _key_sides(rule, tables, broker, deliveries)
+
+
+def _ids(rule: Rule, messages: DataFrame) -> DataFrame:
+    known = messages.where(F.col("message_id").isNotNull())
+    return known.select("message_id", "key", F.lit(rule.topic).alias("topic"), F.lit(rule.tag).alias("tag")).distinct()
+
+
+def real_keys(rule: Rule, sources: Sources, keys: DataFrame) -> DataFrame:
+    """`keys` (key, carried, sought_at) with the keys of messages in place of their ids.
+
+    The first look knows an effect by its message's id where that message is older than the window. Ids of other topics'
+    messages are left out: their effects are not the rule's.
+    """
+    if not any(group.message_id for group in rule.groups):
+        return keys
+    named = [row[0] for row in keys.where(F.col("key").rlike(_UUID.pattern)).select("key").collect()]
+    if not named:
+        return keys
+    ids = sources.broker.read_keys([(contract.message_ids(), named)]).cache()
+    is_ours = F.col("topic") == F.lit(rule.topic)
+    is_ours = is_ours if rule.tag is None else is_ours & (F.col("tag") == F.lit(rule.tag))
+    known = ids.select("message_id", F.col("key").alias("of"), is_ours.alias("is_ours"))
+    found = keys.join(known, keys["key"] == known["message_id"], "left").where(F.coalesce("is_ours", F.lit(True)))
+    key = F.when(F.col("message_id").isNotNull(), F.coalesce("of", F.lit(""))).otherwise(F.col("key"))
+    real = found.select(key.alias("key"), "carried", "sought_at")
+    return real.groupBy("key").agg(F.max("carried").alias("carried"), F.min("sought_at").alias("sought_at"))
+
+
+def _key_sides(rule: Rule, tables: list[DataFrame], broker: DataFrame, deliveries: DataFrame | None) -> KeySides:
+    own = tables[0].cache()
+    narrow = [evidence.table_side(table, rule) for table in (own, *tables[1:])]
+    return KeySides(
+        narrow=[evidence.broker_side(broker, rule), *narrow],
+        rows=own.where(own["kind"] == contract.ROW_KIND),
+        messages=broker.where(broker["state"].isin(*contract.MESSAGE_STATES)),
+        deliveries=deliveries,
+        cached=[own, broker],
+    )
+
+
+def check_not_empty(rule: Rule, sources: Sources, floor: datetime | None) -> str | None:
+    """Which side of the rule has nothing at all, as the text of a problem; None when both have something.
+
+    No message is no problem where retention has removed messages, and no row is newer than its `floor`: it is quiet.
+    """
+    if rule.allow_empty:
+        return None
+    rows = contract.rows(rule)
+    if sources[rule.database].is_empty(rows):
+        return f"rule {rule.name!r}: no row of {rule.table!r} satisfies its condition"
+    is_quiet = floor is not None and sources[rule.database].is_empty(rows, floor)
+    if not is_quiet and sources.broker.is_empty(contract.messages(rule)):
+        return f"rule {rule.name!r}: the broker has no message of topic {rule.topic!r}"
+    return None
+
+
+def known_topic(rule: Rule, sources: Sources) -> datetime | None:
+    """The time before which the topic's messages may be gone. Raises UsageProblem for a topic that is not declared."""
+    try:
+        if isinstance(sources.broker, ArchivedSource) and any(not group.table for group in rule.groups):
+            # How far groups were is not archived.
+            return sources.broker.live_horizon(rule.topic)
+        return sources.broker.horizon(rule.topic)
+    except UsageProblem as error:
+        raise UsageProblem(f"rule {rule.name!r}: {error}") from error
+
+
+def _limited(selection: Selection, conditions: tuple[str, ...]) -> Selection:
+    if not conditions:
+        return selection
+    return Selection(
+        table=selection.table,
+        columns=selection.columns,
+        key=selection.key,
+        time=selection.time,
+        conditions=(*selection.conditions, *conditions),
+        equals=selection.equals,
+        span=selection.span,
+        in_broker=selection.in_broker,
+    )

@@ -1,0 +1,79 @@
+"""Fields that a rule masks: compared as they are, never shown. Everything else of a body stays as it was written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from pyspark.sql import Column
+from pyspark.sql import functions as F
+
+from ..rules.rule import FieldRule, Rule
+
+HIDDEN: Final = "(masked)"
+NOT_JSON: Final = "(masked: not JSON, so what is in it cannot be told apart)"
+_SPACE: Final = " \t\r\n"
+_DECODER: Final = json.JSONDecoder()
+
+
+def hides(rule: Rule, field: FieldRule) -> bool:
+    """Whether the values of a compared field are masked: by column, or by a part of its path in the body."""
+    path = field.body.split(".")
+    prefixes = (".".join(path[: length + 1]) for length in range(len(path)))
+    return not {field.column, *path, *prefixes}.isdisjoint(rule.mask)
+
+
+def shown(rule: Rule, field: FieldRule, value: Column) -> Column:
+    """A compared value as a finding may show it. That it is null is not hidden."""
+    return F.when(value.isNotNull(), F.lit(HIDDEN)) if hides(rule, field) else value
+
+
+def shown_body(rule: Rule, body: Column, otherwise: Column, longest: int) -> Column:
+    """The text of a body as a finding may show it, cut to `longest` characters; `otherwise` if nothing is masked."""
+    if not rule.mask:
+        return otherwise
+    names = [*rule.mask, *(field.body for field in rule.fields if hides(rule, field))]
+    hide = F.udf(lambda text: None if text is None else masked(text, names), "string")
+    return F.substring(hide(body), 1, longest)
+
+
+def masked(text: str, names: Sequence[str]) -> str:
+    """A JSON text with the values of the named fields replaced: a name at any depth, or a dotted path from the top."""
+    parts, end = [], 0
+    try:
+        for start, stop in _spans(text, _skip(text, 0), (), names):
+            parts += [text[end:start], f'"{HIDDEN}"']
+            end = stop
+        _DECODER.decode(text)
+    except (ValueError, IndexError, RecursionError):
+        return NOT_JSON
+    return "".join([*parts, text[end:]])
+
+
+def _spans(text: str, at: int, path: tuple[str, ...], names: Sequence[str]) -> Iterator[tuple[int, int]]:
+    """Where the values to be hidden begin and end, in order, inside the value that begins at `at`."""
+    if text[at] not in "{[":
+        return
+    is_object = text[at] == "{"
+    at = _skip(text, at + 1)
+    while text[at] not in "}]":
+        inner = path
+        if is_object:
+            name, at = _DECODER.raw_decode(text, at)
+            inner = (*path, str(name))
+            at = _skip(text, _skip(text, at) + 1)
+        end = _DECODER.raw_decode(text, at)[1]
+        if is_object and (inner[-1] in names or ".".join(inner) in names):
+            yield at, end
+        else:
+            yield from _spans(text, at, inner, names)
+        at = _skip(text, end)
+        if text[at] == ",":
+            at = _skip(text, at + 1)
+
+
+def _skip(text: str, at: int) -> int:
+    while text[at] in _SPACE:
+        at += 1
+    return at

@@ -1,0 +1,87 @@
+"""A file for the textfile collector of Prometheus' node exporter."""
+
+from __future__ import annotations
+
+import os
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Final
+
+from ..errors import UsageProblem
+
+_HELP: Final = {
+    "outbox_reconcile_keys": "Keys of the newest result by class; subject is a consumer group, or message.",
+    "outbox_reconcile_faults": "Findings of the newest result that are not acknowledged.",
+    "outbox_reconcile_new_faults": "Those of them that no earlier result had.",
+    "outbox_reconcile_acknowledged": "Findings of the newest result that are acknowledged.",
+    "outbox_reconcile_finished_timestamp_seconds": "When the newest result was finished.",
+    "outbox_reconcile_duration_seconds": "How long its run took.",
+    "outbox_reconcile_boundary_timestamp_seconds": "Rows before this were judged.",
+}
+
+
+_OWNER: Final = "# From the rules file "
+
+
+def target(given: Path, rules: Path) -> Path:
+    """The file for the metrics of a rules file: `given`, or in the folder `given` one that is called after the rules.
+
+    Raises UsageProblem, before any work is done, when it cannot be written or another rules file writes it.
+    """
+    path = given / f"outbox_reconcile_{rules.stem}.prom" if given.is_dir() else given
+    try:
+        _draft(path, "").unlink()
+        first = path.read_text(encoding="utf-8").partition("\n")[0] if path.exists() else ""
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageProblem(f"the metrics {str(path)!r} cannot be written: {error}. Correct --metrics.") from error
+    if first.startswith(_OWNER) and first != _owner(rules):
+        raise UsageProblem(
+            f"the metrics {str(path)!r} are those of another rules file, {first.removeprefix(_OWNER)}: each would "
+            f"replace the other's. Give each a file of its own with --metrics, or all of them a folder."
+        )
+    return path
+
+
+def write(path: Path, result: dict[str, Any], rules: Path) -> None:
+    """Write the metrics of a result; the file is replaced whole, so the collector never reads half of it."""
+    _draft(path, f"{_owner(rules)}\n{render(result, rules.stem)}").replace(path)
+
+
+def _owner(rules: Path) -> str:
+    return f"{_OWNER}{' '.join(str(rules.absolute()).split())}"
+
+
+def _draft(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft.write_text(text, encoding="utf-8")
+    return draft
+
+
+def render(result: dict[str, Any], name: str) -> str:
+    """The metrics in Prometheus' text format. `name` of the rules is on every sample: files are collected together."""
+    common = f'rules="{_escaped(name)}"'
+    finished = datetime.fromisoformat(result["finished_at"]).timestamp()
+    started = datetime.fromisoformat(result["started_at"]).timestamp()
+    samples: dict[str, list[tuple[str, float]]] = {name: [] for name in _HELP}
+    for name in ("faults", "new_faults", "acknowledged"):
+        samples[f"outbox_reconcile_{name}"].append((f"{{{common}}}", result[name]))
+    samples["outbox_reconcile_finished_timestamp_seconds"].append((f"{{{common}}}", finished))
+    samples["outbox_reconcile_duration_seconds"].append((f"{{{common}}}", round(finished - started, 3)))
+    for rule in result["rules"]:
+        until = datetime.fromisoformat(rule["until"]).timestamp()
+        label = f'{common},rule="{_escaped(rule["name"])}"'
+        samples["outbox_reconcile_boundary_timestamp_seconds"].append((f"{{{label}}}", until))
+        for subject, counts in {"message": rule["counts"], **rule["groups"]}.items():
+            for name, count in counts.items():
+                labels = f'{{{label},subject="{_escaped(subject)}",class="{name}"}}'
+                samples["outbox_reconcile_keys"].append((labels, count))
+    lines = []
+    for name, help_text in _HELP.items():
+        lines += [f"# HELP {name} {help_text}", f"# TYPE {name} gauge"]
+        lines += [f"{name}{labels} {value}" for labels, value in samples[name]]
+    return "\n".join(lines) + "\n"
+
+
+def _escaped(value: str) -> str:
+    return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

@@ -1,0 +1,178 @@
+"""The output folder. A result is in force once `result.json` names it; what it names is written before it.
+
+    result.json             the result in force
+    report.html             its report, replaced after it
+    runs/<run>/findings     Parquet, one row per finding
+    runs/<run>/open         Parquet, what the next run looks at again
+    runs/<run>/report.html
+
+An interrupted run leaves a folder under runs/ that nothing names; later runs remove such folders.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import pyarrow as pa
+import pyarrow.dataset as pads
+import pyarrow.fs as pafs
+
+from ..errors import UsageProblem
+from ..rules.rule import DEFAULT_OUTPUT_MODE
+
+RESULT: Final = "result.json"
+KEPT_RUNS: Final = 10
+_SCHEME: Final = re.compile(r"[a-z][a-z0-9+.-]*://")
+
+
+class Store:
+    """A local folder, or a URI that both Spark and Arrow know (s3a://, s3://, gs://, hdfs://).
+
+    On a local disk files get the permissions `mode`, and the folders that are made here the same, to be entered by
+    whoever may read them. A folder that was there before keeps its own.
+    """
+
+    def __init__(self, location: str, mode: int = DEFAULT_OUTPUT_MODE) -> None:
+        self._location, self._mode = location.rstrip("/"), mode
+        self._is_local = _SCHEME.match(location) is None
+        try:
+            if self._is_local:
+                self._location = str(Path(location).absolute())
+                self._files, self._root = pafs.LocalFileSystem(), self._location
+            else:
+                uri = re.sub(r"^s3[an]://", "s3://", self._location)
+                self._files, self._root = pafs.FileSystem.from_uri(uri)
+        except (OSError, ValueError) as error:
+            raise UsageProblem(
+                f"the output {location!r} cannot be used: {error}. Give a folder with --output."
+            ) from error
+
+    def spark_path(self, name: str) -> str:
+        """Where Spark writes and reads `name`."""
+        return f"file://{self._location}/{name}" if self._is_local else f"{self._location}/{name}"
+
+    def check_writable(self) -> None:
+        """Raise UsageProblem unless files can be written, before any work is done.
+
+        A local folder that is not there yet is made for this user alone: findings hold the keys of rows.
+        """
+        try:
+            if self._is_local:
+                Path(self._location).parent.mkdir(parents=True, exist_ok=True)
+                with contextlib.suppress(FileExistsError):
+                    Path(self._location).mkdir(mode=0o700)
+            self.write(f"runs/.probe-{os.getpid()}", "")
+            self._files.delete_file(f"{self._root}/runs/.probe-{os.getpid()}")
+        except OSError as error:
+            raise UsageProblem(
+                f"the output {self._location!r} cannot be written: {error}. Correct its permissions, or give another "
+                f"with --output."
+            ) from error
+
+    def read(self, name: str) -> str | None:
+        """A small file; None when there is none."""
+        try:
+            with self._files.open_input_stream(f"{self._root}/{name}") as stream:
+                return str(stream.read(), "utf-8")
+        except FileNotFoundError:
+            return None
+
+    def folders(self, name: str) -> list[str]:
+        """The folders in folder `name`."""
+        found = self._files.get_file_info(pafs.FileSelector(f"{self._root}/{name}", allow_not_found=True))
+        return sorted(info.base_name for info in found if info.type == pafs.FileType.Directory)
+
+    def remove(self, name: str) -> None:
+        """A folder with everything in it."""
+        self._files.delete_dir(f"{self._root}/{name}")
+
+    def result(self) -> dict[str, Any] | None:
+        """The result in force. Raises UsageProblem when its file is damaged."""
+        text = self.read(RESULT)
+        if text is None:
+            return None
+        try:
+            result = json.loads(text)
+        except ValueError as error:
+            raise UsageProblem(
+                f"{self._location}/{RESULT} is damaged: {error}. Remove it: the next run reads everything."
+            ) from error
+        if not isinstance(result, dict) or result.get("version") != 1:
+            raise UsageProblem(
+                f"{self._location}/{RESULT} is not a result of this version. Give another folder with --output."
+            )
+        return result
+
+    def rows(self, name: str) -> Iterator[dict[str, Any]]:
+        """The rows of a Parquet folder that the result names. Raises UsageProblem when it is damaged or gone."""
+        try:
+            folder = pads.dataset(f"{self._root}/{name}", filesystem=self._files, format="parquet")
+            for batch in folder.to_batches():
+                yield from batch.to_pylist()
+        except (OSError, pa.ArrowInvalid) as error:
+            raise UsageProblem(
+                f"{self._location}/{name}, which {RESULT} names, cannot be read: {error}. Run the reconciliation again."
+            ) from error
+
+    def write(self, name: str, text: str) -> None:
+        """A small file; on a local disk it is there whole or not at all.
+
+        Object stores do so by themselves. HDFS does not: a file that was cut off there is reported as damaged.
+        """
+        target = f"{self._root}/{name}"
+        if self._is_local:
+            self._write_local(Path(target), text)
+            return
+        self._files.create_dir(target.rsplit("/", 1)[0], recursive=True)
+        with self._files.open_output_stream(target) as stream:
+            stream.write(text.encode())
+
+    def _write_local(self, target: Path, text: str) -> None:
+        self._make_folder(target.parent)
+        draft = target.with_name(f"{target.name}.{os.getpid()}.tmp")
+        draft.unlink(missing_ok=True)
+        draft.touch(mode=self._mode & 0o600, exist_ok=False)
+        with draft.open("wb") as stream:
+            draft.chmod(self._mode)  # Whatever the process's umask.
+            stream.write(text.encode())
+            stream.flush()
+            os.fsync(stream.fileno())
+        draft.replace(target)
+
+    def _make_folder(self, folder: Path) -> None:
+        if folder.is_dir():
+            return
+        self._make_folder(folder.parent)
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+            folder.chmod(self._folder_mode)
+
+    @property
+    def _folder_mode(self) -> int:
+        return self._mode | (self._mode & 0o444) >> 2
+
+    def protect(self, name: str) -> None:
+        """Give what Spark wrote below `name` its permissions; until then the folder around it keeps others out."""
+        if not self._is_local:
+            return
+        for folder, _, files in os.walk(f"{self._root}/{name}"):
+            Path(folder).chmod(self._folder_mode)
+            for file in files:
+                Path(folder, file).chmod(self._mode)
+
+    def path(self, name: str) -> str:
+        """The path of `name` for people."""
+        return f"{self._location}/{name}"
+
+    def remove_old_runs(self, current: str) -> None:
+        """Keep the newest runs. Removing is a courtesy: whatever goes wrong is left for the next run."""
+        with contextlib.suppress(OSError):
+            for name in self.folders("runs")[:-KEPT_RUNS]:
+                if name != current:
+                    self.remove(f"runs/{name}")

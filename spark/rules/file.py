@@ -1,0 +1,383 @@
+"""Reading and validating the rules file. Every error names its line, key and remedy; all are reported at once."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import replace
+from decimal import Decimal, InvalidOperation
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+from ..errors import RulesInvalid, UsageProblem
+from . import acknowledgements
+from .rule import (
+    DEFAULT_GRACE_SECONDS,
+    DEFAULT_LONGEST_TRANSACTION_SECONDS,
+    DEFAULT_OUTPUT_MODE,
+    DEFAULT_STUCK_AFTER_SECONDS,
+    DEFAULT_WITHIN_SECONDS,
+    Database,
+    FieldRule,
+    FieldType,
+    GroupRule,
+    Kind,
+    Messages,
+    Rule,
+    Rules,
+    Severity,
+)
+from .toml_lines import Path as TomlPath
+from .toml_lines import line_of, lines_by_path
+
+DEFAULT_TRACE: Final = "python manage.py outbox_trace {message_id}"
+_DURATION: Final = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|h|d)")
+_UNITS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_PASSWORD: Final = re.compile(r"password\s*=|://[^/@:]*:[^/@]+@", re.IGNORECASE)
+_LOCATIONS: Final = ("env", "service", "dsn", "path")
+Choice = TypeVar("Choice", bound=StrEnum)
+
+
+def load(path: Path, environment: Mapping[str, str] | None = None) -> Rules:
+    """The rules in `path`. Raises RulesInvalid with every error, or UsageProblem when there is no such file."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageProblem(f"the rules file {path} cannot be read: {error}. Give its path with --rules.") from error
+    return parse(text, str(path), environment)
+
+
+def parse(text: str, path: str = "rules", environment: Mapping[str, str] | None = None) -> Rules:
+    """The rules in `text`; `environment` (default os.environ) resolves `env = …`."""
+    try:
+        document = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        line = re.search(r"line (\d+)", str(error))
+        number = line[1] if line else str(text.count("\n") + 1)
+        raise RulesInvalid(path, [f"{number}: not valid TOML: {error}. Correct the syntax."]) from error
+    reader = _Reader(lines_by_path(text), os.environ if environment is None else environment)
+    rules = reader.read(document)
+    if reader.problems:
+        raise RulesInvalid(path, [f"{line}: {problem}" for line, problem in sorted(reader.problems)])
+    assert rules is not None
+    return rules
+
+
+class _Table:
+    """One TOML table while it is being read: typed access, each error at its line."""
+
+    def __init__(self, reader: _Reader, values: Any, path: TomlPath, allowed: tuple[str, ...]) -> None:
+        self._reader, self.path = reader, path
+        self.values: dict[str, Any] = values if isinstance(values, dict) else {}
+        if not isinstance(values, dict):
+            self.problem(None, "must be a table", "write it as [section] or [[section]]")
+        for key in self.values:
+            if key not in allowed:
+                near = difflib.get_close_matches(key, allowed, 1)
+                remedy = f"did you mean {near[0]!r}?" if near else f"use one of: {', '.join(allowed)}"
+                self.problem(key, "unknown key", remedy)
+
+    def problem(self, key: str | None, what: str, remedy: str) -> None:
+        path = self.path if key is None else (*self.path, key)
+        self._reader.problem(path, f"{_dotted(path)}: {what}; {remedy}.")
+
+    def text(self, key: str, default: str | None = None, *, required: bool = False) -> str | None:
+        value = self.values.get(key)
+        if value is None:
+            if required:
+                self.problem(key, "missing", f'add {key} = "…"')
+            return default
+        if not isinstance(value, str) or not value.strip():
+            self.problem(key, f"must be a text that is not empty, got {value!r}", f'write {key} = "…"')
+            return default
+        return value
+
+    def required(self, key: str) -> str:
+        return self.text(key, "", required=True) or ""
+
+    def flag(self, key: str) -> bool:
+        value = self.values.get(key, False)
+        if not isinstance(value, bool):
+            self.problem(key, f"must be true or false, got {value!r}", f"write {key} = true")
+            return False
+        return value
+
+    def choice(self, key: str, kind: type[Choice], default: Choice) -> Choice:
+        value = self.values.get(key, default.value)
+        try:
+            return kind(value)
+        except ValueError:
+            self.problem(key, f"unknown value {value!r}", f"use one of: {', '.join(kind)}")
+            return default
+
+    def seconds(self, key: str, default: float | None) -> float | None:
+        value = self.values.get(key)
+        if value is None:
+            return default
+        match = _DURATION.fullmatch(value.strip()) if isinstance(value, str) else None
+        if match is None:
+            self.problem(key, f"not a duration: {value!r}", 'write a number and a unit (ms, s, m, h, d), as in "5m"')
+            return default
+        return float(match[1]) * _UNITS[match[2]]
+
+    def tables(self, key: str) -> list[tuple[Any, TomlPath]]:
+        value = self.values.get(key, [])
+        if not isinstance(value, list):
+            self.problem(key, "must be an array of tables", f"write [[{_dotted((*self.path, key))}]]")
+            return []
+        return [(item, (*self.path, key, number)) for number, item in enumerate(value)]
+
+
+class _Reader:
+    def __init__(self, lines: dict[TomlPath, int], environment: Mapping[str, str]) -> None:
+        self._lines, self._environment = lines, environment
+        self.problems: list[tuple[int, str]] = []
+
+    def problem(self, path: TomlPath, text: str) -> None:
+        self.problems.append((line_of(self._lines, path), text))
+
+    def read(self, document: dict[str, Any]) -> Rules | None:
+        top = _Table(self, document, (), ("version", "title", "database", "broker", "output", "rule", "acknowledge"))
+        if document.get("version") != 1:
+            top.problem("version", f"must be 1, got {document.get('version')!r}", "write version = 1")
+        databases = self._databases(document.get("database", {}))
+        broker = _Table(self, document.get("broker", {}), ("broker",), ("database", "trace", "archive"))
+        broker_name = broker.required("database")
+        self._known(broker, "database", broker_name, databases)
+        rules = tuple(self._rule(value, path, databases, broker_name) for value, path in top.tables("rule"))
+        if not rules:
+            top.problem("rule", "no rule", "add at least one [[rule]]")
+        names = [rule.name for rule in rules]
+        self._unique(names, "rule")
+        known = [
+            acknowledgements.read(_Table(self, value, path, acknowledgements.KEYS), names)
+            for value, path in top.tables("acknowledge")
+        ]
+        return Rules(
+            title=top.text("title") or "Reconciliation",
+            databases=databases,
+            broker=broker_name,
+            trace=broker.text("trace") or DEFAULT_TRACE,
+            rules=rules,
+            archive=broker.text("archive"),
+            output_mode=self._output_mode(document.get("output", {})),
+            acknowledged=tuple(known),
+        )
+
+    def _output_mode(self, value: Any) -> int:
+        table = _Table(self, value, ("output",), ("mode",))
+        given = table.text("mode") if "mode" in table.values else None
+        if given is None:
+            return DEFAULT_OUTPUT_MODE
+        mode = int(given, 8) if re.fullmatch(r"0?[0-7]{3}", given) else 0
+        if mode & 0o600 != 0o600 or mode & 0o111:
+            table.problem(
+                "mode",
+                f"not the permissions of a file that its owner reads and writes: {given!r}",
+                'write octal digits, as in mode = "0640"',
+            )
+        return mode
+
+    def _databases(self, values: Any) -> dict[str, Database]:
+        section = _Table(self, values, ("database",), tuple(values) if isinstance(values, dict) else ())
+        if not section.values:
+            section.problem(None, "no database", "add [database.app] and [database.broker]")
+        read = {name: self._database(name, value) for name, value in section.values.items()}
+        return {name: self._with_primary(database, values[name], read) for name, database in read.items()}
+
+    def _with_primary(self, database: Database, value: Any, read: dict[str, Database]) -> Database:
+        primary = value.get("primary") if isinstance(value, dict) else None
+        if not isinstance(primary, str):
+            return database
+        known = read.get(primary)
+        if known is None or known.kind is not Kind.POSTGRES or primary == database.name:
+            text = f"database.{database.name}.primary: {primary!r} is not another PostgreSQL database of this file"
+            self.problem(("database", database.name, "primary"), f"{text}; add [database.{primary}].")
+        return replace(database, primary=known)
+
+    def _database(self, name: str, value: Any) -> Database:
+        keys = ("kind", *_LOCATIONS, "schema", "watermark", "primary", "longest_transaction")
+        table = _Table(self, value, ("database", name), keys)
+        kind = table.choice("kind", Kind, Kind.POSTGRES)
+        given = [key for key in _LOCATIONS if key in table.values]
+        if len(given) != 1:
+            table.problem(None, "needs exactly one of env, service, dsn, path", 'write env = "RECONCILE_APP"')
+        return Database(
+            name=name,
+            kind=kind,
+            location=self._location(table, kind, given[0]) if given else "",
+            schema=table.text("schema", "public") or "public",
+            watermark=table.text("watermark"),
+            longest_transaction_seconds=self._longest_transaction(table),
+        )
+
+    @staticmethod
+    def _longest_transaction(table: _Table) -> float:
+        table.text("primary")
+        default = DEFAULT_LONGEST_TRANSACTION_SECONDS
+        seconds = table.seconds("longest_transaction", default)
+        return default if seconds is None else seconds
+
+    def _location(self, table: _Table, kind: Kind, given: str) -> str:
+        value = table.text(given) or ""
+        if (given == "path") != (kind in (Kind.PARQUET, Kind.CSV)) and given != "env":
+            table.problem(given, f"does not fit kind {kind.value!r}", "parquet and csv take path, databases do not")
+        if given == "dsn" and _PASSWORD.search(value):
+            table.problem(
+                given, "holds a password", "keep it in the environment (env), a libpq service file or ~/.pgpass"
+            )
+        if given == "service":
+            return f"service={value}"
+        if given == "env":
+            if value not in self._environment:
+                table.problem(given, f"the environment variable {value!r} is not set", f"export {value}=postgresql://…")
+            return self._environment.get(value, "")
+        return value
+
+    def _rule(self, value: Any, path: TomlPath, databases: dict[str, Database], broker: str) -> Rule:
+        keys = ("name", "database", "table", "key", "when", "time", "topic", "tag", "messages", "severity", "grace")
+        more = ("message_when", "late_after", "stuck_after", "bucket", "allow_empty", "mask", "field", "group")
+        table = _Table(self, value, path, (*keys, *more))
+        database = table.required("database")
+        self._known(table, "database", database, databases)
+        severity = table.choice("severity", Severity, Severity.CRITICAL)
+        groups = [self._group(item, at, databases, database, severity) for item, at in table.tables("group")]
+        self._unique([group.name for group in groups], *path, "group")
+        rule = Rule(
+            name=table.required("name"),
+            database=database,
+            table=table.required("table"),
+            key=table.required("key"),
+            when=table.text("when"),
+            time=table.required("time"),
+            topic=table.required("topic"),
+            tag=table.text("tag"),
+            message_when=table.text("message_when"),
+            messages=table.choice("messages", Messages, Messages.EXACTLY_ONE),
+            severity=severity,
+            grace_seconds=table.seconds("grace", DEFAULT_GRACE_SECONDS) or 0.0,
+            late_after_seconds=table.seconds("late_after", None),
+            stuck_after_seconds=table.seconds("stuck_after", DEFAULT_STUCK_AFTER_SECONDS) or 0.0,
+            bucket_seconds=table.seconds("bucket", None),
+            allow_empty=table.flag("allow_empty"),
+            fields=tuple(self._field(item, at) for item, at in table.tables("field")),
+            groups=tuple(groups),
+            mask=self._mask(table),
+            digest=_digest(value),
+        )
+        self._check_bucket(table, rule)
+        for group in rule.groups:
+            if rule.message_when and group.table is None:
+                text = f"the broker's deliveries know no condition, and group {group.name!r} is judged by them"
+                table.problem("message_when", text, "name the group's effect table")
+        return rule
+
+    @staticmethod
+    def _mask(table: _Table) -> tuple[str, ...]:
+        names = table.values.get("mask", [])
+        if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
+            table.problem("mask", f"must be a list of names, got {names!r}", 'write mask = ["email"]')
+            return ()
+        if table.values.get("key") in names:
+            table.problem("mask", "the key cannot be masked: findings are found by it", "remove it from mask")
+        return tuple(names)
+
+    def _check_bucket(self, table: _Table, rule: Rule) -> None:
+        if rule.bucket_seconds is None:
+            return
+        if rule.bucket_seconds <= 0:
+            table.problem("bucket", "must be longer than nothing", 'write bucket = "1h"')
+        if not any(field.column == rule.time and field.type is FieldType.TIMESTAMP for field in rule.fields):
+            table.problem(
+                "bucket",
+                f"both sides need the same time, and no field of the body equals column {rule.time!r}",
+                f'add [[rule.field]] column = "{rule.time}", type = "timestamp", or remove bucket',
+            )
+        for field in rule.near_fields:
+            table.problem("bucket", f"a checksum knows no tolerance (field {field.column!r})", "remove one of them")
+
+    def _field(self, value: Any, path: TomlPath) -> FieldRule:
+        table = _Table(self, value, path, ("column", "body", "type", "tolerance"))
+        kind = table.choice("type", FieldType, FieldType.TEXT)
+        column = table.required("column")
+        return FieldRule(
+            column=column,
+            body=table.text("body") or column,
+            type=kind,
+            tolerance=self._tolerance(table, kind),
+        )
+
+    @staticmethod
+    def _tolerance(table: _Table, kind: FieldType) -> str | None:
+        value = table.values.get("tolerance")
+        if value is None:
+            return None
+        if not kind.takes_tolerance:
+            table.problem("tolerance", f"a {kind.value} has none", "remove it, or use integer, decimal or timestamp")
+            return None
+        if kind is FieldType.TIMESTAMP and isinstance(value, str):
+            return str(table.seconds("tolerance", None) or 0)
+        try:
+            tolerance = Decimal(str(value))
+        except InvalidOperation:
+            tolerance = Decimal(-1)
+        if isinstance(value, bool) or not tolerance.is_finite() or tolerance < 0:
+            table.problem("tolerance", f"not a distance: {value!r}", 'write tolerance = "0.01"')
+            return None
+        return str(tolerance)
+
+    def _group(
+        self, value: Any, path: TomlPath, databases: dict[str, Database], default: str, severity: Severity
+    ) -> GroupRule:
+        keys = ("name", "database", "table", "key", "message_id", "time", "when", "owed_when", "within", "severity")
+        table = _Table(self, value, path, keys)
+        database = table.text("database", default) or default
+        self._known(table, "database", database, databases)
+        effect = table.text("table")
+        if effect and ("key" in table.values) == ("message_id" in table.values):
+            table.problem("table", "needs exactly one of key, message_id", 'write key = "order_id"')
+        if effect and "time" not in table.values:
+            table.problem("time", "missing", 'name the column that says when the effect happened: time = "created_at"')
+        if not effect:
+            for key in ("key", "message_id", "time", "when"):
+                if key in table.values:
+                    table.problem(key, "has no meaning without an effect table", 'add table = "…" or remove it')
+        return GroupRule(
+            name=table.required("name"),
+            database=database,
+            table=effect,
+            key=table.text("key"),
+            message_id=table.text("message_id"),
+            time=table.text("time"),
+            when=table.text("when"),
+            owed_when=table.text("owed_when"),
+            within_seconds=table.seconds("within", DEFAULT_WITHIN_SECONDS) or 0.0,
+            severity=table.choice("severity", Severity, severity),
+        )
+
+    @staticmethod
+    def _known(table: _Table, key: str, name: str, databases: dict[str, Database]) -> None:
+        if name and name not in databases:
+            known = ", ".join(sorted(databases)) or "none"
+            table.problem(key, f"no database {name!r}", f"add [database.{name}] or use one of: {known}")
+
+    def _unique(self, names: list[str], *path: str | int) -> None:
+        for number, name in enumerate(names):
+            if name and name in names[:number]:
+                self.problem((*path, number, "name"), f"{_dotted(path)}: two are called {name!r}; rename one.")
+
+
+def _digest(rule: Any) -> str:
+    """Changes with what is judged, not with what is shown."""
+    judged = {key: value for key, value in rule.items() if key != "mask"} if isinstance(rule, dict) else rule
+    return hashlib.sha256(json.dumps(judged, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def _dotted(path: TomlPath) -> str:
+    return ".".join(f"{part}" for part in path) or "file"

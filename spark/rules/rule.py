@@ -1,0 +1,187 @@
+"""The declared rules as values. Durations are seconds; the file they come from is read in rules_file.py."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Final
+
+from .acknowledgements import Acknowledgement
+
+
+class FieldType(enum.StrEnum):
+    """How a column and a body field are brought to one form before they are compared."""
+
+    TEXT = "text"
+    """Compared as it is."""
+    INTEGER = "integer"
+    """Up to 26 digits."""
+    DECIMAL = "decimal"
+    """Rounded to 12 decimals; up to 26 digits before the point."""
+    BOOLEAN = "boolean"
+    """true/false, t/f, 1/0."""
+    TIMESTAMP = "timestamp"
+    """To the microsecond; a text without an offset is UTC."""
+    DATE = "date"
+    """ISO 8601."""
+    UUID = "uuid"
+    """Compared in lower case."""
+
+    @property
+    def takes_tolerance(self) -> bool:
+        """Whether two values of the type have a distance."""
+        return self in (FieldType.INTEGER, FieldType.DECIMAL, FieldType.TIMESTAMP)
+
+
+class Severity(enum.StrEnum):
+    """How urgent a finding is; the report sorts by it."""
+
+    CRITICAL = "critical"
+    WARNING = "warning"
+    INFO = "info"
+
+
+class Messages(enum.StrEnum):
+    """How many committed messages a row may have produced."""
+
+    EXACTLY_ONE = "exactly_one"
+    AT_LEAST_ONE = "at_least_one"
+    """The newest is compared with the row."""
+
+
+class Kind(enum.StrEnum):
+    """Where a database's tables are read from."""
+
+    POSTGRES = "postgres"
+    """Over ADBC, partitioned, inside one exported snapshot."""
+    JDBC = "jdbc"
+    """Spark's JDBC reader: no common snapshot of the partitions."""
+    PARQUET = "parquet"
+    """A folder with one Parquet file or folder per table."""
+    CSV = "csv"
+    """A folder with one CSV file (with a header) per table."""
+
+
+DEFAULT_GRACE_SECONDS: Final = 60.0
+DEFAULT_STUCK_AFTER_SECONDS: Final = 15 * 60.0
+DEFAULT_WITHIN_SECONDS: Final = 15 * 60.0
+DEFAULT_LONGEST_TRANSACTION_SECONDS: Final = 3600.0
+DEFAULT_OUTPUT_MODE: Final = 0o600
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Database:
+    """One source. `location` is a connection string, a JDBC URL or a folder; it is resolved from the environment.
+
+    Of a replica `primary` says what is open; without it its transactions are taken to last no longer than
+    `longest_transaction_seconds`.
+    """
+
+    name: str
+    kind: Kind
+    location: str = field(repr=False)
+    schema: str = "public"
+    watermark: str | None = None
+    primary: Database | None = None
+    longest_transaction_seconds: float = DEFAULT_LONGEST_TRANSACTION_SECONDS
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FieldRule:
+    """A column that must equal a field of the body (a dotted path), up to `tolerance` (same unit; times in seconds)."""
+
+    column: str
+    body: str
+    type: FieldType = FieldType.TEXT
+    tolerance: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupRule:
+    """A consumer group that must have handled the message, and the table in which its effect shows.
+
+    The effect is found by `key` (equal to the message's key) or by `message_id`. Without a table the broker's own
+    view of the delivery is the evidence. `within_seconds` counts from the row's time (or the message's delivery
+    time, if later): no effect by then is UNDELIVERED, a later one LATE. `owed_when`, a condition over `message_v1`,
+    says of which messages an effect is owed; None: what the broker knows of the subscription (subscriptions.py), else
+    of all.
+    """
+
+    name: str
+    database: str
+    table: str | None = None
+    key: str | None = None
+    message_id: str | None = None
+    time: str | None = None
+    when: str | None = None
+    owed_when: str | None = None
+    within_seconds: float = DEFAULT_WITHIN_SECONDS
+    severity: Severity = Severity.CRITICAL
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rule:
+    """What every row of a table that satisfies `when` must have produced.
+
+    Messages of `topic` (and `tag`) that do not satisfy `message_when`, a condition over `message_v1`, are another's.
+    """
+
+    name: str
+    database: str
+    table: str
+    key: str
+    time: str
+    topic: str
+    when: str | None = None
+    tag: str | None = None
+    message_when: str | None = None
+    messages: Messages = Messages.EXACTLY_ONE
+    severity: Severity = Severity.CRITICAL
+    grace_seconds: float = DEFAULT_GRACE_SECONDS
+    late_after_seconds: float | None = None
+    stuck_after_seconds: float = DEFAULT_STUCK_AFTER_SECONDS
+    bucket_seconds: float | None = None
+    allow_empty: bool = False
+    fields: tuple[FieldRule, ...] = ()
+    groups: tuple[GroupRule, ...] = ()
+    mask: tuple[str, ...] = ()
+    """Columns and body fields whose values no finding shows."""
+    digest: str = ""
+
+    @property
+    def exact_fields(self) -> tuple[FieldRule, ...]:
+        """Fields without a tolerance."""
+        return tuple(field for field in self.fields if field.tolerance is None)
+
+    @property
+    def has_conditional_groups(self) -> bool:
+        """Whether some messages owe some groups nothing."""
+        return any(group.owed_when for group in self.groups)
+
+    @property
+    def longest_wait(self) -> timedelta:
+        """After this time everything about a row can be judged, unless its message was delayed."""
+        waits = (self.grace_seconds, self.stuck_after_seconds, self.late_after_seconds or 0.0)
+        return timedelta(seconds=max(*waits, *(group.within_seconds for group in self.groups)))
+
+    @property
+    def near_fields(self) -> tuple[FieldRule, ...]:
+        """Fields with a tolerance."""
+        return tuple(field for field in self.fields if field.tolerance is not None)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rules:
+    """A whole rules file."""
+
+    title: str
+    databases: dict[str, Database]
+    broker: str
+    trace: str
+    rules: tuple[Rule, ...]
+    acknowledged: tuple[Acknowledgement, ...] = ()
+    output_mode: int = DEFAULT_OUTPUT_MODE
+    """Permissions of output files; folders are searchable by whoever may read them."""
+    archive: str | None = None
+    """Folder or URI in which the broker's log goes on, once retention has removed messages."""

@@ -1,0 +1,72 @@
+"""A partitioned table is read partition by partition, so that as many tasks as it has can share it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+from . import sql
+from .base import Selection
+
+_IS_PARTITIONED: Final = "SELECT count(*) FROM pg_class WHERE oid = to_regclass({table}) AND relkind = 'p'"
+# The right to a partitioned table is none to its partitions by name; and row security is the table's own.
+_READABLE: Final = """
+SELECT bool_and(has_table_privilege(leaf.oid, 'SELECT') AND NOT leaf.relrowsecurity), bool_or(root.relrowsecurity)
+FROM pg_class root, pg_partition_tree(root.oid) part JOIN pg_class leaf ON leaf.oid = part.relid
+WHERE root.oid = to_regclass({table}) AND part.isleaf
+"""
+_PAGES: Final = """
+SELECT CASE WHEN relkind IN ('r', 'm') THEN pg_relation_size(oid) / current_setting('block_size')::bigint ELSE 0 END
+FROM pg_class WHERE oid = to_regclass({table})
+"""
+
+
+class Database(Protocol):
+    """What is asked of a source."""
+
+    def query(self, statement: str) -> list[tuple[Any, ...]]:
+        """Rows of a small query, inside the snapshot."""
+
+    def plan(self, selection: Selection, terms: list[str]) -> list[dict[str, Any]]:
+        """The nodes of PostgreSQL's plan for the selection."""
+
+    def table_of(self, selection: Selection) -> str:
+        """The quoted name of the selection's table."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """A partition: its quoted name, its size (0: not to be split), and whether an index leads to what is wanted."""
+
+    name: str
+    pages: int
+    is_indexed: bool
+
+
+def leaves(database: Database, selection: Selection, terms: list[str]) -> list[Leaf]:
+    """The partitions in which the wanted rows can be; empty for other tables, and where they cannot be read by name."""
+    table = database.table_of(selection)
+    if not database.query(_IS_PARTITIONED.format(table=sql.text(table)))[0][0]:
+        return []
+    readable, has_policies = database.query(_READABLE.format(table=sql.text(table)))[0]
+    if not readable or has_policies:
+        return []
+    # The planner knows which partitions the terms leave out.
+    found = {}
+    for node in database.plan(selection, terms):
+        if "Relation Name" in node:
+            name = f"{sql.name(node['Schema'])}.{sql.name(node['Relation Name'])}"
+            found[name] = "Index" in node["Node Type"] or "Bitmap" in node["Node Type"]
+    return [Leaf(name, _pages(database, name), is_indexed) for name, is_indexed in found.items()]
+
+
+def nodes(plan: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The nodes of a plan, each before those below it."""
+    yield plan
+    for inner in plan.get("Plans", ()):
+        yield from nodes(inner)
+
+
+def _pages(database: Database, table: str) -> int:
+    return int(database.query(_PAGES.format(table=sql.text(table)))[0][0])

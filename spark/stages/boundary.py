@@ -1,0 +1,61 @@
+"""Which rows a run judges: from where the previous result ended up to the watermark less the rule's grace."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import datetime, timedelta
+from typing import Any, Final
+
+from ..comparison.classify import Window
+from ..errors import RunIncomplete
+from ..options import RunOptions
+from ..output.result import RuleRun
+from ..rules.rule import Rule
+from ..sources.base import Reading
+
+# How much older than its row's time a half message is taken to be at most, where retention has removed messages.
+HALF_AGE: Final = timedelta(seconds=60)
+
+
+def window(rule: Rule, options: RunOptions, readings: list[Reading], previous: dict[str, Any] | None) -> Window:
+    """The rule's window. Raises RunIncomplete for an interval that is not over yet, or when nothing tells the time."""
+    known = [reading.watermark for reading in readings if reading.watermark is not None]
+    if not known:
+        raise RunIncomplete("no source says up to when it is complete: there is no time in any of them.")
+    watermark = min(known)
+    boundary = watermark - timedelta(seconds=rule.grace_seconds)
+    since, until = options.since, options.until
+    if until is not None:
+        if until > boundary:
+            raise RunIncomplete(
+                f"rule {rule.name!r}: the interval ends at {until.isoformat()}, but only rows before "
+                f"{boundary.isoformat()} can be judged yet (watermark {watermark.isoformat()} less the grace "
+                f"period). Run it again later."
+            )
+        boundary = until
+    if since is None and previous is not None and not options.full:
+        since = _end_of(previous, rule)
+    if since is not None and until is None:
+        boundary = max(boundary, since)
+    return Window(since, boundary, watermark, is_exact=until is not None)
+
+
+def limit_by_retention(run: RuleRun, horizon: datetime) -> None:
+    """Judge no row whose message may be gone: it may have been stored, and removed, some time before the row's time."""
+    floor = horizon + max(HALF_AGE, run.rule.longest_wait)
+    since = run.window.since
+    run.window = replace(run.window, floor=floor)
+    if since is None or since < floor:
+        run.window = replace(run.window, since=floor)
+        run.notes.append(
+            f"retention: messages stored before {horizon.isoformat()} may be gone, rows before "
+            f"{floor.isoformat()} are not judged"
+        )
+
+
+def _end_of(previous: dict[str, Any], rule: Rule) -> datetime | None:
+    """Where the previous result ended for this rule; None when it is new or was changed."""
+    for known in previous["rules"]:
+        if known["name"] == rule.name and known["digest"] == rule.digest:
+            return datetime.fromisoformat(known["until"])
+    return None

@@ -1,0 +1,165 @@
+"""The second look: suspects, and what earlier runs left open, are read again by key under new snapshots.
+
+What the first look saw only because two databases have no common moment is gone by now; a finding is what still holds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import UTC, datetime
+from functools import reduce
+from typing import Final
+
+from pyspark.sql import DataFrame, Observation, SparkSession
+from pyspark.sql import functions as F
+
+from ..comparison import classify, detail, evidence, sides
+from ..errors import RunIncomplete
+from ..output import masking
+from ..rules.rule import Rule, Severity
+from .scan import readable_errors, write
+
+MAX_KEYS: Final = 50_000
+MAX_BODY: Final = 1_000
+SCHEMA: Final = (
+    "rule string, `table` string, topic string, key string, group string, class string, severity string, "
+    "flags array<string>, detail string, at timestamp, row_at timestamp, message_at timestamp, settled_at timestamp, "
+    "effect_at timestamp, rows bigint, messages bigint, undecided bigint, effects bigint, message_id string, "
+    "transaction_id string, log_id bigint, tag string, decided_by string, delivery string, row string, body string, "
+    "carry boolean"
+)
+
+
+def confirm(
+    spark: SparkSession,
+    rule: Rule,
+    sources: sides.Sources,
+    window: classify.Window,
+    keys: DataFrame,
+    target: str,
+) -> None:
+    """Judge `keys` (key, carried, sought_at) again and write every subject that is not OK to `target` (Parquet).
+
+    Carried keys lie before the window; they are judged whatever their age. So are suspects whose row is older than the
+    window: a second message or effect came to a row that an earlier run has judged. Raises RunIncomplete when a key
+    cannot be looked at again.
+    """
+    with readable_errors(f"re-reading the suspects of rule {rule.name!r}"):
+        keys = sides.real_keys(rule, sources, keys).cache()
+        listed = [row[0] for row in keys.select("key").limit(MAX_KEYS + 1).collect()]
+        read = sides.of_keys(rule, sources, listed, window.floor) if len(listed) <= MAX_KEYS else None
+        if read is None:
+            read = sides.of_many_keys(rule, sources, keys.select("key"), window.floor)
+        seen = Observation(f"seen again {rule.name}")
+        gathered = evidence.gather(read.narrow, rule).join(keys.drop("sought_at"), "key")
+        gathered = gathered.observe(seen, F.count(F.lit(1)).alias("count"))
+        bounded = replace(window, carried="carried")
+        judged = classify.subjects(classify.with_classes(gathered, rule, bounded), rule, bounded)
+        with_details = _with_details(judged, rule, read)
+        write(spark, _as_findings(with_details, rule), target, SCHEMA)
+        if int(seen.get["count"] or 0) < len(listed) <= MAX_KEYS:
+            _check_gone(rule, sources, read, keys, window.floor)
+        for frame in (*read.cached, keys):
+            frame.unpersist()
+
+
+def _check_gone(
+    rule: Rule, sources: sides.Sources, read: sides.KeySides, keys: DataFrame, floor: datetime | None
+) -> None:
+    """Raise RunIncomplete unless keys of which nothing was found by key are not there either when tables are read.
+
+    That a lookup finds nothing proves nothing: an index may be damaged. It would dismiss what was seen before.
+    """
+    missing = keys.join(_keys_of(read.narrow), "key", "left_anti").cache()
+    oldest = missing.agg(F.unix_micros(F.min("sought_at"))).collect()[0][0]
+    since = None if oldest is None else datetime.fromtimestamp(oldest / 1_000_000, UTC) - sides.margin(rule)
+    whole = sides.of_many_keys(rule, sources, missing.select("key"), floor, since)
+    hidden = [row[0] for row in _keys_of(whole.narrow).join(missing, "key", "left_semi").sort("key").collect()]
+    for frame in (*whole.cached, missing):
+        frame.unpersist()
+    if hidden:
+        raise RunIncomplete(
+            f"{len(hidden)} suspects of rule {rule.name!r} could not be looked at again, as {hidden[0]!r}: they are in "
+            f"the tables, but are not found by their keys. Check the indexes of the key (amcheck; REINDEX after a "
+            f"change of collation), and that the rule's key gives the same value each time. Nothing was published."
+        )
+
+
+def _keys_of(narrow: list[DataFrame]) -> DataFrame:
+    return reduce(DataFrame.unionByName, [side.select("key") for side in narrow]).distinct()
+
+
+def _with_details(found: DataFrame, rule: Rule, read: sides.KeySides) -> DataFrame:
+    values = [F.col(f"f{number}") for number in range(len(rule.fields))]
+    shown = [
+        masking.shown(rule, field, detail.shown(value, field.type)).alias(field.column)
+        for value, field in zip(values, rule.fields, strict=True)
+    ]
+    row = F.to_json(F.struct(F.col("key").alias(rule.key), *shown), {"ignoreNullFields": "false"}).alias("json")
+    shape = F.struct(row, *evidence.row_values(rule), evidence.why_row_unreadable(rule))
+    rows = read.rows.groupBy("key").agg(F.max(shape).alias("row"))
+    rank = F.when(F.col("state") == "committed", 2).when(F.col("state") == "recalled", 1).otherwise(0)
+    newest = F.struct(rank, "log_id")
+    columns = ("message_id", "transaction_id", "log_id", "tag", "state", "decided_by", "body")
+    shape = F.struct(*columns, *evidence.body_values(rule))
+    damaged = F.when(evidence.why_unreadable(rule) != "", F.struct("message_id", evidence.why_unreadable(rule)))
+    messages = read.messages.groupBy("key").agg(
+        F.max_by(shape, newest).alias("newest"),
+        F.min_by("message_id", newest).alias("oldest_id"),
+        F.min(damaged).alias("damaged"),
+    )
+    found = found.join(rows, "key", "left").join(messages, "key", "left")
+    if read.deliveries is None:
+        return found.withColumn("delivery", F.lit(None).cast("string"))
+    group = F.col("consumer_group").alias("group")
+    deliveries = read.deliveries.groupBy("key", group).agg(F.min("state").alias("delivery"))
+    return found.join(deliveries, ["key", "group"], "left")
+
+
+def _as_findings(found: DataFrame, rule: Rule) -> DataFrame:
+    """The columns of the findings file (docs/reconciliation.md), but those that depend on earlier results."""
+    group = F.col("group")
+    severity = F.lit(rule.severity.value)
+    effects, effect_at = F.lit(None).cast("bigint"), F.lit(None).cast("timestamp")
+    for number, declared in enumerate(rule.groups):
+        severity = F.when(group == declared.name, F.lit(declared.severity.value)).otherwise(severity)
+        effects = F.when(group == declared.name, F.col(f"effects_{number}")).otherwise(effects)
+        effect_at = F.when(group == declared.name, F.col(f"effect_at_{number}")).otherwise(effect_at)
+    body = F.col("newest.body").cast("string")
+    shown_body = F.when(F.is_valid_utf8(body), F.substring(body, 1, MAX_BODY)).otherwise(
+        F.concat(F.lit("hex "), F.substring(F.hex("newest.body"), 1, MAX_BODY))
+    )
+    return found.select(
+        F.lit(rule.name).alias("rule"),
+        F.lit(rule.table).alias("table"),
+        F.lit(rule.topic).alias("topic"),
+        "key",
+        "group",
+        "class",
+        severity.alias("severity"),
+        "flags",
+        detail.of(rule).alias("detail"),
+        "at",
+        F.when(F.col("rows") > 0, F.col("row_at")).alias("row_at"),
+        "message_at",
+        "settled_at",
+        effect_at.alias("effect_at"),
+        "rows",
+        F.col("committed").alias("messages"),
+        "undecided",
+        effects.alias("effects"),
+        F.col("newest.message_id").alias("message_id"),
+        F.col("newest.transaction_id").alias("transaction_id"),
+        F.col("newest.log_id").alias("log_id"),
+        F.col("newest.tag").alias("tag"),
+        F.col("newest.decided_by").alias("decided_by"),
+        "delivery",
+        F.col("row.json").alias("row"),
+        masking.shown_body(rule, body, shown_body, MAX_BODY).alias("body"),
+        "carry",
+    )
+
+
+def severity_order(severity: str) -> int:
+    """Position in a report: the most urgent first."""
+    return list(Severity).index(Severity(severity))

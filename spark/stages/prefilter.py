@@ -1,0 +1,320 @@
+"""The checksum pre-filter: buckets of time in which both sides add up are not read.
+
+Rows, message bodies and effects are hashed by their own databases, per bucket of the row's time (which the body must
+carry too). Equal counts and equal checksums in a bucket mean that every row has its message with the declared fields
+and its effects; buckets that differ are read and classified as always. What cannot be summed up in SQL is said in
+the outcome's note, and everything is read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from ..comparison import contract
+from ..comparison.classify import Window
+from ..comparison.sides import Limits, Sources
+from ..errors import ReconcileError
+from ..rules.rule import FieldRule, FieldType, Kind, Messages, Rule, Rules
+from ..sources import sql
+from ..sources.archived import ArchivedSource
+from ..sources.postgres import PostgresSource
+
+_FIELD_END: Final = "E'\\x1f'"
+_NULL: Final = "E'\\x1e'"
+_USUAL_TIMES: Final = "('-- ::', '-- ::.', '-- ::+:', '-- ::.+:', '-- ::-:', '-- ::.-:', '-- ::Z', '-- ::.Z')"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """`skipped_rows` are proven equal; `limits` is what remains to be read."""
+
+    note: str
+    skipped_rows: int = 0
+    limits: Limits = field(default_factory=Limits)
+
+
+@dataclass(frozen=True, slots=True)
+class _Buckets:
+    """Checksums per bucket of one side; None as a bucket: rows that belong to no bucket."""
+
+    sums: dict[int | None, tuple[Any, ...]]
+
+
+def compare(rule: Rule, rules: Rules, sources: Sources, window: Window) -> Outcome:
+    """Which buckets of the window are equal on all sides, and conditions that select the others."""
+    reason = _inapplicable(rule, rules, sources)
+    if reason is not None:
+        return Outcome(f"checksum: not used, {reason}")
+    ours, broker = sources[rule.database], sources.broker
+    assert isinstance(ours, PostgresSource) and isinstance(broker, PostgresSource)
+    if isinstance(broker, ArchivedSource) and broker.is_needed(rule.topic, window.since):
+        return Outcome("checksum: not used, a part of the window is in the archive")
+    filter_ = _Prefilter(rule, ours, broker, window)
+    try:
+        return filter_.outcome()
+    except ReconcileError as error:
+        return Outcome(f"checksum: not used, the database could not compute it ({' '.join(str(error).split())[:200]})")
+
+
+def _inapplicable(rule: Rule, rules: Rules, sources: Sources) -> str | None:
+    if any(rules.databases[name].kind is not Kind.POSTGRES for name in (rule.database, rules.broker)):
+        return "both sides must be PostgreSQL"
+    if rule.messages is not Messages.EXACTLY_ONE:
+        return "it needs messages = 'exactly_one'"
+    if rule.message_when:
+        return "it knows no message_when"
+    for group in rule.groups:
+        if group.owed_when:
+            return f"not every message owes {group.name!r} an effect"
+        if group.table is None or group.key is None:
+            return f"the effects of {group.name!r} are not found by key"
+        if sources[group.database] is not sources[rule.database]:
+            return f"the effects of {group.name!r} are in another database than the rows"
+    return None
+
+
+class _Prefilter:
+    def __init__(self, rule: Rule, ours: PostgresSource, broker: PostgresSource, window: Window) -> None:
+        self._rule, self._ours, self._broker, self._window = rule, ours, broker, window
+        self._width = max(1, round((rule.bucket_seconds or 0) * 1_000_000))
+        self._timed = next(item for item in rule.fields if item.column == rule.time)
+
+    def outcome(self) -> Outcome:
+        if not self._keys_are_unique():
+            return Outcome("checksum: not used, two rows have one key, or a row has none")
+        rows, messages = self._rows(), self._messages()
+        effects = [self._effects(number) for number in range(len(self._rule.groups))]
+        if None in messages.sums or any(None in side.sums for side in effects):
+            return Outcome("checksum: not used, messages or effects are there that belong to no row's bucket")
+        suspicious = {bucket for bucket, sums in messages.sums.items() if sums[2]} | self._dead()
+        for bucket in set(rows.sums) | set(messages.sums):
+            if rows.sums.get(bucket, (0, 0, 0))[:2] != messages.sums.get(bucket, (0, 0, 0))[:2]:
+                suspicious.add(bucket)
+        for side in effects:
+            for bucket in set(rows.sums) | set(side.sums):
+                count, _, keys = rows.sums.get(bucket, (0, 0, 0))
+                if (count, keys, 0) != side.sums.get(bucket, (0, 0, 0)):
+                    suspicious.add(bucket)
+        skipped = sum(sums[0] for bucket, sums in rows.sums.items() if bucket not in suspicious)
+        known = len(set(rows.sums) | set(messages.sums))
+        note = f"checksum: {known - len(suspicious)} of {known} buckets are equal, {skipped} rows were not read"
+        return Outcome(note, skipped, self._limits({bucket for bucket in suspicious if bucket is not None}))
+
+    def _keys_are_unique(self) -> bool:
+        """Otherwise two rows and two messages of one key would cancel each other out."""
+        rows = contract.rows(self._rule)
+        table, key = self._ours.table_of(rows), sql.expression(self._rule.key)
+        if self._ours.is_unique(rows):
+            return True
+        where = sql.where([*sql.conditions(rows, None), *self._inside(sql.expression(self._rule.time))])
+        counted = self._ours.attempt(
+            f"SELECT count(*) = count(DISTINCT ({key})::text) FROM {table}{where}", about="the keys"
+        )
+        return bool(counted[0][0])
+
+    def _rows(self) -> _Buckets:
+        rule, time = self._rule, sql.expression(self._rule.time)
+        fields = [f"{sql.expression(item.column)} AS f{number}" for number, item in enumerate(rule.fields)]
+        where = sql.where([*sql.conditions(contract.rows(rule), None), *self._inside(time)])
+        read = sql.step(
+            [f"{time}::timestamptz AS at", f"{sql.expression(rule.key)}::text AS key", *fields],
+            f"{self._ours.table_of(contract.rows(rule))}{where}",
+        )
+        hashed = sql.step(["at", f"{self._content()} AS content", f"{_hash(['key'])} AS key"], f"({read}) source")
+        return self._sums(self._ours, "count(*), bit_xor(content), bit_xor(key)", hashed)
+
+    def _messages(self) -> _Buckets:
+        rule, selection = self._rule, contract.messages(self._rule)
+        topic = self._topic()
+        known = ["key", "state", "content_type", "decided_at", "stored_at"]
+        # The body is parsed only where CASE has seen the topic: other topics may carry other formats.
+        parsed = sql.step(
+            [*known, f"CASE WHEN {topic} THEN convert_from(body, 'UTF8')::jsonb END AS document"],
+            f"{self._broker.table_of(selection)} WHERE {topic} AND state <> 'rolled_back'",
+        )
+        fields = {f"f{number}": _body_value(item) for number, item in enumerate(rule.fields)}
+        fields |= {f"kind{n}": _body_kind(item) for n, item in enumerate(rule.fields) if item.type is FieldType.TEXT}
+        split = sql.step([*known, *(f"{value} AS {name}" for name, value in fields.items())], f"({parsed}) parsed")
+        time = f"f{rule.fields.index(self._timed)}"
+        read = sql.step([*known, *fields, f"{time}::timestamptz AS at"], f"({split}) split")
+        # Also those stored in the window whose body says another time: they may be of no row, or of an older one.
+        inside = f"at IS NULL OR ({' AND '.join(self._inside('at'))}) OR ({' AND '.join(self._inside('stored_at'))})"
+        hashed = sql.step(
+            [
+                "at",
+                f"{self._content()} AS content",
+                "state IN ('committed', 'recalled') AS is_sent",
+                f"{self._odd()} AS is_odd",
+                f"{inside} AS is_inside",
+            ],
+            f"({read}) source",
+        )
+        sums = (
+            "count(*) FILTER (WHERE is_inside AND is_sent), bit_xor(content) FILTER (WHERE is_inside AND is_sent), "
+            "count(*) FILTER (WHERE is_inside AND is_odd)"
+        )
+        return self._sums(self._broker, sums, hashed, " HAVING bool_or(is_inside)")
+
+    def _content(self) -> str:
+        """The hash of the key and the compared fields f0, f1, …: of a row and of its message the same."""
+        return _hash(["key", *(_normal(f"f{number}", item) for number, item in enumerate(self._rule.fields))])
+
+    def _topic(self) -> str:
+        return " AND ".join(f"{sql.name(n)} = {sql.text(v)}" for n, v in contract.messages(self._rule).equals)
+
+    def _odd(self) -> str:
+        """What makes a message one to be read: its state, its form, or that it came late."""
+        odd = "state <> 'committed' OR coalesce(content_type, '') NOT LIKE 'application/json%'"
+        for number, item in enumerate(self._rule.fields):
+            if item.type is FieldType.TEXT:
+                odd += f" OR {_is_no_text(f'f{number}', f'kind{number}')}"
+            odd += _unusual(f"f{number}", item)
+        if self._rule.late_after_seconds is not None:
+            odd += f" OR decided_at - at > {_interval(self._rule.late_after_seconds)}"
+        return odd
+
+    def _effects(self, number: int) -> _Buckets:
+        rule, group, selection = self._rule, self._rule.groups[number], contract.effects(self._rule, number)
+        mine, theirs = contract.rows(rule), selection
+        same = self._ours.column_types(mine).get(rule.key) == self._ours.column_types(theirs).get(group.key or "")
+        suffix = "" if same else "::text"
+        late = f"e.effect_time - r.row_time > {_interval(group.within_seconds)}"
+        rows_where = sql.where(sql.conditions(mine, None))
+        effects_where = sql.where(sql.conditions(theirs, self._window.since))
+        inside = " AND ".join(self._inside("r.row_time"))
+        joined = sql.step(
+            ["r.row_time AS at", f"{_hash(['e.effect_key::text'])} AS key", f"{late} AS is_late"],
+            f"(SELECT {sql.expression(group.key or '')} AS effect_key, "
+            f"{sql.expression(group.time or '')}::timestamptz AS effect_time "
+            f"FROM {self._ours.table_of(theirs)}{effects_where}) e "
+            f"LEFT JOIN (SELECT {sql.expression(rule.key)} AS row_key, "
+            f"{sql.expression(rule.time)}::timestamptz AS row_time FROM {self._ours.table_of(mine)}{rows_where}) r "
+            f"ON r.row_key{suffix} = e.effect_key{suffix} WHERE r.row_time IS NULL OR ({inside})",
+        )
+        return self._sums(self._ours, "count(*), bit_xor(key), count(*) FILTER (WHERE is_late)", joined)
+
+    def _dead(self) -> set[int | None]:
+        """Buckets of rows with a dead letter."""
+        if not self._rule.groups:
+            return set()
+        selection, mine = contract.dead_letters(self._rule), contract.rows(self._rule)
+        where = sql.where(sql.conditions(selection, None))
+        listed = f"SELECT coalesce(key, '') FROM {self._broker.table_of(selection)}{where}"
+        keys = [str(row[0]) for row in self._broker.attempt(listed, about="the dead letters")]
+        key_type = self._ours.column_types(mine).get(self._rule.key)
+        condition = sql.keys_condition(self._rule.key, key_type, keys)
+        where = sql.where([*sql.conditions(mine, None), condition])
+        time = sql.expression(self._rule.time)
+        read = f"SELECT {time}::timestamptz AS at FROM {self._ours.table_of(mine)}{where}"
+        return set(self._sums(self._ours, "count(*)", read).sums)
+
+    def _limits(self, buckets: set[int]) -> Limits:
+        rule = self._rule
+        if not buckets:
+            return Limits(is_nothing=True)
+        ranges = _ranges(buckets)
+        rows = self._within(sql.expression(rule.time), ranges)
+        topic = self._topic()
+        time = _body_value(self._timed, "convert_from(body, 'UTF8')::jsonb")
+        messages = self._within(f"(CASE WHEN {topic} THEN ({time})::timestamptz END)", ranges)
+        where = sql.where([*sql.conditions(contract.rows(rule), None), rows])
+        table = self._ours.table_of(contract.rows(rule))
+        keys = f"(SELECT {sql.expression(rule.key)}::text FROM {table}{where})"
+        effects = tuple((f"{sql.expression(group.key or '')}::text IN {keys}",) for group in rule.groups)
+        return Limits((rows,), (messages,), effects)
+
+    def _within(self, time: str, ranges: list[tuple[int, int]]) -> str:
+        parts = []
+        for first, last in ranges:
+            low, high = (f"to_timestamp({edge * self._width}::numeric / 1000000)" for edge in (first, last + 1))
+            parts.append(f"({time} >= {low} AND {time} < {high})")
+        return f"({' OR '.join(parts)})"
+
+    def _inside(self, time: str) -> list[str]:
+        terms = [f"{time} < {sql.moment(self._window.until)}"]
+        if self._window.since is not None:
+            terms.append(f"{time} >= {sql.moment(self._window.since)}")
+        return terms
+
+    def _bucket(self, time: str) -> str:
+        """The start of the bucket: whole widths since 1970."""
+        return f"date_bin('{self._width} microseconds', {time}, 'epoch')"
+
+    def _sums(self, source: PostgresSource, sums: str, hashed: str, having: str = "") -> _Buckets:
+        number = f"(extract(epoch FROM {self._bucket('at')}) * 1000000 / {self._width})::bigint"
+        statement = f"SELECT {number}, {sums} FROM ({hashed}) hashed GROUP BY {self._bucket('at')}{having}"
+        rows = source.attempt(statement, about="the checksums")
+        return _Buckets({row[0]: tuple(int(value or 0) for value in row[1:]) for row in rows})
+
+
+def _interval(seconds: float) -> str:
+    return f"interval '{round(seconds * 1_000_000)} microseconds'"
+
+
+def _hash(values: list[str]) -> str:
+    joined = f" || {_FIELD_END} || ".join(f"coalesce({value}, {_NULL})" for value in values)
+    return f"hashtextextended({joined}, 0)"
+
+
+def _body_value(item: FieldRule, document: str = "document") -> str:
+    *path, last = (sql.text(part) for part in item.body.split("."))
+    return f"{' -> '.join([document, *path])} ->> {last}"
+
+
+def _body_kind(item: FieldRule) -> str:
+    return f"jsonb_typeof({' -> '.join(['document', *(sql.text(part) for part in item.body.split('.'))])})"
+
+
+def _is_no_text(value: str, kind: str) -> str:
+    """Values that PostgreSQL and Spark may write differently as a text: 12.50 or 12.5, {"a": 1} or {"a":1}."""
+    whole = f"{value} ~ '^-?[0-9]{{1,15}}$'"
+    return f"coalesce({kind} IN ('object', 'array') OR ({kind} = 'number' AND NOT {whole}), false)"
+
+
+def _unusual(value: str, item: FieldRule) -> str:
+    """Forms of a value that PostgreSQL reads and Spark may not, or not alike: '0x0C', 'today', 'on', nanoseconds.
+
+    Their buckets are read, so that one reader alone says what a body means. Told by what is left without the digits,
+    as a pattern would cost more than the hash.
+    """
+    rest = f"translate({value}, '0123456789', '')"
+    if item.type in (FieldType.INTEGER, FieldType.DECIMAL):
+        usual = f"{rest} IN ('', '-', '.', '-.') AND length({value}) <= 26"
+    elif item.type is FieldType.BOOLEAN:
+        usual = f"{value} IN ('true', 'false', 't', 'f', '1', '0')"
+    elif item.type is FieldType.DATE:
+        usual = f"{rest} = '--' AND length({value}) = 10"
+    elif item.type is FieldType.TIMESTAMP:
+        usual = (
+            f"translate({rest}, 'T', ' ') IN {_USUAL_TIMES} AND length({value}) BETWEEN 19 AND 32 "
+            f"AND substr({value}, 12, 2) < '24' AND substr({value}, 18, 2) < '60' AND {value} !~ '[.][0-9]{{7}}'"
+        )
+    else:
+        return ""
+    return f" OR NOT coalesce({usual}, true)"
+
+
+def _normal(value: str, item: FieldRule) -> str:
+    """The SQL twin of evidence's normal form."""
+    if item.type in (FieldType.INTEGER, FieldType.DECIMAL):
+        return f"trim_scale(round({value}::numeric, 12))::text"
+    if item.type is FieldType.BOOLEAN:
+        return f"({value}::boolean)::text"
+    if item.type is FieldType.DATE:
+        return f"({value}::date)::text"
+    if item.type is FieldType.TIMESTAMP:
+        return f"({value}::timestamptz)::text"
+    if item.type is FieldType.UUID:
+        return f"lower({value}::text)"
+    return f"{value}::text"
+
+
+def _ranges(buckets: set[int]) -> list[tuple[int, int]]:
+    found: list[tuple[int, int]] = []
+    for bucket in sorted(buckets):
+        if found and found[-1][1] == bucket - 1:
+            found[-1] = (found[-1][0], bucket)
+        else:
+            found.append((bucket, bucket))
+    return found

@@ -1,0 +1,45 @@
+"""A real streaming replica of the test server."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psycopg
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
+
+from tests.support import eventually
+
+
+@contextmanager
+def streaming(url: str, folder: Path) -> Iterator[str]:
+    """The URL of a replica of the server at `url`, whose data directory is that of its socket."""
+    data = Path(str(conninfo_to_dict(url)["host"]))
+    user, standby = data.owner(), folder / "standby"
+    programs = Path(shlex.split((data / "postmaster.opts").read_text())[0]).parent
+    folder.chmod(0o777)
+    for parent in folder.parents[:2]:
+        parent.chmod(parent.stat().st_mode | 0o011)
+    copy = [programs / "pg_basebackup", "-D", standby, "-R", "-X", "stream", "-c", "fast", "-d", url]
+    subprocess.run([str(part) for part in copy], user=user, check=True, cwd=folder)
+    server = [programs / "postgres", "-D", standby, "-h", "", "-k", folder, "-p", "5432"]
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen([str(part) for part in server], user=user, cwd=folder, stdout=log, stderr=log)
+    replica = make_conninfo(url, host=str(folder), port="5432")
+    try:
+        eventually(lambda: _answers(replica), what="the replica")
+        yield replica
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def _answers(url: str) -> bool:
+    try:
+        psycopg.connect(url).close()
+    except psycopg.OperationalError:
+        return False
+    return True

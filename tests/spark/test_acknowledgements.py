@@ -1,0 +1,82 @@
+"""Known findings: shown as acknowledged until their date, and counted apart from the others."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from spark import run
+from spark.comparison.classify import FAULTS
+from spark.errors import RulesInvalid
+from spark.rules import file as rules_file
+from spark.rules.acknowledgements import Fault
+from tests.spark.conftest import Reconciler
+from tests.spark.world import RULES, START, Order, World
+
+KNOWN = """
+[[acknowledge]]
+rule = "order-paid"
+key = "1"
+class = "LATE"
+until = 2999-12-31
+reason = "the broker was down"
+by = "ann"
+
+[[acknowledge]]
+rule = "order-paid"
+key = "2"
+class = "LOST"
+group = ""
+until = {until}
+reason = "sent by hand"
+by = "bob"
+"""
+
+
+@pytest.mark.timeout(300)
+def test_what_is_acknowledged_is_shown_and_not_counted(reconcile: Reconciler, world: World, tmp_path: Path) -> None:
+    """LATE never goes away by itself; it is not to hide what is new."""
+    late = Order(number=1)
+    world.pay(late)
+    world.send(late, decided_at=START + timedelta(hours=1))
+    world.pay(Order(number=2))
+    reconcile.rules(text=RULES.format(extra="", groups=KNOWN.format(until="2020-01-01")))
+    first = reconcile.run(metrics=tmp_path / "outbox.prom")
+    assert (first["status"], first["faults"], first["new_faults"], first["acknowledged"]) == ("findings", 1, 1, 1)
+    assert "acknowledgement of LOST '2' by bob ended at 2020-01-02" in first["rules"][0]["notes"][0]
+    shown = {row["key"]: row["acknowledged"] for row in reconcile.rows(first)}
+    assert shown == {"1": "by ann until 3000-01-01T00:00:00+00:00: the broker was down", "2": None}
+    metrics = (tmp_path / "outbox.prom").read_text()
+    assert "outbox_reconcile_new_faults 1\n" in metrics and "outbox_reconcile_acknowledged 1\n" in metrics
+    reconcile.rules(text=RULES.format(extra="", groups=KNOWN.format(until="2999-01-01")))
+    second = reconcile.run()
+    assert (second["status"], second["faults"], second["new_faults"], second["acknowledged"]) == ("clean", 0, 0, 2)
+    assert run.exit_code(second) == 0
+    assert {name: second["totals"][name] for name in ("LATE", "LOST")} == {"LATE": 1, "LOST": 1}, "classified as ever"
+    report = (reconcile.folder / "out" / "report.html").read_text()
+    assert "by bob until 2999-01-02T00:00:00+00:00: sent by hand" in report
+    assert second["rules"][0]["rows_read"] < first["rules"][0]["rows_read"], "no rule has changed"
+
+
+def test_every_fault_can_be_acknowledged() -> None:
+    assert [name.value for name in Fault] == [name.value for name in FAULTS]
+
+
+def test_an_acknowledgement_says_who_and_why_and_until_when() -> None:
+    text = RULES.format(
+        extra="", groups='[[acknowledge]]\nrule = "order"\nkey = "1"\nclass = "PENDING"\nuntil = "soon"\n'
+    )
+    environment = {"RECONCILE_APP": "", "RECONCILE_BROKER": ""}
+    with pytest.raises(RulesInvalid) as raised:
+        rules_file.parse(text, environment=environment)
+    problems = "\n".join(raised.value.problems)
+    for expected in (
+        "no rule 'order'; use one of: order-paid",
+        "unknown value 'PENDING'; use one of: ORPHAN, ",
+        "not a date: 'soon'; write until = 2025-12-31",
+        "reason: missing",
+        "by: missing",
+    ):
+        assert expected in problems

@@ -1,0 +1,163 @@
+"""The broker's log in the archive: complete and without doubles, and read as if retention had removed nothing."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from outbox.broker import retention
+from spark.archive import archive
+from spark.archive.manifest import Gap, Pass
+from spark.errors import RunIncomplete
+from spark.progress import Progress
+from spark.rules import file as rules_file
+from tests.spark.conftest import Reconciler
+from tests.spark.test_processes import ROOT, SMALL, environment, kill_at
+from tests.spark.world import RULES, Order, World, group_rules
+
+pytestmark = pytest.mark.timeout(600)
+GROUPS = ("logistics", "points")
+
+
+def archived_rules(folder: Path, *, groups: str = "", path: str = "archive") -> str:
+    text = RULES.format(extra="", groups=groups)
+    return text.replace('database = "broker"\n', f'database = "broker"\narchive = "{folder / path}"\n', 1)
+
+
+def take(reconcile: Reconciler, path: Path) -> tuple[Pass | None, list[Gap]]:
+    return archive.Archive(reconcile.spark, rules_file.load(path), Progress(io.StringIO())).run()
+
+
+def held(folder: Path) -> list[int]:
+    """The log ids of all files that are there, named or not."""
+    files = sorted((folder / "archive" / "message_v1").rglob("*.parquet"))
+    return sorted(number for file in files for number in pq.read_table(file, columns=["log_id"])["log_id"].to_pylist())
+
+
+def sent(world: World) -> list[int]:
+    return [row[0] for row in world.broker.execute("SELECT log_id FROM commit_log ORDER BY 1")]
+
+
+def let_go(world: World) -> int:
+    """What retention removes now: all orders are old, and every group is past them."""
+    return retention.run_once(world.broker, "outbox").messages
+
+
+def plant_some(world: World) -> set[tuple[str, str, str]]:
+    world.app.execute("DELETE FROM orders_order WHERE id = 1")
+    world.app.execute("UPDATE orders_order SET total = total + 1 WHERE id = 2")
+    world.app.execute("DELETE FROM points_entry WHERE order_id = 3")
+    world.pay(Order(number=500))
+    return {("1", "", "ORPHAN"), ("2", "", "MISMATCH"), ("3", "points", "UNDELIVERED"), ("500", "", "LOST")}
+
+
+def test_findings_are_the_same_before_and_after_retention(reconcile: Reconciler, world: World, tmp_path: Path) -> None:
+    world.add_many(30)
+    world.broker.execute("UPDATE commit_log SET tag = 'día', key = key || ' ''\"' WHERE key = '30'")
+    world.app.execute("DELETE FROM orders_order WHERE id = 30")
+    planted = plant_some(world) | {("30 '\"", "", "ORPHAN")}
+    for group in GROUPS:
+        world.app.execute(
+            f"DELETE FROM {'logistics_shipment' if group == 'logistics' else 'points_entry'} WHERE order_id = 30"
+        )
+    path = reconcile.rules(text=archived_rules(tmp_path, groups=group_rules(GROUPS)))
+    made, gaps = take(reconcile, path)
+    assert made is not None and made.count == 30 and gaps == []
+    assert let_go(world) == 30
+    world.add(Order(number=31, at=datetime.now(UTC)))
+    result = reconcile.run(full=True)
+    assert set(reconcile.findings(result)) == planted
+    assert result["rules"][0]["since"] is None, "everything is judged, as if nothing had been removed"
+    assert {row["key"]: row["message_id"] for row in reconcile.rows(result)}["1"], "a finding shows its message"
+
+    made, gaps = take(reconcile, path)
+    assert made is not None and made.count == 1 and gaps == []
+    assert set(reconcile.findings(reconcile.run(full=True))) == planted, "what is in both places counts once"
+
+
+def test_without_an_archive_what_was_removed_is_not_judged(reconcile: Reconciler, world: World, tmp_path: Path) -> None:
+    world.add_many(5)
+    path = reconcile.rules(text=archived_rules(tmp_path))
+    take(reconcile, path)
+    let_go(world)
+    world.add(Order(number=6))
+    reconcile.rules(text=RULES.format(extra="allow_empty = true", groups=""))
+    assert reconcile.run(full=True)["rules"][0]["since"] is not None
+
+
+def test_a_gap_is_reported_and_what_lies_before_it_is_not_judged(
+    reconcile: Reconciler, world: World, tmp_path: Path
+) -> None:
+    world.add_many(5)
+    path = reconcile.rules(text=archived_rules(tmp_path).replace("stuck_after", "allow_empty = true\nstuck_after"))
+    take(reconcile, path)
+    world.add_many(3, first=6)
+    assert let_go(world) == 8
+    result = reconcile.run(full=True)
+    assert (result["totals"]["LOST"], result["rules"][0]["since"] is None) == (0, False)
+    made, gaps = take(reconcile, path)
+    assert [(gap.topic, gap.messages) for gap in gaps] == [("order.paid", 3)]
+    assert made is not None and made.count == 0
+    assert take(reconcile, path)[1] == [], "reported once"
+    assert reconcile.run(full=True)["rules"][0]["since"] is not None
+
+
+def test_two_passes_at_once(reconcile: Reconciler, world: World, tmp_path: Path) -> None:
+    path = reconcile.rules(text=archived_rules(tmp_path))
+    with world.broker.transaction():
+        world.broker.execute("SELECT pg_advisory_xact_lock(hashtextextended('outbox-reconcile archive', 0))")
+        with pytest.raises(RunIncomplete, match="another pass over this broker is running"):
+            take(reconcile, path)
+
+
+def test_verify_finds_what_was_changed(reconcile: Reconciler, world: World, tmp_path: Path) -> None:
+    world.add_many(5)
+    path = reconcile.rules(text=archived_rules(tmp_path))
+    take(reconcile, path)
+    work = archive.Archive(reconcile.spark, rules_file.load(path), Progress(io.StringIO()))
+    assert work.verify() == []
+    file = next((tmp_path / "archive" / "message_v1").rglob("*.parquet"))
+    table = pq.read_table(file)
+    kept = table.set_column(table.column_names.index("key"), "key", [["x"] * len(table)])
+    for check in file.parent.glob(".*.crc"):
+        check.unlink()
+    pq.write_table(kept, file)
+    assert len(work.verify()) == 1
+
+
+def test_kill_9_in_the_middle_then_again(world: World, tmp_path: Path) -> None:
+    world.add_many(20)
+    path = tmp_path / "reconcile.toml"
+    path.write_text(archived_rules(tmp_path))
+
+    def start() -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "spark", "archive", "--rules", str(path), *SMALL],
+            cwd=ROOT,
+            env=environment(world),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    for stage in ("write", "verify"):
+        assert kill_at(start(), stage), stage
+        assert not (tmp_path / "archive" / "archive.json").exists()
+    assert held(tmp_path) == sent(world), "it was killed with everything written, and nothing named"
+    assert kill_at(start(), "publish")
+    for _ in range(2):
+        with start() as process:
+            _, said = process.communicate()
+        assert process.returncode == 0, said
+        assert held(tmp_path) == sent(world), "complete, and nothing twice"
+    manifest = json.loads((tmp_path / "archive" / "archive.json").read_text())
+    assert sum(each["count"] for each in manifest["passes"]) == 20
+    assert (tmp_path / "archive" / "archive.json").stat().st_mode & 0o777 == 0o600

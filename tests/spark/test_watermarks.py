@@ -1,0 +1,176 @@
+"""The watermark holds against every transaction that may still write, through pools and on replicas."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any, cast
+
+import psycopg
+import pytest
+
+from outbox.broker import embedded
+from spark.errors import UsageProblem
+from spark.rules.rule import Database, Kind
+from spark.sources import adbc, postgres
+from spark.sources.base import Column, Reading, Selection
+from spark.sources.postgres import PostgresSource
+from tests.spark import pooler, replica
+from tests.support import eventually
+
+SELECTION = Selection(table="orders", columns=(Column("key", "id"),), key="id")
+
+
+@contextmanager
+def opened(url: str, primary: str | None = None) -> Iterator[tuple[PostgresSource, Reading]]:
+    """A source with its snapshot; nothing here reads through Spark."""
+    above = None if primary is None else Database(name="app_primary", kind=Kind.POSTGRES, location=primary)
+    database = Database(name="app", kind=Kind.POSTGRES, location=url, primary=above)
+    source = PostgresSource(cast(Any, None), database, "outbox-reconcile x")
+    try:
+        yield source, source.open([])
+    finally:
+        source.close()
+
+
+def watermark(url: str, primary: str | None = None) -> datetime:
+    with opened(url, primary) as (_, reading):
+        assert reading.watermark is not None
+        return reading.watermark
+
+
+def began(connection: psycopg.Connection) -> datetime:
+    """When the connection's open transaction began."""
+    row = connection.execute("SELECT now()").fetchone()
+    assert row is not None
+    return cast(datetime, row[0])
+
+
+def test_a_transaction_of_any_name_holds_the_watermark_back(new_database: Callable[..., str]) -> None:
+    """An application may be called as we are, or have got a connection that was."""
+    url = new_database()
+    with psycopg.connect(url, application_name="outbox-reconcile") as slow:
+        at = began(slow)
+        assert watermark(url) <= at
+        slow.rollback()
+        assert watermark(url) > at
+
+
+def test_our_own_transactions_do_not(new_database: Callable[..., str]) -> None:
+    """Neither the snapshot of another run nor what its executors read."""
+    url = new_database()
+    with opened(url) as (source, _):
+        held = source.query("SELECT now()")[0][0]
+        with closing(adbc.connect(url)) as reader, reader.cursor() as cursor:
+            for statement in adbc.begin(adbc.SNAPSHOT, "outbox-reconcile y", snapshot=source._snapshot):
+                cursor.execute(statement)
+            assert watermark(url) > held
+
+
+@pytest.mark.skipif(pooler.PROGRAM is None, reason="pgbouncer is not installed")
+def test_a_transaction_through_the_pool_that_we_use_holds_the_watermark_back(
+    new_database: Callable[..., str], tmp_path: Path
+) -> None:
+    """The pool gives an application the connections that were ours, with whatever a session's setting left on them."""
+    url = new_database()
+    with pooler.pooled(url, tmp_path, size=3) as through:
+        for _ in range(4):
+            watermark(through)
+        with psycopg.connect(through) as one, psycopg.connect(through) as two:
+            at = min(began(one), began(two))
+            assert watermark(url) <= at, "seen from outside of the pool"
+            assert one.execute("SELECT current_setting('application_name')").fetchone() != ("outbox-reconcile x",)
+            two.rollback()
+            assert watermark(through) <= began(one), "seen through the pool"
+            setting = "SELECT current_setting('row_security'), current_setting('statement_timeout')"
+            assert one.execute(setting).fetchone() == ("on", "0")
+
+
+def test_rows_hidden_by_policies_are_an_error(new_database: Callable[..., str]) -> None:
+    """Without it, messages of rows that the reader may not see would be ORPHAN."""
+    url = new_database()
+    role = "reader_" + psycopg.conninfo.conninfo_to_dict(url)["dbname"]  # type: ignore[operator]
+    with psycopg.connect(url, autocommit=True) as connection:
+        connection.execute("CREATE TABLE orders (id bigint PRIMARY KEY)")
+        connection.execute("ALTER TABLE orders ENABLE ROW LEVEL SECURITY")
+        connection.execute("CREATE POLICY few ON orders FOR SELECT USING (id < 3)")
+        connection.execute(f"CREATE ROLE {role} LOGIN IN ROLE pg_read_all_stats")
+        try:
+            connection.execute(f"GRANT SELECT ON orders TO {role}")
+            reader = psycopg.conninfo.make_conninfo(url, user=role)
+            with opened(reader) as (source, _), pytest.raises(UsageProblem, match=r"not all its rows .*BYPASSRLS"):
+                source.check(SELECTION)
+            connection.execute(f"ALTER ROLE {role} BYPASSRLS")
+            with opened(reader) as (source, _):
+                source.check(SELECTION)
+        finally:
+            connection.execute(f"DROP OWNED BY {role}")
+            connection.execute(f"DROP ROLE {role}")
+
+
+@pytest.fixture
+def both(new_database: Callable[..., str], tmp_path: Path) -> Iterator[tuple[str, str]]:
+    """The URLs of a database and of its streaming replica."""
+    if embedded.URL_VARIABLE in os.environ:
+        pytest.skip(f"{embedded.URL_VARIABLE} names a server that may not be copied")
+    url = new_database()
+    with replica.streaming(url, tmp_path) as standby:
+        yield url, standby
+
+
+def caught_up(standby: str, past: datetime) -> bool:
+    """Whether the replica has replayed a transaction that ended after `past`."""
+    with psycopg.connect(standby) as connection:
+        row = connection.execute("SELECT pg_last_xact_replay_timestamp() > %s", [past]).fetchone()
+        return row is not None and bool(row[0])
+
+
+def test_a_transaction_of_the_primary_holds_the_watermark_of_its_replica_back(both: tuple[str, str]) -> None:
+    """It began before what the replica has replayed, and has written nothing yet: the replica cannot know of it."""
+    primary, standby = both
+    with psycopg.connect(primary, autocommit=True) as other, psycopg.connect(primary) as slow:
+        other.execute("CREATE TABLE orders (id bigint PRIMARY KEY)")
+        at = began(slow)
+        other.execute("INSERT INTO orders VALUES (1)")
+        eventually(lambda: caught_up(standby, at), what="the replica")
+        assert watermark(standby, primary) <= at
+        with opened(standby) as (_, reading):
+            assert reading.watermark is not None and reading.watermark <= at - timedelta(minutes=59)
+            assert "write primary = …" in reading.notes[0], "it is said why rows are judged later"
+        slow.execute("INSERT INTO orders VALUES (2)")
+        slow.commit()
+        with opened(standby, primary) as (source, reading):
+            assert reading.watermark is not None and reading.watermark > at
+            assert source.query("SELECT count(*) FROM orders") == [(2,)], "all below the watermark is in the snapshot"
+
+
+def test_a_replica_that_lags_is_judged_later(both: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What has ended on the primary is not there yet: the primary's transactions say nothing of what is."""
+    primary, standby = both
+    monkeypatch.setattr(postgres, "REPLAY_SECONDS", 0.0)
+    with psycopg.connect(primary, autocommit=True) as other, psycopg.connect(standby, autocommit=True) as paused:
+        at = began(other)
+        other.execute("CREATE TABLE orders (id bigint PRIMARY KEY)")
+        eventually(lambda: caught_up(standby, at), what="the replica")
+        paused.execute("SELECT pg_wal_replay_pause()")
+        state = "SELECT pg_get_wal_replay_pause_state() = 'paused'"
+        eventually(lambda: paused.execute(state).fetchone() == (True,), what="the pause")
+        row_at = began(other)
+        other.execute("INSERT INTO orders VALUES (1)")
+        with opened(standby, primary) as (_, reading):
+            assert reading.watermark is not None and reading.watermark <= row_at - timedelta(minutes=59)
+            assert "has not replayed yet" in reading.notes[0]
+        paused.execute("SELECT pg_wal_replay_resume()")
+        monkeypatch.setattr(postgres, "REPLAY_SECONDS", 60.0)
+        assert watermark(standby, primary) > row_at
+
+
+def test_a_primary_that_is_none(both: tuple[str, str], new_database: Callable[..., str]) -> None:
+    _, standby = both
+    with pytest.raises(UsageProblem, match=r"its primary 'app_primary' is a replica itself"), opened(standby, standby):
+        pass
+    with pytest.raises(UsageProblem, match=r"its primary 'app_primary' is another database"):
+        watermark(standby, new_database())
