@@ -9,10 +9,12 @@ from typing import Any
 import psycopg
 import pytest
 
+from outbox.broker.database.executor import Executor
 from outbox.broker.dispatch.dispatcher import Dispatcher
 from outbox.broker.dispatch.owned_queue import HeldQueue
 from outbox.broker.dispatch.worker_pool import WorkerPool
 from outbox.broker.groups import offsets, registration
+from outbox.broker.operations import switches
 from outbox.broker.operations.reset import reset
 from outbox.errors import UsageError
 from outbox.message import Delivery
@@ -119,7 +121,7 @@ def test_resuming_a_stopped_queue_waits_for_what_still_runs_of_it(one_queue: Con
     with one_queue.running((subscription, handle)):
         one_queue.publish(keyed("orders", 3, 1))
         eventually(lambda: one_queue.rows(stopped) == [(1,)])
-        assert registration.resume(one_queue.connection, "outbox", "g") == 1
+        assert switches.resume(one_queue.run, "g") == 1
         one_queue.publish(keyed("orders", 1, 1, start=3))
         gate.set()
         eventually(lambda: one_queue.lag("g") == 0)
@@ -129,9 +131,9 @@ def test_resuming_a_stopped_queue_waits_for_what_still_runs_of_it(one_queue: Con
 
 def test_a_joiner_does_not_wait_for_a_reset_that_is_being_made(one_queue: ConsumptionBench) -> None:
     subscription = Subscription(group="g", topic="orders")
-    registration.register(one_queue.connection, "outbox", subscription)
+    registration.register(one_queue.run, subscription)
     with psycopg.connect(one_queue.url) as resetting:
-        registration.group_id_of(resetting, "outbox", "g")
+        registration.group_id_of(Executor(resetting, "outbox"), "g")
         with one_queue.database.connect() as joining:
             joining.execute("SET lock_timeout = '5s'")
             # The heartbeat of a member refers to the group's row.
@@ -208,6 +210,6 @@ def test_a_pool_whose_threads_were_all_stuck_works_again_when_they_return() -> N
 
 
 def test_a_reset_of_a_queue_that_does_not_exist_is_refused(one_queue: ConsumptionBench) -> None:
-    registration.register(one_queue.connection, "outbox", Subscription(group="g", topic="orders"))
+    registration.register(one_queue.run, Subscription(group="g", topic="orders"))
     with pytest.raises(UsageError, match="topic 'orders' has no queue 7: its queues are 0 to 0"):
         reset(one_queue.connection, "outbox", "g", "orders", Start.FIRST, number=7)

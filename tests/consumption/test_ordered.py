@@ -11,8 +11,7 @@ import pytest
 
 from outbox.broker.dispatch.lanes.key_ordered import KeyOrderedLane
 from outbox.broker.dispatch.owned_queue import HeldQueue
-from outbox.broker.groups import registration
-from outbox.broker.operations import dead_letters
+from outbox.broker.operations import dead_letters, queue_status
 from outbox.errors import PermanentError, RetryLater
 from outbox.message import Delivery, Message
 from outbox.retry import RetryPolicy
@@ -150,9 +149,7 @@ def test_failing_message_holds_up_its_queue_in_orderly_mode(steps: ConsumptionBe
 
     steps.publish([Message(topic="single", key=f"k{n}", body=b"{}") for n in range(4)])
     with steps.running((subscribe(topic="single"), handle)):
-        (queue,) = eventually(
-            lambda: [q for q in registration.list_queues(steps.connection, "outbox", "g") if q.blocked_by is not None]
-        )
+        (queue,) = eventually(lambda: [q for q in queue_status.list_queues(steps.run, "g") if q.blocked_by is not None])
         # A blocked queue is named: queue, message, error, since when.
         assert (queue.topic, queue.number, queue.lag) == ("single", 0, 3)
         assert queue.blocked_error is not None and queue.blocked_error.startswith("ValueError: still down")

@@ -13,13 +13,13 @@ import math
 from collections.abc import Sequence
 
 from outbox.broker.database import arrays
-from outbox.broker.database.connection import Connection
+from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
 from outbox.broker.dispatch.owned_queue import HeldQueue
 from outbox.broker.dispatch.station import ConsumingGroup
 from outbox.broker.groups.leases import Lease
 from outbox.broker.groups.offsets import Position
-from outbox.broker.groups.registration import starting_offsets
+from outbox.broker.log.consume_queue import starting_offsets
 
 _QUEUES = Statement("""
 SELECT topic_id, queue_id, number, generation, closed_at
@@ -36,22 +36,18 @@ class Follower:
         self._held: dict[tuple[int, int], HeldQueue] = {}
         self._started: dict[tuple[int, int], dict[int, int]] = {}
 
-    def gained(self, connection: Connection, schema: str) -> list[HeldQueue]:
+    def gained(self, run: Executor) -> list[HeldQueue]:
         """Queues that are consumed from now on."""
         topic_ids = {topic_id for group in self._groups for topic_id in group.stations}
         if not topic_ids:
             return []
         found: list[HeldQueue] = []
-        rows = (
-            arrays.cursor_on(connection)
-            .execute(_QUEUES.on(schema), {"topic_ids": arrays.integers(sorted(topic_ids))})
-            .fetchall()
-        )
+        rows = run.rows(_QUEUES, {"topic_ids": arrays.integers(sorted(topic_ids))})
         for group in self._groups:
             for topic_id, station in group.stations.items():
                 place = (group.group_id, topic_id)
                 if place not in self._started:
-                    self._started[place] = starting_offsets(connection, schema, topic_id, station.subscription.start)
+                    self._started[place] = starting_offsets(run, topic_id, station.subscription.start)
                 of_topic = [row[1:] for row in rows if row[0] == topic_id]
                 found += self._next_generation(group, topic_id, of_topic)
         return found

@@ -19,14 +19,15 @@ from uuid import UUID
 import psycopg
 
 from outbox.broker.consumer import broadcast
-from outbox.broker.database.connection import BrokerConnection, BrokerDatabase, Connection
+from outbox.broker.database.connection import BrokerConnection, BrokerDatabase
+from outbox.broker.database.executor import Executor
 from outbox.broker.database.notify import Channel, notify
-from outbox.broker.dispatch.fetch import floors
 from outbox.broker.dispatch.owned_queue import HeldQueue, Phase
 from outbox.broker.dispatch.station import ConsumingGroup, Station
 from outbox.broker.groups import leases, members, offsets, rebalance
 from outbox.broker.groups.leases import Lease, QueueKey, lease_clock
 from outbox.broker.groups.members import QueueState
+from outbox.broker.log.consume_queue import floors
 from outbox.errors import BrokerUnavailable
 
 logger = logging.getLogger(__name__)
@@ -185,16 +186,16 @@ class Keeper:
         that waited in silence would lose its leases without a word.
         """
         with self._connected().within(time.monotonic() + self._term) as connection:
-            self._turn(connection)
+            self._turn(Executor(connection, self._schema))
 
-    def _turn(self, connection: Connection) -> None:
+    def _turn(self, run: Executor) -> None:
         if lease_clock() >= self._renew_at:
-            self._renew(connection)
-        self._give_back(connection)
+            self._renew(run)
+        self._give_back(run)
         self._drop_untrusted()
-        self._read_switches(connection)
-        self._rebalance(connection)
-        for queue in self._broadcast.gained(connection, self._schema):
+        self._read_switches(run)
+        self._rebalance(run)
+        for queue in self._broadcast.gained(run):
             self._emit(Gained(queue))
 
     def _connected(self) -> BrokerConnection:
@@ -212,35 +213,33 @@ class Keeper:
         self._shared.events.append(event)
         self._bell()
 
-    def _renew(self, connection: Connection) -> None:
+    def _renew(self, run: Executor) -> None:
         started = lease_clock()
         first = self._renew_at == 0.0
         topics = {
             group_id: [station.subscription.topic for station in group.stations.values()]
             for group_id, group in self._groups.items()
         }
-        members.heartbeat(connection, self._schema, self._instance, topics, term_seconds=self._term)
+        members.heartbeat(run, self._instance, topics, term_seconds=self._term)
         if self._held:
-            kept = leases.renew(
-                connection, self._schema, self._instance, list(self._held.values()), term_seconds=self._term
-            )
+            kept = leases.renew(run, self._instance, list(self._held.values()), term_seconds=self._term)
             for lease in [lease for key, lease in self._held.items() if key not in kept]:
                 self._lose(lease)
         self._renew_at = started + self._term / 3
         if first:
-            members.forget_the_dead(connection, self._schema)
-            notify(connection, self._schema, Channel.SHARED)
+            members.forget_the_dead(run)
+            notify(run.connection, run.schema, Channel.SHARED)
 
-    def _give_back(self, connection: Connection) -> None:
+    def _give_back(self, run: Executor) -> None:
         returned = list(self._shared.handed_back)
         if not returned:
             return
-        leases.release(connection, self._schema, self._instance, returned)
+        leases.release(run, self._instance, returned)
         # Not before: what an error left unreleased would have no owner until its term is over.
         for lease in returned:
             self._shared.handed_back.popleft()
             self._forget(lease)
-        notify(connection, self._schema, Channel.SHARED)
+        notify(run.connection, run.schema, Channel.SHARED)
 
     def _drop_untrusted(self) -> None:
         for lease in [lease for lease in self._held.values() if not lease.trusted()]:
@@ -256,20 +255,20 @@ class Keeper:
             self._leaving.discard(lease.key)
             self._queues.pop(lease.key, None)
 
-    def _read_switches(self, connection: Connection) -> None:
-        for group_id, state in members.groups(connection, self._schema, list(self._groups)).items():
+    def _read_switches(self, run: Executor) -> None:
+        for group_id, state in members.groups(run, list(self._groups)).items():
             switched = Switched(group_id, state.paused, state.generation)
             if self._switches.get(group_id) != switched:
                 self._switches[group_id] = switched
                 self._emit(switched)
 
-    def _rebalance(self, connection: Connection) -> None:
+    def _rebalance(self, run: Executor) -> None:
         if not self._shared_groups or self._draining:
             return
-        alive = members.members(connection, self._schema, self._shared_groups)
+        alive = members.members(run, self._shared_groups)
         # Before the database is asked: a queue that was stopped here by then is stopped there.
         stopped = {key for key, queue in self._queues.items() if queue.phase is Phase.STOPPED}
-        queues = members.queues(connection, self._schema, self._shared_groups)
+        queues = members.queues(run, self._shared_groups)
         self._compare(queues, stopped)
         for group_id in self._shared_groups:
             of_group = [queue for queue in queues if queue.key[0] == group_id]
@@ -285,7 +284,7 @@ class Keeper:
                 and (queue.owner is None or queue.expired)
             ]
             if free:
-                self._acquire(connection, self._groups[group_id], free)
+                self._acquire(run, self._groups[group_id], free)
 
     def _compare(self, queues: Sequence[QueueState], stopped: Collection[QueueKey]) -> None:
         """Notice leases that were fenced (an offset reset) and queues that an operator resumed."""
@@ -303,15 +302,13 @@ class Keeper:
             self._leaving.add(key)
             self._emit(HandOver(self._held[key]))
 
-    def _acquire(self, connection: Connection, group: ConsumingGroup, free: Sequence[QueueState]) -> None:
+    def _acquire(self, run: Executor, group: ConsumingGroup, free: Sequence[QueueState]) -> None:
         queue_ids = sorted(queue.key[1] for queue in free)
-        obtained = leases.acquire(
-            connection, self._schema, self._instance, group.group_id, queue_ids, term_seconds=self._term
-        )
+        obtained = leases.acquire(run, self._instance, group.group_id, queue_ids, term_seconds=self._term)
         if not obtained:
             return
         try:
-            self._take_up(connection, group, obtained, {queue.key: queue for queue in free})
+            self._take_up(run, group, obtained, {queue.key: queue for queue in free})
         except BaseException:
             # Held by us in the database only: nobody would consume them until their term is over.
             self._shared.handed_back.extend(lease for lease in obtained if lease.key not in self._held)
@@ -319,16 +316,16 @@ class Keeper:
 
     def _take_up(
         self,
-        connection: Connection,
+        run: Executor,
         group: ConsumingGroup,
         obtained: Sequence[Lease],
         states: Mapping[QueueKey, QueueState],
     ) -> None:
         # A reset may have raised the generation since it was read; what is gained now belongs to the new one.
-        self._read_switches(connection)
+        self._read_switches(run)
         held = [lease.key[1] for lease in obtained]
-        positions = offsets.load(connection, self._schema, group.group_id, held)
-        lowest = floors(connection, self._schema, held)
+        positions = offsets.load(run, group.group_id, held)
+        lowest = floors(run, held)
         for lease in obtained:
             state = states[lease.key]
             queue = HeldQueue(lease, group, station_of(group, state), queue_name(group, state), positions[lease.key[1]])
@@ -345,11 +342,12 @@ class Keeper:
             lease = self._shared.handed_back.popleft()
             self._held.setdefault(lease.key, lease)
         with self._connected().within(time.monotonic() + self._term) as connection:
+            run = Executor(connection, self._schema)
             if self._held:
-                leases.release(connection, self._schema, self._instance, list(self._held.values()))
+                leases.release(run, self._instance, list(self._held.values()))
                 self._held.clear()
-            members.leave(connection, self._schema, self._instance)
-            notify(connection, self._schema, Channel.SHARED)
+            members.leave(run, self._instance)
+            notify(run.connection, run.schema, Channel.SHARED)
 
 
 def station_of(group: ConsumingGroup, state: QueueState) -> Station | None:

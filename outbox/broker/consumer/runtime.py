@@ -21,7 +21,8 @@ from dataclasses import dataclass
 import psycopg
 
 from outbox.broker.consumer.session import ConsumerSession, ringing
-from outbox.broker.database.connection import BrokerDatabase, Connection
+from outbox.broker.database.connection import BrokerDatabase
+from outbox.broker.database.executor import Executor
 from outbox.broker.database.notify import backoff_seconds
 from outbox.broker.dispatch.invocation import Caller
 from outbox.broker.dispatch.station import ConsumingGroup, Station
@@ -118,15 +119,12 @@ class ConsumerRuntime:
             self._database, self._register, lease_seconds=self._lease_seconds, strategy=self._strategy
         )
 
-    def _register(
-        self, connection: Connection, instance: uuid.UUID, finished: Callable[[Work], None]
-    ) -> list[ConsumingGroup]:
-        schema = self._database.schema
-        install.check_schema(connection, schema)
+    def _register(self, run: Executor, instance: uuid.UUID, finished: Callable[[Work], None]) -> list[ConsumingGroup]:
+        install.check_schema(run.connection, run.schema)
         caller = Caller(self._invoker, self._codecs, finished)
         found: dict[str, ConsumingGroup] = {}
         for subscription, handler in self._subscriptions:
-            ids = registration.register(connection, schema, subscription, instance=instance)
+            ids = registration.register(run, subscription, instance=instance)
             group = found.setdefault(
                 subscription.group,
                 ConsumingGroup(ids.group_id, subscription.group, subscription.broadcast, ids.retry_queue_id),

@@ -11,15 +11,15 @@ from uuid import UUID
 
 from outbox import faults
 from outbox.broker.consumer.coordinator import Event, Gained, HandOver, Keeper, Lost, Stopped, Switched
-from outbox.broker.database.connection import Connection
+from outbox.broker.database.executor import Executor
 from outbox.broker.dispatch.failures import Failed, FailureDesk
-from outbox.broker.dispatch.fetch import heads
 from outbox.broker.dispatch.intake import Intake, room_of
 from outbox.broker.dispatch.owned_queue import HeldQueue, Outcome, Phase
 from outbox.broker.dispatch.station import ConsumingGroup, Lane
 from outbox.broker.dispatch.work import Item, Result, Work
 from outbox.broker.groups import offsets
 from outbox.broker.groups.leases import Lease, QueueKey
+from outbox.broker.log.consume_queue import heads
 from outbox.errors import HandlerTimedOut
 from outbox.ports import Disposition
 
@@ -34,13 +34,12 @@ DRAIN_SECONDS: Final = 3.0
 class Dispatcher:
     """One step after another, each bounded. A step that raises leaves everything as it was or done."""
 
-    def __init__(self, schema: str, instance: UUID, groups: Sequence[ConsumingGroup], keeper: Keeper) -> None:
-        self._schema = schema
+    def __init__(self, instance: UUID, groups: Sequence[ConsumingGroup], keeper: Keeper) -> None:
         self._instance = instance
         self._groups = {group.group_id: group for group in groups}
         self._stations = [station for group in groups for station in group.stations.values()]
         self._keeper = keeper
-        self._desk = FailureDesk(schema, instance)
+        self._desk = FailureDesk(instance)
         self._held: dict[QueueKey, HeldQueue] = {}
         self._stale: list[HeldQueue] = []
         self._running: set[Work] = set()
@@ -51,20 +50,20 @@ class Dispatcher:
         self._draining = False
         self.finished: deque[Work] = deque()
         self.counts: Counter[str] = Counter()
-        self._intake = Intake(schema, self._stations, self._desk, self._dirty, self.counts)
+        self._intake = Intake(self._stations, self._desk, self._dirty, self.counts)
 
     # -- what the loop asks ---------------------------------------------------------------------
 
-    def step(self, connection: Connection, *, announced: bool) -> None:
+    def step(self, run: Executor, *, announced: bool) -> None:
         """Do what can be done now. `announced`: queues may have grown."""
         if announced:
             for queue in self._held.values():
                 queue.hungry = True
-        self._adopt(connection)
-        self._collect(connection)
-        self._intake.fetch(connection, self._held.values())
-        self._dispatch(connection)
-        self._store(connection)
+        self._adopt(run)
+        self._collect(run)
+        self._intake.fetch(run, self._held.values())
+        self._dispatch(run)
+        self._store(run)
         if not self._dirty:
             self._hand_over_drained()
 
@@ -102,11 +101,11 @@ class Dispatcher:
         """Whether a handler runs that still counts."""
         return bool(self._running)
 
-    def bound(self, connection: Connection) -> None:
+    def bound(self, run: Executor) -> None:
         """From now on fetch only what the queues hold now."""
-        self._adopt(connection)
+        self._adopt(run)
         self._bounded = True
-        ends = heads(connection, self._schema, {key[1] for key in self._held})
+        ends = heads(run, {key[1] for key in self._held})
         for queue in self._held.values():
             queue.end = ends[queue.key[1]]
 
@@ -124,7 +123,7 @@ class Dispatcher:
 
     # -- events ---------------------------------------------------------------------------------
 
-    def _adopt(self, connection: Connection) -> None:
+    def _adopt(self, run: Executor) -> None:
         while self._keeper.events:
             self._apply(self._keeper.events.popleft())
         for queue in [queue for queue in self._held.values() if not queue.trusted()]:
@@ -222,7 +221,7 @@ class Dispatcher:
 
     # -- collecting -----------------------------------------------------------------------------
 
-    def _collect(self, connection: Connection) -> None:
+    def _collect(self, run: Executor) -> None:
         """Book what handlers have finished, and what they did not finish in time."""
         failures: list[Failed] = []
         over: list[tuple[Work, set[int]]] = []
@@ -240,7 +239,7 @@ class Dispatcher:
             error = HandlerTimedOut(f"{work.abandoned}; the attempt counts as failed and its late result is ignored.")
             over.append((work, self._absorb(work, [error] * len(work.items), failures)))
         if over:
-            self._conclude(connection, over, failures)
+            self._conclude(run, over, failures)
 
     def _absorb(self, work: Work, results: Sequence[Result], failures: list[Failed]) -> set[int]:
         """Book the results of a call; returns the ids of messages that were not started and still can be, here."""
@@ -273,10 +272,8 @@ class Dispatcher:
         self._dirty.update(queue for queue in counted if queue.phase is not Phase.LOST)
         return unstarted
 
-    def _conclude(
-        self, connection: Connection, over: Sequence[tuple[Work, set[int]]], failures: Sequence[Failed]
-    ) -> None:
-        again = self._desk.handle(connection, failures) if failures else []
+    def _conclude(self, run: Executor, over: Sequence[tuple[Work, set[int]]], failures: Sequence[Failed]) -> None:
+        again = self._desk.handle(run, failures) if failures else []
         self.counts["failed"] += len(failures)
         for queue in {failed.item.queue for failed in failures}:
             if queue.phase is Phase.STOPPED:
@@ -314,18 +311,18 @@ class Dispatcher:
 
     # -- handing out ----------------------------------------------------------------------------
 
-    def _dispatch(self, connection: Connection) -> None:
+    def _dispatch(self, run: Executor) -> None:
         now = time.monotonic()
         for station in self._stations:
             if station.group.paused:
                 continue
             for lane in station.lanes:
                 while station.pool.room > 0 and (items := lane.take(now)):
-                    self._submit(connection, Work(station, lane, items))
+                    self._submit(run, Work(station, lane, items))
 
-    def _submit(self, connection: Connection, work: Work) -> None:
+    def _submit(self, run: Executor, work: Work) -> None:
         if any(item.row is None for item in work.items):
-            self._intake.load(connection, work)
+            self._intake.load(run, work)
         if not work.items:
             work.lane.settle(work.expired, [])
             return
@@ -336,7 +333,7 @@ class Dispatcher:
 
     # -- offsets --------------------------------------------------------------------------------
 
-    def _store(self, connection: Connection) -> None:
+    def _store(self, run: Executor) -> None:
         """Store positions that moved, all queues in one statement, and let go of queues that are drained."""
         now = time.monotonic()
         if not self._dirty or (now < self._store_at and (self._running or not self._bounded)):
@@ -346,7 +343,7 @@ class Dispatcher:
         moved = [(queue, row) for queue in self._dirty if not queue.group.broadcast and (row := queue.next_row())]
         if moved:
             faults.point("consumer.before_offset")
-            kept = offsets.store(connection, self._schema, self._instance, [row for _, row in moved])
+            kept = offsets.store(run, self._instance, [row for _, row in moved])
             faults.point("consumer.after_offset")
             for queue, row in moved:
                 queue.stored_base = row.position.next_offset

@@ -12,7 +12,7 @@ from uuid import UUID
 import psycopg
 
 from outbox import faults
-from outbox.broker.database.connection import Connection
+from outbox.broker.database.executor import Executor
 from outbox.broker.database.notify import Channel, notify
 from outbox.broker.dispatch.fetch import LOG_ID, MESSAGE_ID, Row
 from outbox.broker.dispatch.owned_queue import Outcome, Phase
@@ -40,11 +40,10 @@ class Failed:
 class FailureDesk:
     """Handles the failures of one collection together. Afterwards every message is finished, stopped, or due again."""
 
-    def __init__(self, schema: str, instance: UUID) -> None:
-        self._schema = schema
+    def __init__(self, instance: UUID) -> None:
         self._instance = instance
 
-    def handle(self, connection: Connection, failures: Sequence[Failed]) -> list[Item]:
+    def handle(self, run: Executor, failures: Sequence[Failed]) -> list[Item]:
         """Record failures and finish what was sent away; returns the messages to try here again, with their due time.
 
         If recording fails, nothing was sent away: the messages are tried here again, so none is lost and no offset
@@ -55,7 +54,7 @@ class FailureDesk:
             _report(failed, judgement)
         try:
             faults.point("consumer.before_send_back")
-            kept = self._record(connection, judged)
+            kept = self._record(run, judged)
             faults.point("consumer.after_send_back")
         except (psycopg.Error, OutboxError) as error:
             logger.warning("%d failed messages could not be sent back and are tried here again: %s", len(judged), error)
@@ -66,7 +65,7 @@ class FailureDesk:
                 again += self._conclude(failed, judgement)
         return again
 
-    def send_on(self, connection: Connection, foreign: Sequence[tuple[Item, Row]]) -> None:
+    def send_on(self, run: Executor, foreign: Sequence[tuple[Item, Row]]) -> None:
         """Schedule retried messages of topics that this process does not subscribe to once more, attempts uncounted."""
         judgement = Judgement(Verdict.SEND_BACK, _SEND_ON_SECONDS)
         error = "delivered to an instance of the group that does not subscribe to the message's topic"
@@ -82,7 +81,7 @@ class FailureDesk:
             )
             for item, row in foreign
         }
-        send_back.record(connection, self._schema, self._instance, list(failures.values()))
+        send_back.record(run, self._instance, list(failures.values()))
         for item, row in foreign:
             logger.warning("message %s: %s; it is scheduled again in %g s", row[MESSAGE_ID], error, _SEND_ON_SECONDS)
             item.queue.window.finish(item.offset, Outcome.SENT_BACK)
@@ -100,7 +99,7 @@ class FailureDesk:
             returned=item.queue.station is None,
         )
 
-    def _record(self, connection: Connection, judged: Sequence[tuple[Failed, Judgement]]) -> set[leases.QueueKey]:
+    def _record(self, run: Executor, judged: Sequence[tuple[Failed, Judgement]]) -> set[leases.QueueKey]:
         """The keys of queues that are still ours. One message twice (also retried) takes two statements."""
         kept: set[leases.QueueKey] = set()
         rounds: list[dict[tuple[int, int], Failure]] = []
@@ -113,14 +112,14 @@ class FailureDesk:
                     rounds.append(target := {})
                 target[place] = failure
         for known in rounds:
-            kept |= send_back.record(connection, self._schema, self._instance, list(known.values()))
+            kept |= send_back.record(run, self._instance, list(known.values()))
         for failed, judgement in judged:
             if judgement.verdict is Verdict.STOP and not failed.station.group.broadcast:
                 reason = send_back.describe(failed.error)
-                leases.stop(connection, self._schema, self._instance, failed.item.queue.lease, reason)
+                leases.stop(run, self._instance, failed.item.queue.lease, reason)
         if any(judgement.verdict is Verdict.SEND_BACK for _, judgement in judged):
             # The sequencer knows when the next scheduled message was due before this one.
-            notify(connection, self._schema, Channel.DECIDED)
+            notify(run.connection, run.schema, Channel.DECIDED)
         return kept
 
     def _conclude(self, failed: Failed, judgement: Judgement) -> list[Item]:

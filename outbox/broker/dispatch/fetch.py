@@ -6,14 +6,14 @@ can only be answered by its primary key, entries by (queue, offset), then messag
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final
 
 from psycopg import sql
 
 from outbox.broker.database import arrays
-from outbox.broker.database.connection import Connection
+from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
 from outbox.broker.dispatch.filter_sql import FilterSql
 from outbox.broker.dispatch.owned_queue import HeldQueue
@@ -47,7 +47,7 @@ LEFT JOIN LATERAL (
 class Fetcher:
     """The fetch statement for a set of filters; queues refer to a filter by its number, 0 for none."""
 
-    def __init__(self, schema: str, filters: Sequence[Filter]) -> None:
+    def __init__(self, filters: Sequence[Filter]) -> None:
         builder = FilterSql()
         cases = [
             sql.SQL("WHEN {} THEN {}").format(sql.Literal(number), builder.condition(wanted))
@@ -56,11 +56,11 @@ class Fetcher:
         passes = (
             sql.SQL("CASE w.filter {} ELSE true END").format(sql.SQL(" ").join(cases)) if cases else sql.SQL("true")
         )
-        self._schema = schema
-        self._statement = sql.SQL(_FETCH).format(schema=sql.Identifier(schema), passes=passes).as_bytes(None)
+        # The values of filters are parameters: what is rendered here has no braces that a Statement could mistake.
+        self._statement = Statement(_FETCH.replace("{passes}", passes.as_string(None)))
         self._constants = {**builder.parameters, "largest": LARGEST_BUFFERED_BODY}
 
-    def fetch(self, connection: Connection, wanted: Sequence[tuple[HeldQueue, int]]) -> list[Row]:
+    def fetch(self, run: Executor, wanted: Sequence[tuple[HeldQueue, int]]) -> list[Row]:
         """Up to so many entries of each queue from its `fetch_from` on; queue by queue, in queue order.
 
         `SLOT` counts `wanted` from 1: one queue may be wanted by several groups of this process.
@@ -74,7 +74,7 @@ class Fetcher:
             "limits": arrays.integers([limit for _, limit in wanted]),
             "filters": arrays.integers([queue.filter_number for queue, _ in wanted]),
         }
-        return arrays.cursor_on(connection).execute(self._statement, parameters).fetchall()
+        return run.rows(self._statement, parameters)
 
 
 _LOAD = Statement("""
@@ -90,38 +90,13 @@ CROSS JOIN LATERAL (SELECT * FROM {schema}.commit_log l WHERE l.log_id = e.log_i
 """)
 
 
-def load(connection: Connection, schema: str, places: Sequence[tuple[int, int]]) -> dict[tuple[int, int], Row]:
+def load(run: Executor, places: Sequence[tuple[int, int]]) -> dict[tuple[int, int], Row]:
     """Rows by (queue id, offset), with their bodies whatever their size; removed ones are missing."""
     parameters = {
         "queue_ids": arrays.integers([queue_id for queue_id, _ in places]),
         "offsets": arrays.bigints([offset for _, offset in places]),
     }
-    rows = arrays.cursor_on(connection).execute(_LOAD.on(schema), parameters)
-    return {(row[SLOT], row[OFFSET]): row for row in rows}
-
-
-_HEADS = Statement("""
-SELECT q.queue_id, greatest(q.floor, coalesce(newest.queue_offset + 1, 0))
-FROM {schema}.queue q
-LEFT JOIN LATERAL (
-    SELECT e.queue_offset FROM {schema}.consume_queue e WHERE e.queue_id = q.queue_id
-    ORDER BY e.queue_offset DESC LIMIT 1
-) AS newest ON true
-WHERE q.queue_id = ANY(%s::integer[])
-""")
-
-
-def heads(connection: Connection, schema: str, queue_ids: Iterable[int]) -> dict[int, int]:
-    """The next offset of each queue. Retention raises a queue's floor with what it removes: rows and floor suffice."""
-    return dict(arrays.cursor_on(connection).execute(_HEADS.on(schema), [arrays.integers(list(queue_ids))]).fetchall())
-
-
-_FLOORS = Statement("SELECT queue_id, floor FROM {schema}.queue WHERE queue_id = ANY(%s::integer[])")
-
-
-def floors(connection: Connection, schema: str, queue_ids: Iterable[int]) -> dict[int, int]:
-    """The oldest offset each queue still has."""
-    return dict(arrays.cursor_on(connection).execute(_FLOORS.on(schema), [arrays.integers(list(queue_ids))]).fetchall())
+    return {(row[SLOT], row[OFFSET]): row for row in run.execute(_LOAD, parameters)}
 
 
 _NO_HEADERS: Final[Mapping[str, str]] = MappingProxyType({})

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-from outbox.broker.database.connection import Connection
+from outbox.broker.database.executor import Executor
 from outbox.broker.dispatch.failures import FailureDesk
 from outbox.broker.dispatch.fetch import BODY, KEY, OFFSET, PASSES, RETRIES, SLOT, TOPIC_ID, Fetcher, Row, load
 from outbox.broker.dispatch.owned_queue import HeldQueue, Outcome, Phase
@@ -36,27 +36,25 @@ class Intake:
 
     def __init__(
         self,
-        schema: str,
         stations: Sequence[Station],
         desk: FailureDesk,
         dirty: set[HeldQueue],
         counts: Counter[str],
     ) -> None:
-        self._schema = schema
         self._desk = desk
         self._dirty = dirty
         self._counts = counts
         filtered = [station for station in stations if not station.filter.passes_all]
         for number, station in enumerate(filtered, start=1):
             station.filter_number = number
-        self._fetcher = Fetcher(schema, [station.filter for station in filtered])
+        self._fetcher = Fetcher([station.filter for station in filtered])
         self._foreign: list[tuple[Item, Row]] = []
 
-    def fetch(self, connection: Connection, held: Iterable[HeldQueue]) -> None:
+    def fetch(self, run: Executor, held: Iterable[HeldQueue]) -> None:
         """Fetch for all queues that have room and may have more, in one statement."""
         wanted = [(queue, room) for queue in held if queue.hungry and (room := room_of(queue)) > 0]
         if wanted:
-            rows = self._fetcher.fetch(connection, wanted)
+            rows = self._fetcher.fetch(run, wanted)
             start = 0
             for slot, (queue, room) in enumerate(wanted, start=1):
                 end = start
@@ -68,7 +66,7 @@ class Intake:
             if start != len(rows):
                 raise BrokerError("the broker returned fetched messages in another order than was asked for.")
         if self._foreign:
-            self._send_on(connection)
+            self._send_on(run)
 
     def _ingest(self, queue: HeldQueue, rows: Sequence[Row]) -> None:
         """Take the next entries of a queue into its window and its lanes."""
@@ -110,24 +108,24 @@ class Intake:
             else:
                 self._foreign.append((item, item.row))
 
-    def _send_on(self, connection: Connection) -> None:
+    def _send_on(self, run: Executor) -> None:
         """Retried messages of a topic this process does not subscribe to: another instance of the group may."""
         foreign = [(item, row) for item, row in self._foreign if item.queue.phase is Phase.ACTIVE]
         if foreign:
-            self._desk.send_on(connection, foreign)
+            self._desk.send_on(run, foreign)
         for item, _ in foreign:
             item.queue.buffered -= 1
             self._dirty.add(item.queue)
         self._foreign.clear()
 
-    def load(self, connection: Connection, work: Work) -> None:
+    def load(self, run: Executor, work: Work) -> None:
         """Fill in the messages of a work that are not in memory; those that retention removed leave it.
 
         On an error the work goes back to its lane.
         """
         missing = [item for item in work.items if item.row is None]
         try:
-            rows = load(connection, self._schema, [(item.queue.key[1], item.offset) for item in missing])
+            rows = load(run, [(item.queue.key[1], item.offset) for item in missing])
         except BaseException:
             for item in work.items:
                 item.due = 0.0
