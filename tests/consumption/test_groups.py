@@ -13,14 +13,13 @@ from outbox.broker.database.executor import Executor
 from outbox.broker.database.notify import Channel, notify
 from outbox.broker.database.statement import Statement
 from outbox.broker.dispatch.fetch import Fetcher
-from outbox.broker.dispatch.owned_queue import HeldQueue
-from outbox.broker.dispatch.station import ConsumingGroup
+from outbox.broker.dispatch.owned_queue import OwnedQueue
+from outbox.broker.dispatch.subscriptions import ConsumingGroup
 from outbox.broker.groups import registration
 from outbox.broker.groups.leases import Lease
 from outbox.broker.groups.offsets import Position
 from outbox.broker.operations import queue_status, reset, switches
 from outbox.errors import InvalidFilter, InvalidSubscription, UnknownGroup, UnknownTopic, UsageError
-from outbox.filters.filter import parse_filter
 from outbox.message import Delivery, Message
 from outbox.retry import RetryPolicy
 from outbox.subscription import Mode, Start, Subscription
@@ -179,7 +178,7 @@ def test_pause_and_resume(orders: ConsumptionBench) -> None:
         switches.pause(orders.run, "g")
         eventually(lambda: orders.rows("SELECT paused FROM outbox.consumer_group") == [(True,)])
         settled = threading.Event()
-        # Pausing is seen within a look of the keeper; then nothing starts any more.
+        # Pausing is seen within a look of the coordinator; then nothing starts any more.
         settled.wait(0.8)
         orders.broker.send(messages(5, 10))
         eventually(lambda: orders.lag("g") == 5)
@@ -397,10 +396,11 @@ def test_fetching_uses_primary_keys_whatever_the_statistics_say(orders: Consumpt
     orders.publish(messages(0, 3_000))
     executed: list[str] = []
     connection = orders.database.connect()
-    fetcher = Fetcher([parse_filter("sql: amount > 1")])
-    statement = Statement("EXPLAIN (COSTS OFF) " + fetcher._statement._text)
     group = ConsumingGroup(1, "g", False, None)
-    queue = HeldQueue(Lease((1, 1), 1, 0.0), group, None, "orders/0", Position(0, 0))
+    subscribed = group.subscribe(subscribe(filter="sql: amount > 1"), Seen(), 1)
+    fetcher = Fetcher([subscribed])
+    statement = Statement("EXPLAIN (COSTS OFF) " + fetcher._statement._text)
+    queue = OwnedQueue(Lease((1, 1), 1, 0.0), group, subscribed, "orders/0", Position(0, 0))
     for prepare in (False, True):
         fetcher._statement = statement
         connection.execute(f"SET plan_cache_mode = {'force_generic_plan' if prepare else 'force_custom_plan'}".encode())

@@ -11,7 +11,7 @@ import pytest
 
 from outbox.broker.database.executor import Executor
 from outbox.broker.dispatch.dispatcher import Dispatcher
-from outbox.broker.dispatch.owned_queue import HeldQueue
+from outbox.broker.dispatch.owned_queue import OwnedQueue
 from outbox.broker.dispatch.worker_pool import WorkerPool
 from outbox.broker.groups import offsets, registration
 from outbox.broker.operations import switches
@@ -34,12 +34,12 @@ def one_queue(bench: ConsumptionBench) -> ConsumptionBench:
 def test_a_message_not_started_because_trust_ended_for_a_moment_is_handled_in_its_place(
     one_queue: ConsumptionBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The handler's thread finds the lease over, then the keeper renews it: no hole may stay where the message was."""
+    """The handler's thread finds the lease over, then it is renewed: no hole may stay where the message was."""
     seen: list[int] = []
-    real = HeldQueue.trusted
+    real = OwnedQueue.trusted
     refusals = iter([True, True])
 
-    def trusted(queue: HeldQueue) -> bool:
+    def trusted(queue: OwnedQueue) -> bool:
         # Only when asked whether to start, and when the refusal is booked: in between all seems well.
         asked_by_handler = threading.current_thread().name.startswith("g-orders")
         refused = (asked_by_handler or booking.is_set()) and next(refusals, False)
@@ -55,7 +55,7 @@ def test_a_message_not_started_because_trust_ended_for_a_moment_is_handled_in_it
         finally:
             booking.clear()
 
-    monkeypatch.setattr(HeldQueue, "trusted", trusted)
+    monkeypatch.setattr(OwnedQueue, "trusted", trusted)
     monkeypatch.setattr(Dispatcher, "_absorb", absorbing)
     with one_queue.running((ORDERLY, lambda delivery: seen.append(delivery.body["n"]))):
         one_queue.publish(keyed("orders", 5, 1))
@@ -143,7 +143,7 @@ def test_a_joiner_does_not_wait_for_a_reset_that_is_being_made(one_queue: Consum
             )
 
 
-def test_a_keeper_that_waits_for_a_lock_says_so_and_goes_on(
+def test_a_coordinator_that_waits_for_a_lock_says_so_and_goes_on(
     one_queue: ConsumptionBench, caplog: pytest.LogCaptureFixture
 ) -> None:
     seen: list[int] = []

@@ -13,22 +13,26 @@ from typing import Final
 import psycopg
 
 from outbox.broker.consumer.bell import Bell
-from outbox.broker.consumer.coordinator import Keeper
+from outbox.broker.consumer.coordinator import Coordinator
 from outbox.broker.database.connection import BrokerDatabase
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.notify import Announcements, Channel, backoff_seconds, listen
 from outbox.broker.dispatch.dispatcher import Dispatcher
-from outbox.broker.dispatch.station import ConsumingGroup
+from outbox.broker.dispatch.invocation import Caller
+from outbox.broker.dispatch.ownership import Ownership
+from outbox.broker.dispatch.subscriptions import ConsumingGroup
 from outbox.broker.dispatch.work import Work
 from outbox.broker.groups.rebalance import Strategy
+from outbox.codec import Codecs
 from outbox.errors import BrokerUnavailable
+from outbox.ports import Invoker
 
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS: Final = 1.0
 _THREADS_SECONDS: Final = 2.0
 
-Register = Callable[[Executor, uuid.UUID, Callable[[Work], None]], list[ConsumingGroup]]
+Register = Callable[[Executor, uuid.UUID], list[ConsumingGroup]]
 
 
 class ConsumerSession:
@@ -39,6 +43,8 @@ class ConsumerSession:
         database: BrokerDatabase,
         register: Register,
         *,
+        invoker: Invoker,
+        codecs: Codecs,
         lease_seconds: float,
         strategy: Strategy | Collection[int],
     ) -> None:
@@ -51,15 +57,17 @@ class ConsumerSession:
         self._queues_grew = True
         instance = uuid.uuid4()
         try:
-            groups = register(self._connected(), instance, self._finished)
+            groups = register(self._connected(), instance)
         except BaseException:
             self._disconnect()
             self.bell.close()
             raise
-        self.keeper = Keeper(
-            database, instance, groups, lease_seconds=lease_seconds, strategy=strategy, bell=self.bell.ring
+        self._ownership = Ownership(self.bell.ring)
+        self.coordinator = Coordinator(
+            database, instance, groups, self._ownership, lease_seconds=lease_seconds, strategy=strategy
         )
-        self.dispatcher = Dispatcher(instance, groups, self.keeper)
+        caller = Caller(invoker, codecs, self._finished)
+        self.dispatcher = Dispatcher(instance, groups, self._ownership, caller.run)
 
     def bound(self) -> None:
         """From now on fetch only what the queues hold now."""
@@ -97,13 +105,13 @@ class ConsumerSession:
             return self.dispatcher.is_drained or (lost and not self.dispatcher.is_running)
 
         self.loop(until=over)
-        self.keeper.stop()
+        self.coordinator.stop()
         self.dispatcher.stop_threads(within_seconds=_THREADS_SECONDS)
         self._disconnect()
         self.bell.close()
 
     def _finished(self, work: Work) -> None:
-        self.dispatcher.finished.append(work)
+        self.dispatcher.finished(work)
         self.bell.ring()
 
     def _step(self) -> None:
@@ -124,7 +132,7 @@ class ConsumerSession:
             arrived = self._announcements.wait(seconds, self.bell.socket)
             self._queues_grew |= Channel.QUEUED.name_in(self._database.schema) in arrived
             if Channel.SHARED.name_in(self._database.schema) in arrived:
-                self.keeper.look()
+                self._ownership.wake_coordinator()
         self.bell.answer()
 
     def _connected(self) -> Executor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 
 from outbox.broker.dispatch.lanes.ordered import Line, OrderedLane
-from outbox.broker.dispatch.owned_queue import HeldQueue
+from outbox.broker.dispatch.owned_queue import OwnedQueue
 from outbox.broker.dispatch.work import Item
 
 
@@ -18,7 +18,6 @@ class KeyOrderedLane(OrderedLane):
 
     def __init__(self, batch: int) -> None:
         super().__init__(batch)
-        self._names: dict[int, tuple[int, str]] = {}
         self._alone: set[Hashable] = set()
 
     def line_name(self, item: Item) -> Hashable:
@@ -54,9 +53,9 @@ class KeyOrderedLane(OrderedLane):
             if not item.shed:
                 item.row = None
                 item.shed = True
-                item.queue.buffered -= 1
+                item.queue.unbuffer()
 
-    def drop(self, queue: HeldQueue, from_offset: int = 0) -> None:
+    def drop(self, queue: OwnedQueue, from_offset: int = 0) -> None:
         """See OrderedLane."""
         super().drop(queue, from_offset)
         self._alone = {name for name in self._alone if name in self._lines}
