@@ -37,7 +37,7 @@ _LOOK_SECONDS: Final = 1.0
 class Coordinator:
     """Heartbeats, renews, shares out; `ownership` is its line to the dispatching thread.
 
-    Everything but `start` and `stop` runs in its own thread, or before that one is started, in the caller of `run_once`.
+    Everything but `start` and `stop` runs in its own thread, or in that of the caller of `run_once` before the start.
     """
 
     def __init__(
