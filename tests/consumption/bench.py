@@ -116,7 +116,7 @@ class ConsumptionBench:
     def runtime(self, *subscriptions: tuple[Subscription, AnyHandler], **options: Any) -> ConsumerRuntime:
         return ConsumerRuntime(self.database, subscriptions, **options)
 
-    def drain(self, subscription: Subscription, handler: AnyHandler, **options: Any) -> list[ConsumeCounts]:
+    def run_until_idle(self, subscription: Subscription, handler: AnyHandler, **options: Any) -> list[ConsumeCounts]:
         """Passes until one does nothing, sequencing what was sent back in between."""
         runtime = self.runtime((subscription, handler), **options)
         passes = []

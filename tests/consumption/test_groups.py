@@ -365,7 +365,7 @@ def test_delayed_messages_arrive_when_due_and_can_be_recalled(orders: Consumptio
 def test_large_bodies_are_loaded_when_their_turn_comes(orders: ConsumptionBench) -> None:
     sizes: list[int] = []
     orders.publish([Message(topic="orders", body=encode("x" * size)) for size in (10, 20_000, 300_000)])
-    orders.drain(subscribe(batch=2), lambda batch: sizes.extend(len(delivery.body) for delivery in batch))
+    orders.run_until_idle(subscribe(batch=2), lambda batch: sizes.extend(len(delivery.body) for delivery in batch))
     assert sorted(sizes) == [10, 20_000, 300_000]
 
 

@@ -77,7 +77,7 @@ def test_global_order_with_one_queue(bench: ConsumptionBench) -> None:
     bench.declare("single", queues=1)
     seen: list[int] = []
     bench.publish([Message(topic="single", body=encode({"n": n})) for n in range(500)])
-    bench.drain(subscribe(topic="single"), lambda delivery: seen.append(delivery.body["n"]))
+    bench.run_until_idle(subscribe(topic="single"), lambda delivery: seen.append(delivery.body["n"]))
     assert seen == list(range(500))
 
 
@@ -86,7 +86,7 @@ def test_global_order_with_one_queue(bench: ConsumptionBench) -> None:
 def test_order_per_key_over_many_queues(steps: ConsumptionBench, mode: Mode, batch: int) -> None:
     harness = OrderHarness()
     steps.publish(keyed("steps", 5_000, 1_000))
-    steps.drain(subscribe(mode, batch=batch), harness)
+    steps.run_until_idle(subscribe(mode, batch=batch), harness)
     harness.assert_order(1_000, 5)
     steps.assert_conserved("g")
 
@@ -100,7 +100,7 @@ def test_control_the_harness_notices_a_mode_without_order(steps: ConsumptionBenc
 
     harness = OrderHarness(dawdle)
     steps.publish(keyed("steps", 200, 10))
-    steps.drain(subscribe(Mode.CONCURRENT), harness)
+    steps.run_until_idle(subscribe(Mode.CONCURRENT), harness)
     with pytest.raises(AssertionError):
         harness.assert_order(10, 20)
 
@@ -296,7 +296,7 @@ def test_order_with_tags(steps: ConsumptionBench, mode: Mode) -> None:
             for tag in ("paid", "noise")
         ]
     steps.publish(messages)
-    steps.drain(subscribe(mode, filter="paid"), harness)
+    steps.run_until_idle(subscribe(mode, filter="paid"), harness)
     harness.assert_order(10, 20)
     filtered, handled = steps.rows("SELECT sum(filtered), sum(handled) FROM outbox.offset_v1")[0]
     assert (filtered, handled) == (200, 200)
