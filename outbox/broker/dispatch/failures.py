@@ -123,11 +123,13 @@ def _record(run: Executor, instance: UUID, judged: Sequence[tuple[Failed, Judgem
 
 
 def _conclude(failed: Failed, judgement: Judgement) -> list[Item]:
+    """Only once the failure is recorded: a message finished before that would be lost with a crash in between."""
     item = failed.item
     queue = item.queue
     if judgement.verdict is Verdict.IN_PLACE:
         return [_again(item, judgement.delay_seconds)]
     if judgement.verdict is Verdict.STOP:
+        # Not finished: the offset stays at it, and it is fetched again when an operator resumes the group.
         queue.stop()
         return []
     outcome = Outcome.DEAD if judgement.verdict is Verdict.DEAD else Outcome.SENT_BACK
