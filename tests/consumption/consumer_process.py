@@ -18,7 +18,7 @@ from typing import Any
 from outbox.broker.consumer.runtime import ConsumerRuntime
 from outbox.broker.database.connection import BrokerDatabase
 from outbox.broker.dispatch.dispatcher import Dispatcher
-from outbox.broker.dispatch.owned_queue import HeldQueue, Phase
+from outbox.broker.dispatch.owned_queue import OwnedQueue
 from outbox.message import Delivery
 from outbox.retry import RetryPolicy
 from outbox.subscription import Mode, Subscription
@@ -29,20 +29,20 @@ _EFFECT = "INSERT INTO effect (instance, queue, key, n, message_id, attempt) VAL
 
 def without_fencing() -> None:
     """Believe in every lease for ever."""
-    HeldQueue.trusted = lambda self: True  # type: ignore[method-assign]
-    HeldQueue.may_start = lambda self: True  # type: ignore[method-assign]
+    OwnedQueue.trusted = lambda self: True  # type: ignore[method-assign]
+    OwnedQueue.may_start = lambda self: True  # type: ignore[method-assign]
 
 
 def without_drain() -> None:
     """Give queues away at once, whatever runs."""
 
-    def hand_over(self: Dispatcher, queue: HeldQueue) -> None:
-        queue.phase = Phase.LOST
-        self._held.pop(queue.key, None)
-        self._keeper.hand_back(queue.lease)
+    def hand_over(self: Dispatcher, queue: OwnedQueue) -> None:
+        queue.lose()
+        self._owned.pop(queue.key, None)
+        self._ownership.hand_back(queue.lease)
 
     Dispatcher._begin_hand_over = hand_over  # type: ignore[method-assign]
-    HeldQueue.may_start = lambda self: True  # type: ignore[method-assign]
+    OwnedQueue.may_start = lambda self: True  # type: ignore[method-assign]
 
 
 BROKEN = {"": lambda: None, "no_fencing": without_fencing, "no_drain": without_drain}

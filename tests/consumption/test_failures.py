@@ -12,8 +12,7 @@ import pytest
 
 from outbox import faults
 from outbox.broker.database.notify import Channel, notify
-from outbox.broker.groups import registration
-from outbox.broker.operations import dead_letters
+from outbox.broker.operations import dead_letters, queue_status, switches
 from outbox.errors import HandlerTimedOut, PartialFailure, PermanentError, RetryLater
 from outbox.message import Delivery, Message
 from outbox.retry import RetryPolicy
@@ -101,7 +100,7 @@ def test_a_retried_message_takes_effect_once_it_succeeds(orders: ConsumptionBenc
             raise ValueError
 
     orders.publish([message(n) for n in range(20)])
-    orders.drain(subscribe(), succeed_on_third)
+    orders.run_until_idle(subscribe(), succeed_on_third)
     assert attempts == dict.fromkeys(range(20), 3)
     assert dead_letters.list_dead_letters(orders.connection, "outbox") == []
     assert orders.lag("g") == 0
@@ -122,7 +121,7 @@ def test_permanent_error_is_dead_lettered_at_once(orders: ConsumptionBench) -> N
         raise PermanentError("no such customer")
 
     orders.publish([message()])
-    orders.drain(subscribe(), fail)
+    orders.run_until_idle(subscribe(), fail)
     (letter,) = dead_letters.list_dead_letters(orders.connection, "outbox", "g")
     assert (letter.attempts, letter.error.splitlines()[0]) == (1, "PermanentError: no such customer")
 
@@ -155,15 +154,15 @@ def test_stop_keeps_the_message_and_is_visible_until_resumed(orders: Consumption
     orders.publish([Message(topic="single", body=encode({"n": n})) for n in range(5)])
     with orders.running((subscription, handle)):
 
-        def stopped() -> list[registration.QueueStatus]:
-            return [queue for queue in registration.list_queues(orders.connection, "outbox", "g") if queue.stopped]
+        def stopped() -> list[queue_status.QueueStatus]:
+            return [queue for queue in queue_status.list_queues(orders.run, "g") if queue.stopped]
 
         (queue,) = eventually(stopped)
         assert queue.stopped is not None and "the ledger is closed" in queue.stopped
         eventually(lambda: [(queue.next_offset, queue.lag) for queue in stopped()] == [(2, 3)])
         assert seen == [0, 1]
         healthy.set()
-        assert registration.resume(orders.connection, "outbox", "g") == 1
+        assert switches.resume(orders.run, "g") == 1
         eventually(lambda: seen == [0, 1, 2, 3, 4])
     assert not stopped()
 
@@ -189,7 +188,7 @@ def test_undecodable_body_is_dead_lettered_with_a_clear_error(orders: Consumptio
     broken = message().__class__(topic="orders", key="k", body=b"{not json")
     foreign = Message(topic="orders", key="k", body=b"\x00", content_type="application/x-unknown")
     orders.publish([broken, foreign, message(7, key="k")])
-    orders.drain(subscribe(mode=mode), lambda delivery: seen.append(delivery.body["n"]))
+    orders.run_until_idle(subscribe(mode=mode), lambda delivery: seen.append(delivery.body["n"]))
     letters = {letter.message_id: letter for letter in dead_letters.list_dead_letters(orders.connection, "outbox")}
     assert "not valid application/json" in letters[broken.message_id].error
     assert "no codec for content type 'application/x-unknown'" in letters[foreign.message_id].error
@@ -206,17 +205,17 @@ def test_replay_from_dlq_starts_a_new_series_of_attempts(orders: ConsumptionBenc
             raise PermanentError("down")
 
     orders.publish([message(n) for n in range(3)])
-    orders.drain(subscribe(), handle)
+    orders.run_until_idle(subscribe(), handle)
     letters = dead_letters.list_dead_letters(orders.connection, "outbox", "g")
     assert dead_letters.replay(orders.connection, "outbox", "g", [letters[0].message_id]) == 1
     orders.sequence()
-    orders.drain(subscribe(), handle)
+    orders.run_until_idle(subscribe(), handle)
     assert len(dead_letters.list_dead_letters(orders.connection, "outbox", "g")) == 3
     healthy = True
     assert dead_letters.replay(orders.connection, "outbox", "g") == 3
     assert dead_letters.replay(orders.connection, "outbox", "g") == 0
     orders.sequence()
-    orders.drain(subscribe(), handle)
+    orders.run_until_idle(subscribe(), handle)
     assert dead_letters.list_dead_letters(orders.connection, "outbox", "g") == []
     assert len(dead_letters.list_dead_letters(orders.connection, "outbox", "g", replayed=True)) == 3
     assert attempts == [1] * 7
@@ -338,7 +337,7 @@ def test_a_batch_that_fails_as_a_whole_is_sent_back_as_a_whole(orders: Consumpti
             raise ValueError
 
     orders.publish([message(n, key="k") for n in range(10)])
-    orders.drain(subscribe(batch=50), handle)
+    orders.run_until_idle(subscribe(batch=50), handle)
     assert sizes == [10, 10]
     orders.assert_conserved("g")
 

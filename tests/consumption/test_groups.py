@@ -9,16 +9,17 @@ from typing import Any
 
 import pytest
 
+from outbox.broker.database.executor import Executor
 from outbox.broker.database.notify import Channel, notify
+from outbox.broker.database.statement import Statement
 from outbox.broker.dispatch.fetch import Fetcher
-from outbox.broker.dispatch.owned_queue import HeldQueue
-from outbox.broker.dispatch.station import ConsumingGroup
+from outbox.broker.dispatch.owned_queue import OwnedQueue
+from outbox.broker.dispatch.subscriptions import ConsumingGroup
 from outbox.broker.groups import registration
 from outbox.broker.groups.leases import Lease
 from outbox.broker.groups.offsets import Position
-from outbox.broker.operations import reset
+from outbox.broker.operations import queue_status, reset, switches
 from outbox.errors import InvalidFilter, InvalidSubscription, UnknownGroup, UnknownTopic, UsageError
-from outbox.filters.filter import parse_filter
 from outbox.message import Delivery, Message
 from outbox.retry import RetryPolicy
 from outbox.subscription import Mode, Start, Subscription
@@ -63,8 +64,8 @@ def orders(bench: ConsumptionBench) -> ConsumptionBench:
 
 
 def test_register_is_idempotent(orders: ConsumptionBench) -> None:
-    first = registration.register(orders.connection, "outbox", subscribe())
-    assert registration.register(orders.connection, "outbox", subscribe()) == first
+    first = registration.register(orders.run, subscribe())
+    assert registration.register(orders.run, subscribe()) == first
     assert orders.rows("SELECT name, queue_count FROM outbox.topic WHERE retry_of = %s", first.group_id) == [
         ("%RETRY%g", 1)
     ]
@@ -75,7 +76,7 @@ def test_register_by_many_at_once(orders: ConsumptionBench) -> None:
 
     def register() -> None:
         with orders.database.connect() as connection:
-            found.append(registration.register(connection, "outbox", subscribe()))
+            found.append(registration.register(Executor(connection, "outbox"), subscribe()))
 
     threads = [threading.Thread(target=register) for _ in range(6)]
     for thread in threads:
@@ -174,23 +175,23 @@ def test_pause_and_resume(orders: ConsumptionBench) -> None:
     with orders.sequencing(), orders.running((subscribe(), seen)):
         orders.broker.send(messages(0, 5))
         eventually(lambda: len(seen.ns) == 5)
-        registration.pause(orders.connection, "outbox", "g")
+        switches.pause(orders.run, "g")
         eventually(lambda: orders.rows("SELECT paused FROM outbox.consumer_group") == [(True,)])
         settled = threading.Event()
-        # Pausing is seen within a look of the keeper; then nothing starts any more.
+        # Pausing is seen within a look of the coordinator; then nothing starts any more.
         settled.wait(0.8)
         orders.broker.send(messages(5, 10))
         eventually(lambda: orders.lag("g") == 5)
         settled.wait(0.3)
         assert len(seen.ns) == 5
-        registration.resume(orders.connection, "outbox", "g")
+        switches.resume(orders.run, "g")
         eventually(lambda: len(seen.ns) == 10)
 
 
 def test_unknown_group_is_named(orders: ConsumptionBench) -> None:
     operations: list[Callable[[], object]] = [
-        lambda: registration.pause(orders.connection, "outbox", "nobody"),
-        lambda: registration.resume(orders.connection, "outbox", "nobody"),
+        lambda: switches.pause(orders.run, "nobody"),
+        lambda: switches.resume(orders.run, "nobody"),
         lambda: reset.reset(orders.connection, "outbox", "nobody", "orders", Start.FIRST),
     ]
     for operation in operations:
@@ -229,9 +230,9 @@ def test_reset_dry_run_says_what_would_move(orders: ConsumptionBench) -> None:
     runtime = orders.runtime((subscribe(), seen))
     orders.publish(messages(0, 40))
     runtime.run_once()
-    before = registration.list_queues(orders.connection, "outbox", "g")
+    before = queue_status.list_queues(orders.run, "g")
     planned = reset.reset(orders.connection, "outbox", "g", "orders", Start.FIRST, dry_run=True)
-    assert registration.list_queues(orders.connection, "outbox", "g") == before
+    assert queue_status.list_queues(orders.run, "g") == before
     assert sum(move.from_offset - move.to_offset for move in planned) == 40
     done = reset.reset(orders.connection, "outbox", "g", "orders", Start.FIRST)
     assert done == planned
@@ -364,7 +365,7 @@ def test_delayed_messages_arrive_when_due_and_can_be_recalled(orders: Consumptio
 def test_large_bodies_are_loaded_when_their_turn_comes(orders: ConsumptionBench) -> None:
     sizes: list[int] = []
     orders.publish([Message(topic="orders", body=encode("x" * size)) for size in (10, 20_000, 300_000)])
-    orders.drain(subscribe(batch=2), lambda batch: sizes.extend(len(delivery.body) for delivery in batch))
+    orders.run_until_idle(subscribe(batch=2), lambda batch: sizes.extend(len(delivery.body) for delivery in batch))
     assert sorted(sizes) == [10, 20_000, 300_000]
 
 
@@ -395,14 +396,15 @@ def test_fetching_uses_primary_keys_whatever_the_statistics_say(orders: Consumpt
     orders.publish(messages(0, 3_000))
     executed: list[str] = []
     connection = orders.database.connect()
-    fetcher = Fetcher("outbox", [parse_filter("sql: amount > 1")])
-    statement = b"EXPLAIN (COSTS OFF) " + fetcher._statement
     group = ConsumingGroup(1, "g", False, None)
-    queue = HeldQueue(Lease((1, 1), 1, 0.0), group, None, "orders/0", Position(0, 0))
+    subscribed = group.subscribe(subscribe(filter="sql: amount > 1"), Seen(), 1)
+    fetcher = Fetcher([subscribed])
+    statement = Statement("EXPLAIN (COSTS OFF) " + fetcher._statement._text)
+    queue = OwnedQueue(Lease((1, 1), 1, 0.0), group, subscribed, "orders/0", Position(0, 0))
     for prepare in (False, True):
         fetcher._statement = statement
         connection.execute(f"SET plan_cache_mode = {'force_generic_plan' if prepare else 'force_custom_plan'}".encode())
-        executed += [row[0] for row in fetcher.fetch(connection, [(queue, 100)])]
+        executed += [row[0] for row in fetcher.fetch(Executor(connection, "outbox"), [(queue, 100)])]
     connection.close()
     plan = "\n".join(executed)
     assert "Seq Scan" not in plan and "Hash" not in plan and "Sort" not in plan, plan

@@ -9,10 +9,12 @@ from typing import Any
 import psycopg
 import pytest
 
+from outbox.broker.database.executor import Executor
 from outbox.broker.dispatch.dispatcher import Dispatcher
-from outbox.broker.dispatch.owned_queue import HeldQueue
+from outbox.broker.dispatch.owned_queue import OwnedQueue
 from outbox.broker.dispatch.worker_pool import WorkerPool
 from outbox.broker.groups import offsets, registration
+from outbox.broker.operations import switches
 from outbox.broker.operations.reset import reset
 from outbox.errors import UsageError
 from outbox.message import Delivery
@@ -32,12 +34,12 @@ def one_queue(bench: ConsumptionBench) -> ConsumptionBench:
 def test_a_message_not_started_because_trust_ended_for_a_moment_is_handled_in_its_place(
     one_queue: ConsumptionBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The handler's thread finds the lease over, then the keeper renews it: no hole may stay where the message was."""
+    """The handler's thread finds the lease over, then it is renewed: no hole may stay where the message was."""
     seen: list[int] = []
-    real = HeldQueue.trusted
+    real = OwnedQueue.trusted
     refusals = iter([True, True])
 
-    def trusted(queue: HeldQueue) -> bool:
+    def trusted(queue: OwnedQueue) -> bool:
         # Only when asked whether to start, and when the refusal is booked: in between all seems well.
         asked_by_handler = threading.current_thread().name.startswith("g-orders")
         refused = (asked_by_handler or booking.is_set()) and next(refusals, False)
@@ -53,7 +55,7 @@ def test_a_message_not_started_because_trust_ended_for_a_moment_is_handled_in_it
         finally:
             booking.clear()
 
-    monkeypatch.setattr(HeldQueue, "trusted", trusted)
+    monkeypatch.setattr(OwnedQueue, "trusted", trusted)
     monkeypatch.setattr(Dispatcher, "_absorb", absorbing)
     with one_queue.running((ORDERLY, lambda delivery: seen.append(delivery.body["n"]))):
         one_queue.publish(keyed("orders", 5, 1))
@@ -119,7 +121,7 @@ def test_resuming_a_stopped_queue_waits_for_what_still_runs_of_it(one_queue: Con
     with one_queue.running((subscription, handle)):
         one_queue.publish(keyed("orders", 3, 1))
         eventually(lambda: one_queue.rows(stopped) == [(1,)])
-        assert registration.resume(one_queue.connection, "outbox", "g") == 1
+        assert switches.resume(one_queue.run, "g") == 1
         one_queue.publish(keyed("orders", 1, 1, start=3))
         gate.set()
         eventually(lambda: one_queue.lag("g") == 0)
@@ -129,9 +131,9 @@ def test_resuming_a_stopped_queue_waits_for_what_still_runs_of_it(one_queue: Con
 
 def test_a_joiner_does_not_wait_for_a_reset_that_is_being_made(one_queue: ConsumptionBench) -> None:
     subscription = Subscription(group="g", topic="orders")
-    registration.register(one_queue.connection, "outbox", subscription)
+    registration.register(one_queue.run, subscription)
     with psycopg.connect(one_queue.url) as resetting:
-        registration.group_id_of(resetting, "outbox", "g")
+        registration.group_id_of(Executor(resetting, "outbox"), "g")
         with one_queue.database.connect() as joining:
             joining.execute("SET lock_timeout = '5s'")
             # The heartbeat of a member refers to the group's row.
@@ -141,7 +143,7 @@ def test_a_joiner_does_not_wait_for_a_reset_that_is_being_made(one_queue: Consum
             )
 
 
-def test_a_keeper_that_waits_for_a_lock_says_so_and_goes_on(
+def test_a_coordinator_that_waits_for_a_lock_says_so_and_goes_on(
     one_queue: ConsumptionBench, caplog: pytest.LogCaptureFixture
 ) -> None:
     seen: list[int] = []
@@ -208,6 +210,6 @@ def test_a_pool_whose_threads_were_all_stuck_works_again_when_they_return() -> N
 
 
 def test_a_reset_of_a_queue_that_does_not_exist_is_refused(one_queue: ConsumptionBench) -> None:
-    registration.register(one_queue.connection, "outbox", Subscription(group="g", topic="orders"))
+    registration.register(one_queue.run, Subscription(group="g", topic="orders"))
     with pytest.raises(UsageError, match="topic 'orders' has no queue 7: its queues are 0 to 0"):
         reset(one_queue.connection, "outbox", "g", "orders", Start.FIRST, number=7)

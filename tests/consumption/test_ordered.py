@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from outbox.broker.dispatch.lanes.key_ordered import KeyOrderedLane
-from outbox.broker.dispatch.owned_queue import HeldQueue
-from outbox.broker.groups import registration
-from outbox.broker.operations import dead_letters
+from outbox.broker.dispatch.owned_queue import OwnedQueue
+from outbox.broker.operations import dead_letters, queue_status
 from outbox.errors import PermanentError, RetryLater
 from outbox.message import Delivery, Message
 from outbox.retry import RetryPolicy
@@ -78,7 +77,7 @@ def test_global_order_with_one_queue(bench: ConsumptionBench) -> None:
     bench.declare("single", queues=1)
     seen: list[int] = []
     bench.publish([Message(topic="single", body=encode({"n": n})) for n in range(500)])
-    bench.drain(subscribe(topic="single"), lambda delivery: seen.append(delivery.body["n"]))
+    bench.run_until_idle(subscribe(topic="single"), lambda delivery: seen.append(delivery.body["n"]))
     assert seen == list(range(500))
 
 
@@ -87,7 +86,7 @@ def test_global_order_with_one_queue(bench: ConsumptionBench) -> None:
 def test_order_per_key_over_many_queues(steps: ConsumptionBench, mode: Mode, batch: int) -> None:
     harness = OrderHarness()
     steps.publish(keyed("steps", 5_000, 1_000))
-    steps.drain(subscribe(mode, batch=batch), harness)
+    steps.run_until_idle(subscribe(mode, batch=batch), harness)
     harness.assert_order(1_000, 5)
     steps.assert_conserved("g")
 
@@ -101,7 +100,7 @@ def test_control_the_harness_notices_a_mode_without_order(steps: ConsumptionBenc
 
     harness = OrderHarness(dawdle)
     steps.publish(keyed("steps", 200, 10))
-    steps.drain(subscribe(Mode.CONCURRENT), harness)
+    steps.run_until_idle(subscribe(Mode.CONCURRENT), harness)
     with pytest.raises(AssertionError):
         harness.assert_order(10, 20)
 
@@ -150,9 +149,7 @@ def test_failing_message_holds_up_its_queue_in_orderly_mode(steps: ConsumptionBe
 
     steps.publish([Message(topic="single", key=f"k{n}", body=b"{}") for n in range(4)])
     with steps.running((subscribe(topic="single"), handle)):
-        (queue,) = eventually(
-            lambda: [q for q in registration.list_queues(steps.connection, "outbox", "g") if q.blocked_by is not None]
-        )
+        (queue,) = eventually(lambda: [q for q in queue_status.list_queues(steps.run, "g") if q.blocked_by is not None])
         # A blocked queue is named: queue, message, error, since when.
         assert (queue.topic, queue.number, queue.lag) == ("single", 0, 3)
         assert queue.blocked_error is not None and queue.blocked_error.startswith("ValueError: still down")
@@ -204,7 +201,7 @@ def test_a_poisoned_key_keeps_no_bodies_in_memory(steps: ConsumptionBench, monke
         def settle(self, items: Any, again: Any) -> None:
             lanes.append(self)
             original(self, items, again)
-            queues: set[HeldQueue] = {item.queue for line in self._lines.values() for item in line.items}
+            queues: set[OwnedQueue] = {item.queue for line in self._lines.values() for item in line.items}
             most.append(max((queue.buffered for queue in queues), default=0))
 
     monkeypatch.setattr("outbox.broker.dispatch.station.KeyOrderedLane", Watching)
@@ -299,7 +296,7 @@ def test_order_with_tags(steps: ConsumptionBench, mode: Mode) -> None:
             for tag in ("paid", "noise")
         ]
     steps.publish(messages)
-    steps.drain(subscribe(mode, filter="paid"), harness)
+    steps.run_until_idle(subscribe(mode, filter="paid"), harness)
     harness.assert_order(10, 20)
     filtered, handled = steps.rows("SELECT sum(filtered), sum(handled) FROM outbox.offset_v1")[0]
     assert (filtered, handled) == (200, 200)

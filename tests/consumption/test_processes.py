@@ -198,7 +198,7 @@ def test_rebalance_does_not_hand_over_a_queue_with_messages_in_flight(orders: Co
     gate = tmp_path / "gate"
     joined_while_messages_are_in_flight(orders, gate, "")
     owners = orders.owners()
-    # Long enough for several looks of both keepers, and for leases that are not renewed to run out.
+    # Long enough for several looks of both coordinators, and for leases that are not renewed to run out.
     until = lease_clock() + 1.8
     eventually(lambda: lease_clock() > until)
     assert orders.owners() == owners
@@ -229,7 +229,7 @@ def test_connections_terminated_again_and_again(orders: ConsumptionBench) -> Non
         orders.publish(messages[start : start + 100])
         orders.connection.execute(
             "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
-            " WHERE application_name IN ('outbox-consumer', 'outbox-keeper')"
+            " WHERE application_name IN ('outbox-consumer', 'outbox-coordinator')"
         )
     eventually(lambda: orders.lag("g") == 0)
     assert_each_once_in_order(orders.effects(), 1_000)

@@ -26,7 +26,7 @@ def members(count: int, topics: Iterable[str] = ("orders",)) -> list[Member]:
 
 
 def queues(count: int, topic: str | None = "orders", first: int = 0) -> list[QueueState]:
-    return [QueueState((1, first + n), topic, n, None, 0, True, None) for n in range(count)]
+    return [QueueState(1, first + n, topic, n, None, 0, True, None) for n in range(count)]
 
 
 def shares(strategy: str, member_count: int, queue_count: int) -> list[set[tuple[int, int]]]:
@@ -93,7 +93,7 @@ A, B = INSTANCES[0], INSTANCES[1]
 
 
 def acquire(bench: ConsumptionBench, owner: uuid.UUID, *queue_ids: int, term: float = 30.0) -> list[Lease]:
-    return leases.acquire(bench.connection, "outbox", owner, 1, queue_ids, term_seconds=term)
+    return leases.acquire(bench.run, owner, 1, queue_ids, term_seconds=term)
 
 
 def test_a_live_lease_is_left_alone(bench: ConsumptionBench) -> None:
@@ -104,19 +104,19 @@ def test_a_live_lease_is_left_alone(bench: ConsumptionBench) -> None:
 
 def test_every_change_of_owner_raises_the_epoch(bench: ConsumptionBench) -> None:
     (first,) = acquire(bench, A, 1)
-    assert leases.release(bench.connection, "outbox", A, [first]) == 1
+    assert leases.release(bench.run, A, [first]) == 1
     (second,) = acquire(bench, B, 1, term=0.05)
     (third,) = eventually(lambda: acquire(bench, A, 1))
     assert [first.epoch, second.epoch, third.epoch] == [1, 2, 3]
     # A former owner changes nothing.
-    assert leases.release(bench.connection, "outbox", A, [first]) == 0
-    assert leases.renew(bench.connection, "outbox", B, [second], term_seconds=30) == set()
+    assert leases.release(bench.run, A, [first]) == 0
+    assert leases.renew(bench.run, B, [second], term_seconds=30) == set()
 
 
 def test_renewal_prolongs_trust_from_before_it_was_sent(bench: ConsumptionBench) -> None:
     (lease,) = acquire(bench, A, 1, term=0.2)
     before = leases.lease_clock()
-    assert leases.renew(bench.connection, "outbox", A, [lease], term_seconds=30) == {(1, 1)}
+    assert leases.renew(bench.run, A, [lease], term_seconds=30) == {(1, 1)}
     after = leases.lease_clock()
     assert before + 30 <= lease.trusted_until <= after + 30
     assert lease.trusted()
@@ -129,11 +129,11 @@ def test_a_fenced_former_owner_stores_no_offset(bench: ConsumptionBench) -> None
 
     def store(owner: uuid.UUID, lease: Lease, offset: int) -> set[tuple[int, int]]:
         row = OffsetRow(lease.key, lease.epoch, offset, Position(offset, 0, handled=offset))
-        return offsets.store(bench.connection, "outbox", owner, [row])
+        return offsets.store(bench.run, owner, [row])
 
     assert store(A, old, 9) == set()
     assert store(B, new, 3) == {(1, 1)}
-    assert offsets.load(bench.connection, "outbox", 1, [1])[1].next_offset == 3
+    assert offsets.load(bench.run, 1, [1])[1].next_offset == 3
 
 
 def test_an_offset_of_an_older_epoch_never_wins_however_late(bench: ConsumptionBench) -> None:
@@ -144,4 +144,4 @@ def test_an_offset_of_an_older_epoch_never_wins_however_late(bench: ConsumptionB
     )
     for epoch, ordinal, next_offset in [(1, 1, 5), (2, 1, 6), (1, 99, 500)]:
         bench.connection.execute(insert, [epoch, ordinal, next_offset])
-    assert offsets.load(bench.connection, "outbox", 1, [1])[1].next_offset == 6
+    assert offsets.load(bench.run, 1, [1])[1].next_offset == 6

@@ -13,67 +13,63 @@ import math
 from collections.abc import Sequence
 
 from outbox.broker.database import arrays
-from outbox.broker.database.connection import Connection
+from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
-from outbox.broker.dispatch.owned_queue import HeldQueue
-from outbox.broker.dispatch.station import ConsumingGroup
+from outbox.broker.dispatch.owned_queue import OwnedQueue
+from outbox.broker.dispatch.subscriptions import ConsumingGroup
 from outbox.broker.groups.leases import Lease
 from outbox.broker.groups.offsets import Position
-from outbox.broker.groups.registration import starting_offsets
+from outbox.broker.log.consume_queue import starting_offsets
 
 _QUEUES = Statement("""
-SELECT topic_id, queue_id, number, generation, closed_at
+SELECT topic_id, queue_id, number, generation AS layout, closed_at
 FROM {schema}.queue WHERE topic_id = ANY(%(topic_ids)s::integer[])
 ORDER BY topic_id, generation, number
 """)
 
 
 class Follower:
-    """Finds the queues of broadcast groups, new ones too, one generation of a topic after the other."""
+    """Finds the queues of broadcast groups, new ones too, one layout of a topic after the other."""
 
     def __init__(self, groups: Sequence[ConsumingGroup]) -> None:
         self._groups = groups
-        self._held: dict[tuple[int, int], HeldQueue] = {}
+        self._owned: dict[tuple[int, int], OwnedQueue] = {}
         self._started: dict[tuple[int, int], dict[int, int]] = {}
 
-    def gained(self, connection: Connection, schema: str) -> list[HeldQueue]:
+    def gained(self, run: Executor) -> list[OwnedQueue]:
         """Queues that are consumed from now on."""
-        topic_ids = {topic_id for group in self._groups for topic_id in group.stations}
+        topic_ids = {topic_id for group in self._groups for topic_id in group.subscribed}
         if not topic_ids:
             return []
-        found: list[HeldQueue] = []
-        rows = (
-            arrays.cursor_on(connection)
-            .execute(_QUEUES.on(schema), {"topic_ids": arrays.integers(sorted(topic_ids))})
-            .fetchall()
-        )
+        found: list[OwnedQueue] = []
+        rows = run.rows(_QUEUES, {"topic_ids": arrays.integers(sorted(topic_ids))})
         for group in self._groups:
-            for topic_id, station in group.stations.items():
+            for topic_id, subscribed in group.subscribed.items():
                 place = (group.group_id, topic_id)
                 if place not in self._started:
-                    self._started[place] = starting_offsets(connection, schema, topic_id, station.subscription.start)
+                    self._started[place] = starting_offsets(run, topic_id, subscribed.subscription.start)
                 of_topic = [row[1:] for row in rows if row[0] == topic_id]
-                found += self._next_generation(group, topic_id, of_topic)
+                found += self._next_layout(group, topic_id, of_topic)
         return found
 
-    def _next_generation(
+    def _next_layout(
         self, group: ConsumingGroup, topic_id: int, rows: Sequence[tuple[int, int, int, int | None]]
-    ) -> list[HeldQueue]:
-        station = group.stations[topic_id]
+    ) -> list[OwnedQueue]:
+        subscribed = group.subscribed[topic_id]
         starts = self._started[group.group_id, topic_id]
-        found: list[HeldQueue] = []
+        found: list[OwnedQueue] = []
         turn: int | None = None
-        for queue_id, number, generation, closed_at in rows:
-            held = self._held.get((group.group_id, queue_id))
-            at = held.window.base if held is not None else starts.get(queue_id, 0)
+        for queue_id, number, layout, closed_at in rows:
+            owned = self._owned.get((group.group_id, queue_id))
+            at = owned.next_offset if owned is not None else starts.get(queue_id, 0)
             if closed_at is not None and at >= closed_at:
                 continue
-            turn = generation if turn is None else turn
-            if held is None and generation == turn:
+            turn = layout if turn is None else turn
+            if owned is None and layout == turn:
                 start = starts.get(queue_id, 0)
                 lease = Lease((group.group_id, queue_id), 0, math.inf)
-                name = f"{station.subscription.topic}/{number}"
-                held = HeldQueue(lease, group, station, name, Position(start, start))
-                self._held[held.key] = held
-                found.append(held)
+                name = f"{subscribed.subscription.topic}/{number}"
+                queue = OwnedQueue(lease, group, subscribed, name, Position(start, start))
+                self._owned[queue.key] = queue
+                found.append(queue)
         return found

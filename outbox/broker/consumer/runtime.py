@@ -1,6 +1,6 @@
 """Consuming: one runtime per process, any number of subscriptions and groups.
 
-    handler threads  <->  dispatching thread (`run`)  <->  keeper (leases)
+    handler threads  <->  dispatching thread (`run`)  <->  coordinator (leases)
                                fetches, stores offsets        heartbeats, rebalances
 
 Delivery is at least once: what a killed process had handled but not stored (at most 50 ms of it, and per queue what
@@ -15,17 +15,16 @@ import gc
 import logging
 import threading
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import psycopg
 
 from outbox.broker.consumer.session import ConsumerSession, ringing
-from outbox.broker.database.connection import BrokerDatabase, Connection
+from outbox.broker.database.connection import BrokerDatabase
+from outbox.broker.database.executor import Executor
 from outbox.broker.database.notify import backoff_seconds
-from outbox.broker.dispatch.invocation import Caller
-from outbox.broker.dispatch.station import ConsumingGroup, Station
-from outbox.broker.dispatch.work import Work
+from outbox.broker.dispatch.subscriptions import ConsumingGroup
 from outbox.broker.groups import registration
 from outbox.broker.groups.rebalance import Strategy, by_name
 from outbox.broker.schema import install
@@ -93,7 +92,7 @@ class ConsumerRuntime:
         else:
             return
         with ringing(stop, session.bell):
-            session.keeper.start()
+            session.coordinator.start()
             session.loop(until=stop.is_set)
         session.finish()
 
@@ -104,9 +103,9 @@ class ConsumerRuntime:
         """
         session = self._session()
         try:
-            session.keeper.run_once()
+            session.coordinator.run_once()
             session.bound()
-            session.keeper.start()
+            session.coordinator.start()
             session.loop(until=lambda: session.dispatcher.is_idle, patient=False)
         finally:
             session.finish()
@@ -115,23 +114,24 @@ class ConsumerRuntime:
 
     def _session(self) -> ConsumerSession:
         return ConsumerSession(
-            self._database, self._register, lease_seconds=self._lease_seconds, strategy=self._strategy
+            self._database,
+            self._register,
+            invoker=self._invoker,
+            codecs=self._codecs,
+            lease_seconds=self._lease_seconds,
+            strategy=self._strategy,
         )
 
-    def _register(
-        self, connection: Connection, instance: uuid.UUID, finished: Callable[[Work], None]
-    ) -> list[ConsumingGroup]:
-        schema = self._database.schema
-        install.check_schema(connection, schema)
-        caller = Caller(self._invoker, self._codecs, finished)
+    def _register(self, run: Executor, instance: uuid.UUID) -> list[ConsumingGroup]:
+        install.check_schema(run.connection, run.schema)
         found: dict[str, ConsumingGroup] = {}
         for subscription, handler in self._subscriptions:
-            ids = registration.register(connection, schema, subscription, instance=instance)
+            ids = registration.register(run, subscription, instance=instance)
             group = found.setdefault(
                 subscription.group,
                 ConsumingGroup(ids.group_id, subscription.group, subscription.broadcast, ids.retry_queue_id),
             )
-            Station(group, subscription, handler, ids.topic_id, caller.run)
+            group.subscribe(subscription, handler, ids.topic_id)
         return list(found.values())
 
 

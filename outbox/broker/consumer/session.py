@@ -13,21 +13,26 @@ from typing import Final
 import psycopg
 
 from outbox.broker.consumer.bell import Bell
-from outbox.broker.consumer.coordinator import Keeper
-from outbox.broker.database.connection import BrokerDatabase, Connection
+from outbox.broker.consumer.coordinator import Coordinator
+from outbox.broker.database.connection import BrokerDatabase
+from outbox.broker.database.executor import Executor
 from outbox.broker.database.notify import Announcements, Channel, backoff_seconds, listen
 from outbox.broker.dispatch.dispatcher import Dispatcher
-from outbox.broker.dispatch.station import ConsumingGroup
+from outbox.broker.dispatch.invocation import Caller
+from outbox.broker.dispatch.ownership import Ownership
+from outbox.broker.dispatch.subscriptions import ConsumingGroup
 from outbox.broker.dispatch.work import Work
 from outbox.broker.groups.rebalance import Strategy
+from outbox.codec import Codecs
 from outbox.errors import BrokerUnavailable
+from outbox.ports import Invoker
 
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS: Final = 1.0
 _THREADS_SECONDS: Final = 2.0
 
-Register = Callable[[Connection, uuid.UUID, Callable[[Work], None]], list[ConsumingGroup]]
+Register = Callable[[Executor, uuid.UUID], list[ConsumingGroup]]
 
 
 class ConsumerSession:
@@ -38,27 +43,31 @@ class ConsumerSession:
         database: BrokerDatabase,
         register: Register,
         *,
+        invoker: Invoker,
+        codecs: Codecs,
         lease_seconds: float,
         strategy: Strategy | Collection[int],
     ) -> None:
         self._database = database
         self._lease_seconds = lease_seconds
         self.bell = Bell()
-        self._connection: Connection | None = None
+        self._run: Executor | None = None
         self._announcements: Announcements | None = None
         self._polled_at = 0.0
         self._queues_grew = True
         instance = uuid.uuid4()
         try:
-            groups = register(self._connected(), instance, self._finished)
+            groups = register(self._connected(), instance)
         except BaseException:
             self._disconnect()
             self.bell.close()
             raise
-        self.keeper = Keeper(
-            database, instance, groups, lease_seconds=lease_seconds, strategy=strategy, bell=self.bell.ring
+        self._ownership = Ownership(self.bell.ring)
+        self.coordinator = Coordinator(
+            database, instance, groups, self._ownership, lease_seconds=lease_seconds, strategy=strategy
         )
-        self.dispatcher = Dispatcher(database.schema, instance, groups, self.keeper)
+        caller = Caller(invoker, codecs, self._finished)
+        self.dispatcher = Dispatcher(instance, groups, self._ownership, caller.run)
 
     def bound(self) -> None:
         """From now on fetch only what the queues hold now."""
@@ -92,27 +101,27 @@ class ConsumerSession:
 
         def over() -> bool:
             # Without a database there is nothing to store into: the leases will run out.
-            lost = self._connection is None and time.monotonic() > give_up_at
+            lost = self._run is None and time.monotonic() > give_up_at
             return self.dispatcher.is_drained or (lost and not self.dispatcher.is_running)
 
         self.loop(until=over)
-        self.keeper.stop()
+        self.coordinator.stop()
         self.dispatcher.stop_threads(within_seconds=_THREADS_SECONDS)
         self._disconnect()
         self.bell.close()
 
     def _finished(self, work: Work) -> None:
-        self.dispatcher.finished.append(work)
+        self.dispatcher.finished(work)
         self.bell.ring()
 
     def _step(self) -> None:
-        connection = self._connected()
+        run = self._connected()
         now = time.monotonic()
         announced = self._queues_grew or now - self._polled_at >= POLL_SECONDS
         if announced:
             self._queues_grew = False
             self._polled_at = now
-        self.dispatcher.step(connection, announced=announced)
+        self.dispatcher.step(run, announced=announced)
 
     def _wait(self, longest: float) -> None:
         """Until somebody rings or announces, or something is due."""
@@ -123,12 +132,12 @@ class ConsumerSession:
             arrived = self._announcements.wait(seconds, self.bell.socket)
             self._queues_grew |= Channel.QUEUED.name_in(self._database.schema) in arrived
             if Channel.SHARED.name_in(self._database.schema) in arrived:
-                self.keeper.look()
+                self._ownership.wake_coordinator()
         self.bell.answer()
 
-    def _connected(self) -> Connection:
+    def _connected(self) -> Executor:
         """The connection for everything the dispatching thread does; where LISTEN is on, it also listens."""
-        if self._connection is None:
+        if self._run is None:
             listening = self._database.listen_conninfo != ""
             connection = self._database.connect(name="outbox-consumer", direct=listening)
             if listening:
@@ -136,13 +145,13 @@ class ConsumerSession:
                 listen(connection, self._database.schema, Channel.QUEUED, Channel.SHARED)
             # What was announced meanwhile is lost.
             self._queues_grew = True
-            self._connection = connection
-        return self._connection
+            self._run = Executor(connection, self._database.schema)
+        return self._run
 
     def _disconnect(self) -> None:
-        connection, self._connection, self._announcements = self._connection, None, None
-        if connection is not None:
-            connection.close()
+        run, self._run, self._announcements = self._run, None, None
+        if run is not None:
+            run.connection.close()
 
 
 @contextlib.contextmanager

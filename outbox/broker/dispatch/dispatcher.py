@@ -1,26 +1,28 @@
-"""The dispatching thread: fetches, hands out, collects, stores offsets. It alone touches the queues it holds."""
+"""The dispatching thread: fetches, hands out, collects, stores offsets. It alone changes the queues it was given."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections import Counter, deque
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Final
 from uuid import UUID
 
 from outbox import faults
-from outbox.broker.consumer.coordinator import Event, Gained, HandOver, Keeper, Lost, Stopped, Switched
-from outbox.broker.database.connection import Connection
-from outbox.broker.dispatch.failures import Failed, FailureDesk
-from outbox.broker.dispatch.fetch import heads
-from outbox.broker.dispatch.intake import Intake, room_of
-from outbox.broker.dispatch.owned_queue import HeldQueue, Outcome, Phase
-from outbox.broker.dispatch.station import ConsumingGroup, Lane
-from outbox.broker.dispatch.work import Item, Result, Work
+from outbox.broker.database.executor import Executor
+from outbox.broker.dispatch import failures
+from outbox.broker.dispatch.calls import Calls
+from outbox.broker.dispatch.failures import Failed
+from outbox.broker.dispatch.owned_queue import Outcome, OwnedQueue, Phase
+from outbox.broker.dispatch.ownership import Event, Gained, HandOver, Lost, Ownership, Stopped, Switched
+from outbox.broker.dispatch.prefetch import Prefetcher, room_of
+from outbox.broker.dispatch.station import Station
+from outbox.broker.dispatch.subscriptions import ConsumingGroup
+from outbox.broker.dispatch.work import Lane, Result, Work
 from outbox.broker.groups import offsets
 from outbox.broker.groups.leases import Lease, QueueKey
-from outbox.errors import HandlerTimedOut
+from outbox.broker.log.consume_queue import heads
 from outbox.ports import Disposition
 
 logger = logging.getLogger(__name__)
@@ -34,37 +36,39 @@ DRAIN_SECONDS: Final = 3.0
 class Dispatcher:
     """One step after another, each bounded. A step that raises leaves everything as it was or done."""
 
-    def __init__(self, schema: str, instance: UUID, groups: Sequence[ConsumingGroup], keeper: Keeper) -> None:
-        self._schema = schema
+    def __init__(
+        self, instance: UUID, groups: Sequence[ConsumingGroup], ownership: Ownership, run: Callable[[Work], None]
+    ) -> None:
         self._instance = instance
         self._groups = {group.group_id: group for group in groups}
-        self._stations = [station for group in groups for station in group.stations.values()]
-        self._keeper = keeper
-        self._desk = FailureDesk(schema, instance)
-        self._held: dict[QueueKey, HeldQueue] = {}
-        self._stale: list[HeldQueue] = []
-        self._running: set[Work] = set()
-        self._stuck: dict[Work, list[Item]] = {}
-        self._dirty: set[HeldQueue] = set()
+        self._stations = {
+            subscribed.key: Station(subscribed, run) for group in groups for subscribed in group.subscribed.values()
+        }
+        self._ownership = ownership
+        self._owned: dict[QueueKey, OwnedQueue] = {}
+        self._stale: list[OwnedQueue] = []
+        self._calls = Calls(self._stations)
+        # Called by the handlers' threads.
+        self.finished: Final = self._calls.finished
+        self._dirty: set[OwnedQueue] = set()
         self._store_at = 0.0
         self._bounded = False
         self._draining = False
-        self.finished: deque[Work] = deque()
         self.counts: Counter[str] = Counter()
-        self._intake = Intake(schema, self._stations, self._desk, self._dirty, self.counts)
+        self._prefetcher = Prefetcher(instance, self._stations, self._dirty, self.counts)
 
     # -- what the loop asks ---------------------------------------------------------------------
 
-    def step(self, connection: Connection, *, announced: bool) -> None:
+    def step(self, run: Executor, *, announced: bool) -> None:
         """Do what can be done now. `announced`: queues may have grown."""
         if announced:
-            for queue in self._held.values():
-                queue.hungry = True
-        self._adopt(connection)
-        self._collect(connection)
-        self._intake.fetch(connection, self._held.values())
-        self._dispatch(connection)
-        self._store(connection)
+            for queue in self._owned.values():
+                queue.grown()
+        self._adopt(run)
+        self._collect(run)
+        self._prefetcher.fetch(run, self._owned.values())
+        self._dispatch(run)
+        self._store(run)
         if not self._dirty:
             self._hand_over_drained()
 
@@ -73,196 +77,181 @@ class Dispatcher:
         now = time.monotonic()
         due = [
             at
-            for station in self._stations
-            if station.pool.room > 0 and not station.group.paused
+            for station in self._stations.values()
+            if station.pool.room > 0 and not station.subscribed.group.paused
             for lane in station.lanes
             if (at := lane.next_at()) is not None
         ]
-        due += [
-            work.started_at + work.station.subscription.timeout_seconds for work in self._running if work.started_at
-        ]
+        due += self._calls.deadlines()
         if self._dirty:
             due.append(self._store_at)
-        due += [queue.start_until for queue in self._held.values() if queue.start_until > now]
+        due += [queue.start_until for queue in self._owned.values() if queue.start_until > now]
         return max(0.0, min([longest, *(at - now for at in due)]))
 
     @property
     def is_idle(self) -> bool:
         """Whether nothing runs, nothing waits but what is held up, and nothing more can be fetched or stored."""
-        fetchable = any(queue.hungry and room_of(queue) > 0 for queue in self._held.values())
-        return not self._running and not self.finished and not fetchable and not self._dirty
+        fetchable = any(queue.hungry and room_of(queue) > 0 for queue in self._owned.values())
+        return not self._calls.any_counting and not fetchable and not self._dirty
 
     @property
     def is_drained(self) -> bool:
         """Whether everything was handed over and no handler runs that still counts."""
-        return not self._held and not self._running and not self.finished
+        return not self._owned and not self._calls.any_counting
 
     @property
     def is_running(self) -> bool:
         """Whether a handler runs that still counts."""
-        return bool(self._running)
+        return self._calls.any_running
 
-    def bound(self, connection: Connection) -> None:
+    def bound(self, run: Executor) -> None:
         """From now on fetch only what the queues hold now."""
-        self._adopt(connection)
+        self._adopt(run)
         self._bounded = True
-        ends = heads(connection, self._schema, {key[1] for key in self._held})
-        for queue in self._held.values():
-            queue.end = ends[queue.key[1]]
+        ends = heads(run, {key[1] for key in self._owned})
+        for queue in self._owned.values():
+            queue.bound(ends[queue.key[1]])
 
     def drain(self) -> None:
         """Start nothing more; what runs is finished, stored and handed over."""
         self._draining = True
-        self._keeper.drain()
-        for queue in list(self._held.values()):
+        self._ownership.drain()
+        for queue in list(self._owned.values()):
             self._begin_hand_over(queue)
 
     def stop_threads(self, *, within_seconds: float) -> None:
         """End the handlers' threads."""
-        for station in self._stations:
+        for station in self._stations.values():
             station.pool.stop(within_seconds=within_seconds)
 
     # -- events ---------------------------------------------------------------------------------
 
-    def _adopt(self, connection: Connection) -> None:
-        while self._keeper.events:
-            self._apply(self._keeper.events.popleft())
-        for queue in [queue for queue in self._held.values() if not queue.trusted()]:
+    def _adopt(self, run: Executor) -> None:
+        while (event := self._ownership.next_event()) is not None:
+            self._apply(event)
+        for queue in [queue for queue in self._owned.values() if not queue.trusted()]:
             self._lose(queue)
         for queue in self._stale:
             if queue.running == 0:
-                self._keeper.lingering.discard(queue.key)
+                self._ownership.linger_no_more(queue.key)
         self._stale = [queue for queue in self._stale if queue.running > 0]
 
     def _apply(self, event: Event) -> None:
         match event:
-            case Gained(queue) if queue.key in self._keeper.lingering:
+            case Gained(queue) if self._ownership.lingers(queue.key):
                 # Lost and taken again in one breath: what runs of it would run a second time beside itself.
-                self._keeper.hand_back(queue.lease)
+                self._ownership.hand_back(queue.lease)
             case Gained(queue):
-                # A bounded pass takes what there was when it began.
-                queue.hungry = not self._bounded
-                self._held[queue.key] = queue
+                if self._bounded:
+                    # Such a pass takes what there was when it began.
+                    queue.rest()
+                self._owned[queue.key] = queue
                 if self._draining:
                     self._begin_hand_over(queue)
             case HandOver(lease):
-                if (held := self._current(lease)) is not None:
-                    self._begin_hand_over(held)
+                if (current := self._current(lease)) is not None:
+                    self._begin_hand_over(current)
             case Lost(lease):
-                if (held := self._current(lease)) is not None:
-                    self._lose(held)
+                if (current := self._current(lease)) is not None:
+                    self._lose(current)
             case Switched(group_id, paused, generation):
                 self._groups[group_id].paused = paused
                 self._groups[group_id].generation = generation
             case Stopped(key, stopped):
-                self._stop_or_resume(self._held.get(key), stopped)
+                self._stop_or_resume(self._owned.get(key), stopped)
 
-    def _current(self, lease: Lease) -> HeldQueue | None:
-        held = self._held.get(lease.key)
-        return held if held is not None and held.lease is lease else None
+    def _current(self, lease: Lease) -> OwnedQueue | None:
+        queue = self._owned.get(lease.key)
+        return queue if queue is not None and queue.lease is lease else None
 
-    def _begin_hand_over(self, queue: HeldQueue) -> None:
+    def _begin_hand_over(self, queue: OwnedQueue) -> None:
         """Let what was started leave no holes: the next owner would deliver again what lies beyond the first one."""
         if queue.phase not in (Phase.ACTIVE, Phase.STOPPED):
             return
-        started = [item.offset for work in self._running for item in work.items if item.queue is queue]
-        end = max(queue.window.finished_end, *(offset + 1 for offset in started), 0)
+        end = max(queue.window.finished_end, self._calls.end_of_started(queue))
         self._forget_waiting(queue, end if queue.phase is Phase.ACTIVE else 0)
-        queue.phase = Phase.DRAINING
-        queue.start_until = time.monotonic() + DRAIN_SECONDS
+        queue.drain(start_until=time.monotonic() + DRAIN_SECONDS)
         self._dirty.add(queue)
         self._store_at = 0.0
 
     def _hand_over_drained(self) -> None:
         now = time.monotonic()
-        for queue in [queue for queue in self._held.values() if queue.phase is Phase.DRAINING]:
+        for queue in [queue for queue in self._owned.values() if queue.phase is Phase.DRAINING]:
             if now >= queue.start_until or queue.group.paused:
                 self._forget_waiting(queue)
             if queue.running or any(lane.has_ready(queue) for lane in self._lanes_of(queue)):
                 continue
             self._forget_waiting(queue)
-            del self._held[queue.key]
-            self._keeper.hand_back(queue.lease)
+            del self._owned[queue.key]
+            self._ownership.hand_back(queue.lease)
 
-    def _lose(self, queue: HeldQueue) -> None:
+    def _lose(self, queue: OwnedQueue) -> None:
         logger.warning(
             "the lease of queue %s for group %s is lost; %d messages of it are being handled",
             queue.name,
             queue.group.name,
             queue.running,
         )
-        queue.phase = Phase.LOST
+        queue.lose()
         self._forget_waiting(queue)
         self._dirty.discard(queue)
-        self._held.pop(queue.key, None)
+        self._owned.pop(queue.key, None)
         if queue.running:
-            self._keeper.lingering.add(queue.key)
+            self._ownership.linger(queue.key)
             self._stale.append(queue)
-        self._keeper.hand_back(queue.lease)
+        self._ownership.hand_back(queue.lease)
 
-    def _stop_or_resume(self, queue: HeldQueue | None, stopped: bool) -> None:
+    def _stop_or_resume(self, queue: OwnedQueue | None, stopped: bool) -> None:
         if queue is None:
             return
         if stopped and queue.phase is Phase.ACTIVE:
-            queue.phase = Phase.STOPPED
+            queue.stop()
             self._forget_waiting(queue)
         elif not stopped and queue.phase is Phase.STOPPED and queue.running == 0:
-            # While something runs, it would be fetched and run again; the keeper says it again.
-            queue.phase = Phase.ACTIVE
-            queue.rewind()
+            # While something runs, it would be fetched and run again; the coordinator says it again.
+            queue.resume()
 
-    def _lanes_of(self, queue: HeldQueue) -> list[Lane]:
-        stations = [queue.station] if queue.station is not None else self._groups[queue.key[0]].stations.values()
-        return [lane for station in stations for lane in station.lanes]
+    def _lanes_of(self, queue: OwnedQueue) -> list[Lane]:
+        of_queue = [queue.subscribed] if queue.subscribed is not None else queue.group.subscribed.values()
+        return [lane for subscribed in of_queue for lane in self._stations[subscribed.key].lanes]
 
-    def _forget_waiting(self, queue: HeldQueue, from_offset: int = 0) -> None:
+    def _forget_waiting(self, queue: OwnedQueue, from_offset: int = 0) -> None:
         for lane in self._lanes_of(queue):
             lane.drop(queue, from_offset)
-        queue.buffered = queue.running
+        queue.unbuffer_waiting()
 
     # -- collecting -----------------------------------------------------------------------------
 
-    def _collect(self, connection: Connection) -> None:
+    def _collect(self, run: Executor) -> None:
         """Book what handlers have finished, and what they did not finish in time."""
-        failures: list[Failed] = []
-        over: list[tuple[Work, set[int]]] = []
-        while self.finished:
-            work = self.finished.popleft()
-            if work.abandoned:
-                self._late(work)
-                continue
-            self._running.discard(work)
-            work.station.pool.collected()
-            over.append((work, self._absorb(work, work.results, failures)))
-        for work in self._overdue():
-            self._running.discard(work)
-            work.station.pool.replace_stuck()
-            error = HandlerTimedOut(f"{work.abandoned}; the attempt counts as failed and its late result is ignored.")
-            over.append((work, self._absorb(work, [error] * len(work.items), failures)))
+        failed: list[Failed] = []
+        over = [(work, self._absorb(work, results, failed)) for work, results in self._calls.over()]
         if over:
-            self._conclude(connection, over, failures)
+            self._conclude(run, over, failed)
 
-    def _absorb(self, work: Work, results: Sequence[Result], failures: list[Failed]) -> set[int]:
+    def _absorb(self, work: Work, results: Sequence[Result], failed: list[Failed]) -> set[int]:
         """Book the results of a call; returns the ids of messages that were not started and still can be, here."""
         unstarted: set[int] = set()
+        # First: the queue may be lost below, and then what still runs of it decides whether its key lingers.
         counted = Counter(item.queue for item in work.items)
         for queue, count in counted.items():
-            queue.running -= count
-            queue.buffered -= count
+            queue.returned(count)
         for item, result in zip(work.items, results, strict=True):
             queue = item.queue
             if queue.phase is Phase.LOST:
+                # Its next owner delivers it again: neither a success nor a failure of it is ours to record.
                 continue
             if result is Disposition.HANDLED:
                 queue.window.finish(item.offset, Outcome.HANDLED)
             elif result is Disposition.SKIPPED:
                 queue.window.finish(item.offset, Outcome.SKIPPED)
             elif isinstance(result, BaseException):
-                failures.append(Failed(work.station, item, result))
+                failed.append(Failed(work.subscribed, item, result))
             elif queue.phase is Phase.STOPPED:
-                # Fetched again when it is resumed.
+                # Not started. Fetched again when the queue is resumed.
                 continue
             elif queue.trusted():
+                # Not started because trust had ended for a moment: renewed meanwhile, so it goes back to its place.
                 item.due = 0.0
                 unstarted.add(id(item))
             else:
@@ -273,13 +262,17 @@ class Dispatcher:
         self._dirty.update(queue for queue in counted if queue.phase is not Phase.LOST)
         return unstarted
 
-    def _conclude(
-        self, connection: Connection, over: Sequence[tuple[Work, set[int]]], failures: Sequence[Failed]
-    ) -> None:
-        again = self._desk.handle(connection, failures) if failures else []
-        self.counts["failed"] += len(failures)
-        for queue in {failed.item.queue for failed in failures}:
-            if queue.phase is Phase.STOPPED:
+    def _conclude(self, run: Executor, over: Sequence[tuple[Work, set[int]]], failed: Sequence[Failed]) -> None:
+        """Settle all failures in one statement, then give each lane back what is to be tried here again.
+
+        In this order: a lane whose call is settled hands out its next messages, and a failed one must be back before
+        them. By identity: a message may be in the queue and in the retry queue at once.
+        """
+        again = failures.settle(run, self._instance, failed) if failed else []
+        self.counts["failed"] += len(failed)
+        for queue in {one.item.queue for one in failed}:
+            if queue.is_stopped:
+                # One of these failures has stopped it: what waits behind must not overtake the stopped message.
                 self._forget_waiting(queue)
         # Also while draining: a failed message must hold up the later ones of its line.
         kept = {id(item) for item in again if item.queue.phase in (Phase.ACTIVE, Phase.DRAINING)}
@@ -287,69 +280,47 @@ class Dispatcher:
             left = kept | unstarted
             back = [item for item in work.items if id(item) in left] if left else []
             for item in back:
-                item.queue.buffered += 1
-            if back and work.abandoned and work.station.ordered:
-                # One at a time: the next attempt waits until the stuck call has returned.
-                self._stuck[work] = back
+                item.queue.buffer()
+            if back and work.abandoned and work.subscribed.ordered:
+                self._calls.keep_until_returned(work, back)
             else:
                 work.lane.settle([*work.items, *work.expired], back)
 
-    def _overdue(self) -> list[Work]:
-        now = time.monotonic()
-        overdue: list[Work] = []
-        for work in self._running:
-            limit = work.station.subscription.timeout_seconds
-            if work.started_at is not None and now - work.started_at >= limit and not work.results:
-                work.abandoned = f"the handler of group {work.station.group.name!r} ran longer than {limit:g} s"
-                overdue.append(work)
-        return overdue
-
-    def _late(self, work: Work) -> None:
-        """A call that was given up has returned: its result does not count, but its line may go on."""
-        work.station.pool.unstuck()
-        back = self._stuck.pop(work, None)
-        if back is not None:
-            back = [item for item in back if item.queue.phase in (Phase.ACTIVE, Phase.DRAINING)]
-            work.lane.settle(work.items, back)
-
     # -- handing out ----------------------------------------------------------------------------
 
-    def _dispatch(self, connection: Connection) -> None:
+    def _dispatch(self, run: Executor) -> None:
         now = time.monotonic()
-        for station in self._stations:
-            if station.group.paused:
+        for station in self._stations.values():
+            if station.subscribed.group.paused:
                 continue
             for lane in station.lanes:
                 while station.pool.room > 0 and (items := lane.take(now)):
-                    self._submit(connection, Work(station, lane, items))
+                    self._submit(run, Work(station.subscribed, lane, items))
 
-    def _submit(self, connection: Connection, work: Work) -> None:
+    def _submit(self, run: Executor, work: Work) -> None:
         if any(item.row is None for item in work.items):
-            self._intake.load(connection, work)
+            self._prefetcher.load(run, work)
         if not work.items:
             work.lane.settle(work.expired, [])
             return
-        for item in work.items:
-            item.queue.running += 1
-        self._running.add(work)
-        work.station.pool.submit(work)
+        self._calls.submit(work)
 
     # -- offsets --------------------------------------------------------------------------------
 
-    def _store(self, connection: Connection) -> None:
+    def _store(self, run: Executor) -> None:
         """Store positions that moved, all queues in one statement, and let go of queues that are drained."""
         now = time.monotonic()
-        if not self._dirty or (now < self._store_at and (self._running or not self._bounded)):
+        if not self._dirty or (now < self._store_at and (self._calls.any_running or not self._bounded)):
             return
         for queue in self._dirty:
             queue.window.advance()
         moved = [(queue, row) for queue in self._dirty if not queue.group.broadcast and (row := queue.next_row())]
         if moved:
             faults.point("consumer.before_offset")
-            kept = offsets.store(connection, self._schema, self._instance, [row for _, row in moved])
+            kept = offsets.store(run, self._instance, [row for _, row in moved])
             faults.point("consumer.after_offset")
             for queue, row in moved:
-                queue.stored_base = row.position.next_offset
+                queue.stored(row)
                 if queue.key not in kept:
                     self._lose(queue)
         self._store_at = now + STORE_SECONDS

@@ -12,11 +12,11 @@ from uuid import UUID
 import psycopg
 
 from outbox import faults
-from outbox.broker.database.connection import Connection
+from outbox.broker.database.executor import Executor
 from outbox.broker.database.notify import Channel, notify
 from outbox.broker.dispatch.fetch import LOG_ID, MESSAGE_ID, Row
-from outbox.broker.dispatch.owned_queue import Outcome, Phase
-from outbox.broker.dispatch.station import Station
+from outbox.broker.dispatch.owned_queue import Outcome
+from outbox.broker.dispatch.subscriptions import Subscribed
 from outbox.broker.dispatch.work import Item
 from outbox.broker.groups import leases, send_back
 from outbox.broker.groups.send_back import Failure, Judgement, Verdict
@@ -32,113 +32,115 @@ _SEND_ON_SECONDS: Final = 60.0
 class Failed:
     """A message whose attempt failed."""
 
-    station: Station
+    subscribed: Subscribed
     item: Item
     error: BaseException
 
 
-class FailureDesk:
-    """Handles the failures of one collection together. Afterwards every message is finished, stopped, or due again."""
+def settle(run: Executor, instance: UUID, failures: Sequence[Failed]) -> list[Item]:
+    """Afterwards every message is finished, stopped, or due again: the failures of one collection, together.
 
-    def __init__(self, schema: str, instance: UUID) -> None:
-        self._schema = schema
-        self._instance = instance
+    Records them and finishes what was sent away; returns the messages to try here again, with their due time.
 
-    def handle(self, connection: Connection, failures: Sequence[Failed]) -> list[Item]:
-        """Record failures and finish what was sent away; returns the messages to try here again, with their due time.
+    If recording fails, nothing was sent away: the messages are tried here again, so none is lost and no offset
+    passes them.
+    """
+    judged = [(failed, _judge(failed)) for failed in failures]
+    for failed, judgement in judged:
+        _report(failed, judgement)
+    try:
+        faults.point("consumer.before_send_back")
+        kept = _record(run, instance, judged)
+        faults.point("consumer.after_send_back")
+    except (psycopg.Error, OutboxError) as error:
+        logger.warning("%d failed messages could not be sent back and are tried here again: %s", len(judged), error)
+        return [_again(failed.item, _LOCAL_RETRY_SECONDS) for failed, _ in judged]
+    again: list[Item] = []
+    for failed, judgement in judged:
+        if failed.subscribed.group.broadcast or failed.item.queue.key in kept:
+            again += _conclude(failed, judgement)
+    return again
 
-        If recording fails, nothing was sent away: the messages are tried here again, so none is lost and no offset
-        passes them.
-        """
-        judged = [(failed, self._judge(failed)) for failed in failures]
-        for failed, judgement in judged:
-            _report(failed, judgement)
-        try:
-            faults.point("consumer.before_send_back")
-            kept = self._record(connection, judged)
-            faults.point("consumer.after_send_back")
-        except (psycopg.Error, OutboxError) as error:
-            logger.warning("%d failed messages could not be sent back and are tried here again: %s", len(judged), error)
-            return [self._again(failed.item, _LOCAL_RETRY_SECONDS) for failed, _ in judged]
-        again: list[Item] = []
-        for failed, judgement in judged:
-            if failed.station.group.broadcast or failed.item.queue.key in kept:
-                again += self._conclude(failed, judgement)
-        return again
 
-    def send_on(self, connection: Connection, foreign: Sequence[tuple[Item, Row]]) -> None:
-        """Schedule retried messages of topics that this process does not subscribe to once more, attempts uncounted."""
-        judgement = Judgement(Verdict.SEND_BACK, _SEND_ON_SECONDS)
-        error = "delivered to an instance of the group that does not subscribe to the message's topic"
-        failures = {
-            (item.queue.key[0], row[LOG_ID]): Failure(
-                lease=item.queue.lease,
-                log_id=row[LOG_ID],
-                attempts=item.attempt,
-                error=error,
-                judgement=judgement,
-                retry_queue_id=item.queue.key[1],
-                next_attempt=item.retries,
-            )
-            for item, row in foreign
-        }
-        send_back.record(connection, self._schema, self._instance, list(failures.values()))
-        for item, row in foreign:
-            logger.warning("message %s: %s; it is scheduled again in %g s", row[MESSAGE_ID], error, _SEND_ON_SECONDS)
-            item.queue.window.finish(item.offset, Outcome.SENT_BACK)
-
-    def _judge(self, failed: Failed) -> Judgement:
-        item, error = failed.item, failed.error
-        if isinstance(error, LeaseLost):
-            # The fence stopped it: not the handler's fault. If the lease is ours all the same, try again soon.
-            return Judgement(Verdict.IN_PLACE, _LOCAL_RETRY_SECONDS)
-        return send_back.judge(
-            failed.station.subscription,
-            error,
-            retries=item.retries,
-            in_place=item.in_place,
-            returned=item.queue.station is None,
+def send_on(run: Executor, instance: UUID, foreign: Sequence[tuple[Item, Row]]) -> None:
+    """Schedule retried messages of topics that this process does not subscribe to once more, attempts uncounted."""
+    judgement = Judgement(Verdict.SEND_BACK, _SEND_ON_SECONDS)
+    error = "delivered to an instance of the group that does not subscribe to the message's topic"
+    failures = {
+        (item.queue.key[0], row[LOG_ID]): Failure(
+            lease=item.queue.lease,
+            log_id=row[LOG_ID],
+            attempts=item.attempt,
+            error=error,
+            judgement=judgement,
+            retry_queue_id=item.queue.key[1],
+            next_attempt=item.retries,
         )
+        for item, row in foreign
+    }
+    send_back.record(run, instance, list(failures.values()))
+    for item, row in foreign:
+        logger.warning("message %s: %s; it is scheduled again in %g s", row[MESSAGE_ID], error, _SEND_ON_SECONDS)
+        item.queue.window.finish(item.offset, Outcome.SENT_BACK)
 
-    def _record(self, connection: Connection, judged: Sequence[tuple[Failed, Judgement]]) -> set[leases.QueueKey]:
-        """The keys of queues that are still ours. One message twice (also retried) takes two statements."""
-        kept: set[leases.QueueKey] = set()
-        rounds: list[dict[tuple[int, int], Failure]] = []
-        for failed, judgement in judged:
-            if not failed.station.group.broadcast:
-                failure = _failure(failed, judgement)
-                place = (failure.lease.key[0], failure.log_id)
-                target = next((known for known in rounds if place not in known), None)
-                if target is None:
-                    rounds.append(target := {})
-                target[place] = failure
-        for known in rounds:
-            kept |= send_back.record(connection, self._schema, self._instance, list(known.values()))
-        for failed, judgement in judged:
-            if judgement.verdict is Verdict.STOP and not failed.station.group.broadcast:
-                reason = send_back.describe(failed.error)
-                leases.stop(connection, self._schema, self._instance, failed.item.queue.lease, reason)
-        if any(judgement.verdict is Verdict.SEND_BACK for _, judgement in judged):
-            # The sequencer knows when the next scheduled message was due before this one.
-            notify(connection, self._schema, Channel.DECIDED)
-        return kept
 
-    def _conclude(self, failed: Failed, judgement: Judgement) -> list[Item]:
-        item = failed.item
-        queue = item.queue
-        if judgement.verdict is Verdict.IN_PLACE:
-            return [self._again(item, judgement.delay_seconds)]
-        if judgement.verdict is Verdict.STOP:
-            queue.phase = Phase.STOPPED if queue.phase is Phase.ACTIVE else queue.phase
-            return []
-        outcome = Outcome.DEAD if judgement.verdict is Verdict.DEAD else Outcome.SENT_BACK
-        queue.window.finish(item.offset, outcome)
+def _judge(failed: Failed) -> Judgement:
+    item, error = failed.item, failed.error
+    if isinstance(error, LeaseLost):
+        # The fence stopped it: not the handler's fault. If the lease is ours all the same, try again soon.
+        return Judgement(Verdict.IN_PLACE, _LOCAL_RETRY_SECONDS)
+    return send_back.judge(
+        failed.subscribed.subscription,
+        error,
+        retries=item.retries,
+        in_place=item.in_place,
+        returned=item.queue.subscribed is None,
+    )
+
+
+def _record(run: Executor, instance: UUID, judged: Sequence[tuple[Failed, Judgement]]) -> set[leases.QueueKey]:
+    """The keys of queues that are still ours. One message twice (also retried) takes two statements."""
+    kept: set[leases.QueueKey] = set()
+    rounds: list[dict[tuple[int, int], Failure]] = []
+    for failed, judgement in judged:
+        if not failed.subscribed.group.broadcast:
+            failure = _failure(failed, judgement)
+            place = (failure.lease.key[0], failure.log_id)
+            target = next((known for known in rounds if place not in known), None)
+            if target is None:
+                rounds.append(target := {})
+            target[place] = failure
+    for known in rounds:
+        kept |= send_back.record(run, instance, list(known.values()))
+    for failed, judgement in judged:
+        if judgement.verdict is Verdict.STOP and not failed.subscribed.group.broadcast:
+            reason = send_back.describe(failed.error)
+            leases.stop(run, instance, failed.item.queue.lease, reason)
+    if any(judgement.verdict is Verdict.SEND_BACK for _, judgement in judged):
+        # The sequencer knows when the next scheduled message was due before this one.
+        notify(run.connection, run.schema, Channel.DECIDED)
+    return kept
+
+
+def _conclude(failed: Failed, judgement: Judgement) -> list[Item]:
+    """Only once the failure is recorded: a message finished before that would be lost with a crash in between."""
+    item = failed.item
+    queue = item.queue
+    if judgement.verdict is Verdict.IN_PLACE:
+        return [_again(item, judgement.delay_seconds)]
+    if judgement.verdict is Verdict.STOP:
+        # Not finished: the offset stays at it, and it is fetched again when an operator resumes the group.
+        queue.stop()
         return []
+    outcome = Outcome.DEAD if judgement.verdict is Verdict.DEAD else Outcome.SENT_BACK
+    queue.window.finish(item.offset, outcome)
+    return []
 
-    def _again(self, item: Item, delay_seconds: float) -> Item:
-        item.in_place += 1
-        item.due = time.monotonic() + delay_seconds
-        return item
+
+def _again(item: Item, delay_seconds: float) -> Item:
+    item.in_place += 1
+    item.due = time.monotonic() + delay_seconds
+    return item
 
 
 def _failure(failed: Failed, judgement: Judgement) -> Failure:
@@ -150,7 +152,7 @@ def _failure(failed: Failed, judgement: Judgement) -> Failure:
         attempts=item.attempt,
         error=send_back.describe(failed.error),
         judgement=judgement,
-        retry_queue_id=failed.station.group.retry_queue_id or 0,
+        retry_queue_id=failed.subscribed.group.retry_queue_id or 0,
         next_attempt=item.retries + 1,
     )
 
@@ -162,7 +164,7 @@ def _report(failed: Failed, judgement: Judgement) -> None:
     logger.log(
         level,
         "group %s: attempt %d at message %s of %s failed: %s",
-        failed.station.group.name,
+        failed.subscribed.group.name,
         item.attempt,
         item.row[MESSAGE_ID],
         item.queue.name,

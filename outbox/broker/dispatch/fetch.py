@@ -1,4 +1,4 @@
-"""Fetching messages for all held queues in one statement.
+"""Fetching messages for all owned queues in one statement.
 
 The plan must not depend on statistics of tables that grow by the second: each step is a correlated subquery that
 can only be answered by its primary key, entries by (queue, offset), then messages by log id.
@@ -13,14 +13,16 @@ from typing import Any, Final
 from psycopg import sql
 
 from outbox.broker.database import arrays
-from outbox.broker.database.connection import Connection
+from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
 from outbox.broker.dispatch.filter_sql import FilterSql
-from outbox.broker.dispatch.owned_queue import HeldQueue
-from outbox.filters.filter import Filter
+from outbox.broker.dispatch.owned_queue import OwnedQueue
+from outbox.broker.dispatch.subscriptions import Subscribed
 from outbox.message import Delivery, Message
 
 Row = tuple[Any, ...]
+# The columns of _FETCH and of _LOAD in their order; `restore` takes the rest of them apart. By position: this is done
+# for every message.
 SLOT, OFFSET, RETRIES, LOG_ID, TOPIC_ID, PASSES, BODY, MESSAGE_ID, KEY = range(9)
 
 # Larger bodies are not buffered: they are loaded when their handler is about to be called.
@@ -45,22 +47,26 @@ LEFT JOIN LATERAL (
 
 
 class Fetcher:
-    """The fetch statement for a set of filters; queues refer to a filter by its number, 0 for none."""
+    """The fetch statement for the filters of some subscriptions, which it refers to by number, 0 for none."""
 
-    def __init__(self, schema: str, filters: Sequence[Filter]) -> None:
+    def __init__(self, subscriptions: Iterable[Subscribed]) -> None:
         builder = FilterSql()
+        filtered = [subscribed for subscribed in subscriptions if not subscribed.filter.passes_all]
         cases = [
-            sql.SQL("WHEN {} THEN {}").format(sql.Literal(number), builder.condition(wanted))
-            for number, wanted in enumerate(filters, start=1)
+            sql.SQL("WHEN {} THEN {}").format(sql.Literal(number), builder.condition(subscribed.filter))
+            for number, subscribed in enumerate(filtered, start=1)
         ]
         passes = (
             sql.SQL("CASE w.filter {} ELSE true END").format(sql.SQL(" ").join(cases)) if cases else sql.SQL("true")
         )
-        self._schema = schema
-        self._statement = sql.SQL(_FETCH).format(schema=sql.Identifier(schema), passes=passes).as_bytes(None)
+        # Values in filters are parameters: what is put in here has no braces that a Statement could take for its own.
+        self._statement = Statement(_FETCH.replace("{passes}", passes.as_string(None)))
         self._constants = {**builder.parameters, "largest": LARGEST_BUFFERED_BODY}
+        self._numbers: dict[Subscribed | None, int] = {
+            subscribed: number for number, subscribed in enumerate(filtered, start=1)
+        }
 
-    def fetch(self, connection: Connection, wanted: Sequence[tuple[HeldQueue, int]]) -> list[Row]:
+    def fetch(self, run: Executor, wanted: Sequence[tuple[OwnedQueue, int]]) -> list[Row]:
         """Up to so many entries of each queue from its `fetch_from` on; queue by queue, in queue order.
 
         `SLOT` counts `wanted` from 1: one queue may be wanted by several groups of this process.
@@ -72,9 +78,9 @@ class Fetcher:
             "queue_ids": arrays.integers([queue.key[1] for queue, _ in wanted]),
             "starts": arrays.bigints([queue.fetch_from for queue, _ in wanted]),
             "limits": arrays.integers([limit for _, limit in wanted]),
-            "filters": arrays.integers([queue.filter_number for queue, _ in wanted]),
+            "filters": arrays.integers([self._numbers.get(queue.subscribed, 0) for queue, _ in wanted]),
         }
-        return arrays.cursor_on(connection).execute(self._statement, parameters).fetchall()
+        return run.rows(self._statement, parameters)
 
 
 _LOAD = Statement("""
@@ -90,38 +96,13 @@ CROSS JOIN LATERAL (SELECT * FROM {schema}.commit_log l WHERE l.log_id = e.log_i
 """)
 
 
-def load(connection: Connection, schema: str, places: Sequence[tuple[int, int]]) -> dict[tuple[int, int], Row]:
+def load(run: Executor, places: Sequence[tuple[int, int]]) -> dict[tuple[int, int], Row]:
     """Rows by (queue id, offset), with their bodies whatever their size; removed ones are missing."""
     parameters = {
         "queue_ids": arrays.integers([queue_id for queue_id, _ in places]),
         "offsets": arrays.bigints([offset for _, offset in places]),
     }
-    rows = arrays.cursor_on(connection).execute(_LOAD.on(schema), parameters)
-    return {(row[SLOT], row[OFFSET]): row for row in rows}
-
-
-_HEADS = Statement("""
-SELECT q.queue_id, greatest(q.floor, coalesce(newest.queue_offset + 1, 0))
-FROM {schema}.queue q
-LEFT JOIN LATERAL (
-    SELECT e.queue_offset FROM {schema}.consume_queue e WHERE e.queue_id = q.queue_id
-    ORDER BY e.queue_offset DESC LIMIT 1
-) AS newest ON true
-WHERE q.queue_id = ANY(%s::integer[])
-""")
-
-
-def heads(connection: Connection, schema: str, queue_ids: Iterable[int]) -> dict[int, int]:
-    """The next offset of each queue. Retention raises a queue's floor with what it removes: rows and floor suffice."""
-    return dict(arrays.cursor_on(connection).execute(_HEADS.on(schema), [arrays.integers(list(queue_ids))]).fetchall())
-
-
-_FLOORS = Statement("SELECT queue_id, floor FROM {schema}.queue WHERE queue_id = ANY(%s::integer[])")
-
-
-def floors(connection: Connection, schema: str, queue_ids: Iterable[int]) -> dict[int, int]:
-    """The oldest offset each queue still has."""
-    return dict(arrays.cursor_on(connection).execute(_FLOORS.on(schema), [arrays.integers(list(queue_ids))]).fetchall())
+    return {(row[SLOT], row[OFFSET]): row for row in run.execute(_LOAD, parameters)}
 
 
 _NO_HEADERS: Final[Mapping[str, str]] = MappingProxyType({})
@@ -145,17 +126,17 @@ _set_born_at = _message_slots["born_at"].__set__
 def restore(row: Row, topic: str) -> Message:
     """The message of a row."""
     message: Message = _new(Message)
+    _, _, _, _, _, _, body, message_id, key, tag, headers, content_type, born_at, deliver_at, shard = row
     _set_topic(message, topic)
-    _set_body(message, row[6])
-    _set_message_id(message, row[7])
-    _set_key(message, row[8])
-    _set_tag(message, row[9])
-    headers = row[10]
+    _set_body(message, body)
+    _set_message_id(message, message_id)
+    _set_key(message, key)
+    _set_tag(message, tag)
     _set_headers(message, _NO_HEADERS if headers is None else MappingProxyType(headers))
-    _set_content_type(message, row[11])
-    _set_born_at(message, row[12])
-    _set_deliver_at(message, row[13])
-    _set_shard(message, row[14])
+    _set_content_type(message, content_type)
+    _set_born_at(message, born_at)
+    _set_deliver_at(message, deliver_at)
+    _set_shard(message, shard)
     return message
 
 

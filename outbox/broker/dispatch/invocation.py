@@ -34,7 +34,7 @@ class Caller:
             work.results = self._call(work)
         except BaseException as error:
             # An error of ours or of the invoker must not end the thread: the attempt failed.
-            logger.exception("calling the handler of group %r failed", work.station.subscription.group)
+            logger.exception("calling the handler of group %r failed", work.subscribed.subscription.group)
             work.results = [error] * len(work.items)
         self._finished(work)
 
@@ -46,15 +46,15 @@ class Caller:
             deliveries, places = self._deliveries(work, results)
         if not deliveries:
             return results
-        station = work.station
+        subscribed = work.subscribed
         with fence.attempt(work.fence_reason):
             outcomes = self._invoker(
-                station.subscription, station.handler, deliveries, generation=station.group.generation
+                subscribed.subscription, subscribed.handler, deliveries, generation=subscribed.group.generation
             )
         if len(outcomes) != len(places):
             raise OutboxError(
                 f"the invoker returned {len(outcomes)} results for {len(places)} deliveries of group "
-                f"{station.group.name!r}: it must return one per delivery."
+                f"{subscribed.group.name!r}: it must return one per delivery."
             )
         for place, outcome in zip(places, outcomes, strict=True):
             results[place] = outcome
@@ -62,7 +62,7 @@ class Caller:
 
     def _deliveries(self, work: Work, results: list[Result]) -> tuple[list[Delivery], list[int]]:
         """Deliveries and their places in the work; the results of those that are not called are filled in."""
-        group, topic = work.station.group.name, work.station.subscription.topic
+        group, topic = work.subscribed.group.name, work.subscribed.subscription.topic
         decode = self._codecs.decode
         # Asked after the fault point: a process frozen there finds its lease over before any handler starts.
         startable = {queue: queue.may_start() for queue in {item.queue for item in work.items}}

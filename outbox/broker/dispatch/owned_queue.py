@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import enum
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
+from outbox.broker.dispatch.subscriptions import ConsumingGroup, Subscribed
 from outbox.broker.groups.leases import Lease, QueueKey
 from outbox.broker.groups.offsets import OffsetRow, Position
-
-if TYPE_CHECKING:
-    from outbox.broker.dispatch.station import ConsumingGroup, Station
 
 
 class Outcome(enum.IntEnum):
@@ -24,7 +22,7 @@ class Outcome(enum.IntEnum):
 
 
 class Phase(enum.Enum):
-    """What this process does with a queue it holds."""
+    """What this process does with a queue it owns."""
 
     ACTIVE = "active"
     """Fetch and handle."""
@@ -95,45 +93,46 @@ class Window:
         return Position(self.base, self.start_offset, handled, filtered, skipped, sent_back, dead, expired, self.moved)
 
 
-class HeldQueue:
-    """A queue this process consumes for a group. Touched by the dispatching thread only, but for `may_start`."""
+class OwnedQueue:
+    """A queue that this process consumes for a group, under a lease.
+
+    The coordinator's thread creates it and gives it away with `Gained`. From then on the dispatching thread alone
+    calls its methods, but for those that say "any thread": they read single values that are written whole.
+    Whoever else uses it reads its fields, and changes them by these methods only.
+    """
 
     __slots__ = (
+        "_ordinal",
+        "_refetched_below",
+        "_stored_base",
         "buffered",
         "end",
         "fetch_from",
-        "fetched_before",
-        "filter_number",
         "group",
         "hungry",
         "key",
         "lease",
         "name",
-        "ordinal",
         "phase",
         "running",
         "start_until",
-        "station",
-        "stored_base",
+        "subscribed",
         "window",
     )
 
     def __init__(
-        self, lease: Lease, group: ConsumingGroup, station: Station | None, name: str, position: Position
+        self, lease: Lease, group: ConsumingGroup, subscribed: Subscribed | None, name: str, position: Position
     ) -> None:
         self.lease: Final = lease
-        self.key: QueueKey = lease.key
+        self.key: Final[QueueKey] = lease.key
         self.group: Final = group
         # None for the retry queue, whose messages are of all topics of the group.
-        self.station: Final = station
+        self.subscribed: Final = subscribed
         self.name: Final = name
-        self.window = Window(position)
+        self.window: Final = Window(position)
         self.phase = Phase.ACTIVE
-        self.filter_number = station.filter_number if station is not None else 0
-        # The next offset to fetch; whether there may be more; entries in memory; entries in running calls.
+        # The next offset to fetch; whether there may be more; entries in memory; those of them in running calls.
         self.fetch_from = position.next_offset
-        # What is fetched below this is fetched again, after a stop.
-        self.fetched_before = 0
         self.hungry = True
         self.buffered = 0
         self.running = 0
@@ -141,16 +140,62 @@ class HeldQueue:
         self.start_until = 0.0
         # A bounded pass fetches up to here.
         self.end: int | None = None
-        self.ordinal = 0
-        self.stored_base = position.next_offset
+        self._refetched_below = 0
+        self._ordinal = 0
+        self._stored_base = position.next_offset
+
+    # -- any thread -----------------------------------------------------------------------------
 
     def trusted(self) -> bool:
-        """Whether the lease may be acted on."""
+        """Whether the lease may be acted on. Any thread."""
         return self.lease.trusted()
 
     def may_start(self) -> bool:
-        """Whether a handler may be started for a message of this queue. Safe to ask from any thread."""
+        """Whether a handler may be started for a message of this queue. Any thread."""
         return self.phase in (Phase.ACTIVE, Phase.DRAINING) and self.trusted()
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether an on_error=STOP handler stopped it. Any thread."""
+        return self.phase is Phase.STOPPED
+
+    @property
+    def next_offset(self) -> int:
+        """The lowest unfinished offset. Any thread."""
+        return self.window.base
+
+    # -- phases ---------------------------------------------------------------------------------
+
+    def stop(self) -> None:
+        """Start nothing until it is resumed; one that is drained or lost goes on to be that."""
+        if self.phase is Phase.ACTIVE:
+            self.phase = Phase.STOPPED
+
+    def resume(self) -> None:
+        """Go on after a stop: fetch again from the lowest unfinished entry; what is finished beyond it stays so."""
+        self.phase = Phase.ACTIVE
+        self._refetched_below = max(self._refetched_below, self.fetch_from)
+        self.fetch_from = self.window.base
+        self.hungry = True
+
+    def drain(self, *, start_until: float) -> None:
+        """Fetch nothing more; what waits before started messages may be started until then (time.monotonic)."""
+        self.phase = Phase.DRAINING
+        self.start_until = start_until
+
+    def lose(self) -> None:
+        """Another owner may have it."""
+        self.phase = Phase.LOST
+
+    # -- fetching -------------------------------------------------------------------------------
+
+    def grown(self) -> None:
+        """There may be more to fetch."""
+        self.hungry = True
+
+    def bound(self, end: int) -> None:
+        """Fetch only what lies before `end`."""
+        self.end = end
 
     def skip_to(self, floor: int) -> None:
         """Retention removed everything below `floor`."""
@@ -159,15 +204,52 @@ class HeldQueue:
             self.window.advance()
             self.fetch_from = floor
 
-    def rewind(self) -> None:
-        """Fetch again from the lowest unfinished entry. What is finished beyond it stays so (`Window.is_finished`)."""
-        self.fetched_before = max(self.fetched_before, self.fetch_from)
-        self.fetch_from = self.window.base
-        self.hungry = True
+    @property
+    def fetches_again(self) -> bool:
+        """Whether what is fetched next was fetched before a stop, so that some of it may be finished."""
+        return self.fetch_from < self._refetched_below
+
+    def fetched(self, next_offset: int, *, more: bool) -> None:
+        """Everything before `next_offset` was fetched; `more` if there may be more."""
+        self.fetch_from = next_offset
+        self.hungry = more
+
+    def rest(self) -> None:
+        """Fetch nothing until it has grown."""
+        self.hungry = False
+
+    # -- what is in memory and what runs ----------------------------------------------------------
+
+    def buffer(self, count: int = 1) -> None:
+        """So many more entries are in memory."""
+        self.buffered += count
+
+    def unbuffer(self, count: int = 1) -> None:
+        """So many entries left memory without a call."""
+        self.buffered -= count
+
+    def unbuffer_waiting(self) -> None:
+        """Only what runs is still in memory."""
+        self.buffered = self.running
+
+    def started(self) -> None:
+        """One more entry is in a running call."""
+        self.running += 1
+
+    def returned(self, count: int) -> None:
+        """So many entries came back from a call; those that are kept here are buffered again."""
+        self.running -= count
+        self.buffered -= count
+
+    # -- offsets --------------------------------------------------------------------------------
 
     def next_row(self) -> OffsetRow | None:
         """The row to store, if the position moved since the last one."""
-        if self.window.base == self.stored_base:
+        if self.window.base == self._stored_base:
             return None
-        self.ordinal += 1
-        return OffsetRow(self.key, self.lease.epoch, self.ordinal, self.window.position())
+        self._ordinal += 1
+        return OffsetRow(self.key, self.lease.epoch, self._ordinal, self.window.position())
+
+    def stored(self, row: OffsetRow) -> None:
+        """A row was stored."""
+        self._stored_base = row.position.next_offset

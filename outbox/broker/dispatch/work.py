@@ -1,16 +1,14 @@
-"""The values that dispatching moves about: fetched entries, and the calls they are handled by."""
+"""What dispatching moves about: fetched entries, the lanes they wait in, and the calls they are handled by."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
+from outbox.broker.dispatch.owned_queue import OwnedQueue
+from outbox.broker.dispatch.subscriptions import Subscribed
 from outbox.ports import Disposition
-
-if TYPE_CHECKING:
-    from outbox.broker.dispatch.owned_queue import HeldQueue
-    from outbox.broker.dispatch.station import Lane, Station
 
 NOT_STARTED = None
 """The result of a delivery whose handler was not called, because its queue was lost or is being handed over."""
@@ -27,7 +25,7 @@ class Item:
 
     __slots__ = ("due", "in_place", "key", "offset", "queue", "retries", "row", "shed")
 
-    def __init__(self, queue: HeldQueue, offset: int, retries: int, key: str, row: tuple[Any, ...] | None) -> None:
+    def __init__(self, queue: OwnedQueue, offset: int, retries: int, key: str, row: tuple[Any, ...] | None) -> None:
         self.queue = queue
         self.offset = offset
         self.retries = retries
@@ -44,13 +42,35 @@ class Item:
         return self.retries + self.in_place + 1
 
 
+class Lane(Protocol):
+    """Keeps fetched messages and says which of them may be handled next."""
+
+    def offer(self, items: Sequence[Item]) -> None:
+        """Take fetched messages, in queue order."""
+
+    def take(self, now: float) -> list[Item]:
+        """The messages of the next call; empty when there is none."""
+
+    def settle(self, items: Sequence[Item], again: Sequence[Item]) -> None:
+        """What one `take` gave is over; those in `again` are to be tried here again when they are due."""
+
+    def drop(self, queue: OwnedQueue, from_offset: int = 0) -> None:
+        """Forget the waiting messages of a queue from an offset on."""
+
+    def has_ready(self, queue: OwnedQueue) -> bool:
+        """Whether messages of a queue wait that nothing holds up."""
+
+    def next_at(self) -> float | None:
+        """When something that is held up goes on, if anything is."""
+
+
 class Work:
     """One call of a handler: some items, and once it is over a result for each."""
 
-    __slots__ = ("abandoned", "expired", "items", "lane", "results", "started_at", "station")
+    __slots__ = ("abandoned", "expired", "items", "lane", "results", "started_at", "subscribed")
 
-    def __init__(self, station: Station, lane: Lane, items: list[Item]) -> None:
-        self.station = station
+    def __init__(self, subscribed: Subscribed, lane: Lane, items: list[Item]) -> None:
+        self.subscribed = subscribed
         self.lane = lane
         self.items = items
         # Taken from the lane with the others, but removed by retention before they could be loaded.

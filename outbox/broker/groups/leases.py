@@ -21,7 +21,7 @@ from typing import Final
 from uuid import UUID
 
 from outbox.broker.database import arrays
-from outbox.broker.database.connection import Connection
+from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
 
 QueueKey = tuple[int, int]
@@ -62,13 +62,11 @@ RETURNING queue_id, epoch
 """)
 
 
-def acquire(
-    connection: Connection, schema: str, owner: UUID, group_id: int, queue_ids: Sequence[int], *, term_seconds: float
-) -> list[Lease]:
+def acquire(run: Executor, owner: UUID, group_id: int, queue_ids: Sequence[int], *, term_seconds: float) -> list[Lease]:
     """The leases obtained: those that were free or expired. The others are somebody's and are left alone."""
     sent = lease_clock()
-    rows = arrays.cursor_on(connection).execute(
-        _ACQUIRE.on(schema),
+    rows = run.execute(
+        _ACQUIRE,
         {"group_id": group_id, "owner": owner, "term": term_seconds, "queue_ids": arrays.integers(queue_ids)},
     )
     return [Lease((group_id, queue_id), epoch, sent + term_seconds) for queue_id, epoch in rows]
@@ -97,12 +95,10 @@ SET expires_at = clock_timestamp() + make_interval(secs => %(term)s)
 )
 
 
-def renew(
-    connection: Connection, schema: str, owner: UUID, held: Sequence[Lease], *, term_seconds: float
-) -> set[QueueKey]:
+def renew(run: Executor, owner: UUID, held: Sequence[Lease], *, term_seconds: float) -> set[QueueKey]:
     """Prolong leases and the trust in them; returns the keys that were still ours. The others are lost."""
     sent = lease_clock()
-    rows = arrays.cursor_on(connection).execute(_RENEW.on(schema), _named(owner, held) | {"term": term_seconds})
+    rows = run.execute(_RENEW, _named(owner, held) | {"term": term_seconds})
     kept = {(group_id, queue_id) for group_id, queue_id in rows}
     for lease in held:
         if lease.key in kept:
@@ -115,9 +111,9 @@ _RELEASE = Statement(
 )
 
 
-def release(connection: Connection, schema: str, owner: UUID, held: Sequence[Lease]) -> int:
+def release(run: Executor, owner: UUID, held: Sequence[Lease]) -> int:
     """Give leases back, so that others need not wait for their end. The epoch stays and is raised by the next owner."""
-    return arrays.cursor_on(connection).execute(_RELEASE.on(schema), _named(owner, held)).rowcount
+    return run.count(_RELEASE, _named(owner, held))
 
 
 _STOP = Statement("""
@@ -126,7 +122,7 @@ WHERE group_id = %(group_id)s AND queue_id = %(queue_id)s AND epoch = %(epoch)s 
 """)
 
 
-def stop(connection: Connection, schema: str, owner: UUID, lease: Lease, reason: str) -> bool:
+def stop(run: Executor, owner: UUID, lease: Lease, reason: str) -> bool:
     """Mark a queue as stopped by a handler's on_error=STOP; False when the lease is not ours any more."""
     parameters = {
         "reason": reason,
@@ -135,7 +131,7 @@ def stop(connection: Connection, schema: str, owner: UUID, lease: Lease, reason:
         "epoch": lease.epoch,
         "owner": owner,
     }
-    return arrays.cursor_on(connection).execute(_STOP.on(schema), parameters).rowcount == 1
+    return run.count(_STOP, parameters) == 1
 
 
 def _named(owner: UUID, held: Sequence[Lease]) -> dict[str, object]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from uuid import UUID
 
 from outbox.broker.database import arrays
-from outbox.broker.database.connection import Connection
+from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
 from outbox.broker.groups.leases import QueueKey
 
@@ -35,13 +35,19 @@ class GroupState:
 class QueueState:
     """A queue of a group as the database shows it. `topic` is None for the group's retry queue."""
 
-    key: QueueKey
+    group_id: int
+    queue_id: int
     topic: str | None
     number: int
     owner: UUID | None
     epoch: int
     expired: bool
     stopped: str | None
+
+    @property
+    def key(self) -> QueueKey:
+        """The queue of this group."""
+        return (self.group_id, self.queue_id)
 
 
 _HEARTBEAT = Statement("""
@@ -54,9 +60,7 @@ ON CONFLICT (instance_id, group_id) DO UPDATE SET expires_at = excluded.expires_
 """)
 
 
-def heartbeat(
-    connection: Connection, schema: str, instance: UUID, topics: Mapping[int, Sequence[str]], *, term_seconds: float
-) -> None:
+def heartbeat(run: Executor, instance: UUID, topics: Mapping[int, Sequence[str]], *, term_seconds: float) -> None:
     """Say that this instance lives for another term; `topics` are those it subscribes to, by group id."""
     parameters = {
         "instance": instance,
@@ -66,55 +70,53 @@ def heartbeat(
         "pid": os.getpid(),
         "term": term_seconds,
     }
-    arrays.cursor_on(connection).execute(_HEARTBEAT.on(schema), parameters)
+    run.execute(_HEARTBEAT, parameters)
 
 
-_LEAVE = Statement("DELETE FROM {schema}.consumer WHERE instance_id = %s")
+_LEAVE = Statement("DELETE FROM {schema}.consumer WHERE instance_id = %(instance)s")
 
 
-def leave(connection: Connection, schema: str, instance: UUID) -> None:
+def leave(run: Executor, instance: UUID) -> None:
     """Say that this instance is gone, so that the others share its queues at once."""
-    connection.execute(_LEAVE.on(schema), [instance])
+    run.execute(_LEAVE, {"instance": instance})
 
 
 _FORGET = Statement("DELETE FROM {schema}.consumer WHERE expires_at < clock_timestamp() - interval '1 day'")
 
 
-def forget_the_dead(connection: Connection, schema: str) -> None:
+def forget_the_dead(run: Executor) -> None:
     """Remove rows of instances that died without leaving, long after they stopped to count."""
-    connection.execute(_FORGET.on(schema))
+    run.execute(_FORGET)
 
 
 _MEMBERS = Statement("""
 SELECT group_id, instance_id, topics FROM {schema}.consumer
-WHERE group_id = ANY(%s::integer[]) AND expires_at > clock_timestamp()
+WHERE group_id = ANY(%(group_ids)s::integer[]) AND expires_at > clock_timestamp()
 ORDER BY group_id, instance_id
 """)
 
 
-def members(connection: Connection, schema: str, group_ids: Sequence[int]) -> dict[int, list[Member]]:
+def members(run: Executor, group_ids: Sequence[int]) -> dict[int, list[Member]]:
     """Live members by group id, in an order all of them agree on."""
     found: dict[int, list[Member]] = {group_id: [] for group_id in group_ids}
-    for group_id, instance_id, topics in arrays.cursor_on(connection).execute(
-        _MEMBERS.on(schema), [arrays.integers(group_ids)]
-    ):
+    for group_id, instance_id, topics in run.execute(_MEMBERS, {"group_ids": arrays.integers(group_ids)}):
         found[group_id].append(Member(instance_id, frozenset(topics)))
     return found
 
 
 _GROUPS = Statement("""
-SELECT group_id, paused, generation FROM {schema}.consumer_group WHERE group_id = ANY(%s::integer[])
+SELECT group_id, paused, generation FROM {schema}.consumer_group WHERE group_id = ANY(%(group_ids)s::integer[])
 """)
 
 
-def groups(connection: Connection, schema: str, group_ids: Sequence[int]) -> dict[int, GroupState]:
+def groups(run: Executor, group_ids: Sequence[int]) -> dict[int, GroupState]:
     """The groups' switches by group id."""
-    rows = arrays.cursor_on(connection).execute(_GROUPS.on(schema), [arrays.integers(group_ids)])
-    return {row[0]: GroupState(*row) for row in rows}
+    states = run.objects(GroupState, _GROUPS, {"group_ids": arrays.integers(group_ids)})
+    return {state.group_id: state for state in states}
 
 
-# Drain-then-switch: a queue counts once the group has consumed all queues of older generations of its topic. Those
-# older ones are left out when they are consumed, so one generation at a time is shared out.
+# A queue counts once the group has consumed all queues of older layouts of its topic (column `generation`). Those
+# older ones are left out when they are consumed, so one layout at a time is shared out.
 _QUEUES = Statement("""
 WITH wanted AS (
     SELECT s.group_id, s.topic_id, t.name FROM {schema}.subscription s JOIN {schema}.topic t USING (topic_id)
@@ -135,8 +137,8 @@ WITH wanted AS (
 ), turn AS (
     SELECT group_id, topic_id, min(generation) AS generation FROM candidate WHERE NOT consumed GROUP BY 1, 2
 )
-SELECT c.group_id, c.queue_id, c.name, c.number, l.owner, coalesce(l.epoch, 0),
-       coalesce(l.expires_at < clock_timestamp(), true), l.stopped
+SELECT c.group_id, c.queue_id, c.name AS topic, c.number, l.owner, coalesce(l.epoch, 0) AS epoch,
+       coalesce(l.expires_at < clock_timestamp(), true) AS expired, l.stopped
 FROM candidate c
 JOIN turn USING (group_id, topic_id, generation)
 LEFT JOIN {schema}.queue_lease l ON l.group_id = c.group_id AND l.queue_id = c.queue_id
@@ -145,7 +147,6 @@ ORDER BY c.group_id, c.topic_id, c.number
 """)
 
 
-def queues(connection: Connection, schema: str, group_ids: Sequence[int]) -> list[QueueState]:
+def queues(run: Executor, group_ids: Sequence[int]) -> list[QueueState]:
     """The queues these groups may consume now, with their leases."""
-    rows = arrays.cursor_on(connection).execute(_QUEUES.on(schema), {"group_ids": arrays.integers(group_ids)})
-    return [QueueState((row[0], row[1]), *row[2:]) for row in rows]
+    return run.objects(QueueState, _QUEUES, {"group_ids": arrays.integers(group_ids)})

@@ -11,12 +11,12 @@ append under its old epoch; such a row never counts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from uuid import UUID
 
 from outbox.broker.database import arrays
-from outbox.broker.database.connection import Connection
+from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
 from outbox.broker.groups.leases import QueueKey
 
@@ -47,10 +47,9 @@ class OffsetRow:
 
 
 _LOAD = Statement("""
-SELECT wanted.queue_id, coalesce(newest.ordinal, 0), coalesce(newest.next_offset, 0),
-       coalesce(newest.start_offset, 0), coalesce(newest.handled, 0), coalesce(newest.filtered, 0),
-       coalesce(newest.skipped, 0), coalesce(newest.sent_back, 0), coalesce(newest.dead, 0),
-       coalesce(newest.expired, 0), coalesce(newest.moved, 0)
+SELECT wanted.queue_id, coalesce(newest.next_offset, 0), coalesce(newest.start_offset, 0),
+       coalesce(newest.handled, 0), coalesce(newest.filtered, 0), coalesce(newest.skipped, 0),
+       coalesce(newest.sent_back, 0), coalesce(newest.dead, 0), coalesce(newest.expired, 0), coalesce(newest.moved, 0)
 FROM unnest(%(queue_ids)s::integer[]) AS wanted (queue_id)
 LEFT JOIN LATERAL (
     SELECT * FROM {schema}.consumer_offset stored
@@ -61,12 +60,11 @@ LEFT JOIN LATERAL (
 """)
 
 
-def load(connection: Connection, schema: str, group_id: int, queue_ids: Sequence[int]) -> dict[int, Position]:
+def load(run: Executor, group_id: int, queue_ids: Sequence[int]) -> dict[int, Position]:
     """Position by queue id. A queue the group has no row for is newer than the group: it starts at 0."""
-    rows = arrays.cursor_on(connection).execute(
-        _LOAD.on(schema), {"group_id": group_id, "queue_ids": arrays.integers(queue_ids)}
-    )
-    return {row[0]: Position(*row[2:]) for row in rows}
+    rows = run.rows(_LOAD, {"group_id": group_id, "queue_ids": arrays.integers(queue_ids)})
+    # The columns after the id are named and ordered as the fields of Position.
+    return {queue_id: Position(*position) for queue_id, *position in rows}
 
 
 _INSERT = """
@@ -102,18 +100,37 @@ _PLACE = Statement(_INSERT + "SELECT given.* FROM " + _GIVEN)
 _COLUMNS = ("next_offset", "start_offset", "handled", "filtered", "skipped", "sent_back", "dead", "expired", "moved")
 
 
-def store(connection: Connection, schema: str, owner: UUID, rows: Sequence[OffsetRow]) -> set[QueueKey]:
+def store(run: Executor, owner: UUID, rows: Sequence[OffsetRow]) -> set[QueueKey]:
     """Store positions in one statement; returns the keys whose lease is still ours. The others are lost.
 
     Every call needs new ordinals: after a lost acknowledgement the row may be stored already.
     """
-    cursor = arrays.cursor_on(connection)
-    return set(cursor.execute(_STORE.on(schema), {**_parameters(rows), "owner": owner}))
+    return set(run.execute(_STORE, {**_parameters(rows), "owner": owner}))
 
 
-def place(connection: Connection, schema: str, rows: Sequence[OffsetRow]) -> None:
+def place(run: Executor, rows: Sequence[OffsetRow]) -> None:
     """Store positions under epochs that the caller has just raised himself."""
-    arrays.cursor_on(connection).execute(_PLACE.on(schema), _parameters(rows))
+    run.execute(_PLACE, _parameters(rows))
+
+
+_STORE_STARTS = Statement("""
+INSERT INTO {schema}.consumer_offset (group_id, queue_id, epoch, ordinal, next_offset, start_offset)
+SELECT %(group_id)s, queue_id, 0, 0, start, start
+FROM unnest(%(queue_ids)s::integer[], %(starts)s::bigint[]) AS given (queue_id, start)
+ON CONFLICT DO NOTHING
+""")
+
+
+def store_starts(run: Executor, group_id: int, starts: Mapping[int, int]) -> None:
+    """Let a group that has no position on these queues begin here."""
+    run.execute(
+        _STORE_STARTS,
+        {
+            "group_id": group_id,
+            "queue_ids": arrays.integers(list(starts)),
+            "starts": arrays.bigints(list(starts.values())),
+        },
+    )
 
 
 def _parameters(rows: Sequence[OffsetRow]) -> dict[str, object]:

@@ -1,22 +1,19 @@
-"""Consumer groups: registering a subscription, switches an operator has, and how far a group is."""
+"""Registering a subscription: its group, its retry queue, and where it begins."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from typing import Any
 from uuid import UUID
 
-from outbox.broker.database.arrays import bigints, cursor_on, integers
-from outbox.broker.database.connection import Connection
-from outbox.broker.database.notify import Channel, notify
+from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
-from outbox.broker.dispatch.fetch import heads
+from outbox.broker.groups import offsets
+from outbox.broker.log import consume_queue
 from outbox.broker.log.topics import TopicCatalog
 from outbox.errors import InvalidSubscription, UnknownGroup
 from outbox.filters.filter import parse_filter
-from outbox.subscription import Start, Subscription
+from outbox.subscription import Subscription
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +64,7 @@ ORDER BY joined_at LIMIT 1
 """)
 
 
-def register(
-    connection: Connection, schema: str, subscription: Subscription, *, instance: UUID | None = None
-) -> Registration:
+def register(run: Executor, subscription: Subscription, *, instance: UUID | None = None) -> Registration:
     """Make the subscription known, with its group, retry queue and first offsets; idempotent, one transaction.
 
     `instance` is the caller's own membership, which does not count as another. Raises InvalidFilter, UnknownTopic,
@@ -77,8 +72,8 @@ def register(
     that only dead instances used is replaced.
     """
     parse_filter(subscription.filter)
-    topic = TopicCatalog(schema).get(connection, subscription.topic)
-    with connection.transaction(), cursor_on(connection) as cursor:
+    topic = TopicCatalog(run.schema).get(run.connection, subscription.topic)
+    with run.connection.transaction():
         values: dict[str, Any] = {
             "name": subscription.group,
             "broadcast": subscription.broadcast,
@@ -88,38 +83,36 @@ def register(
             "filter": subscription.filter,
             "instance": instance,
         }
-        cursor.execute(_ADD_GROUP.on(schema), values)
-        values["group_id"], broadcast = _one(cursor.execute(_LOCK_GROUP.on(schema), values).fetchone())
+        run.execute(_ADD_GROUP, values)
+        values["group_id"], broadcast = _one(run.row(_LOCK_GROUP, values))
         if broadcast != subscription.broadcast:
             raise InvalidSubscription(
                 f"group {subscription.group!r} is registered with broadcast={broadcast}: a group is one or the other "
                 f"for good. Give this subscription to {subscription.topic!r} a group of its own."
             )
-        retry_queue_id = None if broadcast else _retry_queue(connection, schema, values)
-        if cursor.execute(_SUBSCRIBE.on(schema), values).fetchone() is None:
-            _check_definition(connection, schema, subscription, values)
+        retry_queue_id = None if broadcast else _retry_queue(run, values)
+        if run.row(_SUBSCRIBE, values) is None:
+            _check_definition(run, subscription, values)
         elif not broadcast:
-            starts = starting_offsets(connection, schema, topic.topic_id, subscription.start)
-            store_starts(connection, schema, values["group_id"], starts)
+            starts = consume_queue.starting_offsets(run, topic.topic_id, subscription.start)
+            offsets.store_starts(run, values["group_id"], starts)
     return Registration(values["group_id"], topic.topic_id, retry_queue_id)
 
 
-def _retry_queue(connection: Connection, schema: str, values: dict[str, Any]) -> int:
-    cursor = cursor_on(connection)
-    created = cursor.execute(_ADD_RETRY_TOPIC.on(schema), values).fetchone()
+def _retry_queue(run: Executor, values: dict[str, Any]) -> int:
+    created = run.row(_ADD_RETRY_TOPIC, values)
     if created is None:
-        return int(_one(cursor.execute(_RETRY_QUEUE.on(schema), values).fetchone())[0])
-    queue_id = int(_one(cursor.execute(_ADD_RETRY_QUEUE.on(schema), {"topic_id": created[0]}).fetchone())[0])
-    store_starts(connection, schema, values["group_id"], {queue_id: 0})
+        return int(_one(run.row(_RETRY_QUEUE, values))[0])
+    queue_id = int(_one(run.row(_ADD_RETRY_QUEUE, {"topic_id": created[0]}))[0])
+    offsets.store_starts(run, values["group_id"], {queue_id: 0})
     return queue_id
 
 
-def _check_definition(connection: Connection, schema: str, subscription: Subscription, values: dict[str, Any]) -> None:
-    cursor = cursor_on(connection)
-    mode, expression = _one(cursor.execute(_SUBSCRIBED.on(schema), values).fetchone())
+def _check_definition(run: Executor, subscription: Subscription, values: dict[str, Any]) -> None:
+    mode, expression = _one(run.row(_SUBSCRIBED, values))
     if (mode, expression) == (subscription.mode.value, subscription.filter):
         return
-    other = cursor.execute(_OTHERS.on(schema), values).fetchone()
+    other = run.row(_OTHERS, values)
     if other is not None:
         raise InvalidSubscription(
             f"group {subscription.group!r} consumes {subscription.topic!r} with mode={mode!r} and "
@@ -127,7 +120,7 @@ def _check_definition(connection: Connection, schema: str, subscription: Subscri
             f"mode={subscription.mode.value!r} and filter={subscription.filter!r}: all instances of a group need the "
             f"same. Stop the others first, or use another group."
         )
-    cursor.execute(_CHANGE.on(schema), values)
+    run.execute(_CHANGE, values)
 
 
 def _one(row: tuple[Any, ...] | None) -> tuple[Any, ...]:
@@ -135,183 +128,17 @@ def _one(row: tuple[Any, ...] | None) -> tuple[Any, ...]:
     return row
 
 
-# -- where to begin ---------------------------------------------------------------------------------
-
-_FLOORS = Statement("""
-SELECT queue_id, floor FROM {schema}.queue WHERE topic_id = %(topic_id)s
-""")
-
-# The lowest entry stored at or after the time: nothing younger is missed. Entries follow decisions, not storage
-# times, so there is nothing to search by halving; an operator's rewind may read the topic once.
-_AT_TIME = Statement("""
-SELECT e.queue_id, min(e.queue_offset)
-FROM {schema}.consume_queue e
-JOIN {schema}.queue q USING (queue_id)
-JOIN {schema}.commit_log l USING (log_id)
-WHERE q.topic_id = %(topic_id)s AND l.stored_at >= %(time)s
-GROUP BY e.queue_id
-""")
-
-_STORE_STARTS = Statement("""
-INSERT INTO {schema}.consumer_offset (group_id, queue_id, epoch, ordinal, next_offset, start_offset)
-SELECT %(group_id)s, queue_id, 0, 0, start, start
-FROM unnest(%(queue_ids)s::integer[], %(starts)s::bigint[]) AS given (queue_id, start)
-ON CONFLICT DO NOTHING
-""")
-
-
-def starting_offsets(connection: Connection, schema: str, topic_id: int, start: Start | datetime) -> dict[int, int]:
-    """The offset by queue id at which a group that starts so begins, for the queues the topic has now."""
-    cursor = cursor_on(connection)
-    floors: dict[int, int] = dict(cursor.execute(_FLOORS.on(schema), {"topic_id": topic_id}).fetchall())
-    if start is Start.FIRST:
-        return floors
-    ends = heads(connection, schema, floors)
-    if isinstance(start, datetime):
-        cursor.execute(_AT_TIME.on(schema), {"topic_id": topic_id, "time": start})
-        return {**ends, **dict(cursor.fetchall())}
-    return ends
-
-
-def store_starts(connection: Connection, schema: str, group_id: int, starts: dict[int, int]) -> None:
-    """Let a group that has no position on these queues begin here."""
-    cursor_on(connection).execute(
-        _STORE_STARTS.on(schema),
-        {"group_id": group_id, "queue_ids": integers(list(starts)), "starts": bigints(list(starts.values()))},
-    )
-
-
-# -- switches ---------------------------------------------------------------------------------------
-
-_PAUSE = Statement("UPDATE {schema}.consumer_group SET paused = %(paused)s WHERE name = %(name)s RETURNING group_id")
-_RESUME_QUEUES = Statement("""
-UPDATE {schema}.queue_lease SET stopped = NULL WHERE group_id = %(group_id)s AND stopped IS NOT NULL
-""")
-_RAISE_GENERATION = Statement("""
-UPDATE {schema}.consumer_group SET generation = generation + 1 WHERE name = %(name)s RETURNING generation
-""")
-
-
-def group_id_of(connection: Connection, schema: str, group: str) -> int:
-    """The id of a group. Raises UnknownGroup."""
-    row = cursor_on(connection).execute(_LOCK_GROUP.on(schema), {"name": group}).fetchone()
+def group_id_of(run: Executor, group: str) -> int:
+    """The id of a group, whose row is locked until the transaction ends. Raises UnknownGroup."""
+    row = run.row(_LOCK_GROUP, {"name": group})
     if row is None:
-        raise _unknown(group)
+        raise unknown_group(group)
     return int(row[0])
 
 
-def pause(connection: Connection, schema: str, group: str) -> None:
-    """Let the group start no more handlers, within a second or so; positions stay. Raises UnknownGroup."""
-    if cursor_on(connection).execute(_PAUSE.on(schema), {"name": group, "paused": True}).fetchone() is None:
-        raise _unknown(group)
-    notify(connection, schema, Channel.SHARED)
-
-
-def resume(connection: Connection, schema: str, group: str) -> int:
-    """Undo `pause` and let queues go on that on_error=STOP stopped; returns how many. Raises UnknownGroup."""
-    with connection.transaction(), cursor_on(connection) as cursor:
-        row = cursor.execute(_PAUSE.on(schema), {"name": group, "paused": False}).fetchone()
-        if row is None:
-            raise _unknown(group)
-        resumed = cursor.execute(_RESUME_QUEUES.on(schema), {"group_id": row[0]}).rowcount
-    notify(connection, schema, Channel.SHARED)
-    return resumed
-
-
-def raise_generation(connection: Connection, schema: str, group: str) -> int:
-    """Start a new inbox generation, so that messages the inbox knows are processed again; returns it."""
-    row = cursor_on(connection).execute(_RAISE_GENERATION.on(schema), {"name": group}).fetchone()
-    if row is None:
-        raise _unknown(group)
-    return int(row[0])
-
-
-def _unknown(group: str) -> UnknownGroup:
+def unknown_group(group: str) -> UnknownGroup:
+    """The error for a name no consumer has registered."""
     return UnknownGroup(
         f"the consumer group {group!r} is not known to the broker: check its name; a group is created when its first "
         f"consumer starts."
     )
-
-
-# -- how far it is ----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class QueueStatus:
-    """A group on one queue. `lag` counts entries from the offset to the end, running ones included.
-
-    `blocked_by` is the id of the next message if an attempt at it failed, with its last error and since when.
-    `owner` is None when nobody holds a live lease. `stopped` is the error that stopped the queue, if one did.
-    """
-
-    group: str
-    topic: str
-    generation: int
-    number: int
-    queue_id: int
-    next_offset: int
-    head: int
-    owner: UUID | None
-    stopped: str | None
-    blocked_by: UUID | None
-    blocked_error: str | None
-    blocked_since: datetime | None
-    handled: int
-    filtered: int
-    skipped: int
-    sent_back: int
-    dead: int
-    expired: int
-
-    @property
-    def lag(self) -> int:
-        """Entries not finished."""
-        return max(0, self.head - self.next_offset)
-
-
-_STATUS = Statement("""
-SELECT g.name, t.name, q.generation, q.number, q.queue_id, p.next_offset,
-       greatest(q.floor, coalesce(newest.queue_offset + 1, 0)),
-       CASE WHEN l.expires_at > clock_timestamp() THEN l.owner END, l.stopped,
-       blocked.message_id, blocked.error, blocked.since,
-       p.handled, p.filtered, p.skipped, p.sent_back, p.dead, p.expired
-FROM {schema}.consumer_group g
-JOIN (
-    SELECT group_id, topic_id FROM {schema}.subscription
-    UNION ALL
-    SELECT retry_of, topic_id FROM {schema}.topic WHERE retry_of IS NOT NULL
-) AS s USING (group_id)
-JOIN {schema}.topic t USING (topic_id)
-JOIN {schema}.queue q USING (topic_id)
-CROSS JOIN LATERAL (
-    SELECT coalesce(max(o.next_offset), 0) AS next_offset, coalesce(max(o.handled), 0) AS handled,
-           coalesce(max(o.filtered), 0) AS filtered, coalesce(max(o.skipped), 0) AS skipped,
-           coalesce(max(o.sent_back), 0) AS sent_back, coalesce(max(o.dead), 0) AS dead,
-           coalesce(max(o.expired), 0) AS expired
-    FROM (
-        SELECT * FROM {schema}.consumer_offset o
-        WHERE o.group_id = g.group_id AND o.queue_id = q.queue_id
-        ORDER BY o.epoch DESC, o.ordinal DESC LIMIT 1
-    ) AS o
-) AS p
-LEFT JOIN LATERAL (
-    SELECT e.queue_offset FROM {schema}.consume_queue e WHERE e.queue_id = q.queue_id
-    ORDER BY e.queue_offset DESC LIMIT 1
-) AS newest ON true
-LEFT JOIN {schema}.queue_lease l ON l.group_id = g.group_id AND l.queue_id = q.queue_id
-LEFT JOIN LATERAL (
-    SELECT m.message_id, (array_agg(f.error ORDER BY f.attempt DESC))[1] AS error, min(f.failed_at) AS since
-    FROM {schema}.consume_queue e
-    JOIN {schema}.failure f ON f.group_id = g.group_id AND f.log_id = e.log_id
-    JOIN {schema}.commit_log m ON m.log_id = e.log_id
-    WHERE e.queue_id = q.queue_id AND e.queue_offset = p.next_offset AND t.retry_of IS NULL
-    GROUP BY m.message_id
-) AS blocked ON true
-WHERE NOT g.broadcast AND (%(group)s::text IS NULL OR g.name = %(group)s)
-ORDER BY g.name, t.retry_of NULLS FIRST, t.name, q.generation, q.number
-""")
-
-
-def list_queues(connection: Connection, schema: str, group: str | None = None) -> Sequence[QueueStatus]:
-    """Every queue of one group or of all, retry queues last. Broadcast groups have no stored positions."""
-    return [QueueStatus(*row) for row in cursor_on(connection).execute(_STATUS.on(schema), {"group": group})]

@@ -14,7 +14,7 @@ from typing import Final
 from uuid import UUID
 
 from outbox.broker.database import arrays
-from outbox.broker.database.connection import Connection
+from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
 from outbox.broker.groups.leases import Lease, QueueKey
 from outbox.errors import RetryLater
@@ -130,7 +130,7 @@ SELECT DISTINCT group_id, queue_id FROM failed
 """)
 
 
-def record(connection: Connection, schema: str, owner: UUID, failures: Sequence[Failure]) -> set[QueueKey]:
+def record(run: Executor, owner: UUID, failures: Sequence[Failure]) -> set[QueueKey]:
     """Store failures and their consequences; returns the keys of queues whose lease is still ours.
 
     A failure of a queue we lost leaves no trace: its next owner decides about the message. One message appears at
@@ -149,4 +149,4 @@ def record(connection: Connection, schema: str, owner: UUID, failures: Sequence[
         "retry_queues": arrays.integers([failure.retry_queue_id for failure in failures]),
         "next_attempts": arrays.integers([min(failure.next_attempt, _LAST_COUNTED) for failure in failures]),
     }
-    return set(arrays.cursor_on(connection).execute(_RECORD.on(schema), parameters))
+    return set(run.execute(_RECORD, parameters))

@@ -9,6 +9,7 @@ from uuid import UUID
 
 from outbox.broker.database.arrays import cursor_on, uuids
 from outbox.broker.database.connection import Connection
+from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
 from outbox.broker.groups.registration import group_id_of
 
@@ -108,7 +109,7 @@ def replay(
     """
     with connection.transaction():
         values = {
-            "group_id": group_id_of(connection, schema, group),
+            "group_id": group_id_of(Executor(connection, schema), group),
             "all": message_ids is None,
             "message_ids": uuids(list(message_ids or [])),
             "limit": limit,

@@ -13,12 +13,16 @@ from datetime import datetime
 
 from outbox.broker.database.arrays import cursor_on, integers
 from outbox.broker.database.connection import Connection
+from outbox.broker.database.executor import Executor
 from outbox.broker.database.notify import Channel, notify
 from outbox.broker.database.statement import Statement
 from outbox.broker.groups import offsets
 from outbox.broker.groups.offsets import OffsetRow, Position
-from outbox.broker.groups.registration import group_id_of, list_queues, raise_generation, starting_offsets
+from outbox.broker.groups.registration import group_id_of
+from outbox.broker.log.consume_queue import starting_offsets
 from outbox.broker.log.topics import TopicCatalog
+from outbox.broker.operations.queue_status import list_queues
+from outbox.broker.operations.switches import raise_generation
 from outbox.errors import UsageError
 from outbox.subscription import Start
 
@@ -75,12 +79,12 @@ def reset(
     # Before anything is locked: finding a time may read the topic once.
     targets = _targets(connection, schema, topic, target)
     with connection.transaction():
-        group_id = group_id_of(connection, schema, group)
+        group_id = group_id_of(Executor(connection, schema), group)
         moves = _plan(connection, schema, group, topic, targets, number)
         if not dry_run and moves:
             _move(connection, schema, group_id, {move.queue_id: move.to_offset for move in moves})
         if reprocess and not dry_run:
-            raise_generation(connection, schema, group)
+            raise_generation(Executor(connection, schema), group)
     if not dry_run:
         notify(connection, schema, Channel.SHARED)
     return moves
@@ -90,34 +94,34 @@ def _move(connection: Connection, schema: str, group_id: int, targets: dict[int,
     values = {"group_id": group_id, "queue_ids": integers(list(targets))}
     epochs = dict(cursor_on(connection).execute(_FENCE.on(schema), values).fetchall())
     # Read under the fence: what the former owner stored up to now is in, nothing after it counts.
-    positions = offsets.load(connection, schema, group_id, list(targets))
+    positions = offsets.load(Executor(connection, schema), group_id, list(targets))
     rows = [
         OffsetRow((group_id, queue_id), epochs[queue_id], 0, moved_to(positions[queue_id], target))
         for queue_id, target in targets.items()
     ]
-    offsets.place(connection, schema, rows)
+    offsets.place(Executor(connection, schema), rows)
 
 
 def _targets(connection: Connection, schema: str, topic: str, target: Start | datetime | int) -> dict[int, int]:
     """Where to go, by queue id; a number is not limited yet."""
     topic_id = TopicCatalog(schema).get(connection, topic).topic_id
     if isinstance(target, int):
-        floors = starting_offsets(connection, schema, topic_id, Start.FIRST)
+        floors = starting_offsets(Executor(connection, schema), topic_id, Start.FIRST)
         return {queue_id: max(target, floor) for queue_id, floor in floors.items()}
-    return starting_offsets(connection, schema, topic_id, target)
+    return starting_offsets(Executor(connection, schema), topic_id, target)
 
 
 def _plan(
     connection: Connection, schema: str, group: str, topic: str, targets: Mapping[int, int], number: int | None
 ) -> list[QueueReset]:
-    queues = [queue for queue in list_queues(connection, schema, group) if queue.topic == topic]
+    queues = [queue for queue in list_queues(Executor(connection, schema), group) if queue.topic == topic]
     if not queues:
         raise UsageError(f"group {group!r} does not consume topic {topic!r}, or is a broadcast group: nothing to move.")
     if number is not None and number not in {queue.number for queue in queues}:
         raise UsageError(f"topic {topic!r} has no queue {number}: its queues are 0 to {max(q.number for q in queues)}.")
     moves = [
         # A queue added since the targets were found is new to the group: it stays where it is.
-        QueueReset(q.topic, q.generation, q.number, q.queue_id, q.next_offset, min(targets[q.queue_id], q.head))
+        QueueReset(q.topic, q.layout, q.number, q.queue_id, q.next_offset, min(targets[q.queue_id], q.head))
         for q in queues
         if q.queue_id in targets and number in (None, q.number)
     ]

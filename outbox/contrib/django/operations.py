@@ -9,9 +9,11 @@ from typing import Any
 from uuid import UUID
 
 from outbox.broker.database.connection import Connection
-from outbox.broker.groups.registration import QueueStatus, group_id_of, list_queues
+from outbox.broker.database.executor import Executor
+from outbox.broker.groups.registration import group_id_of
 from outbox.broker.log.topics import list_topics
 from outbox.broker.operations.dead_letters import replay
+from outbox.broker.operations.queue_status import QueueStatus, list_queues
 from outbox.broker.operations.status import BrokerStatus, broker_status
 from outbox.broker.postgres import PostgresBroker
 from outbox.broker.transaction.checks import find_undecided
@@ -43,7 +45,7 @@ def project_status() -> ProjectStatus:
     """Look at everything once."""
     with broker_connection() as (connection, schema):
         broker = broker_status(connection, schema)
-        halted = [queue for queue in list_queues(connection, schema) if queue.stopped or queue.blocked_by]
+        halted = [queue for queue in list_queues(Executor(connection, schema)) if queue.stopped or queue.blocked_by]
     return ProjectStatus(broker, halted, [*broker.problems, *map(_halted, halted)])
 
 
@@ -68,7 +70,7 @@ class GroupLag:
 def group_lags(connection: Connection, schema: str) -> list[GroupLag]:
     """Every group that stores positions."""
     by_group: dict[str, list[QueueStatus]] = {}
-    for queue in list_queues(connection, schema):
+    for queue in list_queues(Executor(connection, schema)):
         by_group.setdefault(queue.group, []).append(queue)
     return [
         GroupLag(
@@ -112,7 +114,7 @@ def replay_dead_letters(group: str, ids: Sequence[UUID] | None, *, limit: int, d
     Raises UnknownGroup, and UsageError when one of `ids` is no dead letter of the group: then none is replayed.
     """
     with broker_connection() as (connection, schema):
-        group_id_of(connection, schema, group)
+        group_id_of(Executor(connection, schema), group)
         with connection.transaction(force_rollback=dry_run):
             count = replay(connection, schema, group, ids, limit=limit)
             if ids is not None and count != len(set(ids)):

@@ -7,7 +7,7 @@ import itertools
 from collections import deque
 from collections.abc import Sequence
 
-from outbox.broker.dispatch.owned_queue import HeldQueue
+from outbox.broker.dispatch.owned_queue import OwnedQueue
 from outbox.broker.dispatch.work import Item
 
 
@@ -36,7 +36,7 @@ class ConcurrentLane:
         for item in again:
             heapq.heappush(self._later, (item.due, next(self._numbers), item))
 
-    def drop(self, queue: HeldQueue, from_offset: int = 0) -> None:
+    def drop(self, queue: OwnedQueue, from_offset: int = 0) -> None:
         """Forget the waiting messages of a queue from an offset on."""
 
         def stays(item: Item) -> bool:
@@ -46,7 +46,7 @@ class ConcurrentLane:
         self._later = [entry for entry in self._later if stays(entry[2])]
         heapq.heapify(self._later)
 
-    def has_ready(self, queue: HeldQueue) -> bool:
+    def has_ready(self, queue: OwnedQueue) -> bool:
         """Whether messages of a queue wait that nothing holds up."""
         return any(item.queue is queue for item in self._ready)
 

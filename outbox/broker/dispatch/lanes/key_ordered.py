@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 
 from outbox.broker.dispatch.lanes.ordered import Line, OrderedLane
-from outbox.broker.dispatch.owned_queue import HeldQueue
+from outbox.broker.dispatch.owned_queue import OwnedQueue
 from outbox.broker.dispatch.work import Item
 
 
@@ -18,15 +18,14 @@ class KeyOrderedLane(OrderedLane):
 
     def __init__(self, batch: int) -> None:
         super().__init__(batch)
-        self._names: dict[int, tuple[int, str]] = {}
         self._alone: set[Hashable] = set()
 
     def line_name(self, item: Item) -> Hashable:
-        """See OrderedLane."""
+        """The queue (the object: one that was lost and came back is another) and the key."""
         return (id(item.queue), item.key)
 
     def fill(self) -> list[Item]:
-        """See OrderedLane."""
+        """Runs of as many ready keys as it takes; a key that failed goes by itself."""
         call: list[Item] = []
         while self._ready and len(call) < self._batch:
             line = self._ready[0]
@@ -42,7 +41,7 @@ class KeyOrderedLane(OrderedLane):
         return call
 
     def settle(self, items: Sequence[Item], again: Sequence[Item]) -> None:
-        """See OrderedLane."""
+        """Keys that failed are tried again one by one, until they succeed."""
         failed = {self.line_name(item) for item in again}
         self._alone.difference_update(self.line_name(item) for item in items)
         self._alone |= failed
@@ -54,9 +53,9 @@ class KeyOrderedLane(OrderedLane):
             if not item.shed:
                 item.row = None
                 item.shed = True
-                item.queue.buffered -= 1
+                item.queue.unbuffer()
 
-    def drop(self, queue: HeldQueue, from_offset: int = 0) -> None:
-        """See OrderedLane."""
+    def drop(self, queue: OwnedQueue, from_offset: int = 0) -> None:
+        """Also forget which of its keys go by themselves."""
         super().drop(queue, from_offset)
         self._alone = {name for name in self._alone if name in self._lines}

@@ -11,7 +11,7 @@ import itertools
 from collections import deque
 from collections.abc import Hashable, Sequence
 
-from outbox.broker.dispatch.owned_queue import HeldQueue
+from outbox.broker.dispatch.owned_queue import OwnedQueue
 from outbox.broker.dispatch.work import Item
 
 
@@ -94,7 +94,7 @@ class OrderedLane:
     def shed(self, line: Line) -> None:
         """A line is held up: a chance to give up memory for what waits in it."""
 
-    def drop(self, queue: HeldQueue, from_offset: int = 0) -> None:
+    def drop(self, queue: OwnedQueue, from_offset: int = 0) -> None:
         """Forget the waiting messages of a queue from an offset on, and lines that hold nothing then."""
         for line in list(self._lines.values()):
             if line.items and line.items[0].queue is queue:
@@ -105,7 +105,7 @@ class OrderedLane:
         self._later = [entry for entry in self._later if entry[2].items]
         heapq.heapify(self._later)
 
-    def has_ready(self, queue: HeldQueue) -> bool:
+    def has_ready(self, queue: OwnedQueue) -> bool:
         """Whether messages of a queue wait that nothing holds up."""
         return any(line.items[0].queue is queue for line in self._ready)
 

@@ -12,11 +12,11 @@ class OrderlyLane(OrderedLane):
     """A line per held queue. A batch is a run of one queue."""
 
     def line_name(self, item: Item) -> Hashable:
-        """See OrderedLane. The object, not its key: a queue that was lost and came back is another one."""
+        """The queue: the object, not its key, since a queue that was lost and came back is another one."""
         return id(item.queue)
 
     def fill(self) -> list[Item]:
-        """See OrderedLane."""
+        """A run of the queue that has been ready for longest."""
         line = self._ready.popleft()
         line.busy = True
         return [line.items.popleft() for _ in range(min(self._batch, len(line.items)))]

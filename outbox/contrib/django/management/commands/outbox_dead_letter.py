@@ -7,6 +7,7 @@ from uuid import UUID
 
 from django.core.management.base import CommandError, CommandParser
 
+from outbox.broker.database.executor import Executor
 from outbox.broker.groups.registration import group_id_of
 from outbox.broker.operations.dead_letters import failed_attempts, list_dead_letters
 from outbox.contrib.django.broker import broker_connection
@@ -50,7 +51,7 @@ class Command(OutboxCommand):
     def _list(self, options: dict[str, Any]) -> None:
         with broker_connection() as (connection, schema):
             if options["group"]:
-                group_id_of(connection, schema, options["group"])
+                group_id_of(Executor(connection, schema), options["group"])
             letters = list_dead_letters(
                 connection, schema, options["group"], replayed=options["replayed"], limit=options["limit"]
             )

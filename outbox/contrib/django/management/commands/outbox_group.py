@@ -9,8 +9,11 @@ from typing import Any
 
 from django.core.management.base import CommandParser
 
-from outbox.broker.groups.registration import group_id_of, list_queues, pause, resume
+from outbox.broker.database.executor import Executor
+from outbox.broker.groups.registration import group_id_of
+from outbox.broker.operations.queue_status import list_queues
 from outbox.broker.operations.reset import reset
+from outbox.broker.operations.switches import pause, resume
 from outbox.contrib.django.broker import broker_connection
 from outbox.contrib.django.management.output import OutboxCommand, first_line
 from outbox.contrib.django.operations import group_lags
@@ -63,8 +66,8 @@ class Command(OutboxCommand):
 
     def _offsets(self, options: dict[str, Any]) -> None:
         with broker_connection() as (connection, schema):
-            group_id_of(connection, schema, options["group"])
-            queues = list_queues(connection, schema, options["group"])
+            group_id_of(Executor(connection, schema), options["group"])
+            queues = list_queues(Executor(connection, schema), options["group"])
         if options["json"]:
             self.print_json([{**dataclasses.asdict(queue), "lag": queue.lag} for queue in queues])
             return
@@ -78,12 +81,12 @@ class Command(OutboxCommand):
 
     def _pause(self, options: dict[str, Any]) -> None:
         with broker_connection() as (connection, schema):
-            pause(connection, schema, options["group"])
+            pause(Executor(connection, schema), options["group"])
         self.say(f"{options['group']} is paused; handlers that run now finish.")
 
     def _resume(self, options: dict[str, Any]) -> None:
         with broker_connection() as (connection, schema):
-            count = resume(connection, schema, options["group"])
+            count = resume(Executor(connection, schema), options["group"])
         self.say(f"{options['group']} goes on; {count} stopped queues were released.")
 
     def _reset(self, options: dict[str, Any]) -> None:

@@ -1,15 +1,16 @@
-"""Bringing messages into memory: fetching what there is room for, loading what was left out."""
+"""Bringing messages into memory ahead of their handlers: fetching what there is room for, loading what was left out."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
+from uuid import UUID
 
-from outbox.broker.database.connection import Connection
-from outbox.broker.dispatch.failures import FailureDesk
+from outbox.broker.database.executor import Executor
+from outbox.broker.dispatch import failures
 from outbox.broker.dispatch.fetch import BODY, KEY, OFFSET, PASSES, RETRIES, SLOT, TOPIC_ID, Fetcher, Row, load
-from outbox.broker.dispatch.owned_queue import HeldQueue, Outcome, Phase
+from outbox.broker.dispatch.owned_queue import Outcome, OwnedQueue, Phase
 from outbox.broker.dispatch.station import Station
 from outbox.broker.dispatch.work import Item, Work
 from outbox.errors import BrokerError
@@ -18,11 +19,11 @@ _RETRY_FETCH_SIZE: Final = 256
 _RETRY_SPAN: Final = 4_000
 
 
-def room_of(queue: HeldQueue) -> int:
+def room_of(queue: OwnedQueue) -> int:
     """How many entries to fetch of a queue now; 0 while it has enough."""
-    station = queue.station
-    size = station.fetch_size if station is not None else _RETRY_FETCH_SIZE
-    span = station.span if station is not None else _RETRY_SPAN
+    subscribed = queue.subscribed
+    size = subscribed.fetch_size if subscribed is not None else _RETRY_FETCH_SIZE
+    span = subscribed.span if subscribed is not None else _RETRY_SPAN
     if queue.phase is not Phase.ACTIVE or queue.group.paused or queue.buffered > size // 2:
         return 0
     limit = min(size, queue.window.base + span - queue.fetch_from)
@@ -31,46 +32,45 @@ def room_of(queue: HeldQueue) -> int:
     return max(0, limit)
 
 
-class Intake:
-    """Part of the dispatching thread. `dirty` collects queues whose position may have moved, `counts` what passed."""
+class Prefetcher:
+    """Part of the dispatching thread. `dirty` collects queues whose position may have moved, `counts` what passed.
+
+    `stations` by (group id, topic id).
+    """
 
     def __init__(
         self,
-        schema: str,
-        stations: Sequence[Station],
-        desk: FailureDesk,
-        dirty: set[HeldQueue],
+        instance: UUID,
+        stations: Mapping[tuple[int, int], Station],
+        dirty: set[OwnedQueue],
         counts: Counter[str],
     ) -> None:
-        self._schema = schema
-        self._desk = desk
+        self._instance = instance
+        self._stations = stations
         self._dirty = dirty
         self._counts = counts
-        filtered = [station for station in stations if not station.filter.passes_all]
-        for number, station in enumerate(filtered, start=1):
-            station.filter_number = number
-        self._fetcher = Fetcher(schema, [station.filter for station in filtered])
+        self._fetcher = Fetcher(station.subscribed for station in stations.values())
+        # Retried messages of topics that this process does not subscribe to.
         self._foreign: list[tuple[Item, Row]] = []
 
-    def fetch(self, connection: Connection, held: Iterable[HeldQueue]) -> None:
+    def fetch(self, run: Executor, owned: Iterable[OwnedQueue]) -> None:
         """Fetch for all queues that have room and may have more, in one statement."""
-        wanted = [(queue, room) for queue in held if queue.hungry and (room := room_of(queue)) > 0]
+        wanted = [(queue, room) for queue in owned if queue.hungry and (room := room_of(queue)) > 0]
         if wanted:
-            rows = self._fetcher.fetch(connection, wanted)
+            rows = self._fetcher.fetch(run, wanted)
             start = 0
             for slot, (queue, room) in enumerate(wanted, start=1):
                 end = start
                 while end < len(rows) and rows[end][SLOT] == slot:
                     end += 1
-                self._ingest(queue, rows[start:end])
-                queue.hungry = end - start == room
+                self._ingest(queue, rows[start:end], more=end - start == room)
                 start = end
             if start != len(rows):
                 raise BrokerError("the broker returned fetched messages in another order than was asked for.")
         if self._foreign:
-            self._send_on(connection)
+            self._send_on(run)
 
-    def _ingest(self, queue: HeldQueue, rows: Sequence[Row]) -> None:
+    def _ingest(self, queue: OwnedQueue, rows: Sequence[Row], *, more: bool) -> None:
         """Take the next entries of a queue into its window and its lanes."""
         items: list[Item] = []
         expected, window = queue.fetch_from, queue.window
@@ -88,46 +88,46 @@ class Intake:
         if len(items) < len(rows):
             self._counts["filtered"] += len(rows) - len(items)
             self._dirty.add(queue)
-        if queue.fetch_from < queue.fetched_before:
+        if queue.fetches_again:
             # Again, after a stop: what was finished beyond the stopped message stays so.
             items = [item for item in items if not window.is_finished(item.offset)]
-        queue.fetch_from = expected
-        queue.buffered += len(items)
-        if queue.station is not None:
+        queue.fetched(expected, more=more)
+        queue.buffer(len(items))
+        if queue.subscribed is not None:
             _leave_out_large(items)
-            queue.station.lane.offer(items)
+            self._stations[queue.subscribed.key].lane.offer(items)
         else:
             self._offer_returned(queue, items)
 
-    def _offer_returned(self, queue: HeldQueue, items: Sequence[Item]) -> None:
+    def _offer_returned(self, queue: OwnedQueue, items: Sequence[Item]) -> None:
         """Messages of the retry queue go to the subscription of the topic they were published to."""
         for item in items:
             assert item.row is not None
-            station = queue.group.stations.get(item.row[TOPIC_ID])
+            station = self._stations.get((queue.group.group_id, item.row[TOPIC_ID]))
             if station is not None:
                 _leave_out_large([item])
                 station.retry_lane.offer([item])
             else:
                 self._foreign.append((item, item.row))
 
-    def _send_on(self, connection: Connection) -> None:
+    def _send_on(self, run: Executor) -> None:
         """Retried messages of a topic this process does not subscribe to: another instance of the group may."""
         foreign = [(item, row) for item, row in self._foreign if item.queue.phase is Phase.ACTIVE]
         if foreign:
-            self._desk.send_on(connection, foreign)
+            failures.send_on(run, self._instance, foreign)
         for item, _ in foreign:
-            item.queue.buffered -= 1
+            item.queue.unbuffer()
             self._dirty.add(item.queue)
         self._foreign.clear()
 
-    def load(self, connection: Connection, work: Work) -> None:
+    def load(self, run: Executor, work: Work) -> None:
         """Fill in the messages of a work that are not in memory; those that retention removed leave it.
 
         On an error the work goes back to its lane.
         """
         missing = [item for item in work.items if item.row is None]
         try:
-            rows = load(connection, self._schema, [(item.queue.key[1], item.offset) for item in missing])
+            rows = load(run, [(item.queue.key[1], item.offset) for item in missing])
         except BaseException:
             for item in work.items:
                 item.due = 0.0
@@ -137,10 +137,10 @@ class Intake:
             item.row = rows.get((item.queue.key[1], item.offset))
             if item.shed:
                 item.shed = False
-                item.queue.buffered += 1
+                item.queue.buffer()
             if item.row is None:
                 item.queue.window.finish(item.offset, Outcome.EXPIRED)
-                item.queue.buffered -= 1
+                item.queue.unbuffer()
                 self._dirty.add(item.queue)
         work.expired = [item for item in missing if item.row is None]
         work.items = [item for item in work.items if item.row is not None]

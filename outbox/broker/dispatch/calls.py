@@ -1,0 +1,94 @@
+"""The handler calls that run: started, over, over time, and given up while their threads still run."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+
+from outbox.broker.dispatch.owned_queue import OwnedQueue, Phase
+from outbox.broker.dispatch.station import Station
+from outbox.broker.dispatch.work import Item, Result, Work
+from outbox.errors import HandlerTimedOut
+
+
+class Calls:
+    """Part of the dispatching thread, but for `finished`. `stations` by (group id, topic id)."""
+
+    def __init__(self, stations: Mapping[tuple[int, int], Station]) -> None:
+        self._stations = stations
+        self._running: set[Work] = set()
+        self._stuck: dict[Work, list[Item]] = {}
+        self._finished: deque[Work] = deque()
+
+    def finished(self, work: Work) -> None:
+        """A call is over. The handlers' threads call this."""
+        self._finished.append(work)
+
+    @property
+    def any_running(self) -> bool:
+        """Whether a handler runs that still counts."""
+        return bool(self._running)
+
+    @property
+    def any_counting(self) -> bool:
+        """Whether a handler runs that still counts, or a call is over and not booked."""
+        return bool(self._running or self._finished)
+
+    def deadlines(self) -> list[float]:
+        """When calls that run now will have run too long (time.monotonic)."""
+        return [
+            work.started_at + work.subscribed.subscription.timeout_seconds
+            for work in self._running
+            if work.started_at is not None
+        ]
+
+    def end_of_started(self, queue: OwnedQueue) -> int:
+        """The offset after the highest one of this queue that is in a running call, 0 without one."""
+        started = [item.offset for work in self._running for item in work.items if item.queue is queue]
+        return max(started, default=-1) + 1
+
+    def submit(self, work: Work) -> None:
+        """Call the handler as soon as a thread is free."""
+        for item in work.items:
+            item.queue.started()
+        self._running.add(work)
+        self._stations[work.subscribed.key].pool.submit(work)
+
+    def over(self) -> Iterator[tuple[Work, Sequence[Result]]]:
+        """Calls to be booked with their results: those that are over, then those that ran too long."""
+        while self._finished:
+            work = self._finished.popleft()
+            if work.abandoned:
+                self._returned_late(work)
+                continue
+            self._running.discard(work)
+            self._stations[work.subscribed.key].pool.collected()
+            yield work, work.results
+        for work in self._overdue():
+            self._running.discard(work)
+            self._stations[work.subscribed.key].pool.replace_stuck()
+            error = HandlerTimedOut(f"{work.abandoned}; the attempt counts as failed and its late result is ignored.")
+            yield work, [error] * len(work.items)
+
+    def keep_until_returned(self, work: Work, back: list[Item]) -> None:
+        """One at a time: the next attempt at these waits until the stuck call has returned."""
+        self._stuck[work] = back
+
+    def _overdue(self) -> list[Work]:
+        now = time.monotonic()
+        overdue: list[Work] = []
+        for work in self._running:
+            limit = work.subscribed.subscription.timeout_seconds
+            if work.started_at is not None and now - work.started_at >= limit and not work.results:
+                work.abandoned = f"the handler of group {work.subscribed.group.name!r} ran longer than {limit:g} s"
+                overdue.append(work)
+        return overdue
+
+    def _returned_late(self, work: Work) -> None:
+        """A call that was given up has returned: its result does not count, but its line may go on."""
+        self._stations[work.subscribed.key].pool.unstuck()
+        back = self._stuck.pop(work, None)
+        if back is not None:
+            back = [item for item in back if item.queue.phase in (Phase.ACTIVE, Phase.DRAINING)]
+            work.lane.settle(work.items, back)

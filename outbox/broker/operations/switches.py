@@ -1,0 +1,42 @@
+"""What an operator switches about a consumer group: pause, resume, and the inbox generation."""
+
+from __future__ import annotations
+
+from outbox.broker.database.executor import Executor
+from outbox.broker.database.notify import Channel, notify
+from outbox.broker.database.statement import Statement
+from outbox.broker.groups.registration import unknown_group
+
+_PAUSE = Statement("UPDATE {schema}.consumer_group SET paused = %(paused)s WHERE name = %(name)s RETURNING group_id")
+_RESUME_QUEUES = Statement("""
+UPDATE {schema}.queue_lease SET stopped = NULL WHERE group_id = %(group_id)s AND stopped IS NOT NULL
+""")
+_RAISE_GENERATION = Statement("""
+UPDATE {schema}.consumer_group SET generation = generation + 1 WHERE name = %(name)s RETURNING generation
+""")
+
+
+def pause(run: Executor, group: str) -> None:
+    """Let the group start no more handlers, within a second or so; positions stay. Raises UnknownGroup."""
+    if run.row(_PAUSE, {"name": group, "paused": True}) is None:
+        raise unknown_group(group)
+    notify(run.connection, run.schema, Channel.SHARED)
+
+
+def resume(run: Executor, group: str) -> int:
+    """Undo `pause` and let queues go on that on_error=STOP stopped; returns how many. Raises UnknownGroup."""
+    with run.connection.transaction():
+        row = run.row(_PAUSE, {"name": group, "paused": False})
+        if row is None:
+            raise unknown_group(group)
+        resumed = run.count(_RESUME_QUEUES, {"group_id": row[0]})
+    notify(run.connection, run.schema, Channel.SHARED)
+    return resumed
+
+
+def raise_generation(run: Executor, group: str) -> int:
+    """Start a new inbox generation, so that messages the inbox knows are processed again; returns it."""
+    row = run.row(_RAISE_GENERATION, {"name": group})
+    if row is None:
+        raise unknown_group(group)
+    return int(row[0])
