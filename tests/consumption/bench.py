@@ -17,6 +17,7 @@ from typing import Any
 
 from outbox.broker.consumer.runtime import ConsumeCounts, ConsumerRuntime
 from outbox.broker.database.connection import BrokerDatabase
+from outbox.broker.database.executor import Executor
 from outbox.broker.database.notify import Channel, notify
 from outbox.broker.groups import registration
 from outbox.broker.postgres import PostgresBroker
@@ -95,7 +96,7 @@ class ConsumptionBench:
     def sequence(self) -> None:
         while self._sequencer.run_once(self._sequencer_connection).appended:
             pass
-        notify(self._sequencer_connection, "outbox", Channel.QUEUED)
+        notify(Executor(self._sequencer_connection, "outbox"), Channel.QUEUED)
 
     @contextlib.contextmanager
     def sequencing(self) -> Iterator[None]:

@@ -9,6 +9,7 @@ from typing import Any
 import psycopg
 import pytest
 
+from outbox.broker.database.executor import Executor
 from outbox.broker.dispatch.dispatcher import Dispatcher
 from outbox.broker.dispatch.owned_queue import HeldQueue
 from outbox.broker.dispatch.worker_pool import WorkerPool
@@ -210,4 +211,4 @@ def test_a_pool_whose_threads_were_all_stuck_works_again_when_they_return() -> N
 def test_a_reset_of_a_queue_that_does_not_exist_is_refused(one_queue: ConsumptionBench) -> None:
     registration.register(one_queue.connection, "outbox", Subscription(group="g", topic="orders"))
     with pytest.raises(UsageError, match="topic 'orders' has no queue 7: its queues are 0 to 0"):
-        reset(one_queue.connection, "outbox", "g", "orders", Start.FIRST, number=7)
+        reset(Executor(one_queue.connection, "outbox"), "g", "orders", Start.FIRST, number=7)

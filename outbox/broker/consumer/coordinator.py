@@ -20,6 +20,7 @@ import psycopg
 
 from outbox.broker.consumer import broadcast
 from outbox.broker.database.connection import BrokerConnection, BrokerDatabase, Connection
+from outbox.broker.database.executor import Executor
 from outbox.broker.database.notify import Channel, notify
 from outbox.broker.dispatch.fetch import floors
 from outbox.broker.dispatch.owned_queue import HeldQueue, Phase
@@ -229,7 +230,7 @@ class Keeper:
         self._renew_at = started + self._term / 3
         if first:
             members.forget_the_dead(connection, self._schema)
-            notify(connection, self._schema, Channel.SHARED)
+            notify(Executor(connection, self._schema), Channel.SHARED)
 
     def _give_back(self, connection: Connection) -> None:
         returned = list(self._shared.handed_back)
@@ -240,7 +241,7 @@ class Keeper:
         for lease in returned:
             self._shared.handed_back.popleft()
             self._forget(lease)
-        notify(connection, self._schema, Channel.SHARED)
+        notify(Executor(connection, self._schema), Channel.SHARED)
 
     def _drop_untrusted(self) -> None:
         for lease in [lease for lease in self._held.values() if not lease.trusted()]:
@@ -349,7 +350,7 @@ class Keeper:
                 leases.release(connection, self._schema, self._instance, list(self._held.values()))
                 self._held.clear()
             members.leave(connection, self._schema, self._instance)
-            notify(connection, self._schema, Channel.SHARED)
+            notify(Executor(connection, self._schema), Channel.SHARED)
 
 
 def station_of(group: ConsumingGroup, state: QueueState) -> Station | None:

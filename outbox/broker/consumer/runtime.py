@@ -22,7 +22,7 @@ import psycopg
 
 from outbox.broker.consumer.session import ConsumerSession, ringing
 from outbox.broker.database.connection import BrokerDatabase, Connection
-from outbox.broker.database.notify import backoff_seconds
+from outbox.broker.database.notify import RECONNECT
 from outbox.broker.dispatch.invocation import Caller
 from outbox.broker.dispatch.station import ConsumingGroup, Station
 from outbox.broker.dispatch.work import Work
@@ -89,7 +89,7 @@ class ConsumerRuntime:
             except (psycopg.OperationalError, BrokerUnavailable) as error:
                 failures += 1
                 logger.warning("consuming cannot begin yet, trying again: %s", error)
-                stop.wait(backoff_seconds(failures))
+                stop.wait(RECONNECT.pause_seconds(failures))
         else:
             return
         with ringing(stop, session.bell):

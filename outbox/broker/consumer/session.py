@@ -15,7 +15,8 @@ import psycopg
 from outbox.broker.consumer.bell import Bell
 from outbox.broker.consumer.coordinator import Keeper
 from outbox.broker.database.connection import BrokerDatabase, Connection
-from outbox.broker.database.notify import Announcements, Channel, backoff_seconds, listen
+from outbox.broker.database.executor import Executor
+from outbox.broker.database.notify import RECONNECT, Announcements, Channel, listen
 from outbox.broker.dispatch.dispatcher import Dispatcher
 from outbox.broker.dispatch.station import ConsumingGroup
 from outbox.broker.dispatch.work import Work
@@ -81,8 +82,9 @@ class ConsumerSession:
                 if until():
                     return
                 failures += 1
-                logger.warning("consuming is interrupted, trying again in %.1f s: %s", backoff_seconds(failures), error)
-                self.bell.wait(backoff_seconds(failures))
+                pause = RECONNECT.pause_seconds(failures)
+                logger.warning("consuming is interrupted, trying again in %.1f s: %s", pause, error)
+                self.bell.wait(pause)
                 self.bell.answer()
 
     def finish(self) -> None:
@@ -133,7 +135,7 @@ class ConsumerSession:
             connection = self._database.connect(name="outbox-consumer", direct=listening)
             if listening:
                 self._announcements = Announcements(connection)
-                listen(connection, self._database.schema, Channel.QUEUED, Channel.SHARED)
+                listen(Executor(connection, self._database.schema), Channel.QUEUED, Channel.SHARED)
             # What was announced meanwhile is lost.
             self._queues_grew = True
             self._connection = connection

@@ -13,6 +13,7 @@ import psycopg
 
 from outbox import faults
 from outbox.broker.database.connection import Connection
+from outbox.broker.database.executor import Executor
 from outbox.broker.database.notify import Channel, notify
 from outbox.broker.dispatch.fetch import LOG_ID, MESSAGE_ID, Row
 from outbox.broker.dispatch.owned_queue import Outcome, Phase
@@ -120,7 +121,7 @@ class FailureDesk:
                 leases.stop(connection, self._schema, self._instance, failed.item.queue.lease, reason)
         if any(judgement.verdict is Verdict.SEND_BACK for _, judgement in judged):
             # The sequencer knows when the next scheduled message was due before this one.
-            notify(connection, self._schema, Channel.DECIDED)
+            notify(Executor(connection, self._schema), Channel.DECIDED)
         return kept
 
     def _conclude(self, failed: Failed, judgement: Judgement) -> list[Item]:

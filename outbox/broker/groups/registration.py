@@ -10,6 +10,7 @@ from uuid import UUID
 
 from outbox.broker.database.arrays import bigints, cursor_on, integers
 from outbox.broker.database.connection import Connection
+from outbox.broker.database.executor import Executor
 from outbox.broker.database.notify import Channel, notify
 from outbox.broker.database.statement import Statement
 from outbox.broker.dispatch.fetch import heads
@@ -204,7 +205,7 @@ def pause(connection: Connection, schema: str, group: str) -> None:
     """Let the group start no more handlers, within a second or so; positions stay. Raises UnknownGroup."""
     if cursor_on(connection).execute(_PAUSE.on(schema), {"name": group, "paused": True}).fetchone() is None:
         raise _unknown(group)
-    notify(connection, schema, Channel.SHARED)
+    notify(Executor(connection, schema), Channel.SHARED)
 
 
 def resume(connection: Connection, schema: str, group: str) -> int:
@@ -214,7 +215,7 @@ def resume(connection: Connection, schema: str, group: str) -> int:
         if row is None:
             raise _unknown(group)
         resumed = cursor.execute(_RESUME_QUEUES.on(schema), {"group_id": row[0]}).rowcount
-    notify(connection, schema, Channel.SHARED)
+    notify(Executor(connection, schema), Channel.SHARED)
     return resumed
 
 

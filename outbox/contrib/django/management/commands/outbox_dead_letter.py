@@ -7,6 +7,7 @@ from uuid import UUID
 
 from django.core.management.base import CommandError, CommandParser
 
+from outbox.broker.database.executor import Executor
 from outbox.broker.groups.registration import group_id_of
 from outbox.broker.operations.dead_letters import failed_attempts, list_dead_letters
 from outbox.contrib.django.broker import broker_connection
@@ -52,12 +53,15 @@ class Command(OutboxCommand):
             if options["group"]:
                 group_id_of(connection, schema, options["group"])
             letters = list_dead_letters(
-                connection, schema, options["group"], replayed=options["replayed"], limit=options["limit"]
+                Executor(connection, schema), options["group"], replayed=options["replayed"], limit=options["limit"]
             )
             if options["json"]:
                 self.print_json(
                     [
-                        {"letter": item, "failures": failed_attempts(connection, schema, item.group, item.message_id)}
+                        {
+                            "letter": item,
+                            "failures": failed_attempts(Executor(connection, schema), item.group, item.message_id),
+                        }
                         for item in letters
                     ]
                 )

@@ -9,6 +9,7 @@ from typing import Any
 
 from django.core.management.base import CommandParser
 
+from outbox.broker.database.executor import Executor
 from outbox.broker.groups.registration import group_id_of, list_queues, pause, resume
 from outbox.broker.operations.reset import reset
 from outbox.contrib.django.broker import broker_connection
@@ -89,8 +90,7 @@ class Command(OutboxCommand):
     def _reset(self, options: dict[str, Any]) -> None:
         with broker_connection() as (connection, schema):
             moves = reset(
-                connection,
-                schema,
+                Executor(connection, schema),
                 options["group"],
                 options["topic"],
                 _target(options),
