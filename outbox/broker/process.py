@@ -12,20 +12,21 @@ from uuid import UUID, uuid4
 
 import psycopg
 
+from outbox.backoff import Backoff
 from outbox.broker.database import notify, timeouts
-from outbox.broker.database.connection import BrokerDatabase, Connection
+from outbox.broker.database.connection import BrokerDatabase
+from outbox.broker.database.executor import Executor
 from outbox.broker.database.notify import Announcements, Channel
-from outbox.broker.maintenance import retention
+from outbox.broker.maintenance.service import MaintenanceService
 from outbox.broker.schema.install import check_schema
 from outbox.broker.sequencer.leader import DEFAULT_TERM_SECONDS, LeaderLease
 from outbox.broker.sequencer.sequencer import Sequencer, TickCounts
-from outbox.broker.transaction import checks
 from outbox.errors import BrokerUnavailable, SchemaError
 from outbox.transaction import CheckSettings
 
 logger = logging.getLogger(__name__)
 
-_BACKOFF_SECONDS: Final = (0.1, 0.2, 0.5, 1.0, 2.0)
+_BACKOFF: Final = Backoff(first_seconds=0.1, longest_seconds=2.0, healthy_seconds=2.0)
 # How often a waiting process looks at its stop event; it does not query the database for that.
 _STOP_SECONDS: Final = 0.2
 
@@ -63,8 +64,8 @@ def run_broker(database: BrokerDatabase, stop: threading.Event, *, settings: Pro
             problem = f"{type(error).__name__}: {error}"
         else:
             continue
-        failures = 1 if time.monotonic() - started > _BACKOFF_SECONDS[-1] else failures + 1
-        pause = _BACKOFF_SECONDS[min(failures, len(_BACKOFF_SECONDS)) - 1]
+        failures = _BACKOFF.failures_in_a_row(failures, ran_seconds=time.monotonic() - started)
+        pause = _BACKOFF.pause_seconds(failures)
         logger.warning("sequencing is interrupted, trying again in %.1f s: %s", pause, problem)
         stop.wait(pause)
 
@@ -73,10 +74,11 @@ def _serve(database: BrokerDatabase, stop: threading.Event, owner: UUID, setting
     with contextlib.closing(database.open(name="outbox-broker", direct=True)) as connection:
         if timeouts.lasts(database):
             timeouts.lift_for_session(connection)
+        run = Executor(connection, database.schema)
         check_schema(connection, database.schema)
         announcements = Announcements(connection)
         if database.listen_conninfo != "":
-            notify.listen(connection, database.schema, Channel.DECIDED)
+            notify.listen(run, Channel.DECIDED)
         lease = LeaderLease(database.schema, owner, term_seconds=settings.lease_term_seconds)
         sequencer = Sequencer(database, owner, check=settings.check)
         logger.info("broker process for schema %r is ready", database.schema)
@@ -86,29 +88,28 @@ def _serve(database: BrokerDatabase, stop: threading.Event, owner: UUID, setting
                 stop.wait(min(remaining, settings.poll_seconds))
                 announcements.wait(0)
                 continue
-            with _Maintenance(database, settings):
-                _lead(database, connection, stop, lease, sequencer, announcements, settings)
+            with MaintenanceService(database, settings.check, every_seconds=settings.maintenance_seconds):
+                _lead(run, stop, lease, sequencer, announcements, settings)
         lease.release(connection)
 
 
 def _lead(
-    database: BrokerDatabase,
-    connection: Connection,
+    run: Executor,
     stop: threading.Event,
     lease: LeaderLease,
     sequencer: Sequencer,
     announcements: Announcements,
     settings: ProcessSettings,
 ) -> None:
-    logger.info("leading the broker in schema %r", database.schema)
+    logger.info("leading the broker in schema %r", run.schema)
     while not stop.is_set():
-        if lease.hold(connection):
+        if lease.hold(run.connection):
             logger.warning("another process leads now")
             return
         started = time.monotonic()
-        counts = sequencer.run_once(connection)
+        counts = sequencer.run_once(run.connection)
         if counts.appended:
-            notify.notify(connection, database.schema, Channel.QUEUED)
+            notify.notify(run, Channel.QUEUED)
         if counts.more:
             continue
         if counts.ticked:
@@ -135,40 +136,3 @@ def _wait(announcements: Announcements, stop: threading.Event, seconds: float) -
         remaining = until - time.monotonic()
         if announcements.wait(max(0.0, min(remaining, _STOP_SECONDS))) or remaining <= _STOP_SECONDS:
             return
-
-
-class _Maintenance:
-    """Retention and the half scan beside the sequencer, on a connection and thread of their own while leading."""
-
-    def __init__(self, database: BrokerDatabase, settings: ProcessSettings) -> None:
-        self._database = database
-        self._settings = settings
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="outbox-maintenance", daemon=True)
-
-    def __enter__(self) -> None:
-        self._thread.start()
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        self._thread.join(timeout=5)
-
-    def _clean(self, connection: Connection) -> bool:
-        """One pass of retention; whether more is left. It has a statement per queue: lifted once for all of them."""
-        if timeouts.lasts(self._database):
-            timeouts.lift_for_session(connection)
-            return retention.run_once(connection, self._database.schema).more
-        with timeouts.lifted(connection):
-            return retention.run_once(connection, self._database.schema).more
-
-    def _run(self) -> None:
-        while not self._ended.wait(self._settings.maintenance_seconds):
-            try:
-                with contextlib.closing(self._database.open(name="outbox-maintenance", direct=True)) as connection:
-                    checks.scan(connection, self._database.schema, settings=self._settings.check)
-                    while self._clean(connection) and not self._ended.is_set():
-                        pass
-            except (psycopg.Error, BrokerUnavailable) as error:
-                logger.warning("maintenance comes again in %.0f s: %s", self._settings.maintenance_seconds, error)
-            except Exception:
-                logger.exception("maintenance failed")

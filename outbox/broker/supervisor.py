@@ -18,6 +18,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from outbox.backoff import Backoff
+
 logger = logging.getLogger(__name__)
 
 PARENT_VARIABLE: Final = "OUTBOX_PARENT_PID"
@@ -33,28 +35,15 @@ class ChildSpec:
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Backoff:
-    """How long to wait before a restart, in seconds.
-
-    Doubles from `first_seconds` to `longest_seconds`, and starts over after a child ran `healthy_seconds`.
-    """
-
-    first_seconds: float = 0.2
-    longest_seconds: float = 30.0
-    healthy_seconds: float = 10.0
-
-    def delay(self, failures: int) -> float:
-        """The wait after this many failures in a row (from 1)."""
-        return float(min(self.longest_seconds, self.first_seconds * 2 ** min(failures - 1, 30)))
+# The pause before a restart starts over after a child ran for 10 s.
+RESTART: Final = Backoff(first_seconds=0.2, longest_seconds=30.0, healthy_seconds=10.0)
 
 
 class Supervisor:
     """Runs children until `stop`. One thread per child waits for it and restarts it."""
 
-    def __init__(self, children: Sequence[ChildSpec], *, backoff: Backoff | None = None) -> None:
-        self._specs = children
-        self._backoff = backoff or Backoff()
+    def __init__(self, children: Sequence[ChildSpec], *, backoff: Backoff = RESTART) -> None:
+        self._backoff = backoff
         self._stopping = threading.Event()
         self._lock = threading.Lock()
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
@@ -100,8 +89,8 @@ class Supervisor:
             code = self._run(spec)
             if self._stopping.is_set():
                 return
-            failures = 1 if time.monotonic() - started >= self._backoff.healthy_seconds else failures + 1
-            delay = self._backoff.delay(failures)
+            failures = self._backoff.failures_in_a_row(failures, ran_seconds=time.monotonic() - started)
+            delay = self._backoff.pause_seconds(failures)
             logger.warning("child %s ended (%s), restart in %.1f s", spec.name, _how(code), delay)
             self._stopping.wait(delay)
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from outbox.broker.database.connection import BrokerConnection, BrokerDatabase
+from outbox.broker.database.executor import Executor
 from outbox.broker.log.topics import declare_topics
 from outbox.broker.postgres import PostgresBroker
 from tests.broker.support import TOPICS
@@ -18,7 +19,7 @@ def database(broker_url: str) -> BrokerDatabase:
     """An empty broker with the topics of tests.broker.support."""
     database = BrokerDatabase(broker_url)
     with contextlib.closing(database.open(name="setup")) as connection:
-        declare_topics(connection, database.schema, TOPICS)
+        declare_topics(Executor(connection, database.schema), TOPICS)
     return database
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import psycopg
 
+from outbox.broker.database.executor import Executor
 from outbox.broker.operations.status import broker_status
 from tests.broker.support import assert_gapless
 from tests.broker.version_0_1 import Processes
@@ -60,4 +61,4 @@ def assert_promise_kept(connection: psycopg.Connection[tuple[int]]) -> None:
     doubled = "SELECT count(*) FROM (SELECT log_id FROM outbox.consume_queue GROUP BY log_id HAVING count(*) > 1) d"
     assert count(connection, doubled) == 0
     assert_gapless(connection)
-    assert broker_status(connection).problems == []
+    assert broker_status(Executor(connection, "outbox")).problems == []

@@ -12,6 +12,7 @@ from uuid import UUID
 import pytest
 
 from outbox.broker.database.connection import BrokerConnection, BrokerDatabase
+from outbox.broker.database.executor import Executor
 from outbox.broker.log import incidents
 from outbox.broker.postgres import PostgresBroker
 from outbox.broker.transaction import checks, half_scan
@@ -117,7 +118,7 @@ def test_decided_transactions_are_not_checked_and_dropped_lazily(
     for one in (before, after, undecided):
         at_once.send_half(one)
     at_once.end([end(before.transaction_id)])
-    checks.scan(connection, "outbox", settings=NOW)
+    checks.scan(Executor(connection, "outbox"), settings=NOW)
     assert connection.execute("SELECT count(*) FROM outbox.pending_check").fetchone() == (2,)
     at_once.end([end(after.transaction_id)])
     assert [check.transaction_id for check in at_once.claim_checks("shop")] == [undecided.transaction_id]
@@ -130,7 +131,7 @@ def test_a_batch_of_decided_ones_does_not_hide_an_undecided_one(
     halves = [half() for _ in range(25)]
     for one in halves:
         at_once.send_half(one)
-    checks.scan(connection, "outbox", settings=NOW)
+    checks.scan(Executor(connection, "outbox"), settings=NOW)
     at_once.end([end(one.transaction_id) for one in halves[:-1]])
     assert [check.transaction_id for check in at_once.claim_checks("shop", limit=5)] == [halves[-1].transaction_id]
 
@@ -157,13 +158,13 @@ def test_limits_lead_to_parking_and_a_late_end_still_decides(
         assert check.checks == number
         assert at_once.report_answers("shop", _answers([check], UNKNOWN, detail=f"no {number}")) == [None]
     assert at_once.claim_checks("shop") == []
-    [incident] = incidents.recent(connection, "outbox")
+    [incident] = incidents.recent(Executor(connection, "outbox"))
     assert (incident.kind, incident.subject) == ("parked", str(one.transaction_id))
     assert connection.execute("SELECT count(*) FROM outbox.check_history").fetchone() == (15,)
     assert at_once.end([end(one.transaction_id)]) == [EndStatus.APPLIED]
     drain(new_sequencer(database), connection)
     assert queued_ids(connection) == [one.transaction_id]
-    checks.scan(connection, "outbox", settings=NOW)
+    checks.scan(Executor(connection, "outbox"), settings=NOW)
     assert connection.execute("SELECT count(*) FROM outbox.pending_check").fetchone() == (0,)
 
 
@@ -210,7 +211,7 @@ def test_an_alarm_leaves_an_incident(at_once: PostgresBroker, connection: Broker
         transaction_id=one.transaction_id, decision=UNKNOWN, counts=False, alarm=True, detail="another ledger"
     )
     at_once.report_answers("shop", [answer])
-    [incident] = incidents.recent(connection, "outbox")
+    [incident] = incidents.recent(Executor(connection, "outbox"))
     assert (incident.kind, incident.detail) == ("alarm", "another ledger")
 
 
@@ -223,16 +224,16 @@ def test_the_scan_never_forgets_a_late_commit_and_never_moves_twice(
     late, others = half(), [half() for _ in range(40)]
     with database.connect() as open_elsewhere:
         open_elsewhere.execute("BEGIN")
-        commit_log.append_half(open_elsewhere, "outbox", TopicCatalog(), late)
+        commit_log.append_half(Executor(open_elsewhere, "outbox"), TopicCatalog(), late)
         for one in others:
             broker.send_half(one)
         moved = 0
-        while (counts := half_scan.scan_halves(connection, "outbox", immunity_seconds=6, batch=7)).more:
+        while (counts := half_scan.scan_halves(Executor(connection, "outbox"), immunity_seconds=6, batch=7)).more:
             moved += counts.moved
         assert moved + counts.moved == 40, "an open transaction delays only itself"
         open_elsewhere.execute("COMMIT")
-    assert half_scan.scan_halves(connection, "outbox", immunity_seconds=6).moved == 1
-    assert half_scan.scan_halves(connection, "outbox", immunity_seconds=6) == half_scan.ScanCounts()
+    assert half_scan.scan_halves(Executor(connection, "outbox"), immunity_seconds=6).moved == 1
+    assert half_scan.scan_halves(Executor(connection, "outbox"), immunity_seconds=6) == half_scan.ScanCounts()
     assert _pending(connection) == {one.transaction_id for one in (late, *others)}
 
 
@@ -244,10 +245,10 @@ def test_concurrent_scans(broker: PostgresBroker, database: BrokerDatabase, conn
     def scan() -> None:
         with database.connect() as own:
             for _ in range(10):
-                half_scan.scan_halves(own, "outbox", immunity_seconds=6, batch=9)
+                half_scan.scan_halves(Executor(own, "outbox"), immunity_seconds=6, batch=9)
 
     in_threads([scan] * 4)
-    checks.scan(connection, "outbox", settings=NOW)
+    checks.scan(Executor(connection, "outbox"), settings=NOW)
     assert _pending(connection) == {one.transaction_id for one in halves}
 
 
@@ -263,8 +264,8 @@ def test_a_scan_that_gives_way_says_that_more_may_be_left(
 
     with database.connect() as first, database.connect() as second, ThreadPoolExecutor(1) as pool:
         first.execute("BEGIN")
-        half_scan.scan_halves(first, "outbox", immunity_seconds=6)
-        later = pool.submit(half_scan.scan_halves, second, "outbox", immunity_seconds=6)
+        half_scan.scan_halves(Executor(first, "outbox"), immunity_seconds=6)
+        later = pool.submit(half_scan.scan_halves, Executor(second, "outbox"), immunity_seconds=6)
         eventually(blocked, within_seconds=10, what="the second scan waits for the first")
         first.execute("COMMIT")
         assert later.result(20).more

@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from outbox.broker.database.connection import BrokerConnection, BrokerDatabase
+from outbox.broker.database.executor import Executor
 from outbox.broker.log import commit_log, incidents
 from outbox.broker.log.topics import TopicCatalog
 from outbox.broker.postgres import PostgresBroker
@@ -32,8 +33,10 @@ def test_the_first_decision_stands_and_a_contradiction_is_reported(
     broker.send_half(one)
     statuses = [broker.end([end(one.transaction_id, decision)])[0] for decision in (COMMIT, COMMIT, ROLLBACK)]
     assert statuses == [EndStatus.APPLIED, EndStatus.REPEATED, EndStatus.CONTRADICTED]
-    assert decisions.standing_decisions(connection, "outbox", [one.transaction_id]) == {one.transaction_id: COMMIT}
-    [incident] = incidents.recent(connection, "outbox")
+    assert decisions.standing_decisions(Executor(connection, "outbox"), [one.transaction_id]) == {
+        one.transaction_id: COMMIT
+    }
+    [incident] = incidents.recent(Executor(connection, "outbox"))
     assert (incident.kind, incident.subject) == ("contradicted", str(one.transaction_id))
 
 
@@ -51,8 +54,8 @@ def test_an_end_for_an_unknown_transaction_or_of_another_group_is_refused(
     broker.send_half(one)
     ends = [end(uuid7()), end(one.transaction_id, group="other"), end(plain.message_id)]
     assert broker.end(ends) == [EndStatus.REFUSED] * 3
-    assert {incident.kind for incident in incidents.recent(connection, "outbox")} == {"refused"}
-    assert "belongs to group 'shop'" in " ".join(one.detail for one in incidents.recent(connection, "outbox"))
+    assert {incident.kind for incident in incidents.recent(Executor(connection, "outbox"))} == {"refused"}
+    assert "belongs to group 'shop'" in " ".join(one.detail for one in incidents.recent(Executor(connection, "outbox")))
     assert broker.end([end(one.transaction_id)]) == [EndStatus.APPLIED]
 
 
@@ -76,13 +79,13 @@ def test_racing_decisions_of_two_connections(database: BrokerDatabase, connectio
             start.wait()
             for first in range(0, 60, 6):
                 batch = ends[first : first + 6]
-                found = decisions.record_ends(own, "outbox", batch)
+                found = decisions.record_ends(Executor(own, "outbox"), batch)
                 statuses |= dict(zip((one.transaction_id for one in batch), found, strict=True))
         return [statuses[one.transaction_id] for one in halves]
 
     committed, rolled_back = in_threads([partial(report, COMMIT, 1), partial(report, ROLLBACK, 2)])
     assert isinstance(committed, list) and isinstance(rolled_back, list)
-    standing = decisions.standing_decisions(connection, "outbox", [one.transaction_id for one in halves])
+    standing = decisions.standing_decisions(Executor(connection, "outbox"), [one.transaction_id for one in halves])
     for one, first, second in zip(halves, committed, rolled_back, strict=True):
         assert {first, second} == {EndStatus.APPLIED, EndStatus.CONTRADICTED}
         assert standing[one.transaction_id] is (COMMIT if first is EndStatus.APPLIED else ROLLBACK)
@@ -156,7 +159,7 @@ def test_concurrent_resends_of_one_call(database: BrokerDatabase, connection: Br
 
     def send() -> list[int | None]:
         with contextlib.closing(database.connect()) as own:
-            return [receipt.position for receipt in commit_log.append_decided(own, "outbox", catalog, batch)]
+            return [receipt.position for receipt in commit_log.append_decided(Executor(own, "outbox"), catalog, batch)]
 
     results = in_threads([send] * 6)
     assert all(result == results[0] for result in results)
@@ -181,12 +184,12 @@ def test_the_atomic_path_shares_the_fate_of_the_local_transaction(
     kept, lost, inner = message(), message(), message()
     with contextlib.closing(database.connect()) as application:
         with application.transaction():
-            commit_log.append_decided(application, "outbox", catalog, [kept], producer_group="shop")
+            commit_log.append_decided(Executor(application, "outbox"), catalog, [kept], producer_group="shop")
             with contextlib.suppress(ZeroDivisionError), application.transaction():
-                commit_log.append_decided(application, "outbox", catalog, [inner])
+                commit_log.append_decided(Executor(application, "outbox"), catalog, [inner])
                 raise ZeroDivisionError
         with contextlib.suppress(ZeroDivisionError), application.transaction():
-            commit_log.append_decided(application, "outbox", catalog, [lost])
+            commit_log.append_decided(Executor(application, "outbox"), catalog, [lost])
             raise ZeroDivisionError
     drain(new_sequencer(database), connection)
     assert queued_ids(connection) == [kept.message_id]

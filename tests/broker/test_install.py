@@ -10,6 +10,7 @@ import psycopg
 import pytest
 
 from outbox.broker.database.connection import BrokerDatabase
+from outbox.broker.database.executor import Executor
 from outbox.broker.log.topics import declare_topics
 from outbox.broker.postgres import PostgresBroker
 from outbox.broker.schema.install import SCHEMA_VERSION, check_schema, install
@@ -38,7 +39,7 @@ def test_two_brokers_in_one_database(new_database: Callable[..., str]) -> None:
     for database in databases:
         with contextlib.closing(database.open()) as connection:
             install(connection, database.schema)
-            declare_topics(connection, database.schema, TOPICS)
+            declare_topics(Executor(connection, database.schema), TOPICS)
     for database, count in zip(databases, (1, 2), strict=True):
         broker = PostgresBroker(database)
         broker.send([message() for _ in range(count)])
@@ -91,7 +92,7 @@ def test_declaring_topics_is_idempotent_and_safe_at_once(broker_url: str) -> Non
 
     def declare(number: int) -> None:
         with contextlib.closing(database.open()) as connection:
-            declare_topics(connection, "outbox", TOPICS if number % 2 else TOPICS[::-1])
+            declare_topics(Executor(connection, "outbox"), TOPICS if number % 2 else TOPICS[::-1])
 
     in_threads([partial(declare, number) for number in range(6)])
     with contextlib.closing(database.open()) as connection:

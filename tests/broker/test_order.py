@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outbox.broker.database.connection import BrokerConnection, BrokerDatabase
+from outbox.broker.database.executor import Executor
 from outbox.broker.log.commit_log import append_decided
 from outbox.broker.log.topics import TopicCatalog
 from outbox.broker.postgres import PostgresBroker
@@ -122,8 +123,8 @@ def test_a_cut_backlog_keeps_the_order_of_local_commits_on_the_atomic_path(
     with contextlib.closing(database.open()) as early:
         with early.transaction():
             early.execute("SELECT pg_current_xact_id()")
-            append_decided(connection, database.schema, catalog, [first])
-            append_decided(early, database.schema, catalog, [second])
+            append_decided(Executor(connection, database.schema), catalog, [first])
+            append_decided(Executor(early, database.schema), catalog, [second])
     broker.send([message() for _ in range(3)])
     sequencer = new_sequencer(database, batch=1)
     sequencer.run_once(connection)

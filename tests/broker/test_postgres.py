@@ -15,7 +15,8 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from outbox.broker import embedded
-from outbox.broker.database.connection import BrokerConnection, BrokerDatabase, identity
+from outbox.broker.database.connection import BrokerConnection, BrokerDatabase, reached_server
+from outbox.broker.database.executor import Executor
 from outbox.broker.log import commit_log
 from outbox.broker.log.topics import TopicCatalog, declare_topics
 from outbox.broker.postgres import PostgresBroker
@@ -54,7 +55,7 @@ def test_an_unknown_topic_names_the_nearest(broker: PostgresBroker) -> None:
 
 def test_a_topic_declared_later_is_found(broker: PostgresBroker, connection: BrokerConnection) -> None:
     broker.send([message()])
-    declare_topics(connection, "outbox", [Topic(name="new")])
+    declare_topics(Executor(connection, "outbox"), [Topic(name="new")])
     assert broker.send([message("new")])[0].position is not None
 
 
@@ -63,9 +64,9 @@ def test_unknown_topics_are_created_where_that_is_allowed(
 ) -> None:
     catalog = TopicCatalog(auto_create=True)
     with contextlib.suppress(ZeroDivisionError), connection.transaction():
-        commit_log.append_decided(connection, "outbox", catalog, [message("fresh")])
+        commit_log.append_decided(Executor(connection, "outbox"), catalog, [message("fresh")])
         raise ZeroDivisionError
-    commit_log.append_decided(connection, "outbox", catalog, [message("fresh")])
+    commit_log.append_decided(Executor(connection, "outbox"), catalog, [message("fresh")])
     drain(new_sequencer(database), connection)
     assert len(queued_ids(connection, "fresh")) == 1
 
@@ -231,7 +232,7 @@ def own_server() -> Iterator[tuple[Path, str]]:
         url = embedded.start(data, settings={"max_connections": "40"})
         with contextlib.closing(BrokerDatabase(url).open()) as connection:
             install(connection)
-            declare_topics(connection, "outbox", TOPICS)
+            declare_topics(Executor(connection, "outbox"), TOPICS)
         yield data, url
         embedded.stop(data)
 
@@ -284,7 +285,7 @@ def _alive(data: Path) -> bool:
 
 def test_identity_tells_databases_apart(database: BrokerDatabase, server_url: str) -> None:
     with database.connect() as one, database.connect() as same, BrokerDatabase(server_url).connect() as other:
-        assert identity(one) == identity(same) != identity(other)
+        assert reached_server(one) == reached_server(same) != reached_server(other)
 
 
 def test_every_send_is_one_round_trip_and_one_statement(database: BrokerDatabase, connection: BrokerConnection) -> None:
@@ -298,9 +299,9 @@ def test_every_send_is_one_round_trip_and_one_statement(database: BrokerDatabase
             action()
         return recorded.round_trips, recorded.statements
 
-    single = lambda: commit_log.append_decided(connection, "outbox", catalog, [message()])  # noqa: E731
-    bulk = lambda: commit_log.append_decided(connection, "outbox", catalog, [message() for _ in range(500)])  # noqa: E731
-    one_half = lambda: commit_log.append_half(connection, "outbox", catalog, half())  # noqa: E731
+    single = lambda: commit_log.append_decided(Executor(connection, "outbox"), catalog, [message()])  # noqa: E731
+    bulk = lambda: commit_log.append_decided(Executor(connection, "outbox"), catalog, [message() for _ in range(500)])  # noqa: E731
+    one_half = lambda: commit_log.append_half(Executor(connection, "outbox"), catalog, half())  # noqa: E731
     assert [cost(action) for action in (single, bulk, one_half)] == [(1, 1)] * 3
 
 

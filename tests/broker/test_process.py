@@ -16,7 +16,8 @@ import pytest
 
 from outbox.broker import embedded
 from outbox.broker.database.connection import BrokerConnection, BrokerDatabase
-from outbox.broker.database.notify import Channel, Listener, Notifier
+from outbox.broker.database.executor import Executor
+from outbox.broker.database.notify import Announcements, Channel, Notifier, listen
 from outbox.broker.log import commit_log
 from outbox.broker.log.topics import TopicCatalog, declare_topics
 from outbox.broker.postgres import PostgresBroker
@@ -32,15 +33,20 @@ def _all_queued(connection: BrokerConnection, sent: list[object]) -> Callable[[]
     return lambda: sorted(queued_ids(connection)) == sorted(sent)  # type: ignore[type-var]
 
 
+@contextlib.contextmanager
+def listening(database: BrokerDatabase, channel: Channel) -> Iterator[Announcements]:
+    with database.connect(name="outbox-test") as connection:
+        listen(Executor(connection, database.schema), channel)
+        yield Announcements(connection)
+
+
 def test_the_process_sequences_and_announces(
     broker: PostgresBroker, database: BrokerDatabase, connection: BrokerConnection
 ) -> None:
-    listener = Listener(database, (Channel.QUEUED,))
-    with process(database):
+    with listening(database, Channel.QUEUED) as announcements, process(database):
         [receipt] = broker.send([message()])
         eventually(lambda: queued_ids(connection) == [receipt.message_id])
-        eventually(lambda: listener.wait(Channel.QUEUED, 1))
-    listener.close()
+        eventually(lambda: announcements.wait(1))
 
 
 @pytest.mark.parametrize("listen", ["", None])
@@ -51,7 +57,7 @@ def test_a_lost_notification_is_made_up_for_by_polling(
     with process(deaf):
         eventually(lambda: _leader(connection))
         # Stored without any announcement.
-        [receipt] = commit_log.append_decided(connection, "outbox", TopicCatalog(), [message()])
+        [receipt] = commit_log.append_decided(Executor(connection, "outbox"), TopicCatalog(), [message()])
         eventually(lambda: queued_ids(connection) == [receipt.message_id], within_seconds=5)
 
 
@@ -64,7 +70,7 @@ def _leader(connection: BrokerConnection) -> object:
 
 _CHILD = """
 import sys, threading
-from outbox.broker.database import BrokerDatabase
+from outbox.broker.database.connection import BrokerDatabase
 from outbox.broker.process import run_broker
 run_broker(BrokerDatabase(sys.argv[1]), threading.Event())
 """
@@ -126,9 +132,7 @@ def test_a_lease_is_exclusive_renewed_and_fenced(database: BrokerDatabase, conne
     assert first.hold(connection) == 0.0
     remaining = second.hold(connection)
     assert 0 < remaining <= 0.5
-    assert first.is_trusted and not second.is_trusted
     assert eventually(lambda: second.hold(connection) == 0.0, within_seconds=3)
-    assert not first.is_trusted
     assert first.hold(connection) > 0
     assert connection.execute("SELECT epoch FROM outbox.leader_lease").fetchone() == (2,)
 
@@ -154,7 +158,7 @@ def test_the_process_resumes_after_an_immediate_server_restart() -> None:
         database = BrokerDatabase(embedded.start(data, settings={"max_connections": "40"}))
         with contextlib.closing(database.open()) as connection:
             install(connection)
-            declare_topics(connection, "outbox", TOPICS)
+            declare_topics(Executor(connection, "outbox"), TOPICS)
         broker = PostgresBroker(database)
         with process(database):
             sent: list[object] = [broker.send([message()])[0].message_id]
@@ -217,25 +221,11 @@ def _round_trips(folder: Path) -> int:
 
 
 def test_a_burst_of_announcements_becomes_few(database: BrokerDatabase) -> None:
-    listener, notifier = Listener(database), Notifier(database)
-    listener.wait(Channel.DECIDED, 2)
-    for _ in range(1000):
-        notifier.notify()
-    eventually(lambda: listener.wait(Channel.DECIDED, 1))
-    notifier.close()
-    listener.close()
-    assert not listener.wait(Channel.DECIDED, 0)
-
-
-def test_a_listener_reconnects_and_lets_everybody_look_again(
-    database: BrokerDatabase, connection: BrokerConnection
-) -> None:
-    listener = Listener(database)
-    eventually(lambda: listener.wait(Channel.QUEUED, 1))
-    assert not listener.wait(Channel.QUEUED, 0.05)
-    connection.execute(
-        "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
-        " WHERE application_name = 'outbox-listener' AND datname = current_database()"
-    )
-    assert eventually(lambda: listener.wait(Channel.QUEUED, 1))
-    listener.close()
+    with listening(database, Channel.DECIDED) as announcements:
+        notifier = Notifier(database)
+        for _ in range(1000):
+            notifier.notify()
+        eventually(lambda: announcements.wait(1))
+        notifier.close()
+        announcements.wait(0)
+        assert not announcements.wait(0)

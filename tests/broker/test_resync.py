@@ -17,6 +17,7 @@ from psycopg.conninfo import make_conninfo
 from psycopg.rows import TupleRow
 
 from outbox.broker.database.connection import BrokerConnection, BrokerDatabase
+from outbox.broker.database.executor import Executor
 from outbox.broker.log import commit_log
 from outbox.broker.log.topics import TopicCatalog
 from outbox.broker.operations.status import broker_status
@@ -54,7 +55,7 @@ LATE = {
 def _publish(connection: psycopg.Connection[TupleRow], one: Message, *, savepoint: bool) -> None:
     if savepoint:
         connection.execute("SAVEPOINT inner_block")
-    commit_log.append_decided(connection, "outbox", TopicCatalog(), [one])
+    commit_log.append_decided(Executor(connection, "outbox"), TopicCatalog(), [one])
     if savepoint:
         connection.execute("RELEASE inner_block")
 
@@ -118,7 +119,7 @@ def test_what_commits_after_a_resynchronisation_is_delivered_once(
     assert sorted(queued_ids(connection)) == sorted(one.message_id for one in [*others, late])
     assert _incarnation(connection) == 2, "once"
     assert_gapless(connection)
-    assert [text for text in broker_status(connection).problems if "sequences" not in text] == []
+    assert [text for text in broker_status(Executor(connection, "outbox")).problems if "sequences" not in text] == []
 
 
 def test_the_status_names_what_is_open_since_before(
@@ -129,11 +130,11 @@ def test_the_status_names_what_is_open_since_before(
         _open(database, LATE["read committed, publishes before"], late[0]) as finish_session,
         _open(database, LATE["prepared before"], late[1]) as finish_prepared,
     ):
-        assert broker_status(connection).open_since_resync == []
+        assert broker_status(Executor(connection, "outbox")).open_since_resync == []
         connection.execute(FAILOVER.encode())
         drain(new_sequencer(database), connection)
         with _open(database, LATE["read committed, publishes before"], late[2]):
-            found = {one.who: one for one in broker_status(connection).open_since_resync}
+            found = {one.who: one for one in broker_status(Executor(connection, "outbox")).open_since_resync}
             row = connection.execute(
                 "SELECT 'session ' || min(pid) FROM pg_stat_activity WHERE application_name = 'batch-job'"
                 " AND datname = current_database() AND xact_start < (SELECT max(at) FROM outbox.resync)"
@@ -144,10 +145,10 @@ def test_the_status_names_what_is_open_since_before(
         session = found[row[0]]
         assert (session.application, session.state) == ("batch-job", "idle in transaction")
         assert session.age_seconds is not None and found[prepared].age_seconds is not None
-        assert any(prepared in text for text in broker_status(connection).problems)
+        assert any(prepared in text for text in broker_status(Executor(connection, "outbox")).problems)
         finish_session()
         finish_prepared()
-    assert broker_status(connection).open_since_resync == []
+    assert broker_status(Executor(connection, "outbox")).open_since_resync == []
 
 
 @pytest.mark.parametrize("isolation", ["read committed", "repeatable read"])
@@ -178,8 +179,8 @@ def _resyncing(database: BrokerDatabase, seed: int) -> Pass:
 
 _SEQUENCE = """
 import sys, uuid
-from outbox.broker.database import BrokerDatabase
-from outbox.broker.sequencer import Sequencer
+from outbox.broker.database.connection import BrokerDatabase
+from outbox.broker.sequencer.sequencer import Sequencer
 database = BrokerDatabase(sys.argv[1])
 with database.connect() as connection:
     sequencer = Sequencer(database, uuid.uuid4())

@@ -10,11 +10,14 @@ import psycopg
 import pytest
 
 from outbox.broker.database.connection import BrokerConnection, BrokerDatabase
+from outbox.broker.database.executor import Executor
+from outbox.broker.database.statement import Statement
 from outbox.broker.log import commit_log
 from outbox.broker.log.topics import TopicCatalog, declare_topics
 from outbox.broker.postgres import PostgresBroker
-from outbox.broker.sequencer import statements
+from outbox.broker.sequencer.key_order_sql import READ_FIFO
 from outbox.broker.sequencer.sequencer import FULL_EVERY, TickCounts
+from outbox.broker.sequencer.tick_sql import TICK
 from outbox.topic import Topic
 from outbox.transaction import Decision
 from tests.broker.support import (
@@ -188,7 +191,7 @@ def test_a_transaction_held_open_elsewhere_delays_only_itself(
     late = [message(), message()]
     with contextlib.closing(database.open()) as open_elsewhere:
         open_elsewhere.execute("BEGIN")
-        commit_log.append_decided(open_elsewhere, "outbox", catalog, late)
+        commit_log.append_decided(Executor(open_elsewhere, "outbox"), catalog, late)
         others = []
         for _ in range(10):
             others.append(message())
@@ -295,14 +298,12 @@ def test_changing_the_queue_count_closes_the_old_queues_at_their_final_heads(
     sequencer = new_sequencer(database)
     broker.send([message() for _ in range(8)])
     drain(sequencer, connection)
-    declare_topics(connection, "outbox", [Topic(name="orders", types=ANY, queue_count=2)])
+    declare_topics(Executor(connection, "outbox"), [Topic(name="orders", types=ANY, queue_count=2)])
     broker.send([message() for _ in range(8)])
     drain(sequencer, connection)
     rows = connection.execute(
-        "SELECT generation, closed_at, (SELECT count(*) FROM outbox.consume_queue e WHERE e.queue_id = q.queue_id)"
-        " FROM outbox.queue q JOIN outbox.topic USING (topic_id) WHERE name = 'orders' ORDER BY q.queue_id".replace(
-            "generation,", "q.generation,"
-        )
+        "SELECT q.generation, closed_at, (SELECT count(*) FROM outbox.consume_queue e WHERE e.queue_id = q.queue_id)"
+        " FROM outbox.queue q JOIN outbox.topic USING (topic_id) WHERE name = 'orders' ORDER BY q.queue_id"
     ).fetchall()
     assert rows == [(1, 2, 2)] * 4 + [(2, None, 4)] * 2
 
@@ -323,14 +324,14 @@ def test_a_position_dies_with_its_connection(
     assert_gapless(connection)
 
 
-@pytest.mark.parametrize("statement", ["TICK", "READ_FIFO"])
+@pytest.mark.parametrize("statement", [TICK, READ_FIFO], ids=["TICK", "READ_FIFO"])
 def test_the_plan_of_a_tick_reads_only_what_is_new(
-    statement: str, broker: PostgresBroker, database: BrokerDatabase, connection: BrokerConnection
+    statement: Statement, broker: PostgresBroker, database: BrokerDatabase, connection: BrokerConnection
 ) -> None:
     """Also while the tables are small and their statistics are missing, with values the planner does not know."""
     broker.send([message()])
     new_sequencer(database).run_once(connection)
-    text, names = getattr(statements, statement).numbered("outbox")
+    text, names = statement.numbered("outbox")
     for name, type_name in _UNTYPED.items():
         if name in names:
             number = names.index(name) + 1

@@ -12,6 +12,7 @@ from psycopg import sql
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from outbox.broker.database.connection import BrokerConnection, BrokerDatabase
+from outbox.broker.database.executor import Executor
 from outbox.broker.postgres import PostgresBroker
 from outbox.broker.process import ProcessSettings
 from outbox.broker.schema.install import SCHEMA_VERSION, install
@@ -99,7 +100,7 @@ def test_settings_do_not_outlast_a_transaction_behind_a_pooler(
         sequencer = new_sequencer(pooled)
         while sequencer.run_once(session).more:
             pass
-        checks.scan(session, "outbox", settings=CheckSettings())
+        checks.scan(Executor(session, "outbox"), settings=CheckSettings())
         assert session.execute(shown).fetchall() == before
     assert len(queued_ids(connection)) == 1
 

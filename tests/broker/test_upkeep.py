@@ -9,6 +9,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from outbox.broker.database.connection import BrokerConnection, BrokerDatabase
+from outbox.broker.database.executor import Executor
 from outbox.broker.maintenance import retention
 from outbox.broker.maintenance.retention import RetentionSettings
 from outbox.broker.operations.status import BrokerStatus, broker_status
@@ -64,7 +65,7 @@ def test_resynchronisation_after(
     assert connection.execute("SELECT incarnation FROM outbox.broker").fetchone() == (2,), "once"
     new = half()
     broker.send_half(new)
-    checks.scan(connection, "outbox", settings=CheckSettings())
+    checks.scan(Executor(connection, "outbox"), settings=CheckSettings())
     pending = {row[0] for row in connection.execute("SELECT transaction_id FROM outbox.pending_check")}
     assert new.transaction_id in pending, "the half scan goes on in the new incarnation"
     assert broker.recall(later.message_id)
@@ -109,7 +110,7 @@ def _count(connection: BrokerConnection, table: str) -> int:
 def _clean(connection: BrokerConnection, **settings: float) -> retention.RetentionCounts:
     last = retention.RetentionCounts()
     for _ in range(100):
-        found = retention.run_once(connection, "outbox", settings=RetentionSettings(batch=3, **settings))
+        found = retention.run_once(Executor(connection, "outbox"), settings=RetentionSettings(batch=3, **settings))
         if not found.more:
             return found
         last = found
@@ -117,7 +118,7 @@ def _clean(connection: BrokerConnection, **settings: float) -> retention.Retenti
 
 
 def _balanced(connection: BrokerConnection) -> BrokerStatus:
-    status = broker_status(connection)
+    status = broker_status(Executor(connection, "outbox"))
     assert [one for one in status.problems if "no process" not in one] == []
     return status
 
@@ -162,7 +163,7 @@ def test_retention_keeps_what_a_group_has_not_consumed_up_to_the_hard_cap(
     _age(connection, 40)
     _clean(connection)
     assert _count(connection, "consume_queue") == 0
-    assert "expired" in {one["kind"] for one in broker_status(connection).incidents}
+    assert "expired" in {one["kind"] for one in broker_status(Executor(connection, "outbox")).incidents}
 
 
 def test_the_hard_cap_counts_from_when_a_message_could_be_consumed(
@@ -313,7 +314,7 @@ def test_control_the_audit_notices(
     _consume(connection)
     _balanced(connection)
     connection.execute(damage.encode())
-    problems = [one for one in broker_status(connection).problems if "no process" not in one]
+    problems = [one for one in broker_status(Executor(connection, "outbox")).problems if "no process" not in one]
     assert re.search(complaint, " ".join(problems))
 
 
@@ -321,12 +322,12 @@ def test_trace_of_a_transaction(broker: PostgresBroker, database: BrokerDatabase
     _subscribe(connection, "orders")
     one = half(message(key="1"), message("ordered", key="k"))
     broker.send_half(one)
-    found = trace(connection, "outbox", one.transaction_id)
+    found = trace(Executor(connection, "outbox"), one.transaction_id)
     assert found is not None and found.decision is None and found.entries == []
     assert [entry.topic for entry in found.messages] == ["orders", "ordered"]
     broker.end([end(one.transaction_id)])
     drain(new_sequencer(database), connection)
-    found = trace(connection, "outbox", one.messages[1].message_id)
+    found = trace(Executor(connection, "outbox"), one.messages[1].message_id)
     assert found is not None and found.decision is not None
     assert (found.decision.decision, found.decision.decided_by) == ("C", "P")
     assert [(entry.topic, entry.offset, entry.group, entry.state) for entry in found.entries] == [
@@ -334,7 +335,7 @@ def test_trace_of_a_transaction(broker: PostgresBroker, database: BrokerDatabase
         ("ordered", 0, None, "no group"),
     ]
     _consume(connection)
-    found = trace(connection, "outbox", one.transaction_id)
+    found = trace(Executor(connection, "outbox"), one.transaction_id)
     assert found is not None and found.entries[0].state == "passed"
     assert json.dumps(found.as_json())
-    assert trace(connection, "outbox", uuid7()) is None
+    assert trace(Executor(connection, "outbox"), uuid7()) is None

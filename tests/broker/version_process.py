@@ -54,11 +54,20 @@ CREATE TABLE IF NOT EXISTS effect (message_id uuid PRIMARY KEY);
 """
 
 
+def bound(connection: Any, schema: str) -> tuple[Any, ...]:
+    """What functions of the log take first: an execution object today, a connection and a schema in version 0.1."""
+    try:
+        executor = importlib.import_module("outbox.broker.database.executor")
+    except ImportError:
+        return connection, schema
+    return (executor.Executor(connection, schema),)
+
+
 def setup(database: Any, stop: threading.Event) -> None:
     """Install the tables of this version, and the application's."""
     with psycopg.connect(database.conninfo, autocommit=True) as connection:
         install(connection, database.schema)
-        topics.declare_topics(connection, database.schema, [TOPIC])
+        topics.declare_topics(*bound(connection, database.schema), [TOPIC])
         connection.execute(TABLES)
 
 
@@ -88,7 +97,7 @@ def _publish_atomic(
     *,
     commit: bool,
 ) -> None:
-    commit_log.append_decided(connection, schema, catalog, [message])
+    commit_log.append_decided(*bound(connection, schema), catalog, [message])
     connection.execute("INSERT INTO business VALUES (%s, 'atomic')", [message.message_id])
     connection.commit() if commit else connection.rollback()
 

@@ -15,6 +15,7 @@ import psycopg
 from psycopg.rows import TupleRow
 
 from outbox.broker.database.connection import BrokerDatabase
+from outbox.broker.database.executor import Executor
 from outbox.broker.log import commit_log
 from outbox.broker.log.topics import TopicCatalog
 from outbox.message import Message
@@ -114,7 +115,7 @@ def _write(database: BrokerDatabase, rng: random.Random, transactions: int) -> s
 
 def _append(connection: psycopg.Connection[TupleRow], catalog: TopicCatalog, rng: random.Random) -> list[Message]:
     messages = [message(key=rng.choice(("", "a", "b", "c"))) for _ in range(rng.randint(1, 3))]
-    commit_log.append_decided(connection, "outbox", catalog, messages)
+    commit_log.append_decided(Executor(connection, "outbox"), catalog, messages)
     return messages
 
 
@@ -124,7 +125,7 @@ def _hold_open(database: BrokerDatabase, work: Callable[[], object], committed: 
     with contextlib.closing(database.connect()) as held, contextlib.closing(database.connect()) as observer:
         held.execute("BEGIN")
         mine = [message()]
-        commit_log.append_decided(held, "outbox", TopicCatalog(database.schema), mine)
+        commit_log.append_decided(Executor(held, "outbox"), TopicCatalog(database.schema), mine)
         work()
         stalled = True
         # A right sequencer needs moments, on however busy a machine; a stalled one would need the transaction's end.

@@ -97,7 +97,7 @@ class ConsumptionBench:
     def sequence(self) -> None:
         while self._sequencer.run_once(self._sequencer_connection).appended:
             pass
-        notify(self._sequencer_connection, "outbox", Channel.QUEUED)
+        notify(Executor(self._sequencer_connection, "outbox"), Channel.QUEUED)
 
     @contextlib.contextmanager
     def sequencing(self) -> Iterator[None]:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from outbox import faults
+from outbox.broker.database.executor import Executor
 from outbox.broker.database.notify import Channel, notify
 from outbox.broker.operations import dead_letters, queue_status, switches
 from outbox.errors import HandlerTimedOut, PartialFailure, PermanentError, RetryLater
@@ -76,9 +77,9 @@ def test_retry_levels_and_counts_then_dead_letter(orders: ConsumptionBench) -> N
     assert [attempt for attempt, _ in seen] == [1, 2, 3, 4]
     assert [queue for _, queue in seen][1:] == ["%RETRY%g"] * 3
     assert waits == [(1, 10), (2, 30), (3, 30)]
-    (letter,) = dead_letters.list_dead_letters(orders.connection, "outbox", "g")
+    (letter,) = dead_letters.list_dead_letters(orders.run, "g")
     assert (letter.message_id, letter.attempts, letter.topic) == (one.message_id, 4, "orders")
-    errors = dead_letters.failed_attempts(orders.connection, "outbox", "g", one.message_id)
+    errors = dead_letters.failed_attempts(orders.run, "g", one.message_id)
     assert [(e.attempt, e.error.splitlines()[0]) for e in errors] == [
         (n, f"ValueError: attempt {n}") for n in (1, 2, 3, 4)
     ]
@@ -102,7 +103,7 @@ def test_a_retried_message_takes_effect_once_it_succeeds(orders: ConsumptionBenc
     orders.publish([message(n) for n in range(20)])
     orders.run_until_idle(subscribe(), succeed_on_third)
     assert attempts == dict.fromkeys(range(20), 3)
-    assert dead_letters.list_dead_letters(orders.connection, "outbox") == []
+    assert dead_letters.list_dead_letters(orders.run) == []
     assert orders.lag("g") == 0
     orders.assert_conserved("g")
 
@@ -122,7 +123,7 @@ def test_permanent_error_is_dead_lettered_at_once(orders: ConsumptionBench) -> N
 
     orders.publish([message()])
     orders.run_until_idle(subscribe(), fail)
-    (letter,) = dead_letters.list_dead_letters(orders.connection, "outbox", "g")
+    (letter,) = dead_letters.list_dead_letters(orders.run, "g")
     assert (letter.attempts, letter.error.splitlines()[0]) == (1, "PermanentError: no such customer")
 
 
@@ -136,7 +137,7 @@ def test_reaction_per_error_type_the_most_specific_wins(orders: ConsumptionBench
     on_error = {KeyError: OnError.RETRY, LookupError: OnError.DEAD_LETTER, ValueError: OnError.SKIP}
     orders.runtime((subscribe(retry=LATER, on_error=on_error), fail)).run_once()
     assert len(scheduled(orders)) == 2
-    (letter,) = dead_letters.list_dead_letters(orders.connection, "outbox")
+    (letter,) = dead_letters.list_dead_letters(orders.run)
     assert letter.error.startswith("LookupError")
 
 
@@ -189,7 +190,7 @@ def test_undecodable_body_is_dead_lettered_with_a_clear_error(orders: Consumptio
     foreign = Message(topic="orders", key="k", body=b"\x00", content_type="application/x-unknown")
     orders.publish([broken, foreign, message(7, key="k")])
     orders.run_until_idle(subscribe(mode=mode), lambda delivery: seen.append(delivery.body["n"]))
-    letters = {letter.message_id: letter for letter in dead_letters.list_dead_letters(orders.connection, "outbox")}
+    letters = {letter.message_id: letter for letter in dead_letters.list_dead_letters(orders.run)}
     assert "not valid application/json" in letters[broken.message_id].error
     assert "no codec for content type 'application/x-unknown'" in letters[foreign.message_id].error
     assert seen == [7]
@@ -206,18 +207,18 @@ def test_replay_from_dlq_starts_a_new_series_of_attempts(orders: ConsumptionBenc
 
     orders.publish([message(n) for n in range(3)])
     orders.run_until_idle(subscribe(), handle)
-    letters = dead_letters.list_dead_letters(orders.connection, "outbox", "g")
-    assert dead_letters.replay(orders.connection, "outbox", "g", [letters[0].message_id]) == 1
+    letters = dead_letters.list_dead_letters(orders.run, "g")
+    assert dead_letters.replay(orders.run, "g", [letters[0].message_id]) == 1
     orders.sequence()
     orders.run_until_idle(subscribe(), handle)
-    assert len(dead_letters.list_dead_letters(orders.connection, "outbox", "g")) == 3
+    assert len(dead_letters.list_dead_letters(orders.run, "g")) == 3
     healthy = True
-    assert dead_letters.replay(orders.connection, "outbox", "g") == 3
-    assert dead_letters.replay(orders.connection, "outbox", "g") == 0
+    assert dead_letters.replay(orders.run, "g") == 3
+    assert dead_letters.replay(orders.run, "g") == 0
     orders.sequence()
     orders.run_until_idle(subscribe(), handle)
-    assert dead_letters.list_dead_letters(orders.connection, "outbox", "g") == []
-    assert len(dead_letters.list_dead_letters(orders.connection, "outbox", "g", replayed=True)) == 3
+    assert dead_letters.list_dead_letters(orders.run, "g") == []
+    assert len(dead_letters.list_dead_letters(orders.run, "g", replayed=True)) == 3
     assert attempts == [1] * 7
     orders.assert_conserved("g")
 
@@ -297,7 +298,7 @@ def test_timeout_can_be_mapped_to_a_reaction(orders: ConsumptionBench) -> None:
     orders.publish([message()])
     subscription = subscribe(timeout_seconds=0.1, on_error={HandlerTimedOut: OnError.DEAD_LETTER})
     with orders.running((subscription, lambda delivery: release.wait(20))):
-        eventually(lambda: dead_letters.list_dead_letters(orders.connection, "outbox"))
+        eventually(lambda: dead_letters.list_dead_letters(orders.run))
         release.set()
 
 
@@ -390,6 +391,6 @@ def test_sent_back_message_wakes_the_sequencer(orders: ConsumptionBench) -> None
     with orders.sequencing(), orders.running((subscribe(retry=policy), handle)):
         eventually(lambda: orders.members() == 1)
         orders.broker.send([message()])
-        notify(orders.connection, "outbox", Channel.DECIDED)
+        notify(Executor(orders.connection, "outbox"), Channel.DECIDED)
         eventually(lambda: len(at) == 2)
     assert at[1] - at[0] >= 0.2

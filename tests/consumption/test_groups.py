@@ -192,7 +192,7 @@ def test_unknown_group_is_named(orders: ConsumptionBench) -> None:
     operations: list[Callable[[], object]] = [
         lambda: switches.pause(orders.run, "nobody"),
         lambda: switches.resume(orders.run, "nobody"),
-        lambda: reset.reset(orders.connection, "outbox", "nobody", "orders", Start.FIRST),
+        lambda: reset.reset(orders.run, "nobody", "orders", Start.FIRST),
     ]
     for operation in operations:
         with pytest.raises(UnknownGroup, match="'nobody'"):
@@ -208,7 +208,7 @@ def test_offset_reset_by_time_offset_and_end(orders: ConsumptionBench) -> None:
     orders.publish(messages(10, 20, topic="single"))
 
     def after_reset(target: Start | datetime | int) -> list[int]:
-        reset.reset(orders.connection, "outbox", "g", "single", target)
+        reset.reset(orders.run, "g", "single", target)
         runtime.run_once()
         return seen.take()
 
@@ -218,11 +218,11 @@ def test_offset_reset_by_time_offset_and_end(orders: ConsumptionBench) -> None:
     assert after_reset(between) == list(range(10, 20))
     assert after_reset(17) == [17, 18, 19]
     assert after_reset(9_999) == []
-    reset.reset(orders.connection, "outbox", "g", "single", 0)
+    reset.reset(orders.run, "g", "single", 0)
     assert after_reset(Start.LAST) == []
     orders.assert_conserved("g")
     with pytest.raises(UsageError, match="does not consume"):
-        reset.reset(orders.connection, "outbox", "g", "orders", 0)
+        reset.reset(orders.run, "g", "orders", 0)
 
 
 def test_reset_dry_run_says_what_would_move(orders: ConsumptionBench) -> None:
@@ -231,10 +231,10 @@ def test_reset_dry_run_says_what_would_move(orders: ConsumptionBench) -> None:
     orders.publish(messages(0, 40))
     runtime.run_once()
     before = queue_status.list_queues(orders.run, "g")
-    planned = reset.reset(orders.connection, "outbox", "g", "orders", Start.FIRST, dry_run=True)
+    planned = reset.reset(orders.run, "g", "orders", Start.FIRST, dry_run=True)
     assert queue_status.list_queues(orders.run, "g") == before
     assert sum(move.from_offset - move.to_offset for move in planned) == 40
-    done = reset.reset(orders.connection, "outbox", "g", "orders", Start.FIRST)
+    done = reset.reset(orders.run, "g", "orders", Start.FIRST)
     assert done == planned
     assert orders.lag("g") == 40
 
@@ -244,7 +244,7 @@ def test_reset_while_it_runs_fences_the_owner(orders: ConsumptionBench) -> None:
     with orders.running((subscribe(), seen)):
         orders.publish(messages(0, 30))
         eventually(lambda: len(seen.ns) == 30 and orders.lag("g") == 0)
-        reset.reset(orders.connection, "outbox", "g", "orders", Start.FIRST)
+        reset.reset(orders.run, "g", "orders", Start.FIRST)
         eventually(lambda: len(seen.ns) == 60)
         eventually(lambda: orders.lag("g") == 0)
     orders.assert_conserved("g")
@@ -256,10 +256,10 @@ def test_reprocess_raises_the_generation_of_the_inbox(orders: ConsumptionBench) 
     runtime = orders.runtime((subscribe(), seen), invoker=invoker)
     orders.publish(messages(0, 5))
     runtime.run_once()
-    reset.reset(orders.connection, "outbox", "g", "orders", Start.FIRST)
+    reset.reset(orders.run, "g", "orders", Start.FIRST)
     assert runtime.run_once().skipped == 5
     assert seen.take() == list(range(5))
-    reset.reset(orders.connection, "outbox", "g", "orders", Start.FIRST, reprocess=True)
+    reset.reset(orders.run, "g", "orders", Start.FIRST, reprocess=True)
     assert runtime.run_once().handled == 5
     assert seen.take() == list(range(5))
     invoker.close()
@@ -375,7 +375,7 @@ def test_wake_up_is_by_announcement_not_by_polling(orders: ConsumptionBench) -> 
     with orders.sequencing(), orders.running((subscribe(), seen)):
         for n in range(20):
             orders.broker.send([message(n)])
-            notify(orders.connection, "outbox", Channel.DECIDED)
+            notify(Executor(orders.connection, "outbox"), Channel.DECIDED)
             eventually(lambda n=n: len(seen.ns) == n + 1, within_seconds=10 if n == 0 else 0.9)  # type: ignore[misc]
 
 

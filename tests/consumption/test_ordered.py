@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from outbox.broker.database.executor import Executor
 from outbox.broker.dispatch.lanes.key_ordered import KeyOrderedLane
 from outbox.broker.dispatch.owned_queue import OwnedQueue
 from outbox.broker.operations import dead_letters, queue_status
@@ -248,7 +249,7 @@ def test_poison_message_under_each_policy(steps: ConsumptionBench, mode: Mode) -
         eventually(lambda: harness.handled["k"] == [0, 3, 4])
     assert harness.attempts["k", 1] == 1
     assert harness.attempts["k", 2] == 3
-    letters = dead_letters.list_dead_letters(steps.connection, "outbox", "g")
+    letters = dead_letters.list_dead_letters(Executor(steps.connection, "outbox"), "g")
     assert sorted((letter.error.split(":")[0], letter.attempts) for letter in letters) == [
         ("PermanentError", 1),
         ("ValueError", 3),

@@ -10,6 +10,7 @@ import psycopg
 
 from outbox.broker.consumer.runtime import ConsumerRuntime
 from outbox.broker.database.connection import BrokerDatabase
+from outbox.broker.database.executor import Executor
 from outbox.broker.log.commit_log import append_decided
 from outbox.broker.log.topics import TopicCatalog
 from outbox.broker.postgres import PostgresBroker
@@ -180,7 +181,7 @@ class AtomicBench(PostgresBench):
 
     def publish(self, messages: Sequence[Message], *, commit: bool) -> None:
         with self._local.transaction(force_rollback=not commit):
-            append_decided(self._local, "outbox", self._catalog, messages, producer_group=GROUP)
+            append_decided(Executor(self._local, "outbox"), self._catalog, messages, producer_group=GROUP)
 
     def close(self) -> None:
         self._local.close()

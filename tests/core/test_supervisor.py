@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from outbox.broker.supervisor import Backoff, ChildSpec, Supervisor
+from outbox.backoff import Backoff
+from outbox.broker.supervisor import ChildSpec, Supervisor
 from tests.support import eventually
 
 SLEEP = "import signal, time; signal.signal(signal.SIGTERM, lambda *_: exit(0)); time.sleep(600)"
@@ -80,8 +81,3 @@ def test_child_ends_with_its_killed_parent(tmp_path: Path) -> None:
     process.wait()
     process.stdout.close()
     eventually(drained.exists)
-
-
-def test_backoff_doubles_up_to_its_limit() -> None:
-    backoff = Backoff(first_seconds=0.5, longest_seconds=3)
-    assert [backoff.delay(failures) for failures in (1, 2, 3, 4, 1000)] == [0.5, 1.0, 2.0, 3.0, 3.0]

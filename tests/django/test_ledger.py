@@ -14,6 +14,7 @@ from django.db import connections, transaction
 from django.db.utils import IntegrityError
 
 from outbox import Check, Decision, faults
+from outbox.broker.database.executor import Executor
 from outbox.broker.transaction.checks import find_undecided, scan
 from outbox.contrib.django import ledger, message, publish, publish_messages, run_check_back
 from outbox.contrib.django.broker import broker_connection, check_settings, flusher
@@ -62,7 +63,7 @@ def execute(alias: str, statement: str) -> None:
 def asked_again(transaction_id: UUID) -> Decision:
     """What the project's checker says about an undecided half, parked or not."""
     with broker_connection() as (broker, schema):
-        half = find_undecided(broker, schema, transaction_id)
+        half = find_undecided(Executor(broker, schema), transaction_id)
     assert half is not None
     return next(iter(LedgerChecker().check_local_transactions([half]))).decision
 
@@ -118,7 +119,7 @@ def test_a_ledger_that_changes_between_identity_and_tombstone_gets_no_tombstone(
     """The checker has found its ledger; then that is emptied, and the checker goes on."""
     paid = order_paid(alias, "paid")
     with broker_connection() as (broker, schema):
-        half = find_undecided(broker, schema, paid)
+        half = find_undecided(Executor(broker, schema), paid)
     assert half is not None
     execute(alias, "TRUNCATE outbox_ledger" if alias == "default" else "DELETE FROM outbox_ledger")
     assert answered_late(alias, half) is Decision.UNKNOWN
@@ -131,7 +132,7 @@ def test_a_ledger_that_is_pruned_between_identity_and_tombstone_gets_no_tombston
     with rolled_back(using=alias):
         dropped = publish("orders", {}, key="dropped", using=alias).transaction_id
     with broker_connection() as (broker, schema):
-        half = find_undecided(broker, schema, dropped)
+        half = find_undecided(Executor(broker, schema), dropped)
     assert half is not None
     ledger.advance_pruned_before(connections[alias], uuid7())
     assert answered_late(alias, half) is Decision.UNKNOWN
@@ -141,7 +142,7 @@ def test_a_ledger_that_is_pruned_between_identity_and_tombstone_gets_no_tombston
 def test_a_tombstone_that_waited_for_a_truncate_is_not_written() -> None:
     paid = order_paid("default", "paid")
     with broker_connection() as (broker, schema):
-        half = find_undecided(broker, schema, paid)
+        half = find_undecided(Executor(broker, schema), paid)
     assert half is not None
     seen: list[Decision] = []
     with closing(open_connection("default")) as other, ThreadPoolExecutor(1) as pool:
@@ -189,7 +190,7 @@ def parked_half(alias: str, key: str, *, committed: bool) -> UUID:
         with rolled_back(using=alias):
             transaction_id = publish("orders", {}, key=key, using=alias).transaction_id
     with broker_connection() as (broker, schema):
-        scan(broker, schema, settings=check_settings(get_settings()))
+        scan(Executor(broker, schema), settings=check_settings(get_settings()))
         broker.execute("UPDATE outbox.pending_check SET parked_at = now()")
     return transaction_id
 
@@ -229,7 +230,7 @@ def test_pruning_stops_below_a_parked_half_that_is_still_running(pruned_nothing_
     with ExitStack() as from_commit_on, transaction.atomic():
         running = publish("orders", {}, key="running").transaction_id
         with broker_connection() as (broker, schema):
-            scan(broker, schema, settings=check_settings(get_settings()))
+            scan(Executor(broker, schema), settings=check_settings(get_settings()))
             broker.execute("UPDATE outbox.pending_check SET parked_at = now()")
         with ThreadPoolExecutor(1) as pool:
             later = pool.submit(in_own_connection, lambda: decided_order("default", "later")).result(20)

@@ -16,6 +16,7 @@ from django.core.management.base import CommandError
 from django.db import connections, transaction
 
 from outbox import Decision, EndTransaction, faults
+from outbox.broker.database.executor import Executor
 from outbox.broker.transaction.checks import find_undecided
 from outbox.contrib.django import get_broker, publish, run_check_back
 from outbox.contrib.django.broker import alias_conninfo, broker_connection, flusher
@@ -245,7 +246,7 @@ def test_force_goes_past_the_ledger() -> None:
     with transaction.atomic():
         receipt = publish("orders", {}, key="running")
         with broker_connection() as (connection, schema):
-            found = find_undecided(connection, schema, receipt.transaction_id)
+            found = find_undecided(Executor(connection, schema), receipt.transaction_id)
         assert found is not None
         assert (found.message.key, found.producer_group) == ("running", get_settings().producer_group)
         with pytest.raises(CommandError, match="still running"):

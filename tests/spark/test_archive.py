@@ -12,7 +12,8 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from outbox.broker import retention
+from outbox.broker.database.executor import Executor
+from outbox.broker.maintenance import retention
 from spark.archive import archive
 from spark.archive.manifest import Gap, Pass
 from spark.errors import RunIncomplete
@@ -47,7 +48,7 @@ def sent(world: World) -> list[int]:
 
 def let_go(world: World) -> int:
     """What retention removes now: all orders are old, and every group is past them."""
-    return retention.run_once(world.broker, "outbox").messages
+    return retention.run_once(Executor(world.broker, "outbox")).messages
 
 
 def plant_some(world: World) -> set[tuple[str, str, str]]:

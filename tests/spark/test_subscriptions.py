@@ -8,7 +8,7 @@ from datetime import timedelta
 import psycopg
 import pytest
 
-from outbox.filter import parse_filter
+from outbox.filters.filter import parse_filter
 from spark.rules.subscriptions import filter_sql
 from tests.spark.conftest import Reconciler
 from tests.spark.world import RULES, START, Order, World, group_rules

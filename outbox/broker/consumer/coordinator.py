@@ -145,7 +145,7 @@ class Coordinator:
         self._renew_at = started + self._term / 3
         if first:
             members.forget_the_dead(run)
-            notify(run.connection, run.schema, Channel.SHARED)
+            notify(run, Channel.SHARED)
 
     def _give_back(self, run: Executor) -> None:
         returned = self._ownership.handed_back()
@@ -156,7 +156,7 @@ class Coordinator:
         self._ownership.released(len(returned))
         for lease in returned:
             self._forget(lease)
-        notify(run.connection, run.schema, Channel.SHARED)
+        notify(run, Channel.SHARED)
 
     def _drop_untrusted(self) -> None:
         for lease in [lease for lease in self._leases.values() if not lease.trusted()]:
@@ -264,7 +264,7 @@ class Coordinator:
                 leases.release(run, self._instance, list(self._leases.values()))
                 self._leases.clear()
             members.leave(run, self._instance)
-            notify(run.connection, run.schema, Channel.SHARED)
+            notify(run, Channel.SHARED)
 
 
 def subscribed_of(group: ConsumingGroup, state: QueueState) -> Subscribed | None:

@@ -23,7 +23,7 @@ import psycopg
 from outbox.broker.consumer.session import ConsumerSession, ringing
 from outbox.broker.database.connection import BrokerDatabase
 from outbox.broker.database.executor import Executor
-from outbox.broker.database.notify import backoff_seconds
+from outbox.broker.database.notify import RECONNECT
 from outbox.broker.dispatch.subscriptions import ConsumingGroup
 from outbox.broker.groups import registration
 from outbox.broker.groups.rebalance import Strategy, by_name
@@ -88,7 +88,7 @@ class ConsumerRuntime:
             except (psycopg.OperationalError, BrokerUnavailable) as error:
                 failures += 1
                 logger.warning("consuming cannot begin yet, trying again: %s", error)
-                stop.wait(backoff_seconds(failures))
+                stop.wait(RECONNECT.pause_seconds(failures))
         else:
             return
         with ringing(stop, session.bell):

@@ -16,7 +16,7 @@ from outbox.broker.consumer.bell import Bell
 from outbox.broker.consumer.coordinator import Coordinator
 from outbox.broker.database.connection import BrokerDatabase
 from outbox.broker.database.executor import Executor
-from outbox.broker.database.notify import Announcements, Channel, backoff_seconds, listen
+from outbox.broker.database.notify import RECONNECT, Announcements, Channel, listen
 from outbox.broker.dispatch.dispatcher import Dispatcher
 from outbox.broker.dispatch.invocation import Caller
 from outbox.broker.dispatch.ownership import Ownership
@@ -90,8 +90,9 @@ class ConsumerSession:
                 if until():
                     return
                 failures += 1
-                logger.warning("consuming is interrupted, trying again in %.1f s: %s", backoff_seconds(failures), error)
-                self.bell.wait(backoff_seconds(failures))
+                pause = RECONNECT.pause_seconds(failures)
+                logger.warning("consuming is interrupted, trying again in %.1f s: %s", pause, error)
+                self.bell.wait(pause)
                 self.bell.answer()
 
     def finish(self) -> None:
@@ -142,7 +143,7 @@ class ConsumerSession:
             connection = self._database.connect(name="outbox-consumer", direct=listening)
             if listening:
                 self._announcements = Announcements(connection)
-                listen(connection, self._database.schema, Channel.QUEUED, Channel.SHARED)
+                listen(Executor(connection, self._database.schema), Channel.QUEUED, Channel.SHARED)
             # What was announced meanwhile is lost.
             self._queues_grew = True
             self._run = Executor(connection, self._database.schema)

@@ -16,7 +16,7 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.rows import TupleRow
 
 from outbox.broker.database.conninfo import read_conninfo, without_secrets
-from outbox.broker.database.statement import Statement, check_schema_name
+from outbox.broker.database.statement import check_schema_name
 from outbox.errors import BrokerUnavailable
 
 # Any psycopg connection: ours, or the application's own on the atomic path.
@@ -86,7 +86,7 @@ def _ready(events: int) -> waiting.Ready:
 
 
 @dataclass(frozen=True, slots=True)
-class Identity:
+class ReachedServer:
     """Which database of which server a connection really reaches, whatever its settings say."""
 
     system_identifier: str
@@ -149,17 +149,18 @@ class BrokerDatabase:
             ) from error
 
 
-_IDENTITY = Statement("""
+_REACHED: Final = """
 SELECT (SELECT system_identifier::text FROM pg_control_system()),
        CASE WHEN pg_is_in_recovery() THEN (SELECT timeline_id FROM pg_control_checkpoint())
             ELSE ('x' || substr(pg_walfile_name(pg_current_wal_insert_lsn()), 1, 8))::bit(32)::integer END,
        current_database()::text
-""")
+"""
 
 
-def identity(connection: Connection) -> Identity:
-    """Which database this connection reaches: two connections with equal identities can share a transaction."""
+def reached_server(connection: Connection) -> ReachedServer:
+    """Which database of which server this connection really reaches."""
     with psycopg.Cursor(connection, row_factory=psycopg.rows.tuple_row) as cursor:
-        row = cursor.execute(_IDENTITY.on("outbox")).fetchone()
+        row = cursor.execute(_REACHED).fetchone()
     assert row is not None
-    return Identity(*row)
+    system_identifier, timeline, database = row
+    return ReachedServer(system_identifier=system_identifier, timeline=timeline, database=database)

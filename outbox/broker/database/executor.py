@@ -6,14 +6,12 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import psycopg
-from psycopg.rows import class_row
 
-from outbox.broker.database.arrays import Packed, PackedDumper
+from outbox.broker.database.arrays import cursor_on
 from outbox.broker.database.connection import Connection
 from outbox.broker.database.statement import Statement
 
 _Row = TypeVar("_Row")
-_Cursor = psycopg.Cursor[tuple[Any, ...]]
 
 
 class Executor:
@@ -30,15 +28,26 @@ class Executor:
 
     def execute(
         self, statement: Statement, parameters: Mapping[str, Any] | None = None, *, prepare: bool | None = None
-    ) -> _Cursor:
-        """Execute a statement; the cursor has its rows and its `rowcount`."""
-        return self._cursor().execute(statement.on(self.schema), parameters, prepare=prepare)
+    ) -> psycopg.Cursor[tuple[Any, ...]]:
+        """Execute a statement; the cursor has its rows and its `rowcount`.
+
+        `prepare`: None leaves it to psycopg, which prepares what is executed often; False plans with the values.
+        """
+        return cursor_on(self.connection).execute(statement.on(self.schema), parameters, prepare=prepare)
 
     def row(
         self, statement: Statement, parameters: Mapping[str, Any] | None = None, *, prepare: bool | None = None
     ) -> tuple[Any, ...] | None:
         """The first row, None without one."""
         return self.execute(statement, parameters, prepare=prepare).fetchone()
+
+    def one(
+        self, statement: Statement, parameters: Mapping[str, Any] | None = None, *, prepare: bool | None = None
+    ) -> tuple[Any, ...]:
+        """The row of a statement that always has one."""
+        found = self.row(statement, parameters, prepare=prepare)
+        assert found is not None
+        return found
 
     def rows(
         self, statement: Statement, parameters: Mapping[str, Any] | None = None, *, prepare: bool | None = None
@@ -47,23 +56,18 @@ class Executor:
         return self.execute(statement, parameters, prepare=prepare).fetchall()
 
     def objects(
-        self, row_type: type[_Row], statement: Statement, parameters: Mapping[str, Any] | None = None
+        self,
+        row_type: type[_Row],
+        statement: Statement,
+        parameters: Mapping[str, Any] | None = None,
+        *,
+        prepare: bool | None = None,
     ) -> list[_Row]:
         """All rows as objects whose fields are named like the columns. Not for hot paths: names cost."""
-        cursor = psycopg.Cursor(self.connection, row_factory=class_row(row_type))
-        self._set_up(cursor)
-        return cursor.execute(statement.on(self.schema), parameters).fetchall()
+        cursor = self.execute(statement, parameters, prepare=prepare)
+        names = [column.name for column in cursor.description or ()]
+        return [row_type(**dict(zip(names, row, strict=True))) for row in cursor]
 
     def count(self, statement: Statement, parameters: Mapping[str, Any] | None = None) -> int:
         """How many rows it changed."""
         return self.execute(statement, parameters).rowcount
-
-    def _cursor(self) -> _Cursor:
-        cursor = psycopg.Cursor(self.connection, row_factory=psycopg.rows.tuple_row)
-        self._set_up(cursor)
-        return cursor
-
-    @staticmethod
-    def _set_up(cursor: psycopg.Cursor[Any]) -> None:
-        cursor.format = psycopg.pq.Format.BINARY
-        cursor.adapters.register_dumper(Packed, PackedDumper)

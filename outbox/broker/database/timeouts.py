@@ -12,15 +12,14 @@ from typing import Final
 
 from outbox.broker.database.arrays import cursor_on
 from outbox.broker.database.connection import BrokerDatabase, Connection
-from outbox.broker.database.statement import Statement
 
 # transaction_timeout came with PostgreSQL 17.
-_LIFT: Final = Statement("""
+_LIFT: Final = """
 SELECT set_config(name, '0', %(local)s)
 FROM unnest(ARRAY['statement_timeout', 'lock_timeout', 'transaction_timeout', 'idle_in_transaction_session_timeout',
                   'idle_session_timeout']) AS name
 WHERE current_setting(name, true) IS NOT NULL
-""")
+"""
 
 
 def lift_for_session(connection: Connection) -> None:
@@ -48,4 +47,4 @@ def lasts(database: BrokerDatabase) -> bool:
 
 def _lift(connection: Connection, *, local: bool) -> None:
     with cursor_on(connection) as cursor:
-        cursor.execute(_LIFT.on("outbox"), {"local": local})
+        cursor.execute(_LIFT, {"local": local})

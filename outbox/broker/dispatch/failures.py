@@ -118,7 +118,7 @@ def _record(run: Executor, instance: UUID, judged: Sequence[tuple[Failed, Judgem
             leases.stop(run, instance, failed.item.queue.lease, reason)
     if any(judgement.verdict is Verdict.SEND_BACK for _, judgement in judged):
         # The sequencer knows when the next scheduled message was due before this one.
-        notify(run.connection, run.schema, Channel.DECIDED)
+        notify(run, Channel.DECIDED)
     return kept
 
 

@@ -7,14 +7,14 @@ messages of one key keep; their ids are ascending, so concurrent resends of one 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 from uuid import UUID
 
 from psycopg.errors import UniqueViolation
 
 from outbox.broker.database import arrays
-from outbox.broker.database.arrays import cursor_on
-from outbox.broker.database.connection import Connection
+from outbox.broker.database.executor import Executor
 from outbox.broker.database.place import Place, here
 from outbox.broker.database.statement import Statement
 from outbox.broker.log.topics import Prepared, TopicCatalog
@@ -89,62 +89,62 @@ RETURNING ARRAY[log_id]
 """)
 
 _FIND: Final = Statement("""
-SELECT log.message_id, log.log_id, log.transaction_id, log.half, op.decision::text
+SELECT log.message_id, log.log_id, log.transaction_id, log.half, op.decision::text AS decision
 FROM {schema}.commit_log log LEFT JOIN {schema}.op_log op USING (transaction_id)
 WHERE log.message_id = ANY(%(message_ids)s::uuid[])
 """)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    message_id: UUID
+    log_id: int
+    transaction_id: UUID
+    half: bool
+    decision: str | None
+
 
 _REJECTS: Final = Statement("SELECT reject_transactional FROM {schema}.broker")
 
 
 def append_decided(
-    connection: Connection,
-    schema: str,
-    catalog: TopicCatalog,
-    messages: Sequence[Message],
-    *,
-    producer_group: str = "",
+    run: Executor, catalog: TopicCatalog, messages: Sequence[Message], *, producer_group: str = ""
 ) -> list[SendReceipt]:
     """Store messages together with the decision COMMIT, in whatever transaction the connection is in.
 
     In the application's own transaction they share its fate; in autocommit they are visible at once. Raises what
     TopicCatalog.prepare raises, and InvalidMessage when a message id was used for something else.
     """
-    return append_placed(connection, schema, catalog, messages, producer_group=producer_group)[0] if messages else []
+    return append_placed(run, catalog, messages, producer_group=producer_group)[0] if messages else []
 
 
 def append_placed(
-    connection: Connection,
-    schema: str,
-    catalog: TopicCatalog,
-    messages: Sequence[Message],
-    *,
-    producer_group: str = "",
+    run: Executor, catalog: TopicCatalog, messages: Sequence[Message], *, producer_group: str = ""
 ) -> tuple[list[SendReceipt], Place]:
     """Like `append_decided`, for at least one message; also tells in which database of which server they were put.
 
     That is for the atomic path, where the caller's connection need not lead where it led before.
     """
-    rows = catalog.prepare(connection, messages, transactional=False)
+    rows = catalog.prepare(run.connection, messages, transactional=False)
     parameters = _parameters(rows) | {"producer_group": producer_group}
     statement = _DECIDED_ONE if len(rows) == 1 else _DECIDED
     try:
-        row = _insert(connection, statement.on(schema), parameters)
+        row = run.row(statement, parameters, prepare=True)
     except UniqueViolation as error:
         raise InvalidMessage(
             f"message {messages[0].message_id} was sent before, with other messages: send the same messages again, "
             f"or give new ones new ids. Nothing of this call was stored."
         ) from error
-    log_ids, place = (row[0], Place(*row[1:])) if row is not None else ([], here(connection))
-    return _receipts(connection, schema, messages, log_ids, half=False), place
+    log_ids, place = (row[0], Place(*row[1:])) if row is not None else ([], here(run.connection))
+    return _receipts(run, messages, log_ids, half=False), place
 
 
-def append_half(connection: Connection, schema: str, catalog: TopicCatalog, half: HalfTransaction) -> list[SendReceipt]:
+def append_half(run: Executor, catalog: TopicCatalog, half: HalfTransaction) -> list[SendReceipt]:
     """Store the messages of a half transaction, invisible until it is decided. The connection is in autocommit.
 
     Raises TransactionalMessagesRejected when the operator has switched half messages off.
     """
-    rows = catalog.prepare(connection, half.messages, transactional=True)
+    rows = catalog.prepare(run.connection, half.messages, transactional=True)
     parameters = _parameters(rows) | {
         "immunity": half.immunity_seconds,
         "ledger_id": half.ledger_id,
@@ -152,26 +152,20 @@ def append_half(connection: Connection, schema: str, catalog: TopicCatalog, half
         "checker": half.checker,
     }
     statement = _HALF_ONE if len(rows) == 1 else _HALF
-    row = _insert(connection, statement.on(schema), parameters)
+    row = run.row(statement, parameters, prepare=True)
     log_ids = row[0] if row is not None else []
     if len(log_ids) < len(rows):
-        _check_not_rejecting(connection, schema, half)
-    return _receipts(connection, schema, half.messages, log_ids, half=True)
+        _check_not_rejecting(run, half)
+    return _receipts(run, half.messages, log_ids, half=True)
 
 
-def _check_not_rejecting(connection: Connection, schema: str, half: HalfTransaction) -> None:
-    with cursor_on(connection) as cursor:
-        row = cursor.execute(_REJECTS.on(schema)).fetchone()
-    if row is not None and row[0]:
+def _check_not_rejecting(run: Executor, half: HalfTransaction) -> None:
+    [rejects] = run.one(_REJECTS)
+    if rejects:
         raise TransactionalMessagesRejected(
             f"the broker refuses transactional messages (its operator switched them off): half message "
             f"{half.transaction_id} was not stored. Try again once broker.reject_transactional is off."
         )
-
-
-def _insert(connection: Connection, statement: bytes, parameters: dict[str, Any]) -> tuple[Any, ...] | None:
-    with cursor_on(connection) as cursor:
-        return cursor.execute(statement, parameters, prepare=True).fetchone()
 
 
 def _parameters(rows: Sequence[Prepared]) -> dict[str, Any]:
@@ -221,9 +215,7 @@ def _unless_equal(values: list[_Value]) -> tuple[list[_Value], _Value]:
     return ([] if values.count(values[0]) == len(values) else values), values[0]
 
 
-def _receipts(
-    connection: Connection, schema: str, messages: Sequence[Message], log_ids: Sequence[int], *, half: bool
-) -> list[SendReceipt]:
+def _receipts(run: Executor, messages: Sequence[Message], log_ids: Sequence[int], *, half: bool) -> list[SendReceipt]:
     transaction_id = messages[0].message_id
     if len(log_ids) == len(messages):
         # Ids are drawn in the order of the call.
@@ -233,33 +225,37 @@ def _receipts(
             )
             for message, log_id in zip(messages, log_ids, strict=True)
         ]
-    with cursor_on(connection) as cursor:
-        wanted = arrays.uuids([message.message_id for message in messages])
-        stored = {row[0]: row[1:] for row in cursor.execute(_FIND.on(schema), {"message_ids": wanted})}
-    return [_existing(message, stored, transaction_id if half else None) for message in messages]
+    wanted = arrays.uuids([message.message_id for message in messages])
+    stored = {row.message_id: row for row in run.objects(_Stored, _FIND, {"message_ids": wanted})}
+    return [
+        _existing(message, stored.get(message.message_id), transaction_id if half else None) for message in messages
+    ]
 
 
-def _existing(message: Message, stored: dict[UUID, tuple[Any, ...]], half_of: UUID | None) -> SendReceipt:
+def _existing(message: Message, stored: _Stored | None, half_of: UUID | None) -> SendReceipt:
     half = half_of is not None
-    if message.message_id not in stored:
+    if stored is None:
         raise SendFailed(f"message {message.message_id} for topic {message.topic!r} was not stored; send it again.")
-    log_id, transaction_id, was_half, decision = stored[message.message_id]
-    if was_half != half:
-        kind = "transactional" if was_half else "plain"
+    if stored.half != half:
+        kind = "transactional" if stored.half else "plain"
         raise InvalidMessage(
             f"message {message.message_id} is stored already, as a {kind} message: give the new message a new id."
         )
-    if half and decision is not None:
+    if half and stored.decision is not None:
         # Its transaction is over: a second local transaction could not change what becomes of the message.
         raise InvalidMessage(
             f"half message {message.message_id} for topic {message.topic!r} was sent before and is decided "
-            f"({Decision(decision).name}): build a new message for another transaction."
+            f"({Decision(stored.decision).name}): build a new message for another transaction."
         )
-    if half and transaction_id != half_of:
+    if half and stored.transaction_id != half_of:
         raise InvalidMessage(
-            f"half message {message.message_id} for topic {message.topic!r} belongs to transaction {transaction_id} "
+            f"half message {message.message_id} for topic {message.topic!r} belongs to transaction "
+            f"{stored.transaction_id} "
             f"and would share its fate, not that of {half_of}: build a new message for another transaction."
         )
     return SendReceipt(
-        message_id=message.message_id, transaction_id=transaction_id, topic=message.topic, position=log_id
+        message_id=message.message_id,
+        transaction_id=stored.transaction_id,
+        topic=message.topic,
+        position=stored.log_id,
     )

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
-from outbox.broker.database.arrays import cursor_on, texts
-from outbox.broker.database.connection import Connection
+from outbox.broker.database.arrays import texts
+from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
 
 logger = logging.getLogger(__name__)
@@ -52,24 +52,22 @@ SELECT kind, subject, detail, at FROM {schema}.incident ORDER BY at DESC, incide
 """)
 
 
-def record(connection: Connection, schema: str, incidents: Sequence[Incident]) -> None:
+def record(run: Executor, incidents: Sequence[Incident]) -> None:
     """Store incidents and log them as warnings."""
     if not incidents:
         return
     for incident in incidents:
         logger.warning("incident %s: %s: %s", incident.kind, incident.subject, incident.detail)
-    with cursor_on(connection) as cursor:
-        cursor.execute(
-            _RECORD.on(schema),
-            {
-                "kinds": texts([incident.kind for incident in incidents]),
-                "subjects": texts([incident.subject for incident in incidents]),
-                "details": texts([incident.detail.replace("\x00", "") for incident in incidents]),
-            },
-        )
+    run.execute(
+        _RECORD,
+        {
+            "kinds": texts([incident.kind for incident in incidents]),
+            "subjects": texts([incident.subject for incident in incidents]),
+            "details": texts([incident.detail.replace("\x00", "") for incident in incidents]),
+        },
+    )
 
 
-def recent(connection: Connection, schema: str, *, limit: int = 20) -> list[Incident]:
+def recent(run: Executor, *, limit: int = 20) -> list[Incident]:
     """The newest incidents, newest first."""
-    with cursor_on(connection) as cursor:
-        return [Incident(*row) for row in cursor.execute(_RECENT.on(schema), {"limit": limit})]
+    return run.objects(Incident, _RECENT, {"limit": limit})

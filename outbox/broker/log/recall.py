@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from uuid import UUID
 
-from outbox.broker.database.arrays import cursor_on
-from outbox.broker.database.connection import Connection
+from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
 
 # Whoever deletes the scheduled row decides: the sequencer queues the message, or this statement takes it back.
@@ -19,7 +18,6 @@ INSERT INTO {schema}.recalled (log_id) SELECT log_id FROM taken RETURNING log_id
 """)
 
 
-def recall(connection: Connection, schema: str, message_id: UUID) -> bool:
+def recall(run: Executor, message_id: UUID) -> bool:
     """Take back a decided message that is not due yet; False when it is queued already, undecided or unknown."""
-    with cursor_on(connection) as cursor:
-        return cursor.execute(_RECALL.on(schema), {"message_id": message_id}).fetchone() is not None
+    return run.row(_RECALL, {"message_id": message_id}) is not None

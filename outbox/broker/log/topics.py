@@ -11,8 +11,8 @@ from typing import Final
 
 from psycopg import pq
 
-from outbox.broker.database.arrays import cursor_on
 from outbox.broker.database.connection import Connection
+from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
 from outbox.errors import UnknownTopic
 from outbox.message import Message
@@ -51,6 +51,30 @@ FROM {schema}.topic WHERE retry_of IS NULL
 
 
 @dataclass(frozen=True, slots=True)
+class _TopicRow:
+    topic_id: int
+    name: str
+    message_types: list[str]
+    queue_count: int
+    key_lock: bool
+    on_park: str
+    retention_seconds: int
+
+    def known(self) -> KnownTopic:
+        return KnownTopic(
+            self.topic_id,
+            Topic(
+                name=self.name,
+                types=frozenset(map(MessageType, self.message_types)),
+                queue_count=self.queue_count,
+                key_lock=self.key_lock,
+                on_park=self.on_park,
+                retention_seconds=self.retention_seconds,
+            ),
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class KnownTopic:
     """A topic as the broker has it."""
 
@@ -67,18 +91,18 @@ class Prepared:
     shard: int | None
 
 
-def declare_topics(connection: Connection, schema: str, topics: Sequence[Topic]) -> None:
+def declare_topics(run: Executor, topics: Sequence[Topic]) -> None:
     """Create topics or change them to what is declared; idempotent, in one transaction.
 
     Another queue count starts a new generation of queues; consumer groups drain the old ones first.
     """
-    with connection.transaction(), cursor_on(connection) as cursor:
+    with run.connection.transaction():
         for topic in sorted(topics, key=lambda topic: topic.name):
-            row = cursor.execute(_DECLARE.on(schema), _columns(topic)).fetchone()
+            row = run.row(_DECLARE, _columns(topic))
             if row is not None:
                 queues = dict(zip(("topic_id", "generation", "queue_count"), row, strict=True))
-                cursor.execute(_ADD_QUEUES.on(schema), queues)
-                cursor.execute(_CLOSE_OLDER_QUEUES.on(schema), queues)
+                run.execute(_ADD_QUEUES, queues)
+                run.execute(_CLOSE_OLDER_QUEUES, queues)
 
 
 def _columns(topic: Topic) -> dict[str, object]:
@@ -92,11 +116,13 @@ def _columns(topic: Topic) -> dict[str, object]:
     }
 
 
-def list_topics(connection: Connection, schema: str) -> list[Topic]:
+def list_topics(run: Executor) -> list[Topic]:
     """Every topic but the retry topics of consumer groups, by name."""
-    with cursor_on(connection) as cursor:
-        rows = cursor.execute(_ALL.on(schema)).fetchall()
-    return sorted((_known_topic(row).topic for row in rows), key=lambda topic: topic.name)
+    return [known.topic for _, known in sorted(_read(run).items())]
+
+
+def _read(run: Executor) -> dict[str, KnownTopic]:
+    return {row.name: row.known() for row in run.objects(_TopicRow, _ALL)}
 
 
 class TopicCatalog:
@@ -122,10 +148,10 @@ class TopicCatalog:
             return known
         topics = self._refresh(connection)
         if name not in topics and self._auto_create:
-            declare_topics(connection, self._schema, [Topic(name=name)])
+            declare_topics(Executor(connection, self._schema), [Topic(name=name)])
             # A topic created within the caller's transaction may still roll back: it is not remembered yet.
             if connection.info.transaction_status != pq.TransactionStatus.IDLE:
-                return self._read(connection)[name]
+                return _read(Executor(connection, self._schema))[name]
             topics = self._refresh(connection)
         try:
             return topics[name]
@@ -147,30 +173,11 @@ class TopicCatalog:
         return prepared
 
     def _refresh(self, connection: Connection) -> dict[str, KnownTopic]:
-        topics = self._read(connection)
+        topics = _read(Executor(connection, self._schema))
         with self._lock:
             self._known = topics
             self._stale_at = time.monotonic() + _REFRESH_SECONDS
         return topics
-
-    def _read(self, connection: Connection) -> dict[str, KnownTopic]:
-        with cursor_on(connection) as cursor:
-            return {row[1]: _known_topic(row) for row in cursor.execute(_ALL.on(self._schema))}
-
-
-def _known_topic(row: tuple[int, str, list[str], int, bool, str, int]) -> KnownTopic:
-    topic_id, name, types, queue_count, key_lock, on_park, retention_seconds = row
-    return KnownTopic(
-        topic_id,
-        Topic(
-            name=name,
-            types=frozenset(map(MessageType, types)),
-            queue_count=queue_count,
-            key_lock=key_lock,
-            on_park=on_park,
-            retention_seconds=retention_seconds,
-        ),
-    )
 
 
 def _unknown(name: str, topics: Iterable[str]) -> UnknownTopic:

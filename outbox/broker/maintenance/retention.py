@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from outbox.broker.database.arrays import cursor_on
-from outbox.broker.database.connection import Connection
+from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
 from outbox.broker.log import incidents
 from outbox.broker.log.incidents import Incident, IncidentKind
-from outbox.broker.maintenance import statements
+from outbox.broker.maintenance import retention_sql
 
 DEFAULT_HARD_CAP_SECONDS: Final = 30 * 24 * 3600.0
 _INCIDENTS_KEEP_SECONDS: Final = 90 * 24 * 3600.0
@@ -41,20 +39,39 @@ class RetentionCounts:
     more: bool = False
 
 
-def run_once(connection: Connection, schema: str, *, settings: RetentionSettings | None = None) -> RetentionCounts:
+@dataclass(frozen=True, slots=True)
+class _Cleared:
+    """What went from one queue: messages, or, from a retry queue, its entries alone."""
+
+    messages: int = 0
+    retries: int = 0
+    expired: int = 0
+    more: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Limit:
+    """How far a queue may be cleared; `consumed` is None where nobody has ever read it, so that nothing is missed."""
+
+    floor: int
+    limit: int
+    consumed: int | None
+    looked_at: int
+    is_retry: bool
+
+
+def run_once(run: Executor, *, settings: RetentionSettings | None = None) -> RetentionCounts:
     """One bounded pass over all queues, on an autocommit connection. Undecided and parked messages always stay."""
     settings = settings or RetentionSettings()
-    with cursor_on(connection) as cursor:
-        queue_ids = [row[0] for row in cursor.execute(statements.QUEUES.on(schema), {"after": 0})]
-    cleared = [_clear_queue(connection, schema, queue_id, settings) for queue_id in queue_ids]
-    bounds = {"batch": settings.batch, "keep": 0}
-    unqueued = _count(connection, statements.CLEAR_UNQUEUED, schema, bounds)
-    offsets = _deleted(connection, statements.TRIM_OFFSETS, schema, {"batch": settings.batch})
-    ticks = _deleted(connection, statements.TRIM_TICKS, schema, {"batch": settings.batch})
-    _deleted(connection, statements.TRIM_SCANS, schema, {})
-    _deleted(connection, statements.TRIM_INCIDENTS, schema, {"keep": _INCIDENTS_KEEP_SECONDS})
+    cleared = [_clear_queue(run, queue_id, settings) for (queue_id,) in run.rows(retention_sql.QUEUES)]
+    batch = {"batch": settings.batch}
+    [unqueued] = run.one(retention_sql.CLEAR_UNQUEUED, batch)
+    offsets = run.count(retention_sql.TRIM_OFFSETS, batch)
+    ticks = run.count(retention_sql.TRIM_TICKS, batch)
+    run.execute(retention_sql.TRIM_SCANS)
+    run.execute(retention_sql.TRIM_INCIDENTS, {"keep": _INCIDENTS_KEEP_SECONDS})
     if unqueued or any(queue.messages for queue in cleared):
-        _deleted(connection, statements.MERGE_TOTALS, schema, {})
+        run.execute(retention_sql.MERGE_TOTALS)
     return RetentionCounts(
         messages=sum(queue.messages for queue in cleared),
         retries=sum(queue.retries for queue in cleared),
@@ -66,53 +83,34 @@ def run_once(connection: Connection, schema: str, *, settings: RetentionSettings
     )
 
 
-def _clear_queue(connection: Connection, schema: str, queue_id: int, settings: RetentionSettings) -> RetentionCounts:
+def _clear_queue(run: Executor, queue_id: int, settings: RetentionSettings) -> _Cleared:
     parameters = {"queue_id": queue_id, "batch": settings.batch, "cap": settings.hard_cap_seconds}
-    with cursor_on(connection) as cursor:
-        row = cursor.execute(statements.LIMIT.on(schema), parameters, prepare=True).fetchone()
-    assert row is not None
-    floor, limit, consumed, looked_at, is_retry = row
+    found = _Limit(*run.one(retention_sql.LIMIT, parameters, prepare=True))
+    floor, limit = found.floor, found.limit
     # Entries kept below the floor come first, so that they go as soon as nothing refers to them.
-    kept = 0 if is_retry else _clear(connection, schema, queue_id, 0, floor, settings, is_retry=False)
+    kept = 0 if found.is_retry else _clear(run, retention_sql.CLEAR, queue_id, 0, floor, settings)
     if limit <= floor:
-        return RetentionCounts(messages=kept)
-    removed = _clear(connection, schema, queue_id, floor, limit, settings, is_retry=is_retry)
-    expired = max(0, limit - max(floor, consumed)) if consumed is not None else 0
+        return _Cleared(messages=kept)
+    more = found.looked_at == settings.batch and limit - floor == found.looked_at
+    expired = max(0, limit - max(floor, found.consumed)) if found.consumed is not None else 0
+    if found.is_retry:
+        removed = _clear(run, retention_sql.CLEAR_RETRY, queue_id, floor, limit, settings)
+        cleared = _Cleared(retries=removed, expired=expired, more=more)
+    else:
+        removed = _clear(run, retention_sql.CLEAR, queue_id, floor, limit, settings)
+        cleared = _Cleared(messages=kept + removed, expired=expired, more=more)
     if expired:
         detail = f"{expired} messages were removed at the hard cap before every consumer group had consumed them"
-        incidents.record(connection, schema, [Incident(IncidentKind.EXPIRED, f"queue {queue_id}", detail)])
-    return RetentionCounts(
-        messages=kept + (0 if is_retry else removed),
-        retries=removed if is_retry else 0,
-        expired=expired,
-        more=looked_at == settings.batch and limit - floor == looked_at,
-    )
+        incidents.record(run, [Incident(IncidentKind.EXPIRED, f"queue {queue_id}", detail)])
+    return cleared
 
 
 def _clear(
-    connection: Connection,
-    schema: str,
-    queue_id: int,
-    first: int,
-    limit: int,
-    settings: RetentionSettings,
-    *,
-    is_retry: bool,
+    run: Executor, statement: Statement, queue_id: int, first: int, limit: int, settings: RetentionSettings
 ) -> int:
+    """Remove the entries from `first` up to `limit` and what they alone refer to; returns how many."""
     if first >= limit:
         return 0
-    statement = statements.CLEAR_RETRY if is_retry else statements.CLEAR
     parameters = {"queue_id": queue_id, "first": first, "limit": limit, "batch": settings.batch}
-    return _count(connection, statement, schema, parameters)
-
-
-def _count(connection: Connection, statement: Statement, schema: str, parameters: Mapping[str, object]) -> int:
-    with cursor_on(connection) as cursor:
-        row = cursor.execute(statement.on(schema), parameters).fetchone()
-    assert row is not None
-    return int(row[0])
-
-
-def _deleted(connection: Connection, statement: Statement, schema: str, parameters: Mapping[str, object]) -> int:
-    with cursor_on(connection) as cursor:
-        return cursor.execute(statement.on(schema), parameters).rowcount
+    [removed] = run.one(statement, parameters)
+    return int(removed)

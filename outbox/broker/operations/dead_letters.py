@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from uuid import UUID
 
-from outbox.broker.database.arrays import cursor_on, uuids
-from outbox.broker.database.connection import Connection
+from outbox.broker.database.arrays import uuids
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
 from outbox.broker.groups.registration import group_id_of
@@ -39,7 +38,7 @@ class FailedAttempt:
 
 
 _LIST = Statement("""
-SELECT g.name, l.message_id, t.name, l.key, l.tag, d.attempts, d.error, d.dead_at, d.replayed_at
+SELECT g.name AS group, l.message_id, t.name AS topic, l.key, l.tag, d.attempts, d.error, d.dead_at, d.replayed_at
 FROM {schema}.dead_letter d
 JOIN {schema}.consumer_group g USING (group_id)
 JOIN {schema}.commit_log l USING (log_id)
@@ -52,15 +51,15 @@ LIMIT %(limit)s
 
 
 def list_dead_letters(
-    connection: Connection, schema: str, group: str | None = None, *, replayed: bool = False, limit: int = 100
+    run: Executor, group: str | None = None, *, replayed: bool = False, limit: int = 100
 ) -> Sequence[DeadLetter]:
     """The newest dead letters of one group or of all; `replayed` includes those that were replayed."""
     values = {"group": group, "replayed": replayed, "limit": limit}
-    return [DeadLetter(*row) for row in cursor_on(connection).execute(_LIST.on(schema), values)]
+    return run.objects(DeadLetter, _LIST, values)
 
 
 _ATTEMPTS = Statement("""
-SELECT f.attempt + 1, f.error, f.failed_at
+SELECT f.attempt + 1 AS attempt, f.error, f.failed_at
 FROM {schema}.failure f
 JOIN {schema}.consumer_group g USING (group_id)
 JOIN {schema}.commit_log l USING (log_id)
@@ -69,10 +68,10 @@ ORDER BY f.attempt
 """)
 
 
-def failed_attempts(connection: Connection, schema: str, group: str, message_id: UUID) -> Sequence[FailedAttempt]:
+def failed_attempts(run: Executor, group: str, message_id: UUID) -> Sequence[FailedAttempt]:
     """Every failed attempt of a group at a message, first to last."""
     values = {"group": group, "message_id": message_id}
-    return [FailedAttempt(*row) for row in cursor_on(connection).execute(_ATTEMPTS.on(schema), values)]
+    return run.objects(FailedAttempt, _ATTEMPTS, values)
 
 
 _REPLAY = Statement("""
@@ -99,19 +98,17 @@ ON CONFLICT DO NOTHING
 """)
 
 
-def replay(
-    connection: Connection, schema: str, group: str, message_ids: Sequence[UUID] | None = None, *, limit: int = 10_000
-) -> int:
+def replay(run: Executor, group: str, message_ids: Sequence[UUID] | None = None, *, limit: int = 10_000) -> int:
     """Deliver dead letters again through the group's retry queue, with a new series of attempts; returns how many.
 
     None: all of them, up to `limit`, oldest first. One that fails for good again is a dead letter again. Announce
     Channel.DECIDED afterwards to have them at once. Raises UnknownGroup.
     """
-    with connection.transaction():
+    with run.connection.transaction():
         values = {
-            "group_id": group_id_of(Executor(connection, schema), group),
+            "group_id": group_id_of(run, group),
             "all": message_ids is None,
             "message_ids": uuids(list(message_ids or [])),
             "limit": limit,
         }
-        return cursor_on(connection).execute(_REPLAY.on(schema), values).rowcount
+        return run.count(_REPLAY, values)

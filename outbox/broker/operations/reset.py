@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 
-from outbox.broker.database.arrays import cursor_on, integers
-from outbox.broker.database.connection import Connection
+from outbox.broker.database.arrays import integers
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.notify import Channel, notify
 from outbox.broker.database.statement import Statement
@@ -58,8 +57,7 @@ def moved_to(position: Position, target: int) -> Position:
 
 
 def reset(
-    connection: Connection,
-    schema: str,
+    run: Executor,
     group: str,
     topic: str,
     target: Start | datetime | int,
@@ -77,44 +75,42 @@ def reset(
     consume the topic or the topic has no such queue.
     """
     # Before anything is locked: finding a time may read the topic once.
-    targets = _targets(connection, schema, topic, target)
-    with connection.transaction():
-        group_id = group_id_of(Executor(connection, schema), group)
-        moves = _plan(connection, schema, group, topic, targets, number)
+    targets = _targets(run, topic, target)
+    with run.connection.transaction():
+        group_id = group_id_of(run, group)
+        moves = _plan(run, group, topic, targets, number)
         if not dry_run and moves:
-            _move(connection, schema, group_id, {move.queue_id: move.to_offset for move in moves})
+            _move(run, group_id, {move.queue_id: move.to_offset for move in moves})
         if reprocess and not dry_run:
-            raise_generation(Executor(connection, schema), group)
+            raise_generation(run, group)
     if not dry_run:
-        notify(connection, schema, Channel.SHARED)
+        notify(run, Channel.SHARED)
     return moves
 
 
-def _move(connection: Connection, schema: str, group_id: int, targets: dict[int, int]) -> None:
+def _move(run: Executor, group_id: int, targets: dict[int, int]) -> None:
     values = {"group_id": group_id, "queue_ids": integers(list(targets))}
-    epochs = dict(cursor_on(connection).execute(_FENCE.on(schema), values).fetchall())
+    epochs = dict(run.execute(_FENCE, values).fetchall())
     # Read under the fence: what the former owner stored up to now is in, nothing after it counts.
-    positions = offsets.load(Executor(connection, schema), group_id, list(targets))
+    positions = offsets.load(run, group_id, list(targets))
     rows = [
         OffsetRow((group_id, queue_id), epochs[queue_id], 0, moved_to(positions[queue_id], target))
         for queue_id, target in targets.items()
     ]
-    offsets.place(Executor(connection, schema), rows)
+    offsets.place(run, rows)
 
 
-def _targets(connection: Connection, schema: str, topic: str, target: Start | datetime | int) -> dict[int, int]:
+def _targets(run: Executor, topic: str, target: Start | datetime | int) -> dict[int, int]:
     """Where to go, by queue id; a number is not limited yet."""
-    topic_id = TopicCatalog(schema).get(connection, topic).topic_id
+    topic_id = TopicCatalog(run.schema).get(run.connection, topic).topic_id
     if isinstance(target, int):
-        floors = starting_offsets(Executor(connection, schema), topic_id, Start.FIRST)
+        floors = starting_offsets(run, topic_id, Start.FIRST)
         return {queue_id: max(target, floor) for queue_id, floor in floors.items()}
-    return starting_offsets(Executor(connection, schema), topic_id, target)
+    return starting_offsets(run, topic_id, target)
 
 
-def _plan(
-    connection: Connection, schema: str, group: str, topic: str, targets: Mapping[int, int], number: int | None
-) -> list[QueueReset]:
-    queues = [queue for queue in list_queues(Executor(connection, schema), group) if queue.topic == topic]
+def _plan(run: Executor, group: str, topic: str, targets: Mapping[int, int], number: int | None) -> list[QueueReset]:
+    queues = [queue for queue in list_queues(run, group) if queue.topic == topic]
     if not queues:
         raise UsageError(f"group {group!r} does not consume topic {topic!r}, or is a broadcast group: nothing to move.")
     if number is not None and number not in {queue.number for queue in queues}:

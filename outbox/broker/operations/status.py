@@ -13,10 +13,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from outbox.broker.database.arrays import cursor_on
 from outbox.broker.database.connection import Connection
+from outbox.broker.database.executor import Executor
 from outbox.broker.log import incidents
-from outbox.broker.operations import status_statements
+from outbox.broker.operations import status_sql
 
 
 @dataclass(slots=True)
@@ -136,53 +136,68 @@ class BrokerStatus:
         return dataclasses.asdict(self)
 
 
-_BROKER_FIELDS = tuple(one.name for one in dataclasses.fields(BrokerStatus))[:9]
+@dataclass(frozen=True, slots=True)
+class _BrokerRow:
+    """The plain fields of BrokerStatus, and the last tick's snapshot."""
+
+    broker_id: str
+    incarnation: int
+    reject_transactional: bool
+    schema_version: int
+    last_tick: int
+    last_tick_age_seconds: float | None
+    leader: str | None
+    oldest_pending_seconds: float | None
+    incidents_last_day: int
+    snapshot: str
 
 
-def broker_status(connection: Connection, schema: str = "outbox") -> BrokerStatus:
+def broker_status(run: Executor) -> BrokerStatus:
     """The state of a broker, all terms from one snapshot. Counts every retained row: an audit, not a health probe.
 
     The connection must be in autocommit and outside a transaction.
     """
-    with _one_snapshot(connection), cursor_on(connection) as cursor:
-        row = cursor.execute(status_statements.BROKER.on(schema)).fetchone()
-        assert row is not None
-        *broker, snapshot = row
-        topics = _topics(connection, schema, snapshot)
-        groups = [GroupStatus(*values) for values in cursor.execute(status_statements.GROUPS.on(schema))]
+    with _one_snapshot(run.connection):
+        [row] = run.objects(_BrokerRow, status_sql.BROKER)
+        topics = _topics(run, row.snapshot)
+        groups = run.objects(GroupStatus, status_sql.GROUPS)
         recent = [
             {"kind": one.kind, "subject": one.subject, "detail": one.detail, "at": one.at.isoformat() if one.at else ""}
-            for one in incidents.recent(connection, schema)
+            for one in incidents.recent(run)
         ]
-        still_open = [
-            OpenTransaction(*values) for values in cursor.execute(status_statements.OPEN_SINCE_RESYNC.on(schema))
-        ]
-    problems = [f"topic {topic.name!r}: {text}" for topic in topics for text in topic.totals.differences()]
-    problems += [f"group {group.name!r}: {text}" for group in groups for text in group.differences()]
-    problems += map(str, still_open)
-    if broker[6] is None:
-        problems.append("no process sequences: start a broker process (celery worker --outbox, or outbox_worker)")
-    named: dict[str, Any] = dict(zip(_BROKER_FIELDS, broker, strict=True))
+        still_open = run.objects(OpenTransaction, status_sql.OPEN_SINCE_RESYNC)
+    plain = dataclasses.asdict(row)
+    del plain["snapshot"]
     return BrokerStatus(
-        **named,
+        **plain,
         topics=topics,
         groups=groups,
         incidents=recent,
         open_since_resync=still_open,
-        problems=problems,
+        problems=_problems(row, topics, groups, still_open),
     )
 
 
-def _topics(connection: Connection, schema: str, snapshot: str) -> list[TopicStatus]:
+def _problems(
+    broker: _BrokerRow, topics: list[TopicStatus], groups: list[GroupStatus], still_open: list[OpenTransaction]
+) -> list[str]:
+    problems = [f"topic {topic.name!r}: {text}" for topic in topics for text in topic.totals.differences()]
+    problems += [f"group {group.name!r}: {text}" for group in groups for text in group.differences()]
+    problems += map(str, still_open)
+    if broker.leader is None:
+        problems.append("no process sequences: start a broker process (celery worker --outbox, or outbox_worker)")
+    return problems
+
+
+def _topics(run: Executor, snapshot: str) -> list[TopicStatus]:
     totals: dict[int, TopicTotals] = {}
-    with cursor_on(connection) as cursor:
-        for topic_id, term, count in cursor.execute(status_statements.TERMS.on(schema), {"snapshot": snapshot}):
-            topic = totals.setdefault(topic_id, TopicTotals())
-            setattr(topic, term, getattr(topic, term) + int(count))
-        return [
-            TopicStatus(row[1], row[2], row[3], row[4], row[5], totals.get(row[0], TopicTotals()))
-            for row in cursor.execute(status_statements.TOPICS.on(schema))
-        ]
+    for topic_id, term, count in run.rows(status_sql.TERMS, {"snapshot": snapshot}):
+        topic = totals.setdefault(topic_id, TopicTotals())
+        setattr(topic, term, getattr(topic, term) + int(count))
+    return [
+        TopicStatus(name, types, queue_count, generation, retention_seconds, totals.get(topic_id, TopicTotals()))
+        for topic_id, name, types, queue_count, generation, retention_seconds in run.rows(status_sql.TOPICS)
+    ]
 
 
 @contextmanager

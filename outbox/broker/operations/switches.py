@@ -20,7 +20,7 @@ def pause(run: Executor, group: str) -> None:
     """Let the group start no more handlers, within a second or so; positions stay. Raises UnknownGroup."""
     if run.row(_PAUSE, {"name": group, "paused": True}) is None:
         raise unknown_group(group)
-    notify(run.connection, run.schema, Channel.SHARED)
+    notify(run, Channel.SHARED)
 
 
 def resume(run: Executor, group: str) -> int:
@@ -30,7 +30,7 @@ def resume(run: Executor, group: str) -> int:
         if row is None:
             raise unknown_group(group)
         resumed = run.count(_RESUME_QUEUES, {"group_id": row[0]})
-    notify(run.connection, run.schema, Channel.SHARED)
+    notify(run, Channel.SHARED)
     return resumed
 
 

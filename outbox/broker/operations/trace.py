@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 from uuid import UUID
 
-from outbox.broker.database.arrays import cursor_on
-from outbox.broker.database.connection import Connection
+from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
 
 # By message id or transaction id: the first message's id is the transaction's.
@@ -22,9 +21,9 @@ WITH named AS (
     UNION
     SELECT log_id FROM named
 )
-SELECT log.log_id, log.message_id::text, log.transaction_id::text, topic.name, log.key, log.tag, log.half,
+SELECT log.log_id, log.message_id::text, log.transaction_id::text, topic.name AS topic, log.key, log.tag, log.half,
        log.producer_group, log.checker, log.born_at::text, log.stored_at::text, log.deliver_at::text,
-       scheduled.due_at::text, held.held_at::text, recalled.recalled_at::text
+       scheduled.due_at::text AS scheduled_for, held.held_at::text AS held_since, recalled.recalled_at::text
 FROM wanted JOIN {schema}.commit_log log USING (log_id)
 JOIN {schema}.topic USING (topic_id)
 LEFT JOIN {schema}.scheduled ON scheduled.log_id = log.log_id AND scheduled.queue_id IS NULL
@@ -49,11 +48,11 @@ WHERE transaction_id = %(id)s::uuid ORDER BY checked_at
 
 # A first delivery concerns every group of the topic, a retry queue only its own.
 _ENTRIES: Final = Statement("""
-SELECT entry.log_id, topic.name, queue.queue_id, queue.number, entry.queue_offset, entry.attempt,
-       consumer_group.name,
+SELECT entry.log_id, topic.name AS topic, queue.queue_id, queue.number AS queue, entry.queue_offset AS offset,
+       entry.attempt, consumer_group.name AS group,
        CASE WHEN consumer_group.name IS NULL THEN 'no group'
             WHEN entry.queue_offset < coalesce(newest.next_offset, 0) THEN 'passed'
-            ELSE 'waiting' END
+            ELSE 'waiting' END AS state
 FROM {schema}.consume_queue entry
 JOIN {schema}.queue USING (queue_id)
 JOIN {schema}.topic USING (topic_id)
@@ -67,20 +66,20 @@ ORDER BY entry.log_id, entry.attempt, queue.queue_id, consumer_group.name
 """)
 
 _FAILURES: Final = Statement("""
-SELECT log_id, consumer_group.name, attempt, failed_at::text, error
+SELECT log_id, consumer_group.name AS group, attempt, failed_at::text, error
 FROM {schema}.failure JOIN {schema}.consumer_group USING (group_id)
 WHERE log_id = ANY (%(log_ids)s) ORDER BY failed_at
 """)
 
 _RETRIES: Final = Statement("""
-SELECT scheduled.log_id, consumer_group.name, scheduled.attempt, scheduled.due_at::text
+SELECT scheduled.log_id, consumer_group.name AS group, scheduled.attempt, scheduled.due_at::text
 FROM {schema}.scheduled JOIN {schema}.queue USING (queue_id) JOIN {schema}.topic USING (topic_id)
 JOIN {schema}.consumer_group ON consumer_group.group_id = topic.retry_of
 WHERE log_id = ANY (%(log_ids)s) ORDER BY due_at
 """)
 
 _DEAD: Final = Statement("""
-SELECT log_id, consumer_group.name, attempts, dead_at::text, replayed_at::text, error
+SELECT log_id, consumer_group.name AS group, attempts, dead_at::text, replayed_at::text, error
 FROM {schema}.dead_letter JOIN {schema}.consumer_group USING (group_id)
 WHERE log_id = ANY (%(log_ids)s) ORDER BY dead_at
 """)
@@ -201,24 +200,22 @@ class Trace:
         return dataclasses.asdict(self)
 
 
-def trace(connection: Connection, schema: str, message_or_transaction_id: UUID) -> Trace | None:
+def trace(run: Executor, message_or_transaction_id: UUID) -> Trace | None:
     """The way of a message and the others of its transaction; None when the broker does not have it (any more)."""
-    with cursor_on(connection) as cursor:
-        found = cursor.execute(_MESSAGES.on(schema), {"id": message_or_transaction_id}).fetchall()
-        if not found:
-            return None
-        messages = [TracedMessage(*row) for row in found]
-        transaction = {"id": messages[0].transaction_id}
-        rows = {"log_ids": [message.log_id for message in messages]}
-        decision = cursor.execute(_DECISION.on(schema), transaction).fetchone()
-        pending = cursor.execute(_PENDING.on(schema), transaction).fetchone()
-        return Trace(
-            messages=messages,
-            decision=TracedDecision(*decision) if decision else None,
-            pending=TracedCheck(*pending) if pending and decision is None else None,
-            answers=[TracedAnswer(*row) for row in cursor.execute(_CHECKS.on(schema), transaction)],
-            entries=[TracedEntry(*row) for row in cursor.execute(_ENTRIES.on(schema), rows)],
-            failures=[TracedFailure(*row) for row in cursor.execute(_FAILURES.on(schema), rows)],
-            retries=[TracedRetry(*row) for row in cursor.execute(_RETRIES.on(schema), rows)],
-            dead_letters=[TracedDeath(*row) for row in cursor.execute(_DEAD.on(schema), rows)],
-        )
+    messages = run.objects(TracedMessage, _MESSAGES, {"id": message_or_transaction_id})
+    if not messages:
+        return None
+    transaction = {"id": messages[0].transaction_id}
+    rows = {"log_ids": [message.log_id for message in messages]}
+    decisions = run.objects(TracedDecision, _DECISION, transaction)
+    pending = run.objects(TracedCheck, _PENDING, transaction)
+    return Trace(
+        messages=messages,
+        decision=decisions[0] if decisions else None,
+        pending=pending[0] if pending and not decisions else None,
+        answers=run.objects(TracedAnswer, _CHECKS, transaction),
+        entries=run.objects(TracedEntry, _ENTRIES, rows),
+        failures=run.objects(TracedFailure, _FAILURES, rows),
+        retries=run.objects(TracedRetry, _RETRIES, rows),
+        dead_letters=run.objects(TracedDeath, _DEAD, rows),
+    )

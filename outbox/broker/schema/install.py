@@ -9,8 +9,8 @@ from typing import Final
 
 from psycopg.errors import LockNotAvailable
 
-from outbox.broker.database.arrays import cursor_on
 from outbox.broker.database.connection import Connection
+from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement, check_schema_name
 from outbox.broker.database.timeouts import lifted
 from outbox.errors import SchemaError
@@ -25,7 +25,7 @@ _LOCK_TIMEOUT_SECONDS: Final = 5
 
 _LOCK = Statement("SELECT pg_advisory_xact_lock(hashtextextended('outbox.install', 0))")
 _LIMIT_WAITING = Statement("SELECT set_config('lock_timeout', %(seconds)s || 's', true)")
-_EXISTS = Statement("SELECT to_regclass(%s) IS NOT NULL")
+_EXISTS = Statement("SELECT to_regclass(%(table)s) IS NOT NULL")
 # The column came with the second change.
 _VERSION = Statement("""
 SELECT coalesce(max(version), 0), coalesce(max((to_jsonb(known) ->> 'change')::integer), max(version), 0)
@@ -33,8 +33,10 @@ FROM {schema}.schema_version known
 """)
 _CREATE_SCHEMA = Statement("CREATE SCHEMA IF NOT EXISTS {schema}")
 _SEARCH_PATH = Statement("SET LOCAL search_path TO {schema}, pg_temp")
+_GET_SEARCH_PATH = Statement("SELECT current_setting('search_path')")
+_SET_SEARCH_PATH = Statement("SELECT set_config('search_path', %(path)s, true)")
 _RECORD_FIRST = Statement("INSERT INTO {schema}.schema_version (version) VALUES (1)")
-_RECORD = Statement("UPDATE {schema}.schema_version SET change = %s")
+_RECORD = Statement("UPDATE {schema}.schema_version SET change = %(version)s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,18 +54,18 @@ def install(connection: Connection, schema: str = "outbox") -> int:
     Raises SchemaError when this code is too old for the tables, or when open transactions were in the way.
     """
     check_schema_name(schema)
+    run = Executor(connection, schema)
     try:
         with lifted(connection):
-            connection.execute(_LOCK.on(schema))
-            with cursor_on(connection) as cursor:
-                cursor.execute(_LIMIT_WAITING.on(schema), {"seconds": str(_LOCK_TIMEOUT_SECONDS)})
-            installed = _installed(connection, schema)
+            run.execute(_LOCK)
+            run.execute(_LIMIT_WAITING, {"seconds": str(_LOCK_TIMEOUT_SECONDS)})
+            installed = _installed(run)
             if installed.needs > SCHEMA_VERSION:
                 raise _too_new(schema, installed)
             if installed.change == 0:
-                connection.execute(_CREATE_SCHEMA.on(schema))
+                run.execute(_CREATE_SCHEMA)
             for version in range(installed.change + 1, SCHEMA_VERSION + 1):
-                _apply(connection, schema, version)
+                _apply(run, version)
     except LockNotAvailable as error:
         raise SchemaError(
             f"the broker's tables in schema {schema!r} were not upgraded: another transaction has held one of them for "
@@ -78,7 +80,7 @@ def check_schema(connection: Connection, schema: str = "outbox") -> int:
 
     Raises SchemaError when they are missing, lack a change that this code needs, or are too new for it.
     """
-    installed = _installed(connection, schema)
+    installed = _installed(Executor(connection, schema))
     if installed.needs == 0:
         raise missing(schema)
     if installed.needs > SCHEMA_VERSION:
@@ -108,24 +110,23 @@ def _too_new(schema: str, installed: _Installed) -> SchemaError:
     )
 
 
-def _installed(connection: Connection, schema: str) -> _Installed:
-    with cursor_on(connection) as cursor:
-        exists = cursor.execute(_EXISTS.on(schema), [f"{schema}.schema_version"]).fetchone()
-        if exists is None or not exists[0]:
-            return _Installed(0, 0)
-        row = cursor.execute(_VERSION.on(schema)).fetchone()
-    assert row is not None
-    return _Installed(*row)
+def _installed(run: Executor) -> _Installed:
+    [exists] = run.one(_EXISTS, {"table": f"{run.schema}.schema_version"})
+    if not exists:
+        return _Installed(needs=0, change=0)
+    needs, change = run.one(_VERSION)
+    return _Installed(needs=needs, change=change)
 
 
-def _apply(connection: Connection, schema: str, version: int) -> None:
+def _apply(run: Executor, version: int) -> None:
     text = resources.files("outbox.broker.schema").joinpath(_FILES[version]).read_text("utf-8")
-    before = connection.execute("SELECT current_setting('search_path')").fetchone()
-    connection.execute(_SEARCH_PATH.on(schema))
-    connection.execute(text.encode())
-    connection.execute("SELECT set_config('search_path', %s, true)", before)
+    [before] = run.one(_GET_SEARCH_PATH)
+    run.execute(_SEARCH_PATH)
+    # Many statements at once, so without parameters and in text form.
+    run.connection.execute(text.encode())
+    run.execute(_SET_SEARCH_PATH, {"path": before})
     if version == 1:
-        connection.execute(_RECORD_FIRST.on(schema))
+        run.execute(_RECORD_FIRST)
     else:
-        connection.execute(_RECORD.on(schema), [version])
-    logger.info("broker tables in schema %r are now at version %d", schema, version)
+        run.execute(_RECORD, {"version": version})
+    logger.info("broker tables in schema %r are now at version %d", run.schema, version)

@@ -1,8 +1,7 @@
 """Who leads a role of the broker.
 
 The lease only saves work: two sequencers at once are safe, because they collide on the tick. It expires by the
-database's clock; the owner trusts it on its own monotonic clock, counted from before the renewal was sent, so a
-process that was stopped for a while does not believe in a lease that others see expired.
+database's clock; when to renew it the owner reckons on its own monotonic clock, from before the last renewal was sent.
 """
 
 from __future__ import annotations
@@ -11,8 +10,8 @@ import time
 from typing import Final
 from uuid import UUID
 
-from outbox.broker.database.arrays import cursor_on
 from outbox.broker.database.connection import Connection
+from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
 
 DEFAULT_TERM_SECONDS: Final = 3.0
@@ -51,7 +50,6 @@ class LeaderLease:
         self._schema = schema
         self._parameters = {"role": role, "owner": owner, "term": term_seconds}
         self._term = term_seconds
-        self._trusted_until = 0.0
         self._renew_at = 0.0
 
     def hold(self, connection: Connection) -> float:
@@ -59,25 +57,17 @@ class LeaderLease:
         asked_at = time.monotonic()
         if asked_at < self._renew_at:
             return 0.0
-        with cursor_on(connection) as cursor:
-            row = cursor.execute(_REMAINING.on(self._schema), self._parameters, prepare=True).fetchone()
-            if row is not None and row[0] > 0:
-                self._trusted_until = self._renew_at = 0.0
-                return float(row[0])
-            if cursor.execute(_ACQUIRE.on(self._schema), self._parameters, prepare=True).fetchone() is None:
-                self._trusted_until = self._renew_at = 0.0
-                return self._term
-        self._trusted_until = asked_at + self._term
+        self._renew_at = 0.0
+        run = Executor(connection, self._schema)
+        others = run.row(_REMAINING, self._parameters, prepare=True)
+        if others is not None and others[0] > 0:
+            return float(others[0])
+        if run.row(_ACQUIRE, self._parameters, prepare=True) is None:
+            return self._term
         self._renew_at = asked_at + self._term / 3
         return 0.0
 
-    @property
-    def is_trusted(self) -> bool:
-        """Whether the last renewal still holds."""
-        return time.monotonic() < self._trusted_until
-
     def release(self, connection: Connection) -> None:
         """Let another candidate lead at once."""
-        self._trusted_until = self._renew_at = 0.0
-        with cursor_on(connection) as cursor:
-            cursor.execute(_RELEASE.on(self._schema), self._parameters)
+        self._renew_at = 0.0
+        Executor(connection, self._schema).execute(_RELEASE, self._parameters)

@@ -18,13 +18,14 @@ from psycopg.errors import DeadlockDetected, SerializationFailure, UniqueViolati
 
 from outbox import faults
 from outbox.broker.database import timeouts
-from outbox.broker.database.arrays import bigints, cursor_on, raw_cursor_on, uuids, xids
+from outbox.broker.database.arrays import bigints, raw_cursor_on, uuids, xids
 from outbox.broker.database.connection import BrokerDatabase, Connection
+from outbox.broker.database.executor import Executor
 from outbox.broker.database.snapshot import Snapshot
 from outbox.broker.database.statement import Statement
-from outbox.broker.sequencer import statements
-from outbox.broker.sequencer.takeover import Position, adopt, prepare
-from outbox.broker.transaction import checks
+from outbox.broker.sequencer import key_order_sql, tick_sql
+from outbox.broker.sequencer.takeover import TickState, adopt, prepare
+from outbox.broker.transaction import half_scan
 from outbox.transaction import CheckSettings
 
 logger = logging.getLogger(__name__)
@@ -88,7 +89,7 @@ class Sequencer:
         self._batch = batch
         self._check = check or CheckSettings()
         self._connection: Connection | None = None
-        self._position: Position | None = None
+        self._state: TickState | None = None
 
     def run_once(self, connection: Connection) -> TickCounts:
         """One bounded tick on an autocommit connection; does nothing when nothing is new.
@@ -96,11 +97,11 @@ class Sequencer:
         Errors of the connection are the caller's to handle; the next call starts from the stored tick.
         """
         try:
-            position = self._adopted(connection)
+            state = self._adopted(connection)
             faults.point("sequencer.before_tick")
-            counts = self._tick(connection, position)
+            counts = self._tick(connection, state)
             faults.point("sequencer.after_tick")
-            self._hint(connection, position)
+            self._hint(connection, state)
             return counts
         except (UniqueViolation, SerializationFailure, DeadlockDetected, _Overtaken) as error:
             logger.info("sequencer %s: another leader ticked; reading its position: %s", self._owner, error)
@@ -110,94 +111,93 @@ class Sequencer:
             self._forget(connection)
             raise
 
-    def _adopted(self, connection: Connection) -> Position:
-        if self._position is None or self._connection is not connection:
-            self._position = adopt(connection, self._schema, self._check, local=self._local)
+    def _adopted(self, connection: Connection) -> TickState:
+        if self._state is None or self._connection is not connection:
+            self._state = adopt(Executor(connection, self._schema), self._check, local=self._local)
             self._connection = connection
-        return self._position
+        return self._state
 
     def _forget(self, connection: Connection) -> None:
-        self._position = self._connection = None
+        self._state = self._connection = None
         if not connection.closed:
             try:
                 connection.rollback()
             except psycopg.Error:
                 connection.close()
 
-    def _tick(self, connection: Connection, position: Position) -> TickCounts:
-        if position.order.is_idle:
+    def _tick(self, connection: Connection, state: TickState) -> TickCounts:
+        if state.order.is_idle:
             try:
-                return self._tick_at_once(connection, position)
+                return self._tick_at_once(connection, state)
             except _FifoUnread:
                 pass
-        return self._tick_in_order(connection, position)
+        return self._tick_in_order(connection, state)
 
-    def _tick_at_once(self, connection: Connection, position: Position) -> TickCounts:
+    def _tick_at_once(self, connection: Connection, state: TickState) -> TickCounts:
         """One round trip: right as long as no FIFO half message is undecided."""
         with raw_cursor_on(connection) as cursor:
             with connection.pipeline():
-                self._begin(connection, statements.BEGIN)
-                self._append(cursor, position, _Plan())
+                self._begin(connection, tick_sql.BEGIN)
+                self._append(cursor, state, _Plan())
                 faults.point("sequencer.mid_tick")
-                connection.execute(statements.COMMIT, prepare=True)
-            return self._advance(position, cursor.fetchone(), _Plan())
+                connection.execute(tick_sql.COMMIT, prepare=True)
+            return self._advance(state, cursor.fetchone(), _Plan())
 
-    def _tick_in_order(self, connection: Connection, position: Position) -> TickCounts:
+    def _tick_in_order(self, connection: Connection, state: TickState) -> TickCounts:
         """Two round trips in one snapshot: look at the FIFO messages, then tick with what must wait."""
         with raw_cursor_on(connection) as cursor:
             with connection.pipeline():
-                self._begin(connection, statements.BEGIN_REPEATABLE)
-                self._execute(cursor, statements.READ_FIFO, self._reading(position))
+                self._begin(connection, tick_sql.BEGIN_REPEATABLE)
+                self._execute(cursor, key_order_sql.READ_FIFO, self._reading(state))
             rows = cursor.fetchall()
-            let_go = self._released_by_parking(connection, position)
-            plan = self._plan(position, rows, let_go)
+            let_go = self._released_by_parking(connection, state)
+            plan = self._plan(state, rows, let_go)
             faults.point("sequencer.mid_tick")
             with connection.pipeline():
-                self._append(cursor, position, plan)
-                connection.execute(statements.COMMIT, prepare=True)
-            return self._advance(position, cursor.fetchone(), plan)
+                self._append(cursor, state, plan)
+                connection.execute(tick_sql.COMMIT, prepare=True)
+            return self._advance(state, cursor.fetchone(), plan)
 
     def _begin(self, connection: Connection, statement: bytes) -> None:
         connection.execute(statement, prepare=True)
         if self._local:
             prepare(connection, local=True)
 
-    def _append(self, cursor: _Cursor, position: Position, plan: _Plan) -> None:
-        parameters = self._reading(position) | {
-            "tick_id": position.tick_id,
-            "heads": bigints(position.heads[1:]),
-            "is_full": (position.tick_id + 1) % FULL_EVERY == 0,
+    def _append(self, cursor: _Cursor, state: TickState, plan: _Plan) -> None:
+        parameters = self._reading(state) | {
+            "tick_id": state.tick_id,
+            "heads": bigints(state.heads[1:]),
+            "is_full": (state.tick_id + 1) % FULL_EVERY == 0,
             "fifo_read": plan.fifo_read,
             "hold": bigints(plan.hold),
             "release": bigints(plan.release),
         }
-        self._execute(cursor, statements.TICK, parameters)
+        self._execute(cursor, tick_sql.TICK, parameters)
 
     def _execute(self, cursor: _Cursor, statement: Statement, parameters: dict[str, Any]) -> None:
         text, names = statement.numbered(self._schema)
         cursor.execute(text, [parameters[name] for name in names], prepare=True)
 
-    def _reading(self, position: Position) -> dict[str, Any]:
+    def _reading(self, state: TickState) -> dict[str, Any]:
         return {
-            "incarnation": position.incarnation,
-            "snapshot": position.snapshot.text,
-            "xmax": str(position.snapshot.xmax),
-            "xip": xids(position.snapshot.in_progress),
-            "half_xmax": str(position.half_snapshot.xmax),
-            "half_xip": xids(position.half_snapshot.in_progress),
+            "incarnation": state.incarnation,
+            "snapshot": state.snapshot.text,
+            "xmax": str(state.snapshot.xmax),
+            "xip": xids(state.snapshot.in_progress),
+            "half_xmax": str(state.half_snapshot.xmax),
+            "half_xip": xids(state.half_snapshot.in_progress),
             "batch": self._batch,
         }
 
-    def _released_by_parking(self, connection: Connection, position: Position) -> list[int]:
-        blockers = position.order.blockers()
+    def _released_by_parking(self, connection: Connection, state: TickState) -> list[int]:
+        blockers = state.order.blockers()
         if not blockers:
             return []
-        with cursor_on(connection) as cursor:
-            statement = statements.RELEASED_BY_PARKING.on(self._schema)
-            return [row[0] for row in cursor.execute(statement, {"ids": uuids(blockers)})]
+        run = Executor(connection, self._schema)
+        return [log_id for (log_id,) in run.rows(key_order_sql.RELEASED_BY_PARKING, {"ids": uuids(blockers)})]
 
-    def _plan(self, position: Position, rows: list[tuple[Any, ...]], let_go: list[int]) -> _Plan:
-        order, now = position.order, time.monotonic()
+    def _plan(self, state: TickState, rows: list[tuple[Any, ...]], let_go: list[int]) -> _Plan:
+        order, now = state.order, time.monotonic()
         for what, log_id, topic_id, key, transaction_id in rows:
             if what == "h":
                 order.open(log_id, (topic_id, key), transaction_id)
@@ -210,21 +210,21 @@ class Sequencer:
                 plan.hold.append(log_id)
         return plan
 
-    def _advance(self, position: Position, row: tuple[Any, ...] | None, plan: _Plan) -> TickCounts:
+    def _advance(self, state: TickState, row: tuple[Any, ...] | None, plan: _Plan) -> TickCounts:
         assert row is not None
         newest, unread, seen, stored, more, decisions, appended, held, released, scheduled, due = row[:11]
         queue_ids, heads, next_due_seconds = row[11:]
         if not newest:
-            raise _Overtaken(f"tick {position.tick_id} is not the newest any more")
+            raise _Overtaken(f"tick {state.tick_id} is not the newest any more")
         if unread:
             raise _FifoUnread
         if plan.fifo_read or not more:
             # Else what is beyond the cut has not been looked at.
-            position.half_snapshot = Snapshot.parse(seen)
+            state.half_snapshot = Snapshot.parse(seen)
         if stored is not None:
-            position.tick_id += 1
-            position.snapshot = Snapshot.parse(stored)
-            position.set_heads(queue_ids, heads)
+            state.tick_id += 1
+            state.snapshot = Snapshot.parse(stored)
+            state.set_heads(queue_ids, heads)
         return TickCounts(
             ticked=stored is not None,
             decisions=decisions,
@@ -233,11 +233,11 @@ class Sequencer:
             released=released,
             scheduled=scheduled,
             due=due,
-            more=more or (plan.fifo_read and position.order.has_releasable),
+            more=more or (plan.fifo_read and state.order.has_releasable),
             next_due_seconds=next_due_seconds,
         )
 
-    def _hint(self, connection: Connection, position: Position) -> None:
-        blockers = position.order.hints(time.monotonic(), HINT_AFTER_SECONDS)
+    def _hint(self, connection: Connection, state: TickState) -> None:
+        blockers = state.order.hints(time.monotonic(), HINT_AFTER_SECONDS)
         if blockers:
-            checks.hint_checks(connection, self._schema, blockers, settings=self._check)
+            half_scan.hint_checks(Executor(connection, self._schema), blockers, settings=self._check)

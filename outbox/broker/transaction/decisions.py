@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from uuid import UUID
 
-from outbox.broker.database.arrays import cursor_on, texts, uuids
-from outbox.broker.database.connection import Connection
+from outbox.broker.database.arrays import texts, uuids
+from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
 from outbox.broker.log import incidents
 from outbox.broker.log.incidents import Incident, IncidentKind
@@ -65,7 +65,7 @@ class _Outcome:
     applied: bool
 
 
-def record_ends(connection: Connection, schema: str, ends: Sequence[EndTransaction]) -> list[EndStatus]:
+def record_ends(run: Executor, ends: Sequence[EndTransaction]) -> list[EndStatus]:
     """Record decisions; one status per end, in order. Contradicting and refused ones leave an incident."""
     if not ends:
         return []
@@ -75,36 +75,37 @@ def record_ends(connection: Connection, schema: str, ends: Sequence[EndTransacti
         if end.decision is Decision.UNKNOWN:
             raise UsageError(f"transaction {end.transaction_id}: UNKNOWN is no outcome; report COMMIT or ROLLBACK.")
         firsts.setdefault(_key(end), end)
-    outcomes = _decide(connection, schema, list(firsts.values()))
+    outcomes = _decide(run, list(firsts.values()))
     repeated = [key[0] for key in firsts if (found := outcomes.get(key)) and found.accepted and not found.applied]
-    standing = standing_decisions(connection, schema, repeated)
+    standing = standing_decisions(run, repeated)
     statuses = [_status(end, firsts[_key(end)], outcomes.get(_key(end)), standing) for end in ends]
-    incidents.record(connection, schema, _incidents(connection, schema, ends, statuses))
+    incidents.record(run, _incidents(run, ends, statuses))
     return statuses
 
 
-def standing_decisions(connection: Connection, schema: str, ids: Sequence[UUID]) -> dict[UUID, Decision]:
+def standing_decisions(run: Executor, ids: Sequence[UUID]) -> dict[UUID, Decision]:
     """The decisions that stand, of those transactions that are decided."""
     if not ids:
         return {}
-    with cursor_on(connection) as cursor:
-        rows = cursor.execute(_STANDING.on(schema), {"ids": uuids(ids)})
-        return {transaction_id: Decision(decision) for transaction_id, decision in rows}
+    rows = run.rows(_STANDING, {"ids": uuids(ids)})
+    return {transaction_id: Decision(decision) for transaction_id, decision in rows}
 
 
-def _decide(connection: Connection, schema: str, ends: Sequence[EndTransaction]) -> dict[_Key, _Outcome]:
-    with cursor_on(connection) as cursor:
-        parameters = {
-            "ids": uuids([end.transaction_id for end in ends]),
-            "decisions": texts([end.decision for end in ends]),
-            "deciders": texts([end.decided_by for end in ends]),
-            "groups": texts([end.producer_group for end in ends]),
-            # A producer's end is one-way, and a check-back finds out what a crash of the server took: its commit does
-            # not wait for the disk. Whoever acts on it (the sequencer) commits later in the log, and does wait.
-            "durable": any(end.decided_by is not DecidedBy.PRODUCER for end in ends),
-        }
-        rows = cursor.execute(_DECIDE.on(schema), parameters, prepare=True)
-        return {(row[0], row[1]): _Outcome(row[2], row[3]) for row in rows}
+def _decide(run: Executor, ends: Sequence[EndTransaction]) -> dict[_Key, _Outcome]:
+    parameters = {
+        "ids": uuids([end.transaction_id for end in ends]),
+        "decisions": texts([end.decision for end in ends]),
+        "deciders": texts([end.decided_by for end in ends]),
+        "groups": texts([end.producer_group for end in ends]),
+        # A producer's end is one-way, and a check-back finds out what a crash of the server took: its commit does
+        # not wait for the disk. Whoever acts on it (the sequencer) commits later in the log, and does wait.
+        "durable": any(end.decided_by is not DecidedBy.PRODUCER for end in ends),
+    }
+    rows = run.rows(_DECIDE, parameters, prepare=True)
+    return {
+        (transaction_id, producer_group): _Outcome(accepted, applied)
+        for transaction_id, producer_group, accepted, applied in rows
+    }
 
 
 def _status(
@@ -119,9 +120,7 @@ def _status(
     return EndStatus.REPEATED if standing.get(end.transaction_id) is end.decision else EndStatus.CONTRADICTED
 
 
-def _incidents(
-    connection: Connection, schema: str, ends: Sequence[EndTransaction], statuses: Sequence[EndStatus]
-) -> list[Incident]:
+def _incidents(run: Executor, ends: Sequence[EndTransaction], statuses: Sequence[EndStatus]) -> list[Incident]:
     wrong = [
         (end, status)
         for end, status in zip(ends, statuses, strict=True)
@@ -129,9 +128,8 @@ def _incidents(
     ]
     if not wrong:
         return []
-    with cursor_on(connection) as cursor:
-        ids = uuids([end.transaction_id for end, _ in wrong])
-        stored = {row[0]: row[1:] for row in cursor.execute(_GROUPS.on(schema), {"ids": ids})}
+    ids = uuids([end.transaction_id for end, _ in wrong])
+    stored = {message_id: (group, half) for message_id, group, half in run.rows(_GROUPS, {"ids": ids})}
     return [_incident(end, status, stored.get(end.transaction_id)) for end, status in wrong]
 
 

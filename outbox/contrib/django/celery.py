@@ -35,7 +35,4 @@ def _children() -> Sequence[ChildSpec]:
 def _add_passes(sender: Any, **_: Any) -> None:
     from outbox.contrib.django.periodic import passes
 
-    beat.install(
-        sender,
-        [beat.PeriodicPass(name=item.name, run=item.run, interval_seconds=item.interval_seconds) for item in passes()],
-    )
+    beat.install(sender, passes())

@@ -13,6 +13,7 @@ from django.core.checks import CheckMessage, Error, Tags, Warning, register
 from django.db import connections
 from django.db.utils import DatabaseError
 
+from outbox.broker.database.executor import Executor
 from outbox.broker.log.topics import list_topics
 from outbox.broker.schema.install import check_schema
 from outbox.contrib.django.broker import alias_conninfo, broker_database, check_topic_imports
@@ -253,7 +254,9 @@ def _broker_database(settings: OutboxSettings) -> Iterator[CheckMessage]:
     try:
         with broker_database(settings).connect(name="outbox-check") as connection:
             check_schema(connection, settings.schema)
-            yield from _undeclared(settings, {topic.name: topic for topic in list_topics(connection, settings.schema)})
+            yield from _undeclared(
+                settings, {topic.name: topic for topic in list_topics(Executor(connection, settings.schema))}
+            )
             with connection.cursor() as cursor:
                 if not _durable("postgresql", cursor):
                     yield _not_durable(settings.broker)

@@ -18,6 +18,7 @@ from django.db import InternalError, connections, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
 from psycopg import Error as DriverError
 
+from outbox.broker.database.executor import Executor
 from outbox.broker.transaction.decisions import standing_decisions
 from outbox.contrib.django import ledger
 from outbox.contrib.django.blocks import Halves, in_pipeline, require_whole, sync_pipeline, watch_of
@@ -108,7 +109,7 @@ def _is_half_there(connection: BaseDatabaseWrapper, half: HalfTransaction) -> bo
 
 def _is_decision_there(connection: BaseDatabaseWrapper, transaction_id: UUID) -> bool:
     with connection.wrap_database_errors:
-        return bool(standing_decisions(connection.connection, get_settings().schema, [transaction_id]))
+        return bool(standing_decisions(Executor(connection.connection, get_settings().schema), [transaction_id]))
 
 
 def mark_transaction(connection: BaseDatabaseWrapper) -> str:

@@ -10,6 +10,7 @@ from django.apps.registry import apps as global_apps
 from django.core.management import CommandError
 from django.db import router
 
+from outbox.broker.database.executor import Executor
 from outbox.broker.log.topics import declare_topics
 from outbox.broker.schema.install import install
 from outbox.contrib.django.broker import broker_database, reset_broker
@@ -49,7 +50,7 @@ def install_broker(settings: OutboxSettings) -> None:
     database = broker_database(settings)
     with database.connect(name="outbox-install", direct=True) as connection:
         version = install(connection, settings.schema)
-        declare_topics(connection, settings.schema, [declared.topic for declared in settings.topics.values()])
+        declare_topics(Executor(connection, settings.schema), [declared.topic for declared in settings.topics.values()])
     logger.info("broker on %r: schema %r at version %d", settings.broker, settings.schema, version)
     # What the broker of this process knows about topics may be older.
     reset_broker()

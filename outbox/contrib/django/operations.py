@@ -44,7 +44,7 @@ class ProjectStatus:
 def project_status() -> ProjectStatus:
     """Look at everything once."""
     with broker_connection() as (connection, schema):
-        broker = broker_status(connection, schema)
+        broker = broker_status(Executor(connection, schema))
         halted = [queue for queue in list_queues(Executor(connection, schema)) if queue.stopped or queue.blocked_by]
     return ProjectStatus(broker, halted, [*broker.problems, *map(_halted, halted)])
 
@@ -87,7 +87,7 @@ def group_lags(connection: Connection, schema: str) -> list[GroupLag]:
 def create_topic(name: str, **properties: Any) -> str:
     """Declare a new topic. Raises UsageError when it is there already."""
     with broker_connection() as (connection, schema):
-        if name in {topic.name for topic in list_topics(connection, schema)}:
+        if name in {topic.name for topic in list_topics(Executor(connection, schema))}:
             raise UsageError(f"topic {name!r} exists already: `outbox_topic alter {name}` changes it.")
     _declare(Topic(name=name, **properties))
     return f"topic {name} was created."
@@ -96,7 +96,7 @@ def create_topic(name: str, **properties: Any) -> str:
 def alter_topic(name: str, **changes: Any) -> str:
     """Change properties of a topic; the others stay. Raises UnknownTopic."""
     with broker_connection() as (connection, schema):
-        known = {topic.name: topic for topic in list_topics(connection, schema)}
+        known = {topic.name: topic for topic in list_topics(Executor(connection, schema))}
     if name not in known:
         raise UnknownTopic(f"topic {name!r} is not declared; there are: {', '.join(sorted(known)) or 'none'}.")
     changed = replace(known[name], **changes)
@@ -116,7 +116,7 @@ def replay_dead_letters(group: str, ids: Sequence[UUID] | None, *, limit: int, d
     with broker_connection() as (connection, schema):
         group_id_of(Executor(connection, schema), group)
         with connection.transaction(force_rollback=dry_run):
-            count = replay(connection, schema, group, ids, limit=limit)
+            count = replay(Executor(connection, schema), group, ids, limit=limit)
             if ids is not None and count != len(set(ids)):
                 raise UsageError(
                     f"{count} of the {len(set(ids))} ids are dead letters of group {group!r} (or --limit is too low), "
@@ -137,7 +137,7 @@ def decide(transaction_id: UUID, decision: Decision, *, force: bool = False) -> 
     UsageError when the ledger does not agree, unless `force`; and when there is no such undecided transaction.
     """
     with broker_connection() as (connection, schema):
-        check = find_undecided(connection, schema, transaction_id)
+        check = find_undecided(Executor(connection, schema), transaction_id)
     if check is None:
         raise UsageError(
             f"{transaction_id} is no undecided transaction: `outbox_trace {transaction_id}` says what became of it."

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta
-from typing import Any, Final
+from typing import Final
 from uuid import UUID
 
 from django.db import router
@@ -15,6 +14,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from django.utils import timezone
 
 from outbox.broker.database.connection import Connection
+from outbox.broker.database.executor import Executor
 from outbox.broker.transaction.checks import scan
 from outbox.broker.transaction.decisions import standing_decisions
 from outbox.broker.transaction.half_scan import undecided_below
@@ -23,6 +23,7 @@ from outbox.contrib.django import ledger
 from outbox.contrib.django.broker import broker_database, check_settings, get_broker
 from outbox.contrib.django.conf import get_settings
 from outbox.contrib.django.ledger_checker import LedgerChecker, ledger_aliases, open_connection, settle
+from outbox.periodic import PeriodicPass
 from outbox.transaction import CheckCounts
 
 logger = logging.getLogger(__name__)
@@ -71,7 +72,7 @@ def prune_ledgers(*, older_than: datetime, max_batches: int = 100) -> int:
         return 0
     removed = 0
     with broker_database(settings).connect(name="outbox-prune") as broker:
-        if scan(broker, settings.schema, settings=check_settings(settings)).more:
+        if scan(Executor(broker, settings.schema), settings=check_settings(settings)).more:
             # Undecided transactions may be among the half messages that nobody has scanned yet.
             return 0
         for alias in ledger_aliases():
@@ -94,7 +95,7 @@ def _prune_ledger(
         if not batch:
             break
         after = batch[-1]
-        decided = standing_decisions(broker, schema, batch)
+        decided = standing_decisions(Executor(broker, schema), batch)
         if decided:
             ledger.advance_pruned_before(connection, first_id_after(max(decided)))
             removed += ledger.delete(connection, sorted(decided))
@@ -109,7 +110,7 @@ def _lowest_open(
     The barrier gives one to those that nobody has asked about for long (parked ones): past `pruned_before` an absent
     row could not be answered for any more.
     """
-    undecided = undecided_below(broker, schema, ledger_id, below, limit=_BATCH)
+    undecided = undecided_below(Executor(broker, schema), ledger_id, below, limit=_BATCH)
     open_ids = settle(connection, [half.transaction_id for half in undecided if not half.immune], ledger_id=ledger_id)
     open_ids.update(half.transaction_id for half in undecided if half.immune)
     if len(undecided) == _BATCH:
@@ -145,22 +146,13 @@ def first_id_after(value: UUID) -> UUID:
     return UUID(int=value.int + 1)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Pass:
-    """A periodic pass: how often, and what it does and counts."""
-
-    name: str
-    interval_seconds: float
-    run: Callable[[], Mapping[str, Any]]
-
-
-def passes() -> list[Pass]:
+def passes() -> list[PeriodicPass]:
     """What has to run periodically in a producer service (Celery beat, or `outbox_worker --role check`)."""
     return [
-        Pass(
+        PeriodicPass(
             name="check_back",
             interval_seconds=get_settings().check_interval_seconds,
             run=lambda: asdict(run_check_back()),
         ),
-        Pass(name="prune", interval_seconds=600.0, run=lambda: asdict(run_prune())),
+        PeriodicPass(name="prune", interval_seconds=600.0, run=lambda: asdict(run_prune())),
     ]

@@ -19,6 +19,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from django.utils.asyncio import async_unsafe
 from psycopg.errors import InvalidSchemaName, UndefinedTable
 
+from outbox.broker.database.executor import Executor
 from outbox.broker.log.commit_log import append_placed
 from outbox.broker.postgres import PostgresBroker
 from outbox.broker.schema.install import missing
@@ -143,7 +144,7 @@ def _publish_atomic(
                 topic.check_accepts(item, transactional=True)
             _lock_keys(connection, topics, messages)
             receipts, place = append_placed(
-                raw, settings.schema, catalog, messages, producer_group=settings.producer_group
+                Executor(raw, settings.schema), catalog, messages, producer_group=settings.producer_group
             )
         confirm(connection, settings, place)
     except BaseException as error:

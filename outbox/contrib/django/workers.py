@@ -16,9 +16,10 @@ from outbox.contrib.django.broker import broker_database, check_settings, get_co
 from outbox.contrib.django.conf import get_settings
 from outbox.contrib.django.in_tests import refuse_processes_in_tests
 from outbox.contrib.django.inbox import InboxInvoker, require_inboxes
-from outbox.contrib.django.periodic import Pass, passes
+from outbox.contrib.django.periodic import passes
 from outbox.contrib.django.registry import autodiscover, subscriptions
 from outbox.errors import ConfigurationError, OutboxError
+from outbox.periodic import PeriodicPass
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +76,7 @@ def run_check_role(stop: threading.Event) -> None:
         stop.wait(max(0.05, min(due.values()) - time.monotonic()))
 
 
-def run_pass(item: Pass) -> None:
+def run_pass(item: PeriodicPass) -> None:
     """One pass; an error is logged, the next one tries again."""
     try:
         logger.debug("%s: %s", item.name, item.run())

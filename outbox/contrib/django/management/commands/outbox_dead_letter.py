@@ -53,12 +53,15 @@ class Command(OutboxCommand):
             if options["group"]:
                 group_id_of(Executor(connection, schema), options["group"])
             letters = list_dead_letters(
-                connection, schema, options["group"], replayed=options["replayed"], limit=options["limit"]
+                Executor(connection, schema), options["group"], replayed=options["replayed"], limit=options["limit"]
             )
             if options["json"]:
                 self.print_json(
                     [
-                        {"letter": item, "failures": failed_attempts(connection, schema, item.group, item.message_id)}
+                        {
+                            "letter": item,
+                            "failures": failed_attempts(Executor(connection, schema), item.group, item.message_id),
+                        }
                         for item in letters
                     ]
                 )

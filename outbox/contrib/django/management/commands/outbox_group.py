@@ -92,8 +92,7 @@ class Command(OutboxCommand):
     def _reset(self, options: dict[str, Any]) -> None:
         with broker_connection() as (connection, schema):
             moves = reset(
-                connection,
-                schema,
+                Executor(connection, schema),
                 options["group"],
                 options["topic"],
                 _target(options),

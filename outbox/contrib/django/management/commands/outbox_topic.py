@@ -7,6 +7,7 @@ from typing import Any
 
 from django.core.management.base import CommandParser
 
+from outbox.broker.database.executor import Executor
 from outbox.broker.log.topics import list_topics
 from outbox.contrib.django.broker import broker_connection
 from outbox.contrib.django.management.output import OutboxCommand
@@ -54,7 +55,7 @@ class Command(OutboxCommand):
 
     def _list(self, *, as_json: bool) -> None:
         with broker_connection() as (connection, schema):
-            topics = list_topics(connection, schema)
+            topics = list_topics(Executor(connection, schema))
         if as_json:
             self.print_json([{**dataclasses.asdict(topic), "types": sorted(topic.types)} for topic in topics])
             return

@@ -7,6 +7,7 @@ from uuid import UUID
 
 from django.core.management.base import CommandError, CommandParser
 
+from outbox.broker.database.executor import Executor
 from outbox.broker.operations.trace import trace
 from outbox.contrib.django.broker import broker_connection
 from outbox.contrib.django.management.output import OutboxCommand
@@ -25,7 +26,7 @@ class Command(OutboxCommand):
     def handle(self, *args: Any, **options: Any) -> None:
         """See BaseCommand."""
         with broker_connection() as (connection, schema):
-            found = trace(connection, schema, options["id"])
+            found = trace(Executor(connection, schema), options["id"])
         if found is None:
             raise CommandError(f"the broker has no message or transaction {options['id']} (any more).")
         if options["json"]:

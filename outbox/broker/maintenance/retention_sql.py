@@ -7,7 +7,7 @@ from typing import Final
 from outbox.broker.database.statement import Statement
 
 QUEUES: Final = Statement("""
-SELECT queue_id FROM {schema}.queue WHERE queue_id > %(after)s ORDER BY queue_id
+SELECT queue_id FROM {schema}.queue ORDER BY queue_id
 """)
 
 # How far a queue may be cleared: past the retention time, and consumed by every group or past the hard cap.
@@ -108,7 +108,7 @@ WITH candidate AS (
     INSERT INTO {schema}.pruned (topic_id, sent, committed, queued)
     SELECT topic_id, count(*), count(*), count(*) FROM free GROUP BY topic_id
 )
-SELECT (SELECT count(*) FROM free), (SELECT count(*) FROM candidate)
+SELECT count(*) FROM free
 """)
 
 CLEAR_RETRY: Final = Statement("""
@@ -119,7 +119,7 @@ WITH entries AS (
 ), floor AS (
     UPDATE {schema}.queue SET floor = %(limit)s WHERE queue_id = %(queue_id)s AND floor < %(limit)s
 )
-SELECT count(*), count(*) FROM entries
+SELECT count(*) FROM entries
 """)
 
 # Messages that never were queued: rolled back, or recalled before they were due. A rollback stays until the sequencer
@@ -127,12 +127,12 @@ SELECT count(*), count(*) FROM entries
 CLEAR_UNQUEUED: Final = Statement("""
 WITH ended AS (
     (SELECT transaction_id, log_ids, 'R' AS what FROM {schema}.op_log
-     WHERE decision = 'R' AND decided_at < now() - make_interval(secs => %(keep)s)
+     WHERE decision = 'R' AND decided_at < now()
        AND pg_visible_in_snapshot(xid, (SELECT snapshot FROM {schema}.tick ORDER BY tick_id DESC LIMIT 1))
      ORDER BY decided_at LIMIT %(batch)s)
     UNION ALL
     (SELECT log.transaction_id, ARRAY[log_id], 'T' FROM {schema}.recalled JOIN {schema}.commit_log log USING (log_id)
-     WHERE recalled_at < now() - make_interval(secs => %(keep)s) LIMIT %(batch)s)
+     WHERE recalled_at < now() LIMIT %(batch)s)
 ), free AS MATERIALIZED (
     SELECT log.log_id, log.topic_id, log.transaction_id, ended.what
     FROM ended CROSS JOIN LATERAL unnest(log_ids) AS one (log_id) JOIN {schema}.commit_log log USING (log_id)

@@ -8,15 +8,18 @@ from outbox.broker.database.statement import Statement
 
 BROKER: Final = Statement("""
 SELECT broker_id::text, incarnation, reject_transactional,
-       (SELECT max(change) FROM {schema}.schema_version),
-       (SELECT max(tick_id) FROM {schema}.tick),
-       (SELECT extract(epoch FROM now() - at)::double precision FROM {schema}.tick ORDER BY tick_id DESC LIMIT 1),
-       (SELECT owner::text FROM {schema}.leader_lease WHERE role = 'sequencer' AND expires_at > clock_timestamp()),
+       (SELECT max(change) FROM {schema}.schema_version) AS schema_version,
+       (SELECT max(tick_id) FROM {schema}.tick) AS last_tick,
+       (SELECT extract(epoch FROM now() - at)::double precision
+        FROM {schema}.tick ORDER BY tick_id DESC LIMIT 1) AS last_tick_age_seconds,
+       (SELECT owner::text FROM {schema}.leader_lease
+        WHERE role = 'sequencer' AND expires_at > clock_timestamp()) AS leader,
        (SELECT extract(epoch FROM now() - min(stored_at))::double precision FROM {schema}.pending_check
         WHERE parked_at IS NULL
-          AND NOT EXISTS (SELECT FROM {schema}.op_log WHERE op_log.transaction_id = pending_check.transaction_id)),
-       (SELECT count(*) FROM {schema}.incident WHERE at > now() - interval '1 day'),
-       (SELECT snapshot::text FROM {schema}.tick ORDER BY tick_id DESC LIMIT 1)
+          AND NOT EXISTS (SELECT FROM {schema}.op_log WHERE op_log.transaction_id = pending_check.transaction_id))
+           AS oldest_pending_seconds,
+       (SELECT count(*) FROM {schema}.incident WHERE at > now() - interval '1 day') AS incidents_last_day,
+       (SELECT snapshot::text FROM {schema}.tick ORDER BY tick_id DESC LIMIT 1) AS snapshot
 FROM {schema}.broker
 """)
 
@@ -24,10 +27,12 @@ FROM {schema}.broker
 # are seen by every role; of another role's session PostgreSQL shows neither state nor age without pg_read_all_stats.
 OPEN_SINCE_RESYNC: Final = Statement("""
 SELECT CASE WHEN written.pid IS NOT NULL THEN 'session ' || written.pid
-            ELSE 'prepared transaction ' || coalesce(quote_literal(prepared.gid), held.transactionid::text) END,
-       coalesce(application_name, ''),
-       CASE WHEN written.pid IS NULL THEN 'prepared' ELSE coalesce(activity.state, 'not visible to this role') END,
+            ELSE 'prepared transaction ' || coalesce(quote_literal(prepared.gid), held.transactionid::text) END AS who,
+       coalesce(application_name, '') AS application,
+       CASE WHEN written.pid IS NULL THEN 'prepared'
+            ELSE coalesce(activity.state, 'not visible to this role') END AS state,
        extract(epoch FROM clock_timestamp() - coalesce(prepared.prepared, activity.xact_start))::double precision
+           AS age_seconds
 FROM pg_locks written
 JOIN pg_locks held ON held.locktype = 'transactionid' AND held.granted AND held.mode = 'ExclusiveLock'
     AND held.virtualtransaction = written.virtualtransaction AND held.pid IS NOT DISTINCT FROM written.pid
@@ -39,7 +44,7 @@ WHERE written.relation = '{schema}.op_log'::regclass AND written.mode = 'RowExcl
   AND held.transactionid IN (
       SELECT pg_snapshot_xip(snapshot)::xid
       FROM {schema}.resync WHERE incarnation = (SELECT max(incarnation) FROM {schema}.resync))
-ORDER BY 4 DESC NULLS LAST
+ORDER BY age_seconds DESC NULLS LAST
 """)
 
 TOPICS: Final = Statement("""
@@ -114,16 +119,17 @@ WITH heads AS MATERIALIZED (
 )
 SELECT consumer_group.name, consumer_group.paused, consumer_group.broadcast,
        ARRAY(SELECT name FROM {schema}.subscription JOIN {schema}.topic USING (topic_id)
-             WHERE subscription.group_id = consumer_group.group_id ORDER BY name),
+             WHERE subscription.group_id = consumer_group.group_id ORDER BY name) AS topics,
        (SELECT count(*) FROM {schema}.consumer
-        WHERE consumer.group_id = consumer_group.group_id AND expires_at > clock_timestamp()),
-       coalesce(sum(head - start_offset - moved) FILTER (WHERE NOT is_retry), 0)::bigint,
-       coalesce(sum(handled), 0)::bigint, coalesce(sum(skipped), 0)::bigint, coalesce(sum(filtered), 0)::bigint,
-       coalesce(sum(waiting) FILTER (WHERE NOT is_retry), 0)::bigint,
-       coalesce(sum(scheduled + waiting) FILTER (WHERE is_retry), 0)::bigint,
+        WHERE consumer.group_id = consumer_group.group_id AND expires_at > clock_timestamp()) AS live_consumers,
+       coalesce(sum(head - start_offset - moved) FILTER (WHERE NOT is_retry), 0)::bigint AS queued,
+       coalesce(sum(handled), 0)::bigint AS handled, coalesce(sum(skipped), 0)::bigint AS skipped,
+       coalesce(sum(filtered), 0)::bigint AS filtered,
+       coalesce(sum(waiting) FILTER (WHERE NOT is_retry), 0)::bigint AS lag,
+       coalesce(sum(scheduled + waiting) FILTER (WHERE is_retry), 0)::bigint AS retrying,
        (SELECT count(*) FROM {schema}.dead_letter
-        WHERE dead_letter.group_id = consumer_group.group_id AND replayed_at IS NULL),
-       coalesce(sum(expired), 0)::bigint
+        WHERE dead_letter.group_id = consumer_group.group_id AND replayed_at IS NULL) AS dead,
+       coalesce(sum(expired), 0)::bigint AS expired
 FROM {schema}.consumer_group LEFT JOIN counted USING (group_id)
 GROUP BY consumer_group.group_id ORDER BY consumer_group.name
 """)

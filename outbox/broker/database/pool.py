@@ -1,0 +1,72 @@
+"""A small pool of connections, safe to inherit by fork."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+from psycopg.pq import TransactionStatus
+
+from outbox.broker.database.connection import BrokerConnection, BrokerDatabase
+from outbox.errors import UsageError
+
+# Connections inherited by fork are kept, not closed: closing would end the parent's session.
+_inherited: Final[list[object]] = []
+
+
+class Pool:
+    """Idle connections for reuse. Thread-safe; a forked child starts with none and never touches its parent's."""
+
+    def __init__(self, database: BrokerDatabase, *, keep: int = 8) -> None:
+        self._database = database
+        self._keep = keep
+        self._start_anew()
+
+    def _start_anew(self) -> None:
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._idle: list[BrokerConnection] = []
+
+    @contextmanager
+    def connection(self, deadline: float) -> Iterator[BrokerConnection]:
+        """A connection in autocommit whose statements end by `deadline` (monotonic). A broken one is not kept."""
+        connection = self._take() or self._database.open(timeout_seconds=deadline - time.monotonic())
+        try:
+            with connection.within(deadline):
+                yield connection
+        except UsageError:
+            # Refused before or by a statement that is over: the connection is as good as before.
+            self._give_back(connection)
+            raise
+        except BaseException:
+            connection.close()
+            raise
+        self._give_back(connection)
+
+    def _take(self) -> BrokerConnection | None:
+        if self._pid != os.getpid():
+            _inherited.append(self._idle)
+            self._start_anew()
+        with self._lock:
+            return self._idle.pop() if self._idle else None
+
+    def _give_back(self, connection: BrokerConnection) -> None:
+        with self._lock:
+            is_idle = connection.info.transaction_status == TransactionStatus.IDLE
+            if is_idle and len(self._idle) < self._keep:
+                self._idle.append(connection)
+                return
+        connection.close()
+
+    def clear(self) -> None:
+        """Close the idle connections."""
+        if self._pid != os.getpid():
+            return
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for connection in idle:
+            connection.close()
