@@ -22,7 +22,7 @@ from outbox.contrib.django.conf import OutboxSettings, get_settings, imported
 from outbox.contrib.django.flusher import Flusher
 from outbox.contrib.django.in_tests import refuse_in_tests, running_tests, without_idle_sessions
 from outbox.errors import ConfigurationError
-from outbox.memory.broker import InMemoryBroker
+from outbox.memory import InMemoryBroker
 from outbox.safe_text import mask_passwords
 from outbox.transaction import CheckSettings
 

@@ -25,7 +25,7 @@ from outbox.contrib.django.broker import flusher, get_broker
 from outbox.contrib.django.conf import get_settings
 from outbox.errors import TransactionUsageError
 from outbox.faults import point
-from outbox.memory.broker import InMemoryBroker
+from outbox.memory import InMemoryBroker
 from outbox.message import SendReceipt
 from outbox.transaction import Decision, EndTransaction, HalfTransaction
 

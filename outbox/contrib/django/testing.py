@@ -28,7 +28,7 @@ from outbox.contrib.django.conf import get_settings
 from outbox.contrib.django.ledger_checker import ledger_aliases
 from outbox.contrib.django.registry import autodiscover, subscriptions
 from outbox.contrib.django.transactions import in_transaction
-from outbox.memory.broker import InMemoryBroker
+from outbox.memory import InMemoryBroker
 from outbox.message import Message
 from outbox.ports import AnyHandler
 from outbox.transaction import Decision, EndTransaction
