@@ -75,8 +75,8 @@ class Consumers:
         with self._log.lock:
             self._log.topic(subscription.topic)
             consumer = _Consumer(subscription, handler, parse_filter(subscription.filter))
-            if subscription.start is not Start.FIRST:
-                since = self._now() if subscription.start is Start.LAST else subscription.start
+            if subscription.start is not Start.EARLIEST:
+                since = self._now() if subscription.start is Start.LATEST else subscription.start
                 assert isinstance(since, datetime)
                 for number, queue in self._log.queues_of(subscription.topic):
                     consumer.offsets[number] = sum(entry.transaction.stored_at < since for entry in queue)

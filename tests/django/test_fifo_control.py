@@ -70,7 +70,7 @@ def queued() -> list[str]:
 
 @contextmanager
 def key_lock_off(outbox_settings: Callable[..., None]) -> Iterator[None]:
-    topics = {**OUTBOX["TOPICS"], "steps": {"types": ["FIFO", "TRANSACTION"], "queues": 4, "key_lock": False}}
+    topics = {**OUTBOX["TOPICS"], "steps": {"types": ["FIFO", "TRANSACTION"], "queue_count": 4, "key_lock": False}}
     outbox_settings(TOPICS=topics)
     switch = "UPDATE outbox.topic SET key_lock = %s WHERE name = 'steps'"
     with broker_connection() as (connection, _):

@@ -90,7 +90,7 @@ def test_on_other_databases_a_row_is_the_lock(pool: ThreadPoolExecutor) -> None:
 def test_without_the_lock_nobody_waits(
     path: str, pool: ThreadPoolExecutor, outbox_settings: Callable[..., None]
 ) -> None:
-    topics = {**OUTBOX["TOPICS"], "steps": {"types": ["FIFO", "TRANSACTION"], "queues": 4, "key_lock": False}}
+    topics = {**OUTBOX["TOPICS"], "steps": {"types": ["FIFO", "TRANSACTION"], "queue_count": 4, "key_lock": False}}
     outbox_settings(TOPICS=topics)
     with broker_connection() as (connection, _):
         connection.execute("UPDATE outbox.topic SET key_lock = false WHERE name = 'steps'")

@@ -164,7 +164,7 @@ def starting_offsets(connection: Connection, schema: str, topic_id: int, start: 
     """The offset by queue id at which a group that starts so begins, for the queues the topic has now."""
     cursor = cursor_on(connection)
     floors: dict[int, int] = dict(cursor.execute(_FLOORS.on(schema), {"topic_id": topic_id}).fetchall())
-    if start is Start.FIRST:
+    if start is Start.EARLIEST:
         return floors
     ends = heads(connection, schema, floors)
     if isinstance(start, datetime):

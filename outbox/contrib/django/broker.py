@@ -136,7 +136,7 @@ def _database(settings: OutboxSettings) -> BrokerDatabase:
     conninfo = alias_conninfo(settings.broker)
     if running_tests():
         conninfo = without_idle_sessions(conninfo)
-    return BrokerDatabase(conninfo=conninfo, schema=settings.schema, listen_conninfo=settings.listen)
+    return BrokerDatabase(conninfo=conninfo, schema=settings.schema, listen_conninfo=settings.listen_url)
 
 
 @contextmanager

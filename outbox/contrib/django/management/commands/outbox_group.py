@@ -40,8 +40,8 @@ class Command(OutboxCommand):
         target = move.add_mutually_exclusive_group(required=True)
         target.add_argument("--to-time", type=_moment, help="ISO 8601 with a time zone")
         target.add_argument("--to-offset", type=_offset, help="the number of the next message, in every queue")
-        target.add_argument("--to-end", action="store_true", help="skip all there is")
-        target.add_argument("--to-first", action="store_true", help="from the oldest message the broker still has")
+        target.add_argument("--to-latest", action="store_true", help="skip all there is")
+        target.add_argument("--to-earliest", action="store_true", help="from the oldest message the broker still has")
         move.add_argument("--queue", type=int, help="only the queue of this number")
         move.add_argument("--reprocess", action="store_true", help="also process what the inbox has already")
         move.add_argument("--dry-run", action="store_true", help="say what would move, move nothing")
@@ -111,10 +111,10 @@ class Command(OutboxCommand):
 
 
 def _target(options: dict[str, Any]) -> Start | datetime | int:
-    if options["to_end"]:
-        return Start.LAST
-    if options["to_first"]:
-        return Start.FIRST
+    if options["to_latest"]:
+        return Start.LATEST
+    if options["to_earliest"]:
+        return Start.EARLIEST
     target: datetime | int = options["to_offset"] if options["to_time"] is None else options["to_time"]
     return target
 

@@ -28,9 +28,7 @@ class Command(OutboxCommand):
             options.add_argument(
                 "--type", action="append", dest="types", choices=[str(item) for item in MessageType], help="repeatable"
             )
-            options.add_argument(
-                "--queues", type=int, dest="queue_count", help="how many consumers can share the topic"
-            )
+            options.add_argument("--queue-count", type=int, help="how many consumers can share the topic")
             options.add_argument("--retention-seconds", type=int, help="how long consumed messages are kept")
             options.add_argument(
                 "--on-park", choices=["hold", "release"], help="FIFO: what waits behind a parked message"
