@@ -14,6 +14,7 @@ from outbox.broker.database.connection import BrokerDatabase
 from outbox.broker.postgres import PostgresBroker
 from outbox.broker.supervisor import ChildSpec
 from outbox.checkback import CheckBack
+from outbox.periodic import PeriodicPass
 from outbox.transaction import Answer, Check, CheckSettings, Decision
 from tests.celery.transport import transport
 
@@ -50,4 +51,4 @@ app.conf.worker_hijack_root_logger = False
 app.conf.broker_connection_retry_on_startup = True
 app.conf.task_default_queue = beat.TASK_QUEUE
 bootstep.install(app, children)
-beat.install(app, [beat.PeriodicPass(name="check_back", run=check_back, interval_seconds=0.5)])
+beat.install(app, [PeriodicPass(name="check_back", run=check_back, interval_seconds=0.5)])

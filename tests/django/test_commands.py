@@ -18,7 +18,8 @@ from django.db import connections, transaction
 from outbox import Delivery
 from outbox.broker.sequencer.sequencer import Sequencer
 from outbox.contrib.django import publish, subscriber
-from outbox.contrib.django.broker import broker_database, flusher
+from outbox.contrib.django.broker import flusher
+from outbox.contrib.django.databases import broker_database
 from outbox.contrib.django.management import commands
 from outbox.contrib.django.workers import consumer_runtime
 from outbox.errors import PermanentError

@@ -18,8 +18,9 @@ from django.db import connections, transaction
 from outbox import Decision, EndTransaction, faults
 from outbox.broker.transaction.checks import find_undecided
 from outbox.contrib.django import get_broker, publish, run_check_back
-from outbox.contrib.django.broker import alias_conninfo, broker_connection, flusher
+from outbox.contrib.django.broker import flusher
 from outbox.contrib.django.conf import get_settings
+from outbox.contrib.django.databases import alias_conninfo, broker_connection
 from outbox.contrib.django.flusher import MAX_QUEUED, Flusher
 from outbox.contrib.django.ledger_checker import LedgerChecker
 from outbox.errors import BrokerUnavailable, SchemaError, WrongDatabase

@@ -17,8 +17,9 @@ from django.test.utils import override_settings
 from outbox import Delivery, MessageType
 from outbox.codec import BytesCodec
 from outbox.contrib.django import get_broker, publish, subscriber
-from outbox.contrib.django.broker import alias_conninfo, broker_database, get_codecs, reset_broker
+from outbox.contrib.django.broker import get_codecs, reset_broker
 from outbox.contrib.django.conf import PathChoice, get_settings, parse_settings
+from outbox.contrib.django.databases import alias_conninfo, broker_database
 from outbox.contrib.django.models import LedgerEntry, LedgerIdentity
 from outbox.contrib.django.registry import unregister_all
 from outbox.contrib.django.routers import BrokerRouter

@@ -6,22 +6,14 @@ a queue of their own and expire after one period, so a backlog of them cannot bu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any, Final
 
 from celery import Celery
 
+from outbox.periodic import PeriodicPass
+
 TASK_QUEUE: Final = "outbox"
-
-
-@dataclass(frozen=True, kw_only=True)
-class PeriodicPass:
-    """A bounded pass to run every `interval_seconds`; `run` returns counts for the task's result."""
-
-    name: str
-    run: Callable[[], Mapping[str, Any]]
-    interval_seconds: float
 
 
 def install(app: Celery, passes: list[PeriodicPass]) -> None:

@@ -27,6 +27,7 @@ from outbox.broker.database.statement import check_schema_name
 from outbox.errors import ConfigurationError, InvalidName
 from outbox.safe_text import mask_passwords
 from outbox.topic import DEFAULT_QUEUE_COUNT, DEFAULT_RETENTION_SECONDS, MessageType, Topic
+from outbox.transaction import CheckSettings
 
 Value = TypeVar("Value")
 
@@ -96,6 +97,16 @@ class OutboxSettings:
                 "service that shares the broker. Check-back asks it for the outcome of its transactions."
             )
         return self.producer_group
+
+    @property
+    def check(self) -> CheckSettings:
+        """When the broker asks about half messages, and when it parks them."""
+        return CheckSettings(
+            immunity_seconds=self.immunity_seconds,
+            recheck_seconds=self.check_retry_seconds,
+            max_checks=self.max_checks,
+            max_age_seconds=self.max_check_age_seconds,
+        )
 
 
 _cached: tuple[object, OutboxSettings] | None = None

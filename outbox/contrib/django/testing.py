@@ -23,7 +23,7 @@ from django.db import connections
 from django.test.utils import override_settings
 
 from outbox.contrib.django import ledger
-from outbox.contrib.django.broker import get_broker, reset_broker
+from outbox.contrib.django.broker import get_broker, get_codecs, reset_broker
 from outbox.contrib.django.conf import get_settings
 from outbox.contrib.django.ledger_checker import ledger_aliases
 from outbox.contrib.django.registry import autodiscover, subscriptions
@@ -65,8 +65,6 @@ class InMemoryOutbox:
 
     def bodies(self, topic: str) -> list[Any]:
         """The decoded bodies of `messages`."""
-        from outbox.contrib.django.broker import get_codecs
-
         return [get_codecs().decode(item.content_type, item.body) for item in self.messages(topic)]
 
     def drain(self, *, raise_errors: bool = True) -> int:

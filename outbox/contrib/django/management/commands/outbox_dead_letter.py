@@ -9,7 +9,7 @@ from django.core.management.base import CommandError, CommandParser
 
 from outbox.broker.groups.registration import group_id_of
 from outbox.broker.operations.dead_letters import failed_attempts, list_dead_letters
-from outbox.contrib.django.broker import broker_connection
+from outbox.contrib.django.databases import broker_connection
 from outbox.contrib.django.management.output import OutboxCommand, first_line
 from outbox.contrib.django.operations import replay_dead_letters
 

@@ -11,7 +11,7 @@ from django.core.management.base import CommandParser
 
 from outbox.broker.groups.registration import group_id_of, list_queues, pause, resume
 from outbox.broker.operations.reset import reset
-from outbox.contrib.django.broker import broker_connection
+from outbox.contrib.django.databases import broker_connection
 from outbox.contrib.django.management.output import OutboxCommand, first_line
 from outbox.contrib.django.operations import group_lags
 from outbox.subscription import Start

@@ -13,8 +13,8 @@ from django.conf import settings
 from django.core.management.base import CommandError, CommandParser
 from django.db import DatabaseError
 
-from outbox.contrib.django.broker import alias_conninfo
 from outbox.contrib.django.conf import get_settings
+from outbox.contrib.django.databases import alias_conninfo
 from outbox.contrib.django.findings import MAX_SAVED, replace
 from outbox.contrib.django.management.output import OutboxCommand, first_line
 from outbox.errors import ConfigurationError

@@ -8,7 +8,7 @@ from typing import Any
 from django.core.management.base import CommandParser
 
 from outbox.broker.log.topics import list_topics
-from outbox.contrib.django.broker import broker_connection
+from outbox.contrib.django.databases import broker_connection
 from outbox.contrib.django.management.output import OutboxCommand
 from outbox.contrib.django.operations import alter_topic, create_topic
 from outbox.topic import MessageType

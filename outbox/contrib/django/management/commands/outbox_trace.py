@@ -8,7 +8,7 @@ from uuid import UUID
 from django.core.management.base import CommandError, CommandParser
 
 from outbox.broker.operations.trace import trace
-from outbox.contrib.django.broker import broker_connection
+from outbox.contrib.django.databases import broker_connection
 from outbox.contrib.django.management.output import OutboxCommand
 
 
