@@ -1,4 +1,4 @@
-"""Work that is done every so often: what Celery beat, or a worker of ours, is given to run."""
+"""Periodic work of a service, whoever runs it: Celery beat, or a loop of its own."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ class PeriodicPass:
     """A bounded pass to run every `interval_seconds`; `run` returns what it counted."""
 
     name: str
-    interval_seconds: float
     run: Callable[[], Mapping[str, Any]]
+    interval_seconds: float
