@@ -128,6 +128,5 @@ class OutboxTestMixin:
     outbox: InMemoryOutbox
 
     def setUp(self) -> None:
-        """See unittest."""
         super().setUp()  # type: ignore[misc]
         self.outbox = self.enterContext(in_memory_outbox())  # type: ignore[attr-defined]

@@ -20,7 +20,6 @@ class Command(OutboxCommand):
     help = "List the messages consumer groups gave up, or deliver them again."
 
     def add_arguments(self, parser: CommandParser) -> None:
-        """See BaseCommand."""
         actions = parser.add_subparsers(dest="action", required=True)
         shown = actions.add_parser(
             "list", help="what was given up and is not replayed; --json with the error of every attempt"
@@ -37,7 +36,6 @@ class Command(OutboxCommand):
         again.add_argument("--dry-run", action="store_true", help="say what would be replayed")
 
     def handle(self, *args: Any, **options: Any) -> None:
-        """See BaseCommand."""
         if options["action"] == "list":
             self._list(options)
         elif bool(options["ids"]) == options["all"]:

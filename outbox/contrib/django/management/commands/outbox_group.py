@@ -23,7 +23,6 @@ class Command(OutboxCommand):
     help = "List, pause, resume or reset consumer groups."
 
     def add_arguments(self, parser: CommandParser) -> None:
-        """See BaseCommand."""
         actions = parser.add_subparsers(dest="action", required=True)
         self.add_json(actions.add_parser("list", help="every group with its lag"))
         offsets = actions.add_parser("offsets", help="every queue of a group: position, end, owner, what blocks it")
@@ -48,7 +47,6 @@ class Command(OutboxCommand):
         self.add_json(move)
 
     def handle(self, *args: Any, **options: Any) -> None:
-        """See BaseCommand."""
         getattr(self, f"_{options['action']}")(options)
 
     def _list(self, options: dict[str, Any]) -> None:

@@ -20,7 +20,6 @@ class Command(OutboxCommand):
     help = "Create, alter or list the topics of the broker. `migrate` declares those of OUTBOX['TOPICS']."
 
     def add_arguments(self, parser: CommandParser) -> None:
-        """See BaseCommand."""
         actions = parser.add_subparsers(dest="action", required=True)
         for action, what in (("create", "declare a new topic"), ("alter", "change some properties, keep the others")):
             options = actions.add_parser(action, help=what)
@@ -37,7 +36,6 @@ class Command(OutboxCommand):
         self.add_json(actions.add_parser("list", help="every topic of the broker"))
 
     def handle(self, *args: Any, **options: Any) -> None:
-        """See BaseCommand."""
         if options["action"] == "list":
             self._list(as_json=options["json"])
             return

@@ -18,12 +18,10 @@ class Command(OutboxCommand):
     help = "Show where a message or transaction is: stored, decided, queued, and how far each group is."
 
     def add_arguments(self, parser: CommandParser) -> None:
-        """See BaseCommand."""
         parser.add_argument("id", type=UUID, help="message or transaction id")
         self.add_json(parser)
 
     def handle(self, *args: Any, **options: Any) -> None:
-        """See BaseCommand."""
         with broker_connection() as (connection, schema):
             found = trace(connection, schema, options["id"])
         if found is None:
