@@ -40,9 +40,9 @@ class OnError(enum.StrEnum):
 class Start(enum.StrEnum):
     """Where a consumer group that is new to a topic begins."""
 
-    FIRST = "first"
+    EARLIEST = "earliest"
     """At the oldest message the broker still has: nothing published before the first worker is missed."""
-    LAST = "last"
+    LATEST = "latest"
     """At messages that arrive from now on."""
 
 
@@ -63,7 +63,7 @@ class Subscription:
     topic: str
     mode: Mode = Mode.CONCURRENT
     filter: str = ""
-    start: Start | datetime = Start.FIRST
+    start: Start | datetime = Start.EARLIEST
     batch: int = 1
     threads: int = 8
     retry: RetryPolicy = field(default_factory=RetryPolicy)

@@ -86,8 +86,8 @@ OUTBOX = {
     "BROKER": "broker" if SAMPLE_PATH == "two-phase" else "default",
     "PRODUCER_GROUP": "orders",
     "TOPICS": {
-        "order.paid": {"queues": 4},
-        "shipment.created": {"queues": 4},
+        "order.paid": {"queue_count": 4},
+        "shipment.created": {"queue_count": 4},
     },
     "IMMUNITY_SECONDS": int(os.environ.get("SAMPLE_IMMUNITY_SECONDS", "6")),
     "CHECK_INTERVAL_SECONDS": float(os.environ.get("SAMPLE_CHECK_INTERVAL_SECONDS", "30")),

@@ -23,7 +23,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from outbox.errors import InvalidFilter, InvalidName
-from outbox.filters.parser import Condition, parse_expression
+from outbox.filters.conditions import Condition
+from outbox.filters.parser import parse_expression
 from outbox.names import check_tag
 
 SQL_PREFIX = "sql:"

@@ -1,22 +1,30 @@
-"""The SQL92 subset of filters: its tokens, its tree, its three-valued evaluation (see outbox.filters.filter)."""
+"""From the text of a filter to its conditions: tokens, and recursive descent over them (see outbox.filters.filter)."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import Final, Protocol
+from typing import Final
 
 from outbox.errors import InvalidFilter
+from outbox.filters.conditions import (
+    COMPARISONS,
+    Between,
+    Comparison,
+    Condition,
+    HeaderComparison,
+    IsNull,
+    Junction,
+    Like,
+    Membership,
+    Not,
+    Value,
+)
 
-TAG_NAME: Final = "TAGS"
 MAX_LENGTH: Final = 4096
 MAX_DEPTH: Final = 50
-# What a header must look like to count as a number. No exponents: they would let a short text overflow the server.
-NUMBER: Final = r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)"
 
-_NUMBER = re.compile(NUMBER)
 _TOKEN = re.compile(
     r"""(?P<number>[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?![A-Za-z0-9_.]))
       | (?P<string>'(?:[^']|'')*')
@@ -26,170 +34,6 @@ _TOKEN = re.compile(
     re.VERBOSE,
 )
 _KEYWORDS = frozenset({"AND", "OR", "NOT", "IN", "BETWEEN", "LIKE", "ESCAPE", "IS", "NULL", "TRUE", "FALSE"})
-_COMPARISONS = frozenset({"=", "<>", "<", "<=", ">", ">="})
-
-Value = str | Decimal
-
-
-class Condition(Protocol):
-    """A node of the tree."""
-
-    def evaluate(self, tag: str, headers: Mapping[str, str]) -> bool | None:
-        """True, False, or None for unknown."""
-
-
-def lookup(name: str, tag: str, headers: Mapping[str, str]) -> str | None:
-    """The value a name stands for."""
-    return (tag or None) if name == TAG_NAME else headers.get(name)
-
-
-def as_number(value: str) -> Decimal | None:
-    """The number a header spells, if it spells one."""
-    return Decimal(value) if _NUMBER.fullmatch(value) else None
-
-
-def _operand(name: str, like: Value, tag: str, headers: Mapping[str, str]) -> Value | None:
-    """The header as the type of what it is compared with."""
-    value = lookup(name, tag, headers)
-    return as_number(value) if value is not None and isinstance(like, Decimal) else value
-
-
-def _compare(left: Value, operator: str, right: Value) -> bool:
-    if operator == "=":
-        return left == right
-    if operator == "<>":
-        return left != right
-    # Both are of one type: _operand saw to it.
-    below, equal = left < right, left == right  # type: ignore[operator]
-    return {"<": below, "<=": below or equal, ">": not below and not equal, ">=": not below}[operator]
-
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """`name operator value`"""
-
-    name: str
-    operator: str
-    value: Value
-
-    def evaluate(self, tag: str, headers: Mapping[str, str]) -> bool | None:
-        """See Condition."""
-        operand = _operand(self.name, self.value, tag, headers)
-        return None if operand is None else _compare(operand, self.operator, self.value)
-
-
-@dataclass(frozen=True, slots=True)
-class HeaderComparison:
-    """`name = other` or `name <> other`, as strings."""
-
-    name: str
-    operator: str
-    other: str
-
-    def evaluate(self, tag: str, headers: Mapping[str, str]) -> bool | None:
-        """See Condition."""
-        left, right = lookup(self.name, tag, headers), lookup(self.other, tag, headers)
-        return None if left is None or right is None else _compare(left, self.operator, right)
-
-
-@dataclass(frozen=True, slots=True)
-class Between:
-    """`name BETWEEN low AND high`"""
-
-    name: str
-    low: Value
-    high: Value
-
-    def evaluate(self, tag: str, headers: Mapping[str, str]) -> bool | None:
-        """See Condition."""
-        operand = _operand(self.name, self.low, tag, headers)
-        if operand is None:
-            return None
-        return _compare(operand, ">=", self.low) and _compare(operand, "<=", self.high)
-
-
-@dataclass(frozen=True, slots=True)
-class Membership:
-    """`name IN (values)`; the values are all strings or all numbers."""
-
-    name: str
-    values: tuple[Value, ...]
-
-    def evaluate(self, tag: str, headers: Mapping[str, str]) -> bool | None:
-        """See Condition."""
-        operand = _operand(self.name, self.values[0], tag, headers)
-        return None if operand is None else operand in self.values
-
-
-@dataclass(frozen=True, slots=True)
-class Like:
-    """`name LIKE pattern`: % is any text, _ any character, `escape` (if any) takes the next one literally."""
-
-    name: str
-    pattern: str
-    escape: str
-
-    def evaluate(self, tag: str, headers: Mapping[str, str]) -> bool | None:
-        """See Condition."""
-        value = lookup(self.name, tag, headers)
-        return None if value is None else re.fullmatch(self._expression(), value, re.DOTALL) is not None
-
-    def _expression(self) -> str:
-        # Between two % a part may take its first place and keep it: what follows has the most room then. The atomic
-        # groups say so; without them a value that does not match costs time exponential in the number of %.
-        parts = [""]
-        characters = iter(self.pattern)
-        for character in characters:
-            if character == self.escape:
-                parts[-1] += re.escape(next(characters))
-            elif character == "%":
-                parts.append("")
-            else:
-                parts[-1] += "." if character == "_" else re.escape(character)
-        first, *middle = parts
-        if not middle:
-            return first
-        last = middle.pop()
-        return "".join([first, *(f"(?>.*?{part})" for part in middle if part), ".*", last])
-
-
-@dataclass(frozen=True, slots=True)
-class IsNull:
-    """`name IS NULL`"""
-
-    name: str
-
-    def evaluate(self, tag: str, headers: Mapping[str, str]) -> bool | None:
-        """See Condition."""
-        return lookup(self.name, tag, headers) is None
-
-
-@dataclass(frozen=True, slots=True)
-class Not:
-    """`NOT condition`"""
-
-    condition: Condition
-
-    def evaluate(self, tag: str, headers: Mapping[str, str]) -> bool | None:
-        """See Condition."""
-        value = self.condition.evaluate(tag, headers)
-        return None if value is None else not value
-
-
-@dataclass(frozen=True, slots=True)
-class Junction:
-    """`a AND b AND …` (`word` is AND) or `a OR b OR …`."""
-
-    word: str
-    conditions: tuple[Condition, ...]
-
-    def evaluate(self, tag: str, headers: Mapping[str, str]) -> bool | None:
-        """See Condition."""
-        decisive = self.word == "OR"
-        values = [condition.evaluate(tag, headers) for condition in self.conditions]
-        if decisive in values:
-            return decisive
-        return None if None in values else not decisive
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,7 +162,7 @@ class _Parser:
     def _comparison(self, name: str) -> Condition:
         token = self._token
         operator = self._accept("=", "<>", "!=", "<", "<=", ">", ">=").replace("!=", "<>")
-        if operator not in _COMPARISONS:
+        if operator not in COMPARISONS:
             raise self._expected("a comparison, IN, BETWEEN, LIKE or IS")
         if self._token.kind == "quoted" or (self._token.kind == "word" and not self._token.keyword):
             if operator not in ("=", "<>"):

@@ -82,7 +82,7 @@ def test_one_that_can_be_read_is_shown_without_its_password(url: str) -> None:
 
 
 def test_settings_do_not_show_the_listening_connection() -> None:
-    assert "hunter2" not in repr(OutboxSettings(listen="postgresql://shop:hunter2@host/db"))
+    assert "hunter2" not in repr(OutboxSettings(listen_url="postgresql://shop:hunter2@host/db"))
 
 
 @pytest.mark.parametrize(

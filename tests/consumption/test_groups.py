@@ -124,11 +124,11 @@ def test_two_groups_each_get_everything(orders: ConsumptionBench) -> None:
 # -- where a new group starts -----------------------------------------------------------------------
 
 
-def test_new_group_from_first_last_and_time(orders: ConsumptionBench) -> None:
+def test_new_group_from_earliest_latest_and_time(orders: ConsumptionBench) -> None:
     orders.publish(messages(0, 10))
     between = orders.rows("SELECT clock_timestamp()")[0][0]
     orders.publish(messages(10, 20))
-    starts: dict[str, Start | datetime] = {"first": Start.FIRST, "last": Start.LAST, "time": between}
+    starts: dict[str, Start | datetime] = {"earliest": Start.EARLIEST, "latest": Start.LATEST, "time": between}
     seen = {name: Seen() for name in starts}
     runtimes = [orders.runtime((subscribe(group=name, start=start), seen[name])) for name, start in starts.items()]
     for runtime in runtimes:
@@ -145,7 +145,7 @@ def test_new_group_from_first_last_and_time(orders: ConsumptionBench) -> None:
 def test_new_queues_of_a_known_topic_start_at_their_first_message(orders: ConsumptionBench) -> None:
     seen = Seen()
     orders.publish(messages(0, 10))
-    runtime = orders.runtime((subscribe(start=Start.LAST), seen))
+    runtime = orders.runtime((subscribe(start=Start.LATEST), seen))
     runtime.run_once()
     orders.declare("orders", queues=6)
     orders.publish(messages(10, 40))
@@ -192,7 +192,7 @@ def test_unknown_group_is_named(orders: ConsumptionBench) -> None:
     operations: list[Callable[[], object]] = [
         lambda: switches.pause(orders.run, "nobody"),
         lambda: switches.resume(orders.run, "nobody"),
-        lambda: reset.reset(orders.run, "nobody", "orders", Start.FIRST),
+        lambda: reset.reset(orders.run, "nobody", "orders", Start.EARLIEST),
     ]
     for operation in operations:
         with pytest.raises(UnknownGroup, match="'nobody'"):
@@ -214,12 +214,12 @@ def test_offset_reset_by_time_offset_and_end(orders: ConsumptionBench) -> None:
 
     runtime.run_once()
     seen.take()
-    assert after_reset(Start.FIRST) == list(range(20))
+    assert after_reset(Start.EARLIEST) == list(range(20))
     assert after_reset(between) == list(range(10, 20))
     assert after_reset(17) == [17, 18, 19]
     assert after_reset(9_999) == []
     reset.reset(orders.run, "g", "single", 0)
-    assert after_reset(Start.LAST) == []
+    assert after_reset(Start.LATEST) == []
     orders.assert_conserved("g")
     with pytest.raises(UsageError, match="does not consume"):
         reset.reset(orders.run, "g", "orders", 0)
@@ -231,10 +231,10 @@ def test_reset_dry_run_says_what_would_move(orders: ConsumptionBench) -> None:
     orders.publish(messages(0, 40))
     runtime.run_once()
     before = queue_status.list_queues(orders.run, "g")
-    planned = reset.reset(orders.run, "g", "orders", Start.FIRST, dry_run=True)
+    planned = reset.reset(orders.run, "g", "orders", Start.EARLIEST, dry_run=True)
     assert queue_status.list_queues(orders.run, "g") == before
     assert sum(move.from_offset - move.to_offset for move in planned) == 40
-    done = reset.reset(orders.run, "g", "orders", Start.FIRST)
+    done = reset.reset(orders.run, "g", "orders", Start.EARLIEST)
     assert done == planned
     assert orders.lag("g") == 40
 
@@ -244,7 +244,7 @@ def test_reset_while_it_runs_fences_the_owner(orders: ConsumptionBench) -> None:
     with orders.running((subscribe(), seen)):
         orders.publish(messages(0, 30))
         eventually(lambda: len(seen.ns) == 30 and orders.lag("g") == 0)
-        reset.reset(orders.run, "g", "orders", Start.FIRST)
+        reset.reset(orders.run, "g", "orders", Start.EARLIEST)
         eventually(lambda: len(seen.ns) == 60)
         eventually(lambda: orders.lag("g") == 0)
     orders.assert_conserved("g")
@@ -256,10 +256,10 @@ def test_reprocess_raises_the_generation_of_the_inbox(orders: ConsumptionBench) 
     runtime = orders.runtime((subscribe(), seen), invoker=invoker)
     orders.publish(messages(0, 5))
     runtime.run_once()
-    reset.reset(orders.run, "g", "orders", Start.FIRST)
+    reset.reset(orders.run, "g", "orders", Start.EARLIEST)
     assert runtime.run_once().skipped == 5
     assert seen.take() == list(range(5))
-    reset.reset(orders.run, "g", "orders", Start.FIRST, reprocess=True)
+    reset.reset(orders.run, "g", "orders", Start.EARLIEST, reprocess=True)
     assert runtime.run_once().handled == 5
     assert seen.take() == list(range(5))
     invoker.close()
@@ -312,7 +312,7 @@ def test_filters_by_tags_and_by_header_expression(orders: ConsumptionBench) -> N
 
 def test_broadcast_gives_every_instance_all_messages(orders: ConsumptionBench) -> None:
     one, two = Seen(), Seen()
-    subscription = subscribe(broadcast=True, start=Start.LAST)
+    subscription = subscribe(broadcast=True, start=Start.LATEST)
     orders.publish(messages(0, 5))
     with orders.sequencing(), orders.running((subscription, one)), orders.running((subscription, two)):
         eventually(lambda: orders.members() == 2)

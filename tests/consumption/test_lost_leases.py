@@ -212,4 +212,4 @@ def test_a_pool_whose_threads_were_all_stuck_works_again_when_they_return() -> N
 def test_a_reset_of_a_queue_that_does_not_exist_is_refused(one_queue: ConsumptionBench) -> None:
     registration.register(one_queue.run, Subscription(group="g", topic="orders"))
     with pytest.raises(UsageError, match="topic 'orders' has no queue 7: its queues are 0 to 0"):
-        reset(Executor(one_queue.connection, "outbox"), "g", "orders", Start.FIRST, number=7)
+        reset(Executor(one_queue.connection, "outbox"), "g", "orders", Start.EARLIEST, number=7)

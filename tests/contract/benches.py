@@ -15,7 +15,7 @@ from outbox.broker.log.commit_log import append_decided
 from outbox.broker.log.topics import TopicCatalog
 from outbox.broker.postgres import PostgresBroker
 from outbox.broker.sequencer.sequencer import Sequencer
-from outbox.memory.broker import InMemoryBroker
+from outbox.memory import InMemoryBroker
 from outbox.message import Message
 from outbox.ports import AnyHandler, Broker
 from outbox.subscription import Subscription

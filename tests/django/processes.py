@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from outbox.contrib.django.broker import alias_conninfo
+from outbox.contrib.django.databases import alias_conninfo
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 

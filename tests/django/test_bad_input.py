@@ -22,7 +22,7 @@ from tests.django.state import decisions
     [
         ({"group": "x y"}, r"@subscriber\('orders', group='x y'\).*'x y' is not allowed"),
         ({"mode": "keyed"}, "mode='keyed' must be one of 'concurrent', 'orderly', 'key_ordered'"),
-        ({"start": "yesterday"}, "start='yesterday' must be one of 'first', 'last'"),
+        ({"start": "yesterday"}, "start='yesterday' must be one of 'earliest', 'latest'"),
         ({"batch": 0}, "batch=0"),
         ({"batch": "2"}, "batch='2'"),
         ({"threads": "8"}, "threads='8'"),

@@ -20,7 +20,7 @@ from outbox.contrib.django import get_broker, ledger, publish, run_check_back, r
 from outbox.contrib.django.broker import flusher
 from outbox.contrib.django.ledger_checker import LedgerChecker, answer_by_ledger, open_connection
 from outbox.contrib.django.models import InboxEntry, LedgerEntry, LedgerIdentity
-from outbox.contrib.django.periodic import first_id_at, prune_ledgers
+from outbox.contrib.django.pruning import first_id_at, prune_ledgers
 from outbox.ids import uuid7
 from tests.django.configured import OUTBOX
 from tests.django.shop.models import Order

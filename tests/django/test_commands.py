@@ -18,7 +18,8 @@ from django.db import connections, transaction
 from outbox import Delivery
 from outbox.broker.sequencer.sequencer import Sequencer
 from outbox.contrib.django import publish, subscriber
-from outbox.contrib.django.broker import broker_database, flusher
+from outbox.contrib.django.broker import flusher
+from outbox.contrib.django.databases import broker_database
 from outbox.contrib.django.management import commands
 from outbox.contrib.django.workers import consumer_runtime
 from outbox.errors import PermanentError
@@ -126,7 +127,7 @@ def test_commands_print_by_what_makes_it_inert() -> None:
     assert [path.name for path in folder.glob("*.py") if "stdout.write" in path.read_text()] == []
 
 
-@pytest.mark.parametrize("where", ["BROKER", "LISTEN"])
+@pytest.mark.parametrize("where", ["BROKER", "LISTEN_URL"])
 def test_a_command_does_not_repeat_a_password(settings: Any, where: str) -> None:
     settings.OUTBOX = {**settings.OUTBOX, where: "postgresql://shop:a@hunter2@host/db"}
     with pytest.raises(CommandError) as caught:
@@ -136,15 +137,15 @@ def test_a_command_does_not_repeat_a_password(settings: Any, where: str) -> None
 
 
 def test_topics() -> None:
-    assert "was created" in call("outbox_topic", "create", "new", "--queues", "3", "--type", "FIFO")
+    assert "was created" in call("outbox_topic", "create", "new", "--queue-count", "3", "--type", "FIFO")
     with pytest.raises(CommandError, match="alter new"):
         call("outbox_topic", "create", "new")
-    assert "was changed" in call("outbox_topic", "alter", "new", "--queues", "5", "--key-lock", "off")
-    assert "so already" in call("outbox_topic", "alter", "new", "--queues", "5")
+    assert "was changed" in call("outbox_topic", "alter", "new", "--queue-count", "5", "--key-lock", "off")
+    assert "so already" in call("outbox_topic", "alter", "new", "--queue-count", "5")
     with pytest.raises(CommandError, match=r"'nwe' is not declared.*new"):
-        call("outbox_topic", "alter", "nwe", "--queues", "5")
+        call("outbox_topic", "alter", "nwe", "--queue-count", "5")
     with pytest.raises(CommandError, match="1 to 1024"):
-        call("outbox_topic", "alter", "new", "--queues", "0")
+        call("outbox_topic", "alter", "new", "--queue-count", "0")
     topic = next(item for item in call_json("outbox_topic", "list") if item["name"] == "new")
     assert (topic["queue_count"], topic["types"], topic["key_lock"]) == (5, ["FIFO"], False)
     assert "orders" in call("outbox_topic", "list")
@@ -159,14 +160,14 @@ def test_groups_are_listed_paused_and_moved() -> None:
     assert (listed["effects"]["lag"], listed["effects"]["stopped"]) == (0, 0)
     assert "effects" in call("outbox_group", "list")
 
-    moves = call_json("outbox_group", "reset", "effects", "orders", "--to-first", "--dry-run")
+    moves = call_json("outbox_group", "reset", "effects", "orders", "--to-earliest", "--dry-run")
     assert sum(move["from_offset"] - move["to_offset"] for move in moves) == 4
     assert "nothing was moved" in call("outbox_group", "reset", "effects", "orders", "--to-offset", "0", "--dry-run")
     call("outbox_group", "reset", "effects", "orders", "--to-time", "2020-01-01T00:00:00+00:00")
     assert sum(queue["lag"] for queue in call_json("outbox_group", "offsets", "effects")) == 4
     consume()
     assert Effect.objects.count() == 4, "the inbox has them"
-    call("outbox_group", "reset", "effects", "orders", "--to-first", "--reprocess")
+    call("outbox_group", "reset", "effects", "orders", "--to-earliest", "--reprocess")
     consume()
     assert Effect.objects.count() == 8
 
@@ -175,7 +176,7 @@ def test_groups_are_listed_paused_and_moved() -> None:
     consume()
     assert Effect.objects.count() == 8
     call("outbox_group", "resume", "effects")
-    call("outbox_group", "reset", "effects", "orders", "--to-end")
+    call("outbox_group", "reset", "effects", "orders", "--to-latest")
     consume()
     assert Effect.objects.count() == 8
     assert "orders" in call("outbox_group", "offsets", "effects")
@@ -185,7 +186,7 @@ def test_groups_are_listed_paused_and_moved() -> None:
     ("arguments", "complaint"),
     [
         (["outbox_group", "pause", "nobody"], "'nobody' is not known"),
-        (["outbox_group", "reset", "nobody", "orders", "--to-end"], "'nobody' is not known"),
+        (["outbox_group", "reset", "nobody", "orders", "--to-latest"], "'nobody' is not known"),
         (["outbox_group", "reset", "effects", "orders"], "--to-time"),
         (["outbox_group", "reset", "g", "orders", "--to-time", "yesterday"], "write it like"),
         (["outbox_group", "reset", "g", "orders", "--to-time", "2026-01-01T00:00:00"], "time zone"),

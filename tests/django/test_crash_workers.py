@@ -15,7 +15,8 @@ from django.db import transaction
 
 from outbox import faults
 from outbox.contrib.django import publish
-from outbox.contrib.django.broker import broker_connection, flusher
+from outbox.contrib.django.broker import flusher
+from outbox.contrib.django.databases import broker_connection
 from outbox.contrib.django.operations import project_status
 from tests.django.processes import process
 from tests.django.shop.models import Effect, Order

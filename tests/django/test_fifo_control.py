@@ -14,7 +14,8 @@ from django.db import connections, transaction
 
 from outbox.broker.sequencer.sequencer import Sequencer
 from outbox.contrib.django import publish
-from outbox.contrib.django.broker import broker_connection, broker_database, flusher
+from outbox.contrib.django.broker import flusher
+from outbox.contrib.django.databases import broker_connection, broker_database
 from tests.django.configured import OUTBOX
 
 pytestmark = pytest.mark.usefixtures("empty_log")
@@ -70,7 +71,7 @@ def queued() -> list[str]:
 
 @contextmanager
 def key_lock_off(outbox_settings: Callable[..., None]) -> Iterator[None]:
-    topics = {**OUTBOX["TOPICS"], "steps": {"types": ["FIFO", "TRANSACTION"], "queues": 4, "key_lock": False}}
+    topics = {**OUTBOX["TOPICS"], "steps": {"types": ["FIFO", "TRANSACTION"], "queue_count": 4, "key_lock": False}}
     outbox_settings(TOPICS=topics)
     switch = "UPDATE outbox.topic SET key_lock = %s WHERE name = 'steps'"
     with broker_connection() as (connection, _):

@@ -275,13 +275,15 @@ def test_statements_per_batch_do_not_grow_with_it() -> None:
 
 
 def test_what_a_subscriber_says_becomes_its_subscription() -> None:
-    @subscriber("orders", group="g", tag=["paid", "refunded"], mode="orderly", on_error={Refused: "skip"}, start="last")
+    @subscriber(
+        "orders", group="g", tag=["paid", "refunded"], mode="orderly", on_error={Refused: "skip"}, start="latest"
+    )
     def handler(given: Delivery) -> None: ...
 
     subscription = registry.subscribers()[-1].subscription
     assert subscription.filter == "paid || refunded"
     assert subscription.reaction(Refused()) is OnError.SKIP
-    assert subscription.start is Start.LAST
+    assert subscription.start is Start.LATEST
 
     @subscriber("orders", group="h", filter="amount > 10")
     def other(given: Delivery) -> None: ...

@@ -17,11 +17,12 @@ from outbox import Check, Decision, faults
 from outbox.broker.database.executor import Executor
 from outbox.broker.transaction.checks import find_undecided, scan
 from outbox.contrib.django import ledger, message, publish, publish_messages, run_check_back
-from outbox.contrib.django.broker import broker_connection, check_settings, flusher
+from outbox.contrib.django.broker import flusher
 from outbox.contrib.django.conf import get_settings
+from outbox.contrib.django.databases import broker_connection
 from outbox.contrib.django.ledger_checker import LedgerChecker, answer_by_ledger, open_connection
 from outbox.contrib.django.models import LedgerEntry, LedgerIdentity
-from outbox.contrib.django.periodic import prune_ledgers
+from outbox.contrib.django.pruning import prune_ledgers
 from outbox.ids import uuid7
 from tests.django.shop.models import Order
 from tests.django.state import decisions, incidents, rolled_back
@@ -190,7 +191,7 @@ def parked_half(alias: str, key: str, *, committed: bool) -> UUID:
         with rolled_back(using=alias):
             transaction_id = publish("orders", {}, key=key, using=alias).transaction_id
     with broker_connection() as (broker, schema):
-        scan(Executor(broker, schema), settings=check_settings(get_settings()))
+        scan(Executor(broker, schema), settings=get_settings().check)
         broker.execute("UPDATE outbox.pending_check SET parked_at = now()")
     return transaction_id
 
@@ -230,7 +231,7 @@ def test_pruning_stops_below_a_parked_half_that_is_still_running(pruned_nothing_
     with ExitStack() as from_commit_on, transaction.atomic():
         running = publish("orders", {}, key="running").transaction_id
         with broker_connection() as (broker, schema):
-            scan(Executor(broker, schema), settings=check_settings(get_settings()))
+            scan(Executor(broker, schema), settings=get_settings().check)
             broker.execute("UPDATE outbox.pending_check SET parked_at = now()")
         with ThreadPoolExecutor(1) as pool:
             later = pool.submit(in_own_connection, lambda: decided_order("default", "later")).result(20)

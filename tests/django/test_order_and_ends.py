@@ -19,8 +19,9 @@ from outbox import Decision, EndTransaction, faults
 from outbox.broker.database.executor import Executor
 from outbox.broker.transaction.checks import find_undecided
 from outbox.contrib.django import get_broker, publish, run_check_back
-from outbox.contrib.django.broker import alias_conninfo, broker_connection, flusher
+from outbox.contrib.django.broker import flusher
 from outbox.contrib.django.conf import get_settings
+from outbox.contrib.django.databases import alias_conninfo, broker_connection
 from outbox.contrib.django.flusher import MAX_QUEUED, Flusher
 from outbox.contrib.django.ledger_checker import LedgerChecker
 from outbox.errors import BrokerUnavailable, SchemaError, WrongDatabase
@@ -91,7 +92,7 @@ def test_on_other_databases_a_row_is_the_lock(pool: ThreadPoolExecutor) -> None:
 def test_without_the_lock_nobody_waits(
     path: str, pool: ThreadPoolExecutor, outbox_settings: Callable[..., None]
 ) -> None:
-    topics = {**OUTBOX["TOPICS"], "steps": {"types": ["FIFO", "TRANSACTION"], "queues": 4, "key_lock": False}}
+    topics = {**OUTBOX["TOPICS"], "steps": {"types": ["FIFO", "TRANSACTION"], "queue_count": 4, "key_lock": False}}
     outbox_settings(TOPICS=topics)
     with broker_connection() as (connection, _):
         connection.execute("UPDATE outbox.topic SET key_lock = false WHERE name = 'steps'")

@@ -17,8 +17,9 @@ from django.test.utils import override_settings
 from outbox import Delivery, MessageType
 from outbox.codec import BytesCodec
 from outbox.contrib.django import get_broker, publish, subscriber
-from outbox.contrib.django.broker import alias_conninfo, broker_database, get_codecs, reset_broker
+from outbox.contrib.django.broker import get_codecs, reset_broker
 from outbox.contrib.django.conf import PathChoice, get_settings, parse_settings
+from outbox.contrib.django.databases import alias_conninfo, broker_database
 from outbox.contrib.django.models import LedgerEntry, LedgerIdentity
 from outbox.contrib.django.registry import unregister_all
 from outbox.contrib.django.routers import BrokerRouter
@@ -48,7 +49,7 @@ def test_topics_become_declared_topics() -> None:
         ({"PRODUCER_GROUPS": "x"}, r"'PRODUCER_GROUPS'.*Did you mean 'PRODUCER_GROUP'"),
         ({"broker": "x"}, "Did you mean 'BROKER'"),
         ({"SCHEMA": "a b"}, r"OUTBOX\['SCHEMA'\].*'a b'"),
-        ({"LISTEN": "not a url"}, r"OUTBOX\['LISTEN'\] cannot be read"),
+        ({"LISTEN_URL": "not a url"}, r"OUTBOX\['LISTEN_URL'\] cannot be read"),
         ({"QUUX": 1}, "The settings are AUTO_CREATE_TOPICS, BROKER"),
         ({"BROKER": 3}, r"OUTBOX\['BROKER'\] must be a text.*3 \(int\)"),
         ({"PRODUCER_GROUP": "a b"}, r"OUTBOX\['PRODUCER_GROUP'\]: group name 'a b'"),
@@ -61,10 +62,10 @@ def test_topics_become_declared_topics() -> None:
         ({"LEASE_SECONDS": "10"}, "number of seconds, at least 1"),
         ({"TOPICS": ["orders"]}, r"OUTBOX\['TOPICS'\] must be a dictionary"),
         ({"TOPICS": {"orders": 4}}, r"OUTBOX\['TOPICS'\]\['orders'\] must be a dictionary"),
-        ({"TOPICS": {"orders": {"queue": 4}}}, "Did you mean 'queues'"),
+        ({"TOPICS": {"orders": {"queue": 4}}}, "Did you mean 'queue_count'"),
         ({"TOPICS": {"orders": {"types": "FIFO"}}}, "a list of 'NORMAL'"),
         ({"TOPICS": {"orders": {"types": ["LIFO"]}}}, "a list of 'NORMAL'"),
-        ({"TOPICS": {"orders": {"queues": 5000}}}, r"\['orders'\].*1 to 1024"),
+        ({"TOPICS": {"orders": {"queue_count": 5000}}}, r"\['orders'\].*1 to 1024"),
         ({"TOPICS": {"or ders": {}}}, "topic name 'or ders'"),
         ({"TOPICS": {"orders": {"on_park": "explode"}}}, "'hold' or 'release'"),
     ],
@@ -207,7 +208,7 @@ def test_migrate_of_a_dedicated_broker_database_installs_the_broker_and_nothing_
 
 
 def test_a_changed_declaration_is_updated_by_migrate(databases: None, outbox_settings: Callable[..., None]) -> None:
-    outbox_settings(TOPICS={"orders": {"queues": 6}})
+    outbox_settings(TOPICS={"orders": {"queue_count": 6}})
     call_command("migrate", database="broker", verbosity=0)
     with broker_database().connect() as connection:
         assert connection.execute("SELECT queue_count FROM outbox.topic WHERE name = 'orders'").fetchone() == (6,)

@@ -11,7 +11,7 @@ from django.db import connections, transaction
 from outbox import Decision
 from outbox.contrib.django import ledger
 from outbox.contrib.django.ledger_checker import open_connection
-from outbox.contrib.django.periodic import first_id_after
+from outbox.contrib.django.pruning import first_id_after
 from outbox.ids import uuid7
 from tests.django.test_barrier import answers, check, row
 

@@ -27,9 +27,9 @@ OUTBOX = {
     "BROKER": "broker",
     "PRODUCER_GROUP": "shop",
     "TOPICS": {
-        "orders": {"queues": 4},
-        "payments": {"queues": 2},
-        "steps": {"types": ["FIFO", "TRANSACTION"], "queues": 4},
+        "orders": {"queue_count": 4},
+        "payments": {"queue_count": 2},
+        "steps": {"types": ["FIFO", "TRANSACTION"], "queue_count": 4},
     },
     "IMMUNITY_SECONDS": 0,
     "CHECK_RETRY_SECONDS": 1,

@@ -14,7 +14,7 @@ from psycopg.pq import PipelineStatus, TransactionStatus
 
 from outbox import Delivery, Message
 from outbox.contrib.django import publish, subscriber, transactional_message
-from outbox.contrib.django.broker import alias_conninfo
+from outbox.contrib.django.databases import alias_conninfo
 from outbox.contrib.django.inbox import InboxInvoker
 from outbox.contrib.django.registry import subscribers
 from outbox.errors import PermanentError

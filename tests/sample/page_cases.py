@@ -11,7 +11,7 @@ from django.urls import reverse
 
 from outbox.contrib.django import get_broker, publish
 from outbox.contrib.django.registry import autodiscover
-from outbox.memory.broker import InMemoryBroker
+from outbox.memory import InMemoryBroker
 from sample_project.cart.models import Clearance, Item
 from sample_project.catalogue.models import Product
 from sample_project.logistics.models import Shipment

@@ -8,8 +8,7 @@ from typing import Any, Final
 
 from psycopg import sql
 
-from outbox.filters.filter import Filter
-from outbox.filters.parser import (
+from outbox.filters.conditions import (
     NUMBER,
     TAG_NAME,
     Between,
@@ -23,6 +22,7 @@ from outbox.filters.parser import (
     Not,
     Value,
 )
+from outbox.filters.filter import Filter
 
 _NUMBER_PATTERN: Final = f"^({NUMBER})$"
 

@@ -51,7 +51,7 @@ GROUP BY e.queue_id
 def starting_offsets(run: Executor, topic_id: int, start: Start | datetime) -> dict[int, int]:
     """The offset by queue id at which a group that starts so begins, for the queues the topic has now."""
     begins: dict[int, int] = dict(run.rows(_FLOORS_OF_TOPIC, {"topic_id": topic_id}))
-    if start is Start.FIRST:
+    if start is Start.EARLIEST:
         return begins
     ends = heads(run, begins)
     if isinstance(start, datetime):

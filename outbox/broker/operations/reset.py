@@ -68,7 +68,7 @@ def reset(
 ) -> Sequence[QueueReset]:
     """Move a group on a topic, or on its queue `number` alone; returns the queues that move, from where and to where.
 
-    Start.LAST is the end; a number is limited to what the broker still has. Going back delivers messages again, which
+    Start.LATEST is the end; a number is limited to what the broker still has. Going back delivers messages again, which
     the inbox skips unless `reprocess` raises the group's generation. Counters go on; what was passed over or
     rewound is counted as `moved`.
     `dry_run` only says what would happen. Raises UnknownGroup, UnknownTopic, or UsageError when the group does not
@@ -104,7 +104,7 @@ def _targets(run: Executor, topic: str, target: Start | datetime | int) -> dict[
     """Where to go, by queue id; a number is not limited yet."""
     topic_id = TopicCatalog(run.schema).get(run.connection, topic).topic_id
     if isinstance(target, int):
-        floors = starting_offsets(run, topic_id, Start.FIRST)
+        floors = starting_offsets(run, topic_id, Start.EARLIEST)
         return {queue_id: max(target, floor) for queue_id, floor in floors.items()}
     return starting_offsets(run, topic_id, target)
 

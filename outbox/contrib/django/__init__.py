@@ -6,7 +6,8 @@ Importing this needs no settings and no loaded apps, so models.py of any app may
 from outbox.contrib.django.broker import get_broker
 from outbox.contrib.django.decorators import transactional_message
 from outbox.contrib.django.messages import message
-from outbox.contrib.django.periodic import run_check_back, run_prune
+from outbox.contrib.django.periodic import run_check_back
+from outbox.contrib.django.pruning import run_prune
 from outbox.contrib.django.publishing import publish, publish_many, publish_messages
 from outbox.contrib.django.registry import subscriber
 

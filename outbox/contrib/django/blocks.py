@@ -201,3 +201,12 @@ def _text(sql: Any, connection: BaseDatabaseWrapper) -> str:
         return sql.decode(errors="replace")
     as_string = getattr(sql, "as_string", None)
     return str(as_string(connection.connection)) if as_string is not None else ""
+
+
+def lost(connection: BaseDatabaseWrapper, name: str, reason: str) -> TransactionUsageError:
+    """The error for a block of ours that cannot commit what was done in it."""
+    return TransactionUsageError(
+        f"{name} did not fail, but its transaction on {connection.alias!r} cannot commit what was done: {reason}. "
+        f"Nothing is sent. Put a statement that may fail into an inner atomic(), let errors through, and leave COMMIT "
+        f"and ROLLBACK to the block."
+    )

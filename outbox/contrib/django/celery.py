@@ -9,11 +9,11 @@ Run `celery -A shop worker --beat --outbox -Q celery,outbox`. Celery itself is i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from outbox.broker.celery import beat, bootstep
-from outbox.broker.supervisor import ChildSpec
+from outbox.contrib.django.periodic import passes
+from outbox.contrib.django.workers import child_specs
 
 
 def setup(app: Any) -> None:
@@ -22,17 +22,9 @@ def setup(app: Any) -> None:
     The settings are read when the app is finalised, not here: a Celery module may be imported before Django is
     set up.
     """
-    bootstep.install(app, _children)
+    bootstep.install(app, child_specs)
     app.on_after_finalize.connect(_add_passes, weak=False)
 
 
-def _children() -> Sequence[ChildSpec]:
-    from outbox.contrib.django.workers import child_specs
-
-    return child_specs()
-
-
 def _add_passes(sender: Any, **_: Any) -> None:
-    from outbox.contrib.django.periodic import passes
-
     beat.install(sender, passes())

@@ -16,8 +16,9 @@ from django.db.utils import DatabaseError
 from outbox.broker.database.executor import Executor
 from outbox.broker.log.topics import list_topics
 from outbox.broker.schema.install import check_schema
-from outbox.contrib.django.broker import alias_conninfo, broker_database, check_topic_imports
+from outbox.contrib.django.broker import check_topic_imports
 from outbox.contrib.django.conf import OutboxSettings, PathChoice, get_settings
+from outbox.contrib.django.databases import alias_conninfo, broker_database
 from outbox.contrib.django.in_tests import refuse_in_tests, running_tests
 from outbox.contrib.django.ledger_checker import ledger_aliases
 from outbox.contrib.django.path import prove

@@ -13,7 +13,9 @@ import threading
 
 import django
 
+from outbox.broker.consumer.runtime import tune_garbage_collector
 from outbox.broker.supervisor import stop_on_signals, stop_with_parent
+from outbox.contrib.django.workers import run_broker_role, run_consumer_role
 from outbox.errors import OutboxError
 from outbox.safe_text import for_people
 
@@ -41,9 +43,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 def run_role(role: str, stop: threading.Event, *, groups: list[str]) -> None:
     """Run one role of a worker in this process until `stop`."""
-    from outbox.broker.consumer.runtime import tune_garbage_collector
-    from outbox.contrib.django.workers import run_broker_role, run_consumer_role
-
     logger.info("%s starts", role)
     if role == "broker":
         run_broker_role(stop)

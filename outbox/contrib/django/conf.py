@@ -3,7 +3,7 @@
     OUTBOX = {
         "BROKER": "broker",                     # alias of the broker's database (default: DEFAULT_DB_ALIAS)
         "PRODUCER_GROUP": "orders",             # who answers check-backs; unique per service, no default
-        "TOPICS": {"order-paid": {"types": ["FIFO", "TRANSACTION"], "queues": 8}},
+        "TOPICS": {"order-paid": {"types": ["FIFO", "TRANSACTION"], "queue_count": 8}},
     }
 
 Every key is a field of `OutboxSettings` in capitals.
@@ -27,6 +27,7 @@ from outbox.broker.database.statement import check_schema_name
 from outbox.errors import ConfigurationError, InvalidName
 from outbox.safe_text import mask_passwords
 from outbox.topic import DEFAULT_QUEUE_COUNT, DEFAULT_RETENTION_SECONDS, MessageType, Topic
+from outbox.transaction import CheckSettings
 
 Value = TypeVar("Value")
 
@@ -58,7 +59,7 @@ class OutboxSettings:
     """The checked settings. Times are in seconds.
 
     `in_memory` replaces the broker by one in this process, for tests. `broker` is the alias of the broker's
-    database, `schema` the schema of its tables, `listen` a direct connection string for LISTEN where the alias
+    database, `schema` the schema of its tables, `listen_url` a direct connection string for LISTEN where the alias
     goes through a transaction pooler ('' does without LISTEN and polls). `producer_group` names this service for
     check-back: every process that can answer for its local transactions, and nobody else, uses it. `ledger=False`
     goes without the ledger table: then every transactional message needs `check=`. `immunity_seconds`,
@@ -72,7 +73,7 @@ class OutboxSettings:
     in_memory: bool = False
     broker: str = DEFAULT_DB_ALIAS
     schema: str = "outbox"
-    listen: str | None = field(default=None, repr=False)
+    listen_url: str | None = field(default=None, repr=False)
     producer_group: str = ""
     path: PathChoice = PathChoice.AUTO
     topics: Mapping[str, DeclaredTopic] = field(default_factory=dict)
@@ -96,6 +97,16 @@ class OutboxSettings:
                 "service that shares the broker. Check-back asks it for the outcome of its transactions."
             )
         return self.producer_group
+
+    @property
+    def check(self) -> CheckSettings:
+        """When the broker asks about half messages, and when it parks them."""
+        return CheckSettings(
+            immunity_seconds=self.immunity_seconds,
+            recheck_seconds=self.check_retry_seconds,
+            max_checks=self.max_checks,
+            max_age_seconds=self.max_check_age_seconds,
+        )
 
 
 _cached: tuple[object, OutboxSettings] | None = None
@@ -209,13 +220,13 @@ def _seconds(minimum: float) -> Rule:
 
 def _topics(where: str, value: Any) -> Mapping[str, DeclaredTopic]:
     if not isinstance(value, Mapping):
-        raise _wrong(where, value, "a dictionary {name: {'types': [...], 'queues': 8}}")
+        raise _wrong(where, value, "a dictionary {name: {'types': [...], 'queue_count': 8}}")
     return {name: _topic(f"{where}[{name!r}]", name, options) for name, options in value.items()}
 
 
 def _topic(where: str, name: str, options: Any) -> DeclaredTopic:
     if not isinstance(options, Mapping):
-        raise _wrong(where, options, "a dictionary like {'types': ['NORMAL', 'TRANSACTION'], 'queues': 8}")
+        raise _wrong(where, options, "a dictionary like {'types': ['NORMAL', 'TRANSACTION'], 'queue_count': 8}")
     for key in options:
         if key not in _TOPIC_RULES:
             raise ConfigurationError(f"{where}[{key!r}] is not an option.{_nearest(str(key), list(_TOPIC_RULES))}")
@@ -224,7 +235,7 @@ def _topic(where: str, name: str, options: Any) -> DeclaredTopic:
         topic = Topic(
             name=name,
             types=given.get("types", frozenset({MessageType.NORMAL, MessageType.TRANSACTION})),
-            queue_count=given.get("queues", DEFAULT_QUEUE_COUNT),
+            queue_count=given.get("queue_count", DEFAULT_QUEUE_COUNT),
             key_lock=given.get("key_lock", True),
             on_park=given.get("on_park", "hold"),
             retention_seconds=given.get("retention_seconds", DEFAULT_RETENTION_SECONDS),
@@ -246,7 +257,7 @@ def _types(where: str, value: Any) -> frozenset[MessageType]:
 
 _TOPIC_RULES: Final[Mapping[str, Rule]] = {
     "types": _types,
-    "queues": _whole(1),
+    "queue_count": _whole(1),
     "codec": _text_or_none,
     "selector": _text_or_none,
     "key_lock": _flag,
@@ -258,7 +269,7 @@ _RULES: Final[Mapping[str, Rule]] = {
     "IN_MEMORY": _flag,
     "BROKER": _text,
     "SCHEMA": _schema,
-    "LISTEN": _listen,
+    "LISTEN_URL": _listen,
     "PRODUCER_GROUP": _group,
     "PATH": _path,
     "TOPICS": _topics,

@@ -1,10 +1,28 @@
-"""Entries of DATABASES from libpq URLs."""
+"""Where the broker's database is: entries of DATABASES from URLs, and connections of the broker's own to an alias."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final
 
+from django.db import connections
+from django.db.backends.base.base import BaseDatabaseWrapper
+from django.utils.connection import ConnectionDoesNotExist
+from psycopg.conninfo import make_conninfo
+
+from outbox.broker.database.connection import BrokerDatabase, Connection
 from outbox.broker.database.conninfo import read_conninfo
+from outbox.broker.schema.install import check_schema
+from outbox.contrib.django.conf import OutboxSettings, get_settings
+from outbox.contrib.django.in_tests import refuse_in_tests, running_tests, without_idle_sessions
+from outbox.errors import ConfigurationError
+from outbox.safe_text import mask_passwords
+
+# Connection parameters that are Django's or psycopg's, not libpq's.
+_NOT_LIBPQ: Final = frozenset(
+    {"client_encoding", "cursor_factory", "context", "prepare_threshold", "row_factory", "autocommit"}
+)
 
 
 def database_from_url(url: str, **options: Any) -> dict[str, Any]:
@@ -16,3 +34,62 @@ def database_from_url(url: str, **options: Any) -> dict[str, Any]:
     names = {"dbname": "NAME", "user": "USER", "password": "PASSWORD", "host": "HOST", "port": "PORT"}
     entry: dict[str, Any] = {key: str(info.pop(name, "") or "") for name, key in names.items()}
     return {"ENGINE": "django.db.backends.postgresql", **entry, "OPTIONS": info, **options}
+
+
+def broker_database(settings: OutboxSettings | None = None) -> BrokerDatabase:
+    """Where the broker lives.
+
+    Raises ConfigurationError when its alias is missing or not PostgreSQL, or when the test that runs must not use it.
+    """
+    settings = settings or get_settings()
+    refuse_in_tests(settings.broker)
+    return database_of(settings)
+
+
+def database_of(settings: OutboxSettings) -> BrokerDatabase:
+    """As `broker_database`, without asking whether a test runs: for a broker that is built before it is used."""
+    conninfo = alias_conninfo(settings.broker)
+    if running_tests():
+        conninfo = without_idle_sessions(conninfo)
+    return BrokerDatabase(conninfo=conninfo, schema=settings.schema, listen_conninfo=settings.listen_url)
+
+
+@contextmanager
+def broker_connection() -> Iterator[tuple[Connection, str]]:
+    """A connection to the broker's database and its schema.
+
+    Raises BrokerUnavailable, ConfigurationError, or SchemaError when the tables are missing or of another age.
+    """
+    settings = get_settings()
+    if settings.in_memory:
+        raise ConfigurationError("OUTBOX['IN_MEMORY'] is on: there is no broker outside this process to look at.")
+    with broker_database(settings).connect(name="outbox-command") as connection:
+        check_schema(connection, settings.schema)
+        yield connection, settings.schema
+
+
+def alias_conninfo(alias: str) -> str:
+    """The libpq connection string of a Django alias. Raises ConfigurationError."""
+    connection = _alias(alias)
+    if connection.vendor != "postgresql":
+        raise ConfigurationError(
+            f"OUTBOX['BROKER'] = {alias!r} is a {connection.display_name} database: the broker needs PostgreSQL. "
+            f"Add an alias for one to DATABASES; the application's own data may stay where it is."
+        )
+    parameters: dict[str, Any] = connection.get_connection_params()
+    return make_conninfo(**{key: value for key, value in parameters.items() if key not in _NOT_LIBPQ})
+
+
+def place_named_by(alias: str) -> tuple[object, ...]:
+    """What tells whether an alias still names the same database: test runners change it. Asked by every publish."""
+    entry = _alias(alias).settings_dict
+    return entry["NAME"], entry["HOST"], entry["PORT"], entry["USER"], entry["PASSWORD"]
+
+
+def _alias(alias: str) -> BaseDatabaseWrapper:
+    try:
+        return connections[alias]
+    except ConnectionDoesNotExist as error:
+        raise ConfigurationError(
+            f"OUTBOX['BROKER'] = {mask_passwords(repr(alias))} is not in DATABASES: add that alias, or name another."
+        ) from error

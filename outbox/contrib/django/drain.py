@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from outbox.broker.consumer.runtime import ConsumeCounts
 from outbox.broker.sequencer.sequencer import Sequencer
-from outbox.contrib.django.broker import broker_database, flusher
+from outbox.contrib.django.broker import flusher
+from outbox.contrib.django.databases import broker_database
 from outbox.contrib.django.periodic import run_check_back
 from outbox.contrib.django.workers import consumer_runtime
 

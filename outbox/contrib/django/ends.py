@@ -21,12 +21,11 @@ from psycopg import Error as DriverError
 from outbox.broker.database.executor import Executor
 from outbox.broker.transaction.decisions import standing_decisions
 from outbox.contrib.django import ledger
-from outbox.contrib.django.blocks import Halves, in_pipeline, require_whole, sync_pipeline, watch_of
+from outbox.contrib.django.blocks import Halves, in_pipeline, lost, require_whole, sync_pipeline, watch_of
 from outbox.contrib.django.broker import flusher, get_broker
 from outbox.contrib.django.conf import get_settings
-from outbox.errors import TransactionUsageError
 from outbox.faults import point
-from outbox.memory.broker import InMemoryBroker
+from outbox.memory import InMemoryBroker
 from outbox.message import SendReceipt
 from outbox.transaction import Decision, EndTransaction, HalfTransaction
 
@@ -126,15 +125,6 @@ def require_marked(connection: BaseDatabaseWrapper, mark: str, name: str) -> Non
     require_whole(connection, f"publishing for {name}")
     if mark and ledger.current_xid(connection) != mark:
         raise lost(connection, name, "it was ended inside, and another one begun (by COMMIT or ROLLBACK)")
-
-
-def lost(connection: BaseDatabaseWrapper, name: str, reason: str) -> TransactionUsageError:
-    """The error for a block of ours that cannot commit what was done in it."""
-    return TransactionUsageError(
-        f"{name} did not fail, but its transaction on {connection.alias!r} cannot commit what was done: {reason}. "
-        f"Nothing is sent. Put a statement that may fail into an inner atomic(), let errors through, and leave COMMIT "
-        f"and ROLLBACK to the block."
-    )
 
 
 def report_rollback(connection: BaseDatabaseWrapper, half: HalfTransaction, xid: str) -> None:

@@ -41,7 +41,6 @@ class InboxInvoker:
     def __call__(
         self, subscription: Subscription, handler: AnyHandler, deliveries: Sequence[Delivery], *, generation: int
     ) -> Sequence[Result]:
-        """See ports.Invoker."""
         registered = find_subscriber(subscription)
         refresh_connections()
         try:

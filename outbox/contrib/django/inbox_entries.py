@@ -13,8 +13,7 @@ from django.db.utils import IntegrityError
 from psycopg import Error as DriverError
 
 from outbox import fence
-from outbox.contrib.django.blocks import sync_pipeline
-from outbox.contrib.django.ends import lost
+from outbox.contrib.django.blocks import lost, sync_pipeline
 from outbox.errors import TransactionUsageError
 from outbox.message import Delivery
 

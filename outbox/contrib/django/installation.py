@@ -13,8 +13,9 @@ from django.db import router
 from outbox.broker.database.executor import Executor
 from outbox.broker.log.topics import declare_topics
 from outbox.broker.schema.install import install
-from outbox.contrib.django.broker import broker_database, reset_broker
+from outbox.contrib.django.broker import reset_broker
 from outbox.contrib.django.conf import OutboxSettings, get_settings
+from outbox.contrib.django.databases import broker_database
 from outbox.errors import OutboxError
 
 logger = logging.getLogger(__name__)

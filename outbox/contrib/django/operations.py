@@ -17,7 +17,8 @@ from outbox.broker.operations.queue_status import QueueStatus, list_queues
 from outbox.broker.operations.status import BrokerStatus, broker_status
 from outbox.broker.postgres import PostgresBroker
 from outbox.broker.transaction.checks import find_undecided
-from outbox.contrib.django.broker import broker_connection, get_broker
+from outbox.contrib.django.broker import get_broker
+from outbox.contrib.django.databases import broker_connection
 from outbox.contrib.django.ledger_checker import LedgerChecker
 from outbox.errors import UnknownTopic, UsageError
 from outbox.topic import Topic

@@ -10,8 +10,9 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.utils import DatabaseError, InterfaceError
 
 from outbox.broker.database.place import Place, find_mark, marked
-from outbox.contrib.django.broker import broker_database, place_named_by, remembered_paths
+from outbox.contrib.django.broker import remembered_paths
 from outbox.contrib.django.conf import OutboxSettings, PathChoice
+from outbox.contrib.django.databases import broker_database, place_named_by
 from outbox.contrib.django.in_tests import refuse_in_tests
 from outbox.errors import ConfigurationError, SendFailed, WrongDatabase
 

@@ -34,7 +34,7 @@ from outbox.contrib.django.path import confirm, takes_atomic_path
 from outbox.contrib.django.transactions import current_transaction, failing_takes_the_block_along, in_test_case
 from outbox.errors import ConfigurationError, TransactionUsageError, UsageError
 from outbox.faults import point
-from outbox.memory.broker import InMemoryBroker
+from outbox.memory import InMemoryBroker
 from outbox.message import Message, SendReceipt
 from outbox.topic import Topic
 from outbox.transaction import HalfTransaction

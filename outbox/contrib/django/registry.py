@@ -53,7 +53,7 @@ def subscriber(
     threads: int | None = None,
     retry: RetryPolicy | None = None,
     on_error: Mapping[type[BaseException], OnError | str] | None = None,
-    start: Start | datetime | str = Start.FIRST,
+    start: Start | datetime | str = Start.EARLIEST,
     idempotent: bool = True,
     using: str | None = None,
     **options: Any,

@@ -23,12 +23,12 @@ from django.db import connections
 from django.test.utils import override_settings
 
 from outbox.contrib.django import ledger
-from outbox.contrib.django.broker import get_broker, reset_broker
+from outbox.contrib.django.broker import get_broker, get_codecs, reset_broker
 from outbox.contrib.django.conf import get_settings
 from outbox.contrib.django.ledger_checker import ledger_aliases
 from outbox.contrib.django.registry import autodiscover, subscriptions
 from outbox.contrib.django.transactions import in_transaction
-from outbox.memory.broker import InMemoryBroker
+from outbox.memory import InMemoryBroker
 from outbox.message import Message
 from outbox.ports import AnyHandler
 from outbox.transaction import Decision, EndTransaction
@@ -65,8 +65,6 @@ class InMemoryOutbox:
 
     def bodies(self, topic: str) -> list[Any]:
         """The decoded bodies of `messages`."""
-        from outbox.contrib.django.broker import get_codecs
-
         return [get_codecs().decode(item.content_type, item.body) for item in self.messages(topic)]
 
     def drain(self, *, raise_errors: bool = True) -> int:
@@ -130,6 +128,5 @@ class OutboxTestMixin:
     outbox: InMemoryOutbox
 
     def setUp(self) -> None:
-        """See unittest."""
         super().setUp()  # type: ignore[misc]
         self.outbox = self.enterContext(in_memory_outbox())  # type: ignore[attr-defined]

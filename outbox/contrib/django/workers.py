@@ -12,8 +12,9 @@ from typing import Final
 from outbox.broker.consumer.runtime import ConsumerRuntime
 from outbox.broker.process import ProcessSettings, run_broker
 from outbox.broker.supervisor import ChildSpec, Supervisor
-from outbox.contrib.django.broker import broker_database, check_settings, get_codecs
+from outbox.contrib.django.broker import get_codecs
 from outbox.contrib.django.conf import get_settings
+from outbox.contrib.django.databases import broker_database
 from outbox.contrib.django.in_tests import refuse_processes_in_tests
 from outbox.contrib.django.inbox import InboxInvoker, require_inboxes
 from outbox.contrib.django.periodic import passes
@@ -37,7 +38,7 @@ def _child(name: str, role: str) -> ChildSpec:
 
 def run_broker_role(stop: threading.Event) -> None:
     """Sequence and retain, whenever this process holds the leader's lease, until `stop`."""
-    run_broker(broker_database(), stop, settings=ProcessSettings(check=check_settings(get_settings())))
+    run_broker(broker_database(), stop, settings=ProcessSettings(check=get_settings().check))
 
 
 def consumer_runtime(*, groups: Sequence[str] = ()) -> ConsumerRuntime:

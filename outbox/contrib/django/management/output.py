@@ -25,7 +25,6 @@ class OutboxCommand(BaseCommand):
         parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 
     def execute(self, *args: Any, **options: Any) -> str | None:
-        """See BaseCommand."""
         try:
             return super().execute(*args, **options)
         except OutboxError as error:

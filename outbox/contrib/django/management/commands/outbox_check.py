@@ -17,11 +17,9 @@ class Command(OutboxCommand):
     help = "Answer once what the broker asks this producer group about undecided messages."
 
     def add_arguments(self, parser: CommandParser) -> None:
-        """See BaseCommand."""
         self.add_json(parser)
 
     def handle(self, *args: Any, **options: Any) -> None:
-        """See BaseCommand."""
         counts = dataclasses.asdict(run_check_back())
         if options["json"]:
             self.print_json(counts)

@@ -10,7 +10,7 @@ from django.core.management.base import CommandError, CommandParser
 from outbox.broker.database.executor import Executor
 from outbox.broker.groups.registration import group_id_of
 from outbox.broker.operations.dead_letters import failed_attempts, list_dead_letters
-from outbox.contrib.django.broker import broker_connection
+from outbox.contrib.django.databases import broker_connection
 from outbox.contrib.django.management.output import OutboxCommand, first_line
 from outbox.contrib.django.operations import replay_dead_letters
 
@@ -21,7 +21,6 @@ class Command(OutboxCommand):
     help = "List the messages consumer groups gave up, or deliver them again."
 
     def add_arguments(self, parser: CommandParser) -> None:
-        """See BaseCommand."""
         actions = parser.add_subparsers(dest="action", required=True)
         shown = actions.add_parser(
             "list", help="what was given up and is not replayed; --json with the error of every attempt"
@@ -38,7 +37,6 @@ class Command(OutboxCommand):
         again.add_argument("--dry-run", action="store_true", help="say what would be replayed")
 
     def handle(self, *args: Any, **options: Any) -> None:
-        """See BaseCommand."""
         if options["action"] == "list":
             self._list(options)
         elif bool(options["ids"]) == options["all"]:

@@ -18,13 +18,11 @@ class Command(OutboxCommand):
     help = "Commit or roll back a transaction that nobody decided. The ledger has to agree, or --force."
 
     def add_arguments(self, parser: CommandParser) -> None:
-        """See BaseCommand."""
         parser.add_argument("id", type=UUID, help="transaction id")
         parser.add_argument("decision", choices=["commit", "rollback"])
         parser.add_argument("--force", action="store_true", help="without asking the ledger")
 
     def handle(self, *args: Any, **options: Any) -> None:
-        """See BaseCommand."""
         decision = Decision.COMMIT if options["decision"] == "commit" else Decision.ROLLBACK
         status = decide(options["id"], decision, force=options["force"])
         self.say(f"{decision.name} of {options['id']}: {status}.")

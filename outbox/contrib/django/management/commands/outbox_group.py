@@ -14,7 +14,7 @@ from outbox.broker.groups.registration import group_id_of
 from outbox.broker.operations.queue_status import list_queues
 from outbox.broker.operations.reset import reset
 from outbox.broker.operations.switches import pause, resume
-from outbox.contrib.django.broker import broker_connection
+from outbox.contrib.django.databases import broker_connection
 from outbox.contrib.django.management.output import OutboxCommand, first_line
 from outbox.contrib.django.operations import group_lags
 from outbox.subscription import Start
@@ -26,7 +26,6 @@ class Command(OutboxCommand):
     help = "List, pause, resume or reset consumer groups."
 
     def add_arguments(self, parser: CommandParser) -> None:
-        """See BaseCommand."""
         actions = parser.add_subparsers(dest="action", required=True)
         self.add_json(actions.add_parser("list", help="every group with its lag"))
         offsets = actions.add_parser("offsets", help="every queue of a group: position, end, owner, what blocks it")
@@ -43,15 +42,14 @@ class Command(OutboxCommand):
         target = move.add_mutually_exclusive_group(required=True)
         target.add_argument("--to-time", type=_moment, help="ISO 8601 with a time zone")
         target.add_argument("--to-offset", type=_offset, help="the number of the next message, in every queue")
-        target.add_argument("--to-end", action="store_true", help="skip all there is")
-        target.add_argument("--to-first", action="store_true", help="from the oldest message the broker still has")
+        target.add_argument("--to-latest", action="store_true", help="skip all there is")
+        target.add_argument("--to-earliest", action="store_true", help="from the oldest message the broker still has")
         move.add_argument("--queue", type=int, help="only the queue of this number")
         move.add_argument("--reprocess", action="store_true", help="also process what the inbox has already")
         move.add_argument("--dry-run", action="store_true", help="say what would move, move nothing")
         self.add_json(move)
 
     def handle(self, *args: Any, **options: Any) -> None:
-        """See BaseCommand."""
         getattr(self, f"_{options['action']}")(options)
 
     def _list(self, options: dict[str, Any]) -> None:
@@ -113,10 +111,10 @@ class Command(OutboxCommand):
 
 
 def _target(options: dict[str, Any]) -> Start | datetime | int:
-    if options["to_end"]:
-        return Start.LAST
-    if options["to_first"]:
-        return Start.FIRST
+    if options["to_latest"]:
+        return Start.LATEST
+    if options["to_earliest"]:
+        return Start.EARLIEST
     target: datetime | int = options["to_offset"] if options["to_time"] is None else options["to_time"]
     return target
 

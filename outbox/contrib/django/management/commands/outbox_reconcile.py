@@ -13,8 +13,8 @@ from django.conf import settings
 from django.core.management.base import CommandError, CommandParser
 from django.db import DatabaseError
 
-from outbox.contrib.django.broker import alias_conninfo
 from outbox.contrib.django.conf import get_settings
+from outbox.contrib.django.databases import alias_conninfo
 from outbox.contrib.django.findings import MAX_SAVED, replace
 from outbox.contrib.django.management.output import OutboxCommand, first_line
 from outbox.errors import ConfigurationError
@@ -34,7 +34,6 @@ class Command(OutboxCommand):
     )
 
     def add_arguments(self, parser: CommandParser) -> None:
-        """See BaseCommand."""
         parser.add_argument("--rules", default="reconcile.toml", help="the rules file (default: %(default)s)")
         parser.add_argument("--output", default="reconcile", help="folder of the results (default: %(default)s)")
         parser.add_argument(
@@ -55,7 +54,6 @@ class Command(OutboxCommand):
         self.add_json(parser)
 
     def handle(self, *args: Any, **options: Any) -> None:
-        """See BaseCommand."""
         command = [sys.executable, "-m", package(), "run", *arguments(options)]
         variables = {**project(), **os.environ, **given(options["database"])}
         done = subprocess.run(command, env=variables, check=False)

@@ -17,11 +17,9 @@ class Command(OutboxCommand):
     help = "Show topics, groups, blocked queues and problems. Exits with 1 when there are any."
 
     def add_arguments(self, parser: CommandParser) -> None:
-        """See BaseCommand."""
         self.add_json(parser)
 
     def handle(self, *args: Any, **options: Any) -> None:
-        """See BaseCommand."""
         status = project_status()
         if options["json"]:
             self.print_json(status.as_json())

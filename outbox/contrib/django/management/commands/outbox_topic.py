@@ -9,7 +9,7 @@ from django.core.management.base import CommandParser
 
 from outbox.broker.database.executor import Executor
 from outbox.broker.log.topics import list_topics
-from outbox.contrib.django.broker import broker_connection
+from outbox.contrib.django.databases import broker_connection
 from outbox.contrib.django.management.output import OutboxCommand
 from outbox.contrib.django.operations import alter_topic, create_topic
 from outbox.topic import MessageType
@@ -21,7 +21,6 @@ class Command(OutboxCommand):
     help = "Create, alter or list the topics of the broker. `migrate` declares those of OUTBOX['TOPICS']."
 
     def add_arguments(self, parser: CommandParser) -> None:
-        """See BaseCommand."""
         actions = parser.add_subparsers(dest="action", required=True)
         for action, what in (("create", "declare a new topic"), ("alter", "change some properties, keep the others")):
             options = actions.add_parser(action, help=what)
@@ -29,9 +28,7 @@ class Command(OutboxCommand):
             options.add_argument(
                 "--type", action="append", dest="types", choices=[str(item) for item in MessageType], help="repeatable"
             )
-            options.add_argument(
-                "--queues", type=int, dest="queue_count", help="how many consumers can share the topic"
-            )
+            options.add_argument("--queue-count", type=int, help="how many consumers can share the topic")
             options.add_argument("--retention-seconds", type=int, help="how long consumed messages are kept")
             options.add_argument(
                 "--on-park", choices=["hold", "release"], help="FIFO: what waits behind a parked message"
@@ -40,7 +37,6 @@ class Command(OutboxCommand):
         self.add_json(actions.add_parser("list", help="every topic of the broker"))
 
     def handle(self, *args: Any, **options: Any) -> None:
-        """See BaseCommand."""
         if options["action"] == "list":
             self._list(as_json=options["json"])
             return

@@ -9,7 +9,7 @@ from django.core.management.base import CommandError, CommandParser
 
 from outbox.broker.database.executor import Executor
 from outbox.broker.operations.trace import trace
-from outbox.contrib.django.broker import broker_connection
+from outbox.contrib.django.databases import broker_connection
 from outbox.contrib.django.management.output import OutboxCommand
 
 
@@ -19,12 +19,10 @@ class Command(OutboxCommand):
     help = "Show where a message or transaction is: stored, decided, queued, and how far each group is."
 
     def add_arguments(self, parser: CommandParser) -> None:
-        """See BaseCommand."""
         parser.add_argument("id", type=UUID, help="message or transaction id")
         self.add_json(parser)
 
     def handle(self, *args: Any, **options: Any) -> None:
-        """See BaseCommand."""
         with broker_connection() as (connection, schema):
             found = trace(Executor(connection, schema), options["id"])
         if found is None:

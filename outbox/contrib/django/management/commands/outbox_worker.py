@@ -20,7 +20,6 @@ class Command(OutboxCommand):
     help = "Run the broker, the consumers and check-back until SIGTERM, then drain."
 
     def add_arguments(self, parser: CommandParser) -> None:
-        """See BaseCommand."""
         parser.add_argument(
             "--role",
             choices=sorted(ROLES),
@@ -33,7 +32,6 @@ class Command(OutboxCommand):
         )
 
     def handle(self, *args: Any, **options: Any) -> None:
-        """See BaseCommand."""
         if options["group"] and (options["role"] != "consumer" or options["drain"]):
             raise CommandError("--group needs --role consumer: only a consumer can be limited to groups.")
         if options["drain"] and options["role"] != "all":

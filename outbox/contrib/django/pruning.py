@@ -1,0 +1,127 @@
+"""Pruning: ledger rows of transactions that the broker shows decided, and inbox rows past their retention."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Final
+from uuid import UUID
+
+from django.db import router
+from django.db.backends.base.base import BaseDatabaseWrapper
+from django.utils import timezone
+
+from outbox.broker.database.executor import Executor
+from outbox.broker.transaction.checks import scan
+from outbox.broker.transaction.decisions import standing_decisions
+from outbox.broker.transaction.half_scan import undecided_below
+from outbox.contrib.django import ledger
+from outbox.contrib.django.conf import get_settings
+from outbox.contrib.django.databases import broker_database
+from outbox.contrib.django.ledger_checker import ledger_aliases, open_connection, settle
+
+# Shorter than the broker keeps its decisions, longer than any end or check is in flight.
+LEDGER_KEEP_SECONDS: Final = 3600.0
+_BATCH: Final = 1000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PruneCounts:
+    """What one pruning pass removed."""
+
+    ledger: int = 0
+    inbox: int = 0
+
+
+def run_prune(*, now: datetime | None = None, max_batches: int = 100) -> PruneCounts:
+    """Remove ledger rows of transactions the broker shows decided, and inbox rows past their retention."""
+    now = now or timezone.now()
+    return PruneCounts(
+        ledger=prune_ledgers(older_than=now - timedelta(seconds=LEDGER_KEEP_SECONDS), max_batches=max_batches),
+        inbox=prune_inboxes(
+            older_than=now - timedelta(seconds=get_settings().inbox_retention_seconds), max_batches=max_batches
+        ),
+    )
+
+
+def prune_ledgers(*, older_than: datetime, max_batches: int = 100) -> int:
+    """Remove ledger rows of transactions from before `older_than` that the broker shows decided.
+
+    First the ledger says from when on it is complete (`pruned_before`), then rows go: a check for an older
+    transaction without a row is never answered by guessing.
+    """
+    settings = get_settings()
+    if settings.in_memory:
+        return 0
+    removed = 0
+    with broker_database(settings).connect(name="outbox-prune") as broker:
+        run = Executor(broker, settings.schema)
+        if scan(run, settings=settings.check).more:
+            # Undecided transactions may be among the half messages that nobody has scanned yet.
+            return 0
+        for alias in ledger_aliases():
+            with closing(open_connection(alias)) as connection:
+                removed += _prune_ledger(connection, run, first_id_at(older_than), max_batches)
+    return removed
+
+
+def _prune_ledger(connection: BaseDatabaseWrapper, run: Executor, below: UUID, max_batches: int) -> int:
+    identity = ledger.identity(connection)
+    if identity is None:
+        return 0
+    below = _lowest_open(connection, run, identity.ledger_id, below)
+    removed = 0
+    after = UUID(int=0)
+    for _ in range(max_batches):
+        batch = ledger.ids_between(connection, after, below, limit=_BATCH)
+        if not batch:
+            break
+        after = batch[-1]
+        decided = standing_decisions(run, batch)
+        if decided:
+            ledger.advance_pruned_before(connection, first_id_after(max(decided)))
+            removed += ledger.delete(connection, sorted(decided))
+    return removed
+
+
+def _lowest_open(connection: BaseDatabaseWrapper, run: Executor, ledger_id: UUID, below: UUID) -> UUID:
+    """The first id below which every undecided transaction of the ledger has a row, at most `below`.
+
+    The barrier gives one to those that nobody has asked about for long (parked ones): past `pruned_before` an absent
+    row could not be answered for any more.
+    """
+    undecided = undecided_below(run, ledger_id, below, limit=_BATCH)
+    open_ids = settle(connection, [half.transaction_id for half in undecided if not half.immune], ledger_id=ledger_id)
+    open_ids.update(half.transaction_id for half in undecided if half.immune)
+    if len(undecided) == _BATCH:
+        open_ids.add(undecided[-1].transaction_id)
+    return min(open_ids, default=below)
+
+
+def prune_inboxes(*, older_than: datetime, max_batches: int = 100) -> int:
+    """Remove inbox rows handled before `older_than`, in bounded deletes."""
+    from outbox.contrib.django.models import InboxEntry
+
+    removed = 0
+    for alias in ledger_aliases():
+        if not router.allow_migrate_model(alias, InboxEntry):
+            continue
+        rows = InboxEntry.objects.using(alias)
+        for _ in range(max_batches):
+            old = rows.filter(handled_at__lt=older_than).order_by("handled_at").values_list("pk", flat=True)[:_BATCH]
+            keys = list(old)
+            if not keys:
+                break
+            removed += rows.filter(pk__in=keys).delete()[0]
+    return removed
+
+
+def first_id_at(moment: datetime) -> UUID:
+    """The least UUIDv7 of a moment: transaction ids are ordered by time."""
+    return UUID(int=(int(moment.timestamp() * 1000) << 80) | 0x7 << 76 | 0x8 << 60)
+
+
+def first_id_after(value: UUID) -> UUID:
+    """The next id."""
+    return UUID(int=value.int + 1)

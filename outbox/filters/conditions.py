@@ -1,0 +1,174 @@
+"""The conditions of the SQL92 subset: the tree that `parser` makes, and its three-valued evaluation.
+
+`outbox.broker.dispatch.filter_sql` writes the same tree as SQL.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Final, Protocol
+
+TAG_NAME: Final = "TAGS"
+# What a header must look like to count as a number. No exponents: they would let a short text overflow the server.
+NUMBER: Final = r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)"
+COMPARISONS: Final = frozenset({"=", "<>", "<", "<=", ">", ">="})
+
+_NUMBER: Final = re.compile(NUMBER)
+
+Value = str | Decimal
+
+
+class Condition(Protocol):
+    """A node of the tree."""
+
+    def evaluate(self, tag: str, headers: Mapping[str, str]) -> bool | None:
+        """True, False, or None for unknown."""
+
+
+def lookup(name: str, tag: str, headers: Mapping[str, str]) -> str | None:
+    """The value a name stands for."""
+    return (tag or None) if name == TAG_NAME else headers.get(name)
+
+
+def as_number(value: str) -> Decimal | None:
+    """The number a header spells, if it spells one."""
+    return Decimal(value) if _NUMBER.fullmatch(value) else None
+
+
+def _operand(name: str, like: Value, tag: str, headers: Mapping[str, str]) -> Value | None:
+    """The header as the type of what it is compared with."""
+    value = lookup(name, tag, headers)
+    return as_number(value) if value is not None and isinstance(like, Decimal) else value
+
+
+def _compare(left: Value, operator: str, right: Value) -> bool:
+    if operator == "=":
+        return left == right
+    if operator == "<>":
+        return left != right
+    # Both are of one type: _operand saw to it.
+    below, equal = left < right, left == right  # type: ignore[operator]
+    return {"<": below, "<=": below or equal, ">": not below and not equal, ">=": not below}[operator]
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """`name operator value`"""
+
+    name: str
+    operator: str
+    value: Value
+
+    def evaluate(self, tag: str, headers: Mapping[str, str]) -> bool | None:
+        operand = _operand(self.name, self.value, tag, headers)
+        return None if operand is None else _compare(operand, self.operator, self.value)
+
+
+@dataclass(frozen=True, slots=True)
+class HeaderComparison:
+    """`name = other` or `name <> other`, as strings."""
+
+    name: str
+    operator: str
+    other: str
+
+    def evaluate(self, tag: str, headers: Mapping[str, str]) -> bool | None:
+        left, right = lookup(self.name, tag, headers), lookup(self.other, tag, headers)
+        return None if left is None or right is None else _compare(left, self.operator, right)
+
+
+@dataclass(frozen=True, slots=True)
+class Between:
+    """`name BETWEEN low AND high`"""
+
+    name: str
+    low: Value
+    high: Value
+
+    def evaluate(self, tag: str, headers: Mapping[str, str]) -> bool | None:
+        operand = _operand(self.name, self.low, tag, headers)
+        if operand is None:
+            return None
+        return _compare(operand, ">=", self.low) and _compare(operand, "<=", self.high)
+
+
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """`name IN (values)`; the values are all strings or all numbers."""
+
+    name: str
+    values: tuple[Value, ...]
+
+    def evaluate(self, tag: str, headers: Mapping[str, str]) -> bool | None:
+        operand = _operand(self.name, self.values[0], tag, headers)
+        return None if operand is None else operand in self.values
+
+
+@dataclass(frozen=True, slots=True)
+class Like:
+    """`name LIKE pattern`: % is any text, _ any character, `escape` (if any) takes the next one literally."""
+
+    name: str
+    pattern: str
+    escape: str
+
+    def evaluate(self, tag: str, headers: Mapping[str, str]) -> bool | None:
+        value = lookup(self.name, tag, headers)
+        return None if value is None else re.fullmatch(self._expression(), value, re.DOTALL) is not None
+
+    def _expression(self) -> str:
+        # Between two % a part may take its first place and keep it: what follows has the most room then. The atomic
+        # groups say so; without them a value that does not match costs time exponential in the number of %.
+        parts = [""]
+        characters = iter(self.pattern)
+        for character in characters:
+            if character == self.escape:
+                parts[-1] += re.escape(next(characters))
+            elif character == "%":
+                parts.append("")
+            else:
+                parts[-1] += "." if character == "_" else re.escape(character)
+        first, *middle = parts
+        if not middle:
+            return first
+        last = middle.pop()
+        return "".join([first, *(f"(?>.*?{part})" for part in middle if part), ".*", last])
+
+
+@dataclass(frozen=True, slots=True)
+class IsNull:
+    """`name IS NULL`"""
+
+    name: str
+
+    def evaluate(self, tag: str, headers: Mapping[str, str]) -> bool | None:
+        return lookup(self.name, tag, headers) is None
+
+
+@dataclass(frozen=True, slots=True)
+class Not:
+    """`NOT condition`"""
+
+    condition: Condition
+
+    def evaluate(self, tag: str, headers: Mapping[str, str]) -> bool | None:
+        value = self.condition.evaluate(tag, headers)
+        return None if value is None else not value
+
+
+@dataclass(frozen=True, slots=True)
+class Junction:
+    """`a AND b AND …` (`word` is AND) or `a OR b OR …`."""
+
+    word: str
+    conditions: tuple[Condition, ...]
+
+    def evaluate(self, tag: str, headers: Mapping[str, str]) -> bool | None:
+        decisive = self.word == "OR"
+        values = [condition.evaluate(tag, headers) for condition in self.conditions]
+        if decisive in values:
+            return decisive
+        return None if None in values else not decisive

@@ -1,0 +1,161 @@
+"""The consumers of the in-memory broker: handlers called in the caller's thread, with retries and dead letters."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from uuid import UUID
+
+from outbox.codec import Codecs
+from outbox.errors import UndecodableBody
+from outbox.filters.filter import Filter, parse_filter
+from outbox.memory.log import Entry, Log
+from outbox.message import Delivery, Message
+from outbox.ports import AnyHandler, Disposition, Invoker
+from outbox.subscription import OnError, Start, Subscription
+
+
+@dataclass(frozen=True)
+class DeadLetter:
+    """A message a group gave up, with the error of every attempt."""
+
+    group: str
+    message: Message
+    errors: tuple[str, ...]
+
+
+@dataclass
+class _Consumer:
+    subscription: Subscription
+    handler: AnyHandler
+    filter: Filter
+    offsets: Counter[int] = field(default_factory=Counter)
+
+
+@dataclass(frozen=True)
+class _Retry:
+    """A failed message and when it comes again; `number` counts the retries of all."""
+
+    due_at: datetime
+    number: int
+    consumer: _Consumer
+    entry: Entry
+    attempt: int
+
+
+@dataclass(frozen=True)
+class _Fetched:
+    """A message that is handed out now."""
+
+    entry: Entry
+    attempt: int
+    queue: str
+    offset: int
+
+
+class Consumers:
+    """Everybody who has subscribed, how far they are, and what is to be tried again."""
+
+    def __init__(self, log: Log, *, codecs: Codecs, invoker: Invoker, now: Callable[[], datetime]) -> None:
+        self.dead_letters: list[DeadLetter] = []
+        self._log = log
+        self._codecs = codecs
+        self._invoker = invoker
+        self._now = now
+        self._consumers: list[_Consumer] = []
+        self._retries: list[_Retry] = []
+        self._retry_numbers = itertools.count()
+        self._errors: defaultdict[tuple[str, UUID], list[str]] = defaultdict(list)
+
+    def subscribe(self, subscription: Subscription, handler: AnyHandler) -> None:
+        """Register a handler; it begins where its subscription says."""
+        with self._log.lock:
+            self._log.topic(subscription.topic)
+            consumer = _Consumer(subscription, handler, parse_filter(subscription.filter))
+            if subscription.start is not Start.EARLIEST:
+                since = self._now() if subscription.start is Start.LATEST else subscription.start
+                assert isinstance(since, datetime)
+                for number, queue in self._log.queues_of(subscription.topic):
+                    consumer.offsets[number] = sum(entry.transaction.stored_at < since for entry in queue)
+            self._consumers.append(consumer)
+
+    def drain(self) -> int:
+        """Run handlers until nothing is deliverable now; returns how many deliveries were handled."""
+        handled = 0
+        while (round_handled := sum(self._drain_one(consumer) for consumer in list(self._consumers))) > 0:
+            handled += round_handled
+        return handled
+
+    def _drain_one(self, consumer: _Consumer) -> int:
+        count = 0
+        while batch := self._fetch(consumer):
+            self._deliver(consumer, batch)
+            count += len(batch)
+        return count
+
+    def _fetch(self, consumer: _Consumer) -> list[_Fetched]:
+        """Up to `batch` messages, due retries first; the consumer's offsets move past what was looked at."""
+        subscription = consumer.subscription
+        with self._log.lock:
+            self._log.sequence()
+            due = [retry for retry in self._retries if retry.consumer is consumer and retry.due_at <= self._now()]
+            due.sort(key=lambda retry: (retry.due_at, retry.number))
+            batch: list[_Fetched] = []
+            for retry in due[: subscription.batch]:
+                self._retries.remove(retry)
+                batch.append(_Fetched(retry.entry, retry.attempt, f"%RETRY%{subscription.group}", retry.number))
+            for number, queue in self._log.queues_of(subscription.topic):
+                name = f"{subscription.topic}/{number}"
+                while len(batch) < subscription.batch and (offset := consumer.offsets[number]) < len(queue):
+                    consumer.offsets[number] += 1
+                    message = queue[offset].message
+                    if consumer.filter.evaluate(message.tag, message.headers):
+                        batch.append(_Fetched(queue[offset], 1, name, offset))
+        return batch
+
+    def _deliver(self, consumer: _Consumer, batch: list[_Fetched]) -> None:
+        deliveries: list[Delivery] = []
+        for fetched in batch:
+            message = fetched.entry.message
+            try:
+                body = self._codecs.decode(message.content_type, message.body)
+            except UndecodableBody as error:
+                self._give_up(consumer, fetched.entry, str(error))
+                continue
+            deliveries.append(
+                Delivery(
+                    message=message,
+                    body=body,
+                    group=consumer.subscription.group,
+                    queue=fetched.queue,
+                    offset=fetched.offset,
+                    attempt=fetched.attempt,
+                )
+            )
+        if not deliveries:
+            return
+        results = self._invoker(consumer.subscription, consumer.handler, deliveries, generation=1)
+        for delivery, result in zip(deliveries, results, strict=True):
+            if not isinstance(result, Disposition):
+                self._failed(consumer, delivery, result)
+
+    def _failed(self, consumer: _Consumer, delivery: Delivery, error: Exception) -> None:
+        subscription = consumer.subscription
+        entry = self._log.entry(delivery.message_id)
+        text = f"{type(error).__name__}: {error}"
+        reaction = subscription.reaction(error)
+        if reaction is OnError.DEAD_LETTER or subscription.retry.exhausted(delivery.attempt):
+            self._give_up(consumer, entry, text)
+            return
+        self._errors[subscription.group, delivery.message_id].append(text)
+        due_at = self._now() + timedelta(seconds=subscription.retry_delay_seconds(error, delivery.attempt))
+        with self._log.lock:
+            self._retries.append(_Retry(due_at, next(self._retry_numbers), consumer, entry, delivery.attempt + 1))
+
+    def _give_up(self, consumer: _Consumer, entry: Entry, error: str) -> None:
+        group = consumer.subscription.group
+        errors = (*self._errors.pop((group, entry.message.message_id), []), error)
+        self.dead_letters.append(DeadLetter(group, entry.message, errors))

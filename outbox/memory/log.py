@@ -1,0 +1,167 @@
+"""What the in-memory broker stores: messages, the decisions about them, and the queues of what consumers may see."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from uuid import UUID
+
+from outbox.errors import InvalidMessage, UnknownTopic
+from outbox.message import Message, SendReceipt
+from outbox.topic import Topic, select_shard
+from outbox.transaction import Decision, HalfTransaction
+
+
+@dataclass
+class Entry:
+    """One stored message and its place in the log."""
+
+    log_id: int
+    message: Message
+    transaction: Transaction
+
+
+@dataclass
+class Transaction:
+    """Messages that are decided together; `half` is None where they were sent decided."""
+
+    transaction_id: UUID
+    half: HalfTransaction | None
+    stored_at: datetime
+    entries: list[Entry] = field(default_factory=list)
+    decision: Decision = Decision.UNKNOWN
+    due_at: datetime | None = None
+    checks: int = 0
+    parked: bool = False
+
+
+class Log:
+    """Messages in the order they came, and what has become of them. Callers hold `lock`; `now` tells the time."""
+
+    def __init__(self, topics: Iterable[Topic], *, auto_create_topics: bool, now: Callable[[], datetime]) -> None:
+        self.lock = threading.RLock()
+        self._topics = {topic.name: topic for topic in topics}
+        self._auto_create = auto_create_topics
+        self._now = now
+        self._log_ids = itertools.count(1)
+        self._entries: dict[UUID, Entry] = {}
+        self._transactions: dict[UUID, Transaction] = {}
+        self._queues: defaultdict[tuple[str, int], list[Entry]] = defaultdict(list)
+        self._scheduled: list[tuple[datetime, int, Entry]] = []
+        self._held: list[Entry] = []
+
+    # -- storing --------------------------------------------------------------------------------
+
+    def declare(self, topics: Iterable[Topic]) -> None:
+        """Add or replace topics."""
+        self._topics.update((topic.name, topic) for topic in topics)
+
+    def topic(self, name: str) -> Topic:
+        """The topic, made now if topics are made at their first message. Raises UnknownTopic."""
+        if name not in self._topics:
+            if not self._auto_create:
+                raise UnknownTopic(f"topic {name!r} is not declared; declared are: {', '.join(sorted(self._topics))}.")
+            self._topics[name] = Topic(name=name)
+        return self._topics[name]
+
+    def check_accepts(self, messages: Sequence[Message], *, transactional: bool) -> None:
+        """Raise InvalidMessage, UnknownTopic or MessageTypeMismatch unless all of them can be stored."""
+        if not messages:
+            raise InvalidMessage("there is no message to send: pass at least one.")
+        for message in messages:
+            self.topic(message.topic).check_accepts(message, transactional=transactional)
+
+    def store(
+        self, messages: Sequence[Message], *, half: HalfTransaction | None, due_at: datetime | None
+    ) -> Transaction:
+        """Store messages, once, as one transaction, asked about from `due_at` on. A repetition changes nothing."""
+        known = self._entries.get(messages[0].message_id)
+        if known is not None:
+            return known.transaction
+        transaction = Transaction(messages[0].message_id, half, self._now(), due_at=due_at)
+        self._transactions[transaction.transaction_id] = transaction
+        for message in messages:
+            entry = self._entries[message.message_id] = Entry(next(self._log_ids), message, transaction)
+            transaction.entries.append(entry)
+        return transaction
+
+    def receipts(self, messages: Sequence[Message]) -> list[SendReceipt]:
+        """One per message, in their order."""
+        entries = [self._entries[message.message_id] for message in messages]
+        return [
+            SendReceipt(
+                message_id=entry.message.message_id,
+                transaction_id=entry.transaction.transaction_id,
+                topic=entry.message.topic,
+                position=entry.log_id,
+            )
+            for entry in entries
+        ]
+
+    def entry(self, message_id: UUID) -> Entry:
+        """A stored message."""
+        return self._entries[message_id]
+
+    def find(self, transaction_id: UUID) -> Transaction | None:
+        """The transaction, if there is one."""
+        return self._transactions.get(transaction_id)
+
+    def undecided(self) -> list[Transaction]:
+        """Oldest first."""
+        return [t for t in self._transactions.values() if t.decision is Decision.UNKNOWN]
+
+    # -- deciding, and what it lets into the queues -----------------------------------------------
+
+    def decide(self, transaction: Transaction, decision: Decision) -> None:
+        """Decide what is undecided; COMMIT lets its messages into their queues, each at its time and in its turn."""
+        transaction.decision = decision
+        if decision is Decision.COMMIT:
+            for entry in transaction.entries:
+                deliver_at = entry.message.deliver_at
+                if deliver_at is not None and deliver_at > self._now():
+                    heapq.heappush(self._scheduled, (deliver_at, entry.log_id, entry))
+                else:
+                    self._held.append(entry)
+        self.sequence()
+
+    def sequence(self) -> None:
+        """Append what is decided, in log order, unless an earlier message of its key is undecided."""
+        while self._scheduled and self._scheduled[0][0] <= self._now():
+            self._held.append(heapq.heappop(self._scheduled)[2])
+        waiting, self._held = sorted(self._held, key=lambda entry: entry.log_id), []
+        blocked = self._oldest_undecided_by_key()
+        for entry in waiting:
+            topic = self._topics[entry.message.topic]
+            blocker = blocked.get((topic.name, entry.message.key)) if topic.is_fifo else None
+            if blocker is not None and blocker < entry.log_id:
+                self._held.append(entry)
+                continue
+            shard = select_shard(entry.message, queue_count=topic.queue_count)
+            number = (entry.log_id if shard is None else shard) % topic.queue_count
+            self._queues[topic.name, number].append(entry)
+
+    def _oldest_undecided_by_key(self) -> dict[tuple[str, str], int]:
+        # Backwards, so that the oldest is written last and stays.
+        return {
+            (entry.message.topic, entry.message.key): entry.log_id
+            for transaction in reversed(self.undecided())
+            for entry in reversed(transaction.entries)
+            if self._holds_up_its_key(entry)
+        }
+
+    def _holds_up_its_key(self, entry: Entry) -> bool:
+        topic = self._topics[entry.message.topic]
+        released = entry.transaction.parked and topic.on_park == "release"
+        return topic.is_fifo and entry.message.deliver_at is None and not released
+
+    def queues_of(self, topic: str) -> list[tuple[int, list[Entry]]]:
+        """The queues of a topic that have entries, by number; an entry's index is its offset."""
+        return sorted(
+            ((number, queue) for (name, number), queue in self._queues.items() if name == topic),
+            key=lambda item: item[0],
+        )
