@@ -110,6 +110,7 @@ def test_killed_while_sending_back_loses_and_doubles_nothing(orders: Consumption
         eventually(lambda: orders.effect_count() == 200 and orders.retrying() == 0)
         eventually(lambda: orders.lag("g") == 0)
     each_once(orders, 200)
+    orders.assert_conserved("g")
 
 
 # -- frozen processes -------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from outbox.broker.database.notify import Channel, notify
 from outbox.broker.dispatch.owned_queue import OwnedQueue
 from outbox.broker.dispatch.ownership import Gained, HandOver, Lost, Ownership, Stopped, Switched
 from outbox.broker.dispatch.subscriptions import ConsumingGroup, Subscribed
-from outbox.broker.groups import leases, members, offsets, rebalance
+from outbox.broker.groups import leases, members, offsets, rebalance, send_back
 from outbox.broker.groups.leases import Lease, QueueKey, lease_clock
 from outbox.broker.groups.members import QueueState
 from outbox.broker.log.consume_queue import floors
@@ -240,14 +240,16 @@ class Coordinator:
     ) -> None:
         # A reset may have raised the generation since it was read; what is gained now belongs to the new one.
         self._read_switches(run)
-        held = [lease.key[1] for lease in obtained]
-        positions = offsets.load(run, group.group_id, held)
-        lowest = floors(run, held)
+        queue_ids = [lease.key[1] for lease in obtained]
+        positions = offsets.load(run, group.group_id, queue_ids)
+        lowest = floors(run, queue_ids)
+        sent_away = send_back.sent_away(run, group.group_id, queue_ids)
         for lease in obtained:
             state = states[lease.key]
             subscribed = subscribed_of(group, state)
             queue = OwnedQueue(lease, group, subscribed, queue_name(group, state), positions[lease.key[1]])
             queue.skip_to(lowest[lease.key[1]])
+            queue.sent_away_before(sent_away[lease.key[1]])
             if state.stopped is not None:
                 queue.stop()
             self._leases[lease.key] = lease

@@ -146,6 +146,9 @@ class Dispatcher:
                     # Such a pass takes what there was when it began.
                     queue.rest()
                 self._owned[queue.key] = queue
+                if queue.next_offset != queue.stored_offset:
+                    # Retention removed what it began with, or a former owner sent it away.
+                    self._dirty.add(queue)
                 if self._draining:
                     self._begin_hand_over(queue)
             case HandOver(lease):

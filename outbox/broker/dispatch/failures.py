@@ -69,6 +69,8 @@ def send_on(run: Executor, instance: UUID, foreign: Sequence[tuple[Item, Row]]) 
     failures = {
         (item.queue.key[0], row[LOG_ID]): Failure(
             lease=item.queue.lease,
+            offset=item.offset,
+            stored_offset=item.queue.stored_offset,
             log_id=row[LOG_ID],
             attempts=item.attempt,
             error=error,
@@ -148,6 +150,8 @@ def _failure(failed: Failed, judgement: Judgement) -> Failure:
     assert item.row is not None
     return Failure(
         lease=item.queue.lease,
+        offset=item.offset,
+        stored_offset=item.queue.stored_offset,
         log_id=item.row[LOG_ID],
         attempts=item.attempt,
         error=send_back.describe(failed.error),

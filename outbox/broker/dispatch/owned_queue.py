@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from typing import Final
 
 from outbox.broker.dispatch.subscriptions import ConsumingGroup, Subscribed
@@ -160,6 +161,11 @@ class OwnedQueue:
         return self.phase is Phase.STOPPED
 
     @property
+    def stored_offset(self) -> int:
+        """The offset as it is stored."""
+        return self._stored_base
+
+    @property
     def next_offset(self) -> int:
         """The lowest unfinished offset. Any thread."""
         return self.window.base
@@ -204,9 +210,18 @@ class OwnedQueue:
             self.window.advance()
             self.fetch_from = floor
 
+    def sent_away_before(self, offsets: Mapping[int, bool]) -> None:
+        """A former owner sent these messages away (the value: into the dead letters) and could not store its offset."""
+        ahead = {offset: is_dead for offset, is_dead in offsets.items() if offset >= self.fetch_from}
+        for offset, is_dead in ahead.items():
+            self.window.finish(offset, Outcome.DEAD if is_dead else Outcome.SENT_BACK)
+        self._refetched_below = max(ahead, default=-1) + 1
+        self.window.advance()
+        self.fetch_from = max(self.fetch_from, self.window.base)
+
     @property
     def fetches_again(self) -> bool:
-        """Whether what is fetched next was fetched before a stop, so that some of it may be finished."""
+        """Whether some of what is fetched next may be finished: fetched before a stop, or by a former owner."""
         return self.fetch_from < self._refetched_below
 
     def fetched(self, next_offset: int, *, more: bool) -> None:

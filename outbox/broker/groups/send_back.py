@@ -84,9 +84,14 @@ def describe(error: BaseException) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """One failed attempt. `attempts` counts the attempts made, this one included."""
+    """One failed attempt. `attempts` counts the attempts made, this one included.
+
+    `offset` is its place in its queue, whose stored offset is `stored_offset`.
+    """
 
     lease: Lease
+    offset: int
+    stored_offset: int
     log_id: int
     attempts: int
     error: str
@@ -102,8 +107,9 @@ WITH failed AS MATERIALIZED (
     FROM unnest(
         %(group_ids)s::integer[], %(queue_ids)s::integer[], %(epochs)s::bigint[], %(log_ids)s::bigint[],
         %(attempts)s::integer[], %(errors)s::text[], %(verdicts)s::text[], %(delays)s::float8[],
-        %(retry_queues)s::integer[], %(next_attempts)s::integer[]
-    ) AS given (group_id, queue_id, epoch, log_id, attempts, error, verdict, delay, retry_queue_id, next_attempt)
+        %(retry_queues)s::integer[], %(next_attempts)s::integer[], %(offsets)s::bigint[], %(stored_offsets)s::bigint[]
+    ) AS given (group_id, queue_id, epoch, log_id, attempts, error, verdict, delay, retry_queue_id, next_attempt,
+                queue_offset, stored_offset)
     JOIN {schema}.queue_lease held
       ON held.group_id = given.group_id AND held.queue_id = given.queue_id AND held.epoch = given.epoch
      AND held.owner = %(owner)s
@@ -125,6 +131,17 @@ WITH failed AS MATERIALIZED (
     ORDER BY group_id, log_id
     ON CONFLICT (group_id, log_id) DO UPDATE
     SET attempts = excluded.attempts, error = excluded.error, dead_at = now(), replayed_at = NULL
+), sent_away AS (
+    INSERT INTO {schema}.finished_ahead (group_id, queue_id, queue_offset, is_dead)
+    SELECT group_id, queue_id, queue_offset, verdict = 'dead' FROM failed
+    WHERE verdict IN ('send_back', 'dead')
+    ORDER BY group_id, queue_id, queue_offset
+    ON CONFLICT DO NOTHING
+), passed AS (
+    DELETE FROM {schema}.finished_ahead ahead
+    USING (SELECT group_id, queue_id, min(stored_offset) AS stored_offset FROM failed GROUP BY group_id, queue_id) queue
+    WHERE ahead.group_id = queue.group_id AND ahead.queue_id = queue.queue_id
+      AND ahead.queue_offset < queue.stored_offset
 )
 SELECT DISTINCT group_id, queue_id FROM failed
 """)
@@ -148,5 +165,34 @@ def record(run: Executor, owner: UUID, failures: Sequence[Failure]) -> set[Queue
         "delays": [float(failure.judgement.delay_seconds) for failure in failures],
         "retry_queues": arrays.integers([failure.retry_queue_id for failure in failures]),
         "next_attempts": arrays.integers([min(failure.next_attempt, _LAST_COUNTED) for failure in failures]),
+        "offsets": arrays.bigints([failure.offset for failure in failures]),
+        "stored_offsets": arrays.bigints([failure.stored_offset for failure in failures]),
     }
     return set(run.execute(_RECORD, parameters))
+
+
+_SENT_AWAY = Statement("""
+SELECT queue_id, queue_offset, is_dead FROM {schema}.finished_ahead
+WHERE group_id = %(group_id)s AND queue_id = ANY (%(queue_ids)s::integer[])
+""")
+
+
+def sent_away(run: Executor, group_id: int, queue_ids: Sequence[int]) -> dict[int, dict[int, bool]]:
+    """Per queue the offsets whose messages a former owner sent away, and whether into the dead letters."""
+    found: dict[int, dict[int, bool]] = {queue_id: {} for queue_id in queue_ids}
+    for queue_id, offset, is_dead in run.rows(
+        _SENT_AWAY, {"group_id": group_id, "queue_ids": arrays.integers(queue_ids)}
+    ):
+        found[queue_id][offset] = is_dead
+    return found
+
+
+_FORGET = Statement("""
+DELETE FROM {schema}.finished_ahead
+WHERE group_id = %(group_id)s AND queue_id = ANY (%(queue_ids)s::integer[])
+""")
+
+
+def forget_sent_away(run: Executor, group_id: int, queue_ids: Sequence[int]) -> None:
+    """An operator has these queues delivered anew."""
+    run.execute(_FORGET, {"group_id": group_id, "queue_ids": arrays.integers(queue_ids)})

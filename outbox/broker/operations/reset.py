@@ -18,6 +18,7 @@ from outbox.broker.database.statement import Statement
 from outbox.broker.groups import offsets
 from outbox.broker.groups.offsets import OffsetRow, Position
 from outbox.broker.groups.registration import group_id_of
+from outbox.broker.groups.send_back import forget_sent_away
 from outbox.broker.log.consume_queue import starting_offsets
 from outbox.broker.log.topics import TopicCatalog
 from outbox.broker.operations.queue_status import list_queues
@@ -98,6 +99,7 @@ def _move(run: Executor, group_id: int, targets: dict[int, int]) -> None:
         for queue_id, target in targets.items()
     ]
     offsets.place(run, rows)
+    forget_sent_away(run, group_id, list(targets))
 
 
 def _targets(run: Executor, topic: str, target: Start | datetime | int) -> dict[int, int]:

@@ -17,7 +17,12 @@ from outbox.errors import SchemaError
 
 logger = logging.getLogger(__name__)
 
-_FILES: Final = {1: "0001_initial.sql", 2: "0002_additive_changes.sql", 3: "0003_resync.sql"}
+_FILES: Final = {
+    1: "0001_initial.sql",
+    2: "0002_additive_changes.sql",
+    3: "0003_resync.sql",
+    4: "0004_finished_ahead.sql",
+}
 SCHEMA_VERSION: Final = max(_FILES)
 
 # Waiting for a table's lock, a change makes everybody else wait behind it: better to give up and come again.
