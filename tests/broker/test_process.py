@@ -64,7 +64,7 @@ def _leader(connection: BrokerConnection) -> object:
 
 _CHILD = """
 import sys, threading
-from outbox.broker.database import BrokerDatabase
+from outbox.broker.database.connection import BrokerDatabase
 from outbox.broker.process import run_broker
 run_broker(BrokerDatabase(sys.argv[1]), threading.Event())
 """
