@@ -45,7 +45,7 @@ class BrokerConnection(psycopg.Connection[TupleRow]):
             self.deadline = None
 
     def wait(self, gen: PQGen[_Result], interval: float = 0.1, *args: Any, **kwargs: Any) -> _Result:
-        """See psycopg.Connection.wait."""
+        """Wait for the server as psycopg does, but no longer than the deadline."""
         if self.deadline is None:
             return super().wait(gen, interval, *args, **kwargs)
         try:

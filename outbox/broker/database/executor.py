@@ -65,8 +65,10 @@ class Executor:
     ) -> list[_Row]:
         """All rows as objects whose fields are named like the columns. Not for hot paths: names cost."""
         cursor = self.execute(statement, parameters, prepare=prepare)
+        # Fetched first: on an application's connection in pipeline mode a result is described only when it is here.
+        rows = cursor.fetchall()
         names = [column.name for column in cursor.description or ()]
-        return [row_type(**dict(zip(names, row, strict=True))) for row in cursor]
+        return [row_type(**dict(zip(names, row, strict=True))) for row in rows]
 
     def count(self, statement: Statement, parameters: Mapping[str, Any] | None = None) -> int:
         """How many rows it changed."""

@@ -186,5 +186,5 @@ def _unknown(name: str, topics: Iterable[str]) -> UnknownTopic:
     return UnknownTopic(
         f"topic {name!r} is not declared.{hint} Declare it: in OUTBOX['TOPICS'], followed by `manage.py migrate "
         f"--database=ALIAS` with the alias of the broker; with `manage.py outbox_topic create {name}`; or with "
-        f"outbox.broker.log.topics.declare_topics."
+        f"PostgresBroker.declare."
     )

@@ -51,7 +51,7 @@ class _Cleared:
 
 @dataclass(frozen=True, slots=True)
 class _Limit:
-    """How far a queue may be cleared; `consumed` is None where nobody has ever read it, so that nothing is missed."""
+    """How far a queue may be cleared; `consumed` is None where no group reads it: nobody misses anything."""
 
     floor: int
     limit: int
@@ -85,7 +85,7 @@ def run_once(run: Executor, *, settings: RetentionSettings | None = None) -> Ret
 
 def _clear_queue(run: Executor, queue_id: int, settings: RetentionSettings) -> _Cleared:
     parameters = {"queue_id": queue_id, "batch": settings.batch, "cap": settings.hard_cap_seconds}
-    found = _Limit(*run.one(retention_sql.LIMIT, parameters, prepare=True))
+    [found] = run.objects(_Limit, retention_sql.LIMIT, parameters, prepare=True)
     floor, limit = found.floor, found.limit
     # Entries kept below the floor come first, so that they go as soon as nothing refers to them.
     kept = 0 if found.is_retry else _clear(run, retention_sql.CLEAR, queue_id, 0, floor, settings)

@@ -55,8 +55,9 @@ WITH place AS (
 )
 SELECT place.floor,
        coalesce((SELECT min(queue_offset) FROM judged WHERE old IS NOT TRUE),
-                (SELECT max(queue_offset) + 1 FROM judged), place.floor),
-       (SELECT position FROM consumed), (SELECT count(*) FROM judged), place.retry_of IS NOT NULL
+                (SELECT max(queue_offset) + 1 FROM judged), place.floor) AS limit,
+       (SELECT position FROM consumed) AS consumed, (SELECT count(*) FROM judged) AS looked_at,
+       place.retry_of IS NOT NULL AS is_retry
 FROM place
 """)
 

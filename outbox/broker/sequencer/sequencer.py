@@ -118,6 +118,7 @@ class Sequencer:
         return self._state
 
     def _forget(self, connection: Connection) -> None:
+        # What is in memory may be ahead of what was committed: the next call reads the stored tick.
         self._state = self._connection = None
         if not connection.closed:
             try:
@@ -137,6 +138,7 @@ class Sequencer:
         """One round trip: right as long as no FIFO half message is undecided."""
         with raw_cursor_on(connection) as cursor:
             with connection.pipeline():
+                # Sent as one: after a tick that failed, PostgreSQL skips the COMMIT, and the error surfaces here.
                 self._begin(connection, tick_sql.BEGIN)
                 self._append(cursor, state, _Plan())
                 faults.point("sequencer.mid_tick")
@@ -201,9 +203,11 @@ class Sequencer:
         for what, log_id, topic_id, key, transaction_id in rows:
             if what == "h":
                 order.open(log_id, (topic_id, key), transaction_id)
+        # All of this tick's decisions first: a message decided here must not wait for another decided here.
         order.settle(row[1] for row in rows if row[0] in "cr")
         order.settle(let_go)
         plan = _Plan(fifo_read=True, release=order.release(self._batch))
+        # In the order of the log: a message that must wait makes the later ones of its key wait too.
         for what, log_id, topic_id, key, _ in sorted(rows, key=lambda row: row[1]):
             if what in "cd" and order.must_wait(log_id, (topic_id, key)):
                 order.hold(log_id, (topic_id, key), now)
