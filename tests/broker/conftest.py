@@ -11,6 +11,7 @@ from outbox.broker.database.connection import BrokerConnection, BrokerDatabase
 from outbox.broker.database.executor import Executor
 from outbox.broker.log.topics import declare_topics
 from outbox.broker.postgres import PostgresBroker
+from tests.broker.bench import ConsumptionBench
 from tests.broker.support import TOPICS
 
 
@@ -36,3 +37,11 @@ def broker(database: BrokerDatabase) -> Iterator[PostgresBroker]:
     broker = PostgresBroker(database)
     yield broker
     broker.close()
+
+
+@pytest.fixture
+def bench(broker_url: str) -> Iterator[ConsumptionBench]:
+    """A fresh broker with consumers."""
+    bench = ConsumptionBench(broker_url)
+    yield bench
+    bench.close()

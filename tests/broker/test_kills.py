@@ -8,9 +8,9 @@ from pathlib import Path
 import psycopg
 import pytest
 
-from tests.broker import version_0_1
-from tests.broker.promise import finish, grows
-from tests.broker.version_0_1 import ROOT
+from tests.broker.schema import version_0_1
+from tests.broker.schema.promise import finish, grows
+from tests.broker.schema.version_0_1 import ROOT
 
 STEPS = {
     "sequence": ("sequencer.before_tick", "sequencer.mid_tick", "sequencer.after_tick"),

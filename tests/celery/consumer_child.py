@@ -16,7 +16,7 @@ from outbox.broker.supervisor import stop_with_parent
 from outbox.message import Delivery
 from outbox.retry import RetryPolicy
 from outbox.subscription import Subscription
-from tests.consumption.inbox import InboxInvoker
+from tests.broker.inbox import InboxInvoker
 
 URL = os.environ["OUTBOX_BROKER_URL"]
 LEASE_SECONDS = float(os.environ.get("OUTBOX_TEST_LEASE_SECONDS", "2"))

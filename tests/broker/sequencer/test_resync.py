@@ -23,8 +23,8 @@ from outbox.broker.log.topics import TopicCatalog
 from outbox.broker.operations.status import broker_status
 from outbox.broker.postgres import PostgresBroker
 from outbox.message import Message
+from tests.broker.sequencer.writers import Pass, judge
 from tests.broker.support import assert_gapless, drain, end, half, message, new_sequencer, queued_ids
-from tests.broker.writers import Pass, judge
 
 # As after a failover: the next sequencer that takes over resynchronises.
 FAILOVER = "UPDATE outbox.broker SET timeline = timeline + 7"

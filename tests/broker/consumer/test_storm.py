@@ -19,8 +19,8 @@ import pytest
 from outbox.broker.postgres import PostgresBroker
 from outbox.checkback import CheckBack
 from outbox.transaction import Answer, Check, Decision
-from tests.consumption.bench import FIFO, ROOT, ConsumptionBench, assert_each_once_in_order
-from tests.consumption.storm_producer import CHECKS, GROUP, LOCK
+from tests.broker.bench import FIFO, ROOT, ConsumptionBench, assert_each_once_in_order
+from tests.broker.consumer.storm_producer import CHECKS, GROUP, LOCK
 from tests.support import eventually
 
 MOST_CONSUMERS = 4
@@ -61,7 +61,7 @@ class Storm:
                 [
                     sys.executable,
                     "-m",
-                    "tests.consumption.storm_producer",
+                    "tests.broker.consumer.storm_producer",
                     json.dumps({"url": self.bench.url, "count": count, "keys": keys, "seed": seed}),
                 ],
                 cwd=ROOT,

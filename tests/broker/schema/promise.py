@@ -1,4 +1,4 @@
-"""Whether the system of tests/broker/version_process.py kept its promise: orders = messages = effects."""
+"""Whether the system of tests/broker/schema/version_process.py kept its promise: orders = messages = effects."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import psycopg
 
 from outbox.broker.database.executor import Executor
 from outbox.broker.operations.status import broker_status
+from tests.broker.schema.version_0_1 import Processes
 from tests.broker.support import assert_gapless
-from tests.broker.version_0_1 import Processes
 from tests.support import eventually
 
 

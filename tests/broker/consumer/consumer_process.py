@@ -1,4 +1,4 @@
-"""A consumer process for tests: `python -m tests.consumption.consumer_process '{"url": …, "name": …}'`.
+"""A consumer process for tests: `python -m tests.broker.consumer.consumer_process '{"url": …, "name": …}'`.
 
 Its handler writes a row of `effect` per message. `broken` runs it without one of its protections, to show that the
 tests would notice.
@@ -22,7 +22,7 @@ from outbox.broker.dispatch.owned_queue import OwnedQueue
 from outbox.message import Delivery
 from outbox.retry import RetryPolicy
 from outbox.subscription import Mode, Subscription
-from tests.consumption.inbox import InboxInvoker
+from tests.broker.inbox import InboxInvoker
 
 _EFFECT = "INSERT INTO effect (instance, queue, key, n, message_id, attempt) VALUES (%s, %s, %s, %s, %s, %s)"
 

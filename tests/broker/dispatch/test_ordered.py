@@ -17,7 +17,7 @@ from outbox.errors import PermanentError, RetryLater
 from outbox.message import Delivery, Message
 from outbox.retry import RetryPolicy
 from outbox.subscription import Mode, OnError, Subscription
-from tests.consumption.bench import FIFO, ConsumptionBench, encode, keyed
+from tests.broker.bench import FIFO, ConsumptionBench, encode, keyed
 from tests.support import eventually
 
 ORDERED = [Mode.ORDERLY, Mode.KEY_ORDERED]

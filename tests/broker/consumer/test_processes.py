@@ -11,7 +11,7 @@ import pytest
 
 from outbox.broker.groups.leases import lease_clock
 from outbox.broker.operations.status import broker_status
-from tests.consumption.bench import FIFO, ConsumptionBench, assert_each_once_in_order, keyed
+from tests.broker.bench import FIFO, ConsumptionBench, assert_each_once_in_order, keyed
 from tests.support import eventually
 
 ORDERED = ["orderly", "key_ordered"]

@@ -17,8 +17,8 @@ from outbox.broker.postgres import PostgresBroker
 from outbox.broker.process import run_broker
 from outbox.broker.schema.install import SCHEMA_VERSION, check_schema, install
 from outbox.errors import SchemaError
-from tests.broker import version_0_1
-from tests.broker.promise import count, finish, grows
+from tests.broker.schema import version_0_1
+from tests.broker.schema.promise import count, finish, grows
 from tests.broker.support import message
 from tests.support import eventually
 

@@ -23,8 +23,8 @@ from outbox.errors import InvalidFilter, InvalidSubscription, UnknownGroup, Unkn
 from outbox.message import Delivery, Message
 from outbox.retry import RetryPolicy
 from outbox.subscription import Mode, Start, Subscription
-from tests.consumption.bench import ConsumptionBench, encode
-from tests.consumption.inbox import InboxInvoker
+from tests.broker.bench import ConsumptionBench, encode
+from tests.broker.inbox import InboxInvoker
 from tests.support import eventually
 
 

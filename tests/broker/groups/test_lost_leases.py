@@ -19,7 +19,7 @@ from outbox.broker.operations.reset import reset
 from outbox.errors import UsageError
 from outbox.message import Delivery
 from outbox.subscription import Mode, OnError, Start, Subscription
-from tests.consumption.bench import FIFO, ConsumptionBench, keyed
+from tests.broker.bench import FIFO, ConsumptionBench, keyed
 from tests.support import eventually
 
 ORDERLY = Subscription(group="g", topic="orders", mode=Mode.ORDERLY)

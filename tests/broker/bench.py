@@ -146,7 +146,7 @@ class ConsumptionBench:
         environment = {**os.environ, "OUTBOX_FAULTS": faults, "PYTHONPATH": str(ROOT)}
         argument = json.dumps({"url": self.url, "name": name, **options})
         process = subprocess.Popen(
-            [sys.executable, "-m", "tests.consumption.consumer_process", argument], env=environment, cwd=ROOT
+            [sys.executable, "-m", "tests.broker.consumer.consumer_process", argument], env=environment, cwd=ROOT
         )
         self._processes.append(process)
         return process

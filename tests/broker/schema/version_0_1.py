@@ -18,7 +18,7 @@ import pytest
 
 from tests.support import eventually
 
-ROOT: Final = Path(__file__).resolve().parents[2]
+ROOT: Final = Path(__file__).resolve().parents[3]
 COMMIT: Final = "9e02822"
 # Of every released file of the schema: changes come as further files.
 SCHEMA_SHA256: Final = {"0001_initial.sql": "567ba82c0e1aa38c9b8804958a08bd0b4a7c65d645baf218a3a402558f53876a"}
@@ -42,7 +42,7 @@ def unpack(target: Path) -> Path:
 
 
 class Processes:
-    """Processes of tests/broker/version_process.py, of one version or another; they log into `folder`."""
+    """Processes of tests/broker/schema/version_process.py, of one version or another; they log into `folder`."""
 
     def __init__(self, url: str, folder: Path) -> None:
         self._url = url

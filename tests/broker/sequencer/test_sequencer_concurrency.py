@@ -9,8 +9,8 @@ import pytest
 from psycopg.rows import TupleRow
 
 from outbox.broker.database.connection import BrokerDatabase
+from tests.broker.sequencer.writers import Pass, judge
 from tests.broker.support import new_sequencer
-from tests.broker.writers import Pass, judge
 
 
 def _leader(database: BrokerDatabase, *, batch: int) -> Pass:

@@ -1,4 +1,4 @@
-"""A producer process of the storm: `python -m tests.consumption.storm_producer '{"url": …, "count": …, "keys": …}'`.
+"""A producer process of the storm: `python -m …storm_producer '{"url": …, "count": …, "keys": …}'`.
 
 Every local transaction takes the lock of its key, writes the next number of that key into `business`, sends the half
 message, and commits or rolls back at random. One end message in a hundred is never sent.

@@ -18,7 +18,7 @@ from outbox.errors import HandlerTimedOut, PartialFailure, PermanentError, Retry
 from outbox.message import Delivery, Message
 from outbox.retry import RetryPolicy
 from outbox.subscription import Mode, OnError, Subscription
-from tests.consumption.bench import AT_ONCE, ConsumptionBench, encode
+from tests.broker.bench import AT_ONCE, ConsumptionBench, encode
 from tests.support import eventually
 
 LATER = RetryPolicy(delays_seconds=[10, 30, 60], max_attempts=16)

@@ -15,7 +15,7 @@ from outbox.broker.groups.leases import Lease
 from outbox.broker.groups.members import Member, QueueState
 from outbox.broker.groups.offsets import OffsetRow, Position
 from outbox.errors import ConfigurationError
-from tests.consumption.bench import ConsumptionBench
+from tests.broker.bench import ConsumptionBench
 from tests.support import eventually
 
 INSTANCES = [uuid.UUID(int=n + 1) for n in range(8)]
