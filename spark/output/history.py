@@ -9,7 +9,7 @@ was killed in between. Rows of a run are written once: its name is in them. The 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date, datetime, timedelta
 from typing import Any, Final
@@ -150,9 +150,9 @@ class Day:
 class Trend:
     """What the report shows of the history: open findings by class after each run, days, and what ended last."""
 
-    runs: list[tuple[float, Mapping[str, int]]]
-    days: list[Day]
-    ended: list[Mapping[str, Any]]
+    runs: Sequence[tuple[float, Mapping[str, int]]]
+    days: Sequence[Day]
+    ended: Sequence[Mapping[str, Any]]
 
 
 def trend(entries: Entries, shown_ended: int) -> Trend:

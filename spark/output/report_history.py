@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from html import escape
 from typing import Any, Final
@@ -25,7 +25,7 @@ def section(trend: Trend) -> str:
     )
 
 
-def _days(days: list[Day]) -> str:
+def _days(days: Sequence[Day]) -> str:
     names = [name.value for name in classify.FAULTS if any(day.open.get(name.value) for day in days)]
     head = "".join(f"<th class='n'><i class='mark c-{name}'></i>{name}</th>" for name in names)
     rows = "".join(
@@ -46,7 +46,7 @@ def _count(count: int) -> str:
     return f"<td class='{'n' if count else 'n zero'}'>{count:,}</td>"
 
 
-def _ended(ended: list[Mapping[str, Any]]) -> str:
+def _ended(ended: Sequence[Mapping[str, Any]]) -> str:
     if not ended:
         return ""
     rows = "".join(

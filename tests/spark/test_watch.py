@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -19,7 +21,9 @@ from tests.spark import oracle, timelines
 from tests.spark import world as world_rules
 from tests.spark.conftest import Reconciler
 from tests.spark.oracle import GRACE, UNTIL, WATERMARK
+from tests.spark.test_history import rows
 from tests.spark.test_incremental import FAULTS, RULES, Found, expected, judged
+from tests.spark.test_processes import ROOT, SMALL, environment, kill_at
 from tests.spark.timelines import BEGIN, HOUR, Timeline
 from tests.spark.world import Order, World
 
@@ -139,3 +143,37 @@ def test_a_problem_of_the_rules_or_of_the_source_is_told_as_by_run(reconcile: Re
     watched = watch(reconcile)
     with pytest.raises(UsageProblem, match="total"):
         watched.wait(watched.every("0 seconds"), 120)
+
+
+def start(world: World, folder: Path) -> subprocess.Popen[str]:
+    """The command as a process that leads a group of its own, with its JVM in it."""
+    command = [sys.executable, "-m", "spark", "watch", "--available-now", "--rules", str(folder / "reconcile.toml")]
+    return subprocess.Popen(
+        [*command, "--output", str(folder / "out"), *SMALL],
+        cwd=ROOT,
+        env=environment(world),
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+@pytest.mark.soak
+def test_kill_9_within_a_window_then_on_from_the_checkpoint(world: World, tmp_path: Path) -> None:
+    """Within the batch, and as its result is published: each finding is found once, in the window that was cut."""
+    world_rules.write_rules(tmp_path, groups=("logistics",))
+    world.add(*(Order(number=number) for number in range(1, 6)))
+    world.pay(Order(number=500))
+    for stage in ("scan", "publish"):
+        assert kill_at(start(world, tmp_path), stage), stage
+        assert not (tmp_path / "out" / "result.json").exists()
+    offsets = tmp_path / "out" / CHECKPOINT / "offsets"
+    assert [path.name for path in offsets.glob("[0-9]*")] == ["0"], "the window that was cut is in the checkpoint"
+    with start(world, tmp_path) as process:
+        _, said = process.communicate()
+    assert process.returncode == 1, said
+    result = json.loads((tmp_path / "out" / "result.json").read_text())
+    assert (result["batch"]["number"], result["totals"]["LOST"], result["faults"]) == (1, 1, 1)
+    told = [(row["event"], row["key"], row["class"]) for row in rows(tmp_path / "out", "findings")]
+    assert told == [("FOUND", "500", "LOST")]
