@@ -1,4 +1,4 @@
-"""The findings in the report: a table per class, and of each finding its order, message and effects to be opened."""
+"""The findings in the report: a table per class, and of each finding its row, messages and effects to be opened."""
 
 from __future__ import annotations
 
@@ -73,14 +73,14 @@ def _more(finding: Mapping[str, Any], trace: str) -> str:
     command = trace_command(finding, trace)
     shown = f"<code>{escape(command)}</code>" if command else "no message exists"
     parts = [
-        f"<dt>Order</dt><dd>{_code(finding['row'])} <span class='dim'>{escape(finding['row_at'] or '')}</span></dd>",
+        f"<dt>Row</dt><dd>{_code(finding['row'])} <span class='dim'>{escape(finding['row_at'] or '')}</span></dd>",
         f"<dt>Messages</dt><dd>{_messages(known.get('messages') or [])}</dd>",
         f"<dt>Body</dt><dd>{_code(finding['body'])}</dd>",
         f"<dt>Groups</dt><dd>{_groups(known)}</dd>",
         f"<dt>Trace</dt><dd>{shown}</dd>",
     ]
     return (
-        f"<tr class='more'><td colspan='7'>{remedy}<details><summary>Order, messages and effects</summary>"
+        f"<tr class='more'><td colspan='7'>{remedy}<details><summary>Row, messages and effects</summary>"
         f"<dl>{''.join(parts)}</dl></details></td></tr>"
     )
 
@@ -104,10 +104,11 @@ def _messages(messages: Sequence[Mapping[str, Any]]) -> str:
             f"{escape(each['state'].replace('_', ' '))} {escape(_DECIDED_BY.get(each.get('decided_by') or '', ''))}",
             _moment(each.get("decided_at")),
             _moment(each.get("deliver_at")),
+            escape(str(each.get("queue") or "–")),
         )
         for each in messages
     )
-    return _table(("Message", "Log id", "Tag", "Stored", "Half", "Decided", "Not before"), rows)
+    return _table(("Message", "Log id", "Tag", "Stored", "Half", "Decided", "Not before", "Queued"), rows)
 
 
 def _groups(known: Mapping[str, Any]) -> str:

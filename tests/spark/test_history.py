@@ -7,11 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow.dataset as pads
+import pytest
 
 from spark.output import history
 from spark.output.store import Store
 from tests.spark.conftest import Reconciler
-from tests.spark.world import Order, World
+from tests.spark.world import GROUPS, Order, World
+
+
+pytestmark = pytest.mark.timeout(900)
 
 
 def rows(output: Path, table: str) -> list[dict[str, Any]]:
@@ -29,7 +33,7 @@ def test_a_finding_is_followed_from_run_to_run(reconcile: Reconciler, world: Wor
     assert rows(output, "counts")[0]["class"] in ("OK", "PENDING") and not (output / "history" / "findings").exists()
     world.add(Order(number=2), Order(number=3))
     world.app.execute("UPDATE orders_order SET total = 99 WHERE id = 2")
-    results = [reconcile.run(full=True), reconcile.run()]
+    results = [reconcile.run(full=True)]
     world.app.execute("DELETE FROM orders_order WHERE id = 2")
     results.append(reconcile.run())
     world.pay(Order(number=2))
@@ -37,11 +41,16 @@ def test_a_finding_is_followed_from_run_to_run(reconcile: Reconciler, world: Wor
     told = [(row["run"], row["event"], row["key"], row["class"], row["was"]) for row in rows(output, "findings")]
     assert told == [
         (results[0]["run"], "FOUND", "2", "MISMATCH", None),
-        (results[2]["run"], "CHANGED", "2", "ORPHAN", "MISMATCH"),
-        (results[3]["run"], "RECOVERED", "2", "RECOVERED", "ORPHAN"),
+        (results[1]["run"], "CHANGED", "2", "ORPHAN", "MISMATCH"),
+        (results[2]["run"], "RECOVERED", "2", "RECOVERED", "ORPHAN"),
     ]
     counted = {row["run"]: row["count"] for row in rows(output, "counts") if row["class"] in ("MISMATCH", "ORPHAN")}
-    assert counted == {result["run"]: 1 for result in results[:3]}
+    assert counted == {result["run"]: 1 for result in results[:2]}
+    orphan = json.loads(reconcile.rows(results[1])[0]["evidence"])
+    (message,) = orphan["messages"]
+    assert (message["state"], message["decided_by"], message["queue"]) == ("committed", "P", "queue 0, offset 1")
+    assert [(each["group"], each["effects"]) for each in orphan["effects"]] == [(name, 1) for name in GROUPS]
+    assert {(each["group"], each["delivery"]) for each in orphan["deliveries"]} == {(name, "passed") for name in GROUPS}
     report = (output / "report.html").read_text()
     assert "What ended last (1 shown)" in report and "Open findings over the runs" in report
 
