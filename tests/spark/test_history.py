@@ -14,7 +14,6 @@ from spark.output.store import Store
 from tests.spark.conftest import Reconciler
 from tests.spark.world import GROUPS, Order, World
 
-
 pytestmark = pytest.mark.timeout(900)
 
 
