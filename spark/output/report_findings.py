@@ -137,7 +137,7 @@ def _table(heads: Sequence[str], rows: str) -> str:
 
 
 def _moment(text: str | None) -> str:
-    return "–" if not text else escape(f"{datetime.fromisoformat(text):%Y-%m-%d %H:%M:%S}")
+    return f"<span class='t'>{datetime.fromisoformat(text):%Y-%m-%d %H:%M:%S}</span>" if text else "–"
 
 
 def trace_command(finding: Mapping[str, Any], trace: str) -> str:

@@ -159,11 +159,9 @@ def _bar(axis: _Axis, place: int, bottom: float, height: float, css: str, title:
 def _ticks(axis: _Axis, y: float) -> list[str]:
     span = axis.width * axis.bins
     form = "%H:%M:%S" if span < 3600 else ("%m-%d %H:%M" if span < 14 * 86400 else "%Y-%m-%d")
-    count = min(_TICKS, axis.bins)
     labels = []
-    for tick in range(count + 1):
-        place = axis.bins * tick // count
+    for place in range(0, axis.bins + 1, math.ceil(axis.bins / _TICKS)):
         moment = datetime.fromtimestamp(axis.low + axis.width * place, UTC)
-        anchor = "tick" if tick == 0 else ("tick end" if tick == count else "tick mid")
+        anchor = "tick" if place == 0 else ("tick end" if place == axis.bins else "tick mid")
         labels.append(f"<text class='{anchor}' x='{axis.x(place):.1f}' y='{y:g}'>{moment.strftime(form)}</text>")
     return labels
