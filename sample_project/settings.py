@@ -8,6 +8,7 @@ SAMPLE_CELERY_BROKER            Celery's transport, e.g. redis://localhost (defa
 SAMPLE_CHECK_INTERVAL_SECONDS   how often beat runs check-back (default 30)
 SAMPLE_IMMUNITY_SECONDS         minimum age of a half message before its first check (default 6)
 SAMPLE_CHECK_RETRY_SECONDS      how long until one that could not be answered is asked again (default 60)
+SAMPLE_RECONCILE_OUTPUT         where outbox-reconcile writes its report (default: reconcile)
 SAMPLE_SECRET_KEY, SAMPLE_ALLOWED_HOSTS, SAMPLE_DEBUG=1
 """
 
@@ -93,6 +94,9 @@ OUTBOX = {
     "CHECK_INTERVAL_SECONDS": float(os.environ.get("SAMPLE_CHECK_INTERVAL_SECONDS", "30")),
     "CHECK_RETRY_SECONDS": int(os.environ.get("SAMPLE_CHECK_RETRY_SECONDS", "60")),
 }
+
+# Where outbox-reconcile writes; the page of the messages links the report that is there.
+RECONCILE_OUTPUT = os.environ.get("SAMPLE_RECONCILE_OUTPUT", "reconcile")
 
 CELERY_BROKER_URL = os.environ.get("SAMPLE_CELERY_BROKER") or server.celery_url(_SERVER)
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
+import threading
 import traceback
 from collections.abc import Sequence
 from datetime import datetime
@@ -44,6 +46,14 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument("--metrics", type=Path, help="write a Prometheus textfile here, or into this folder")
     run.add_argument("--json", action="store_true", help="print the result as JSON")
     _add_spark(run)
+    watch = commands.add_parser("watch", help="reconcile continuously, with Structured Streaming")
+    watch.add_argument("--rules", type=Path, default=Path("reconcile.toml"))
+    watch.add_argument("--output", default="reconcile", help="as of run; the checkpoint is in it")
+    how = watch.add_mutually_exclusive_group()
+    how.add_argument("--every", type=_seconds, default=60.0, help="seconds between batches (default: %(default)g)")
+    how.add_argument("--available-now", action="store_true", help="judge what is there, then end as run does")
+    watch.add_argument("--metrics", type=Path, help="write a Prometheus textfile here, or into this folder")
+    _add_spark(watch)
     archive = commands.add_parser("archive", help="keep the broker's log as Parquet before retention removes it")
     archive.add_argument("--rules", type=Path, default=Path("reconcile.toml"), help="its [broker] names the archive")
     archive.add_argument("--verify", action="store_true", help="only read the archive again and compare its checksums")
@@ -81,7 +91,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for line in findings.lines(given.output, given.limit):
                 print(line)
             return 0
-        return _archive(given) if given.command == "archive" else _run(given)
+        commands = {"archive": _archive, "watch": _watch, "run": _run}
+        return commands[given.command](given)
     except ReconcileError as error:
         print(f"outbox-reconcile: {for_people(str(error))}", file=sys.stderr)
         return error.exit_code
@@ -118,11 +129,34 @@ def _run(given: argparse.Namespace) -> int:
     if given.json:
         print(json.dumps(result, indent=2))
     else:
-        found = ", ".join(f"{count} {name}" for name, count in result["totals"].items() if count)
-        known = f" ({result['acknowledged']} of them acknowledged)" if result["acknowledged"] else ""
-        verdict = f"{result['status']}: {found or 'nothing judged'}{known}"
-        print(for_people(f"{verdict}. Report: {given.output}/report.html"))
+        from .output.result import shown_totals
+
+        print(for_people(f"{shown_totals(result)}. Report: {given.output}/report.html"))
     return run.exit_code(result)
+
+
+def _watch(given: argparse.Namespace) -> int:
+    """With --available-now as `run`; else until SIGTERM or SIGINT, which end it with 0."""
+    options = RunOptions(rules=given.rules, output=given.output, metrics=given.metrics)
+    progress = Progress(quiet=given.quiet)
+    rules_file.load(options.rules)
+    progress.say("stage start: Spark")
+    spark = session.start(given.master, dict(given.conf))
+    from . import run
+    from .stream.watch import Watch
+
+    watch = Watch(spark, options, progress)
+    if given.available_now:
+        return run.exit_code(watch.available_now())
+    query = watch.every(f"{given.every:g} seconds")
+    asked = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: asked.set())
+    while not asked.is_set() and not watch.wait(query, 1):
+        pass
+    progress.say("stopping: a batch under way is given up, and judged by the next start")
+    query.stop()
+    return CLEAN
 
 
 def _archive(given: argparse.Namespace) -> int:
@@ -151,6 +185,16 @@ def _setting(value: str) -> tuple[str, str]:
     if not separator or not name.startswith("spark."):
         raise argparse.ArgumentTypeError(f"{value!r} is not a Spark setting: write spark.driver.memory=8g.")
     return name, setting
+
+
+def _seconds(value: str) -> float:
+    try:
+        seconds = float(value)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds <= 86_400:
+        raise argparse.ArgumentTypeError(f"{value!r} is not a number of seconds from 0 to 86400.")
+    return seconds
 
 
 def _moment(value: str) -> datetime:

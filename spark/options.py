@@ -5,6 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A micro-batch of a continuous reconciliation: the query's id, which outlives restarts, and its number."""
+
+    query: str
+    number: int
+
+    def is_in(self, result: dict[str, Any] | None) -> bool:
+        """Whether a result was published by this batch, or by a later one of its query."""
+        known = None if result is None else result.get("batch")
+        return known is not None and known["query"] == self.query and known["number"] >= self.number
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -12,7 +26,8 @@ class RunOptions:
     """The command's options as values.
 
     Without `since` and `until` a run continues where the result in `output` ended (or reads everything, the first
-    time and with `full`). With them it judges exactly that interval and nothing is carried over.
+    time and with `full`). With them it judges exactly that interval and nothing is carried over. `batch` is given by a
+    continuous reconciliation, with `no_later_than`: what came after it is left to the next batch.
     """
 
     rules: Path
@@ -21,6 +36,8 @@ class RunOptions:
     until: datetime | None = None
     full: bool = False
     metrics: Path | None = None
+    batch: Batch | None = None
+    no_later_than: datetime | None = None
 
     @property
     def is_interval(self) -> bool:

@@ -14,7 +14,7 @@ from .comparison import classify, contract, evidence, sides
 from .comparison.classify import FindingClass
 from .errors import RunIncomplete, UsageProblem
 from .options import RunOptions
-from .output import metrics, remedies, report
+from .output import history, metrics, remedies, report
 from .output.report_plot import Times
 from .output.result import RuleRun, RunHead, apart, compose, shown
 from .output.store import RESULT, Store
@@ -53,6 +53,7 @@ class Run:
         if self._options.metrics is not None:
             self._metrics = metrics.target(self._options.metrics, self._options.rules)
         previous = self._previous()
+        self._past = self._history()
         try:
             readings = self._open("taking snapshots")
             runs = [self._prepared(rule, previous, readings) for rule in self._rules.rules]
@@ -77,6 +78,18 @@ class Run:
         if was_interval and result["interval"] != self._interval():
             return None
         return result
+
+    def _history(self) -> history.Entries:
+        """What earlier runs came to; the one whose result is in force may have been killed before it kept that."""
+        try:
+            in_force = self._store.result()
+            if in_force is not None:
+                history.make_up(self._store, in_force)
+            return history.until(self._store, self._started.date())
+        except OSError as error:
+            raise UsageProblem(
+                f"the history in {self._options.output!r} cannot be read or written: {error}."
+            ) from error
 
     def _interval(self) -> list[str] | None:
         since, until = self._options.since, self._options.until
@@ -187,9 +200,10 @@ class Run:
             result |= apart(result["faults"], known=self._known, new=self._new)
             samples = [] if findings is None else report.samples(findings, SAMPLES_PER_CLASS)
         with self._progress.step("stage publish: report and result"):
-            text = report.render(
-                result, samples, buckets, {run.rule.name: run.volume for run in runs}, self._rules.trace
-            )
+            entries = history.of_result(self._store, result)
+            trend = history.trend(self._past.and_then(entries), SAMPLES_PER_CLASS)
+            volumes = {run.rule.name: run.volume for run in runs}
+            text = report.render(result, samples, buckets, volumes, trend, self._rules.trace)
             try:
                 self._store.protect(f"runs/{self._name}")
                 self._store.write(f"runs/{self._name}/report.html", text)
@@ -198,13 +212,14 @@ class Run:
                 raise UsageProblem(
                     f"the result cannot be written: {error}. The previous one stays in force."
                 ) from error
-            self._show(result, text)
+            self._show(result, text, entries)
         self._store.remove_old_runs(self._name)
         return result
 
-    def _show(self, result: dict[str, Any], report_text: str) -> None:
+    def _show(self, result: dict[str, Any], report_text: str, entries: history.Entries) -> None:
         """What only shows the result in force: it must not be ahead of it, and may stay behind."""
         try:
+            history.keep(self._store, entries)
             self._store.write("report.html", report_text)
             if self._metrics is not None:
                 metrics.write(self._metrics, result, self._options.rules)
@@ -261,7 +276,11 @@ class Run:
 
         Returns the findings by class and time, for the report's timeline.
         """
-        grouped = [] if findings is None else report.finding_counts(findings)
+        grouped = (
+            []
+            if findings is None
+            else report.finding_counts(findings, report.bucket_seconds([run.volume for run in runs]))
+        )
         faults = {name.value for name in classify.FAULTS}
         dismissed = {} if findings is None else self._dismissed(runs, findings)
         for run in runs:
@@ -291,7 +310,12 @@ class Run:
     def _head(self) -> RunHead:
         mode = "interval" if self._options.is_interval else "full" if self._options.full else "incremental"
         return RunHead(
-            title=self._rules.title, name=self._name, mode=mode, interval=self._interval(), started=self._started
+            title=self._rules.title,
+            name=self._name,
+            mode=mode,
+            interval=self._interval(),
+            started=self._started,
+            batch=self._options.batch,
         )
 
     def _suspects(self, runs: list[RuleRun]) -> DataFrame:

@@ -30,22 +30,27 @@ class Report:
     page: Path
 
 
+def output(directory: Path) -> Path:
+    """Where the report is written, and the shop's page finds it."""
+    return directory / "reconcile"
+
+
 def run(services: Services, directory: Path, *, orders_url: str, broker_url: str) -> Report:
     """Judge everything anew. Raises DemoFailed when no report came of it."""
-    output = directory / "reconcile"
-    shutil.rmtree(output, ignore_errors=True)
+    folder = output(directory)
+    shutil.rmtree(folder, ignore_errors=True)
     services.run(
         "reconcile",
         "spark",
-        *("run", f"--rules={_RULES}", f"--output={output}", "--full"),
+        *("run", f"--rules={_RULES}", f"--output={folder}", "--full"),
         environment={"RECONCILE_ORDERS": orders_url, "RECONCILE_BROKER": broker_url},
         timeout_seconds=_TIMEOUT_SECONDS,
         accept=_REPORTED,
     )
-    result = json.loads((output / "result.json").read_text(encoding="utf-8"))
+    result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
     orders = next(rule for rule in result["rules"] if rule["name"] == _PAID_ORDERS)
     return Report(
         right_orders=min(counts["OK"] for counts in (orders["counts"], *orders["groups"].values())),
         findings=result["faults"],
-        page=output / result["report"],
+        page=folder / result["report"],
     )

@@ -119,6 +119,7 @@ def _stage(options: Options, display: Display, directory: Path) -> Iterator[Stag
     environment = {
         "DJANGO_SETTINGS_MODULE": "sample_project.settings",
         "SAMPLE_PATH": options.path,
+        "SAMPLE_RECONCILE_OUTPUT": str(reconcile.output(directory)),
         **_CHECK_BACK,
     }
     orders_url = embedded.database_url(url, server.ORDERS)

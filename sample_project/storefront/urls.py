@@ -18,4 +18,5 @@ urlpatterns = [
     path("orders/<int:order_id>/progress/", views.order_progress, name="progress"),
     path("orders/<int:order_id>/pay/", views.pay_order, name="pay"),
     path("overview/", views.overview_page, name="overview"),
+    path("overview/report/", views.report_page, name="report"),
 ]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from django.conf import settings
 from django.contrib import messages
-from django.http import HttpRequest, HttpResponse
+from django.http import Http404, HttpRequest, HttpResponse
 from django.shortcuts import get_object_or_404, redirect, render
 from django.views.decorators.cache import never_cache
 from django.views.decorators.http import require_GET, require_POST
@@ -119,7 +122,21 @@ def pay_order(request: HttpRequest, order_id: int) -> HttpResponse:
 @never_cache
 def overview_page(request: HttpRequest) -> HttpResponse:
     """Where all messages are."""
-    return render(request, "storefront/overview.html", {"overview": overview()})
+    return render(request, "storefront/overview.html", {"overview": overview(), "has_report": _report().is_file()})
+
+
+@require_GET
+@never_cache
+def report_page(request: HttpRequest) -> HttpResponse:
+    """The newest report of the reconciliation, which writes it as one file."""
+    try:
+        return HttpResponse(_report().read_bytes())
+    except FileNotFoundError as error:
+        raise Http404("no reconciliation has written a report yet") from error
+
+
+def _report() -> Path:
+    return Path(settings.RECONCILE_OUTPUT, "report.html")
 
 
 def _own_order(request: HttpRequest, order_id: int) -> Order:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-import shlex
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from html import escape
 from importlib import resources
+from itertools import pairwise
 from typing import Any, Final
 
 from pyspark.sql import DataFrame, Window
@@ -16,25 +16,33 @@ from pyspark.sql import functions as F
 from ..comparison import classify
 from ..comparison.classify import FindingClass
 from ..sources.base import Selection, Source
+from . import history, report_findings, report_history
 from .remedies import REMEDIES
 from .report_plot import BINS, Times, plot
 
 SHOWN_TIMES: Final = ("at", "row_at", "message_at", "settled_at", "effect_at", "first_seen")
-CLOSED: Final = (FindingClass.RECOVERED, FindingClass.EXPIRED)
 _COARSE_SECONDS: Final = 3600
-_FINE_SECONDS: Final = 10
-
-EXPLAINED: Final = {name: remedy.meaning for name, remedy in REMEDIES.items()}
+_FINEST_SECONDS: Final = 1
+# Rows are counted again for a picture that many times as fine.
+_WORTH_IT: Final = 4
 
 
 def volume(source: Source, selection: Selection, since: datetime | None) -> list[tuple[datetime, int]]:
-    """Rows per bucket of time: hours, or finer where the plot has room for it."""
-    coarse = source.volume(selection, since, _COARSE_SECONDS)
-    if not coarse:
-        return []
-    span = (coarse[-1][0] - coarse[0][0]).total_seconds() + _COARSE_SECONDS
-    fine = math.ceil(span / BINS / _FINE_SECONDS) * _FINE_SECONDS
-    return coarse if fine >= _COARSE_SECONDS else source.volume(selection, since, fine)
+    """Rows per bucket of time: hours, or finer down to a second, while the plot has room for it."""
+    seconds, counted = _COARSE_SECONDS, source.volume(selection, since, _COARSE_SECONDS)
+    while counted:
+        span = (counted[-1][0] - counted[0][0]).total_seconds() + seconds
+        fine = math.ceil(span / BINS)
+        if fine * _WORTH_IT > seconds:
+            break
+        seconds, counted = fine, source.volume(selection, since, fine)
+    return counted
+
+
+def bucket_seconds(volumes: Sequence[Sequence[tuple[datetime, int]]]) -> int:
+    """The finest bucket in which rows were counted, so that findings are counted alike."""
+    steps = [(later - sooner).total_seconds() for counted in volumes for (sooner, _), (later, _) in pairwise(counted)]
+    return max(1, int(min(steps, default=_FINEST_SECONDS)))
 
 
 def samples(findings: DataFrame, per_class: int) -> list[dict[str, Any]]:
@@ -46,9 +54,9 @@ def samples(findings: DataFrame, per_class: int) -> list[dict[str, Any]]:
     return [row.asDict(recursive=True) for row in rows]
 
 
-def finding_counts(findings: DataFrame) -> list[tuple[str, str, str, float | None, int]]:
+def finding_counts(findings: DataFrame, seconds: int) -> list[tuple[str, str, str, float | None, int]]:
     """Findings per rule, group, class and bucket of time (its start in seconds since 1970)."""
-    bucket = (F.floor(F.unix_seconds("at") / _FINE_SECONDS) * _FINE_SECONDS).cast("bigint")
+    bucket = (F.floor(F.unix_seconds("at") / seconds) * seconds).cast("bigint")
     rows = findings.groupBy("rule", "group", "class", bucket.alias("bucket")).count().collect()
     return [
         (row["rule"], row["group"], row["class"], None if row["bucket"] is None else float(row["bucket"]), row["count"])
@@ -61,6 +69,7 @@ def render(
     found: Sequence[Mapping[str, Any]],
     times: Times,
     volumes: Mapping[str, list[tuple[datetime, int]]],
+    trend: history.Trend,
     trace: str,
 ) -> str:
     """The page."""
@@ -69,7 +78,8 @@ def render(
         _tiles(result),
         _counts(result),
         plot([(moment.timestamp(), count) for listed in volumes.values() for moment, count in listed], times),
-        _findings(result, found, trace),
+        report_history.section(trend),
+        report_findings.section(result, found, trace),
         _boundary(result),
         _reading_guide(),
     ]
@@ -161,81 +171,6 @@ def _count_cell(name: FindingClass, count: int) -> str:
     return f"<td class='{css}'>{count:,}</td>"
 
 
-def _findings(result: Mapping[str, Any], found: Sequence[Mapping[str, Any]], trace: str) -> str:
-    if not found:
-        return "<section><h2>Findings</h2><p>None.</p></section>"
-    by_class: dict[str, list[Mapping[str, Any]]] = {}
-    for finding in found:
-        by_class.setdefault(finding["class"], []).append(finding)
-    sections = []
-    for name in (*classify.FAULTS, *CLOSED):
-        listed = by_class.get(name.value)
-        if listed:
-            total = result["totals"][name.value]
-            shown = "" if total == len(listed) else f", {len(listed)} shown"
-            rows = "".join(_finding(finding, trace) for finding in listed)
-            sections.append(
-                f"<h3><i class='mark c-{name.value}'></i>{name.value} <span class='dim'>{total:,}{shown}</span></h3>"
-                f"<p class='dim'>{escape(EXPLAINED[name])}</p>"
-                "<div class='wide'><table class='found'><thead><tr><th>Key</th>"
-                "<th>Rule</th><th>Group</th><th>Severity</th><th>What</th><th>Time</th><th>First seen</th></tr></thead>"
-                f"{rows}</table></div>"
-            )
-    return (
-        f"<section><h2>Findings</h2>{''.join(sections)}"
-        f"<p class='dim'>All of them: <code>{escape(result['findings'])}</code> (Parquet) in the output folder.</p>"
-        "</section>"
-    )
-
-
-def _finding(finding: Mapping[str, Any], trace: str) -> str:
-    also = [flag for flag in finding["flags"] or [] if flag != finding["class"]]
-    detail = escape(finding["detail"] or "")
-    if also and finding["class"] not in CLOSED:
-        detail += f" <span class='dim'>(also {escape(', '.join(also))})</span>"
-    if finding["acknowledged"]:
-        detail += f" <b>acknowledged</b> <span class='dim'>{escape(finding['acknowledged'])}</span>"
-    cells = [
-        f"<td><code>{escape(finding['key'])}</code></td>",
-        f"<td>{escape(finding['rule'])}</td>",
-        f"<td>{escape(finding['group'] or '–')}</td>",
-        f"<td><span class='sev s-{escape(finding['severity'])}'>{escape(finding['severity'])}</span></td>",
-        f"<td>{detail}</td>",
-        f"<td class='t'>{escape(finding['at'] or '–')}</td>",
-        f"<td class='t'>{escape(finding['first_seen'] or '–')}</td>",
-    ]
-    return f"<tbody><tr>{''.join(cells)}</tr>{_more(finding, trace)}</tbody>"
-
-
-def _more(finding: Mapping[str, Any], trace: str) -> str:
-    if finding["class"] in CLOSED:
-        return ""
-    times = {
-        "row": finding["row_at"],
-        "message stored": finding["message_at"],
-        "decided": finding["settled_at"],
-        "effect": finding["effect_at"],
-    }
-    known = " · ".join(f"{name} {escape(at)}" for name, at in times.items() if at)
-    lines = [f"<dt>Times</dt><dd>{known or '–'}</dd>"]
-    for label, name in (("Row", "row"), ("Body", "body")):
-        value = finding[name]
-        lines.append(f"<dt>{label}</dt><dd>{f'<code>{escape(value)}</code>' if value else '–'}</dd>")
-    if finding["remedy"]:
-        lines.append(f"<dt>What to do</dt><dd>{escape(finding['remedy'])}</dd>")
-    command = trace_command(finding, trace)
-    shown = f"<code>{escape(command)}</code>" if command else "no message exists"
-    lines.append(f"<dt>Trace</dt><dd>{shown}</dd>")
-    return f"<tr class='more'><td colspan='7'><dl>{''.join(lines)}</dl></td></tr>"
-
-
-def trace_command(finding: Mapping[str, Any], trace: str) -> str:
-    """The command that follows the finding's message through the broker; empty when there is no message."""
-    if not finding["message_id"]:
-        return ""
-    return trace.replace("{message_id}", shlex.quote(finding["message_id"]))
-
-
 def _boundary(result: Mapping[str, Any]) -> str:
     rows = []
     for title, readings in (("first look", result["snapshots"]), ("second look", result["confirmed_by_snapshots"])):
@@ -263,7 +198,7 @@ def _boundary(result: Mapping[str, Any]) -> str:
 
 def _reading_guide() -> str:
     items = "".join(
-        f"<li><i class='mark c-{name.value}'></i><b>{name.value}</b> {escape(EXPLAINED[name])}</li>"
+        f"<li><i class='mark c-{name.value}'></i><b>{name.value}</b> {escape(REMEDIES[name].meaning)}</li>"
         for name in classify.FAULTS
     )
     return (

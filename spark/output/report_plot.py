@@ -1,8 +1,10 @@
-"""The timeline of the report: rows per bucket of time, and the findings among them, as inline SVG."""
+"""The plots of the report, as inline SVG: rows and findings over time, and open findings over the runs."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import pairwise
 from typing import Final
@@ -13,6 +15,8 @@ Times = list[tuple[str, float, int]]
 """Class, seconds since 1970, count."""
 
 BINS: Final = 60
+_FEWEST_BINS: Final = 6
+_STEPS: Final = (1.0, 10.0, 60.0, 300.0, 900.0, 3600.0, 6 * 3600.0, 86400.0, 7 * 86400.0)
 _WIDTH, _LEFT, _RIGHT = 1080.0, 64.0, 10.0
 _ROWS_TOP, _ROWS_HEIGHT = 26.0, 90.0
 _FOUND_TOP, _FOUND_HEIGHT = 146.0, 90.0
@@ -20,8 +24,25 @@ _HEIGHT: Final = 268.0
 _TICKS: Final = 6
 
 
+@dataclass(frozen=True, slots=True)
+class _Axis:
+    """Time from `low` (seconds since 1970) on, in `bins` buckets of `width` seconds."""
+
+    low: float
+    width: float
+    bins: int
+
+    def place(self, moment: float) -> int:
+        """The bucket of a moment."""
+        return min(self.bins - 1, int((moment - self.low) / self.width))
+
+    def x(self, place: float) -> float:
+        """Where a bucket begins."""
+        return _LEFT + place * (_WIDTH - _LEFT - _RIGHT) / self.bins
+
+
 def plot(volume: list[tuple[float, int]], times: Times) -> str:
-    """The section with the plot; empty when nothing has a time."""
+    """The section with the timeline; empty when nothing has a time."""
     moments = [moment for moment, _ in volume] + [moment for _, moment, _ in times]
     if not moments:
         return ""
@@ -30,41 +51,72 @@ def plot(volume: list[tuple[float, int]], times: Times) -> str:
     steps = [later - sooner for (sooner, _), (later, _) in pairwise(sorted(volume)) if later > sooner]
     step = min(steps, default=1.0)
     width = step * max(1, math.ceil((high - low + step) / step / BINS))
-    rows = [0] * BINS
+    axis = _Axis(low, width, max(_FEWEST_BINS, math.ceil((high - low + step) / width)))
+    rows = [0] * axis.bins
     for moment, count in volume:
-        rows[_bin(moment, low, width)] += count
-    found: list[dict[str, int]] = [{} for _ in range(BINS)]
+        rows[axis.place(moment)] += count
+    found: list[dict[str, int]] = [{} for _ in range(axis.bins)]
     for name, moment, count in times:
-        bucket = found[_bin(moment, low, width)]
+        bucket = found[axis.place(moment)]
         bucket[name] = bucket.get(name, 0) + count
+    per_bar = f"per {_span(width)}"
     parts = [
-        _lane("rows", _ROWS_TOP, _ROWS_HEIGHT, max(rows)),
-        _lane("findings", _FOUND_TOP, _FOUND_HEIGHT, max(sum(bucket.values()) for bucket in found)),
-        *_bars(rows),
-        *_stacks(found),
-        *_axis(low, width),
+        _lane(f"rows {per_bar}", _ROWS_TOP, _ROWS_HEIGHT, max(rows)),
+        _lane(f"findings {per_bar}", _FOUND_TOP, _FOUND_HEIGHT, max(sum(bucket.values()) for bucket in found)),
+        *_bars(axis, rows),
+        *_stacks(axis, found, _FOUND_TOP + _FOUND_HEIGHT, _FOUND_HEIGHT),
+        *_ticks(axis, _HEIGHT - 10),
     ]
-    names = [name.value for name in classify.FAULTS if any(name.value in bucket for bucket in found)]
+    return f"<section><h2>Timeline</h2>{_figure('Rows and findings over time', _HEIGHT, parts, found)}</section>"
+
+
+def open_plot(runs: Sequence[tuple[float, Mapping[str, int]]]) -> str:
+    """Open findings by class after each run (its time, in ascending order), or after the last one of a bucket."""
+    low, high = runs[0][0], runs[-1][0]
+    width = next((step for step in _STEPS if (high - low) / step < BINS - 1), _STEPS[-1])
+    low -= low % width
+    axis = _Axis(low, width, max(_FEWEST_BINS, int((high - low) / width) + 1))
+    left_open: list[dict[str, int]] = [{} for _ in range(axis.bins)]
+    seen = set()
+    for moment, by_class in runs:
+        left_open[axis.place(moment)] = dict(by_class)
+        seen.add(axis.place(moment))
+    most = max(sum(bucket.values()) for bucket in left_open)
+    bottom = _ROWS_TOP + _ROWS_HEIGHT
+    clean = [
+        _bar(axis, place, bottom, 0.0, "clean", "a run, nothing open")
+        for place in sorted(seen)
+        if not any(left_open[place].values())
+    ]
+    parts = [
+        _lane(f"open after the last run of each {_span(width)}", _ROWS_TOP, _ROWS_HEIGHT, most),
+        *clean,
+        *_stacks(axis, left_open, bottom, _ROWS_HEIGHT),
+        *_ticks(axis, bottom + 22),
+    ]
+    return _figure("Open findings over the runs", bottom + 32, parts, left_open)
+
+
+def _figure(title: str, height: float, parts: list[str], stacks: list[dict[str, int]]) -> str:
+    names = [name.value for name in classify.FAULTS if any(bucket.get(name.value) for bucket in stacks)]
     legend = "".join(f"<span><i class='mark c-{name}'></i>{name}</span>" for name in names)
     return (
-        "<section><h2>Timeline</h2><figure>"
-        f"<svg viewBox='0 0 {_WIDTH:g} {_HEIGHT:g}' role='img' aria-label='Rows and findings over time'>"
-        f"{''.join(parts)}</svg><figcaption>{legend or 'no findings'}</figcaption></figure></section>"
+        f"<figure><svg viewBox='0 0 {_WIDTH:g} {height:g}' role='img' aria-label='{title}'>"
+        f"{''.join(parts)}</svg><figcaption>{legend or 'no findings'}</figcaption></figure>"
     )
 
 
-def _bin(moment: float, low: float, width: float) -> int:
-    return min(BINS - 1, int((moment - low) / width))
-
-
-def _x(position: float) -> float:
-    return _LEFT + position * (_WIDTH - _LEFT - _RIGHT) / BINS
+def _span(seconds: float) -> str:
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= size and seconds % size == 0:
+            return f"{seconds / size:g} {unit}"
+    return f"{seconds:g} s"
 
 
 def _lane(title: str, top: float, height: float, most: int) -> str:
     bottom = top + height
     return (
-        f"<text class='lane' x='{_LEFT:g}' y='{top - 9:g}'>{title} per bar</text>"
+        f"<text class='lane' x='{_LEFT:g}' y='{top - 9:g}'>{title}</text>"
         f"<line class='grid' x1='{_LEFT:g}' x2='{_WIDTH - _RIGHT:g}' y1='{top:g}' y2='{top:g}'/>"
         f"<line class='axis' x1='{_LEFT:g}' x2='{_WIDTH - _RIGHT:g}' y1='{bottom:g}' y2='{bottom:g}'/>"
         f"<text class='tick end' x='{_LEFT - 8:g}' y='{top + 4:g}'>{most:,}</text>"
@@ -72,44 +124,44 @@ def _lane(title: str, top: float, height: float, most: int) -> str:
     )
 
 
-def _bars(rows: list[int]) -> list[str]:
+def _bars(axis: _Axis, rows: list[int]) -> list[str]:
     most = max(max(rows), 1)
     return [
-        _bar(place, _ROWS_TOP + _ROWS_HEIGHT, _ROWS_HEIGHT * count / most, "rows", f"{count:,} rows")
+        _bar(axis, place, _ROWS_TOP + _ROWS_HEIGHT, _ROWS_HEIGHT * count / most, "rows", f"{count:,} rows")
         for place, count in enumerate(rows)
         if count
     ]
 
 
-def _stacks(found: list[dict[str, int]]) -> list[str]:
+def _stacks(axis: _Axis, found: list[dict[str, int]], bottom: float, height: float) -> list[str]:
     most = max(1, *(sum(bucket.values()) for bucket in found))
     bars = []
     for place, bucket in enumerate(found):
-        bottom = _FOUND_TOP + _FOUND_HEIGHT
+        below = bottom
         for name in classify.FAULTS:
             count = bucket.get(name.value, 0)
             if count:
-                height = _FOUND_HEIGHT * count / most
-                bars.append(_bar(place, bottom, height, f"c-{name.value}", f"{count:,} {name.value}"))
-                bottom -= height
+                drawn = height * count / most
+                bars.append(_bar(axis, place, below, drawn, f"c-{name.value}", f"{count:,} {name.value}"))
+                below -= drawn
     return bars
 
 
-def _bar(place: int, bottom: float, height: float, css: str, title: str) -> str:
-    drawn = max(height, 1.5)
+def _bar(axis: _Axis, place: int, bottom: float, height: float, css: str, title: str) -> str:
+    drawn, begin = max(height, 1.5), axis.x(place)
+    when = datetime.fromtimestamp(axis.low + axis.width * place, UTC)
     return (
-        f"<rect class='{css}' x='{_x(place) + 1:.1f}' y='{bottom - drawn:.1f}' width='{_x(1) - _x(0) - 2:.1f}' "
-        f"height='{drawn:.1f}'><title>{title}</title></rect>"
+        f"<rect class='{css}' x='{begin + 1:.1f}' y='{bottom - drawn:.1f}' width='{axis.x(place + 1) - begin - 2:.1f}' "
+        f"height='{drawn:.1f}'><title>{when:%Y-%m-%d %H:%M:%S}: {title}</title></rect>"
     )
 
 
-def _axis(low: float, width: float) -> list[str]:
-    span = width * BINS
+def _ticks(axis: _Axis, y: float) -> list[str]:
+    span = axis.width * axis.bins
     form = "%H:%M:%S" if span < 3600 else ("%m-%d %H:%M" if span < 14 * 86400 else "%Y-%m-%d")
     labels = []
-    for tick in range(_TICKS + 1):
-        place = BINS * tick / _TICKS
-        moment = datetime.fromtimestamp(low + width * place, UTC)
-        anchor = "tick" if tick == 0 else ("tick end" if tick == _TICKS else "tick mid")
-        labels.append(f"<text class='{anchor}' x='{_x(place):.1f}' y='{_HEIGHT - 10:g}'>{moment.strftime(form)}</text>")
+    for place in range(0, axis.bins + 1, math.ceil(axis.bins / _TICKS)):
+        moment = datetime.fromtimestamp(axis.low + axis.width * place, UTC)
+        anchor = "tick" if place == 0 else ("tick end" if place == axis.bins else "tick mid")
+        labels.append(f"<text class='{anchor}' x='{axis.x(place):.1f}' y='{y:g}'>{moment.strftime(form)}</text>")
     return labels

@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from ..comparison import classify
+from ..options import Batch
 from ..rules.rule import Rule
 from ..sources.base import Reading
 from ..stages import scan
@@ -33,13 +34,14 @@ class RuleRun:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunHead:
-    """What a result says of the run itself. `interval` is given in mode `interval` only."""
+    """What a result says of the run itself: `interval` in mode `interval` only, `batch` in a continuous one only."""
 
     title: str
     name: str
     mode: str
     interval: list[str] | None
     started: datetime
+    batch: Batch | None
 
 
 def compose(
@@ -58,6 +60,7 @@ def compose(
         "run": head.name,
         "mode": head.mode,
         "interval": head.interval,
+        "batch": None if head.batch is None else asdict(head.batch),
         "status": "findings" if faults else "clean",
         "started_at": head.started.isoformat(),
         "finished_at": datetime.now(UTC).isoformat(),
@@ -90,6 +93,13 @@ def shown(counts: scan.Counts) -> str:
         found = ", ".join(f"{count} {name}" for name, count in classes.items() if count)
         texts.append(f"{subject or 'messages'}: {found or 'nothing'}")
     return "; ".join(texts)
+
+
+def shown_totals(result: dict[str, Any]) -> str:
+    """A result in one line."""
+    found = ", ".join(f"{count} {name}" for name, count in result["totals"].items() if count)
+    known = f" ({result['acknowledged']} of them acknowledged)" if result["acknowledged"] else ""
+    return f"{result['status']}: {found or 'nothing judged'}{known}"
 
 
 def _plain(reading: Reading) -> dict[str, Any]:

@@ -5,6 +5,8 @@
     runs/<run>/findings     Parquet, one row per finding
     runs/<run>/open         Parquet, what the next run looks at again
     runs/<run>/report.html
+    history/                what became of findings over the runs, see history.py
+    checkpoint/             of a continuous reconciliation
 
 An interrupted run leaves a folder under runs/ that nothing names; later runs remove such folders.
 """
@@ -15,13 +17,14 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import pyarrow as pa
 import pyarrow.dataset as pads
 import pyarrow.fs as pafs
+import pyarrow.parquet as pq
 
 from ..errors import UsageProblem
 from ..rules.rule import DEFAULT_OUTPUT_MODE
@@ -120,30 +123,54 @@ class Store:
                 f"{self._location}/{name}, which {RESULT} names, cannot be read: {error}. Run the reconciliation again."
             ) from error
 
-    def write(self, name: str, text: str) -> None:
+    def table(self, name: str, columns: Sequence[str]) -> pa.Table | None:
+        """Those of `columns` that a Parquet file or folder has; None when there is none. Raises UsageProblem when it is
+        damaged."""
+        try:
+            dataset = pads.dataset(f"{self._root}/{name}", filesystem=self._files, format="parquet")
+            return dataset.to_table(columns=[column for column in columns if column in dataset.schema.names])
+        except FileNotFoundError:
+            return None
+        except (OSError, pa.ArrowInvalid) as error:
+            raise UsageProblem(
+                f"{self._location}/{name} cannot be read: {error}. Remove it: what it told is lost, and nothing else."
+            ) from error
+
+    def write_table(self, name: str, table: pa.Table) -> None:
+        """A Parquet file, replaced as `write` does."""
+        buffer = pa.BufferOutputStream()
+        pq.write_table(table, buffer)
+        self.write(name, buffer.getvalue().to_pybytes())
+
+    def write(self, name: str, content: str | bytes) -> None:
         """A small file; on a local disk it is there whole or not at all.
 
         Object stores do so by themselves. HDFS does not: a file that was cut off there is reported as damaged.
         """
         target = f"{self._root}/{name}"
         if self._is_local:
-            self._write_local(Path(target), text)
+            self._write_local(Path(target), content)
             return
         self._files.create_dir(target.rsplit("/", 1)[0], recursive=True)
         with self._files.open_output_stream(target) as stream:
-            stream.write(text.encode())
+            stream.write(_bytes(content))
 
-    def _write_local(self, target: Path, text: str) -> None:
+    def _write_local(self, target: Path, content: str | bytes) -> None:
         self._make_folder(target.parent)
         draft = target.with_name(f"{target.name}.{os.getpid()}.tmp")
         draft.unlink(missing_ok=True)
         draft.touch(mode=self._mode & 0o600, exist_ok=False)
         with draft.open("wb") as stream:
             draft.chmod(self._mode)  # Whatever the process's umask.
-            stream.write(text.encode())
+            stream.write(_bytes(content))
             stream.flush()
             os.fsync(stream.fileno())
         draft.replace(target)
+
+    def make_folder(self, name: str) -> None:
+        """A folder of its own permissions, for what Spark writes into it."""
+        if self._is_local:
+            self._make_folder(Path(f"{self._root}/{name}"))
 
     def _make_folder(self, folder: Path) -> None:
         if folder.is_dir():
@@ -176,3 +203,7 @@ class Store:
             for name in self.folders("runs")[:-KEPT_RUNS]:
                 if name != current:
                     self.remove(f"runs/{name}")
+
+
+def _bytes(content: str | bytes) -> bytes:
+    return content.encode() if isinstance(content, str) else content

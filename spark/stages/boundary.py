@@ -22,7 +22,7 @@ def window(rule: Rule, options: RunOptions, readings: list[Reading], previous: d
     known = [reading.watermark for reading in readings if reading.watermark is not None]
     if not known:
         raise RunIncomplete("no source says up to when it is complete: there is no time in any of them.")
-    watermark = min(known)
+    watermark = min(known if options.no_later_than is None else [*known, options.no_later_than])
     boundary = watermark - timedelta(seconds=rule.grace_seconds)
     since, until = options.since, options.until
     if until is not None:

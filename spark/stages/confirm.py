@@ -10,10 +10,10 @@ from datetime import UTC, datetime
 from functools import reduce
 from typing import Final
 
-from pyspark.sql import DataFrame, Observation, SparkSession
+from pyspark.sql import Column, DataFrame, Observation, SparkSession, Window
 from pyspark.sql import functions as F
 
-from ..comparison import classify, detail, evidence, sides
+from ..comparison import classify, detail, evidence, queued, sides
 from ..errors import RunIncomplete
 from ..output import masking
 from ..rules.rule import Rule, Severity
@@ -21,11 +21,13 @@ from .scan import readable_errors, write
 
 MAX_KEYS: Final = 50_000
 MAX_BODY: Final = 1_000
+TOLD_MESSAGES: Final = 10
 SCHEMA: Final = (
     "rule string, `table` string, topic string, key string, group string, class string, severity string, "
     "flags array<string>, detail string, at timestamp, row_at timestamp, message_at timestamp, settled_at timestamp, "
     "effect_at timestamp, rows bigint, messages bigint, undecided bigint, effects bigint, message_id string, "
     "transaction_id string, log_id bigint, tag string, decided_by string, delivery string, row string, body string, "
+    "evidence string, "
     "carry boolean"
 )
 
@@ -55,7 +57,7 @@ def confirm(
         gathered = gathered.observe(seen, F.count(F.lit(1)).alias("count"))
         bounded = replace(window, carried="carried")
         judged = classify.subjects(classify.with_classes(gathered, rule, bounded), rule, bounded)
-        with_details = _with_details(judged, rule, read)
+        with_details = _with_details(judged, rule, read, queued.places(spark, sources, read.messages))
         write(spark, _as_findings(with_details, rule), target, SCHEMA)
         if int(seen.get["count"] or 0) < len(listed) <= MAX_KEYS:
             _check_gone(rule, sources, read, keys, window.floor)
@@ -89,7 +91,7 @@ def _keys_of(narrow: list[DataFrame]) -> DataFrame:
     return reduce(DataFrame.unionByName, [side.select("key") for side in narrow]).distinct()
 
 
-def _with_details(found: DataFrame, rule: Rule, read: sides.KeySides) -> DataFrame:
+def _with_details(found: DataFrame, rule: Rule, read: sides.KeySides, places: DataFrame) -> DataFrame:
     values = [F.col(f"f{number}") for number in range(len(rule.fields))]
     shown = [
         masking.shown(rule, field, detail.shown(value, field.type)).alias(field.column)
@@ -108,12 +110,44 @@ def _with_details(found: DataFrame, rule: Rule, read: sides.KeySides) -> DataFra
         F.min_by("message_id", newest).alias("oldest_id"),
         F.min(damaged).alias("damaged"),
     )
-    found = found.join(rows, "key", "left").join(messages, "key", "left")
+    found = found.join(rows, "key", "left").join(messages, "key", "left").join(_newest(read, places), "key", "left")
     if read.deliveries is None:
-        return found.withColumn("delivery", F.lit(None).cast("string"))
+        nothing = F.lit(None).cast("string")
+        return found.withColumn("delivery", nothing).withColumn("told_groups", F.lit(None))
     group = F.col("consumer_group").alias("group")
     deliveries = read.deliveries.groupBy("key", group).agg(F.min("state").alias("delivery"))
-    return found.join(deliveries, ["key", "group"], "left")
+    told = deliveries.groupBy("key").agg(
+        F.sort_array(F.collect_list(F.struct("group", "delivery"))).alias("told_groups")
+    )
+    return found.join(deliveries, ["key", "group"], "left").join(told, "key", "left")
+
+
+def _newest(read: sides.KeySides, places: DataFrame) -> DataFrame:
+    """The newest messages of each key with their states, as `told_messages`, the oldest of them first."""
+    order = Window.partitionBy("key").orderBy(F.col("log_id").desc())
+    newest = read.messages.withColumn("place", F.row_number().over(order)).where(F.col("place") <= TOLD_MESSAGES)
+    facts = F.struct(
+        "log_id", "message_id", "transaction_id", "tag", F.col("at").alias("stored_at"), "deliver_at", "state",
+        "decided_at", "decided_by", "queue",
+    )  # fmt: skip
+    placed = newest.join(places, "log_id", "left")
+    return placed.groupBy("key").agg(F.sort_array(F.collect_list(facts)).alias("told_messages"))
+
+
+def _evidence(rule: Rule) -> Column:
+    """What is known of the key on all sides, as JSON: its newest messages, effects by group, how far groups were."""
+    effects = [
+        F.struct(
+            F.lit(group.name).alias("group"),
+            F.col(f"effects_{number}").alias("effects"),
+            F.col(f"effect_at_{number}").alias("first_at"),
+            F.col(f"dead_{number}").alias("dead_letters"),
+        )
+        for number, group in enumerate(rule.groups)
+    ]
+    facts = [F.col("told_messages").alias("messages"), F.col("told_groups").alias("deliveries")]
+    facts += [F.array(*effects).alias("effects")] if effects else []
+    return F.to_json(F.struct(*facts), {"timestampFormat": "yyyy-MM-dd'T'HH:mm:ss.SSSSSSXXX"}).alias("evidence")
 
 
 def _as_findings(found: DataFrame, rule: Rule) -> DataFrame:
@@ -156,6 +190,7 @@ def _as_findings(found: DataFrame, rule: Rule) -> DataFrame:
         "delivery",
         F.col("row.json").alias("row"),
         masking.shown_body(rule, body, shown_body, MAX_BODY).alias("body"),
+        _evidence(rule),
         "carry",
     )
 

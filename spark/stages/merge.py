@@ -14,7 +14,8 @@ SUBJECT: Final = ["rule", "key", "group"]
 OPEN_COLUMNS: Final = ("rule", "key", "group", "class", "first_seen", "at")
 OPEN_SCHEMA: Final = "rule string, key string, group string, class string, first_seen timestamp, at timestamp"
 FINDINGS_SCHEMA: Final = (
-    confirm.SCHEMA.removesuffix("carry boolean") + "first_seen timestamp, acknowledged string, remedy string"
+    confirm.SCHEMA.removesuffix("carry boolean")
+    + "first_seen timestamp, was string, acknowledged string, remedy string"
 )
 _FAULTS: Final = [name.value for name in classify.FAULTS]
 
@@ -31,13 +32,17 @@ def nothing(spark: SparkSession) -> DataFrame:
 
 
 def findings(confirmed: DataFrame, earlier: DataFrame, pending: DataFrame, limits: DataFrame) -> DataFrame:
-    """The findings of this run with `first_seen`, and what became of each earlier finding that is none any more.
+    """The findings of this run, and what became of each earlier finding that is none any more.
+
+    `first_seen` is when a finding was first made, `was` the class it had in the previous result (null: it is new).
 
     `earlier` is the previous state, `pending` this run's, `limits` (rule, boundary, floor): the time new findings get,
     and the one before which nothing can be judged any more.
     """
     faults = confirmed.where(F.col("class").isin(_FAULTS)).drop("carry")
-    known = earlier.where(F.col("class").isNotNull()).select(*SUBJECT, F.col("first_seen").alias("known_since"))
+    known = earlier.where(F.col("class").isNotNull()).select(
+        *SUBJECT, F.col("first_seen").alias("known_since"), F.col("class").alias("was")
+    )
     dated = faults.join(known, SUBJECT, "left").join(F.broadcast(limits.drop("floor")), "rule")
     current = dated.withColumn("first_seen", F.coalesce("known_since", "boundary")).drop("known_since", "boundary")
     gone = earlier.join(current.select(*SUBJECT), SUBJECT, "left_anti")
@@ -85,6 +90,7 @@ def closed(gone: DataFrame) -> DataFrame:
         .alias("detail"),
         "at",
         "first_seen",
+        F.col("class").alias("was"),
     )
 
 

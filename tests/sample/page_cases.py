@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from decimal import Decimal
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from django.conf import settings
@@ -195,6 +197,15 @@ class Overview(TransactionTestCase):
         page = self.client.get(reverse("storefront:overview"))
         self.assertContains(page, "<td>7</td>", html=True)
         self.assertContains(page, '<span class="status status-committed">committed</span>', html=True)
+
+    def test_the_newest_report_of_the_reconciliation_is_linked_once_there_is_one(self) -> None:
+        with TemporaryDirectory() as folder, override_settings(RECONCILE_OUTPUT=folder):
+            link = reverse("storefront:report")
+            self.assertNotContains(self.client.get(reverse("storefront:overview")), link)
+            assert self.client.get(link).status_code == 404
+            Path(folder, "report.html").write_text("<!doctype html><title>clean</title>", encoding="utf-8")
+            self.assertContains(self.client.get(reverse("storefront:overview")), f'href="{link}"')
+            self.assertContains(self.client.get(link), "<title>clean</title>")
 
     def test_a_broker_that_cannot_be_used_stops_payments_and_nothing_else(self) -> None:
         _offer("ink", "Iron gall ink", "16.80")

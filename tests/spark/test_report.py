@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+from collections import Counter
 from datetime import UTC, datetime
 from html.parser import HTMLParser
 from pathlib import Path
@@ -12,7 +14,7 @@ import pytest
 
 from spark.comparison.classify import CLASSES, FAULTS, FindingClass
 from spark.errors import UsageProblem
-from spark.output import metrics, report
+from spark.output import history, metrics, report, report_findings, report_plot
 from spark.output.remedies import REMEDIES
 
 HOSTILE = [
@@ -74,7 +76,20 @@ def result(**counts: int) -> dict[str, Any]:
 def finding(text: str) -> dict[str, Any]:
     shared = ("rule", "key", "group", "detail", "row", "body", "message_id", "severity", "acknowledged", "remedy")
     times = dict.fromkeys(report.SHOWN_TIMES, "2025-06-01 12:00:00")
-    return {**dict.fromkeys(shared, text), **times, "class": "MISMATCH", "flags": ["MISMATCH", text]}
+    message = {**dict.fromkeys(("message_id", "log_id", "tag", "state"), text), "stored_at": NOW}
+    groups = {"effects": [{"group": text, "effects": 1}], "deliveries": [{"group": text, "delivery": "passed"}]}
+    known = {"evidence": json.dumps({"messages": [message], **groups})}
+    return {**dict.fromkeys(shared, text), **times, **known, "class": "MISMATCH", "flags": ["MISMATCH", text]}
+
+
+def trend(*keys: str) -> history.Trend:
+    moment = datetime.fromisoformat(NOW)
+    ended = [
+        {**dict.fromkeys(("key", "rule", "group", "was", "event"), key), "first_seen": moment, "finished_at": moment}
+        for key in keys
+    ]
+    runs = [(moment.timestamp() + number, {"LOST": number}) for number in range(3)]
+    return history.Trend(runs, [history.Day(moment.date(), {"LOST": 2}, 2, 1, 0)], ended)
 
 
 class Tags(HTMLParser):
@@ -97,7 +112,7 @@ class Tags(HTMLParser):
 def page(found: list[dict[str, Any]], **counts: int) -> tuple[str, Tags]:
     times = [("MISMATCH", 1_748_779_200.0, 1)] if found else []
     volume = {"<rule>": [(datetime(2025, 6, 1, 11, tzinfo=UTC), 10)]}
-    text = report.render(result(**counts), found, times, volume, "manage.py outbox_trace {message_id}")
+    text = report.render(result(**counts), found, times, volume, trend(*HOSTILE), "manage.py outbox_trace {message_id}")
     parsed = Tags()
     parsed.feed(text)
     return text, parsed
@@ -114,8 +129,8 @@ def test_hostile_keys_in_the_html_report() -> None:
 
 
 def test_the_trace_command_is_one_word_for_the_shell() -> None:
-    assert report.trace_command(finding("$(rm -rf /)"), "trace {message_id}") == "trace '$(rm -rf /)'"
-    assert report.trace_command({"message_id": None}, "trace {message_id}") == ""
+    assert report_findings.trace_command(finding("$(rm -rf /)"), "trace {message_id}") == "trace '$(rm -rf /)'"
+    assert report_findings.trace_command({"message_id": None}, "trace {message_id}") == ""
 
 
 def test_a_clean_report_says_so_and_draws_the_rows() -> None:
@@ -155,3 +170,29 @@ def test_the_documentation_says_what_findings_say() -> None:
     text = (Path(__file__).parents[2] / "docs" / "reconciliation.md").read_text()
     for name in (*FAULTS, FindingClass.EXPIRED):
         assert f"| {name.value} | {REMEDIES[name].check} | {REMEDIES[name].settle} |" in text
+
+
+def test_a_short_window_is_drawn_in_buckets_that_fit_it() -> None:
+    """A minute of rows: not one bar, and no finer than what was asked for."""
+
+    class Rows:
+        """A source with a row per second."""
+
+        def volume(self, selection: Any, since: Any, bucket_seconds: int) -> list[tuple[datetime, int]]:
+            moments = (int(datetime.fromisoformat(NOW).timestamp()) + second for second in range(60))
+            counts = Counter(moment - moment % bucket_seconds for moment in moments)
+            return [(datetime.fromtimestamp(moment, UTC), count) for moment, count in sorted(counts.items())]
+
+    source: Any = Rows()
+    counted = report.volume(source, source, None)
+    assert sum(count for _, count in counted) == 60 and 30 <= len(counted) <= 61
+    drawn = report_plot.plot([(moment.timestamp(), count) for moment, count in counted], [])
+    assert drawn.count("<rect class='rows'") == len(counted)
+
+
+def test_every_run_of_the_history_is_a_bar_or_its_bucket_is() -> None:
+    day = 86400.0
+    daily = [(number * day, {"LOST": number}) for number in range(30)]
+    drawn = report_plot.open_plot(daily)
+    assert drawn.count("class='c-LOST' x") == 29 and drawn.count("<rect class='clean'") == 1
+    assert "of each 1 d" in drawn

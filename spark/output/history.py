@@ -1,0 +1,184 @@
+"""What became of findings over the runs: two Parquet tables in the output folder, one file of each per day.
+
+    history/counts/day=2025-06-01/counts.parquet        per run: how many keys of which class
+    history/findings/day=2025-06-01/findings.parquet    per run: what was found, changed its class, or ended
+
+A run's rows are written after its result is in force, from what the result names; the next run makes up for one that
+was killed in between. Rows of a run are written once: its name is in them. The day is that of `finished_at`, in UTC.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import date, datetime, timedelta
+from typing import Any, Final
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from ..comparison import classify
+from .store import Store
+
+COUNTS: Final = "counts"
+FINDINGS: Final = "findings"
+REPORTED_DAYS: Final = 60
+_WHOLE_DAYS: Final = 2
+_MOMENT: Final = pa.timestamp("us", tz="UTC")
+_TEXT: Final = pa.string()
+_HEAD: Final = [("run", _TEXT), ("finished_at", _MOMENT)]
+SCHEMAS: Final = {
+    COUNTS: pa.schema([*_HEAD, *((name, _TEXT) for name in ("mode", "rule", "group", "class")), ("count", pa.int64())]),
+    FINDINGS: pa.schema(
+        [
+            *_HEAD,
+            *((name, _TEXT) for name in ("event", "rule", "key", "group", "class", "was", "severity")),
+            ("first_seen", _MOMENT),
+        ]
+    ),
+}
+_FAULTS: Final = [name.value for name in classify.FAULTS]
+_CLOSED: Final = [classify.FindingClass.RECOVERED.value, classify.FindingClass.EXPIRED.value]
+# Recorded even when there are none, so that a clean run is in the table too.
+_ALWAYS: Final = (classify.FindingClass.OK.value, classify.FindingClass.PENDING.value)
+
+
+@dataclass(frozen=True, slots=True)
+class Entries:
+    """Rows of both tables."""
+
+    counts: pa.Table
+    findings: pa.Table
+
+    def and_then(self, later: Entries) -> Entries:
+        """Both, the later ones last."""
+        return Entries(pa.concat_tables([self.counts, later.counts]), pa.concat_tables([self.findings, later.findings]))
+
+
+def of_result(store: Store, result: Mapping[str, Any]) -> Entries:
+    """The rows of one run, from its result and the findings that it names."""
+    finished = datetime.fromisoformat(result["finished_at"])
+    head = {"run": result["run"], "finished_at": finished}
+    counts = [
+        {**head, "mode": result["mode"], "rule": rule["name"], "group": group, "class": name, "count": count}
+        for rule in result["rules"]
+        for group, counted in {"": rule["counts"], **rule["groups"]}.items()
+        for name, count in counted.items()
+        if count or name in _ALWAYS
+    ]
+    found = store.table(result["findings"], SCHEMAS[FINDINGS].names)
+    return Entries(pa.Table.from_pylist(counts, SCHEMAS[COUNTS]), _changes(found, result["run"], finished))
+
+
+def _changes(found: pa.Table | None, run: str, finished: datetime) -> pa.Table:
+    """What of a run's findings is new, is of another class than before, or has ended."""
+    schema = SCHEMAS[FINDINGS]
+    if found is None or "was" not in found.column_names:  # Written by an earlier version.
+        return schema.empty_table()
+    name, was = found["class"], found["was"]
+    is_closed = pc.is_in(name, pa.array(_CLOSED))
+    is_new = pc.is_null(was)
+    found = found.append_column("event", pc.if_else(is_closed, name, pc.if_else(is_new, "FOUND", "CHANGED")))
+    differs = pc.or_kleene(is_new, pc.not_equal(name, was))
+    found = found.filter(pc.and_(differs, pc.invert(pc.and_(is_closed, is_new))))
+    same = {"run": run, "finished_at": finished}
+    columns = [
+        pa.array([same[field.name]] * len(found), field.type)
+        if field.name in same
+        else found[field.name].cast(field.type)
+        for field in schema
+    ]
+    return pa.Table.from_arrays(columns, schema=schema)
+
+
+def keep(store: Store, entries: Entries) -> None:
+    """Add the rows of one run to the tables; nothing, where they are there. Raises OSError."""
+    # The counts last: they tell that the run is kept.
+    for name, table in ((FINDINGS, entries.findings), (COUNTS, entries.counts)):
+        if not len(table):
+            continue
+        day = table["finished_at"][0].as_py().date()
+        path = _path(name, day)
+        known = store.table(path, table.column_names)
+        if known is not None and table["run"][0].as_py() in known["run"].unique().to_pylist():
+            continue
+        store.write_table(path, table if known is None else pa.concat_tables([known, table]))
+
+
+def make_up(store: Store, result: Mapping[str, Any]) -> None:
+    """Add the rows of the result in force, if its run was killed before it did. Raises OSError."""
+    known = store.table(_path(COUNTS, datetime.fromisoformat(result["finished_at"]).date()), ["run"])
+    if known is None or result["run"] not in known["run"].unique().to_pylist():
+        keep(store, of_result(store, result))
+
+
+def until(store: Store, last: date) -> Entries:
+    """The rows of the REPORTED_DAYS up to a day; the counts of its last run alone, where a day is long past."""
+    first = (last - timedelta(days=REPORTED_DAYS)).isoformat()
+    whole = (last - timedelta(days=_WHOLE_DAYS)).isoformat()
+    read = {}
+    for name, schema in SCHEMAS.items():
+        read[name] = schema.empty_table()
+        for day in store.folders(f"history/{name}"):
+            if not f"day={first}" < day <= f"day={last.isoformat()}":
+                continue
+            table = store.table(f"history/{name}/{day}/{name}.parquet", schema.names)
+            if table is None:
+                continue
+            if name == COUNTS and day <= f"day={whole}":
+                table = table.filter(pc.equal(table["finished_at"], pc.max(table["finished_at"])))
+            read[name] = pa.concat_tables([read[name], table])
+    return Entries(read[COUNTS], read[FINDINGS])
+
+
+def _path(name: str, day: date) -> str:
+    return f"history/{name}/day={day.isoformat()}/{name}.parquet"
+
+
+@dataclass(frozen=True, slots=True)
+class Day:
+    """What a day came to: findings that were open after its last run, and how many were found, and ended, in it."""
+
+    day: date
+    open: Mapping[str, int]
+    found: int
+    recovered: int
+    expired: int
+
+
+@dataclass(frozen=True, slots=True)
+class Trend:
+    """What the report shows of the history: open findings by class after each run, days, and what ended last."""
+
+    runs: Sequence[tuple[float, Mapping[str, int]]]
+    days: Sequence[Day]
+    ended: Sequence[Mapping[str, Any]]
+
+
+def trend(entries: Entries, shown_ended: int) -> Trend:
+    """The history as people read it; days and what ended are the newest first."""
+    runs: dict[str, tuple[datetime, dict[str, int]]] = {}
+    for row in entries.counts.to_pylist():
+        by_class = runs.setdefault(row["run"], (row["finished_at"], {}))[1]
+        if row["class"] in _FAULTS:
+            by_class[row["class"]] = by_class.get(row["class"], 0) + row["count"]
+    events: dict[tuple[date, str], int] = {}
+    grouped = entries.findings.group_by(["run", "finished_at", "event"]).aggregate([([], "count_all")])
+    for row in grouped.to_pylist():
+        place = (row["finished_at"].date(), row["event"])
+        events[place] = events.get(place, 0) + row["count_all"]
+    by_day: dict[date, list[Mapping[str, int]]] = {}
+    ordered = sorted(runs.values(), key=lambda each: each[0])
+    for finished, by_class in ordered:
+        by_day.setdefault(finished.date(), []).append(by_class)
+    days = [
+        Day(day, counted[-1], *(events.get((day, event), 0) for event in ("FOUND", *_CLOSED)))
+        for day, counted in by_day.items()
+    ]
+    is_closed = pc.is_in(entries.findings["event"], pa.array(_CLOSED))
+    ended = entries.findings.filter(is_closed).sort_by([("finished_at", "descending"), ("key", "ascending")])
+    return Trend(
+        [(finished.timestamp(), by_class) for finished, by_class in ordered],
+        days[::-1],
+        ended.slice(0, shown_ended).to_pylist(),
+    )

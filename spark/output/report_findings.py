@@ -1,0 +1,147 @@
+"""The findings in the report: a table per class, and of each finding its row, messages and effects to be opened."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from html import escape
+from typing import Any, Final
+
+from ..comparison import classify
+from ..comparison.classify import FindingClass
+from ..comparison.detail import DELIVERY_TEXTS
+from .remedies import REMEDIES
+
+CLOSED: Final = (FindingClass.RECOVERED, FindingClass.EXPIRED)
+
+
+def section(result: Mapping[str, Any], found: Sequence[Mapping[str, Any]], trace: str) -> str:
+    """The section."""
+    if not found:
+        return "<section><h2>Findings</h2><p>None.</p></section>"
+    by_class: dict[str, list[Mapping[str, Any]]] = {}
+    for finding in found:
+        by_class.setdefault(finding["class"], []).append(finding)
+    sections = []
+    for name in (*classify.FAULTS, *CLOSED):
+        listed = by_class.get(name.value)
+        if listed:
+            total = result["totals"][name.value]
+            shown = "" if total == len(listed) else f", {len(listed)} shown"
+            rows = "".join(_finding(finding, trace) for finding in listed)
+            sections.append(
+                f"<h3><i class='mark c-{name.value}'></i>{name.value} <span class='dim'>{total:,}{shown}</span></h3>"
+                f"<p class='dim'>{escape(REMEDIES[name].meaning)}</p>"
+                "<div class='wide'><table class='found'><thead><tr><th>Key</th>"
+                "<th>Rule</th><th>Group</th><th>Severity</th><th>What</th><th>Time</th><th>First seen</th></tr></thead>"
+                f"{rows}</table></div>"
+            )
+    return (
+        f"<section><h2>Findings</h2>{''.join(sections)}"
+        f"<p class='dim'>All of them: <code>{escape(result['findings'])}</code> (Parquet) in the output folder.</p>"
+        "</section>"
+    )
+
+
+def _finding(finding: Mapping[str, Any], trace: str) -> str:
+    also = [flag for flag in finding["flags"] or [] if flag != finding["class"]]
+    detail = escape(finding["detail"] or "")
+    if also and finding["class"] not in CLOSED:
+        detail += f" <span class='dim'>(also {escape(', '.join(also))})</span>"
+    if finding["acknowledged"]:
+        detail += f" <b>acknowledged</b> <span class='dim'>{escape(finding['acknowledged'])}</span>"
+    cells = [
+        f"<td><code>{escape(finding['key'])}</code></td>",
+        f"<td>{escape(finding['rule'])}</td>",
+        f"<td>{escape(finding['group'] or '–')}</td>",
+        f"<td><span class='sev s-{escape(finding['severity'])}'>{escape(finding['severity'])}</span></td>",
+        f"<td>{detail}</td>",
+        f"<td class='t'>{escape(finding['at'] or '–')}</td>",
+        f"<td class='t'>{escape(finding['first_seen'] or '–')}</td>",
+    ]
+    return f"<tbody><tr>{''.join(cells)}</tr>{_more(finding, trace)}</tbody>"
+
+
+def _more(finding: Mapping[str, Any], trace: str) -> str:
+    """What to do, and behind it, to be opened, everything that is known of the finding's key."""
+    if finding["class"] in CLOSED:
+        return ""
+    remedy = f"<p>{escape(finding['remedy'])}</p>" if finding["remedy"] else ""
+    known = json.loads(finding["evidence"] or "{}")
+    command = trace_command(finding, trace)
+    shown = f"<code>{escape(command)}</code>" if command else "no message exists"
+    parts = [
+        f"<dt>Row</dt><dd>{_code(finding['row'])} <span class='dim'>{escape(finding['row_at'] or '')}</span></dd>",
+        f"<dt>Messages</dt><dd>{_messages(known.get('messages') or [])}</dd>",
+        f"<dt>Body</dt><dd>{_code(finding['body'])}</dd>",
+        f"<dt>Groups</dt><dd>{_groups(known)}</dd>",
+        f"<dt>Trace</dt><dd>{shown}</dd>",
+    ]
+    return (
+        f"<tr class='more'><td colspan='7'>{remedy}<details><summary>Row, messages and effects</summary>"
+        f"<dl>{''.join(parts)}</dl></details></td></tr>"
+    )
+
+
+def _code(text: str | None) -> str:
+    return f"<code>{escape(text)}</code>" if text else "none"
+
+
+_DECIDED_BY: Final = {"P": "by the producer", "K": "by check-back", "O": "by an operator"}
+
+
+def _messages(messages: Sequence[Mapping[str, Any]]) -> str:
+    if not messages:
+        return "none"
+    rows = "".join(
+        _row(
+            f"<code>{escape(str(each.get('message_id') or ''))}</code>",
+            escape(str(each.get("log_id") or "")),
+            escape(str(each.get("tag") or "–")),
+            _moment(each.get("stored_at")),
+            f"{escape(each['state'].replace('_', ' '))} {escape(_DECIDED_BY.get(each.get('decided_by') or '', ''))}",
+            _moment(each.get("decided_at")),
+            _moment(each.get("deliver_at")),
+            escape(str(each.get("queue") or "–")),
+        )
+        for each in messages
+    )
+    return _table(("Message", "Log id", "Tag", "Stored", "Half", "Decided", "Not before", "Queued"), rows)
+
+
+def _groups(known: Mapping[str, Any]) -> str:
+    """Every group that the rule names or that subscribes: its effects, and how far the message got with it."""
+    effects = {each["group"]: each for each in known.get("effects") or []}
+    states = {each["group"]: each.get("delivery") for each in known.get("deliveries") or []}
+    if not effects and not states:
+        return "none"
+    rows = []
+    for group in dict.fromkeys((*effects, *states)):
+        of = effects.get(group, {})
+        count = "not asked" if group not in effects else str(of.get("effects", 0))
+        state = DELIVERY_TEXTS.get(states.get(group) or "", "–")
+        dead = f"{of['dead_letters']}" if of.get("dead_letters") else "–"
+        rows.append(_row(escape(group), escape(count), _moment(of.get("first_at")), escape(state), dead))
+    return _table(("Group", "Effects", "First effect", "Delivery", "Dead letters"), "".join(rows))
+
+
+def _row(*cells: str) -> str:
+    return "<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
+
+
+def _table(heads: Sequence[str], rows: str) -> str:
+    head = "".join(f"<th>{name}</th>" for name in heads)
+    return f"<table class='told'><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
+
+
+def _moment(text: str | None) -> str:
+    return f"<span class='t'>{datetime.fromisoformat(text):%Y-%m-%d %H:%M:%S}</span>" if text else "–"
+
+
+def trace_command(finding: Mapping[str, Any], trace: str) -> str:
+    """The command that follows the finding's message through the broker; empty when there is no message."""
+    if not finding["message_id"]:
+        return ""
+    return trace.replace("{message_id}", shlex.quote(finding["message_id"]))

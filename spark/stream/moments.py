@@ -1,0 +1,50 @@
+"""The source of a continuous reconciliation: a stream of moments, each the end of what one micro-batch may judge."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from typing import Any, Final
+
+from pyspark.sql.datasource import DataSource, DataSourceStreamReader, InputPartition
+from pyspark.sql.types import StructType
+
+NAME: Final = "outbox_moments"
+_FIRST: Final = datetime.fromtimestamp(0, UTC).isoformat()
+
+
+class MomentSource(DataSource):
+    """Offsets are moments (ISO 8601). Those of a batch are in the checkpoint before it begins, so that a batch which
+    was killed is run again up to the same moment."""
+
+    @classmethod
+    def name(cls) -> str:
+        """The name that `readStream.format` takes."""
+        return NAME
+
+    def schema(self) -> str:
+        """One row per batch: no message is read here, a batch reads them itself."""
+        return "until string"
+
+    def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802
+        """The reader; it lives in a process of its own beside the driver."""
+        return _MomentReader()
+
+
+class _Until(InputPartition):
+    """The one partition of a batch."""
+
+
+class _MomentReader(DataSourceStreamReader):
+    def initialOffset(self) -> dict[str, str]:  # noqa: N802
+        return {"until": _FIRST}
+
+    # Spark 4.0 gives no arguments, later ones the offset before and a limit.
+    def latestOffset(self, *_: Any) -> dict[str, str]:  # noqa: N802
+        return {"until": datetime.now(UTC).isoformat()}
+
+    def partitions(self, start: dict[str, str], end: dict[str, str]) -> list[InputPartition]:
+        return [_Until(end["until"])]
+
+    def read(self, partition: InputPartition) -> Iterator[tuple[str]]:
+        yield (str(partition.value),)

@@ -1,0 +1,123 @@
+"""Continuous reconciliation: a streaming query whose every micro-batch is an incremental run.
+
+The batch reads the sources under its own snapshots and carries on from the result in force, as `outbox-reconcile run`
+does; what is streamed are the moments up to which batches judge. `result.json` names the query and batch that wrote it,
+and is replaced in one step: a batch that Spark gives again after a crash is known by that and not judged twice, which
+would take its new findings for known ones (docs/decisions/054-a-stream-of-moments.md).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, Final
+
+from ..errors import ReconcileError, RunIncomplete, UsageProblem
+from ..options import Batch, RunOptions
+from ..output.result import shown_totals
+from ..output.store import Store
+from ..progress import Progress
+from ..rules import file as rules_file
+from ..run import Run
+from .moments import NAME, MomentSource
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql.streaming.query import StreamingQuery
+
+CHECKPOINT: Final = "checkpoint"
+
+
+class Watch:
+    """One streaming query over one rules file and output folder."""
+
+    def __init__(self, spark: SparkSession, options: RunOptions, progress: Progress) -> None:
+        if options.is_interval or options.full:
+            raise UsageProblem("a continuous reconciliation goes on where the last result ended: no interval, no full.")
+        self._spark, self._options, self._progress = spark, options, progress
+        self._store = Store(options.output, rules_file.load(options.rules).output_mode)
+        self._is_lasting = False
+        self._failure: Exception | None = None
+        self._reached = datetime.fromtimestamp(0, UTC)
+
+    def available_now(self) -> dict[str, Any]:
+        """Judge what is there and return the result in force. Raises ReconcileError as a run does."""
+        asked = datetime.now(UTC)
+        # The first batch may be one that was killed, with the moment that it had then; Spark ends after it.
+        while self._reached < asked:
+            self._wait(self._start({"availableNow": True}))
+        result = self._store.result()
+        assert result is not None  # A batch that publishes nothing has raised.
+        return result
+
+    def every(self, interval: str) -> StreamingQuery:
+        """Start a batch per interval ('1 minute') until the query is stopped; see `wait`.
+
+        A batch that could not judge (RunIncomplete) says so and leaves its window to the next one. Any other failure
+        ends the query.
+        """
+        self._is_lasting = True
+        return self._start({"processingTime": interval})
+
+    def wait(self, query: StreamingQuery, seconds: int) -> bool:
+        """Wait for the query's end; whether it ended. Raises what ended it."""
+        from pyspark.errors import StreamingQueryException
+
+        try:
+            return bool(query.awaitTermination(seconds))
+        except StreamingQueryException as error:
+            raise self._failure or _stream_failure(error) from error
+
+    def _wait(self, query: StreamingQuery) -> None:
+        while not self.wait(query, 1):
+            pass
+
+    def _start(self, trigger: dict[str, Any]) -> StreamingQuery:
+        self._store.check_writable()
+        self._store.make_folder(CHECKPOINT)
+        self._spark.dataSource.register(MomentSource)
+        moments = self._spark.readStream.format(NAME).load()
+        writer = moments.writeStream.foreachBatch(self._batch).option(
+            "checkpointLocation", self._store.spark_path(CHECKPOINT)
+        )
+        return writer.trigger(**trigger).start()
+
+    def _batch(self, moments: DataFrame, number: int) -> None:
+        try:
+            self._judge(moments, number)
+        except RunIncomplete as error:
+            if not self._is_lasting:
+                self._failure = error
+                raise
+            self._progress.say(f"batch {number}: {error} The next batch judges it too.")
+        except Exception as error:
+            self._failure = error  # Spark would give it back as text.
+            raise
+
+    def _judge(self, moments: DataFrame, number: int) -> None:
+        until = max(datetime.fromisoformat(row["until"]) for row in moments.collect())
+        batch = Batch(self._query_id(), number)
+        if batch.is_in(self._store.result()):
+            self._progress.say(f"batch {number}: its result is in force already")
+            self._reached = until
+            return
+        self._progress.say(f"batch {number}: up to {until.isoformat()}")
+        options = replace(self._options, batch=batch, no_later_than=until)
+        result = Run(self._spark, options, self._progress).execute()
+        self._reached = until
+        self._progress.say(f"batch {number}: {shown_totals(result)}")
+
+    def _query_id(self) -> str:
+        """The id that Spark gave the query when it made the checkpoint; it outlives restarts."""
+        text = self._store.read(f"{CHECKPOINT}/metadata")
+        assert text is not None  # Spark writes it before the first batch.
+        return str(json.loads(text)["id"])
+
+
+def _stream_failure(error: Exception) -> ReconcileError:
+    reason = " ".join(str(error).split())[:400]
+    return RunIncomplete(
+        f"the streaming query failed: {reason}. The previous result stays in force. Start it again; if its checkpoint "
+        f"is damaged, remove the folder {CHECKPOINT!r} of the output: the result says where to go on."
+    )

@@ -1,0 +1,179 @@
+"""A continuous reconciliation says what one run says, wherever its batches end and however it is ended."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from spark.errors import RunIncomplete, UsageProblem
+from spark.options import RunOptions
+from spark.progress import Progress
+from spark.stream.watch import CHECKPOINT, Watch
+from tests.spark import oracle, timelines
+from tests.spark import world as world_rules
+from tests.spark.conftest import Reconciler
+from tests.spark.oracle import GRACE, UNTIL, WATERMARK
+from tests.spark.test_history import rows
+from tests.spark.test_incremental import FAULTS, RULES, Found, expected, judged
+from tests.spark.test_processes import ROOT, SMALL, environment, kill_at
+from tests.spark.timelines import BEGIN, HOUR, Timeline
+from tests.spark.world import Order, World
+
+pytestmark = pytest.mark.timeout(900)
+KEYS = 500
+
+
+def watch(reconcile: Reconciler, rules: Path | None = None) -> Watch:
+    """A continuous reconciliation into `reconcile`'s output folder."""
+    path = rules or reconcile.folder / "reconcile.toml"
+    options = RunOptions(rules=path, output=str(reconcile.folder / reconcile.output))
+    return Watch(reconcile.spark, options, Progress(reconcile.said))
+
+
+def streamed(
+    reconcile: Reconciler, all_of_it: dict[str, Timeline], strays: dict[str, datetime], watermark: datetime
+) -> Found:
+    """The findings of a continuous reconciliation that is started, judges what is there at a moment, and ends."""
+    folder = reconcile.folder / "exports"
+    folder.mkdir(exist_ok=True)
+    timelines.export(all_of_it, strays, watermark, folder)
+    path = reconcile.rules(text=RULES.format(folder=folder, watermark=watermark.isoformat()))
+    rows = reconcile.rows(watch(reconcile, path).available_now())
+    return {(row["key"], row["group"]): row["class"] for row in rows if row["class"] in FAULTS}
+
+
+def test_a_stream_gives_the_verdicts_of_one_run(reconcile: Reconciler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random histories, streamed in batches that end at random moments, each started from the checkpoint."""
+    seed = Random().getrandbits(32)
+    random = Random(seed)
+    monkeypatch.setattr(oracle, "SINCE", datetime.min.replace(tzinfo=UNTIL.tzinfo))
+    all_of_it = {f"key {number}": timelines.random_timeline(random) for number in range(KEYS)}
+    strays = {timelines._message_id(random, BEGIN): BEGIN + random.random() * (6 * HOUR + 2 * GRACE) for _ in range(9)}
+    cuts = sorted(BEGIN + random.random() * 6 * HOUR + timedelta(minutes=1) for _ in range(2))
+    reconcile.output = "stream"
+    for cut in cuts:
+        streamed(reconcile, all_of_it, strays, cut)
+    continuous = streamed(reconcile, all_of_it, strays, WATERMARK)
+    assert in_force(reconcile)["batch"]["number"] == 2, "one query, which went on from its checkpoint"
+    whole = judged(reconcile, all_of_it, strays, WATERMARK, "whole")
+    assert continuous == whole == expected(all_of_it, strays), f"seed {seed}, cuts {cuts}"
+
+
+def in_force(reconcile: Reconciler) -> dict[str, Any]:
+    """result.json, {} as long as there is none."""
+    path = reconcile.folder / reconcile.output / "result.json"
+    result: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    return result
+
+
+def until(watched: Watch, query: Any, condition: Callable[[], bool]) -> None:
+    """Let the query run until a condition holds; what ends it before is raised."""
+    while not condition():
+        assert not watched.wait(query, 1), "the query ended by itself"
+
+
+def test_batches_at_intervals_find_what_is_planted_between_them(reconcile: Reconciler, world: World) -> None:
+    """Exactly that, as one run over everything does; what a batch could not judge is judged by a later one."""
+    quick = world_rules.RULES.replace('"30s"', '"5s"').replace('"15m"', '"5s"')
+    reconcile.rules(text=quick.format(extra="", groups=world_rules.group_rules(["logistics"])))
+    world.pay(Order(number=1, at=datetime.now(UTC)))
+    watched = watch(reconcile)
+    query = watched.every("0 seconds")
+    try:
+        # A broker without any message: nothing to compare, which is no verdict, and no end either.
+        until(watched, query, lambda: "the broker has no message" in reconcile.said.getvalue())
+        assert in_force(reconcile) == {}
+        world.add(*(Order(number=number, at=datetime.now(UTC)) for number in range(10, 20)))
+        until(watched, query, lambda: in_force(reconcile).get("totals", {}).get("LOST") == 1)
+        world.send(Order(number=30, at=datetime.now(UTC)))
+        stuck = Order(number=31, at=datetime.now(UTC))
+        world.pay(stuck)
+        world.send(stuck, decision=None)
+        different = Order(number=40, at=datetime.now(UTC))
+        world.pay(different)
+        world.send(different, body=different.body.replace(b"12.50", b"12.51"))
+        world.handle(different)
+        wanted = [("1", "", "LOST"), ("30", "", "ORPHAN"), ("31", "", "HALF_STUCK"), ("40", "", "MISMATCH")]
+        until(watched, query, lambda: in_force(reconcile)["faults"] == len(wanted))
+    finally:
+        query.stop()
+    assert sorted(reconcile.findings(in_force(reconcile))) == wanted
+    reconcile.output = "batch"
+    assert sorted(reconcile.findings(reconcile.run())) == wanted
+
+
+def test_a_batch_that_is_given_again_is_judged_once(reconcile: Reconciler, world: World) -> None:
+    """Killed after its result was published and before Spark had noted that the batch is done."""
+    world.add(Order(number=1))
+    world.pay(Order(number=2))
+    reconcile.rules()
+    first = watch(reconcile).available_now()
+    assert (first["batch"]["number"], first["new_faults"]) == (0, 1)
+    commits = reconcile.folder / reconcile.output / CHECKPOINT / "commits"
+    for each in commits.iterdir():
+        each.unlink()
+    again = watch(reconcile).available_now()
+    assert "batch 0: its result is in force already" in reconcile.said.getvalue()
+    assert (again["batch"]["number"], again["new_faults"], again["faults"]) == (1, 0, 1)
+
+
+def test_nothing_later_than_the_moment_of_the_batch_is_judged(reconcile: Reconciler, world: World) -> None:
+    world.add(Order(number=1))
+    reconcile.rules()
+    reached = datetime.fromisoformat(watch(reconcile).available_now()["rules"][0]["watermark"])
+    offsets = sorted((reconcile.folder / reconcile.output / CHECKPOINT / "offsets").glob("[0-9]*"))
+    moment = datetime.fromisoformat(json.loads(offsets[-1].read_text().splitlines()[-1])["until"])
+    assert reached <= moment
+
+
+def test_a_problem_of_the_rules_or_of_the_source_is_told_as_by_run(reconcile: Reconciler, world: World) -> None:
+    world.pay(Order(number=1))
+    reconcile.rules()
+    with pytest.raises(RunIncomplete, match="the broker has no message"):
+        watch(reconcile).available_now()
+    world.app.execute("ALTER TABLE orders_order RENAME COLUMN total TO sum")
+    watched = watch(reconcile)
+    with pytest.raises(UsageProblem, match="total"):
+        watched.wait(watched.every("0 seconds"), 120)
+
+
+def start(world: World, folder: Path) -> subprocess.Popen[str]:
+    """The command as a process that leads a group of its own, with its JVM in it."""
+    command = [sys.executable, "-m", "spark", "watch", "--available-now", "--rules", str(folder / "reconcile.toml")]
+    return subprocess.Popen(
+        [*command, "--output", str(folder / "out"), *SMALL],
+        cwd=ROOT,
+        env=environment(world),
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+@pytest.mark.soak
+def test_kill_9_within_a_window_then_on_from_the_checkpoint(world: World, tmp_path: Path) -> None:
+    """Within the batch, and as its result is published: each finding is found once, in the window that was cut."""
+    world_rules.write_rules(tmp_path, groups=("logistics",))
+    world.add(*(Order(number=number) for number in range(1, 6)))
+    world.pay(Order(number=500))
+    for stage in ("scan", "publish"):
+        assert kill_at(start(world, tmp_path), stage), stage
+        assert not (tmp_path / "out" / "result.json").exists()
+    offsets = tmp_path / "out" / CHECKPOINT / "offsets"
+    assert [path.name for path in offsets.glob("[0-9]*")] == ["0"], "the window that was cut is in the checkpoint"
+    with start(world, tmp_path) as process:
+        _, said = process.communicate()
+    assert process.returncode == 1, said
+    result = json.loads((tmp_path / "out" / "result.json").read_text())
+    assert (result["batch"]["number"], result["totals"]["LOST"], result["faults"]) == (1, 1, 1)
+    told = [(row["event"], row["key"], row["class"]) for row in rows(tmp_path / "out", "findings")]
+    assert told == [("FOUND", "500", "LOST")]
