@@ -15,6 +15,7 @@ from .errors import CLEAN, FINDINGS, INCOMPLETE, ReconcileError, UsageProblem
 from .options import RunOptions
 from .output import findings
 from .progress import Progress
+from .repair import plan
 from .rules import file as rules_file
 from .safe_text import for_people
 from .sources.postgres import parse_moment
@@ -53,6 +54,9 @@ def parser() -> argparse.ArgumentParser:
     found = commands.add_parser("findings", help="print the findings of the result in force, one JSON object a line")
     found.add_argument("--output", default="reconcile", help="the folder or URI that was given to run")
     found.add_argument("--limit", type=int, help="print no more than this many")
+    planned = commands.add_parser("plan", help="print what could be done about the findings, one JSON object a line")
+    planned.add_argument("--rules", type=Path, default=Path("reconcile.toml"))
+    planned.add_argument("--output", default="reconcile", help="the folder or URI that was given to run")
     return root
 
 
@@ -79,6 +83,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         if given.command == "findings":
             for line in findings.lines(given.output, given.limit):
+                print(line)
+            return 0
+        if given.command == "plan":
+            for line in plan.lines(given.output, rules_file.load(given.rules)):
                 print(line)
             return 0
         return _archive(given) if given.command == "archive" else _run(given)
