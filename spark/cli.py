@@ -15,7 +15,6 @@ from .errors import CLEAN, FINDINGS, INCOMPLETE, ReconcileError, UsageProblem
 from .options import RunOptions
 from .output import findings
 from .progress import Progress
-from .repair import plan
 from .rules import file as rules_file
 from .safe_text import for_people
 from .sources.postgres import parse_moment
@@ -86,6 +85,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(line)
             return 0
         if given.command == "plan":
+            from .repair import plan
+
             for line in plan.lines(given.output, rules_file.load(given.rules)):
                 print(line)
             return 0
