@@ -28,6 +28,7 @@ from outbox.contrib.django.repair.actions import derived_id
 from outbox.contrib.django.repair.apply import Pace
 from outbox.contrib.django.workers import consumer_runtime
 from outbox.errors import PermanentError
+from tests.django.conftest import point_alias
 from tests.django.processes import process
 from tests.django.shop.models import Effect, Order
 from tests.django.state import rolled_back, stored
@@ -371,6 +372,20 @@ def test_steps_are_spaced_and_unused_slots_are_not_saved_up() -> None:
     for _ in range(2):
         pace.turn()
     assert waited == [0.25, 0.25, 0.25]
+
+
+def test_a_broker_that_cannot_be_reached_ends_the_run(repair: Repair) -> None:
+    Order.objects.create(number="7")
+    reachable = alias_conninfo("broker")
+    point_alias("broker", "postgresql://nobody@127.0.0.1:1/nowhere")
+    try:
+        with pytest.raises(CommandError, match="what was done is not done twice") as caught:
+            repair.run(lost("7"))
+    finally:
+        point_alias("broker", reachable)
+    assert caught.value.returncode == 3
+    assert [line["event"] for line in repair.written()] == ["error"]
+    assert repair.outcomes(lost("7")) == ["done"]
 
 
 def test_one_apply_at_a_time_and_a_torn_line_stays_apart(repair: Repair) -> None:
