@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -17,7 +18,7 @@ from airflow.sdk.exceptions import AirflowException, AirflowFailException
 
 RULES = os.environ.get("RECONCILE_RULES", "/etc/outbox/reconcile.toml")
 OUTPUT = os.environ.get("RECONCILE_OUTPUT", "/var/lib/reconcile")
-MORE = os.environ.get("RECONCILE_OPTIONS", "").split()
+MORE = shlex.split(os.environ.get("RECONCILE_OPTIONS", ""))
 # What is small enough for XCom; the findings themselves are in the output.
 PASSED_ON = ("run", "status", "interval", "totals", "faults", "acknowledged", "report")
 

@@ -88,8 +88,8 @@ def test_the_dag_judges_a_day_and_fails_by_its_findings(world: World, tmp_path: 
         world.broker.execute("DELETE FROM commit_log WHERE key = '3'")
     # Of the next day: the interval is over.
     world.add(Order(number=90, at=START.replace(day=3)))
-    states, passed = run_dag(world, tmp_path)
-    assert states == {"reconcile": "success", "judge": "failed" if lost else "success"}
+    states, passed, said = run_dag(world, tmp_path)
+    assert states == {"reconcile": "success", "judge": "failed" if lost else "success"}, said[-3000:]
     assert {name: count for name, count in passed["totals"].items() if count} == (
         {"OK": 4, "LOST": 1} if lost else {"OK": 5}
     )
@@ -97,8 +97,8 @@ def test_the_dag_judges_a_day_and_fails_by_its_findings(world: World, tmp_path: 
     assert (Path(passed["output"]) / passed["report"]).exists()
 
 
-def run_dag(world: World, folder: Path) -> tuple[dict[str, str], dict[str, Any]]:
-    """The state of each task, and what `reconcile` passed on; the DAG is copied into a DAG folder of its own."""
+def run_dag(world: World, folder: Path) -> tuple[dict[str, str], dict[str, Any], str]:
+    """The state of each task, what `reconcile` passed on, and the log; the DAG lies in a DAG folder of its own."""
     dags = folder / "dags"
     dags.mkdir()
     shutil.copy(DAG, dags)
@@ -109,7 +109,7 @@ def run_dag(world: World, folder: Path) -> tuple[dict[str, str], dict[str, Any]]
         AIRFLOW__CORE__LOAD_EXAMPLES="False",
         RECONCILE_RULES=str(folder / "reconcile.toml"),
         RECONCILE_OUTPUT=str(folder / "out"),
-        RECONCILE_OPTIONS=" ".join(SMALL),
+        RECONCILE_OPTIONS=shlex.join(SMALL),
         # Where outbox-reconcile is.
         PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}",
     )
@@ -119,4 +119,4 @@ def run_dag(world: World, folder: Path) -> tuple[dict[str, str], dict[str, Any]]
         )
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     states, passed = json.loads((dags / "came.json").read_text())
-    return states, passed
+    return states, passed, done.stdout + done.stderr
