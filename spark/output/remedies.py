@@ -45,7 +45,8 @@ REMEDIES: Final = {
     FindingClass.LOST: Remedy(
         "A business row without any message: no subscriber will hear of it.",
         "was the row written past the outbox (SQL by hand, a bulk import, a restore), or its message rolled back?",
-        "publish it again from the row, with the code that publishes it, and close the way past it.",
+        "publish it again from the row (outbox-reconcile plan, then python manage.py outbox_repair), and close the way "
+        "past it.",
     ),
     FindingClass.UNREADABLE: Remedy(
         "The body of a committed message, or a compared field of it, cannot be read as declared.",

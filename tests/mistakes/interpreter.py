@@ -232,6 +232,9 @@ class _Interpreter:
             # Not where it was refused.
             self.attempt.by_hand = True
             self.attempt.committed_by_hand |= "COMMIT" in statement
+            self.trace.committed_after_refusal |= "COMMIT" in statement and any(
+                pair.in_block and not pair.returned for pair in self.trace.pairs
+            )
 
     def _block(self, step: Block) -> None:
         match step:

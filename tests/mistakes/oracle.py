@@ -10,7 +10,9 @@ For a pair inside `atomic()`:
 
 1. A bound row exists if and only if its message was delivered, once. It does not matter who committed: rows that a
    raw COMMIT committed together with the publish call must have their messages, rows that a raw ROLLBACK took away
-   must have none, and an exception that Django raises later changes neither. (LOST, PHANTOM, DOUBLE)
+   must have none, and an exception that Django raises later changes neither. (LOST, PHANTOM, DOUBLE) Where publish was
+   refused, the program caught the error, and then committed by hand what Django would have rolled back, the row without
+   its message is the application's own.
 2. `publish` is refused, with an error, where no live transaction could carry it: in a transaction that an error has
    aborted, on a closed connection, and on SQLite after a raw COMMIT or ROLLBACK. (UNREFUSED)
 3. A pair whose row comes first is not bound where there was no live transaction when the row was written: then it
@@ -87,7 +89,12 @@ class State:
 
 def judge(trace: Trace, state: State) -> list[Finding]:
     """Every rule that the run broke."""
-    found = [Finding(kind, pair.key) for pair in trace.pairs for kind in _pair(pair, state)]
+    found = [
+        Finding(kind, pair.key)
+        for pair in trace.pairs
+        for kind in _pair(pair, state)
+        if kind is not Kind.LOST or pair.returned or not trace.committed_after_refusal
+    ]
     for key in trace.keys:
         found += [Finding(kind, where) for kind, where in _handled(key, trace.attempts, state)]
     return found

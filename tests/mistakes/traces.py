@@ -46,4 +46,6 @@ class Trace:
     pairs: list[PairSeen] = field(default_factory=list)
     attempts: list[AttemptSeen] = field(default_factory=list)
     keys: list[str] = field(default_factory=list)
+    # A COMMIT by hand was executed after a publish call that had been refused.
+    committed_after_refusal: bool = False
     ended_with: str = ""

@@ -38,7 +38,7 @@ def test_errors_are_inert(
     def fails(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr("spark.rules_file.load", fails)
+    monkeypatch.setattr("spark.rules.file.load", fails)
     assert cli.main(["check"]) == code
     shown = capsys.readouterr().err
     assert shown.replace("\n", "").isprintable()

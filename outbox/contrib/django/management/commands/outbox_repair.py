@@ -1,0 +1,142 @@
+"""`manage.py outbox_repair PLAN`: verifies the steps of a repair plan, and applies them with --apply."""
+
+from __future__ import annotations
+
+import argparse
+import getpass
+import json
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from django.core.management.base import CommandError, CommandParser
+from django.db import Error, connections
+
+from outbox.contrib.django.conf import imported
+from outbox.contrib.django.management.output import OutboxCommand, first_line
+from outbox.contrib.django.repair import audit
+from outbox.contrib.django.repair.actions import Means, Outcome, Publisher
+from outbox.contrib.django.repair.apply import Limits, apply
+from outbox.contrib.django.repair.plan import Action, Plan, read
+from outbox.errors import BrokerError, ConfigurationError, UsageError
+
+_OPEN, _USAGE, _INCOMPLETE = 1, 2, 3
+_FOR_PEOPLE = (Outcome.REFUSED, Outcome.REPORTED, Outcome.LEFT)
+
+
+class Command(OutboxCommand):
+    """Parses, then applies; prints each step as it ends."""
+
+    help = (
+        "Verify the steps of a plan that `outbox-reconcile plan` made, and do them with --apply. Exit codes: 0 nothing "
+        "is left, 1 steps were refused, left or are for people, 2 something must be corrected first, 3 a database "
+        "could not be reached: run it again, what was done is not done twice."
+    )
+
+    def add_arguments(self, parser: CommandParser) -> None:
+        """See BaseCommand."""
+        parser.add_argument("plan", type=Path, help="the plan's file")
+        parser.add_argument("--apply", action="store_true", help="do it; without it the steps are only verified")
+        parser.add_argument("--audit", type=Path, default=Path("outbox-repair.jsonl"), help="(default: %(default)s)")
+        parser.add_argument("--by", default="", help="who applies it, for the audit (default: the user)")
+        parser.add_argument("--most", type=_positive, default=100, help="do no more than this many (default: 100)")
+        parser.add_argument("--per-second", type=_rate, default=10.0, help="at most this many (default: 10)")
+        parser.add_argument(
+            "--publisher",
+            action="append",
+            default=[],
+            metavar="RULE=DOTTED.PATH",
+            help="the function that makes a rule's message from its row, given as a mapping (repeatable)",
+        )
+        parser.add_argument(
+            "--database",
+            action="append",
+            default=[],
+            metavar="NAME=ALIAS",
+            help="the alias of a database of the rules (repeatable; default: the alias of that name)",
+        )
+        self.add_json(parser)
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        """See BaseCommand."""
+        try:
+            plan = read(options["plan"])
+            means = _means(plan, options)
+            outcomes = self._applied(plan, means, options)
+        except (UsageError, ConfigurationError) as error:
+            raise CommandError(str(error), returncode=_USAGE) from error
+        except (BrokerError, Error) as error:
+            raise CommandError(
+                f"{first_line(str(error))}. The rest was left; run it again: what was done is not done twice.",
+                returncode=_INCOMPLETE,
+            ) from error
+        if not options["json"]:
+            self.say(", ".join(f"{count} {name}" for name, count in outcomes.items()) or "the plan has no steps")
+        if any(outcomes[name.value] for name in _FOR_PEOPLE):
+            raise SystemExit(_OPEN)
+
+    def _applied(self, plan: Plan, means: Means, options: dict[str, Any]) -> Counter[str]:
+        limits = Limits(options["most"], options["per_second"])
+        if not options["apply"]:
+            return self._steps(plan, means, limits, None, options)
+        by = options["by"] or getpass.getuser()
+        with audit.opened(options["audit"], by=by, plan=plan.digest) as log:
+            return self._steps(plan, means, limits, log, options)
+
+    def _steps(
+        self, plan: Plan, means: Means, limits: Limits, log: audit.Audit | None, options: dict[str, Any]
+    ) -> Counter[str]:
+        outcomes: Counter[str] = Counter()
+        for step, result in apply(plan, means, limits, log):
+            outcomes[result.outcome.value] += 1
+            if options["json"]:
+                self.stdout.write(json.dumps({"step": asdict(step), "result": asdict(result)}, default=str))
+            else:
+                subject = f"{step.rule}, key {step.key}" + (f", group {step.group}" if step.group else "")
+                self.say(f"{step.finding_class} {subject}: {result.outcome.value}: {result.detail}")
+        return outcomes
+
+
+def _means(plan: Plan, options: dict[str, Any]) -> Means:
+    publishers = {rule: _publisher(rule, path) for rule, path in map(_pair, options["publisher"])}
+    given = dict(map(_pair, options["database"]))
+    needed = {plan.sources[step.rule].database for step in plan.steps if step.action is Action.PUBLISH}
+    aliases = {name: given.get(name, name) for name in needed}
+    for name, alias in aliases.items():
+        if alias not in connections:
+            raise UsageError(
+                f"the rules' database {name!r} is none of the aliases {', '.join(connections)}: pass --database "
+                f"{name}=ALIAS."
+            )
+        if connections[alias].vendor != "postgresql":
+            raise UsageError(f"the alias {alias!r} is no PostgreSQL database, but that of {name!r} in the rules is.")
+    return Means(sources=plan.sources, aliases=aliases, publishers=publishers)
+
+
+def _publisher(rule: str, path: str) -> Publisher:
+    function: Publisher = imported(f"--publisher {rule!r}", path)
+    return function
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, separator, value = text.rpartition("=")
+    if not separator or not name or not value:
+        raise UsageError(f"{text!r}: write NAME=VALUE.")
+    return name, value
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of steps: 1 or more.")
+    return int(text)
+
+
+def _rate(text: str) -> float:
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = 0.0
+    if not 0 < rate <= 10_000:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of steps per second: above 0, up to 10000.")
+    return rate

@@ -1,0 +1,220 @@
+"""One step of a plan: verified again, then done. Doing it twice has the effect of doing it once."""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from typing import Any, Final, Protocol
+from uuid import UUID
+
+from django.db import DataError, ProgrammingError, connections, transaction
+from django.db.backends.base.base import BaseDatabaseWrapper
+
+from outbox.contrib.django.broker import get_broker
+from outbox.contrib.django.locks import lock_keys
+from outbox.contrib.django.operations import decide, replay_dead_letters
+from outbox.contrib.django.repair import evidence
+from outbox.contrib.django.repair.plan import Action, Source, Step
+from outbox.errors import OutboxError, UsageError
+from outbox.faults import point
+from outbox.message import Message
+from outbox.transaction import Decision, EndStatus
+
+Publisher = Callable[[Mapping[str, Any]], Message]
+"""Makes the message of a row (its columns by name), as `outbox.contrib.django.message` does."""
+
+_LIVE: Final = ("committed", "recalled")
+_OPEN: Final = ("undecided", "parked")
+
+
+class Outcome(enum.StrEnum):
+    """What became of a step."""
+
+    DONE = "done"
+    WOULD_BE_DONE = "would be done"
+    """Verified, without --apply."""
+    SETTLED = "settled"
+    """The finding holds no longer: nothing was to be done."""
+    REFUSED = "refused"
+    """It cannot be done as things are; the detail says why."""
+    REPORTED = "reported"
+    """For people."""
+    LEFT = "left"
+    """Not looked at: --most was reached."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """The outcome of a step, and the evidence before and after it."""
+
+    outcome: Outcome
+    detail: str
+    before: Mapping[str, Any] = field(default_factory=dict)
+    after: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Intent(Protocol):
+    """Called between verifying and doing: what will be done, and what was found."""
+
+    def __call__(self, detail: str, before: Mapping[str, Any]) -> None:
+        """Write it down."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Means:
+    """What steps to publish need: the rules' sources, the alias of each of their databases, publishers by rule."""
+
+    sources: Mapping[str, Source]
+    aliases: Mapping[str, str]
+    publishers: Mapping[str, Publisher]
+
+
+class Refusal(Exception):
+    """The step cannot be done; the text says why."""
+
+
+def take(step: Step, means: Means, *, intend: Intent, dry_run: bool) -> Result:
+    """Verify one step and, unless `dry_run`, do it. What the broker or a database refuses is an outcome."""
+    try:
+        if step.action is Action.PUBLISH:
+            return _publish(step, means, intend, dry_run)
+        if step.action is Action.REPLAY:
+            return _replay(step, intend, dry_run)
+        if step.action is Action.ASK:
+            return _ask(step, intend, dry_run)
+        return Result(Outcome.REPORTED, step.why or "")
+    except Refusal as refusal:
+        return Result(Outcome.REFUSED, str(refusal))
+    except UsageError as error:
+        return Result(Outcome.REFUSED, str(error))
+    except (DataError, ProgrammingError) as error:
+        return Result(Outcome.REFUSED, f"the row cannot be read as the rule says: {str(error).strip()}")
+
+
+# -- LOST: published again -----------------------------------------------------------------------------
+
+
+def derived_id(rule: str, key: str, row_at: datetime) -> UUID:
+    """The id under which a row's message is published again: the same for the same rule, key and time of the row.
+
+    Laid out as UUID version 7 of the row's time, because readers take from an id when its message was made (retention
+    must be able to say of an inbox entry that its message is gone).
+    """
+    digest = int.from_bytes(hashlib.blake2b(json.dumps(["repair", rule, key]).encode(), digest_size=10).digest())
+    milliseconds = int(row_at.timestamp() * 1000) & (1 << 48) - 1
+    high, low = digest >> 62 & 0xFFF, digest & (1 << 62) - 1
+    return UUID(int=milliseconds << 80 | 0x7 << 76 | high << 64 | 0b10 << 62 | low)
+
+
+def _publish(step: Step, means: Means, intend: Intent, dry_run: bool) -> Result:
+    source, publisher = means.sources[step.rule], means.publishers.get(step.rule)
+    if publisher is None:
+        raise Refusal(f"nobody says how a row is published: pass --publisher {json.dumps(step.rule)}=dotted.path")
+    connection = connections[means.aliases[source.database]]
+    with transaction.atomic(using=connection.alias):
+        # Held until the message is stored: who publishes for this key on a FIFO topic, and another apply, wait.
+        lock_keys(connection, [(source.topic, step.key)])
+        return _publish_locked(step, source, publisher, connection, intend, dry_run)
+
+
+def _publish_locked(
+    step: Step, source: Source, publisher: Publisher, connection: BaseDatabaseWrapper, intend: Intent, dry_run: bool
+) -> Result:
+    assert step.row_at is not None
+    message_id = derived_id(step.rule, step.key, step.row_at)
+    rows = evidence.lock_row(connection, source, step.key)
+    known = evidence.messages_of(source, step, step.row_at)
+    before = {"rows": len(rows), "messages": {str(item.message_id): item.state for item in known}}
+    if any(item.message_id == message_id and item.state in _LIVE for item in known):
+        return Result(Outcome.SETTLED, f"published already, as {message_id}", before)
+    if any(item.state in _LIVE for item in known):
+        return Result(Outcome.SETTLED, "a message of this key has come since", before)
+    if not rows:
+        return Result(Outcome.SETTLED, "the row is gone, or no longer satisfies the rule", before)
+    waiting = [item for item in known if item.state in _OPEN]
+    if waiting:
+        raise Refusal(f"message {waiting[0].message_id} of this key is {waiting[0].state}: settle it first")
+    if len(rows) > 1:
+        raise Refusal("more than one row has this key")
+    message = _built(publisher, rows[0], step, source, message_id)
+    if dry_run:
+        return Result(Outcome.WOULD_BE_DONE, f"publish to {source.topic!r} as {message_id}", before)
+    intend(f"publish to {source.topic!r} as {message_id}", before)
+    get_broker().send([message])
+    point("repair.after_effect")
+    return Result(Outcome.DONE, f"published as {message_id}", before, {str(message_id): "committed"})
+
+
+def _built(publisher: Publisher, row: Mapping[str, Any], step: Step, source: Source, message_id: UUID) -> Message:
+    try:
+        message = publisher(row)
+    except OutboxError:
+        raise
+    except Exception as error:
+        raise Refusal(f"the publisher failed: {type(error).__name__}: {error}") from error
+    if not isinstance(message, Message):
+        raise Refusal(f"the publisher returned {type(message).__name__}, not what message(…) makes")
+    if (message.topic, message.key) != (source.topic, step.key) or source.tag not in (None, message.tag):
+        raise Refusal(
+            f"the publisher made a message for topic {message.topic!r}, key {message.key!r}, tag {message.tag!r}: that "
+            f"is not the one that is missing"
+        )
+    return replace(message, message_id=message_id)
+
+
+# -- DEAD: replayed ------------------------------------------------------------------------------------
+
+
+def _replay(step: Step, intend: Intent, dry_run: bool) -> Result:
+    assert step.message_id is not None
+    dead_at = evidence.dead_since(step.group, step.message_id)
+    if dead_at is None:
+        return Result(Outcome.SETTLED, "it is no dead letter any more")
+    what, before = f"deliver {step.message_id} to {step.group!r} again", {"dead_at": dead_at}
+    if dry_run:
+        return Result(Outcome.WOULD_BE_DONE, what, before)
+    intend(what, before)
+    replay_dead_letters(step.group, [step.message_id], limit=1, dry_run=False)
+    point("repair.after_effect")
+    return Result(Outcome.DONE, "it is delivered again", before, {"dead_at": None})
+
+
+# -- HALF_STUCK: asked again ---------------------------------------------------------------------------
+
+
+def _ask(step: Step, intend: Intent, dry_run: bool) -> Result:
+    assert step.transaction_id is not None
+    # A transaction has the id of its first message.
+    half = evidence.message(step.transaction_id)
+    if half is None or half.state not in _OPEN:
+        state = "gone" if half is None else half.state
+        return Result(Outcome.SETTLED, f"the half message is {state}", {"state": state})
+    what, before = f"ask the ledger about {step.transaction_id}", {"state": half.state}
+    if dry_run:
+        return Result(Outcome.WOULD_BE_DONE, what, before)
+    intend(what, before)
+    decision, answers = _asked(step.transaction_id)
+    point("repair.after_effect")
+    if decision is None:
+        raise Refusal(f"its ledger cannot say how it ended: {answers}")
+    return Result(Outcome.DONE, f"{decision.name}, as its ledger proves", before, {"decision": decision.value})
+
+
+def _asked(transaction_id: UUID) -> tuple[Decision | None, str]:
+    """What the ledger proves, recorded; COMMIT first, because asking for it only reads."""
+    answers = ""
+    for decision in (Decision.COMMIT, Decision.ROLLBACK):
+        try:
+            status = decide(transaction_id, decision)
+        except UsageError as error:
+            answers = str(error)
+            continue
+        if status in (EndStatus.APPLIED, EndStatus.REPEATED):
+            return decision, ""
+        answers = f"the broker says {status.value} to {decision.name}"
+    get_broker().hint_checks([transaction_id])
+    return None, answers

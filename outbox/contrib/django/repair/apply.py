@@ -1,0 +1,112 @@
+"""A whole plan, step by step: no more than allowed, no faster than allowed, each written down before and after."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from outbox.contrib.django.repair.actions import Means, Outcome, Result, take
+from outbox.contrib.django.repair.audit import Audit
+from outbox.contrib.django.repair.plan import Action, Plan, Step
+from outbox.faults import point
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """At most so many steps that have an effect, and at most so many of them per second."""
+
+    most: int
+    per_second: float
+
+
+class Pace:
+    """Spaces calls evenly: `turn` returns when the next may start. Clock and waiting are given, for tests."""
+
+    def __init__(
+        self,
+        per_second: float,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        wait: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._every, self._clock, self._wait = 1 / per_second, clock, wait
+        self._next = clock()
+
+    def turn(self) -> None:
+        """Wait for the next slot; slots that nobody used are not saved up."""
+        pause = self._next - self._clock()
+        if pause > 0:
+            self._wait(pause)
+        self._next = max(self._next, self._clock()) + self._every
+
+
+def apply(
+    plan: Plan, means: Means, limits: Limits, audit: Audit | None, pace: Pace | None = None
+) -> Iterator[tuple[Step, Result]]:
+    """Each step with what became of it, as it happens. Without `audit` nothing is done, only verified.
+
+    Raises BrokerError or a database's error when one cannot be reached; what was done until then is in the audit.
+    """
+    pace = pace or Pace(limits.per_second)
+    acted = 0
+    for step in plan.steps:
+        if step.action is Action.REPORT:
+            yield step, take(step, means, intend=_nothing, dry_run=True)
+            continue
+        if acted >= limits.most:
+            yield step, Result(Outcome.LEFT, f"--most {limits.most} was reached")
+            continue
+        pace.turn()
+        result = _taken(step, means, audit)
+        acted += result.outcome in (Outcome.DONE, Outcome.WOULD_BE_DONE)
+        yield step, result
+
+
+def _taken(step: Step, means: Means, audit: Audit | None) -> Result:
+    if audit is None:
+        return take(step, means, intend=_nothing, dry_run=True)
+
+    def intend(detail: str, before: Mapping[str, Any]) -> None:
+        audit.write(event="intent", **_named(step), detail=detail, before=dict(before))
+        point("repair.after_intent")
+
+    with _failure_written(step, audit):
+        result = take(step, means, intend=intend, dry_run=False)
+    audit.write(
+        event="outcome",
+        **_named(step),
+        outcome=result.outcome.value,
+        detail=result.detail,
+        before=dict(result.before),
+        after=dict(result.after),
+    )
+    point("repair.after_outcome")
+    return result
+
+
+@contextmanager
+def _failure_written(step: Step, audit: Audit) -> Iterator[None]:
+    """An error that ends the run is in the audit too: whether the step had an effect is known by running it again."""
+    try:
+        yield
+    except Exception as error:
+        audit.write(event="error", **_named(step), detail=f"{type(error).__name__}: {error}")
+        raise
+
+
+def _named(step: Step) -> dict[str, str]:
+    return {
+        "step": step.step,
+        "action": step.action.value,
+        "rule": step.rule,
+        "key": step.key,
+        "group": step.group,
+        "class": step.finding_class,
+    }
+
+
+def _nothing(detail: str, before: Mapping[str, Any]) -> None:
+    """Nothing is written down where nothing is done."""

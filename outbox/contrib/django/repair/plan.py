@@ -1,0 +1,120 @@
+"""A plan as `outbox-reconcile plan` writes it, read into values."""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Final
+from uuid import UUID
+
+from outbox.errors import UsageError
+
+VERSION: Final = 1
+
+
+class Action(enum.StrEnum):
+    """What a step asks for."""
+
+    PUBLISH = "publish"
+    REPLAY = "replay"
+    ASK = "ask"
+    REPORT = "report"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Source:
+    """Where a rule's row and messages are. `table`, `key`, `when` and `message_when` are SQL."""
+
+    database: str
+    table: str
+    key: str
+    when: str | None
+    topic: str
+    tag: str | None
+    message_when: str | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """One finding and what is to be done about it; `why` is given for those that are only reported."""
+
+    step: str
+    action: Action
+    rule: str
+    key: str
+    group: str
+    topic: str
+    finding_class: str
+    message_id: UUID | None
+    transaction_id: UUID | None
+    row_at: datetime | None
+    why: str | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """A whole plan. `digest` names its text in the audit."""
+
+    digest: str
+    run: str
+    sources: Mapping[str, Source]
+    steps: tuple[Step, ...]
+
+
+def read(path: Path) -> Plan:
+    """The plan in a file. Raises UsageError, naming the line, for what is no plan."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"the plan {path} cannot be read: {error}. `outbox-reconcile plan` prints one.") from error
+    number = 1
+    try:
+        lines = text.split("\n")
+        head = json.loads(lines[0])
+        if head["plan"] != VERSION:
+            raise UsageError(f"{path}: a plan of version {head['plan']}; this one reads version {VERSION}.")
+        sources = {name: Source(**source) for name, source in head["rules"].items()}
+        steps = []
+        for number, line in enumerate(lines[1:], start=2):  # noqa: B007 - for the error below
+            if line.strip():
+                steps.append(_step(json.loads(line), sources))
+    except (KeyError, TypeError, ValueError) as error:
+        raise UsageError(
+            f"{path}:{number}: not a line of a plan ({type(error).__name__}: {error}). Make it with `outbox-reconcile "
+            f"plan`; steps may be taken out, the first line must stay."
+        ) from error
+    return Plan(
+        digest=hashlib.sha256(text.encode()).hexdigest()[:16], run=head["run"], sources=sources, steps=tuple(steps)
+    )
+
+
+def _step(item: Mapping[str, Any], sources: Mapping[str, Source]) -> Step:
+    action = Action(item["action"])
+    step = Step(
+        step=item["step"],
+        action=action,
+        rule=item["rule"],
+        key=item["key"] or "",
+        group=item["group"] or "",
+        topic=item["topic"],
+        finding_class=item["class"],
+        message_id=_uuid(item["message_id"]),
+        transaction_id=_uuid(item["transaction_id"]),
+        row_at=datetime.fromisoformat(item["row_at"]) if item["row_at"] else None,
+        why=item["why"],
+    )
+    needed = {Action.PUBLISH: step.row_at, Action.REPLAY: step.message_id, Action.ASK: step.transaction_id}
+    if action in needed and needed[action] is None:
+        raise ValueError(f"a step to {action} without what it is about")
+    if action is Action.PUBLISH and step.rule not in sources:
+        raise ValueError(f"the first line does not know the rule {step.rule!r}")
+    return step
+
+
+def _uuid(value: str | None) -> UUID | None:
+    return UUID(value) if value else None

@@ -1,0 +1,112 @@
+"""What could be done about the findings in force, as JSON lines for people to read, cut and then apply.
+
+The first line is the head: the run, and of each rule what is needed to read its row and its messages again. Each
+further line is a step. Making a plan reads the result alone, never a database, and changes nothing; it is applied by
+`manage.py outbox_repair`, which verifies each step again.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from datetime import datetime
+from typing import Any, Final
+
+from ..comparison.classify import FindingClass
+from ..errors import UsageProblem
+from ..output.store import Store
+from ..rules.rule import Kind, Rule, Rules
+from ..sources import sql
+
+VERSION: Final = 1
+_SHOWN: Final = ("rule", "key", "group", "topic", "class", "message_id", "transaction_id", "detail")
+_CLOSED: Final = (FindingClass.RECOVERED.value, FindingClass.EXPIRED.value)
+
+
+class Action(enum.StrEnum):
+    """What applying a step does."""
+
+    PUBLISH = "publish"
+    """The row is published again, under an id derived from rule and key."""
+    REPLAY = "replay"
+    """The dead letter is delivered again."""
+    ASK = "ask"
+    """The ledger is asked how the half message's transaction ended."""
+    REPORT = "report"
+    """Nothing: people have to decide. `why` says what stands in the way."""
+
+
+_ACTIONS: Final = {
+    FindingClass.LOST.value: Action.PUBLISH,
+    FindingClass.DEAD.value: Action.REPLAY,
+    FindingClass.HALF_STUCK.value: Action.ASK,
+}
+
+
+def lines(output: str, rules: Rules) -> Iterator[str]:
+    """The plan for the result in `output`: its head, then a step per open finding, in ASCII.
+
+    Raises UsageProblem when there is no result in `output`.
+    """
+    store = Store(output)
+    result = store.result()
+    if result is None:
+        raise UsageProblem(f"there is no result in {output}: run outbox-reconcile run --output {output} first.")
+    known = {rule.name: rule for rule in rules.rules}
+    judged_by = {item["name"]: item["digest"] for item in result["rules"]}
+    current = {name: rule for name, rule in known.items() if judged_by.get(name) == rule.digest}
+    head = {
+        "plan": VERSION,
+        "run": result["run"],
+        "judged_at": result["finished_at"],
+        "rules": {name: _source(rule, rules) for name, rule in current.items()},
+    }
+    yield json.dumps(head)
+    for finding in store.rows(result["findings"]):
+        if finding["class"] not in _CLOSED:
+            yield json.dumps(_step(finding, current.get(finding["rule"]), rules), default=_plain)
+
+
+def _source(rule: Rule, rules: Rules) -> dict[str, Any]:
+    """How the rule's row and messages are found; fragments are SQL of the databases, quoted where they are names."""
+    return {
+        "database": rule.database,
+        "table": sql.table_name(rule.table),
+        "key": sql.expression(rule.key),
+        "when": f"({rule.when})" if rule.when else None,
+        "topic": rule.topic,
+        "tag": rule.tag,
+        "message_when": f"({rule.message_when})" if rule.message_when else None,
+    }
+
+
+def _step(finding: Mapping[str, Any], rule: Rule | None, rules: Rules) -> dict[str, Any]:
+    why = _hindrance(finding, rule, rules)
+    action = Action.REPORT if why else _ACTIONS[finding["class"]]
+    named = [finding[name] or "" for name in ("rule", "class", "group", "key", "message_id")]
+    step = hashlib.sha256(json.dumps(named).encode()).hexdigest()[:16]
+    shown = {name: finding[name] for name in _SHOWN}
+    return {"step": step, "action": action.value, **shown, "row_at": finding["row_at"], "why": why}
+
+
+def _hindrance(finding: Mapping[str, Any], rule: Rule | None, rules: Rules) -> str | None:
+    """Why nothing can be done without people; None where something can."""
+    if finding["class"] not in _ACTIONS:
+        return f"{finding['class']} is only reported. {finding['remedy'] or ''}".rstrip()
+    if finding["acknowledged"]:
+        return f"acknowledged: {finding['acknowledged']}"
+    if rule is None:
+        return "the rules file has no such rule any more, or another one under its name: run the reconciliation again"
+    if finding["class"] != FindingClass.LOST.value:
+        return None
+    if rules.databases[rule.database].kind is not Kind.POSTGRES:
+        return "the rows were read from an export: applying must read the row itself again, in its database"
+    if finding["rows"] != 1:
+        return f"{finding['rows']} rows have this key: which of them should be published is not known"
+    return None
+
+
+def _plain(value: object) -> str:
+    return value.isoformat() if isinstance(value, datetime) else str(value)

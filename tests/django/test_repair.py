@@ -1,0 +1,428 @@
+"""Applying a repair plan: verified on the primaries, done once, whatever kills it, and written down."""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+from contextlib import closing
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from io import StringIO
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+import psycopg
+import pytest
+from django.core.management import call_command
+from django.core.management.base import CommandError
+from django.db import connections, transaction
+
+from outbox import Delivery, faults
+from outbox.broker.sequencer.sequencer import Sequencer
+from outbox.contrib.django import publish, subscriber
+from outbox.contrib.django.broker import flusher
+from outbox.contrib.django.conf import get_settings
+from outbox.contrib.django.databases import alias_conninfo, broker_connection, broker_database
+from outbox.contrib.django.repair.actions import derived_id
+from outbox.contrib.django.repair.apply import Pace
+from outbox.contrib.django.workers import consumer_runtime
+from outbox.errors import PermanentError
+from tests.django.conftest import point_alias
+from tests.django.processes import process
+from tests.django.shop.models import Effect, Order
+from tests.django.state import rolled_back, stored
+from tests.support import eventually
+
+pytestmark = [pytest.mark.usefixtures("databases", "no_subscribers"), pytest.mark.timeout(180)]
+
+AT = datetime(2025, 6, 1, 12, tzinfo=UTC)
+ORDERS = {
+    "database": "default",
+    "table": '"shop_order"',
+    "key": '"number"',
+    "when": "(status LIKE 'n%')",
+    "topic": "orders",
+    "tag": None,
+    "message_when": None,
+}
+PUBLISHER = "orders=tests.django.repair_publisher.order"
+STEPS = [point for point in faults.POINTS if point.startswith("repair.")]
+
+
+def lost(key: str, **more: Any) -> dict[str, Any]:
+    return finding("publish", "LOST", key, row_at=AT.isoformat(), **more)
+
+
+def finding(action: str, kind: str, key: str, **more: Any) -> dict[str, Any]:
+    """A line of a plan."""
+    unknown = dict.fromkeys(("message_id", "transaction_id", "row_at", "why", "detail"))
+    own = {"step": f"{kind} {key}", "action": action, "class": kind, "rule": "orders", "key": key, "group": ""}
+    return {**unknown, **own, "topic": "orders", **more}
+
+
+@dataclass
+class Repair:
+    """Plans and their audit in a folder."""
+
+    folder: Path
+    source: dict[str, Any] = field(default_factory=lambda: dict(ORDERS))
+    publisher: str = PUBLISHER
+
+    @property
+    def audit(self) -> Path:
+        return self.folder / "audit.jsonl"
+
+    def command(self, *steps: dict[str, Any], apply: bool = True, more: tuple[str, ...] = ()) -> list[str]:
+        head = {"plan": 1, "run": "a run", "judged_at": AT.isoformat(), "rules": {"orders": self.source}}
+        path = self.folder / "plan.jsonl"
+        path.write_text("".join(f"{json.dumps(line)}\n" for line in (head, *steps)))
+        options = ["--publisher", self.publisher, "--audit", str(self.audit), "--by", "ann", *more]
+        return ["outbox_repair", str(path), *(["--apply"] if apply else []), *options]
+
+    def run(self, *steps: dict[str, Any], apply: bool = True, more: tuple[str, ...] = ()) -> list[tuple[str, str]]:
+        """Outcome and detail of each step."""
+        out = StringIO()
+        code: object = 0
+        try:
+            call_command(*self.command(*steps, apply=apply, more=("--json", *more)), stdout=out)
+        except SystemExit as end:
+            code = end.code
+        results = [json.loads(line)["result"] for line in out.getvalue().splitlines()]
+        outcomes = [(result["outcome"], result["detail"]) for result in results]
+        assert code == int(any(outcome in ("refused", "reported", "left") for outcome, _ in outcomes))
+        return outcomes
+
+    def outcomes(self, *steps: dict[str, Any], **options: Any) -> list[str]:
+        return [outcome for outcome, _ in self.run(*steps, **options)]
+
+    def written(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.audit.read_text().splitlines()]
+
+
+@pytest.fixture
+def repair(tmp_path: Path) -> Repair:
+    return Repair(tmp_path)
+
+
+def sequence() -> None:
+    """Queue everything that is decided."""
+    flusher.flush(within_seconds=5)
+    database = broker_database()
+    with closing(database.connect()) as connection:
+        sequencer = Sequencer(database, UUID(int=1))
+        while sequencer.run_once(connection).appended:
+            pass
+
+
+# -- LOST ------------------------------------------------------------------------------------------------
+
+
+def test_a_lost_row_is_published_once_under_its_derived_id(repair: Repair) -> None:
+    Order.objects.create(number="7")
+    assert repair.run(lost("7"), apply=False)[0][0] == "would be done"
+    assert stored() == [], "without --apply nothing is done"
+    assert not repair.audit.exists()
+    assert repair.outcomes(lost("7")) == ["done"]
+    assert repair.run(lost("7"))[0] == ("settled", f"published already, as {derived_id('orders', '7', AT)}")
+    assert [(item.message_id, item.key, item.decision) for item in stored()] == [
+        (derived_id("orders", "7", AT), "7", "C")
+    ]
+    intent, outcome, again = repair.written()
+    assert [intent["event"], outcome["event"], again["outcome"]] == ["intent", "outcome", "settled"]
+    assert {line["by"] for line in repair.written()} == {"ann"}
+    assert intent["before"] == {"rows": 1, "messages": {}}
+    assert outcome["after"] == {str(derived_id("orders", "7", AT)): "committed"}
+    assert repair.audit.stat().st_mode & 0o777 == 0o600
+
+
+def test_the_derived_id_says_when_the_row_was_made() -> None:
+    made = derived_id("orders", "7", AT)
+    assert (made.version, made.variant) == (7, "specified in RFC 4122")
+    assert made.int >> 80 == int(AT.timestamp() * 1000)
+    assert len({made, derived_id("orders", "8", AT), derived_id("others", "7", AT)}) == 3
+
+
+def test_what_holds_no_longer_is_settled(repair: Repair) -> None:
+    Order.objects.create(number="1")
+    Order.objects.create(number="2", status="shut")
+    with transaction.atomic():
+        Order.objects.create(number="4")
+        publish("orders", {}, key="4")
+    flusher.flush(within_seconds=5)
+    steps = [lost("2"), lost("3"), lost("4")]
+    assert repair.run(*steps) == [
+        ("settled", "the row is gone, or no longer satisfies the rule"),
+        ("settled", "the row is gone, or no longer satisfies the rule"),
+        ("settled", "a message of this key has come since"),
+    ]
+    assert [item.key for item in stored()] == ["4"]
+
+
+@pytest.mark.parametrize("parked", [False, True])
+def test_it_refuses_while_a_half_of_the_key_is_undecided(repair: Repair, parked: bool) -> None:
+    undecided("9")
+    if parked:
+        park()
+    state = "parked" if parked else "undecided"
+    (outcome,) = repair.run(lost("9"))
+    assert outcome == ("refused", f"message {stored()[0].message_id} of this key is {state}: settle it first")
+    assert len(stored()) == 1
+
+
+def test_a_rolled_back_message_does_not_stand_in_the_way(repair: Repair) -> None:
+    Order.objects.create(number="5")
+    with rolled_back():
+        publish("orders", {}, key="5")
+    (half,) = stored()
+    assert repair.outcomes(finding("ask", "HALF_STUCK", "5", transaction_id=str(half.message_id))) in (
+        ["done"],
+        ["settled"],
+    )
+    assert repair.outcomes(lost("5")) == ["done"]
+    assert [item.decision for item in stored()] == ["R", "C"]
+
+
+def test_it_waits_for_whoever_publishes_for_the_key(repair: Repair) -> None:
+    """The lock is taken before anything is read: what was being published is seen."""
+    Order.objects.create(number="11")
+    repair.source["topic"], repair.publisher = "steps", "orders=tests.django.repair_publisher.step"
+    found: list[list[str]] = []
+
+    def run() -> None:
+        found.append(repair.outcomes(lost("11", topic="steps")))
+        connections.close_all()
+
+    with transaction.atomic():
+        publish("steps", {}, key="11")
+        applying = threading.Thread(target=run)
+        applying.start()
+        eventually(waits_for_a_lock, within_seconds=30, what="the apply to wait for the key")
+    flusher.flush(within_seconds=5)
+    applying.join(30)
+    # The half is decided by now, or still on its way; a second message was not sent in either case.
+    assert found in ([["settled"]], [["refused"]])
+    assert len(stored()) == 1
+
+
+def waits_for_a_lock() -> bool:
+    with psycopg.connect(alias_conninfo("default"), autocommit=True) as connection:
+        row = connection.execute("SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted").fetchone()
+    return row is not None and row[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("publisher", "why"),
+    [
+        ("others=tests.django.repair_publisher.order", "nobody says how a row is published"),
+        ("orders=tests.django.repair_publisher.broken", "the publisher failed: RuntimeError: no price"),
+        ("orders=tests.django.repair_publisher.elsewhere", "is not the one that is missing"),
+    ],
+)
+def test_a_publisher_that_is_not_right_is_refused(repair: Repair, publisher: str, why: str) -> None:
+    Order.objects.create(number="7")
+    repair.publisher = publisher
+    ((outcome, detail),) = repair.run(lost("7"))
+    assert outcome == "refused"
+    assert why in detail
+    assert stored() == []
+
+
+def test_a_key_that_is_no_value_of_its_column_is_refused(repair: Repair) -> None:
+    Order.objects.create(number="7")
+    repair.source["key"] = '"id"'
+    ((outcome, detail),) = repair.run(lost("seven"))
+    assert (outcome, "cannot be read as the rule says" in detail) == ("refused", True)
+    assert repair.outcomes(lost("7' OR true --")) == ["refused"]
+
+
+# -- DEAD and HALF_STUCK -----------------------------------------------------------------------------------
+
+
+def subscribe() -> None:
+    @subscriber("orders", group="effects")
+    def effect(delivery: Delivery) -> None:
+        if not Effect.objects.filter(number="mended").exists():
+            raise PermanentError("not yet")
+        Effect.objects.create(number=delivery.key)
+
+    consumer_runtime().run_once()
+
+
+def handle_all() -> None:
+    """As often as a second delivery, if there were one, would need to come through."""
+    for _ in range(3):
+        consume()
+
+
+def dead_letter(key: str = "1") -> dict[str, Any]:
+    """A message that its group gives up once; the step that replays it."""
+
+    subscribe()
+    receipt = publish("orders", {}, key=key)
+    consume()
+    Effect.objects.create(number="mended")
+    return finding("replay", "DEAD", key, group="effects", message_id=str(receipt.message_id))
+
+
+def consume() -> None:
+    sequence()
+    consumer_runtime().run_once()
+
+
+def test_a_dead_letter_is_replayed_once(repair: Repair) -> None:
+    step = dead_letter()
+    assert repair.outcomes(step, apply=False) == ["would be done"]
+    assert repair.outcomes(step, step) == ["done", "settled"]
+    handle_all()
+    assert [effect.number for effect in Effect.objects.order_by("pk")] == ["mended", "1"]
+
+
+def undecided(key: str, *, commit: bool = True) -> dict[str, Any]:
+    """A half whose end got lost, and the step that asks for it."""
+    faults.arm("producer.before_end=raise")
+    try:
+        if commit:
+            with transaction.atomic():
+                Order.objects.create(number=key)
+                publish("orders", {}, key=key)
+        else:
+            with rolled_back():
+                publish("orders", {}, key=key)
+        flusher.flush(within_seconds=5)
+    finally:
+        faults.arm("")
+    half = stored()[-1]
+    assert half.decision is None
+    return finding("ask", "HALF_STUCK", key, transaction_id=str(half.message_id))
+
+
+def park() -> None:
+    with broker_connection() as (connection, _):
+        connection.execute(
+            "INSERT INTO outbox.pending_check AS p (transaction_id, log_id, producer_group, stored_at, immune_until, "
+            "due_at, parked_at) SELECT transaction_id, log_id, producer_group, stored_at, now(), now(), now() "
+            "FROM outbox.commit_log WHERE half ON CONFLICT (transaction_id) DO UPDATE SET parked_at = now()"
+        )
+
+
+@pytest.mark.parametrize(("commit", "decision"), [(True, "C"), (False, "R")])
+@pytest.mark.parametrize("parked", [False, True])
+def test_a_stuck_half_is_decided_as_its_ledger_proves(
+    repair: Repair, commit: bool, decision: str, parked: bool
+) -> None:
+    step = undecided("3", commit=commit)
+    if parked:
+        park()
+    assert repair.outcomes(step, step) == ["done", "settled"]
+    assert [item.decision for item in stored()] == [decision]
+
+
+# -- killed --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("action", ["publish", "replay", "ask"])
+@pytest.mark.parametrize("point", STEPS)
+def test_killed_at_any_step_and_run_again_has_one_effect(repair: Repair, point: str, action: str) -> None:
+    if action != "replay":
+        subscribe()
+    if action == "publish":
+        Order.objects.create(number="7")
+        step = lost("7")
+    else:
+        step = dead_letter("7") if action == "replay" else undecided("7")
+    arguments = ["-m", "django", *repair.command(step)]
+    with process(arguments, outbox={"BROKER": get_settings().broker}, faults=f"{point}=kill") as killed:
+        killed.communicate(timeout=60)
+        assert killed.returncode == -signal.SIGKILL
+    assert repair.outcomes(step) == ["done" if point == "repair.after_intent" else "settled"]
+    assert repair.outcomes(step) == ["settled"]
+    assert [(item.key, item.decision) for item in stored()] == [("7", "C")]
+    Effect.objects.get_or_create(number="mended")
+    handle_all()
+    assert [effect.number for effect in Effect.objects.exclude(number="mended")] == ["7"]
+    assert {line["event"] for line in repair.written()} == {"intent", "outcome"}
+
+
+# -- the run -------------------------------------------------------------------------------------------------
+
+
+def test_no_more_than_allowed_and_reports_are_for_people(repair: Repair) -> None:
+    for number in ("1", "2", "3"):
+        Order.objects.create(number=number)
+    report = finding("report", "ORPHAN", "8", why="ORPHAN is only reported.")
+    steps = [report, lost("1"), lost("2"), lost("3")]
+    assert repair.outcomes(*steps, more=("--most", "2")) == ["reported", "done", "done", "left"]
+    assert repair.outcomes(*steps, more=("--most", "2")) == ["reported", "settled", "settled", "done"]
+    assert [item.key for item in stored()] == ["1", "2", "3"]
+
+
+def test_steps_are_spaced_and_unused_slots_are_not_saved_up() -> None:
+    now, waited = [100.0], []
+
+    def wait(seconds: float) -> None:
+        waited.append(round(seconds, 3))
+        now[0] += seconds
+
+    pace = Pace(4, clock=lambda: now[0], wait=wait)
+    for _ in range(3):
+        pace.turn()
+    assert waited == [0.25, 0.25]
+    now[0] += 10
+    for _ in range(2):
+        pace.turn()
+    assert waited == [0.25, 0.25, 0.25]
+
+
+def test_a_broker_that_cannot_be_reached_ends_the_run(repair: Repair) -> None:
+    Order.objects.create(number="7")
+    reachable = alias_conninfo("broker")
+    point_alias("broker", "postgresql://nobody@127.0.0.1:1/nowhere")
+    try:
+        with pytest.raises(CommandError, match="what was done is not done twice") as caught:
+            repair.run(lost("7"))
+    finally:
+        point_alias("broker", reachable)
+    assert caught.value.returncode == 3
+    assert [line["event"] for line in repair.written()] == ["error"]
+    assert repair.outcomes(lost("7")) == ["done"]
+
+
+def test_one_apply_at_a_time_and_a_torn_line_stays_apart(repair: Repair) -> None:
+    Order.objects.create(number="7")
+    repair.audit.write_bytes(b'{"event": "torn')
+    repair.run(lost("7"))
+    first, second, third = repair.audit.read_text().splitlines()
+    assert first == '{"event": "torn'
+    assert [json.loads(line)["event"] for line in (second, third)] == ["intent", "outcome"]
+    from outbox.contrib.django.repair import audit
+
+    with audit.opened(repair.audit, by="bob", plan=""), pytest.raises(CommandError, match="another process applies"):
+        repair.run(lost("7"))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", r"plan\.jsonl:1: not a line of a plan"),
+        ('{"plan": 2}', "a plan of version 2"),
+        ('{"plan": 1, "run": "r", "rules": {}}\n{"step": 1}', r"plan\.jsonl:2: not a line"),
+    ],
+)
+def test_what_is_no_plan_is_named_by_its_line(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "plan.jsonl"
+    path.write_text(text)
+    with pytest.raises(CommandError, match=said) as caught:
+        call_command("outbox_repair", str(path))
+    assert caught.value.returncode == 2
+
+
+def test_a_database_without_an_alias_is_an_error(repair: Repair) -> None:
+    repair.source["database"] = "app"
+    with pytest.raises(CommandError, match="pass --database app=ALIAS") as caught:
+        repair.run(lost("7"))
+    assert caught.value.returncode == 2
+    Order.objects.create(number="7")
+    assert repair.outcomes(lost("7"), more=("--database", "app=default")) == ["done"]
+    assert repair.audit.exists()

@@ -1,0 +1,126 @@
+"""The plan: what could be done about each finding, as lines for people and for `manage.py outbox_repair`."""
+
+from __future__ import annotations
+
+import json
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from outbox.contrib.django.repair import plan as applied
+from spark.cli import main
+from spark.comparison.classify import FAULTS
+from spark.repair import plan
+from spark.rules import file as rules_file
+from tests.spark.conftest import Reconciler
+from tests.spark.world import START, Order, World
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def planned(reconcile: Reconciler) -> list[dict[str, Any]]:
+    """The lines of the plan for the result in force."""
+    rules = rules_file.load(reconcile.folder / "reconcile.toml")
+    return [json.loads(line) for line in plan.lines(str(reconcile.folder / reconcile.output), rules)]
+
+
+def actions(reconcile: Reconciler) -> dict[str, str]:
+    return {step["key"]: step["action"] for step in planned(reconcile)[1:]}
+
+
+def test_each_finding_is_a_step_and_only_three_classes_do_something(reconcile: Reconciler, world: World) -> None:
+    world.add_many(10)
+    log_id = world.broker.execute("SELECT log_id FROM commit_log WHERE key = '2'").fetchone()
+    assert log_id is not None
+    world.kill_letter("points", log_id[0], START)
+    world.app.execute("DELETE FROM points_entry WHERE order_id = 2")
+    world.broker.execute("DELETE FROM commit_log WHERE key = '3'")
+    stuck = Order(number=40)
+    world.pay(stuck)
+    world.park(stuck.message_id, world.send(stuck, decision=None), START)
+    world.app.execute("DELETE FROM orders_order WHERE id = 4")
+    world.app.execute("UPDATE orders_order SET total = total + 1 WHERE id = 5")
+    # The newest row, so that all these are below the boundary.
+    world.add(Order(number=90, at=START + timedelta(hours=1)))
+    reconcile.run()
+    head, *steps = planned(reconcile)
+    assert {step["key"]: (step["class"], step["action"]) for step in steps} == {
+        "2": ("DEAD", "replay"),
+        "3": ("LOST", "publish"),
+        "4": ("ORPHAN", "report"),
+        "5": ("MISMATCH", "report"),
+        "40": ("HALF_STUCK", "ask"),
+    }
+    assert head["rules"]["order-paid"]["when"] == "(paid_at IS NOT NULL)"
+    assert len({step["step"] for step in steps}) == 5
+    assert all(step["why"] for step in steps if step["action"] == "report")
+
+
+def test_the_plan_is_read_as_it_was_written(reconcile: Reconciler, world: World) -> None:
+    """By the part that applies it, which shares no code with the one that makes it."""
+    world.add_many(4)
+    world.broker.execute("DELETE FROM commit_log WHERE key = '3'")
+    reconcile.run()
+    path = reconcile.folder / "plan.jsonl"
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in planned(reconcile)))
+    read = applied.read(path)
+    (step,) = read.steps
+    assert (step.action, step.key, step.rule, step.finding_class) == ("publish", "3", "order-paid", "LOST")
+    assert step.row_at == START + timedelta(milliseconds=20)
+    assert read.sources["order-paid"].table == '"orders_order"'
+    assert {action.value for action in applied.Action} == {action.value for action in plan.Action}
+
+
+def test_acknowledged_changed_and_doubtful_findings_are_only_reported(reconcile: Reconciler, world: World) -> None:
+    known = (
+        '[[acknowledge]]\nrule = "order-paid"\nkey = "3"\nclass = "LOST"\nuntil = 2999-12-31\n'
+        'reason = "known"\nby = "ann"\n'
+    )
+    path = reconcile.rules()
+    text = path.read_text()
+    path.write_text(text + known)
+    world.add_many(6)
+    world.broker.execute("DELETE FROM commit_log WHERE key IN ('3', '5')")
+    reconcile.run()
+    assert actions(reconcile) == {"3": "report", "5": "publish"}
+    path.write_text(text.replace('grace = "30s"', 'grace = "31s"') + known)
+    assert actions(reconcile) == {"3": "report", "5": "report"}
+    assert "run the reconciliation again" in planned(reconcile)[2]["why"]
+
+
+def test_an_original_that_arrives_after_the_repair_is_a_duplicate(reconcile: Reconciler, world: World) -> None:
+    """Its id is another than the repair's, so nothing but the reconciliation can tell."""
+    world.add_many(6)
+    world.broker.execute("DELETE FROM commit_log WHERE key = '3'")
+    reconcile.run()
+    assert actions(reconcile) == {"3": "publish"}
+    row = world.app.execute("SELECT total, paid_at FROM orders_order WHERE id = 3").fetchone()
+    assert row is not None
+    order = Order(number=3, at=row[1], total=row[0])
+    world.send(order)
+    world.consume_all()
+    assert reconcile.run()["status"] == "clean"
+    world.send(Order(number=3, at=row[1], total=row[0]), stored_at=order.at + timedelta(seconds=1))
+    world.consume_all()
+    assert actions_of(reconcile.run(full=True), reconcile) == {"3": ("DUPLICATE", "report")}
+
+
+def actions_of(result: dict[str, Any], reconcile: Reconciler) -> dict[str, tuple[str, str]]:
+    assert result["status"] == "findings"
+    return {step["key"]: (step["class"], step["action"]) for step in planned(reconcile)[1:]}
+
+
+def test_the_command_prints_the_plan(reconcile: Reconciler, world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    world.add_many(3)
+    reconcile.run()
+    folder = reconcile.folder
+    given = ["--rules", str(folder / "reconcile.toml"), "--output"]
+    assert main(["plan", *given, str(folder / reconcile.output)]) == 0
+    (head,) = capsys.readouterr().out.splitlines()
+    assert json.loads(head)["plan"] == 1
+    assert main(["plan", *given, str(folder / "nowhere")]) == 2
+
+
+def test_every_class_of_faults_has_an_action_or_is_reported() -> None:
+    assert {name.value for name in FAULTS} >= set(plan._ACTIONS)
