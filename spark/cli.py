@@ -14,12 +14,12 @@ from pathlib import Path
 
 from . import session
 from .errors import CLEAN, FINDINGS, INCOMPLETE, ReconcileError, UsageProblem
+from .moments import parse_moment
 from .options import RunOptions
 from .output import findings
 from .progress import Progress
 from .rules import file as rules_file
 from .safe_text import for_people
-from .sources.postgres import parse_moment
 
 DESCRIPTION = """Hold business tables, messages and effects against each other.
 

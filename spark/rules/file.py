@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import os
@@ -11,9 +10,8 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import replace
 from decimal import Decimal, InvalidOperation
-from enum import StrEnum
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from ..errors import RulesInvalid, UsageProblem
 from . import acknowledgements
@@ -33,15 +31,13 @@ from .rule import (
     Rules,
     Severity,
 )
+from .table import Table, dotted
 from .toml_lines import Path as TomlPath
 from .toml_lines import line_of, lines_by_path
 
 DEFAULT_TRACE: Final = "python manage.py outbox_trace {message_id}"
-_DURATION: Final = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|h|d)")
-_UNITS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _PASSWORD: Final = re.compile(r"password\s*=|://[^/@:]*:[^/@]+@", re.IGNORECASE)
 _LOCATIONS: Final = ("env", "service", "dsn", "path")
-Choice = TypeVar("Choice", bound=StrEnum)
 
 
 def load(path: Path, environment: Mapping[str, str] | None = None) -> Rules:
@@ -69,71 +65,6 @@ def parse(text: str, path: str = "rules", environment: Mapping[str, str] | None 
     return rules
 
 
-class _Table:
-    """One TOML table while it is being read: typed access, each error at its line."""
-
-    def __init__(self, reader: _Reader, values: Any, path: TomlPath, allowed: tuple[str, ...]) -> None:
-        self._reader, self.path = reader, path
-        self.values: dict[str, Any] = values if isinstance(values, dict) else {}
-        if not isinstance(values, dict):
-            self.problem(None, "must be a table", "write it as [section] or [[section]]")
-        for key in self.values:
-            if key not in allowed:
-                near = difflib.get_close_matches(key, allowed, 1)
-                remedy = f"did you mean {near[0]!r}?" if near else f"use one of: {', '.join(allowed)}"
-                self.problem(key, "unknown key", remedy)
-
-    def problem(self, key: str | None, what: str, remedy: str) -> None:
-        path = self.path if key is None else (*self.path, key)
-        self._reader.problem(path, f"{_dotted(path)}: {what}; {remedy}.")
-
-    def text(self, key: str, default: str | None = None, *, required: bool = False) -> str | None:
-        value = self.values.get(key)
-        if value is None:
-            if required:
-                self.problem(key, "missing", f'add {key} = "…"')
-            return default
-        if not isinstance(value, str) or not value.strip():
-            self.problem(key, f"must be a text that is not empty, got {value!r}", f'write {key} = "…"')
-            return default
-        return value
-
-    def required(self, key: str) -> str:
-        return self.text(key, "", required=True) or ""
-
-    def flag(self, key: str) -> bool:
-        value = self.values.get(key, False)
-        if not isinstance(value, bool):
-            self.problem(key, f"must be true or false, got {value!r}", f"write {key} = true")
-            return False
-        return value
-
-    def choice(self, key: str, kind: type[Choice], default: Choice) -> Choice:
-        value = self.values.get(key, default.value)
-        try:
-            return kind(value)
-        except ValueError:
-            self.problem(key, f"unknown value {value!r}", f"use one of: {', '.join(kind)}")
-            return default
-
-    def seconds(self, key: str, default: float | None) -> float | None:
-        value = self.values.get(key)
-        if value is None:
-            return default
-        match = _DURATION.fullmatch(value.strip()) if isinstance(value, str) else None
-        if match is None:
-            self.problem(key, f"not a duration: {value!r}", 'write a number and a unit (ms, s, m, h, d), as in "5m"')
-            return default
-        return float(match[1]) * _UNITS[match[2]]
-
-    def tables(self, key: str) -> list[tuple[Any, TomlPath]]:
-        value = self.values.get(key, [])
-        if not isinstance(value, list):
-            self.problem(key, "must be an array of tables", f"write [[{_dotted((*self.path, key))}]]")
-            return []
-        return [(item, (*self.path, key, number)) for number, item in enumerate(value)]
-
-
 class _Reader:
     def __init__(self, lines: dict[TomlPath, int], environment: Mapping[str, str]) -> None:
         self._lines, self._environment = lines, environment
@@ -143,11 +74,13 @@ class _Reader:
         self.problems.append((line_of(self._lines, path), text))
 
     def read(self, document: dict[str, Any]) -> Rules | None:
-        top = _Table(self, document, (), ("version", "title", "database", "broker", "output", "rule", "acknowledge"))
+        top = Table(
+            self.problem, document, (), ("version", "title", "database", "broker", "output", "rule", "acknowledge")
+        )
         if document.get("version") != 1:
             top.problem("version", f"must be 1, got {document.get('version')!r}", "write version = 1")
         databases = self._databases(document.get("database", {}))
-        broker = _Table(self, document.get("broker", {}), ("broker",), ("database", "trace", "archive"))
+        broker = Table(self.problem, document.get("broker", {}), ("broker",), ("database", "trace", "archive"))
         broker_name = broker.required("database")
         self._known(broker, "database", broker_name, databases)
         rules = tuple(self._rule(value, path, databases, broker_name) for value, path in top.tables("rule"))
@@ -156,7 +89,7 @@ class _Reader:
         names = [rule.name for rule in rules]
         self._unique(names, "rule")
         known = [
-            acknowledgements.read(_Table(self, value, path, acknowledgements.KEYS), names)
+            acknowledgements.read(Table(self.problem, value, path, acknowledgements.KEYS), names)
             for value, path in top.tables("acknowledge")
         ]
         return Rules(
@@ -171,7 +104,7 @@ class _Reader:
         )
 
     def _output_mode(self, value: Any) -> int:
-        table = _Table(self, value, ("output",), ("mode",))
+        table = Table(self.problem, value, ("output",), ("mode",))
         given = table.text("mode") if "mode" in table.values else None
         if given is None:
             return DEFAULT_OUTPUT_MODE
@@ -185,7 +118,7 @@ class _Reader:
         return mode
 
     def _databases(self, values: Any) -> dict[str, Database]:
-        section = _Table(self, values, ("database",), tuple(values) if isinstance(values, dict) else ())
+        section = Table(self.problem, values, ("database",), tuple(values) if isinstance(values, dict) else ())
         if not section.values:
             section.problem(None, "no database", "add [database.app] and [database.broker]")
         read = {name: self._database(name, value) for name, value in section.values.items()}
@@ -203,7 +136,7 @@ class _Reader:
 
     def _database(self, name: str, value: Any) -> Database:
         keys = ("kind", *_LOCATIONS, "schema", "watermark", "primary", "longest_transaction")
-        table = _Table(self, value, ("database", name), keys)
+        table = Table(self.problem, value, ("database", name), keys)
         kind = table.choice("kind", Kind, Kind.POSTGRES)
         given = [key for key in _LOCATIONS if key in table.values]
         if len(given) != 1:
@@ -218,13 +151,13 @@ class _Reader:
         )
 
     @staticmethod
-    def _longest_transaction(table: _Table) -> float:
+    def _longest_transaction(table: Table) -> float:
         table.text("primary")
         default = DEFAULT_LONGEST_TRANSACTION_SECONDS
         seconds = table.seconds("longest_transaction", default)
         return default if seconds is None else seconds
 
-    def _location(self, table: _Table, kind: Kind, given: str) -> str:
+    def _location(self, table: Table, kind: Kind, given: str) -> str:
         value = table.text(given) or ""
         if (given == "path") != (kind in (Kind.PARQUET, Kind.CSV)) and given != "env":
             table.problem(given, f"does not fit kind {kind.value!r}", "parquet and csv take path, databases do not")
@@ -243,7 +176,7 @@ class _Reader:
     def _rule(self, value: Any, path: TomlPath, databases: dict[str, Database], broker: str) -> Rule:
         keys = ("name", "database", "table", "key", "when", "time", "topic", "tag", "messages", "severity", "grace")
         more = ("message_when", "late_after", "stuck_after", "bucket", "allow_empty", "mask", "field", "group")
-        table = _Table(self, value, path, (*keys, *more))
+        table = Table(self.problem, value, path, (*keys, *more))
         database = table.required("database")
         self._known(table, "database", database, databases)
         severity = table.choice("severity", Severity, Severity.CRITICAL)
@@ -279,7 +212,7 @@ class _Reader:
         return rule
 
     @staticmethod
-    def _mask(table: _Table) -> tuple[str, ...]:
+    def _mask(table: Table) -> tuple[str, ...]:
         names = table.values.get("mask", [])
         if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
             table.problem("mask", f"must be a list of names, got {names!r}", 'write mask = ["email"]')
@@ -288,7 +221,7 @@ class _Reader:
             table.problem("mask", "the key cannot be masked: findings are found by it", "remove it from mask")
         return tuple(names)
 
-    def _check_bucket(self, table: _Table, rule: Rule) -> None:
+    def _check_bucket(self, table: Table, rule: Rule) -> None:
         if rule.bucket_seconds is None:
             return
         if rule.bucket_seconds <= 0:
@@ -303,7 +236,7 @@ class _Reader:
             table.problem("bucket", f"a checksum knows no tolerance (field {field.column!r})", "remove one of them")
 
     def _field(self, value: Any, path: TomlPath) -> FieldRule:
-        table = _Table(self, value, path, ("column", "body", "type", "tolerance"))
+        table = Table(self.problem, value, path, ("column", "body", "type", "tolerance"))
         kind = table.choice("type", FieldType, FieldType.TEXT)
         column = table.required("column")
         return FieldRule(
@@ -314,7 +247,7 @@ class _Reader:
         )
 
     @staticmethod
-    def _tolerance(table: _Table, kind: FieldType) -> str | None:
+    def _tolerance(table: Table, kind: FieldType) -> str | None:
         value = table.values.get("tolerance")
         if value is None:
             return None
@@ -336,7 +269,7 @@ class _Reader:
         self, value: Any, path: TomlPath, databases: dict[str, Database], default: str, severity: Severity
     ) -> GroupRule:
         keys = ("name", "database", "table", "key", "message_id", "time", "when", "owed_when", "within", "severity")
-        table = _Table(self, value, path, keys)
+        table = Table(self.problem, value, path, keys)
         database = table.text("database", default) or default
         self._known(table, "database", database, databases)
         effect = table.text("table")
@@ -362,7 +295,7 @@ class _Reader:
         )
 
     @staticmethod
-    def _known(table: _Table, key: str, name: str, databases: dict[str, Database]) -> None:
+    def _known(table: Table, key: str, name: str, databases: dict[str, Database]) -> None:
         if name and name not in databases:
             known = ", ".join(sorted(databases)) or "none"
             table.problem(key, f"no database {name!r}", f"add [database.{name}] or use one of: {known}")
@@ -370,14 +303,10 @@ class _Reader:
     def _unique(self, names: list[str], *path: str | int) -> None:
         for number, name in enumerate(names):
             if name and name in names[:number]:
-                self.problem((*path, number, "name"), f"{_dotted(path)}: two are called {name!r}; rename one.")
+                self.problem((*path, number, "name"), f"{dotted(path)}: two are called {name!r}; rename one.")
 
 
 def _digest(rule: Any) -> str:
     """Changes with what is judged, not with what is shown."""
     judged = {key: value for key, value in rule.items() if key != "mask"} if isinstance(rule, dict) else rule
     return hashlib.sha256(json.dumps(judged, sort_keys=True, default=str).encode()).hexdigest()[:16]
-
-
-def _dotted(path: TomlPath) -> str:
-    return ".".join(f"{part}" for part in path) or "file"

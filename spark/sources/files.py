@@ -14,10 +14,10 @@ from pyspark.sql import DataFrame, DataFrameReader, SparkSession
 from pyspark.sql import functions as F
 
 from ..errors import RunIncomplete, TableMissing, UsageProblem
+from ..moments import parse_moment
 from ..rules.rule import Database, Kind
 from . import nanoseconds
 from .base import Column, ColumnKind, Reading, Selection
-from .postgres import parse_moment
 from .sql import is_column
 
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Final, Protocol
 
 from . import sql
 from .base import Selection
+
+MAX_PARTITIONS: Final = 256
+PAGES_PER_PARTITION: Final = 8_192
 
 _IS_PARTITIONED: Final = "SELECT count(*) FROM pg_class WHERE oid = to_regclass({table}) AND relkind = 'p'"
 # The right to a partitioned table is none to its partitions by name; and row security is the table's own.
@@ -70,3 +74,19 @@ def nodes(plan: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 def _pages(database: Database, table: str) -> int:
     return int(database.query(_PAGES.format(table=sql.text(table)))[0][0])
+
+
+def page_pieces(pages: int) -> list[list[str]]:
+    """The conditions of the tasks that read a table of so many pages."""
+    if pages <= PAGES_PER_PARTITION:
+        return [[]]
+    count = task_count(pages / PAGES_PER_PARTITION)
+    edges = [pages * number // count for number in range(count)]
+    pieces = [[f"ctid >= '({low},0)'::tid AND ctid < '({high},0)'::tid"] for low, high in pairwise(edges)]
+    # Pages added after the size was read are not in the snapshot, but costs nothing to leave the end open.
+    return [*pieces, [f"ctid >= '({edges[-1]},0)'::tid"]]
+
+
+def task_count(exact: float) -> int:
+    """How many tasks, of `exact` pieces of work."""
+    return max(1, min(MAX_PARTITIONS, int(exact) + 1))

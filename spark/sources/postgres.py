@@ -14,38 +14,17 @@ from typing import Any, Final
 from pyspark.sql import DataFrame, SparkSession
 
 from ..errors import ReconcileError, RunIncomplete, UsageProblem
-from ..rules.rule import Database, FieldType
-from . import adbc, failures, partitions, sql, watermark
+from ..moments import parse_moment
+from ..rules.rule import Database
+from . import adbc, catalogue, failures, partitions, sql, watermark
 from .base import Column, Reading, Selection
 
 ROWS_PER_PARTITION: Final = 500_000
 KEYS_PER_PARTITION: Final = 5_000
-MAX_PARTITIONS: Final = 256
-_PAGES_PER_PARTITION: Final = 8_192
 
 # How long a run waits for a replica to replay what its primary had written when it was asked.
 REPLAY_SECONDS: Final = 30.0
 _REPLAY_PAUSE_SECONDS: Final = 0.1
-
-_IDENTITY: Final = "SELECT system_identifier::text FROM pg_control_system()"
-_COLUMN_TYPES: Final = """
-SELECT attname::text, format_type(atttypid, NULL) FROM pg_attribute
-WHERE attrelid = to_regclass({table}) AND attnum > 0 AND NOT attisdropped
-"""
-_UNIQUE: Final = """
-SELECT 1 FROM pg_index i JOIN pg_attribute a ON a.attrelid = i.indrelid AND a.attnum = i.indkey[0]
-WHERE i.indrelid = to_regclass({table}) AND i.indisunique AND i.indisvalid AND i.indimmediate AND i.indnkeyatts = 1
-  AND i.indpred IS NULL AND a.attname = {column} AND a.attnotnull
-"""
-_COMPARABLE: Final = {
-    FieldType.TEXT: ("text", "character varying", "character", "name", "uuid", "citext", "integer", "bigint"),
-    FieldType.INTEGER: ("smallint", "integer", "bigint", "numeric"),
-    FieldType.DECIMAL: ("smallint", "integer", "bigint", "numeric", "real", "double precision"),
-    FieldType.BOOLEAN: ("boolean",),
-    FieldType.TIMESTAMP: ("timestamp with time zone", "timestamp without time zone", "date"),
-    FieldType.DATE: ("date",),
-    FieldType.UUID: ("uuid", "text", "character varying"),
-}
 
 
 class PostgresSource:
@@ -117,7 +96,7 @@ class PostgresSource:
     def _system_identifier(self) -> str:
         with contextlib.closing(self._connect()) as connection:
             try:
-                return str(self._latest(connection, _IDENTITY)[0])
+                return str(self._latest(connection, catalogue.IDENTITY)[0])
             except UsageProblem:
                 return ""
 
@@ -149,7 +128,7 @@ class PostgresSource:
 
     def _check_comparable(self, table: str, column: Column, types: dict[str, str]) -> None:
         actual = types.get(column.expression)
-        if column.compared_as is None or actual is None or actual in _COMPARABLE[column.compared_as]:
+        if column.compared_as is None or actual is None or actual in catalogue.COMPARABLE[column.compared_as]:
             return
         raise UsageProblem(
             f"{table}.{column.expression} has type {actual}, which cannot be compared as {column.compared_as.value}: "
@@ -171,7 +150,7 @@ class PostgresSource:
                 queries += [
                     self._select(selection, [*terms, *piece], leaf.name)
                     for leaf in leaves
-                    for piece in ([[]] if leaf.is_indexed and since is not None else _page_pieces(leaf.pages))
+                    for piece in ([[]] if leaf.is_indexed and since is not None else partitions.page_pieces(leaf.pages))
                 ]
                 continue
             pieces = self._spans(selection, terms, since) if selection.span else self._pages(selection, terms, since)
@@ -192,7 +171,7 @@ class PostgresSource:
         if not sql.is_column(selection.key):
             return False
         table, column = sql.text(self.table_of(selection)), sql.text(selection.key)
-        return bool(self.attempt(_UNIQUE.format(table=table, column=column), about="the indexes"))
+        return bool(self.attempt(catalogue.UNIQUE.format(table=table, column=column), about="the indexes"))
 
     def read_keys(self, wanted: Sequence[tuple[Selection, Sequence[str]]]) -> DataFrame:
         """See Source."""
@@ -285,15 +264,15 @@ class PostgresSource:
             first, last = self.query(f"SELECT min({span}), max({span}) FROM {table}{sql.where(terms)}")[0]
         if first is None:
             return [["false"]]
-        count = _count((last - first + 1) / ROWS_PER_PARTITION)
+        count = partitions.task_count((last - first + 1) / ROWS_PER_PARTITION)
         edges = [first + (last - first + 1) * number // count for number in range(count + 1)]
         return [[f"{span} >= {low} AND {span} < {high}"] for low, high in pairwise(edges)]
 
     def _pages(self, selection: Selection, terms: list[str], since: datetime | None) -> list[list[str]]:
         pages = self._page_count(selection)
-        if since is not None and pages > _PAGES_PER_PARTITION and self._uses_index(selection, terms):
+        if since is not None and pages > partitions.PAGES_PER_PARTITION and self._uses_index(selection, terms):
             return [[]]
-        return _page_pieces(pages)
+        return partitions.page_pieces(pages)
 
     def _page_count(self, selection: Selection) -> int:
         """Pages of an ordinary table; 0 for views, which are read in one piece."""
@@ -328,7 +307,7 @@ class PostgresSource:
         """PostgreSQL type by column of the selection's table."""
         table = self.table_of(selection)
         if table not in self._types:
-            rows = self.query(_COLUMN_TYPES.format(table=sql.text(table)))
+            rows = self.query(catalogue.COLUMN_TYPES.format(table=sql.text(table)))
             self._types[table] = {str(row[0]): str(row[1]) for row in rows}
         return self._types[table]
 
@@ -369,27 +348,3 @@ class PostgresSource:
                 return [tuple(row) for row in cursor.fetchall()]
             except adbc_driver_manager.Error as error:
                 raise failures.translated(self._database.name, error, about) from error
-
-
-def parse_moment(value: str) -> datetime:
-    """An ISO 8601 time; without an offset it is UTC. Raises UsageProblem."""
-    try:
-        moment = datetime.fromisoformat(value)
-    except ValueError as error:
-        raise UsageProblem(f"{value!r} is not a time: write ISO 8601, as in 2025-06-01T00:00:00+00:00.") from error
-    return moment.replace(tzinfo=UTC) if moment.tzinfo is None else moment.astimezone(UTC)
-
-
-def _page_pieces(pages: int) -> list[list[str]]:
-    """The conditions of the tasks that read a table of so many pages."""
-    if pages <= _PAGES_PER_PARTITION:
-        return [[]]
-    count = _count(pages / _PAGES_PER_PARTITION)
-    edges = [pages * number // count for number in range(count)]
-    pieces = [[f"ctid >= '({low},0)'::tid AND ctid < '({high},0)'::tid"] for low, high in pairwise(edges)]
-    # Pages added after the size was read are not in the snapshot, but costs nothing to leave the end open.
-    return [*pieces, [f"ctid >= '({edges[-1]},0)'::tid"]]
-
-
-def _count(exact: float) -> int:
-    return max(1, min(MAX_PARTITIONS, int(exact) + 1))
