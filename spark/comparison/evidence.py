@@ -7,6 +7,7 @@ Every function here is DataFrame -> DataFrame and knows no source.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from datetime import datetime
 from functools import reduce
 from typing import Final
@@ -214,17 +215,22 @@ def gather(sides: list[DataFrame], rule: Rule) -> DataFrame:
         value = F.col(f"n{number}")
         aggregates.append(F.max(F.when(is_row, value)).alias(f"row_n{number}"))
         aggregates.append(F.max_by(value, age).alias(f"message_n{number}"))
-    for number in range(len(rule.groups)):
-        is_effect = kind == EFFECT + number
-        aggregates.append(F.count_if(is_effect).alias(f"effects_{number}"))
-        aggregates.append(_earliest("at", is_effect).alias(f"effect_at_{number}"))
-        aggregates.append(F.count_if(kind == DEAD + number).alias(f"dead_{number}"))
-        if rule.groups[number].owed_when:
-            is_owed = (kind == COMMITTED) & (F.col("owed").bitwiseAND(F.lit(1 << number)) != 0)
-            aggregates.append(F.count_if(is_owed).alias(f"owed_{number}"))
+    aggregates += [one for number in range(len(rule.groups)) for one in _of_group(rule, number)]
     # Spread by key first: a key has two or three rows, so that Spark's own partial aggregation before the shuffle would
     # combine nothing, and carry every row as a wide buffer.
     return united.repartition("key").groupBy("key").agg(*aggregates)
+
+
+def _of_group(rule: Rule, number: int) -> Iterator[Column]:
+    """What is counted of one group's effects and dead letters."""
+    kind = F.col("kind")
+    is_effect = kind == EFFECT + number
+    yield F.count_if(is_effect).alias(f"effects_{number}")
+    yield _earliest("at", is_effect).alias(f"effect_at_{number}")
+    yield F.count_if(kind == DEAD + number).alias(f"dead_{number}")
+    if rule.groups[number].owed_when:
+        is_owed = (kind == COMMITTED) & (F.col("owed").bitwiseAND(F.lit(1 << number)) != 0)
+        yield F.count_if(is_owed).alias(f"owed_{number}")
 
 
 def _earliest(column: str, condition: Column) -> Column:

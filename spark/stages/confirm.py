@@ -159,10 +159,6 @@ def _as_findings(found: DataFrame, rule: Rule) -> DataFrame:
         severity = F.when(group == declared.name, F.lit(declared.severity.value)).otherwise(severity)
         effects = F.when(group == declared.name, F.col(f"effects_{number}")).otherwise(effects)
         effect_at = F.when(group == declared.name, F.col(f"effect_at_{number}")).otherwise(effect_at)
-    body = F.col("newest.body").cast("string")
-    shown_body = F.when(F.is_valid_utf8(body), F.substring(body, 1, MAX_BODY)).otherwise(
-        F.concat(F.lit("hex "), F.substring(F.hex("newest.body"), 1, MAX_BODY))
-    )
     return found.select(
         F.lit(rule.name).alias("rule"),
         F.lit(rule.table).alias("table"),
@@ -189,10 +185,18 @@ def _as_findings(found: DataFrame, rule: Rule) -> DataFrame:
         F.col("newest.decided_by").alias("decided_by"),
         "delivery",
         F.col("row.json").alias("row"),
-        masking.shown_body(rule, body, shown_body, MAX_BODY).alias("body"),
+        _shown_body(rule).alias("body"),
         _evidence(rule),
         "carry",
     )
+
+
+def _shown_body(rule: Rule) -> Column:
+    body = F.col("newest.body").cast("string")
+    shown = F.when(F.is_valid_utf8(body), F.substring(body, 1, MAX_BODY)).otherwise(
+        F.concat(F.lit("hex "), F.substring(F.hex("newest.body"), 1, MAX_BODY))
+    )
+    return masking.shown_body(rule, body, shown, MAX_BODY)
 
 
 def severity_order(severity: str) -> int:
