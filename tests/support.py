@@ -5,7 +5,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
+
+import psycopg
 
 Value = TypeVar("Value")
 
@@ -24,3 +27,25 @@ def eventually(
             text = what() if callable(what) else what
             raise AssertionError(f"not within {within_seconds} s: {text or condition}; last value: {value!r}")
         pause.wait(0.02)
+
+
+def let_in(url: str, user: str) -> Path:
+    """Let another user of this machine connect to the server, which knows its own alone; returns its data directory."""
+    with psycopg.connect(url, autocommit=True) as connection:
+        (folder,) = connection.execute("SHOW data_directory").fetchone() or ("",)
+        data = Path(folder)
+        mapping = data / "pg_ident.conf"
+        line = f'outbox "{user}" all\n'
+        if line not in mapping.read_text():
+            with mapping.open("a") as file:
+                file.write(line)
+        (before,) = connection.execute("SELECT pg_conf_load_time()").fetchone() or (None,)
+        connection.execute("SELECT pg_reload_conf()")
+    eventually(lambda: _loaded_after(url, before), what="the server's new settings")
+    return data
+
+
+def _loaded_after(url: str, before: object) -> bool:
+    with psycopg.connect(url, autocommit=True) as connection:
+        row = connection.execute("SELECT pg_conf_load_time() > %s", [before]).fetchone()
+    return row is not None and bool(row[0])

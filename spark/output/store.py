@@ -63,13 +63,14 @@ class Store:
     def check_writable(self) -> None:
         """Raise UsageProblem unless files can be written, before any work is done.
 
-        A local folder that is not there yet is made for this user alone: findings hold the keys of rows.
+        A local folder that is not there yet is made for this user alone, or whom the rules let in: findings hold the keys of rows.
         """
         try:
             if self._is_local:
                 Path(self._location).parent.mkdir(parents=True, exist_ok=True)
                 with contextlib.suppress(FileExistsError):
                     Path(self._location).mkdir(mode=0o700)
+                    Path(self._location).chmod(self._folder_mode)
             self.write(f"runs/.probe-{os.getpid()}", "")
             self._files.delete_file(f"{self._root}/runs/.probe-{os.getpid()}")
         except OSError as error:

@@ -85,7 +85,7 @@ class Watch:
 
     def _batch(self, moments: DataFrame, number: int) -> None:
         try:
-            self._judge(moments, number)
+            self._run_window(moments, number)
         except RunIncomplete as error:
             if not self._is_lasting:
                 self._failure = error
@@ -95,7 +95,7 @@ class Watch:
             self._failure = error  # Spark would give it back as text.
             raise
 
-    def _judge(self, moments: DataFrame, number: int) -> None:
+    def _run_window(self, moments: DataFrame, number: int) -> None:
         until = max(datetime.fromisoformat(row["until"]) for row in moments.collect())
         batch = Batch(self._query_id(), number)
         if batch.is_in(self._store.result()):

@@ -11,7 +11,7 @@ from pathlib import Path
 import psycopg
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
-from tests.support import eventually
+from tests.support import eventually, let_in
 
 PROGRAM = shutil.which("pgbouncer", path="/usr/sbin:/usr/bin:/usr/local/bin:/usr/local/sbin")
 _SETTINGS = """
@@ -36,6 +36,8 @@ def pooled(url: str, folder: Path, *, size: int) -> Iterator[str]:
     """The URL of the database `url` through a pool of `size` connections."""
     assert PROGRAM is not None
     given = conninfo_to_dict(url)
+    run_as = Path(str(given["host"])).owner()
+    let_in(url, run_as)
     # It refuses to run as root, so it runs as the server does: whoever may enter the folder of the server's socket.
     folder.chmod(0o777)
     for parent in folder.parents[:2]:
@@ -44,7 +46,7 @@ def pooled(url: str, folder: Path, *, size: int) -> Iterator[str]:
     settings.write_text(
         _SETTINGS.format(
             host=given["host"], port=given.get("port", 5432), user=given.get("user", "postgres"), folder=folder,
-            own_port=6432, size=size, run_as=Path(str(given["host"])).owner(),
+            own_port=6432, size=size, run_as=run_as,
         )
     )  # fmt: skip
     with (folder / "log").open("wb") as log:

@@ -11,14 +11,14 @@ from pathlib import Path
 import psycopg
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
-from tests.support import eventually
+from tests.support import eventually, let_in
 
 
 @contextmanager
 def streaming(url: str, folder: Path) -> Iterator[str]:
-    """The URL of a replica of the server at `url`, whose data directory is that of its socket."""
-    data = Path(str(conninfo_to_dict(url)["host"]))
-    user, standby = data.owner(), folder / "standby"
+    """The URL of a replica of the server at `url`, run by the same user."""
+    owner = Path(str(conninfo_to_dict(url)["host"])).owner()
+    data, user, standby = let_in(url, owner), owner, folder / "standby"
     programs = Path(shlex.split((data / "postmaster.opts").read_text())[0]).parent
     folder.chmod(0o777)
     for parent in folder.parents[:2]:

@@ -107,7 +107,7 @@ def test_k_planted_faults_exactly_those_k_rerun_identical_clean_after_repair(
     assert by_class["UNDELIVERED", "logistics"]["delivery"] == "passed"
     assert by_class["ORPHAN", ""]["detail"].endswith("acted on by: logistics, points, cart")
     say_what_they_rest_on(by_class)
-    assert "What to do" in (reconcile.folder / "out" / "report.html").read_text()
+    assert "Row, messages and effects" in (reconcile.folder / "out" / "report.html").read_text()
 
     second = reconcile.run(full=True)
     assert [without_times(row) for row in reconcile.rows(second)] == [without_times(row) for row in rows]

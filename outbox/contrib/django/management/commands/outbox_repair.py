@@ -91,7 +91,7 @@ class Command(OutboxCommand):
         for step, result in apply(plan, means, limits, log):
             outcomes[result.outcome.value] += 1
             if options["json"]:
-                self.stdout.write(json.dumps({"step": asdict(step), "result": asdict(result)}, default=str))
+                self.say(json.dumps({"step": asdict(step), "result": asdict(result)}, default=str))
             else:
                 subject = f"{step.rule}, key {step.key}" + (f", group {step.group}" if step.group else "")
                 self.say(f"{step.finding_class} {subject}: {result.outcome.value}: {result.detail}")
