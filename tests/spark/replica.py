@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import psycopg
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
@@ -19,15 +21,19 @@ def streaming(url: str, folder: Path) -> Iterator[str]:
     """The URL of a replica of the server at `url`, run by the same user."""
     owner = Path(str(conninfo_to_dict(url)["host"])).owner()
     data, user, standby = let_in(url, owner), owner, folder / "standby"
+    # Root's group would shut it out of root's folders, which it may pass through as anybody else.
+    as_server: dict[str, Any] = {"user": user, "cwd": folder}
+    if os.geteuid() == 0:
+        as_server |= {"group": data.group(), "extra_groups": []}
     programs = Path(shlex.split((data / "postmaster.opts").read_text())[0]).parent
     folder.chmod(0o777)
     for parent in folder.parents[:2]:
         parent.chmod(parent.stat().st_mode | 0o011)
     copy = [programs / "pg_basebackup", "-D", standby, "-R", "-X", "stream", "-c", "fast", "-d", url]
-    subprocess.run([str(part) for part in copy], user=user, check=True, cwd=folder)
+    subprocess.run([str(part) for part in copy], check=True, **as_server)
     server = [programs / "postgres", "-D", standby, "-h", "", "-k", folder, "-p", "5432"]
     with (folder / "log").open("wb") as log:
-        process = subprocess.Popen([str(part) for part in server], user=user, cwd=folder, stdout=log, stderr=log)
+        process = subprocess.Popen([str(part) for part in server], stdout=log, stderr=log, **as_server)
     replica = make_conninfo(url, host=str(folder), port="5432")
     try:
         eventually(lambda: _answers(replica), what="the replica")
