@@ -63,8 +63,8 @@ class Store:
     def check_writable(self) -> None:
         """Raise UsageProblem unless files can be written, before any work is done.
 
-        A local folder that is not there yet is made for this user alone, or whom the rules let in: findings hold keys of
-        rows.
+        A local folder that is not there yet is made for this user, or whom the rules let in: findings hold the keys
+        of rows.
         """
         try:
             if self._is_local:

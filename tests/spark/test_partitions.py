@@ -12,7 +12,7 @@ from pyspark.sql import SparkSession
 
 from spark.comparison import contract
 from spark.rules import file as rules_file
-from spark.sources import postgres
+from spark.sources import partitions
 from spark.sources.postgres import PostgresSource
 from tests.spark.world import RULES, START
 
@@ -89,7 +89,7 @@ def test_a_role_that_may_not_read_partitions_by_name_reads_the_table(partitioned
 
 def test_a_large_table_is_read_from_a_time_on(partitioned: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     """By its index where it has one, else by ranges of pages."""
-    monkeypatch.setattr(postgres, "_PAGES_PER_PARTITION", 1)
+    monkeypatch.setattr(partitions, "PAGES_PER_PARTITION", 1)
     url, source = partitioned
     with psycopg.connect(url, autocommit=True) as connection:
         connection.execute(
