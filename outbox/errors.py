@@ -92,6 +92,18 @@ class TransactionalMessagesRejected(BrokerError):
     """The broker's operator has switched off new transactional messages."""
 
 
+class ProducerFenced(BrokerError):
+    """A newer instance of this producer has taken its transactional id; this one may not send any more."""
+
+
+class LeftoversUndecided(BrokerError):
+    """What an older instance of this producer left behind was not decided in time; try again."""
+
+
+class TransactionTimedOut(BrokerError):
+    """The transaction was open for longer than it may be; nothing of it was published."""
+
+
 class SchemaError(BrokerError):
     """The broker's tables are missing, too old or too new for this code."""
 

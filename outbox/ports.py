@@ -14,7 +14,7 @@ from uuid import UUID
 from outbox.errors import PartialFailure
 from outbox.message import Delivery, Message, SendReceipt
 from outbox.subscription import Subscription
-from outbox.transaction import Answer, Check, EndStatus, EndTransaction, HalfTransaction
+from outbox.transaction import Answer, Check, EndStatus, EndTransaction, HalfTransaction, ProducerEpoch
 
 Handler = Callable[[Delivery], Any]
 BatchHandler = Callable[[Sequence[Delivery]], Any]
@@ -29,11 +29,19 @@ class Broker(Protocol):
     message id makes a resend idempotent and check-back settles a half nobody waits for.
     """
 
-    def send(self, messages: Sequence[Message], *, timeout_seconds: float = 3.0) -> list[SendReceipt]:
-        """Store messages, visible at once: all or none."""
+    def send(
+        self, messages: Sequence[Message], *, timeout_seconds: float = 3.0, producer: ProducerEpoch | None = None
+    ) -> list[SendReceipt]:
+        """Store messages, visible at once: all or none. Raises ProducerFenced for an older instance of a producer."""
 
     def send_half(self, half: HalfTransaction, *, timeout_seconds: float = 3.0) -> list[SendReceipt]:
         """Store messages invisibly until `end` decides them: all or none, durable on return."""
+
+    def take_over(self, producer_group: str, transactional_id: str, *, timeout_seconds: float = 3.0) -> ProducerEpoch:
+        """Make the caller the newest instance of a transactional id. Raises LeftoversUndecided where that lasts."""
+
+    def leftovers(self, producer: ProducerEpoch) -> list[UUID]:
+        """The undecided half transactions of its older instances; also makes them due for a check at once."""
 
     def end(self, ends: Sequence[EndTransaction], *, timeout_seconds: float = 3.0) -> list[EndStatus]:
         """Record decisions. The first decision of a transaction stands; one status per end, in order."""

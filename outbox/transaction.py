@@ -31,6 +31,18 @@ class DecidedBy(enum.StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ProducerEpoch:
+    """One instance of a logical producer: of those with the same transactional id, only the newest may send.
+
+    The id stands for itself within its producer group. Kafka's words, but the epoch stands in the broker's database.
+    """
+
+    producer_group: str
+    transactional_id: str
+    epoch: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class HalfTransaction:
     """The messages of one publish call, to be stored invisibly until the local transaction is decided.
 
@@ -38,6 +50,7 @@ class HalfTransaction:
     interchangeable producers that can answer a check-back; `ledger_id` the table of local transactions
     the answer must come from (None: there is none); `checker` the registered look-up to run, if any.
     `immunity_seconds` is the minimum age before the first check that may write (None: broker default).
+    `producer` is the instance that sends it, where the producer has a transactional id: an older one is refused.
     """
 
     producer_group: str
@@ -45,6 +58,7 @@ class HalfTransaction:
     ledger_id: UUID | None = None
     checker: str = ""
     immunity_seconds: int | None = None
+    producer: ProducerEpoch | None = None
 
     @property
     def transaction_id(self) -> UUID:

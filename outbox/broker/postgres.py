@@ -22,11 +22,11 @@ from outbox.broker.database.pool import Pool
 from outbox.broker.log import commit_log, recall, topics
 from outbox.broker.log.topics import TopicCatalog
 from outbox.broker.schema.install import check_schema, missing
-from outbox.broker.transaction import checks, decisions, half_scan
+from outbox.broker.transaction import checks, decisions, fencing, half_scan
 from outbox.errors import BrokerError, BrokerUnavailable, SendFailed
 from outbox.message import Message, SendReceipt
 from outbox.topic import Topic
-from outbox.transaction import Answer, Check, CheckSettings, EndStatus, EndTransaction, HalfTransaction
+from outbox.transaction import Answer, Check, CheckSettings, EndStatus, EndTransaction, HalfTransaction, ProducerEpoch
 
 logger = logging.getLogger(__name__)
 
@@ -57,12 +57,22 @@ class PostgresBroker:
         self._schema_known = False
         self._notifier = notify.Notifier(database)
 
-    def send(self, messages: Sequence[Message], *, timeout_seconds: float = 3.0) -> list[SendReceipt]:
+    def send(
+        self, messages: Sequence[Message], *, timeout_seconds: float = 3.0, producer: ProducerEpoch | None = None
+    ) -> list[SendReceipt]:
         if not messages:
             return []
+
+        def append(run: Executor) -> list[SendReceipt]:
+            if producer is None:
+                return commit_log.append_decided(run, self.catalog, messages)
+            with run.connection.transaction():
+                fencing.check_epoch(run, producer)
+                return commit_log.append_decided(run, self.catalog, messages)
+
         receipts = self._attempt(
             timeout_seconds,
-            lambda run: commit_log.append_decided(run, self.catalog, messages),
+            append,
             what=_described(messages),
         )
         self.notify_decided()
@@ -72,10 +82,30 @@ class PostgresBroker:
         if half.immunity_seconds is None:
             # Stored with the half: whoever scans it, under whatever settings, gives it the same immunity.
             half = replace(half, immunity_seconds=self._check.immunity_seconds)
+        return self._attempt(timeout_seconds, lambda run: self._append_half(run, half), what=_described(half.messages))
+
+    def _append_half(self, run: Executor, half: HalfTransaction) -> list[SendReceipt]:
+        if half.producer is None:
+            return commit_log.append_half(run, self.catalog, half)
+        with run.connection.transaction():
+            fencing.check_epoch(run, half.producer)
+            receipts = commit_log.append_half(run, self.catalog, half)
+            fencing.note_half(run, half.producer, half.transaction_id)
+            return receipts
+
+    def take_over(self, producer_group: str, transactional_id: str, *, timeout_seconds: float = 3.0) -> ProducerEpoch:
         return self._attempt(
-            timeout_seconds,
-            lambda run: commit_log.append_half(run, self.catalog, half),
-            what=_described(half.messages),
+            # The server counts the wait; beyond it the answer has to come back.
+            timeout_seconds + 3.0,
+            lambda run: fencing.take_over(run, producer_group, transactional_id, timeout_seconds=timeout_seconds),
+            what=f"taking over producer {transactional_id!r}",
+        )
+
+    def leftovers(self, producer: ProducerEpoch) -> list[UUID]:
+        return self._attempt(
+            _CHECK_SECONDS,
+            lambda run: fencing.leftovers(run, producer, settings=self._check),
+            what=f"the leftovers of producer {producer.transactional_id!r}",
         )
 
     def end(self, ends: Sequence[EndTransaction], *, timeout_seconds: float = 3.0) -> list[EndStatus]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from uuid import UUID
 
 from outbox.codec import Codecs
-from outbox.errors import InvalidMessage, TransactionalMessagesRejected
+from outbox.errors import InvalidMessage, ProducerFenced, TransactionalMessagesRejected
 from outbox.memory.consumers import Consumers, DeadLetter
 from outbox.memory.log import Log, Transaction
 from outbox.message import Message, SendReceipt
@@ -23,6 +25,7 @@ from outbox.transaction import (
     EndStatus,
     EndTransaction,
     HalfTransaction,
+    ProducerEpoch,
 )
 
 
@@ -44,6 +47,7 @@ class InMemoryBroker:
     ) -> None:
         self.incidents: list[str] = []
         self.reject_transactional = False
+        self._epochs: Counter[tuple[str, str]] = Counter()
         self._check = check or CheckSettings()
         self._clock = clock
         self._advanced = timedelta()
@@ -66,8 +70,11 @@ class InMemoryBroker:
         """Add or replace topics."""
         self._log.declare(topics)
 
-    def send(self, messages: Sequence[Message], *, timeout_seconds: float = 3.0) -> list[SendReceipt]:
+    def send(
+        self, messages: Sequence[Message], *, timeout_seconds: float = 3.0, producer: ProducerEpoch | None = None
+    ) -> list[SendReceipt]:
         with self._log.lock:
+            self._check_epoch(producer)
             self._log.check_accepts(messages, transactional=False)
             transaction = self._log.store(messages, half=None, due_at=None)
             if transaction.decision is Decision.UNKNOWN:
@@ -78,6 +85,7 @@ class InMemoryBroker:
         with self._log.lock:
             if self.reject_transactional:
                 raise TransactionalMessagesRejected()
+            self._check_epoch(half.producer)
             self._log.check_accepts(half.messages, transactional=True)
             immunity = self._check.immunity_seconds if half.immunity_seconds is None else half.immunity_seconds
             due_at = self.now() + timedelta(seconds=immunity)
@@ -88,6 +96,31 @@ class InMemoryBroker:
                     f"build a new message for another transaction."
                 )
             return self._log.receipts(half.messages)
+
+    # -- producers with a transactional id --------------------------------------------------------
+
+    def take_over(self, producer_group: str, transactional_id: str, *, timeout_seconds: float = 3.0) -> ProducerEpoch:
+        with self._log.lock:
+            epoch = self._epochs[producer_group, transactional_id] + 1
+            self._epochs[producer_group, transactional_id] = epoch
+            return ProducerEpoch(producer_group=producer_group, transactional_id=transactional_id, epoch=epoch)
+
+    def leftovers(self, producer: ProducerEpoch) -> list[UUID]:
+        with self._log.lock:
+            found = [t for t in self._log.undecided() if t.half is not None and _is_older(t.half.producer, producer)]
+            for transaction in found:
+                transaction.due_at = self.now()
+            return [transaction.transaction_id for transaction in found]
+
+    def _check_epoch(self, producer: ProducerEpoch | None) -> None:
+        if producer is None:
+            return
+        newest = self._epochs[producer.producer_group, producer.transactional_id]
+        if producer.epoch != newest:
+            raise ProducerFenced(
+                f"producer {producer.transactional_id!r} of group {producer.producer_group!r}: this instance has "
+                f"epoch {producer.epoch}, epoch {newest} has taken its place. Nothing was published."
+            )
 
     # -- deciding -------------------------------------------------------------------------------
 
@@ -206,3 +239,7 @@ class InMemoryBroker:
         Failed messages wait for their retry delay: `advance` the time to see them again.
         """
         return self._consumers.drain()
+
+
+def _is_older(instance: ProducerEpoch | None, than: ProducerEpoch) -> bool:
+    return instance is not None and replace(instance, epoch=than.epoch) == than and instance.epoch < than.epoch

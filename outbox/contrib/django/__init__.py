@@ -5,6 +5,8 @@ Importing this needs no settings and no loaded apps, so models.py of any app may
 
 from outbox.contrib.django.broker import get_broker
 from outbox.contrib.django.decorators import transactional_message
+from outbox.contrib.django.fenced_producer import fenced_producer
+from outbox.contrib.django.message_transactions import transaction
 from outbox.contrib.django.messages import message
 from outbox.contrib.django.periodic import run_check_back
 from outbox.contrib.django.pruning import run_prune
@@ -12,6 +14,7 @@ from outbox.contrib.django.publishing import publish, publish_many, publish_mess
 from outbox.contrib.django.registry import subscriber
 
 __all__ = [
+    "fenced_producer",
     "get_broker",
     "message",
     "publish",
@@ -20,5 +23,6 @@ __all__ = [
     "run_check_back",
     "run_prune",
     "subscriber",
+    "transaction",
     "transactional_message",
 ]

@@ -10,7 +10,13 @@ from django.db import transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.utils import IntegrityError
 
-_LOCK_POSTGRESQL: Final = "SELECT pg_advisory_xact_lock(%s)"
+from outbox.errors import InvalidMessage
+
+# One statement; unnest() hands the numbers out in their order.
+_LOCK_POSTGRESQL: Final = "SELECT pg_advisory_xact_lock(number) FROM unnest(%s::bigint[]) AS number"
+# A lock takes a place in the server's shared memory until the transaction ends; 16,000 at once used it up.
+MAX_KEYS: Final = 1_000
+
 _LOCK_ROW: Final = "UPDATE outbox_key_lock SET taken = taken + 1 WHERE key_hash = %s"
 _ADD_ROW: Final = "INSERT INTO outbox_key_lock (key_hash, taken) VALUES (%s, 0)"
 
@@ -18,13 +24,23 @@ _ADD_ROW: Final = "INSERT INTO outbox_key_lock (key_hash, taken) VALUES (%s, 0)"
 def lock_keys(connection: BaseDatabaseWrapper, keys: Iterable[tuple[str, str]]) -> None:
     """Wait for, and hold until the transaction ends, the locks of these (topic, key) pairs.
 
-    Sorted, so that two publish calls with the same keys do not wait for each other crosswise.
+    Sorted, so that two publish calls with the same keys do not wait for each other crosswise. Raises InvalidMessage
+    for more than MAX_KEYS of them.
     """
-    for number in sorted({_number(topic, key) for topic, key in keys}):
-        if connection.vendor == "postgresql":
-            with connection.cursor() as cursor:
-                cursor.execute(_LOCK_POSTGRESQL, [number])
-        else:
+    numbers = sorted({_number(topic, key) for topic, key in keys})
+    if len(numbers) > MAX_KEYS:
+        raise InvalidMessage(
+            f"{len(numbers)} different keys of FIFO topics in one call: each is locked until the transaction ends, and "
+            f"at most {MAX_KEYS} may be. Nothing was published; publish fewer at a time, in transactions of their "
+            f"own, or declare the topic with key_lock=False if its order between transactions does not matter."
+        )
+    if not numbers:
+        return
+    if connection.vendor == "postgresql":
+        with connection.cursor() as cursor:
+            cursor.execute(_LOCK_POSTGRESQL, [numbers])
+    else:
+        for number in numbers:
             _lock_row(connection, number)
 
 

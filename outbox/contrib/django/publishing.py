@@ -23,6 +23,7 @@ from outbox.broker.database.executor import Executor
 from outbox.broker.log.commit_log import append_placed
 from outbox.broker.postgres import PostgresBroker
 from outbox.broker.schema.install import missing
+from outbox.broker.transaction.fencing import check_epoch
 from outbox.contrib.django import ledger_entry
 from outbox.contrib.django.blocks import require_whole
 from outbox.contrib.django.broker import get_broker, get_catalog
@@ -37,7 +38,7 @@ from outbox.faults import point
 from outbox.memory import InMemoryBroker
 from outbox.message import Message, SendReceipt
 from outbox.topic import Topic
-from outbox.transaction import HalfTransaction
+from outbox.transaction import HalfTransaction, ProducerEpoch
 
 
 def publish(
@@ -114,26 +115,39 @@ def publish_messages(messages: Sequence[Message], *, using: str | None = None) -
     "publish() waits for databases: in a coroutine write `await sync_to_async(publish)(…)`, which also joins the "
     "transaction of an async subscriber or of @transactional_message."
 )
-def publish_bound(messages: Sequence[Message], *, using: str | None = None, checker: str = "") -> Published:
-    """Like `publish_messages`; `checker` names the look-up that check-back runs (`transactional_message(check=…)`)."""
+def publish_bound(
+    messages: Sequence[Message], *, using: str | None = None, checker: str = "", producer: ProducerEpoch | None = None
+) -> Published:
+    """Like `publish_messages`.
+
+    `checker` names the look-up that check-back runs (`transactional_message(check=…)`), `producer` the instance that
+    has to be the newest of its transactional id.
+    """
     with failing_takes_the_block_along(using):
         settings = get_settings()
         connection = current_transaction(using)
         if connection is None:
             _refuse_leak_from_test(settings, using)
-            return Published(get_broker().send(messages, timeout_seconds=settings.send_timeout_seconds))
+            return Published(_send(messages, settings, producer))
         watch = require_whole(connection, f"publishing {messages[0].message_id} for topic {messages[0].topic!r}")
         watch.bind(f"the message for topic {messages[0].topic!r}")
         if takes_atomic_path(connection, settings):
-            return Published(_publish_atomic(connection, settings, messages))
-        return _publish_two_phase(connection, settings, messages, checker)
+            return Published(_publish_atomic(connection, settings, messages, producer))
+        return _publish_two_phase(connection, settings, messages, checker, producer)
+
+
+def _send(messages: Sequence[Message], settings: OutboxSettings, producer: ProducerEpoch | None) -> list[SendReceipt]:
+    return get_broker().send(messages, timeout_seconds=settings.send_timeout_seconds, producer=producer)
 
 
 # -- the atomic path --------------------------------------------------------------------------------
 
 
 def _publish_atomic(
-    connection: BaseDatabaseWrapper, settings: OutboxSettings, messages: Sequence[Message]
+    connection: BaseDatabaseWrapper,
+    settings: OutboxSettings,
+    messages: Sequence[Message],
+    producer: ProducerEpoch | None,
 ) -> list[SendReceipt]:
     raw: psycopg.Connection[Any] = connection.connection
     catalog = get_catalog()
@@ -143,9 +157,10 @@ def _publish_atomic(
             for topic, item in zip(topics, messages, strict=True):
                 topic.check_accepts(item, transactional=True)
             _lock_keys(connection, topics, messages)
-            receipts, place = append_placed(
-                Executor(raw, settings.schema), catalog, messages, producer_group=settings.producer_group
-            )
+            run = Executor(raw, settings.schema)
+            if producer is not None:
+                check_epoch(run, producer)
+            receipts, place = append_placed(run, catalog, messages, producer_group=settings.producer_group)
         confirm(connection, settings, place)
     except BaseException as error:
         connection.set_rollback(True)
@@ -167,7 +182,11 @@ def _wake_after_commit() -> None:
 
 
 def _publish_two_phase(
-    connection: BaseDatabaseWrapper, settings: OutboxSettings, messages: Sequence[Message], checker: str
+    connection: BaseDatabaseWrapper,
+    settings: OutboxSettings,
+    messages: Sequence[Message],
+    checker: str,
+    producer: ProducerEpoch | None,
 ) -> Published:
     group = settings.required_producer_group()
     if not settings.ledger and not checker:
@@ -182,7 +201,9 @@ def _publish_two_phase(
         xid, ledger_id = "", None
         if settings.ledger:
             xid, ledger_id = _enter_in_ledger(connection, messages[0])
-        half = HalfTransaction(producer_group=group, messages=messages, ledger_id=ledger_id, checker=checker)
+        half = HalfTransaction(
+            producer_group=group, messages=messages, ledger_id=ledger_id, checker=checker, producer=producer
+        )
         point("producer.before_half")
         receipts = get_broker().send_half(half, timeout_seconds=settings.send_timeout_seconds)
         point("producer.after_half")

@@ -1,0 +1,156 @@
+"""Producers with a transactional id: the newest instance fences the older ones.
+
+Each instance that takes an id over raises its epoch. Whatever is sent under the id is checked in the transaction that
+stores it, under a shared lock that a newer instance waits for: once it has its epoch, nothing of an older one can
+still become visible on the way where log and local transaction are one. A half message that was stored before stays
+what it is, and its ledger decides; `leftovers` lists those a newer instance waits for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+from uuid import UUID
+
+from psycopg import errors as pg
+
+from outbox.broker.database.arrays import uuids
+from outbox.broker.database.executor import Executor
+from outbox.broker.database.statement import Statement
+from outbox.broker.transaction.half_scan import hint_checks
+from outbox.errors import LeftoversUndecided, ProducerFenced
+from outbox.transaction import CheckSettings, ProducerEpoch
+
+# Beside the row's lock, because that one is not fair: transactions that overlap would share it for ever, past whoever
+# wants to raise the epoch.
+_LOCK_NAME: Final = "hashtextextended(%(producer_group)s || chr(31) || %(transactional_id)s, 20)"
+
+_SHARE = Statement(f"SELECT pg_advisory_xact_lock_shared({_LOCK_NAME})")
+_EXCLUDE = Statement(f"SELECT pg_advisory_xact_lock({_LOCK_NAME})")
+_LIMIT_WAITING = Statement("SELECT set_config('lock_timeout', %(milliseconds)s || 'ms', true)")
+
+# FOR SHARE reads the newest version, whatever snapshot the transaction has, or fails.
+_EPOCH = Statement("""
+SELECT epoch FROM {schema}.producer_epoch
+WHERE producer_group = %(producer_group)s AND transactional_id = %(transactional_id)s
+FOR SHARE
+""")
+
+_RAISE = Statement("""
+INSERT INTO {schema}.producer_epoch AS known (producer_group, transactional_id, epoch)
+VALUES (%(producer_group)s, %(transactional_id)s, 1)
+ON CONFLICT (producer_group, transactional_id) DO UPDATE SET epoch = known.epoch + 1, initialised_at = now()
+RETURNING epoch
+""")
+
+# Undecided halves are never removed from the log; decided ones are, some day, with their decisions.
+_UNDECIDED: Final = """EXISTS (SELECT FROM {schema}.commit_log half WHERE half.message_id = noted.transaction_id)
+    AND NOT EXISTS (SELECT FROM {schema}.op_log WHERE op_log.transaction_id = noted.transaction_id)"""
+
+# What is decided by now needs no row any more: an id has few open halves, so the table stays small.
+_NOTE = Statement(f"""
+WITH forgotten AS (
+    DELETE FROM {{schema}}.fenced_half noted
+    WHERE producer_group = %(producer_group)s AND transactional_id = %(transactional_id)s
+      AND transaction_id <> %(transaction_id)s AND NOT ({_UNDECIDED})
+)
+INSERT INTO {{schema}}.fenced_half (transaction_id, producer_group, transactional_id, epoch)
+VALUES (%(transaction_id)s, %(producer_group)s, %(transactional_id)s, %(epoch)s)
+ON CONFLICT (transaction_id) DO NOTHING
+""")
+
+_LEFTOVERS = Statement(f"""
+SELECT transaction_id FROM {{schema}}.fenced_half noted
+WHERE producer_group = %(producer_group)s AND transactional_id = %(transactional_id)s AND epoch < %(epoch)s
+  AND {_UNDECIDED}
+ORDER BY transaction_id
+""")
+
+_END_IMMUNITY = Statement("""
+UPDATE {schema}.pending_check SET immune_until = least(immune_until, now())
+WHERE transaction_id = ANY(%(ids)s::uuid[]) AND parked_at IS NULL
+""")
+
+
+def take_over(run: Executor, producer_group: str, transactional_id: str, *, timeout_seconds: float) -> ProducerEpoch:
+    """Raise the epoch of a transactional id: from now on, what carries an older one is refused.
+
+    Waits for transactions that are about to commit messages under an older one on this server, at most so long.
+    Raises LeftoversUndecided when they did not end; nothing has changed then.
+    """
+    producer = {"producer_group": producer_group, "transactional_id": transactional_id}
+    try:
+        with run.connection.transaction():
+            run.execute(_LIMIT_WAITING, {"milliseconds": str(max(1, int(timeout_seconds * 1000)))})
+            run.execute(_EXCLUDE, producer)
+            [epoch] = run.one(_RAISE, producer)
+    except pg.LockNotAvailable as error:
+        raise LeftoversUndecided(
+            f"producer {transactional_id!r} of group {producer_group!r}: an older instance has been inside a "
+            f"transaction for more than {timeout_seconds:g} s. Nothing has changed, and the older one may still send; "
+            f"end it, or try again."
+        ) from error
+    return ProducerEpoch(producer_group=producer_group, transactional_id=transactional_id, epoch=epoch)
+
+
+def check_epoch(run: Executor, producer: ProducerEpoch) -> None:
+    """Inside the transaction that stores messages: raise ProducerFenced unless `producer` is the newest instance.
+
+    The answer holds until the transaction ends.
+    """
+    parameters = {"producer_group": producer.producer_group, "transactional_id": producer.transactional_id}
+    run.execute(_SHARE, parameters)
+    try:
+        found = run.row(_EPOCH, parameters)
+    except pg.SerializationFailure as error:
+        # The row was changed after the snapshot of this REPEATABLE READ transaction: the epoch was raised.
+        raise _fenced(producer, "a newer one") from error
+    if found is None:
+        raise ProducerFenced(
+            f"producer {producer.transactional_id!r} of group {producer.producer_group!r} is not known to the broker "
+            f"(another database?): take the id over again. Nothing was published."
+        )
+    if found[0] != producer.epoch:
+        raise _fenced(producer, f"epoch {found[0]}")
+
+
+def note_half(run: Executor, producer: ProducerEpoch, transaction_id: UUID) -> None:
+    """Beside a half message that was stored under `producer`: a newer instance will wait until it is decided."""
+    run.execute(
+        _NOTE,
+        {
+            "transaction_id": transaction_id,
+            "producer_group": producer.producer_group,
+            "transactional_id": producer.transactional_id,
+            "epoch": producer.epoch,
+        },
+    )
+
+
+def leftovers(run: Executor, producer: ProducerEpoch, *, settings: CheckSettings) -> list[UUID]:
+    """The undecided half transactions of older instances; each is made due for a check, immune or not.
+
+    Immunity spares a check that asks too early. These were given up by whoever sent them, and the ledger's barrier
+    answers UNKNOWN while one of them is still running.
+    """
+    rows = run.rows(
+        _LEFTOVERS,
+        {
+            "producer_group": producer.producer_group,
+            "transactional_id": producer.transactional_id,
+            "epoch": producer.epoch,
+        },
+    )
+    found: Sequence[UUID] = [transaction_id for (transaction_id,) in rows]
+    if found:
+        hint_checks(run, found, settings=settings)
+        run.execute(_END_IMMUNITY, {"ids": uuids(found)})
+    return list(found)
+
+
+def _fenced(producer: ProducerEpoch, newest: str) -> ProducerFenced:
+    return ProducerFenced(
+        f"producer {producer.transactional_id!r} of group {producer.producer_group!r}: this instance has epoch "
+        f"{producer.epoch}, {newest} has taken its place. Nothing was published; end this process, or take the id "
+        f"over again if the other one is the mistake."
+    )
