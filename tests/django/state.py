@@ -33,9 +33,10 @@ def stored() -> list[Stored]:
     """All messages in the broker, in log order, once the flusher is done."""
     flusher.flush(within_seconds=10)
     with psycopg.connect(alias_conninfo(get_settings().broker), autocommit=True) as connection:
+        connection.execute("SELECT set_config('search_path', %s, false)", [get_settings().schema])
         rows = connection.execute(
-            "SELECT l.message_id, l.key, l.half, o.decision::text, o.decided_by::text FROM outbox.commit_log l "
-            "LEFT JOIN outbox.op_log o USING (transaction_id) ORDER BY l.log_id"
+            "SELECT l.message_id, l.key, l.half, o.decision::text, o.decided_by::text FROM commit_log l "
+            "LEFT JOIN op_log o USING (transaction_id) ORDER BY l.log_id"
         ).fetchall()
     return [Stored(*row) for row in rows]
 

@@ -101,9 +101,10 @@ def settled() -> bool:
 
 def steps_by_key() -> dict[str, list[int]]:
     """What was published with a tag, by key, as consumers see it."""
-    with broker_connection() as (connection, _):
+    with broker_connection() as (connection, schema):
+        connection.execute("SELECT set_config('search_path', %s, false)", [schema])
         rows = connection.execute(
-            "SELECT l.key, l.tag::integer FROM outbox.consume_queue q JOIN outbox.commit_log l USING (log_id)"
+            "SELECT l.key, l.tag::integer FROM consume_queue q JOIN commit_log l USING (log_id)"
             " WHERE l.tag <> '' ORDER BY q.queue_id, q.queue_offset"
         ).fetchall()
     found: dict[str, list[int]] = {}
