@@ -1,4 +1,4 @@
-"""Read, process, write: what a handler publishes, its effects, and the note that it ran commit together or not at all."""
+"""Read, process, write: outputs, effects, and the note that a handler ran commit together or not at all."""
 
 from __future__ import annotations
 
