@@ -12,7 +12,7 @@ from typing import Any, Final
 import pytest
 from django.db import transaction
 
-from outbox.contrib.django import transaction as messages_together
+from outbox.contrib.django import message_transaction
 from outbox.contrib.django.broker import flusher, reset_broker
 from outbox.contrib.django.conf import get_settings
 from outbox.contrib.django.installation import install_broker
@@ -40,7 +40,7 @@ PATHS: Final[dict[str, dict[str, Any]]] = {"two_phase": {}, "atomic": {"BROKER":
 def place(number: int) -> None:
     """An order and its three messages, on three topics, as one transaction over them."""
     Order.objects.create(number=f"n{number}")
-    with messages_together() as tx:
+    with message_transaction() as tx:
         tx.publish("orders", {}, key=f"n{number}")
         tx.publish("payments", {}, key=f"n{number}")
         tx.publish("steps", {}, key=f"k{number % KEYS}", tag=str(number))

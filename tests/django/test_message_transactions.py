@@ -1,4 +1,4 @@
-"""Several messages that become visible together or never: `transaction()` on both paths, and its fences."""
+"""Several messages that become visible together or never: `message_transaction()` on both paths, and its fences."""
 
 from __future__ import annotations
 
@@ -11,8 +11,14 @@ from uuid import UUID
 import pytest
 from django.db import connections, transaction
 
-from outbox.contrib.django import fenced_producer, get_broker, message, publish_messages, run_check_back
-from outbox.contrib.django import transaction as messages_together
+from outbox.contrib.django import (
+    fenced_producer,
+    get_broker,
+    message,
+    message_transaction,
+    publish_messages,
+    run_check_back,
+)
 from outbox.contrib.django.fenced_producer import FencedProducer
 from outbox.contrib.django.models import LedgerEntry
 from outbox.errors import (
@@ -31,7 +37,7 @@ pytestmark = pytest.mark.usefixtures("empty_log")
 
 def publish_three(names: Sequence[str] = ("a", "b", "c")) -> set[UUID]:
     """The transaction ids of the three, of which there should be one."""
-    with messages_together() as tx:
+    with message_transaction() as tx:
         for topic, key in zip(("orders", "steps", "orders"), names, strict=True):
             tx.publish(topic, {"key": key}, key=key)
     return {receipt.transaction_id for receipt in tx.receipts}
@@ -55,7 +61,7 @@ def test_one_ledger_row_however_many_messages(path: str) -> None:
 
 
 def test_outside_a_transaction_all_are_sent_when_the_block_is_left(path: str) -> None:
-    with messages_together() as tx:
+    with message_transaction() as tx:
         tx.publish("orders", 1, key="a")
         assert stored() == []
         tx.publish("payments", 2, key="b")
@@ -64,7 +70,7 @@ def test_outside_a_transaction_all_are_sent_when_the_block_is_left(path: str) ->
 
 
 def publish_and_fail() -> None:
-    with messages_together() as tx:
+    with message_transaction() as tx:
         tx.publish("orders", 1, key="a")
         raise ZeroDivisionError
 
@@ -76,7 +82,7 @@ def test_an_exception_that_leaves_the_block_drops_its_messages(path: str) -> Non
 
 
 def publish_and_swallow() -> None:
-    with messages_together() as tx:
+    with message_transaction() as tx:
         tx.publish("orders", 1, key="a")
         with contextlib.suppress(UnserialisableBody):
             tx.publish("orders", object(), key="b")
@@ -99,14 +105,14 @@ def test_swallowed_inside_atomic_it_rolls_the_business_write_back(path: str) -> 
 
 def test_publishing_in_a_deeper_atomic_is_refused(path: str) -> None:
     with pytest.raises(TransactionUsageError, match="another atomic"), transaction.atomic():
-        with messages_together() as tx, transaction.atomic():
+        with message_transaction() as tx, transaction.atomic():
             tx.publish("orders", 1, key="a")
     assert stored() == []
 
 
 def test_publishing_in_an_atomic_that_was_opened_inside_is_refused(path: str) -> None:
     with pytest.raises(TransactionUsageError, match="another atomic"):
-        with messages_together() as tx, transaction.atomic():
+        with message_transaction() as tx, transaction.atomic():
             tx.publish("orders", 1, key="a")
     assert stored() == []
 
@@ -120,7 +126,7 @@ def test_a_savepoint_around_the_whole_takes_its_messages_with_it(path: str) -> N
 
 
 def test_it_is_over_when_it_is_left_and_entered_once(path: str) -> None:
-    tx = messages_together()
+    tx = message_transaction()
     with pytest.raises(TransactionUsageError, match="not before or after"):
         tx.publish("orders", 1)
     with pytest.raises(TransactionUsageError), tx:
@@ -135,7 +141,7 @@ def test_many_transactions_over_the_same_keys_in_any_order_do_not_deadlock(path:
     def publish_all(turn: int) -> None:
         try:
             for _ in range(10):
-                with transaction.atomic(), messages_together() as tx:
+                with transaction.atomic(), message_transaction() as tx:
                     for key in keys[turn:] + keys[:turn]:
                         tx.publish("steps", turn, key=key)
         finally:
@@ -156,7 +162,7 @@ def test_more_keys_than_a_transaction_may_lock_are_refused_by_number(path: str) 
 
 
 def test_a_transaction_without_a_database_is_dropped_after_its_timeout(path: str) -> None:
-    with pytest.raises(TransactionTimedOut, match="orders"), messages_together(timeout_seconds=0) as tx:
+    with pytest.raises(TransactionTimedOut, match="orders"), message_transaction(timeout_seconds=0) as tx:
         tx.publish("orders", 1, key="late")
     assert stored() == []
 

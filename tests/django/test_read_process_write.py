@@ -10,8 +10,7 @@ import pytest
 from django.db import connections, transaction
 
 from outbox import Delivery
-from outbox.contrib.django import publish_many, subscriber
-from outbox.contrib.django import transaction as messages_together
+from outbox.contrib.django import message_transaction, publish_many, subscriber
 from outbox.contrib.django.broker import flusher, reset_broker
 from outbox.contrib.django.conf import get_settings
 from outbox.contrib.django.drain import drain
@@ -50,7 +49,7 @@ class Aborted(Exception):
 
 def write(deliveries: Sequence[Delivery]) -> None:
     """The process and write of the chain: an effect and two messages for each that was read."""
-    with messages_together() as tx:
+    with message_transaction() as tx:
         for delivery in deliveries:
             Effect.objects.create(number=delivery.key)
             tx.publish("payments", delivery.body, key=delivery.key)

@@ -27,7 +27,7 @@ class FencedProducer:
     def transaction(
         self, *, using: str | None = None, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
     ) -> MessageTransaction:
-        """Like `transaction()`; raises ProducerFenced when it stores its messages, once a newer instance is there."""
+        """Like `message_transaction()`; leaving it raises ProducerFenced once a newer instance is there."""
         return MessageTransaction(using=using, timeout_seconds=timeout_seconds, producer=self.instance)
 
 

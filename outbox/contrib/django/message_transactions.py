@@ -1,4 +1,4 @@
-"""`transaction()`: several messages, to several topics, that become visible together or never.
+"""`message_transaction()`: several messages, to several topics, that become visible together or never.
 
 Inside `atomic()` they share one ledger row, one half batch, one decision and one row of the op log, however many there
 are. Outside they are stored by one statement when the block is left, so that no transaction is ever open in the
@@ -29,10 +29,12 @@ MAX_BYTES: Final = 64 * 1024 * 1024
 DEFAULT_TIMEOUT_SECONDS: Final = 60.0
 
 
-def transaction(*, using: str | None = None, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) -> MessageTransaction:
+def message_transaction(
+    *, using: str | None = None, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
+) -> MessageTransaction:
     """A block whose messages become visible together or never, also over several topics.
 
-        with transaction() as tx:
+        with message_transaction() as tx:
             tx.publish("orders", {...}, key=order.pk)
             tx.publish("points", {...}, key=order.customer_id)
 
@@ -45,7 +47,7 @@ def transaction(*, using: str | None = None, timeout_seconds: float = DEFAULT_TI
 
 
 class MessageTransaction:
-    """The messages of one `transaction()` block. For one thread, and entered once."""
+    """The messages of one `message_transaction()` block. For one thread, and entered once."""
 
     def __init__(
         self, *, using: str | None = None, timeout_seconds: float, producer: ProducerEpoch | None = None
@@ -69,7 +71,9 @@ class MessageTransaction:
 
     def __enter__(self) -> Self:
         if self._entered_at is not None:
-            raise TransactionUsageError("this transaction() was entered before: write a new one for each block.")
+            raise TransactionUsageError(
+                "this message_transaction() was entered before: write a new one for each block."
+            )
         self._connection = current_transaction(self._using)
         self._block = _innermost(self._connection)
         self._entered_at = time.monotonic()
@@ -109,7 +113,7 @@ class MessageTransaction:
             return
         if self._failure is not None:
             raise TransactionUsageError(
-                f"a message of this transaction() could not be added ({self._failure}), so that none of its "
+                f"a message of this message_transaction() could not be added ({self._failure}), so that none of its "
                 f"{len(self._messages)} others is sent: let that error leave the block, or publish it by itself."
             ) from self._failure
         if not self._messages:
@@ -121,12 +125,14 @@ class MessageTransaction:
     def _add(self, built: Message) -> None:
         name = f"message {built.message_id} for topic {built.topic!r}"
         if self._entered_at is None or self._is_over:
-            raise TransactionUsageError(f"{name}: publish inside `with transaction() as tx`, not before or after it.")
+            raise TransactionUsageError(
+                f"{name}: publish inside `with message_transaction() as tx`, not before or after it."
+            )
         self._refuse_another_block(name)
         self._size += len(built.body)
         if self._size > MAX_BYTES:
             raise InvalidMessage(
-                f"{name}: the bodies of this transaction() would be larger than {MAX_BYTES // 1024**2} MiB together "
+                f"{name}: the bodies of this transaction would be larger than {MAX_BYTES // 1024**2} MiB together "
                 f"({len(self._messages)} messages before it). Nothing of it was sent; send fewer at a time."
             )
         self._messages.append(built)
@@ -137,8 +143,8 @@ class MessageTransaction:
         if found is self._connection and _innermost(found) is self._block:
             return
         raise TransactionUsageError(
-            f"{name}: another atomic() was opened after this transaction() had begun, and a rollback of that one would "
-            f"not take the message back. Begin the transaction() inside it, or publish before it."
+            f"{name}: another atomic() was opened since this message_transaction() began, and its rollback would "
+            f"not take the message back. Begin the message_transaction() inside it, or publish before it."
         )
 
     def _refuse_if_late(self) -> None:
@@ -150,7 +156,7 @@ class MessageTransaction:
                 f"the transaction of {len(self._messages)} messages beginning with {self._messages[0].message_id} "
                 f"(topic {self._messages[0].topic!r}) was open for {open_seconds:.1f} s, its limit is "
                 f"{self._timeout_seconds:g} s. Nothing of it was published: what it is based on may be out of date. "
-                f"Run it again, or give a longer transaction(timeout_seconds=…)."
+                f"Run it again, or give a longer message_transaction(timeout_seconds=…)."
             )
 
 
