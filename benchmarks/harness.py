@@ -24,12 +24,12 @@ REPEATS = int(os.environ.get("OUTBOX_BENCH_REPEATS", "5"))
 
 
 @contextlib.contextmanager
-def server() -> Iterator[str]:
-    """The URL of a server for one benchmark run."""
+def server(**settings: str) -> Iterator[str]:
+    """The URL of a server for one benchmark run, with further parameters of the server."""
     with tempfile.TemporaryDirectory(prefix="outbox-bench-", ignore_cleanup_errors=True) as folder:
         data = Path(folder) / "data"
         try:
-            yield embedded.server_url(data, settings=SERVER_SETTINGS)
+            yield embedded.server_url(data, settings=SERVER_SETTINGS | settings)
         finally:
             embedded.stop(data)
 
