@@ -126,7 +126,7 @@ class Storm:
             self.recall(self.waiting[-1:])
         else:
             victim = "broker" if what == "kill the broker" else self.chance.choice(CONSUMERS)
-            os.kill(eventually(lambda: supervisor.pids().get(victim), what=f"{victim} runs"), signal.SIGKILL)
+            os.kill(eventually(lambda: supervisor.pids().get(victim, 0), what=f"{victim} runs"), signal.SIGKILL)
 
     def progress(self, before: int) -> int:
         """How many effects there are, 0 while there are no more than before."""
