@@ -3,6 +3,7 @@
 from outbox.checkback import CheckBack
 from outbox.codec import BytesCodec, Codec, Codecs, JsonCodec
 from outbox.message import Delivery, Message, SendReceipt
+from outbox.recall import Recall, RecallStatus
 from outbox.retry import RetryPolicy
 from outbox.subscription import Mode, OnError, Start, Subscription
 from outbox.topic import MessageType, Topic
@@ -25,6 +26,8 @@ __all__ = [
     "MessageType",
     "Mode",
     "OnError",
+    "Recall",
+    "RecallStatus",
     "RetryPolicy",
     "SendReceipt",
     "Start",

@@ -13,6 +13,7 @@ from uuid import UUID
 
 from outbox.errors import PartialFailure
 from outbox.message import Delivery, Message, SendReceipt
+from outbox.recall import Recall
 from outbox.subscription import Subscription
 from outbox.transaction import Answer, Check, EndStatus, EndTransaction, HalfTransaction, ProducerEpoch
 
@@ -30,9 +31,18 @@ class Broker(Protocol):
     """
 
     def send(
-        self, messages: Sequence[Message], *, timeout_seconds: float = 3.0, producer: ProducerEpoch | None = None
+        self,
+        messages: Sequence[Message],
+        *,
+        timeout_seconds: float = 3.0,
+        committed: bool = False,
+        producer: ProducerEpoch | None = None,
     ) -> list[SendReceipt]:
-        """Store messages, visible at once: all or none. Raises ProducerFenced for an older instance of a producer."""
+        """Store messages, visible at once: all or none. Raises ProducerFenced for an older instance of a producer.
+
+        `committed`: their local transaction has committed before (a repair), so that topics take them whose messages
+        must be bound to one.
+        """
 
     def send_half(self, half: HalfTransaction, *, timeout_seconds: float = 3.0) -> list[SendReceipt]:
         """Store messages invisibly until `end` decides them: all or none, durable on return."""
@@ -54,6 +64,21 @@ class Broker(Protocol):
 
     def report_answers(self, producer_group: str, answers: Sequence[Answer]) -> list[EndStatus | None]:
         """Record what a checker said: decisions are applied, UNKNOWN is rescheduled (None) or parked."""
+
+    def resume_checks(self, producer_group: str) -> int:
+        """Make the group's parked transactions due for a check now; returns how many."""
+
+    def recall(self, message_ids: Sequence[UUID], *, timeout_seconds: float = 3.0) -> list[Recall]:
+        """Take back messages that wait for their delivery time or for a retry; one outcome per id, in order."""
+
+    def recall_key(self, topic: str, key: str, *, timeout_seconds: float = 10.0) -> list[Recall]:
+        """Take back every message of the topic and key that waits so; what was taken. Raises UnknownTopic."""
+
+    def reject_transactional(self, rejecting: bool, *, timeout_seconds: float = 3.0) -> bool:
+        """Refuse new transactional messages (True), or take them again; returns whether that changed anything.
+
+        What is stored already goes on: it is decided, checked and delivered.
+        """
 
 
 class Checker(Protocol):

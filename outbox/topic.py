@@ -26,7 +26,7 @@ class MessageType(enum.StrEnum):
     DELAY = "DELAY"
     """May carry a delivery time."""
     TRANSACTION = "TRANSACTION"
-    """May be sent as a half message, bound to a local transaction."""
+    """May be sent as a half message, bound to a local transaction. Alone: must be."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,10 +67,24 @@ class Topic:
         """Whether messages are ordered by key."""
         return MessageType.FIFO in self.types
 
-    def check_accepts(self, message: Message, *, transactional: bool) -> None:
-        """Raise MessageTypeMismatch or InvalidMessage unless the topic takes this message sent this way."""
+    @property
+    def needs_transaction(self) -> bool:
+        """Whether it takes nothing but transactional messages."""
+        return self.types == {MessageType.TRANSACTION}
+
+    def check_accepts(self, message: Message, *, transactional: bool | None) -> None:
+        """Raise MessageTypeMismatch or InvalidMessage unless the topic takes this message sent this way.
+
+        `transactional`: bound to a local transaction that is open; None when that one has committed before (repair).
+        """
         if transactional and MessageType.TRANSACTION not in self.types:
             raise self._mismatch("a transactional message", MessageType.TRANSACTION)
+        if transactional is False and self.needs_transaction:
+            raise MessageTypeMismatch(
+                f"topic {self.name!r} is declared TRANSACTION only: message {message.message_id} must be bound to a "
+                f"local transaction. Publish it inside `with transaction.atomic():`, or from @transactional_message "
+                f"(without Django: TransactionProducer); or add NORMAL to the topic's types."
+            )
         if message.deliver_at is not None and MessageType.DELAY not in self.types:
             raise self._mismatch("a message with a delivery time", MessageType.DELAY)
         if self.is_fifo and not message.key:

@@ -6,6 +6,7 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from typing import Final
 from uuid import UUID
 
 from outbox.message import Message
@@ -76,6 +77,17 @@ class EndTransaction:
     decided_by: DecidedBy = DecidedBy.PRODUCER
 
 
+class ParkReason(enum.StrEnum):
+    """Why an undecided transaction was parked: named in the status, and asked about only now and then."""
+
+    CHECKS = "checks"
+    """Its producer group was asked MAX_CHECKS times, and no answer that counts was a decision."""
+    UNANSWERED = "unanswered"
+    """Past the age limit, and no producer of its group asks for checks: nobody runs that group."""
+    AGE = "age"
+    """Past the age limit; its group asks, but no answer counted (still running, ledger out of reach or unknown)."""
+
+
 class EndStatus(enum.StrEnum):
     """What the broker did with an end message."""
 
@@ -140,10 +152,18 @@ class CheckSettings:
     """When half messages are asked about (design: RocketMQ's defaults, the longer pair where sources differ).
 
     `immunity_seconds`: minimum age before the first check, unless the half carries its own.
-    `recheck_seconds`: wait after an UNKNOWN. `max_checks`, `max_age_seconds`: whichever comes first parks it.
+    `recheck_seconds`: wait after an UNKNOWN. So many answers that count and are UNKNOWN (`max_checks`) park it; so does
+    the broker's maintenance, whoever answered or did not, `max_age_seconds` after immunity ended. A parked one is asked
+    about every `parked_recheck_seconds`, and when its group comes back.
     """
 
     immunity_seconds: int = 6
     recheck_seconds: float = 60.0
     max_checks: int = 15
     max_age_seconds: float = 72 * 3600.0
+    parked_recheck_seconds: float = 3600.0
+
+
+GROUP_AWAY_SECONDS: Final = 300.0
+"""A producer group that has not asked for checks for so long is away. When it comes back, and when a new process of it
+starts, its parked transactions are asked about at once, but none more often than this."""

@@ -21,10 +21,12 @@ from outbox.broker.database.executor import Executor
 from outbox.broker.database.pool import Pool
 from outbox.broker.log import commit_log, recall, topics
 from outbox.broker.log.topics import TopicCatalog
+from outbox.broker.operations import switches
 from outbox.broker.schema.install import check_schema, missing
-from outbox.broker.transaction import checks, decisions, fencing, half_scan
+from outbox.broker.transaction import checks, decisions, fencing, half_scan, parking
 from outbox.errors import BrokerError, BrokerUnavailable, SendFailed
 from outbox.message import Message, SendReceipt
+from outbox.recall import Recall
 from outbox.topic import Topic
 from outbox.transaction import Answer, Check, CheckSettings, EndStatus, EndTransaction, HalfTransaction, ProducerEpoch
 
@@ -55,20 +57,27 @@ class PostgresBroker:
         self._check = check or CheckSettings()
         self._pool = Pool(database)
         self._schema_known = False
+        self._asked_for: set[str] = set()
         self._notifier = notify.Notifier(database)
 
     def send(
-        self, messages: Sequence[Message], *, timeout_seconds: float = 3.0, producer: ProducerEpoch | None = None
+        self,
+        messages: Sequence[Message],
+        *,
+        timeout_seconds: float = 3.0,
+        committed: bool = False,
+        producer: ProducerEpoch | None = None,
     ) -> list[SendReceipt]:
         if not messages:
             return []
 
         def append(run: Executor) -> list[SendReceipt]:
+            transactional = None if committed else False
             if producer is None:
-                return commit_log.append_decided(run, self.catalog, messages)
+                return commit_log.append_decided(run, self.catalog, messages, transactional=transactional)
             with run.connection.transaction():
                 fencing.check_epoch(run, producer)
-                return commit_log.append_decided(run, self.catalog, messages)
+                return commit_log.append_decided(run, self.catalog, messages, transactional=transactional)
 
         receipts = self._attempt(
             timeout_seconds,
@@ -120,12 +129,14 @@ class PostgresBroker:
         return statuses
 
     def claim_checks(self, producer_group: str, *, limit: int = 500) -> list[Check]:
-        """Also looks for new undecided half messages first."""
+        """Also looks for new undecided half messages first. The first call of a process asks about parked ones too."""
+        starts = producer_group not in self._asked_for
         claimed = self._attempt(
             _CHECK_SECONDS,
-            lambda run: checks.claim_checks(run, producer_group, limit=limit, settings=self._check),
+            lambda run: checks.claim_checks(run, producer_group, limit=limit, settings=self._check, starts=starts),
             what=f"checks of group {producer_group!r}",
         )
+        self._asked_for.add(producer_group)
         faults.point("check.after_claim")
         return claimed
 
@@ -152,12 +163,32 @@ class PostgresBroker:
         except BrokerError as error:
             logger.debug("a hint for %d checks was not stored: %s", len(transaction_ids), error)
 
-    def recall(self, message_id: UUID, *, timeout_seconds: float = 3.0) -> bool:
-        """Take back a decided message whose delivery time has not come; False when it is too late or unknown."""
+    def resume_checks(self, producer_group: str) -> int:
+        return self._attempt(
+            _CHECK_SECONDS,
+            lambda run: parking.ask_parked(run, producer_group),
+            what=f"the resumption of checks of group {producer_group!r}",
+        )
+
+    def recall(self, message_ids: Sequence[UUID], *, timeout_seconds: float = 3.0) -> list[Recall]:
         return self._attempt(
             timeout_seconds,
-            lambda run: recall.recall(run, message_id),
-            what=f"the recall of message {message_id}",
+            lambda run: recall.recall(run, message_ids),
+            what=f"the recall of {len(message_ids)} messages",
+        )
+
+    def recall_key(self, topic: str, key: str, *, timeout_seconds: float = 10.0) -> list[Recall]:
+        def request(run: Executor) -> list[Recall]:
+            self.catalog.get(run.connection, topic)
+            return recall.recall_key(run, topic, key)
+
+        return self._attempt(timeout_seconds, request, what=f"the recall of key {key!r} of topic {topic!r}")
+
+    def reject_transactional(self, rejecting: bool, *, timeout_seconds: float = 3.0) -> bool:
+        return self._attempt(
+            timeout_seconds,
+            lambda run: switches.reject_transactional(run, rejecting),
+            what="the switch of transactional messages",
         )
 
     def declare(self, declared: Sequence[Topic], *, timeout_seconds: float = 10.0) -> None:

@@ -21,7 +21,7 @@ from outbox.broker.maintenance.service import MaintenanceService
 from outbox.broker.schema.install import check_schema
 from outbox.broker.sequencer.leader import DEFAULT_TERM_SECONDS, LeaderLease
 from outbox.broker.sequencer.sequencer import Sequencer, TickCounts
-from outbox.errors import BrokerUnavailable, SchemaError
+from outbox.errors import BrokerUnavailable, ConfigurationError, SchemaError
 from outbox.transaction import CheckSettings
 
 logger = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ def run_broker(database: BrokerDatabase, stop: threading.Event, *, settings: Pro
             _serve(database, stop, owner, settings)
         except (psycopg.Error, BrokerUnavailable) as error:
             problem = str(error).strip()
-        except SchemaError as error:
+        except (SchemaError, ConfigurationError) as error:
             problem = str(error)
         except Exception as error:
             logger.exception("the broker process failed")

@@ -10,10 +10,12 @@ from uuid import UUID
 
 from outbox.codec import Codecs
 from outbox.errors import InvalidMessage, ProducerFenced, TransactionalMessagesRejected
+from outbox.memory.checkback import CheckBackSide
 from outbox.memory.consumers import Consumers, DeadLetter
-from outbox.memory.log import Log, Transaction
+from outbox.memory.log import Log
 from outbox.message import Message, SendReceipt
 from outbox.ports import AnyHandler, Invoker, call_handler
+from outbox.recall import Recall, RecallStatus
 from outbox.subscription import Subscription
 from outbox.topic import Topic
 from outbox.transaction import (
@@ -25,6 +27,7 @@ from outbox.transaction import (
     EndStatus,
     EndTransaction,
     HalfTransaction,
+    ParkReason,
     ProducerEpoch,
 )
 
@@ -46,12 +49,14 @@ class InMemoryBroker:
         clock: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
         self.incidents: list[str] = []
-        self.reject_transactional = False
+        self._rejecting = False
         self._epochs: Counter[tuple[str, str]] = Counter()
-        self._check = check or CheckSettings()
         self._clock = clock
         self._advanced = timedelta()
         self._log = Log(topics, auto_create_topics=auto_create_topics, now=self.now)
+        self._checks = CheckBackSide(
+            self._log, check or CheckSettings(), now=self.now, report=lambda text: self.incidents.append(text)
+        )
         self._consumers = Consumers(self._log, codecs=codecs or Codecs(), invoker=invoker, now=self.now)
 
     # -- time -----------------------------------------------------------------------------------
@@ -71,25 +76,29 @@ class InMemoryBroker:
         self._log.declare(topics)
 
     def send(
-        self, messages: Sequence[Message], *, timeout_seconds: float = 3.0, producer: ProducerEpoch | None = None
+        self,
+        messages: Sequence[Message],
+        *,
+        timeout_seconds: float = 3.0,
+        committed: bool = False,
+        producer: ProducerEpoch | None = None,
     ) -> list[SendReceipt]:
         with self._log.lock:
             self._check_epoch(producer)
-            self._log.check_accepts(messages, transactional=False)
-            transaction = self._log.store(messages, half=None, due_at=None)
+            self._log.check_accepts(messages, transactional=None if committed else False)
+            transaction = self._log.store(messages, half=None)
             if transaction.decision is Decision.UNKNOWN:
                 self._log.decide(transaction, Decision.COMMIT)
             return self._log.receipts(messages)
 
     def send_half(self, half: HalfTransaction, *, timeout_seconds: float = 3.0) -> list[SendReceipt]:
         with self._log.lock:
-            if self.reject_transactional:
-                raise TransactionalMessagesRejected()
+            if self._rejecting:
+                raise TransactionalMessagesRejected
             self._check_epoch(half.producer)
             self._log.check_accepts(half.messages, transactional=True)
-            immunity = self._check.immunity_seconds if half.immunity_seconds is None else half.immunity_seconds
-            due_at = self.now() + timedelta(seconds=immunity)
-            transaction = self._log.store(half.messages, half=half, due_at=due_at)
+            immune_until = self._checks.first_due(half.immunity_seconds)
+            transaction = self._log.store(half.messages, half=half, immune_until=immune_until)
             if transaction.decision is not Decision.UNKNOWN:
                 raise InvalidMessage(
                     f"half message {half.transaction_id} was sent before and is decided ({transaction.decision.name}): "
@@ -109,7 +118,7 @@ class InMemoryBroker:
         with self._log.lock:
             found = [t for t in self._log.undecided() if t.half is not None and _is_older(t.half.producer, producer)]
             for transaction in found:
-                transaction.due_at = self.now()
+                transaction.immune_until = transaction.due_at = self.now()
             return [transaction.transaction_id for transaction in found]
 
     def _check_epoch(self, producer: ProducerEpoch | None) -> None:
@@ -145,39 +154,16 @@ class InMemoryBroker:
 
     def hint_checks(self, transaction_ids: Sequence[UUID]) -> None:
         with self._log.lock:
-            for transaction in map(self._log.find, transaction_ids):
-                if transaction is not None and transaction.due_at is not None:
-                    transaction.due_at = self.now()
+            self._checks.hint(transaction_ids)
 
     def claim_checks(self, producer_group: str, *, limit: int = 500) -> list[Check]:
         with self._log.lock:
-            due = [t for t in self._log.undecided() if self._is_due(t, producer_group)][:limit]
-            for transaction in due:
-                transaction.due_at = self.now() + timedelta(seconds=self._check.recheck_seconds)
-            return [self._as_check(transaction) for transaction in due]
+            return self._checks.claim(producer_group, limit)
 
-    def _is_due(self, transaction: Transaction, producer_group: str) -> bool:
-        return (
-            transaction.half is not None
-            and transaction.half.producer_group == producer_group
-            and not transaction.parked
-            and transaction.due_at is not None
-            and transaction.due_at <= self.now()
-        )
-
-    def _as_check(self, transaction: Transaction) -> Check:
-        half = transaction.half
-        assert half is not None
-        return Check(
-            transaction_id=transaction.transaction_id,
-            producer_group=half.producer_group,
-            ledger_id=half.ledger_id,
-            checker=half.checker,
-            message=half.messages[0],
-            stored_at=transaction.stored_at,
-            age_seconds=(self.now() - transaction.stored_at).total_seconds(),
-            checks=transaction.checks,
-        )
+    def resume_checks(self, producer_group: str) -> int:
+        with self._log.lock:
+            self._checks.park_overdue()
+            return self._checks.ask_parked(producer_group)
 
     def report_answers(self, producer_group: str, answers: Sequence[Answer]) -> list[EndStatus | None]:
         with self._log.lock:
@@ -197,24 +183,46 @@ class InMemoryBroker:
             )
         transaction = self._log.find(answer.transaction_id)
         assert transaction is not None, "answers are about checks that were claimed"
-        transaction.checks += answer.counts
-        age = (self.now() - transaction.stored_at).total_seconds()
-        if transaction.checks >= self._check.max_checks or age >= self._check.max_age_seconds:
-            transaction.parked = True
-            self.incidents.append(f"transaction {answer.transaction_id} was parked after {transaction.checks} checks")
-            # A topic may let later messages of the key pass a parked one.
-            self._log.sequence()
+        self._checks.postpone(transaction, answer)
         return None
+
+    # -- what an operator does ------------------------------------------------------------------
+
+    def recall(self, message_ids: Sequence[UUID], *, timeout_seconds: float = 3.0) -> list[Recall]:
+        with self._log.lock:
+            return [self._recall(message_id) for message_id in message_ids]
+
+    def recall_key(self, topic: str, key: str, *, timeout_seconds: float = 10.0) -> list[Recall]:
+        with self._log.lock:
+            self._log.topic(topic)
+            waiting = [*self._log.scheduled(), *self._consumers.retrying()]
+            wanted = {message.message_id for message in waiting if (message.topic, message.key) == (topic, key)}
+            return [one for one in self.recall(sorted(wanted)) if one.status is RecallStatus.RECALLED]
+
+    def _recall(self, message_id: UUID) -> Recall:
+        message = self._log.find_message(message_id)
+        if message is None:
+            return Recall(message_id=message_id, status=RecallStatus.UNKNOWN)
+        groups = self._consumers.recall(message_id)
+        status = RecallStatus.RECALLED if groups else self._log.recall(message_id)
+        return Recall(message_id=message_id, status=status, topic=message.topic, key=message.key, groups=groups)
+
+    def reject_transactional(self, rejecting: bool, *, timeout_seconds: float = 3.0) -> bool:
+        changed, self._rejecting = rejecting != self._rejecting, rejecting
+        return changed
+
+    # -- looking --------------------------------------------------------------------------------
 
     def undecided(self) -> list[UUID]:
         """Half transactions that nobody has decided, oldest first."""
         with self._log.lock:
             return [transaction.transaction_id for transaction in self._log.undecided()]
 
-    def parked(self) -> list[UUID]:
-        """Transactions past the check limits: a late end still decides them."""
+    def parked(self) -> dict[UUID, ParkReason]:
+        """Transactions past the check limits, with the reason: a late end or answer still decides them."""
         with self._log.lock:
-            return [transaction.transaction_id for transaction in self._log.undecided() if transaction.parked]
+            self._checks.park_overdue()
+            return {one.transaction_id: one.parked for one in self._log.undecided() if one.parked is not None}
 
     # -- consuming ------------------------------------------------------------------------------
 
@@ -230,6 +238,7 @@ class InMemoryBroker:
     def visible(self, topic: str) -> list[Message]:
         """What consumers of a topic can see: queue by queue, in queue order."""
         with self._log.lock:
+            self._checks.park_overdue()
             self._log.sequence()
             return [entry.message for _, queue in self._log.queues_of(topic) for entry in queue]
 

@@ -82,6 +82,18 @@ class Consumers:
                     consumer.offsets[number] = sum(entry.transaction.stored_at < since for entry in queue)
             self._consumers.append(consumer)
 
+    def recall(self, message_id: UUID) -> tuple[str, ...]:
+        """Take back the retries of a message; returns the groups that had one."""
+        taken = [retry for retry in self._retries if retry.entry.message.message_id == message_id]
+        for retry in taken:
+            self._retries.remove(retry)
+            retry.entry.recalled = True
+        return tuple(sorted(retry.consumer.subscription.group for retry in taken))
+
+    def retrying(self) -> list[Message]:
+        """What waits for a retry."""
+        return [retry.entry.message for retry in self._retries]
+
     def drain(self) -> int:
         """Run handlers until nothing is deliverable now; returns how many deliveries were handled."""
         handled = 0

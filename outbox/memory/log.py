@@ -13,8 +13,9 @@ from uuid import UUID
 
 from outbox.errors import InvalidMessage, UnknownTopic
 from outbox.message import Message, SendReceipt
+from outbox.recall import RecallStatus
 from outbox.topic import Topic, select_shard
-from outbox.transaction import Decision, HalfTransaction
+from outbox.transaction import Decision, HalfTransaction, ParkReason
 
 
 @dataclass
@@ -24,6 +25,7 @@ class Entry:
     log_id: int
     message: Message
     transaction: Transaction
+    recalled: bool = False
 
 
 @dataclass
@@ -33,11 +35,13 @@ class Transaction:
     transaction_id: UUID
     half: HalfTransaction | None
     stored_at: datetime
+    immune_until: datetime
     entries: list[Entry] = field(default_factory=list)
     decision: Decision = Decision.UNKNOWN
     due_at: datetime | None = None
     checks: int = 0
-    parked: bool = False
+    parked: ParkReason | None = None
+    asked_at: datetime | None = None
 
 
 class Log:
@@ -69,7 +73,7 @@ class Log:
             self._topics[name] = Topic(name=name)
         return self._topics[name]
 
-    def check_accepts(self, messages: Sequence[Message], *, transactional: bool) -> None:
+    def check_accepts(self, messages: Sequence[Message], *, transactional: bool | None) -> None:
         """Raise InvalidMessage, UnknownTopic or MessageTypeMismatch unless all of them can be stored."""
         if not messages:
             raise InvalidMessage("there is no message to send: pass at least one.")
@@ -77,13 +81,15 @@ class Log:
             self.topic(message.topic).check_accepts(message, transactional=transactional)
 
     def store(
-        self, messages: Sequence[Message], *, half: HalfTransaction | None, due_at: datetime | None
+        self, messages: Sequence[Message], *, half: HalfTransaction | None, immune_until: datetime | None = None
     ) -> Transaction:
-        """Store messages, once, as one transaction, asked about from `due_at` on. A repetition changes nothing."""
+        """Store messages as one transaction, asked about from `immune_until` on. A repetition changes nothing."""
         known = self._entries.get(messages[0].message_id)
         if known is not None:
             return known.transaction
-        transaction = Transaction(messages[0].message_id, half, self._now(), due_at=due_at)
+        transaction = Transaction(
+            messages[0].message_id, half, self._now(), immune_until or self._now(), due_at=immune_until
+        )
         self._transactions[transaction.transaction_id] = transaction
         for message in messages:
             entry = self._entries[message.message_id] = Entry(next(self._log_ids), message, transaction)
@@ -145,6 +151,35 @@ class Log:
             number = (entry.log_id if shard is None else shard) % topic.queue_count
             self._queues[topic.name, number].append(entry)
 
+    def recall(self, message_id: UUID) -> RecallStatus:
+        """Take back a message that waits for its delivery time."""
+        entry = self._entries.get(message_id)
+        if entry is None:
+            return RecallStatus.UNKNOWN
+        self.sequence()
+        waiting = [item for item in self._scheduled if item[2] is not entry]
+        if len(waiting) < len(self._scheduled):
+            self._scheduled = waiting
+            heapq.heapify(self._scheduled)
+            entry.recalled = True
+            return RecallStatus.RECALLED
+        if entry.recalled:
+            return RecallStatus.REPEATED
+        if entry.transaction.decision is Decision.UNKNOWN:
+            return RecallStatus.UNDECIDED
+        if entry.transaction.decision is Decision.ROLLBACK:
+            return RecallStatus.ROLLED_BACK
+        return RecallStatus.WAITING if entry in self._held else RecallStatus.DELIVERED
+
+    def find_message(self, message_id: UUID) -> Message | None:
+        """The stored message, if there is one."""
+        entry = self._entries.get(message_id)
+        return entry.message if entry is not None else None
+
+    def scheduled(self) -> list[Message]:
+        """What waits for its delivery time."""
+        return [entry.message for _, _, entry in self._scheduled]
+
     def _oldest_undecided_by_key(self) -> dict[tuple[str, str], int]:
         # Backwards, so that the oldest is written last and stays.
         return {
@@ -156,7 +191,7 @@ class Log:
 
     def _holds_up_its_key(self, entry: Entry) -> bool:
         topic = self._topics[entry.message.topic]
-        released = entry.transaction.parked and topic.on_park == "release"
+        released = entry.transaction.parked is not None and topic.on_park == "release"
         return topic.is_fifo and entry.message.deliver_at is None and not released
 
     def queues_of(self, topic: str) -> list[tuple[int, list[Entry]]]:

@@ -7,7 +7,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any
 from uuid import UUID, uuid4
 
@@ -47,6 +47,21 @@ def half(*messages: Message, immunity_seconds: int | None = None, group: str = G
 def end(transaction_id: UUID, decision: Decision = Decision.COMMIT, *, group: str = GROUP) -> EndTransaction:
     """An end message."""
     return EndTransaction(transaction_id=transaction_id, decision=decision, producer_group=group)
+
+
+def let_time_pass(connection: psycopg.Connection[tuple[Any, ...]], seconds: float) -> None:
+    """Make what check-back knows, and what is scheduled, so much older on the broker's clock."""
+    interval = {"t": timedelta(seconds=seconds)}
+    connection.execute(
+        "UPDATE outbox.commit_log SET stored_at = stored_at - %(t)s, deliver_at = deliver_at - %(t)s", interval
+    )
+    connection.execute(
+        "UPDATE outbox.pending_check SET stored_at = stored_at - %(t)s, due_at = due_at - %(t)s,"
+        " immune_until = immune_until - %(t)s, asked_at = asked_at - %(t)s, parked_at = parked_at - %(t)s",
+        interval,
+    )
+    connection.execute("UPDATE outbox.scheduled SET due_at = due_at - %(t)s", interval)
+    connection.execute("UPDATE outbox.producer_group SET seen_at = seen_at - %(t)s", interval)
 
 
 def drain(sequencer: Sequencer, connection: BrokerConnection) -> TickCounts:

@@ -13,14 +13,17 @@ from outbox.broker.database.connection import BrokerDatabase
 from outbox.broker.database.executor import Executor
 from outbox.broker.log.commit_log import append_decided
 from outbox.broker.log.topics import TopicCatalog
+from outbox.broker.operations.status import broker_status
 from outbox.broker.postgres import PostgresBroker
 from outbox.broker.sequencer.sequencer import Sequencer
+from outbox.broker.transaction import checks, parking
 from outbox.memory import InMemoryBroker
 from outbox.message import Message
 from outbox.ports import AnyHandler, Broker
 from outbox.subscription import Subscription
 from outbox.topic import Topic
 from outbox.transaction import CheckSettings, Decision, EndTransaction, HalfTransaction
+from tests.broker.support import let_time_pass
 
 GROUP = "shop"
 # Due at once: the suite asks by calling, not by waiting.
@@ -43,8 +46,11 @@ class Bench(Protocol):
     def incidents(self) -> list[str]:
         """What the broker reported as odd."""
 
-    def parked(self) -> list[uuid.UUID]:
-        """Transactions past the check limits."""
+    def parked(self) -> dict[uuid.UUID, str]:
+        """Transactions past the check limits, after maintenance has looked; with the reason."""
+
+    def let_time_pass(self, seconds: float) -> None:
+        """Make what is stored so much older."""
 
     def subscribe(self, subscription: Subscription, handler: AnyHandler) -> None:
         """Add a consumer."""
@@ -54,6 +60,9 @@ class Bench(Protocol):
 
     def dead_letters(self, group: str) -> list[tuple[uuid.UUID, str]]:
         """Message ids given up by a group, with the last error."""
+
+    def totals_differ(self) -> list[str]:
+        """The equations of conservation that do not hold."""
 
     def close(self) -> None:
         """Release connections."""
@@ -79,8 +88,11 @@ class MemoryBench:
     def incidents(self) -> list[str]:
         return self.broker.incidents
 
-    def parked(self) -> list[uuid.UUID]:
-        return self.broker.parked()
+    def parked(self) -> dict[uuid.UUID, str]:
+        return {transaction_id: str(reason) for transaction_id, reason in self.broker.parked().items()}
+
+    def let_time_pass(self, seconds: float) -> None:
+        self.broker.advance(seconds)
 
     def subscribe(self, subscription: Subscription, handler: AnyHandler) -> None:
         self.broker.subscribe(subscription, handler)
@@ -91,6 +103,9 @@ class MemoryBench:
     def dead_letters(self, group: str) -> list[tuple[uuid.UUID, str]]:
         letters = [letter for letter in self.broker.dead_letters if letter.group == group]
         return [(letter.message.message_id, letter.errors[-1]) for letter in letters]
+
+    def totals_differ(self) -> list[str]:
+        return []
 
     def close(self) -> None:
         pass
@@ -135,12 +150,18 @@ class PostgresBench:
         rows = self._connection.execute("SELECT kind || ' ' || subject || ': ' || detail FROM outbox.incident")
         return [row[0] for row in rows]
 
-    def parked(self) -> list[uuid.UUID]:
+    def parked(self) -> dict[uuid.UUID, str]:
+        run = Executor(self._connection, "outbox")
+        checks.scan(run, settings=CHECKS)
+        parking.park_overdue(run, settings=CHECKS)
         rows = self._connection.execute(
-            "SELECT transaction_id FROM outbox.pending_check WHERE parked_at IS NOT NULL AND transaction_id NOT IN"
-            " (SELECT transaction_id FROM outbox.op_log)"
+            "SELECT transaction_id, park_reason FROM outbox.pending_check WHERE parked_at IS NOT NULL"
+            " AND transaction_id NOT IN (SELECT transaction_id FROM outbox.op_log)"
         )
-        return [row[0] for row in rows]
+        return {row[0]: row[1] for row in rows}
+
+    def let_time_pass(self, seconds: float) -> None:
+        let_time_pass(self._connection, seconds)
 
     def subscribe(self, subscription: Subscription, handler: AnyHandler) -> None:
         self._subscriptions.append((subscription, handler))
@@ -165,6 +186,11 @@ class PostgresBench:
         )
         return [(row[0], row[1]) for row in rows]
 
+    def totals_differ(self) -> list[str]:
+        status = broker_status(Executor(self._connection, "outbox"))
+        topics = [text for topic in status.topics for text in topic.totals.differences()]
+        return [*topics, *(text for group in status.groups for text in group.differences())]
+
     def close(self) -> None:
         self._connection.close()
         self._sequencer_connection.close()
@@ -181,7 +207,8 @@ class AtomicBench(PostgresBench):
 
     def publish(self, messages: Sequence[Message], *, commit: bool) -> None:
         with self._local.transaction(force_rollback=not commit):
-            append_decided(Executor(self._local, "outbox"), self._catalog, messages, producer_group=GROUP)
+            run = Executor(self._local, "outbox")
+            append_decided(run, self._catalog, messages, producer_group=GROUP, transactional=True)
 
     def close(self) -> None:
         self._local.close()

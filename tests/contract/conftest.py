@@ -13,6 +13,7 @@ TOPICS = [
     Topic(
         name="later", types=frozenset({MessageType.NORMAL, MessageType.DELAY, MessageType.TRANSACTION}), queue_count=2
     ),
+    Topic(name="bound", types=frozenset({MessageType.TRANSACTION}), queue_count=2),
     Topic(name="plain", types=frozenset({MessageType.NORMAL}), queue_count=2),
 ]
 

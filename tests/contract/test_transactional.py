@@ -158,12 +158,12 @@ def test_past_the_limits_it_is_parked_and_a_late_end_still_decides(bench: Bench)
     for _ in range(5):
         check_back(bench, checker)
     assert len(checker.asked) == 3
-    assert bench.parked() == [one.transaction_id]
+    assert bench.parked() == {one.transaction_id: "checks"}
     assert any("parked" in incident for incident in bench.incidents())
     assert bench.visible("orders") == []
     assert bench.broker.end([end(one, Decision.COMMIT)]) == [EndStatus.APPLIED]
     assert ids(bench.visible("orders")) == ids(one.messages)
-    assert bench.parked() == []
+    assert bench.parked() == {}
 
 
 def test_answer_that_does_not_count_uses_up_no_check(bench: Bench) -> None:
@@ -182,7 +182,7 @@ def test_no_producer_of_the_group_alive_uses_up_no_check_and_a_restart_decides(b
     bench.broker.send_half(one)
     for _ in range(5):
         check_back(bench, AnswerWith(lambda check: Decision.ROLLBACK))
-    assert bench.parked() == []
+    assert bench.parked() == {}
     returned = AnswerWith(lambda check: Decision.COMMIT)
     check_back(bench, returned, group="away")
     assert [check.checks for check in returned.asked] == [0]

@@ -16,6 +16,7 @@ OUTBOX: dict[str, Any] = {
     "TOPICS": {
         "orders": {"queue_count": 4},
         "payments": {"queue_count": 2},
+        "bound": {"types": ["TRANSACTION"], "queue_count": 1},
         "steps": {"types": ["FIFO", "TRANSACTION"], "queue_count": 4},
         "reminders": {"types": ["DELAY", "NORMAL", "TRANSACTION"], "queue_count": 1},
     },

@@ -100,7 +100,7 @@ def _empty_log(alias: str) -> None:
     _delete(
         alias,
         *("outbox.consume_queue", "outbox.held", "outbox.scheduled", "outbox.op_log", "outbox.commit_log"),
-        *("outbox.pending_check", "outbox.check_history", "outbox.incident"),
+        *("outbox.pending_check", "outbox.check_history", "outbox.incident", "outbox.recalled"),
     )
 
 

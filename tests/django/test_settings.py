@@ -11,10 +11,12 @@ import psycopg
 import pytest
 from django.core.checks import run_checks
 from django.core.management import call_command
+from django.core.management.base import CommandError
 from django.db import connections
 from django.test.utils import override_settings
 
 from outbox import Delivery, MessageType
+from outbox.broker.schema import install
 from outbox.codec import BytesCodec
 from outbox.contrib.django import get_broker, publish, subscriber
 from outbox.contrib.django.broker import get_codecs, reset_broker
@@ -175,6 +177,14 @@ def test_databases_are_looked_into(databases: None, new_database: Callable[..., 
     point_alias("broker", empty)
     reset_broker()
     assert found(databases=["broker"]) == {"outbox.W026"}
+
+
+def test_a_server_of_the_broker_that_is_too_old_is_an_error(application: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(install, "MINIMUM_POSTGRESQL", 99)
+    reset_broker()
+    assert found(databases=["broker"]) == {"outbox.E025"}
+    with pytest.raises(CommandError, match="PostgreSQL 99 or newer"):
+        call_command("outbox_topic", "list")
 
 
 def test_servers_that_may_forget_are_named(application: None) -> None:

@@ -35,6 +35,7 @@ WITH stored AS (
         %(shards)s::integer[], %(keys)s::text[], %(tags)s::text[], %(types)s::text[], %(headers)s::jsonb[],
         %(bodies)s::bytea[])
         AS given (message_id, born_at, deliver_at, topic_id, shard, key, tag, content_type, headers, body)
+    WHERE (SELECT NOT (reject_transactional AND %(transactional)s) FROM {schema}.broker)
     ON CONFLICT (message_id) DO NOTHING
     RETURNING log_id
 )
@@ -48,8 +49,9 @@ _DECIDED_ONE: Final = Statement("""
 WITH stored AS (
     INSERT INTO {schema}.commit_log (born_at, deliver_at, transaction_id, message_id, topic_id, shard, half,
         producer_group, key, tag, content_type, headers, body)
-    VALUES (%(born_at)s, %(deliver_at)s, %(message_id)s, %(message_id)s, %(topic_id)s, %(shard)s, false,
-        %(producer_group)s, %(key)s, %(tag)s, %(content_type)s, %(headers)s::text::jsonb, %(body)s)
+    SELECT %(born_at)s, %(deliver_at)s, %(message_id)s, %(message_id)s, %(topic_id)s, %(shard)s, false,
+        %(producer_group)s, %(key)s, %(tag)s, %(content_type)s, %(headers)s::text::jsonb, %(body)s
+    FROM {schema}.broker WHERE NOT (reject_transactional AND %(transactional)s)
     ON CONFLICT (message_id) DO NOTHING
     RETURNING log_id
 )
@@ -108,25 +110,39 @@ _REJECTS: Final = Statement("SELECT reject_transactional FROM {schema}.broker")
 
 
 def append_decided(
-    run: Executor, catalog: TopicCatalog, messages: Sequence[Message], *, producer_group: str = ""
+    run: Executor,
+    catalog: TopicCatalog,
+    messages: Sequence[Message],
+    *,
+    producer_group: str = "",
+    transactional: bool | None = False,
 ) -> list[SendReceipt]:
     """Store messages together with the decision COMMIT, in whatever transaction the connection is in.
 
-    In the application's own transaction they share its fate; in autocommit they are visible at once. Raises what
-    TopicCatalog.prepare raises, and InvalidMessage when a message id was used for something else.
+    In the application's own transaction (`transactional`) they share its fate; in autocommit they are visible at once.
+    None stands for a local transaction that has committed before. Raises what TopicCatalog.prepare raises,
+    InvalidMessage when a message id was used for something else, and, where `transactional`,
+    TransactionalMessagesRejected when the operator has switched those off.
     """
-    return append_placed(run, catalog, messages, producer_group=producer_group)[0] if messages else []
+    if not messages:
+        return []
+    return append_placed(run, catalog, messages, producer_group=producer_group, transactional=transactional)[0]
 
 
 def append_placed(
-    run: Executor, catalog: TopicCatalog, messages: Sequence[Message], *, producer_group: str = ""
+    run: Executor,
+    catalog: TopicCatalog,
+    messages: Sequence[Message],
+    *,
+    producer_group: str = "",
+    transactional: bool | None = True,
 ) -> tuple[list[SendReceipt], Place]:
     """Like `append_decided`, for at least one message; also tells in which database of which server they were put.
 
     That is for the atomic path, where the caller's connection need not lead where it led before.
     """
-    rows = catalog.prepare(run.connection, messages, transactional=False)
-    parameters = _parameters(rows) | {"producer_group": producer_group}
+    rows = catalog.prepare(run.connection, messages, transactional=transactional)
+    parameters = _parameters(rows) | {"producer_group": producer_group, "transactional": bool(transactional)}
     statement = _DECIDED_ONE if len(rows) == 1 else _DECIDED
     try:
         row = run.row(statement, parameters, prepare=True)
@@ -136,6 +152,8 @@ def append_placed(
             f"or give new ones new ids. Nothing of this call was stored."
         ) from error
     log_ids, place = (row[0], Place(*row[1:])) if row is not None else ([], here(run.connection))
+    if transactional and len(log_ids) < len(rows):
+        _check_not_rejecting(run, messages)
     return _receipts(run, messages, log_ids, half=False), place
 
 
@@ -155,16 +173,17 @@ def append_half(run: Executor, catalog: TopicCatalog, half: HalfTransaction) -> 
     row = run.row(statement, parameters, prepare=True)
     log_ids = row[0] if row is not None else []
     if len(log_ids) < len(rows):
-        _check_not_rejecting(run, half)
+        _check_not_rejecting(run, half.messages)
     return _receipts(run, half.messages, log_ids, half=True)
 
 
-def _check_not_rejecting(run: Executor, half: HalfTransaction) -> None:
+def _check_not_rejecting(run: Executor, messages: Sequence[Message]) -> None:
     [rejects] = run.one(_REJECTS)
     if rejects:
         raise TransactionalMessagesRejected(
-            f"the broker refuses transactional messages (its operator switched them off): half message "
-            f"{half.transaction_id} was not stored. Try again once broker.reject_transactional is off."
+            f"the broker refuses transactional messages (its operator switched them off): message "
+            f"{messages[0].message_id} for topic {messages[0].topic!r} was not stored. Try again once `outbox_reject "
+            f"off` has switched them on."
         )
 
 

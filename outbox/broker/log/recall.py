@@ -1,23 +1,95 @@
-"""Recalling a message before its delivery time."""
+"""Recalling messages that wait for their delivery time or for a retry.
+
+Whoever deletes the scheduled row decides: the sequencer queues the message, or a recall takes it back.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
 from uuid import UUID
 
+from outbox.broker.database.arrays import uuids
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
+from outbox.recall import Recall, RecallStatus
 
-# Whoever deletes the scheduled row decides: the sequencer queues the message, or this statement takes it back.
-_RECALL = Statement("""
-WITH message AS (
-    SELECT log_id FROM {schema}.commit_log WHERE message_id = %(message_id)s
-), taken AS (
-    DELETE FROM {schema}.scheduled WHERE log_id = (SELECT log_id FROM message) AND queue_id IS NULL RETURNING log_id
+# Of the rows `wanted` (log_id): take back what is scheduled, and say of each message what became of it.
+_TAKE: Final = """, taken AS (
+    DELETE FROM {schema}.scheduled WHERE log_id IN (SELECT log_id FROM wanted)
+    RETURNING log_id, queue_id, attempt
+), first_deliveries AS (
+    INSERT INTO {schema}.recalled (log_id) SELECT log_id FROM taken WHERE queue_id IS NULL
+), retries AS (
+    INSERT INTO {schema}.recalled_retry (group_id, log_id, attempt)
+    SELECT topic.retry_of, log_id, attempt
+    FROM taken JOIN {schema}.queue USING (queue_id) JOIN {schema}.topic USING (topic_id)
+    RETURNING log_id, group_id
 )
-INSERT INTO {schema}.recalled (log_id) SELECT log_id FROM taken RETURNING log_id
-""")
+SELECT log.message_id, topic.name AS topic, log.key,
+       CASE WHEN log_id IN (SELECT log_id FROM taken) THEN 'recalled'
+            WHEN op.decision IS NULL THEN 'undecided'
+            WHEN op.decision = 'R' THEN 'rolled back'
+            WHEN EXISTS (SELECT FROM {schema}.recalled before WHERE before.log_id = log.log_id)
+              OR EXISTS (SELECT FROM {schema}.recalled_retry before WHERE before.log_id = log.log_id)
+                THEN 'recalled before'
+            WHEN EXISTS (SELECT FROM {schema}.consume_queue entry WHERE entry.log_id = log.log_id) THEN 'delivered'
+            ELSE 'waiting' END AS status,
+       ARRAY(SELECT name FROM retries JOIN {schema}.consumer_group USING (group_id)
+             WHERE retries.log_id = log.log_id ORDER BY name) AS groups
+FROM wanted JOIN {schema}.commit_log log USING (log_id)
+JOIN {schema}.topic USING (topic_id)
+LEFT JOIN {schema}.op_log op USING (transaction_id)
+ORDER BY log_id
+"""
+
+_BY_ID: Final = Statement(
+    """
+WITH wanted AS MATERIALIZED (
+    SELECT log_id FROM {schema}.commit_log WHERE message_id = ANY(%(ids)s::uuid[])
+)"""
+    + _TAKE
+)
+
+# From what is scheduled, not from the log: it grows.
+_BY_KEY: Final = Statement(
+    """
+WITH wanted AS MATERIALIZED (
+    SELECT DISTINCT log_id FROM {schema}.scheduled JOIN {schema}.commit_log USING (log_id)
+    WHERE key = %(key)s AND topic_id = (SELECT topic_id FROM {schema}.topic WHERE name = %(topic)s)
+)"""
+    + _TAKE
+)
 
 
-def recall(run: Executor, message_id: UUID) -> bool:
-    """Take back a decided message that is not due yet; False when it is queued already, undecided or unknown."""
-    return run.row(_RECALL, {"message_id": message_id}) is not None
+@dataclass(frozen=True, slots=True)
+class _Row:
+    message_id: UUID
+    topic: str
+    key: str
+    status: str
+    groups: list[str]
+
+    def recall(self) -> Recall:
+        return Recall(
+            message_id=self.message_id,
+            status=RecallStatus(self.status),
+            topic=self.topic,
+            key=self.key,
+            groups=tuple(self.groups),
+        )
+
+
+def recall(run: Executor, message_ids: Sequence[UUID]) -> list[Recall]:
+    """Take back what waits for its delivery time, or for a retry of some group; one outcome per id, in order."""
+    found = {row.message_id: row.recall() for row in run.objects(_Row, _BY_ID, {"ids": uuids(list(message_ids))})}
+    unknown = RecallStatus.UNKNOWN
+    return [found.get(one, Recall(message_id=one, status=unknown)) for one in message_ids]
+
+
+def recall_key(run: Executor, topic: str, key: str) -> list[Recall]:
+    """Take back every message of the topic and key that waits; what was taken, in the order of the log."""
+    outcomes = [row.recall() for row in run.objects(_Row, _BY_KEY, {"topic": topic, "key": key})]
+    # What the sequencer took in the same moment is none of them.
+    return [one for one in outcomes if one.status is RecallStatus.RECALLED]

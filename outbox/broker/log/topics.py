@@ -158,8 +158,10 @@ class TopicCatalog:
         except KeyError:
             raise _unknown(name, topics) from None
 
-    def prepare(self, connection: Connection, messages: Iterable[Message], *, transactional: bool) -> list[Prepared]:
-        """Messages with topic ids and shards, checked against their topics.
+    def prepare(
+        self, connection: Connection, messages: Iterable[Message], *, transactional: bool | None
+    ) -> list[Prepared]:
+        """Messages with topic ids and shards, checked against their topics (see Topic.check_accepts).
 
         Raises UnknownTopic, MessageTypeMismatch or InvalidMessage.
         """

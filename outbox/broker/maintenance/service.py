@@ -1,4 +1,4 @@
-"""Maintenance beside the sequencer: the half scan and retention, a pass every so often while this process leads."""
+"""Maintenance beside the sequencer: half scan, parking, retention; a pass every so often while this process leads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from outbox.broker.database.connection import BrokerDatabase
 from outbox.broker.database.executor import Executor
 from outbox.broker.maintenance import retention
 from outbox.broker.maintenance.retention import RetentionCounts
-from outbox.broker.transaction import checks
+from outbox.broker.transaction import checks, parking
 from outbox.errors import BrokerUnavailable
 from outbox.transaction import CheckSettings
 
@@ -24,7 +24,8 @@ logger = logging.getLogger(__name__)
 def run_once(
     database: BrokerDatabase, check: CheckSettings, *, stopping: Callable[[], bool] = lambda: False
 ) -> RetentionCounts:
-    """One pass on a connection of its own: scan for undecided halves, then remove until no batch is full any more.
+    """One pass on a connection of its own: scan for undecided halves, park what is overdue, then remove until no batch
+    is full any more.
 
     Everything is timed by the database's clock. Returns what the last round of retention removed; `more` is left only
     when `stopping` cut it short. Raises psycopg.Error or BrokerUnavailable.
@@ -32,6 +33,7 @@ def run_once(
     with contextlib.closing(database.open(name="outbox-maintenance", direct=True)) as connection:
         run = Executor(connection, database.schema)
         checks.scan(run, settings=check)
+        parking.park_overdue(run, settings=check)
         while (counts := _remove(run, lasts=timeouts.lasts(database))).more and not stopping():
             pass
         return counts

@@ -1,8 +1,9 @@
 """The state of a broker as one value: for the status command, metrics, and the audit of conservation.
 
 Conservation: `sent = committed + rolled back + undecided + parked`, `committed = unsequenced + held + scheduled +
-recalled + queued`, and per group `queued = handled + skipped + filtered + lag + retrying + dead + expired` (running
-handlers are part of the lag). A broken equation is a lost or doubled message.
+recalled + queued`, and per group `queued = handled + skipped + filtered + lag + retrying + dead + expired +
+recalled` (running handlers are part of the lag; a retry can be recalled). A broken equation is a lost or doubled
+message.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from outbox.broker.database.connection import Connection
 from outbox.broker.database.executor import Executor
 from outbox.broker.log import incidents
 from outbox.broker.operations import status_sql
+from outbox.broker.operations.undecided import UndecidedGroup, undecided_groups
 
 
 @dataclass(slots=True)
@@ -75,17 +77,18 @@ class GroupStatus:
     retrying: int
     dead: int
     expired: int
+    recalled: int = 0
 
     def differences(self) -> list[str]:
         """The equation that does not hold, in words. A broadcast group has no stored positions to count."""
         if self.broadcast:
             return []
         parts = (self.handled, self.skipped, self.filtered, self.lag, self.retrying, self.dead, self.expired)
-        if self.queued == sum(parts):
+        found = sum(parts) + self.recalled
+        if self.queued == found:
             return []
-        return [
-            f"{self.queued} queued, but {sum(parts)} handled, skipped, filtered, lagging, retrying, dead or expired"
-        ]
+        words = "handled, skipped, filtered, lagging, retrying, dead, expired or recalled"
+        return [f"{self.queued} queued, but {found} {words}"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +132,7 @@ class BrokerStatus:
     groups: list[GroupStatus]
     incidents: list[dict[str, str]]
     open_since_resync: list[OpenTransaction] = field(default_factory=list)
+    undecided: list[UndecidedGroup] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
@@ -166,6 +170,7 @@ def broker_status(run: Executor) -> BrokerStatus:
             for one in incidents.recent(run)
         ]
         still_open = run.objects(OpenTransaction, status_sql.OPEN_SINCE_RESYNC)
+        undecided = undecided_groups(run)
     plain = dataclasses.asdict(row)
     del plain["snapshot"]
     return BrokerStatus(
@@ -174,7 +179,8 @@ def broker_status(run: Executor) -> BrokerStatus:
         groups=groups,
         incidents=recent,
         open_since_resync=still_open,
-        problems=_problems(row, topics, groups, still_open),
+        undecided=undecided,
+        problems=[*_problems(row, topics, groups, still_open), *(text for one in undecided for text in one.problems())],
     )
 
 
@@ -186,6 +192,8 @@ def _problems(
     problems += map(str, still_open)
     if broker.leader is None:
         problems.append("no process sequences: start a broker process (celery worker --outbox, or outbox_worker)")
+    if broker.reject_transactional:
+        problems.append("an operator has switched transactional messages off: `outbox_reject off` accepts them again")
     return problems
 
 

@@ -129,7 +129,9 @@ SELECT consumer_group.name, consumer_group.paused, consumer_group.broadcast,
        coalesce(sum(scheduled + waiting) FILTER (WHERE is_retry), 0)::bigint AS retrying,
        (SELECT count(*) FROM {schema}.dead_letter
         WHERE dead_letter.group_id = consumer_group.group_id AND replayed_at IS NULL) AS dead,
-       coalesce(sum(expired), 0)::bigint AS expired
+       coalesce(sum(expired), 0)::bigint AS expired,
+       (SELECT count(*) FROM {schema}.recalled_retry
+        WHERE recalled_retry.group_id = consumer_group.group_id) AS recalled
 FROM {schema}.consumer_group LEFT JOIN counted USING (group_id)
 GROUP BY consumer_group.group_id ORDER BY consumer_group.name
 """)

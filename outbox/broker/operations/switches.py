@@ -1,11 +1,15 @@
-"""What an operator switches about a consumer group: pause, resume, and the inbox generation."""
+"""What an operator switches: a consumer group (pause, resume, inbox generation), and transactional messages."""
 
 from __future__ import annotations
+
+import logging
 
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.notify import Channel, notify
 from outbox.broker.database.statement import Statement
 from outbox.broker.groups.registration import unknown_group
+
+logger = logging.getLogger(__name__)
 
 _PAUSE = Statement("UPDATE {schema}.consumer_group SET paused = %(paused)s WHERE name = %(name)s RETURNING group_id")
 _RESUME_QUEUES = Statement("""
@@ -14,6 +18,26 @@ UPDATE {schema}.queue_lease SET stopped = NULL WHERE group_id = %(group_id)s AND
 _RAISE_GENERATION = Statement("""
 UPDATE {schema}.consumer_group SET generation = generation + 1 WHERE name = %(name)s RETURNING generation
 """)
+
+_REJECT = Statement("""
+UPDATE {schema}.broker SET reject_transactional = %(rejecting)s WHERE reject_transactional <> %(rejecting)s
+""")
+
+_REJECTS = Statement("SELECT reject_transactional FROM {schema}.broker")
+
+
+def rejects_transactional(run: Executor) -> bool:
+    """Whether new transactional messages are refused."""
+    [rejecting] = run.one(_REJECTS)
+    return bool(rejecting)
+
+
+def reject_transactional(run: Executor, rejecting: bool) -> bool:
+    """Refuse new transactional messages on both paths, or take them again; returns whether that changed anything."""
+    changed = run.count(_REJECT, {"rejecting": rejecting}) > 0
+    if changed:
+        logger.warning("transactional messages are %s from now on", "refused" if rejecting else "accepted")
+    return changed
 
 
 def pause(run: Executor, group: str) -> None:

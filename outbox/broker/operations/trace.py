@@ -37,7 +37,7 @@ SELECT decision::text, decided_by::text, decided_at::text FROM {schema}.op_log W
 """)
 
 _PENDING: Final = Statement("""
-SELECT checks, immune_until::text, due_at::text, parked_at::text, last_answer
+SELECT checks, immune_until::text, due_at::text, asked_at::text, parked_at::text, park_reason, last_answer
 FROM {schema}.pending_check WHERE transaction_id = %(id)s::uuid
 """)
 
@@ -117,12 +117,14 @@ class TracedDecision:
 
 @dataclass(frozen=True, slots=True)
 class TracedCheck:
-    """An undecided transaction in check-back."""
+    """An undecided transaction in check-back; `due_at`: when its group is asked next. See ParkReason."""
 
     checks: int
     immune_until: str
     due_at: str
+    asked_at: str | None
     parked_at: str | None
+    park_reason: str | None
     last_answer: str | None
 
 

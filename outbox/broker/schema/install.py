@@ -13,7 +13,7 @@ from outbox.broker.database.connection import Connection
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement, check_schema_name
 from outbox.broker.database.timeouts import lifted
-from outbox.errors import SchemaError
+from outbox.errors import ConfigurationError, SchemaError
 
 logger = logging.getLogger(__name__)
 
@@ -22,9 +22,13 @@ _FILES: Final = {
     2: "0002_additive_changes.sql",
     3: "0003_resync.sql",
     4: "0004_finished_ahead.sql",
-    5: "0005_fencing.sql",
+    5: "0005_parked_and_recalled.sql",
+    6: "0006_fencing.sql",
 }
 SCHEMA_VERSION: Final = max(_FILES)
+
+# UNIQUE NULLS NOT DISTINCT came with it.
+MINIMUM_POSTGRESQL: Final = 15
 
 # Waiting for a table's lock, a change makes everybody else wait behind it: better to give up and come again.
 _LOCK_TIMEOUT_SECONDS: Final = 5
@@ -57,9 +61,11 @@ def install(connection: Connection, schema: str = "outbox") -> int:
     """Create or upgrade the broker's tables; returns the version reached. Safe to run at any time, by many at once.
 
     Code of the version before goes on working on the upgraded tables: upgrade them first, then deploy the code.
-    Raises SchemaError when this code is too old for the tables, or when open transactions were in the way.
+    Raises SchemaError when this code is too old for the tables, or when open transactions were in the way, and
+    ConfigurationError when the server is too old.
     """
     check_schema_name(schema)
+    check_server(connection.info.server_version)
     run = Executor(connection, schema)
     try:
         with lifted(connection):
@@ -84,8 +90,10 @@ def install(connection: Connection, schema: str = "outbox") -> int:
 def check_schema(connection: Connection, schema: str = "outbox") -> int:
     """The version of the installed tables, this code's or a later one that serves it too.
 
-    Raises SchemaError when they are missing, lack a change that this code needs, or are too new for it.
+    Raises SchemaError when they are missing, lack a change that this code needs, or are too new for it, and
+    ConfigurationError when the server is too old.
     """
+    check_server(connection.info.server_version)
     installed = _installed(Executor(connection, schema))
     if installed.needs == 0:
         raise missing(schema)
@@ -98,6 +106,15 @@ def check_schema(connection: Connection, schema: str = "outbox") -> int:
             f"outbox.broker.schema.install.install). Code of the version before keeps working on the upgraded tables."
         )
     return installed.change
+
+
+def check_server(server_version: int) -> None:
+    """Raise ConfigurationError unless PostgreSQL of this version (`server_version_num`, such as 150004) will do."""
+    if server_version < MINIMUM_POSTGRESQL * 10_000:
+        raise ConfigurationError(
+            f"the broker needs PostgreSQL {MINIMUM_POSTGRESQL} or newer; this server is {server_version // 10_000}."
+            f"{server_version % 10_000}: upgrade it, or point the broker at another database (OUTBOX['BROKER'])."
+        )
 
 
 def missing(schema: str) -> SchemaError:

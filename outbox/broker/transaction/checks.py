@@ -14,11 +14,20 @@ from outbox.broker.database.statement import Statement
 from outbox.broker.database.timeouts import lifted
 from outbox.broker.log import incidents
 from outbox.broker.log.incidents import Incident, IncidentKind
-from outbox.broker.transaction import half_scan
+from outbox.broker.transaction import half_scan, parking
 from outbox.broker.transaction.decisions import record_ends
 from outbox.broker.transaction.half_scan import ScanCounts
 from outbox.message import Message
-from outbox.transaction import Answer, Check, CheckSettings, DecidedBy, Decision, EndStatus, EndTransaction
+from outbox.transaction import (
+    GROUP_AWAY_SECONDS,
+    Answer,
+    Check,
+    CheckSettings,
+    DecidedBy,
+    Decision,
+    EndStatus,
+    EndTransaction,
+)
 
 _MAX_SCANS: Final = 100
 
@@ -29,22 +38,31 @@ SELECT log.transaction_id, coalesce(log.producer_group, '') AS producer_group, l
        log.born_at, """
 
 # Rows decided meanwhile are dropped here instead of when they are decided: an end message touches no row that
-# a check may hold. A hinted check before immunity ends comes again when it has ended.
+# a check may hold. A hinted check before immunity ends comes again when it has ended. Parked ones come last, in what
+# room is left: however many there are, they do not delay others.
 _CLAIM = Statement(
     """
-WITH due AS MATERIALIZED (
-    SELECT transaction_id,
-           EXISTS (SELECT FROM {schema}.op_log WHERE op_log.transaction_id = pending.transaction_id) AS decided
-    FROM {schema}.pending_check pending
+WITH pending AS MATERIALIZED (
+    SELECT transaction_id FROM {schema}.pending_check
     WHERE producer_group = %(group)s AND parked_at IS NULL AND due_at <= now()
     ORDER BY due_at LIMIT %(limit)s FOR UPDATE SKIP LOCKED
+), parked AS MATERIALIZED (
+    SELECT transaction_id FROM {schema}.pending_check
+    WHERE producer_group = %(group)s AND parked_at IS NOT NULL AND due_at <= now()
+    ORDER BY due_at LIMIT greatest(0, %(limit)s - (SELECT count(*) FROM pending)) FOR UPDATE SKIP LOCKED
+), due AS MATERIALIZED (
+    SELECT transaction_id,
+           EXISTS (SELECT FROM {schema}.op_log WHERE op_log.transaction_id = chosen.transaction_id) AS decided
+    FROM (TABLE pending UNION ALL TABLE parked) AS chosen
 ), dropped AS (
     DELETE FROM {schema}.pending_check
     WHERE transaction_id IN (SELECT transaction_id FROM due WHERE decided)
     RETURNING 1
 ), claimed AS (
     UPDATE {schema}.pending_check
-    SET due_at = CASE WHEN now() < immune_until THEN immune_until
+    SET asked_at = now(),
+        due_at = CASE WHEN parked_at IS NOT NULL THEN now() + make_interval(secs => %(parked_recheck)s)
+                      WHEN now() < immune_until THEN immune_until
                       ELSE now() + make_interval(secs => %(recheck)s) END
     WHERE transaction_id IN (SELECT transaction_id FROM due WHERE NOT decided)
     RETURNING log_id, stored_at, checks, now() >= immune_until AS may_write
@@ -74,17 +92,28 @@ WHERE log.message_id = %(id)s AND log.half
 """
 )
 
+# Only answers that count park here; by age it is done without an answer (parking.park_overdue).
 _POSTPONE = Statement("""
+WITH answer AS (
+    SELECT transaction_id, counted = 1 AS counts, detail
+    FROM unnest(%(ids)s::uuid[], %(counts)s::integer[], %(details)s::text[])
+        AS given (transaction_id, counted, detail)
+), counted AS (
+    SELECT transaction_id, parked_at, detail,
+           checks + (answer.counts AND now() >= immune_until)::integer AS checks
+    FROM {schema}.pending_check JOIN answer USING (transaction_id)
+    WHERE producer_group = %(group)s
+    ORDER BY transaction_id FOR UPDATE OF pending_check
+), judged AS (
+    SELECT *, parked_at IS NULL AND checks >= %(max_checks)s AS parks FROM counted
+)
 UPDATE {schema}.pending_check pending
-SET checks = pending.checks + (answer.counts AND now() >= immune_until)::integer,
-    last_answer = answer.detail,
-    parked_at = CASE WHEN pending.checks + (answer.counts AND now() >= immune_until)::integer >= %(max_checks)s
-                       OR now() - stored_at >= make_interval(secs => %(max_age)s) THEN now() END
-FROM (SELECT transaction_id, counts = 1 AS counts, detail
-      FROM unnest(%(ids)s::uuid[], %(counts)s::integer[], %(details)s::text[])
-           AS given (transaction_id, counts, detail)) AS answer
-WHERE pending.transaction_id = answer.transaction_id AND producer_group = %(group)s AND parked_at IS NULL
-RETURNING pending.transaction_id, pending.checks, pending.parked_at
+SET checks = judged.checks, last_answer = judged.detail,
+    parked_at = CASE WHEN parks THEN now() ELSE pending.parked_at END,
+    park_reason = CASE WHEN parks THEN 'checks' ELSE park_reason END,
+    due_at = CASE WHEN parks THEN now() + make_interval(secs => %(parked_recheck)s) ELSE due_at END
+FROM judged WHERE pending.transaction_id = judged.transaction_id
+RETURNING pending.transaction_id, pending.checks, judged.parks
 """)
 
 _FORGET = Statement("DELETE FROM {schema}.pending_check WHERE transaction_id = ANY(%(ids)s::uuid[])")
@@ -155,10 +184,24 @@ def scan(run: Executor, *, settings: CheckSettings, batch: int = half_scan.DEFAU
     return ScanCounts(scanned, moved, counts.more)
 
 
-def claim_checks(run: Executor, producer_group: str, *, limit: int, settings: CheckSettings) -> list[Check]:
-    """Scan, then claim up to `limit` due checks of the group: nobody else gets them before the recheck time."""
+def claim_checks(
+    run: Executor, producer_group: str, *, limit: int, settings: CheckSettings, starts: bool = False
+) -> list[Check]:
+    """Scan, then claim up to `limit` due checks of the group: nobody else gets them before the recheck time.
+
+    `starts`: this process asks for the group for the first time. Then, and when the group had been away, its parked
+    transactions are due at once, unless they were asked about a moment ago.
+    """
     scan(run, settings=settings)
-    parameters = {"group": producer_group, "limit": limit, "recheck": settings.recheck_seconds}
+    was_away = parking.note_asking(run, producer_group)
+    if was_away or starts:
+        parking.ask_parked(run, producer_group, lately_seconds=GROUP_AWAY_SECONDS)
+    parameters = {
+        "group": producer_group,
+        "limit": limit,
+        "recheck": settings.recheck_seconds,
+        "parked_recheck": settings.parked_recheck_seconds,
+    }
     while True:
         with lifted(run.connection):
             # Not prepared: the plan must see the values, as that of the half scan.
@@ -180,7 +223,7 @@ def report_answers(
 ) -> list[EndStatus | None]:
     """Apply what a checker said, in one transaction; one status per answer, None for UNKNOWN.
 
-    UNKNOWN uses up a check when the answer counts and immunity is over; past the limits it parks.
+    UNKNOWN uses up a check when the answer counts and immunity is over; `max_checks` of them park it.
     """
     with lifted(run.connection):
         known = [answer for answer in answers if answer.decision is not Decision.UNKNOWN]
@@ -225,16 +268,17 @@ def _postpone(run: Executor, producer_group: str, answers: Sequence[Answer], set
         "counts": integers([int(answer.counts) for answer in answers]),
         "details": texts([_clean(answer.detail) for answer in answers]),
         "max_checks": settings.max_checks,
-        "max_age": settings.max_age_seconds,
+        "parked_recheck": settings.parked_recheck_seconds,
     }
     return [
         Incident(
             IncidentKind.PARKED,
             str(transaction_id),
-            f"group {producer_group!r} could not say after {checks} checks; an operator or a late end decides",
+            f"checks: group {producer_group!r} could not say after {checks} checks. It is asked again every "
+            f"{settings.parked_recheck_seconds:g} s; a late end or an operator also decides it",
         )
-        for transaction_id, checks, parked_at in run.rows(_POSTPONE, parameters)
-        if parked_at is not None
+        for transaction_id, checks, parks in run.rows(_POSTPONE, parameters)
+        if parks
     ]
 
 

@@ -69,7 +69,7 @@ ORDER BY pending.transaction_id LIMIT %(limit)s
 _HINT = Statement(
     insert_pending("{schema}.commit_log AS half_row", "message_id = ANY(%(ids)s::uuid[]) AND half", due="now()")
     + """
-ON CONFLICT (transaction_id) DO UPDATE SET due_at = least(pending.due_at, now()) WHERE pending.parked_at IS NULL
+ON CONFLICT (transaction_id) DO UPDATE SET due_at = least(pending.due_at, now())
 """
 )
 
@@ -127,5 +127,8 @@ def undecided_below(run: Executor, ledger_id: UUID, below: UUID, *, limit: int) 
 
 
 def hint_checks(run: Executor, ids: Sequence[UUID], *, settings: CheckSettings) -> int:
-    """Make undecided half transactions due for a check now (read-only before immunity ends); returns how many."""
+    """Make undecided half transactions, parked ones too, due for a check now; returns how many.
+
+    Before immunity ends such a check only reads.
+    """
     return run.count(_HINT, {"ids": uuids(ids), "immunity": settings.immunity_seconds})

@@ -12,6 +12,7 @@ from outbox.contrib.django.periodic import run_check_back
 from outbox.contrib.django.pruning import run_prune
 from outbox.contrib.django.publishing import publish, publish_many, publish_messages
 from outbox.contrib.django.registry import subscriber
+from outbox.contrib.django.steering import recall, recall_key, reject_transactional
 
 __all__ = [
     "fenced_producer",
@@ -21,6 +22,9 @@ __all__ = [
     "publish",
     "publish_many",
     "publish_messages",
+    "recall",
+    "recall_key",
+    "reject_transactional",
     "run_check_back",
     "run_prune",
     "subscriber",

@@ -64,10 +64,11 @@ class OutboxSettings:
     check-back: every process that can answer for its local transactions, and nobody else, uses it. `ledger=False`
     goes without the ledger table: then every transactional message needs `check=`. `immunity_seconds`,
     `check_retry_seconds`, `max_checks` and `max_check_age_seconds` say when an undecided message is asked about,
-    and when it is parked; `check_interval_seconds` is the period of the pass that asks. `inbox_retention_seconds`
-    must outlast the log, all retries and the dead letters that may still be replayed. `lease_seconds` is the term
-    of a queue's lease; a handler's connection gives up waiting for locks within half of it, and being idle in its
-    transaction within four fifths, so that a frozen process blocks nobody.
+    and when it is parked; `check_interval_seconds` is the period of the pass that asks. `require_transaction`
+    refuses to publish outside of a transaction, whatever the topic. `inbox_retention_seconds` must outlast the log,
+    all retries and the dead letters that may still be replayed. `lease_seconds` is the term of a queue's lease; a
+    handler's connection gives up waiting for locks within half of it, and being idle in its transaction within four
+    fifths, so that a frozen process blocks nobody.
     """
 
     in_memory: bool = False
@@ -78,6 +79,7 @@ class OutboxSettings:
     path: PathChoice = PathChoice.AUTO
     topics: Mapping[str, DeclaredTopic] = field(default_factory=dict)
     auto_create_topics: bool = False
+    require_transaction: bool = False
     send_timeout_seconds: float = 3.0
     ledger: bool = True
     immunity_seconds: int = 6
@@ -274,6 +276,7 @@ _RULES: Final[Mapping[str, Rule]] = {
     "PATH": _path,
     "TOPICS": _topics,
     "AUTO_CREATE_TOPICS": _flag,
+    "REQUIRE_TRANSACTION": _flag,
     "SEND_TIMEOUT_SECONDS": _seconds(0.05),
     "LEDGER": _flag,
     "IMMUNITY_SECONDS": _whole(0),

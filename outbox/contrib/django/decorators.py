@@ -24,7 +24,7 @@ from outbox.contrib.django.ends import (
     require_marked,
 )
 from outbox.contrib.django.messages import due, message
-from outbox.contrib.django.publishing import publish_bound
+from outbox.contrib.django.publishing import check_immunity, publish_bound
 from outbox.errors import ConfigurationError
 from outbox.faults import point
 
@@ -43,6 +43,7 @@ def transactional_message(
     delay: float | timedelta | None = None,
     deliver_at: datetime | Callable[..., datetime] | None = None,
     check: Lookup | None = None,
+    immunity_seconds: int | None = None,
     using: str | None = None,
     durable: bool = False,
 ) -> Callable[[Function], Function]:
@@ -52,9 +53,10 @@ def transactional_message(
     parameters of the decorated function. One that has a parameter `result` gets what the function returned (an
     id made by the database, say): then the message is built after the function ran, before COMMIT. `check` is a
     look-up by message, `lambda m: Order.objects.filter(pk=m.key, status="paid").exists()`: with the ledger it
-    runs beside it and a disagreement is reported; without the ledger it decides. `using` is the alias of the
-    transaction; without it, it is the one that the database routers choose, and a write to another is refused.
-    `durable` refuses to be nested in another transaction.
+    runs beside it and a disagreement is reported; without the ledger it decides. `immunity_seconds` is how long the
+    broker waits before it asks (for a function that runs long; default OUTBOX['IMMUNITY_SECONDS']). `using` is the
+    alias of the transaction; without it, it is the one that the database routers choose, and a write to another is
+    refused. `durable` refuses to be nested in another transaction.
 
     Nested in another `atomic()` (ATOMIC_REQUESTS too) the message follows the outermost commit. Async functions
     run with the transaction on their own synchronous thread. An exception that leaves the function rolls back.
@@ -64,6 +66,7 @@ def transactional_message(
 
     names.check_topic(topic)
     due(topic, delay, None)
+    check_immunity(topic, immunity_seconds)
     if delay is not None and deliver_at is not None:
         raise ConfigurationError(f"topic {topic!r}: give delay or deliver_at, not both.")
 
@@ -77,6 +80,7 @@ def transactional_message(
             topic=topic,
             parts={name: _part(function, name, value) for name, value in given.items()},
             delay=delay,
+            immunity_seconds=immunity_seconds,
             using=using,
             durable=durable,
             checker=checker if check is not None else "",
@@ -174,6 +178,7 @@ class _Call:
     topic: str
     parts: Mapping[str, _Part]
     delay: float | timedelta | None
+    immunity_seconds: int | None
     using: str | None
     durable: bool
     checker: str
@@ -231,7 +236,7 @@ class _Call:
     def _publish(self, alias: str, arguments: Mapping[str, Any]) -> Published:
         values = {name: part.of(arguments) for name, part in self.parts.items()}
         built = message(self.topic, values.pop("body"), delay=self.delay, **values)
-        return publish_bound([built], using=alias, checker=self.checker)
+        return publish_bound([built], immunity_seconds=self.immunity_seconds, using=alias, checker=self.checker)
 
 
 def _default_alias() -> str:

@@ -28,14 +28,15 @@ def message(
         topic=topic,
         body=encoded,
         content_type=content_type,
-        key=_key(key),
+        key=key_text(key),
         tag=tag,
         headers=headers or {},
         deliver_at=due(topic, delay, deliver_at),
     )
 
 
-def _key(key: object) -> str:
+def key_text(key: object) -> str:
+    """A key as messages carry it; ints and UUIDs are written as text."""
     if isinstance(key, (int, UUID)) and not isinstance(key, bool):
         return str(key)
     return cast(str, key)

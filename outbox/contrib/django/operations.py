@@ -11,7 +11,9 @@ from uuid import UUID
 from outbox.broker.database.connection import Connection
 from outbox.broker.database.executor import Executor
 from outbox.broker.groups.registration import group_id_of
-from outbox.broker.log.topics import list_topics
+from outbox.broker.log import recall
+from outbox.broker.log.topics import TopicCatalog, list_topics
+from outbox.broker.operations import switches
 from outbox.broker.operations.dead_letters import replay
 from outbox.broker.operations.queue_status import QueueStatus, list_queues
 from outbox.broker.operations.status import BrokerStatus, broker_status
@@ -21,6 +23,7 @@ from outbox.contrib.django.broker import get_broker
 from outbox.contrib.django.databases import broker_connection
 from outbox.contrib.django.ledger_checker import LedgerChecker
 from outbox.errors import UnknownTopic, UsageError
+from outbox.recall import Recall
 from outbox.topic import Topic
 from outbox.transaction import DecidedBy, Decision, EndStatus, EndTransaction
 
@@ -129,6 +132,30 @@ def replay_dead_letters(group: str, ids: Sequence[UUID] | None, *, limit: int, d
     if isinstance(broker, PostgresBroker):
         broker.notify_decided()
     return count
+
+
+def recall_messages(ids: Sequence[UUID], *, topic: str | None, key: str | None, dry_run: bool) -> list[Recall]:
+    """Take back messages by their ids, or else those of a topic and key that wait; one outcome for each.
+
+    Raises UnknownTopic.
+    """
+    with broker_connection() as (connection, schema), connection.transaction(force_rollback=dry_run):
+        run = Executor(connection, schema)
+        if topic is None or key is None:
+            return recall.recall(run, list(dict.fromkeys(ids)))
+        TopicCatalog(schema).get(connection, topic)
+        return recall.recall_key(run, topic, key)
+
+
+def switch_transactional(rejecting: bool | None, *, dry_run: bool) -> tuple[bool, bool]:
+    """Refuse new transactional messages, or take them again; None looks only.
+
+    Returns whether they are refused now (in a dry run: would be), and whether that is a change.
+    """
+    with broker_connection() as (connection, schema), connection.transaction(force_rollback=dry_run):
+        run = Executor(connection, schema)
+        changed = rejecting is not None and switches.reject_transactional(run, rejecting)
+        return switches.rejects_transactional(run), changed
 
 
 def decide(transaction_id: UUID, decision: Decision, *, force: bool = False) -> EndStatus:

@@ -13,13 +13,17 @@ from outbox.periodic import PeriodicPass
 from outbox.transaction import CheckCounts
 
 
-def run_check_back(*, max_batches: int = 100) -> CheckCounts:
+def run_check_back(*, max_batches: int = 100, parked: bool = False) -> CheckCounts:
     """Answer everything the broker asks this producer group now. Any number of processes may do so at once.
 
-    Raises ConfigurationError without PRODUCER_GROUP, and BrokerError when the broker cannot be asked.
+    `parked` asks about the group's parked transactions as well, whenever their turn would be. Raises
+    ConfigurationError without PRODUCER_GROUP, and BrokerError when the broker cannot be asked.
     """
     group = get_settings().required_producer_group()
-    return CheckBack(get_broker(), group, LedgerChecker()).run_once(max_batches=max_batches)
+    broker = get_broker()
+    if parked:
+        broker.resume_checks(group)
+    return CheckBack(broker, group, LedgerChecker()).run_once(max_batches=max_batches)
 
 
 def passes() -> list[PeriodicPass]:

@@ -9,8 +9,9 @@ of its transaction.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import Any
+from typing import Any, Final
 from uuid import UUID
 
 import psycopg
@@ -40,6 +41,8 @@ from outbox.message import Message, SendReceipt
 from outbox.topic import Topic
 from outbox.transaction import HalfTransaction, ProducerEpoch
 
+_MAX_IMMUNITY_SECONDS: Final = 366 * 24 * 3600
+
 
 def publish(
     topic: str,
@@ -50,6 +53,7 @@ def publish(
     headers: Mapping[str, str] | None = None,
     delay: float | timedelta | None = None,
     deliver_at: datetime | None = None,
+    immunity_seconds: int | None = None,
     using: str | None = None,
 ) -> SendReceipt:
     """Publish one message and return its receipt.
@@ -57,14 +61,16 @@ def publish(
     Inside `atomic()` it is delivered if and only if that transaction commits; outside it is sent at once.
     `body` is encoded by the topic's codec (JSON unless declared otherwise). `key` orders messages on FIFO topics;
     ints and UUIDs are written as text. `delay` (seconds or timedelta) or `deliver_at` (aware) postpones delivery, on
-    topics of type DELAY. `using` names the alias of the transaction where several are open.
+    topics of type DELAY. `immunity_seconds` is how long the broker waits before it asks about this transaction (for one
+    that runs long; default OUTBOX['IMMUNITY_SECONDS']). `using` names the alias of the transaction where several are
+    open.
 
     Raises UsageError for what can never be sent, and BrokerError when the broker did not store it. Either way the
     surrounding atomic block is marked for rollback, whatever the caller does with the exception.
     """
     with failing_takes_the_block_along(using):
         built = message(topic, body, key=key, tag=tag, headers=headers, delay=delay, deliver_at=deliver_at)
-        return publish_messages([built], using=using)[0]
+        return publish_messages([built], immunity_seconds=immunity_seconds, using=using)[0]
 
 
 def publish_many(
@@ -76,6 +82,7 @@ def publish_many(
     headers: Mapping[str, str] | None = None,
     delay: float | timedelta | None = None,
     deliver_at: datetime | None = None,
+    immunity_seconds: int | None = None,
     using: str | None = None,
 ) -> list[SendReceipt]:
     """Publish one message per body: one transaction id, one statement, all or none.
@@ -100,15 +107,19 @@ def publish_many(
             )
             for body in bodies
         ]
-        return publish_messages(built, using=using)
+        return publish_messages(built, immunity_seconds=immunity_seconds, using=using)
 
 
-def publish_messages(messages: Sequence[Message], *, using: str | None = None) -> list[SendReceipt]:
+def publish_messages(
+    messages: Sequence[Message], *, immunity_seconds: int | None = None, using: str | None = None
+) -> list[SendReceipt]:
     """Publish ready-made messages in one call, all or none; also to several topics. Otherwise like `publish`."""
     with failing_takes_the_block_along(using):
         if isinstance(messages, Message) or not all(isinstance(item, Message) for item in messages):
             raise UsageError(f"publish_messages takes a list of what message(…) builds, not {messages!r:.80}.")
-        return list(publish_bound(messages, using=using).receipts) if messages else []
+        if not messages:
+            return []
+        return list(publish_bound(messages, immunity_seconds=immunity_seconds, using=using).receipts)
 
 
 @async_unsafe(
@@ -116,7 +127,12 @@ def publish_messages(messages: Sequence[Message], *, using: str | None = None) -
     "transaction of an async subscriber or of @transactional_message."
 )
 def publish_bound(
-    messages: Sequence[Message], *, using: str | None = None, checker: str = "", producer: ProducerEpoch | None = None
+    messages: Sequence[Message],
+    *,
+    using: str | None = None,
+    checker: str = "",
+    immunity_seconds: int | None = None,
+    producer: ProducerEpoch | None = None,
 ) -> Published:
     """Like `publish_messages`.
 
@@ -126,14 +142,17 @@ def publish_bound(
     with failing_takes_the_block_along(using):
         settings = get_settings()
         connection = current_transaction(using)
+        check_immunity(messages[0].topic, immunity_seconds)
         if connection is None:
+            _refuse_without_transaction(settings, messages[0], immunity_seconds)
             _refuse_leak_from_test(settings, using)
             return Published(_send(messages, settings, producer))
         watch = require_whole(connection, f"publishing {messages[0].message_id} for topic {messages[0].topic!r}")
         watch.bind(f"the message for topic {messages[0].topic!r}")
         if takes_atomic_path(connection, settings):
             return Published(_publish_atomic(connection, settings, messages, producer))
-        return _publish_two_phase(connection, settings, messages, checker, producer)
+        terms = _HalfTerms(checker, immunity_seconds, producer)
+        return _publish_two_phase(connection, settings, messages, terms)
 
 
 def _send(messages: Sequence[Message], settings: OutboxSettings, producer: ProducerEpoch | None) -> list[SendReceipt]:
@@ -153,10 +172,7 @@ def _publish_atomic(
     catalog = get_catalog()
     try:
         with connection.wrap_database_errors:
-            topics = [catalog.get(raw, item.topic).topic for item in messages]
-            for topic, item in zip(topics, messages, strict=True):
-                topic.check_accepts(item, transactional=True)
-            _lock_keys(connection, topics, messages)
+            _lock_keys(connection, [catalog.get(raw, item.topic).topic for item in messages], messages)
             run = Executor(raw, settings.schema)
             if producer is not None:
                 check_epoch(run, producer)
@@ -181,15 +197,23 @@ def _wake_after_commit() -> None:
 # -- the two-phase path -----------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class _HalfTerms:
+    """What a half message carries beside its messages (see HalfTransaction)."""
+
+    checker: str
+    immunity_seconds: int | None
+    producer: ProducerEpoch | None
+
+
 def _publish_two_phase(
     connection: BaseDatabaseWrapper,
     settings: OutboxSettings,
     messages: Sequence[Message],
-    checker: str,
-    producer: ProducerEpoch | None,
+    terms: _HalfTerms,
 ) -> Published:
     group = settings.required_producer_group()
-    if not settings.ledger and not checker:
+    if not settings.ledger and not terms.checker:
         raise ConfigurationError(
             f"OUTBOX['LEDGER'] is off, so nobody could answer a check-back about the message for "
             f"{messages[0].topic!r}: publish through @transactional_message(check=…), or turn the ledger on."
@@ -202,7 +226,12 @@ def _publish_two_phase(
         if settings.ledger:
             xid, ledger_id = _enter_in_ledger(connection, messages[0])
         half = HalfTransaction(
-            producer_group=group, messages=messages, ledger_id=ledger_id, checker=checker, producer=producer
+            producer_group=group,
+            messages=messages,
+            ledger_id=ledger_id,
+            checker=terms.checker,
+            immunity_seconds=terms.immunity_seconds,
+            producer=terms.producer,
         )
         point("producer.before_half")
         receipts = get_broker().send_half(half, timeout_seconds=settings.send_timeout_seconds)
@@ -243,6 +272,30 @@ def _topic(settings: OutboxSettings, name: str) -> Topic | None:
         return declared.topic
     broker = get_broker()
     return None if isinstance(broker, InMemoryBroker) else broker.topic(name)
+
+
+def check_immunity(topic: str, immunity_seconds: object) -> None:
+    """Raise UsageError unless it is None or a number of seconds that the broker can keep."""
+    if immunity_seconds is None or (type(immunity_seconds) is int and 0 <= immunity_seconds <= _MAX_IMMUNITY_SECONDS):
+        return
+    raise UsageError(
+        f"topic {topic!r}: immunity_seconds must be a whole number of seconds, 0 to {_MAX_IMMUNITY_SECONDS} (a year), "
+        f"not {immunity_seconds!r}."
+    )
+
+
+def _refuse_without_transaction(settings: OutboxSettings, first: Message, immunity_seconds: int | None) -> None:
+    if immunity_seconds is not None:
+        raise TransactionUsageError(
+            f"immunity_seconds={immunity_seconds} for topic {first.topic!r} is about a transaction, and none is open: "
+            f"put the write and the publish call into `with transaction.atomic():`, or leave it out."
+        )
+    if settings.require_transaction:
+        raise TransactionUsageError(
+            f"OUTBOX['REQUIRE_TRANSACTION'] is on and no transaction is open: the message for topic {first.topic!r} "
+            f"would be sent whatever becomes of the rows it is about. Put the write and the publish call into `with "
+            f"transaction.atomic():`, or use @transactional_message."
+        )
 
 
 def _refuse_leak_from_test(settings: OutboxSettings, using: str | None) -> None:

@@ -19,19 +19,14 @@ from functools import wraps
 from typing import Any
 
 from django.conf import settings as django_settings
-from django.db import connections
 from django.test.utils import override_settings
 
-from outbox.contrib.django import ledger
 from outbox.contrib.django.broker import get_broker, get_codecs, reset_broker
-from outbox.contrib.django.conf import get_settings
-from outbox.contrib.django.ledger_checker import ledger_aliases
+from outbox.contrib.django.in_memory import settle
 from outbox.contrib.django.registry import autodiscover, subscriptions
-from outbox.contrib.django.transactions import in_transaction
 from outbox.memory import InMemoryBroker
 from outbox.message import Message
 from outbox.ports import AnyHandler
-from outbox.transaction import Decision, EndTransaction
 
 
 class InMemoryOutbox:
@@ -86,24 +81,7 @@ class InMemoryOutbox:
 
     def settle(self) -> None:
         """Decide every half message whose transaction is over, as check-back would: by its ledger row."""
-        connected = [connections[alias] for alias in ledger_aliases()]
-        undecided = self.broker.undecided()
-        if not undecided or any(in_transaction(connection) for connection in connected):
-            return
-        committed = {
-            transaction_id for connection in connected for transaction_id in ledger.states(connection, undecided)
-        }
-        group = get_settings().required_producer_group()
-        self.broker.end(
-            [
-                EndTransaction(
-                    transaction_id=transaction_id,
-                    decision=Decision.COMMIT if transaction_id in committed else Decision.ROLLBACK,
-                    producer_group=group,
-                )
-                for transaction_id in undecided
-            ]
-        )
+        settle(self.broker)
 
 
 @contextmanager

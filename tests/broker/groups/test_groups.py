@@ -356,7 +356,7 @@ def test_delayed_messages_arrive_when_due_and_can_be_recalled(orders: Consumptio
     recalled = message(9, deliver_at=start + timedelta(seconds=0.3))
     with orders.sequencing(), orders.running((subscribe(), handle)):
         orders.broker.send([*(message(n, deliver_at=time) for n, time in due.items()), recalled])
-        eventually(lambda: orders.broker.recall(recalled.message_id))
+        eventually(lambda: orders.broker.recall([recalled.message_id])[0].is_recalled)
         eventually(lambda: len(seen.ns) == 2)
     assert seen.ns == [1, 2]
     assert all(at[n] >= due[n] for n in due)

@@ -13,8 +13,9 @@ from outbox.broker.database.connection import BrokerDatabase
 from outbox.broker.database.executor import Executor
 from outbox.broker.log.topics import declare_topics
 from outbox.broker.postgres import PostgresBroker
-from outbox.broker.schema.install import SCHEMA_VERSION, check_schema, install
-from outbox.errors import SchemaError
+from outbox.broker.schema import install as schema_install
+from outbox.broker.schema.install import SCHEMA_VERSION, check_schema, check_server, install
+from outbox.errors import ConfigurationError, SchemaError
 from tests.broker.support import TOPICS, in_threads, message, new_sequencer
 
 
@@ -75,16 +76,45 @@ def test_changes_of_later_code_are_accepted(broker_url: str) -> None:
 
 
 def test_install_does_not_wait_behind_an_open_transaction(new_database: Callable[..., str]) -> None:
-    """Else everybody would wait behind the upgrade. (A table of the same name, as an older one would be.)"""
+    """Else everybody would wait behind the upgrade. (Tables of the same names, as older ones would be.)"""
     url = new_database()
     with psycopg.connect(url) as holder, psycopg.connect(url, autocommit=True) as connection:
         connection.execute("CREATE SCHEMA outbox; CREATE TABLE outbox.schema_version (version integer PRIMARY KEY)")
         connection.execute("INSERT INTO outbox.schema_version VALUES (1)")
+        columns = "producer_group text, due_at timestamptz, parked_at timestamptz"
+        connection.execute(f"CREATE TABLE outbox.pending_check ({columns})".encode())
         holder.execute("SELECT version FROM outbox.schema_version")
         with pytest.raises(SchemaError, match="run this again"):
             install(connection, "outbox")
         holder.rollback()
         assert install(connection, "outbox") == SCHEMA_VERSION
+
+
+@pytest.mark.parametrize(("server_version", "said"), [(140_000, "14.0"), (140_021, "14.21"), (130_004, "13.4")])
+def test_a_server_that_is_too_old_is_named(server_version: int, said: str) -> None:
+    with pytest.raises(ConfigurationError, match=rf"PostgreSQL 15 or newer; this server is {said}: upgrade it"):
+        check_server(server_version)
+
+
+@pytest.mark.parametrize("server_version", [150_000, 150_004, 160_000, 180_001])
+def test_a_server_that_is_new_enough_will_do(server_version: int) -> None:
+    check_server(server_version)
+
+
+def test_the_server_is_looked_at_before_its_tables(
+    new_database: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server of the tests, to a version of the broker that needs a newer one."""
+    monkeypatch.setattr(schema_install, "MINIMUM_POSTGRESQL", 99)
+    url = new_database()
+    with psycopg.connect(url, autocommit=True) as connection:
+        for work in (install, check_schema):
+            with pytest.raises(ConfigurationError, match="PostgreSQL 99 or newer"):
+                work(connection, "outbox")
+        assert connection.execute("SELECT to_regnamespace('outbox')").fetchone() == (None,)
+    with contextlib.closing(PostgresBroker(BrokerDatabase(url))) as broker:
+        with pytest.raises(ConfigurationError, match="PostgreSQL 99 or newer"):
+            broker.send([message()])
 
 
 def test_declaring_topics_is_idempotent_and_safe_at_once(broker_url: str) -> None:

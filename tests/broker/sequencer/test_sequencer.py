@@ -285,10 +285,10 @@ def test_recall_of_a_scheduled_message(
     sequencer = new_sequencer(database)
     delayed = message(deliver_at=datetime.now(UTC) + timedelta(hours=1))
     broker.send([delayed])
-    assert not broker.recall(delayed.message_id), "it is not scheduled before the sequencer has seen it"
+    assert [one.status for one in broker.recall([delayed.message_id])] == ["waiting"], "the sequencer comes first"
     drain(sequencer, connection)
-    assert broker.recall(delayed.message_id)
-    assert not broker.recall(delayed.message_id)
+    assert [one.status for one in broker.recall([delayed.message_id])] == ["recalled"]
+    assert [one.status for one in broker.recall([delayed.message_id])] == ["recalled before"]
     assert connection.execute("SELECT count(*) FROM outbox.recalled").fetchone() == (1,)
 
 

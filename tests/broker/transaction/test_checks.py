@@ -17,7 +17,7 @@ from outbox.broker.log import incidents
 from outbox.broker.postgres import PostgresBroker
 from outbox.broker.transaction import checks, half_scan
 from outbox.transaction import Answer, Check, CheckSettings, Decision, EndStatus
-from tests.broker.support import drain, end, half, in_threads, message, new_sequencer, queued_ids
+from tests.broker.support import drain, end, half, in_threads, let_time_pass, message, new_sequencer, queued_ids
 from tests.support import eventually
 
 UNKNOWN = Decision.UNKNOWN
@@ -36,17 +36,6 @@ def _answers(found: Sequence[Check], decision: Decision, *, counts: bool = True,
     return [
         Answer(transaction_id=check.transaction_id, decision=decision, counts=counts, detail=detail) for check in found
     ]
-
-
-def _age(connection: BrokerConnection, seconds: float) -> None:
-    """Let time pass on the broker's clock."""
-    interval = timedelta(seconds=seconds)
-    connection.execute("UPDATE outbox.commit_log SET stored_at = stored_at - %s", [interval])
-    connection.execute(
-        "UPDATE outbox.pending_check SET stored_at = stored_at - %(t)s, due_at = due_at - %(t)s,"
-        " immune_until = immune_until - %(t)s",
-        {"t": interval},
-    )
 
 
 def test_the_end_message_is_lost_and_check_back_decides(
@@ -80,17 +69,17 @@ def test_immunity_is_honoured_per_message_and_uses_no_check(
     for one in (short, default, long):
         broker.send_half(one)
     assert broker.claim_checks("shop") == []
-    _age(connection, 2)
+    let_time_pass(connection, 2)
     assert [check.transaction_id for check in broker.claim_checks("shop")] == [short.transaction_id]
-    _age(connection, 5)
+    let_time_pass(connection, 5)
     assert [check.transaction_id for check in broker.claim_checks("shop")] == [default.transaction_id]
-    _age(connection, 99_000)
+    let_time_pass(connection, 99_000)
     assert long.transaction_id not in {check.transaction_id for check in broker.claim_checks("shop")}
     broker.hint_checks([long.transaction_id])
     hinted = {check.transaction_id: check for check in broker.claim_checks("shop")}[long.transaction_id]
     assert not hinted.may_write
     broker.report_answers("shop", _answers([hinted], UNKNOWN))
-    _age(connection, 2_000)
+    let_time_pass(connection, 2_000)
     after = {check.transaction_id: check for check in broker.claim_checks("shop")}[long.transaction_id]
     assert (after.may_write, after.checks) == (True, 0)
 
@@ -104,7 +93,7 @@ def test_a_wrong_clock_of_the_producer_causes_no_check_storm(
     broker.send_half(past)
     broker.send_half(future)
     assert broker.claim_checks("shop") == []
-    _age(connection, 7)
+    let_time_pass(connection, 7)
     claimed = broker.claim_checks("shop")
     assert {check.transaction_id for check in claimed} == {past.transaction_id, future.transaction_id}
     assert all(6 < check.age_seconds < 100 for check in claimed)
@@ -148,45 +137,10 @@ def test_nothing_is_checked_twice_by_concurrent_claims(at_once: PostgresBroker, 
     lasting.close()
 
 
-def test_limits_lead_to_parking_and_a_late_end_still_decides(
-    at_once: PostgresBroker, database: BrokerDatabase, connection: BrokerConnection
-) -> None:
-    one = half()
-    at_once.send_half(one)
-    for number in range(15):
-        [check] = at_once.claim_checks("shop")
-        assert check.checks == number
-        assert at_once.report_answers("shop", _answers([check], UNKNOWN, detail=f"no {number}")) == [None]
-    assert at_once.claim_checks("shop") == []
-    [incident] = incidents.recent(Executor(connection, "outbox"))
-    assert (incident.kind, incident.subject) == ("parked", str(one.transaction_id))
-    assert connection.execute("SELECT count(*) FROM outbox.check_history").fetchone() == (15,)
-    assert at_once.end([end(one.transaction_id)]) == [EndStatus.APPLIED]
-    drain(new_sequencer(database), connection)
-    assert queued_ids(connection) == [one.transaction_id]
-    checks.scan(Executor(connection, "outbox"), settings=NOW)
-    assert connection.execute("SELECT count(*) FROM outbox.pending_check").fetchone() == (0,)
-
-
-def test_answers_that_do_not_count_use_up_no_check_but_age_parks(
-    at_once: PostgresBroker, connection: BrokerConnection
-) -> None:
-    one = half()
-    at_once.send_half(one)
-    for _ in range(20):
-        [check] = at_once.claim_checks("shop")
-        assert check.checks == 0
-        at_once.report_answers("shop", _answers([check], UNKNOWN, counts=False, detail="still running"))
-    _age(connection, 72 * 3600)
-    at_once.report_answers("shop", _answers(at_once.claim_checks("shop"), UNKNOWN, counts=False))
-    assert at_once.claim_checks("shop") == []
-    assert connection.execute("SELECT parked_at IS NOT NULL FROM outbox.pending_check").fetchone() == (True,)
-
-
 def test_no_producer_of_the_group_alive_uses_up_no_check(broker: PostgresBroker, connection: BrokerConnection) -> None:
     one = half()
     broker.send_half(one)
-    _age(connection, 80 * 3600)
+    let_time_pass(connection, 80 * 3600)
     assert broker.claim_checks("another group") == []
     [check] = broker.claim_checks("shop")
     assert check.checks == 0

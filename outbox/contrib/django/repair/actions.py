@@ -144,7 +144,7 @@ def _publish_locked(
     if dry_run:
         return Result(Outcome.WOULD_BE_DONE, f"publish to {source.topic!r} as {message_id}", before)
     intend(f"publish to {source.topic!r} as {message_id}", before)
-    get_broker().send([message])
+    get_broker().send([message], committed=True)
     point("repair.after_effect")
     return Result(Outcome.DONE, f"published as {message_id}", before, {str(message_id): "committed"})
 

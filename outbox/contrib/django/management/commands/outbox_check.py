@@ -17,10 +17,11 @@ class Command(OutboxCommand):
     help = "Answer once what the broker asks this producer group about undecided messages."
 
     def add_arguments(self, parser: CommandParser) -> None:
+        parser.add_argument("--parked", action="store_true", help="about the parked ones too, before their turn")
         self.add_json(parser)
 
     def handle(self, *args: Any, **options: Any) -> None:
-        counts = dataclasses.asdict(run_check_back())
+        counts = dataclasses.asdict(run_check_back(parked=options["parked"]))
         if options["json"]:
             self.print_json(counts)
         else:

@@ -1,4 +1,4 @@
--- Change 5: producers with a transactional id, of which the newest instance fences the older ones.
+-- Change 6: producers with a transactional id, of which the newest instance fences the older ones.
 
 CREATE TABLE producer_epoch (
     producer_group   text        NOT NULL,

@@ -1,0 +1,228 @@
+"""Everything at once, on both paths: retries, poison, lost ends, replays, recalls, processes killed again and again.
+
+Every message ends; an innocent one is never a dead letter; the keys of a FIFO topic keep the order of local commits;
+what was recalled has no effect; every equation of conservation holds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from uuid import UUID
+
+import psycopg
+import pytest
+
+from outbox.backoff import Backoff
+from outbox.broker.database.executor import Executor
+from outbox.broker.log import commit_log
+from outbox.broker.log.topics import TopicCatalog
+from outbox.broker.operations import dead_letters
+from outbox.broker.operations.status import broker_status
+from outbox.broker.postgres import PostgresBroker
+from outbox.broker.supervisor import ChildSpec, Supervisor
+from outbox.checkback import CheckBack
+from outbox.ids import uuid7
+from outbox.message import Message
+from outbox.recall import RecallStatus
+from outbox.transaction import CheckSettings, Decision, EndTransaction, HalfTransaction
+from tests.broker.bench import FIFO, NORMAL, ROOT, ConsumptionBench, assert_each_once_in_order, encode
+from tests.broker.consumer.storm_producer import GROUP, LOCK
+from tests.broker.consumer.test_storm import BusinessChecker
+from tests.support import eventually
+
+INNOCENT = ("fine", "fine", "fine", "fails", "slow")
+# What must end as a dead letter, and nothing else may.
+GUILTY = ("poison",)
+CONSUMERS = ("c1", "c2")
+BATCH = 1
+SOON = Backoff(first_seconds=0.05, longest_seconds=0.2)
+CHECKS = CheckSettings(immunity_seconds=1, recheck_seconds=0.5, max_checks=1000)
+NEXT = (
+    "INSERT INTO business (topic, key, n, message_id, fate)"
+    " SELECT %(topic)s, %(key)s, coalesce(max(n) + 1, 0), %(id)s, %(fate)s FROM business"
+    " WHERE topic = %(topic)s AND key = %(key)s RETURNING n"
+)
+
+
+@dataclass
+class Storm:
+    """One run. All that is random comes from `seed`; when processes die is up to the machine."""
+
+    bench: ConsumptionBench
+    atomic: bool
+    seed: int
+    recalled: set[UUID] = field(default_factory=set)
+    waiting: list[UUID] = field(default_factory=list)
+    rolled_back: int = 0
+    happened: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self.chance = random.Random(self.seed)
+        self.broker = PostgresBroker(self.bench.database, check=CHECKS)
+        self.check_back = CheckBack(self.broker, GROUP, BusinessChecker(self.bench.url))
+        self._local = psycopg.connect(self.bench.url, autocommit=True)
+        self._catalog = TopicCatalog()
+
+    def close(self) -> None:
+        self._local.close()
+        self.broker.close()
+
+    # -- publishing -----------------------------------------------------------------------------
+
+    def publish(self) -> None:
+        """One local transaction with one message, which commits or rolls back."""
+        topic = self.chance.choice(["orders", "steps"])
+        fate = self.chance.choice(INNOCENT)
+        if topic == "orders" and self.chance.random() < 0.05:
+            fate = self.chance.choice(GUILTY)
+        delay = self.chance.choice([0.0, 0.0, 0.3, 60.0]) if topic == "orders" and fate not in GUILTY else 0.0
+        commits = self.chance.random() < 0.8
+        message_id, key = uuid7(), f"k{self.chance.randrange(8)}"
+        with self._local.transaction(force_rollback=not commits):
+            self._local.execute(LOCK, [key])
+            row = self._local.execute(NEXT, {"topic": topic, "key": key, "id": message_id, "fate": fate}).fetchone()
+            assert row is not None
+            message = Message(
+                topic=topic,
+                key=key,
+                message_id=message_id,
+                body=encode({"n": row[0], "fate": fate}),
+                deliver_at=datetime.now(UTC) + timedelta(seconds=delay) if delay else None,
+            )
+            self._store(message)
+        if not self.atomic and self.chance.random() < 0.95:
+            self._end(message, Decision.COMMIT if commits else Decision.ROLLBACK)
+        self.rolled_back += not commits
+        if commits and delay > 1:
+            self.waiting.append(message_id)
+
+    def _store(self, message: Message) -> None:
+        if self.atomic:
+            run = Executor(self._local, "outbox")
+            commit_log.append_decided(run, self._catalog, [message], producer_group=GROUP, transactional=True)
+        else:
+            self.broker.send_half(HalfTransaction(producer_group=GROUP, messages=[message]), timeout_seconds=30)
+
+    def _end(self, message: Message, decision: Decision) -> None:
+        end = EndTransaction(transaction_id=message.message_id, decision=decision, producer_group=GROUP)
+        self.broker.end([end], timeout_seconds=30)
+
+    # -- what happens meanwhile -----------------------------------------------------------------
+
+    def something(self, what: str, supervisor: Supervisor) -> None:
+        self.happened[what] += 1
+        if what == "replay":
+            dead_letters.replay(self.bench.run, "workers")
+        elif what == "recall":
+            self.recall(self.waiting[-1:])
+        else:
+            victim = "broker" if what == "kill the broker" else self.chance.choice(CONSUMERS)
+            os.kill(eventually(lambda: supervisor.pids().get(victim, 0), what=f"{victim} runs"), signal.SIGKILL)
+
+    def progress(self, before: int) -> int:
+        """How many effects there are, 0 while there are no more than before."""
+        self.check_back.run_once()
+        found = self.bench.effect_count()
+        return found if found > before else 0
+
+    def recall(self, ids: list[UUID]) -> bool:
+        """Whether nothing of it waits any more."""
+        outcomes = self.broker.recall(ids, timeout_seconds=30)
+        self.recalled.update(one.message_id for one in outcomes if one.status is RecallStatus.RECALLED)
+        return all(one.is_recalled or one.status is RecallStatus.DELIVERED for one in outcomes)
+
+    def rage(self, count: int, every: int, supervisor: Supervisor) -> None:
+        """Publish, and let each kind of thing happen before the first of them happens again."""
+        kinds = ["kill a consumer", "kill the broker", "replay", "recall"]
+        todo: list[str] = []
+        done = 0
+        for number in range(1, count + 1):
+            self.publish()
+            if number % every == 0:
+                # Between two things some work is done, or it would all happen to processes that start.
+                done = eventually(lambda before=done: self.progress(before), within_seconds=60)  # type: ignore[misc]
+                todo = todo or self.chance.sample(kinds, len(kinds))
+                self.something(todo.pop(), supervisor)
+        assert set(self.happened) == set(kinds)
+
+    # -- the end --------------------------------------------------------------------------------
+
+    def is_over(self) -> bool:
+        """Whether every message has ended."""
+        self.check_back.run_once()
+        status = broker_status(self.bench.run)
+        topics = [topic.totals for topic in status.topics]
+        on_the_way = sum(t.undecided + t.parked + t.unsequenced + t.held + t.scheduled for t in topics)
+        return on_the_way + sum(group.lag + group.retrying for group in status.groups) == 0
+
+    def check(self) -> None:
+        rows = self.bench.rows("SELECT topic, key, n, message_id, fate FROM business")
+        committed = {message_id: (topic, fate) for topic, _, _, message_id, fate in rows}
+        guilty = {one for one, (_, fate) in committed.items() if fate in GUILTY}
+        effects = Counter(row[0] for row in self.bench.rows("SELECT message_id FROM effect"))
+        letters = Counter(letter.message_id for letter in dead_letters.list_dead_letters(self.bench.run, limit=10_000))
+        assert effects == Counter(committed.keys() - guilty - self.recalled), "each innocent takes effect once"
+        assert letters == Counter(guilty - self.recalled), "the guilty are dead letters, and nobody else"
+        steps = [row for row in self.bench.effects() if committed[row[3]][0] == "steps"]
+        assert_each_once_in_order(steps, sum(topic == "steps" for topic, _ in committed.values()))
+        status = broker_status(self.bench.run)
+        broken = [text for topic in status.topics for text in topic.totals.differences()]
+        assert [*broken, *(text for group in status.groups for text in group.differences())] == []
+        assert guilty and self.recalled and self.rolled_back, "all of it took place"
+
+
+@contextlib.contextmanager
+def supervised(bench: ConsumptionBench) -> Iterator[Supervisor]:
+    """A broker process and two consumers, restarted when they die."""
+    environment = {"PYTHONPATH": str(ROOT)}
+    specs = [ChildSpec(name="broker", argv=[sys.executable, "-m", "outbox.broker", "--database", bench.url])]
+    for name in CONSUMERS:
+        argument = json.dumps({"url": bench.url, "name": name, "batch": BATCH})
+        argv = [sys.executable, "-m", "tests.broker.consumer.fate_process", argument]
+        specs.append(ChildSpec(name=name, argv=argv, environment=environment))
+    supervisor = Supervisor(specs, backoff=SOON)
+    supervisor.start()
+    try:
+        yield supervisor
+    finally:
+        supervisor.stop(grace_seconds=30)
+
+
+def every_message_ends(bench: ConsumptionBench, *, atomic: bool, seed: int, count: int, every: int) -> None:
+    bench.declare("orders", queues=3, types=NORMAL)
+    bench.declare("steps", queues=3, types=FIFO)
+    bench.connection.execute(
+        "CREATE TABLE business (topic text, key text, n integer, message_id uuid UNIQUE, fate text,"
+        " PRIMARY KEY (topic, key, n))"
+    )
+    with contextlib.closing(Storm(bench, atomic, seed)) as storm, supervised(bench) as supervisor:
+        eventually(lambda: bench.members() == 2 * len(CONSUMERS), within_seconds=60, what="both groups are there")
+        storm.rage(count, every, supervisor)
+        # So that the run need not wait for what was delayed by a minute.
+        eventually(lambda: storm.recall(storm.waiting), within_seconds=120, what="all that waits is recalled")
+        eventually(storm.is_over, within_seconds=180, what="every message ends")
+        storm.check()
+        assert dead_letters.replay(bench.run, "workers") > 0
+        eventually(storm.is_over, within_seconds=120, what="every message ends again")
+        storm.check()
+
+
+@pytest.mark.parametrize("path", ["two_phase", "atomic"])
+def test_every_message_ends(bench: ConsumptionBench, path: str) -> None:
+    every_message_ends(bench, atomic=path == "atomic", seed=1, count=160, every=20)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("path", ["two_phase", "atomic"])
+def test_every_message_ends_many_times(bench: ConsumptionBench, path: str, seed: int) -> None:
+    every_message_ends(bench, atomic=path == "atomic", seed=100 + seed, count=2_000, every=60)

@@ -1,0 +1,248 @@
+"""Parking: by answers that count, or by age whoever answers; asked again, and never the end of a transaction."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from uuid import UUID
+
+import pytest
+
+from outbox.broker.database.connection import BrokerConnection, BrokerDatabase
+from outbox.broker.database.executor import Executor
+from outbox.broker.log import incidents
+from outbox.broker.maintenance import service
+from outbox.broker.operations.status import broker_status
+from outbox.broker.operations.trace import trace
+from outbox.broker.postgres import PostgresBroker
+from outbox.broker.transaction import checks, parking
+from outbox.transaction import Answer, Check, CheckSettings, Decision, EndStatus, HalfTransaction, ParkReason
+from tests.broker.support import drain, end, half, let_time_pass, new_sequencer, queued_ids
+
+NOW = CheckSettings(immunity_seconds=0, recheck_seconds=0)
+THREE_DAYS, HOUR = 72 * 3600, 3600
+
+
+@pytest.fixture
+def at_once(database: BrokerDatabase) -> Iterator[PostgresBroker]:
+    """A broker without immunity and recheck time; its process has asked for the group before."""
+    broker = PostgresBroker(database, check=NOW)
+    broker.claim_checks("shop")
+    yield broker
+    broker.close()
+
+
+@pytest.fixture
+def another(database: BrokerDatabase) -> Iterator[PostgresBroker]:
+    """Another process of the same group."""
+    broker = PostgresBroker(database, check=NOW)
+    yield broker
+    broker.close()
+
+
+def answer(found: Sequence[Check], *, counts: bool = True, detail: str = "") -> list[Answer]:
+    return [
+        Answer(transaction_id=one.transaction_id, decision=Decision.UNKNOWN, counts=counts, detail=detail)
+        for one in found
+    ]
+
+
+def park(connection: BrokerConnection) -> int:
+    return parking.park_overdue(Executor(connection, "outbox"), settings=NOW)
+
+
+def parked(connection: BrokerConnection) -> dict[UUID, str]:
+    rows = connection.execute(
+        "SELECT transaction_id, park_reason FROM outbox.pending_check WHERE parked_at IS NOT NULL"
+    ).fetchall()
+    return dict(rows)
+
+
+def parked_by_checks(broker: PostgresBroker) -> HalfTransaction:
+    one = half()
+    broker.send_half(one)
+    for _ in range(NOW.max_checks):
+        broker.report_answers("shop", answer(broker.claim_checks("shop"), detail="the look-up is not there"))
+    return one
+
+
+def asked(broker: PostgresBroker, group: str = "shop") -> list[UUID]:
+    return [check.transaction_id for check in broker.claim_checks(group)]
+
+
+def test_limits_lead_to_parking_and_a_late_end_still_decides(
+    at_once: PostgresBroker, database: BrokerDatabase, connection: BrokerConnection
+) -> None:
+    one = half()
+    at_once.send_half(one)
+    for number in range(15):
+        [check] = at_once.claim_checks("shop")
+        assert check.checks == number
+        assert at_once.report_answers("shop", answer([check], detail=f"no {number}")) == [None]
+    assert at_once.claim_checks("shop") == []
+    [incident] = incidents.recent(Executor(connection, "outbox"))
+    assert (incident.kind, incident.subject) == ("parked", str(one.transaction_id))
+    assert connection.execute("SELECT count(*) FROM outbox.check_history").fetchone() == (15,)
+    assert at_once.end([end(one.transaction_id)]) == [EndStatus.APPLIED]
+    drain(new_sequencer(database), connection)
+    assert queued_ids(connection) == [one.transaction_id]
+    checks.scan(Executor(connection, "outbox"), settings=NOW)
+    assert connection.execute("SELECT count(*) FROM outbox.pending_check").fetchone() == (0,)
+
+
+def test_an_answer_that_does_not_count_never_parks(at_once: PostgresBroker, connection: BrokerConnection) -> None:
+    """A committed order whose group was away for days, and whose ledger is out of reach when it comes back."""
+    one = half()
+    at_once.send_half(one)
+    checks.scan(Executor(connection, "outbox"), settings=NOW)
+    let_time_pass(connection, 80 * HOUR)
+    for _ in range(NOW.max_checks + 5):
+        found = at_once.claim_checks("shop")
+        assert [check.checks for check in found] == [0]
+        at_once.report_answers("shop", answer(found, counts=False, detail="the ledger cannot be asked"))
+    assert parked(connection) == {}
+    found = at_once.claim_checks("shop")
+    assert at_once.report_answers("shop", [Answer(transaction_id=one.transaction_id, decision=Decision.COMMIT)]) == [
+        EndStatus.APPLIED
+    ]
+
+
+def test_maintenance_parks_what_nobody_answers_and_names_the_group(
+    database: BrokerDatabase, at_once: PostgresBroker, connection: BrokerConnection
+) -> None:
+    one = half(group="switched off")
+    at_once.send_half(one)
+    checks.scan(Executor(connection, "outbox"), settings=NOW)
+    let_time_pass(connection, HOUR)
+    [problem] = [text for text in broker_status(Executor(connection, "outbox")).problems if "producer group" in text]
+    assert "'switched off'" in problem and str(one.transaction_id) in problem and "never has" in problem
+    let_time_pass(connection, THREE_DAYS)
+    service.run_once(database, NOW)
+    assert parked(connection) == {one.transaction_id: ParkReason.UNANSWERED}
+    [incident] = incidents.recent(Executor(connection, "outbox"))
+    assert (incident.kind, incident.subject) == ("parked", str(one.transaction_id))
+    assert incident.detail.startswith("unanswered: no producer of group 'switched off' has asked for its checks ever")
+    assert park(connection) == 0, "once"
+    # Its group starts after all: asked at once, with no check used up.
+    [check] = at_once.claim_checks("switched off")
+    assert (check.transaction_id, check.checks) == (one.transaction_id, 0)
+
+
+def test_maintenance_parks_what_its_group_cannot_settle_and_says_what_was_answered(
+    at_once: PostgresBroker, connection: BrokerConnection
+) -> None:
+    one = half()
+    at_once.send_half(one)
+    at_once.report_answers("shop", answer(at_once.claim_checks("shop"), counts=False, detail="still running"))
+    let_time_pass(connection, THREE_DAYS + 1)
+    assert asked(at_once) == [one.transaction_id]
+    assert park(connection) == 1
+    assert parked(connection) == {one.transaction_id: ParkReason.AGE}
+    assert "still running" in incidents.recent(Executor(connection, "outbox"))[0].detail
+    assert asked(at_once) == [], "asked about a moment ago"
+
+
+def test_a_transaction_with_a_long_immunity_is_not_parked_by_its_age(
+    at_once: PostgresBroker, connection: BrokerConnection
+) -> None:
+    patient = half(immunity_seconds=100 * HOUR)
+    at_once.send_half(patient)
+    checks.scan(Executor(connection, "outbox"), settings=NOW)
+    let_time_pass(connection, 99 * HOUR)
+    assert park(connection) == 0
+    let_time_pass(connection, HOUR + THREE_DAYS + 1)
+    assert park(connection) == 1
+
+
+def test_a_decided_transaction_is_not_parked(at_once: PostgresBroker, connection: BrokerConnection) -> None:
+    one = half()
+    at_once.send_half(one)
+    checks.scan(Executor(connection, "outbox"), settings=NOW)
+    at_once.end([end(one.transaction_id)])
+    let_time_pass(connection, THREE_DAYS + 1)
+    assert park(connection) == 0
+
+
+def test_a_parked_one_is_asked_about_every_hour_until_it_is_decided(
+    at_once: PostgresBroker, database: BrokerDatabase, connection: BrokerConnection
+) -> None:
+    one = parked_by_checks(at_once)
+    assert parked(connection) == {one.transaction_id: ParkReason.CHECKS}
+    for checks_so_far in (15, 16, 17):
+        assert asked(at_once) == []
+        let_time_pass(connection, HOUR)
+        found = at_once.claim_checks("shop")
+        assert [check.checks for check in found] == [checks_so_far]
+        at_once.report_answers("shop", answer(found))
+    assert len(incidents.recent(Executor(connection, "outbox"))) == 1, "parked once"
+    let_time_pass(connection, HOUR)
+    [check] = at_once.claim_checks("shop")
+    at_once.report_answers("shop", [Answer(transaction_id=check.transaction_id, decision=Decision.COMMIT)])
+    drain(new_sequencer(database), connection)
+    assert queued_ids(connection) == [one.transaction_id]
+    assert parked(connection) == {}
+
+
+def test_a_parked_one_is_asked_about_when_its_group_comes_back(
+    at_once: PostgresBroker, connection: BrokerConnection
+) -> None:
+    one = parked_by_checks(at_once)
+    let_time_pass(connection, 200)
+    assert asked(at_once) == [], "nobody was away"
+    let_time_pass(connection, 301)
+    assert asked(at_once) == [one.transaction_id]
+    assert asked(at_once) == []
+
+
+def test_a_new_process_of_the_group_asks_about_parked_ones_but_many_do_not_ask_at_once(
+    at_once: PostgresBroker, another: PostgresBroker, database: BrokerDatabase, connection: BrokerConnection
+) -> None:
+    one = parked_by_checks(at_once)
+    for _ in range(3):
+        # So that the group was not away, and the answer of a moment ago is some minutes old.
+        let_time_pass(connection, 150)
+        assert asked(at_once) == []
+    assert asked(another) == [one.transaction_id]
+    third = PostgresBroker(database, check=NOW)
+    assert asked(third) == []
+    third.close()
+
+
+def test_a_parked_one_is_asked_about_when_somebody_says_so(
+    at_once: PostgresBroker, connection: BrokerConnection
+) -> None:
+    one, other = parked_by_checks(at_once), half(group="other")
+    at_once.send_half(other)
+    assert asked(at_once) == []
+    assert at_once.resume_checks("shop") == 1
+    assert at_once.resume_checks("other") == 0
+    assert asked(at_once) == [one.transaction_id]
+    at_once.hint_checks([one.transaction_id])
+    assert asked(at_once) == [one.transaction_id]
+
+
+def test_many_parked_ones_do_not_delay_others(at_once: PostgresBroker, connection: BrokerConnection) -> None:
+    for _ in range(20):
+        at_once.send_half(half())
+    checks.scan(Executor(connection, "outbox"), settings=NOW)
+    let_time_pass(connection, THREE_DAYS + 1)
+    assert park(connection) == 20
+    let_time_pass(connection, HOUR)
+    fresh = half()
+    at_once.send_half(fresh)
+    found = [check.transaction_id for check in at_once.claim_checks("shop", limit=5)]
+    assert len(found) == 5
+    assert fresh.transaction_id in found
+
+
+def test_the_reason_is_in_the_status_and_in_the_trace(at_once: PostgresBroker, connection: BrokerConnection) -> None:
+    one = parked_by_checks(at_once)
+    run = Executor(connection, "outbox")
+    status = broker_status(run)
+    [group] = status.undecided
+    assert (group.group, group.waiting, group.parked) == ("shop", 0, {"checks": 1})
+    assert any("1 checks" in text and str(one.transaction_id) in text for text in status.problems)
+    found = trace(run, one.transaction_id)
+    assert found is not None and found.pending is not None
+    assert (found.pending.park_reason, found.pending.last_answer) == ("checks", "the look-up is not there")
+    at_once.end([end(one.transaction_id)])
+    assert broker_status(run).undecided == []

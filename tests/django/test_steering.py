@@ -1,0 +1,306 @@
+"""What an application and its operator ask beside publishing, on both paths: recall, the switch, immunity, checks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from io import StringIO
+from typing import Any
+from uuid import UUID, uuid4
+
+import pytest
+from django.core.management import call_command
+from django.core.management.base import CommandError
+from django.db import connections, transaction
+
+from outbox import Message, Recall, RecallStatus
+from outbox.broker.sequencer.sequencer import Sequencer
+from outbox.contrib.django import (
+    message,
+    publish,
+    publish_many,
+    publish_messages,
+    recall,
+    recall_key,
+    reject_transactional,
+    transactional_message,
+)
+from outbox.contrib.django.broker import flusher, get_broker
+from outbox.contrib.django.conf import get_settings
+from outbox.contrib.django.databases import broker_connection, broker_database
+from outbox.contrib.django.testing import in_memory_outbox
+from outbox.errors import (
+    MessageTypeMismatch,
+    TransactionalMessagesRejected,
+    TransactionUsageError,
+    UnknownTopic,
+    UsageError,
+)
+from tests.django.shop.models import Order
+from tests.django.state import decisions, stored
+
+pytestmark = pytest.mark.usefixtures("empty_log")
+
+HOUR = 3600
+
+
+def call(*arguments: str) -> str:
+    out = StringIO()
+    call_command(*arguments, stdout=out, no_color=True)
+    return out.getvalue()
+
+
+def scheduled() -> list[str]:
+    """The keys of what waits for its time, once everything decided has been sequenced."""
+    flusher.flush(within_seconds=5)
+    database = broker_database()
+    with closing(database.connect()) as connection:
+        sequencer = Sequencer(database, uuid4())
+        while sequencer.run_once(connection).more:
+            pass
+        rows = connection.execute(
+            "SELECT key FROM outbox.scheduled JOIN outbox.commit_log USING (log_id) ORDER BY log_id"
+        ).fetchall()
+    return [row[0] for row in rows]
+
+
+def remind(*keys: str) -> list[UUID]:
+    """Delayed messages, published in transactions."""
+    found = []
+    for key in keys:
+        with transaction.atomic():
+            found.append(publish("reminders", {}, key=key, delay=HOUR).message_id)
+    assert scheduled() == list(keys)
+    return found
+
+
+# -- only in a transaction --------------------------------------------------------------------------
+
+
+def test_a_topic_that_is_only_transactional_refuses_a_publish_outside(path: str) -> None:
+    with pytest.raises(MessageTypeMismatch, match=r"transaction\.atomic"):
+        publish("bound", {}, key="alone")
+    with transaction.atomic():
+        publish("bound", {}, key="kept")
+    assert decisions() == {"kept": "C"}
+
+
+def test_a_setting_makes_it_the_rule_for_every_topic(path: str, outbox_settings: Callable[..., None]) -> None:
+    publish("orders", {}, key="before")
+    outbox_settings(REQUIRE_TRANSACTION=True, **({"BROKER": "default"} if path == "atomic" else {}))
+    for refused in (
+        lambda: publish("orders", {}, key="alone"),
+        lambda: publish_many("orders", [{}], key="alone"),
+        lambda: publish_messages([message("orders", {}, key="alone")]),
+    ):
+        with pytest.raises(TransactionUsageError, match=r"REQUIRE_TRANSACTION.*'orders'.*transaction\.atomic"):
+            refused()
+
+    @transactional_message("orders", key="decorated", body={})
+    def decorated() -> None:
+        publish("orders", {}, key="inside")
+
+    decorated()
+    assert decisions() == {"before": "C", "decorated": "C", "inside": "C"}
+
+
+def test_both_rules_hold_in_tests_of_an_application(application: None) -> None:
+    with in_memory_outbox(REQUIRE_TRANSACTION=True):
+        with pytest.raises(TransactionUsageError, match="REQUIRE_TRANSACTION"):
+            publish("orders", {})
+    with in_memory_outbox() as outbox:
+        with pytest.raises(MessageTypeMismatch, match=r"transaction\.atomic"):
+            publish("bound", {})
+        with transaction.atomic():
+            publish("bound", {}, key="1")
+        assert [item.key for item in outbox.messages("bound")] == ["1"]
+
+
+# -- immunity of one message ------------------------------------------------------------------------
+
+
+def immunities() -> dict[str, int | None]:
+    stored()
+    with broker_connection() as (connection, _):
+        rows = connection.execute("SELECT key, immunity_seconds FROM outbox.commit_log").fetchall()
+    return dict(rows)
+
+
+def test_immunity_is_given_per_message(path: str) -> None:
+    @transactional_message("orders", key="decorated", body={}, immunity_seconds=7200)
+    def decorated() -> None:
+        publish("orders", {}, key="single", immunity_seconds=HOUR)
+        publish_many("orders", [{}], key="many", immunity_seconds=60)
+        publish_messages([message("orders", {}, key="ready")], immunity_seconds=0)
+        publish("orders", {}, key="default")
+
+    decorated()
+    expected = {"decorated": 7200, "single": HOUR, "many": 60, "ready": 0, "default": get_settings().immunity_seconds}
+    # Nobody is asked about a message of the atomic path.
+    assert immunities() == (expected if path == "two_phase" else dict.fromkeys(expected))
+
+
+@pytest.mark.parametrize("seconds", [-1, 1.5, True, "60", 10**9])
+def test_an_immunity_that_is_none_is_refused(path: str, seconds: Any) -> None:
+    with pytest.raises(UsageError, match="immunity_seconds must be a whole number"):
+        transactional_message("orders", body={}, immunity_seconds=seconds)
+    with transaction.atomic():
+        Order.objects.create(number="1")
+        with pytest.raises(UsageError, match="'orders': immunity_seconds must be a whole number"):
+            publish("orders", {}, immunity_seconds=seconds)
+    assert not Order.objects.exists()
+
+
+def test_immunity_without_a_transaction_is_refused(path: str) -> None:
+    with pytest.raises(TransactionUsageError, match="none is open"):
+        publish("orders", {}, immunity_seconds=60)
+
+
+# -- recall -----------------------------------------------------------------------------------------
+
+
+def test_recall_by_id_and_by_key(path: str) -> None:
+    first, _, _ = remind("7", "7", "8")
+    assert recall(first).status is RecallStatus.RECALLED
+    assert recall(first).status is RecallStatus.REPEATED
+    assert scheduled() == ["7", "8"]
+    assert [one.key for one in recall_key("reminders", 7)] == ["7"]
+    assert recall_key("reminders", 7) == []
+    assert scheduled() == ["8"]
+    assert recall(uuid4()).status is RecallStatus.UNKNOWN
+    assert recall(publish("orders", {}).message_id).status is RecallStatus.WAITING
+    with pytest.raises(UnknownTopic, match="Did you mean 'reminders'"):
+        recall_key("reminder", 7)
+
+
+def test_recall_is_refused_where_it_could_not_be_undone(path: str) -> None:
+    [reminder] = remind("7")
+    with pytest.raises(TransactionUsageError, match="on_commit"), transaction.atomic():
+        recall(reminder)
+    with pytest.raises(TransactionUsageError, match="on_commit"), transaction.atomic():
+        recall_key("reminders", "7")
+    assert scheduled() == ["7"]
+    outcomes: list[Recall] = []
+    with transaction.atomic():
+        transaction.on_commit(lambda: outcomes.append(recall(reminder)))
+    assert [one.is_recalled for one in outcomes] == [True]
+
+
+def test_recall_in_tests_of_an_application(application: None) -> None:
+    with in_memory_outbox() as outbox:
+        with transaction.atomic():
+            dropped = publish("reminders", {}, key="1", delay=HOUR)
+            publish("reminders", {}, key="2", delay=HOUR)
+        assert recall(dropped.message_id).is_recalled
+        outbox.broker.advance(HOUR + 1)
+        assert [item.key for item in outbox.messages("reminders")] == ["2"]
+
+
+def test_the_recall_command(path: str) -> None:
+    first, second, third, fourth = map(str, remind("7", "7", "8", "9"))
+    assert "2 of 2 messages would be recalled" in call("outbox_recall", first, second, "--dry-run")
+    assert "2 of 2 messages would be recalled" in call(
+        *("outbox_recall", "--topic", "reminders", "--key", "7", "--dry-run")
+    )
+    assert "1 of 1 messages are recalled" in call("outbox_recall", first)
+    [outcome] = json.loads(call("outbox_recall", "--topic", "reminders", "--key", "7", "--json"))
+    assert (outcome["message_id"], outcome["status"]) == (second, "recalled")
+    assert scheduled() == ["8", "9"]
+    unknown = str(uuid4())
+    with pytest.raises(CommandError, match=rf"not recalled: {unknown} \(unknown\)"):
+        call("outbox_recall", unknown, third)
+    assert scheduled() == ["9"], "the others are"
+    delivered = publish("reminders", {}, key="9").message_id
+    assert scheduled() == ["9"]
+    with pytest.raises(CommandError, match=rf"{delivered} \(delivered\)\. `outbox_trace"):
+        call("outbox_recall", str(delivered))
+    with pytest.raises(CommandError, match="'8' waits"):
+        call("outbox_recall", "--topic", "reminders", "--key", "8")
+    assert "1 of 1" in call("outbox_recall", fourth)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ([], "name message ids"),
+        (["--topic", "reminders"], "name message ids"),
+        (["--key", "7"], "name message ids"),
+        ([str(uuid4()), "--topic", "reminders", "--key", "7"], "name message ids"),
+        (["seven"], "invalid UUID"),
+        (["--topic", "reminder", "--key", "7"], "Did you mean 'reminders'"),
+    ],
+)
+def test_bad_input_of_the_recall_command_is_explained(arguments: list[str], complaint: str) -> None:
+    with pytest.raises(CommandError, match=complaint):
+        call("outbox_recall", *arguments)
+
+
+# -- the switch -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def switched_back(path: str) -> Iterator[None]:
+    yield
+    reject_transactional(False)
+
+
+@pytest.mark.usefixtures("switched_back")
+def test_transactional_messages_are_refused_and_the_transaction_rolls_back(path: str) -> None:
+    assert reject_transactional()
+    assert not reject_transactional()
+
+    @transaction.atomic
+    def order() -> None:
+        Order.objects.create(number="1")
+        publish("orders", {}, key="refused")
+
+    for _ in range(2):
+        with pytest.raises(TransactionalMessagesRejected, match="outbox_reject off"):
+            order()
+    assert not Order.objects.exists()
+    publish("orders", {}, key="plain")
+    assert reject_transactional(False)
+    with transaction.atomic():
+        publish("orders", {}, key="kept")
+    assert decisions() == {"plain": "C", "kept": "C"}
+
+
+@pytest.mark.usefixtures("switched_back")
+def test_the_reject_command(path: str) -> None:
+    assert call("outbox_reject") == "transactional messages are accepted.\n"
+    assert call("outbox_reject", "on", "--dry-run") == "transactional messages would be refused; a change.\n"
+    assert call("outbox_reject", "on") == "transactional messages are refused from now on.\n"
+    assert call("outbox_reject", "on") == "transactional messages are refused as before.\n"
+    assert json.loads(call("outbox_reject", "--json")) == {"rejecting": True, "changed": False}
+    with pytest.raises(TransactionalMessagesRejected), transaction.atomic():
+        publish("orders", {})
+    out = StringIO()
+    with pytest.raises(SystemExit):
+        call_command("outbox_status", stdout=out, no_color=True)
+    assert "PROBLEM: an operator has switched transactional messages off: `outbox_reject off`" in out.getvalue()
+    assert json.loads(call("outbox_reject", "off", "--json")) == {"rejecting": False, "changed": True}
+    with transaction.atomic():
+        publish("orders", {}, key="kept")
+    assert decisions() == {"kept": "C"}
+
+
+# -- asking about parked ones -----------------------------------------------------------------------
+
+
+def test_an_operator_has_parked_transactions_asked_again() -> None:
+    one: Message = message("orders", {}, key="parked")
+    with transaction.atomic():
+        publish_messages([one])
+        connections["default"].run_on_commit.clear()
+    assert decisions() == {"parked": None}
+    get_broker().claim_checks(get_settings().producer_group)
+    with broker_connection() as (connection, _):
+        connection.execute(
+            "UPDATE outbox.pending_check SET parked_at = now(), park_reason = 'checks', due_at = now() + '1 hour'"
+        )
+    assert json.loads(call("outbox_check", "--json"))["claimed"] == 0, "its turn is in an hour"
+    trace = json.loads(call("outbox_trace", str(one.message_id), "--json"))
+    assert trace["pending"]["park_reason"] == "checks"
+    assert json.loads(call("outbox_check", "--parked", "--json"))["committed"] == 1
+    assert decisions() == {"parked": "C"}

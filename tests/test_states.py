@@ -1,0 +1,92 @@
+"""docs/architecture.md names every state a message can be in, who ends it and the tests that show it.
+
+Held against the tests that are there, and against the tables in which something about a message is kept.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.test_conformance import functions
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+SCHEMA = "\n".join(path.read_text() for path in sorted((ROOT / "outbox" / "broker" / "schema").glob("*.sql")))
+SECTION = "Every state has an end"
+COLUMNS = ["state", "where", "who ends it", "within", "test"]
+# What is only remembered about a message, and no state of it.
+HISTORIES = {"failure", "check_history"}
+# Named on the page, and still to be written. One that is there must leave this list.
+TO_COME = {
+    "tests/broker/consumer/test_suspects.py::test_hanging_handlers_end_their_process_and_are_given_up",
+    "tests/broker/consumer/test_suspects.py::test_a_killer_is_tried_alone_and_given_up_after_three_deaths",
+    "tests/broker/consumer/test_suspects.py::test_an_innocent_killed_from_outside_is_cleared",
+    "tests/broker/dispatch/test_batches_and_outages.py::test_a_batch_is_halved_until_the_guilty_one_is_alone",
+    "tests/broker/dispatch/test_batches_and_outages.py::test_an_outage_uses_up_no_attempts",
+    "tests/broker/groups/test_retry_queues.py::test_processes_of_a_group_with_different_topics_each_retry_their_own",
+}
+
+
+def table(page: str) -> list[dict[str, str]]:
+    """The rows of the section."""
+    section = page.split(f"\n## {SECTION}\n", 1)[1].split("\n## ", 1)[0]
+    lines = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("|")]
+    header, _, *rows = [[cell.strip() for cell in line] for line in lines]
+    assert header == COLUMNS
+    return [dict(zip(header, row, strict=True)) for row in rows]
+
+
+def named_tests(cell: str) -> list[str]:
+    return re.findall(r"`(tests/[a-z_/]+\.py::test_\w+)`", cell)
+
+
+def is_there(test: str) -> bool:
+    path, _, name = test.partition("::")
+    return name in functions(ROOT / path)
+
+
+def tables_about_messages(schema: str) -> set[str]:
+    """The tables with a column that says which message or transaction a row is about."""
+    found = re.findall(r"^CREATE TABLE (\w+) \((.*?)^\);", schema, re.MULTILINE | re.DOTALL)
+    return {
+        name for name, columns in found if re.search(r"^\s+(?:log_id|log_ids|transaction_id) ", columns, re.MULTILINE)
+    }
+
+
+ROWS = table(PAGE)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row["state"])
+def test_every_state_says_who_ends_it_and_when_and_is_tested(row: dict[str, str]) -> None:
+    assert all(row.values())
+    tests = named_tests(row["test"])
+    assert tests and ", ".join(f"`{test}`" for test in tests) == row["test"]
+    assert [test for test in tests if not is_there(test) and test not in TO_COME] == []
+
+
+def test_what_is_to_come_is_named_and_not_there_yet() -> None:
+    named = {test for row in ROWS for test in named_tests(row["test"])}
+    assert {test for test in TO_COME if is_there(test) or test not in named} == set()
+
+
+def test_no_state_is_named_twice() -> None:
+    states = [row["state"] for row in ROWS]
+    assert len(set(states)) == len(states) >= 25
+
+
+def test_every_table_that_keeps_something_about_a_message_is_in_the_table() -> None:
+    where = " ".join(row["where"] for row in ROWS)
+    tables = tables_about_messages(SCHEMA)
+    assert {"commit_log", "op_log", "scheduled", "held", "dead_letter", "pending_check"} <= tables
+    assert {name for name in tables - HISTORIES if f"`{name}`" not in where} == set()
+
+
+def test_the_checks_themselves_notice() -> None:
+    assert not is_there("tests/test_states.py::test_gone")
+    assert not is_there("tests/gone.py::test_gone")
+    assert tables_about_messages(
+        "CREATE TABLE one (\n    log_id bigint NOT NULL\n);\nCREATE TABLE two (\n    name text\n);"
+    ) == {"one"}
