@@ -23,7 +23,7 @@ from outbox.broker.database.notify import Channel, notify
 from outbox.broker.dispatch.owned_queue import OwnedQueue
 from outbox.broker.dispatch.ownership import Gained, HandOver, Lost, Ownership, Stopped, Switched
 from outbox.broker.dispatch.subscriptions import ConsumingGroup, Subscribed
-from outbox.broker.groups import leases, members, offsets, rebalance, send_back
+from outbox.broker.groups import leases, members, offsets, outages, rebalance, send_back
 from outbox.broker.groups.leases import Lease, QueueKey, lease_clock
 from outbox.broker.groups.members import QueueState
 from outbox.broker.log.consume_queue import floors
@@ -265,6 +265,7 @@ class Coordinator:
             if self._leases:
                 leases.release(run, self._instance, list(self._leases.values()))
                 self._leases.clear()
+            outages.forget(run, self._instance)
             members.leave(run, self._instance)
             notify(run, Channel.SHARED)
 

@@ -14,9 +14,10 @@ from outbox.broker.database.executor import Executor
 from outbox.broker.dispatch import failures
 from outbox.broker.dispatch.calls import Calls
 from outbox.broker.dispatch.failures import Failed
-from outbox.broker.dispatch.owned_queue import Outcome, OwnedQueue, Phase
+from outbox.broker.dispatch.owned_queue import OwnedQueue, Phase
 from outbox.broker.dispatch.ownership import Event, Gained, HandOver, Lost, Ownership, Stopped, Switched
 from outbox.broker.dispatch.prefetch import Prefetcher, room_of
+from outbox.broker.dispatch.results import book
 from outbox.broker.dispatch.station import Station
 from outbox.broker.dispatch.subscriptions import ConsumingGroup
 from outbox.broker.dispatch.work import Lane, Result, Work
@@ -66,6 +67,8 @@ class Dispatcher:
                 queue.grown()
         self._adopt(run)
         self._collect(run)
+        for station in self._stations.values():
+            station.tell(run, self._instance)
         self._prefetcher.fetch(run, self._owned.values())
         self._dispatch(run)
         self._store(run)
@@ -78,9 +81,7 @@ class Dispatcher:
         due = [
             at
             for station in self._stations.values()
-            if station.pool.room > 0 and not station.subscribed.group.paused
-            for lane in station.lanes
-            if (at := lane.next_at()) is not None
+            if not station.subscribed.group.paused and (at := station.next_at(now)) is not None
         ]
         due += self._calls.deadlines()
         if self._dirty:
@@ -233,37 +234,19 @@ class Dispatcher:
             self._conclude(run, over, failed)
 
     def _absorb(self, work: Work, results: Sequence[Result], failed: list[Failed]) -> set[int]:
-        """Book the results of a call; returns the ids of messages that were not started and still can be, here."""
-        unstarted: set[int] = set()
+        """Book the results of a call; returns the ids of items that go back to their lane."""
         # First: the queue may be lost below, and then what still runs of it decides whether its key lingers.
         counted = Counter(item.queue for item in work.items)
         for queue, count in counted.items():
             queue.returned(count)
-        for item, result in zip(work.items, results, strict=True):
-            queue = item.queue
-            if queue.phase is Phase.LOST:
-                # Its next owner delivers it again: neither a success nor a failure of it is ours to record.
-                continue
-            if result is Disposition.HANDLED:
-                queue.window.finish(item.offset, Outcome.HANDLED)
-            elif result is Disposition.SKIPPED:
-                queue.window.finish(item.offset, Outcome.SKIPPED)
-            elif isinstance(result, BaseException):
-                failed.append(Failed(work.subscribed, item, result))
-            elif queue.phase is Phase.STOPPED:
-                # Not started. Fetched again when the queue is resumed.
-                continue
-            elif queue.trusted():
-                # Not started because trust had ended for a moment: renewed meanwhile, so it goes back to its place.
-                item.due = 0.0
-                unstarted.add(id(item))
-            else:
-                # Now, not when it is next looked at: a renewal until then would leave a hole where this message was.
-                self._lose(queue)
+        booked = book(work, results, self._stations[work.subscribed.key].outage)
+        failed += booked.failed
+        for queue in booked.lost:
+            self._lose(queue)
         self.counts["handled"] += results.count(Disposition.HANDLED)
         self.counts["skipped"] += results.count(Disposition.SKIPPED)
         self._dirty.update(queue for queue in counted if queue.phase is not Phase.LOST)
-        return unstarted
+        return booked.again
 
     def _conclude(self, run: Executor, over: Sequence[tuple[Work, set[int]]], failed: Sequence[Failed]) -> None:
         """Settle all failures in one statement, then give each lane back what is to be tried here again.
@@ -297,7 +280,7 @@ class Dispatcher:
             if station.subscribed.group.paused:
                 continue
             for lane in station.lanes:
-                while station.pool.room > 0 and (items := lane.take(now)):
+                while station.admits(now) and (items := lane.take(now)):
                     self._submit(run, Work(station.subscribed, lane, items))
 
     def _submit(self, run: Executor, work: Work) -> None:

@@ -40,6 +40,11 @@ class WorkerPool:
         """How many more works it takes now."""
         return self._capacity - self._in_hand
 
+    @property
+    def in_hand(self) -> int:
+        """How many works were submitted and are not over."""
+        return self._in_hand
+
     def submit(self, work: Work) -> None:
         """Run a work as soon as a thread is free."""
         self._in_hand += 1
