@@ -123,6 +123,14 @@ class HandlerTimedOut(OutboxError):
     """The handler ran longer than its subscription allows; its attempt counts as failed."""
 
 
+class HandlersHung(OutboxError):
+    """More handlers hang than threads can be replaced for: this process has given up its queues and has to end."""
+
+
+class KillsItsProcess(OutboxError):
+    """The process of the handler died again and again while it handled nothing but this message."""
+
+
 # -- what a handler may raise -----------------------------------------------------------------------
 
 

@@ -20,6 +20,7 @@ from outbox.broker.dispatch.prefetch import Prefetcher, room_of
 from outbox.broker.dispatch.results import book
 from outbox.broker.dispatch.station import Station
 from outbox.broker.dispatch.subscriptions import ConsumingGroup
+from outbox.broker.dispatch.trials import Trials
 from outbox.broker.dispatch.work import Lane, Result, Work
 from outbox.broker.groups import offsets
 from outbox.broker.groups.leases import Lease, QueueKey
@@ -49,6 +50,7 @@ class Dispatcher:
         self._owned: dict[QueueKey, OwnedQueue] = {}
         self._stale: list[OwnedQueue] = []
         self._calls = Calls(self._stations)
+        self._trials = Trials(instance, self._calls)
         # Called by the handlers' threads.
         self.finished: Final = self._calls.finished
         self._dirty: set[OwnedQueue] = set()
@@ -67,6 +69,7 @@ class Dispatcher:
                 queue.grown()
         self._adopt(run)
         self._collect(run)
+        self._trials.settle(run)
         for station in self._stations.values():
             station.tell(run, self._instance)
         self._prefetcher.fetch(run, self._owned.values())
@@ -81,9 +84,11 @@ class Dispatcher:
         due = [
             at
             for station in self._stations.values()
-            if not station.subscribed.group.paused and (at := station.next_at(now)) is not None
+            if not (station.subscribed.group.paused or self._trials.silent) and (at := station.next_at(now)) is not None
         ]
         due += self._calls.deadlines()
+        if self._calls.any_over:
+            due.append(now)
         if self._dirty:
             due.append(self._store_at)
         due += [queue.start_until for queue in self._owned.values() if queue.start_until > now]
@@ -105,6 +110,11 @@ class Dispatcher:
         """Whether a handler runs that still counts."""
         return self._calls.any_running
 
+    @property
+    def hung(self) -> str:
+        """Why this process has to end, so that another can go on with what hangs here; '' if it need not."""
+        return self._calls.hung()
+
     def bound(self, run: Executor) -> None:
         """From now on fetch only what the queues hold now."""
         self._adopt(run)
@@ -116,6 +126,7 @@ class Dispatcher:
     def drain(self) -> None:
         """Start nothing more; what runs is finished, stored and handed over."""
         self._draining = True
+        self._trials.drain()
         self._ownership.drain()
         for queue in list(self._owned.values()):
             self._begin_hand_over(queue)
@@ -158,9 +169,9 @@ class Dispatcher:
             case Lost(lease):
                 if (current := self._current(lease)) is not None:
                     self._lose(current)
-            case Switched(group_id, paused, generation):
-                self._groups[group_id].paused = paused
-                self._groups[group_id].generation = generation
+            case Switched(group_id, paused, generation, suspects):
+                group = self._groups[group_id]
+                group.paused, group.generation, group.suspects = paused, generation, suspects
             case Stopped(key, stopped):
                 self._stop_or_resume(self._owned.get(key), stopped)
 
@@ -229,6 +240,7 @@ class Dispatcher:
     def _collect(self, run: Executor) -> None:
         """Book what handlers have finished, and what they did not finish in time."""
         failed: list[Failed] = []
+        self._calls.take_back()
         over = [(work, self._absorb(work, results, failed)) for work, results in self._calls.over()]
         if over:
             self._conclude(run, over, failed)
@@ -239,6 +251,7 @@ class Dispatcher:
         counted = Counter(item.queue for item in work.items)
         for queue, count in counted.items():
             queue.returned(count)
+        self._trials.over(work, results)
         booked = book(work, results, self._stations[work.subscribed.key].outage)
         failed += booked.failed
         for queue in booked.lost:
@@ -276,11 +289,12 @@ class Dispatcher:
 
     def _dispatch(self, run: Executor) -> None:
         now = time.monotonic()
+        self._trials.proceed(run)
         for station in self._stations.values():
             if station.subscribed.group.paused:
                 continue
             for lane in station.lanes:
-                while station.admits(now) and (items := lane.take(now)):
+                while not self._trials.silent and station.admits(now) and (items := lane.take(now)):
                     self._submit(run, Work(station.subscribed, lane, items))
 
     def _submit(self, run: Executor, work: Work) -> None:
@@ -288,8 +302,10 @@ class Dispatcher:
             self._prefetcher.load(run, work)
         if not work.items:
             work.lane.settle(work.expired, [])
-            return
-        self._calls.submit(work)
+        elif not (work.subscribed.group.suspects and self._trials.takes(work)):
+            self._calls.submit(work)
+        else:
+            self._trials.proceed(run)
 
     # -- offsets --------------------------------------------------------------------------------
 

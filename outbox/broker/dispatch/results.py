@@ -17,7 +17,7 @@ from outbox.broker.dispatch.outage import Outage
 from outbox.broker.dispatch.owned_queue import Outcome, OwnedQueue, Phase
 from outbox.broker.dispatch.work import Item, Postponed, Result, Work, divide
 from outbox.broker.groups.send_back import describe
-from outbox.errors import HandlerNotStarted, LeaseLost, RetryLater, UndecodableBody
+from outbox.errors import HandlerNotStarted, KillsItsProcess, LeaseLost, RetryLater, UndecodableBody
 from outbox.ports import Disposition
 from outbox.subscription import OnError, Subscription
 
@@ -73,7 +73,7 @@ def _book_failure(work: Work, errors: Sequence[tuple[Item, BaseException]], outa
     if not called:
         return
     items, error = [item for item, _ in called], called[0][1]
-    if any(other is not error for _, other in called) or isinstance(error, LeaseLost):
+    if any(other is not error for _, other in called) or isinstance(error, (LeaseLost, KillsItsProcess)):
         # The handler named a culprit for each, or the fence stopped it.
         booked.failed += [Failed(work.subscribed, item, other) for item, other in called]
         return

@@ -101,7 +101,7 @@ class Lane(Protocol):
 class Work:
     """One call of a handler: some items, and once it is over a result for each."""
 
-    __slots__ = ("abandoned", "expired", "items", "lane", "results", "started_at", "subscribed")
+    __slots__ = ("abandoned", "alone", "expired", "items", "lane", "results", "started_at", "subscribed")
 
     def __init__(self, subscribed: Subscribed, lane: Lane, items: list[Item]) -> None:
         self.subscribed = subscribed
@@ -110,6 +110,8 @@ class Work:
         # Taken from the lane with the others, but removed by retention before they could be loaded.
         self.expired: list[Item] = []
         self.results: Sequence[Result] = ()
+        # A suspect's trial, while nothing else runs here.
+        self.alone = False
         self.started_at: float | None = None
         # Why the attempt does not count any more; set by the dispatching thread, read by the handler's.
         self.abandoned = ""

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 from outbox.broker.dispatch.lanes.ordered import Line, OrderedLane
-from outbox.broker.dispatch.owned_queue import OwnedQueue
 from outbox.broker.dispatch.work import Item, take_run
 
 
