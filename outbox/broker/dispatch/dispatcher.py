@@ -251,8 +251,8 @@ class Dispatcher:
         counted = Counter(item.queue for item in work.items)
         for queue, count in counted.items():
             queue.returned(count)
-        self._trials.over(work, results)
         booked = book(work, results, self._stations[work.subscribed.key].outage)
+        self._trials.over(work, results, booked.again)
         failed += booked.failed
         for queue in booked.lost:
             self._lose(queue)

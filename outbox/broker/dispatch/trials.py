@@ -10,9 +10,10 @@ that has hung and killed nothing needs no silence: others run beside it.
 
 from __future__ import annotations
 
+import enum
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Final
 from uuid import UUID
 
@@ -30,6 +31,21 @@ _ANOTHER_SECONDS: Final = 0.1
 _DRAINING_SECONDS: Final = 3600.0
 
 
+class _Stage(enum.Enum):
+    """Of the trial at hand."""
+
+    HELD = "held"
+    BEGUN = "begun"
+    REFUSED = "refused"
+
+
+class _Granted:
+    """The note is committed: the handler is to be called."""
+
+
+_GRANTED: Final = _Granted()
+
+
 class Trials:
     """Part of the dispatching thread: at most one trial at a time."""
 
@@ -38,7 +54,7 @@ class Trials:
         self._host = socket.gethostname()
         self._calls = calls
         self._held: Work | None = None
-        self._begun = False
+        self._stage = _Stage.HELD
         self._hung = False
         self._draining = False
         # What a finished trial leaves to be written down.
@@ -67,7 +83,7 @@ class Trials:
             _put_back(work, time.monotonic() + (_DRAINING_SECONDS if self._draining else _ANOTHER_SECONDS))
         else:
             self._held = work
-            self._begun = False
+            self._stage = _Stage.HELD
             self._hung = all(known[_log_id(item)].hung for item in found)
             self._calls.hold(work)
         return True
@@ -75,34 +91,42 @@ class Trials:
     def proceed(self, run: Executor) -> None:
         """Begin the trial that is held, if it is its time. An error leaves it held."""
         work = self._held
-        if work is None or self._begun or (self.silent and self._calls.runs_beside(work)):
+        if work is None or self._stage is not _Stage.HELD or (self.silent and self._calls.runs_beside(work)):
             return
+        refusal = self._refusal(run, work)
+        if isinstance(refusal, _Granted):
+            self._stage = _Stage.BEGUN
+            work.alone = not self._hung
+            self._calls.start(work)
+        else:
+            self._stage = _Stage.REFUSED
+            self._calls.refuse(work, refusal)
+
+    def _refusal(self, run: Executor, work: Work) -> Result | _Granted:
+        """Note that the trial begins; or the result of a call that is not made."""
+        now = time.monotonic()
         if self._draining:
-            self._calls.refuse(work, Postponed(time.monotonic() + _DRAINING_SECONDS))
-            return
+            return Postponed(now + _DRAINING_SECONDS)
         if not all(item.queue.may_start() for item in work.items):
-            self._calls.refuse(work, NOT_STARTED)
-            return
+            return NOT_STARTED
         group = work.subscribed.group
         trial = suspects.begin_trial(
             run, self._instance, self._host, group.group_id, _log_ids(work), by_all=group.broadcast
         )
         if trial.convicted:
-            self._calls.refuse(work, KillsItsProcess(f"its process died while it was handled alone {trial.convicted}"))
-        elif trial.wait_seconds:
-            self._calls.refuse(work, Postponed(time.monotonic() + trial.wait_seconds))
-        else:
-            self._begun = True
-            work.alone = not self._hung
-            self._calls.start(work)
+            return KillsItsProcess(f"tried alone, it has killed or hung its process {trial.convicted}")
+        return Postponed(now + trial.wait_seconds) if trial.wait_seconds else _GRANTED
 
-    def over(self, work: Work, results: Sequence[Result]) -> None:
-        """A call is over; if it was the trial, others may go on."""
+    def over(self, work: Work, results: Sequence[Result], excused: Collection[int]) -> None:
+        """A call is over; if it was the trial, others may go on.
+
+        `excused`: the ids of items that are to be called again here, for no fault of theirs.
+        """
         if work is not self._held:
             return
         self._held = None
-        if self._begun or any(isinstance(result, KillsItsProcess) for result in results):
-            self._verdicts.append(self._verdict(work, results))
+        if self._stage is _Stage.BEGUN or any(isinstance(result, KillsItsProcess) for result in results):
+            self._verdicts.append(self._verdict(work, results, excused))
 
     def settle(self, run: Executor) -> None:
         """Write down the verdicts, before an offset passes their messages."""
@@ -110,15 +134,16 @@ class Trials:
             self._verdicts[0](run)
             self._verdicts.pop(0)
 
-    def _verdict(self, work: Work, results: Sequence[Result]) -> Callable[[Executor], None]:
+    def _verdict(self, work: Work, results: Sequence[Result], excused: Collection[int]) -> Callable[[Executor], None]:
         group, log_ids, items = work.subscribed.group, _log_ids(work), work.items
         hangs = [result for result in results if isinstance(result, HandlerTimedOut)] if work.abandoned else []
+        is_undecided = all(result is NOT_STARTED or isinstance(result, Postponed) for result in results)
 
         def write(run: Executor) -> None:
-            if hangs:
-                suspects.record_hang(run, group.group_id, log_ids, describe(hangs[0]))
-            elif all(result is NOT_STARTED or isinstance(result, Postponed) for result in results):
+            if is_undecided or (hangs and excused):
                 suspects.end_trials(run, self._instance)
+            elif hangs:
+                suspects.record_hang(run, group.group_id, log_ids, describe(hangs[0]))
             elif not any(isinstance(result, KillsItsProcess) for result in results):
                 suspects.clear(run, group.group_id, log_ids)
             elif not group.broadcast and all(map(_is_finished, items)):

@@ -7,6 +7,7 @@ A body's `do` is exit, kill, crash, system_exit, or hang; without one its handle
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import json
 import logging
 import os
@@ -49,7 +50,7 @@ class Handler:
             self._handle(delivery)
 
     def _handle(self, d: Delivery) -> None:
-        with open(self._options["calls"], "a") as calls:
+        with Path(self._options["calls"]).open("a") as calls:
             calls.write(f"{d.body['n']}\n")
         armed = self._options.get("armed")
         if d.body.get("do") and (armed is None or Path(armed).exists()):
@@ -64,6 +65,8 @@ class Handler:
 def main() -> int:
     options = json.loads(sys.argv[1])
     logging.basicConfig(level=options.get("log", "ERROR"), format=f"{options['name']} %(message)s")
+    # So that a test that fails can show where it hangs.
+    faulthandler.register(signal.SIGUSR1)
     stop = threading.Event()
     stop_on_signals(stop)
     stop_with_parent(stop)
