@@ -144,7 +144,9 @@ class CrashLoop:
 
     def __str__(self) -> str:
         minutes = CRASH_LOOP_SECONDS / 60
-        return f"{self.process} died {self.deaths} times in the last {minutes:.0f} minutes; the last time it {self.last}"
+        return (
+            f"{self.process} died {self.deaths} times in the last {minutes:.0f} minutes; the last time it {self.last}"
+        )
 
 
 @dataclass(frozen=True, slots=True)

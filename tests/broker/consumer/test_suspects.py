@@ -161,9 +161,10 @@ def test_an_innocent_killed_from_outside_is_cleared(orders: ConsumptionBench, tm
     orders.publish(sent)
     with working(orders, tmp_path, seconds=0.05) as workers:
         for kills in range(1, 4):
-            eventually(lambda kills=kills: orders.effect_count() > 8 * kills, within_seconds=LONG)
+            done, dead = 8 * kills, kills
+            eventually(lambda done=done: orders.effect_count() > done, within_seconds=LONG)  # type: ignore[misc]
             os.kill(workers.supervisor.pids()["c1"], signal.SIGKILL)
-            eventually(lambda kills=kills: workers.deaths() == kills, within_seconds=LONG)
+            eventually(lambda dead=dead: workers.deaths() == dead, within_seconds=LONG)  # type: ignore[misc]
         assert orders.rows("SELECT max(deaths) <= 1 FROM outbox.suspect") in ([(True,)], [(None,)])
         eventually(lambda: is_done(orders), within_seconds=LONG)
         eventually(lambda: suspects.list_suspects(orders.run) == [], within_seconds=LONG)
@@ -196,7 +197,7 @@ def test_an_end_that_was_ordered_accuses_nobody(orders: ConsumptionBench, tmp_pa
     assert (workers.deaths(), suspects.list_suspects(orders.run)) == (0, [])
     with working(orders, tmp_path) as workers:
         # … and by somebody else's, who kills it later.
-        pid = eventually(lambda: workers.supervisor.pids().get("c1"), within_seconds=LONG)
+        pid = eventually(lambda: workers.supervisor.pids().get("c1", 0), within_seconds=LONG)
         eventually(lambda: sum(workers.calls().values()) == 8, within_seconds=LONG)
         os.kill(pid, signal.SIGTERM)
         eventually(lambda: len(orders.owners()) == 1, within_seconds=LONG)

@@ -1,4 +1,4 @@
-"""What counts against a suspect, statement by statement: deaths alone, vanishing on two hosts, and what takes it back."""
+"""What counts against a suspect, statement by statement: deaths alone, vanishing on two hosts; what takes it back."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from outbox.broker.groups import leases, members, suspects
 from outbox.broker.groups.suspects import RunningCall, Trial
 from outbox.broker.operations.status import broker_status
 from outbox.message import Delivery, Message
-from outbox.subscription import Mode, Subscription
+from outbox.subscription import Mode, OnError, Subscription
 from tests.broker.bench import AT_ONCE, ConsumptionBench
 
 TERM = 600.0
@@ -126,7 +126,8 @@ def test_vanishing_alone_counts_only_on_two_hosts(case: Case) -> None:
         instance = case.instance()
         assert case.tries(instance, "here") == Trial()
         case.vanish(instance)
-        assert case.tries(instance := case.instance(), "here") == Trial(), "it was not pausing"
+        instance = case.instance()
+        assert case.tries(instance, "here") == Trial()
         suspects.end_trials(case.run, instance)
         assert case.row()[:2] == (0, vanished)
         assert case.row()[2] in (pause, 0)
@@ -155,7 +156,8 @@ def test_what_a_parent_saw_is_not_counted_as_vanishing_too(case: Case) -> None:
     instance = case.instance()
     assert case.tries(instance) == Trial()
     case.vanish(instance)
-    assert case.tries(other := case.instance()) == Trial()
+    other = case.instance()
+    assert case.tries(other) == Trial()
     suspects.end_trials(case.run, other)
     case.die(instance, case.alone)
     assert case.row()[:2] == (1, 0)
@@ -195,7 +197,7 @@ def test_a_convicted_message_is_given_up_and_its_line_goes_on(bench: Consumption
         seen.append(delivery.key)
 
     # Whatever the subscription makes of errors of its handler.
-    subscription = Subscription(group="g", topic="orders", mode=mode, on_error={Exception: "stop"})
+    subscription = Subscription(group="g", topic="orders", mode=mode, on_error={Exception: OnError.STOP})
     bench.runtime((subscription, handle)).run_once()
     assert sorted(seen) == ["k1", "k2"]
     assert bench.rows("SELECT log_id, left(error, 15) FROM outbox.dead_letter") == [(case.log_id, "KillsItsProcess")]
