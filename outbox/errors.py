@@ -124,8 +124,23 @@ class LeaseLost(BrokerError):
     """The lease ran out or was taken over; the work done under it must not be recorded."""
 
 
+class HandlerNotStarted(OutboxError):
+    """What must be there before the handler can be called is not (its database); no attempt is used up.
+
+    An invoker returns it for deliveries whose handler it did not call; the reason is its cause.
+    """
+
+
 class HandlerTimedOut(OutboxError):
     """The handler ran longer than its subscription allows; its attempt counts as failed."""
+
+
+class HandlersHung(OutboxError):
+    """More handlers hang than threads can be replaced for: this process has given up its queues and has to end."""
+
+
+class KillsItsProcess(OutboxError):
+    """The process of the handler died again and again while it handled nothing but this message."""
 
 
 # -- what a handler may raise -----------------------------------------------------------------------

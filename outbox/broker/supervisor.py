@@ -1,5 +1,8 @@
 """Keeps the broker's processes alive: starts fresh children, restarts dead ones, drains all on stop.
 
+Of a child with `on_death` the supervisor learns which handler calls were running when it died
+(`outbox.broker.dispatch.running_calls`), and tells before it starts the child again.
+
 A child is a new interpreter (never a fork of a process with threads and connections), leads a session of
 its own so that a Ctrl-C at the terminal reaches only the supervisor, and ends itself when its parent is
 gone (`stop_with_parent`), even if the parent was killed with SIGKILL.
@@ -12,13 +15,17 @@ import logging
 import os
 import signal
 import subprocess
+import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import IO, Any, Final
 
 from outbox.backoff import Backoff
+from outbox.broker.dispatch import running_calls
+from outbox.broker.dispatch.running_calls import LeftBehind
+from outbox.errors import BrokerUnavailable
 
 logger = logging.getLogger(__name__)
 
@@ -26,16 +33,32 @@ PARENT_VARIABLE: Final = "OUTBOX_PARENT_PID"
 _PARENT_POLL_SECONDS: Final = 0.25
 
 
+# The exit code of a consumer process whose handlers hang.
+HUNG_EXIT_CODE: Final = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Death:
+    """An end of a child that nobody ordered. `left_behind` is what it says of itself, None where it cannot be known."""
+
+    child: str
+    how: str
+    hung: bool
+    left_behind: LeftBehind | None
+
+
 @dataclass(frozen=True, kw_only=True)
 class ChildSpec:
-    """One process to keep alive."""
+    """One process to keep alive. `on_death` is told of its deaths; BrokerUnavailable has it told again, later."""
 
     name: str
     argv: Sequence[str]
     environment: Mapping[str, str] = field(default_factory=dict)
+    on_death: Callable[[Death], None] | None = None
 
 
 # The pause before a restart starts over after a child ran for 10 s.
+_TELL_AGAIN: Final = Backoff(first_seconds=0.5, longest_seconds=10.0)
 RESTART: Final = Backoff(first_seconds=0.2, longest_seconds=30.0, healthy_seconds=10.0)
 
 
@@ -86,25 +109,82 @@ class Supervisor:
         failures = 0
         while not self._stopping.is_set():
             started = time.monotonic()
-            code = self._run(spec)
-            if self._stopping.is_set():
-                return
+            with _calls_file(spec) as calls:
+                code = self._run(spec, calls)
+                if self._stopping.is_set():
+                    return
+                if spec.on_death is not None and code != 0:
+                    self._tell(spec.name, spec.on_death, code, calls)
             failures = self._backoff.failures_in_a_row(failures, ran_seconds=time.monotonic() - started)
             delay = self._backoff.pause_seconds(failures)
             logger.warning("child %s ended (%s), restart in %.1f s", spec.name, _how(code), delay)
             self._stopping.wait(delay)
 
-    def _run(self, spec: ChildSpec) -> int:
+    def _run(self, spec: ChildSpec, calls: IO[bytes] | None) -> int:
         """Start a child and wait for its end."""
         environment = {**os.environ, **spec.environment, PARENT_VARIABLE: str(os.getpid())}
+        descriptors = [calls.fileno()] if calls is not None else []
+        if descriptors:
+            environment[running_calls.VARIABLE] = str(descriptors[0])
         # Not under the lock: starting a process waits for the new program, and `stop` must not wait for that.
-        process = subprocess.Popen(list(spec.argv), env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
+        process = subprocess.Popen(
+            list(spec.argv),
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            pass_fds=descriptors,
+        )
         with self._lock:
             self._processes[spec.name] = process
             if self._stopping.is_set():
                 process.terminate()
         logger.info("child %s started, pid %d", spec.name, process.pid)
         return process.wait()
+
+    def _tell(self, name: str, on_death: Callable[[Death], None], code: int, calls: IO[bytes] | None) -> None:
+        """Before the child is started again: it would handle once more what killed it."""
+        left = _left_behind(name, calls)
+        if left is not None and left.told_to_stop:
+            return
+        death = Death(child=name, how=_how(code), hung=code == HUNG_EXIT_CODE, left_behind=left)
+        failures = 0
+        while not self._stopping.is_set():
+            try:
+                on_death(death)
+                return
+            except BrokerUnavailable as error:
+                # The child could consume nothing now, either.
+                failures += 1
+                logger.warning("child %s waits for its restart: %s", name, error)
+                self._stopping.wait(_TELL_AGAIN.pause_seconds(failures))
+            except Exception:
+                logger.exception("what child %s was doing when it died (%s) could not be recorded", name, death.how)
+                return
+
+
+@contextlib.contextmanager
+def _calls_file(spec: ChildSpec) -> Iterator[IO[bytes] | None]:
+    """The file in which a child notes its running calls. Without a name: nothing has to be cleaned up, ever."""
+    if spec.on_death is None:
+        yield None
+        return
+    with contextlib.ExitStack() as stack:
+        file: IO[bytes] | None = None
+        try:
+            file = stack.enter_context(tempfile.TemporaryFile())
+        except OSError as error:
+            logger.warning("what kills child %s will not be found out, its calls cannot be noted: %s", spec.name, error)
+        yield file
+
+
+def _left_behind(name: str, calls: IO[bytes] | None) -> LeftBehind | None:
+    if calls is None:
+        return None
+    try:
+        return running_calls.read(calls.fileno())
+    except (OSError, ValueError) as error:
+        logger.warning("what child %s was doing when it died cannot be read: %s", name, error)
+        return None
 
 
 def _how(code: int) -> str:
@@ -145,3 +225,13 @@ def stop_with_parent(stop: threading.Event, *, grace_seconds: float = 10.0) -> N
         os._exit(1)
 
     threading.Thread(target=watch, name="watch-parent", daemon=True).start()
+
+
+def end_within(seconds: float, code: int) -> None:
+    """End this process for good after so long, should the ordinary end wait for threads that hang."""
+
+    def watch() -> None:
+        threading.Event().wait(seconds)
+        os._exit(code)
+
+    threading.Thread(target=watch, name="end", daemon=True).start()

@@ -147,9 +147,18 @@ class Consumers:
                     attempt=fetched.attempt,
                 )
             )
-        if not deliveries:
-            return
+        if deliveries:
+            self._call(consumer, deliveries)
+
+    def _call(self, consumer: _Consumer, deliveries: list[Delivery]) -> None:
         results = self._invoker(consumer.subscription, consumer.handler, deliveries, generation=1)
+        first = results[0]
+        if len(results) > 1 and isinstance(first, Exception) and all(result is first for result in results):
+            # As the broker does: halved until the guilty one is alone.
+            middle = (len(deliveries) + 1) // 2
+            self._call(consumer, deliveries[:middle])
+            self._call(consumer, deliveries[middle:])
+            return
         for delivery, result in zip(deliveries, results, strict=True):
             if not isinstance(result, Disposition):
                 self._failed(consumer, delivery, result)

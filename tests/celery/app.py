@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,6 +10,7 @@ from typing import Any
 
 from celery import Celery
 
+from outbox.broker import deaths
 from outbox.broker.celery import beat, bootstep
 from outbox.broker.database.connection import BrokerDatabase
 from outbox.broker.postgres import PostgresBroker
@@ -42,7 +44,11 @@ def check_back() -> Mapping[str, Any]:
 def children() -> list[ChildSpec]:
     return [
         ChildSpec(name="broker", argv=[sys.executable, "-m", "outbox.broker"]),
-        ChildSpec(name="consumer", argv=[sys.executable, "-m", "tests.celery.consumer_child"]),
+        ChildSpec(
+            name="consumer",
+            argv=[sys.executable, "-m", "tests.celery.consumer_child"],
+            on_death=functools.partial(deaths.record, BrokerDatabase(conninfo=URL)),
+        ),
     ]
 
 

@@ -110,6 +110,11 @@ def handled(url: str, table: str = "handled") -> set[UUID]:
         return {row[0] for row in connection.execute(f"SELECT message_id FROM {table}")}
 
 
+def dead_letters(url: str) -> set[UUID]:
+    with psycopg.connect(url) as connection:
+        return {row[0] for row in connection.execute("SELECT message_id FROM outbox.dead_letter_v1")}
+
+
 def gone(pid: int) -> bool:
     try:
         return (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
@@ -145,6 +150,35 @@ def test_killed_children_are_restarted_and_go_on(
     assert set(second) == set(first)
     sent = broker.send([message() for _ in range(20)])
     eventually(lambda: handled(url) == {receipt.message_id for receipt in sent}, within_seconds=40)
+
+
+def test_a_message_that_kills_its_process_is_given_up(
+    url: str, broker: PostgresBroker, start: Callable[..., Worker]
+) -> None:
+    worker = start("--outbox")
+    both_children(worker)
+    sent = broker.send([message(kills="yes" if n == 5 else "") for n in range(20)])
+    innocent = {receipt.message_id for n, receipt in enumerate(sent) if n != 5}
+    eventually(lambda: dead_letters(url) == {sent[5].message_id}, within_seconds=90, what=worker.log.read_text)
+    eventually(lambda: handled(url) == innocent, within_seconds=40, what=worker.log.read_text)
+
+
+def test_handlers_that_hang_are_restarted_and_given_up(
+    url: str, broker: PostgresBroker, start: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More of them than the bootstep's process can replace threads for."""
+    monkeypatch.setenv("OUTBOX_TEST_TIMEOUT_SECONDS", "0.5")
+    worker = start("--outbox")
+    both_children(worker)
+    sent = broker.send([message(hangs="yes" if n < 10 else "") for n in range(20)])
+    eventually(
+        lambda: handled(url) == {receipt.message_id for receipt in sent[10:]},
+        within_seconds=90,
+        what=worker.log.read_text,
+    )
+    eventually(lambda: "because handlers hang (exit code 3)" in worker.log.read_text(), within_seconds=90)
+    worker.process.terminate()
+    assert worker.process.wait(40) == 0, worker.log.read_text()
 
 
 def test_killed_worker_takes_its_children_with_it(broker: PostgresBroker, start: Callable[..., Worker]) -> None:

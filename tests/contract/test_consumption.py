@@ -171,6 +171,23 @@ def test_batch_handler_gets_lists_and_may_fail_in_part(any_path: Bench) -> None:
     assert any_path.dead_letters("points") == []
 
 
+def test_one_poison_message_takes_none_of_its_batch_along(any_path: Bench) -> None:
+    handled: list[int] = []
+
+    def handle(batch: Sequence[Delivery]) -> None:
+        ns = [delivery.body["n"] for delivery in batch]
+        if 4 in ns:
+            raise ValueError("cannot read the order")
+        handled.extend(ns)
+
+    sent = messages(10)
+    any_path.subscribe(Subscription(group="points", topic="orders", batch=10, retry=AT_ONCE), handle)
+    any_path.publish(sent, commit=True)
+    any_path.drain()
+    assert sorted(handled) == [n for n in range(10) if n != 4]
+    assert [message_id for message_id, _ in any_path.dead_letters("points")] == [sent[4].message_id]
+
+
 def test_delayed_message_waits_for_its_time(any_path: Bench) -> None:
     now = datetime.now(UTC)
     late = Message(topic="later", body=b'{"n":1}', deliver_at=now + timedelta(hours=1))

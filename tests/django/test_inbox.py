@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sqlite3
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +18,14 @@ from outbox import Delivery, Message, OnError, Start
 from outbox.contrib.django import registry, subscriber
 from outbox.contrib.django.inbox import InboxInvoker
 from outbox.contrib.django.inbox_entries import InboxEntries
-from outbox.errors import ConfigurationError, InvalidFilter, InvalidSubscription, PartialFailure, TransactionUsageError
+from outbox.errors import (
+    ConfigurationError,
+    HandlerNotStarted,
+    InvalidFilter,
+    InvalidSubscription,
+    PartialFailure,
+    TransactionUsageError,
+)
 from outbox.ids import uuid7
 from outbox.ports import Disposition
 from tests.django.shop.models import Effect
@@ -190,7 +199,7 @@ def test_a_frozen_owner_blocks_its_successor_no_longer_than_half_a_lease() -> No
 
         with ThreadPoolExecutor(1) as pool:
             result = pool.submit(successor).result(20)
-    assert isinstance(result[0], DatabaseError)
+    assert isinstance(result[0], HandlerNotStarted)
     assert "lock timeout" in str(result[0])
 
 
@@ -247,9 +256,52 @@ def test_a_broken_connection_is_replaced_for_the_next_message() -> None:
             "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = %s",
             [connections["default"].settings_dict["NAME"]],
         )
-    assert isinstance(run([delivery("two")])[0], DatabaseError)
+    # No handler was called, so this is no attempt at the message.
+    assert isinstance(run([delivery("two")])[0], HandlerNotStarted)
     assert run([delivery("three")]) == [HANDLED]
     assert effects() == ["one", "three"]
+
+
+def test_a_locked_sqlite_is_no_attempt() -> None:
+    called: list[str] = []
+
+    @subscriber("orders", group="effects", using="lite")
+    def effect(given: Delivery) -> None:
+        called.append(given.key)
+
+    with contextlib.closing(sqlite3.connect(connections["lite"].settings_dict["NAME"])) as other:
+        other.execute("BEGIN IMMEDIATE")
+        with connections["lite"].cursor() as cursor:
+            cursor.execute("PRAGMA busy_timeout = 50")
+        [result] = run([delivery("one")])
+        assert isinstance(result, HandlerNotStarted) and "database is locked" in str(result)
+        other.rollback()
+    assert called == []
+    assert run([delivery("one")]) == [HANDLED]
+
+
+def test_no_connection_is_no_attempt() -> None:
+    register()
+    settings = connections["default"].settings_dict
+    there = settings["NAME"]
+    connections["default"].close()
+    settings["NAME"] = "nowhere"
+    try:
+        [result] = run([delivery("one")])
+    finally:
+        connections["default"].close()
+        settings["NAME"] = there
+    assert isinstance(result, HandlerNotStarted) and "nowhere" in str(result)
+    assert run([delivery("one")]) == [HANDLED]
+
+
+def test_a_connection_that_breaks_inside_the_handler_is_an_attempt() -> None:
+    @subscriber("orders", group="effects")
+    def breaks(given: Delivery) -> None:
+        with connections["default"].cursor() as cursor:
+            cursor.execute("SELECT pg_terminate_backend(pg_backend_pid())")
+
+    assert isinstance(run([delivery("one")])[0], DatabaseError)
 
 
 def test_statements_per_message() -> None:

@@ -11,9 +11,13 @@ import pytest
 from django.db import transaction
 
 from outbox import faults
+from outbox.broker.database.executor import Executor
+from outbox.broker.operations.dead_letters import list_dead_letters
 from outbox.contrib.django import publish
 from outbox.contrib.django.broker import flusher
+from outbox.contrib.django.databases import broker_connection
 from outbox.contrib.django.models import InboxEntry
+from outbox.contrib.django.operations import project_status
 from tests.django.processes import ROOT, child, environment, process
 from tests.django.shop.models import Effect, Order
 from tests.django.state import decisions
@@ -69,6 +73,28 @@ def test_a_worker_without_celery_supervises_drains_and_leaves_nothing_behind() -
         _, log = worker.communicate(timeout=30)
         assert worker.returncode == 0, log
     eventually(lambda: not any(_alive(pid) for pid in children), within_seconds=10)
+
+
+def test_a_message_that_kills_its_process_is_named_and_given_up() -> None:
+    problems: set[str] = set()
+
+    def is_given_up() -> bool:
+        status = project_status()
+        problems.update(status.problems)
+        return any(group.dead == 1 for group in status.broker.groups)
+
+    with process(["-m", "django", "outbox_worker"], quiet=True) as worker:
+        for number in ["one", "kills-two", "three"]:
+            place(number)
+        eventually(is_given_up, within_seconds=90)
+        eventually(lambda: effects() == sorted(["one", "step-one", "three", "step-three"]), within_seconds=30)
+        assert worker.poll() is None
+    assert any("key 'kills-two'" in text and "is suspected of killing its process" in text for text in problems)
+    # Once among others and three times alone: a crash loop, for as long as that is recent.
+    assert any(text.startswith("consumer-1 on ") and "died 4 times" in text for text in project_status().problems)
+    with broker_connection() as (connection, schema):
+        (letter,) = list_dead_letters(Executor(connection, schema))
+    assert letter.key == "kills-two" and letter.error.startswith("KillsItsProcess: ")
 
 
 def test_children_of_a_killed_supervisor_end_by_themselves() -> None:

@@ -23,7 +23,7 @@ from outbox.broker.database.notify import Channel, notify
 from outbox.broker.dispatch.owned_queue import OwnedQueue
 from outbox.broker.dispatch.ownership import Gained, HandOver, Lost, Ownership, Stopped, Switched
 from outbox.broker.dispatch.subscriptions import ConsumingGroup, Subscribed
-from outbox.broker.groups import leases, members, offsets, rebalance, send_back
+from outbox.broker.groups import leases, members, offsets, outages, rebalance, send_back, suspects
 from outbox.broker.groups.leases import Lease, QueueKey, lease_clock
 from outbox.broker.groups.members import QueueState
 from outbox.broker.log.consume_queue import floors
@@ -62,6 +62,7 @@ class Coordinator:
         self._switches: dict[int, Switched] = {}
         self._queues: dict[QueueKey, OwnedQueue] = {}
         self._renew_at = 0.0
+        self._heard_at = lease_clock()
         self._broadcast = broadcast.Follower([group for group in groups if group.broadcast])
         self._connection: BrokerConnection | None = None
         self._thread: threading.Thread | None = None
@@ -142,9 +143,13 @@ class Coordinator:
             kept = leases.renew(run, self._instance, list(self._leases.values()), term_seconds=self._term)
             for lease in [lease for key, lease in self._leases.items() if key not in kept]:
                 self._lose(lease)
+        if started - self._heard_at > self._term:
+            suspects.heard_again(run, self._instance)
+        self._heard_at = started
         self._renew_at = started + self._term / 3
         if first:
             members.forget_the_dead(run)
+            suspects.forget_the_old(run)
             notify(run, Channel.SHARED)
 
     def _give_back(self, run: Executor) -> None:
@@ -173,8 +178,10 @@ class Coordinator:
             self._queues.pop(lease.key, None)
 
     def _read_switches(self, run: Executor) -> None:
-        for group_id, state in members.groups(run, list(self._groups)).items():
-            switched = Switched(group_id, state.paused, state.generation)
+        states = members.groups(run, list(self._groups))
+        suspected = suspects.of_groups(run, [group_id for group_id, state in states.items() if state.suspicious])
+        for group_id, state in states.items():
+            switched = Switched(group_id, state.paused, state.generation, suspected.get(group_id, {}))
             if self._switches.get(group_id) != switched:
                 self._switches[group_id] = switched
                 self._ownership.emit(switched)
@@ -265,6 +272,8 @@ class Coordinator:
             if self._leases:
                 leases.release(run, self._instance, list(self._leases.values()))
                 self._leases.clear()
+            outages.forget(run, self._instance)
+            suspects.end_trials(run, self._instance)
             members.leave(run, self._instance)
             notify(run, Channel.SHARED)
 

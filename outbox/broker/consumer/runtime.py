@@ -29,7 +29,7 @@ from outbox.broker.groups import registration
 from outbox.broker.groups.rebalance import Strategy, by_name
 from outbox.broker.schema import install
 from outbox.codec import Codecs
-from outbox.errors import BrokerUnavailable, ConfigurationError, InvalidSubscription
+from outbox.errors import BrokerUnavailable, ConfigurationError, HandlersHung, InvalidSubscription
 from outbox.filters.filter import parse_filter
 from outbox.ports import AnyHandler, Invoker, call_handler
 from outbox.subscription import Subscription
@@ -78,7 +78,8 @@ class ConsumerRuntime:
         """Consume until `stop` is set; then start nothing more, finish what runs, store, release, leave.
 
         The broker's database being away is waited out. Raises UnknownTopic, InvalidSubscription, InvalidFilter or
-        SchemaError when the subscriptions cannot be registered.
+        SchemaError when the subscriptions cannot be registered, and HandlersHung when so many handlers hang that it
+        cannot go on: then its queues are released already, and its process has to end.
         """
         failures = 0
         while not stop.is_set():
@@ -93,8 +94,15 @@ class ConsumerRuntime:
             return
         with ringing(stop, session.bell):
             session.coordinator.start()
-            session.loop(until=stop.is_set)
+            session.loop(until=lambda: stop.is_set() or bool(session.dispatcher.hung))
+        hung = "" if stop.is_set() else session.dispatcher.hung
+        if hung:
+            logger.error("%s: this process gives up its queues, finishes what does not hang, and ends", hung)
+        elif session.running_calls is not None:
+            session.running_calls.told_to_stop()
         session.finish()
+        if hung:
+            raise HandlersHung(f"{hung}; start the process again, the messages that hang are tried one by one.")
 
     def run_once(self) -> ConsumeCounts:
         """One bounded pass: join, take this process's share, handle what its queues hold now, leave.

@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Final
 
 import psycopg
@@ -17,11 +17,14 @@ from outbox.broker.consumer.coordinator import Coordinator
 from outbox.broker.database.connection import BrokerDatabase
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.notify import RECONNECT, Announcements, Channel, listen
+from outbox.broker.dispatch import running_calls
 from outbox.broker.dispatch.dispatcher import Dispatcher
 from outbox.broker.dispatch.invocation import Caller
 from outbox.broker.dispatch.ownership import Ownership
+from outbox.broker.dispatch.running_calls import RunningCalls
 from outbox.broker.dispatch.subscriptions import ConsumingGroup
 from outbox.broker.dispatch.work import Work
+from outbox.broker.dispatch.worker_pool import STUCK_LIMIT
 from outbox.broker.groups.rebalance import Strategy
 from outbox.codec import Codecs
 from outbox.errors import BrokerUnavailable
@@ -66,7 +69,8 @@ class ConsumerSession:
         self.coordinator = Coordinator(
             database, instance, groups, self._ownership, lease_seconds=lease_seconds, strategy=strategy
         )
-        caller = Caller(invoker, codecs, self._finished)
+        self.running_calls = _running_calls(instance, groups)
+        caller = Caller(invoker, codecs, self._finished, self.running_calls)
         self.dispatcher = Dispatcher(instance, groups, self._ownership, caller.run)
 
     def bound(self) -> None:
@@ -153,6 +157,17 @@ class ConsumerSession:
         run, self._run, self._announcements = self._run, None, None
         if run is not None:
             run.connection.close()
+
+
+def _running_calls(instance: uuid.UUID, groups: Sequence[ConsumingGroup]) -> RunningCalls | None:
+    subscriptions = [subscribed.subscription for group in groups for subscribed in group.subscribed.values()]
+    # Beside the threads those that hang, of which there is one more than the limit at the end.
+    calls = sum(subscription.threads * (1 + STUCK_LIMIT) + 1 for subscription in subscriptions)
+    try:
+        return running_calls.inherited(instance, calls=calls, batch=max(one.batch for one in subscriptions))
+    except OSError as error:
+        logger.warning("a message that kills this process will not be found out, its calls cannot be noted: %s", error)
+        return None
 
 
 @contextlib.contextmanager

@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from outbox.broker.dispatch.owned_queue import OwnedQueue, Phase
 from outbox.broker.dispatch.station import Station
-from outbox.broker.dispatch.work import Item, Result, Work
+from outbox.broker.dispatch.work import NOT_STARTED, Item, Result, Work
+from outbox.broker.dispatch.worker_pool import STUCK_LIMIT
 from outbox.errors import HandlerTimedOut
 
 
@@ -35,11 +36,17 @@ class Calls:
         """Whether a handler runs that still counts, or a call is over and not booked."""
         return bool(self._running or self._finished)
 
+    @property
+    def any_over(self) -> bool:
+        """Whether a call is over and not booked."""
+        return bool(self._finished)
+
     def deadlines(self) -> list[float]:
-        """When calls that run now will have run too long (time.monotonic)."""
+        """When calls that run now will have run too long, or hung too long (time.monotonic)."""
+        times = [(work, 1) for work in self._running] + [(work, 2) for work in self._stuck]
         return [
-            work.started_at + work.subscribed.subscription.timeout_seconds
-            for work in self._running
+            work.started_at + count * work.subscribed.subscription.timeout_seconds
+            for work, count in times
             if work.started_at is not None
         ]
 
@@ -54,6 +61,50 @@ class Calls:
             item.queue.started()
         self._running.add(work)
         self._stations[work.subscribed.key].pool.submit(work)
+
+    def hold(self, work: Work) -> None:
+        """Count it as running, but call its handler only when it is `start`ed, or `refuse` that."""
+        for item in work.items:
+            item.queue.started()
+        self._running.add(work)
+        self._stations[work.subscribed.key].pool.reserve()
+
+    def start(self, work: Work) -> None:
+        """Call the handler of a work that was held."""
+        self._stations[work.subscribed.key].pool.start(work)
+
+    def refuse(self, work: Work, result: Result) -> None:
+        """A work is over before its handler was called."""
+        work.results = [result] * len(work.items)
+        self._finished.append(work)
+
+    def runs_beside(self, work: Work) -> bool:
+        """Whether another handler runs that still counts."""
+        return len(self._running) > 1 or (bool(self._running) and work not in self._running)
+
+    def take_back(self) -> None:
+        """What waits for threads that hang, and that no others can replace, was not started."""
+        for station in self._stations.values():
+            if station.pool.frozen:
+                for work in station.pool.withdraw():
+                    self.refuse(work, NOT_STARTED)
+
+    def hung(self) -> str:
+        """Why this process cannot go on with what it consumes; '' if it can.
+
+        A pool has no threads left that could be replaced; or a line has waited for a call that was given up for as long
+        again as it was allowed to run.
+        """
+        for station in self._stations.values():
+            if station.pool.frozen:
+                limit = STUCK_LIMIT * station.subscribed.subscription.threads
+                return f"more than {limit} handlers of group {station.subscribed.group.name!r} hang"
+        now = time.monotonic()
+        for work in self._stuck:
+            seconds = 2 * work.subscribed.subscription.timeout_seconds
+            if work.started_at is not None and now - work.started_at >= seconds:
+                return f"a handler of group {work.subscribed.group.name!r} has held up its line for {seconds:g} s"
+        return ""
 
     def over(self) -> Iterator[tuple[Work, Sequence[Result]]]:
         """Calls to be booked with their results: those that are over, then those that ran too long."""

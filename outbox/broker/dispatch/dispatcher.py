@@ -14,11 +14,13 @@ from outbox.broker.database.executor import Executor
 from outbox.broker.dispatch import failures
 from outbox.broker.dispatch.calls import Calls
 from outbox.broker.dispatch.failures import Failed
-from outbox.broker.dispatch.owned_queue import Outcome, OwnedQueue, Phase
+from outbox.broker.dispatch.owned_queue import OwnedQueue, Phase
 from outbox.broker.dispatch.ownership import Event, Gained, HandOver, Lost, Ownership, Stopped, Switched
 from outbox.broker.dispatch.prefetch import Prefetcher, room_of
+from outbox.broker.dispatch.results import book
 from outbox.broker.dispatch.station import Station
 from outbox.broker.dispatch.subscriptions import ConsumingGroup
+from outbox.broker.dispatch.trials import Trials
 from outbox.broker.dispatch.work import Lane, Result, Work
 from outbox.broker.groups import offsets
 from outbox.broker.groups.leases import Lease, QueueKey
@@ -48,6 +50,7 @@ class Dispatcher:
         self._owned: dict[QueueKey, OwnedQueue] = {}
         self._stale: list[OwnedQueue] = []
         self._calls = Calls(self._stations)
+        self._trials = Trials(instance, self._calls)
         # Called by the handlers' threads.
         self.finished: Final = self._calls.finished
         self._dirty: set[OwnedQueue] = set()
@@ -66,6 +69,9 @@ class Dispatcher:
                 queue.grown()
         self._adopt(run)
         self._collect(run)
+        self._trials.settle(run)
+        for station in self._stations.values():
+            station.tell(run, self._instance)
         self._prefetcher.fetch(run, self._owned.values())
         self._dispatch(run)
         self._store(run)
@@ -78,11 +84,11 @@ class Dispatcher:
         due = [
             at
             for station in self._stations.values()
-            if station.pool.room > 0 and not station.subscribed.group.paused
-            for lane in station.lanes
-            if (at := lane.next_at()) is not None
+            if not (station.subscribed.group.paused or self._trials.silent) and (at := station.next_at(now)) is not None
         ]
         due += self._calls.deadlines()
+        if self._calls.any_over:
+            due.append(now)
         if self._dirty:
             due.append(self._store_at)
         due += [queue.start_until for queue in self._owned.values() if queue.start_until > now]
@@ -104,6 +110,11 @@ class Dispatcher:
         """Whether a handler runs that still counts."""
         return self._calls.any_running
 
+    @property
+    def hung(self) -> str:
+        """Why this process has to end, so that another can go on with what hangs here; '' if it need not."""
+        return self._calls.hung()
+
     def bound(self, run: Executor) -> None:
         """From now on fetch only what the queues hold now."""
         self._adopt(run)
@@ -115,6 +126,7 @@ class Dispatcher:
     def drain(self) -> None:
         """Start nothing more; what runs is finished, stored and handed over."""
         self._draining = True
+        self._trials.drain()
         self._ownership.drain()
         for queue in list(self._owned.values()):
             self._begin_hand_over(queue)
@@ -157,9 +169,9 @@ class Dispatcher:
             case Lost(lease):
                 if (current := self._current(lease)) is not None:
                     self._lose(current)
-            case Switched(group_id, paused, generation):
-                self._groups[group_id].paused = paused
-                self._groups[group_id].generation = generation
+            case Switched(group_id, paused, generation, suspects):
+                group = self._groups[group_id]
+                group.paused, group.generation, group.suspects = paused, generation, suspects
             case Stopped(key, stopped):
                 self._stop_or_resume(self._owned.get(key), stopped)
 
@@ -228,42 +240,26 @@ class Dispatcher:
     def _collect(self, run: Executor) -> None:
         """Book what handlers have finished, and what they did not finish in time."""
         failed: list[Failed] = []
+        self._calls.take_back()
         over = [(work, self._absorb(work, results, failed)) for work, results in self._calls.over()]
         if over:
             self._conclude(run, over, failed)
 
     def _absorb(self, work: Work, results: Sequence[Result], failed: list[Failed]) -> set[int]:
-        """Book the results of a call; returns the ids of messages that were not started and still can be, here."""
-        unstarted: set[int] = set()
+        """Book the results of a call; returns the ids of items that go back to their lane."""
         # First: the queue may be lost below, and then what still runs of it decides whether its key lingers.
         counted = Counter(item.queue for item in work.items)
         for queue, count in counted.items():
             queue.returned(count)
-        for item, result in zip(work.items, results, strict=True):
-            queue = item.queue
-            if queue.phase is Phase.LOST:
-                # Its next owner delivers it again: neither a success nor a failure of it is ours to record.
-                continue
-            if result is Disposition.HANDLED:
-                queue.window.finish(item.offset, Outcome.HANDLED)
-            elif result is Disposition.SKIPPED:
-                queue.window.finish(item.offset, Outcome.SKIPPED)
-            elif isinstance(result, BaseException):
-                failed.append(Failed(work.subscribed, item, result))
-            elif queue.phase is Phase.STOPPED:
-                # Not started. Fetched again when the queue is resumed.
-                continue
-            elif queue.trusted():
-                # Not started because trust had ended for a moment: renewed meanwhile, so it goes back to its place.
-                item.due = 0.0
-                unstarted.add(id(item))
-            else:
-                # Now, not when it is next looked at: a renewal until then would leave a hole where this message was.
-                self._lose(queue)
+        booked = book(work, results, self._stations[work.subscribed.key].outage)
+        self._trials.over(work, results, booked.again)
+        failed += booked.failed
+        for queue in booked.lost:
+            self._lose(queue)
         self.counts["handled"] += results.count(Disposition.HANDLED)
         self.counts["skipped"] += results.count(Disposition.SKIPPED)
         self._dirty.update(queue for queue in counted if queue.phase is not Phase.LOST)
-        return unstarted
+        return booked.again
 
     def _conclude(self, run: Executor, over: Sequence[tuple[Work, set[int]]], failed: Sequence[Failed]) -> None:
         """Settle all failures in one statement, then give each lane back what is to be tried here again.
@@ -293,11 +289,12 @@ class Dispatcher:
 
     def _dispatch(self, run: Executor) -> None:
         now = time.monotonic()
+        self._trials.proceed(run)
         for station in self._stations.values():
             if station.subscribed.group.paused:
                 continue
             for lane in station.lanes:
-                while station.pool.room > 0 and (items := lane.take(now)):
+                while not self._trials.silent and station.admits(now) and (items := lane.take(now)):
                     self._submit(run, Work(station.subscribed, lane, items))
 
     def _submit(self, run: Executor, work: Work) -> None:
@@ -305,8 +302,10 @@ class Dispatcher:
             self._prefetcher.load(run, work)
         if not work.items:
             work.lane.settle(work.expired, [])
-            return
-        self._calls.submit(work)
+        elif not (work.subscribed.group.suspects and self._trials.takes(work)):
+            self._calls.submit(work)
+        else:
+            self._trials.proceed(run)
 
     # -- offsets --------------------------------------------------------------------------------
 

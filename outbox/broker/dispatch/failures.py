@@ -20,7 +20,7 @@ from outbox.broker.dispatch.subscriptions import Subscribed
 from outbox.broker.dispatch.work import Item
 from outbox.broker.groups import leases, send_back
 from outbox.broker.groups.send_back import Failure, Judgement, Verdict
-from outbox.errors import LeaseLost, OutboxError
+from outbox.errors import KillsItsProcess, LeaseLost, OutboxError
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +88,9 @@ def send_on(run: Executor, instance: UUID, foreign: Sequence[tuple[Item, Row]]) 
 
 def _judge(failed: Failed) -> Judgement:
     item, error = failed.item, failed.error
+    if isinstance(error, KillsItsProcess):
+        # Whatever the subscription makes of errors: this one did not come from the handler.
+        return Judgement(Verdict.DEAD)
     if isinstance(error, LeaseLost):
         # The fence stopped it: not the handler's fault. If the lease is ours all the same, try again soon.
         return Judgement(Verdict.IN_PLACE, _LOCAL_RETRY_SECONDS)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 from outbox import faults, fence
-from outbox.broker.dispatch.fetch import deliver, restore
+from outbox.broker.dispatch.fetch import LOG_ID, deliver, restore
+from outbox.broker.dispatch.running_calls import RunningCalls
 from outbox.broker.dispatch.work import NOT_STARTED, Result, Work
 from outbox.codec import Codecs
 from outbox.errors import OutboxError, UndecodableBody
@@ -20,10 +22,17 @@ logger = logging.getLogger(__name__)
 class Caller:
     """Runs works: fills in their results and hands them to `finished`."""
 
-    def __init__(self, invoker: Invoker, codecs: Codecs, finished: Callable[[Work], None]) -> None:
+    def __init__(
+        self,
+        invoker: Invoker,
+        codecs: Codecs,
+        finished: Callable[[Work], None],
+        running: RunningCalls | None = None,
+    ) -> None:
         self._invoker = invoker
         self._codecs = codecs
         self._finished = finished
+        self._running = running
         # Decoding needs the interpreter lock all the time: threads that wait for each other here leave it to the
         # dispatching thread, which otherwise waits for one switch interval per decoding thread.
         self._decoding = threading.Lock()
@@ -47,7 +56,7 @@ class Caller:
         if not deliveries:
             return results
         subscribed = work.subscribed
-        with fence.attempt(work.fence_reason):
+        with fence.attempt(work.fence_reason), self._noted(work, places):
             outcomes = self._invoker(
                 subscribed.subscription, subscribed.handler, deliveries, generation=subscribed.group.generation
             )
@@ -59,6 +68,20 @@ class Caller:
         for place, outcome in zip(places, outcomes, strict=True):
             results[place] = outcome
         return results
+
+    @contextlib.contextmanager
+    def _noted(self, work: Work, places: Sequence[int]) -> Iterator[None]:
+        """While the handler runs, this process's parent can see what it is about."""
+        if self._running is None:
+            yield
+            return
+        log_ids = [row[LOG_ID] for place in places if (row := work.items[place].row) is not None]
+        slot = self._running.note(work.subscribed.group.group_id, log_ids, alone=work.alone)
+        try:
+            yield
+        finally:
+            if slot is not None:
+                self._running.forget(slot)
 
     def _deliveries(self, work: Work, results: list[Result]) -> tuple[list[Delivery], list[int]]:
         """Deliveries and their places in the work; the results of those that are not called are filled in."""

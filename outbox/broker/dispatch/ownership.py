@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from outbox.broker.dispatch.owned_queue import OwnedQueue
 from outbox.broker.groups.leases import Lease, QueueKey
+from outbox.broker.groups.suspects import Suspect
 
 
 @dataclass(frozen=True)
@@ -37,11 +38,12 @@ class Lost:
 
 @dataclass(frozen=True)
 class Switched:
-    """A group was paused or resumed, or has another inbox generation."""
+    """A group was paused or resumed, has another inbox generation, or other suspects."""
 
     group_id: int
     paused: bool
     generation: int
+    suspects: Mapping[int, Suspect]
 
 
 @dataclass(frozen=True)

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Final
+from uuid import UUID
 
+from outbox.broker.database.executor import Executor
 from outbox.broker.dispatch.lanes.concurrent import ConcurrentLane
 from outbox.broker.dispatch.lanes.key_ordered import KeyOrderedLane
 from outbox.broker.dispatch.lanes.orderly import OrderlyLane
+from outbox.broker.dispatch.outage import Outage
 from outbox.broker.dispatch.subscriptions import Subscribed
 from outbox.broker.dispatch.work import Lane, Work
 from outbox.broker.dispatch.worker_pool import WorkerPool
+from outbox.broker.groups import outages
 from outbox.subscription import Mode, Subscription
 
 
@@ -28,6 +32,36 @@ class Station:
         self.pool: Final = WorkerPool(
             f"{subscription.group}-{subscription.topic}", subscription.threads, run, batches=subscription.batch > 1
         )
+        self.outage: Final = Outage(subscription)
+        self._told = 0
+
+    def admits(self, now: float) -> bool:
+        """Whether a call may be handed to the pool."""
+        return self.pool.room > 0 and self.outage.admits(now, running=self.pool.in_hand > 0)
+
+    def next_at(self, now: float) -> float | None:
+        """When messages that wait may be handed out, if nobody rings before that."""
+        if self.pool.room == 0:
+            return None
+        resume_at = self.outage.resume_at
+        if resume_at is not None and resume_at > now:
+            return resume_at
+        if resume_at is not None and self.pool.in_hand > 0:
+            # One call at a time, and it rings when it is over.
+            return None
+        return min((at for lane in self.lanes if (at := lane.next_at()) is not None), default=None)
+
+    def tell(self, run: Executor, instance: UUID) -> None:
+        """Let people see in the database that it pauses, or does so no more."""
+        pauses = self.outage.pauses
+        if pauses == self._told:
+            return
+        group_id, topic_id = self.subscribed.key
+        if pauses:
+            outages.report(run, instance, group_id, topic_id, self.outage.error)
+        else:
+            outages.end(run, instance, group_id, topic_id)
+        self._told = pauses
 
 
 def _lane(subscription: Subscription) -> Lane:

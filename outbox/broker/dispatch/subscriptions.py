@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+from outbox.broker.groups.suspects import Suspect
 from outbox.filters.filter import parse_filter
 from outbox.ports import AnyHandler
 from outbox.subscription import Mode, Subscription
@@ -19,7 +21,8 @@ _SPAN: Final = {Mode.CONCURRENT: 4_000, Mode.ORDERLY: 4_000, Mode.KEY_ORDERED: 5
 class ConsumingGroup:
     """A consumer group in this process. `subscribed` by topic id.
 
-    `paused` and `generation` (of the inbox) follow the database; the dispatching thread changes them.
+    `paused`, `generation` (of the inbox) and `suspects` (by log id) follow the database; the dispatching thread changes
+    them.
     """
 
     group_id: int
@@ -29,6 +32,7 @@ class ConsumingGroup:
     subscribed: dict[int, Subscribed] = field(default_factory=dict)
     paused: bool = False
     generation: int = 1
+    suspects: Mapping[int, Suspect] = field(default_factory=dict)
 
     def subscribe(self, subscription: Subscription, handler: AnyHandler, topic_id: int) -> Subscribed:
         """Consume a topic for this group."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import time
+from collections import deque
 from collections.abc import Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
 
 from outbox.broker.dispatch.owned_queue import OwnedQueue
 from outbox.broker.dispatch.subscriptions import Subscribed
@@ -13,7 +16,17 @@ from outbox.ports import Disposition
 NOT_STARTED = None
 """The result of a delivery whose handler was not called, because its queue was lost or is being handed over."""
 
-Result = Disposition | BaseException | None
+
+@dataclass(frozen=True, slots=True)
+class Postponed:
+    """The result of a delivery whose handler was not called because it is not its turn; `until` is time.monotonic."""
+
+    until: float
+
+
+Result = Disposition | BaseException | Postponed | None
+
+_parts: Final = itertools.count(1)
 
 
 class Item:
@@ -21,9 +34,10 @@ class Item:
 
     `row` is what was fetched (`fetch.Row`); None while it is not kept in memory, because the body is
     large or because the entry waits behind a key that is held up (`shed`). It is loaded when its turn comes.
+    `part` numbers the part of a divided batch it belongs to, 0 for none: a call takes one part, and nothing else.
     """
 
-    __slots__ = ("due", "in_place", "key", "offset", "queue", "retries", "row", "shed")
+    __slots__ = ("due", "in_place", "key", "offset", "part", "queue", "retries", "row", "shed")
 
     def __init__(self, queue: OwnedQueue, offset: int, retries: int, key: str, row: tuple[Any, ...] | None) -> None:
         self.queue = queue
@@ -33,6 +47,7 @@ class Item:
         self.row = row
         self.in_place = 0
         self.shed = False
+        self.part = 0
         # When it is to be tried here again (time.monotonic), once it failed.
         self.due = 0.0
 
@@ -40,6 +55,25 @@ class Item:
     def attempt(self) -> int:
         """The number of the attempt that is next or running, from 1."""
         return self.retries + self.in_place + 1
+
+
+def divide(items: Sequence[Item], size: int) -> None:
+    """From now on no call takes more than `size` of these together, and none of them with others."""
+    for start in range(0, len(items), size):
+        part = next(_parts)
+        for item in items[start : start + size]:
+            item.part = part
+
+
+def take_run(waiting: deque[Item], most: int) -> list[Item]:
+    """Take up to `most` of the first items that belong to one part of a batch, or to none."""
+    if not waiting:
+        return []
+    part = waiting[0].part
+    run: list[Item] = []
+    while waiting and len(run) < most and waiting[0].part == part:
+        run.append(waiting.popleft())
+    return run
 
 
 class Lane(Protocol):
@@ -67,7 +101,7 @@ class Lane(Protocol):
 class Work:
     """One call of a handler: some items, and once it is over a result for each."""
 
-    __slots__ = ("abandoned", "expired", "items", "lane", "results", "started_at", "subscribed")
+    __slots__ = ("abandoned", "alone", "expired", "items", "lane", "results", "started_at", "subscribed")
 
     def __init__(self, subscribed: Subscribed, lane: Lane, items: list[Item]) -> None:
         self.subscribed = subscribed
@@ -76,6 +110,8 @@ class Work:
         # Taken from the lane with the others, but removed by retention before they could be loaded.
         self.expired: list[Item] = []
         self.results: Sequence[Result] = ()
+        # A suspect's trial, while nothing else runs here.
+        self.alone = False
         self.started_at: float | None = None
         # Why the attempt does not count any more; set by the dispatching thread, read by the handler's.
         self.abandoned = ""

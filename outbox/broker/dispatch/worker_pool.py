@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
 from collections.abc import Callable
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Final
 
 from outbox.broker.dispatch.work import Work
@@ -17,7 +18,7 @@ logger = logging.getLogger(__name__)
 _AHEAD_SINGLE: Final = 3
 _AHEAD_BATCH: Final = 1
 # Stuck handlers get their threads replaced, up to this many times the threads of the pool.
-_STUCK_LIMIT: Final = 4
+STUCK_LIMIT: Final = 4
 
 
 class WorkerPool:
@@ -38,13 +39,39 @@ class WorkerPool:
     @property
     def room(self) -> int:
         """How many more works it takes now."""
-        return self._capacity - self._in_hand
+        return 0 if self.frozen else self._capacity - self._in_hand
+
+    @property
+    def frozen(self) -> bool:
+        """Whether too many handlers are stuck for more threads to be started: what it has in hand is not begun."""
+        return self._stuck > self._threads * STUCK_LIMIT
+
+    @property
+    def in_hand(self) -> int:
+        """How many works were submitted and are not over."""
+        return self._in_hand
 
     def submit(self, work: Work) -> None:
         """Run a work as soon as a thread is free."""
+        self.reserve()
+        self.start(work)
+
+    def reserve(self) -> None:
+        """A work counts as submitted; it is started later, or `collected` without that."""
         self._in_hand += 1
+
+    def start(self, work: Work) -> None:
+        """Run a work that was reserved for."""
         self._queue.put(work)
         self._staff()
+
+    def withdraw(self) -> list[Work]:
+        """Works that were submitted and that no thread has taken."""
+        waiting: list[Work] = []
+        with contextlib.suppress(Empty):
+            while (work := self._queue.get_nowait()) is not None:
+                waiting.append(work)
+        return waiting
 
     def collected(self) -> None:
         """A work that was submitted is over."""
@@ -55,7 +82,7 @@ class WorkerPool:
         self._in_hand -= 1
         self._working -= 1
         self._stuck += 1
-        if self._stuck > self._threads * _STUCK_LIMIT:
+        if self.frozen:
             logger.error("%s: %d handlers are stuck; no more threads are started for it", self._name, self._stuck)
         self._staff()
 
@@ -75,7 +102,7 @@ class WorkerPool:
 
     def _staff(self) -> None:
         """Start the threads that the works in hand need, as far as stuck ones allow."""
-        while self._working < min(self._in_hand, self._threads) and self._stuck <= self._threads * _STUCK_LIMIT:
+        while self._working < min(self._in_hand, self._threads) and not self.frozen:
             self._working += 1
             thread = threading.Thread(target=self._loop, name=f"{self._name}-{len(self._started) + 1}", daemon=True)
             self._started.append(thread)

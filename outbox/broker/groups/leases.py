@@ -116,6 +116,16 @@ def release(run: Executor, owner: UUID, held: Sequence[Lease]) -> int:
     return run.count(_RELEASE, _named(owner, held))
 
 
+_RELEASE_ALL = Statement("""
+UPDATE {schema}.queue_lease SET owner = NULL, expires_at = clock_timestamp() WHERE owner = %(owner)s
+""")
+
+
+def release_all(run: Executor, owner: UUID) -> int:
+    """Give back what an owner had that is certainly dead."""
+    return run.count(_RELEASE_ALL, {"owner": owner})
+
+
 _STOP = Statement("""
 UPDATE {schema}.queue_lease SET stopped = %(reason)s
 WHERE group_id = %(group_id)s AND queue_id = %(queue_id)s AND epoch = %(epoch)s AND owner = %(owner)s

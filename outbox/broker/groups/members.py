@@ -24,11 +24,12 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class GroupState:
-    """What an operator can change about a group while it runs."""
+    """What an operator can change about a group while it runs, and whether there are suspects (groups.suspects)."""
 
     group_id: int
     paused: bool
     generation: int
+    suspicious: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +106,9 @@ def members(run: Executor, group_ids: Sequence[int]) -> dict[int, list[Member]]:
 
 
 _GROUPS = Statement("""
-SELECT group_id, paused, generation FROM {schema}.consumer_group WHERE group_id = ANY(%(group_ids)s::integer[])
+SELECT group_id, paused, generation,
+       EXISTS (SELECT FROM {schema}.suspect s WHERE s.group_id = g.group_id) AS suspicious
+FROM {schema}.consumer_group g WHERE group_id = ANY(%(group_ids)s::integer[])
 """)
 
 

@@ -30,6 +30,8 @@ class IncidentKind(enum.StrEnum):
     """The broker's transaction ids started over; it compared its log with its queues."""
     EXPIRED = "expired"
     """Retention removed messages that a consumer group had not consumed."""
+    PROCESS_DIED = "process_died"
+    """A supervised consumer process died, or ended itself because its handlers hang."""
 
 
 @dataclass(frozen=True, slots=True)

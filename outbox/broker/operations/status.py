@@ -12,13 +12,20 @@ import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from datetime import datetime
+from typing import Any, Final
 
 from outbox.broker.database.connection import Connection
 from outbox.broker.database.executor import Executor
+from outbox.broker.groups import suspects
+from outbox.broker.groups.suspects import SuspectStatus
 from outbox.broker.log import incidents
 from outbox.broker.operations import status_sql
 from outbox.broker.operations.undecided import UndecidedGroup, undecided_groups
+
+# A process that dies so often within so many seconds is in a crash loop.
+CRASH_LOOP_DEATHS: Final = 3
+CRASH_LOOP_SECONDS: Final = 600.0
 
 
 @dataclass(slots=True)
@@ -112,6 +119,40 @@ class OpenTransaction:
 
 
 @dataclass(frozen=True, slots=True)
+class OutageStatus:
+    """A subscription that pauses in some instances, because what its handlers need is away."""
+
+    group: str
+    topic: str
+    host: str
+    instances: int
+    since: datetime
+    error: str
+
+    def __str__(self) -> str:
+        where = f"on {self.host}" if self.instances == 1 else f"in {self.instances} instances"
+        return (
+            f"group {self.group!r}, topic {self.topic!r}: what its handlers need seems to be away since {self.since} "
+            f"({where}); its messages wait, attempts uncounted: {self.error.splitlines()[0]}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class CrashLoop:
+    """A consumer process that dies again and again."""
+
+    process: str
+    deaths: int
+    last: str
+
+    def __str__(self) -> str:
+        minutes = CRASH_LOOP_SECONDS / 60
+        return (
+            f"{self.process} died {self.deaths} times in the last {minutes:.0f} minutes; the last time it {self.last}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class BrokerStatus:
     """A broker in one snapshot. Ages in seconds; None where there is nothing.
 
@@ -133,6 +174,9 @@ class BrokerStatus:
     incidents: list[dict[str, str]]
     open_since_resync: list[OpenTransaction] = field(default_factory=list)
     undecided: list[UndecidedGroup] = field(default_factory=list)
+    suspects: list[SuspectStatus] = field(default_factory=list)
+    outages: list[OutageStatus] = field(default_factory=list)
+    crash_loops: list[CrashLoop] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
@@ -171,6 +215,11 @@ def broker_status(run: Executor) -> BrokerStatus:
         ]
         still_open = run.objects(OpenTransaction, status_sql.OPEN_SINCE_RESYNC)
         undecided = undecided_groups(run)
+        suspected = list(suspects.list_suspects(run))
+        outages = run.objects(OutageStatus, status_sql.OUTAGES)
+        crash_loops = run.objects(
+            CrashLoop, status_sql.CRASH_LOOPS, {"seconds": CRASH_LOOP_SECONDS, "deaths": CRASH_LOOP_DEATHS}
+        )
     plain = dataclasses.asdict(row)
     del plain["snapshot"]
     return BrokerStatus(
@@ -180,7 +229,14 @@ def broker_status(run: Executor) -> BrokerStatus:
         incidents=recent,
         open_since_resync=still_open,
         undecided=undecided,
-        problems=[*_problems(row, topics, groups, still_open), *(text for one in undecided for text in one.problems())],
+        suspects=suspected,
+        outages=outages,
+        crash_loops=crash_loops,
+        problems=[
+            *_problems(row, topics, groups, still_open),
+            *(text for one in undecided for text in one.problems()),
+            *map(str, [*suspected, *outages, *crash_loops]),
+        ],
     )
 
 

@@ -24,6 +24,7 @@ _FILES: Final = {
     4: "0004_finished_ahead.sql",
     5: "0005_parked_and_recalled.sql",
     6: "0006_fencing.sql",
+    7: "0007_suspects.sql",
 }
 SCHEMA_VERSION: Final = max(_FILES)
 

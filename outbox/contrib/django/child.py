@@ -1,7 +1,7 @@
 """`python -m outbox.contrib.django.child broker|consumer`: one supervised process of a Django project.
 
 Runs until SIGTERM or SIGINT, or until the supervisor that started it is gone; then drains and ends.
-Exit codes: 0 drained, 2 wrong usage or configuration.
+Exit codes: 0 drained, 2 wrong usage or configuration, 3 handlers hang.
 """
 
 from __future__ import annotations
@@ -10,14 +10,18 @@ import argparse
 import logging
 import sys
 import threading
+from typing import Final
 
 import django
 
 from outbox.broker.consumer.runtime import tune_garbage_collector
-from outbox.broker.supervisor import stop_on_signals, stop_with_parent
+from outbox.broker.supervisor import HUNG_EXIT_CODE, end_within, stop_on_signals, stop_with_parent
 from outbox.contrib.django.workers import run_broker_role, run_consumer_role
-from outbox.errors import OutboxError
+from outbox.errors import HandlersHung, OutboxError
 from outbox.safe_text import for_people
+
+# How long an interpreter with hanging threads may take to end in the ordinary way.
+_HUNG_SECONDS: Final = 5.0
 
 logger = logging.getLogger("outbox.contrib.django.child")
 
@@ -34,6 +38,10 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         django.setup()
         run_role(options.role, stop, groups=options.group)
+    except HandlersHung as error:
+        logger.error("%s", error)
+        end_within(_HUNG_SECONDS, HUNG_EXIT_CODE)
+        return HUNG_EXIT_CODE
     except OutboxError as error:
         logger.error("%s", error)
         print(f"outbox {options.role}: {for_people(str(error))}", file=sys.stderr)

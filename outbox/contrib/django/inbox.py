@@ -21,7 +21,7 @@ from outbox import fence
 from outbox.contrib.django.blocks import watch_of
 from outbox.contrib.django.inbox_entries import InboxEntries
 from outbox.contrib.django.registry import Subscriber, find_subscriber
-from outbox.errors import ConfigurationError, PartialFailure, PermanentError
+from outbox.errors import ConfigurationError, HandlerNotStarted, PartialFailure, PermanentError
 from outbox.faults import point
 from outbox.message import Delivery
 from outbox.ports import AnyHandler, Disposition, call_handler
@@ -60,15 +60,17 @@ class InboxInvoker:
         deliveries: Sequence[Delivery],
         generation: int,
     ) -> Sequence[Result]:
-        connection = connections[registered.using or _default_alias()]
+        alias = registered.using or _default_alias()
+        connection = connections[alias]
         inbox = InboxEntries(connection, subscription.group, generation)
-        fresh: list[Delivery] = []
+        fresh: list[Delivery] | None = None
         failed: dict[UUID, Exception] = {}
         is_done = False
         try:
             with transaction.atomic(using=connection.alias):
-                fresh = inbox.enter(deliveries, lease_seconds=self._lease_seconds)
+                entered = inbox.enter(deliveries, lease_seconds=self._lease_seconds)
                 watch_of(connection).bind(registered.name)
+                fresh = entered
                 failed = _handle(subscription, handler, fresh)
                 inbox.leave(failed)
                 inbox.confirm([item for item in fresh if item.message_id not in failed], registered.name)
@@ -76,6 +78,8 @@ class InboxInvoker:
                 fence.check()
                 is_done = True
         except Exception as error:
+            if fresh is None:
+                raise _not_started(registered.name, alias, error) from error
             stayed = inbox.still_there(fresh)
             if not stayed:
                 raise
@@ -101,6 +105,13 @@ def _handle(subscription: Subscription, handler: AnyHandler, deliveries: Sequenc
             if delivery.message_id in partial.errors
         }
     return {}
+
+
+def _not_started(name: str, alias: str, error: Exception) -> HandlerNotStarted:
+    return HandlerNotStarted(
+        f"{name} was not called, because its transaction on {alias!r} could not begin: {type(error).__name__}: "
+        f"{str(error).strip()}. No attempt is used up; the messages wait until it can."
+    )
 
 
 def _half_done(name: str, error: Exception) -> PermanentError:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
+from outbox.broker import deaths
 from outbox.broker.consumer.runtime import ConsumerRuntime
 from outbox.broker.process import ProcessSettings, run_broker
 from outbox.broker.supervisor import ChildSpec, Supervisor
@@ -28,12 +29,16 @@ logger = logging.getLogger(__name__)
 def child_specs() -> list[ChildSpec]:
     """The processes to keep alive: one broker, and as many consumers as OUTBOX['CONSUMER_PROCESSES']."""
     refuse_processes_in_tests()
-    consumers = [f"consumer-{number}" for number in range(1, get_settings().consumer_processes + 1)]
-    return [_child("broker", "broker"), *(_child(name, "consumer") for name in consumers)]
+    names = [f"consumer-{number}" for number in range(1, get_settings().consumer_processes + 1)]
+    consumers = [
+        ChildSpec(name=name, argv=_argv("consumer"), on_death=lambda death: deaths.record(broker_database(), death))
+        for name in names
+    ]
+    return [ChildSpec(name="broker", argv=_argv("broker")), *consumers]
 
 
-def _child(name: str, role: str) -> ChildSpec:
-    return ChildSpec(name=name, argv=[sys.executable, "-m", "outbox.contrib.django.child", role])
+def _argv(role: str) -> list[str]:
+    return [sys.executable, "-m", "outbox.contrib.django.child", role]
 
 
 def run_broker_role(stop: threading.Event) -> None:

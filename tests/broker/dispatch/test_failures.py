@@ -329,20 +329,6 @@ def test_partial_failure_of_a_batch_retries_the_failed_ones_only(orders: Consump
     orders.assert_conserved("g")
 
 
-def test_a_batch_that_fails_as_a_whole_is_sent_back_as_a_whole(orders: ConsumptionBench) -> None:
-    sizes: list[int] = []
-
-    def handle(deliveries: Any) -> None:
-        sizes.append(len(deliveries))
-        if deliveries[0].attempt == 1:
-            raise ValueError
-
-    orders.publish([message(n, key="k") for n in range(10)])
-    orders.run_until_idle(subscribe(batch=50), handle)
-    assert sizes == [10, 10]
-    orders.assert_conserved("g")
-
-
 def test_retry_queue_serves_several_topics_of_a_group(orders: ConsumptionBench) -> None:
     orders.declare("bills")
     seen: list[tuple[str, str, int]] = []

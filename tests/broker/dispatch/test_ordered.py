@@ -127,7 +127,9 @@ def test_order_per_key_soak(steps: ConsumptionBench, mode: Mode, batch: int) -> 
 def test_failure_suspends_and_order_still_holds(steps: ConsumptionBench, mode: Mode) -> None:
     """Every seventh message fails twice before it succeeds."""
     harness = OrderHarness(
-        lambda delivery: ValueError("again") if delivery.body["n"] == 3 and delivery.attempt < 3 else None
+        lambda delivery: (
+            ValueError(f"{delivery.key} again") if delivery.body["n"] == 3 and delivery.attempt < 3 else None
+        )
     )
     steps.publish(keyed("steps", 300, 50))
     with steps.running((subscribe(mode), harness)):

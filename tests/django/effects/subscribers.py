@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 from outbox import Delivery
@@ -12,8 +13,10 @@ from tests.django.shop.models import Effect
 
 @subscriber("orders", group="effects")
 def effect(delivery: Delivery) -> None:
-    """Note the order; the step after it is published within the same transaction."""
+    """Note the order; the step after it is published within the same transaction. Some orders kill this process."""
     Effect.objects.create(number=delivery.key)
+    if delivery.key.startswith("kills-"):
+        os._exit(9)
     publish("steps", {"number": delivery.key}, key=delivery.key)
 
 

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from outbox.broker.dispatch.owned_queue import OwnedQueue
-from outbox.broker.dispatch.work import Item
+from outbox.broker.dispatch.work import Item, take_run
 
 
 class ConcurrentLane:
@@ -29,7 +29,7 @@ class ConcurrentLane:
         ready = self._ready
         while self._later and self._later[0][0] <= now:
             ready.append(heapq.heappop(self._later)[2])
-        return [ready.popleft() for _ in range(min(self._batch, len(ready)))]
+        return take_run(ready, self._batch)
 
     def settle(self, items: Sequence[Item], again: Sequence[Item]) -> None:
         """What one `take` gave is over; those in `again` are to be tried here again when they are due."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 from outbox.broker.dispatch.lanes.ordered import OrderedLane
-from outbox.broker.dispatch.work import Item
+from outbox.broker.dispatch.work import Item, take_run
 
 
 class OrderlyLane(OrderedLane):
@@ -19,4 +19,4 @@ class OrderlyLane(OrderedLane):
         """A run of the queue that has been ready for longest."""
         line = self._ready.popleft()
         line.busy = True
-        return [line.items.popleft() for _ in range(min(self._batch, len(line.items)))]
+        return take_run(line.items, self._batch)

@@ -1,0 +1,128 @@
+"""Booking a call that is over: what is finished, what failed, and what stays here as if it had never been tried.
+
+A failed batch says nothing about its messages but that one of them may be guilty. It is halved, and its halves are
+called again, until the guilty one is alone; only then has an attempt failed.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from outbox.broker.dispatch.failures import Failed
+from outbox.broker.dispatch.outage import Outage
+from outbox.broker.dispatch.owned_queue import Outcome, OwnedQueue, Phase
+from outbox.broker.dispatch.work import Item, Postponed, Result, Work, divide
+from outbox.broker.groups.send_back import describe
+from outbox.errors import HandlerNotStarted, KillsItsProcess, LeaseLost, RetryLater, UndecodableBody
+from outbox.ports import Disposition
+from outbox.subscription import OnError, Subscription
+
+logger = logging.getLogger(__name__)
+
+_OUTCOMES: Final = {Disposition.HANDLED: Outcome.HANDLED, Disposition.SKIPPED: Outcome.SKIPPED}
+
+
+@dataclass
+class Booked:
+    """What a call leaves to be done. `again`: the ids of items that are to be handed out here again, attempts unused.
+
+    `lost`: queues whose lease was found to be over.
+    """
+
+    failed: list[Failed] = field(default_factory=list)
+    again: set[int] = field(default_factory=set)
+    lost: list[OwnedQueue] = field(default_factory=list)
+
+
+def book(work: Work, results: Sequence[Result], outage: Outage) -> Booked:
+    """Finish in its window what was handled, and sort the rest."""
+    booked = Booked()
+    errors: list[tuple[Item, BaseException]] = []
+    for item, result in zip(work.items, results, strict=True):
+        queue = item.queue
+        if queue.phase is Phase.LOST or queue in booked.lost:
+            # Its next owner delivers it again: neither a success nor a failure of it is ours to record.
+            continue
+        if isinstance(result, Disposition):
+            queue.window.finish(item.offset, _OUTCOMES[result])
+        elif isinstance(result, BaseException):
+            errors.append((item, result))
+        elif isinstance(result, Postponed) or queue.trusted():
+            # Not started, maybe because trust had ended for a moment and was renewed meanwhile: back to its place.
+            _keep(item, result.until if isinstance(result, Postponed) else 0.0, booked)
+        elif queue.phase is not Phase.STOPPED:
+            # Now, not when it is next looked at: a renewal until then would leave a hole where this message was.
+            booked.lost.append(queue)
+    if any(isinstance(result, Disposition) for result in results):
+        outage.succeeded()
+        booked.failed += [Failed(work.subscribed, item, error) for item, error in errors]
+    elif errors:
+        _book_failure(work, errors, outage, booked)
+    return booked
+
+
+def _book_failure(work: Work, errors: Sequence[tuple[Item, BaseException]], outage: Outage, booked: Booked) -> None:
+    """Of a call that did nothing else: whose fault it was, if that can be said."""
+    undecodable = [Failed(work.subscribed, item, error) for item, error in errors if isinstance(error, UndecodableBody)]
+    booked.failed += undecodable
+    called = [(item, error) for item, error in errors if not isinstance(error, UndecodableBody)]
+    if not called:
+        return
+    items, error = [item for item, _ in called], called[0][1]
+    if any(other is not error for _, other in called) or isinstance(error, (LeaseLost, KillsItsProcess)):
+        # The handler named a culprit for each, or the fence stopped it.
+        booked.failed += [Failed(work.subscribed, item, other) for item, other in called]
+        return
+    until = _outage(work, items, error, outage)
+    if until is not None:
+        for item in items:
+            _keep(item, until, booked)
+    elif len(items) == 1:
+        booked.failed.append(Failed(work.subscribed, items[0], error))
+    else:
+        logger.warning(
+            "group %s: a batch of %d messages failed; it is halved to find out which one it is: %s",
+            work.subscribed.group.name,
+            len(items),
+            describe(error),
+        )
+        divide(items, (len(items) + 1) // 2)
+        for item in items:
+            _keep(item, 0.0, booked)
+
+
+def _outage(work: Work, items: Sequence[Item], error: BaseException, outage: Outage) -> float | None:
+    now = time.monotonic()
+    text = describe(error)
+    if isinstance(error, HandlerNotStarted):
+        until: float | None = outage.not_started(text, now)
+    elif _is_unexplained(work.subscribed.subscription, error):
+        until = outage.failed([(item.queue.key, item.offset) for item in items], text, now)
+    else:
+        return None
+    if until is not None:
+        logger.warning(
+            "group %s: %d messages of %s wait %.1f s, attempts uncounted, because what they need seems to be away: %s",
+            work.subscribed.group.name,
+            len(items),
+            work.subscribed.subscription.topic,
+            until - now,
+            text,
+        )
+    return until
+
+
+def _is_unexplained(subscription: Subscription, error: BaseException) -> bool:
+    """Whether neither the handler nor the subscription has said what is to become of such an error."""
+    return subscription.reaction(error) is OnError.RETRY and not isinstance(error, RetryLater)
+
+
+def _keep(item: Item, due: float, booked: Booked) -> None:
+    if item.queue.phase is not Phase.STOPPED:
+        # A stopped queue is fetched again when it is resumed.
+        item.due = due
+        booked.again.add(id(item))

@@ -1,0 +1,111 @@
+"""Which handler calls run in this process, in a file that its parent reads after its death.
+
+The parent makes the file and hands its descriptor down; the child maps it, so that noting a call costs a copy in
+memory, and what was noted outlives the child however it dies. The file has no name: it is gone when both are.
+A process without such a parent notes nothing, and a message that kills it is not found out.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+from uuid import UUID
+
+from outbox.broker.groups.suspects import RunningCall
+
+VARIABLE: Final = "OUTBOX_RUNNING_CALLS_FD"
+_MAGIC: Final = b"outbox-1"
+
+# Magic, slots, bytes of a slot, whether the process was told to stop, instance.
+_HEADER: Final = struct.Struct("=8sIII16s")
+_TOLD_TO_STOP_AT: Final = 16
+# A slot: messages (0: free), whether they are tried alone, group; then the log ids.
+_CALL: Final = struct.Struct("=IIi4x")
+_LOG_ID_BYTES: Final = 8
+
+
+class RunningCalls:
+    """The child's side. Handlers' threads note and forget; without a free slot a call goes unnoted."""
+
+    def __init__(self, descriptor: int, instance: UUID, *, calls: int, batch: int) -> None:
+        """For so many calls at a time of up to `batch` messages. Raises OSError where there is no room for the file."""
+        self._slot_bytes = _CALL.size + batch * _LOG_ID_BYTES
+        size = _HEADER.size + calls * self._slot_bytes
+        # Written, not truncated to its size: touching a page that the disk has no room for would kill this process.
+        os.pwrite(descriptor, bytes(size), 0)
+        self._map = mmap.mmap(descriptor, size)
+        self._free = deque(range(calls))
+        _HEADER.pack_into(self._map, 0, _MAGIC, calls, self._slot_bytes, 0, instance.bytes)
+
+    def note(self, group_id: int, log_ids: Sequence[int], *, alone: bool) -> int | None:
+        """A handler is called now for these; returns what to `forget` when it has come back."""
+        try:
+            slot = self._free.popleft()
+        except IndexError:
+            return None
+        start = _HEADER.size + slot * self._slot_bytes
+        struct.pack_into(f"={len(log_ids)}q", self._map, start + _CALL.size, *log_ids)
+        # Last: a slot counts once it says how many messages it has.
+        _CALL.pack_into(self._map, start, len(log_ids), alone, group_id)
+        return slot
+
+    def forget(self, slot: int) -> None:
+        """The call has come back."""
+        _CALL.pack_into(self._map, _HEADER.size + slot * self._slot_bytes, 0, False, 0)
+        self._free.append(slot)
+
+    def told_to_stop(self) -> None:
+        """However this process ends from now on, it is not the fault of what runs."""
+        struct.pack_into("=I", self._map, _TOLD_TO_STOP_AT, 1)
+
+
+def inherited(instance: UUID, *, calls: int, batch: int) -> RunningCalls | None:
+    """The file that this process's parent made; None where there is none (any more). Raises OSError."""
+    # Taken, so that processes started from here do not think it is theirs.
+    descriptor = os.environ.pop(VARIABLE, "")
+    if not descriptor.isdecimal():
+        return None
+    try:
+        return RunningCalls(int(descriptor), instance, calls=calls, batch=batch)
+    finally:
+        os.close(int(descriptor))
+
+
+@dataclass(frozen=True, slots=True)
+class LeftBehind:
+    """What a process says of itself after its death."""
+
+    instance: UUID
+    told_to_stop: bool
+    calls: Sequence[RunningCall]
+
+
+def read(descriptor: int) -> LeftBehind | None:
+    """The parent's side; None when the child never began to consume. Raises ValueError when it is unreadable."""
+    content = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
+    if not content.strip(b"\0"):
+        return None
+    try:
+        magic, slots, slot_bytes, told_to_stop, instance = _HEADER.unpack_from(content)
+        if magic != _MAGIC or slot_bytes < _CALL.size:
+            raise ValueError("it is not such a file")
+        starts = range(_HEADER.size, _HEADER.size + slots * slot_bytes, slot_bytes)
+        calls = [call for start in starts if (call := _read_call(content, start, slot_bytes)) is not None]
+    except struct.error as error:
+        raise ValueError(str(error)) from error
+    return LeftBehind(UUID(bytes=instance), bool(told_to_stop), calls)
+
+
+def _read_call(content: bytes, start: int, slot_bytes: int) -> RunningCall | None:
+    count, alone, group_id = _CALL.unpack_from(content, start)
+    if count * _LOG_ID_BYTES > slot_bytes - _CALL.size:
+        raise ValueError(f"a call of {count} messages does not fit in its slot")
+    if not count:
+        return None
+    log_ids = struct.unpack_from(f"={count}q", content, start + _CALL.size)
+    return RunningCall(group_id, log_ids, bool(alone))

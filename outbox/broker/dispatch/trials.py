@@ -1,0 +1,184 @@
+"""Trying suspects (groups.suspects): alone in this process, so that its death or its life proves something.
+
+    found in a call ──► divided ──► held ──► tried ──► cleared, sent back, tried again later, or given up
+                      from others    │ until nothing else runs here and nothing else is started;
+                                     │ then a note is committed that it is tried
+
+Its queue or key waits for the verdict where order matters; in concurrent mode only the message itself does. A suspect
+that has hung and killed nothing needs no silence: others run beside it.
+"""
+
+from __future__ import annotations
+
+import enum
+import socket
+import time
+from collections.abc import Callable, Collection, Sequence
+from typing import Final
+from uuid import UUID
+
+from outbox.broker.database.executor import Executor
+from outbox.broker.dispatch.calls import Calls
+from outbox.broker.dispatch.fetch import LOG_ID
+from outbox.broker.dispatch.owned_queue import Phase
+from outbox.broker.dispatch.work import NOT_STARTED, Item, Postponed, Result, Work, divide
+from outbox.broker.groups import suspects
+from outbox.broker.groups.send_back import describe
+from outbox.errors import HandlerTimedOut, KillsItsProcess
+
+# Until a suspect is looked at again while another one is tried here, and while this process drains.
+_ANOTHER_SECONDS: Final = 0.1
+_DRAINING_SECONDS: Final = 3600.0
+
+
+class _Stage(enum.Enum):
+    """Of the trial at hand."""
+
+    HELD = "held"
+    BEGUN = "begun"
+    REFUSED = "refused"
+
+
+class _Granted:
+    """The note is committed: the handler is to be called."""
+
+
+_GRANTED: Final = _Granted()
+
+
+class Trials:
+    """Part of the dispatching thread: at most one trial at a time."""
+
+    def __init__(self, instance: UUID, calls: Calls) -> None:
+        self._instance = instance
+        self._host = socket.gethostname()
+        self._calls = calls
+        self._held: Work | None = None
+        self._stage = _Stage.HELD
+        self._hung = False
+        self._draining = False
+        # What a finished trial leaves to be written down.
+        self._verdicts: list[Callable[[Executor], None]] = []
+
+    @property
+    def silent(self) -> bool:
+        """Whether nothing else may be started now."""
+        return self._held is not None and not self._hung
+
+    def drain(self) -> None:
+        """Begin no more trials."""
+        self._draining = True
+
+    def takes(self, work: Work) -> bool:
+        """Whether a call is not to be made as it is, because there are suspects in it; then it is dealt with here."""
+        known = work.subscribed.group.suspects
+        found = [item for item in work.items if _log_id(item) in known]
+        if not found:
+            return False
+        size = max(1, min(known[_log_id(item)].call_size for item in found) // 2)
+        if len(found) < len(work.items) or len(found) > size:
+            _set_apart(work.items, {id(item) for item in found}, size)
+            _put_back(work, 0.0)
+        elif self._held is not None or self._draining:
+            _put_back(work, time.monotonic() + (_DRAINING_SECONDS if self._draining else _ANOTHER_SECONDS))
+        else:
+            self._held = work
+            self._stage = _Stage.HELD
+            self._hung = all(known[_log_id(item)].hung for item in found)
+            self._calls.hold(work)
+        return True
+
+    def proceed(self, run: Executor) -> None:
+        """Begin the trial that is held, if it is its time. An error leaves it held."""
+        work = self._held
+        if work is None or self._stage is not _Stage.HELD or (self.silent and self._calls.runs_beside(work)):
+            return
+        refusal = self._refusal(run, work)
+        if isinstance(refusal, _Granted):
+            self._stage = _Stage.BEGUN
+            work.alone = not self._hung
+            self._calls.start(work)
+        else:
+            self._stage = _Stage.REFUSED
+            self._calls.refuse(work, refusal)
+
+    def _refusal(self, run: Executor, work: Work) -> Result | _Granted:
+        """Note that the trial begins; or the result of a call that is not made."""
+        now = time.monotonic()
+        if self._draining:
+            return Postponed(now + _DRAINING_SECONDS)
+        if not all(item.queue.may_start() for item in work.items):
+            return NOT_STARTED
+        group = work.subscribed.group
+        trial = suspects.begin_trial(
+            run, self._instance, self._host, group.group_id, _log_ids(work), by_all=group.broadcast
+        )
+        if trial.convicted:
+            return KillsItsProcess(f"tried alone, it has killed or hung its process {trial.convicted}")
+        return Postponed(now + trial.wait_seconds) if trial.wait_seconds else _GRANTED
+
+    def over(self, work: Work, results: Sequence[Result], excused: Collection[int]) -> None:
+        """A call is over; if it was the trial, others may go on.
+
+        `excused`: the ids of items that are to be called again here, for no fault of theirs.
+        """
+        if work is not self._held:
+            return
+        self._held = None
+        if self._stage is _Stage.BEGUN or any(isinstance(result, KillsItsProcess) for result in results):
+            self._verdicts.append(self._verdict(work, results, excused))
+
+    def settle(self, run: Executor) -> None:
+        """Write down the verdicts, before an offset passes their messages."""
+        while self._verdicts:
+            self._verdicts[0](run)
+            self._verdicts.pop(0)
+
+    def _verdict(self, work: Work, results: Sequence[Result], excused: Collection[int]) -> Callable[[Executor], None]:
+        group, log_ids, items = work.subscribed.group, _log_ids(work), work.items
+        hangs = [result for result in results if isinstance(result, HandlerTimedOut)] if work.abandoned else []
+        is_undecided = all(result is NOT_STARTED or isinstance(result, Postponed) for result in results)
+
+        def write(run: Executor) -> None:
+            if is_undecided or (hangs and excused):
+                suspects.end_trials(run, self._instance)
+            elif hangs:
+                suspects.record_hang(run, group.group_id, log_ids, describe(hangs[0]))
+            elif not any(isinstance(result, KillsItsProcess) for result in results):
+                suspects.clear(run, group.group_id, log_ids)
+            elif not group.broadcast and all(map(_is_finished, items)):
+                # Given up by this group; of a broadcast group each instance has to come to that.
+                suspects.clear(run, group.group_id, log_ids)
+
+        return write
+
+
+def _is_finished(item: Item) -> bool:
+    window = item.queue.window
+    return item.queue.phase is not Phase.LOST and (item.offset < window.base or window.is_finished(item.offset))
+
+
+def _set_apart(items: Sequence[Item], found: set[int], size: int) -> None:
+    """Divide a call into runs of suspects, no longer than `size`, and runs of others."""
+    start = 0
+    for end in range(1, len(items) + 1):
+        if end == len(items) or (id(items[end]) in found) != (id(items[start]) in found):
+            run = items[start:end]
+            divide(run, size if id(run[0]) in found else len(run))
+            start = end
+
+
+def _put_back(work: Work, due: float) -> None:
+    for item in work.items:
+        item.due = due
+    work.lane.settle([*work.items, *work.expired], work.items)
+
+
+def _log_id(item: Item) -> int:
+    assert item.row is not None
+    log_id: int = item.row[LOG_ID]
+    return log_id
+
+
+def _log_ids(work: Work) -> list[int]:
+    return [_log_id(item) for item in work.items]

@@ -1,0 +1,281 @@
+"""Messages that may kill or hang their process: found by evidence, tried alone, then cleared or given up.
+
+Evidence is what a process leaves behind: its parent sees it die and knows which calls were running. One of them is
+guilty, so all of them become suspects. A suspect is tried alone in its process, one of a group at a time, after a note
+that is committed first. What comes back, with a result or an error, is cleared. A process that dies while it handles
+nothing but one suspect convicts it a little: the third such death makes it a dead letter.
+
+Where a whole host goes, nobody has seen anything. Then the note tells that an instance has vanished while it tried a
+suspect alone; this counts once it has happened on two hosts, and is withdrawn when the instance is heard of again (it
+was frozen or cut off). A message is convicted wrongly only if its process is killed from outside in each of three
+trials; it can be replayed from the dead letters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Final
+from uuid import UUID
+
+from outbox.broker.database import arrays
+from outbox.broker.database.executor import Executor
+from outbox.broker.database.notify import Channel, notify
+from outbox.broker.database.statement import Statement
+from outbox.broker.groups import leases, members, outages
+
+DEATHS_TO_CONVICT: Final = 3
+# While another instance tries a suspect of the group.
+_LOOK_AGAIN_SECONDS: Final = 0.5
+
+# Seconds to wait after so many deaths and vanishings: 0, 1, 4, 16, … up to ten minutes.
+_PAUSE: Final = "CASE WHEN {0} > 0 THEN least(600, power(4, least({0}, 10) - 1)) ELSE 0 END"
+
+
+@dataclass(frozen=True, slots=True)
+class RunningCall:
+    """A handler call that was running when its process ended."""
+
+    group_id: int
+    log_ids: Sequence[int]
+    alone: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Suspect:
+    """A suspect, as the instances of its group need to know it: see the columns of the table."""
+
+    group_id: int
+    log_id: int
+    call_size: int
+    hung: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """Whether a suspect may be tried now: `wait_seconds` until one may ask again, 0 for now; or why never again."""
+
+    wait_seconds: float = 0.0
+    convicted: str = ""
+
+
+_ACCUSE = Statement(
+    """
+INSERT INTO {schema}.suspect AS known (group_id, log_id, call_size, deaths, hung, evidence, due_at)
+SELECT DISTINCT ON (group_id, log_id) group_id, log_id, call_size, deaths, %(hung)s, %(evidence)s,
+       clock_timestamp() + make_interval(secs => """
+    + _PAUSE.format("deaths")
+    + """)
+FROM unnest(%(group_ids)s::integer[], %(log_ids)s::bigint[], %(sizes)s::integer[], %(deaths)s::integer[])
+    AS given (group_id, log_id, call_size, deaths)
+ORDER BY group_id, log_id
+ON CONFLICT (group_id, log_id) DO UPDATE
+SET call_size = excluded.call_size, deaths = known.deaths + excluded.deaths, hung = known.hung AND excluded.hung,
+    evidence = excluded.evidence, seen_at = clock_timestamp(),
+    due_at = clock_timestamp() + make_interval(secs => """
+    + _PAUSE.format("known.deaths + excluded.deaths")
+    + ")"
+)
+_END_TRIALS_OF = Statement("UPDATE {schema}.suspect SET tried_by = NULL, tried_on = NULL WHERE tried_by = %(instance)s")
+_WITHDRAW = Statement("DELETE FROM {schema}.suspect_vanished WHERE instance_id = %(instance)s")
+
+
+def record_death(run: Executor, instance: UUID, calls: Sequence[RunningCall], *, evidence: str, hung: bool) -> None:
+    """An instance is certainly dead, and these calls were running: accuse their messages, let its queues go at once.
+
+    A single message that ran alone has one more death; `hung` says that the process ended itself because of them.
+    """
+    alone = not hung and len(calls) == 1 and calls[0].alone and len(calls[0].log_ids) == 1
+    accused = [(call.group_id, log_id, len(call.log_ids)) for call in calls for log_id in call.log_ids]
+    with run.connection.transaction():
+        # What its parent saw counts, and not a second time that it has vanished.
+        run.execute(_WITHDRAW, {"instance": instance})
+        run.execute(_END_TRIALS_OF, {"instance": instance})
+        if accused:
+            parameters = {
+                "group_ids": arrays.integers([group_id for group_id, _, _ in accused]),
+                "log_ids": arrays.bigints([log_id for _, log_id, _ in accused]),
+                "sizes": arrays.integers([size for _, _, size in accused]),
+                "deaths": arrays.integers([int(alone)] * len(accused)),
+                "hung": hung,
+                "evidence": evidence,
+            }
+            run.execute(_ACCUSE, parameters)
+        leases.release_all(run, instance)
+        outages.forget(run, instance)
+        members.leave(run, instance)
+    notify(run, Channel.SHARED)
+
+
+_OF_GROUPS = Statement("""
+SELECT group_id, log_id, call_size, hung FROM {schema}.suspect WHERE group_id = ANY(%(group_ids)s::integer[])
+""")
+
+
+def of_groups(run: Executor, group_ids: Sequence[int]) -> dict[int, dict[int, Suspect]]:
+    """Suspects by group id and log id."""
+    found: dict[int, dict[int, Suspect]] = {group_id: {} for group_id in group_ids}
+    for suspect in run.objects(Suspect, _OF_GROUPS, {"group_ids": arrays.integers(group_ids)}):
+        found[suspect.group_id][suspect.log_id] = suspect
+    return found
+
+
+# One trial at a time in a group: whoever wants to begin one waits for the others who want to.
+_LOCK_GROUP = Statement("SELECT 1 FROM {schema}.consumer_group WHERE group_id = %(group_id)s FOR UPDATE")
+
+# A trial of several messages, or beside others, proves nothing by its end.
+_NOTE_VANISHED = Statement(
+    """
+WITH gone AS (
+    SELECT s.group_id, s.log_id, s.tried_by, s.tried_on,
+           NOT s.hung AND (SELECT count(*) = 1 FROM {schema}.suspect t WHERE t.tried_by = s.tried_by) AS alone,
+           s.deaths + (SELECT count(*)::integer FROM {schema}.suspect_vanished v
+                       WHERE v.group_id = s.group_id AND v.log_id = s.log_id) + 1 AS times
+    FROM {schema}.suspect s
+    WHERE s.group_id = %(group_id)s AND s.tried_by IS NOT NULL
+      AND NOT EXISTS (SELECT FROM {schema}.consumer c
+                      WHERE c.instance_id = s.tried_by AND c.group_id = s.group_id AND c.expires_at > clock_timestamp())
+), noted AS (
+    INSERT INTO {schema}.suspect_vanished (group_id, log_id, instance_id, host)
+    SELECT group_id, log_id, tried_by, tried_on FROM gone WHERE alone
+    ON CONFLICT DO NOTHING
+)
+UPDATE {schema}.suspect s
+SET tried_by = NULL, tried_on = NULL, seen_at = clock_timestamp(),
+    due_at = clock_timestamp() + make_interval(secs => """
+    + _PAUSE.format("gone.times")
+    + """)
+FROM gone WHERE s.group_id = gone.group_id AND s.log_id = gone.log_id
+"""
+)
+_STANDING = Statement("""
+SELECT s.deaths + CASE WHEN gone.hosts >= 2 THEN gone.times ELSE 0 END AS deaths, s.evidence,
+       greatest(0, extract(epoch FROM s.due_at - clock_timestamp()))::double precision AS seconds
+FROM {schema}.suspect s
+CROSS JOIN LATERAL (
+    SELECT count(DISTINCT host) AS hosts, count(*) AS times FROM {schema}.suspect_vanished v
+    WHERE v.group_id = s.group_id AND v.log_id = s.log_id
+) AS gone
+WHERE s.group_id = %(group_id)s AND s.log_id = ANY(%(log_ids)s::bigint[])
+""")
+_TRIED_ELSEWHERE = Statement("""
+SELECT EXISTS (SELECT FROM {schema}.suspect
+               WHERE group_id = %(group_id)s AND tried_by IS NOT NULL AND tried_by <> %(instance)s)
+""")
+_BEGIN_TRIAL = Statement("""
+UPDATE {schema}.suspect SET tried_by = %(instance)s, tried_on = %(host)s
+WHERE group_id = %(group_id)s AND log_id = ANY(%(log_ids)s::bigint[])
+""")
+
+
+def begin_trial(
+    run: Executor, instance: UUID, host: str, group_id: int, log_ids: Sequence[int], *, by_all: bool = False
+) -> Trial:
+    """Note, durably on return, that this instance tries these now; or say why it may not.
+
+    `by_all`: every instance has to handle them (broadcast), so that they need not wait for each other.
+    """
+    values = {"group_id": group_id, "log_ids": arrays.bigints(log_ids), "instance": instance, "host": host}
+    with run.connection.transaction():
+        run.execute(_LOCK_GROUP, values)
+        run.execute(_NOTE_VANISHED, values)
+        standing = run.rows(_STANDING, values)
+        for deaths, evidence, _ in standing:
+            if deaths >= DEATHS_TO_CONVICT:
+                return Trial(convicted=f"{deaths} times; the last time: {evidence}")
+        seconds = max((seconds for _, _, seconds in standing), default=0.0)
+        [elsewhere] = run.one(_TRIED_ELSEWHERE, values)
+        if seconds > 0 or (elsewhere and not by_all):
+            return Trial(wait_seconds=max(seconds, _LOOK_AGAIN_SECONDS))
+        run.execute(_BEGIN_TRIAL, values)
+    return Trial()
+
+
+_CLEAR = Statement("""
+DELETE FROM {schema}.suspect WHERE group_id = %(group_id)s AND log_id = ANY(%(log_ids)s::bigint[])
+""")
+
+
+def clear(run: Executor, group_id: int, log_ids: Sequence[int]) -> None:
+    """These came back alive, or are given up: nobody suspects them any more."""
+    run.execute(_CLEAR, {"group_id": group_id, "log_ids": arrays.bigints(log_ids)})
+
+
+_HANG = Statement(
+    """
+UPDATE {schema}.suspect SET deaths = deaths + 1, evidence = %(evidence)s, seen_at = clock_timestamp(), call_size = 1,
+       tried_by = NULL, tried_on = NULL, due_at = clock_timestamp() + make_interval(secs => """
+    + _PAUSE.format("deaths + 1")
+    + """)
+WHERE group_id = %(group_id)s AND log_id = ANY(%(log_ids)s::bigint[])
+"""
+)
+
+
+def record_hang(run: Executor, group_id: int, log_ids: Sequence[int], evidence: str) -> None:
+    """A suspect that was tried has hung; like a death."""
+    run.execute(_HANG, {"group_id": group_id, "log_ids": arrays.bigints(log_ids), "evidence": evidence})
+
+
+def end_trials(run: Executor, instance: UUID) -> None:
+    """Whatever this instance wanted to try was not started, or it leaves."""
+    run.execute(_END_TRIALS_OF, {"instance": instance})
+
+
+def heard_again(run: Executor, instance: UUID) -> None:
+    """This instance may have been taken for vanished; it was frozen or cut off."""
+    run.execute(_WITHDRAW, {"instance": instance})
+
+
+_FORGET = Statement("DELETE FROM {schema}.suspect WHERE seen_at < clock_timestamp() - interval '7 days'")
+
+
+def forget_the_old(run: Executor) -> None:
+    """Suspects nobody came across for a week: skipped by a reset, expired, or of a group that nobody runs."""
+    run.execute(_FORGET)
+
+
+@dataclass(frozen=True, slots=True)
+class SuspectStatus:
+    """A suspect for people. `hosts`: where instances vanished while they tried it; `tried_on`: who tries it now."""
+
+    group: str
+    message_id: UUID
+    topic: str
+    key: str
+    deaths: int
+    hung: bool
+    hosts: Sequence[str]
+    tried_on: str | None
+    evidence: str
+    suspected_at: datetime
+    due_at: datetime
+
+    def __str__(self) -> str:
+        what = "hanging" if self.hung else "killing its process"
+        now = f"being tried on {self.tried_on}" if self.tried_on else f"tried alone from {self.due_at:%H:%M:%S} UTC on"
+        vanished = f", instances vanished with it on {', '.join(self.hosts)}" if self.hosts else ""
+        return (
+            f"group {self.group!r}: message {self.message_id} (topic {self.topic!r}, key {self.key!r}) is suspected of "
+            f"{what}: {self.deaths} of {DEATHS_TO_CONVICT} deaths alone{vanished}, {now}; {self.evidence}"
+        )
+
+
+_LIST = Statement("""
+SELECT g.name AS group, l.message_id, t.name AS topic, l.key, s.deaths, s.hung,
+       ARRAY(SELECT DISTINCT v.host FROM {schema}.suspect_vanished v
+             WHERE v.group_id = s.group_id AND v.log_id = s.log_id ORDER BY v.host) AS hosts,
+       s.tried_on, s.evidence, s.suspected_at, s.due_at AT TIME ZONE 'UTC' AS due_at
+FROM {schema}.suspect s
+JOIN {schema}.consumer_group g USING (group_id)
+JOIN {schema}.commit_log l USING (log_id)
+JOIN {schema}.topic t USING (topic_id)
+ORDER BY s.deaths DESC, s.suspected_at, s.log_id
+LIMIT %(limit)s
+""")
+
+
+def list_suspects(run: Executor, *, limit: int = 100) -> Sequence[SuspectStatus]:
+    """Those with most deaths first."""
+    return run.objects(SuspectStatus, _LIST, {"limit": limit})

@@ -1,0 +1,232 @@
+"""Messages that kill or hang their process are found out, in real processes under a real supervisor."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import signal
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outbox.backoff import Backoff
+from outbox.broker import deaths
+from outbox.broker.groups import suspects
+from outbox.broker.operations import dead_letters
+from outbox.broker.supervisor import ChildSpec, Supervisor
+from outbox.message import Message
+from tests.broker.bench import FIFO, ROOT, ConsumptionBench, encode
+from tests.support import eventually
+
+SOON = Backoff(first_seconds=0.05, longest_seconds=0.2)
+LONG = 90.0
+
+
+@pytest.fixture
+def orders(bench: ConsumptionBench) -> ConsumptionBench:
+    bench.declare("orders", queues=2, types=FIFO)
+    return bench
+
+
+class Workers:
+    """Supervised consumers; `calls` counts the handler calls by the number in the body."""
+
+    def __init__(self, bench: ConsumptionBench, folder: Path, supervisor: Supervisor) -> None:
+        self._bench = bench
+        self._folder = folder
+        self.supervisor = supervisor
+
+    def calls(self) -> Counter[int]:
+        lines = (self._folder / "calls").read_text().split() if (self._folder / "calls").exists() else []
+        return Counter(map(int, lines))
+
+    def deaths(self) -> int:
+        (count,) = self._bench.rows("SELECT count(*) FROM outbox.incident WHERE kind = 'process_died'")[0]
+        return int(count)
+
+
+@contextlib.contextmanager
+def working(bench: ConsumptionBench, folder: Path, *, count: int = 1, **options: Any) -> Iterator[Workers]:
+    """So many consumer processes under a supervisor, and a broker process's loop."""
+    record = functools.partial(deaths.record, bench.database)
+    specs = []
+    for number in range(1, count + 1):
+        argument = json.dumps({"url": bench.url, "name": f"c{number}", "calls": str(folder / "calls"), **options})
+        argv = [sys.executable, "-m", "tests.broker.consumer.killer_process", argument]
+        specs.append(ChildSpec(name=f"c{number}", argv=argv, environment={"PYTHONPATH": str(ROOT)}, on_death=record))
+    supervisor = Supervisor(specs, backoff=SOON)
+    with bench.sequencing():
+        supervisor.start()
+        try:
+            yield Workers(bench, folder, supervisor)
+        finally:
+            supervisor.stop(grace_seconds=20)
+
+
+def messages(count: int, *, keys: int = 4, deeds: dict[int, str] | None = None) -> list[Message]:
+    deeds = deeds or {}
+    return [
+        Message(topic="orders", key=f"k{n % keys}", body=encode({"n": n, "do": deeds.get(n, "")})) for n in range(count)
+    ]
+
+
+def letters(bench: ConsumptionBench) -> list[Any]:
+    return [letter.message_id for letter in dead_letters.list_dead_letters(bench.run, "g")]
+
+
+def is_done(bench: ConsumptionBench) -> bool:
+    return bench.lag("g") == 0 and bench.retrying() == 0
+
+
+def assert_innocents_took_effect_once(bench: ConsumptionBench, sent: Sequence[Message], guilty: Sequence[int]) -> None:
+    expected = Counter(message.message_id for n, message in enumerate(sent) if n not in guilty)
+    assert Counter(message_id for *_, message_id in bench.effects()) == expected
+
+
+def assert_in_order(bench: ConsumptionBench, keys: int = 4) -> None:
+    for key in range(keys):
+        ns = [n for _, name, n, _ in bench.effects() if name == f"k{key}"]
+        assert ns == sorted(ns)
+
+
+@pytest.mark.parametrize(
+    ("mode", "deed"),
+    [("concurrent", "exit"), ("concurrent", "kill"), ("orderly", "crash"), ("key_ordered", "exit")],
+)
+def test_a_killer_is_tried_alone_and_given_up_after_three_deaths(
+    orders: ConsumptionBench, tmp_path: Path, mode: str, deed: str
+) -> None:
+    sent = messages(40, deeds={9: deed})
+    orders.publish(sent)
+    with working(orders, tmp_path, mode=mode) as workers:
+        eventually(lambda: letters(orders), within_seconds=LONG)
+        eventually(lambda: is_done(orders), within_seconds=LONG)
+        # Once among others, three times alone.
+        assert (workers.calls()[9], workers.deaths()) == (4, 4)
+    assert letters(orders) == [sent[9].message_id]
+    (letter,) = dead_letters.list_dead_letters(orders.run, "g")
+    assert letter.error.startswith("KillsItsProcess: tried alone, it has killed or hung its process 3 times")
+    assert_innocents_took_effect_once(orders, sent, [9])
+    if mode != "concurrent":
+        assert_in_order(orders)
+    assert suspects.list_suspects(orders.run) == []
+    orders.assert_conserved("g")
+
+
+def test_a_killer_in_a_batch_costs_its_neighbours_nothing(orders: ConsumptionBench, tmp_path: Path) -> None:
+    sent = messages(64, deeds={9: "kill"})
+    orders.publish(sent)
+    with working(orders, tmp_path, batch=16, threads=1) as workers:
+        eventually(lambda: letters(orders), within_seconds=LONG)
+        eventually(lambda: is_done(orders), within_seconds=LONG)
+        # Tried together by halves: 16, 8, 4, 2, then three times alone, whatever was fetched together.
+        assert workers.calls()[9] <= 8
+    assert letters(orders) == [sent[9].message_id]
+    assert_innocents_took_effect_once(orders, sent, [9])
+
+
+def test_neighbours_go_on_while_a_killer_is_found(orders: ConsumptionBench, tmp_path: Path) -> None:
+    """Another group of the same processes, and the other queues; the workers do not die in turn for ever."""
+    sent = messages(200, deeds={9: "kill"})
+    orders.publish(sent)
+    with working(orders, tmp_path, count=2, groups=["g", "other"], lease_seconds=30.0) as workers:
+        # With a term of 30 s only the supervisor's report lets the queues of a dead process go on in time. It kills
+        # for both groups, and each gives it up.
+        eventually(lambda: len(dead_letters.list_dead_letters(orders.run)) == 2, within_seconds=LONG)
+        eventually(lambda: orders.lag("g") == 0 and orders.lag("other") == 0, within_seconds=LONG)
+        assert workers.deaths() <= 9
+    expected = Counter(message.message_id for message in sent for _ in range(2))
+    del expected[sent[9].message_id]
+    assert Counter(message_id for *_, message_id in orders.effects()) == expected
+
+
+def test_system_exit_in_a_handler_is_a_failed_attempt(orders: ConsumptionBench, tmp_path: Path) -> None:
+    sent = messages(10, deeds={3: "system_exit"})
+    orders.publish(sent)
+    with working(orders, tmp_path, max_attempts=2) as workers:
+        eventually(lambda: letters(orders), within_seconds=LONG)
+        assert workers.deaths() == 0
+    (letter,) = dead_letters.list_dead_letters(orders.run, "g")
+    assert letter.error.startswith("SystemExit: 9") and letter.attempts == 2
+
+
+def test_an_innocent_killed_from_outside_is_cleared(orders: ConsumptionBench, tmp_path: Path) -> None:
+    sent = messages(40)
+    orders.publish(sent)
+    with working(orders, tmp_path, seconds=0.05) as workers:
+        for kills in range(1, 4):
+            done, dead = 8 * kills, kills
+            eventually(lambda done=done: orders.effect_count() > done, within_seconds=LONG)  # type: ignore[misc]
+            os.kill(workers.supervisor.pids()["c1"], signal.SIGKILL)
+            eventually(lambda dead=dead: workers.deaths() == dead, within_seconds=LONG)  # type: ignore[misc]
+        assert orders.rows("SELECT max(deaths) <= 1 FROM outbox.suspect") in ([(True,)], [(None,)])
+        eventually(lambda: is_done(orders), within_seconds=LONG)
+        eventually(lambda: suspects.list_suspects(orders.run) == [], within_seconds=LONG)
+    assert letters(orders) == []
+    assert_innocents_took_effect_once(orders, sent, [])
+
+
+def test_a_killer_that_was_mended_is_cleared_and_takes_effect(orders: ConsumptionBench, tmp_path: Path) -> None:
+    armed = tmp_path / "armed"
+    armed.touch()
+    sent = messages(10, deeds={3: "exit"})
+    orders.publish(sent)
+    with working(orders, tmp_path, armed=str(armed)) as workers:
+        # Once among others and once alone.
+        eventually(lambda: workers.deaths() == 2, within_seconds=LONG)
+        armed.unlink()
+        eventually(lambda: is_done(orders) and orders.effect_count() == 10, within_seconds=LONG)
+        eventually(lambda: suspects.list_suspects(orders.run) == [], within_seconds=LONG)
+    assert letters(orders) == []
+
+
+def test_an_end_that_was_ordered_accuses_nobody(orders: ConsumptionBench, tmp_path: Path) -> None:
+    """Told to stop, then killed because it does not: what runs at that moment is not guilty."""
+    # All in one queue, so that the other one is given back as soon as the order has arrived.
+    orders.publish(messages(8, keys=1, deeds=dict.fromkeys(range(8), "hang")))
+    with working(orders, tmp_path) as workers:
+        eventually(lambda: len(workers.calls()) == 4, within_seconds=LONG)
+        # By the supervisor's order …
+        workers.supervisor.stop(grace_seconds=0.2)
+    assert (workers.deaths(), suspects.list_suspects(orders.run)) == (0, [])
+    with working(orders, tmp_path) as workers:
+        # … and by somebody else's, who kills it later.
+        pid = eventually(lambda: workers.supervisor.pids().get("c1", 0), within_seconds=LONG)
+        eventually(lambda: sum(workers.calls().values()) == 8, within_seconds=LONG)
+        os.kill(pid, signal.SIGTERM)
+        eventually(lambda: len(orders.owners()) == 1, within_seconds=LONG)
+        os.kill(pid, signal.SIGKILL)
+        eventually(lambda: workers.supervisor.pids().get("c1", pid) != pid, within_seconds=LONG)
+        assert (workers.deaths(), suspects.list_suspects(orders.run)) == (0, [])
+        workers.supervisor.stop(grace_seconds=0.2)
+
+
+# -- handlers that hang -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("mode", "hanging"), [("concurrent", 6), ("orderly", 1), ("key_ordered", 1)])
+def test_hanging_handlers_end_their_process_and_are_given_up(
+    orders: ConsumptionBench, tmp_path: Path, mode: str, hanging: int
+) -> None:
+    """More than threads can be replaced for; or one, where its line waits for it."""
+    guilty = range(hanging)
+    sent = messages(40, deeds=dict.fromkeys(guilty, "hang"))
+    orders.publish(sent)
+    with working(orders, tmp_path, mode=mode, threads=1, timeout_seconds=0.4) as workers:
+        eventually(lambda: len(letters(orders)) == hanging, within_seconds=LONG)
+        eventually(lambda: is_done(orders), within_seconds=LONG)
+        assert workers.deaths() >= 1
+    assert sorted(letters(orders)) == sorted(sent[n].message_id for n in guilty)
+    assert orders.rows(
+        "SELECT DISTINCT detail LIKE 'ended itself because handlers hang (exit code 3)%%'"
+        " FROM outbox.incident WHERE kind = 'process_died'"
+    ) == [(True,)]
+    assert_innocents_took_effect_once(orders, sent, guilty)
+    if mode != "concurrent":
+        assert_in_order(orders)

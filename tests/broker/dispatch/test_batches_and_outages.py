@@ -1,0 +1,207 @@
+"""One poison message among innocents, and a world that is away: the first is found, the second costs no attempts."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from outbox.broker.dispatch.outage import Outage
+from outbox.broker.operations import dead_letters
+from outbox.errors import HandlerNotStarted, PermanentError
+from outbox.message import Delivery, Message
+from outbox.ports import AnyHandler, Disposition
+from outbox.retry import RetryPolicy
+from outbox.subscription import Mode, Subscription
+from tests.broker.bench import AT_ONCE, ConsumptionBench, encode
+from tests.support import eventually
+
+# Waits of 0.02 s, and patience for 20 s of outage.
+PATIENT = RetryPolicy(delays_seconds=[0.02], max_attempts=1_000)
+
+
+@pytest.fixture
+def orders(bench: ConsumptionBench) -> ConsumptionBench:
+    bench.declare("orders")
+    return bench
+
+
+def subscribe(**options: Any) -> Subscription:
+    return Subscription(**{"group": "g", "topic": "orders", "retry": AT_ONCE, **options})
+
+
+def messages(count: int, *, keys: int = 3) -> list[Message]:
+    return [Message(topic="orders", key=f"k{n % keys}", body=encode({"n": n})) for n in range(count)]
+
+
+def numbers(given: Delivery | Sequence[Delivery]) -> list[int]:
+    return [delivery.body["n"] for delivery in ([given] if isinstance(given, Delivery) else given)]
+
+
+class World:
+    """A handler that fails while what it needs is away, and always for poison; its calls and what took effect."""
+
+    def __init__(self, *, away: bool = False, poison: Sequence[int] = ()) -> None:
+        self.back = threading.Event()
+        if not away:
+            self.back.set()
+        self.poison = set(poison)
+        self.calls: list[list[int]] = []
+        self.handled: Counter[int] = Counter()
+
+    def __call__(self, given: Any) -> None:
+        ns = numbers(given)
+        self.calls.append(ns)
+        if not self.back.is_set():
+            raise ConnectionError("could not connect to the warehouse")
+        if self.poison & set(ns):
+            raise ValueError("cannot read the order")
+        self.handled.update(ns)
+
+
+# -- a poison message in a batch --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+def test_a_poison_message_takes_none_of_its_batch_along(orders: ConsumptionBench, mode: Mode) -> None:
+    world = World(poison=[4])
+    sent = messages(10)
+    orders.publish(sent)
+    subscription = subscribe(mode=mode, batch=10, max_suspends=2, suspend_seconds=0.0)
+    with orders.sequencing(), orders.running((subscription, world)):
+        eventually(lambda: dead_letters.list_dead_letters(orders.run))
+        eventually(lambda: orders.lag("g") == 0)
+    assert [(letter.message_id, letter.attempts) for letter in dead_letters.list_dead_letters(orders.run)] == [
+        (sent[4].message_id, 3)
+    ]
+    assert world.handled == Counter(n for n in range(10) if n != 4)
+    # Nobody else has a failed attempt.
+    assert orders.rows("SELECT count(DISTINCT log_id) FROM outbox.failure") == [(1,)]
+    orders.assert_conserved("g")
+
+
+def test_a_batch_is_halved_until_the_guilty_one_is_alone(orders: ConsumptionBench) -> None:
+    def fail(deliveries: Any) -> None:
+        calls.append(numbers(deliveries))
+        if 0 in calls[-1]:
+            raise PermanentError("cannot read the order")
+
+    calls: list[list[int]] = []
+    orders.declare("single", queues=1)
+    orders.publish([Message(topic="single", body=encode({"n": n})) for n in range(16)])
+    orders.runtime((subscribe(topic="single", batch=16, threads=1), fail)).run_once()
+    assert sorted(map(len, calls)) == [1, 1, 2, 2, 4, 4, 8, 8, 16]
+    assert len(dead_letters.list_dead_letters(orders.run)) == 1
+    orders.assert_conserved("g")
+
+
+# -- a world that is away ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batch", [1, 64])
+@pytest.mark.parametrize("mode", list(Mode))
+def test_an_outage_uses_up_no_attempts(orders: ConsumptionBench, mode: Mode, batch: int) -> None:
+    world = World(away=True)
+    orders.publish(messages(200, keys=100))
+    subscription = subscribe(mode=mode, batch=batch, threads=2, retry=PATIENT, suspend_seconds=0.0)
+    with orders.sequencing(), orders.running((subscription, world)):
+        (seen,) = eventually(lambda: orders.rows("SELECT error FROM outbox.outage"))
+        assert seen[0].startswith("ConnectionError: could not connect to the warehouse")
+        # It is tried again and again, one call at a time.
+        before = len(world.calls)
+        eventually(lambda: len(world.calls) > before + 5)
+        # The first two of three in a row may have counted; the other 198 did not.
+        assert orders.rows("SELECT count(*) <= 2 FROM outbox.failure") == [(True,)]
+        world.back.set()
+        eventually(lambda: len(world.handled) == 200)
+        eventually(lambda: not orders.rows("SELECT 1 FROM outbox.outage"))
+    assert set(world.handled.values()) == {1}
+    assert dead_letters.list_dead_letters(orders.run) == []
+
+
+def test_an_outage_is_seen_after_few_calls_whatever_the_batch(orders: ConsumptionBench) -> None:
+    """Not only once a batch of 500 is halved to single messages: each call may cost a timeout."""
+    world = World(away=True)
+    orders.declare("single", queues=1)
+    orders.publish([Message(topic="single", body=encode({"n": n})) for n in range(500)])
+    policy = RetryPolicy(delays_seconds=[3600])
+    orders.runtime((subscribe(topic="single", batch=500, threads=1, retry=policy), world)).run_once()
+    assert len(world.calls) <= 6
+    assert orders.rows("SELECT count(*) FROM outbox.failure") == [(0,)]
+
+
+def test_poison_alone_in_the_world_ends_in_the_dead_letters(orders: ConsumptionBench) -> None:
+    """With nothing else to try it looks like an outage; that is believed no longer than a series of attempts takes."""
+    world = World(poison=range(4))
+    orders.publish(messages(4))
+    policy = RetryPolicy(delays_seconds=[0.05], max_attempts=3)
+    with orders.sequencing(), orders.running((subscribe(retry=policy), world)):
+        eventually(lambda: len(dead_letters.list_dead_letters(orders.run)) == 4)
+        eventually(lambda: orders.lag("g") == 0)
+    orders.assert_conserved("g")
+
+
+def test_poison_among_others_counts_although_it_comes_in_a_row(orders: ConsumptionBench) -> None:
+    world = World(poison=range(4))
+    orders.publish(messages(40))
+    policy = RetryPolicy(delays_seconds=[0.02] * 2 + [600], max_attempts=3)
+    with orders.sequencing(), orders.running((subscribe(retry=policy, threads=1), world)):
+        eventually(lambda: len(dead_letters.list_dead_letters(orders.run)) == 4)
+    assert world.handled == Counter(range(4, 40))
+
+
+def test_what_is_in_a_row() -> None:
+    outage = Outage(subscribe(retry=RetryPolicy()))
+    assert outage.failed("ab", "E: away", 0.0) is None
+    assert outage.failed("cd", "E: away", 0.0) is None
+    # The same messages again, halved or retried, say nothing new.
+    assert outage.failed("a", "E: away", 0.0) is None
+    assert outage.failed("a", "E: away", 0.0) is None
+    assert outage.failed("b", "E: away", 0.0) == 1.0
+    assert not outage.admits(0.9, running=False) and not outage.admits(1.0, running=True)
+    # One that ran already does not make the pause longer; one after it does.
+    assert outage.failed("x", "E: away", 0.5) == 1.0
+    assert outage.failed("x", "E: away", 1.0) == 3.0
+    outage.succeeded()
+    assert outage.admits(0.0, running=True) and outage.error == ""
+    for name in "ab":
+        assert outage.failed(name, "E: away", 0.0) is None
+    assert outage.failed("c", "F: other", 0.0) is None
+
+
+# -- before the handler has started -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batch", [1, 10])
+@pytest.mark.parametrize("mode", list(Mode))
+def test_what_fails_before_the_handler_uses_up_no_attempt(orders: ConsumptionBench, mode: Mode, batch: int) -> None:
+    class Invoker:
+        def __init__(self) -> None:
+            self.tries = 0
+            self.open = threading.Event()
+
+        def __call__(
+            self, subscription: Subscription, handler: AnyHandler, deliveries: Sequence[Delivery], *, generation: int
+        ) -> Sequence[Disposition | Exception]:
+            self.tries += 1
+            if not self.open.is_set():
+                return [HandlerNotStarted("no connection")] * len(deliveries)
+            handler(deliveries if batch > 1 else deliveries[0])  # type: ignore[arg-type]
+            return [Disposition.HANDLED] * len(deliveries)
+
+    invoker, world = Invoker(), World()
+    orders.publish(messages(1))
+    # Here one attempt would be all.
+    policy = RetryPolicy(delays_seconds=[0.02], max_attempts=1)
+    subscription = subscribe(mode=mode, batch=batch, retry=policy, max_suspends=0)
+    with orders.running((subscription, world), invoker=invoker):
+        eventually(lambda: invoker.tries > 5)
+        assert orders.rows("SELECT error FROM outbox.outage") == [("HandlerNotStarted: no connection",)]
+        assert world.calls == [] and orders.rows("SELECT 1 FROM outbox.failure") == []
+        invoker.open.set()
+        eventually(lambda: world.handled == Counter([0]))
+    assert dead_letters.list_dead_letters(orders.run) == []
+    assert orders.rows("SELECT 1 FROM outbox.outage") == []

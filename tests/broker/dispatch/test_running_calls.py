@@ -1,0 +1,141 @@
+"""The file in which a process notes its running calls, from both sides."""
+
+from __future__ import annotations
+
+import os
+import struct
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import pytest
+
+from outbox.backoff import Backoff
+from outbox.broker.dispatch import running_calls
+from outbox.broker.dispatch.running_calls import RunningCalls
+from outbox.broker.groups.suspects import RunningCall
+from outbox.broker.supervisor import ChildSpec, Death, Supervisor
+from outbox.errors import BrokerUnavailable
+from tests.support import eventually
+
+QUICK = Backoff(first_seconds=0.01, longest_seconds=0.05)
+
+
+@pytest.fixture
+def file() -> Iterator[Any]:
+    with tempfile.TemporaryFile() as file:
+        yield file
+
+
+def test_the_parent_sees_what_runs_and_not_what_has_come_back(file: Any) -> None:
+    assert running_calls.read(file.fileno()) is None
+    instance = uuid4()
+    calls = RunningCalls(file.fileno(), instance, calls=3, batch=4)
+    first = calls.note(5, [11, 12, 13, 14], alone=False)
+    calls.note(6, [2**62], alone=True)
+    assert first is not None
+    calls.forget(first)
+    # A slot is used again, whatever was longer in it before.
+    calls.note(7, [1], alone=False)
+    calls.note(7, [2], alone=False)
+    assert calls.note(7, [3], alone=False) is None, "there are three slots"
+    left = running_calls.read(file.fileno())
+    assert left is not None and (left.instance, left.told_to_stop) == (instance, False)
+    assert sorted(left.calls, key=str) == [
+        RunningCall(6, (2**62,), True),
+        RunningCall(7, (1,), False),
+        RunningCall(7, (2,), False),
+    ]
+    calls.told_to_stop()
+    left = running_calls.read(file.fileno())
+    assert left is not None and left.told_to_stop
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"x" * 100,
+        b"outbox-1",
+        struct.pack("=8sIII16s", b"outbox-1", 2**31, 24, 0, bytes(16)),
+        struct.pack("=8sIII16sIIi4xq", b"outbox-1", 1, 24, 0, bytes(16), 9, 0, 1, 1),
+    ],
+)
+def test_a_file_that_makes_no_sense_is_refused(file: Any, content: bytes) -> None:
+    os.pwrite(file.fileno(), content, 0)
+    with pytest.raises(ValueError, match=r"."):
+        running_calls.read(file.fileno())
+
+
+NOTING = """
+import os, uuid
+from outbox.broker.dispatch import running_calls
+calls = running_calls.inherited(uuid.UUID(int=1), calls=1, batch=1)
+calls.note(5, [11], alone=False)
+# Not handed down any further: a process started from here has a life of its own.
+assert running_calls.VARIABLE not in os.environ
+os._exit(7)
+"""
+
+
+def supervised(program: str, told: Any) -> Supervisor:
+    return Supervisor([ChildSpec(name="c", argv=[sys.executable, "-c", program], on_death=told)], backoff=QUICK)
+
+
+def test_the_supervisor_tells_before_it_restarts_and_again_until_it_is_heard() -> None:
+    """While the broker's database is away the child is not started: it would run into the same message."""
+    deaths: list[Death] = []
+
+    def told(death: Death) -> None:
+        deaths.append(death)
+        if len(deaths) < 3:
+            raise BrokerUnavailable
+
+    supervisor = supervised(NOTING, told)
+    supervisor.start()
+    eventually(lambda: len(deaths) >= 4)
+    supervisor.stop(grace_seconds=20)
+    assert deaths[0] is deaths[1] is deaths[2] and deaths[3] is not deaths[0]
+    (death, left) = (deaths[0], deaths[0].left_behind)
+    assert (death.child, death.how, death.hung) == ("c", "exit code 7", False)
+    assert left is not None and (left.instance.int, left.calls) == (1, [RunningCall(5, (11,), False)])
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import os; os.pwrite(int(os.environ['OUTBOX_RUNNING_CALLS_FD']), b'nonsense' * 9, 0); os._exit(7)",
+        "import os; os._exit(7)",
+    ],
+)
+def test_a_death_that_says_nothing_is_told_all_the_same(program: str) -> None:
+    deaths: list[Death] = []
+    supervisor = supervised(program, deaths.append)
+    supervisor.start()
+    eventually(lambda: len(deaths) >= 2)
+    supervisor.stop(grace_seconds=20)
+    assert deaths[0].left_behind is None
+
+
+def test_a_listener_that_is_broken_does_not_keep_the_child_down(tmp_path: Path) -> None:
+    mark = tmp_path / "runs"
+
+    def told(death: Death) -> None:
+        raise RuntimeError("told wrongly")
+
+    supervisor = supervised(f"open({str(mark)!r}, 'a').write('x'); exit(7)", told)
+    supervisor.start()
+    eventually(lambda: mark.exists() and len(mark.read_text()) >= 3)
+    supervisor.stop(grace_seconds=20)
+
+
+def test_a_child_that_drained_died_of_nothing(tmp_path: Path) -> None:
+    deaths: list[Death] = []
+    mark = tmp_path / "runs"
+    supervisor = supervised(f"open({str(mark)!r}, 'a').write('x')", deaths.append)
+    supervisor.start()
+    eventually(lambda: mark.exists() and len(mark.read_text()) >= 3)
+    supervisor.stop(grace_seconds=20)
+    assert deaths == []

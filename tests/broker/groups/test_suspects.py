@@ -1,0 +1,223 @@
+"""What counts against a suspect, statement by statement: deaths alone, vanishing on two hosts; what takes it back."""
+
+from __future__ import annotations
+
+from typing import Any
+from uuid import UUID, uuid4
+
+import pytest
+
+from outbox.broker.groups import leases, members, suspects
+from outbox.broker.groups.suspects import RunningCall, Trial
+from outbox.broker.operations.status import broker_status
+from outbox.message import Delivery, Message
+from outbox.subscription import Mode, OnError, Subscription
+from tests.broker.bench import AT_ONCE, ConsumptionBench
+
+TERM = 600.0
+
+
+class Case:
+    """One message of one group, and instances that may try it."""
+
+    def __init__(self, bench: ConsumptionBench) -> None:
+        bench.declare("orders")
+        bench.publish([Message(topic="orders", key=f"k{n}", body=b"{}") for n in range(3)])
+        subscription = Subscription(group="g", topic="orders", retry=AT_ONCE)
+        # Registers the group, without handling anything.
+        bench.runtime((subscription, lambda delivery: None))._session().finish()
+        self.bench = bench
+        self.run = bench.run
+        ((self.group_id,),) = bench.rows("SELECT group_id FROM outbox.consumer_group")
+        self.log_ids = [log_id for (log_id,) in bench.rows("SELECT log_id FROM outbox.commit_log ORDER BY log_id")]
+        self.log_id = self.log_ids[0]
+
+    def instance(self) -> UUID:
+        instance = uuid4()
+        members.heartbeat(self.run, instance, {self.group_id: ["orders"]}, term_seconds=TERM)
+        return instance
+
+    def vanish(self, instance: UUID) -> None:
+        self.bench.connection.execute(
+            "UPDATE outbox.consumer SET expires_at = now() - interval '1 second' WHERE instance_id = %s", [instance]
+        )
+
+    def die(self, instance: UUID, *calls: RunningCall, hung: bool = False) -> None:
+        suspects.record_death(self.run, instance, calls, evidence="c1 on here died", hung=hung)
+
+    def accuse(self) -> None:
+        """By a death among others."""
+        self.die(
+            self.instance(), RunningCall(self.group_id, [self.log_id], False), RunningCall(self.group_id, [7], False)
+        )
+        suspects.clear(self.run, self.group_id, [7])
+
+    def tries(self, instance: UUID, host: str = "here") -> Trial:
+        """Try it now, whatever pause there is."""
+        trial = suspects.begin_trial(self.run, instance, host, self.group_id, [self.log_id])
+        if trial.wait_seconds:
+            self.bench.connection.execute("UPDATE outbox.suspect SET due_at = now()")
+            trial = suspects.begin_trial(self.run, instance, host, self.group_id, [self.log_id])
+        return trial
+
+    @property
+    def alone(self) -> RunningCall:
+        return RunningCall(self.group_id, [self.log_id], True)
+
+    def row(self) -> tuple[Any, ...]:
+        """(deaths, vanished, seconds until it may be tried)"""
+        ((deaths, vanished, seconds),) = self.bench.rows(
+            "SELECT deaths, (SELECT count(*) FROM outbox.suspect_vanished v WHERE v.log_id = s.log_id),"
+            " round(extract(epoch FROM due_at - seen_at))::integer FROM outbox.suspect s WHERE log_id = %s",
+            self.log_id,
+        )
+        return deaths, vanished, seconds
+
+
+@pytest.fixture
+def case(bench: ConsumptionBench) -> Case:
+    return Case(bench)
+
+
+def test_only_deaths_alone_count_and_the_pause_grows(case: Case) -> None:
+    case.accuse()
+    case.accuse()
+    assert case.row() == (0, 0, 0)
+    for deaths, pause in [(1, 1), (2, 4)]:
+        instance = case.instance()
+        assert case.tries(instance) == Trial()
+        case.die(instance, case.alone)
+        assert case.row() == (deaths, 0, pause)
+    instance = case.instance()
+    assert case.tries(instance) == Trial()
+    # Beside another call, be it one that hangs since before: whose fault it was is not known.
+    case.die(instance, case.alone, RunningCall(case.group_id, [case.log_ids[1]], False))
+    assert case.row()[0] == 2
+    instance = case.instance()
+    assert case.tries(instance) == Trial()
+    case.die(instance, case.alone)
+    assert case.tries(case.instance()).convicted == "3 times; the last time: c1 on here died"
+
+
+def test_a_death_lets_the_queues_of_the_dead_go_at_once(case: Case) -> None:
+    instance = case.instance()
+    (queue_id,) = case.bench.rows("SELECT min(queue_id) FROM outbox.queue")[0]
+    leases.acquire(case.run, instance, case.group_id, [queue_id], term_seconds=TERM)
+    case.die(instance)
+    assert leases.acquire(case.run, uuid4(), case.group_id, [queue_id], term_seconds=TERM)
+    assert members.members(case.run, [case.group_id]) == {case.group_id: []}
+
+
+def test_one_of_a_group_is_tried_at_a_time(case: Case) -> None:
+    first, second = case.instance(), case.instance()
+    case.accuse()
+    case.die(case.instance(), RunningCall(case.group_id, [case.log_ids[1]], False))
+    assert case.tries(first) == Trial()
+    assert suspects.begin_trial(case.run, second, "there", case.group_id, [case.log_ids[1]]).wait_seconds > 0
+    # Asking again after an error of the connection is the same trial.
+    assert case.tries(first) == Trial()
+    suspects.clear(case.run, case.group_id, [case.log_id])
+    assert suspects.begin_trial(case.run, second, "there", case.group_id, [case.log_ids[1]]) == Trial()
+
+
+def test_vanishing_alone_counts_only_on_two_hosts(case: Case) -> None:
+    case.accuse()
+    for vanished, pause in [(1, 1), (2, 4), (3, 16), (4, 64)]:
+        instance = case.instance()
+        assert case.tries(instance, "here") == Trial()
+        case.vanish(instance)
+        instance = case.instance()
+        assert case.tries(instance, "here") == Trial()
+        suspects.end_trials(case.run, instance)
+        assert case.row()[:2] == (0, vanished)
+        assert case.row()[2] in (pause, 0)
+    instance = case.instance()
+    assert case.tries(instance, "there") == Trial()
+    case.vanish(instance)
+    assert case.tries(case.instance()).convicted.startswith("5 times")
+
+
+def test_an_instance_that_is_heard_of_again_has_not_vanished(case: Case) -> None:
+    case.accuse()
+    gone = []
+    for host in ("here", "there", "here"):
+        gone.append(instance := case.instance())
+        assert case.tries(instance, host) == Trial()
+        case.vanish(instance)
+    suspects.begin_trial(case.run, case.instance(), "here", case.group_id, [case.log_id])
+    assert case.row()[:2] == (0, 3)
+    suspects.heard_again(case.run, gone[1])
+    assert case.row()[:2] == (0, 2)
+    assert case.tries(case.instance()) == Trial()
+
+
+def test_what_a_parent_saw_is_not_counted_as_vanishing_too(case: Case) -> None:
+    case.accuse()
+    instance = case.instance()
+    assert case.tries(instance) == Trial()
+    case.vanish(instance)
+    other = case.instance()
+    assert case.tries(other) == Trial()
+    suspects.end_trials(case.run, other)
+    case.die(instance, case.alone)
+    assert case.row()[:2] == (1, 0)
+
+
+def test_a_trial_that_never_began_or_was_not_alone_proves_nothing(case: Case) -> None:
+    case.accuse()
+    instance = case.instance()
+    assert case.tries(instance) == Trial()
+    # It died between the note and the call, or after the call had come back.
+    case.die(instance)
+    assert case.row() == (0, 0, 0)
+    # Tried as one of several.
+    case.die(case.instance(), RunningCall(case.group_id, case.log_ids, False))
+    instance = case.instance()
+    assert suspects.begin_trial(case.run, instance, "here", case.group_id, case.log_ids[:2]) == Trial()
+    case.vanish(instance)
+    assert case.tries(case.instance()) == Trial()
+    assert case.row()[:2] == (0, 0)
+
+
+def test_the_status_names_suspects(case: Case) -> None:
+    case.accuse()
+    (problem,) = [text for text in broker_status(case.run).problems if "suspected" in text]
+    assert "group 'g'" in problem and "killing its process: 0 of 3 deaths alone" in problem
+    assert "c1 on here died" in problem
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+def test_a_convicted_message_is_given_up_and_its_line_goes_on(bench: ConsumptionBench, mode: Mode) -> None:
+    case = Case(bench)
+    case.accuse()
+    bench.connection.execute("UPDATE outbox.suspect SET deaths = 3")
+    seen: list[str] = []
+
+    def handle(delivery: Delivery) -> None:
+        seen.append(delivery.key)
+
+    # Whatever the subscription makes of errors of its handler.
+    subscription = Subscription(group="g", topic="orders", mode=mode, on_error={Exception: OnError.STOP})
+    bench.runtime((subscription, handle)).run_once()
+    assert sorted(seen) == ["k1", "k2"]
+    assert bench.rows("SELECT log_id, left(error, 15) FROM outbox.dead_letter") == [(case.log_id, "KillsItsProcess")]
+    assert bench.rows("SELECT 1 FROM outbox.suspect") == []
+    bench.assert_conserved("g")
+
+
+def test_every_instance_of_a_broadcast_group_comes_to_the_verdict(bench: ConsumptionBench) -> None:
+    bench.declare("orders")
+    bench.publish([Message(topic="orders", key=f"k{n}", body=b"{}") for n in range(3)])
+    seen: list[str] = []
+    subscription = Subscription(group="g", topic="orders", broadcast=True)
+    runtime = bench.runtime((subscription, lambda delivery: seen.append(delivery.key)))
+    runtime.run_once()
+    ((group_id, log_id),) = bench.rows(
+        "SELECT group_id, min(log_id) FROM outbox.consumer_group, outbox.commit_log GROUP BY 1"
+    )
+    suspects.record_death(bench.run, uuid4(), [RunningCall(group_id, [log_id], False)], evidence="died", hung=False)
+    bench.connection.execute("UPDATE outbox.suspect SET deaths = 3")
+    for _ in range(2):
+        seen.clear()
+        runtime.run_once()
+        assert sorted(seen) == ["k1", "k2"]
