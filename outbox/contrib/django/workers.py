@@ -47,8 +47,8 @@ def consumer_runtime(*, groups: Sequence[str] = ()) -> ConsumerRuntime:
     wanted = subscriptions(groups=groups)
     if not wanted:
         raise ConfigurationError(
-            "there is no @subscriber in this project: workers look into the modules 'subscribers' and 'handlers' of "
-            "INSTALLED_APPS. Without any, start the broker role only."
+            f"there is no @subscriber in this project: workers look into {get_settings().subscriber_module!r} "
+            f"of each of INSTALLED_APPS (OUTBOX['SUBSCRIBER_MODULE']). Without any, start the broker role only."
         )
     require_inboxes([subscription for subscription, _ in wanted])
     settings = get_settings()
