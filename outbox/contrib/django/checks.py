@@ -19,6 +19,7 @@ from outbox.broker.schema.install import check_schema
 from outbox.contrib.django.broker import check_topic_imports
 from outbox.contrib.django.conf import OutboxSettings, PathChoice, get_settings
 from outbox.contrib.django.databases import alias_conninfo, broker_database
+from outbox.contrib.django.handler_connections import pool_shortages
 from outbox.contrib.django.in_tests import refuse_in_tests, running_tests
 from outbox.contrib.django.ledger_checker import ledger_aliases
 from outbox.contrib.django.path import prove
@@ -156,6 +157,8 @@ def _subscribers(settings: OutboxSettings) -> Iterator[CheckMessage]:
                 hint="Declare it, unless another service does.",
                 id="outbox.W013",
             )
+    for shortage in pool_shortages(found):
+        yield Warning(shortage, id="outbox.W016")
     for group, broadcast in kinds.items():
         if len(broadcast) > 1:
             yield Error(
