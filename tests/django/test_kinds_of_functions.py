@@ -180,7 +180,7 @@ LAZY: list[Callable[[str], Any]] = [lazy_generator, lazy_async_generator, acreat
 @pytest.mark.parametrize("lazy", LAZY)
 @pytest.mark.parametrize("late", [False, True])
 def test_work_that_is_still_to_be_done_at_commit_is_refused(lazy: Callable[[str], Any], late: bool) -> None:
-    body = (lambda result: {}) if late else {}
+    body: Any = (lambda result: {}) if late else {}
 
     @transactional_message("orders", key="never", body=body)
     def place(number: str) -> Any:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from asgiref.sync import async_to_sync, sync_to_async
+from asgiref.sync import async_to_sync
 from django.core.exceptions import SynchronousOnlyOperation
 from django.db import IntegrityError, connections, transaction
 from django.test import Client
@@ -15,7 +15,16 @@ from django.test.utils import CaptureQueriesContext, override_settings
 from django.utils import timezone
 
 from outbox import Decision, EndTransaction
-from outbox.contrib.django import get_broker, ledger, message, publish, publish_many, publish_messages, run_check_back
+from outbox.contrib.django import (
+    apublish,
+    get_broker,
+    ledger,
+    message,
+    publish,
+    publish_many,
+    publish_messages,
+    run_check_back,
+)
 from outbox.contrib.django.models import LedgerEntry, LedgerIdentity
 from outbox.errors import (
     BrokerUnavailable,
@@ -283,11 +292,11 @@ def test_in_a_coroutine_publish_says_how_to_write_it(path: str) -> None:
     async def handler() -> None:
         publish("orders", {})
 
-    with pytest.raises(SynchronousOnlyOperation, match="sync_to_async"):
+    with pytest.raises(SynchronousOnlyOperation, match=r"await apublish\(…\)"):
         async_to_sync(handler)()
 
     async def right() -> None:
-        await sync_to_async(publish)("orders", {}, key="right")
+        await apublish("orders", {}, key="right")
 
     with transaction.atomic():
         async_to_sync(right)()

@@ -8,10 +8,20 @@ from outbox.contrib.django.decorators import transactional_message
 from outbox.contrib.django.messages import message
 from outbox.contrib.django.periodic import run_check_back
 from outbox.contrib.django.pruning import run_prune
-from outbox.contrib.django.publishing import publish, publish_many, publish_messages
+from outbox.contrib.django.publishing import (
+    apublish,
+    apublish_many,
+    apublish_messages,
+    publish,
+    publish_many,
+    publish_messages,
+)
 from outbox.contrib.django.registry import subscriber
 
 __all__ = [
+    "apublish",
+    "apublish_many",
+    "apublish_messages",
     "get_broker",
     "message",
     "publish",

@@ -205,7 +205,7 @@ class _Call:
             refuse_work_to_come(result, self.name)
             confirm_before_commit(connection, block.published, self.name)
             return result
-        mark = mark_transaction(connection)
+        mark = mark_transaction(connection, self.name)
         result = function()
         refuse_work_to_come(result, self.name)
         if not connection.needs_rollback:

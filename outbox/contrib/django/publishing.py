@@ -8,12 +8,14 @@ of its transaction.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from datetime import datetime, timedelta
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 from uuid import UUID
 
 import psycopg
+from asgiref.sync import sync_to_async
 from django.db import connections, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.utils.asyncio import async_unsafe
@@ -27,6 +29,7 @@ from outbox.contrib.django import ledger_entry
 from outbox.contrib.django.blocks import require_whole
 from outbox.contrib.django.broker import get_broker, get_catalog
 from outbox.contrib.django.conf import OutboxSettings, get_settings
+from outbox.contrib.django.database_errors import naming
 from outbox.contrib.django.ends import Published, report_after_commit
 from outbox.contrib.django.locks import lock_keys
 from outbox.contrib.django.messages import message
@@ -38,6 +41,9 @@ from outbox.memory import InMemoryBroker
 from outbox.message import Message, SendReceipt
 from outbox.topic import Topic
 from outbox.transaction import HalfTransaction
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
 
 
 def publish(
@@ -63,7 +69,7 @@ def publish(
     """
     with failing_takes_the_block_along(using):
         built = message(topic, body, key=key, tag=tag, headers=headers, delay=delay, deliver_at=deliver_at)
-        return publish_messages([built], using=using)[0]
+        return publish_bound([built], using=using).receipts[0]
 
 
 def publish_many(
@@ -99,7 +105,7 @@ def publish_many(
             )
             for body in bodies
         ]
-        return publish_messages(built, using=using)
+        return list(publish_bound(built, using=using).receipts) if built else []
 
 
 def publish_messages(messages: Sequence[Message], *, using: str | None = None) -> list[SendReceipt]:
@@ -110,20 +116,50 @@ def publish_messages(messages: Sequence[Message], *, using: str | None = None) -
         return list(publish_bound(messages, using=using).receipts) if messages else []
 
 
+def _awaitable(
+    function: Callable[Parameters, Result], description: str
+) -> Callable[Parameters, Coroutine[Any, Any, Result]]:
+    @functools.wraps(function)
+    async def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        # Thread-sensitive: on the thread, and so in the transaction, of the async code's database calls.
+        return await sync_to_async(function, thread_sensitive=True)(*args, **kwargs)
+
+    call.__name__ = call.__qualname__ = f"a{function.__name__}"
+    call.__doc__ = description
+    return call
+
+
+apublish = _awaitable(
+    publish,
+    """`publish`, to be awaited: joins the transaction of an async subscriber or of @transactional_message.
+
+    Elsewhere in async code, where Django has no transactions, it is sent at once. Awaiting can be cancelled, sending
+    cannot: the message may have been stored all the same.
+    """,
+)
+apublish_many = _awaitable(publish_many, """`publish_many`, to be awaited; otherwise like `apublish`.""")
+apublish_messages = _awaitable(publish_messages, """`publish_messages`, to be awaited; otherwise like `apublish`.""")
+
+
 @async_unsafe(
-    "publish() waits for databases: in a coroutine write `await sync_to_async(publish)(…)`, which also joins the "
-    "transaction of an async subscriber or of @transactional_message."
+    "publish() waits for databases: in a coroutine write `await apublish(…)`, which also joins the transaction of an "
+    "async subscriber or of @transactional_message."
 )
 def publish_bound(messages: Sequence[Message], *, using: str | None = None, checker: str = "") -> Published:
-    """Like `publish_messages`; `checker` names the look-up that check-back runs (`transactional_message(check=…)`)."""
-    with failing_takes_the_block_along(using):
-        settings = get_settings()
-        connection = current_transaction(using)
-        if connection is None:
-            _refuse_leak_from_test(settings, using)
-            return Published(get_broker().send(messages, timeout_seconds=settings.send_timeout_seconds))
-        watch = require_whole(connection, f"publishing {messages[0].message_id} for topic {messages[0].topic!r}")
-        watch.bind(f"the message for topic {messages[0].topic!r}")
+    """Like `publish_messages`; `checker` names the look-up that check-back runs (`transactional_message(check=…)`).
+
+    When it raises, the caller has the block rolled back: a half may have been stored all the same, and without its
+    ledger row check-back rolls it back.
+    """
+    settings = get_settings()
+    connection = current_transaction(using)
+    if connection is None:
+        _refuse_leak_from_test(settings, using)
+        return Published(get_broker().send(messages, timeout_seconds=settings.send_timeout_seconds))
+    what = f"publishing {messages[0].message_id} for topic {messages[0].topic!r}"
+    watch = require_whole(connection, what)
+    watch.bind(f"the message for topic {messages[0].topic!r}")
+    with naming(what, connection):
         if takes_atomic_path(connection, settings):
             return Published(_publish_atomic(connection, settings, messages))
         return _publish_two_phase(connection, settings, messages, checker)
@@ -138,20 +174,16 @@ def _publish_atomic(
     raw: psycopg.Connection[Any] = connection.connection
     catalog = get_catalog()
     try:
-        with connection.wrap_database_errors:
-            topics = [catalog.get(raw, item.topic).topic for item in messages]
-            for topic, item in zip(topics, messages, strict=True):
-                topic.check_accepts(item, transactional=True)
-            _lock_keys(connection, topics, messages)
-            receipts, place = append_placed(
-                Executor(raw, settings.schema), catalog, messages, producer_group=settings.producer_group
-            )
-        confirm(connection, settings, place)
-    except BaseException as error:
-        connection.set_rollback(True)
-        if isinstance(error.__cause__, (UndefinedTable, InvalidSchemaName)):
-            raise missing(settings.schema) from error
-        raise
+        topics = [catalog.get(raw, item.topic).topic for item in messages]
+        for topic, item in zip(topics, messages, strict=True):
+            topic.check_accepts(item, transactional=True)
+        _lock_keys(connection, topics, messages)
+        receipts, place = append_placed(
+            Executor(raw, settings.schema), catalog, messages, producer_group=settings.producer_group
+        )
+    except (UndefinedTable, InvalidSchemaName) as error:
+        raise missing(settings.schema) from error
+    confirm(connection, settings, place)
     transaction.on_commit(_wake_after_commit, using=connection.alias, robust=True)
     return receipts
 
@@ -177,19 +209,14 @@ def _publish_two_phase(
         )
     if not settings.in_memory and in_test_case(connection):
         raise _test_leak(f"a half message for {messages[0].topic!r}")
-    try:
-        _lock_keys(connection, [_topic(settings, item.topic) for item in messages], messages)
-        xid, ledger_id = "", None
-        if settings.ledger:
-            xid, ledger_id = _enter_in_ledger(connection, messages[0])
-        half = HalfTransaction(producer_group=group, messages=messages, ledger_id=ledger_id, checker=checker)
-        point("producer.before_half")
-        receipts = get_broker().send_half(half, timeout_seconds=settings.send_timeout_seconds)
-        point("producer.after_half")
-    except BaseException:
-        # The half may have been stored all the same; without its ledger row, check-back rolls it back.
-        connection.set_rollback(True)
-        raise
+    _lock_keys(connection, [_topic(settings, item.topic) for item in messages], messages)
+    xid, ledger_id = "", None
+    if settings.ledger:
+        xid, ledger_id = _enter_in_ledger(connection, messages[0])
+    half = HalfTransaction(producer_group=group, messages=messages, ledger_id=ledger_id, checker=checker)
+    point("producer.before_half")
+    receipts = get_broker().send_half(half, timeout_seconds=settings.send_timeout_seconds)
+    point("producer.after_half")
     report_after_commit(connection, half)
     return Published(receipts, half, xid)
 
