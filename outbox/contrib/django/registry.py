@@ -22,6 +22,7 @@ from outbox.contrib.django.callables import (
     signature_of,
 )
 from outbox.contrib.django.conf import get_settings
+from outbox.contrib.django.times import aware
 from outbox.errors import ConfigurationError, InvalidName, InvalidSubscription
 from outbox.filters.filter import parse_filter
 from outbox.ports import AnyHandler
@@ -108,8 +109,8 @@ def _subscription(topic: str, group: str, given: Mapping[str, Any], further: Map
         options["filter"] = _filter(where, options.pop("tag"), options["filter"])
         options["mode"] = _choice(Mode, "mode", options["mode"])
         options["on_error"] = _reactions(options["on_error"])
-        if not isinstance(options["start"], datetime):
-            options["start"] = _choice(Start, "start", options["start"])
+        start = options["start"]
+        options["start"] = aware(start) if isinstance(start, datetime) else _choice(Start, "start", start)
         subscription = Subscription(group=group, topic=topic, **options)
     except (ValueError, TypeError) as error:
         raise InvalidSubscription(f"{where}: {error}.") from error
