@@ -7,6 +7,7 @@ from io import StringIO
 
 import psycopg
 import pytest
+from django.core.checks import run_checks
 from django.core.management import call_command
 from django.core.management.base import CommandError
 from django.db import connections, transaction
@@ -103,6 +104,30 @@ def test_dropped_and_migrated_to_zero_nothing_is_left(
 def test_force_without_drop_is_refused() -> None:
     with pytest.raises(CommandError, match="--force goes with --drop"):
         call("--force")
+
+
+def test_a_broker_that_is_left_with_messages_is_named(outbox_settings: Callable[..., None]) -> None:
+    @subscriber("orders", group="effects")
+    def effect(given: object) -> None:
+        Effect.objects.create(number="x")
+
+    outbox_settings(BROKER="other")
+    call()
+    drain()
+    with transaction.atomic():
+        publish("orders", {}, key="one", using="default")
+    drained = (lambda: None, drain)
+    for work, expected in zip(drained, (["outbox.W028"], []), strict=True):
+        outbox_settings(BROKER="other")
+        work()
+        outbox_settings(BROKER="broker")
+        found = [item for item in run_checks(databases=["other"]) if item.id == "outbox.W028"]
+        assert [item.id for item in found] == expected
+        for item in found:
+            assert "a broker on 'other' holds messages of this project: topic 'orders' has 1 messages" in item.msg
+            assert "Set BROKER back to 'other'" in str(item.hint)
+    outbox_settings(BROKER="other")
+    call("--drop", "--force")
 
 
 @pytest.fixture

@@ -55,6 +55,12 @@ def database_of(settings: OutboxSettings) -> BrokerDatabase:
     return BrokerDatabase(conninfo=conninfo, schema=settings.schema, listen_conninfo=listen)
 
 
+def database_at(alias: str, settings: OutboxSettings) -> BrokerDatabase:
+    """A broker on another alias than OUTBOX['BROKER'], with its schema. Raises as `broker_database` does."""
+    refuse_in_tests(alias)
+    return BrokerDatabase(conninfo=alias_conninfo(alias), schema=settings.schema, listen_conninfo="")
+
+
 @contextmanager
 def broker_connection() -> Iterator[tuple[Connection, str]]:
     """A connection to the broker's database and its schema.

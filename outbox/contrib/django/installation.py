@@ -22,6 +22,7 @@ from outbox.broker.schema.uninstall import uninstall
 from outbox.contrib.django.broker import reset_broker
 from outbox.contrib.django.conf import OutboxSettings, get_settings
 from outbox.contrib.django.databases import broker_database
+from outbox.contrib.django.left_behind import undelivered
 from outbox.errors import OutboxError, SchemaError, UsageError
 
 logger = logging.getLogger(__name__)
@@ -104,19 +105,10 @@ def _left_in(status: BrokerStatus) -> Iterator[str]:
     """What would be lost, or fail, without the tables."""
     if status.leader is not None:
         yield "a broker process runs"
-    for topic in status.topics:
-        totals = topic.totals
-        open_ones = {"undecided": totals.undecided, "parked": totals.parked}
-        waiting = {"not queued yet": totals.unsequenced, "held": totals.held, "scheduled": totals.scheduled}
-        for state, number in {**open_ones, **waiting}.items():
-            if number:
-                yield f"topic {topic.name!r} has {number} messages {state}"
     for group in status.groups:
         if group.live_consumers:
             yield f"group {group.name!r} has {group.live_consumers} consumers"
-        for state, number in {"not handled": group.lag, "retrying": group.retrying, "dead": group.dead}.items():
-            if number and not group.broadcast:
-                yield f"group {group.name!r} has {number} messages {state}"
+    yield from undelivered(status)
 
 
 @contextmanager

@@ -1,0 +1,43 @@
+"""Messages in a broker that this project has used before: nobody works there any more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from outbox.broker.database.executor import Executor
+from outbox.broker.operations.status import BrokerStatus, broker_status
+from outbox.broker.operations.users import is_used_by
+from outbox.broker.schema.install import installed_version
+from outbox.contrib.django.conf import OutboxSettings
+from outbox.contrib.django.databases import database_at
+from outbox.contrib.django.registry import subscribers
+
+
+def left_behind(alias: str, settings: OutboxSettings) -> list[str]:
+    """What of this project's is undelivered in a broker on `alias`, which is not OUTBOX['BROKER']; [] without any.
+
+    Raises BrokerUnavailable, or psycopg.Error where the tables cannot be read.
+    """
+    groups = sorted({item.subscription.group for item in subscribers()})
+    with database_at(alias, settings).connect(name="outbox-check") as connection:
+        if installed_version(connection, settings.schema) == 0:
+            return []
+        run = Executor(connection, settings.schema)
+        if not is_used_by(run, producer_group=settings.producer_group, consumer_groups=groups):
+            return []
+        return list(undelivered(broker_status(run)))
+
+
+def undelivered(status: BrokerStatus) -> Iterator[str]:
+    """The messages that are on their way, in words."""
+    for topic in status.topics:
+        totals = topic.totals
+        open_ones = {"undecided": totals.undecided, "parked": totals.parked}
+        waiting = {"not queued yet": totals.unsequenced, "held": totals.held, "scheduled": totals.scheduled}
+        for state, number in {**open_ones, **waiting}.items():
+            if number:
+                yield f"topic {topic.name!r} has {number} messages {state}"
+    for group in status.groups:
+        for state, number in {"not handled": group.lag, "retrying": group.retrying, "dead": group.dead}.items():
+            if number and not group.broadcast:
+                yield f"group {group.name!r} has {number} messages {state}"
