@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 from asgiref.sync import async_to_sync
+from django.core.exceptions import SynchronousOnlyOperation
+from django.db import transaction
 from django.http import HttpRequest, HttpResponse
 from django.test import AsyncClient, override_settings
 from django.urls import path as route
@@ -70,6 +72,22 @@ def test_it_joins_the_transaction_of_an_async_subscriber(path: str) -> None:
     assert isinstance(bad, Refused)
     assert {key for key, state in decisions().items() if state == "C"} == {"good"}
     assert [order.number for order in Order.objects.all()] == ["good"]
+
+
+def test_in_a_coroutine_publish_says_how_to_write_it(path: str) -> None:
+    async def handler() -> None:
+        publish("orders", {})
+
+    with pytest.raises(SynchronousOnlyOperation, match=r"await apublish\(…\)"):
+        async_to_sync(handler)()
+
+    async def right() -> None:
+        await apublish("orders", {}, key="right")
+
+    with transaction.atomic():
+        async_to_sync(right)()
+        assert decisions() == ({"right": None} if path == "two_phase" else {})
+    assert decisions() == {"right": "C"}
 
 
 @pytest.fixture

@@ -80,17 +80,11 @@ def subscriber(
     given = {"mode": mode, "tag": tag, "filter": filter, "on_error": on_error, "start": start, "batch": batch}
     chosen = {name: value for name, value in (("threads", threads), ("retry", retry)) if value is not None}
     subscription = _subscription(topic, group, {**given, **chosen}, options)
+    once = idempotent and not subscription.broadcast
 
     def decorate(function: Function) -> Function:
-        register(
-            Subscriber(
-                subscription=subscription,
-                handler=_handler(function),
-                name=path_of(function),
-                idempotent=idempotent and not subscription.broadcast,
-                using=using,
-            )
-        )
+        handler, name = _handler(function), path_of(function)
+        register(Subscriber(subscription=subscription, handler=handler, name=name, idempotent=once, using=using))
         return function
 
     return decorate
