@@ -19,6 +19,7 @@ from outbox.contrib.django import publish_many, subscriber
 from outbox.contrib.django.contention import MAX_TRIES
 from outbox.contrib.django.databases import alias_conninfo
 from outbox.contrib.django.ledger_checker import open_connection
+from outbox.contrib.django.workers import consumer_runtime
 from tests.django.processes import child
 from tests.django.shop.models import Effect, Order
 from tests.django.test_inbox import HANDLED, delivery, effects, run
@@ -116,6 +117,23 @@ def test_a_pool_that_is_too_small_is_named_with_the_numbers() -> None:
             assert all("16 threads" in text and "['max_size'] = 16" in text for text in found)
     finally:
         options.pop("pool", None)
+
+
+@pytest.mark.usefixtures("application", "no_subscribers")
+def test_a_consumer_says_so_when_it_starts(caplog: pytest.LogCaptureFixture) -> None:
+    subscriber("orders", group="effects", threads=3, using="other")(lambda given: None)
+    other: Any = connections["other"]
+    other.close()
+    other.settings_dict["OPTIONS"]["pool"] = {"min_size": 0, "max_size": 2}
+    try:
+        consumer_runtime()
+    finally:
+        other.close()
+        other.close_pool()
+        del other.settings_dict["OPTIONS"]["pool"]
+    [said] = [record.getMessage() for record in caplog.records if "threads" in record.getMessage()]
+    assert "3 threads on 'other'" in said
+    assert "lends 2 connections: 1 threads wait" in said
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from outbox.contrib.django.databases import alias_conninfo, broker_database
 from outbox.contrib.django.handler_connections import pool_shortages
 from outbox.contrib.django.in_tests import refuse_in_tests, running_tests
 from outbox.contrib.django.ledger_checker import ledger_aliases
-from outbox.contrib.django.left_behind import left_behind
+from outbox.contrib.django.left_behind import left_behind, unknown_to_broker
 from outbox.contrib.django.path import prove
 from outbox.contrib.django.registry import autodiscover
 from outbox.errors import BrokerError, ConfigurationError, OutboxError, SchemaError
@@ -223,6 +223,8 @@ def _application_database(alias: str, settings: OutboxSettings) -> Iterator[Chec
         yield _not_durable(alias)
     if settings.path is PathChoice.ATOMIC and connection.vendor == "postgresql":
         yield from _forced_path(alias)
+    if not missing:
+        yield from _foreign_ledger(alias, settings)
 
 
 def _durable(vendor: str, cursor: Any) -> bool:
@@ -277,6 +279,23 @@ def _broker_database(settings: OutboxSettings) -> Iterator[CheckMessage]:
         yield Warning(str(error), id="outbox.W026")
     except (BrokerError, ConfigurationError) as error:
         yield Error(str(error), id="outbox.E025")
+
+
+def _foreign_ledger(alias: str, settings: OutboxSettings) -> Iterator[CheckMessage]:
+    try:
+        unknown = unknown_to_broker(alias, settings)
+    except (OutboxError, psycopg.Error, DatabaseError) as error:
+        # The checks of that database say what is wrong with it.
+        logger.debug("the ledger on %r cannot be held against the broker: %s", alias, error)
+        return
+    if unknown:
+        yield Warning(
+            f"the ledger on {alias!r} has rows ({unknown} of its oldest) of transactions that the broker on "
+            f"{settings.broker!r} has never seen: was OUTBOX['BROKER'] changed, or its database replaced, with "
+            f"messages in flight? Nobody delivers those or answers for them.",
+            hint="Set BROKER back, let `manage.py outbox_worker --drain` deliver them, then switch.",
+            id="outbox.W029",
+        )
 
 
 def _former_broker(alias: str, settings: OutboxSettings) -> Iterator[CheckMessage]:

@@ -1,16 +1,25 @@
-"""Messages in a broker that this project has used before: nobody works there any more."""
+"""What a project leaves behind in a broker that it has used before: nobody works there any more."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from typing import Final
+from uuid import UUID
+
+from django.db import connections
 
 from outbox.broker.database.executor import Executor
+from outbox.broker.operations.presence import is_used_by, unknown_transactions
 from outbox.broker.operations.status import BrokerStatus, broker_status
-from outbox.broker.operations.users import is_used_by
-from outbox.broker.schema.install import installed_version
+from outbox.broker.schema.install import check_schema, installed_version
+from outbox.contrib.django import ledger
 from outbox.contrib.django.conf import OutboxSettings
-from outbox.contrib.django.databases import database_at
+from outbox.contrib.django.databases import broker_database, database_at
+from outbox.contrib.django.pruning import first_id_at
 from outbox.contrib.django.registry import subscribers
+
+_SAMPLE: Final = 100
 
 
 def left_behind(alias: str, settings: OutboxSettings) -> list[str]:
@@ -26,6 +35,21 @@ def left_behind(alias: str, settings: OutboxSettings) -> list[str]:
         if not is_used_by(run, producer_group=settings.producer_group, consumer_groups=groups):
             return []
         return list(undelivered(broker_status(run)))
+
+
+def unknown_to_broker(alias: str, settings: OutboxSettings) -> int:
+    """How many of the oldest ledger rows on `alias` are of transactions that the broker has never seen.
+
+    Pruning removes a row only once the broker shows it decided, so rows for another broker stay, and are the oldest.
+    Raises BrokerError, psycopg.Error, or django.db.Error.
+    """
+    below = first_id_at(datetime.now(UTC) - timedelta(minutes=1))
+    ids = ledger.ids_between(connections[alias], UUID(int=0), below, limit=_SAMPLE)
+    if not ids:
+        return 0
+    with broker_database(settings).connect(name="outbox-check") as connection:
+        check_schema(connection, settings.schema)
+        return len(unknown_transactions(Executor(connection, settings.schema), ids))
 
 
 def undelivered(status: BrokerStatus) -> Iterator[str]:

@@ -1,8 +1,9 @@
-"""Who publishes to a broker and consumes from it."""
+"""What a broker knows of a project: its groups, its messages, its transactions."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from uuid import UUID
 
 from outbox.broker.database import arrays
 from outbox.broker.database.executor import Executor
@@ -19,3 +20,16 @@ def is_used_by(run: Executor, *, producer_group: str, consumer_groups: Sequence[
     """Whether one of the consumer groups is known here, or messages of the producer group are still stored."""
     parameters = {"producer_group": producer_group, "groups": arrays.texts(list(consumer_groups))}
     return bool(run.one(_IS_USED_BY, parameters)[0])
+
+
+# A transaction has the id of its first message.
+_UNKNOWN = Statement("""
+SELECT given.id FROM unnest(%(ids)s::uuid[]) AS given (id)
+WHERE NOT EXISTS (SELECT FROM {schema}.op_log o WHERE o.transaction_id = given.id)
+  AND NOT EXISTS (SELECT FROM {schema}.commit_log l WHERE l.message_id = given.id)
+""")
+
+
+def unknown_transactions(run: Executor, ids: Sequence[UUID]) -> set[UUID]:
+    """Those of which there is neither a half message nor a decision here."""
+    return {found for (found,) in run.rows(_UNKNOWN, {"ids": arrays.uuids(ids)})}
