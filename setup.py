@@ -21,6 +21,7 @@ DEMO = [*DJANGO, *CELERY, *EMBEDDED, *SPARK, "sqlalchemy>=2,<3", "gunicorn>=22",
 DEV = [
     *DEMO,
     "build>=1.2",
+    "psycopg[pool]>=3.2.2,<4",
     "django-stubs>=5.2",
     "hypothesis>=6.100",
     "types-setuptools",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from datetime import date, datetime
+from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from typing import Any, Final, Protocol
 from uuid import UUID
@@ -29,7 +29,7 @@ class Codec(Protocol):
 
 
 class JsonCodec:
-    """Compact UTF-8 JSON. Decimal, datetime, date and UUID are written as strings (ISO 8601 for times).
+    """Compact UTF-8 JSON. Decimal, UUID, datetime, date, time and timedelta are strings (the last four in ISO 8601).
 
     They come back as strings: a consumer in another language sees the same message.
     """
@@ -67,9 +67,20 @@ class BytesCodec:
 def _plain(value: object) -> str:
     if isinstance(value, (Decimal, UUID)):
         return str(value)
-    if isinstance(value, (datetime, date)):
+    if isinstance(value, (datetime, date, time)):
         return value.isoformat()
+    if isinstance(value, timedelta):
+        return _duration(value)
     raise TypeError(f"{type(value).__name__} is not JSON: convert it, or give the topic a codec of its own")
+
+
+def _duration(value: timedelta) -> str:
+    """ISO 8601 in days, hours, minutes and seconds, as django.utils.duration writes and parses it."""
+    sign, value = ("-", -value) if value < timedelta(0) else ("", value)
+    minutes, seconds = divmod(value.seconds, 60)
+    hours, minutes = divmod(minutes, 60)
+    fraction = f".{value.microseconds:06}" if value.microseconds else ""
+    return f"{sign}P{value.days}DT{hours:02}H{minutes:02}M{seconds:02}{fraction}S"
 
 
 class Codecs:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import UTC, date, datetime, timedelta, timezone
+from datetime import UTC, date, datetime, time, timedelta, timezone
 from decimal import Decimal
 from typing import Any
 from uuid import UUID
@@ -64,6 +64,9 @@ def test_json_writes_what_business_rows_hold() -> None:
         "total": Decimal("12.50"),
         "at": datetime(2026, 1, 2, 3, tzinfo=UTC),
         "day": date(2026, 1, 2),
+        "opens": time(8, 30),
+        "lasts": timedelta(days=1, hours=2, microseconds=5),
+        "early": -timedelta(minutes=90),
         "id": UUID(int=1),
     }
     encoded, content_type = Codecs().encode("orders", body)
@@ -72,6 +75,9 @@ def test_json_writes_what_business_rows_hold() -> None:
         "total": "12.50",
         "at": "2026-01-02T03:00:00+00:00",
         "day": "2026-01-02",
+        "opens": "08:30:00",
+        "lasts": "P1DT02H00M00.000005S",
+        "early": "-P0DT01H30M00S",
         "id": "00000000-0000-0000-0000-000000000001",
     }
 

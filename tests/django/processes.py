@@ -17,13 +17,16 @@ from outbox.contrib.django.databases import alias_conninfo
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
-def environment(*, outbox: Mapping[str, Any] | None = None, faults: str = "") -> dict[str, str]:
-    """The environment of a process that works on the databases of this test."""
+def environment(
+    *, outbox: Mapping[str, Any] | None = None, default: Mapping[str, Any] | None = None, faults: str = ""
+) -> dict[str, str]:
+    """The environment of a process that works on the databases of this test; `default` changes that alias."""
     return {
         **{name: value for name, value in os.environ.items() if name != "OUTBOX_FAULTS"},
         "DJANGO_SETTINGS_MODULE": "tests.django.worker_settings",
         "TEST_DEFAULT_URL": alias_conninfo("default"),
         "TEST_BROKER_URL": alias_conninfo("broker"),
+        "TEST_DEFAULT": json.dumps(dict(default or {})),
         "TEST_OUTBOX": json.dumps(dict(outbox or {})),
         "PYTHONUNBUFFERED": "1",
         **({"OUTBOX_FAULTS": faults} if faults else {}),
@@ -32,7 +35,12 @@ def environment(*, outbox: Mapping[str, Any] | None = None, faults: str = "") ->
 
 @contextmanager
 def process(
-    arguments: Sequence[str], *, outbox: Mapping[str, Any] | None = None, faults: str = "", quiet: bool = False
+    arguments: Sequence[str],
+    *,
+    outbox: Mapping[str, Any] | None = None,
+    default: Mapping[str, Any] | None = None,
+    faults: str = "",
+    quiet: bool = False,
 ) -> Iterator[subprocess.Popen[str]]:
     """A Python process of the project, terminated (and if need be killed) at the end of the block.
 
@@ -40,7 +48,7 @@ def process(
     """
     with subprocess.Popen(
         [sys.executable, *arguments],
-        env=environment(outbox=outbox, faults=faults),
+        env=environment(outbox=outbox, default=default, faults=faults),
         cwd=ROOT,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

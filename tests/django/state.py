@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -44,6 +45,14 @@ def stored() -> list[Stored]:
 def decisions() -> dict[str, str | None]:
     """Key of every message -> its decision."""
     return {item.key: item.decision for item in stored()}
+
+
+def bodies() -> list[Any]:
+    """The decoded JSON bodies, in log order."""
+    with psycopg.connect(alias_conninfo(get_settings().broker), autocommit=True) as connection:
+        return [
+            json.loads(body) for (body,) in connection.execute("SELECT body FROM outbox.commit_log ORDER BY log_id")
+        ]
 
 
 def incidents() -> list[tuple[str, str]]:

@@ -9,14 +9,14 @@ from typing import Any, cast
 
 import pytest
 from asgiref.sync import async_to_sync, sync_to_async
-from django.db import IntegrityError, OperationalError, connections, transaction
+from django.db import IntegrityError, connections, transaction
 from django.test import AsyncClient, Client
 from django.test.utils import CaptureQueriesContext
 
 from outbox import faults
 from outbox.contrib.django import run_check_back, transactional_message
 from outbox.contrib.django.broker import flusher
-from outbox.errors import ConfigurationError, TransactionUsageError, UnknownTopic
+from outbox.errors import ConfigurationError, SendFailed, TransactionUsageError, UnknownTopic
 from tests.django.shop.models import Order, Payment
 from tests.django.state import decisions, incidents, stored
 from tests.django.urls import Refused
@@ -115,7 +115,7 @@ def test_the_database_is_asked_again_where_the_connection_was_cut() -> None:
                 "SELECT pg_terminate_backend(%s, 5000)", [connections["default"].connection.info.backend_pid]
             )
 
-    with pytest.raises(OperationalError):
+    with pytest.raises(SendFailed, match=r"the commit of .*pay was not done.*the connection"):
         pay()
     assert decisions() == {"cut": "R"}
 

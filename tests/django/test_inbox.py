@@ -379,7 +379,7 @@ def test_autodiscovery_names_the_module_that_cannot_be_imported(monkeypatch: pyt
 
     module = apps.get_app_config("shop").module
     assert module is not None
-    (tmp_path / "handlers.py").write_text("import not_installed_anywhere\n")
+    (tmp_path / "subscribers.py").write_text("import not_installed_anywhere\n")
     monkeypatch.setattr(module, "__path__", [*module.__path__, str(tmp_path)])
-    with pytest.raises(ConfigurationError, match=r"tests\.django\.shop\.handlers.*not_installed_anywhere"):
+    with pytest.raises(ConfigurationError, match=r"tests\.django\.shop\.subscribers.*not_installed_anywhere"):
         registry.autodiscover()

@@ -7,15 +7,21 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from asgiref.sync import async_to_sync, sync_to_async
-from django.core.exceptions import SynchronousOnlyOperation
 from django.db import IntegrityError, connections, transaction
 from django.test import Client
 from django.test.utils import CaptureQueriesContext, override_settings
 from django.utils import timezone
 
 from outbox import Decision, EndTransaction
-from outbox.contrib.django import get_broker, ledger, message, publish, publish_many, publish_messages, run_check_back
+from outbox.contrib.django import (
+    get_broker,
+    ledger,
+    message,
+    publish,
+    publish_many,
+    publish_messages,
+    run_check_back,
+)
 from outbox.contrib.django.models import LedgerEntry, LedgerIdentity
 from outbox.errors import (
     BrokerUnavailable,
@@ -277,22 +283,6 @@ def test_a_message_of_a_transaction_that_is_over_is_not_sent_again() -> None:
         with pytest.raises(error, match="new message"), transaction.atomic():
             publish_messages([used])
     assert decisions() == {"again": "C", "other": "R"}
-
-
-def test_in_a_coroutine_publish_says_how_to_write_it(path: str) -> None:
-    async def handler() -> None:
-        publish("orders", {})
-
-    with pytest.raises(SynchronousOnlyOperation, match="sync_to_async"):
-        async_to_sync(handler)()
-
-    async def right() -> None:
-        await sync_to_async(publish)("orders", {}, key="right")
-
-    with transaction.atomic():
-        async_to_sync(right)()
-        assert decisions() == ({"right": None} if path == "two_phase" else {})
-    assert decisions() == {"right": "C"}
 
 
 def test_delay_and_deliver_at(path: str) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import psycopg
 import pytest
+from django.apps import apps
 from django.core.checks import run_checks
 from django.core.management import call_command
 from django.core.management.base import CommandError
@@ -23,7 +25,7 @@ from outbox.contrib.django.broker import get_codecs, reset_broker
 from outbox.contrib.django.conf import PathChoice, get_settings, parse_settings
 from outbox.contrib.django.databases import alias_conninfo, broker_database
 from outbox.contrib.django.models import LedgerEntry, LedgerIdentity
-from outbox.contrib.django.registry import unregister_all
+from outbox.contrib.django.registry import autodiscover, unregister_all
 from outbox.contrib.django.routers import BrokerRouter
 from outbox.errors import ConfigurationError
 from tests.django.configured import OUTBOX
@@ -57,6 +59,7 @@ def test_topics_become_declared_topics() -> None:
         ({"PRODUCER_GROUP": "a b"}, r"OUTBOX\['PRODUCER_GROUP'\]: group name 'a b'"),
         ({"PATH": "direct"}, "'auto', 'two_phase', 'atomic'"),
         ({"LEDGER": "yes"}, "True or False"),
+        ({"SUBSCRIBER_MODULE": "my-module"}, "the name of a module"),
         ({"IMMUNITY_SECONDS": 1.5}, "whole number, at least 0"),
         ({"IMMUNITY_SECONDS": True}, "whole number"),
         ({"SEND_TIMEOUT_SECONDS": 0}, "number of seconds, at least 0.05"),
@@ -97,6 +100,40 @@ def test_codecs_and_selectors_of_topics(application: None, outbox_settings: Call
     outbox_settings(TOPICS={"orders": {"codec": "outbox.codec.Nothing"}})
     with pytest.raises(ConfigurationError, match=r"\['orders'\]\['codec'\] = 'outbox.codec.Nothing'"):
         get_codecs()
+
+
+def test_one_codec_for_the_whole_project(application: None, outbox_settings: Callable[..., None]) -> None:
+    outbox_settings(CODEC="outbox.codec.BytesCodec", TOPICS={"orders": {}, "json": {"codec": "outbox.codec.JsonCodec"}})
+    assert get_codecs().encode("orders", b"raw") == (b"raw", BytesCodec.content_type)
+    assert get_codecs().encode("json", {}) == (b"{}", "application/json")
+    assert get_codecs().decode("application/json", b"{}") == {}
+    for named, complaint in (
+        ("outbox.codec.Nothing", "cannot be imported"),
+        ("outbox.codec.Codecs", "no content_type"),
+    ):
+        outbox_settings(CODEC=named)
+        with pytest.raises(ConfigurationError, match=rf"OUTBOX\['CODEC'\] = '{named}'.*{complaint}"):
+            get_codecs()
+
+
+@pytest.mark.usefixtures("no_subscribers")
+def test_subscribers_are_found_in_one_module_of_each_app(
+    application: None, outbox_settings: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """`handlers.py` is a name that other apps have for other things, some of which must not be imported twice."""
+    module = apps.get_app_config("shop").module
+    assert module is not None
+    monkeypatch.setattr(module, "__path__", [*module.__path__, str(tmp_path)])
+    (tmp_path / "handlers.py").write_text("raise RuntimeError('not mine to import')\n")
+    (tmp_path / "incoming.py").write_text(
+        "from outbox.contrib.django import subscriber\n@subscriber('orders', group='found')\ndef found(delivery): ...\n"
+    )
+    assert autodiscover() == []
+    outbox_settings(SUBSCRIBER_MODULE="incoming")
+    try:
+        assert [item.name for item in autodiscover()] == ["tests.django.shop.incoming:found"]
+    finally:
+        sys.modules.pop("tests.django.shop.incoming", None)
 
 
 def test_conninfo_of_an_alias(application: None) -> None:

@@ -13,7 +13,10 @@ DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
 INSTALLED_APPS = ["outbox.contrib.django", "tests.django.shop", "tests.django.effects"]
 MIGRATION_MODULES = {"shop": None}
 DATABASES = {
-    "default": database_from_url(os.environ["TEST_DEFAULT_URL"], CONN_MAX_AGE=60),
+    "default": {
+        **database_from_url(os.environ["TEST_DEFAULT_URL"], CONN_MAX_AGE=60),
+        **json.loads(os.environ.get("TEST_DEFAULT", "{}")),
+    },
     "broker": database_from_url(os.environ["TEST_BROKER_URL"]),
 }
 DATABASE_ROUTERS = ["outbox.contrib.django.routers.BrokerRouter"]

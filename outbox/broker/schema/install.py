@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import resources
 from typing import Final
@@ -69,16 +71,13 @@ def install(connection: Connection, schema: str = "outbox") -> int:
     check_server(connection.info.server_version)
     run = Executor(connection, schema)
     try:
-        with lifted(connection):
-            run.execute(_LOCK)
-            run.execute(_LIMIT_WAITING, {"seconds": str(_LOCK_TIMEOUT_SECONDS)})
+        with limited(run):
             installed = _installed(run)
             if installed.needs > SCHEMA_VERSION:
                 raise _too_new(schema, installed)
             if installed.change == 0:
                 run.execute(_CREATE_SCHEMA)
-            for version in range(installed.change + 1, SCHEMA_VERSION + 1):
-                _apply(run, version)
+            recreate(run, after=installed.change)
     except LockNotAvailable as error:
         raise SchemaError(
             f"the broker's tables in schema {schema!r} were not upgraded: another transaction has held one of them for "
@@ -86,6 +85,26 @@ def install(connection: Connection, schema: str = "outbox") -> int:
             f"transaction (pg_stat_activity, pg_prepared_xacts) and run this again."
         ) from error
     return max(installed.change, SCHEMA_VERSION)
+
+
+@contextmanager
+def limited(run: Executor) -> Iterator[None]:
+    """A transaction that changes tables: one at a time, and it waits for their locks a few seconds at most."""
+    with lifted(run.connection):
+        run.execute(_LOCK)
+        run.execute(_LIMIT_WAITING, {"seconds": str(_LOCK_TIMEOUT_SECONDS)})
+        yield
+
+
+def recreate(run: Executor, *, after: int = 0) -> None:
+    """Apply every change after the one with this number."""
+    for version in range(after + 1, SCHEMA_VERSION + 1):
+        _apply(run, version)
+
+
+def installed_version(connection: Connection, schema: str = "outbox") -> int:
+    """The last change applied to the tables, whatever this code knows; 0 where there are none."""
+    return _installed(Executor(connection, schema)).change
 
 
 def check_schema(connection: Connection, schema: str = "outbox") -> int:

@@ -10,11 +10,21 @@ from outbox.contrib.django.message_transactions import message_transaction
 from outbox.contrib.django.messages import message
 from outbox.contrib.django.periodic import run_check_back
 from outbox.contrib.django.pruning import run_prune
-from outbox.contrib.django.publishing import publish, publish_many, publish_messages
+from outbox.contrib.django.publishing import (
+    apublish,
+    apublish_many,
+    apublish_messages,
+    publish,
+    publish_many,
+    publish_messages,
+)
 from outbox.contrib.django.registry import subscriber
 from outbox.contrib.django.steering import recall, recall_key, reject_transactional
 
 __all__ = [
+    "apublish",
+    "apublish_many",
+    "apublish_messages",
     "fenced_producer",
     "get_broker",
     "message",

@@ -141,6 +141,11 @@ def require_whole(connection: BaseDatabaseWrapper, what: str) -> BlockWatch:
     Raises TransactionUsageError, with the block marked for rollback, where it is not: `what` was not done.
     """
     watch = watch_of(connection)
+    if connection.needs_rollback:
+        raise TransactionUsageError(
+            f"{what} was not done: the atomic block on {connection.alias!r} is marked for rollback, as after an error "
+            f"that was caught in it. Let that error leave the block, or put what may fail into an inner atomic()."
+        )
     try:
         sync_pipeline(connection)
         reason = watch.what_ended()

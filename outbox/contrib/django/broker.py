@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Final
+from typing import Final, cast
 
 from outbox.broker.database.place import Place
 from outbox.broker.log.topics import TopicCatalog
@@ -15,6 +15,7 @@ from outbox.contrib.django.databases import database_of, place_named_by
 from outbox.contrib.django.flusher import Flusher
 from outbox.contrib.django.in_tests import refuse_in_tests
 from outbox.contrib.django.inbox import InboxInvoker
+from outbox.errors import ConfigurationError
 from outbox.memory import InMemoryBroker
 
 
@@ -77,7 +78,7 @@ def get_broker() -> InMemoryBroker | PostgresBroker:
 
 
 def get_codecs() -> Codecs:
-    """The codecs of the declared topics."""
+    """The codec of this project, and those of its topics."""
     return _get().codecs
 
 
@@ -101,18 +102,29 @@ def remembered_paths() -> dict[tuple[object, ...], Place | None]:
 
 
 def check_topic_imports(settings: OutboxSettings) -> None:
-    """Import what TOPICS names. Raises ConfigurationError."""
+    """Import what CODEC and TOPICS name. Raises ConfigurationError."""
     _codecs(settings)
     _selectors(settings)
 
 
 def _codecs(settings: OutboxSettings) -> Codecs:
-    by_topic: dict[str, Codec] = {}
-    for name, declared in settings.topics.items():
-        if declared.codec is not None:
-            made = imported(f"OUTBOX['TOPICS'][{name!r}]['codec']", declared.codec)
-            by_topic[name] = made() if isinstance(made, type) else made
-    return Codecs(by_topic=by_topic)
+    default = None if settings.codec is None else _codec("OUTBOX['CODEC']", settings.codec)
+    by_topic = {
+        name: _codec(f"OUTBOX['TOPICS'][{name!r}]['codec']", declared.codec)
+        for name, declared in settings.topics.items()
+        if declared.codec is not None
+    }
+    return Codecs(default, by_topic=by_topic)
+
+
+def _codec(where: str, dotted_path: str) -> Codec:
+    made = imported(where, dotted_path)
+    codec = made() if isinstance(made, type) else made
+    if lacking := [name for name in ("content_type", "encode", "decode") if not hasattr(codec, name)]:
+        raise ConfigurationError(
+            f"{where} = {dotted_path!r} is no codec, it has no {' and no '.join(lacking)}: see outbox.Codec."
+        )
+    return cast(Codec, codec)
 
 
 def _selectors(settings: OutboxSettings) -> dict[str, Callable[..., int]]:

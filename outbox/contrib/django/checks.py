@@ -5,9 +5,11 @@ Those that look into databases run with `check --database ALIAS` and with `migra
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
+import psycopg
 from django.conf import settings as django_settings
 from django.core.checks import CheckMessage, Error, Tags, Warning, register
 from django.db import connections
@@ -19,13 +21,17 @@ from outbox.broker.schema.install import check_schema
 from outbox.contrib.django.broker import check_topic_imports
 from outbox.contrib.django.conf import OutboxSettings, PathChoice, get_settings
 from outbox.contrib.django.databases import alias_conninfo, broker_database
+from outbox.contrib.django.handler_connections import pool_shortages
 from outbox.contrib.django.in_tests import refuse_in_tests, running_tests
 from outbox.contrib.django.ledger_checker import ledger_aliases
+from outbox.contrib.django.left_behind import left_behind, unknown_to_broker
 from outbox.contrib.django.path import prove
 from outbox.contrib.django.registry import autodiscover
 from outbox.errors import BrokerError, ConfigurationError, OutboxError, SchemaError
 from outbox.subscription import Mode
 from outbox.topic import Topic
+
+logger = logging.getLogger(__name__)
 
 _ROUTER: Final = "outbox.contrib.django.routers.BrokerRouter"
 
@@ -156,6 +162,8 @@ def _subscribers(settings: OutboxSettings) -> Iterator[CheckMessage]:
                 hint="Declare it, unless another service does.",
                 id="outbox.W013",
             )
+    for shortage in pool_shortages(found):
+        yield Warning(shortage, id="outbox.W016")
     for group, broadcast in kinds.items():
         if len(broadcast) > 1:
             yield Error(
@@ -188,6 +196,9 @@ def check_databases(*, databases: Iterable[str] | None = None, **options: Any) -
             found.extend(_application_database(alias, settings))
     if settings.broker in wanted:
         found.extend(_broker_database(settings))
+    for alias in sorted(wanted & set(connections) - {settings.broker}):
+        if connections[alias].vendor == "postgresql":
+            found.extend(_former_broker(alias, settings))
     return found
 
 
@@ -212,6 +223,8 @@ def _application_database(alias: str, settings: OutboxSettings) -> Iterator[Chec
         yield _not_durable(alias)
     if settings.path is PathChoice.ATOMIC and connection.vendor == "postgresql":
         yield from _forced_path(alias)
+    if not missing:
+        yield from _foreign_ledger(alias, settings)
 
 
 def _durable(vendor: str, cursor: Any) -> bool:
@@ -266,6 +279,39 @@ def _broker_database(settings: OutboxSettings) -> Iterator[CheckMessage]:
         yield Warning(str(error), id="outbox.W026")
     except (BrokerError, ConfigurationError) as error:
         yield Error(str(error), id="outbox.E025")
+
+
+def _foreign_ledger(alias: str, settings: OutboxSettings) -> Iterator[CheckMessage]:
+    try:
+        unknown = unknown_to_broker(alias, settings)
+    except (OutboxError, psycopg.Error, DatabaseError) as error:
+        # The checks of that database say what is wrong with it.
+        logger.debug("the ledger on %r cannot be held against the broker: %s", alias, error)
+        return
+    if unknown:
+        yield Warning(
+            f"the ledger on {alias!r} has rows ({unknown} of its oldest) of transactions that the broker on "
+            f"{settings.broker!r} has never seen: was OUTBOX['BROKER'] changed, or its database replaced, with "
+            f"messages in flight? Nobody delivers those or answers for them.",
+            hint="Set BROKER back, let `manage.py outbox_worker --drain` deliver them, then switch.",
+            id="outbox.W029",
+        )
+
+
+def _former_broker(alias: str, settings: OutboxSettings) -> Iterator[CheckMessage]:
+    try:
+        left = left_behind(alias, settings)
+    except (OutboxError, psycopg.Error) as error:
+        # Whatever is there, it is none of a project's that cannot read it.
+        logger.debug("whether %r holds a broker cannot be looked up: %s", alias, error)
+        return
+    if left:
+        yield Warning(
+            f"OUTBOX['BROKER'] is {settings.broker!r}, but a broker on {alias!r} holds messages of this project: "
+            f"{'; '.join(left)}. No worker of this project delivers them or answers for them.",
+            hint=f"Set BROKER back to {alias!r}, let `manage.py outbox_worker --drain` deliver them, then switch.",
+            id="outbox.W028",
+        )
 
 
 def _undeclared(settings: OutboxSettings, known: Mapping[str, Topic]) -> Iterator[CheckMessage]:

@@ -61,7 +61,9 @@ class OutboxSettings:
     `in_memory` replaces the broker by one in this process, for tests. `broker` is the alias of the broker's
     database, `schema` the schema of its tables, `listen_url` a direct connection string for LISTEN where the alias
     goes through a transaction pooler ('' does without LISTEN and polls). `producer_group` names this service for
-    check-back: every process that can answer for its local transactions, and nobody else, uses it. `ledger=False`
+    check-back: every process that can answer for its local transactions, and nobody else, uses it. `codec` is the
+    dotted path of the codec of topics that name none (default: JSON), `subscriber_module` the module of each app that
+    workers import. `ledger=False`
     goes without the ledger table: then every transactional message needs `check=`. `immunity_seconds`,
     `check_retry_seconds`, `max_checks` and `max_check_age_seconds` say when an undecided message is asked about,
     and when it is parked; `check_interval_seconds` is the period of the pass that asks. `require_transaction`
@@ -78,6 +80,8 @@ class OutboxSettings:
     producer_group: str = ""
     path: PathChoice = PathChoice.AUTO
     topics: Mapping[str, DeclaredTopic] = field(default_factory=dict)
+    codec: str | None = None
+    subscriber_module: str = "subscribers"
     auto_create_topics: bool = False
     require_transaction: bool = False
     send_timeout_seconds: float = 3.0
@@ -167,6 +171,12 @@ def _text(where: str, value: Any) -> str:
 
 def _text_or_none(where: str, value: Any) -> str | None:
     return None if value is None else _text(where, value)
+
+
+def _module(where: str, value: Any) -> str:
+    if not isinstance(value, str) or not all(map(str.isidentifier, value.split("."))):
+        raise _wrong(where, value, "the name of a module, like 'subscribers'")
+    return value
 
 
 def _listen(where: str, value: Any) -> str | None:
@@ -275,6 +285,8 @@ _RULES: Final[Mapping[str, Rule]] = {
     "PRODUCER_GROUP": _group,
     "PATH": _path,
     "TOPICS": _topics,
+    "CODEC": _text_or_none,
+    "SUBSCRIBER_MODULE": _module,
     "AUTO_CREATE_TOPICS": _flag,
     "REQUIRE_TRANSACTION": _flag,
     "SEND_TIMEOUT_SECONDS": _seconds(0.05),

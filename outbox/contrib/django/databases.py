@@ -9,7 +9,7 @@ from typing import Any, Final
 from django.db import connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.utils.connection import ConnectionDoesNotExist
-from psycopg.conninfo import make_conninfo
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from outbox.broker.database.connection import BrokerDatabase, Connection
 from outbox.broker.database.conninfo import read_conninfo
@@ -51,7 +51,14 @@ def database_of(settings: OutboxSettings) -> BrokerDatabase:
     conninfo = alias_conninfo(settings.broker)
     if running_tests():
         conninfo = without_idle_sessions(conninfo)
-    return BrokerDatabase(conninfo=conninfo, schema=settings.schema, listen_conninfo=settings.listen_url)
+    listen = settings.listen_url and _in_role(settings.listen_url, _alias(settings.broker))
+    return BrokerDatabase(conninfo=conninfo, schema=settings.schema, listen_conninfo=listen)
+
+
+def database_at(alias: str, settings: OutboxSettings) -> BrokerDatabase:
+    """A broker on another alias than OUTBOX['BROKER'], with its schema. Raises as `broker_database` does."""
+    refuse_in_tests(alias)
+    return BrokerDatabase(conninfo=alias_conninfo(alias), schema=settings.schema, listen_conninfo="")
 
 
 @contextmanager
@@ -77,13 +84,26 @@ def alias_conninfo(alias: str) -> str:
             f"Add an alias for one to DATABASES; the application's own data may stay where it is."
         )
     parameters: dict[str, Any] = connection.get_connection_params()
-    return make_conninfo(**{key: value for key, value in parameters.items() if key not in _NOT_LIBPQ})
+    return _in_role(
+        make_conninfo(**{key: value for key, value in parameters.items() if key not in _NOT_LIBPQ}), connection
+    )
+
+
+def _in_role(conninfo: str, connection: BaseDatabaseWrapper) -> str:
+    """The connection string whose sessions begin in the role that OPTIONS['assume_role'] names, as Django's do."""
+    role = connection.settings_dict["OPTIONS"].get("assume_role")
+    if not role:
+        return conninfo
+    escaped = str(role).replace("\\", r"\\").replace(" ", r"\ ")
+    options = conninfo_to_dict(conninfo).get("options") or ""
+    return make_conninfo(conninfo, options=f"{options} -c role={escaped}".lstrip())
 
 
 def place_named_by(alias: str) -> tuple[object, ...]:
     """What tells whether an alias still names the same database: test runners change it. Asked by every publish."""
     entry = _alias(alias).settings_dict
-    return entry["NAME"], entry["HOST"], entry["PORT"], entry["USER"], entry["PASSWORD"]
+    role = entry["OPTIONS"].get("assume_role")
+    return entry["NAME"], entry["HOST"], entry["PORT"], entry["USER"], entry["PASSWORD"], role
 
 
 def _alias(alias: str) -> BaseDatabaseWrapper:

@@ -5,15 +5,25 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import Any, Final, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from asgiref.sync import async_to_sync, sync_to_async
 from django.db import connections, router, transaction
+from django.db.backends.base.base import BaseDatabaseWrapper
 
 from outbox import names
 from outbox.contrib.django.blocks import watch_of
+from outbox.contrib.django.callables import (
+    has_a_name,
+    is_asynchronous,
+    is_generator,
+    name_of,
+    path_of,
+    refuse_work_to_come,
+    signature_of,
+)
 from outbox.contrib.django.check_functions import Lookup, register_lookup
 from outbox.contrib.django.elsewhere import writes_stay_on
 from outbox.contrib.django.ends import (
@@ -24,13 +34,12 @@ from outbox.contrib.django.ends import (
     require_marked,
 )
 from outbox.contrib.django.messages import due, message
+from outbox.contrib.django.parts import RESULT, Part, arguments_of, part
 from outbox.contrib.django.publishing import check_immunity, publish_bound
 from outbox.errors import ConfigurationError
 from outbox.faults import point
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-
-_RESULT: Final = "result"
 
 
 def transactional_message(
@@ -51,7 +60,8 @@ def transactional_message(
 
     `body`, `key`, `tag`, `headers` and `deliver_at` are values, or functions whose parameters are named like
     parameters of the decorated function. One that has a parameter `result` gets what the function returned (an
-    id made by the database, say): then the message is built after the function ran, before COMMIT. `check` is a
+    id made by the database, say): then the message is built after the function ran, before COMMIT. What a caller passes
+    beyond the named parameters, by keyword into `**kwargs`, they find under its name. `check` is a
     look-up by message, `lambda m: Order.objects.filter(pk=m.key, status="paid").exists()`: with the ledger it
     runs beside it and a disagreement is reported; without the ledger it decides. `immunity_seconds` is how long the
     broker waits before it asks (for a function that runs long; default OUTBOX['IMMUNITY_SECONDS']). `using` is the
@@ -62,36 +72,59 @@ def transactional_message(
     run with the transaction on their own synchronous thread. An exception that leaves the function rolls back.
     Raises ConfigurationError at decoration for what cannot work.
     """
-    given = {"body": body, "key": key, "tag": tag, "headers": headers, "deliver_at": deliver_at}
-
     names.check_topic(topic)
-    due(topic, delay, None)
+    due(topic, delay, cast(Any, deliver_at))
     check_immunity(topic, immunity_seconds)
-    if delay is not None and deliver_at is not None:
-        raise ConfigurationError(f"topic {topic!r}: give delay or deliver_at, not both.")
+    return _Decorator(
+        topic=topic,
+        given={"body": body, "key": key, "tag": tag, "headers": headers, "deliver_at": deliver_at},
+        delay=delay,
+        immunity_seconds=immunity_seconds,
+        check=check,
+        using=using,
+        durable=durable,
+    )
 
-    def decorate(function: Function) -> Function:
+
+@dataclass(frozen=True, kw_only=True)
+class _Decorator:
+    """What was said about the message, to be applied to a function."""
+
+    topic: str
+    given: Mapping[str, Any]
+    delay: float | timedelta | None
+    immunity_seconds: int | None
+    check: Lookup | None
+    using: str | None
+    durable: bool
+
+    def __call__(self, function: Function) -> Function:
         _refuse_unsuitable(function)
-        checker = f"{function.__module__}:{function.__qualname__}"
-        if check is not None:
-            register_lookup(checker, check)
         call = _Call(
-            function=function,
-            topic=topic,
-            parts={name: _part(function, name, value) for name, value in given.items()},
-            delay=delay,
-            immunity_seconds=immunity_seconds,
-            using=using,
-            durable=durable,
-            checker=checker if check is not None else "",
+            decorator=self,
+            name=name_of(function),
+            signature=signature_of(function),
+            parts={what: part(function, what, value) for what, value in self.given.items()},
+            checker=self._register_check(function),
         )
         return cast(Function, _wrap(function, call))
 
-    return decorate
+    def _register_check(self, function: Callable[..., Any]) -> str:
+        """The name by which other processes find the look-up, '' without one."""
+        if self.check is None:
+            return ""
+        if not has_a_name(function):
+            raise ConfigurationError(
+                f"check= of topic {self.topic!r} needs a function that every process finds by its name: put "
+                f"@transactional_message next to a def, not into method_decorator or around functools.partial."
+            )
+        checker = path_of(function)
+        register_lookup(checker, self.check)
+        return checker
 
 
 def _wrap(function: Callable[..., Any], call: _Call) -> Callable[..., Any]:
-    if inspect.iscoroutinefunction(function):
+    if is_asynchronous(function):
         # The transaction lives on one synchronous thread; the ORM calls that the coroutine awaits run on it too.
         synchronous = async_to_sync(cast(Callable[..., Awaitable[Any]], function))
         run = sync_to_async(functools.partial(call.run, synchronous), thread_sensitive=True)
@@ -119,124 +152,94 @@ def _refuse_unsuitable(function: Any) -> None:
             f"@transactional_message takes a function or method, not {function!r}; for a class-based view, decorate "
             f"its method (post, form_valid)."
         )
-    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+    name = name_of(function)
+    if is_generator(function):
         raise ConfigurationError(
-            f"{function.__qualname__} is a generator: its body would run after the transaction. Decorate a function "
-            f"that does its work before it returns."
+            f"{name} is a generator: its body would run after the transaction. Decorate a function that does its work "
+            f"before it returns."
         )
-    if _RESULT in inspect.signature(function).parameters:
+    try:
+        parameters = signature_of(function).parameters
+    except ValueError:
         raise ConfigurationError(
-            f"{function.__qualname__} has a parameter called 'result', which @transactional_message uses for its "
-            f"return value: call it something else."
+            f"{name} does not tell its parameters, so the parts of a message cannot find them: decorate a def that "
+            f"calls it."
+        ) from None
+    if RESULT in parameters:
+        raise ConfigurationError(
+            f"{name} has a parameter called 'result', which @transactional_message uses for its return value: call it "
+            f"something else."
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """One property of the message: a value, or a function and the names of the arguments it wants."""
-
-    value: Any
-    wanted: tuple[str, ...] | None = None
-
-    @property
-    def needs_result(self) -> bool:
-        return self.wanted is not None and _RESULT in self.wanted
-
-    def of(self, arguments: Mapping[str, Any]) -> Any:
-        if self.wanted is None:
-            return self.value
-        return self.value(**{name: arguments[name] for name in self.wanted})
-
-
-def _part(function: Callable[..., Any], what: str, value: Any) -> _Part:
-    if not callable(value):
-        return _Part(value)
-    signature = inspect.signature(function)
-    available = [
-        parameter.name
-        for parameter in signature.parameters.values()
-        if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-    ]
-    wanted = []
-    for parameter in inspect.signature(value).parameters.values():
-        if parameter.name in (*available, _RESULT) and parameter.kind is not parameter.POSITIONAL_ONLY:
-            wanted.append(parameter.name)
-        elif parameter.default is parameter.empty:
-            raise ConfigurationError(
-                f"{what}= of {function.__qualname__} is a function with the parameter {parameter.name!r}: its "
-                f"parameters must be named like those of {function.__qualname__} ({', '.join(available) or 'none'}), "
-                f"or 'result' for what it returned."
-            )
-    return _Part(value, tuple(wanted))
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Call:
-    """A decorated function with its message."""
+    """A decorated function with its message. `name` is for errors, `checker` for check-back."""
 
-    function: Callable[..., Any]
-    topic: str
-    parts: Mapping[str, _Part]
-    delay: float | timedelta | None
-    immunity_seconds: int | None
-    using: str | None
-    durable: bool
+    decorator: _Decorator
+    name: str
+    signature: inspect.Signature
+    parts: Mapping[str, Part]
     checker: str
-    signature: inspect.Signature = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "signature", inspect.signature(self.function))
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Open the block, publish, run, leave the block; report a rollback where it is certain."""
-        arguments = self._arguments(args, kwargs)
-        alias = self.using or _default_alias()
-        published: Published | None = None
-        committing = False
+        arguments = arguments_of(self.signature, args, kwargs)
+        alias = self.decorator.using or _default_alias()
+        watched = None if self.decorator.using else alias
+        block = _Block(connections[alias])
+        commits = False
         try:
-            watched = None if self.using else alias
-            with transaction.atomic(using=alias, durable=self.durable), writes_stay_on(watched, self.name):
-                connection = connections[alias]
-                watch_of(connection).bind(self.name)
-                if self.is_late:
-                    mark = mark_transaction(connection)
-                    result = function(*args, **kwargs)
-                    if not connection.needs_rollback:
-                        require_marked(connection, mark, self.name)
-                        published = self._publish(alias, {**arguments, _RESULT: result})
-                else:
-                    published = self._publish(alias, arguments)
-                    result = function(*args, **kwargs)
-                    confirm_before_commit(connection, published, self.name)
+            with transaction.atomic(using=alias, durable=self.decorator.durable), writes_stay_on(watched, self.name):
+                watch_of(block.connection).bind(self.name)
+                result = self._inside(block, functools.partial(function, *args, **kwargs), arguments)
                 point("producer.before_local_commit")
-                committing = not connection.needs_rollback
-        except BaseException:
-            committing = False
-            raise
+                will_commit = not block.connection.needs_rollback
+            commits = will_commit
         finally:
-            if not committing and published is not None and published.half is not None:
-                report_rollback(connections[alias], published.half, published.xid)
+            if not commits:
+                block.report_rollback()
         return result
 
-    @property
-    def name(self) -> str:
-        """The decorated function, for errors."""
-        return f"{self.function.__module__}.{self.function.__qualname__}"
+    def _inside(self, block: _Block, function: Callable[[], Any], arguments: Mapping[str, Any]) -> Any:
+        """Publish and run, in the order that the parts ask for."""
+        connection = block.connection
+        if not any(part.needs_result for part in self.parts.values()):
+            block.published = self._publish(connection, arguments)
+            result = function()
+            refuse_work_to_come(result, self.name)
+            confirm_before_commit(connection, block.published, self.name)
+            return result
+        mark = mark_transaction(connection, self.name)
+        result = function()
+        refuse_work_to_come(result, self.name)
+        if not connection.needs_rollback:
+            require_marked(connection, mark, self.name)
+            block.published = self._publish(connection, {**arguments, RESULT: result})
+        return result
 
-    @property
-    def is_late(self) -> bool:
-        """Whether the message can only be built when the function has run."""
-        return any(part.needs_result for part in self.parts.values())
+    def _publish(self, connection: BaseDatabaseWrapper, arguments: Mapping[str, Any]) -> Published:
+        values = {what: part.of(arguments, self.name) for what, part in self.parts.items()}
+        built = message(self.decorator.topic, values.pop("body"), delay=self.decorator.delay, **values)
+        return publish_bound(
+            [built],
+            using=connection.alias,
+            checker=self.checker,
+            immunity_seconds=self.decorator.immunity_seconds,
+        )
 
-    def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        bound = self.signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        return bound.arguments
 
-    def _publish(self, alias: str, arguments: Mapping[str, Any]) -> Published:
-        values = {name: part.of(arguments) for name, part in self.parts.items()}
-        built = message(self.topic, values.pop("body"), delay=self.delay, **values)
-        return publish_bound([built], immunity_seconds=self.immunity_seconds, using=alias, checker=self.checker)
+@dataclass
+class _Block:
+    """One run of a block, and what was published in it."""
+
+    connection: BaseDatabaseWrapper
+    published: Published | None = None
+
+    def report_rollback(self) -> None:
+        """Say so to the broker, where it had a half message."""
+        if self.published is not None and self.published.half is not None:
+            report_rollback(self.connection, self.published.half, self.published.xid)
 
 
 def _default_alias() -> str:

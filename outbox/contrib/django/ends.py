@@ -24,6 +24,7 @@ from outbox.contrib.django import ledger
 from outbox.contrib.django.blocks import Halves, in_pipeline, lost, require_whole, sync_pipeline, watch_of
 from outbox.contrib.django.broker import flusher, get_broker
 from outbox.contrib.django.conf import get_settings
+from outbox.contrib.django.database_errors import naming
 from outbox.faults import point
 from outbox.memory import InMemoryBroker
 from outbox.message import SendReceipt
@@ -82,16 +83,20 @@ def confirm_before_commit(connection: BaseDatabaseWrapper, published: Published,
         raise lost(connection, name, "its connection was closed")
     if connection.needs_rollback:
         return
-    try:
-        sync_pipeline(connection)
-        if published.half is not None:
-            is_there = _is_half_there(connection, published.half)
-        else:
-            is_there = _is_decision_there(connection, published.receipts[0].transaction_id)
-    except (InternalError, DriverError) as error:
-        raise lost(connection, name, str(error).strip()) from error
+    with naming(f"the commit of {name}", connection):
+        try:
+            is_there = _is_there(connection, published)
+        except (InternalError, DriverError) as error:
+            raise lost(connection, name, str(error).strip()) from error
     if not is_there:
         raise lost(connection, name, "what was published in it is gone (a ROLLBACK was executed inside it)")
+
+
+def _is_there(connection: BaseDatabaseWrapper, published: Published) -> bool:
+    sync_pipeline(connection)
+    if published.half is not None:
+        return _is_half_there(connection, published.half)
+    return _is_decision_there(connection, published.receipts[0].transaction_id)
 
 
 def _is_half_there(connection: BaseDatabaseWrapper, half: HalfTransaction) -> bool:
@@ -111,19 +116,21 @@ def _is_decision_there(connection: BaseDatabaseWrapper, transaction_id: UUID) ->
         return bool(standing_decisions(Executor(connection.connection, get_settings().schema), [transaction_id]))
 
 
-def mark_transaction(connection: BaseDatabaseWrapper) -> str:
+def mark_transaction(connection: BaseDatabaseWrapper, name: str) -> str:
     """What tells later whether the transaction is still the same, for a block of ours that publishes at its end."""
     if connection.vendor != "postgresql":
         return ""
     # psycopg's BEGIN travels with the statement.
-    with connection.connection.pipeline():
+    with naming(f"the transaction of {name}", connection), connection.connection.pipeline():
         return ledger.current_xid(connection)
 
 
 def require_marked(connection: BaseDatabaseWrapper, mark: str, name: str) -> None:
     """Raise TransactionUsageError when the transaction is another one than was marked; nothing is published yet."""
     require_whole(connection, f"publishing for {name}")
-    if mark and ledger.current_xid(connection) != mark:
+    with naming(f"publishing for {name}", connection):
+        is_same = not mark or ledger.current_xid(connection) == mark
+    if not is_same:
         raise lost(connection, name, "it was ended inside, and another one begun (by COMMIT or ROLLBACK)")
 
 

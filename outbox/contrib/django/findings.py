@@ -10,6 +10,7 @@ from typing import Any, Final
 from django.db import models, router, transaction
 
 from outbox.contrib.django.models import Finding
+from outbox.contrib.django.times import for_column
 
 MAX_SAVED: Final = 10_000
 _BATCH: Final = 1_000
@@ -21,19 +22,21 @@ def replace(output: str, lines: Iterable[str]) -> int:
     One transaction: the table shows the previous result or this one, and the same result as often as it is saved.
     """
     alias = router.db_for_write(Finding)
-    rows = [_row(output, json.loads(line)) for line in lines]
+    rows = [_row(output, json.loads(line), alias) for line in lines]
     with transaction.atomic(using=alias):
         Finding.objects.using(alias).filter(output=output).delete()
         Finding.objects.using(alias).bulk_create(rows, batch_size=_BATCH)
     return len(rows)
 
 
-def _row(output: str, found: dict[str, Any]) -> Finding:
+def _row(output: str, found: dict[str, Any], alias: str) -> Finding:
     if found.get("acknowledged"):
         found = {**found, "detail": f"acknowledged {found['acknowledged']}; {found['detail']}"}
     names = ("run", "rule", "group", "severity", "key", "detail", "message_id", "transaction_id", "row", "body")
     texts = {name: _fitting(name, found[name]) for name in names}
-    times = {name: found[name] and datetime.fromisoformat(found[name]) for name in ("at", "first_seen")}
+    times = {
+        name: found[name] and for_column(datetime.fromisoformat(found[name]), alias) for name in ("at", "first_seen")
+    }
     return Finding(output=output, finding_class=found["class"], **texts, **times)
 
 

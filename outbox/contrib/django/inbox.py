@@ -6,19 +6,18 @@ moment, waits for the first one's transaction at the unique key and then finds t
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import threading
-import time
 from collections.abc import Iterable, Sequence
+from functools import partial
 from uuid import UUID
 
-from django.db import connections, router, transaction
-from django.db.backends.base.base import BaseDatabaseWrapper
+from django.db import connections, transaction
 from django.db.utils import OperationalError
 
 from outbox import fence
 from outbox.contrib.django.blocks import watch_of
+from outbox.contrib.django.contention import repeated
+from outbox.contrib.django.handler_connections import handler_alias, one_writer, refresh_connections
 from outbox.contrib.django.inbox_entries import InboxEntries
 from outbox.contrib.django.registry import Subscriber, find_subscriber
 from outbox.errors import ConfigurationError, HandlerNotStarted, PartialFailure, PermanentError
@@ -46,7 +45,10 @@ class InboxInvoker:
         try:
             if registered is None or not registered.idempotent:
                 return call_handler(subscription, handler, deliveries, generation=generation)
-            return self._once(registered, subscription, handler, deliveries, generation)
+            with one_writer(connections[handler_alias(registered)]):
+                return repeated(
+                    partial(self._once, registered, subscription, handler, deliveries, generation), registered.name
+                )
         except Exception as error:
             return [error] * len(deliveries)
         finally:
@@ -60,8 +62,7 @@ class InboxInvoker:
         deliveries: Sequence[Delivery],
         generation: int,
     ) -> Sequence[Result]:
-        alias = registered.using or _default_alias()
-        connection = connections[alias]
+        connection = connections[handler_alias(registered)]
         inbox = InboxEntries(connection, subscription.group, generation)
         fresh: list[Delivery] | None = None
         failed: dict[UUID, Exception] = {}
@@ -79,7 +80,7 @@ class InboxInvoker:
                 is_done = True
         except Exception as error:
             if fresh is None:
-                raise _not_started(registered.name, alias, error) from error
+                raise _not_started(registered.name, connection.alias, error) from error
             stayed = inbox.still_there(fresh)
             if not stayed:
                 raise
@@ -139,7 +140,7 @@ def require_inboxes(subscriptions: Iterable[Subscription]) -> None:
 
     table = InboxEntry._meta.db_table
     registered = filter(None, map(find_subscriber, subscriptions))
-    for alias in sorted({item.using or _default_alias() for item in registered if item.idempotent}):
+    for alias in sorted({handler_alias(item) for item in registered if item.idempotent}):
         try:
             found = connections[alias].introspection.table_names()
         except OperationalError as error:
@@ -150,56 +151,3 @@ def require_inboxes(subscriptions: Iterable[Subscription]) -> None:
                 f"the table {table!r} is missing on {alias!r}, so that handlers with the inbox cannot run: run "
                 f"`manage.py migrate --database={alias}`. Nothing was consumed."
             )
-
-
-def _default_alias() -> str:
-    from outbox.contrib.django.models import InboxEntry
-
-    return router.db_for_write(InboxEntry)
-
-
-class _Closing:
-    """Closes connections when it goes."""
-
-    def __init__(self) -> None:
-        self.connections: Sequence[BaseDatabaseWrapper] = ()
-
-    def __del__(self) -> None:
-        for connection in self.connections:
-            with contextlib.suppress(Exception):
-                connection.close()
-
-
-class _OfThread(threading.local):
-    """The connections of one handler thread, closed when the thread ends and its locals with it.
-
-    The threads are the runtime's, which knows nothing of Django; left alone, the connections would stay open until
-    they are collected.
-    """
-
-    def __init__(self) -> None:
-        self.closing = _Closing()
-
-
-_of_thread = _OfThread()
-
-
-def refresh_connections() -> None:
-    """Drop this thread's connections that are broken or past their CONN_MAX_AGE.
-
-    Unlike Django's close_old_connections it keeps those of CONN_MAX_AGE = 0, which means "for one request": a
-    worker that reconnected for every message would do little else.
-    """
-    opened = _of_thread.closing.connections = connections.all(initialized_only=True)
-    for connection in opened:
-        if connection.connection is None or connection.in_atomic_block:
-            continue
-        expired = (
-            bool(connection.settings_dict["CONN_MAX_AGE"])
-            and connection.close_at is not None
-            and time.monotonic() >= connection.close_at
-        )
-        broken = connection.errors_occurred and not connection.is_usable()
-        if expired or broken:
-            connection.close()
-        connection.errors_occurred = False

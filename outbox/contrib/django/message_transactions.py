@@ -18,7 +18,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 
 from outbox.contrib.django.messages import message
 from outbox.contrib.django.publishing import publish_bound
-from outbox.contrib.django.transactions import current_transaction
+from outbox.contrib.django.transactions import current_transaction, failing_takes_the_block_along
 from outbox.errors import InvalidMessage, TransactionTimedOut, TransactionUsageError
 from outbox.message import Message, SendReceipt
 from outbox.transaction import ProducerEpoch
@@ -109,8 +109,11 @@ class MessageTransaction:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._is_over = True
-        if error is not None:
-            return
+        if error is None:
+            with failing_takes_the_block_along(self._using):
+                self._store()
+
+    def _store(self) -> None:
         if self._failure is not None:
             raise TransactionUsageError(
                 f"a message of this message_transaction() could not be added ({self._failure}), so that none of its "

@@ -8,6 +8,7 @@ from typing import Any, cast
 from uuid import UUID
 
 from outbox.contrib.django.broker import get_codecs
+from outbox.contrib.django.times import aware
 from outbox.errors import UsageError
 from outbox.message import Message
 
@@ -45,7 +46,7 @@ def key_text(key: object) -> str:
 def due(topic: str, delay: float | timedelta | None, deliver_at: datetime | None) -> datetime | None:
     """The time of delivery that `delay` or `deliver_at` asks for. Raises UsageError for what is none."""
     if delay is None:
-        return deliver_at
+        return aware(deliver_at) if isinstance(deliver_at, datetime) else deliver_at
     if deliver_at is not None:
         raise UsageError(f"topic {topic!r}: give delay or deliver_at, not both.")
     if isinstance(delay, bool) or not isinstance(delay, (int, float, timedelta)):

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from contextlib import closing
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Final
 from uuid import UUID
 
 from django.db import router
 from django.db.backends.base.base import BaseDatabaseWrapper
-from django.utils import timezone
 
 from outbox.broker.database.executor import Executor
 from outbox.broker.transaction.checks import scan
@@ -20,6 +19,7 @@ from outbox.contrib.django import ledger
 from outbox.contrib.django.conf import get_settings
 from outbox.contrib.django.databases import broker_database
 from outbox.contrib.django.ledger_checker import ledger_aliases, open_connection, settle
+from outbox.contrib.django.times import for_column
 
 # Shorter than the broker keeps its decisions, longer than any end or check is in flight.
 LEDGER_KEEP_SECONDS: Final = 3600.0
@@ -36,7 +36,7 @@ class PruneCounts:
 
 def run_prune(*, now: datetime | None = None, max_batches: int = 100) -> PruneCounts:
     """Remove ledger rows of transactions the broker shows decided, and inbox rows past their retention."""
-    now = now or timezone.now()
+    now = now or datetime.now(UTC)
     return PruneCounts(
         ledger=prune_ledgers(older_than=now - timedelta(seconds=LEDGER_KEEP_SECONDS), max_batches=max_batches),
         inbox=prune_inboxes(
@@ -109,7 +109,11 @@ def prune_inboxes(*, older_than: datetime, max_batches: int = 100) -> int:
             continue
         rows = InboxEntry.objects.using(alias)
         for _ in range(max_batches):
-            old = rows.filter(handled_at__lt=older_than).order_by("handled_at").values_list("pk", flat=True)[:_BATCH]
+            old = (
+                rows.filter(handled_at__lt=for_column(older_than, alias))
+                .order_by("handled_at")
+                .values_list("pk", flat=True)[:_BATCH]
+            )
             keys = list(old)
             if not keys:
                 break

@@ -8,13 +8,15 @@ of its transaction.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import Any, Final
+from typing import Any, Final, ParamSpec, TypeVar
 from uuid import UUID
 
 import psycopg
+from asgiref.sync import sync_to_async
 from django.db import connections, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.utils.asyncio import async_unsafe
@@ -29,6 +31,7 @@ from outbox.contrib.django import ledger_entry
 from outbox.contrib.django.blocks import require_whole
 from outbox.contrib.django.broker import get_broker, get_catalog
 from outbox.contrib.django.conf import OutboxSettings, get_settings
+from outbox.contrib.django.database_errors import naming
 from outbox.contrib.django.ends import Published, report_after_commit
 from outbox.contrib.django.locks import lock_keys
 from outbox.contrib.django.messages import message
@@ -42,6 +45,9 @@ from outbox.topic import Topic
 from outbox.transaction import HalfTransaction, ProducerEpoch
 
 _MAX_IMMUNITY_SECONDS: Final = 366 * 24 * 3600
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
 
 
 def publish(
@@ -60,17 +66,17 @@ def publish(
 
     Inside `atomic()` it is delivered if and only if that transaction commits; outside it is sent at once.
     `body` is encoded by the topic's codec (JSON unless declared otherwise). `key` orders messages on FIFO topics;
-    ints and UUIDs are written as text. `delay` (seconds or timedelta) or `deliver_at` (aware) postpones delivery, on
-    topics of type DELAY. `immunity_seconds` is how long the broker waits before it asks about this transaction (for one
-    that runs long; default OUTBOX['IMMUNITY_SECONDS']). `using` names the alias of the transaction where several are
-    open.
+    ints and UUIDs are written as text. `delay` (seconds or timedelta) or `deliver_at` (aware, unless USE_TZ is off)
+    postpones delivery, on topics of type DELAY. `immunity_seconds` is how long the broker waits before it asks about
+    this transaction (for one that runs long; default OUTBOX['IMMUNITY_SECONDS']). `using` names the alias of the
+    transaction where several are open.
 
     Raises UsageError for what can never be sent, and BrokerError when the broker did not store it. Either way the
     surrounding atomic block is marked for rollback, whatever the caller does with the exception.
     """
     with failing_takes_the_block_along(using):
         built = message(topic, body, key=key, tag=tag, headers=headers, delay=delay, deliver_at=deliver_at)
-        return publish_messages([built], immunity_seconds=immunity_seconds, using=using)[0]
+        return publish_bound([built], immunity_seconds=immunity_seconds, using=using).receipts[0]
 
 
 def publish_many(
@@ -107,7 +113,7 @@ def publish_many(
             )
             for body in bodies
         ]
-        return publish_messages(built, immunity_seconds=immunity_seconds, using=using)
+        return _publish_all(built, immunity_seconds, using)
 
 
 def publish_messages(
@@ -117,14 +123,43 @@ def publish_messages(
     with failing_takes_the_block_along(using):
         if isinstance(messages, Message) or not all(isinstance(item, Message) for item in messages):
             raise UsageError(f"publish_messages takes a list of what message(…) builds, not {messages!r:.80}.")
-        if not messages:
-            return []
-        return list(publish_bound(messages, immunity_seconds=immunity_seconds, using=using).receipts)
+        return _publish_all(messages, immunity_seconds, using)
+
+
+def _publish_all(messages: Sequence[Message], immunity_seconds: int | None, using: str | None) -> list[SendReceipt]:
+    if not messages:
+        return []
+    return list(publish_bound(messages, immunity_seconds=immunity_seconds, using=using).receipts)
+
+
+def _awaitable(
+    function: Callable[Parameters, Result], description: str
+) -> Callable[Parameters, Coroutine[Any, Any, Result]]:
+    @functools.wraps(function)
+    async def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        # Thread-sensitive: on the thread, and so in the transaction, of the async code's database calls.
+        return await sync_to_async(function, thread_sensitive=True)(*args, **kwargs)
+
+    call.__name__ = call.__qualname__ = f"a{function.__name__}"
+    call.__doc__ = description
+    return call
+
+
+apublish = _awaitable(
+    publish,
+    """`publish`, to be awaited: joins the transaction of an async subscriber or of @transactional_message.
+
+    Elsewhere in async code, where Django has no transactions, it is sent at once. Awaiting can be cancelled, sending
+    cannot: the message may have been stored all the same.
+    """,
+)
+apublish_many = _awaitable(publish_many, """`publish_many`, to be awaited; otherwise like `apublish`.""")
+apublish_messages = _awaitable(publish_messages, """`publish_messages`, to be awaited; otherwise like `apublish`.""")
 
 
 @async_unsafe(
-    "publish() waits for databases: in a coroutine write `await sync_to_async(publish)(…)`, which also joins the "
-    "transaction of an async subscriber or of @transactional_message."
+    "publish() waits for databases: in a coroutine write `await apublish(…)`, which also joins the transaction of an "
+    "async subscriber or of @transactional_message."
 )
 def publish_bound(
     messages: Sequence[Message],
@@ -137,26 +172,25 @@ def publish_bound(
     """Like `publish_messages`.
 
     `checker` names the look-up that check-back runs (`transactional_message(check=…)`), `producer` the instance that
-    has to be the newest of its transactional id.
+    has to be the newest of its transactional id. When it raises, the caller has the block rolled back: a half may have
+    been stored all the same, and without its ledger row check-back rolls it back.
     """
-    with failing_takes_the_block_along(using):
-        settings = get_settings()
-        connection = current_transaction(using)
-        check_immunity(messages[0].topic, immunity_seconds)
-        if connection is None:
-            _refuse_without_transaction(settings, messages[0], immunity_seconds)
-            _refuse_leak_from_test(settings, using)
-            return Published(_send(messages, settings, producer))
-        watch = require_whole(connection, f"publishing {messages[0].message_id} for topic {messages[0].topic!r}")
-        watch.bind(f"the message for topic {messages[0].topic!r}")
+    settings = get_settings()
+    connection = current_transaction(using)
+    check_immunity(messages[0].topic, immunity_seconds)
+    if connection is None:
+        _refuse_without_transaction(settings, messages[0], immunity_seconds)
+        _refuse_leak_from_test(settings, using)
+        timeout_seconds = settings.send_timeout_seconds
+        return Published(get_broker().send(messages, timeout_seconds=timeout_seconds, producer=producer))
+    what = f"publishing {messages[0].message_id} for topic {messages[0].topic!r}"
+    watch = require_whole(connection, what)
+    watch.bind(f"the message for topic {messages[0].topic!r}")
+    with naming(what, connection):
         if takes_atomic_path(connection, settings):
             return Published(_publish_atomic(connection, settings, messages, producer))
         terms = _HalfTerms(checker, immunity_seconds, producer)
         return _publish_two_phase(connection, settings, messages, terms)
-
-
-def _send(messages: Sequence[Message], settings: OutboxSettings, producer: ProducerEpoch | None) -> list[SendReceipt]:
-    return get_broker().send(messages, timeout_seconds=settings.send_timeout_seconds, producer=producer)
 
 
 # -- the atomic path --------------------------------------------------------------------------------
@@ -171,18 +205,14 @@ def _publish_atomic(
     raw: psycopg.Connection[Any] = connection.connection
     catalog = get_catalog()
     try:
-        with connection.wrap_database_errors:
-            _lock_keys(connection, [catalog.get(raw, item.topic).topic for item in messages], messages)
-            run = Executor(raw, settings.schema)
-            if producer is not None:
-                check_epoch(run, producer)
-            receipts, place = append_placed(run, catalog, messages, producer_group=settings.producer_group)
-        confirm(connection, settings, place)
-    except BaseException as error:
-        connection.set_rollback(True)
-        if isinstance(error.__cause__, (UndefinedTable, InvalidSchemaName)):
-            raise missing(settings.schema) from error
-        raise
+        _lock_keys(connection, [catalog.get(raw, item.topic).topic for item in messages], messages)
+        run = Executor(raw, settings.schema)
+        if producer is not None:
+            check_epoch(run, producer)
+        receipts, place = append_placed(run, catalog, messages, producer_group=settings.producer_group)
+    except (UndefinedTable, InvalidSchemaName) as error:
+        raise missing(settings.schema) from error
+    confirm(connection, settings, place)
     transaction.on_commit(_wake_after_commit, using=connection.alias, robust=True)
     return receipts
 
@@ -207,10 +237,7 @@ class _HalfTerms:
 
 
 def _publish_two_phase(
-    connection: BaseDatabaseWrapper,
-    settings: OutboxSettings,
-    messages: Sequence[Message],
-    terms: _HalfTerms,
+    connection: BaseDatabaseWrapper, settings: OutboxSettings, messages: Sequence[Message], terms: _HalfTerms
 ) -> Published:
     group = settings.required_producer_group()
     if not settings.ledger and not terms.checker:
@@ -220,26 +247,21 @@ def _publish_two_phase(
         )
     if not settings.in_memory and in_test_case(connection):
         raise _test_leak(f"a half message for {messages[0].topic!r}")
-    try:
-        _lock_keys(connection, [_topic(settings, item.topic) for item in messages], messages)
-        xid, ledger_id = "", None
-        if settings.ledger:
-            xid, ledger_id = _enter_in_ledger(connection, messages[0])
-        half = HalfTransaction(
-            producer_group=group,
-            messages=messages,
-            ledger_id=ledger_id,
-            checker=terms.checker,
-            immunity_seconds=terms.immunity_seconds,
-            producer=terms.producer,
-        )
-        point("producer.before_half")
-        receipts = get_broker().send_half(half, timeout_seconds=settings.send_timeout_seconds)
-        point("producer.after_half")
-    except BaseException:
-        # The half may have been stored all the same; without its ledger row, check-back rolls it back.
-        connection.set_rollback(True)
-        raise
+    _lock_keys(connection, [_topic(settings, item.topic) for item in messages], messages)
+    xid, ledger_id = "", None
+    if settings.ledger:
+        xid, ledger_id = _enter_in_ledger(connection, messages[0])
+    half = HalfTransaction(
+        producer_group=group,
+        messages=messages,
+        ledger_id=ledger_id,
+        checker=terms.checker,
+        immunity_seconds=terms.immunity_seconds,
+        producer=terms.producer,
+    )
+    point("producer.before_half")
+    receipts = get_broker().send_half(half, timeout_seconds=settings.send_timeout_seconds)
+    point("producer.after_half")
     report_after_commit(connection, half)
     return Published(receipts, half, xid)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -14,6 +13,16 @@ from asgiref.sync import async_to_sync
 from django.apps import apps
 from django.utils.module_loading import module_has_submodule
 
+from outbox.contrib.django.callables import (
+    is_asynchronous,
+    is_generator,
+    name_of,
+    path_of,
+    refuse_work_to_come,
+    signature_of,
+)
+from outbox.contrib.django.conf import get_settings
+from outbox.contrib.django.times import aware
 from outbox.errors import ConfigurationError, InvalidName, InvalidSubscription
 from outbox.filters.filter import parse_filter
 from outbox.ports import AnyHandler
@@ -23,8 +32,6 @@ from outbox.subscription import Mode, OnError, Start, Subscription
 Function = TypeVar("Function", bound=Callable[..., Any])
 Choice = TypeVar("Choice", bound=StrEnum)
 
-# Where autodiscovery looks in every installed app.
-MODULES: Final = ("subscribers", "handlers")
 _OPTIONS: Final = frozenset({"suspend_seconds", "max_suspends", "timeout_seconds", "broadcast"})
 
 
@@ -67,46 +74,44 @@ def subscriber(
     `mode`, `batch`, `threads`, `retry`, `on_error`, `start` and further `options` (suspend_seconds, max_suspends,
     timeout_seconds, broadcast) are those of `outbox.Subscription`.
 
-    Put subscribers into a module `subscribers` (or `handlers`) of an installed app: workers import it. Raises
-    InvalidSubscription or InvalidFilter at decoration.
+    Put subscribers into the module `subscribers` of an installed app (OUTBOX['SUBSCRIBER_MODULE'] names another):
+    workers import it. Raises InvalidSubscription or InvalidFilter at decoration.
     """
-    if unknown := sorted(set(options) - _OPTIONS):
-        raise InvalidSubscription(
-            f"@subscriber({topic!r}, group={group!r}): there is no option {', '.join(unknown)}; beside those of "
-            f"@subscriber there are {', '.join(sorted(_OPTIONS))}."
-        )
-    chosen: dict[str, Any] = {"threads": threads, "retry": retry}
-    try:
-        subscription = Subscription(
-            group=group,
-            topic=topic,
-            mode=_choice(Mode, "mode", mode),
-            filter=_filter(group, topic, tag, filter),
-            start=start if isinstance(start, datetime) else _choice(Start, "start", start),
-            batch=batch,
-            on_error=_reactions(on_error),
-            **{name: value for name, value in chosen.items() if value is not None},
-            **options,
-        )
-    except (ValueError, TypeError) as error:
-        raise InvalidSubscription(f"@subscriber({topic!r}, group={group!r}): {error}.") from error
-    except InvalidName as error:
-        raise InvalidSubscription(f"@subscriber({topic!r}, group={group!r}): {error}") from error
-    parse_filter(subscription.filter)
+    given = {"mode": mode, "tag": tag, "filter": filter, "on_error": on_error, "start": start, "batch": batch}
+    chosen = {name: value for name, value in (("threads", threads), ("retry", retry)) if value is not None}
+    subscription = _subscription(topic, group, {**given, **chosen}, options)
+    once = idempotent and not subscription.broadcast
 
     def decorate(function: Function) -> Function:
-        register(
-            Subscriber(
-                subscription=subscription,
-                handler=_synchronous(function),
-                name=f"{function.__module__}:{function.__qualname__}",
-                idempotent=idempotent and not subscription.broadcast,
-                using=using,
-            )
-        )
+        handler, name = _handler(function), path_of(function)
+        register(Subscriber(subscription=subscription, handler=handler, name=name, idempotent=once, using=using))
         return function
 
     return decorate
+
+
+def _subscription(topic: str, group: str, given: Mapping[str, Any], further: Mapping[str, Any]) -> Subscription:
+    """From the parameters of `subscriber` and its further options. Raises InvalidSubscription or InvalidFilter."""
+    where = f"@subscriber({topic!r}, group={group!r})"
+    if unknown := sorted(set(further) - _OPTIONS):
+        raise InvalidSubscription(
+            f"{where}: there is no option {', '.join(unknown)}; beside those of @subscriber there are "
+            f"{', '.join(sorted(_OPTIONS))}."
+        )
+    options = {**given, **further}
+    try:
+        options["filter"] = _filter(where, options.pop("tag"), options["filter"])
+        options["mode"] = _choice(Mode, "mode", options["mode"])
+        options["on_error"] = _reactions(options["on_error"])
+        start = options["start"]
+        options["start"] = aware(start) if isinstance(start, datetime) else _choice(Start, "start", start)
+        subscription = Subscription(group=group, topic=topic, **options)
+    except (ValueError, TypeError) as error:
+        raise InvalidSubscription(f"{where}: {error}.") from error
+    except InvalidName as error:
+        raise InvalidSubscription(f"{where}: {error}") from error
+    parse_filter(subscription.filter)
+    return subscription
 
 
 def _choice(kind: type[Choice], what: str, value: Any) -> Choice:
@@ -123,37 +128,39 @@ def _reactions(on_error: Any) -> dict[type[BaseException], OnError]:
     return {kind: _choice(OnError, "on_error", reaction) for kind, reaction in (on_error or {}).items()}
 
 
-def _filter(group: str, topic: str, tag: str | Sequence[str], expression: str) -> str:
+def _filter(where: str, tag: str | Sequence[str], expression: str) -> str:
     tags = tag if isinstance(tag, str) else " || ".join(tag)
     if tags and expression:
         raise InvalidSubscription(
-            f"@subscriber({topic!r}, group={group!r}): give tag or filter, not both; in a filter, compare the tag as "
-            f"TAGS = 'paid'."
+            f"{where}: give tag or filter, not both; in a filter, compare the tag as TAGS = 'paid'."
         )
     if expression:
         return expression if expression.startswith("sql:") else f"sql:{expression}"
     return tags
 
 
-def _name(function: Any) -> str:
-    return str(getattr(function, "__qualname__", function))
-
-
-def _synchronous(function: Callable[..., Any]) -> AnyHandler:
+def _handler(function: Callable[..., Any]) -> AnyHandler:
+    """What a worker calls: synchronous, and done when it returns."""
     if not callable(function):
         raise InvalidSubscription(f"@subscriber takes a function, not {function!r}.")
+    name = name_of(function)
     try:
-        inspect.signature(function).bind(None)
+        signature_of(function).bind(None)
     except TypeError:
         raise InvalidSubscription(
-            f"{_name(function)} must take one argument: the delivery, or with batch > 1 the list of deliveries."
+            f"{name} must take one argument: the delivery, or with batch > 1 the list of deliveries."
         ) from None
     except ValueError:
         pass  # A built-in without a signature.
-    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-        raise InvalidSubscription(f"{function.__qualname__} is a generator: a subscriber does its work and returns.")
+    if is_generator(function):
+        raise InvalidSubscription(f"{name} is a generator: a subscriber does its work and returns.")
     # The coroutine gets a loop of its own; the ORM calls it awaits run on the handler's thread, in its transaction.
-    return async_to_sync(function) if inspect.iscoroutinefunction(function) else function
+    call = async_to_sync(function) if is_asynchronous(function) else function
+
+    def handle(given: Any) -> None:
+        refuse_work_to_come(call(given), name)
+
+    return handle
 
 
 def register(new: Subscriber) -> None:
@@ -197,21 +204,21 @@ def unregister_all() -> None:
 
 
 def autodiscover() -> list[Subscriber]:
-    """Import the modules `subscribers` and `handlers` of all installed apps; returns what is registered then.
+    """Import the module OUTBOX['SUBSCRIBER_MODULE'] of every installed app that has it; returns what is registered.
 
     Raises ConfigurationError naming the module that cannot be imported, and why.
     """
+    module = get_settings().subscriber_module
     for app in apps.get_app_configs():
-        for name in MODULES:
-            if app.module is None or app.name == "outbox.contrib.django" or not module_has_submodule(app.module, name):
-                continue
-            try:
-                import_module(f"{app.name}.{name}")
-            except InvalidSubscription:
-                raise
-            except Exception as error:
-                raise ConfigurationError(
-                    f"the subscribers in {app.name}.{name} cannot be imported: {type(error).__name__}: "
-                    f"{str(error).rstrip('.')}."
-                ) from error
+        if app.module is None or not module_has_submodule(app.module, module):
+            continue
+        try:
+            import_module(f"{app.name}.{module}")
+        except InvalidSubscription:
+            raise
+        except Exception as error:
+            raise ConfigurationError(
+                f"the subscribers in {app.name}.{module} cannot be imported: {type(error).__name__}: "
+                f"{str(error).rstrip('.')}."
+            ) from error
     return subscribers()

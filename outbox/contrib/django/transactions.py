@@ -68,7 +68,13 @@ def in_test_case(connection: BaseDatabaseWrapper) -> bool:
 
 
 def _refuse_manual_commit(connection: BaseDatabaseWrapper) -> None:
-    manual = not connection.commit_on_exit if connection.in_atomic_block else not connection.get_autocommit()
+    if connection.in_atomic_block:
+        manual = not connection.commit_on_exit
+    elif connection.connection is None:
+        # Not asked, which would connect: this database may have nothing to do with the message.
+        manual = not connection.settings_dict["AUTOCOMMIT"]
+    else:
+        manual = not connection.get_autocommit()
     if not manual and begun_by_hand(connection):
         raise TransactionUsageError(
             f"a transaction was begun by hand on {connection.alias!r}, and nobody tells when it commits: put the write "

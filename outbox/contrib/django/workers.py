@@ -16,10 +16,11 @@ from outbox.broker.supervisor import ChildSpec, Supervisor
 from outbox.contrib.django.broker import get_codecs
 from outbox.contrib.django.conf import get_settings
 from outbox.contrib.django.databases import broker_database
+from outbox.contrib.django.handler_connections import pool_shortages
 from outbox.contrib.django.in_tests import refuse_processes_in_tests
 from outbox.contrib.django.inbox import InboxInvoker, require_inboxes
 from outbox.contrib.django.periodic import passes
-from outbox.contrib.django.registry import autodiscover, subscriptions
+from outbox.contrib.django.registry import autodiscover, find_subscriber, subscriptions
 from outbox.errors import ConfigurationError, OutboxError
 from outbox.periodic import PeriodicPass
 
@@ -52,10 +53,12 @@ def consumer_runtime(*, groups: Sequence[str] = ()) -> ConsumerRuntime:
     wanted = subscriptions(groups=groups)
     if not wanted:
         raise ConfigurationError(
-            "there is no @subscriber in this project: workers look into the modules 'subscribers' and 'handlers' of "
-            "INSTALLED_APPS. Without any, start the broker role only."
+            f"there is no @subscriber in this project: workers look into {get_settings().subscriber_module!r} "
+            f"of each of INSTALLED_APPS (OUTBOX['SUBSCRIBER_MODULE']). Without any, start the broker role only."
         )
     require_inboxes([subscription for subscription, _ in wanted])
+    for shortage in pool_shortages(filter(None, (find_subscriber(subscription) for subscription, _ in wanted))):
+        logger.warning("%s", shortage)
     settings = get_settings()
     return ConsumerRuntime(
         broker_database(settings),

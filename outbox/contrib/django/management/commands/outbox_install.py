@@ -1,0 +1,46 @@
+"""`manage.py outbox_install [--drop]`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from django.core.management.base import CommandError, CommandParser
+
+from outbox.contrib.django.conf import OutboxSettings, get_settings
+from outbox.contrib.django.installation import install_broker, planned_installation, remove_broker
+from outbox.contrib.django.management.output import OutboxCommand
+
+
+class Command(OutboxCommand):
+    """Parses, then calls one function."""
+
+    help = "Install or upgrade the broker's tables and declare OUTBOX['TOPICS'], as `migrate` does; or drop them."
+
+    def add_arguments(self, parser: CommandParser) -> None:
+        parser.add_argument("--drop", action="store_true", help="remove the broker's tables with all messages")
+        parser.add_argument("--force", action="store_true", help="drop also what was not delivered")
+        parser.add_argument("--dry-run", action="store_true", help="say what would be done, change nothing")
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        settings = get_settings()
+        if settings.in_memory:
+            raise CommandError("OUTBOX['IN_MEMORY'] is on: there is no broker outside this process to install.")
+        if options["force"] and not options["drop"]:
+            raise CommandError("--force goes with --drop: an installation loses nothing.")
+        if options["drop"]:
+            self._drop(settings, force=options["force"], dry_run=options["dry_run"])
+            return
+        before, after = (planned_installation if options["dry_run"] else install_broker)(settings)
+        where = f"schema {settings.schema!r} on {settings.broker!r}"
+        would = "would be " if options["dry_run"] else ""
+        change = f"is at version {after}" if before == after else f"{would}brought from version {before} to {after}"
+        topics = ", ".join(sorted(settings.topics)) or "none"
+        self.say(f"the broker's {where} {change}; topics {would}declared: {topics}")
+
+    def _drop(self, settings: OutboxSettings, *, force: bool, dry_run: bool) -> None:
+        left = remove_broker(settings, force=force, dry_run=dry_run)
+        would = "would be" if dry_run else "was"
+        self.say(f"the broker's schema {settings.schema!r} on {settings.broker!r} {would} dropped")
+        for what in left:
+            self.say(f"lost with it: {what}")
+        self.say("`migrate` installs it again: take the app out of INSTALLED_APPS, or name another broker")

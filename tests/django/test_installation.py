@@ -1,0 +1,198 @@
+"""outbox_install, its --drop, and connections that take a role."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from io import StringIO
+from uuid import UUID
+
+import psycopg
+import pytest
+from django.core.checks import run_checks
+from django.core.management import call_command
+from django.core.management.base import CommandError
+from django.db import connections, transaction
+from django.test.utils import override_settings
+from psycopg.conninfo import make_conninfo
+
+from outbox.broker.schema.install import SCHEMA_VERSION
+from outbox.contrib.django import message, publish, publish_messages, run_check_back, subscriber
+from outbox.contrib.django.broker import reset_broker
+from outbox.contrib.django.databases import alias_conninfo, broker_database, database_from_url
+from outbox.contrib.django.drain import drain
+from outbox.ids import uuid7
+from tests.django.conftest import BROKER_TEMPLATE, point_alias
+from tests.django.shop.models import Effect, Order
+from tests.django.state import decisions
+
+pytestmark = pytest.mark.usefixtures("databases", "no_subscribers")
+
+
+def call(*arguments: str) -> str:
+    out = StringIO()
+    call_command("outbox_install", *arguments, stdout=out, no_color=True)
+    return out.getvalue()
+
+
+def tables(alias: str = "broker") -> set[str]:
+    with psycopg.connect(alias_conninfo(alias), autocommit=True) as connection:
+        rows = connection.execute("SELECT schemaname, tablename FROM pg_tables").fetchall()
+    return {f"{schema}.{name}" for schema, name in rows if schema not in ("pg_catalog", "information_schema")}
+
+
+def test_it_installs_upgrades_and_says_so(new_database: Callable[..., str]) -> None:
+    point_alias("broker", new_database())
+    said = call("--dry-run")
+    assert f"would be brought from version 0 to {SCHEMA_VERSION}" in said
+    assert "orders" in said
+    assert tables() == set()
+    assert f"brought from version 0 to {SCHEMA_VERSION}" in call()
+    assert "outbox.commit_log" in tables()
+    with broker_database().connect() as connection:
+        connection.execute(f"UPDATE outbox.schema_version SET change = {SCHEMA_VERSION - 1}")
+    assert f"would be brought from version {SCHEMA_VERSION - 1} to {SCHEMA_VERSION}" in call("--dry-run")
+    with broker_database().connect() as connection:
+        connection.execute(f"UPDATE outbox.schema_version SET change = {SCHEMA_VERSION}")
+    assert f"is at version {SCHEMA_VERSION}" in call()
+
+
+def test_what_is_undelivered_is_named_and_kept() -> None:
+    @subscriber("orders", group="effects")
+    def effect(given: object) -> None:
+        Effect.objects.create(number="x")
+
+    drain()
+    publish("orders", {}, key="one")
+    with transaction.atomic():
+        publish("payments", {}, key="two")
+        with pytest.raises(CommandError, match=r"'payments' has 1 messages undecided.*Nothing was dropped.*--force"):
+            call("--drop")
+    with pytest.raises(CommandError, match="'orders' has 1 messages not queued yet"):
+        call("--drop", "--dry-run")
+    assert decisions() == {"one": "C", "two": "C"}
+    said = call("--drop", "--force", "--dry-run")
+    assert "would be dropped" in said
+    assert "lost with it: topic 'orders' has 1 messages not queued yet" in said
+    drain()
+    assert Effect.objects.count() == 1
+    assert "was dropped" in call("--drop")
+    assert not any(name.startswith("outbox.") for name in tables())
+
+
+def test_what_is_not_the_brokers_is_kept() -> None:
+    with broker_database().connect() as connection:
+        connection.execute("CREATE TABLE outbox.mine (id integer)")
+    with pytest.raises(CommandError, match=r"also holds what is not the broker's \(mine\).*Nothing was dropped"):
+        call("--drop", "--force")
+    assert "outbox.commit_log" in tables()
+
+
+def test_dropped_and_migrated_to_zero_nothing_is_left(
+    new_database: Callable[..., str], outbox_settings: Callable[..., None]
+) -> None:
+    """The steps of docs/operations.md, with the broker in the application's database."""
+    before = alias_conninfo("other")
+    point_alias("other", new_database())
+    outbox_settings(BROKER="other")
+    with override_settings(DATABASE_ROUTERS=[]):
+        call_command("migrate", database="other", verbosity=0, run_syncdb=True)
+        assert {"outbox.commit_log", "public.outbox_ledger"} <= tables("other")
+        call("--drop")
+        call_command("migrate", "outbox", "zero", database="other", verbosity=0)
+        assert [name for name in tables("other") if "outbox" in name] == []
+    point_alias("other", before)
+
+
+def test_force_without_drop_is_refused() -> None:
+    with pytest.raises(CommandError, match="--force goes with --drop"):
+        call("--force")
+
+
+def test_a_broker_that_is_left_with_messages_is_named(outbox_settings: Callable[..., None]) -> None:
+    @subscriber("orders", group="effects")
+    def effect(given: object) -> None:
+        Effect.objects.create(number="x")
+
+    outbox_settings(BROKER="other")
+    call()
+    drain()
+    with transaction.atomic():
+        publish("orders", {}, key="one", using="default")
+    for drained, expected in ((False, ["outbox.W028"]), (True, [])):
+        outbox_settings(BROKER="other")
+        if drained:
+            drain()
+        outbox_settings(BROKER="broker")
+        found = [item for item in run_checks(databases=["other"]) if item.id == "outbox.W028"]
+        assert [item.id for item in found] == expected
+        for item in found:
+            assert "a broker on 'other' holds messages of this project: topic 'orders' has 1 messages" in item.msg
+            assert "Set BROKER back to 'other'" in str(item.hint)
+    outbox_settings(BROKER="other")
+    call("--drop", "--force")
+
+
+def test_a_ledger_whose_broker_is_another_one_now_is_named(
+    outbox_settings: Callable[..., None], new_database: Callable[..., str]
+) -> None:
+    """Also where no alias leads to the old one any more."""
+
+    def found() -> list[str]:
+        return [str(item.id) for item in run_checks(databases=["default"]) if item.id == "outbox.W029"]
+
+    earlier = UUID(int=uuid7().int - (120_000 << 80))
+    with transaction.atomic():
+        publish_messages([replace(message("orders", {}, key="one"), message_id=earlier)])
+    with transaction.atomic():
+        publish("orders", {}, key="two")
+    assert found() == []
+    point_alias("broker", new_database(template=BROKER_TEMPLATE))
+    assert found() == ["outbox.W029"]
+
+
+@pytest.fixture
+def role(server_url: str, new_database: Callable[..., str]) -> Iterator[str]:
+    """The broker's alias logs in as a role without any right, and assumes one that owns the database."""
+    url = new_database()
+    with psycopg.connect(url, autocommit=True) as connection:
+        name = connection.info.dbname
+        connection.execute('CREATE ROLE "the owner"')
+        connection.execute("CREATE ROLE outbox_service LOGIN NOINHERIT")
+        connection.execute('GRANT "the owner" TO outbox_service')
+        connection.execute(f'ALTER DATABASE "{name}" OWNER TO "the owner"')
+    point_alias("broker", url)
+    entry = database_from_url(url)
+    for settings in (connections["broker"].settings_dict, connections.settings["broker"]):
+        settings.update(
+            {**entry, "USER": "outbox_service", "OPTIONS": {**entry["OPTIONS"], "assume_role": "the owner"}}
+        )
+    yield "the owner"
+    reset_broker()
+    point_alias("broker", url)
+    with psycopg.connect(url, autocommit=True) as connection:
+        connection.execute('REASSIGN OWNED BY "the owner" TO CURRENT_USER')
+        connection.execute('DROP OWNED BY "the owner", outbox_service')
+        connection.execute('DROP ROLE outbox_service, "the owner"')
+
+
+def test_the_brokers_own_connections_assume_the_role_of_the_alias(
+    role: str, outbox_settings: Callable[..., None]
+) -> None:
+    @subscriber("orders", group="effects")
+    def effect(given: object) -> None:
+        Effect.objects.create(number="x")
+
+    call()
+    with transaction.atomic():
+        Order.objects.create(number="one")
+        publish("orders", {}, key="one")
+    run_check_back()
+    assert drain().handled == 1
+    outbox_settings(LISTEN_URL=make_conninfo(broker_database().conninfo, options=""))
+    for direct in (False, True):
+        with broker_database().connect(direct=direct) as connection:
+            assert connection.execute("SELECT session_user, current_user").fetchone() == ("outbox_service", role)
+    with psycopg.connect(alias_conninfo("broker")) as connection:
+        owners = connection.execute("SELECT DISTINCT tableowner FROM pg_tables WHERE schemaname = 'outbox'").fetchall()
+    assert owners == [(role,)]
