@@ -12,7 +12,7 @@ from celery import Celery
 from outbox.broker.celery import beat, bootstep
 from outbox.broker.database.connection import BrokerDatabase
 from outbox.broker.postgres import PostgresBroker
-from outbox.broker.supervisor import ChildSpec
+from outbox.broker.supervisor import ChildSpec, Supervisor
 from outbox.checkback import CheckBack
 from outbox.periodic import PeriodicPass
 from outbox.transaction import Answer, Check, CheckSettings, Decision
@@ -39,16 +39,18 @@ def check_back() -> Mapping[str, Any]:
     return {"committed": counts.committed}
 
 
-def children() -> list[ChildSpec]:
-    return [
-        ChildSpec(name="broker", argv=[sys.executable, "-m", "outbox.broker"]),
-        ChildSpec(name="consumer", argv=[sys.executable, "-m", "tests.celery.consumer_child"]),
-    ]
+CHILDREN = {
+    "broker": ChildSpec(name="broker", argv=[sys.executable, "-m", "outbox.broker"]),
+    "consumer": ChildSpec(name="consumer", argv=[sys.executable, "-m", "tests.celery.consumer_child"]),
+}
+
+
+def supervisor(roles: Sequence[str], *, environment: Mapping[str, str]) -> Supervisor:
+    return Supervisor([CHILDREN[role] for role in roles or CHILDREN], environment=environment)
 
 
 app = Celery("outbox-tests", broker=transport(URL))
 app.conf.worker_hijack_root_logger = False
 app.conf.broker_connection_retry_on_startup = True
-app.conf.task_default_queue = beat.TASK_QUEUE
-bootstep.install(app, children)
-beat.install(app, [PeriodicPass(name="check_back", run=check_back, interval_seconds=0.5)])
+bootstep.install(app, supervisor, roles=list(CHILDREN))
+beat.install(app, lambda: [PeriodicPass(name="check_back", run=check_back, interval_seconds=0.5)])

@@ -76,7 +76,7 @@ def url(broker_url: str) -> str:
             "CREATE TABLE inbox (consumer_group text, generation int, message_id uuid, PRIMARY KEY"
             " (consumer_group, generation, message_id))"
         )
-    create_queue(broker_url, "outbox")
+    create_queue(broker_url, "celery")
     return broker_url
 
 
@@ -128,7 +128,7 @@ def ready(worker: Worker) -> None:
 def test_check_back_runs_through_beat_alone(url: str, broker: PostgresBroker, start: Callable[..., Worker]) -> None:
     half = HalfTransaction(producer_group="shop", messages=[message()], immunity_seconds=0)
     broker.send_half(half)
-    worker = start("--outbox", "--queues=outbox")
+    worker = start("--outbox")
     eventually(lambda: handled(url) == {half.transaction_id}, within_seconds=40, what=worker.log.read_text)
 
 

@@ -17,6 +17,7 @@ from outbox.broker.database.connection import Connection
 from outbox.broker.database.executor import Executor
 from outbox.broker.log import incidents
 from outbox.broker.operations import status_sql
+from outbox.broker.transaction import turns
 
 
 @dataclass(slots=True)
@@ -113,7 +114,8 @@ class BrokerStatus:
     """A broker in one snapshot. Ages in seconds; None where there is nothing.
 
     `leader` is the process that sequences, None when nobody does. `oldest_pending_seconds`: the oldest half
-    transaction that waits for a check. `problems` is empty when nothing needs attention.
+    transaction that waits for a check. `unasked`: the groups whose check-back is absent. `problems` is empty when
+    nothing needs attention.
     """
 
     broker_id: str
@@ -129,6 +131,7 @@ class BrokerStatus:
     groups: list[GroupStatus]
     incidents: list[dict[str, str]]
     open_since_resync: list[OpenTransaction] = field(default_factory=list)
+    unasked: list[turns.Unasked] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
@@ -166,6 +169,7 @@ def broker_status(run: Executor) -> BrokerStatus:
             for one in incidents.recent(run)
         ]
         still_open = run.objects(OpenTransaction, status_sql.OPEN_SINCE_RESYNC)
+        unasked = turns.unasked(run)
     plain = dataclasses.asdict(row)
     del plain["snapshot"]
     return BrokerStatus(
@@ -174,7 +178,8 @@ def broker_status(run: Executor) -> BrokerStatus:
         groups=groups,
         incidents=recent,
         open_since_resync=still_open,
-        problems=_problems(row, topics, groups, still_open),
+        unasked=unasked,
+        problems=[*_problems(row, topics, groups, still_open), *map(str, unasked)],
     )
 
 

@@ -14,6 +14,7 @@ from asgiref.sync import async_to_sync
 from django.apps import apps
 from django.utils.module_loading import module_has_submodule
 
+from outbox.contrib.django.conf import get_settings
 from outbox.errors import ConfigurationError, InvalidName, InvalidSubscription
 from outbox.filters.filter import parse_filter
 from outbox.ports import AnyHandler
@@ -214,4 +215,7 @@ def autodiscover() -> list[Subscriber]:
                     f"the subscribers in {app.name}.{name} cannot be imported: {type(error).__name__}: "
                     f"{str(error).rstrip('.')}."
                 ) from error
+    if get_settings().celery_app is not None:
+        # Only now: what it needs of Celery may not be installed elsewhere.
+        import_module("outbox.contrib.django.celery_tasks").register_hand_over()
     return subscribers()
