@@ -46,7 +46,10 @@ CHILDREN = {
 
 
 def supervisor(roles: Sequence[str], *, environment: Mapping[str, str]) -> Supervisor:
-    return Supervisor([CHILDREN[role] for role in roles or CHILDREN], environment=environment)
+    drain_seconds = float(os.environ.get("OUTBOX_TEST_DRAIN_SECONDS", "20"))
+    return Supervisor(
+        [CHILDREN[role] for role in roles or CHILDREN], environment=environment, drain_seconds=drain_seconds
+    )
 
 
 app = Celery("outbox-tests", broker=transport(URL))
