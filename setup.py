@@ -21,7 +21,10 @@ DEMO = [*DJANGO, *CELERY, *EMBEDDED, *SPARK, "sqlalchemy>=2,<3", "gunicorn>=22",
 DEV = [
     *DEMO,
     "build>=1.2",
+    "django-celery-beat>=2.8",
     "django-stubs>=5.2",
+    "eventlet>=0.39",
+    "gevent>=24.10",
     "hypothesis>=6.100",
     "types-setuptools",
     "mypy>=1.15",
@@ -30,6 +33,7 @@ DEV = [
     "pytest-django>=4.9",
     "pytest-timeout>=2.3",
     "pytest-xdist>=3.8,<4",
+    "redis>=5",
     "ruff>=0.9",
     "setuptools>=77",
 ]
