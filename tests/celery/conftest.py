@@ -30,9 +30,9 @@ def migrated(server_url: str, tmp_path_factory: pytest.TempPathFactory) -> Itera
     """The folder of the project and the names of its two databases, after the page's commands."""
     folder = tmp_path_factory.mktemp("page")
     names = [f"celery_page_{os.getpid()}_{part}" for part in ("app", "outbox")]
-    urls = [embedded.create_database(server_url, name) for name in names]
+    app, outbox = (embedded.create_database(server_url, name) for name in names)
     write_page(folder)
-    made = Project(folder, *urls, transport="memory://")
+    made = Project(folder, app, outbox, "memory://")
     made.shell(blocks("sh")[1])
     yield folder, names[0], names[1]
     drop_databases(server_url, names)

@@ -134,7 +134,7 @@ class Project:
     def rows(self, query: str, *, outbox: bool = False) -> list[tuple[Any, ...]]:
         """Look into a database."""
         with psycopg.connect(self.outbox_url if outbox else self.database_url) as connection:
-            return connection.execute(query).fetchall()  # type: ignore[call-overload,no-any-return]
+            return connection.execute(query.encode()).fetchall()
 
     def mails(self) -> list[str]:
         """What the tasks and subscribers have done."""

@@ -23,7 +23,7 @@ from shop.tasks import pay_in_task
 for number in range({CALLS}):
     pay_in_task.delay(str(number))
 """
-pytestmark = pytest.mark.parametrize("shop", ["sqlalchemy"], indirect=True)
+on_sqlalchemy = pytest.mark.parametrize("shop", ["sqlalchemy"], indirect=True)
 
 
 def _all_ends_arrive(shop: Project, *options: str) -> None:
@@ -39,10 +39,12 @@ def _all_ends_arrive(shop: Project, *options: str) -> None:
     assert "Traceback" not in log.read_text()
 
 
+@pytest.mark.parametrize("shop", ["redis"], indirect=True)
 def test_ends_arrive_when_pool_processes_come_and_go(shop: Project) -> None:
-    _all_ends_arrive(shop, "--pool=prefork", "--max-tasks-per-child=1")
+    _all_ends_arrive(shop, "--pool=prefork", "--concurrency=5", "--max-tasks-per-child=1")
 
 
+@on_sqlalchemy
 @pytest.mark.parametrize("pool", ["solo", "threads", "gevent"])
 def test_ends_arrive_from_every_pool(shop: Project, pool: str) -> None:
     if pool == "gevent":
@@ -50,6 +52,7 @@ def test_ends_arrive_from_every_pool(shop: Project, pool: str) -> None:
     _all_ends_arrive(shop, f"--pool={pool}")
 
 
+@on_sqlalchemy
 def test_eventlet_is_refused_at_start(shop: Project) -> None:
     done = subprocess.run(["pip", "show", "eventlet"], env=shop.environment(), capture_output=True, check=False)
     if done.returncode:

@@ -13,8 +13,9 @@ from typing import Any, Final
 
 from celery import Celery, Task, current_task
 from celery.backends.base import Backend
-from kombu import Producer, Queue
 from kombu.compression import compress
+from kombu.entity import Queue
+from kombu.messaging import Producer
 from kombu.pools import producers
 from kombu.serialization import dumps
 
@@ -26,34 +27,26 @@ _OF_THE_SENDER: Final = ("retry", "retry_policy", "timeout", "confirm_timeout")
 _RECONNECT: Final = {"max_retries": 1, "interval_start": 0, "interval_step": 0, "interval_max": 0}
 
 
-class Recorder(Producer):  # type: ignore[misc]
+class Recorder(Producer):
     """Stands in for the producer of one call: keeps the task's message instead of sending it."""
 
     def __init__(self, app: Celery) -> None:
         # Lazy: nothing is connected unless a result backend insists.
-        super().__init__(app.connection_for_write(), auto_declare=False)
+        super().__init__(app.connection_for_write(), auto_declare=False)  # type: ignore[no-untyped-call]
         self.recorded: dict[str, Any] | None = None
 
-    def publish(
-        self,
-        body: Any,
-        routing_key: str | None = None,
-        *,
-        serializer: str | None = None,
-        compression: str | None = None,
-        headers: Mapping[str, Any] | None = None,
-        exchange: Any = None,
-        declare: Any = None,
-        **properties: Any,
-    ) -> None:
+    def publish(self, body: Any, *_: Any, **options: Any) -> None:
         """Keep the first message: an event of Celery's monitoring may follow, which would be early."""
         if self.recorded is not None:
             return
-        content_type, content_encoding, payload = dumps(body, serializer=serializer)
-        headers = dict(headers or {})
-        if compression:
-            payload, headers["compression"] = compress(payload, compression)
+        content_type, content_encoding, payload = dumps(  # type: ignore[no-untyped-call]
+            body, serializer=options.pop("serializer", None)
+        )
+        headers = dict(options.pop("headers", None) or {})
+        if compression := options.pop("compression", None):
+            payload, headers["compression"] = compress(payload, compression)  # type: ignore[no-untyped-call]
         is_text = isinstance(payload, str)
+        exchange, declare = options.pop("exchange", None), options.pop("declare", None)
         self.recorded = {
             "body": payload if is_text else base64.b64encode(payload).decode(),
             "is_text": is_text,
@@ -61,9 +54,9 @@ class Recorder(Producer):  # type: ignore[misc]
             "content_encoding": content_encoding,
             "headers": headers,
             "exchange": getattr(exchange, "name", exchange),
-            "routing_key": routing_key,
+            "routing_key": options.pop("routing_key", None),
             "queues": [entity.name for entity in declare or () if isinstance(entity, Queue)],
-            "properties": {name: value for name, value in properties.items() if name not in _OF_THE_SENDER},
+            "properties": {name: value for name, value in options.items() if name not in _OF_THE_SENDER},
         }
 
 

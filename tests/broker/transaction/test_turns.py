@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from datetime import timedelta
 
 from outbox.broker.database.connection import BrokerConnection, BrokerDatabase
@@ -36,7 +37,7 @@ def test_a_pass_rests_for_half_its_interval_per_group(connection: BrokerConnecti
 
 def test_of_many_at_the_same_moment_one_has_the_turn(database: BrokerDatabase) -> None:
     def take() -> bool:
-        with database.connect(name="test") as own:
+        with contextlib.closing(database.open(name="test")) as own:
             return _take(own)
 
     assert sorted(map(bool, in_threads([take] * 8))) == [False] * 7 + [True]
