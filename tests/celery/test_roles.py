@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import signal
+from pathlib import Path
+
 from tests.celery.project import Project
+from tests.support import eventually
 
 SPECS = """
 from outbox.contrib.django.workers import child_specs
@@ -39,3 +43,23 @@ def test_migrating_fresh_databases_warns_of_nothing(shop: Project, new_database:
     shop.database_url, shop.outbox_url = new_database(), new_database()
     said = shop.shell("python manage.py migrate -v0\npython manage.py migrate -v0 --database=broker")
     assert said == ""
+
+
+def test_a_second_interrupt_ends_a_worker_without_celery_at_once(shop: Project) -> None:
+    """Its handler runs for longer than this test may, and so may the drain."""
+    shop.write("shop/settings.py", "OUTBOX |= {'DRAIN_SECONDS': 600, 'LEASE_SECONDS': 600}\n")
+    begun = shop.folder / "begun"
+    path = shop.folder / "shop" / "subscribers.py"
+    path.write_text(f"{path.read_text()}    open({str(begun)!r}, 'w').close()\n    __import__('time').sleep(600)\n")
+    shop.python("from shop.services import pay; pay('A-1')")
+    worker, log = shop.start("python", "manage.py", "outbox_worker")
+    eventually(begun.exists, within_seconds=60, what=log.read_text)
+    children = Path(f"/proc/{worker.pid}/task")
+    pids = [int(pid) for task in children.iterdir() for pid in (task / "children").read_text().split()]
+    worker.send_signal(signal.SIGINT)
+    eventually(lambda: "draining children" in log.read_text(), what=log.read_text)
+    worker.send_signal(signal.SIGINT)
+    assert worker.wait(60) == 128 + signal.SIGINT, log.read_text()
+    assert "Traceback" not in log.read_text()
+    assert len(pids) == 2
+    eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), what="the children's end")

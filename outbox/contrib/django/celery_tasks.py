@@ -12,7 +12,7 @@ from outbox.contrib.django.conf import get_settings, imported, tasks_topic
 from outbox.contrib.django.publishing import publish
 from outbox.contrib.django.registry import Subscriber, register, subscriber
 from outbox.contrib.django.transactions import current_transaction, failing_takes_the_block_along
-from outbox.errors import ConfigurationError
+from outbox.errors import ConfigurationError, TransactionUsageError
 from outbox.message import Delivery
 from outbox.names import MAX_TAG
 from outbox.retry import RetryPolicy
@@ -45,7 +45,13 @@ class TransactionalTask(RecordedTask):
         self.apply_async(*args, **kwargs)
 
     def _record_now(self) -> bool:
-        return current_transaction(self.using) is not None
+        try:
+            return current_transaction(self.using) is not None
+        except TransactionUsageError as error:
+            raise TransactionUsageError(
+                f"the task {self.name} joins the transaction that calls it; for a task, `using` is an option of its "
+                f"own, @shared_task(using='default'). {error}"
+            ) from error
 
     def _recording(self) -> AbstractContextManager[None]:
         return failing_takes_the_block_along(self.using)
