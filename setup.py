@@ -22,7 +22,10 @@ DEV = [
     *DEMO,
     "build>=1.2",
     "psycopg[pool]>=3.2.2,<4",
+    "django-celery-beat>=2.8",
     "django-stubs>=5.2",
+    "eventlet>=0.39",
+    "gevent>=24.10",
     "hypothesis>=6.100",
     "types-setuptools",
     "mypy>=1.15",
@@ -31,6 +34,7 @@ DEV = [
     "pytest-django>=4.9",
     "pytest-timeout>=2.3",
     "pytest-xdist>=3.8,<4",
+    "redis>=5",
     "ruff>=0.9",
     "setuptools>=77",
 ]

@@ -1,4 +1,4 @@
-"""The Celery app: `celery -A sample_project worker --beat --outbox -Q celery,outbox --without-gossip --without-mingle`.
+"""The Celery app: `celery -A sample_project worker --outbox --without-gossip --without-mingle`.
 
 The last two options are for the default transport, which cannot broadcast.
 """

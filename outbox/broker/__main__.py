@@ -7,23 +7,16 @@ which one leads.
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import sys
 import threading
 
 from outbox.broker.database.connection import BrokerDatabase
 from outbox.broker.process import run_broker
+from outbox.broker.process_log import write_log
 from outbox.broker.supervisor import stop_on_signals, stop_with_parent
 from outbox.errors import OutboxError
 from outbox.safe_text import for_people
-
-
-class _Formatter(logging.Formatter):
-    """Errors of PostgreSQL repeat what it was given."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        return for_people(super().format(record))
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -36,9 +29,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if not options.database:
         parser.error("name the broker's database by --database or $OUTBOX_BROKER_URL")
-    handler = logging.StreamHandler()
-    handler.setFormatter(_Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    logging.basicConfig(level=logging.INFO, handlers=[handler])
+    write_log("broker")
     stop = threading.Event()
     stop_on_signals(stop)
     stop_with_parent(stop)

@@ -23,7 +23,7 @@ from outbox.broker.log import commit_log, recall, topics
 from outbox.broker.log.topics import TopicCatalog
 from outbox.broker.operations import switches
 from outbox.broker.schema.install import check_schema, missing
-from outbox.broker.transaction import checks, decisions, fencing, half_scan, parking
+from outbox.broker.transaction import checks, decisions, fencing, half_scan, parking, turns
 from outbox.errors import BrokerError, BrokerUnavailable, SendFailed
 from outbox.message import Message, SendReceipt
 from outbox.recall import Recall
@@ -139,6 +139,18 @@ class PostgresBroker:
         self._asked_for.add(producer_group)
         faults.point("check.after_claim")
         return claimed
+
+    def take_turn(
+        self, producer_group: str, name: str, *, interval_seconds: float, rest_seconds: float | None = None
+    ) -> bool:
+        """Whether this process is to run a periodic pass of the group now; see `turns.take_turn`."""
+        return self._attempt(
+            _CHECK_SECONDS,
+            lambda run: turns.take_turn(
+                run, producer_group, name, interval_seconds=interval_seconds, rest_seconds=rest_seconds
+            ),
+            what=f"the turn of group {producer_group!r} for {name}",
+        )
 
     def report_answers(self, producer_group: str, answers: Sequence[Answer]) -> list[EndStatus | None]:
         if not answers:

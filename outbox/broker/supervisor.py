@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 PARENT_VARIABLE: Final = "OUTBOX_PARENT_PID"
 _PARENT_POLL_SECONDS: Final = 0.25
+# Leaves room within the 30 s that service managers commonly give before they kill.
+DRAIN_SECONDS: Final = 20.0
 
 
 # The exit code of a consumer process whose handlers hang.
@@ -63,9 +65,22 @@ RESTART: Final = Backoff(first_seconds=0.2, longest_seconds=30.0, healthy_second
 
 
 class Supervisor:
-    """Runs children until `stop`. One thread per child waits for it and restarts it."""
+    """Runs children until `stop`. One thread per child waits for it and restarts it.
 
-    def __init__(self, children: Sequence[ChildSpec], *, backoff: Backoff = RESTART) -> None:
+    `environment` is added to that of every child. `drain_seconds` is what they have to finish once they are stopped.
+    """
+
+    def __init__(
+        self,
+        children: Sequence[ChildSpec],
+        *,
+        environment: Mapping[str, str] | None = None,
+        drain_seconds: float = DRAIN_SECONDS,
+        backoff: Backoff = RESTART,
+    ) -> None:
+        self._environment = environment or {}
+        self._drain_seconds = drain_seconds
+        self._drain_until: float | None = None
         self._backoff = backoff
         self._stopping = threading.Event()
         self._lock = threading.Lock()
@@ -85,20 +100,31 @@ class Supervisor:
         with self._lock:
             return {name: process.pid for name, process in self._processes.items() if process.poll() is None}
 
-    def stop(self, *, grace_seconds: float = 30.0) -> None:
-        """Ask all children to drain (SIGTERM), wait, and kill what is left after `grace_seconds`."""
-        self._stopping.set()
-        logger.info("draining children %s", self.pids())
-        self._signal_all(signal.SIGTERM)
-        deadline = time.monotonic() + grace_seconds
+    def drain(self) -> None:
+        """Ask all children to finish what they hold and to end (SIGTERM); returns at once."""
+        if self._drain_until is None:
+            self._drain_until = time.monotonic() + self._drain_seconds
+            self._stopping.set()
+            logger.info("draining children %s", self.pids())
+            self._signal_all(signal.SIGTERM)
+
+    def stop(self) -> None:
+        """Drain, wait, and kill what is left when the time to drain is over."""
+        self.drain()
+        deadline = self._drain_until or 0.0
         for thread in self._threads:
             if thread.is_alive():
                 thread.join(max(0.0, deadline - time.monotonic()))
         if self.pids():
-            logger.error("children %s did not drain within %.0f s and are killed", self.pids(), grace_seconds)
-            self._signal_all(signal.SIGKILL)
+            logger.error("children %s did not drain within %.0f s: killing them", self.pids(), self._drain_seconds)
+            self.kill()
             for thread in self._threads:
                 thread.join()
+
+    def kill(self) -> None:
+        """End all children at once (SIGKILL). What they held is delivered again."""
+        self._stopping.set()
+        self._signal_all(signal.SIGKILL)
 
     def _signal_all(self, signal_number: signal.Signals) -> None:
         with self._lock:
@@ -122,7 +148,7 @@ class Supervisor:
 
     def _run(self, spec: ChildSpec, calls: IO[bytes] | None) -> int:
         """Start a child and wait for its end."""
-        environment = {**os.environ, **spec.environment, PARENT_VARIABLE: str(os.getpid())}
+        environment = {**os.environ, **self._environment, **spec.environment, PARENT_VARIABLE: str(os.getpid())}
         descriptors = [calls.fileno()] if calls is not None else []
         if descriptors:
             environment[running_calls.VARIABLE] = str(descriptors[0])
@@ -195,10 +221,11 @@ def stop_on_signals(stop: threading.Event) -> dict[signal.Signals, Any]:
     """Set `stop` on SIGTERM and SIGINT; returns the handlers there were. Call it in the main thread.
 
     Not in the handler itself: it runs in the middle of whatever the main thread does, which may be a wait for this
-    very event with its lock held.
+    very event with its lock held. A second Ctrl-C does not wait any longer: it raises KeyboardInterrupt.
     """
 
     def handle(*_: object) -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         threading.Thread(target=stop.set, name="outbox-signal", daemon=True).start()
 
     return {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}

@@ -14,7 +14,7 @@ from outbox.broker import deaths
 from outbox.broker.celery import beat, bootstep
 from outbox.broker.database.connection import BrokerDatabase
 from outbox.broker.postgres import PostgresBroker
-from outbox.broker.supervisor import ChildSpec
+from outbox.broker.supervisor import ChildSpec, Supervisor
 from outbox.checkback import CheckBack
 from outbox.periodic import PeriodicPass
 from outbox.transaction import Answer, Check, CheckSettings, Decision
@@ -41,20 +41,25 @@ def check_back() -> Mapping[str, Any]:
     return {"committed": counts.committed}
 
 
-def children() -> list[ChildSpec]:
-    return [
-        ChildSpec(name="broker", argv=[sys.executable, "-m", "outbox.broker"]),
-        ChildSpec(
-            name="consumer",
-            argv=[sys.executable, "-m", "tests.celery.consumer_child"],
-            on_death=functools.partial(deaths.record, BrokerDatabase(conninfo=URL)),
-        ),
-    ]
+CHILDREN = {
+    "broker": ChildSpec(name="broker", argv=[sys.executable, "-m", "outbox.broker"]),
+    "consumer": ChildSpec(
+        name="consumer",
+        argv=[sys.executable, "-m", "tests.celery.consumer_child"],
+        on_death=functools.partial(deaths.record, BrokerDatabase(conninfo=URL)),
+    ),
+}
+
+
+def supervisor(roles: Sequence[str], *, environment: Mapping[str, str]) -> Supervisor:
+    drain_seconds = float(os.environ.get("OUTBOX_TEST_DRAIN_SECONDS", "20"))
+    return Supervisor(
+        [CHILDREN[role] for role in roles or CHILDREN], environment=environment, drain_seconds=drain_seconds
+    )
 
 
 app = Celery("outbox-tests", broker=transport(URL))
 app.conf.worker_hijack_root_logger = False
 app.conf.broker_connection_retry_on_startup = True
-app.conf.task_default_queue = beat.TASK_QUEUE
-bootstep.install(app, children)
-beat.install(app, [PeriodicPass(name="check_back", run=check_back, interval_seconds=0.5)])
+bootstep.install(app, supervisor, roles=list(CHILDREN))
+beat.install(app, lambda: [PeriodicPass(name="check_back", run=check_back, interval_seconds=0.5)])

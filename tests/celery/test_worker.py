@@ -76,7 +76,7 @@ def url(broker_url: str) -> str:
             "CREATE TABLE inbox (consumer_group text, generation int, message_id uuid, PRIMARY KEY"
             " (consumer_group, generation, message_id))"
         )
-    create_queue(broker_url, "outbox")
+    create_queue(broker_url, "celery")
     return broker_url
 
 
@@ -133,7 +133,7 @@ def ready(worker: Worker) -> None:
 def test_check_back_runs_through_beat_alone(url: str, broker: PostgresBroker, start: Callable[..., Worker]) -> None:
     half = HalfTransaction(producer_group="shop", messages=[message()], immunity_seconds=0)
     broker.send_half(half)
-    worker = start("--outbox", "--queues=outbox")
+    worker = start("--outbox")
     eventually(lambda: handled(url) == {half.transaction_id}, within_seconds=40, what=worker.log.read_text)
 
 
@@ -203,6 +203,36 @@ def test_sigterm_drains(url: str, broker: PostgresBroker, start: Callable[..., W
         offsets = connection.execute("SELECT sum(handled) FROM outbox.offset_v1").fetchone()
         leases = connection.execute("SELECT count(*) FROM outbox.queue_lease WHERE owner IS NOT NULL").fetchone()
     assert (offsets, leases) == ((1,), (0,))
+
+
+@pytest.mark.parametrize("second", ["QUIT", "INT"])
+def test_a_second_signal_ends_the_drain(
+    url: str, broker: PostgresBroker, start: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch, second: str
+) -> None:
+    """The handler runs for longer than this test may, and so may the drain."""
+    monkeypatch.setenv("OUTBOX_TEST_DRAIN_SECONDS", "600")
+    worker = start("--outbox")
+    children = both_children(worker)
+    ready(worker)
+    (slow,) = broker.send([message(seconds="600")])
+    eventually(lambda: handled(url, "started") == {slow.message_id}, within_seconds=40, what=worker.log.read_text)
+    worker.process.send_signal(signal.SIGINT)
+    eventually(lambda: "draining children" in worker.log.read_text(), within_seconds=40, what=worker.log.read_text)
+    worker.process.send_signal(signal.Signals[f"SIG{second}"])
+    worker.process.wait(60)
+    assert all(gone(pid) for pid in children.values())
+    assert "did not drain" not in worker.log.read_text()
+    assert handled(url) == set()
+
+
+def test_roles_choose_the_children(start: Callable[..., Worker]) -> None:
+    wrong = start("--outbox-roles=brocker")
+    assert wrong.process.wait(40) == 2
+    assert "there is no role brocker; there are broker, consumer" in wrong.log.read_text()
+    worker = start("--outbox-roles=broker")
+    ready(worker)
+    eventually(lambda: set(worker.children()) == {"outbox.broker"}, what=worker.log.read_text)
+    assert "child consumer" not in worker.log.read_text()
 
 
 def test_without_the_option_a_worker_starts_no_children(start: Callable[..., Worker]) -> None:

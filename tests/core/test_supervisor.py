@@ -28,10 +28,11 @@ def child(name: str, program: str) -> ChildSpec:
 
 @pytest.fixture
 def supervisor() -> Iterator[Supervisor]:
-    supervisor = Supervisor([child("one", SLEEP), child("two", SLEEP)], backoff=QUICK)
+    supervisor = Supervisor([child("one", SLEEP), child("two", SLEEP)], backoff=QUICK, drain_seconds=20)
     supervisor.start()
     yield supervisor
-    supervisor.stop(grace_seconds=0.5)
+    supervisor.kill()
+    supervisor.stop()
 
 
 def test_dead_child_is_restarted_and_the_other_left_alone(supervisor: Supervisor) -> None:
@@ -43,17 +44,17 @@ def test_dead_child_is_restarted_and_the_other_left_alone(supervisor: Supervisor
 
 def test_stop_drains_all(supervisor: Supervisor) -> None:
     eventually(lambda: len(supervisor.pids()) == 2)
-    supervisor.stop(grace_seconds=20)
+    supervisor.stop()
     assert supervisor.pids() == {}
 
 
 def test_child_that_does_not_drain_is_killed(tmp_path: Path) -> None:
     mark = tmp_path / "up"
     program = STUBBORN.replace("print('up', flush=True)", f"open({str(mark)!r}, 'w').close()")
-    supervisor = Supervisor([child("stubborn", program)])
+    supervisor = Supervisor([child("stubborn", program)], drain_seconds=0.2)
     supervisor.start()
     eventually(mark.exists)
-    supervisor.stop(grace_seconds=0.2)
+    supervisor.stop()
     assert supervisor.pids() == {}
 
 

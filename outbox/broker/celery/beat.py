@@ -1,34 +1,38 @@
-"""The periodic work of a producer service as Celery tasks, driven by beat.
+"""The periodic work of a producer service as Celery tasks, for services none of whose workers has `--outbox`.
 
-Overlapping, late or doubled runs are harmless: every pass claims its work in the database. The tasks have
-a queue of their own and expire after one period, so a backlog of them cannot build up.
+A worker with `--outbox` runs the passes itself, and what beat sends then finds that it is not its turn. The tasks go to
+the default queue (`task_routes` can choose another), which some worker consumes, and do not expire: one that waited
+behind a backlog is the one that runs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any
 
 from celery import Celery
 
 from outbox.periodic import PeriodicPass
 
-TASK_QUEUE: Final = "outbox"
+
+def install(app: Celery, passes: Callable[[], list[PeriodicPass]]) -> None:
+    """Register one task and one beat entry per pass, named `outbox.<name>`: at once, or when the app is finalised.
+
+    `passes` is asked for then, and not before: a Celery module may be imported before the settings can be read.
+    """
+    if app.finalized:
+        _add(app, passes())
+    else:
+        app.on_after_finalize.connect(lambda sender, **_: _add(sender, passes()), weak=False)
 
 
-def install(app: Celery, passes: list[PeriodicPass]) -> None:
-    """Register one task and one beat entry per pass, named `outbox.<name>`, on the queue `outbox`."""
+def _add(app: Celery, passes: list[PeriodicPass]) -> None:
     for entry in passes:
-        name = f"outbox.{entry.name}"
-        app.task(_call(entry), name=name, ignore_result=True, acks_late=False)
-        app.conf.beat_schedule = {
-            **(app.conf.beat_schedule or {}),
-            name: {
-                "task": name,
-                "schedule": entry.interval_seconds,
-                "options": {"queue": TASK_QUEUE, "expires": entry.interval_seconds},
-            },
-        }
+        app.task(_call(entry), name=f"outbox.{entry.name}", ignore_result=True, acks_late=False)
+    app.conf.beat_schedule = {
+        **(app.conf.beat_schedule or {}),
+        **{f"outbox.{e.name}": {"task": f"outbox.{e.name}", "schedule": e.interval_seconds} for e in passes},
+    }
 
 
 def _call(entry: PeriodicPass) -> Callable[[], dict[str, Any]]:

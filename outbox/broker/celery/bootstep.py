@@ -2,24 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Final
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Final, Protocol
 
 import click
-from celery import Celery, bootsteps
+from celery import Celery, bootsteps, signals
+from celery.utils.nodenames import node_format
 
-from outbox.broker.supervisor import ChildSpec, Supervisor
+from outbox.broker.process_log import told_to_children
+from outbox.broker.supervisor import Supervisor
 
-_CONF_KEY: Final = "outbox_children"
+_CONF_KEY: Final = "outbox_supervisor"
+# psycopg waits with select.poll, which eventlet takes away: nothing of outbox works in such a process.
+_REFUSED_POOLS: Final = ("eventlet",)
 
 
-def install(app: Celery, children: Callable[[], Sequence[ChildSpec]]) -> None:
-    """Give a Celery app the worker option `--outbox`; `children` is asked for when such a worker starts."""
-    app.user_options["worker"].add(
-        click.Option(["--outbox"], is_flag=True, help="Supervise the outbox broker and consumer processes.")
-    )
+class MakeSupervisor(Protocol):
+    """Makes what supervises the processes for the given roles; none given are all."""
+
+    def __call__(self, roles: Sequence[str], *, environment: Mapping[str, str]) -> Supervisor: ...
+
+
+def install(app: Celery, make_supervisor: MakeSupervisor, *, roles: Sequence[str] = ()) -> None:
+    """Give a Celery app the worker options `--outbox` and `--outbox-roles`. A second call changes nothing.
+
+    `make_supervisor` is called when such a worker starts; `roles` are those that may be asked for.
+    """
+    if OutboxStep in app.steps["worker"]:
+        return
+    app.user_options["worker"].update(_options(roles))
     app.steps["worker"].add(OutboxStep)
-    app.conf[_CONF_KEY] = children
+    app.conf[_CONF_KEY] = make_supervisor
+
+
+def flush_at_end(flush: Callable[[], object]) -> None:
+    """Call `flush` when a process of a worker's pool ends, which leaves out what Python does at exit."""
+    signals.worker_process_shutdown.connect(lambda **_: flush(), weak=False, dispatch_uid="outbox.flush")
+
+
+def _options(known: Sequence[str]) -> list[click.Option]:
+    def parse(context: click.Context, parameter: click.Parameter, value: str) -> list[str]:
+        asked = [role.strip() for role in value.split(",") if role.strip()]
+        if unknown := [role for role in asked if role not in known]:
+            raise click.BadParameter(f"there is no role {', '.join(unknown)}; there are {', '.join(known)}.")
+        return asked
+
+    return [
+        click.Option(["--outbox"], is_flag=True, help="Supervise the processes of outbox."),
+        click.Option(
+            ["--outbox-roles"],
+            default="",
+            callback=parse,
+            help=f"Only these (with commas): {', '.join(known)}. Implies --outbox.",
+        ),
+    ]
 
 
 class OutboxStep(bootsteps.StartStopStep):  # type: ignore[misc]
@@ -27,20 +64,51 @@ class OutboxStep(bootsteps.StartStopStep):  # type: ignore[misc]
 
     requires: ClassVar[set[str]] = {"celery.worker.components:Pool"}
 
-    def __init__(self, worker: Any, outbox: bool = False, **options: Any) -> None:
+    def __init__(self, worker: Any, outbox: bool = False, outbox_roles: Sequence[str] = (), **options: Any) -> None:
         super().__init__(worker, **options)
-        self.enabled = outbox
+        _refuse_pool(worker)
+        self.enabled = outbox or bool(outbox_roles)
+        self.roles = outbox_roles
         self.supervisor: Supervisor | None = None
 
     def start(self, worker: Any) -> None:
         """Start the children after the pool was forked, so that no pool process inherits their handles."""
-        self.supervisor = Supervisor(worker.app.conf[_CONF_KEY]())
+        file = node_format(worker.logfile, worker.hostname) if worker.logfile else None
+        log = told_to_children(level=worker.loglevel, file=file)
+        self.supervisor = worker.app.conf[_CONF_KEY](self.roles, environment=log)
+        signals.worker_shutting_down.connect(self._hurry, weak=False)
         self.supervisor.start()
 
+    def close(self, worker: Any) -> None:
+        """Let the children drain while the worker finishes its tasks."""
+        if self.supervisor is not None:
+            self.supervisor.drain()
+
     def stop(self, worker: Any) -> None:
-        """Drain the children."""
+        """Wait for the children."""
         if self.supervisor is not None:
             self.supervisor.stop()
             self.supervisor = None
 
-    terminate = stop
+    def terminate(self, worker: Any) -> None:
+        """End the children at once: a cold shutdown waits for nothing."""
+        if self.supervisor is not None:
+            self.supervisor.kill()
+            self.stop(worker)
+
+    def _hurry(self, how: str = "", **_: Any) -> None:
+        """A second Ctrl-C or SIGQUIT, also while draining.
+
+        Called in a signal handler: the main thread may hold the supervisor's lock.
+        """
+        if how == "Cold" and self.supervisor is not None:
+            threading.Thread(target=self.supervisor.kill, name="outbox-hurry", daemon=True).start()
+
+
+def _refuse_pool(worker: Any) -> None:
+    pool = worker.pool_cls if isinstance(worker.pool_cls, str) else worker.pool_cls.__module__
+    if (name := pool.rpartition(".")[2]) in _REFUSED_POOLS:
+        raise click.ClickException(
+            f"outbox cannot work in the pool {name!r}, which takes select.poll away from the PostgreSQL driver: every "
+            f"publish would fail. Start the worker with --pool prefork, threads, solo or gevent."
+        )

@@ -22,6 +22,7 @@ from outbox.broker.groups.suspects import SuspectStatus
 from outbox.broker.log import incidents
 from outbox.broker.operations import status_sql
 from outbox.broker.operations.undecided import UndecidedGroup, undecided_groups
+from outbox.broker.transaction import turns
 
 # A process that dies so often within so many seconds is in a crash loop.
 CRASH_LOOP_DEATHS: Final = 3
@@ -157,7 +158,8 @@ class BrokerStatus:
     """A broker in one snapshot. Ages in seconds; None where there is nothing.
 
     `leader` is the process that sequences, None when nobody does. `oldest_pending_seconds`: the oldest half
-    transaction that waits for a check. `problems` is empty when nothing needs attention.
+    transaction that waits for a check. `unasked`: the groups whose check-back is absent. `problems` is empty when
+    nothing needs attention.
     """
 
     broker_id: str
@@ -177,6 +179,7 @@ class BrokerStatus:
     suspects: list[SuspectStatus] = field(default_factory=list)
     outages: list[OutageStatus] = field(default_factory=list)
     crash_loops: list[CrashLoop] = field(default_factory=list)
+    unasked: list[turns.Unasked] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
@@ -220,6 +223,7 @@ def broker_status(run: Executor) -> BrokerStatus:
         crash_loops = run.objects(
             CrashLoop, status_sql.CRASH_LOOPS, {"seconds": CRASH_LOOP_SECONDS, "deaths": CRASH_LOOP_DEATHS}
         )
+        unasked = turns.unasked(run)
     plain = dataclasses.asdict(row)
     del plain["snapshot"]
     return BrokerStatus(
@@ -232,10 +236,11 @@ def broker_status(run: Executor) -> BrokerStatus:
         suspects=suspected,
         outages=outages,
         crash_loops=crash_loops,
+        unasked=unasked,
         problems=[
             *_problems(row, topics, groups, still_open),
             *(text for one in undecided for text in one.problems()),
-            *map(str, [*suspected, *outages, *crash_loops]),
+            *map(str, [*unasked, *suspected, *outages, *crash_loops]),
         ],
     )
 

@@ -27,20 +27,8 @@ class UndecidedGroup:
     seen_seconds: float | None
     example: str | None
 
-    @property
-    def is_away(self) -> bool:
-        """Whether nobody of the group asks for checks."""
-        return self.seen_seconds is None or self.seen_seconds > GROUP_AWAY_SECONDS
-
     def problems(self) -> Iterator[str]:
-        """What needs attention, and what to do."""
-        if self.overdue and self.is_away:
-            seen = "never has" if self.seen_seconds is None else f"has not for {self.seen_seconds:.0f} s"
-            yield (
-                f"producer group {self.group!r}: nobody asks about its {self.overdue} undecided transactions, the "
-                f"oldest {self.oldest_seconds:.0f} s old (e.g. {self.example}); the group {seen}: start a producer of "
-                f"it with check-back (beat, or outbox_worker)"
-            )
+        """What needs attention, and what to do. Nobody asking is what `turns.unasked` finds."""
         if self.parked:
             reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(self.parked.items()))
             yield (

@@ -27,6 +27,7 @@ _FILES: Final = {
     5: "0005_parked_and_recalled.sql",
     6: "0006_fencing.sql",
     7: "0007_suspects.sql",
+    8: "0008_periodic_pass.sql",
 }
 SCHEMA_VERSION: Final = max(_FILES)
 

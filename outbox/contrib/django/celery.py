@@ -4,7 +4,7 @@
     app.config_from_object("django.conf:settings", namespace="CELERY")
     outbox.contrib.django.celery.setup(app)
 
-Run `celery -A shop worker --beat --outbox -Q celery,outbox`. Celery itself is imported by `outbox.broker.celery` only.
+Run `celery -A shop worker --outbox`. Celery itself is imported by `outbox.broker.celery` only.
 """
 
 from __future__ import annotations
@@ -12,19 +12,20 @@ from __future__ import annotations
 from typing import Any
 
 from outbox.broker.celery import beat, bootstep
+from outbox.contrib.django.broker import flusher
+from outbox.contrib.django.celery_tasks import TransactionalTask, subscriber_task
 from outbox.contrib.django.periodic import passes
-from outbox.contrib.django.workers import child_specs
+from outbox.contrib.django.workers import Role, supervisor
+
+__all__ = ["TransactionalTask", "setup", "subscriber_task"]
 
 
 def setup(app: Any) -> None:
-    """Add `--outbox` to the app's worker, and check-back and pruning to its beat schedule.
+    """Add `--outbox` and `--outbox-roles` to the app's worker, and check-back and pruning to its beat schedule.
 
-    The settings are read when the app is finalised, not here: a Celery module may be imported before Django is
-    set up.
+    Tasks and schedule are added when the app is finalised (at once where that has happened): a Celery module may be
+    imported before Django is set up.
     """
-    bootstep.install(app, child_specs)
-    app.on_after_finalize.connect(_add_passes, weak=False)
-
-
-def _add_passes(sender: Any, **_: Any) -> None:
-    beat.install(sender, passes())
+    bootstep.install(app, supervisor, roles=list(Role))
+    bootstep.flush_at_end(flusher.flush)
+    beat.install(app, passes)

@@ -18,8 +18,9 @@ from django.db.utils import DatabaseError
 from outbox.broker.database.executor import Executor
 from outbox.broker.log.topics import list_topics
 from outbox.broker.schema.install import check_schema
+from outbox.broker.transaction import turns
 from outbox.contrib.django.broker import check_topic_imports
-from outbox.contrib.django.conf import OutboxSettings, PathChoice, get_settings
+from outbox.contrib.django.conf import OutboxSettings, PathChoice, get_settings, imported
 from outbox.contrib.django.databases import alias_conninfo, broker_database
 from outbox.contrib.django.handler_connections import pool_shortages
 from outbox.contrib.django.in_tests import refuse_in_tests, running_tests
@@ -33,6 +34,7 @@ from outbox.topic import Topic
 
 logger = logging.getLogger(__name__)
 
+_MIGRATIONS: Final = "django_migrations"
 _ROUTER: Final = "outbox.contrib.django.routers.BrokerRouter"
 
 
@@ -52,6 +54,7 @@ def check_settings(**options: Any) -> list[CheckMessage]:
         _broker_alias,
         _producer_group,
         _topic_imports,
+        _celery_app,
         _transactions,
         _router,
         _subscribers,
@@ -99,6 +102,14 @@ def _producer_group(settings: OutboxSettings) -> Iterator[CheckMessage]:
             hint="Name this service, unlike any other that shares the broker, for example 'orders'.",
             id="outbox.E004",
         )
+
+
+def _celery_app(settings: OutboxSettings) -> Iterator[CheckMessage]:
+    if settings.celery_app is not None:
+        try:
+            imported("OUTBOX['CELERY_APP']", settings.celery_app)
+        except ConfigurationError as error:
+            yield Error(str(error), id="outbox.E016")
 
 
 def _topic_imports(settings: OutboxSettings) -> Iterator[CheckMessage]:
@@ -212,8 +223,9 @@ def _application_database(alias: str, settings: OutboxSettings) -> Iterator[Chec
     except DatabaseError as error:
         yield Error(f"the database {alias!r} cannot be looked at: {error}.", id="outbox.E020")
         return
-    if missing:
-        # A warning: `migrate` runs these checks before it creates the tables, and stops at errors.
+    if missing and _MIGRATIONS in tables:
+        # A warning: `migrate` runs these checks before it creates the tables, and stops at errors. Where it is run for
+        # the first time, there is nothing to say.
         yield Warning(
             f"{' and '.join(missing)} are missing in {alias!r}, where publish() or a subscriber may need them.",
             hint=f"Run `manage.py migrate --database={alias}`.",
@@ -271,12 +283,14 @@ def _broker_database(settings: OutboxSettings) -> Iterator[CheckMessage]:
             yield from _undeclared(
                 settings, {topic.name: topic for topic in list_topics(Executor(connection, settings.schema))}
             )
+            yield from _check_back_is_absent(Executor(connection, settings.schema), settings)
             with connection.cursor() as cursor:
                 if not _durable("postgresql", cursor):
                     yield _not_durable(settings.broker)
     except SchemaError as error:
         # As above: `migrate` is what makes it right.
-        yield Warning(str(error), id="outbox.W026")
+        if _MIGRATIONS in connections[settings.broker].introspection.table_names():
+            yield Warning(str(error), id="outbox.W026")
     except (BrokerError, ConfigurationError) as error:
         yield Error(str(error), id="outbox.E025")
 
@@ -312,6 +326,14 @@ def _former_broker(alias: str, settings: OutboxSettings) -> Iterator[CheckMessag
             hint=f"Set BROKER back to {alias!r}, let `manage.py outbox_worker --drain` deliver them, then switch.",
             id="outbox.W028",
         )
+
+
+def _check_back_is_absent(run: Executor, settings: OutboxSettings) -> Iterator[CheckMessage]:
+    for found in turns.unasked(run):
+        if found.producer_group == settings.producer_group:
+            yield Warning(
+                str(found), hint="Start `celery worker --outbox` or `manage.py outbox_worker`.", id="outbox.W030"
+            )
 
 
 def _undeclared(settings: OutboxSettings, known: Mapping[str, Topic]) -> Iterator[CheckMessage]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import difflib
 import enum
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final, TypeVar
 
 from django.conf import settings as django_settings
@@ -70,7 +70,8 @@ class OutboxSettings:
     refuses to publish outside of a transaction, whatever the topic. `inbox_retention_seconds` must outlast the log,
     all retries and the dead letters that may still be replayed. `lease_seconds` is the term of a queue's lease; a
     handler's connection gives up waiting for locks within half of it, and being idle in its transaction within four
-    fifths, so that a frozen process blocks nobody.
+    fifths, so that a frozen process blocks nobody. `drain_seconds` is what a worker's processes have to finish when it
+    stops, before they are killed. `celery_app` is the dotted path of the Celery app that gets the transactional tasks.
     """
 
     in_memory: bool = False
@@ -94,6 +95,8 @@ class OutboxSettings:
     inbox_retention_seconds: float = 14 * _DAY
     consumer_processes: int = 1
     lease_seconds: float = 10.0
+    drain_seconds: float = 20.0
+    celery_app: str | None = None
 
     def required_producer_group(self) -> str:
         """The producer group; ConfigurationError when there is none."""
@@ -143,7 +146,20 @@ def parse_settings(raw: object) -> OutboxSettings:
         if key not in known:
             raise ConfigurationError(f"OUTBOX[{key!r}] is not a setting.{_nearest(str(key), list(known))}")
         values[known[key]] = _RULES[key](f"OUTBOX[{key!r}]", value)
-    return OutboxSettings(**values)
+    return _with_tasks_topic(OutboxSettings(**values))
+
+
+def _with_tasks_topic(settings: OutboxSettings) -> OutboxSettings:
+    """Declare the topic of transactional Celery tasks, which takes its name from the service."""
+    if settings.celery_app is None:
+        return settings
+    name = tasks_topic(settings)
+    return replace(settings, topics={name: _topic(f"OUTBOX['TOPICS'][{name!r}]", name, {}), **settings.topics})
+
+
+def tasks_topic(settings: OutboxSettings) -> str:
+    """The topic of the service's transactional Celery tasks. Raises ConfigurationError without PRODUCER_GROUP."""
+    return f"{settings.required_producer_group()}.celery-tasks"
 
 
 def _nearest(key: str, known: list[str]) -> str:
@@ -299,6 +315,8 @@ _RULES: Final[Mapping[str, Rule]] = {
     "INBOX_RETENTION_SECONDS": _seconds(60),
     "CONSUMER_PROCESSES": _whole(0),
     "LEASE_SECONDS": _seconds(1),
+    "DRAIN_SECONDS": _seconds(0),
+    "CELERY_APP": _text_or_none,
 }
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Final
 from uuid import UUID
@@ -43,7 +43,11 @@ class Flusher:
 
     def _reset(self) -> None:
         """Also after a fork: the parent's thread is not in the child, and its ends are the parent's to send."""
-        self._queue: queue.Queue[_Item] = queue.Queue(MAX_QUEUED)
+        # Not queue.Queue: gevent replaces it by one that nobody can wait for.
+        self._queue: deque[_Item] = deque()
+        self._changed = threading.Condition()
+        # Queued, or taken and not yet sent.
+        self._unfinished = 0
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
@@ -56,9 +60,12 @@ class Flusher:
         self._put(transaction_id)
 
     def _put(self, item: _Item) -> None:
-        try:
-            self._queue.put_nowait(item)
-        except queue.Full:
+        with self._changed:
+            if fits := len(self._queue) < MAX_QUEUED:
+                self._queue.append(item)
+                self._unfinished += 1
+                self._changed.notify_all()
+        if not fits:
             self.dropped += 1
             if self.dropped % MAX_QUEUED == 1:
                 logger.warning("%d end messages dropped so far, check-back will settle them", self.dropped)
@@ -81,26 +88,33 @@ class Flusher:
     def flush(self, *, within_seconds: float = _EXIT_SECONDS) -> bool:
         """Wait until everything queued so far was sent (or given up); False when time ran out first."""
         deadline = time.monotonic() + within_seconds
-        with self._queue.all_tasks_done:
-            while self._queue.unfinished_tasks:
+        with self._changed:
+            while self._unfinished:
                 left = deadline - time.monotonic()
                 if left <= 0 or self._thread is None or not self._thread.is_alive():
                     return False
-                self._queue.all_tasks_done.wait(left)
+                self._changed.wait(left)
         return True
 
     def _run(self) -> None:
-        work = self._queue
         while True:
-            items = _take(work)
+            items = self._take()
             try:
                 self._send(items)
             except BrokerError as error:
                 logger.warning("%d end messages were not sent, check-back will settle them: %s", len(items), error)
             except Exception:
                 logger.exception("the flusher failed; check-back will settle %d end messages", len(items))
-            for _ in items:
-                work.task_done()
+            with self._changed:
+                self._unfinished -= len(items)
+                self._changed.notify_all()
+
+    def _take(self) -> list[_Item]:
+        """Wait for something to do, then take all of it up to the batch limit."""
+        with self._changed:
+            while not self._queue:
+                self._changed.wait()
+            return [self._queue.popleft() for _ in range(min(len(self._queue), MAX_BATCH))]
 
     def _send(self, items: list[_Item]) -> None:
         broker = self._receiver()
@@ -110,14 +124,3 @@ class Flusher:
             point("producer.after_end")
         if hints := [item for item in items if isinstance(item, UUID)]:
             broker.hint_checks(hints)
-
-
-def _take(work: queue.Queue[_Item]) -> list[_Item]:
-    """Wait for something to do, then take all of it up to the batch limit."""
-    items = [work.get()]
-    while len(items) < MAX_BATCH:
-        try:
-            items.append(work.get_nowait())
-        except queue.Empty:
-            break
-    return items

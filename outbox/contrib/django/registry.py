@@ -210,7 +210,7 @@ def autodiscover() -> list[Subscriber]:
     """
     module = get_settings().subscriber_module
     for app in apps.get_app_configs():
-        if app.module is None or not module_has_submodule(app.module, module):
+        if app.module is None or app.name == "outbox.contrib.django" or not module_has_submodule(app.module, module):
             continue
         try:
             import_module(f"{app.name}.{module}")
@@ -221,4 +221,7 @@ def autodiscover() -> list[Subscriber]:
                 f"the subscribers in {app.name}.{module} cannot be imported: {type(error).__name__}: "
                 f"{str(error).rstrip('.')}."
             ) from error
+    if get_settings().celery_app is not None:
+        # Only now: what it needs of Celery may not be installed elsewhere.
+        import_module("outbox.contrib.django.celery_tasks").register_hand_over()
     return subscribers()

@@ -1,4 +1,4 @@
-"""What the worker processes run: the broker, the consumers, and check-back where no Celery beat drives it."""
+"""What the worker processes run: the broker, the consumers, and check-back."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from enum import StrEnum
 from typing import Final
 
-from outbox.broker import deaths
+from outbox.broker import deaths, process_log
 from outbox.broker.consumer.runtime import ConsumerRuntime
 from outbox.broker.process import ProcessSettings, run_broker
 from outbox.broker.supervisor import ChildSpec, Supervisor
@@ -23,23 +25,60 @@ from outbox.contrib.django.periodic import passes
 from outbox.contrib.django.registry import autodiscover, find_subscriber, subscriptions
 from outbox.errors import ConfigurationError, OutboxError
 from outbox.periodic import PeriodicPass
+from outbox.ports import AnyHandler
+from outbox.subscription import Subscription
 
 logger = logging.getLogger(__name__)
 
+_CHECK_ENDS_SECONDS: Final = 5.0
 
-def child_specs() -> list[ChildSpec]:
-    """The processes to keep alive: one broker, and as many consumers as OUTBOX['CONSUMER_PROCESSES']."""
+
+class Role(StrEnum):
+    """What a process of a worker does."""
+
+    BROKER = "broker"
+    """Sequences and retains, whenever it holds the leader's lease."""
+    CONSUMER = "consumer"
+    """Runs the project's subscribers."""
+    CHECK = "check"
+    """Runs check-back and pruning, each at its interval."""
+
+
+def supervisor(roles: Sequence[str] = (), *, environment: Mapping[str, str] | None = None) -> Supervisor:
+    """What keeps the processes of a worker alive. Raises ConfigurationError where one of them could never work."""
+    return Supervisor(child_specs(roles), environment=environment, drain_seconds=get_settings().drain_seconds)
+
+
+def child_specs(roles: Sequence[str] = ()) -> list[ChildSpec]:
+    """The processes for `roles`: by default all, but for consumers in a project without subscribers.
+
+    One for the broker, which has check-back beside it, and as many consumers as OUTBOX['CONSUMER_PROCESSES'].
+    """
     refuse_processes_in_tests()
-    names = [f"consumer-{number}" for number in range(1, get_settings().consumer_processes + 1)]
-    consumers = [
-        ChildSpec(name=name, argv=_argv("consumer"), on_death=lambda death: deaths.record(broker_database(), death))
-        for name in names
-    ]
-    return [ChildSpec(name="broker", argv=_argv("broker")), *consumers]
+    wanted = {Role(role) for role in roles} or set(Role)
+    specs = []
+    if together := [role for role in (Role.BROKER, Role.CHECK) if role in wanted]:
+        specs.append(_child(together[0], *together))
+    if Role.CONSUMER in wanted and (roles or _has_subscribers()):
+        required_subscriptions()
+        numbers = range(1, get_settings().consumer_processes + 1)
+        specs += [_consumer(f"consumer-{number}") for number in numbers]
+    return specs
 
 
-def _argv(role: str) -> list[str]:
-    return [sys.executable, "-m", "outbox.contrib.django.child", role]
+def _child(name: str, *roles: Role) -> ChildSpec:
+    return ChildSpec(name=name, argv=[sys.executable, "-m", "outbox.contrib.django.child", *roles])
+
+
+def _consumer(name: str) -> ChildSpec:
+    return replace(_child(name, Role.CONSUMER), on_death=lambda death: deaths.record(broker_database(), death))
+
+
+def _has_subscribers() -> bool:
+    if autodiscover():
+        return True
+    logger.info("no consumer process is started: there is no @subscriber in this project")
+    return False
 
 
 def run_broker_role(stop: threading.Event) -> None:
@@ -49,13 +88,7 @@ def run_broker_role(stop: threading.Event) -> None:
 
 def consumer_runtime(*, groups: Sequence[str] = ()) -> ConsumerRuntime:
     """A runtime for the project's subscribers. Raises ConfigurationError when there are none."""
-    autodiscover()
-    wanted = subscriptions(groups=groups)
-    if not wanted:
-        raise ConfigurationError(
-            f"there is no @subscriber in this project: workers look into {get_settings().subscriber_module!r} "
-            f"of each of INSTALLED_APPS (OUTBOX['SUBSCRIBER_MODULE']). Without any, start the broker role only."
-        )
+    wanted = required_subscriptions(groups=groups)
     require_inboxes([subscription for subscription, _ in wanted])
     for shortage in pool_shortages(filter(None, (find_subscriber(subscription) for subscription, _ in wanted))):
         logger.warning("%s", shortage)
@@ -69,13 +102,26 @@ def consumer_runtime(*, groups: Sequence[str] = ()) -> ConsumerRuntime:
     )
 
 
+def required_subscriptions(*, groups: Sequence[str] = ()) -> list[tuple[Subscription, AnyHandler]]:
+    """What the project subscribes to. Raises ConfigurationError when that is nothing."""
+    autodiscover()
+    wanted = subscriptions(groups=groups)
+    if not wanted:
+        raise ConfigurationError(
+            f"there is no @subscriber in this project: workers look into {get_settings().subscriber_module!r} of "
+            f"each of INSTALLED_APPS (OUTBOX['SUBSCRIBER_MODULE']). Without any, leave out the role consumer "
+            f"(--outbox-roles broker,check)."
+        )
+    return wanted
+
+
 def run_consumer_role(stop: threading.Event, *, groups: Sequence[str] = ()) -> None:
     """Consume for the project's subscribers until `stop`, then finish what is held."""
     consumer_runtime(groups=groups).run(stop)
 
 
 def run_check_role(stop: threading.Event) -> None:
-    """Run the periodic passes, each at its own interval, until `stop`. For projects without Celery beat."""
+    """Run the periodic passes, each at its own interval, until `stop`."""
     due = {item.name: 0.0 for item in passes()}
     while not stop.is_set():
         for item in passes():
@@ -95,20 +141,47 @@ def run_pass(item: PeriodicPass) -> None:
         logger.exception("%s failed, it runs again in %.0f s", item.name, item.interval_seconds)
 
 
-def run_all(stop: threading.Event) -> None:
-    """Supervise the broker and the consumers as processes of their own and run the periodic passes here."""
-    supervisor = Supervisor(child_specs())
-    supervisor.start()
+def run_broker_and_check_roles(stop: threading.Event) -> None:
+    """Both in one process, which costs a thread instead of 40 MB. Raises what either of them raises."""
+    failed: list[BaseException] = []
+
+    def check() -> None:
+        try:
+            run_check_role(stop)
+        except BaseException as error:
+            failed.append(error)
+            stop.set()
+
+    # A daemon: the look-up of an application that hangs does not hold up the end of the process.
+    checking = threading.Thread(target=check, name="outbox-check", daemon=True)
+    checking.start()
     try:
-        run_check_role(stop)
+        run_broker_role(stop)
     finally:
-        supervisor.stop()
+        stop.set()
+        checking.join(_CHECK_ENDS_SECONDS)
+    if failed:
+        raise failed[0]
+
+
+def run_all(stop: threading.Event) -> None:
+    """Supervise all roles as processes of their own until `stop`."""
+    log = process_log.told_to_children(level=logging.getLogger().getEffectiveLevel(), file=None)
+    processes = supervisor(environment=log)
+    processes.start()
+    try:
+        stop.wait()
+        processes.stop()
+    except BaseException:
+        # A second Ctrl-C: whoever gives it does not want to wait.
+        processes.kill()
+        raise
 
 
 # What `outbox_worker --role` offers: functions of the stop event and the groups named.
 ROLES: Final[Mapping[str, Callable[[threading.Event, Sequence[str]], None]]] = {
     "all": lambda stop, groups: run_all(stop),
-    "broker": lambda stop, groups: run_broker_role(stop),
-    "consumer": lambda stop, groups: run_consumer_role(stop, groups=groups),
-    "check": lambda stop, groups: run_check_role(stop),
+    Role.BROKER: lambda stop, groups: run_broker_role(stop),
+    Role.CONSUMER: lambda stop, groups: run_consumer_role(stop, groups=groups),
+    Role.CHECK: lambda stop, groups: run_check_role(stop),
 }

@@ -194,7 +194,7 @@ def supervised(bench: ConsumptionBench) -> Iterator[Supervisor]:
     try:
         yield supervisor
     finally:
-        supervisor.stop(grace_seconds=30)
+        supervisor.stop()
 
 
 def every_message_ends(bench: ConsumptionBench, *, atomic: bool, seed: int, count: int, every: int) -> None:

@@ -52,7 +52,9 @@ class Workers:
 
 
 @contextlib.contextmanager
-def working(bench: ConsumptionBench, folder: Path, *, count: int = 1, **options: Any) -> Iterator[Workers]:
+def working(
+    bench: ConsumptionBench, folder: Path, *, count: int = 1, drain_seconds: float = 20.0, **options: Any
+) -> Iterator[Workers]:
     """So many consumer processes under a supervisor, and a broker process's loop."""
     record = functools.partial(deaths.record, bench.database)
     specs = []
@@ -60,13 +62,13 @@ def working(bench: ConsumptionBench, folder: Path, *, count: int = 1, **options:
         argument = json.dumps({"url": bench.url, "name": f"c{number}", "calls": str(folder / "calls"), **options})
         argv = [sys.executable, "-m", "tests.broker.consumer.killer_process", argument]
         specs.append(ChildSpec(name=f"c{number}", argv=argv, environment={"PYTHONPATH": str(ROOT)}, on_death=record))
-    supervisor = Supervisor(specs, backoff=SOON)
+    supervisor = Supervisor(specs, backoff=SOON, drain_seconds=drain_seconds)
     with bench.sequencing():
         supervisor.start()
         try:
             yield Workers(bench, folder, supervisor)
         finally:
-            supervisor.stop(grace_seconds=20)
+            supervisor.stop()
 
 
 def messages(count: int, *, keys: int = 4, deeds: dict[int, str] | None = None) -> list[Message]:
@@ -190,12 +192,12 @@ def test_an_end_that_was_ordered_accuses_nobody(orders: ConsumptionBench, tmp_pa
     """Told to stop, then killed because it does not: what runs at that moment is not guilty."""
     # All in one queue, so that the other one is given back as soon as the order has arrived.
     orders.publish(messages(8, keys=1, deeds=dict.fromkeys(range(8), "hang")))
-    with working(orders, tmp_path) as workers:
+    with working(orders, tmp_path, drain_seconds=0.2) as workers:
         eventually(lambda: len(workers.calls()) == 4, within_seconds=LONG)
         # By the supervisor's order …
-        workers.supervisor.stop(grace_seconds=0.2)
+        workers.supervisor.stop()
     assert (workers.deaths(), suspects.list_suspects(orders.run)) == (0, [])
-    with working(orders, tmp_path) as workers:
+    with working(orders, tmp_path, drain_seconds=0.2) as workers:
         # … and by somebody else's, who kills it later.
         pid = eventually(lambda: workers.supervisor.pids().get("c1", 0), within_seconds=LONG)
         eventually(lambda: sum(workers.calls().values()) == 8, within_seconds=LONG)
@@ -204,7 +206,7 @@ def test_an_end_that_was_ordered_accuses_nobody(orders: ConsumptionBench, tmp_pa
         os.kill(pid, signal.SIGKILL)
         eventually(lambda: workers.supervisor.pids().get("c1", pid) != pid, within_seconds=LONG)
         assert (workers.deaths(), suspects.list_suspects(orders.run)) == (0, [])
-        workers.supervisor.stop(grace_seconds=0.2)
+        workers.supervisor.stop()
 
 
 # -- handlers that hang -----------------------------------------------------------------------------

@@ -96,7 +96,7 @@ def test_the_supervisor_tells_before_it_restarts_and_again_until_it_is_heard() -
     supervisor = supervised(NOTING, told)
     supervisor.start()
     eventually(lambda: len(deaths) >= 4)
-    supervisor.stop(grace_seconds=20)
+    supervisor.stop()
     assert deaths[0] is deaths[1] is deaths[2] and deaths[3] is not deaths[0]
     (death, left) = (deaths[0], deaths[0].left_behind)
     assert (death.child, death.how, death.hung) == ("c", "exit code 7", False)
@@ -115,7 +115,7 @@ def test_a_death_that_says_nothing_is_told_all_the_same(program: str) -> None:
     supervisor = supervised(program, deaths.append)
     supervisor.start()
     eventually(lambda: len(deaths) >= 2)
-    supervisor.stop(grace_seconds=20)
+    supervisor.stop()
     assert deaths[0].left_behind is None
 
 
@@ -128,7 +128,7 @@ def test_a_listener_that_is_broken_does_not_keep_the_child_down(tmp_path: Path) 
     supervisor = supervised(f"open({str(mark)!r}, 'a').write('x'); exit(7)", told)
     supervisor.start()
     eventually(lambda: mark.exists() and len(mark.read_text()) >= 3)
-    supervisor.stop(grace_seconds=20)
+    supervisor.stop()
 
 
 def test_a_child_that_drained_died_of_nothing(tmp_path: Path) -> None:
@@ -137,5 +137,5 @@ def test_a_child_that_drained_died_of_nothing(tmp_path: Path) -> None:
     supervisor = supervised(f"open({str(mark)!r}, 'a').write('x')", deaths.append)
     supervisor.start()
     eventually(lambda: mark.exists() and len(mark.read_text()) >= 3)
-    supervisor.stop(grace_seconds=20)
+    supervisor.stop()
     assert deaths == []

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 from typing import Any
 
 from django.core.management.base import CommandError, CommandParser
 
+from outbox.broker.process_log import write_log
 from outbox.broker.supervisor import stop_on_signals
 from outbox.contrib.django.drain import drain
 from outbox.contrib.django.management.output import OutboxCommand
@@ -24,7 +26,7 @@ class Command(OutboxCommand):
             "--role",
             choices=sorted(ROLES),
             default="all",
-            help="all (default): supervise a broker and the consumer processes, and run the periodic passes here",
+            help="all (default): supervise one process for broker and check, and the consumer processes",
         )
         parser.add_argument("--group", action="append", default=[], help="consumer: only this group (repeatable)")
         parser.add_argument(
@@ -40,10 +42,13 @@ class Command(OutboxCommand):
             counts = drain()
             self.say(f"{counts.queued} messages queued, {counts.handled} deliveries handled")
             return
+        write_log("worker")
         stop = threading.Event()
         before = stop_on_signals(stop)
         try:
             ROLES[options["role"]](stop, options["group"])
+        except KeyboardInterrupt:
+            sys.exit(128 + signal.SIGINT)
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)

@@ -1,0 +1,42 @@
+"""Where a supervised process writes its log: where the worker that started it writes, with time, level and pid."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from typing import Final
+
+from outbox.safe_text import for_people
+
+LOG_FILE_VARIABLE: Final = "OUTBOX_LOG_FILE"
+LOG_LEVEL_VARIABLE: Final = "OUTBOX_LOG_LEVEL"
+
+
+class _Formatter(logging.Formatter):
+    """Keeps passwords and control characters out."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return for_people(super().format(record))
+
+
+def told_to_children(*, level: int, file: str | None) -> Mapping[str, str]:
+    """The environment that makes children write as this process does; without a file, to standard error."""
+    return {LOG_LEVEL_VARIABLE: str(level), **({LOG_FILE_VARIABLE: file} if file else {})}
+
+
+def write_log(process_name: str) -> None:
+    """Log to the worker's file, or to standard error where the project has configured nothing itself.
+
+    Each line is one write at the end of the file, so that processes can share it.
+    """
+    file, root = os.environ.get(LOG_FILE_VARIABLE), logging.getLogger()
+    if root.handlers and not file:
+        return
+    handler = logging.FileHandler(file, encoding="utf-8") if file else logging.StreamHandler()
+    handler.setFormatter(
+        _Formatter(f"[%(asctime)s: %(levelname)s/outbox-{process_name}:%(process)d] %(name)s: %(message)s")
+    )
+    if not root.handlers:
+        root.setLevel(int(os.environ.get(LOG_LEVEL_VARIABLE) or logging.INFO))
+    root.addHandler(handler)

@@ -1,0 +1,166 @@
+"""Check-back is there however a worker was started, and beat drives it where no worker has `--outbox`."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.celery.project import Project
+from tests.support import eventually
+
+LOST_END = "from shop.services import pay; pay('A-1')"
+BLOCKER = """
+import pathlib
+import time
+
+import celery
+from shop.celery import app
+
+
+class Early(celery.Task):  # finalises the app
+    name = "early"
+
+    def run(self):
+        pass
+
+
+app.register_task(Early())
+
+
+@app.task
+def block(path):
+    pathlib.Path(path).write_text("running")
+    while pathlib.Path(path).exists():
+        time.sleep(0.05)
+"""
+# Before the app is wired, as where a module of tasks is imported by it.
+EARLY = "app.autodiscover_tasks()\n"
+
+
+def _finalise_early(shop: Project) -> None:
+    path = shop.folder / "shop" / "celery.py"
+    text = path.read_text()
+    assert EARLY in text
+    path.write_text(text.replace(EARLY, f"{EARLY}import shop.blocker  # noqa\n"))
+    shop.write("shop/blocker.py", BLOCKER)
+
+
+def lose_an_end(shop: Project) -> None:
+    """Two halves, both committed, neither reported."""
+    shop.python(LOST_END, OUTBOX_FAULTS="producer.before_end=raise")
+    assert "P" not in shop.deciders()
+
+
+@pytest.mark.parametrize("shop", ["sqlalchemy"], indirect=True)
+def test_a_worker_asks_back_without_beat_queue_or_pool(shop: Project) -> None:
+    """The one slot of the pool is taken, there is no beat, and no queue may be made."""
+    _finalise_early(shop)
+    shop.write("shop/settings.py", "CELERY_TASK_CREATE_MISSING_QUEUES = False\n")
+    busy = shop.folder / "busy"
+    shop.python(f"from shop.blocker import block; block.delay({str(busy)!r})")
+    _, log = shop.worker("--outbox")
+    eventually(busy.exists, within_seconds=60, what=log.read_text)
+    lose_an_end(shop)
+    eventually(lambda: shop.deciders() == {"K": 2}, within_seconds=40, what=log.read_text)
+    assert busy.exists()
+    busy.unlink()
+
+
+SCHEDULE = """
+import json
+from shop.celery import app
+app.finalize()
+print(json.dumps([sorted(name for name in app.tasks if name.startswith("outbox.")), app.conf.beat_schedule]))
+"""
+
+
+@pytest.mark.parametrize("early", [True, False], ids=["finalised before", "finalised after"])
+def test_passes_are_there_however_early_the_app_is_finalised(shop: Project, early: bool) -> None:
+    if early:
+        _finalise_early(shop)
+    tasks, schedule = json.loads(shop.python(SCHEDULE))
+    assert tasks == ["outbox.check_back", "outbox.prune"]
+    assert schedule == {
+        "outbox.check_back": {"task": "outbox.check_back", "schedule": 0.5},
+        "outbox.prune": {"task": "outbox.prune", "schedule": 600.0},
+    }
+
+
+@pytest.mark.parametrize("shop", ["sqlalchemy"], indirect=True)
+def test_beat_alone_drives_check_back(shop: Project) -> None:
+    """No worker of this service has `--outbox`, and none was told of a queue."""
+    lose_an_end(shop)
+    _, log = shop.worker("--beat", f"--schedule={shop.folder / 'beat'}")
+    eventually(lambda: shop.deciders() == {"K": 2}, within_seconds=60, what=log.read_text)
+
+
+def test_entries_survive_the_database_scheduler(shop: Project) -> None:
+    """It keeps its own form of a schedule; what it loses must not be needed."""
+    pytest.importorskip("django_celery_beat", reason="django-celery-beat is not installed")
+    shop.write("shop/settings.py", "INSTALLED_APPS += ['django_celery_beat']\n")
+    said = shop.python(
+        """
+        import json
+        from django.core.management import call_command
+        from shop.celery import app
+        call_command("migrate", "django_celery_beat", verbosity=0)
+        from django_celery_beat.schedulers import DatabaseScheduler
+        app.finalize()
+        entries = DatabaseScheduler(app=app).schedule
+        sent = {
+            name: [e.task, e.schedule.run_every.total_seconds(), e.options.get("queue"), e.options.get("expires")]
+            for name, e in entries.items() if name.startswith("outbox.")
+        }
+        print(json.dumps(sent))
+        """
+    )
+    assert json.loads(said) == {
+        "outbox.check_back": ["outbox.check_back", 0.5, None, None],
+        "outbox.prune": ["outbox.prune", 600, None, None],
+    }
+
+
+def test_a_pass_of_two_drivers_is_done_once(shop: Project) -> None:
+    """A worker's own and that of beat: the second finds that it is not its turn, and has the command's too."""
+    said = shop.python(
+        """
+        from django.core.management import call_command
+        from outbox.contrib.django.conf import get_settings
+        from outbox.contrib.django.periodic import passes
+        from shop.celery import app
+        settings.OUTBOX["CHECK_INTERVAL_SECONDS"] = 60.0
+        app.finalize()
+        first, second = passes()[0].run(), app.tasks["outbox.check_back"].run()
+        call_command("outbox_check")
+        print("claimed" in first, second)
+        """.replace("settings.OUTBOX", "from django.conf import settings; settings.OUTBOX")
+    )
+    assert said.splitlines()[-1].startswith("True {'left_to': 'another process")
+    assert said.splitlines()[0].startswith("0 scanned"), said
+
+
+AN_HOUR_LATER = """
+from outbox.broker.database.executor import Executor
+from outbox.broker.transaction import checks
+from outbox.contrib.django.databases import broker_connection
+from outbox.transaction import CheckSettings
+
+with broker_connection() as (connection, schema):
+    checks.scan(Executor(connection, schema), settings=CheckSettings(immunity_seconds=0))
+    connection.execute("UPDATE outbox.pending_check SET due_at = due_at - interval '1 hour'")
+"""
+
+
+def test_check_and_status_name_absent_check_back(shop: Project) -> None:
+    look = "python manage.py check --database broker; python manage.py outbox_status || echo ended with $?"
+    lose_an_end(shop)
+    shop.python(AN_HOUR_LATER)
+    said = shop.shell(look)
+    assert "(outbox.W030) producer group 'shop': 2 undecided transactions wait for check-back" in said
+    assert "PROBLEM: producer group 'shop': 2 undecided transactions wait for check-back" in said
+    assert "ended with 1" in said
+    shop.shell("python manage.py outbox_check")
+    said = shop.shell(look)
+    assert "check-back" not in said
+    assert shop.deciders() == {"K": 2}

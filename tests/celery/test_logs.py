@@ -1,0 +1,50 @@
+"""What the children say is where the worker's own log is, and each line tells when and by whom."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+
+import pytest
+
+from tests.celery.project import Project
+from tests.support import eventually
+
+pytestmark = pytest.mark.parametrize("shop", ["sqlalchemy"], indirect=True)
+LINE = r"^\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+: INFO/outbox-%s:(\d+)\] \S+: %s starts$"
+BROKER, CONSUMER = (
+    re.compile(LINE % pair, re.MULTILINE) for pair in (("broker\\+check", "broker and check"), ("consumer", "consumer"))
+)
+
+
+def test_a_detached_worker_has_the_logs_of_its_children_in_its_file(shop: Project) -> None:
+    log, pid = shop.folder / "celery-w.log", shop.folder / "celery.pid"
+    process, said = shop.worker(
+        "--outbox", "--hostname=w@%h", "--detach", "--logfile=celery-%n.log", f"--pidfile={pid}"
+    )
+    assert process.wait(60) == 0, said.read_text()
+    try:
+        eventually(log.exists, within_seconds=60)
+        found = eventually(
+            lambda: (
+                (BROKER.search(log.read_text()), CONSUMER.search(log.read_text()))
+                if BROKER.search(log.read_text()) and CONSUMER.search(log.read_text())
+                else None
+            ),
+            within_seconds=60,
+            what=log.read_text,
+        )
+        assert found
+    finally:
+        worker = int(eventually(lambda: pid.read_text().strip()))
+        os.kill(worker, signal.SIGTERM)
+    eventually(lambda: not pid.exists(), within_seconds=60, what=log.read_text)
+    assert "broker and check drained and ends" in log.read_text()
+
+
+def test_in_the_foreground_each_line_has_time_level_and_pid(shop: Project) -> None:
+    worker, log = shop.worker("--outbox")
+    for pattern in (BROKER, CONSUMER):
+        line = eventually(lambda p=pattern: p.search(log.read_text()), within_seconds=60, what=log.read_text)  # type: ignore[misc]
+        assert int(line.group(1)) != worker.pid

@@ -1,0 +1,45 @@
+"""docs/celery.md names tests that exist, and the README shows the same project, which `test_transports.py` runs."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.celery.project import PAGE, ROOT, blocks, files_of_the_page
+
+NAMED = re.compile(r"`(test_\w+\.py::[^`]+)`")
+
+
+def _rows() -> list[str]:
+    """The rows of the tables that have a column `test`."""
+    tables = re.findall(r"^\|[^\n]*\| test \|\n\|[-|]+\|\n((?:\|[^\n]*\n)+)", PAGE.read_text("utf-8"), re.MULTILINE)
+    return [row for table in tables for row in table.splitlines()]
+
+
+def test_every_row_names_tests_that_are_there() -> None:
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-p", "no:cacheprovider", "tests/celery"]
+    collected = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    there = {name.removeprefix("tests/celery/") for name in collected}
+    there |= {name.partition("[")[0] for name in there}
+    assert len(_rows()) > 20
+    for row in _rows():
+        assert NAMED.search(row.split("|")[-2]), f"no test shows this: {row}"
+    assert [name for row in _rows() for name in NAMED.findall(row) if name not in there] == []
+
+
+@pytest.mark.parametrize("path", ["shop/settings.py", "shop/celery.py", "shop/__init__.py"])
+def test_the_readme_shows_the_project_that_is_tested(path: str) -> None:
+    readme = (ROOT / "README.md").read_text("utf-8")
+    assert files_of_the_page()[path] in readme
+
+
+def test_the_readme_has_the_commands_that_are_tested() -> None:
+    install, migrate, worker, _ = blocks("sh")
+    readme = (ROOT / "README.md").read_text("utf-8")
+    commands = [
+        line for block in (install, migrate, worker) for line in block.splitlines() if "makemigrations" not in line
+    ]
+    assert [line for line in commands if line not in readme] == []
