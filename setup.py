@@ -66,7 +66,10 @@ setup(
         "demo": DEMO,
         "dev": DEV,
     },
-    entry_points={"console_scripts": ["outbox-reconcile=outbox_spark.cli:main"]},
+    entry_points={
+        "console_scripts": ["outbox-reconcile=outbox_spark.cli:main"],
+        "pytest11": ["outbox=outbox.pytest_plugin"],
+    },
     classifiers=[
         # Only what the tests have run on: CONTRIBUTING.md says how they are run on each.
         "Framework :: Django :: 5.2",

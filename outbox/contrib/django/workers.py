@@ -21,6 +21,7 @@ from outbox.contrib.django.periodic import passes
 from outbox.contrib.django.registry import autodiscover, subscriptions
 from outbox.errors import ConfigurationError, OutboxError
 from outbox.periodic import PeriodicPass
+from outbox.ports import AnyHandler
 
 logger = logging.getLogger(__name__)
 
@@ -41,8 +42,13 @@ def run_broker_role(stop: threading.Event) -> None:
     run_broker(broker_database(), stop, settings=ProcessSettings(check=get_settings().check))
 
 
-def consumer_runtime(*, groups: Sequence[str] = ()) -> ConsumerRuntime:
-    """A runtime for the project's subscribers. Raises ConfigurationError when there are none."""
+def consumer_runtime(
+    *, groups: Sequence[str] = (), wrap: Callable[[AnyHandler], AnyHandler] | None = None
+) -> ConsumerRuntime:
+    """A runtime for the project's subscribers, or for what `wrap` makes of each handler.
+
+    Raises ConfigurationError when there are none.
+    """
     autodiscover()
     wanted = subscriptions(groups=groups)
     if not wanted:
@@ -54,7 +60,7 @@ def consumer_runtime(*, groups: Sequence[str] = ()) -> ConsumerRuntime:
     settings = get_settings()
     return ConsumerRuntime(
         broker_database(settings),
-        wanted,
+        [(subscription, wrap(handler) if wrap else handler) for subscription, handler in wanted],
         invoker=InboxInvoker(lease_seconds=settings.lease_seconds),
         codecs=get_codecs(),
         lease_seconds=settings.lease_seconds,
