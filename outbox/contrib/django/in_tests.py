@@ -27,8 +27,9 @@ _REMEDY: Final = (
 
 
 def remember_configured_names() -> None:
-    """Called once, when the application is ready."""
-    _configured.update({alias: connections.settings[alias]["NAME"] for alias in connections})
+    """Called when the application is ready: also again, when a test overrides INSTALLED_APPS."""
+    for alias in connections:
+        _configured.setdefault(alias, connections.settings[alias]["NAME"])
 
 
 def running_tests() -> bool:
