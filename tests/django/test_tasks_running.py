@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from django.db import transaction
+from django.db.models import Model
+from django.test.utils import override_settings
 
 from outbox.contrib.django.drain import drain
 from outbox.contrib.django.tasks.models import TaskEntry
@@ -54,6 +56,27 @@ def test_many_threads_run_each_task_once(databases: None) -> None:
     assert drain().handled == len(numbers)
     assert effects() == numbers
     assert set(TaskEntry.objects.values_list("status", flat=True)) == {"SUCCESSFUL"}
+
+
+class ToLite:
+    """Sends the tasks to SQLite, where no row can be locked."""
+
+    def db_for_write(self, model: type[Model], **hints: object) -> str | None:
+        return "lite" if model is TaskEntry else None
+
+
+def test_many_threads_run_each_task_once_on_sqlite(databases: None) -> None:
+    with override_settings(DATABASE_ROUTERS=[ToLite(), "outbox.contrib.django.routers.BrokerRouter"]):
+        register_backends()
+        numbers = [f"{number:03}" for number in range(20)]
+        with transaction.atomic(using="lite"):
+            for number in numbers:
+                tasks.note.enqueue(number)
+        assert drain().handled == len(numbers)
+    assert effects() == numbers
+    entries = TaskEntry.objects.using("lite")
+    assert set(entries.values_list("status", flat=True)) == {"SUCCESSFUL"}
+    entries.all().delete()
 
 
 def test_a_task_may_leave_its_transaction_alone_for_longer_than_a_lease(
