@@ -10,7 +10,7 @@ MARKS   := not soak$(if $(BROWSER),, and not browser)
 WORKERS ?= 3
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint format bench faults clean
+.PHONY: help install demo test matrix lint format bench faults clean
 
 help: ## Show this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -28,6 +28,9 @@ demo: $(STAMP) ## An order service on real parts: orders flow, crashes are survi
 test: $(STAMP) ## All tests but the long ones
 	$(if $(BROWSER),,@echo 'No Chromium on the PATH: the page tests are left out.')
 	$(BIN)/python -m pytest -m '$(MARKS)' -n $(WORKERS)
+
+matrix: ## The core suites on the oldest and on the newest Python, Django, psycopg and Celery
+	WORKERS='$(WORKERS)' .ci/matrix oldest newest
 
 lint: $(STAMP) ## Style and types
 	$(BIN)/ruff check .

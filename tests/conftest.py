@@ -26,7 +26,7 @@ _numbers = itertools.count(1)
 
 # What each keeps to one worker of `make test`: Spark takes both cores, so two beside each other are slower than one
 # after the other, and a demo, a wheel or a migrated sample costs more to make than the tests of it take.
-ONE_WORKER = ("tests/spark/", "tests/sample/", "tests/test_packaging.py")
+ONE_WORKER = ("tests/spark/", "tests/sample/", "tests/test_packaging")
 
 
 def unit_of_work(nodeid: str) -> str:

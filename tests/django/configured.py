@@ -18,10 +18,18 @@ OUTBOX: dict[str, Any] = {
         "payments": {"queue_count": 2},
         "bound": {"types": ["TRANSACTION"], "queue_count": 1},
         "steps": {"types": ["FIFO", "TRANSACTION"], "queue_count": 4},
+        "tasks": {"types": ["NORMAL", "DELAY", "TRANSACTION"], "queue_count": 2},
         "reminders": {"types": ["DELAY", "NORMAL", "TRANSACTION"], "queue_count": 1},
     },
     "IMMUNITY_SECONDS": 0,
     "CHECK_RETRY_SECONDS": 1,
+}
+
+TASKS: dict[str, Any] = {
+    "default": {
+        "BACKEND": "outbox.contrib.django.tasks.backend.OutboxBackend",
+        "QUEUES": ["default", "mail"],
+    },
 }
 
 # The names are filled in by `databases` in conftest.py, once there is a server.
@@ -32,7 +40,11 @@ if not settings.configured:
         SECRET_KEY="tests",
         USE_TZ=True,
         DEFAULT_AUTO_FIELD="django.db.models.BigAutoField",
-        INSTALLED_APPS=["outbox.contrib.django", "tests.django.shop"],
+        INSTALLED_APPS=[
+            *(["django_tasks"] if django.VERSION < (6, 0) else []),
+            *("outbox.contrib.django", "outbox.contrib.django.tasks", "tests.django.shop"),
+        ],
+        TASKS=TASKS,
         MIGRATION_MODULES={"shop": None},
         DATABASES={
             # The application's, the broker's own, a second application database, and one that is no PostgreSQL.

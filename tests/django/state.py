@@ -69,6 +69,11 @@ def postgres_broker() -> PostgresBroker:
     return broker
 
 
+def savepoint() -> Any:
+    """A savepoint by hand, by the name that this Django has for it."""
+    return getattr(transaction, "savepoint_create", transaction.savepoint)()
+
+
 @contextlib.contextmanager
 def rolled_back(using: str | None = None) -> Iterator[None]:
     """An atomic block that an exception leaves."""

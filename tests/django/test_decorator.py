@@ -18,7 +18,7 @@ from outbox.contrib.django import run_check_back, transactional_message
 from outbox.contrib.django.broker import flusher
 from outbox.errors import ConfigurationError, SendFailed, TransactionUsageError, UnknownTopic
 from tests.django.shop.models import Order, Payment
-from tests.django.state import decisions, incidents, stored
+from tests.django.state import decisions, incidents, savepoint, stored
 from tests.django.urls import Refused
 
 pytestmark = pytest.mark.usefixtures("empty_log")
@@ -285,9 +285,9 @@ def test_without_a_ledger_savepoints_leave_the_end_to_the_check(outbox_settings:
         Order.objects.create(number="undone")
 
     with transaction.atomic():
-        savepoint = transaction.savepoint()
+        point = savepoint()
         place()
-        transaction.savepoint_rollback(savepoint)
+        transaction.savepoint_rollback(point)
     assert decisions() == {"undone": None}
     assert run_check_back().unknown == 1
 

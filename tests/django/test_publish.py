@@ -37,7 +37,7 @@ from outbox.errors import (
 from tests.django.configured import OUTBOX
 from tests.django.conftest import point_alias
 from tests.django.shop.models import Order, Payment
-from tests.django.state import decisions, rolled_back, stored
+from tests.django.state import decisions, rolled_back, savepoint, stored
 from tests.django.urls import Refused
 
 pytestmark = pytest.mark.usefixtures("empty_log")
@@ -93,9 +93,9 @@ def test_savepoints_take_their_messages_with_them(path: str) -> None:
 def test_manual_savepoint_rollback_although_django_still_fires_on_commit(path: str) -> None:
     with transaction.atomic():
         order("before")
-        savepoint = transaction.savepoint()
+        point = savepoint()
         order("undone")
-        transaction.savepoint_rollback(savepoint)
+        transaction.savepoint_rollback(point)
         order("after")
     expected: dict[str, str | None] = {"before": "C", "after": "C"}
     if path == "two_phase":

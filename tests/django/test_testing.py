@@ -13,7 +13,7 @@ from outbox.contrib.django import publish, subscriber, transactional_message
 from outbox.contrib.django.testing import OutboxTestMixin, in_memory_outbox
 from outbox.errors import UnknownTopic, UsageError
 from tests.django.shop.models import Effect, Order
-from tests.django.state import rolled_back
+from tests.django.state import rolled_back, savepoint
 from tests.django.urls import Refused
 
 
@@ -57,9 +57,9 @@ class InsideTestCase(OutboxTestMixin, TestCase):
             publish("orders", {}, key="dropped")
         with transaction.atomic():
             publish("orders", {"n": 1}, key="kept")
-            savepoint = transaction.savepoint()
+            point = savepoint()
             publish("orders", {"n": 2}, key="undone")
-            transaction.savepoint_rollback(savepoint)
+            transaction.savepoint_rollback(point)
             assert self.outbox.messages("orders") == []
         assert self.outbox.bodies("orders") == [{"n": 1}]
 

@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable
 from typing import Final, cast
 
+from django.db.backends.base.base import BaseDatabaseWrapper
+
 from outbox.broker.database.place import Place
 from outbox.broker.log.topics import TopicCatalog
 from outbox.broker.postgres import PostgresBroker
@@ -13,7 +15,7 @@ from outbox.codec import Codec, Codecs
 from outbox.contrib.django.conf import OutboxSettings, get_settings, imported
 from outbox.contrib.django.databases import database_of, place_named_by
 from outbox.contrib.django.flusher import Flusher
-from outbox.contrib.django.in_tests import refuse_in_tests
+from outbox.contrib.django.in_tests import makes_or_drops_databases, refuse_in_tests
 from outbox.contrib.django.inbox import InboxInvoker
 from outbox.errors import ConfigurationError
 from outbox.memory import InMemoryBroker
@@ -94,6 +96,13 @@ def reset_broker() -> None:
         if _current is not None:
             _current.close()
         _current = None
+
+
+def let_go_of_test_databases(sender: object, connection: BaseDatabaseWrapper, **_: object) -> None:
+    """Receiver of connection_created: no session of the broker's own may be in the way of a runner's DROP DATABASE."""
+    if makes_or_drops_databases(connection):
+        flusher.flush()
+        reset_broker()
 
 
 def remembered_paths() -> dict[tuple[object, ...], Place | None]:

@@ -15,7 +15,7 @@ from outbox.broker.database.connection import BrokerDatabase, Connection
 from outbox.broker.database.conninfo import read_conninfo
 from outbox.broker.schema.install import check_schema
 from outbox.contrib.django.conf import OutboxSettings, get_settings
-from outbox.contrib.django.in_tests import refuse_in_tests, running_tests, without_idle_sessions
+from outbox.contrib.django.in_tests import refuse_in_tests, running_tests
 from outbox.errors import ConfigurationError
 from outbox.safe_text import mask_passwords
 
@@ -49,9 +49,10 @@ def broker_database(settings: OutboxSettings | None = None) -> BrokerDatabase:
 def database_of(settings: OutboxSettings) -> BrokerDatabase:
     """As `broker_database`, without asking whether a test runs: for a broker that is built before it is used."""
     conninfo = alias_conninfo(settings.broker)
-    if running_tests():
-        conninfo = without_idle_sessions(conninfo)
     listen = settings.listen_url and _in_role(settings.listen_url, _alias(settings.broker))
+    if running_tests():
+        # LISTEN_URL names one database; in a test run the alias leads to another, which is polled then.
+        listen = None if listen is None else ""
     return BrokerDatabase(conninfo=conninfo, schema=settings.schema, listen_conninfo=listen)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 
@@ -12,33 +13,40 @@ from outbox.contrib.django.broker import flusher
 from outbox.contrib.django.databases import broker_database
 from outbox.contrib.django.periodic import run_check_back
 from outbox.contrib.django.workers import consumer_runtime
+from outbox.ports import AnyHandler
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DrainCounts:
-    """What was done: messages put into queues, and deliveries handled."""
+    """What was done: messages put into queues, and deliveries handled or failed."""
 
     queued: int = 0
     handled: int = 0
+    failed: int = 0
 
 
-def drain() -> DrainCounts:
-    """Report ends, check back, sequence and consume, again until nothing is left to do now.
-
-    Messages and retries that are due later are not waited for. Workers may run beside it. Raises what they raise.
-    """
+def settle() -> int:
+    """Report ends, check back and sequence; returns how many messages were put into queues. Raises what they raise."""
     flusher.flush()
     run_check_back()
-    runtime, queued, handled = consumer_runtime(), 0, 0
     database = broker_database()
-    sequencer = Sequencer(database, uuid.uuid4())
+    sequencer, queued = Sequencer(database, uuid.uuid4()), 0
     with closing(database.connect(name="outbox-drain")) as connection:
-        while True:
-            appended = 0
-            while (tick := sequencer.run_once(connection)).ticked or tick.more:
-                appended += tick.appended
-            counts = runtime.run_once()
-            flusher.flush()
-            queued, handled = queued + appended, handled + counts.handled
-            if not appended and counts == ConsumeCounts():
-                return DrainCounts(queued=queued, handled=handled)
+        while (tick := sequencer.run_once(connection)).ticked or tick.more:
+            queued += tick.appended
+    return queued
+
+
+def drain(*, groups: Sequence[str] = (), wrap: Callable[[AnyHandler], AnyHandler] | None = None) -> DrainCounts:
+    """Settle and consume, again until nothing is left to do now.
+
+    `groups`: of these only; `wrap`: is given every handler, and returns what is called instead. Messages and retries
+    that are due later are not waited for. Workers may run beside it. Raises what they raise.
+    """
+    runtime, queued, handled, failed = consumer_runtime(groups=groups, wrap=wrap), 0, 0, 0
+    while True:
+        appended = settle()
+        counts = runtime.run_once()
+        queued, handled, failed = queued + appended, handled + counts.handled, failed + counts.failed
+        if not appended and counts == ConsumeCounts():
+            return DrainCounts(queued=queued, handled=handled, failed=failed)

@@ -14,7 +14,7 @@ from outbox.transaction import Decision, EndTransaction
 
 def settle(broker: InMemoryBroker) -> None:
     """Decide every half message whose transaction is over, as check-back would: by its ledger row."""
-    connected = [connections[alias] for alias in ledger_aliases()]
+    connected = [connections[alias] for alias in ledger_aliases(usable=True)]
     undecided = broker.undecided()
     if not undecided or any(in_transaction(connection) for connection in connected):
         return

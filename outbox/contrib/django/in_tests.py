@@ -13,8 +13,7 @@ from typing import Any, Final
 
 from django.core.exceptions import SynchronousOnlyOperation
 from django.db import connections
-from django.db.backends.base.base import BaseDatabaseWrapper
-from psycopg.conninfo import conninfo_to_dict, make_conninfo
+from django.db.backends.base.base import NO_DB_ALIAS, BaseDatabaseWrapper
 
 from outbox.errors import ConfigurationError
 
@@ -28,8 +27,9 @@ _REMEDY: Final = (
 
 
 def remember_configured_names() -> None:
-    """Called once, when the application is ready."""
-    _configured.update({alias: connections.settings[alias]["NAME"] for alias in connections})
+    """Called when the application is ready: also again, when a test overrides INSTALLED_APPS."""
+    for alias in connections:
+        _configured.setdefault(alias, connections.settings[alias]["NAME"])
 
 
 def running_tests() -> bool:
@@ -39,27 +39,31 @@ def running_tests() -> bool:
     return hasattr(getattr(utils, "_TestState", None), "saved_data")
 
 
+def makes_or_drops_databases(connection: BaseDatabaseWrapper) -> bool:
+    """Whether a test runner has made this connection to create test databases or to drop them.
+
+    It connects to none of them for that, and PostgreSQL refuses to drop a database in which sessions are left.
+    """
+    return running_tests() and connection.alias == NO_DB_ALIAS
+
+
 def refuse_in_tests(alias: str) -> None:
     """Raise ConfigurationError where the running test must not use the database of `alias`. Connects to nothing."""
     if not running_tests() or alias not in connections:
         # An alias that is not there is named by whoever wants to use it.
         return
-    try:
-        forbidden = "" if _guarded(alias) else _not_made_for_tests(alias)
-    except (AssertionError, RuntimeError) as error:
-        # What Django and pytest-django raise.
-        raise _refusal(alias, str(error)) from error
-    if forbidden:
+    if forbidden := guarded_off(alias) or _not_made_for_tests(alias):
         raise _refusal(alias, forbidden)
 
 
-def without_idle_sessions(conninfo: str) -> str:
-    """The connection string with sessions that the server ends when they idle: DROP DATABASE waits 5 s for that.
-
-    At its end the runner drops the test databases, and nobody tells this process before.
-    """
-    options = conninfo_to_dict(conninfo).get("options") or ""
-    return make_conninfo(conninfo, options=f"{options} -c idle_session_timeout=3s".lstrip())
+def guarded_off(alias: str) -> str:
+    """Why the guard of the running test forbids the database of `alias`, or ''. Connects to nothing."""
+    try:
+        _ask_guard(alias)
+    except (AssertionError, RuntimeError) as error:
+        # What Django and pytest-django raise.
+        return str(error) or type(error).__name__
+    return ""
 
 
 def refuse_processes_in_tests() -> None:
@@ -78,15 +82,17 @@ def _refusal(alias: str, why: str) -> ConfigurationError:
     )
 
 
-def _guarded(alias: str) -> bool:
-    """Ask the guard that is in force, if one is; it raises what it raises. False: there is none."""
+def _is_guarded() -> bool:
     guard: Any = BaseDatabaseWrapper.ensure_connection
-    if guard.__module__ == BaseDatabaseWrapper.__module__:
-        return False
+    return bool(guard.__module__ != BaseDatabaseWrapper.__module__)
+
+
+def _ask_guard(alias: str) -> None:
+    """Ask the guard that is in force, if one is; it raises what it raises."""
     # What lies behind a guard that lets it pass refuses coroutines; that is not the question here.
-    with suppress(SynchronousOnlyOperation):
-        guard(_Probe(alias))
-    return True
+    if _is_guarded():
+        with suppress(SynchronousOnlyOperation):
+            BaseDatabaseWrapper.ensure_connection(_Probe(alias))
 
 
 class _Probe(BaseDatabaseWrapper):
@@ -102,5 +108,7 @@ class _Probe(BaseDatabaseWrapper):
 
 
 def _not_made_for_tests(alias: str) -> str:
+    if _is_guarded():
+        return ""
     name = connections[alias].settings_dict["NAME"]
     return f"{name!r} is its name in the settings" if _configured.get(alias) == name else ""

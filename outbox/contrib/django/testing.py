@@ -1,4 +1,7 @@
-"""For tests of applications: an in-memory broker that respects rollbacks, and `drain` that runs the subscribers.
+"""For tests of applications: brokers that forget, and `drain` that runs the project's subscribers.
+
+In memory, for any test; a message counts as published when its own atomic blocks are left, also inside the
+transaction that a TestCase wraps around the test, so `captureOnCommitCallbacks` is not needed (and does no harm):
 
     class PayTests(OutboxTestMixin, TestCase):
         def test_pay(self):
@@ -6,13 +9,17 @@
             self.assertEqual([m.key for m in self.outbox.messages("order-paid")], [str(order.pk)])
             self.outbox.drain()
 
-With pytest, make a fixture of `in_memory_outbox`. Nothing is sent anywhere. A TestCase never commits; here a
-transaction counts as committed when its own atomic blocks are left, so `captureOnCommitCallbacks` is not needed
-(and does no harm).
+On the broker's test database, for what only a real one does (both paths, check-back, order, handler threads):
+
+    class PayForReal(OutboxBrokerTestMixin, TransactionTestCase):
+        databases = {"default", "broker"}
+
+Under pytest the fixtures `outbox` and `outbox_broker` (outbox.contrib.django.pytest_plugin) are the same two.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import wraps
@@ -21,26 +28,62 @@ from typing import Any
 from django.conf import settings as django_settings
 from django.test.utils import override_settings
 
-from outbox.contrib.django.broker import get_broker, get_codecs, reset_broker
-from outbox.contrib.django.in_memory import settle
+from outbox.broker.database.executor import Executor
+from outbox.broker.log.topics import declare_topics
+from outbox.broker.operations import for_tests
+from outbox.broker.schema.install import install
+from outbox.contrib.django.broker import flusher, get_broker, get_codecs, reset_broker
+from outbox.contrib.django.conf import get_settings
+from outbox.contrib.django.databases import broker_connection, broker_database
+from outbox.contrib.django.drain import drain, settle
+from outbox.contrib.django.in_memory import settle as settle_in_memory
+from outbox.contrib.django.in_tests import running_tests
 from outbox.contrib.django.registry import autodiscover, subscriptions
+from outbox.errors import UsageError
 from outbox.memory import InMemoryBroker
 from outbox.message import Message
 from outbox.ports import AnyHandler
 
 
-class InMemoryOutbox:
-    """What a test sees of the broker."""
+class TestedOutbox(ABC):
+    """What a test sees of a broker, the one in memory or a real one."""
 
-    def __init__(self, broker: InMemoryBroker) -> None:
-        self.broker = broker
+    def __init__(self, groups: Sequence[str] = ()) -> None:
+        """`groups`: those whose subscribers `drain` runs; without any, those of all."""
+        self._groups = groups
         self._errors: list[Exception] = []
-
-    def subscribe_all(self, groups: Sequence[str] = ()) -> None:
-        """Let `drain` run the project's subscribers (of some groups only, if named)."""
         autodiscover()
-        for subscription, handler in subscriptions(groups=groups):
-            self.broker.subscribe(subscription, self._recording(handler))
+
+    @abstractmethod
+    def messages(self, topic: str) -> list[Message]:
+        """What subscribers of the topic can see: messages of committed transactions, queue by queue."""
+
+    def bodies(self, topic: str) -> list[Any]:
+        """The decoded bodies of `messages`."""
+        return [get_codecs().decode(item.content_type, item.body) for item in self.messages(topic)]
+
+    def drain(self, *, raise_errors: bool = True) -> int:
+        """Run subscribers until nothing is deliverable, also what they publish; returns the number of deliveries.
+
+        Raises the first error of a handler unless `raise_errors` is off; then failed messages wait for their retry.
+        """
+        total = 0
+        self._errors.clear()
+        while count := self._drain_once():
+            total += count
+            if self._errors and raise_errors:
+                break
+        if self._errors and raise_errors:
+            raise self._errors[0]
+        return total
+
+    @abstractmethod
+    def _drain_once(self) -> int:
+        """Settle, and run subscribers; returns the number of deliveries."""
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Forget all messages, retries and positions."""
 
     def _recording(self, handler: AnyHandler) -> AnyHandler:
         @wraps(handler)
@@ -53,58 +96,118 @@ class InMemoryOutbox:
 
         return recorded
 
+
+class InMemoryOutbox(TestedOutbox):
+    """On the broker in this process; `broker.advance(seconds)` moves its time on."""
+
+    broker: InMemoryBroker
+
+    def __init__(self, groups: Sequence[str] = ()) -> None:
+        super().__init__(groups)
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin with another broker."""
+        reset_broker()
+        broker = get_broker()
+        assert isinstance(broker, InMemoryBroker)
+        self.broker = broker
+        for subscription, handler in subscriptions(groups=self._groups):
+            self.broker.subscribe(subscription, self._recording(handler))
+
     def messages(self, topic: str) -> list[Message]:
-        """What subscribers of the topic can see: messages of committed transactions, queue by queue."""
         self.settle()
         return self.broker.visible(topic)
 
-    def bodies(self, topic: str) -> list[Any]:
-        """The decoded bodies of `messages`."""
-        return [get_codecs().decode(item.content_type, item.body) for item in self.messages(topic)]
-
-    def drain(self, *, raise_errors: bool = True) -> int:
-        """Run subscribers until nothing is deliverable, also what they publish; returns the number of deliveries.
-
-        Raises the first error of a handler unless `raise_errors` is off; then failed messages wait for their
-        retry (`broker.advance` moves the time on).
-        """
-        total = 0
-        self._errors.clear()
-        while True:
-            self.settle()
-            count = self.broker.drain()
-            if self._errors and raise_errors:
-                raise self._errors[0]
-            if not count:
-                return total
-            total += count
+    def _drain_once(self) -> int:
+        self.settle()
+        return self.broker.drain()
 
     def settle(self) -> None:
         """Decide every half message whose transaction is over, as check-back would: by its ledger row."""
-        settle(self.broker)
+        settle_in_memory(self.broker)
+
+
+class BrokerOutbox(TestedOutbox):
+    """On the broker's test database. Handlers run in threads, in transactions of their own, as in a worker."""
+
+    def __init__(self, groups: Sequence[str] = ()) -> None:
+        super().__init__(groups)
+        self.reset()
+
+    def reset(self) -> None:
+        """Empty the broker's test database and declare the topics of the settings again."""
+        if not running_tests():
+            raise UsageError("reset() removes all messages of the broker: it works in tests only, on a test database.")
+        settings = get_settings()
+        flusher.flush()
+        with broker_database(settings).connect(name="outbox-tests", direct=True) as connection:
+            install(connection, settings.schema)
+            run = Executor(connection, settings.schema)
+            for_tests.empty(run)
+            declare_topics(run, [declared.topic for declared in settings.topics.values()])
+        # What the broker of this process knows about topics is gone.
+        reset_broker()
+
+    def messages(self, topic: str) -> list[Message]:
+        settle()
+        with broker_connection() as (connection, schema):
+            return for_tests.visible(Executor(connection, schema), topic)
+
+    def _drain_once(self) -> int:
+        if not subscriptions(groups=self._groups):
+            settle()
+            return 0
+        counts = drain(groups=self._groups, wrap=self._recording)
+        return counts.handled + counts.failed
 
 
 @contextmanager
 def in_memory_outbox(*, groups: Sequence[str] = (), **settings: Any) -> Iterator[InMemoryOutbox]:
     """A fresh in-memory broker for the block, with the project's subscribers; `settings` are further keys of OUTBOX."""
+    with _changed({**settings, "IN_MEMORY": True, "LEDGER": True}):
+        yield InMemoryOutbox(groups)
+
+
+@contextmanager
+def broker_outbox(*, groups: Sequence[str] = (), **settings: Any) -> Iterator[BrokerOutbox]:
+    """The empty test database of the broker for the block; otherwise like `in_memory_outbox`.
+
+    Raises ConfigurationError where the broker's alias is not among the databases of the test that runs.
+    """
+    with _changed({**settings, "IN_MEMORY": False}):
+        yield BrokerOutbox(groups)
+
+
+@contextmanager
+def _changed(keys: dict[str, Any]) -> Iterator[None]:
     configured = getattr(django_settings, "OUTBOX", {})
-    changed = {"PRODUCER_GROUP": "tests", **configured, **settings, "IN_MEMORY": True, "LEDGER": True}
     with ExitStack() as stack:
-        stack.enter_context(override_settings(OUTBOX=changed))
+        stack.enter_context(override_settings(OUTBOX={"PRODUCER_GROUP": "tests", **configured, **keys}))
         reset_broker()
         stack.callback(reset_broker)
-        broker = get_broker()
-        assert isinstance(broker, InMemoryBroker)
-        outbox = InMemoryOutbox(broker)
-        outbox.subscribe_all(groups)
-        yield outbox
+        stack.callback(flusher.flush)
+        yield
 
 
 class OutboxTestMixin:
-    """Gives every test of a TestCase a fresh `self.outbox`."""
+    """Gives every test of a TestCase or TransactionTestCase a fresh `self.outbox`, in memory."""
 
     outbox: InMemoryOutbox
 
     def setUp(self) -> None:
         super().setUp()  # type: ignore[misc]
         self.outbox = self.enterContext(in_memory_outbox())  # type: ignore[attr-defined]
+
+
+class OutboxBrokerTestMixin:
+    """Gives every test of a TransactionTestCase an empty real broker, `self.outbox`.
+
+    The broker's alias has to be among the `databases` of the test.
+    """
+
+    outbox: BrokerOutbox
+
+    def setUp(self) -> None:
+        super().setUp()  # type: ignore[misc]
+        self.outbox = self.enterContext(broker_outbox())  # type: ignore[attr-defined]

@@ -86,8 +86,13 @@ def run_broker_role(stop: threading.Event) -> None:
     run_broker(broker_database(), stop, settings=ProcessSettings(check=get_settings().check))
 
 
-def consumer_runtime(*, groups: Sequence[str] = ()) -> ConsumerRuntime:
-    """A runtime for the project's subscribers. Raises ConfigurationError when there are none."""
+def consumer_runtime(
+    *, groups: Sequence[str] = (), wrap: Callable[[AnyHandler], AnyHandler] | None = None
+) -> ConsumerRuntime:
+    """A runtime for the project's subscribers, or for what `wrap` makes of each handler.
+
+    Raises ConfigurationError when there are none.
+    """
     wanted = required_subscriptions(groups=groups)
     require_inboxes([subscription for subscription, _ in wanted])
     for shortage in pool_shortages(filter(None, (find_subscriber(subscription) for subscription, _ in wanted))):
@@ -95,7 +100,7 @@ def consumer_runtime(*, groups: Sequence[str] = ()) -> ConsumerRuntime:
     settings = get_settings()
     return ConsumerRuntime(
         broker_database(settings),
-        wanted,
+        [(subscription, wrap(handler) if wrap else handler) for subscription, handler in wanted],
         invoker=InboxInvoker(lease_seconds=settings.lease_seconds),
         codecs=get_codecs(),
         lease_seconds=settings.lease_seconds,

@@ -1,0 +1,9 @@
+"""A backend for Django's tasks (django.tasks; before Django 6 the package django-tasks): an app of its own.
+
+    INSTALLED_APPS = [..., "outbox.contrib.django", "outbox.contrib.django.tasks"]
+    OUTBOX = {..., "TOPICS": {"tasks": {"types": ["NORMAL", "DELAY", "TRANSACTION"]}}}
+    TASKS = {"default": {"BACKEND": "outbox.contrib.django.tasks.backend.OutboxBackend"}}
+
+A task that is enqueued in a transaction runs if and only if that commits, and its effects happen once: the row with
+its result, its writes to that database and the note in the inbox are one transaction. docs/django.md has the limits.
+"""

@@ -1,0 +1,14 @@
+"""The Django application."""
+
+from __future__ import annotations
+
+from django.apps import AppConfig
+
+
+class OutboxTasksConfig(AppConfig):
+    """Tasks through the outbox: add 'outbox.contrib.django.tasks' to INSTALLED_APPS."""
+
+    name = "outbox.contrib.django.tasks"
+    label = "outbox_tasks"
+    default_auto_field = "django.db.models.BigAutoField"
+    verbose_name = "Outbox tasks"

@@ -1,0 +1,180 @@
+"""The backend that TASKS names: enqueueing in the caller's transaction, results, and what `check` says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
+from uuid import UUID
+
+from django.apps import apps
+from django.core.checks import CheckMessage, Error
+from django.db import router, transaction
+from django.utils import timezone
+
+from outbox import names
+from outbox.contrib.django.conf import get_settings
+from outbox.contrib.django.publishing import publish
+from outbox.contrib.django.tasks.api import (
+    BaseTaskBackend,
+    Task,
+    TaskResult,
+    TaskResultDoesNotExist,
+    task_backends,
+    task_enqueued,
+)
+from outbox.errors import ConfigurationError, OutboxError
+from outbox.retry import RetryPolicy
+from outbox.topic import MessageType
+
+if TYPE_CHECKING:
+    from outbox.contrib.django.tasks.models import TaskEntry
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+_NEEDED = frozenset({MessageType.NORMAL, MessageType.DELAY, MessageType.TRANSACTION})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """TASKS[alias]["OPTIONS"]. `topic`: through which the tasks go; one for each backend.
+
+    `threads`: tasks of one queue that run at a time in one consumer process; `timeout_seconds`: how long one may run;
+    `max_attempts`: how often a task that fails is run; `delays_seconds`: the waits between.
+    """
+
+    topic: str = "tasks"
+    threads: int = 8
+    timeout_seconds: float = 15 * 60.0
+    max_attempts: int = 1
+    delays_seconds: Sequence[float] = (10.0, 60.0, 600.0)
+
+    @property
+    def retry(self) -> RetryPolicy:
+        """Of tasks that fail. Raises ConfigurationError."""
+        return RetryPolicy(max_attempts=self.max_attempts, delays_seconds=self.delays_seconds)
+
+
+def _topic_of(backend: object) -> str | None:
+    return backend.settings.topic if isinstance(backend, OutboxBackend) else None
+
+
+class OutboxBackend(BaseTaskBackend):
+    """Tasks as rows of the application's database, with a message each; run by subscribers in the outbox's workers."""
+
+    supports_defer = True
+    supports_async_task = True
+    supports_get_result = True
+    supports_priority = True
+
+    def __init__(self, alias: str, params: Mapping[str, Any]) -> None:
+        super().__init__(alias, dict(params))
+        known = {item.name for item in fields(Options)}
+        if unknown := sorted(set(self.options) - known):
+            raise ConfigurationError(
+                f"TASKS[{alias!r}]['OPTIONS'] has no {', '.join(map(repr, unknown))}: there are "
+                f"{', '.join(sorted(known))}."
+            )
+        self.settings = Options(**self.options)
+
+    @property
+    def groups(self) -> dict[str, str]:
+        """Consumer group -> the queue whose tasks it runs; '' where QUEUES is empty, which allows any queue."""
+        topic = self.settings.topic
+        return {f"{topic}.{queue}": queue for queue in sorted(self.queues)} or {topic: ""}
+
+    def enqueue(self, task: Task[_P, _R], args: Any, kwargs: Any) -> TaskResult[_P, _R]:
+        """Store a call of the task; it runs if the surrounding transaction commits, and not before.
+
+        Raises InvalidTask, TypeError or ValueError for arguments that JSON cannot hold, and what `publish` raises.
+        """
+        from outbox.contrib.django.tasks.models import TaskEntry
+        from outbox.contrib.django.tasks.results import result_of, storable
+
+        self.validate_task(task)
+        entry = TaskEntry(
+            backend=self.alias,
+            queue_name=task.queue_name,
+            priority=task.priority,
+            task_path=task.module_path,
+            args=storable(list(args)),
+            kwargs=storable(dict(kwargs)),
+            run_after=task.run_after,
+            enqueued_at=timezone.now(),
+        )
+        entry.is_due = task.run_after is None or task.run_after <= entry.enqueued_at
+        alias = router.db_for_write(TaskEntry)
+        with transaction.atomic(using=alias):
+            entry.save(using=alias, force_insert=True)
+            self.announce(entry, None if entry.is_due else task.run_after, using=alias)
+        result = cast("TaskResult[_P, _R]", result_of(entry, task))
+        task_enqueued.send(type(self), task_result=result)
+        return result
+
+    def announce(self, entry: TaskEntry, deliver_at: datetime | None, *, using: str) -> None:
+        """Publish the message that one more task may run, in the transaction that is open on `using`."""
+        if deliver_at is not None and timezone.is_naive(deliver_at):
+            deliver_at = timezone.make_aware(deliver_at)
+        body = {"task": str(entry.id), "attempts": entry.attempts, "priority": entry.priority}
+        publish(self.settings.topic, body, key=entry.id, tag=entry.queue_name, deliver_at=deliver_at, using=using)
+
+    def get_result(self, result_id: str) -> TaskResult[..., Any]:
+        """What is known of a call, read on the primary. Raises TaskResultDoesNotExist."""
+        from outbox.contrib.django.tasks.models import TaskEntry
+        from outbox.contrib.django.tasks.results import result_of
+
+        try:
+            wanted = UUID(result_id)
+        except (ValueError, AttributeError, TypeError):
+            raise TaskResultDoesNotExist(result_id) from None
+        entries = TaskEntry.objects.using(router.db_for_write(TaskEntry))
+        entry = entries.filter(pk=wanted, backend=self.alias).first()
+        if entry is None:
+            raise TaskResultDoesNotExist(result_id)
+        return result_of(entry)
+
+    def check(self, **kwargs: Any) -> list[CheckMessage]:
+        """What the settings lack for tasks."""
+        return list(self._complaints())
+
+    def _complaints(self) -> Iterator[CheckMessage]:
+        where = f"TASKS[{self.alias!r}]"
+        if not apps.is_installed("outbox.contrib.django.tasks"):
+            yield Error(
+                f"{where} uses the outbox, but its table is missing.",
+                hint="Add 'outbox.contrib.django.tasks' to INSTALLED_APPS and run migrate.",
+                id="outbox_tasks.E001",
+            )
+        yield from self._topic(where)
+        others = [item.alias for item in task_backends.all() if _topic_of(item) == self.settings.topic]
+        if len(others) > 1:
+            yield Error(
+                f"the backends {', '.join(map(repr, others))} in TASKS share the topic {self.settings.topic!r}: each "
+                f"would get the other's messages.",
+                hint="Give each a topic of its own, in its OPTIONS.",
+                id="outbox_tasks.E004",
+            )
+        try:
+            for group, queue in self.groups.items():
+                names.check_group(group)
+                names.check_tag(queue)
+            _ = self.settings.retry
+        except OutboxError as error:
+            yield Error(f"{where}: {error}", id="outbox_tasks.E003")
+
+    def _topic(self, where: str) -> Iterator[CheckMessage]:
+        try:
+            declared = get_settings().topics.get(self.settings.topic)
+        except ConfigurationError:
+            # The check of the settings says what is wrong.
+            return
+        if declared is None or not declared.topic.types >= _NEEDED:
+            yield Error(
+                f"{where} sends its tasks through the topic {self.settings.topic!r}, which OUTBOX['TOPICS'] does not "
+                f"declare with the types that tasks need.",
+                hint=f"Add {self.settings.topic!r}: {{'types': ['NORMAL', 'DELAY', 'TRANSACTION']}}, then migrate the "
+                f"broker's alias.",
+                id="outbox_tasks.E002",
+            )

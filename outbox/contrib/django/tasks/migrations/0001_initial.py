@@ -1,0 +1,41 @@
+import outbox.ids
+from django.db import migrations, models
+
+
+class Migration(migrations.Migration):
+
+    initial = True
+
+    dependencies = [
+    ]
+
+    operations = [
+        migrations.CreateModel(
+            name='TaskEntry',
+            fields=[
+                ('id', models.UUIDField(default=outbox.ids.uuid7, editable=False, primary_key=True, serialize=False)),
+                ('backend', models.CharField(max_length=127)),
+                ('queue_name', models.CharField(max_length=127)),
+                ('priority', models.SmallIntegerField()),
+                ('task_path', models.TextField()),
+                ('args', models.JSONField()),
+                ('kwargs', models.JSONField()),
+                ('status', models.CharField(choices=[('READY', 'ready'), ('RUNNING', 'running'), ('FAILED', 'failed'), ('SUCCESSFUL', 'successful')], default='READY', max_length=15)),
+                ('is_due', models.BooleanField(default=True)),
+                ('attempts', models.PositiveSmallIntegerField(default=0)),
+                ('run_after', models.DateTimeField(null=True)),
+                ('enqueued_at', models.DateTimeField()),
+                ('started_at', models.DateTimeField(null=True)),
+                ('last_attempted_at', models.DateTimeField(null=True)),
+                ('finished_at', models.DateTimeField(null=True)),
+                ('worker_ids', models.JSONField(default=list)),
+                ('errors', models.JSONField(default=list)),
+                ('return_value', models.JSONField(null=True)),
+            ],
+            options={
+                'verbose_name': 'task',
+                'db_table': 'outbox_task',
+                'indexes': [models.Index(fields=['backend', 'queue_name', 'status', 'is_due', '-priority', 'enqueued_at'], name='outbox_task_next'), models.Index(fields=['finished_at'], name='outbox_task_finished_at')],
+            },
+        ),
+    ]

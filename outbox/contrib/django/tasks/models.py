@@ -1,0 +1,63 @@
+"""The table of tasks, in the application's own database: what is to be run, and what has come of it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from django.db import models
+
+from outbox.ids import uuid7
+
+
+class TaskEntry(models.Model):
+    """One call of a task, written by `enqueue` in the caller's transaction.
+
+    Its message says that one more task may run: this one, or a more urgent one that is due, whose own message then runs
+    this one. So there are always as many messages under way as entries READY.
+    """
+
+    if TYPE_CHECKING:
+        objects: ClassVar[models.Manager[TaskEntry]]
+
+    class Status(models.TextChoices):
+        """As in django.tasks. RUNNING is seen by the task itself: outcome and effects are committed together."""
+
+        READY = "READY", "ready"
+        RUNNING = "RUNNING", "running"
+        FAILED = "FAILED", "failed"
+        SUCCESSFUL = "SUCCESSFUL", "successful"
+
+    id = models.UUIDField(primary_key=True, default=uuid7, editable=False)
+    backend = models.CharField(max_length=127)
+    queue_name = models.CharField(max_length=127)
+    priority = models.SmallIntegerField()
+    task_path = models.TextField()
+    args: models.JSONField[Any, Any] = models.JSONField()
+    kwargs: models.JSONField[Any, Any] = models.JSONField()
+    status = models.CharField(max_length=15, choices=Status, default=Status.READY)
+    # False until the message of a postponed attempt has arrived: the broker's clock alone says when it is due.
+    is_due = models.BooleanField(default=True)
+    attempts = models.PositiveSmallIntegerField(default=0)
+    run_after = models.DateTimeField(null=True)
+    enqueued_at = models.DateTimeField()
+    started_at = models.DateTimeField(null=True)
+    last_attempted_at = models.DateTimeField(null=True)
+    finished_at = models.DateTimeField(null=True)
+    worker_ids: models.JSONField[Any, Any] = models.JSONField(default=list)
+    errors: models.JSONField[Any, Any] = models.JSONField(default=list)
+    return_value: models.JSONField[Any, Any] = models.JSONField(null=True)
+
+    class Meta:
+        app_label = "outbox_tasks"
+        db_table = "outbox_task"
+        verbose_name = "task"
+        indexes: ClassVar = [
+            models.Index(
+                fields=["backend", "queue_name", "status", "is_due", "-priority", "enqueued_at"],
+                name="outbox_task_next",
+            ),
+            models.Index(fields=["finished_at"], name="outbox_task_finished_at"),
+        ]
+
+    def __str__(self) -> str:
+        return f"{self.task_path} {self.id} {self.status}"

@@ -1,0 +1,70 @@
+"""Entries of the table as the results that the API shows, and values as the table can hold them."""
+
+from __future__ import annotations
+
+import json
+import re
+from traceback import format_exception
+from typing import Any, Final
+
+from django.utils.module_loading import import_string
+
+from outbox.contrib.django.tasks.api import Task, TaskError, TaskResult, TaskResultStatus
+from outbox.contrib.django.tasks.models import TaskEntry
+from outbox.errors import ConfigurationError
+
+# An escaped NUL, which PostgreSQL's jsonb refuses; not an escaped backslash before "u0000".
+_NUL: Final = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")
+
+
+def storable(value: Any) -> Any:
+    """What JSON makes of it (tuples become lists). Raises TypeError or ValueError for what cannot be stored."""
+    text = json.dumps(value, allow_nan=False, ensure_ascii=False)
+    text.encode()
+    if _NUL.search(text):
+        raise ValueError("a text with a NUL character cannot be stored.")
+    return json.loads(text)
+
+
+def error_of(error: BaseException) -> dict[str, str]:
+    """A TaskError as it is stored."""
+    text = "".join(format_exception(error)).replace("\0", "\N{REPLACEMENT CHARACTER}")
+    kind = type(error)
+    return {
+        "exception_class_path": f"{kind.__module__}.{kind.__qualname__}",
+        "traceback": text.encode(errors="replace").decode(),
+    }
+
+
+def task_of(entry: TaskEntry) -> Task[..., Any]:
+    """The task that an entry is a call of. Raises ConfigurationError when it is not there (any more)."""
+    try:
+        found = import_string(entry.task_path)
+    except ImportError as error:
+        raise ConfigurationError(f"the task {entry.task_path!r} cannot be imported: {error}.") from error
+    if not isinstance(found, Task):
+        raise ConfigurationError(f"{entry.task_path!r} is not a task: decorate the function itself with @task.")
+    return found.using(
+        priority=entry.priority, queue_name=entry.queue_name, run_after=entry.run_after, backend=entry.backend
+    )
+
+
+def result_of(entry: TaskEntry, task: Task[..., Any] | None = None) -> TaskResult[..., Any]:
+    """The entry as a TaskResult. Raises ConfigurationError when its task is not there."""
+    result: TaskResult[..., Any] = TaskResult(
+        task=task or task_of(entry),
+        id=str(entry.id),
+        status=TaskResultStatus(entry.status),
+        enqueued_at=entry.enqueued_at,
+        started_at=entry.started_at,
+        finished_at=entry.finished_at,
+        last_attempted_at=entry.last_attempted_at,
+        args=entry.args,
+        kwargs=entry.kwargs,
+        backend=entry.backend,
+        errors=[TaskError(**error) for error in entry.errors],
+        worker_ids=list(entry.worker_ids),
+    )
+    # The API's own way to say it: a field without a parameter of a frozen class.
+    object.__setattr__(result, "_return_value", entry.return_value)
+    return result

@@ -1,0 +1,37 @@
+"""One subscriber for each queue of each backend in TASKS; workers import this module as that of any app."""
+
+from __future__ import annotations
+
+from django.db import router
+
+from outbox.contrib.django.registry import Subscriber, register
+from outbox.contrib.django.tasks.api import task_backends
+from outbox.contrib.django.tasks.backend import OutboxBackend
+from outbox.contrib.django.tasks.models import TaskEntry
+from outbox.contrib.django.tasks.running import handler_for
+from outbox.subscription import Subscription
+
+
+def register_backends() -> None:
+    """Register the subscribers of all backends. Raises InvalidSubscription where two share a topic."""
+    using = router.db_for_write(TaskEntry)
+    for backend in task_backends.all():
+        if isinstance(backend, OutboxBackend):
+            for group, queue in backend.groups.items():
+                register(
+                    Subscriber(
+                        subscription=Subscription(
+                            group=group,
+                            topic=backend.settings.topic,
+                            filter=queue,
+                            threads=backend.settings.threads,
+                            timeout_seconds=backend.settings.timeout_seconds,
+                        ),
+                        handler=handler_for(backend, queue, using=using),
+                        name=f"TASKS[{backend.alias!r}], queue {queue or '(any)'}",
+                        using=using,
+                    )
+                )
+
+
+register_backends()

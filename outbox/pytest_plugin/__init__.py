@@ -1,0 +1,56 @@
+"""The pytest plugin: fixtures for the tests of applications, on top of pytest-django.
+
+pytest loads this in every run of an environment that has the package, so it imports nothing before a test asks for it.
+The fixtures are the context managers of `outbox.contrib.django.testing`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from outbox.contrib.django.testing import BrokerOutbox, InMemoryOutbox
+
+
+@pytest.fixture
+def outbox(db: None) -> Iterator[InMemoryOutbox]:
+    """A fresh broker in memory, which respects rollbacks; `drain()` runs the project's subscribers.
+
+    With any kind of `django_db` mark.
+    """
+    from outbox.contrib.django.testing import in_memory_outbox
+
+    with in_memory_outbox() as captured:
+        yield captured
+
+
+@pytest.fixture
+def outbox_broker(transactional_db: None) -> Iterator[BrokerOutbox]:
+    """The broker on its test database, empty; `drain()` runs the project's subscribers in threads, as a worker does.
+
+    Needs no mark where the messages are published on `default`; otherwise `django_db(transaction=True, databases=…)`
+    names the databases, the broker's alias among them.
+    """
+    from outbox.contrib.django.testing import broker_outbox
+
+    with broker_outbox() as broker:
+        yield broker
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let tests with `outbox_broker` use the broker's database; before pytest-django sorts by what they use."""
+    for item in items:
+        if "outbox_broker" in getattr(item, "fixturenames", ()) and item.get_closest_marker("django_db") is None:
+            item.add_marker(pytest.mark.django_db(transaction=True, databases=_databases()))
+
+
+def _databases() -> list[str]:
+    from django.db import DEFAULT_DB_ALIAS
+
+    from outbox.contrib.django.conf import get_settings
+
+    return sorted({DEFAULT_DB_ALIAS, get_settings().broker})

@@ -1,0 +1,61 @@
+"""The same with pytest-django and the fixtures of the plugin; run by test_application_tests.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from outbox.contrib.django import publish
+from outbox.contrib.django.testing import BrokerOutbox, InMemoryOutbox
+from outbox.errors import ConfigurationError
+from tests.django.outbox_cases import effects, place
+from tests.django.state import rolled_back
+
+
+@pytest.mark.parametrize("number", ["1", "2"])
+def test_in_memory(outbox: InMemoryOutbox, number: str) -> None:
+    place(number)
+    with rolled_back():
+        publish("orders", {}, key="undone")
+    assert [item.key for item in outbox.messages("orders")] == [number]
+    assert outbox.drain() == 2
+    assert effects() == [number, f"step-{number}"]
+
+
+def test_captured_callbacks(outbox: InMemoryOutbox, django_capture_on_commit_callbacks: Any) -> None:
+    with django_capture_on_commit_callbacks(execute=True) as callbacks:
+        place("captured")
+    assert callbacks
+    assert outbox.drain() == 2
+
+
+@pytest.mark.django_db(transaction=True)
+def test_in_memory_and_committed(outbox: InMemoryOutbox) -> None:
+    place("kept")
+    assert outbox.drain() == 2
+
+
+@pytest.mark.parametrize("number", ["1", "2", "3"])
+def test_on_the_broker(outbox_broker: BrokerOutbox, number: str) -> None:
+    place(number)
+    with rolled_back():
+        publish("orders", {}, key="undone")
+    assert [item.key for item in outbox_broker.messages("orders")] == [number]
+    if number != "1":
+        # What the first leaves is not there for the others.
+        assert outbox_broker.drain() == 2
+        assert effects() == [number, f"step-{number}"]
+
+
+@pytest.mark.django_db(transaction=True, databases=["default", "broker"])
+def test_on_the_broker_with_a_mark(outbox_broker: BrokerOutbox) -> None:
+    publish("payments", {}, key="marked")
+    with pytest.raises(RuntimeError, match="first attempt"):
+        outbox_broker.drain()
+
+
+@pytest.mark.django_db(transaction=True)
+def test_a_mark_without_the_broker_is_told(request: pytest.FixtureRequest) -> None:
+    with pytest.raises(ConfigurationError, match=r"'broker'.*databases"):
+        request.getfixturevalue("outbox_broker")

@@ -1,0 +1,14 @@
+"""As worker_settings, for a project that has tasks alone."""
+
+from __future__ import annotations
+
+import django
+
+from tests.django.worker_settings import *  # noqa: F403
+
+INSTALLED_APPS = [
+    *(["django_tasks"] if django.VERSION < (6, 0) else []),
+    *("outbox.contrib.django", "outbox.contrib.django.tasks", "tests.django.shop"),
+]
+OUTBOX["TOPICS"] = {"tasks": {"types": ["NORMAL", "DELAY", "TRANSACTION"], "queue_count": 2}}  # noqa: F405
+TASKS = {"default": {"BACKEND": "outbox.contrib.django.tasks.backend.OutboxBackend", "QUEUES": ["default", "mail"]}}

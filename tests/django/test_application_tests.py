@@ -1,0 +1,91 @@
+"""The tests of an application, run as its developer runs them: `manage.py test`, pytest, pytest with xdist."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+from django.db import connections
+
+from outbox.contrib.django import publish
+from outbox.contrib.django.databases import alias_conninfo
+from tests.conftest import databases as databases_of
+from tests.django.conftest import BROKER_TEMPLATE, point_alias
+from tests.django.processes import ROOT, environment
+from tests.django.state import stored
+
+HERE = ROOT / "tests" / "django"
+
+
+@pytest.fixture(autouse=True)
+def development(databases: None, new_database: Callable[..., str], server_url: str) -> Iterator[None]:
+    """A broker as a developer has it: no run touches it, and no run leaves a database of its own."""
+    point_alias("broker", new_database(template=BROKER_TEMPLATE))
+    before = databases_of(server_url)
+    yield
+    assert stored() == []
+    assert databases_of(server_url) == before
+
+
+def run(*arguments: str, outbox: dict[str, object] | None = None) -> str:
+    finished = subprocess.run(
+        [sys.executable, "-m", *arguments],
+        env={
+            **environment(outbox=outbox),
+            "DJANGO_SETTINGS_MODULE": "tests.django.several_databases",
+            "TEST_ARCHIVE_URL": alias_conninfo("other"),
+        },
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=240,
+    )
+    assert finished.returncode == 0, finished.stdout
+    return finished.stdout
+
+
+def run_pytest(folder: Path, *arguments: str) -> str:
+    (folder / "none.ini").write_text("[pytest]\n")
+    isolated = ("-p", "no:cacheprovider", "--noconftest", "-c", str(folder / "none.ini"), f"--rootdir={folder}")
+    return run("pytest", *isolated, *arguments, str(HERE / "outbox_pytest_cases.py"))
+
+
+def test_manage_py_test() -> None:
+    assert "Ran 9 tests" in run("django", "test", "--noinput", "tests.django.outbox_cases")
+
+
+def test_manage_py_test_in_parallel() -> None:
+    assert "Ran 9 tests" in run("django", "test", "--noinput", "--parallel=2", "tests.django.outbox_cases")
+
+
+def test_with_a_listen_url_of_the_development_broker() -> None:
+    name = "tests.django.outbox_cases.OnTheBroker"
+    assert "Ran 3 tests" in run("django", "test", "--noinput", name, outbox={"LISTEN_URL": alias_conninfo("broker")})
+
+
+def test_pytest(tmp_path: Path) -> None:
+    assert "9 passed" in run_pytest(tmp_path)
+
+
+def test_pytest_with_xdist(tmp_path: Path) -> None:
+    assert "9 passed" in run_pytest(tmp_path, "-n", "2")
+
+
+def test_no_session_is_left_where_the_runner_drops_databases(databases: None) -> None:
+    publish("orders", {}, key="keeps a connection")
+    name = connections["broker"].settings_dict["NAME"]
+    creation: Any = connections["broker"].creation
+    with creation._nodb_cursor() as cursor:
+        cursor.execute("SELECT application_name FROM pg_stat_activity WHERE datname = %s", [name])
+        assert cursor.fetchall() == []
+    # Also none of the stored messages is lost by that.
+    assert [item.key for item in stored()] == ["keeps a connection"]
+    with psycopg.connect(alias_conninfo("broker"), autocommit=True) as connection:
+        connection.execute("DELETE FROM outbox.commit_log")
+        connection.execute("DELETE FROM outbox.op_log")

@@ -1,0 +1,276 @@
+"""The backend for Django's tasks, in memory: what the API promises, as Django's own suite asks of its backends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import django
+import pytest
+from asgiref.sync import async_to_sync
+from django.core.checks import CheckMessage
+from django.db import transaction
+from django.test.utils import override_settings
+from django.utils import timezone
+
+from outbox.contrib.django.tasks.api import (
+    TaskResultDoesNotExist,
+    TaskResultStatus,
+    task_backends,
+    task_enqueued,
+    task_finished,
+    task_started,
+)
+from outbox.contrib.django.tasks.models import TaskEntry
+from outbox.contrib.django.tasks.subscribers import register_backends
+from outbox.contrib.django.testing import InMemoryOutbox, in_memory_outbox
+from outbox.errors import ConfigurationError
+from tests.django.configured import TASKS
+from tests.django.shop import tasks
+from tests.django.shop.models import Effect
+from tests.django.state import rolled_back
+
+if TYPE_CHECKING or django.VERSION >= (6, 0):
+    from django.tasks.exceptions import InvalidTask, TaskResultMismatch
+else:
+    from django_tasks.exceptions import InvalidTaskError as InvalidTask
+    from django_tasks.exceptions import TaskResultMismatch
+
+
+@pytest.fixture(autouse=True)
+def no_tasks(application: None, no_subscribers: None) -> Iterator[None]:
+    register_backends()
+    yield
+    TaskEntry.objects.all().delete()
+
+
+@pytest.fixture
+def outbox() -> Iterator[InMemoryOutbox]:
+    with in_memory_outbox() as outbox:
+        yield outbox
+
+
+@contextmanager
+def options(**changed: Any) -> Iterator[None]:
+    default = {**TASKS["default"], **changed}
+    with override_settings(TASKS={"default": default}):
+        register_backends()
+        yield
+
+
+def effects() -> list[str]:
+    return sorted(Effect.objects.values_list("number", flat=True))
+
+
+def test_a_task_runs_if_and_only_if_its_transaction_commits(outbox: InMemoryOutbox) -> None:
+    with rolled_back():
+        tasks.note.enqueue("undone")
+    with transaction.atomic():
+        kept = tasks.note.enqueue("kept")
+        assert outbox.drain() == 0
+    assert outbox.drain() == 1
+    assert effects() == ["kept"]
+    assert [str(entry.pk) for entry in TaskEntry.objects.all()] == [kept.id]
+
+
+def test_a_result_is_ready_and_then_successful(outbox: InMemoryOutbox) -> None:
+    result = tasks.note.enqueue("1")
+    assert (result.status, result.attempts, result.args, result.kwargs) == (TaskResultStatus.READY, 0, ["1"], {})
+    assert result.enqueued_at is not None
+    assert result.started_at is None
+    with pytest.raises(ValueError, match="not finished"):
+        _ = result.return_value
+    outbox.drain()
+    result.refresh()
+    assert (result.status, result.return_value, result.errors) == (TaskResultStatus.SUCCESSFUL, "noted 1", [])
+    assert result.is_finished
+    assert result.attempts == 1
+    assert result.started_at is not None
+    assert result.finished_at is not None
+    assert result.enqueued_at <= result.started_at == result.last_attempted_at <= result.finished_at
+    assert tasks.note.get_result(result.id) == result
+
+
+@pytest.mark.parametrize(
+    ("task", "kind"), [(tasks.fail, LookupError), (tasks.leave, SystemExit), (tasks.strange, TypeError)]
+)
+def test_a_failure_is_kept_and_its_effects_are_not(outbox: InMemoryOutbox, task: Any, kind: type) -> None:
+    result = task.enqueue("1")
+    assert outbox.drain() == 1
+    result.refresh()
+    assert result.status == TaskResultStatus.FAILED
+    assert [error.exception_class for error in result.errors] == [kind]
+    assert f"{kind.__name__}" in result.errors[0].traceback
+    with pytest.raises(ValueError, match="failed"):
+        _ = result.return_value
+    assert effects() == []
+    assert outbox.drain() == 0
+
+
+def test_coroutines(outbox: InMemoryOutbox) -> None:
+    async def call() -> Any:
+        result = await tasks.note_async.aenqueue(number="1")
+        await result.arefresh()
+        return await tasks.note_async.aget_result(result.id)
+
+    result = async_to_sync(call)()
+    assert result.kwargs == {"number": "1"}
+    outbox.drain()
+    async_to_sync(result.arefresh)()
+    assert result.return_value == ["1", {"async": True}]
+    assert effects() == ["1"]
+
+
+def test_the_most_urgent_task_comes_first(outbox: InMemoryOutbox) -> None:
+    for priority in (-100, 0, 100, 7):
+        tasks.note.using(priority=priority).enqueue(str(priority))
+    tasks.note.using(priority=7).enqueue("7, later")
+    assert outbox.drain() == 5
+    assert list(Effect.objects.order_by("pk").values_list("number", flat=True)) == ["100", "7", "7, later", "0", "-100"]
+
+
+def test_a_task_waits_until_it_may_run(outbox: InMemoryOutbox) -> None:
+    soon = timezone.now() + timedelta(minutes=1)
+    result = tasks.note.using(run_after=soon, priority=100).enqueue("later")
+    tasks.note.using(run_after=timezone.now() - timedelta(minutes=1)).enqueue("past")
+    tasks.note.enqueue("now")
+    assert outbox.drain() == 2
+    assert effects() == ["now", "past"]
+    outbox.broker.advance(61)
+    assert outbox.drain() == 1
+    result.refresh()
+    assert result.is_finished
+    assert result.task.run_after == soon
+
+
+def test_a_postponed_task_that_lets_a_more_urgent_one_pass_is_run_by_its_message(outbox: InMemoryOutbox) -> None:
+    tasks.note.using(run_after=timezone.now() + timedelta(minutes=1)).enqueue("patient")
+    outbox.broker.advance(61)
+    tasks.note.using(priority=50).enqueue("urgent")
+    assert outbox.drain() == 2
+    assert list(Effect.objects.order_by("pk").values_list("number", flat=True)) == ["urgent", "patient"]
+
+
+def test_queues_have_groups_of_their_own() -> None:
+    with in_memory_outbox(groups=["tasks.mail"]) as outbox:
+        tasks.note.enqueue("default")
+        tasks.mail.enqueue("mail")
+        assert outbox.drain() == 1
+    assert effects() == ["mail"]
+    with pytest.raises(InvalidTask, match="nowhere"):
+        tasks.note.using(queue_name="nowhere")
+
+
+def test_any_queue(outbox: InMemoryOutbox) -> None:
+    with options(QUEUES=[]):
+        assert task_backends["default"].groups == {"tasks": ""}  # type: ignore[attr-defined]
+        outbox.reset()
+        tasks.note.using(queue_name="anywhere").enqueue("1")
+        assert outbox.drain() == 1
+    assert effects() == ["1"]
+
+
+def test_another_attempt(outbox: InMemoryOutbox) -> None:
+    with options(OPTIONS={"max_attempts": 2, "delays_seconds": [30]}):
+        outbox.reset()
+        result, failing = tasks.fail_first.enqueue("1"), tasks.fail.enqueue("2")
+        assert outbox.drain() == 2
+        result.refresh()
+        assert (result.status, result.attempts, len(result.errors)) == (TaskResultStatus.READY, 1, 1)
+        outbox.broker.advance(31)
+        assert outbox.drain() == 2
+        result.refresh()
+        failing.refresh()
+    assert (result.status, result.return_value) == (TaskResultStatus.SUCCESSFUL, 2)
+    assert (failing.status, len(failing.errors)) == (TaskResultStatus.FAILED, 2)
+    assert effects() == ["1"]
+
+
+@pytest.mark.parametrize("argument", [object(), float("nan"), "\0", "\ud800", {1, 2}])
+def test_what_cannot_be_stored_is_refused(outbox: InMemoryOutbox, argument: object) -> None:
+    with pytest.raises((TypeError, ValueError)):
+        tasks.note.enqueue(argument)  # type: ignore[arg-type]
+    assert not TaskEntry.objects.exists()
+    tasks.note.enqueue(number="a literal \\u0000")
+    outbox.drain()
+    assert effects() == ["a literal \\u0000"]
+
+
+def test_unknown_results() -> None:
+    for unknown in ("", "abc", "0190a0a0-0000-7000-8000-000000000000"):
+        with pytest.raises(TaskResultDoesNotExist):
+            tasks.note.get_result(unknown)
+    with in_memory_outbox():
+        result = tasks.note.enqueue("1")
+    with pytest.raises(TaskResultMismatch):
+        tasks.mail.get_result(result.id)
+
+
+def test_signals(outbox: InMemoryOutbox) -> None:
+    seen: list[tuple[str, str]] = []
+    signals = {"enqueued": task_enqueued, "started": task_started, "finished": task_finished}
+    receivers = {}
+    for name, signal in signals.items():
+        receivers[name] = _noting(seen, name)
+        signal.connect(receivers[name])
+    try:
+        tasks.note.enqueue("1")
+        tasks.fail.enqueue("2")
+        outbox.drain()
+    finally:
+        for name, signal in signals.items():
+            signal.disconnect(receivers[name])
+    assert seen[:2] == [("enqueued", "READY")] * 2
+    assert sorted(seen[2:]) == [("finished", "FAILED"), ("finished", "SUCCESSFUL"), *[("started", "RUNNING")] * 2]
+
+
+def _noting(seen: list[tuple[str, str]], name: str) -> Callable[..., None]:
+    def receive(sender: Any, task_result: Any, **kwargs: Any) -> None:
+        seen.append((name, str(task_result.status)))
+
+    return receive
+
+
+def test_a_message_whose_entry_is_gone_is_done(outbox: InMemoryOutbox) -> None:
+    tasks.note.enqueue("1")
+    TaskEntry.objects.all().delete()
+    assert outbox.drain() == 1
+    assert outbox.broker.dead_letters == []
+
+
+def test_a_task_that_this_code_does_not_have_is_tried_by_later_code_and_fails_in_the_end(
+    outbox: InMemoryOutbox,
+) -> None:
+    tasks.note.enqueue("1")
+    tasks.note.enqueue("2")
+    TaskEntry.objects.update(task_path="tests.django.shop.tasks.not_yet")
+    assert outbox.drain() == 2
+    assert {(entry.status, len(entry.errors)) for entry in TaskEntry.objects.all()} == {("READY", 1)}
+    TaskEntry.objects.filter(args=["1"]).update(task_path=tasks.note.module_path)
+    for _ in range(16):
+        outbox.broker.advance(7300)
+        outbox.drain()
+    assert dict(TaskEntry.objects.values_list("args__0", "status")) == {"1": "SUCCESSFUL", "2": "FAILED"}
+    assert "tests.django.shop.tasks.not_yet" in TaskEntry.objects.get(args=["2"]).errors[0]["traceback"]
+
+
+def found(**changed: Any) -> list[str | None]:
+    with override_settings(TASKS={"default": {**TASKS["default"], **changed}}):
+        messages: list[CheckMessage] = list(task_backends["default"].check())
+        return [message.id for message in messages]
+
+
+def test_checks(outbox_settings: Callable[..., None]) -> None:
+    assert found() == []
+    assert found(QUEUES=["with space"]) == ["outbox_tasks.E003"]
+    assert found(OPTIONS={"max_attempts": 0}) == ["outbox_tasks.E003"]
+    assert found(OPTIONS={"topic": "nowhere"}) == ["outbox_tasks.E002"]
+    assert found(OPTIONS={"topic": "orders"}) == ["outbox_tasks.E002"]
+    with pytest.raises(ConfigurationError, match="max_attempts"):
+        found(OPTIONS={"max_attempt": 2})
+    with override_settings(TASKS={"default": TASKS["default"], "second": TASKS["default"]}):
+        assert [item.id for item in task_backends["second"].check()] == ["outbox_tasks.E004"]
+    with override_settings(INSTALLED_APPS=["outbox.contrib.django", "tests.django.shop"]):
+        assert found() == ["outbox_tasks.E001"]
