@@ -70,10 +70,8 @@ def _ask(checker: Checker, checks: Sequence[Check]) -> Iterator[Answer]:
 
 def _add(left: CheckCounts, right: CheckCounts) -> CheckCounts:
     return CheckCounts(
-        scanned=left.scanned + right.scanned,
         claimed=left.claimed + right.claimed,
         committed=left.committed + right.committed,
         rolled_back=left.rolled_back + right.rolled_back,
         unknown=left.unknown + right.unknown,
-        parked=left.parked + right.parked,
     )

@@ -139,12 +139,10 @@ class Answer:
 class CheckCounts:
     """What one check-back pass did."""
 
-    scanned: int = 0
     claimed: int = 0
     committed: int = 0
     rolled_back: int = 0
     unknown: int = 0
-    parked: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

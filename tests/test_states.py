@@ -27,6 +27,10 @@ TO_COME = {
     "tests/broker/dispatch/test_batches_and_outages.py::test_a_batch_is_halved_until_the_guilty_one_is_alone",
     "tests/broker/dispatch/test_batches_and_outages.py::test_an_outage_uses_up_no_attempts",
     "tests/broker/groups/test_retry_queues.py::test_processes_of_a_group_with_different_topics_each_retry_their_own",
+    "tests/broker/operations/test_dead_letters.py::test_discarded_ones_are_counted_and_gone_for_good",
+    "tests/broker/operations/test_deletion.py::test_a_group_goes_with_everything_it_had",
+    "tests/broker/operations/test_deletion.py::test_a_topic_goes_with_its_subscriptions_and_retention_takes_its_messages",
+    "tests/broker/operations/test_expired.py::test_a_sleeping_group_has_expired_messages_not_lost_ones",
 }
 
 

@@ -26,6 +26,11 @@ _TAKE: Final = """, taken AS (
     SELECT topic.retry_of, log_id, attempt
     FROM taken JOIN {schema}.queue USING (queue_id) JOIN {schema}.topic USING (topic_id)
     RETURNING log_id, group_id
+), counted AS (
+    UPDATE {schema}.subscription SET recalled = recalled + number
+    FROM (SELECT group_id, topic_id, count(*) AS number
+          FROM retries JOIN {schema}.commit_log USING (log_id) GROUP BY group_id, topic_id) AS of_group
+    WHERE subscription.group_id = of_group.group_id AND subscription.topic_id = of_group.topic_id
 )
 SELECT log.message_id, topic.name AS topic, log.key,
        CASE WHEN log_id IN (SELECT log_id FROM taken) THEN 'recalled'

@@ -94,6 +94,8 @@ WITH candidate AS (
     DELETE FROM {schema}.failure USING free WHERE failure.log_id = free.log_id
 ), letters AS (
     DELETE FROM {schema}.dead_letter USING free WHERE dead_letter.log_id = free.log_id
+), recalled AS (
+    DELETE FROM {schema}.recalled_retry USING free WHERE recalled_retry.log_id = free.log_id
 ), checks AS (
     DELETE FROM {schema}.check_history USING free WHERE check_history.transaction_id = free.transaction_id
 ), pending AS (

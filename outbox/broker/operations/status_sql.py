@@ -152,8 +152,8 @@ SELECT consumer_group.name, consumer_group.paused, consumer_group.broadcast,
        (SELECT count(*) FROM {schema}.dead_letter
         WHERE dead_letter.group_id = consumer_group.group_id AND replayed_at IS NULL) AS dead,
        coalesce(sum(expired), 0)::bigint AS expired,
-       (SELECT count(*) FROM {schema}.recalled_retry
-        WHERE recalled_retry.group_id = consumer_group.group_id) AS recalled
+       (SELECT coalesce(sum(recalled), 0)::bigint FROM {schema}.subscription
+        WHERE subscription.group_id = consumer_group.group_id) AS recalled
 FROM {schema}.consumer_group LEFT JOIN counted USING (group_id)
 GROUP BY consumer_group.group_id ORDER BY consumer_group.name
 """)

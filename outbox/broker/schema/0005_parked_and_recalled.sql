@@ -13,8 +13,7 @@ CREATE TABLE producer_group (
     seen_at timestamptz NOT NULL
 );
 
--- Retries that were taken back: a group that does not get the message again. Kept for good, because it is a term of
--- the group's conservation: queued = handled + ... + dead + expired + recalled.
+-- Retries that were taken back: the group does not get the message again. Rows go with their messages.
 CREATE TABLE recalled_retry (
     group_id    integer     NOT NULL,
     log_id      bigint      NOT NULL,
@@ -22,3 +21,5 @@ CREATE TABLE recalled_retry (
     recalled_at timestamptz NOT NULL DEFAULT now()
 );
 CREATE INDEX recalled_retry_message ON recalled_retry (log_id);
+-- How many there were of the group on the topic: a term of the group's conservation.
+ALTER TABLE subscription ADD COLUMN recalled bigint NOT NULL DEFAULT 0;

@@ -40,8 +40,10 @@ from tests.broker.consumer.test_storm import BusinessChecker
 from tests.support import eventually
 
 INNOCENT = ("fine", "fine", "fine", "fails", "slow")
-# What must end as a dead letter, and nothing else may.
+# What must end as a dead letter, and nothing else may. fate_process.py knows two more, exit and hang: they belong here,
+# and batches of more than one, where processes that die are asked what they were doing.
 GUILTY = ("poison",)
+GUILTY_EVERY = 12
 CONSUMERS = ("c1", "c2")
 BATCH = 1
 SOON = Backoff(first_seconds=0.05, longest_seconds=0.2)
@@ -62,6 +64,7 @@ class Storm:
     seed: int
     recalled: set[UUID] = field(default_factory=set)
     waiting: list[UUID] = field(default_factory=list)
+    published: int = 0
     rolled_back: int = 0
     happened: Counter[str] = field(default_factory=Counter)
 
@@ -80,12 +83,12 @@ class Storm:
 
     def publish(self) -> None:
         """One local transaction with one message, which commits or rolls back."""
-        topic = self.chance.choice(["orders", "steps"])
-        fate = self.chance.choice(INNOCENT)
-        if topic == "orders" and self.chance.random() < 0.05:
-            fate = self.chance.choice(GUILTY)
+        topic, fate = self.chance.choice(["orders", "steps"]), self.chance.choice(INNOCENT)
+        if self.published % GUILTY_EVERY == 0:
+            topic, fate = "orders", GUILTY[self.published // GUILTY_EVERY % len(GUILTY)]
+        self.published += 1
         delay = self.chance.choice([0.0, 0.0, 0.3, 60.0]) if topic == "orders" and fate not in GUILTY else 0.0
-        commits = self.chance.random() < 0.8
+        commits = fate in GUILTY or self.chance.random() < 0.8
         message_id, key = uuid7(), f"k{self.chance.randrange(8)}"
         with self._local.transaction(force_rollback=not commits):
             self._local.execute(LOCK, [key])
@@ -177,7 +180,8 @@ class Storm:
         status = broker_status(self.bench.run)
         broken = [text for topic in status.topics for text in topic.totals.differences()]
         assert [*broken, *(text for group in status.groups for text in group.differences())] == []
-        assert guilty and self.recalled and self.rolled_back, "all of it took place"
+        assert {fate for _, fate in committed.values()} == {*INNOCENT, *GUILTY}
+        assert self.recalled and self.rolled_back
 
 
 @contextlib.contextmanager
@@ -216,12 +220,14 @@ def every_message_ends(bench: ConsumptionBench, *, atomic: bool, seed: int, coun
         storm.check()
 
 
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("path", ["two_phase", "atomic"])
 def test_every_message_ends(bench: ConsumptionBench, path: str) -> None:
     every_message_ends(bench, atomic=path == "atomic", seed=1, count=160, every=20)
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize("path", ["two_phase", "atomic"])
 def test_every_message_ends_many_times(bench: ConsumptionBench, path: str, seed: int) -> None:

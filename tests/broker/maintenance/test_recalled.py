@@ -34,7 +34,7 @@ def test_what_was_recalled_is_removed_and_its_totals_stay(
     assert (before.groups[0].recalled, before.groups[0].retrying) == (1, 0)
     _age(connection, 4)
     _clean(connection)
-    assert (_count(connection, "commit_log"), _count(connection, "recalled")) == (0, 0)
+    assert [_count(connection, table) for table in ("commit_log", "recalled", "recalled_retry")] == [0, 0, 0]
     after = _balanced(connection)
     assert [topic.totals for topic in after.topics] == [topic.totals for topic in before.topics]
     assert after.groups == before.groups

@@ -83,6 +83,7 @@ def test_install_does_not_wait_behind_an_open_transaction(new_database: Callable
         connection.execute("INSERT INTO outbox.schema_version VALUES (1)")
         columns = "producer_group text, due_at timestamptz, parked_at timestamptz"
         connection.execute(f"CREATE TABLE outbox.pending_check ({columns})".encode())
+        connection.execute("CREATE TABLE outbox.subscription (group_id integer)")
         holder.execute("SELECT version FROM outbox.schema_version")
         with pytest.raises(SchemaError, match="run this again"):
             install(connection, "outbox")
