@@ -109,7 +109,8 @@ class Invoker(Protocol):
         """One result per delivery, in order; an exception says that this delivery failed.
 
         A handler of `batch` > 1 gets the list, any other one delivery. `generation` is the inbox generation
-        of the consumer group. Never raises for an error of the handler.
+        of the consumer group. Never raises for an error of the handler. HandlerNotStarted says that the handler was
+        not called and that this is no attempt at the message.
         """
 
 

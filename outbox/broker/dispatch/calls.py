@@ -42,12 +42,13 @@ class Calls:
         return bool(self._finished)
 
     def deadlines(self) -> list[float]:
-        """When calls that run now will have run too long, or hung too long (time.monotonic)."""
-        times = [(work, 1) for work in self._running] + [(work, 2) for work in self._stuck]
-        return [
-            work.started_at + count * work.subscribed.subscription.timeout_seconds
-            for work, count in times
-            if work.started_at is not None
+        """When calls that run now will have run too long, or will hang for too long (time.monotonic)."""
+        now = time.monotonic()
+        limits = [(work.started_at, work.subscribed.subscription.timeout_seconds) for work in self._running]
+        hangs = [(work.started_at, 2 * work.subscribed.subscription.timeout_seconds) for work in self._stuck]
+        # Once that is over the process ends: nothing comes after it to wait for.
+        return [began + seconds for began, seconds in limits if began is not None] + [
+            began + seconds for began, seconds in hangs if began is not None and began + seconds > now
         ]
 
     def end_of_started(self, queue: OwnedQueue) -> int:

@@ -107,9 +107,9 @@ class Trials:
         now = time.monotonic()
         if self._draining:
             return Postponed(now + _DRAINING_SECONDS)
-        if not all(item.queue.may_start() for item in work.items):
-            return NOT_STARTED
         group = work.subscribed.group
+        if group.paused or not all(item.queue.may_start() for item in work.items):
+            return NOT_STARTED
         trial = suspects.begin_trial(
             run, self._instance, self._host, group.group_id, _log_ids(work), by_all=group.broadcast
         )
@@ -125,8 +125,8 @@ class Trials:
         if work is not self._held:
             return
         self._held = None
-        if self._stage is _Stage.BEGUN or any(isinstance(result, KillsItsProcess) for result in results):
-            self._verdicts.append(self._verdict(work, results, excused))
+        # Of a refused one too: an error may have hidden that its note was committed.
+        self._verdicts.append(self._verdict(work, results, excused))
 
     def settle(self, run: Executor) -> None:
         """Write down the verdicts, before an offset passes their messages."""

@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import sys
+import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,8 +21,10 @@ from outbox.broker import deaths
 from outbox.broker.groups import suspects
 from outbox.broker.operations import dead_letters
 from outbox.broker.supervisor import ChildSpec, Supervisor
+from outbox.errors import HandlersHung
 from outbox.message import Message
-from tests.broker.bench import FIFO, ROOT, ConsumptionBench, encode
+from outbox.subscription import Subscription
+from tests.broker.bench import AT_ONCE, FIFO, ROOT, ConsumptionBench, encode
 from tests.support import eventually
 
 SOON = Backoff(first_seconds=0.05, longest_seconds=0.2)
@@ -232,3 +235,16 @@ def test_hanging_handlers_end_their_process_and_are_given_up(
     assert_innocents_took_effect_once(orders, sent, guilty)
     if mode != "concurrent":
         assert_in_order(orders)
+
+
+def test_a_runtime_whose_handlers_hang_releases_its_queues_and_says_so(orders: ConsumptionBench) -> None:
+    """In a process of one's own, too, it neither keeps its leases nor drains for ever."""
+    release = threading.Event()
+    orders.publish(messages(10))
+    subscription = Subscription(group="g", topic="orders", threads=1, timeout_seconds=0.1, retry=AT_ONCE)
+    try:
+        with pytest.raises(HandlersHung, match="more than 4 handlers of group 'g' hang"):
+            orders.runtime((subscription, lambda delivery: release.wait())).run(threading.Event())
+    finally:
+        release.set()
+    assert (orders.owners(), orders.members()) == ({}, 0)
