@@ -167,3 +167,24 @@ def test_without_the_app_a_call_in_a_transaction_is_refused(shop: Project) -> No
     )
     assert "the task shop.tasks.send_invoice is called in a transaction, but OUTBOX['CELERY_APP'] is not set" in said
     assert shop.rows("SELECT * FROM shop_order") == []
+
+
+def test_a_call_in_two_transactions_says_what_to_write(shop: Project) -> None:
+    said = shop.python(
+        """
+        from django.db import transaction
+        from outbox.errors import TransactionUsageError
+        from shop.tasks import send_invoice
+
+        with transaction.atomic(), transaction.atomic(using="broker"):
+            try:
+                send_invoice.delay("1")
+            except TransactionUsageError as error:
+                print(error)
+            send_invoice.using = "default"
+            send_invoice.delay("2")
+        """
+    )
+    assert said.startswith("the task shop.tasks.send_invoice joins the transaction that calls it")
+    assert "@shared_task(using='default')" in said
+    assert _stored(shop) == [("shop.tasks.send_invoice",)]
