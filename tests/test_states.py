@@ -21,11 +21,6 @@ COLUMNS = ["state", "where", "who ends it", "within", "test"]
 HISTORIES = {"failure", "check_history"}
 # Named on the page, and still to be written. One that is there must leave this list.
 TO_COME = {
-    "tests/broker/consumer/test_suspects.py::test_hanging_handlers_end_their_process_and_are_given_up",
-    "tests/broker/consumer/test_suspects.py::test_a_killer_is_tried_alone_and_given_up_after_three_deaths",
-    "tests/broker/consumer/test_suspects.py::test_an_innocent_killed_from_outside_is_cleared",
-    "tests/broker/dispatch/test_batches_and_outages.py::test_a_batch_is_halved_until_the_guilty_one_is_alone",
-    "tests/broker/dispatch/test_batches_and_outages.py::test_an_outage_uses_up_no_attempts",
     "tests/broker/groups/test_retry_queues.py::test_processes_of_a_group_with_different_topics_each_retry_their_own",
     "tests/broker/operations/test_dead_letters.py::test_discarded_ones_are_counted_and_gone_for_good",
     "tests/broker/operations/test_deletion.py::test_a_group_goes_with_everything_it_had",
