@@ -35,12 +35,16 @@ def plant(world: World) -> set[tuple[str, str, str]]:
     world.broker.execute(
         "DELETE FROM op_log USING commit_log l WHERE l.key = '2' AND l.transaction_id = op_log.transaction_id"
     )
+    (half,) = world.broker.execute("SELECT transaction_id FROM commit_log WHERE key = '2'").fetchone() or (None,)
+    assert half is not None
+    world.check(half, "UNKNOWN", "it is still running", START)
     world.broker.execute("DELETE FROM commit_log WHERE key = '3'")
     world.broker.execute("UPDATE commit_log SET body = '\\x7b22' WHERE key = '4'")
     world.send(Order(number=5))
     log_id = world._one("SELECT log_id FROM commit_log WHERE key = '6'")
     execute("DELETE FROM points_entry WHERE order_id = 6")
     world.kill_letter("points", log_id, START)
+    world.fail("points", log_id, 16, "ValueError: boom", START)
     execute("DELETE FROM logistics_shipment WHERE order_id = 7")
     execute("UPDATE orders_order SET total = total + 1 WHERE id = 8")
     world.broker.execute(
@@ -125,7 +129,14 @@ def say_what_they_rest_on(by_class: dict[tuple[str, str], dict[str, Any]]) -> No
     assert f"the newest {duplicate['message_id']}), rows: 1" in details["DUPLICATE", ""]
     for row in by_class.values():
         assert row["remedy"].startswith("Check first: ")
+        assert "{" not in row["remedy"], "an effect without a message has no message to trace"
     dead, stuck = by_class["DEAD", "points"], by_class["HALF_STUCK", ""]
+    (failed,), (asked,) = (json.loads(row["evidence"])["messages"] for row in (dead, stuck))
+    at = "2025-06-01T12:00:00.000000Z"
+    assert asked["checks"] == [{"checked_at": at, "answer": "UNKNOWN", "detail": "it is still running"}]
+    assert failed["failures"] == [
+        {"consumer_group": "points", "attempt": 16, "failed_at": at, "error": "ValueError: boom"}
+    ]
     assert dead["remedy"].endswith(f"outbox_dead_letter replay points {dead['message_id']}")
     assert f"outbox_decide {stuck['transaction_id']} commit" in stuck["remedy"]
 
