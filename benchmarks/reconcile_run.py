@@ -1,22 +1,26 @@
-"""How fast pairs are reconciled: whole runs beside a plain full-outer-join job and datacompy on the same data.
+"""How fast pairs are reconciled: whole runs beside a plain join and datacompy on the same data, and beside the floors.
 
     python -m benchmarks.reconcile_run [ROWS] [--master local[2]] [--sources parquet,join] [--repeats 3]
 
-Every measurement is a process of its own, so that the peak of its memory (JVM and Python together) is its own.
-datacompy runs in an environment of its own: $DATACOMPY_PYTHON names its Python (pip install 'datacompy[spark]>=1.1').
+A million rows, the default, take about ten minutes. Every measurement is a process of its own, so that the peak of its
+memory (JVM and Python together) is its own; all of a round are run before the next round, so that what changes on the
+machine meanwhile meets all of them. datacompy runs in an environment of its own: $DATACOMPY_PYTHON names its Python
+(pip install 'datacompy[spark]>=1.1').
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks import harness
@@ -24,6 +28,24 @@ from benchmarks.reconcile_data import RULES, fill_postgres, write_parquet
 
 POLL_SECONDS = 0.2
 CHILD = "benchmarks.reconcile_jobs"
+DATACOMPY = "DATACOMPY_PYTHON"
+TITLES = {
+    "parquet": "whole run, from Parquet",
+    "join": "plain full outer join and compare, from Parquet",
+    "datacompy": "datacompy, from Parquet",
+    "hot": "scan of one key with all messages, from Parquet",
+    "postgres": "whole run, two PostgreSQL databases, everything read",
+    "checksum": "whole run, two PostgreSQL databases, clean day, checksums",
+    "adbc": "floor: ADBC alone reads both tables, a connection each",
+    "copy": "floor: PostgreSQL's COPY of both to /dev/null, a connection each",
+}
+FROM_PARQUET = {"parquet", "join", "datacompy", "hot"}
+COMPARISONS = (
+    ("parquet", "join", "the whole run takes, beside the plain join"),
+    ("datacompy", "parquet", "datacompy takes, beside the whole run"),
+    ("postgres", "adbc", "the whole run from PostgreSQL takes, beside ADBC alone"),
+    ("postgres", "copy", "the whole run from PostgreSQL takes, beside COPY"),
+)
 
 
 class Peak(threading.Thread):
@@ -54,26 +76,42 @@ class Peak(threading.Thread):
         return self.peak_bytes
 
 
-def measure(title: str, rows: int, command: list[str], repeats: int) -> None:
-    """Run the job `repeats` times in one process each; print medians. The jobs print their own seconds, as JSON."""
-    seconds, peaks = [], []
-    for _ in range(repeats):
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+@dataclass
+class Measured:
+    """What a job took, round by round; None where it failed."""
+
+    title: str
+    command: list[str]
+    seconds: list[float | None] = field(default_factory=list)
+    peaks: list[float] = field(default_factory=list)
+
+    def run(self) -> None:
+        """Once more. The jobs print their own seconds, as JSON."""
+        with subprocess.Popen(self.command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
             peak = Peak(process.pid)
             peak.start()
             out, _ = process.communicate()
-        peaks.append(peak.finish())
-        if process.returncode:
-            print(f"  {title:<52} failed (exit code {process.returncode})")
-            return
-        seconds.append(float(json.loads(out.splitlines()[-1])["seconds"]))
-    median = statistics.median(seconds)
-    spread = f"{min(seconds):.1f} to {max(seconds):.1f}"
-    memory = statistics.median(peaks) / 2**30
-    print(f"  {title:<52} {median:>7.1f} s ({spread})  {rows / median:>12,.0f} pairs/s  {memory:>5.1f} GiB", flush=True)
+        self.peaks.append(peak.finish() / 2**30)
+        self.seconds.append(None if process.returncode else float(json.loads(out.splitlines()[-1])["seconds"]))
+
+    def row(self, rows: int) -> list[str]:
+        """Title, seconds, pairs per second, memory."""
+        done = [each for each in self.seconds if each is not None]
+        if len(done) < len(self.seconds):
+            return [self.title, f"failed in {len(self.seconds) - len(done)} of {len(self.seconds)} rounds", "", ""]
+        seconds = harness.Spread.of(done)
+        return [self.title, f"{seconds:.1f}", f"{rows / seconds.median:,.0f}", f"{harness.Spread.of(self.peaks):.1f}"]
+
+
+def compared(one: Measured, other: Measured) -> str:
+    """How many times as long the one takes, round by round."""
+    pairs = [(a, b) for a, b in zip(one.seconds, other.seconds, strict=True) if a is not None and b is not None]
+    return f"{harness.Spread.of([a / b for a, b in pairs]):.2f}" if pairs else "not measured"
 
 
 def job(name: str, folder: Path, rows: int, master: str) -> list[str]:
+    if name == "datacompy":
+        return [os.environ[DATACOMPY], str(Path(__file__).with_name("reconcile_datacompy.py")), str(folder), master]
     return [sys.executable, "-m", CHILD, name, str(folder), str(rows), master]
 
 
@@ -96,50 +134,48 @@ def prepare_postgres(folder: Path, url: str, rows: int) -> None:
 
 
 def main() -> None:
-    """Prepare the data, run the jobs."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Prepare the data, run the jobs in rounds, print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rows", type=int, nargs="?", default=1_000_000)
     parser.add_argument("--master", default="local[2]")
-    parser.add_argument("--sources", default="parquet,join,hot,datacompy,postgres,checksum")
+    parser.add_argument("--sources", default=",".join(TITLES), help="(default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=3)
     given = parser.parse_args()
     wanted = given.sources.split(",")
-    print(f"{given.rows:,} orders against {given.rows:,} messages, {given.master}, {given.repeats} runs;")
-    print("seconds after Spark's start")
-    with tempfile.TemporaryDirectory(prefix="outbox-bench-") as name:
+    if unknown := set(wanted) - set(TITLES):
+        parser.error(f"no source {', '.join(sorted(unknown))}; there are: {', '.join(TITLES)}")
+    if "datacompy" in wanted and not os.environ.get(DATACOMPY):
+        print(f"datacompy: not measured; set {DATACOMPY} to the Python of an environment that has datacompy[spark]")
+        wanted.remove("datacompy")
+    with tempfile.TemporaryDirectory(prefix="outbox-bench-") as name, contextlib.ExitStack() as held:
         folder = Path(name)
-        if {"parquet", "join", "hot", "datacompy"} & set(wanted):
-            started = time.perf_counter()
-            prepare_parquet(folder, given.rows, given.master)
-            print(f"  (Parquet written in {time.perf_counter() - started:.0f} s)")
-        titles = {
-            "parquet": "outbox_spark, whole run, from Parquet",
-            "join": "plain full outer join and compare, from Parquet",
-            "hot": "outbox_spark, scan of one key with all messages",
-        }
-        for source, title in titles.items():
-            if source in wanted:
-                measure(title, given.rows, job(source, folder, given.rows, given.master), given.repeats)
-        if "datacompy" in wanted:
-            datacompy(folder, given.rows, given.master, given.repeats)
-        if {"postgres", "checksum"} & set(wanted):
-            with harness.server() as url:
-                prepare_postgres(folder, url, given.rows)
-                for source, how in (("postgres", "everything read"), ("checksum", "clean day, checksums")):
-                    if source in wanted:
-                        title = f"outbox_spark, two PostgreSQL databases, {how}"
-                        measure(title, given.rows, job(source, folder, given.rows, given.master), given.repeats)
+        prepare(folder, given, wanted, held)
+        jobs = {name: Measured(TITLES[name], job(name, folder, given.rows, given.master)) for name in wanted}
+        for number in range(given.repeats):
+            for each in jobs.values():
+                each.run()
+                print(f"  (round {number + 1}: {each.title}: {each.seconds[-1]} s)", flush=True)
+    print_all(jobs, given)
 
 
-def datacompy(folder: Path, rows: int, master: str, repeats: int) -> None:
-    python = os.environ.get("DATACOMPY_PYTHON")
-    if not python:
-        print(
-            "  datacompy: not measured; set DATACOMPY_PYTHON to the Python of an environment that has datacompy[spark]"
-        )
-        return
-    script = Path(__file__).with_name("reconcile_datacompy.py")
-    measure("datacompy, from Parquet", rows, [python, str(script), str(folder), master], repeats)
+def prepare(folder: Path, given: argparse.Namespace, wanted: Sequence[str], held: contextlib.ExitStack) -> None:
+    """The data that is wanted, and a server if it takes one."""
+    started = time.perf_counter()
+    if FROM_PARQUET & set(wanted):
+        prepare_parquet(folder, given.rows, given.master)
+    if set(wanted) - FROM_PARQUET:
+        prepare_postgres(folder, held.enter_context(harness.server()), given.rows)
+    print(f"  (data written in {time.perf_counter() - started:.0f} s)", flush=True)
+
+
+def print_all(jobs: Mapping[str, Measured], given: argparse.Namespace) -> None:
+    """The table, and the comparisons that are goals."""
+    title = f"{given.rows:,} orders against {given.rows:,} messages, {given.master}, {given.repeats} rounds"
+    heads = ("", "seconds after Spark's start", "pairs/s", "GiB at most")
+    harness.table(f"{title}: median (smallest to largest)", heads, [each.row(given.rows) for each in jobs.values()])
+    for one, other, text in COMPARISONS:
+        if one in jobs and other in jobs:
+            print(f"  {text}: {compared(jobs[one], jobs[other])} times as long")
 
 
 if __name__ == "__main__":

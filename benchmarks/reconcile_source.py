@@ -103,10 +103,15 @@ def ours(source: PostgresSource, selection: Selection) -> None:
     source.close()
 
 
+def query_of(database: Database, selection: Selection) -> str:
+    """What is selected, as one statement."""
+    schema = database.schema if selection.in_broker else None
+    return sql.select(selection, sql.table_name(selection.table, schema), sql.conditions(selection, None))
+
+
 def compare(spark: Any, database: Database, selection: Selection, rows: int, jar: str) -> None:
     """One table by all readers."""
-    schema = database.schema if selection.in_broker else None
-    query = sql.select(selection, sql.table_name(selection.table, schema), sql.conditions(selection, None))
+    query = query_of(database, selection)
     conninfo = database.location
     mine = timed(
         "outbox_spark (ADBC → Arrow, one snapshot)", rows, lambda: ours(PostgresSource(spark, database), selection)

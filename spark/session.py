@@ -46,6 +46,11 @@ LOCAL_SETTINGS: Final = {
     "spark.driver.memory": "3g",
     "spark.sql.shuffle.partitions": "32",
     "spark.sql.execution.arrow.maxRecordsPerBatch": "50000",
+    # Where in our code a column was made is of no use to who reads an error, and costs a stack for each of them.
+    "spark.python.sql.dataFrameDebugging.enabled": "false",
+    "spark.sql.dataFrameQueryContext.enabled": "false",
+    # A run has more generated classes than the hundred that Spark keeps, and the next one of a stream has the same.
+    "spark.sql.codegen.cache.maxEntries": "2000",
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import tempfile
@@ -24,14 +25,32 @@ SERVER_SETTINGS = {
 }
 _numbers = itertools.count(1)
 
-# What each keeps to one worker of `make test`: Spark takes both cores, so two beside each other are slower than one
-# after the other, and a demo, a wheel or a migrated sample costs more to make than the tests of it take.
-ONE_WORKER = ("tests/spark/", "tests/sample/", "tests/test_packaging")
+# What each keeps to one worker of `make test`: a demo, a wheel or a migrated sample costs more to make than the tests
+# of it take.
+ONE_WORKER = ("tests/sample/", "tests/test_packaging")
+# Spark takes half a minute of CPU until it is warm, and with one for all its tests they end last: two share them.
+SPARK_WORKERS = 2
 
 
-def unit_of_work(nodeid: str) -> str:
+def unit_of_work(nodeid: str, root: Path = Path()) -> str:
     """What a worker takes at once: one test, or all that belong together."""
-    return next((place for place in ONE_WORKER if nodeid.startswith(place)), nodeid)
+    place = next((place for place in ONE_WORKER if nodeid.startswith(place)), None)
+    return place or spark_units(root).get(nodeid.partition("::")[0], nodeid)
+
+
+@functools.cache
+def spark_units(root: Path) -> dict[str, str]:
+    """The unit of each file whose tests use a Spark session, the largest files apart from each other."""
+    files = [path for path in (root / "tests" / "spark").glob("test_*.py") if _uses_a_session(path)]
+    files.sort(key=lambda path: (-path.stat().st_size, path.name))
+    return {
+        path.relative_to(root).as_posix(): f"tests/spark/ {number % SPARK_WORKERS}" for number, path in enumerate(files)
+    }
+
+
+def _uses_a_session(path: Path) -> bool:
+    text = path.read_text(encoding="utf-8")
+    return "spark_session" in text or "reconcile: Reconciler" in text
 
 
 _folder = pytest.StashKey[Path]()
@@ -79,7 +98,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     from xdist.scheduler import LoadScopeScheduling
 
     scheduler = LoadScopeScheduling(config, log)
-    scheduler._split_scope = unit_of_work
+    scheduler._split_scope = functools.partial(unit_of_work, root=config.rootpath)
     return scheduler
 
 

@@ -35,15 +35,20 @@ def write(folder: Path, **files: str) -> None:
         path.write_text(text)
 
 
-def test_what_starts_spark_stays_on_one_worker(tmp_path: Path) -> None:
+def test_what_uses_spark_is_shared_by_two_workers(tmp_path: Path) -> None:
+    """All of a file and its session on one; what needs none goes to whoever is free."""
     nine = "import pytest\n@pytest.mark.parametrize('n', range(9))\ndef test_one(n): pass\n"
-    write(tmp_path, spark=nine, free=nine)
-    done = run("-n", "2", "-v", folder=tmp_path)
+    write(tmp_path, spark="# spark_session\n" + nine, free=nine)
+    (tmp_path / "tests" / "spark" / "test_more.py").write_text("# reconcile: Reconciler\n" + nine)
+    (tmp_path / "tests" / "spark" / "test_none.py").write_text(nine)
+    done = run("-n", "3", "-v", folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    ran = re.findall(r"^\[(gw\d)\].* PASSED tests/(\w+)/", done.stdout, re.MULTILINE)
-    assert sorted(place for _, place in ran) == ["free"] * 9 + ["spark"] * 9
-    assert {worker for worker, _ in ran} == {"gw0", "gw1"}
-    assert len({worker for worker, place in ran if place == "spark"}) == 1
+    ran = re.findall(r"^\[(gw\d)\].* PASSED tests/\w+/test_(\w+)\.py", done.stdout, re.MULTILINE)
+    assert sorted(place for _, place in ran) == sorted(["free", "spark", "more", "none"] * 9)
+    of = {place: {worker for worker, name in ran if name == place} for _, place in ran}
+    assert {len(of[name]) for name in ("spark", "more")} == {1}
+    assert of["spark"] != of["more"]
+    assert len(of["free"] | of["none"]) > 1
 
 
 def test_a_process_that_is_left_fails_the_run(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from ..sources.files import FileSource, JdbcSource
 from ..sources.postgres import PostgresSource
 from . import classify, contract, evidence
 
-_UUID: Final = re.compile(r"^[0-9a-f]{8}-(?:[0-9a-f]{4}-){3}[0-9a-f]{12}$")
+UUID: Final = re.compile(r"^[0-9a-f]{8}-(?:[0-9a-f]{4}-){3}[0-9a-f]{12}$")
 
 
 class Sources:
@@ -201,7 +201,7 @@ def of_keys(rule: Rule, sources: Sources, keys: Sequence[str], floor: datetime |
         ids = _ids(rule, broker)
         named = [
             *(row[0] for row in ids.select("message_id").collect()),
-            *(key for key in keys if _UUID.fullmatch(key)),
+            *(key for key in keys if UUID.fullmatch(key)),
         ]
         effects = source.read_keys([(each, named) for each in selections])
         tables.append(evidence.with_keys(effects, ids, rule, floor))
@@ -241,7 +241,7 @@ def real_keys(rule: Rule, sources: Sources, keys: DataFrame) -> DataFrame:
     """
     if not any(group.message_id for group in rule.groups):
         return keys
-    named = [row[0] for row in keys.where(F.col("key").rlike(_UUID.pattern)).select("key").collect()]
+    named = [row[0] for row in keys.where(F.col("key").rlike(UUID.pattern)).select("key").collect()]
     if not named:
         return keys
     ids = sources.broker.read_keys([(contract.message_ids(), named)]).cache()

@@ -95,8 +95,10 @@ REMEDIES: Final = {
 def with_remedies(findings: DataFrame, trace: str) -> DataFrame:
     """The findings with `remedy`: what to check first and what settles it, with the finding's own ids in commands."""
     remedy: Column = F.lit(None).cast("string")
+    is_traceable = F.col("message_id").isNotNull()
     for name, known in REMEDIES.items():
-        remedy = F.when(F.col("class") == name.value, F.lit(known.text.replace("{trace}", trace))).otherwise(remedy)
+        text = F.when(is_traceable, known.text.replace("{trace}", trace)).otherwise(known.text.replace(" {trace}", ""))
+        remedy = F.when(F.col("class") == name.value, text).otherwise(remedy)
     # Only what can be nothing but an id or a name: a command is copied into a shell.
     for column, safe in _FILLED.items():
         filled = F.replace(remedy, F.lit(f"{{{column}}}"), F.col(column))

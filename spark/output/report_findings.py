@@ -72,11 +72,14 @@ def _more(finding: Mapping[str, Any], trace: str) -> str:
     known = json.loads(finding["evidence"] or "{}")
     command = trace_command(finding, trace)
     shown = f"<code>{escape(command)}</code>" if command else "no message exists"
+    messages = known.get("messages") or []
     parts = [
         f"<dt>Row</dt><dd>{_code(finding['row'])} <span class='dim'>{escape(finding['row_at'] or '')}</span></dd>",
-        f"<dt>Messages</dt><dd>{_messages(known.get('messages') or [])}</dd>",
+        f"<dt>Messages</dt><dd>{_messages(messages)}</dd>",
+        *_part("Check-backs", _checks(messages)),
         f"<dt>Body</dt><dd>{_code(finding['body'])}</dd>",
         f"<dt>Groups</dt><dd>{_groups(known)}</dd>",
+        *_part("Failed attempts", _failures(messages)),
         f"<dt>Trace</dt><dd>{shown}</dd>",
     ]
     return (
@@ -109,6 +112,42 @@ def _messages(messages: Sequence[Mapping[str, Any]]) -> str:
         for each in messages
     )
     return _table(("Message", "Log id", "Tag", "Stored", "Half", "Decided", "Not before", "Queued"), rows)
+
+
+def _part(title: str, shown: str) -> list[str]:
+    return [f"<dt>{title}</dt><dd>{shown}</dd>"] if shown else []
+
+
+def _checks(messages: Sequence[Mapping[str, Any]]) -> str:
+    """How the transactions of the messages were asked for, the newest last; empty when none was."""
+    asked = {each.get("transaction_id"): each.get("checks") or [] for each in messages}
+    rows = [
+        _row(
+            f"<code>{escape(str(transaction))}</code>",
+            _moment(check["checked_at"]),
+            escape(check["answer"]),
+            escape(check["detail"]),
+        )
+        for transaction, checks in asked.items()
+        for check in checks
+    ]
+    return _table(("Transaction", "Asked", "Answer", "What it rests on"), "".join(rows)) if rows else ""
+
+
+def _failures(messages: Sequence[Mapping[str, Any]]) -> str:
+    """How handlers failed with the messages; empty when none did."""
+    rows = [
+        _row(
+            escape(failure["consumer_group"]),
+            f"<code>{escape(str(each.get('message_id') or ''))}</code>",
+            escape(str(failure["attempt"])),
+            _moment(failure["failed_at"]),
+            escape(failure["error"]),
+        )
+        for each in messages
+        for failure in each.get("failures") or []
+    ]
+    return _table(("Group", "Message", "Attempt", "Failed", "Error"), "".join(rows)) if rows else ""
 
 
 def _groups(known: Mapping[str, Any]) -> str:

@@ -38,6 +38,12 @@ from .toml_lines import line_of, lines_by_path
 DEFAULT_TRACE: Final = "python manage.py outbox_trace {message_id}"
 _PASSWORD: Final = re.compile(r"password\s*=|://[^/@:]*:[^/@]+@", re.IGNORECASE)
 _LOCATIONS: Final = ("env", "service", "dsn", "path")
+# docs/decisions/044-messages-are-found-by-their-key.md
+_BY_BODY: Final = (
+    "a rule finds its messages by their key, not by a field of their body: dead letters, deliveries, the second look "
+    "and a repair know a message by its key alone",
+    'publish it with key=…, and write key = "…", the column or expression that gives the same value',
+)
 
 
 def load(path: Path, environment: Mapping[str, str] | None = None) -> Rules:
@@ -176,7 +182,9 @@ class _Reader:
     def _rule(self, value: Any, path: TomlPath, databases: dict[str, Database], broker: str) -> Rule:
         keys = ("name", "database", "table", "key", "when", "time", "topic", "tag", "messages", "severity", "grace")
         more = ("message_when", "late_after", "stuck_after", "bucket", "allow_empty", "mask", "field", "group")
-        table = Table(self.problem, value, path, (*keys, *more))
+        table = Table(self.problem, value, path, (*keys, *more, "message_key"))
+        if "message_key" in table.values:
+            table.problem("message_key", *_BY_BODY)
         database = table.required("database")
         self._known(table, "database", database, databases)
         severity = table.choice("severity", Severity, Severity.CRITICAL)

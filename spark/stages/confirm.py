@@ -13,7 +13,7 @@ from typing import Final
 from pyspark.sql import Column, DataFrame, Observation, SparkSession, Window
 from pyspark.sql import functions as F
 
-from ..comparison import classify, detail, evidence, queued, sides
+from ..comparison import classify, detail, evidence, sides, told
 from ..errors import RunIncomplete
 from ..output import masking
 from ..rules.rule import Rule, Severity
@@ -57,7 +57,7 @@ def confirm(
         gathered = gathered.observe(seen, F.count(F.lit(1)).alias("count"))
         bounded = replace(window, carried="carried")
         judged = classify.subjects(classify.with_classes(gathered, rule, bounded), rule, bounded)
-        with_details = _with_details(judged, rule, read, queued.places(spark, sources, read.messages))
+        with_details = _with_details(judged, rule, read, told.of(spark, sources, read.messages, rule))
         write(spark, _as_findings(with_details, rule), target, SCHEMA)
         if int(seen.get["count"] or 0) < len(listed) <= MAX_KEYS:
             _check_gone(rule, sources, read, keys, window.floor)
@@ -91,7 +91,7 @@ def _keys_of(narrow: list[DataFrame]) -> DataFrame:
     return reduce(DataFrame.unionByName, [side.select("key") for side in narrow]).distinct()
 
 
-def _with_details(found: DataFrame, rule: Rule, read: sides.KeySides, places: DataFrame) -> DataFrame:
+def _with_details(found: DataFrame, rule: Rule, read: sides.KeySides, known: DataFrame) -> DataFrame:
     values = [F.col(f"f{number}") for number in range(len(rule.fields))]
     shown = [
         masking.shown(rule, field, detail.shown(value, field.type)).alias(field.column)
@@ -110,7 +110,7 @@ def _with_details(found: DataFrame, rule: Rule, read: sides.KeySides, places: Da
         F.min_by("message_id", newest).alias("oldest_id"),
         F.min(damaged).alias("damaged"),
     )
-    found = found.join(rows, "key", "left").join(messages, "key", "left").join(_newest(read, places), "key", "left")
+    found = found.join(rows, "key", "left").join(messages, "key", "left").join(_newest(read, known), "key", "left")
     if read.deliveries is None:
         nothing = F.lit(None).cast("string")
         return found.withColumn("delivery", nothing).withColumn("told_groups", F.lit(None))
@@ -122,16 +122,16 @@ def _with_details(found: DataFrame, rule: Rule, read: sides.KeySides, places: Da
     return found.join(deliveries, ["key", "group"], "left").join(told, "key", "left")
 
 
-def _newest(read: sides.KeySides, places: DataFrame) -> DataFrame:
+def _newest(read: sides.KeySides, known: DataFrame) -> DataFrame:
     """The newest messages of each key with their states, as `told_messages`, the oldest of them first."""
     order = Window.partitionBy("key").orderBy(F.col("log_id").desc())
     newest = read.messages.withColumn("place", F.row_number().over(order)).where(F.col("place") <= TOLD_MESSAGES)
     facts = F.struct(
         "log_id", "message_id", "transaction_id", "tag", F.col("at").alias("stored_at"), "deliver_at", "state",
-        "decided_at", "decided_by", "queue",
+        "decided_at", "decided_by", "queue", "checks", "failures",
     )  # fmt: skip
-    placed = newest.join(places, "log_id", "left")
-    return placed.groupBy("key").agg(F.sort_array(F.collect_list(facts)).alias("told_messages"))
+    of_key = newest.join(known, "log_id", "left").groupBy("key")
+    return of_key.agg(F.sort_array(F.collect_list(facts)).alias("told_messages"))
 
 
 def _evidence(rule: Rule) -> Column:

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import threading
 from contextlib import closing
-from dataclasses import dataclass, field
-from datetime import UTC, datetime
-from io import StringIO
 from pathlib import Path
 from typing import Any
 from uuid import UUID
 
 import psycopg
 import pytest
-from django.core.management import call_command
-from django.core.management.base import CommandError
 from django.db import connections, transaction
 
 from outbox import Delivery, faults
@@ -26,79 +20,17 @@ from outbox.contrib.django.broker import flusher
 from outbox.contrib.django.conf import get_settings
 from outbox.contrib.django.databases import alias_conninfo, broker_connection, broker_database
 from outbox.contrib.django.repair.actions import derived_id
-from outbox.contrib.django.repair.apply import Pace
 from outbox.contrib.django.workers import consumer_runtime
 from outbox.errors import PermanentError
-from tests.django.conftest import point_alias
 from tests.django.processes import process
+from tests.django.repairs import AT, Repair, finding, lost
 from tests.django.shop.models import Effect, Order
 from tests.django.state import rolled_back, stored
 from tests.support import eventually
 
 pytestmark = [pytest.mark.usefixtures("databases", "no_subscribers"), pytest.mark.timeout(180)]
 
-AT = datetime(2025, 6, 1, 12, tzinfo=UTC)
-ORDERS = {
-    "database": "default",
-    "table": '"shop_order"',
-    "key": '"number"',
-    "when": "(status LIKE 'n%')",
-    "topic": "orders",
-    "tag": None,
-    "message_when": None,
-}
-PUBLISHER = "orders=tests.django.repair_publisher.order"
 STEPS = [point for point in faults.POINTS if point.startswith("repair.")]
-
-
-def lost(key: str, **more: Any) -> dict[str, Any]:
-    return finding("publish", "LOST", key, row_at=AT.isoformat(), **more)
-
-
-def finding(action: str, kind: str, key: str, **more: Any) -> dict[str, Any]:
-    """A line of a plan."""
-    unknown = dict.fromkeys(("message_id", "transaction_id", "row_at", "why", "detail"))
-    own = {"step": f"{kind} {key}", "action": action, "class": kind, "rule": "orders", "key": key, "group": ""}
-    return {**unknown, **own, "topic": "orders", **more}
-
-
-@dataclass
-class Repair:
-    """Plans and their audit in a folder."""
-
-    folder: Path
-    source: dict[str, Any] = field(default_factory=lambda: dict(ORDERS))
-    publisher: str = PUBLISHER
-
-    @property
-    def audit(self) -> Path:
-        return self.folder / "audit.jsonl"
-
-    def command(self, *steps: dict[str, Any], apply: bool = True, more: tuple[str, ...] = ()) -> list[str]:
-        head = {"plan": 1, "run": "a run", "judged_at": AT.isoformat(), "rules": {"orders": self.source}}
-        path = self.folder / "plan.jsonl"
-        path.write_text("".join(f"{json.dumps(line)}\n" for line in (head, *steps)))
-        options = ["--publisher", self.publisher, "--audit", str(self.audit), "--by", "ann", *more]
-        return ["outbox_repair", str(path), *(["--apply"] if apply else []), *options]
-
-    def run(self, *steps: dict[str, Any], apply: bool = True, more: tuple[str, ...] = ()) -> list[tuple[str, str]]:
-        """Outcome and detail of each step."""
-        out = StringIO()
-        code: object = 0
-        try:
-            call_command(*self.command(*steps, apply=apply, more=("--json", *more)), stdout=out)
-        except SystemExit as end:
-            code = end.code
-        results = [json.loads(line)["result"] for line in out.getvalue().splitlines()]
-        outcomes = [(result["outcome"], result["detail"]) for result in results]
-        assert code == int(any(outcome in ("refused", "reported", "left") for outcome, _ in outcomes))
-        return outcomes
-
-    def outcomes(self, *steps: dict[str, Any], **options: Any) -> list[str]:
-        return [outcome for outcome, _ in self.run(*steps, **options)]
-
-    def written(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self.audit.read_text().splitlines()]
 
 
 @pytest.fixture
@@ -343,86 +275,3 @@ def test_killed_at_any_step_and_run_again_has_one_effect(repair: Repair, point: 
     handle_all()
     assert [effect.number for effect in Effect.objects.exclude(number="mended")] == ["7"]
     assert {line["event"] for line in repair.written()} == {"intent", "outcome"}
-
-
-# -- the run -------------------------------------------------------------------------------------------------
-
-
-def test_no_more_than_allowed_and_reports_are_for_people(repair: Repair) -> None:
-    for number in ("1", "2", "3"):
-        Order.objects.create(number=number)
-    report = finding("report", "ORPHAN", "8", why="ORPHAN is only reported.")
-    steps = [report, lost("1"), lost("2"), lost("3")]
-    assert repair.outcomes(*steps, more=("--most", "2")) == ["reported", "done", "done", "left"]
-    assert repair.outcomes(*steps, more=("--most", "2")) == ["reported", "settled", "settled", "done"]
-    assert [item.key for item in stored()] == ["1", "2", "3"]
-
-
-def test_steps_are_spaced_and_unused_slots_are_not_saved_up() -> None:
-    now, waited = [100.0], []
-
-    def wait(seconds: float) -> None:
-        waited.append(round(seconds, 3))
-        now[0] += seconds
-
-    pace = Pace(4, clock=lambda: now[0], wait=wait)
-    for _ in range(3):
-        pace.turn()
-    assert waited == [0.25, 0.25]
-    now[0] += 10
-    for _ in range(2):
-        pace.turn()
-    assert waited == [0.25, 0.25, 0.25]
-
-
-def test_a_broker_that_cannot_be_reached_ends_the_run(repair: Repair) -> None:
-    Order.objects.create(number="7")
-    reachable = alias_conninfo("broker")
-    point_alias("broker", "postgresql://nobody@127.0.0.1:1/nowhere")
-    try:
-        with pytest.raises(CommandError, match="what was done is not done twice") as caught:
-            repair.run(lost("7"))
-    finally:
-        point_alias("broker", reachable)
-    assert caught.value.returncode == 3
-    assert [line["event"] for line in repair.written()] == ["error"]
-    assert repair.outcomes(lost("7")) == ["done"]
-
-
-def test_one_apply_at_a_time_and_a_torn_line_stays_apart(repair: Repair) -> None:
-    Order.objects.create(number="7")
-    repair.audit.write_bytes(b'{"event": "torn')
-    repair.run(lost("7"))
-    first, second, third = repair.audit.read_text().splitlines()
-    assert first == '{"event": "torn'
-    assert [json.loads(line)["event"] for line in (second, third)] == ["intent", "outcome"]
-    from outbox.contrib.django.repair import audit
-
-    with audit.opened(repair.audit, by="bob", plan=""), pytest.raises(CommandError, match="another process applies"):
-        repair.run(lost("7"))
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("", r"plan\.jsonl:1: not a line of a plan"),
-        ('{"plan": 2}', "a plan of version 2"),
-        ('{"plan": 1, "run": "r", "rules": {}}\n{"step": 1}', r"plan\.jsonl:2: not a line"),
-    ],
-)
-def test_what_is_no_plan_is_named_by_its_line(tmp_path: Path, text: str, said: str) -> None:
-    path = tmp_path / "plan.jsonl"
-    path.write_text(text)
-    with pytest.raises(CommandError, match=said) as caught:
-        call_command("outbox_repair", str(path))
-    assert caught.value.returncode == 2
-
-
-def test_a_database_without_an_alias_is_an_error(repair: Repair) -> None:
-    repair.source["database"] = "app"
-    with pytest.raises(CommandError, match="pass --database app=ALIAS") as caught:
-        repair.run(lost("7"))
-    assert caught.value.returncode == 2
-    Order.objects.create(number="7")
-    assert repair.outcomes(lost("7"), more=("--database", "app=default")) == ["done"]
-    assert repair.audit.exists()

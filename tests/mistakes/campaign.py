@@ -23,8 +23,9 @@ from outbox.contrib.django.databases import alias_conninfo
 from tests.django.shop.models import Effect, Order
 from tests.mistakes.generator import Side, generate
 from tests.mistakes.grammar import Program, smaller, steps_of, text
-from tests.mistakes.interpreter import DUPLICATE, LOCKED, Others, run
+from tests.mistakes.interpreter import run
 from tests.mistakes.oracle import Finding, Kind, State, judge
+from tests.mistakes.others import DUPLICATE, LOCKED, Others
 from tests.mistakes.traces import Trace
 from tests.support import eventually
 

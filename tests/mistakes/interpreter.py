@@ -7,14 +7,11 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
-import psycopg
 from django.db import connections, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
-from psycopg.pq import PipelineStatus, TransactionStatus
 
 from outbox import Delivery, Message
 from outbox.contrib.django import publish, subscriber, transactional_message
-from outbox.contrib.django.databases import alias_conninfo
 from outbox.contrib.django.inbox import InboxInvoker
 from outbox.contrib.django.registry import subscribers
 from outbox.errors import PermanentError
@@ -24,81 +21,15 @@ from tests.django.shop.models import Effect as EffectRow
 from tests.django.shop.models import Order, Payment
 from tests.mistakes import grammar
 from tests.mistakes.grammar import Block, Consumer, Producer, Program, Step
+from tests.mistakes.others import DUPLICATE, LOCKED, Others, is_alive, tidy
 from tests.mistakes.traces import AttemptSeen, PairSeen, Trace
 
-DUPLICATE: Final = "there already"
-LOCKED: Final = "locked elsewhere"
 # Nobody publishes to it: handlers are called with deliveries that are made here.
 HANDLED_TOPIC: Final = "payments"
 
 
 class Mistake(Exception):
     """What an application raises."""
-
-
-# -- the world around -------------------------------------------------------------------------------
-
-
-class Others:
-    """What other sessions do to a PostgreSQL alias: hold a lock, end a session. SQLite gets none of it."""
-
-    def __init__(self, alias: str) -> None:
-        self._stack = contextlib.ExitStack()
-        self.alias = alias
-        Order.objects.using(alias).get_or_create(number=DUPLICATE)
-        Order.objects.using(alias).get_or_create(number=LOCKED)
-        Payment.objects.using(alias).get_or_create(reference=DUPLICATE)
-        if connections[alias].vendor == "postgresql":
-            self._locker, self._killer = (
-                self._stack.enter_context(psycopg.connect(alias_conninfo(alias), autocommit=own))
-                for own in (False, True)
-            )
-            self._locker.execute("SELECT 1 FROM shop_order WHERE number = %s FOR UPDATE", [LOCKED])
-
-    def kill(self, connection: BaseDatabaseWrapper) -> None:
-        """End the connection's session on the server; returns when it is gone."""
-        connection.ensure_connection()
-        self._killer.execute("SELECT pg_terminate_backend(%s, 10000)", [connection.connection.info.backend_pid])
-
-    def close(self) -> None:
-        """Leave the databases as they were."""
-        self._stack.close()
-        Order.objects.using(self.alias).filter(number__in=[DUPLICATE, LOCKED]).delete()
-        Payment.objects.using(self.alias).filter(reference=DUPLICATE).delete()
-
-
-def is_alive(connection: BaseDatabaseWrapper) -> bool | None:
-    """Whether the next statement runs in a transaction that can still commit; None when that cannot be seen."""
-    raw = connection.connection
-    if raw is None:
-        return False
-    if connection.vendor == "sqlite":
-        return bool(raw.in_transaction)
-    if raw.pgconn.pipeline_status != PipelineStatus.OFF or raw.info.transaction_status == TransactionStatus.ACTIVE:
-        return None
-    if raw.info.transaction_status == TransactionStatus.IDLE:
-        # Django turns psycopg's autocommit off inside atomic(): the next statement begins a transaction.
-        return not raw.autocommit
-    return bool(raw.info.transaction_status == TransactionStatus.INTRANS)
-
-
-def tidy(connection: BaseDatabaseWrapper) -> None:
-    """What the end of a request does: the next program gets a connection without a past."""
-    assert not connection.in_atomic_block
-    raw = connection.connection
-    if raw is None:
-        return
-    if connection.vendor == "sqlite":
-        raw.rollback()
-        idle = True
-    else:
-        idle = raw.info.transaction_status == TransactionStatus.IDLE
-    if not idle or not connection.is_usable():
-        connection.close()
-    connection.errors_occurred = False
-
-
-# -- running ----------------------------------------------------------------------------------------
 
 
 def run(program: Program, name: str, others: Others) -> Trace:

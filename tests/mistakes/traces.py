@@ -15,7 +15,7 @@ class PairSeen:
     decorated: bool = False
     # Whether Django held the call to be inside atomic().
     in_block: bool = False
-    # What interpreter.is_alive said at the publish call.
+    # What others.is_alive said at the publish call.
     alive: bool | None = None
     row_first: bool = False
     returned: bool = False

@@ -16,6 +16,7 @@ from pyspark.sql import SparkSession
 from spark import run, session
 from spark.options import RunOptions
 from spark.progress import Progress
+from spark.stream.watch import Watch
 from tests.spark.world import GROUPS, World, write_rules
 
 # Small data, many plans: what costs is compiling, not computing.
@@ -24,7 +25,7 @@ SETTINGS = {
     "spark.sql.adaptive.enabled": "false",
     "spark.sql.codegen.wholeStage": "false",
     "spark.driver.memory": "2g",
-    "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
+    "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -XX:ReservedCodeCacheSize=256m",
 }
 
 
@@ -84,6 +85,12 @@ class Reconciler:
             rules=path, output=str(self.folder / self.output), since=since, until=until, full=full, metrics=metrics
         )
         return run.run(self.spark, options, Progress(self.said))
+
+    def watch(self, rules: Path | None = None) -> Watch:
+        """A continuous reconciliation into the output folder."""
+        path = rules or self.folder / "reconcile.toml"
+        options = RunOptions(rules=path, output=str(self.folder / self.output))
+        return Watch(self.spark, options, Progress(self.said))
 
     def findings(self, result: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         """(key, group, class) of a result's findings."""

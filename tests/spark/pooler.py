@@ -11,7 +11,7 @@ from pathlib import Path
 import psycopg
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
-from tests.support import eventually, let_in
+from tests.support import eventually, let_in, let_through
 
 PROGRAM = shutil.which("pgbouncer", path="/usr/sbin:/usr/bin:/usr/local/bin:/usr/local/sbin")
 _SETTINGS = """
@@ -39,9 +39,7 @@ def pooled(url: str, folder: Path, *, size: int) -> Iterator[str]:
     run_as = Path(str(given["host"])).owner()
     let_in(url, run_as)
     # It refuses to run as root, so it runs as the server does: whoever may enter the folder of the server's socket.
-    folder.chmod(0o777)
-    for parent in folder.parents[:2]:
-        parent.chmod(parent.stat().st_mode | 0o011)
+    let_through(folder)
     settings = folder / "pgbouncer.ini"
     settings.write_text(
         _SETTINGS.format(

@@ -13,7 +13,7 @@ from typing import Any
 import psycopg
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
-from tests.support import eventually, let_in
+from tests.support import eventually, let_in, let_through
 
 
 @contextmanager
@@ -26,9 +26,7 @@ def streaming(url: str, folder: Path) -> Iterator[str]:
     if os.geteuid() == 0:
         as_server |= {"group": data.group(), "extra_groups": []}
     programs = Path(shlex.split((data / "postmaster.opts").read_text())[0]).parent
-    folder.chmod(0o777)
-    for parent in folder.parents[:2]:
-        parent.chmod(parent.stat().st_mode | 0o011)
+    let_through(folder)
     copy = [programs / "pg_basebackup", "-D", standby, "-R", "-X", "stream", "-c", "fast", "-d", url]
     subprocess.run([str(part) for part in copy], check=True, **as_server)
     server = [programs / "postgres", "-D", standby, "-h", "", "-k", folder, "-p", "5432"]

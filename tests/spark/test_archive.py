@@ -133,6 +133,33 @@ def test_verify_finds_what_was_changed(reconcile: Reconciler, world: World, tmp_
     assert len(work.verify()) == 1
 
 
+class Stopper(Progress):
+    """Ends the pass as it enters a stage."""
+
+    def __init__(self, stage: str) -> None:
+        super().__init__(io.StringIO())
+        self._stage = stage
+
+    def say(self, text: str) -> None:
+        if text.startswith(f"stage {self._stage}:"):
+            raise KeyboardInterrupt
+
+
+def test_a_pass_that_ends_in_the_middle_is_taken_again(reconcile: Reconciler, world: World, tmp_path: Path) -> None:
+    world.add_many(20)
+    path = reconcile.rules(text=archived_rules(tmp_path))
+    for stage in ("write", "verify", "publish"):
+        work = archive.Archive(reconcile.spark, rules_file.load(path), Stopper(stage))
+        with pytest.raises(KeyboardInterrupt):
+            work.run()
+        assert not (tmp_path / "archive" / "archive.json").exists()
+    assert held(tmp_path) == sent(world), "it ended with everything written, and nothing named"
+    for _ in range(2):
+        take(reconcile, path)
+        assert held(tmp_path) == sent(world), "complete, and nothing twice"
+
+
+@pytest.mark.soak
 def test_kill_9_in_the_middle_then_again(world: World, tmp_path: Path) -> None:
     world.add_many(20)
     path = tmp_path / "reconcile.toml"

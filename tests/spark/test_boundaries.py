@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import uuid
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
-from decimal import Decimal
 from pathlib import Path
 
 import psycopg
@@ -130,58 +128,6 @@ def test_an_interval_is_published_when_all_of_it_can_be_judged(reconcile: Reconc
     world.effect("logistics", 10, waiting.at)
     done = reconcile.run(since=until - timedelta(minutes=5), until=until)
     assert {name: count for name, count in done["totals"].items() if count} == {"OK": 2}
-
-
-def test_a_body_is_read_alike_with_checksums_and_without(reconcile: Reconciler, world: World) -> None:
-    """Of a key that comes twice the last counts; what PostgreSQL alone can read as a number or a time is unreadable."""
-    world.add_many(9, every=2 * HOUR)
-    total, more = """'"total" : "'""", """', "paid_at"'"""
-    for number, old, new in (
-        (1, total, """'"total" : "77", "total" : "'"""),
-        (2, more, """', "total" : "77", "paid_at"'"""),
-        (3, """'"3.50"'""", """'"0x03"'"""),
-        (4, "'T18:00:00'", "' 6:00:00 PM '"),
-        (5, "'T20:00:00+00:00'", "'T20:00:00.0000004+00:00'"),
-    ):
-        changed = f"convert_to(replace(convert_from(body, 'UTF8'), {old}, {new}), 'UTF8')"
-        statement = f"UPDATE commit_log SET body = {changed} WHERE key = '{number}' AND body <> {changed}"
-        assert world.broker.execute(statement).rowcount == 1, number
-    world.app.execute("UPDATE orders_order SET total = 3 WHERE id = 3")
-    expected = {("2", "", "MISMATCH"), ("3", "", "UNREADABLE"), ("4", "", "UNREADABLE")}
-    for output, extra in (("out", ""), ("summed", 'bucket = "1h"')):
-        reconcile.output = output
-        reconcile.rules(groups=(), extra=extra)
-        result = reconcile.run()
-        assert set(reconcile.findings(result)) == expected, output
-    assert "buckets are equal, 5 rows were not read" in result["rules"][0]["notes"][0]
-
-
-@pytest.mark.soak
-def test_checksums_hide_nothing(reconcile: Reconciler, world: World) -> None:
-    """What one key has twice on both sides, other content types, bodies of another time, numbers as texts."""
-    reconcile.rules(groups=(), extra='bucket = "1h"')
-    world.add_many(20)
-    world.broker.execute("UPDATE commit_log SET content_type = 'application/octet-stream' WHERE key = '5'")
-    world.send(Order(number=900, at=START - HOUR), stored_at=START + HOUR)
-    # As a text, PostgreSQL says 12.50 and Spark 12.5: what is found must not depend on who compares.
-    world.app.execute("UPDATE orders_order SET customer = '12.50' WHERE id = 7")
-    number = """convert_to(replace(convert_from(body, 'UTF8'), '"customer 0"', '12.50'), 'UTF8')"""
-    world.broker.execute(f"UPDATE commit_log SET body = {number} WHERE key = '7'")
-    expected = {("5", "", "UNREADABLE"), ("7", "", "MISMATCH"), ("900", "", "ORPHAN")}
-    first = reconcile.run(since=START, until=START + 2 * HOUR)
-    assert set(reconcile.findings(first)) == expected
-    world.app.execute("ALTER TABLE orders_order DROP CONSTRAINT orders_order_pkey")
-    for total in (Decimal("12.50"), Decimal(7)):
-        world.pay(Order(number=700, total=total))
-        world.send(Order(number=700, total=total), message_id=uuid.uuid4())
-    second = reconcile.run(since=START, until=START + 2 * HOUR)
-    assert set(reconcile.findings(second)) == {*expected, ("700", "", "DUPLICATE")}
-    assert "two rows have one key" in second["rules"][0]["notes"][0]
-    world.broker.execute("UPDATE commit_log SET body = '\\xff' WHERE key = '3'")
-    world.app.execute("DELETE FROM orders_order WHERE id = 700")
-    third = reconcile.run(since=START, until=START + 2 * HOUR)
-    assert set(reconcile.findings(third)) == {*expected, ("700", "", "ORPHAN"), ("3", "", "UNREADABLE")}
-    assert "the database could not compute it" in third["rules"][0]["notes"][0]
 
 
 @pytest.mark.soak

@@ -2,44 +2,22 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import psycopg
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from spark.errors import RunIncomplete, UsageProblem
 from tests.spark.conftest import Reconciler
+from tests.spark.exports import copy_out, export_csv, export_parquet
 from tests.spark.test_runs import plant
 from tests.spark.world import RULES, START, Order, World
 
 pytestmark = pytest.mark.timeout(300)
-
-
-def export_csv(connection: psycopg.Connection, table: str, target: Path) -> None:
-    cursor = connection.execute(f"SELECT * FROM {table}")
-    assert cursor.description is not None
-    with target.open("w", newline="", encoding="utf-8") as out:
-        writer = csv.writer(out)
-        writer.writerow([column.name for column in cursor.description])
-        writer.writerows([None if value is None else str(value) for value in row] for row in cursor)
-
-
-def export_parquet(connection: psycopg.Connection, view: str, target: Path) -> None:
-    cursor = connection.execute(f"SELECT * FROM {view}")
-    assert cursor.description is not None
-    names = [column.name for column in cursor.description]
-    texts = ("message_id", "transaction_id")
-    rows = [
-        {name: str(value) if name in texts and value else value for name, value in zip(names, row, strict=True)}
-        for row in cursor
-    ]
-    pq.write_table(pa.Table.from_pylist(rows), target)
 
 
 def test_csv_and_parquet_give_the_same_findings(reconcile: Reconciler, world: World, tmp_path: Path) -> None:
@@ -74,13 +52,6 @@ def folders(
         text = text.replace(f'env = "RECONCILE_{name}"', f'kind = "{kind}"\npath = "{folder}"\nwatermark = "{until}"')
     path = reconcile.rules(text=text)
     return lambda: reconcile.run(rules=path)
-
-
-def copy_out(connection: psycopg.Connection, table: str, target: Path) -> None:
-    """As psql's \\copy writes it: "" is an empty text, nothing is null."""
-    with target.open("wb") as out, connection.cursor().copy(f"COPY {table} TO STDOUT (FORMAT csv, HEADER)") as rows:
-        for block in rows:
-            out.write(block)
 
 
 def test_csv_tells_an_empty_text_from_null(reconcile: Reconciler, world: World, tmp_path: Path) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from datetime import timedelta
 from typing import Any
 
@@ -14,6 +17,7 @@ from spark.comparison.classify import FAULTS
 from spark.repair import plan
 from spark.rules import file as rules_file
 from tests.spark.conftest import Reconciler
+from tests.spark.test_processes import ROOT
 from tests.spark.world import START, Order, World
 
 pytestmark = pytest.mark.timeout(300)
@@ -120,6 +124,40 @@ def test_the_command_prints_the_plan(reconcile: Reconciler, world: World, capsys
     (head,) = capsys.readouterr().out.splitlines()
     assert json.loads(head)["plan"] == 1
     assert main(["plan", *given, str(folder / "nowhere")]) == 2
+
+
+# The run itself is done already; only that it ended with findings is said in its place.
+WITH_FINDINGS = """
+import subprocess, sys
+from pathlib import Path
+from types import SimpleNamespace
+import django
+from django.core.management import call_command
+django.setup()
+real = subprocess.run
+subprocess.run = lambda command, **more: SimpleNamespace(returncode=1) if "run" in command else real(command, **more)
+rules, output, plan = sys.argv[1:]
+call_command("outbox_reconcile", rules=rules, output=output, plan=Path(plan))
+"""
+
+
+def test_manage_py_writes_the_plan_beside_the_run(
+    reconcile: Reconciler, world: World, sample_environment: dict[str, str]
+) -> None:
+    """With the project's databases for the rules, for its owner alone, and the exit code is still that of the run."""
+    reconcile.rules(groups=())
+    world.add_many(3)
+    world.pay(Order(number=50))
+    reconcile.run()
+    file = reconcile.folder / "plan.jsonl"
+    folder = [str(reconcile.folder / name) for name in ("reconcile.toml", reconcile.output, file.name)]
+    variables = {**os.environ, **sample_environment, "DJANGO_SETTINGS_MODULE": "sample_project.settings"}
+    command = [sys.executable, "-c", WITH_FINDINGS, *folder]
+    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    assert f"outbox_repair {file}" in done.stderr
+    assert [json.loads(line) for line in file.read_text().splitlines()] == planned(reconcile)
+    assert file.stat().st_mode & 0o777 == 0o600
 
 
 def test_every_class_of_faults_has_an_action_or_is_reported() -> None:

@@ -1,31 +1,39 @@
-"""Faults of every class, planted and found: by one run and by a chain of runs, over PostgreSQL, Parquet and CSV.
+"""Faults of every class, planted and found: by one run, a chain of runs and a stream, over PostgreSQL, Parquet and CSV.
 
-Each class, of messages and of groups, is planted as often as the others; found is exactly what was planted. The
-watermark is given, so that all three kinds of source are cut at the same times.
+Each class, of messages and of groups, is planted as often as the others, and live writers go on beside them; found is
+exactly what was planted. Up to the last cut the watermark is given, so that all kinds of source are cut at the same
+times; then everything is judged, as far as it is complete while others write.
 """
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from datetime import datetime, timedelta
 from pathlib import Path
+from typing import Any
 
-import psycopg
 import pytest
 
 from spark.comparison.classify import FAULTS
 from tests.spark.conftest import Reconciler
-from tests.spark.test_files import copy_out, export_parquet
+from tests.spark.exports import export
 from tests.spark.world import GROUPS, RULES, START, Order, World, group_rules
+from tests.spark.writers import writing
 
 pytestmark = pytest.mark.timeout(1200)
 
-TABLES = ("orders_order", "logistics_shipment", "points_entry", "cart_clearance")
-VIEWS = ("message_v1", "dead_letter_v1", "delivery_v1", "topic_v1", "group_v1", "offset_v1", "queue_entry_v1")
+KINDS = ("postgres", "parquet", "csv")
 # Rows per planted set: every second one has a fault, but for the last.
 STRIDE = 24
 SPAN = timedelta(hours=6)
-# Below the last cut even the longest limit has passed.
-CUTS = {"batch": (SPAN * 2,), "incremental": (SPAN / 3, SPAN / 2, SPAN * 2)}
+# Where earlier looks end; the last one goes as far as it can.
+CUTS: dict[str, tuple[timedelta, ...]] = {
+    "batch": (),
+    "incremental": (SPAN / 3, SPAN / 2),
+    "streaming": (SPAN / 3, SPAN / 2),
+}
+# What live writers leave undone is not overdue during the test; what is planted is long overdue.
+LIMIT, OVERDUE = "2h", "3 hours"
 Found = tuple[str, str, str]
 
 
@@ -54,12 +62,12 @@ def plant_one_of_each(world: World, base: int) -> list[Found]:
     app("DELETE FROM logistics_shipment WHERE order_id = %s", [undelivered])
     app("UPDATE orders_order SET total = total + 1 WHERE id = %s", [differs])
     broker(
-        "UPDATE op_log SET decided_at = decided_at + interval '1 hour' FROM commit_log l "
+        f"UPDATE op_log SET decided_at = decided_at + interval '{OVERDUE}' FROM commit_log l "
         "WHERE l.key = %s AND l.transaction_id = op_log.transaction_id",
         [str(late)],
     )
     world.effect("cart", twice, paid_at(world, twice) + timedelta(seconds=5))
-    app("UPDATE points_entry SET created_at = created_at + interval '1 hour' WHERE order_id = %s", [slow])
+    app(f"UPDATE points_entry SET created_at = created_at + interval '{OVERDUE}' WHERE order_id = %s", [slow])
     nobody = 1_000_000 + base
     world.effect("cart", nobody, paid_at(world, slow))
     of_messages = {
@@ -80,54 +88,55 @@ def paid_at(world: World, number: int) -> datetime:
     return paid
 
 
-def export(world: World, kind: str, folder: Path) -> None:
-    """Everything that the rules read, as `kind`."""
-    folder.mkdir()
-    sides: list[tuple[psycopg.Connection, tuple[str, ...]]] = [(world.app, TABLES), (world.broker, VIEWS)]
-    for connection, tables in sides:
-        for table in tables:
-            if kind == "csv":
-                copy_out(connection, f"(SELECT * FROM {table})", folder / f"{table}.csv")
-            else:
-                export_parquet(connection, table, folder / f"{table}.parquet")
-
-
-def rules(kind: str, folder: Path, watermark: datetime) -> str:
+def rules(kind: str, folder: Path, watermark: datetime | None) -> str:
     text = RULES.format(extra="", groups=group_rules(GROUPS))
+    for limit in ('within = "10m"', 'stuck_after = "15m"', 'late_after = "5m"'):
+        text = text.replace(limit, f'{limit.split(" = ")[0]} = "{LIMIT}"')
+    complete = f'\nwatermark = "{watermark.isoformat()}"' if watermark else ""
     for name in ("APP", "BROKER"):
         place = f'env = "RECONCILE_{name}"' if kind == "postgres" else f'kind = "{kind}"\npath = "{folder}"'
-        text = text.replace(f'env = "RECONCILE_{name}"', f'{place}\nwatermark = "{watermark.isoformat()}"')
+        text = text.replace(f'env = "RECONCILE_{name}"', place + complete)
     return text if kind == "postgres" else text.replace('schema = "outbox"\n', "")
 
 
-@pytest.mark.parametrize("kind", ["postgres", "parquet", "csv"])
-@pytest.mark.parametrize("mode", list(CUTS))
+# Each kind of source and each way to run once: the rest of the table takes minutes.
+@pytest.mark.parametrize(("kind", "mode"), [("postgres", "incremental"), ("parquet", "streaming"), ("csv", "batch")])
 def test_exactly_what_was_planted_is_found(
     reconcile: Reconciler, world: World, tmp_path: Path, kind: str, mode: str
 ) -> None:
-    find(reconcile, world, tmp_path / "export", kind=kind, mode=mode, each=1)
+    find(reconcile, world, tmp_path / "export", kind=kind, mode=mode, each=1, is_live=False)
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("kind", ["postgres", "parquet", "csv"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("mode", list(CUTS))
-def test_exactly_what_was_planted_is_found_among_many(
+def test_exactly_what_was_planted_is_found_among_many_while_others_write(
     reconcile: Reconciler, world: World, tmp_path: Path, kind: str, mode: str
 ) -> None:
-    find(reconcile, world, tmp_path / "export", kind=kind, mode=mode, each=25)
+    find(reconcile, world, tmp_path / "export", kind=kind, mode=mode, each=25, is_live=True)
 
 
-def find(reconcile: Reconciler, world: World, folder: Path, *, kind: str, mode: str, each: int) -> None:
+def find(reconcile: Reconciler, world: World, folder: Path, *, kind: str, mode: str, each: int, is_live: bool) -> None:
     planted = plant(world, each)
     assert {name for _, _, name in planted} == {name.value for name in FAULTS}
-    if kind != "postgres":
-        export(world, kind, folder)
-    found: list[Found] = []
-    for number, cut in enumerate(CUTS[mode]):
-        path = reconcile.rules(text=rules(kind, folder, START + cut))
-        result = reconcile.run(rules=path, full=mode == "batch")
-        found = reconcile.findings(result)
-        is_last = number == len(CUTS[mode]) - 1
-        assert set(found) <= set(planted), "nothing is found that was not planted, at any cut"
-        assert is_last or 0 < len(found) < len(planted), "each cut leaves some to the next run"
-    assert sorted(found) == sorted(planted)
+    with writing(world) if is_live else nullcontext() as writers:
+        for cut in CUTS[mode]:
+            if kind != "postgres":
+                export(world, kind, folder)
+            found = reconcile.findings(look(reconcile, mode, rules(kind, folder, START + cut)))
+            assert found and set(found) < set(planted), "some are left to the next look, and nothing else is found"
+            if writers is not None:
+                writers.kill_one()
+        complete = None if kind == "postgres" else export(world, kind, folder)
+        last = look(reconcile, mode, rules(kind, folder, complete))
+    assert sorted(reconcile.findings(last)) == sorted(planted)
+    if is_live and mode == "batch":
+        assert last["rules"][0]["counts"]["OK"] > STRIDE * each, "what others wrote was judged too"
+
+
+def look(reconcile: Reconciler, mode: str, text: str) -> dict[str, Any]:
+    """The result of one more look at everything that is there."""
+    path = reconcile.rules(text=text)
+    if mode == "streaming":
+        return reconcile.watch(path).available_now()
+    return reconcile.run(rules=path, full=mode == "batch")

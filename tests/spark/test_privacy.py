@@ -52,7 +52,9 @@ def test_masked_fields_are_compared_and_shown_nowhere(reconcile: Reconciler, wor
         order = Order(number=number)
         world.pay(order)
         content = {"customer": theirs, "total": "12.50", "paid_at": START.isoformat(), "buyer": {"mail": theirs}}
-        world.send(order, body=json.dumps(content).encode())
+        log_id = world.send(order, body=json.dumps(content).encode())
+        world.fail("logistics", log_id, 1, f"no such mailbox: {SECRET}", START)
+        world.check(order.message_id, "UNKNOWN", f"no row of {SECRET}", START)
     world.send(Order(number=3), body=f'{{"customer": "{SECRET}", "total": '.encode())
     world.pay(Order(number=4))
     world.send(Order(number=4), body=f'{{"customer": "{SECRET}", "total": "{SECRET}", "paid_at": null}}'.encode())
@@ -68,6 +70,9 @@ def test_masked_fields_are_compared_and_shown_nowhere(reconcile: Reconciler, wor
         "buyer": {"mail": masking.HIDDEN},
     }
     assert rows["3"]["body"] == masking.NOT_JSON
+    (message,) = json.loads(rows["2"]["evidence"])["messages"]
+    assert [failure["error"] for failure in message["failures"]] == [masking.HIDDEN]
+    assert [check["detail"] for check in message["checks"]] == [masking.HIDDEN]
     for path in (tmp_path / "out").rglob("*"):
         assert path.is_dir() or b"example.org" not in path.read_bytes(), path
     shown = [str(value) for row in rows.values() for value in row.values()]

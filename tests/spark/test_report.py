@@ -76,7 +76,11 @@ def result(**counts: int) -> dict[str, Any]:
 def finding(text: str) -> dict[str, Any]:
     shared = ("rule", "key", "group", "detail", "row", "body", "message_id", "severity", "acknowledged", "remedy")
     times = dict.fromkeys(report.SHOWN_TIMES, "2025-06-01 12:00:00")
-    message = {**dict.fromkeys(("message_id", "log_id", "tag", "state"), text), "stored_at": NOW}
+    told = {
+        "checks": [{"checked_at": NOW, "answer": text, "detail": text}],
+        "failures": [{"consumer_group": text, "attempt": 1, "failed_at": NOW, "error": text}],
+    }
+    message = {**dict.fromkeys(("message_id", "log_id", "tag", "state"), text), "stored_at": NOW, **told}
     groups = {"effects": [{"group": text, "effects": 1}], "deliveries": [{"group": text, "delivery": "passed"}]}
     known = {"evidence": json.dumps({"messages": [message], **groups})}
     return {**dict.fromkeys(shared, text), **times, **known, "class": "MISMATCH", "flags": ["MISMATCH", text]}

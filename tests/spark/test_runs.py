@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-import time
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from pathlib import Path
@@ -18,10 +15,9 @@ from spark import run
 from spark.comparison import classify, sides
 from spark.errors import RunIncomplete
 from spark.rules import file as rules_file
-from spark.stages import confirm, prefilter, scan
+from spark.stages import confirm, scan
 from tests.spark.conftest import Reconciler
 from tests.spark.world import START, Order, World
-from tests.support import eventually
 
 HOUR = timedelta(hours=1)
 # Whole runs: seconds on a free machine, minutes on one that does five other things.
@@ -39,12 +35,16 @@ def plant(world: World) -> set[tuple[str, str, str]]:
     world.broker.execute(
         "DELETE FROM op_log USING commit_log l WHERE l.key = '2' AND l.transaction_id = op_log.transaction_id"
     )
+    (half,) = world.broker.execute("SELECT transaction_id FROM commit_log WHERE key = '2'").fetchone() or (None,)
+    assert half is not None
+    world.check(half, "UNKNOWN", "it is still running", START)
     world.broker.execute("DELETE FROM commit_log WHERE key = '3'")
     world.broker.execute("UPDATE commit_log SET body = '\\x7b22' WHERE key = '4'")
     world.send(Order(number=5))
     log_id = world._one("SELECT log_id FROM commit_log WHERE key = '6'")
     execute("DELETE FROM points_entry WHERE order_id = 6")
     world.kill_letter("points", log_id, START)
+    world.fail("points", log_id, 16, "ValueError: boom", START)
     execute("DELETE FROM logistics_shipment WHERE order_id = 7")
     execute("UPDATE orders_order SET total = total + 1 WHERE id = 8")
     world.broker.execute(
@@ -129,7 +129,14 @@ def say_what_they_rest_on(by_class: dict[tuple[str, str], dict[str, Any]]) -> No
     assert f"the newest {duplicate['message_id']}), rows: 1" in details["DUPLICATE", ""]
     for row in by_class.values():
         assert row["remedy"].startswith("Check first: ")
+        assert "{" not in row["remedy"], "an effect without a message has no message to trace"
     dead, stuck = by_class["DEAD", "points"], by_class["HALF_STUCK", ""]
+    (failed,), (asked,) = (json.loads(row["evidence"])["messages"] for row in (dead, stuck))
+    at = "2025-06-01T12:00:00.000000Z"
+    assert asked["checks"] == [{"checked_at": at, "answer": "UNKNOWN", "detail": "it is still running"}]
+    assert failed["failures"] == [
+        {"consumer_group": "points", "attempt": 16, "failed_at": at, "error": "ValueError: boom"}
+    ]
     assert dead["remedy"].endswith(f"outbox_dead_letter replay points {dead['message_id']}")
     assert f"outbox_decide {stuck['transaction_id']} commit" in stuck["remedy"]
 
@@ -234,131 +241,3 @@ def test_intervals_of_a_scheduler(reconcile: Reconciler, world: World) -> None:
         reconcile.run(since=now() - HOUR, until=now() + HOUR)
     in_force = json.loads((reconcile.folder / "out" / "result.json").read_text())
     assert in_force["run"] == result["run"]
-
-
-def test_checksums_skip_equal_buckets_and_read_the_others(reconcile: Reconciler, world: World) -> None:
-    reconcile.rules(groups=("logistics", "points"), extra='bucket = "1h"')
-    world.add_many(400, every=timedelta(minutes=1))
-    rules = rules_file.load(reconcile.folder / "reconcile.toml")
-    sources = sides.Sources(reconcile.spark, rules)
-    sources.open_all()
-    outcome = prefilter.compare(rules.rules[0], rules, sources, classify.Window(None, now(), now()))
-    sources.close_all()
-    assert outcome.skipped_rows == 400
-    assert outcome.note == "checksum: 7 of 7 buckets are equal, 400 rows were not read"
-
-    world.app.execute("UPDATE orders_order SET total = total + 1 WHERE id = 100")
-    world.app.execute("DELETE FROM points_entry WHERE order_id = 300")
-    result = reconcile.run(full=True)
-    assert set(reconcile.findings(result)) == {("100", "", "MISMATCH"), ("300", "points", "UNDELIVERED")}
-    assert result["rules"][0]["rows_read"] == 120
-    assert result["rules"][0]["counts"]["OK"] == 399
-
-
-def test_checksums_say_when_they_do_not_help(reconcile: Reconciler, world: World) -> None:
-    world.add_many(5)
-    world.broker.execute("UPDATE commit_log SET body = '\\xff' WHERE key = '3'")
-    for groups, extra, reason in (
-        ((), 'bucket = "1h"', "the database could not compute it"),
-        ((), 'bucket = "1h"\nmessages = "at_least_one"', "it needs messages = 'exactly_one'"),
-    ):
-        rules = rules_file.load(reconcile.rules(groups=groups, extra=extra))
-        sources = sides.Sources(reconcile.spark, rules)
-        sources.open_all()
-        outcome = prefilter.compare(rules.rules[0], rules, sources, classify.Window(None, now(), now()))
-        sources.close_all()
-        assert reason in outcome.note
-        assert (outcome.skipped_rows, outcome.limits) == (0, sides.Limits())
-
-
-class Writers:
-    """Live writer processes; `kill_one` ends one in the middle of whatever it does and starts another."""
-
-    def __init__(self, world: World) -> None:
-        self._world, self._started = world, 0
-        self._running = [self._start() for _ in range(2)]
-
-    def _start(self) -> subprocess.Popen[bytes]:
-        self._started += 1
-        first = str(self._started * 1_000_000)
-        arguments = [self._world.app_url, self._world.broker_url, str(self._world.topic_id), first]
-        return subprocess.Popen([sys.executable, "-m", "tests.spark.live_writer", *arguments])
-
-    def written(self) -> int:
-        row = self._world.app.execute("SELECT count(*) FROM orders_order WHERE id > 1000000").fetchone()
-        assert row is not None
-        return int(row[0])
-
-    def kill_one(self) -> None:
-        victim = self._running.pop(0)
-        assert victim.poll() is None, "a writer ended by itself"
-        victim.kill()
-        victim.wait()
-        self._running.append(self._start())
-
-    def end(self) -> None:
-        for process in self._running:
-            process.kill()
-            process.wait()
-
-
-def live_rules(reconcile: Reconciler) -> None:
-    """Without a grace period, so that the protocol alone has to be right; what is never sent is not overdue yet."""
-    path = reconcile.rules(groups=("logistics",))
-    text = path.read_text().replace('grace = "30s"', 'grace = "0s"')
-    text = text.replace('stuck_after = "15m"', 'stuck_after = "2h"')
-    path.write_text(text.replace('within = "10m"', 'within = "2h"'))
-
-
-def reconcile_while_writing(reconcile: Reconciler, world: World, seconds: float) -> None:
-    live_rules(reconcile)
-    world.add_many(20)
-    writers = Writers(world)
-    try:
-        eventually(lambda: writers.written() > 50, what="orders")
-        ends = time.monotonic() + seconds
-        while True:
-            assert reconcile.findings(reconcile.run()) == []
-            writers.kill_one()
-            if time.monotonic() >= ends:
-                break
-        world.app.execute("DELETE FROM orders_order WHERE id = 5")
-        world.broker.execute("DELETE FROM commit_log WHERE key = '6'")
-        result = reconcile.run(full=True)
-        planted = [("6", "", "LOST"), ("5", "", "ORPHAN")]
-        assert reconcile.findings(result) == planted, "faults among the writes are seen, and nothing else"
-    finally:
-        writers.end()
-    # What was cut off by the last kill is undecided; nothing else moves any more, so everything is counted once.
-    last = reconcile.run(full=True)
-    assert reconcile.findings(last) == planted
-    assert last["rules"][0]["counts"] == {
-        **dict.fromkeys(last["totals"], 0),
-        **conserved(world),
-        "LOST": 1,
-        "ORPHAN": 1,
-    }
-
-
-def conserved(world: World) -> dict[str, int]:
-    """What must be OK and PENDING, counted in the databases themselves."""
-    orders = {str(row[0]) for row in world.app.execute("SELECT id FROM orders_order")}
-    states: dict[str, set[str]] = {"committed": set(), "undecided": set(), "rolled_back": set()}
-    for key, state in world.broker.execute("SELECT key, state FROM message_v1"):
-        states[state].add(key)
-    assert len(orders & states["committed"]) > 50
-    assert states["undecided"], "some ends were never sent"
-    assert orders & states["rolled_back"] == set()
-    assert orders - states["committed"] - states["undecided"] == {"6"}
-    return {"OK": len(orders & states["committed"]), "PENDING": len(states["undecided"])}
-
-
-def test_writer_load_with_no_planted_fault_has_zero_findings(reconcile: Reconciler, world: World) -> None:
-    """Random commits, rollbacks, lost ends and kill -9 of writers: the quick form."""
-    reconcile_while_writing(reconcile, world, 0)
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(1500)
-def test_ten_minutes_of_writer_load_have_zero_findings(reconcile: Reconciler, world: World) -> None:
-    reconcile_while_writing(reconcile, world, 600)

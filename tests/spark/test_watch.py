@@ -14,8 +14,6 @@ from typing import Any
 import pytest
 
 from spark.errors import RunIncomplete, UsageProblem
-from spark.options import RunOptions
-from spark.progress import Progress
 from spark.stream.watch import CHECKPOINT, Watch
 from tests.spark import oracle, timelines
 from tests.spark import world as world_rules
@@ -31,13 +29,6 @@ pytestmark = pytest.mark.timeout(900)
 KEYS = 500
 
 
-def watch(reconcile: Reconciler, rules: Path | None = None) -> Watch:
-    """A continuous reconciliation into `reconcile`'s output folder."""
-    path = rules or reconcile.folder / "reconcile.toml"
-    options = RunOptions(rules=path, output=str(reconcile.folder / reconcile.output))
-    return Watch(reconcile.spark, options, Progress(reconcile.said))
-
-
 def streamed(
     reconcile: Reconciler, all_of_it: dict[str, Timeline], strays: dict[str, datetime], watermark: datetime
 ) -> Found:
@@ -46,7 +37,7 @@ def streamed(
     folder.mkdir(exist_ok=True)
     timelines.export(all_of_it, strays, watermark, folder)
     path = reconcile.rules(text=RULES.format(folder=folder, watermark=watermark.isoformat()))
-    rows = reconcile.rows(watch(reconcile, path).available_now())
+    rows = reconcile.rows(reconcile.watch(path).available_now())
     return {(row["key"], row["group"]): row["class"] for row in rows if row["class"] in FAULTS}
 
 
@@ -85,7 +76,7 @@ def test_batches_at_intervals_find_what_is_planted_between_them(reconcile: Recon
     quick = world_rules.RULES.replace('"30s"', '"5s"').replace('"15m"', '"5s"')
     reconcile.rules(text=quick.format(extra="", groups=world_rules.group_rules(["logistics"])))
     world.pay(Order(number=1, at=datetime.now(UTC)))
-    watched = watch(reconcile)
+    watched = reconcile.watch()
     query = watched.every("0 seconds")
     try:
         # A broker without any message: nothing to compare, which is no verdict, and no end either.
@@ -115,12 +106,12 @@ def test_a_batch_that_is_given_again_is_judged_once(reconcile: Reconciler, world
     world.add(Order(number=1))
     world.pay(Order(number=2))
     reconcile.rules()
-    first = watch(reconcile).available_now()
+    first = reconcile.watch().available_now()
     assert (first["batch"]["number"], first["new_faults"]) == (0, 1)
     commits = reconcile.folder / reconcile.output / CHECKPOINT / "commits"
     for each in commits.iterdir():
         each.unlink()
-    again = watch(reconcile).available_now()
+    again = reconcile.watch().available_now()
     assert "batch 0: its result is in force already" in reconcile.said.getvalue()
     assert (again["batch"]["number"], again["new_faults"], again["faults"]) == (1, 0, 1)
 
@@ -128,7 +119,7 @@ def test_a_batch_that_is_given_again_is_judged_once(reconcile: Reconciler, world
 def test_nothing_later_than_the_moment_of_the_batch_is_judged(reconcile: Reconciler, world: World) -> None:
     world.add(Order(number=1))
     reconcile.rules()
-    reached = datetime.fromisoformat(watch(reconcile).available_now()["rules"][0]["watermark"])
+    reached = datetime.fromisoformat(reconcile.watch().available_now()["rules"][0]["watermark"])
     offsets = sorted((reconcile.folder / reconcile.output / CHECKPOINT / "offsets").glob("[0-9]*"))
     moment = datetime.fromisoformat(json.loads(offsets[-1].read_text().splitlines()[-1])["until"])
     assert reached <= moment
@@ -138,16 +129,16 @@ def test_a_problem_of_the_rules_or_of_the_source_is_told_as_by_run(reconcile: Re
     world.pay(Order(number=1))
     reconcile.rules()
     with pytest.raises(RunIncomplete, match="the broker has no message"):
-        watch(reconcile).available_now()
+        reconcile.watch().available_now()
     world.app.execute("ALTER TABLE orders_order RENAME COLUMN total TO sum")
-    watched = watch(reconcile)
+    watched = reconcile.watch()
     with pytest.raises(UsageProblem, match="total"):
         watched.wait(watched.every("0 seconds"), 120)
 
 
-def start(world: World, folder: Path) -> subprocess.Popen[str]:
+def start(world: World, folder: Path, *how: str) -> subprocess.Popen[str]:
     """The command as a process that leads a group of its own, with its JVM in it."""
-    command = [sys.executable, "-m", "spark", "watch", "--available-now", "--rules", str(folder / "reconcile.toml")]
+    command = [sys.executable, "-m", "spark", "watch", *how, "--rules", str(folder / "reconcile.toml")]
     return subprocess.Popen(
         [*command, "--output", str(folder / "out"), *SMALL],
         cwd=ROOT,
@@ -159,6 +150,44 @@ def start(world: World, folder: Path) -> subprocess.Popen[str]:
     )
 
 
+def test_sigterm_ends_batches_at_intervals_and_the_next_start_goes_on(reconcile: Reconciler, world: World) -> None:
+    """With 0, as systemd expects it; a batch that was under way is judged by who comes next."""
+    reconcile.rules(groups=())
+    world.add(*(Order(number=number) for number in range(1, 6)))
+    world.pay(Order(number=500))
+    with start(world, reconcile.folder, "--every", "0") as process:
+        assert process.stderr is not None
+        said = until_said(process, "batch 1: up to")
+        process.terminate()
+        _, rest = process.communicate()
+    assert process.returncode == 0, said + rest
+    assert "stopping: a batch under way is given up" in rest
+    assert not left_of(process.pid), "its JVM ended with it"
+    first = in_force(reconcile)
+    assert first["totals"]["LOST"] == 1
+    world.send(Order(number=500))
+    again = reconcile.watch().available_now()
+    assert again["batch"]["number"] > first["batch"]["number"], "it went on from the checkpoint"
+    assert (again["totals"]["RECOVERED"], again["faults"]) == (1, 0)
+
+
+def until_said(process: subprocess.Popen[str], text: str) -> str:
+    """What the process says up to a line with `text`."""
+    assert process.stderr is not None
+    said: list[str] = []
+    for line in process.stderr:
+        said.append(line)
+        if text in line:
+            return "".join(said)
+    raise AssertionError("".join(said))
+
+
+def left_of(session: int) -> list[str]:
+    """Processes of the session that are still there."""
+    found = subprocess.run(["ps", "-o", "pid=,args=", "-s", str(session)], capture_output=True, text=True, check=False)
+    return found.stdout.splitlines()
+
+
 @pytest.mark.soak
 def test_kill_9_within_a_window_then_on_from_the_checkpoint(world: World, tmp_path: Path) -> None:
     """Within the batch, and as its result is published: each finding is found once, in the window that was cut."""
@@ -166,11 +195,11 @@ def test_kill_9_within_a_window_then_on_from_the_checkpoint(world: World, tmp_pa
     world.add(*(Order(number=number) for number in range(1, 6)))
     world.pay(Order(number=500))
     for stage in ("scan", "publish"):
-        assert kill_at(start(world, tmp_path), stage), stage
+        assert kill_at(start(world, tmp_path, "--available-now"), stage), stage
         assert not (tmp_path / "out" / "result.json").exists()
     offsets = tmp_path / "out" / CHECKPOINT / "offsets"
     assert [path.name for path in offsets.glob("[0-9]*")] == ["0"], "the window that was cut is in the checkpoint"
-    with start(world, tmp_path) as process:
+    with start(world, tmp_path, "--available-now") as process:
         _, said = process.communicate()
     assert process.returncode == 1, said
     result = json.loads((tmp_path / "out" / "result.json").read_text())

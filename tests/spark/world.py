@@ -310,3 +310,17 @@ class World:
             "parked_at) VALUES (%s, %s, 'orders', %s, %s, %s, %s)",
             [transaction_id, log_id, at, at, at, at],
         )
+
+    def check(self, transaction_id: uuid.UUID, answer: str, text: str, at: datetime) -> None:
+        """A check-back that was answered."""
+        self.broker.execute(
+            "INSERT INTO check_history (transaction_id, checked_at, answer, detail) VALUES (%s, %s, %s, %s)",
+            [transaction_id, at, answer, text],
+        )
+
+    def fail(self, group: str, log_id: int, attempt: int, error: str, at: datetime) -> None:
+        """An attempt of a handler that failed."""
+        self.broker.execute(
+            "INSERT INTO failure (group_id, log_id, attempt, error, failed_at) VALUES (%s, %s, %s, %s, %s)",
+            [self.groups[group], log_id, attempt, error, at],
+        )

@@ -28,6 +28,7 @@ _FILES: Final = {
     6: "0006_fencing.sql",
     7: "0007_suspects.sql",
     8: "0008_periodic_pass.sql",
+    9: "0009_told_views.sql",
 }
 SCHEMA_VERSION: Final = max(_FILES)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from functools import partial
+from importlib import resources
 
 import psycopg
 import pytest
@@ -76,14 +77,13 @@ def test_changes_of_later_code_are_accepted(broker_url: str) -> None:
 
 
 def test_install_does_not_wait_behind_an_open_transaction(new_database: Callable[..., str]) -> None:
-    """Else everybody would wait behind the upgrade. (Tables of the same names, as older ones would be.)"""
+    """Else everybody would wait behind the upgrade. (On the tables of the first version.)"""
+    first = resources.files("outbox.broker.schema").joinpath("0001_initial.sql").read_bytes()
     url = new_database()
     with psycopg.connect(url) as holder, psycopg.connect(url, autocommit=True) as connection:
-        connection.execute("CREATE SCHEMA outbox; CREATE TABLE outbox.schema_version (version integer PRIMARY KEY)")
-        connection.execute("INSERT INTO outbox.schema_version VALUES (1)")
-        columns = "producer_group text, due_at timestamptz, parked_at timestamptz"
-        connection.execute(f"CREATE TABLE outbox.pending_check ({columns})".encode())
-        connection.execute("CREATE TABLE outbox.subscription (group_id integer)")
+        connection.execute("CREATE SCHEMA outbox; SET search_path TO outbox")
+        connection.execute(first)
+        connection.execute("INSERT INTO schema_version VALUES (1); RESET search_path")
         holder.execute("SELECT version FROM outbox.schema_version")
         with pytest.raises(SchemaError, match="run this again"):
             install(connection, "outbox")

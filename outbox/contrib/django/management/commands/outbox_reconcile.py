@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from django.conf import settings
@@ -47,7 +48,13 @@ class Command(OutboxCommand):
         parser.add_argument("--from", dest="since", help="judge rows from this time on (ISO 8601), with --to")
         parser.add_argument("--to", dest="until", help="judge rows before this time")
         parser.add_argument("--full", action="store_true", help="read everything again")
-        parser.add_argument("--metrics", help="write a Prometheus textfile here")
+        parser.add_argument("--metrics", help="write a Prometheus textfile here, or into this folder")
+        parser.add_argument(
+            "--plan",
+            type=Path,
+            metavar="FILE",
+            help="write here what could be done about the findings, for outbox_repair; it changes nothing by itself",
+        )
         parser.add_argument(
             "--save", action="store_true", help="keep the findings in a table too, where the admin shows them"
         )
@@ -57,8 +64,11 @@ class Command(OutboxCommand):
         command = [sys.executable, "-m", package(), "run", *arguments(options)]
         variables = {**project(), **os.environ, **given(options["database"])}
         done = subprocess.run(command, env=variables, check=False)
-        if options["save"] and done.returncode in (_CLEAN, _FINDINGS):
-            self.save(options["output"])
+        if done.returncode in (_CLEAN, _FINDINGS):
+            if options["save"]:
+                self.save(options["output"])
+            if options["plan"]:
+                self.plan(options["plan"], options["rules"], options["output"], variables)
         if done.returncode:
             raise SystemExit(done.returncode)
 
@@ -79,6 +89,23 @@ class Command(OutboxCommand):
             ) from error
         rest = f"; there are more, all of them are in {output}" if len(lines) > MAX_SAVED else ""
         self.stderr.write(f"saved {saved} findings in the table{rest}")
+
+    def plan(self, file: Path, rules: str, output: str, variables: Mapping[str, str]) -> None:
+        """Write the plan of the result in force. Raises CommandError; the result is in force all the same."""
+        command = [sys.executable, "-m", package(), "plan", "--rules", rules, "--output", output]
+        printed = subprocess.run(command, env=variables, stdout=subprocess.PIPE, text=True, check=False)
+        if printed.returncode:
+            raise CommandError(
+                f"The result is in {output}, but no plan was made of it (above).", returncode=printed.returncode
+            )
+        try:
+            file.touch(mode=0o600)  # It says what the findings say.
+            file.write_text(printed.stdout, encoding="utf-8")
+        except OSError as error:
+            raise CommandError(
+                f"The result is in {output}, but its plan cannot be written: {error}.", returncode=_USAGE
+            ) from error
+        self.stderr.write(f"plan: {file}; read it, then: python manage.py outbox_repair {file}")
 
 
 def package() -> str:

@@ -1,0 +1,9 @@
+-- Change 9: what readers outside are told of one message: how its transaction was asked for, and how handlers failed.
+
+CREATE VIEW check_v1 AS
+SELECT transaction_id, checked_at, answer, detail FROM check_history;
+
+CREATE VIEW failure_v1 AS
+SELECT g.name AS consumer_group, f.log_id, f.attempt, f.failed_at, f.error
+FROM failure f
+JOIN consumer_group g USING (group_id);

@@ -1,0 +1,74 @@
+"""Plans of a repair as tests write them, and the command that verifies and applies them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+from django.core.management import call_command
+
+AT = datetime(2025, 6, 1, 12, tzinfo=UTC)
+ORDERS = {
+    "database": "default",
+    "table": '"shop_order"',
+    "key": '"number"',
+    "when": "(status LIKE 'n%')",
+    "topic": "orders",
+    "tag": None,
+    "message_when": None,
+}
+PUBLISHER = "orders=tests.django.repair_publisher.order"
+
+
+def lost(key: str, **more: Any) -> dict[str, Any]:
+    return finding("publish", "LOST", key, row_at=AT.isoformat(), **more)
+
+
+def finding(action: str, kind: str, key: str, **more: Any) -> dict[str, Any]:
+    """A line of a plan."""
+    unknown = dict.fromkeys(("message_id", "transaction_id", "row_at", "why", "detail"))
+    own = {"step": f"{kind} {key}", "action": action, "class": kind, "rule": "orders", "key": key, "group": ""}
+    return {**unknown, **own, "topic": "orders", **more}
+
+
+@dataclass
+class Repair:
+    """Plans and their audit in a folder."""
+
+    folder: Path
+    source: dict[str, Any] = field(default_factory=lambda: dict(ORDERS))
+    publisher: str = PUBLISHER
+
+    @property
+    def audit(self) -> Path:
+        return self.folder / "audit.jsonl"
+
+    def command(self, *steps: dict[str, Any], apply: bool = True, more: tuple[str, ...] = ()) -> list[str]:
+        head = {"plan": 1, "run": "a run", "judged_at": AT.isoformat(), "rules": {"orders": self.source}}
+        path = self.folder / "plan.jsonl"
+        path.write_text("".join(f"{json.dumps(line)}\n" for line in (head, *steps)))
+        options = ["--publisher", self.publisher, "--audit", str(self.audit), "--by", "ann", *more]
+        return ["outbox_repair", str(path), *(["--apply"] if apply else []), *options]
+
+    def run(self, *steps: dict[str, Any], apply: bool = True, more: tuple[str, ...] = ()) -> list[tuple[str, str]]:
+        """Outcome and detail of each step."""
+        out = StringIO()
+        code: object = 0
+        try:
+            call_command(*self.command(*steps, apply=apply, more=("--json", *more)), stdout=out)
+        except SystemExit as end:
+            code = end.code
+        results = [json.loads(line)["result"] for line in out.getvalue().splitlines()]
+        outcomes = [(result["outcome"], result["detail"]) for result in results]
+        assert code == int(any(outcome in ("refused", "reported", "left") for outcome, _ in outcomes))
+        return outcomes
+
+    def outcomes(self, *steps: dict[str, Any], **options: Any) -> list[str]:
+        return [outcome for outcome, _ in self.run(*steps, **options)]
+
+    def written(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.audit.read_text().splitlines()]

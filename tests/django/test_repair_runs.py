@@ -1,0 +1,103 @@
+"""A run of `outbox_repair` as a whole: its limits, its audit, and what ends it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from django.core.management import call_command
+from django.core.management.base import CommandError
+
+from outbox.contrib.django.databases import alias_conninfo
+from outbox.contrib.django.repair import audit
+from outbox.contrib.django.repair.apply import Pace
+from tests.django.conftest import point_alias
+from tests.django.repairs import Repair, finding, lost
+from tests.django.shop.models import Order
+from tests.django.state import stored
+
+pytestmark = [pytest.mark.usefixtures("databases", "no_subscribers"), pytest.mark.timeout(180)]
+
+
+@pytest.fixture
+def repair(tmp_path: Path) -> Repair:
+    return Repair(tmp_path)
+
+
+def test_no_more_than_allowed_and_reports_are_for_people(repair: Repair) -> None:
+    for number in ("1", "2", "3"):
+        Order.objects.create(number=number)
+    report = finding("report", "ORPHAN", "8", why="ORPHAN is only reported.")
+    steps = [report, lost("1"), lost("2"), lost("3")]
+    assert repair.outcomes(*steps, more=("--most", "2")) == ["reported", "done", "done", "left"]
+    assert repair.outcomes(*steps, more=("--most", "2")) == ["reported", "settled", "settled", "done"]
+    assert [item.key for item in stored()] == ["1", "2", "3"]
+
+
+def test_steps_are_spaced_and_unused_slots_are_not_saved_up() -> None:
+    now, waited = [100.0], []
+
+    def wait(seconds: float) -> None:
+        waited.append(round(seconds, 3))
+        now[0] += seconds
+
+    pace = Pace(4, clock=lambda: now[0], wait=wait)
+    for _ in range(3):
+        pace.turn()
+    assert waited == [0.25, 0.25]
+    now[0] += 10
+    for _ in range(2):
+        pace.turn()
+    assert waited == [0.25, 0.25, 0.25]
+
+
+def test_a_broker_that_cannot_be_reached_ends_the_run(repair: Repair) -> None:
+    Order.objects.create(number="7")
+    reachable = alias_conninfo("broker")
+    point_alias("broker", "postgresql://nobody@127.0.0.1:1/nowhere")
+    try:
+        with pytest.raises(CommandError, match="what was done is not done twice") as caught:
+            repair.run(lost("7"))
+    finally:
+        point_alias("broker", reachable)
+    assert caught.value.returncode == 3
+    assert [line["event"] for line in repair.written()] == ["error"]
+    assert repair.outcomes(lost("7")) == ["done"]
+
+
+def test_one_apply_at_a_time_and_a_torn_line_stays_apart(repair: Repair) -> None:
+    Order.objects.create(number="7")
+    repair.audit.write_bytes(b'{"event": "torn')
+    repair.run(lost("7"))
+    first, second, third = repair.audit.read_text().splitlines()
+    assert first == '{"event": "torn'
+    assert [json.loads(line)["event"] for line in (second, third)] == ["intent", "outcome"]
+    with audit.opened(repair.audit, by="bob", plan=""), pytest.raises(CommandError, match="another process applies"):
+        repair.run(lost("7"))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", r"plan\.jsonl:1: not a line of a plan"),
+        ('{"plan": 2}', "a plan of version 2"),
+        ('{"plan": 1, "run": "r", "rules": {}}\n{"step": 1}', r"plan\.jsonl:2: not a line"),
+    ],
+)
+def test_what_is_no_plan_is_named_by_its_line(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "plan.jsonl"
+    path.write_text(text)
+    with pytest.raises(CommandError, match=said) as caught:
+        call_command("outbox_repair", str(path))
+    assert caught.value.returncode == 2
+
+
+def test_a_database_without_an_alias_is_an_error(repair: Repair) -> None:
+    repair.source["database"] = "app"
+    with pytest.raises(CommandError, match="pass --database app=ALIAS") as caught:
+        repair.run(lost("7"))
+    assert caught.value.returncode == 2
+    Order.objects.create(number="7")
+    assert repair.outcomes(lost("7"), more=("--database", "app=default")) == ["done"]
+    assert repair.audit.exists()
