@@ -7,7 +7,7 @@ import itertools
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from uuid import UUID
 
@@ -19,11 +19,12 @@ from outbox.transaction import Decision, HalfTransaction
 
 @dataclass
 class Entry:
-    """One stored message and its place in the log."""
+    """One stored message and its place in the log; `queued_at` once consumers can see it."""
 
     log_id: int
     message: Message
     transaction: Transaction
+    queued_at: datetime | None = None
 
 
 @dataclass
@@ -86,6 +87,8 @@ class Log:
         transaction = Transaction(messages[0].message_id, half, self._now(), due_at=due_at)
         self._transactions[transaction.transaction_id] = transaction
         for message in messages:
+            if message.delay is not None:
+                message = replace(message, deliver_at=self._now() + message.delay, delay=None)
             entry = self._entries[message.message_id] = Entry(next(self._log_ids), message, transaction)
             transaction.entries.append(entry)
         return transaction
@@ -143,6 +146,7 @@ class Log:
                 continue
             shard = select_shard(entry.message, queue_count=topic.queue_count)
             number = (entry.log_id if shard is None else shard) % topic.queue_count
+            entry.queued_at = self._now()
             self._queues[topic.name, number].append(entry)
 
     def _oldest_undecided_by_key(self) -> dict[tuple[str, str], int]:

@@ -23,7 +23,7 @@ from outbox.contrib.django.ends import (
     report_rollback,
     require_marked,
 )
-from outbox.contrib.django.messages import due, message
+from outbox.contrib.django.messages import message, wait_of
 from outbox.contrib.django.publishing import publish_bound
 from outbox.errors import ConfigurationError
 from outbox.faults import point
@@ -63,7 +63,7 @@ def transactional_message(
     given = {"body": body, "key": key, "tag": tag, "headers": headers, "deliver_at": deliver_at}
 
     names.check_topic(topic)
-    due(topic, delay, None)
+    wait_of(topic, delay, None)
     if delay is not None and deliver_at is not None:
         raise ConfigurationError(f"topic {topic!r}: give delay or deliver_at, not both.")
 

@@ -55,8 +55,9 @@ def publish(
 
     Inside `atomic()` it is delivered if and only if that transaction commits; outside it is sent at once.
     `body` is encoded by the topic's codec (JSON unless declared otherwise). `key` orders messages on FIFO topics;
-    ints and UUIDs are written as text. `delay` (seconds or timedelta) or `deliver_at` (aware) postpones delivery, on
-    topics of type DELAY. `using` names the alias of the transaction where several are open.
+    ints and UUIDs are written as text. `delay` (seconds or timedelta, counted by the broker from when it stores the
+    message) or `deliver_at` (aware) postpones delivery, on topics of type DELAY. `using` names the alias of the
+    transaction where several are open.
 
     Raises UsageError for what can never be sent, and BrokerError when the broker did not store it. Either way the
     surrounding atomic block is marked for rollback, whatever the caller does with the exception.
