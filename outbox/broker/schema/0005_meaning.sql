@@ -7,8 +7,8 @@ ALTER TABLE consume_queue ALTER COLUMN queued_at SET DEFAULT now();
 
 -- Set together with `replayed_at`, by which code and views of before know that a letter is settled.
 ALTER TABLE dead_letter ADD COLUMN discarded_at timestamptz;
--- How many dead letters of the group were discarded: their rows go with their messages.
-ALTER TABLE consumer_group ADD COLUMN discarded bigint NOT NULL DEFAULT 0;
+-- How many dead letters of the group on the topic were discarded: their rows go with their messages.
+ALTER TABLE subscription ADD COLUMN discarded bigint NOT NULL DEFAULT 0;
 
 -- A deleted topic takes no messages; retention removes those it has. The row stays: what was sent by processes that
 -- did not know yet is not lost, and declaring the topic again takes it back (docs/decisions/072).

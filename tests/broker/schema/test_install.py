@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from functools import partial
+from importlib import resources
 
 import psycopg
 import pytest
@@ -75,11 +76,12 @@ def test_changes_of_later_code_are_accepted(broker_url: str) -> None:
 
 
 def test_install_does_not_wait_behind_an_open_transaction(new_database: Callable[..., str]) -> None:
-    """Else everybody would wait behind the upgrade. (A table of the same name, as an older one would be.)"""
+    """Else everybody would wait behind the upgrade."""
     url = new_database()
     with psycopg.connect(url) as holder, psycopg.connect(url, autocommit=True) as connection:
-        connection.execute("CREATE SCHEMA outbox; CREATE TABLE outbox.schema_version (version integer PRIMARY KEY)")
-        connection.execute("INSERT INTO outbox.schema_version VALUES (1)")
+        connection.execute("CREATE SCHEMA outbox; SET search_path TO outbox")
+        connection.execute(resources.files("outbox.broker").joinpath("schema", "0001_initial.sql").read_bytes())
+        connection.execute("INSERT INTO schema_version (version) VALUES (1); RESET search_path")
         holder.execute("SELECT version FROM outbox.schema_version")
         with pytest.raises(SchemaError, match="run this again"):
             install(connection, "outbox")
