@@ -37,7 +37,7 @@ def test_what_the_page_names_is_there(path: str, name: str) -> None:
 def test_every_path_on_the_page_is_checked() -> None:
     paths = set(re.findall(r"`(\w+/[\w/]+\.py)\b", PAGE.read_text(encoding="utf-8"))) - {"tests/test_layers.py"}
     assert paths - {path for path, _ in named()} == set()
-    assert {path.split("/")[0] for path in paths} == {"outbox", "spark"}
+    assert {path.split("/")[0] for path in paths} == {"outbox", "spark", "tests"}
 
 
 def test_the_index_answers_ten_questions_with_code() -> None:
