@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from types import MappingProxyType
 from typing import Any
 from uuid import UUID
@@ -27,7 +27,9 @@ class Message:
     `message_id` is the idempotency key of a send: storing the same id twice stores one message.
     `key` orders messages on FIFO topics and names the business object elsewhere. `shard` chooses the
     queue (shard modulo queue count); None spreads messages evenly. `deliver_at` (aware) is the
-    earliest time of delivery. Raises InvalidName, InvalidMessage or BodyTooLarge when it cannot be sent.
+    earliest time of delivery, by the broker's clock; `delay` asks for that long after the broker has stored the
+    message, whatever the sender's clock says: a delivered message has `deliver_at`. Raises InvalidName,
+    InvalidMessage or BodyTooLarge when it cannot be sent.
     """
 
     topic: str
@@ -38,6 +40,7 @@ class Message:
     headers: Mapping[str, str] = field(default_factory=lambda: _NO_HEADERS)
     content_type: str = "application/json"
     deliver_at: datetime | None = None
+    delay: timedelta | None = None
     shard: int | None = None
     born_at: datetime = field(default_factory=_now)
 
@@ -55,6 +58,13 @@ class Message:
         names.check_body_size(self.topic, self.body)
         if self.deliver_at is not None:
             _check_deliver_at(self.topic, self.deliver_at)
+        if self.delay is not None:
+            _check_delay(self.topic, self.delay, self.deliver_at)
+
+    @property
+    def is_delayed(self) -> bool:
+        """Whether it has a time of delivery."""
+        return self.deliver_at is not None or self.delay is not None
 
 
 def _check_deliver_at(topic: str, moment: object) -> None:
@@ -69,6 +79,19 @@ def _check_deliver_at(topic: str, moment: object) -> None:
         moment.astimezone(UTC)
     except OverflowError:
         raise InvalidMessage(f"deliver_at={moment!r} for topic {topic!r} is beyond the years 1 to 9999.") from None
+
+
+def _check_delay(topic: str, delay: object, deliver_at: datetime | None) -> None:
+    if deliver_at is not None:
+        raise InvalidMessage(f"a message for topic {topic!r} has a delay and deliver_at: give one of them.")
+    if not isinstance(delay, timedelta):
+        raise InvalidMessage(f"delay={delay!r:.80} for topic {topic!r} must be a timedelta.")
+    if delay < timedelta(0):
+        raise InvalidMessage(f"delay={delay!r} for topic {topic!r} must not be negative.")
+    try:
+        _now() + delay
+    except OverflowError:
+        raise InvalidMessage(f"delay={delay!r} for topic {topic!r} leads beyond the year 9999.") from None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

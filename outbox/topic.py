@@ -85,14 +85,14 @@ class Topic:
                 f"local transaction. Publish it inside `with transaction.atomic():`, or from @transactional_message "
                 f"(without Django: TransactionProducer); or add NORMAL to the topic's types."
             )
-        if message.deliver_at is not None and MessageType.DELAY not in self.types:
+        if message.is_delayed and MessageType.DELAY not in self.types:
             raise self._mismatch("a message with a delivery time", MessageType.DELAY)
         if self.is_fifo and not message.key:
             raise InvalidMessage(
                 f"topic {self.name!r} is FIFO: message {message.message_id} needs a key (its order is kept per key)."
             )
         only_delayed = MessageType.DELAY in self.types and not self.types & {MessageType.NORMAL, MessageType.FIFO}
-        if only_delayed and message.deliver_at is None:
+        if only_delayed and not message.is_delayed:
             raise InvalidMessage(
                 f"topic {self.name!r} takes delayed messages only: give message {message.message_id} a delay or "
                 f"deliver_at, or declare the topic NORMAL too."

@@ -76,10 +76,9 @@ class Consumers:
             self._log.topic(subscription.topic)
             consumer = _Consumer(subscription, handler, parse_filter(subscription.filter))
             if subscription.start is not Start.EARLIEST:
-                since = self._now() if subscription.start is Start.LATEST else subscription.start
-                assert isinstance(since, datetime)
+                self._log.sequence()
                 for number, queue in self._log.queues_of(subscription.topic):
-                    consumer.offsets[number] = sum(entry.transaction.stored_at < since for entry in queue)
+                    consumer.offsets[number] = _offset_of(subscription.start, queue)
             self._consumers.append(consumer)
 
     def recall(self, message_id: UUID) -> tuple[str, ...]:
@@ -180,3 +179,10 @@ class Consumers:
         group = consumer.subscription.group
         errors = (*self._errors.pop((group, entry.message.message_id), []), error)
         self.dead_letters.append(DeadLetter(group, entry.message, errors))
+
+
+def _offset_of(start: Start | datetime, queue: list[Entry]) -> int:
+    """Where a group that starts so begins: a time is that of queueing."""
+    if not isinstance(start, datetime):
+        return len(queue)
+    return sum(entry.queued_at is not None and entry.queued_at < start for entry in queue)

@@ -7,7 +7,7 @@ import itertools
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from uuid import UUID
 
@@ -20,12 +20,13 @@ from outbox.transaction import Decision, HalfTransaction, ParkReason
 
 @dataclass
 class Entry:
-    """One stored message and its place in the log."""
+    """One stored message and its place in the log; `queued_at` once consumers can see it."""
 
     log_id: int
     message: Message
     transaction: Transaction
     recalled: bool = False
+    queued_at: datetime | None = None
 
 
 @dataclass
@@ -92,6 +93,8 @@ class Log:
         )
         self._transactions[transaction.transaction_id] = transaction
         for message in messages:
+            if message.delay is not None:
+                message = replace(message, deliver_at=self._now() + message.delay, delay=None)
             entry = self._entries[message.message_id] = Entry(next(self._log_ids), message, transaction)
             transaction.entries.append(entry)
         return transaction
@@ -149,6 +152,7 @@ class Log:
                 continue
             shard = select_shard(entry.message, queue_count=topic.queue_count)
             number = (entry.log_id if shard is None else shard) % topic.queue_count
+            entry.queued_at = self._now()
             self._queues[topic.name, number].append(entry)
 
     def recall(self, message_id: UUID) -> RecallStatus:

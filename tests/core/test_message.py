@@ -45,6 +45,10 @@ from outbox.topic import MessageType, Topic, select_shard
         ({"body": {"n": 1}}, InvalidMessage, "codec"),
         ({"body": b"x" * (4 * 1024 * 1024 + 1)}, BodyTooLarge, "4,194,305"),
         ({"deliver_at": datetime(2026, 1, 1)}, InvalidMessage, "time zone"),  # noqa: DTZ001
+        ({"delay": 60}, InvalidMessage, "must be a timedelta"),
+        ({"delay": timedelta(seconds=-1)}, InvalidMessage, "negative"),
+        ({"delay": timedelta.max}, InvalidMessage, "9999"),
+        ({"delay": timedelta(1), "deliver_at": datetime.now(UTC)}, InvalidMessage, "one of them"),
         ({"deliver_at": "2026-01-01"}, InvalidMessage, "must be a datetime"),
         ({"deliver_at": date(2026, 1, 1)}, InvalidMessage, "must be a datetime"),
         ({"deliver_at": datetime.max.replace(tzinfo=timezone(-timedelta(hours=1)))}, InvalidMessage, "9999"),

@@ -279,7 +279,7 @@ class Coordinator:
 
 
 def subscribed_of(group: ConsumingGroup, state: QueueState) -> Subscribed | None:
-    """The subscription to a queue's topic; None for the retry queue."""
+    """The subscription to a queue's topic; None for a retry queue."""
     by_topic = {subscribed.subscription.topic: subscribed for subscribed in group.subscribed.values()}
     return by_topic[state.topic] if state.topic is not None else None
 

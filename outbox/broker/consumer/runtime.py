@@ -137,7 +137,7 @@ class ConsumerRuntime:
             ids = registration.register(run, subscription, instance=instance)
             group = found.setdefault(
                 subscription.group,
-                ConsumingGroup(ids.group_id, subscription.group, subscription.broadcast, ids.retry_queue_id),
+                ConsumingGroup(ids.group_id, subscription.group, subscription.broadcast),
             )
             group.subscribe(subscription, handler, ids.topic_id)
         return list(found.values())

@@ -26,7 +26,7 @@ _LENGTH: Final = struct.Struct("!i").pack
 _EPOCH: Final = datetime(2000, 1, 1, tzinfo=UTC)
 _MICROSECOND: Final = timedelta(microseconds=1)
 _NULL: Final = b"\xff\xff\xff\xff"
-_INT4, _INT8, _TEXT, _BYTEA, _UUID, _TIMESTAMPTZ, _JSONB, _XID8 = 23, 20, 25, 17, 2950, 1184, 3802, 5069
+_INT4, _INT8, _TEXT, _BYTEA, _UUID, _TIMESTAMPTZ, _JSONB, _XID8, _FLOAT8 = 23, 20, 25, 17, 2950, 1184, 3802, 5069, 701
 
 
 class Packed(bytes):
@@ -102,6 +102,11 @@ def times(values: Sequence[datetime | None]) -> Packed:
         _TIMESTAMPTZ,
         [None if value is None else struct.pack("!q", (value - _EPOCH) // _MICROSECOND) for value in values],
     )
+
+
+def durations(values: Sequence[timedelta | None]) -> Packed:
+    """float8[] of seconds; empty when all are null."""
+    return _optional(_FLOAT8, [None if value is None else struct.pack("!d", value.total_seconds()) for value in values])
 
 
 def header_maps(values: Sequence[Mapping[str, str]]) -> Packed:

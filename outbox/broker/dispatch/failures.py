@@ -14,18 +14,17 @@ import psycopg
 from outbox import faults
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.notify import Channel, notify
-from outbox.broker.dispatch.fetch import LOG_ID, MESSAGE_ID, Row
+from outbox.broker.dispatch.fetch import LOG_ID, MESSAGE_ID, TOPIC_ID, Row
 from outbox.broker.dispatch.owned_queue import Outcome
-from outbox.broker.dispatch.subscriptions import Subscribed
+from outbox.broker.dispatch.subscriptions import ConsumingGroup, Subscribed
 from outbox.broker.dispatch.work import Item
-from outbox.broker.groups import leases, send_back
+from outbox.broker.groups import leases, retry_queues, send_back
 from outbox.broker.groups.send_back import Failure, Judgement, Verdict
 from outbox.errors import KillsItsProcess, LeaseLost, OutboxError
 
 logger = logging.getLogger(__name__)
 
 _LOCAL_RETRY_SECONDS: Final = 1.0
-_SEND_ON_SECONDS: Final = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +62,11 @@ def settle(run: Executor, instance: UUID, failures: Sequence[Failed]) -> list[It
 
 
 def send_on(run: Executor, instance: UUID, foreign: Sequence[tuple[Item, Row]]) -> None:
-    """Schedule retried messages of topics that this process does not subscribe to once more, attempts uncounted."""
-    judgement = Judgement(Verdict.SEND_BACK, _SEND_ON_SECONDS)
+    """Move retried messages of topics that this process does not subscribe to into the queues of these topics.
+
+    Attempts stay uncounted. Such messages come from the queue of all topics, which version 0.1 fills.
+    """
+    judgement = Judgement(Verdict.SEND_BACK)
     error = "delivered to an instance of the group that does not subscribe to the message's topic"
     failures = {
         (item.queue.key[0], row[LOG_ID]): Failure(
@@ -75,14 +77,14 @@ def send_on(run: Executor, instance: UUID, foreign: Sequence[tuple[Item, Row]]) 
             attempts=item.attempt,
             error=error,
             judgement=judgement,
-            retry_queue_id=item.queue.key[1],
+            retry_queue_id=_retry_queue(run, item.queue.group, row[TOPIC_ID]),
             next_attempt=item.retries,
         )
         for item, row in foreign
     }
     send_back.record(run, instance, list(failures.values()))
     for item, row in foreign:
-        logger.warning("message %s: %s; it is scheduled again in %g s", row[MESSAGE_ID], error, _SEND_ON_SECONDS)
+        logger.info("message %s: %s; it goes to the retry queue of its topic", row[MESSAGE_ID], error)
         item.queue.window.finish(item.offset, Outcome.SENT_BACK)
 
 
@@ -109,7 +111,7 @@ def _record(run: Executor, instance: UUID, judged: Sequence[tuple[Failed, Judgem
     rounds: list[dict[tuple[int, int], Failure]] = []
     for failed, judgement in judged:
         if not failed.subscribed.group.broadcast:
-            failure = _failure(failed, judgement)
+            failure = _failure(run, failed, judgement)
             place = (failure.lease.key[0], failure.log_id)
             target = next((known for known in rounds if place not in known), None)
             if target is None:
@@ -148,9 +150,11 @@ def _again(item: Item, delay_seconds: float) -> Item:
     return item
 
 
-def _failure(failed: Failed, judgement: Judgement) -> Failure:
+def _failure(run: Executor, failed: Failed, judgement: Judgement) -> Failure:
     item = failed.item
     assert item.row is not None
+    group, (_, topic_id) = failed.subscribed.group, failed.subscribed.key
+    sent_back = judgement.verdict is Verdict.SEND_BACK
     return Failure(
         lease=item.queue.lease,
         offset=item.offset,
@@ -159,9 +163,15 @@ def _failure(failed: Failed, judgement: Judgement) -> Failure:
         attempts=item.attempt,
         error=send_back.describe(failed.error),
         judgement=judgement,
-        retry_queue_id=failed.subscribed.group.retry_queue_id or 0,
+        retry_queue_id=_retry_queue(run, group, topic_id) if sent_back else 0,
         next_attempt=item.retries + 1,
     )
+
+
+def _retry_queue(run: Executor, group: ConsumingGroup, topic_id: int) -> int:
+    if topic_id not in group.retry_queues:
+        group.retry_queues[topic_id] = retry_queues.ensure(run, group.group_id, topic_id)
+    return group.retry_queues[topic_id]
 
 
 def _report(failed: Failed, judgement: Judgement) -> None:

@@ -119,6 +119,7 @@ _set_tag = _message_slots["tag"].__set__
 _set_headers = _message_slots["headers"].__set__
 _set_content_type = _message_slots["content_type"].__set__
 _set_deliver_at = _message_slots["deliver_at"].__set__
+_set_delay = _message_slots["delay"].__set__
 _set_shard = _message_slots["shard"].__set__
 _set_born_at = _message_slots["born_at"].__set__
 
@@ -136,6 +137,7 @@ def restore(row: Row, topic: str) -> Message:
     _set_content_type(message, content_type)
     _set_born_at(message, born_at)
     _set_deliver_at(message, deliver_at)
+    _set_delay(message, None)
     _set_shard(message, shard)
     return message
 

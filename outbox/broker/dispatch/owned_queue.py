@@ -127,7 +127,7 @@ class OwnedQueue:
         self.lease: Final = lease
         self.key: Final[QueueKey] = lease.key
         self.group: Final = group
-        # None for the retry queue, whose messages are of all topics of the group.
+        # None for a retry queue: each of its messages goes to the subscription of its own topic.
         self.subscribed: Final = subscribed
         self.name: Final = name
         self.window: Final = Window(position)

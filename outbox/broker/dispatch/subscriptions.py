@@ -19,7 +19,7 @@ _SPAN: Final = {Mode.CONCURRENT: 4_000, Mode.ORDERLY: 4_000, Mode.KEY_ORDERED: 5
 
 @dataclass
 class ConsumingGroup:
-    """A consumer group in this process. `subscribed` by topic id.
+    """A consumer group in this process. `subscribed` by topic id, and so are its retry queues, as far as known here.
 
     `paused`, `generation` (of the inbox) and `suspects` (by log id) follow the database; the dispatching thread changes
     them.
@@ -28,7 +28,7 @@ class ConsumingGroup:
     group_id: int
     name: str
     broadcast: bool
-    retry_queue_id: int | None
+    retry_queues: dict[int, int] = field(default_factory=dict)
     subscribed: dict[int, Subscribed] = field(default_factory=dict)
     paused: bool = False
     generation: int = 1

@@ -34,7 +34,10 @@ class GroupState:
 
 @dataclass(frozen=True, slots=True)
 class QueueState:
-    """A queue of a group as the database shows it. `topic` is None for the group's retry queue."""
+    """A queue of a group as the database shows it.
+
+    `topic` is None for a retry queue, whose `retried_topic` says of which topic: None for that of all topics.
+    """
 
     group_id: int
     queue_id: int
@@ -44,6 +47,7 @@ class QueueState:
     epoch: int
     expired: bool
     stopped: str | None
+    retried_topic: str | None = None
 
     @property
     def key(self) -> QueueKey:
@@ -141,10 +145,11 @@ WITH wanted AS (
     SELECT group_id, topic_id, min(generation) AS generation FROM candidate WHERE NOT consumed GROUP BY 1, 2
 )
 SELECT c.group_id, c.queue_id, c.name AS topic, c.number, l.owner, coalesce(l.epoch, 0) AS epoch,
-       coalesce(l.expires_at < clock_timestamp(), true) AS expired, l.stopped
+       coalesce(l.expires_at < clock_timestamp(), true) AS expired, l.stopped, retried.name AS retried_topic
 FROM candidate c
 JOIN turn USING (group_id, topic_id, generation)
 LEFT JOIN {schema}.queue_lease l ON l.group_id = c.group_id AND l.queue_id = c.queue_id
+LEFT JOIN {schema}.topic retried ON c.name IS NULL AND retried.topic_id = c.number
 WHERE NOT c.consumed
 ORDER BY c.group_id, c.topic_id, c.number
 """)

@@ -50,7 +50,7 @@ def _hash(text: str) -> int:
 def by_name(name: str) -> Strategy | Collection[int]:
     """The strategy of a setting: averagely, circle, consistent_hash, or `config:0,2,5`.
 
-    `config` lists the queue numbers that this process consumes, of every topic; the retry queue goes by `averagely`.
+    `config` lists the queue numbers that this process consumes, of every topic; retry queues go by `averagely`.
     All processes of the group must be configured, and their lists should not overlap. Raises ConfigurationError.
     """
     strategies: dict[str, Strategy] = {
@@ -73,24 +73,43 @@ def share(
 ) -> set[QueueKey]:
     """The keys among `queues` (of one group) that instance `me` should consume.
 
-    A queue goes to members that subscribe to its topic. The retry queue carries messages of all topics of the group:
-    it goes to members that know as many of them as any other does.
+    A queue goes to members that subscribe to its topic, and so does the retry queue of a topic.
     """
     mine: set[QueueKey] = set()
     for topic in dict.fromkeys(queue.topic for queue in queues):
         of_topic = [queue for queue in queues if queue.topic == topic]
         able = _able(members, topic)
-        if callable(strategy) or topic is None:
-            assign = strategy if callable(strategy) else averagely
-            owners = assign(able, of_topic) if able else {}
+        if topic is None:
+            owners = _owners_of_retries(strategy if callable(strategy) else averagely, members, of_topic)
+            mine.update(key for key, owner in owners.items() if owner == me)
+        elif callable(strategy):
+            owners = strategy(able, of_topic) if able else {}
             mine.update(key for key, owner in owners.items() if owner == me)
         elif me in able:
             mine.update(queue.key for queue in of_topic if queue.number in strategy)
     return mine
 
 
+def _owners_of_retries(
+    assign: Strategy, members: Sequence[Member], queues: Sequence[QueueState]
+) -> dict[QueueKey, UUID]:
+    """All over the members with the most topics, as version 0.1 does; but what one of them does not know, to another.
+
+    So while both versions run they agree wherever all members have the same topics, and no queue is left to nobody.
+    """
+    topics = {member.instance_id: member.topics for member in members}
+    most = max(map(len, topics.values()), default=0)
+    wide = [instance for instance, known in topics.items() if len(known) == most]
+    owners = assign(wide, queues) if wide else {}
+    for index, queue in enumerate(queues):
+        topic, owner = queue.retried_topic, owners.get(queue.key)
+        if topic is not None and owner is not None and topic not in topics[owner]:
+            able = _able(members, topic)
+            owners.pop(queue.key)
+            if able:
+                owners[queue.key] = able[index % len(able)]
+    return owners
+
+
 def _able(members: Sequence[Member], topic: str | None) -> list[UUID]:
-    if topic is not None:
-        return [member.instance_id for member in members if topic in member.topics]
-    most = max((len(member.topics) for member in members), default=0)
-    return [member.instance_id for member in members if len(member.topics) == most]
+    return [member.instance_id for member in members if topic in member.topics]

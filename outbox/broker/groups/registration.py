@@ -1,4 +1,4 @@
-"""Registering a subscription: its group, its retry queue, and where it begins."""
+"""Registering a subscription: its group, and where it begins. Retry queues are made when something fails."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ from outbox.subscription import Subscription
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """What a subscription is in the broker. Broadcast groups have no retry queue."""
+    """What a subscription is in the broker."""
 
     group_id: int
     topic_id: int
-    retry_queue_id: int | None
 
 
 _ADD_GROUP = Statement("""
@@ -30,18 +29,6 @@ INSERT INTO {schema}.consumer_group (name, broadcast) VALUES (%(name)s, %(broadc
 """)
 _LOCK_GROUP = Statement("""
 SELECT group_id, broadcast FROM {schema}.consumer_group WHERE name = %(name)s FOR NO KEY UPDATE
-""")
-_ADD_RETRY_TOPIC = Statement("""
-INSERT INTO {schema}.topic (name, message_types, queue_count, retry_of)
-VALUES ('%%RETRY%%' || %(name)s, ARRAY['NORMAL', 'DELAY'], 1, %(group_id)s)
-ON CONFLICT (name) DO NOTHING
-RETURNING topic_id
-""")
-_ADD_RETRY_QUEUE = Statement("""
-INSERT INTO {schema}.queue (topic_id, number) VALUES (%(topic_id)s, 0) RETURNING queue_id
-""")
-_RETRY_QUEUE = Statement("""
-SELECT q.queue_id FROM {schema}.queue q JOIN {schema}.topic t USING (topic_id) WHERE t.retry_of = %(group_id)s
 """)
 _SUBSCRIBE = Statement("""
 INSERT INTO {schema}.subscription (group_id, topic_id, mode, filter)
@@ -65,7 +52,7 @@ ORDER BY joined_at LIMIT 1
 
 
 def register(run: Executor, subscription: Subscription, *, instance: UUID | None = None) -> Registration:
-    """Make the subscription known, with its group, retry queue and first offsets; idempotent, one transaction.
+    """Make the subscription known, with its group and first offsets; idempotent, one transaction.
 
     `instance` is the caller's own membership, which does not count as another. Raises InvalidFilter, UnknownTopic,
     and InvalidSubscription when a live instance of the group has subscribed to the topic in another way; a definition
@@ -83,29 +70,26 @@ def register(run: Executor, subscription: Subscription, *, instance: UUID | None
             "filter": subscription.filter,
             "instance": instance,
         }
-        run.execute(_ADD_GROUP, values)
-        values["group_id"], broadcast = _one(run.row(_LOCK_GROUP, values))
+        values["group_id"], broadcast = _added_and_locked(run, values)
         if broadcast != subscription.broadcast:
             raise InvalidSubscription(
                 f"group {subscription.group!r} is registered with broadcast={broadcast}: a group is one or the other "
                 f"for good. Give this subscription to {subscription.topic!r} a group of its own."
             )
-        retry_queue_id = None if broadcast else _retry_queue(run, values)
         if run.row(_SUBSCRIBE, values) is None:
             _check_definition(run, subscription, values)
         elif not broadcast:
             starts = consume_queue.starting_offsets(run, topic.topic_id, subscription.start)
             offsets.store_starts(run, values["group_id"], starts)
-    return Registration(values["group_id"], topic.topic_id, retry_queue_id)
+    return Registration(values["group_id"], topic.topic_id)
 
 
-def _retry_queue(run: Executor, values: dict[str, Any]) -> int:
-    created = run.row(_ADD_RETRY_TOPIC, values)
-    if created is None:
-        return int(_one(run.row(_RETRY_QUEUE, values))[0])
-    queue_id = int(_one(run.row(_ADD_RETRY_QUEUE, {"topic_id": created[0]}))[0])
-    offsets.store_starts(run, values["group_id"], {queue_id: 0})
-    return queue_id
+def _added_and_locked(run: Executor, values: dict[str, Any]) -> tuple[Any, ...]:
+    while True:
+        run.execute(_ADD_GROUP, values)
+        # None: it was there and was deleted while we waited for its row.
+        if (row := run.row(_LOCK_GROUP, values)) is not None:
+            return row
 
 
 def _check_definition(run: Executor, subscription: Subscription, values: dict[str, Any]) -> None:

@@ -130,7 +130,7 @@ WITH failed AS MATERIALIZED (
     WHERE verdict = 'dead'
     ORDER BY group_id, log_id
     ON CONFLICT (group_id, log_id) DO UPDATE
-    SET attempts = excluded.attempts, error = excluded.error, dead_at = now(), replayed_at = NULL
+    SET attempts = excluded.attempts, error = excluded.error, dead_at = now(), replayed_at = NULL, discarded_at = NULL
 ), sent_away AS (
     INSERT INTO {schema}.finished_ahead (group_id, queue_id, queue_offset, is_dead)
     SELECT group_id, queue_id, queue_offset, verdict = 'dead' FROM failed

@@ -29,12 +29,13 @@ _DECIDED: Final = Statement("""
 WITH stored AS (
     INSERT INTO {schema}.commit_log (born_at, deliver_at, transaction_id, message_id, topic_id, shard, half,
         producer_group, key, tag, content_type, headers, body)
-    SELECT born_at, deliver_at, %(transaction_id)s, message_id, coalesce(topic_id, %(one_topic)s), shard, false,
+    SELECT born_at, coalesce(deliver_at, clock_timestamp() + make_interval(secs => delay)), %(transaction_id)s,
+        message_id, coalesce(topic_id, %(one_topic)s), shard, false,
         %(producer_group)s, key, coalesce(tag, %(one_tag)s), coalesce(content_type, %(one_type)s), headers, body
     FROM unnest(%(message_ids)s::uuid[], %(born)s::timestamptz[], %(deliver)s::timestamptz[], %(topics)s::integer[],
         %(shards)s::integer[], %(keys)s::text[], %(tags)s::text[], %(types)s::text[], %(headers)s::jsonb[],
-        %(bodies)s::bytea[])
-        AS given (message_id, born_at, deliver_at, topic_id, shard, key, tag, content_type, headers, body)
+        %(bodies)s::bytea[], %(delays)s::float8[])
+        AS given (message_id, born_at, deliver_at, topic_id, shard, key, tag, content_type, headers, body, delay)
     WHERE (SELECT NOT (reject_transactional AND %(transactional)s) FROM {schema}.broker)
     ON CONFLICT (message_id) DO NOTHING
     RETURNING log_id
@@ -49,7 +50,8 @@ _DECIDED_ONE: Final = Statement("""
 WITH stored AS (
     INSERT INTO {schema}.commit_log (born_at, deliver_at, transaction_id, message_id, topic_id, shard, half,
         producer_group, key, tag, content_type, headers, body)
-    SELECT %(born_at)s, %(deliver_at)s, %(message_id)s, %(message_id)s, %(topic_id)s, %(shard)s, false,
+    SELECT %(born_at)s, coalesce(%(deliver_at)s, clock_timestamp() + make_interval(secs => %(delay)s)),
+        %(message_id)s, %(message_id)s, %(topic_id)s, %(shard)s, false,
         %(producer_group)s, %(key)s, %(tag)s, %(content_type)s, %(headers)s::text::jsonb, %(body)s
     FROM {schema}.broker WHERE NOT (reject_transactional AND %(transactional)s)
     ON CONFLICT (message_id) DO NOTHING
@@ -65,13 +67,14 @@ _HALF: Final = Statement("""
 WITH stored AS (
     INSERT INTO {schema}.commit_log (born_at, deliver_at, transaction_id, message_id, topic_id, shard, half,
         immunity_seconds, ledger_id, producer_group, checker, key, tag, content_type, headers, body)
-    SELECT born_at, deliver_at, %(transaction_id)s, message_id, coalesce(topic_id, %(one_topic)s), shard, true,
+    SELECT born_at, coalesce(deliver_at, clock_timestamp() + make_interval(secs => delay)), %(transaction_id)s,
+        message_id, coalesce(topic_id, %(one_topic)s), shard, true,
         %(immunity)s, %(ledger_id)s, %(producer_group)s, %(checker)s,
         key, coalesce(tag, %(one_tag)s), coalesce(content_type, %(one_type)s), headers, body
     FROM unnest(%(message_ids)s::uuid[], %(born)s::timestamptz[], %(deliver)s::timestamptz[], %(topics)s::integer[],
         %(shards)s::integer[], %(keys)s::text[], %(tags)s::text[], %(types)s::text[], %(headers)s::jsonb[],
-        %(bodies)s::bytea[])
-        AS given (message_id, born_at, deliver_at, topic_id, shard, key, tag, content_type, headers, body)
+        %(bodies)s::bytea[], %(delays)s::float8[])
+        AS given (message_id, born_at, deliver_at, topic_id, shard, key, tag, content_type, headers, body, delay)
     WHERE (SELECT NOT reject_transactional FROM {schema}.broker)
     ON CONFLICT (message_id) DO NOTHING
     RETURNING log_id
@@ -82,7 +85,8 @@ SELECT array_agg(log_id ORDER BY log_id) FROM stored HAVING count(*) > 0
 _HALF_ONE: Final = Statement("""
 INSERT INTO {schema}.commit_log (born_at, deliver_at, transaction_id, message_id, topic_id, shard, half,
     immunity_seconds, ledger_id, producer_group, checker, key, tag, content_type, headers, body)
-SELECT %(born_at)s, %(deliver_at)s, %(message_id)s, %(message_id)s, %(topic_id)s, %(shard)s, true,
+SELECT %(born_at)s, coalesce(%(deliver_at)s, clock_timestamp() + make_interval(secs => %(delay)s)),
+    %(message_id)s, %(message_id)s, %(topic_id)s, %(shard)s, true,
     %(immunity)s, %(ledger_id)s, %(producer_group)s, %(checker)s,
     %(key)s, %(tag)s, %(content_type)s, %(headers)s::text::jsonb, %(body)s
 FROM {schema}.broker WHERE NOT reject_transactional
@@ -196,6 +200,7 @@ def _one(row: Prepared) -> dict[str, Any]:
     return {
         "born_at": message.born_at,
         "deliver_at": message.deliver_at,
+        "delay": None if message.delay is None else message.delay.total_seconds(),
         "message_id": message.message_id,
         "topic_id": row.topic_id,
         "shard": row.shard,
@@ -217,6 +222,7 @@ def _many(rows: Sequence[Prepared]) -> dict[str, Any]:
         "message_ids": arrays.uuids([message.message_id for message in messages]),
         "born": arrays.times([message.born_at for message in messages]),
         "deliver": arrays.times([message.deliver_at for message in messages]),
+        "delays": arrays.durations([message.delay for message in messages]),
         "topics": arrays.integers(topics),
         "one_topic": one_topic,
         "shards": arrays.optional_integers([row.shard for row in rows]),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from datetime import datetime
 
-from outbox.broker.database.arrays import integers
+from outbox.broker.database.arrays import bigints, integers
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
 from outbox.subscription import Start
@@ -36,24 +36,72 @@ def floors(run: Executor, queue_ids: Iterable[int]) -> dict[int, int]:
 
 _FLOORS_OF_TOPIC = Statement("SELECT queue_id, floor FROM {schema}.queue WHERE topic_id = %(topic_id)s")
 
-# The lowest entry stored at or after the time: nothing younger is missed. Entries follow decisions, not storage
-# times, so there is nothing to search by halving; an operator's rewind may read the topic once.
-_AT_TIME = Statement("""
-SELECT e.queue_id, min(e.queue_offset)
-FROM {schema}.consume_queue e
-JOIN {schema}.queue q USING (queue_id)
-JOIN {schema}.commit_log l USING (log_id)
-WHERE q.topic_id = %(topic_id)s AND l.stored_at >= %(time)s
-GROUP BY e.queue_id
+# The first entry queued at or after the time, by halving what lies between floor and head: entries are queued in the
+# order of their offsets, and from the floor on there are no gaps. An entry that retention has just removed was before.
+_QUEUED_SINCE = Statement("""
+WITH RECURSIVE search (queue_id, low, high) AS (
+    SELECT queue_id, low, high
+    FROM unnest(%(queue_ids)s::integer[], %(floors)s::bigint[], %(heads)s::bigint[]) AS given (queue_id, low, high)
+    UNION ALL
+    SELECT queue_id, CASE WHEN is_before THEN middle + 1 ELSE low END, CASE WHEN is_before THEN high ELSE middle END
+    FROM (
+        SELECT queue_id, low, high, middle,
+               coalesce((SELECT queued_at < %(time)s FROM {schema}.consume_queue entry
+                         WHERE entry.queue_id = search.queue_id AND entry.queue_offset = middle), true) AS is_before
+        FROM search CROSS JOIN LATERAL (SELECT (low + high) / 2 AS middle) AS half
+        WHERE low < high
+    ) AS step
+)
+SELECT queue_id, low FROM search WHERE low >= high
+""")
+
+# Entries from before queued_at was stored: the earliest moment at which each can have been queued. They are not in the
+# order of these moments, so all of them are read; they go with the retention of their topic.
+_OLD_SINCE = Statement("""
+SELECT entry.queue_id, min(entry.queue_offset)
+FROM {schema}.consume_queue entry
+JOIN {schema}.queue USING (queue_id)
+JOIN {schema}.commit_log log USING (log_id)
+LEFT JOIN {schema}.op_log op USING (transaction_id)
+WHERE queue.topic_id = %(topic_id)s AND entry.queued_at IS NULL AND entry.queue_offset >= queue.floor
+  AND greatest(log.stored_at, log.deliver_at, op.decided_at) >= %(time)s
+GROUP BY entry.queue_id
+""")
+_HAS_OLD = Statement("""
+SELECT true FROM {schema}.queue
+WHERE topic_id = %(topic_id)s
+  AND EXISTS (SELECT FROM {schema}.consume_queue entry
+              WHERE entry.queue_id = queue.queue_id AND entry.queue_offset = queue.floor AND entry.queued_at IS NULL)
+LIMIT 1
 """)
 
 
 def starting_offsets(run: Executor, topic_id: int, start: Start | datetime) -> dict[int, int]:
-    """The offset by queue id at which a group that starts so begins, for the queues the topic has now."""
+    """The offset by queue id at which a group that starts so begins, for the queues the topic has now.
+
+    A time is that of queueing: nothing that consumers could first see at or after it is left out, however much earlier
+    it was stored (delayed, decided late, held).
+    """
     begins: dict[int, int] = dict(run.rows(_FLOORS_OF_TOPIC, {"topic_id": topic_id}))
     if start is Start.EARLIEST:
         return begins
     ends = heads(run, begins)
     if isinstance(start, datetime):
-        return {**ends, **dict(run.rows(_AT_TIME, {"topic_id": topic_id, "time": start}))}
+        return _queued_since(run, topic_id, start, begins, ends)
     return ends
+
+
+def _queued_since(
+    run: Executor, topic_id: int, time: datetime, begins: dict[int, int], ends: dict[int, int]
+) -> dict[int, int]:
+    parameters = {
+        "queue_ids": integers(list(begins)),
+        "floors": bigints(list(begins.values())),
+        "heads": bigints([ends[queue_id] for queue_id in begins]),
+        "time": time,
+    }
+    found: dict[int, int] = dict(run.rows(_QUEUED_SINCE, parameters))
+    of_topic = {"topic_id": topic_id, "time": time}
+    if run.row(_HAS_OLD, of_topic) is not None:
+        found |= run.rows(_OLD_SINCE, of_topic)
+    return found

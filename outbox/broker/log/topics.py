@@ -26,8 +26,9 @@ VALUES (%(name)s, %(types)s, %(queue_count)s, %(key_lock)s, %(on_park)s, %(reten
 ON CONFLICT (name) DO UPDATE SET
     message_types = excluded.message_types, key_lock = excluded.key_lock, on_park = excluded.on_park,
     retention_seconds = excluded.retention_seconds, queue_count = excluded.queue_count,
-    generation = known.generation + (known.queue_count <> excluded.queue_count)::integer
-WHERE (known.message_types, known.key_lock, known.on_park, known.retention_seconds, known.queue_count)
+    generation = known.generation + (known.queue_count <> excluded.queue_count)::integer, deleted_at = NULL
+WHERE known.deleted_at IS NOT NULL
+   OR (known.message_types, known.key_lock, known.on_park, known.retention_seconds, known.queue_count)
    IS DISTINCT FROM
       (excluded.message_types, excluded.key_lock, excluded.on_park, excluded.retention_seconds, excluded.queue_count)
 RETURNING topic_id, generation, queue_count
@@ -46,7 +47,7 @@ WHERE topic_id = %(topic_id)s AND generation < %(generation)s AND closed_at IS N
 
 _ALL = Statement("""
 SELECT topic_id, name, message_types, queue_count, key_lock, on_park, retention_seconds
-FROM {schema}.topic WHERE retry_of IS NULL
+FROM {schema}.topic WHERE retry_of IS NULL AND deleted_at IS NULL
 """)
 
 
@@ -92,7 +93,7 @@ class Prepared:
 
 
 def declare_topics(run: Executor, topics: Sequence[Topic]) -> None:
-    """Create topics or change them to what is declared; idempotent, in one transaction.
+    """Create topics or change them to what is declared, deleted ones too; idempotent, in one transaction.
 
     Another queue count starts a new generation of queues; consumer groups drain the old ones first.
     """

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from outbox.broker.database.arrays import bigints, integers
 from outbox.broker.database.executor import Executor
-from outbox.broker.database.statement import Statement
 from outbox.broker.log import incidents
 from outbox.broker.log.incidents import Incident, IncidentKind
 from outbox.broker.maintenance import retention_sql
@@ -40,77 +41,96 @@ class RetentionCounts:
 
 
 @dataclass(frozen=True, slots=True)
-class _Cleared:
-    """What went from one queue: messages, or, from a retry queue, its entries alone."""
-
-    messages: int = 0
-    retries: int = 0
-    expired: int = 0
-    more: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class _Limit:
     """How far a queue may be cleared; `consumed` is None where no group reads it: nobody misses anything."""
 
+    queue_id: int
     floor: int
     limit: int
     consumed: int | None
-    looked_at: int
     is_retry: bool
+
+    @property
+    def entries(self) -> int:
+        """How many entries are cleared."""
+        return self.limit - self.floor
+
+    @property
+    def expired(self) -> int:
+        """How many of them some group has not consumed."""
+        return 0 if self.consumed is None else max(0, self.limit - max(self.floor, self.consumed))
 
 
 def run_once(run: Executor, *, settings: RetentionSettings | None = None) -> RetentionCounts:
-    """One bounded pass over all queues, on an autocommit connection. Undecided and parked messages always stay."""
+    """One bounded pass over all queues, on an autocommit connection. Undecided and parked messages always stay.
+
+    A queue with nothing to remove costs a look at its oldest entry.
+    """
     settings = settings or RetentionSettings()
-    cleared = [_clear_queue(run, queue_id, settings) for (queue_id,) in run.rows(retention_sql.QUEUES)]
     batch = {"batch": settings.batch}
+    # What was kept below a floor first: it goes as soon as nothing refers to it.
+    [kept] = run.one(retention_sql.CLEAR_KEPT, batch)
+    limits = run.objects(_Limit, retention_sql.LIMITS, batch | {"cap": settings.hard_cap_seconds})
+    retries = sum(_clear_retries(run, limit) for limit in limits if limit.is_retry)
+    messages = kept + sum(
+        _clear(run, chunk, settings) for chunk in _chunks([one for one in limits if not one.is_retry], settings.batch)
+    )
+    for limit in limits:
+        _report_expired(run, limit)
     [unqueued] = run.one(retention_sql.CLEAR_UNQUEUED, batch)
     offsets = run.count(retention_sql.TRIM_OFFSETS, batch)
     ticks = run.count(retention_sql.TRIM_TICKS, batch)
     run.execute(retention_sql.TRIM_SCANS)
     run.execute(retention_sql.TRIM_INCIDENTS, {"keep": _INCIDENTS_KEEP_SECONDS})
-    if unqueued or any(queue.messages for queue in cleared):
+    if unqueued or messages:
         run.execute(retention_sql.MERGE_TOTALS)
     return RetentionCounts(
-        messages=sum(queue.messages for queue in cleared),
-        retries=sum(queue.retries for queue in cleared),
-        expired=sum(queue.expired for queue in cleared),
+        messages=messages,
+        retries=retries,
+        expired=sum(limit.expired for limit in limits),
         unqueued=unqueued,
         offsets=offsets,
         ticks=ticks,
-        more=any(queue.more for queue in cleared) or settings.batch in (unqueued, offsets, ticks),
+        more=any(limit.entries == settings.batch for limit in limits)
+        or settings.batch in (kept, unqueued, offsets, ticks),
     )
 
 
-def _clear_queue(run: Executor, queue_id: int, settings: RetentionSettings) -> _Cleared:
-    parameters = {"queue_id": queue_id, "batch": settings.batch, "cap": settings.hard_cap_seconds}
-    [found] = run.objects(_Limit, retention_sql.LIMIT, parameters, prepare=True)
-    floor, limit = found.floor, found.limit
-    # Entries kept below the floor come first, so that they go as soon as nothing refers to them.
-    kept = 0 if found.is_retry else _clear(run, retention_sql.CLEAR, queue_id, 0, floor, settings)
-    if limit <= floor:
-        return _Cleared(messages=kept)
-    more = found.looked_at == settings.batch and limit - floor == found.looked_at
-    expired = max(0, limit - max(floor, found.consumed)) if found.consumed is not None else 0
-    if found.is_retry:
-        removed = _clear(run, retention_sql.CLEAR_RETRY, queue_id, floor, limit, settings)
-        cleared = _Cleared(retries=removed, expired=expired, more=more)
-    else:
-        removed = _clear(run, retention_sql.CLEAR, queue_id, floor, limit, settings)
-        cleared = _Cleared(messages=kept + removed, expired=expired, more=more)
-    if expired:
-        detail = f"{expired} messages were removed at the hard cap before every consumer group had consumed them"
-        incidents.record(run, [Incident(IncidentKind.EXPIRED, f"queue {queue_id}", detail)])
-    return cleared
+def _chunks(limits: Sequence[_Limit], batch: int) -> Iterator[list[_Limit]]:
+    """Queues to be cleared by one statement: none has more than `batch` entries, and together they have no more."""
+    chunk: list[_Limit] = []
+    for limit in limits:
+        if chunk and sum(one.entries for one in chunk) + limit.entries > batch:
+            yield chunk
+            chunk = []
+        chunk.append(limit)
+    if chunk:
+        yield chunk
 
 
-def _clear(
-    run: Executor, statement: Statement, queue_id: int, first: int, limit: int, settings: RetentionSettings
-) -> int:
-    """Remove the entries from `first` up to `limit` and what they alone refer to; returns how many."""
-    if first >= limit:
-        return 0
-    parameters = {"queue_id": queue_id, "first": first, "limit": limit, "batch": settings.batch}
-    [removed] = run.one(statement, parameters)
-    return int(removed)
+def _clear(run: Executor, limits: Sequence[_Limit], settings: RetentionSettings) -> int:
+    """Remove entries up to the limits of their queues, and what they alone refer to; returns how many."""
+    parameters = {
+        "queue_ids": integers([limit.queue_id for limit in limits]),
+        "floors": bigints([limit.floor for limit in limits]),
+        "limits": bigints([limit.limit for limit in limits]),
+        "batch": settings.batch,
+    }
+    return int(run.one(retention_sql.CLEAR, parameters)[0])
+
+
+def _clear_retries(run: Executor, limit: _Limit) -> int:
+    parameters = {"queue_id": limit.queue_id, "first": limit.floor, "limit": limit.limit}
+    return int(run.one(retention_sql.CLEAR_RETRY, parameters)[0])
+
+
+def _report_expired(run: Executor, limit: _Limit) -> None:
+    if not limit.expired:
+        return
+    topic, number, groups = run.one(retention_sql.BEHIND, {"queue_id": limit.queue_id, "limit": limit.limit})
+    detail = (
+        f"{limit.expired} messages of queue {number} have expired: they were removed at the hard cap, and "
+        f"{', '.join(map(repr, groups)) or 'some group'} had not consumed them. Groups that do not run any more should "
+        f"be deleted (outbox_group delete)."
+    )
+    incidents.record(run, [Incident(IncidentKind.EXPIRED, topic, detail)])

@@ -6,94 +6,122 @@ from typing import Final
 
 from outbox.broker.database.statement import Statement
 
-QUEUES: Final = Statement("""
-SELECT queue_id FROM {schema}.queue ORDER BY queue_id
-""")
-
-# How far a queue may be cleared: past the retention time, and consumed by every group or past the hard cap.
-# The cap counts from when a message could first be consumed: it may have been delayed or undecided for longer, and a
-# retry or a replayed dead letter is as old as its last failure or its replay.
+# The queues that can be cleared, and how far: past the retention time, and consumed by every group or past the cap.
+# The cap counts from when a message was queued; entries that do not say (of before it was stored) are as old as what
+# happened last to their message. What a deleted topic had queued goes at once.
 # `consumed` is the least position of the groups that read the queue; without a group nothing is consumed yet.
 # Broadcast groups store no positions and hold nothing back.
-LIMIT: Final = Statement("""
+# Read in the order of the queue up to the first entry that stays, so a queue without anything to do costs one entry.
+LIMITS: Final = Statement("""
 WITH place AS (
-    SELECT queue.queue_id, queue.floor, topic.topic_id, topic.retry_of, topic.retention_seconds
-    FROM {schema}.queue JOIN {schema}.topic USING (topic_id) WHERE queue_id = %(queue_id)s
+    SELECT queue.queue_id, queue.floor, topic.topic_id, topic.retry_of, topic.retention_seconds, topic.deleted_at,
+           now() - make_interval(secs => topic.retention_seconds) AS kept_since,
+           now() - make_interval(secs => greatest(topic.retention_seconds, %(cap)s)) AS capped
+    FROM {schema}.queue JOIN {schema}.topic USING (topic_id)
 ), reader AS (
-    SELECT group_id FROM {schema}.subscription JOIN place USING (topic_id)
-    JOIN {schema}.consumer_group USING (group_id) WHERE NOT broadcast
-    UNION SELECT retry_of FROM place WHERE retry_of IS NOT NULL
+    SELECT place.queue_id, group_id
+    FROM place JOIN {schema}.subscription USING (topic_id) JOIN {schema}.consumer_group USING (group_id)
+    WHERE NOT broadcast
+    UNION ALL
+    SELECT queue_id, retry_of FROM place WHERE retry_of IS NOT NULL
 ), consumed AS (
-    SELECT min(coalesce(newest.next_offset, 0)) AS position
+    SELECT reader.queue_id, min(coalesce(newest.next_offset, 0)) AS position
     FROM reader LEFT JOIN LATERAL (
         SELECT next_offset FROM {schema}.consumer_offset
-        WHERE group_id = reader.group_id AND queue_id = %(queue_id)s
+        WHERE consumer_offset.group_id = reader.group_id AND consumer_offset.queue_id = reader.queue_id
         ORDER BY epoch DESC, ordinal DESC LIMIT 1) newest ON true
-), entry AS (
-    SELECT entry.queue_offset, entry.log_id, log.transaction_id, log.stored_at, log.deliver_at,
-           place.retention_seconds, coalesce(consumed.position, 0) AS consumed
-    FROM place CROSS JOIN consumed
-    CROSS JOIN LATERAL (SELECT queue_offset, log_id FROM {schema}.consume_queue
-                        WHERE queue_id = place.queue_id AND queue_offset >= place.floor
-                        ORDER BY queue_offset LIMIT %(batch)s) AS entry
-    LEFT JOIN {schema}.commit_log log USING (log_id)
-), judged AS (
-    SELECT queue_offset, consumed,
-           (stored_at IS NULL AND queue_offset < consumed)
-           OR (stored_at < now() - make_interval(secs => retention_seconds)
-               AND (queue_offset < consumed
-                    OR CASE WHEN stored_at < now() - make_interval(secs => greatest(retention_seconds, %(cap)s))
-                       THEN greatest(
-                           deliver_at,
-                           (SELECT decided_at FROM {schema}.op_log op WHERE op.transaction_id = entry.transaction_id),
-                           (SELECT max(failed_at) FROM {schema}.failure JOIN place ON place.retry_of = failure.group_id
-                            WHERE failure.log_id = entry.log_id),
-                           (SELECT max(replayed_at) FROM {schema}.dead_letter dead
-                            JOIN place ON place.retry_of = dead.group_id WHERE dead.log_id = entry.log_id)
-                           ) < now() - make_interval(secs => greatest(retention_seconds, %(cap)s)) END)) AS old
-    FROM entry
+    GROUP BY reader.queue_id
+), bounded AS (
+    SELECT place.queue_id, place.floor, consumed.position AS consumed, place.retry_of IS NOT NULL AS is_retry,
+           coalesce(
+               (SELECT entry.queue_offset
+                FROM (SELECT queue_offset, log_id, queued_at FROM {schema}.consume_queue
+                      WHERE consume_queue.queue_id = place.queue_id AND queue_offset >= place.floor
+                      ORDER BY queue_offset LIMIT %(batch)s) AS entry
+                LEFT JOIN LATERAL (SELECT transaction_id, stored_at, deliver_at FROM {schema}.commit_log
+                                   WHERE commit_log.log_id = entry.log_id OFFSET 0) AS log ON true
+                WHERE (CASE WHEN stored_at IS NULL THEN queue_offset < consumed.position
+                            WHEN queued_at <= deleted_at THEN true
+                            WHEN stored_at >= kept_since THEN false
+                            WHEN queue_offset < consumed.position OR deleted_at IS NOT NULL THEN true
+                            WHEN stored_at >= capped THEN false
+                            WHEN queued_at IS NOT NULL THEN queued_at < capped
+                            ELSE greatest(
+                                deliver_at,
+                                (SELECT decided_at FROM {schema}.op_log op
+                                 WHERE op.transaction_id = log.transaction_id),
+                                (SELECT max(failed_at) FROM {schema}.failure
+                                 WHERE failure.group_id = place.retry_of AND failure.log_id = entry.log_id),
+                                (SELECT max(replayed_at) FROM {schema}.dead_letter dead
+                                 WHERE dead.group_id = place.retry_of AND dead.log_id = entry.log_id)) < capped
+                       END) IS NOT TRUE
+                ORDER BY entry.queue_offset LIMIT 1),
+               (SELECT max(queue_offset) + 1
+                FROM (SELECT queue_offset FROM {schema}.consume_queue
+                      WHERE consume_queue.queue_id = place.queue_id AND queue_offset >= place.floor
+                      ORDER BY queue_offset LIMIT %(batch)s) AS entry),
+               place.floor) AS "limit"
+    FROM place LEFT JOIN consumed USING (queue_id)
 )
-SELECT place.floor,
-       coalesce((SELECT min(queue_offset) FROM judged WHERE old IS NOT TRUE),
-                (SELECT max(queue_offset) + 1 FROM judged), place.floor) AS limit,
-       (SELECT position FROM consumed) AS consumed, (SELECT count(*) FROM judged) AS looked_at,
-       place.retry_of IS NOT NULL AS is_retry
-FROM place
+SELECT queue_id, floor, "limit", consumed, is_retry FROM bounded WHERE "limit" > floor ORDER BY queue_id
+""")
+
+# Who has not consumed a queue up to an offset.
+BEHIND: Final = Statement("""
+SELECT topic.name AS topic, queue.number, ARRAY(
+    SELECT consumer_group.name
+    FROM {schema}.consumer_group
+    LEFT JOIN LATERAL (SELECT next_offset FROM {schema}.consumer_offset stored
+                       WHERE stored.group_id = consumer_group.group_id AND stored.queue_id = queue.queue_id
+                       ORDER BY epoch DESC, ordinal DESC LIMIT 1) AS newest ON true
+    WHERE NOT broadcast AND coalesce(newest.next_offset, 0) < %(limit)s
+      AND (group_id = topic.retry_of
+           OR EXISTS (SELECT FROM {schema}.subscription known
+                      WHERE known.group_id = consumer_group.group_id AND known.topic_id = topic.topic_id))
+    ORDER BY consumer_group.name) AS groups
+FROM {schema}.queue JOIN {schema}.topic USING (topic_id) WHERE queue_id = %(queue_id)s
 """)
 
 # Kept although cleared: messages that are dead, to be retried, or waiting in a retry queue. Their entries stay below
 # the floor as proof that they were queued, and go with them later.
-CLEAR: Final = Statement("""
-WITH candidate AS (
-    SELECT entry.queue_offset, entry.log_id, log.topic_id, log.transaction_id
-    FROM {schema}.consume_queue entry JOIN {schema}.commit_log log USING (log_id)
-    WHERE queue_id = %(queue_id)s AND queue_offset >= %(first)s AND queue_offset < %(limit)s
-    ORDER BY queue_offset LIMIT %(batch)s
+# Given `candidate`: what waits or is dead is read once and grouped with the candidates. A join here, planned with the
+# statistics of yesterday, would compare each with each; so would the deletions of errors and letters without IS TRUE.
+_FREE: Final = """
+, waiting AS (
+    SELECT entry.log_id
+    FROM {schema}.topic retry JOIN {schema}.queue USING (topic_id)
+    CROSS JOIN LATERAL (
+        SELECT greatest(queue.floor, coalesce((
+            SELECT next_offset FROM {schema}.consumer_offset newest
+            WHERE newest.group_id = retry.retry_of AND newest.queue_id = queue.queue_id
+            ORDER BY epoch DESC, ordinal DESC LIMIT 1), 0)) AS first) AS position
+    CROSS JOIN LATERAL (SELECT log_id FROM {schema}.consume_queue
+                        WHERE consume_queue.queue_id = queue.queue_id AND queue_offset >= position.first
+                        OFFSET 0) AS entry
+    WHERE retry.retry_of IS NOT NULL
+), unkept AS MATERIALIZED (
+    SELECT log_id, max(queue_id) AS queue_id, max(queue_offset) AS queue_offset
+    FROM (SELECT log_id, queue_id, queue_offset FROM candidate
+          UNION ALL SELECT log_id, NULL, NULL FROM waiting
+          UNION ALL SELECT log_id, NULL, NULL FROM {schema}.dead_letter WHERE replayed_at IS NULL) AS known
+    GROUP BY log_id HAVING every(queue_id IS NOT NULL)
 ), free AS MATERIALIZED (
-    SELECT * FROM candidate
-    WHERE NOT EXISTS (SELECT FROM {schema}.scheduled WHERE scheduled.log_id = candidate.log_id)
-      AND NOT EXISTS (SELECT FROM {schema}.held WHERE held.log_id = candidate.log_id)
-      AND NOT EXISTS (SELECT FROM {schema}.dead_letter dead WHERE dead.log_id = candidate.log_id
-                         AND dead.replayed_at IS NULL)
-      AND NOT EXISTS (
-          SELECT FROM {schema}.failure
-          JOIN {schema}.topic retry ON retry.retry_of = failure.group_id
-          JOIN {schema}.queue ON queue.topic_id = retry.topic_id
-          JOIN {schema}.consume_queue again ON again.queue_id = queue.queue_id AND again.log_id = failure.log_id
-               AND again.queue_offset >= coalesce(
-                   (SELECT next_offset FROM {schema}.consumer_offset newest
-                    WHERE newest.group_id = failure.group_id AND newest.queue_id = queue.queue_id
-                    ORDER BY epoch DESC, ordinal DESC LIMIT 1), 0)
-          WHERE failure.log_id = candidate.log_id)
+    SELECT unkept.*, log.topic_id, log.transaction_id
+    FROM unkept
+    CROSS JOIN LATERAL (SELECT topic_id, transaction_id FROM {schema}.commit_log
+                        WHERE commit_log.log_id = unkept.log_id OFFSET 0) AS log
+    WHERE NOT EXISTS (SELECT FROM {schema}.scheduled WHERE scheduled.log_id = unkept.log_id OFFSET 0)
+      AND NOT EXISTS (SELECT FROM {schema}.held WHERE held.log_id = unkept.log_id OFFSET 0)
+    LIMIT %(batch)s
 ), entries AS (
     DELETE FROM {schema}.consume_queue USING free
-    WHERE consume_queue.queue_id = %(queue_id)s AND consume_queue.queue_offset = free.queue_offset
+    WHERE consume_queue.queue_id = free.queue_id AND consume_queue.queue_offset = free.queue_offset
 ), messages AS (
     DELETE FROM {schema}.commit_log USING free WHERE commit_log.log_id = free.log_id
 ), errors AS (
-    DELETE FROM {schema}.failure USING free WHERE failure.log_id = free.log_id
+    DELETE FROM {schema}.failure WHERE (log_id IN (SELECT log_id FROM free)) IS TRUE
 ), letters AS (
-    DELETE FROM {schema}.dead_letter USING free WHERE dead_letter.log_id = free.log_id
+    DELETE FROM {schema}.dead_letter WHERE (log_id IN (SELECT log_id FROM free)) IS TRUE
 ), recalled AS (
     DELETE FROM {schema}.recalled_retry USING free WHERE recalled_retry.log_id = free.log_id
 ), checks AS (
@@ -105,14 +133,48 @@ WITH candidate AS (
     WHERE op.transaction_id IN (SELECT transaction_id FROM free)
       AND NOT EXISTS (SELECT FROM unnest(op.log_ids) AS one (log_id) JOIN {schema}.commit_log log USING (log_id)
                       WHERE one.log_id NOT IN (SELECT log_id FROM free))
-), floor AS (
-    UPDATE {schema}.queue SET floor = %(limit)s WHERE queue_id = %(queue_id)s AND floor < %(limit)s
 ), totals AS (
     INSERT INTO {schema}.pruned (topic_id, sent, committed, queued)
     SELECT topic_id, count(*), count(*), count(*) FROM free GROUP BY topic_id
 )
+"""
+
+# Some queues up to their limits, no more than `batch` entries in all.
+CLEAR: Final = Statement(
+    """
+WITH given AS (
+    SELECT * FROM unnest(%(queue_ids)s::integer[], %(floors)s::bigint[], %(limits)s::bigint[])
+        AS given (queue_id, floor, upper)
+), candidate AS (
+    SELECT given.queue_id, entry.queue_offset, entry.log_id
+    FROM given
+    CROSS JOIN LATERAL (SELECT queue_offset, log_id FROM {schema}.consume_queue
+                        WHERE consume_queue.queue_id = given.queue_id
+                          AND queue_offset >= given.floor AND queue_offset < given.upper OFFSET 0) AS entry
+)"""
+    + _FREE
+    + """
+, floor AS (
+    UPDATE {schema}.queue SET floor = given.upper
+    FROM given WHERE queue.queue_id = given.queue_id AND queue.floor < given.upper
+)
 SELECT count(*) FROM free
-""")
+"""
+)
+
+# What is kept below the floors and nothing keeps any more. All of it is looked at: what is stuck blocks nothing behind.
+CLEAR_KEPT: Final = Statement(
+    """
+WITH candidate AS (
+    SELECT queue.queue_id, entry.queue_offset, entry.log_id
+    FROM {schema}.queue
+    CROSS JOIN LATERAL (SELECT queue_offset, log_id FROM {schema}.consume_queue
+                        WHERE consume_queue.queue_id = queue.queue_id AND queue_offset < queue.floor
+                        OFFSET 0) AS entry
+)"""
+    + _FREE
+    + "SELECT count(*) FROM free"
+)
 
 CLEAR_RETRY: Final = Statement("""
 WITH entries AS (

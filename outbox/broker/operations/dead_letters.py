@@ -1,21 +1,26 @@
-"""Dead letters: messages a group gave up, with every attempt's error, and delivering them once more."""
+"""Dead letters: messages a group gave up, with every attempt's error; delivering them once more, or discarding them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from typing import Any, Final
 from uuid import UUID
 
 from outbox.broker.database.arrays import uuids
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
+from outbox.broker.groups import retry_queues
 from outbox.broker.groups.registration import group_id_of
 
 
 @dataclass(frozen=True, slots=True)
 class DeadLetter:
-    """A message a group gave up after so many attempts. `replayed_at` is set while it is being delivered again."""
+    """A message a group gave up after so many attempts.
+
+    `replayed_at` is set when it was delivered again, `discarded_at` when an operator gave it up for good.
+    """
 
     group: str
     message_id: UUID
@@ -26,6 +31,44 @@ class DeadLetter:
     error: str
     dead_at: datetime
     replayed_at: datetime | None
+    discarded_at: datetime | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Selection:
+    """Which dead letters: those that meet all that is given; all of them when nothing is.
+
+    `error` is contained in the last error, whatever its case; `error_type` is the name of its type; `since` (inclusive)
+    and `until` (exclusive) are about when it was given up.
+    """
+
+    message_ids: Sequence[UUID] | None = None
+    topic: str | None = None
+    key: str | None = None
+    error: str | None = None
+    error_type: str | None = None
+    since: datetime | None = None
+    until: datetime | None = None
+
+    @property
+    def is_all(self) -> bool:
+        """Whether it leaves none out."""
+        return self == Selection()
+
+    def parameters(self) -> dict[str, Any]:
+        """For the statements here."""
+        return {
+            "message_ids": None if self.message_ids is None else uuids(self.message_ids),
+            "topic": self.topic,
+            "key": self.key,
+            "error": self.error,
+            "error_type": self.error_type,
+            "since": self.since,
+            "until": self.until,
+        }
+
+
+ALL: Final = Selection()
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,24 +80,42 @@ class FailedAttempt:
     failed_at: datetime
 
 
-_LIST = Statement("""
-SELECT g.name AS group, l.message_id, t.name AS topic, l.key, l.tag, d.attempts, d.error, d.dead_at, d.replayed_at
+# Errors begin with the name of their type (groups.send_back.describe).
+_SELECTED: Final = """
+    (%(message_ids)s::uuid[] IS NULL OR l.message_id = ANY(%(message_ids)s::uuid[]))
+      AND (%(topic)s::text IS NULL OR t.name = %(topic)s::text)
+      AND (%(key)s::text IS NULL OR l.key = %(key)s::text)
+      AND (%(error)s::text IS NULL OR position(lower(%(error)s::text) IN lower(d.error)) > 0)
+      AND (%(error_type)s::text IS NULL OR split_part(d.error, ':', 1) = %(error_type)s::text)
+      AND (%(since)s::timestamptz IS NULL OR d.dead_at >= %(since)s::timestamptz)
+      AND (%(until)s::timestamptz IS NULL OR d.dead_at < %(until)s::timestamptz)
+"""
+
+_LIST = Statement(
+    """
+SELECT g.name AS group, l.message_id, t.name AS topic, l.key, l.tag, d.attempts, d.error, d.dead_at,
+       CASE WHEN d.discarded_at IS NULL THEN d.replayed_at END AS replayed_at,
+       CASE WHEN d.replayed_at IS NOT NULL THEN d.discarded_at END AS discarded_at
 FROM {schema}.dead_letter d
 JOIN {schema}.consumer_group g USING (group_id)
 JOIN {schema}.commit_log l USING (log_id)
 JOIN {schema}.topic t USING (topic_id)
-WHERE (%(group)s::text IS NULL OR g.name = %(group)s)
-  AND (%(replayed)s::boolean OR d.replayed_at IS NULL)
+WHERE (%(group)s::text IS NULL OR g.name = %(group)s::text)
+  AND (%(settled)s::boolean OR d.replayed_at IS NULL)
+  AND """
+    + _SELECTED
+    + """
 ORDER BY d.dead_at DESC, d.log_id DESC
 LIMIT %(limit)s
-""")
+"""
+)
 
 
 def list_dead_letters(
-    run: Executor, group: str | None = None, *, replayed: bool = False, limit: int = 100
+    run: Executor, group: str | None = None, selection: Selection = ALL, *, settled: bool = False, limit: int = 100
 ) -> Sequence[DeadLetter]:
-    """The newest dead letters of one group or of all; `replayed` includes those that were replayed."""
-    values = {"group": group, "replayed": replayed, "limit": limit}
+    """The newest dead letters of one group or of all; `settled` includes those that were replayed or discarded."""
+    values = selection.parameters() | {"group": group, "settled": settled, "limit": limit}
     return run.objects(DeadLetter, _LIST, values)
 
 
@@ -74,41 +135,76 @@ def failed_attempts(run: Executor, group: str, message_id: UUID) -> Sequence[Fai
     return run.objects(FailedAttempt, _ATTEMPTS, values)
 
 
-_REPLAY = Statement("""
+_CHOSEN: Final = (
+    """
 WITH chosen AS (
-    SELECT d.group_id, d.log_id
+    SELECT d.group_id, d.log_id, l.topic_id
     FROM {schema}.dead_letter d
     JOIN {schema}.commit_log l USING (log_id)
-    WHERE d.group_id = %(group_id)s AND d.replayed_at IS NULL
-      AND (%(all)s::boolean OR l.message_id = ANY(%(message_ids)s::uuid[]))
+    JOIN {schema}.topic t USING (topic_id)
+    WHERE d.group_id = %(group_id)s AND d.replayed_at IS NULL AND """
+    + _SELECTED
+    + """
     ORDER BY d.log_id
     LIMIT %(limit)s
     FOR UPDATE OF d
-), marked AS (
-    UPDATE {schema}.dead_letter d SET replayed_at = now()
+)
+"""
+)
+_TOPICS = Statement(_CHOSEN + "SELECT DISTINCT topic_id FROM chosen ORDER BY topic_id")
+_REPLAY = Statement(
+    _CHOSEN
+    + """
+, marked AS (
+    UPDATE {schema}.dead_letter d SET replayed_at = now(), discarded_at = NULL
     FROM chosen WHERE d.group_id = chosen.group_id AND d.log_id = chosen.log_id
 )
 INSERT INTO {schema}.scheduled (log_id, due_at, queue_id, attempt)
 SELECT chosen.log_id, now(), q.queue_id, 0
 FROM chosen
 JOIN {schema}.topic t ON t.retry_of = chosen.group_id
-JOIN {schema}.queue q ON q.topic_id = t.topic_id
+JOIN {schema}.queue q ON q.topic_id = t.topic_id AND q.number = chosen.topic_id
 ORDER BY chosen.log_id
 ON CONFLICT DO NOTHING
-""")
+"""
+)
 
 
-def replay(run: Executor, group: str, message_ids: Sequence[UUID] | None = None, *, limit: int = 10_000) -> int:
-    """Deliver dead letters again through the group's retry queue, with a new series of attempts; returns how many.
+def replay(run: Executor, group: str, selection: Selection = ALL, *, limit: int = 10_000) -> int:
+    """Deliver dead letters again through the group's retry queues, with a new series of attempts; returns how many.
 
-    None: all of them, up to `limit`, oldest first. One that fails for good again is a dead letter again. Announce
-    Channel.DECIDED afterwards to have them at once. Raises UnknownGroup.
+    Up to `limit`, oldest first. One that fails for good again is a dead letter again. Announce Channel.DECIDED
+    afterwards to have them at once. Raises UnknownGroup.
     """
     with run.connection.transaction():
-        values = {
-            "group_id": group_id_of(run, group),
-            "all": message_ids is None,
-            "message_ids": uuids(list(message_ids or [])),
-            "limit": limit,
-        }
+        values = selection.parameters() | {"group_id": group_id_of(run, group), "limit": limit}
+        for (topic_id,) in run.rows(_TOPICS, values):
+            retry_queues.ensure(run, values["group_id"], topic_id)
         return run.count(_REPLAY, values)
+
+
+_DISCARD = Statement(
+    _CHOSEN
+    + """
+, marked AS (
+    UPDATE {schema}.dead_letter d SET replayed_at = now(), discarded_at = now()
+    FROM chosen WHERE d.group_id = chosen.group_id AND d.log_id = chosen.log_id
+    RETURNING chosen.topic_id
+), counted AS (
+    UPDATE {schema}.subscription known SET discarded = discarded + one.letters
+    FROM (SELECT topic_id, count(*) AS letters FROM marked GROUP BY topic_id) AS one
+    WHERE known.group_id = %(group_id)s AND known.topic_id = one.topic_id
+)
+SELECT count(*) FROM marked
+"""
+)
+
+
+def discard(run: Executor, group: str, selection: Selection, *, limit: int = 10_000) -> int:
+    """Give dead letters up for good, up to `limit`, oldest first; returns how many. The group counts them.
+
+    Retention removes them with their messages. Raises UnknownGroup.
+    """
+    with run.connection.transaction():
+        values = selection.parameters() | {"group_id": group_id_of(run, group), "limit": limit}
+        return int(run.one(_DISCARD, values)[0])

@@ -15,7 +15,8 @@ from outbox.broker.database.statement import Statement
 class QueueStatus:
     """A group on one queue. `lag` counts entries from the offset to the end, running ones included.
 
-    `layout` numbers the topic's layouts: a change of its queue count starts another.
+    A retry queue's topic is `%RETRY%group/topic`. `layout` numbers the topic's layouts: a change of its queue count
+    starts another. `floor` is the oldest offset the broker still has: what was not consumed below it is `expired`.
     `blocked_by` is the id of the next message if an attempt at it failed, with its last error and since when.
     `owner` is None when nobody holds a live lease. `stopped` is the error that stopped the queue, if one did.
     """
@@ -26,6 +27,7 @@ class QueueStatus:
     number: int
     queue_id: int
     next_offset: int
+    floor: int
     head: int
     owner: UUID | None
     stopped: str | None
@@ -41,16 +43,18 @@ class QueueStatus:
 
     @property
     def lag(self) -> int:
-        """Entries not finished."""
-        return max(0, self.head - self.next_offset)
+        """Entries not finished. What retention removed is expired, not waited for."""
+        return max(0, self.head - max(self.next_offset, self.floor))
 
 
 _STATUS = Statement("""
-SELECT g.name AS group, t.name AS topic, q.generation AS layout, q.number, q.queue_id, p.next_offset,
+SELECT g.name AS group, t.name || coalesce('/' || retried.name, '') AS topic, q.generation AS layout, q.number,
+       q.queue_id, p.next_offset, q.floor,
        greatest(q.floor, coalesce(newest.queue_offset + 1, 0)) AS head,
        CASE WHEN l.expires_at > clock_timestamp() THEN l.owner END AS owner, l.stopped,
        blocked.message_id AS blocked_by, blocked.error AS blocked_error, blocked.since AS blocked_since,
-       p.handled, p.filtered, p.skipped, p.sent_back, p.dead, p.expired
+       p.handled, p.filtered, p.skipped, p.sent_back, p.dead,
+       p.expired + greatest(0, q.floor - p.next_offset) AS expired
 FROM {schema}.consumer_group g
 JOIN (
     SELECT group_id, topic_id FROM {schema}.subscription
@@ -75,12 +79,13 @@ LEFT JOIN LATERAL (
     ORDER BY e.queue_offset DESC LIMIT 1
 ) AS newest ON true
 LEFT JOIN {schema}.queue_lease l ON l.group_id = g.group_id AND l.queue_id = q.queue_id
+LEFT JOIN {schema}.topic retried ON t.retry_of IS NOT NULL AND retried.topic_id = q.number
 LEFT JOIN LATERAL (
     SELECT m.message_id, (array_agg(f.error ORDER BY f.attempt DESC))[1] AS error, min(f.failed_at) AS since
     FROM {schema}.consume_queue e
     JOIN {schema}.failure f ON f.group_id = g.group_id AND f.log_id = e.log_id
     JOIN {schema}.commit_log m ON m.log_id = e.log_id
-    WHERE e.queue_id = q.queue_id AND e.queue_offset = p.next_offset AND t.retry_of IS NULL
+    WHERE e.queue_id = q.queue_id AND e.queue_offset = greatest(p.next_offset, q.floor) AND t.retry_of IS NULL
     GROUP BY m.message_id
 ) AS blocked ON true
 WHERE NOT g.broadcast AND (%(group)s::text IS NULL OR g.name = %(group)s)

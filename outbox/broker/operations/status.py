@@ -1,7 +1,7 @@
 """The state of a broker as one value: for the status command, metrics, and the audit of conservation.
 
 Conservation: `sent = committed + rolled back + undecided + parked`, `committed = unsequenced + held + scheduled +
-recalled + queued`, and per group `queued = handled + skipped + filtered + lag + retrying + dead + expired +
+recalled + queued`, and per group `queued = handled + skipped + filtered + lag + retrying + dead + discarded + expired +
 recalled` (running handlers are part of the lag; a retry can be recalled). A broken equation is a lost or doubled
 message.
 """
@@ -70,7 +70,11 @@ class TopicStatus:
 
 @dataclass(frozen=True, slots=True)
 class GroupStatus:
-    """One consumer group over its topics. `lag` is what is queued and not finished, without what is `retrying`."""
+    """One consumer group over its topics. `lag` is what is queued and not finished, without what is `retrying`.
+
+    `discarded`: dead letters an operator gave up. `expired`: what retention removed before the group had consumed it;
+    of these `missed` ones lie before a consumer that has not come back yet.
+    """
 
     name: str
     paused: bool
@@ -84,19 +88,32 @@ class GroupStatus:
     lag: int
     retrying: int
     dead: int
+    discarded: int
     expired: int
+    missed: int
     recalled: int = 0
 
     def differences(self) -> list[str]:
         """The equation that does not hold, in words. A broadcast group has no stored positions to count."""
         if self.broadcast:
             return []
-        parts = (self.handled, self.skipped, self.filtered, self.lag, self.retrying, self.dead, self.expired)
-        found = sum(parts) + self.recalled
+        ended = self.handled + self.skipped + self.filtered + self.dead + self.discarded + self.expired + self.recalled
+        found = ended + self.lag + self.retrying
         if self.queued == found:
             return []
-        words = "handled, skipped, filtered, lagging, retrying, dead, expired or recalled"
-        return [f"{self.queued} queued, but {found} {words}"]
+        return [
+            f"{self.queued} queued, but {found} handled, skipped, filtered, lagging, retrying, dead, discarded, "
+            f"expired or recalled"
+        ]
+
+    def conditions(self) -> list[str]:
+        """What needs attention although no message is unaccounted for, in words."""
+        if not self.missed or self.broadcast:
+            return []
+        return [
+            f"{self.missed} messages have expired while no consumer of it ran: start its consumers, which go on behind "
+            f"them, or delete what is not wanted any more (`outbox_group delete {self.name}`)"
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,7 +266,9 @@ def _problems(
     broker: _BrokerRow, topics: list[TopicStatus], groups: list[GroupStatus], still_open: list[OpenTransaction]
 ) -> list[str]:
     problems = [f"topic {topic.name!r}: {text}" for topic in topics for text in topic.totals.differences()]
-    problems += [f"group {group.name!r}: {text}" for group in groups for text in group.differences()]
+    problems += [
+        f"group {group.name!r}: {text}" for group in groups for text in (*group.differences(), *group.conditions())
+    ]
     problems += map(str, still_open)
     if broker.leader is None:
         problems.append("no process sequences: start a broker process (celery worker --outbox, or outbox_worker)")

@@ -112,6 +112,7 @@ GROUP BY topic_id, term
 
 # Per group and topic. `queued` comes from the heads that ticks carry and from where the group began; `lag` counts
 # entries; the retry queue's part of a topic is what came from there, so retries are counted by the message's topic.
+# `missed`: what retention removed from before a group's position, which counts it when its consumers come back.
 GROUPS: Final = Statement("""
 WITH heads AS MATERIALIZED (
     SELECT DISTINCT ON (queue_id) queue_id, head
@@ -124,8 +125,10 @@ WITH heads AS MATERIALIZED (
     SELECT retry_of, topic_id, true FROM {schema}.topic WHERE retry_of IS NOT NULL
 ), counted AS (
     SELECT place.group_id, place.is_retry, coalesce(heads.head, 0) AS head, newest.*,
+           greatest(0, queue.floor - newest.next_offset) AS missed,
            (SELECT count(*) FROM {schema}.consume_queue entry
-            WHERE entry.queue_id = queue.queue_id AND entry.queue_offset >= newest.next_offset) AS waiting,
+            WHERE entry.queue_id = queue.queue_id
+              AND entry.queue_offset >= greatest(newest.next_offset, queue.floor)) AS waiting,
            (SELECT count(*) FROM {schema}.scheduled WHERE scheduled.queue_id = queue.queue_id) AS scheduled
     FROM place JOIN {schema}.queue USING (topic_id)
     LEFT JOIN heads USING (queue_id)
@@ -151,7 +154,9 @@ SELECT consumer_group.name, consumer_group.paused, consumer_group.broadcast,
        coalesce(sum(scheduled + waiting) FILTER (WHERE is_retry), 0)::bigint AS retrying,
        (SELECT count(*) FROM {schema}.dead_letter
         WHERE dead_letter.group_id = consumer_group.group_id AND replayed_at IS NULL) AS dead,
-       coalesce(sum(expired), 0)::bigint AS expired,
+       coalesce((SELECT sum(discarded) FROM {schema}.subscription
+                 WHERE subscription.group_id = consumer_group.group_id), 0)::bigint AS discarded,
+       coalesce(sum(expired + missed), 0)::bigint AS expired, coalesce(sum(missed), 0)::bigint AS missed,
        (SELECT coalesce(sum(recalled), 0)::bigint FROM {schema}.subscription
         WHERE subscription.group_id = consumer_group.group_id) AS recalled
 FROM {schema}.consumer_group LEFT JOIN counted USING (group_id)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 from uuid import UUID
 
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
+from outbox.broker.operations.trace_states import EntryFacts, EntryState, state_of
 
 # By message id or transaction id: the first message's id is the transaction's.
 _MESSAGES: Final = Statement("""
@@ -48,21 +50,24 @@ WHERE transaction_id = %(id)s::uuid ORDER BY checked_at
 
 # A first delivery concerns every group of the topic, a retry queue only its own.
 _ENTRIES: Final = Statement("""
-SELECT entry.log_id, topic.name AS topic, queue.queue_id, queue.number AS queue, entry.queue_offset AS offset,
-       entry.attempt, consumer_group.name AS group,
-       CASE WHEN consumer_group.name IS NULL THEN 'no group'
-            WHEN entry.queue_offset < coalesce(newest.next_offset, 0) THEN 'passed'
-            ELSE 'waiting' END AS state
+SELECT entry.log_id, topic.name || coalesce('/' || retried.name, '') AS topic, queue.queue_id, queue.number AS queue,
+       entry.queue_offset AS offset, entry.attempt, entry.queued_at::text, consumer_group.name AS group,
+       topic.retry_of IS NOT NULL AS is_retry, queue.floor, coalesce(newest.next_offset, 0) AS next_offset,
+       coalesce(newest.start_offset, 0) AS start_offset, coalesce(newest.skipped + abs(newest.moved), 0) AS passed_over,
+       coalesce(subscription.filter, '') AS filter, log.tag, log.headers::text
 FROM {schema}.consume_queue entry
+JOIN {schema}.commit_log log USING (log_id)
 JOIN {schema}.queue USING (queue_id)
-JOIN {schema}.topic USING (topic_id)
+JOIN {schema}.topic ON topic.topic_id = queue.topic_id
+LEFT JOIN {schema}.topic retried ON topic.retry_of IS NOT NULL AND retried.topic_id = queue.number
 LEFT JOIN {schema}.subscription ON subscription.topic_id = topic.topic_id
 LEFT JOIN {schema}.consumer_group ON consumer_group.group_id = coalesce(topic.retry_of, subscription.group_id)
-LEFT JOIN LATERAL (SELECT next_offset FROM {schema}.consumer_offset stored
+LEFT JOIN LATERAL (SELECT next_offset, start_offset, skipped, moved FROM {schema}.consumer_offset stored
                    WHERE stored.group_id = consumer_group.group_id AND stored.queue_id = queue.queue_id
                    ORDER BY epoch DESC, ordinal DESC LIMIT 1) AS newest ON true
 WHERE entry.log_id = ANY (%(log_ids)s)
-ORDER BY entry.log_id, entry.attempt, queue.queue_id, consumer_group.name
+ORDER BY entry.log_id, topic.retry_of NULLS FIRST, entry.queued_at NULLS FIRST, entry.attempt, queue.queue_id,
+         entry.queue_offset, consumer_group.name
 """)
 
 _FAILURES: Final = Statement("""
@@ -79,7 +84,9 @@ WHERE log_id = ANY (%(log_ids)s) ORDER BY due_at
 """)
 
 _DEAD: Final = Statement("""
-SELECT log_id, consumer_group.name AS group, attempts, dead_at::text, replayed_at::text, error
+SELECT log_id, consumer_group.name AS group, attempts, dead_at::text,
+       CASE WHEN discarded_at IS NULL THEN replayed_at END::text AS replayed_at,
+       CASE WHEN replayed_at IS NOT NULL THEN discarded_at END::text AS discarded_at, error
 FROM {schema}.dead_letter JOIN {schema}.consumer_group USING (group_id)
 WHERE log_id = ANY (%(log_ids)s) ORDER BY dead_at
 """)
@@ -139,7 +146,7 @@ class TracedAnswer:
 
 @dataclass(frozen=True, slots=True)
 class TracedEntry:
-    """A queue entry and one group's state on it: waiting, passed, or no group."""
+    """A queue entry, when it was queued (None: before that was stored), and one group's state on it."""
 
     log_id: int
     topic: str
@@ -147,8 +154,9 @@ class TracedEntry:
     queue: int
     offset: int
     attempt: int
+    queued_at: str | None
     group: str | None
-    state: str
+    state: EntryState
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +189,7 @@ class TracedDeath:
     attempts: int
     dead_at: str
     replayed_at: str | None
+    discarded_at: str | None
     error: str
 
 
@@ -211,13 +220,40 @@ def trace(run: Executor, message_or_transaction_id: UUID) -> Trace | None:
     rows = {"log_ids": [message.log_id for message in messages]}
     decisions = run.objects(TracedDecision, _DECISION, transaction)
     pending = run.objects(TracedCheck, _PENDING, transaction)
+    retries = run.objects(TracedRetry, _RETRIES, rows)
+    dead_letters = run.objects(TracedDeath, _DEAD, rows)
     return Trace(
         messages=messages,
         decision=decisions[0] if decisions else None,
         pending=pending[0] if pending and not decisions else None,
         answers=run.objects(TracedAnswer, _CHECKS, transaction),
-        entries=run.objects(TracedEntry, _ENTRIES, rows),
+        entries=_entries(run.objects(EntryFacts, _ENTRIES, rows), retries, dead_letters),
         failures=run.objects(TracedFailure, _FAILURES, rows),
-        retries=run.objects(TracedRetry, _RETRIES, rows),
-        dead_letters=run.objects(TracedDeath, _DEAD, rows),
+        retries=retries,
+        dead_letters=dead_letters,
     )
+
+
+def _entries(
+    facts: Sequence[EntryFacts], retries: Sequence[TracedRetry], letters: Sequence[TracedDeath]
+) -> list[TracedEntry]:
+    retrying = {(retry.log_id, retry.group) for retry in retries}
+    # A discarded letter has a note of its own; its last entry ended as a dead one all the same.
+    dead = {(letter.log_id, letter.group) for letter in letters if letter.replayed_at is None}
+    found = []
+    for index, entry in enumerate(facts):
+        later = [other for other in facts[index + 1 :] if other.place == entry.place]
+        found.append(
+            TracedEntry(
+                log_id=entry.log_id,
+                topic=entry.topic,
+                queue_id=entry.queue_id,
+                queue=entry.queue,
+                offset=entry.offset,
+                attempt=entry.attempt,
+                queued_at=entry.queued_at,
+                group=entry.group,
+                state=state_of(entry, later, retrying, dead),
+            )
+        )
+    return found

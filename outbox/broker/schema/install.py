@@ -29,6 +29,7 @@ _FILES: Final = {
     7: "0007_suspects.sql",
     8: "0008_periodic_pass.sql",
     9: "0009_told_views.sql",
+    10: "0010_meaning.sql",
 }
 SCHEMA_VERSION: Final = max(_FILES)
 

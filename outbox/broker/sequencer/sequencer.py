@@ -18,7 +18,7 @@ from psycopg.errors import DeadlockDetected, SerializationFailure, UniqueViolati
 
 from outbox import faults
 from outbox.broker.database import timeouts
-from outbox.broker.database.arrays import bigints, raw_cursor_on, uuids, xids
+from outbox.broker.database.arrays import bigints, integers, raw_cursor_on, uuids, xids
 from outbox.broker.database.connection import BrokerDatabase, Connection
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.snapshot import Snapshot
@@ -41,8 +41,9 @@ class TickCounts:
     """What one pass did.
 
     `decisions` read (of both kinds), `appended` queue entries, messages `held` behind an undecided one and
-    `released`, `scheduled` for later, `due` scheduled ones taken. `more`: a backlog is left. `collided`: another
-    leader was faster. `next_due_seconds`: when the next scheduled message is due, None without one.
+    `released`, `scheduled` for later, `due` scheduled ones taken. `more`: a backlog is left. `collided`: nothing was
+    done, because another leader was faster or other topics are FIFO now. `next_due_seconds`: when the next scheduled
+    message is due, None without one.
     """
 
     ticked: bool = False
@@ -70,8 +71,8 @@ class _FifoUnread(Exception):
     """The tick met FIFO half messages that must be looked at first; nothing was done."""
 
 
-class _Overtaken(Exception):
-    """Another leader has ticked since."""
+class _Outdated(Exception):
+    """What is in memory is not how it stands any more: another leader has ticked, or other topics are FIFO now."""
 
 
 class Sequencer:
@@ -103,8 +104,8 @@ class Sequencer:
             faults.point("sequencer.after_tick")
             self._hint(connection, state)
             return counts
-        except (UniqueViolation, SerializationFailure, DeadlockDetected, _Overtaken) as error:
-            logger.info("sequencer %s: another leader ticked; reading its position: %s", self._owner, error)
+        except (UniqueViolation, SerializationFailure, DeadlockDetected, _Outdated) as error:
+            logger.info("sequencer %s reads the stored position again: %s", self._owner, error)
             self._forget(connection)
             return TickCounts(collided=True, more=True)
         except BaseException:
@@ -169,6 +170,7 @@ class Sequencer:
         parameters = self._reading(state) | {
             "tick_id": state.tick_id,
             "heads": bigints(state.heads[1:]),
+            "fifo_topics": integers(state.fifo_topics),
             "is_full": (state.tick_id + 1) % FULL_EVERY == 0,
             "fifo_read": plan.fifo_read,
             "hold": bigints(plan.hold),
@@ -216,10 +218,12 @@ class Sequencer:
 
     def _advance(self, state: TickState, row: tuple[Any, ...] | None, plan: _Plan) -> TickCounts:
         assert row is not None
-        newest, unread, seen, stored, more, decisions, appended, held, released, scheduled, due = row[:11]
-        queue_ids, heads, next_due_seconds = row[11:]
+        newest, fifo_known, unread, seen, stored, more, decisions, appended, held, released, scheduled, due = row[:12]
+        queue_ids, heads, next_due_seconds = row[12:]
         if not newest:
-            raise _Overtaken(f"tick {state.tick_id} is not the newest any more")
+            raise _Outdated(f"another leader ticked: {state.tick_id} is not the newest tick any more")
+        if not fifo_known:
+            raise _Outdated("a topic has become FIFO or is not any more")
         if unread:
             raise _FifoUnread
         if plan.fifo_read or not more:

@@ -28,13 +28,14 @@ class TickState:
     """Where the sequencer stands: the last tick, the heads of all queues, and the order of FIFO keys.
 
     `half_snapshot` says which FIFO half rows `order` knows; it can be ahead of the tick's `snapshot`.
-    `heads[queue_id]` is the next offset of a queue.
+    `heads[queue_id]` is the next offset of a queue. `fifo_topics`: the topics whose half rows `order` knows.
     """
 
     tick_id: int
     snapshot: Snapshot
     half_snapshot: Snapshot
     incarnation: int
+    fifo_topics: list[int] = field(default_factory=list)
     heads: list[int] = field(default_factory=lambda: [0])
     order: KeyOrder = field(default_factory=KeyOrder)
 
@@ -53,7 +54,7 @@ class _Broker:
     timeline: int
     snapshot: str
     half_scan: str
-    has_fifo: bool
+    fifo_topics: list[int]
     is_compared: bool
     has_foreign_ids: bool
 
@@ -75,7 +76,7 @@ def adopt(run: Executor, check: CheckSettings, *, local: bool = False) -> TickSt
     """
     if not local:
         prepare(run.connection, local=False)
-    if _broker(run).has_fifo:
+    if _broker(run).fifo_topics:
         # Then only what the scan has found undecided must be read below, not the whole log.
         checks.scan(run, settings=check)
     _resync_if_needed(run, check, local=local)
@@ -84,7 +85,8 @@ def adopt(run: Executor, check: CheckSettings, *, local: bool = False) -> TickSt
     state = _last_tick(run, broker)
     for log_id, topic_id, key in run.rows(takeover_sql.HELD):
         state.order.hold(log_id, (topic_id, key), time.monotonic())
-    if broker.has_fifo:
+    state.fifo_topics = broker.fifo_topics
+    if broker.fifo_topics:
         for log_id, topic_id, key, transaction_id in run.rows(takeover_sql.OPEN_HALVES, _open_since(state, broker)):
             state.order.open(log_id, (topic_id, key), transaction_id)
     # What was decided between the last tick and now may have freed a held message; the next tick finds out.

@@ -16,7 +16,7 @@ WHERE tick_id >= (SELECT max(tick_id) FROM {schema}.tick WHERE is_full) ORDER BY
 BROKER: Final = Statement("""
 SELECT incarnation, system_identifier, timeline, pg_current_snapshot()::text AS snapshot,
        (SELECT snapshot::text FROM {schema}.half_scan ORDER BY scan_id DESC LIMIT 1) AS half_scan,
-       EXISTS (SELECT FROM {schema}.topic WHERE 'FIFO' = ANY (message_types)) AS has_fifo,
+       ARRAY(SELECT topic_id FROM {schema}.topic WHERE 'FIFO' = ANY (message_types) ORDER BY topic_id) AS fifo_topics,
        EXISTS (SELECT FROM {schema}.resync WHERE resync.incarnation = broker.incarnation) AS is_compared,
        EXISTS (SELECT FROM {schema}.op_log WHERE xid >= pg_snapshot_xmax(pg_current_snapshot())) AS has_foreign_ids
 FROM {schema}.broker

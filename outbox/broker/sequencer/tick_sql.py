@@ -31,6 +31,7 @@ NEW_DECISIONS_CUT: Final = unread.cut("op_log", messages="cardinality(log_ids)")
 # One tick. One statement has one snapshot, so it is as consistent as a transaction of several.
 #
 # newest:   nobody ticked meanwhile (a tick committed after this snapshot collides on the primary key instead).
+# known:    the caller knows which topics are FIFO; another set changes which halves are in whose way.
 # edge:     where a long backlog is cut; the stored snapshot then says that everything from there on is unread.
 # unread:   FIFO half rows that the caller has not looked at, or decided FIFO messages while others are beyond the cut;
 #           then nothing is done and the caller looks first.
@@ -57,6 +58,9 @@ WITH newest AS MATERIALIZED (
                         FROM {schema}.commit_log WHERE log_id = one.log_id OFFSET 0) AS log
 ), fifo_topic AS MATERIALIZED (
     SELECT topic_id FROM {schema}.topic WHERE 'FIFO' = ANY (message_types)
+), known AS MATERIALIZED (
+    SELECT coalesce(array_agg(topic_id ORDER BY topic_id), '{{}}') = %(fifo_topics)s::integer[] AS fifo
+    FROM fifo_topic
 ), unread AS MATERIALIZED (
     SELECT NOT %(fifo_read)s
        AND EXISTS (SELECT FROM fifo_topic)
@@ -69,7 +73,7 @@ WITH newest AS MATERIALIZED (
                     WHERE half AND log.xid = ANY (%(half_xip)s::xid8[])
                       AND deliver_at IS NULL AND topic_id IN (SELECT topic_id FROM fifo_topic))) AS fifo
 ), gate AS MATERIALIZED (
-    SELECT newest.ok AND NOT unread.fifo AS open FROM newest, unread
+    SELECT newest.ok AND known.fifo AND NOT unread.fifo AS open FROM newest, known, unread
 ), decided AS MATERIALIZED (
     SELECT log_id, topic_id, shard, key, deliver_at FROM looked_up
     WHERE decision = 'C' AND (SELECT open FROM gate)
@@ -143,13 +147,13 @@ WITH newest AS MATERIALIZED (
     WHERE decisions + due + released + closed + counted.held > 0
     RETURNING snapshot::text
 )
-SELECT newest.ok, unread.fifo, pg_current_snapshot()::text, (SELECT snapshot FROM ticked),
+SELECT newest.ok, known.fifo, unread.fifo, pg_current_snapshot()::text, (SELECT snapshot FROM ticked),
        edge.cut < pg_snapshot_xmax(pg_current_snapshot()) OR counted.due = %(batch)s,
        counted.decisions, counted.appended, counted.held, counted.released, counted.scheduled, counted.due,
        moved.queue_ids, moved.heads,
        extract(epoch FROM least((SELECT min(due_at) FROM {schema}.scheduled WHERE due_at > now()),
                                 (SELECT min(deliver_at) FROM decided WHERE deliver_at > now()))
                           - now())::double precision
-FROM newest, unread, edge, counted, moved
+FROM newest, known, unread, edge, counted, moved
 """
 )

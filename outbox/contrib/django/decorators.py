@@ -33,7 +33,7 @@ from outbox.contrib.django.ends import (
     report_rollback,
     require_marked,
 )
-from outbox.contrib.django.messages import due, message
+from outbox.contrib.django.messages import message, wait_of
 from outbox.contrib.django.parts import RESULT, Part, arguments_of, part
 from outbox.contrib.django.publishing import check_immunity, publish_bound
 from outbox.errors import ConfigurationError
@@ -73,7 +73,7 @@ def transactional_message(
     Raises ConfigurationError at decoration for what cannot work.
     """
     names.check_topic(topic)
-    due(topic, delay, cast(Any, deliver_at))
+    wait_of(topic, delay, cast(Any, deliver_at))
     check_immunity(topic, immunity_seconds)
     return _Decorator(
         topic=topic,

@@ -32,7 +32,8 @@ def message(
         key=key_text(key),
         tag=tag,
         headers=headers or {},
-        deliver_at=due(topic, delay, deliver_at),
+        delay=wait_of(topic, delay, deliver_at),
+        deliver_at=aware(deliver_at) if isinstance(deliver_at, datetime) else deliver_at,
     )
 
 
@@ -43,21 +44,21 @@ def key_text(key: object) -> str:
     return cast(str, key)
 
 
-def due(topic: str, delay: float | timedelta | None, deliver_at: datetime | None) -> datetime | None:
-    """The time of delivery that `delay` or `deliver_at` asks for. Raises UsageError for what is none."""
+def wait_of(topic: str, delay: float | timedelta | None, deliver_at: datetime | None) -> timedelta | None:
+    """What `delay` asks for. Raises UsageError for what is none, and when `deliver_at` is given too."""
     if delay is None:
-        return aware(deliver_at) if isinstance(deliver_at, datetime) else deliver_at
+        return None
     if deliver_at is not None:
         raise UsageError(f"topic {topic!r}: give delay or deliver_at, not both.")
     if isinstance(delay, bool) or not isinstance(delay, (int, float, timedelta)):
         raise UsageError(f"topic {topic!r}: delay must be seconds or a timedelta, not {delay!r}.")
     try:
         wait = delay if isinstance(delay, timedelta) else timedelta(seconds=delay)
-        moment = datetime.now(UTC) + wait
+        datetime.now(UTC) + wait
     except (OverflowError, ValueError) as error:
         raise UsageError(
             f"topic {topic!r}: delay must be seconds from now, up to the year 9999, got {delay!r}."
         ) from error
     if wait < timedelta(0):
         raise UsageError(f"topic {topic!r}: delay must not be negative, got {delay!r}.")
-    return moment
+    return wait

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 from uuid import UUID
 
 from outbox.broker.database.connection import Connection
 from outbox.broker.database.executor import Executor
-from outbox.broker.groups.registration import group_id_of
 from outbox.broker.log import recall
 from outbox.broker.log.topics import TopicCatalog, list_topics
-from outbox.broker.operations import switches
-from outbox.broker.operations.dead_letters import replay
+from outbox.broker.operations import dead_letters, switches
+from outbox.broker.operations.dead_letters import Selection
+from outbox.broker.operations.deletion import Loss
 from outbox.broker.operations.queue_status import QueueStatus, list_queues
 from outbox.broker.operations.status import BrokerStatus, broker_status
 from outbox.broker.postgres import PostgresBroker
@@ -88,6 +88,12 @@ def group_lags(connection: Connection, schema: str) -> list[GroupLag]:
     ]
 
 
+def describe_losses(losses: Sequence[Loss]) -> str:
+    """What a deletion takes along, in words."""
+    lag, retrying, dead = (sum(getattr(one, name) for one in losses) for name in ("lag", "retrying", "dead"))
+    return f"{lag} messages not consumed, {retrying} that are retried, {dead} dead letters"
+
+
 def create_topic(name: str, **properties: Any) -> str:
     """Declare a new topic. Raises UsageError when it is there already."""
     with broker_connection() as (connection, schema):
@@ -112,25 +118,37 @@ def _declare(topic: Topic) -> None:
     get_broker().declare([topic])
 
 
-def replay_dead_letters(group: str, ids: Sequence[UUID] | None, *, limit: int, dry_run: bool) -> int:
-    """Deliver dead letters of a group again, all of them if `ids` is None; returns how many.
+def replay_dead_letters(group: str, selection: Selection, *, limit: int, dry_run: bool) -> int:
+    """Deliver dead letters of a group again; returns how many.
 
-    Raises UnknownGroup, and UsageError when one of `ids` is no dead letter of the group: then none is replayed.
+    Raises UnknownGroup, and UsageError when one of the ids is no dead letter of the group: then none is replayed.
     """
+    count = _settle(dead_letters.replay, "replayed", group, selection, limit=limit, dry_run=dry_run)
+    if not dry_run:
+        broker = get_broker()
+        if isinstance(broker, PostgresBroker):
+            broker.notify_decided()
+    return count
+
+
+def discard_dead_letters(group: str, selection: Selection, *, limit: int, dry_run: bool) -> int:
+    """Give dead letters of a group up for good; returns how many. Raises as `replay_dead_letters`."""
+    return _settle(dead_letters.discard, "discarded", group, selection, limit=limit, dry_run=dry_run)
+
+
+def _settle(
+    settle: Callable[..., int], done: str, group: str, selection: Selection, *, limit: int, dry_run: bool
+) -> int:
     with broker_connection() as (connection, schema):
-        group_id_of(Executor(connection, schema), group)
         with connection.transaction(force_rollback=dry_run):
-            count = replay(Executor(connection, schema), group, ids, limit=limit)
+            count = settle(Executor(connection, schema), group, selection, limit=limit)
+            ids = selection.message_ids
             if ids is not None and count != len(set(ids)):
                 raise UsageError(
-                    f"{count} of the {len(set(ids))} ids are dead letters of group {group!r} (or --limit is too low), "
-                    f"so nothing was replayed: `outbox_dead_letter list {group}` shows what there is."
+                    f"{count} of the {len(set(ids))} ids are dead letters of group {group!r} that meet the rest of the "
+                    f"selection (or --limit is too low), so nothing was {done}: `outbox_dead_letter list {group}` "
+                    f"shows what there is."
                 )
-    if dry_run:
-        return count
-    broker = get_broker()
-    if isinstance(broker, PostgresBroker):
-        broker.notify_decided()
     return count
 
 

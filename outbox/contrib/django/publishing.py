@@ -66,9 +66,10 @@ def publish(
 
     Inside `atomic()` it is delivered if and only if that transaction commits; outside it is sent at once.
     `body` is encoded by the topic's codec (JSON unless declared otherwise). `key` orders messages on FIFO topics;
-    ints and UUIDs are written as text. `delay` (seconds or timedelta) or `deliver_at` (aware, unless USE_TZ is off)
-    postpones delivery, on topics of type DELAY. `immunity_seconds` is how long the broker waits before it asks about
-    this transaction (for one that runs long; default OUTBOX['IMMUNITY_SECONDS']). `using` names the alias of the
+    ints and UUIDs are written as text. `delay` (seconds or timedelta, counted by the broker from when it stores the
+    message) or `deliver_at` (aware, unless USE_TZ is off) postpones delivery, on topics of type DELAY.
+    `immunity_seconds` is how long the broker waits before it asks about this transaction (for one that runs long;
+    default OUTBOX['IMMUNITY_SECONDS']). `using` names the alias of the
     transaction where several are open.
 
     Raises UsageError for what can never be sent, and BrokerError when the broker did not store it. Either way the

@@ -208,7 +208,7 @@ def test_replay_from_dlq_starts_a_new_series_of_attempts(orders: ConsumptionBenc
     orders.publish([message(n) for n in range(3)])
     orders.run_until_idle(subscribe(), handle)
     letters = dead_letters.list_dead_letters(orders.run, "g")
-    assert dead_letters.replay(orders.run, "g", [letters[0].message_id]) == 1
+    assert dead_letters.replay(orders.run, "g", dead_letters.Selection(message_ids=[letters[0].message_id])) == 1
     orders.sequence()
     orders.run_until_idle(subscribe(), handle)
     assert len(dead_letters.list_dead_letters(orders.run, "g")) == 3
@@ -218,7 +218,7 @@ def test_replay_from_dlq_starts_a_new_series_of_attempts(orders: ConsumptionBenc
     orders.sequence()
     orders.run_until_idle(subscribe(), handle)
     assert dead_letters.list_dead_letters(orders.run, "g") == []
-    assert len(dead_letters.list_dead_letters(orders.run, "g", replayed=True)) == 3
+    assert len(dead_letters.list_dead_letters(orders.run, "g", settled=True)) == 3
     assert attempts == [1] * 7
     orders.assert_conserved("g")
 

@@ -66,9 +66,7 @@ def orders(bench: ConsumptionBench) -> ConsumptionBench:
 def test_register_is_idempotent(orders: ConsumptionBench) -> None:
     first = registration.register(orders.run, subscribe())
     assert registration.register(orders.run, subscribe()) == first
-    assert orders.rows("SELECT name, queue_count FROM outbox.topic WHERE retry_of = %s", first.group_id) == [
-        ("%RETRY%g", 1)
-    ]
+    assert orders.rows("SELECT name FROM outbox.topic WHERE retry_of = %s", first.group_id) == [], "nothing failed yet"
 
 
 def test_register_by_many_at_once(orders: ConsumptionBench) -> None:
@@ -396,7 +394,7 @@ def test_fetching_uses_primary_keys_whatever_the_statistics_say(orders: Consumpt
     orders.publish(messages(0, 3_000))
     executed: list[str] = []
     connection = orders.database.connect()
-    group = ConsumingGroup(1, "g", False, None)
+    group = ConsumingGroup(1, "g", False)
     subscribed = group.subscribe(subscribe(filter="sql: amount > 1"), Seen(), 1)
     fetcher = Fetcher([subscribed])
     statement = Statement("EXPLAIN (COSTS OFF) " + fetcher._statement._text)

@@ -97,6 +97,7 @@ def _consume(connection: BrokerConnection, *, ordinal: int = 1, short_of_the_end
 def _age(connection: BrokerConnection, days: float) -> None:
     interval = timedelta(days=days)
     connection.execute("UPDATE outbox.commit_log SET stored_at = stored_at - %s", [interval])
+    connection.execute("UPDATE outbox.consume_queue SET queued_at = queued_at - %s", [interval])
     connection.execute("UPDATE outbox.op_log SET decided_at = decided_at - %s", [interval])
     connection.execute("UPDATE outbox.recalled SET recalled_at = recalled_at - %s", [interval])
 
@@ -336,6 +337,6 @@ def test_trace_of_a_transaction(broker: PostgresBroker, database: BrokerDatabase
     ]
     _consume(connection)
     found = trace(Executor(connection, "outbox"), one.transaction_id)
-    assert found is not None and found.entries[0].state == "passed"
+    assert found is not None and found.entries[0].state == "handled"
     assert json.dumps(found.as_json())
     assert trace(Executor(connection, "outbox"), uuid7()) is None

@@ -23,6 +23,7 @@ from outbox.broker.postgres import PostgresBroker
 from outbox.broker.process import ProcessSettings, run_broker
 from outbox.checkback import CheckBack
 from outbox.message import Delivery, Message
+from outbox.retry import RetryPolicy
 from outbox.subscription import Subscription
 from outbox.topic import MessageType, Topic
 from outbox.transaction import Answer, Check, CheckSettings, Decision, EndTransaction, HalfTransaction
@@ -151,13 +152,15 @@ def check(database: Any, stop: threading.Event) -> None:
 
 
 def consume(database: Any, stop: threading.Event) -> None:
-    """Store one effect per message, once."""
+    """Store one effect per message, once. Every eleventh fails at first and comes back from the retry queue."""
 
     def handle(delivery: Delivery) -> None:
+        if delivery.attempt == 1 and delivery.body["n"] % 11 == 0:
+            raise ValueError("the first attempt of an eleventh")
         with psycopg.connect(database.conninfo, autocommit=True) as connection:
             connection.execute("INSERT INTO effect VALUES (%s) ON CONFLICT DO NOTHING", [delivery.message_id])
 
-    subscription = Subscription(topic=TOPIC.name, group="readers")
+    subscription = Subscription(topic=TOPIC.name, group="readers", retry=RetryPolicy(delays_seconds=[0.5]))
     ConsumerRuntime(database, [(subscription, handle)], lease_seconds=3.0).run(stop)
 
 
@@ -180,6 +183,9 @@ def main() -> None:
     import outbox
 
     logging.basicConfig(level=logging.WARNING)
+    for name in ("dispatch.failures", "dispatch_failures"):
+        # Handlers fail on purpose; everything else that is logged with a traceback is a fault.
+        logging.getLogger(f"outbox.broker.{name}").setLevel(logging.CRITICAL)
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     print(outbox.__file__, flush=True)

@@ -35,6 +35,22 @@ class OutboxCommand(BaseCommand):
             # Ends background threads and announces what they still hold.
             reset_broker()
 
+    def add_no_input(self, parser: CommandParser) -> None:
+        """The options of an action that destroys: --dry-run and --no-input."""
+        parser.add_argument("--dry-run", action="store_true", help="say what would be lost, change nothing")
+        parser.add_argument("--no-input", action="store_true", help="do it without asking")
+
+    def confirm(self, what: str, options: dict[str, Any]) -> None:
+        """Ask whoever sits there before `what` happens. Raises CommandError unless the answer is yes."""
+        if options["no_input"]:
+            return
+        try:
+            answer = input(inert(f"{what} This cannot be undone. Type 'yes' to go on: "))
+        except EOFError:
+            raise CommandError(f"{what} Nobody is there to confirm it: pass --no-input.") from None
+        if answer.strip() != "yes":
+            raise CommandError("nothing was changed.")
+
     def say(self, text: str, style: Callable[[str], str] | None = None) -> None:
         """Print one line, whatever the keys and errors in it hold. Everything for people goes through here."""
         self.stdout.write(inert(text), style)

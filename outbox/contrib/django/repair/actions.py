@@ -14,6 +14,7 @@ from uuid import UUID
 from django.db import DataError, ProgrammingError, connections, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
 
+from outbox.broker.operations.dead_letters import Selection
 from outbox.contrib.django.broker import get_broker
 from outbox.contrib.django.locks import lock_keys
 from outbox.contrib.django.operations import decide, replay_dead_letters
@@ -178,7 +179,7 @@ def _replay(step: Step, intend: Intent, dry_run: bool) -> Result:
     if dry_run:
         return Result(Outcome.WOULD_BE_DONE, what, before)
     intend(what, before)
-    replay_dead_letters(step.group, [step.message_id], limit=1, dry_run=False)
+    replay_dead_letters(step.group, Selection(message_ids=[step.message_id]), limit=1, dry_run=False)
     point("repair.after_effect")
     return Result(Outcome.DONE, "it is delivered again", before, {"dead_at": None})
 

@@ -1,4 +1,4 @@
-"""`manage.py outbox_dead_letter list|replay`."""
+"""`manage.py outbox_dead_letter list|replay|discard`."""
 
 from __future__ import annotations
 
@@ -9,57 +9,82 @@ from django.core.management.base import CommandError, CommandParser
 
 from outbox.broker.database.executor import Executor
 from outbox.broker.groups.registration import group_id_of
-from outbox.broker.operations.dead_letters import failed_attempts, list_dead_letters
+from outbox.broker.operations.dead_letters import Selection, failed_attempts, list_dead_letters
 from outbox.contrib.django.databases import broker_connection
+from outbox.contrib.django.management.moments import moment
 from outbox.contrib.django.management.output import OutboxCommand, first_line
-from outbox.contrib.django.operations import replay_dead_letters
+from outbox.contrib.django.operations import discard_dead_letters, replay_dead_letters
 
 
 class Command(OutboxCommand):
     """Parses, then calls one function."""
 
-    help = "List the messages consumer groups gave up, or deliver them again."
+    help = "List the messages consumer groups gave up, deliver them again, or discard them."
 
     def add_arguments(self, parser: CommandParser) -> None:
         actions = parser.add_subparsers(dest="action", required=True)
         shown = actions.add_parser(
-            "list", help="what was given up and is not replayed; --json with the error of every attempt"
+            "list", help="what was given up and is not settled; --json with the error of every attempt"
         )
         shown.add_argument("group", nargs="?")
+        _add_selection(shown)
         shown.add_argument("--limit", type=int, default=100)
-        shown.add_argument("--replayed", action="store_true", help="also those that were replayed")
+        shown.add_argument(
+            "--replayed", dest="settled", action="store_true", help="also those that were replayed or discarded"
+        )
         self.add_json(shown)
         again = actions.add_parser("replay", help="deliver again; the attempts count from 1")
-        again.add_argument("group")
-        again.add_argument("ids", nargs="*", type=UUID, help="message ids")
-        again.add_argument("--all", action="store_true", help="all dead letters of the group, oldest first")
-        again.add_argument("--limit", type=int, default=10_000)
         again.add_argument("--dry-run", action="store_true", help="say what would be replayed")
+        gone = actions.add_parser("discard", help="give up for good; retention removes them with their messages")
+        self.add_no_input(gone)
+        for settling in (again, gone):
+            settling.add_argument("group")
+            settling.add_argument("ids", nargs="*", type=UUID, help="message ids")
+            _add_selection(settling)
+            settling.add_argument("--all", action="store_true", help="all dead letters of the group")
+            settling.add_argument("--limit", type=int, default=10_000, help="at most so many, oldest first")
+            self.add_json(settling)
 
     def handle(self, *args: Any, **options: Any) -> None:
+        selection = _selection(options)
         if options["action"] == "list":
-            self._list(options)
-        elif bool(options["ids"]) == options["all"]:
-            raise CommandError("name message ids, or pass --all.")
+            self._list(selection, options)
+        elif selection.is_all != options["all"]:
+            raise CommandError("name message ids, select by --error, --key …, or pass --all.")
+        elif options["action"] == "replay":
+            count = replay_dead_letters(options["group"], selection, limit=options["limit"], dry_run=options["dry_run"])
+            self._report(count, "delivered again", options)
         else:
-            ids = None if options["all"] else options["ids"]
-            count = replay_dead_letters(options["group"], ids, limit=options["limit"], dry_run=options["dry_run"])
-            self.say(f"{count} dead letters {'would be' if options['dry_run'] else 'are'} delivered again.")
+            self._discard(selection, options)
 
-    def _list(self, options: dict[str, Any]) -> None:
+    def _discard(self, selection: Selection, options: dict[str, Any]) -> None:
+        group, limit = options["group"], options["limit"]
+        count = discard_dead_letters(group, selection, limit=limit, dry_run=True)
+        if count and not options["dry_run"]:
+            self.confirm(f"{count} dead letters of group {group} will be discarded.", options)
+            count = discard_dead_letters(group, selection, limit=limit, dry_run=False)
+        self._report(count, "discarded", options)
+
+    def _report(self, count: int, what: str, options: dict[str, Any]) -> None:
+        if options["json"]:
+            self.print_json({"count": count, "dry_run": options["dry_run"]})
+            return
+        self.say(f"{count} dead letters {'would be' if options['dry_run'] else 'are'} {what}.")
+        if count == options["limit"]:
+            self.say("that is as many as --limit allows: there may be more.")
+
+    def _list(self, selection: Selection, options: dict[str, Any]) -> None:
         with broker_connection() as (connection, schema):
+            run = Executor(connection, schema)
             if options["group"]:
-                group_id_of(Executor(connection, schema), options["group"])
+                group_id_of(run, options["group"])
             letters = list_dead_letters(
-                Executor(connection, schema), options["group"], replayed=options["replayed"], limit=options["limit"]
+                run, options["group"], selection, settled=options["settled"], limit=options["limit"]
             )
             if options["json"]:
                 self.print_json(
                     [
-                        {
-                            "letter": item,
-                            "failures": failed_attempts(Executor(connection, schema), item.group, item.message_id),
-                        }
+                        {"letter": item, "failures": failed_attempts(run, item.group, item.message_id)}
                         for item in letters
                     ]
                 )
@@ -68,3 +93,17 @@ class Command(OutboxCommand):
             ["group", "message", "topic", "key", "attempts", "dead since", "error"],
             ((d.group, d.message_id, d.topic, d.key, d.attempts, d.dead_at, first_line(d.error)) for d in letters),
         )
+
+
+def _add_selection(parser: CommandParser) -> None:
+    parser.add_argument("--error", help="those whose last error contains this text")
+    parser.add_argument("--error-type", help="those whose last error is of this type (its name, without modules)")
+    parser.add_argument("--topic", help="those published to this topic")
+    parser.add_argument("--key", help="those with this key")
+    parser.add_argument("--since", type=moment, help="given up at this time or later; ISO 8601 with a time zone")
+    parser.add_argument("--until", type=moment, help="given up before this time")
+
+
+def _selection(options: dict[str, Any]) -> Selection:
+    fields = ("error", "error_type", "topic", "key", "since", "until")
+    return Selection(message_ids=options.get("ids") or None, **{name: options[name] for name in fields})

@@ -1,29 +1,33 @@
-"""`manage.py outbox_group list|offsets|pause|resume|reset`."""
+"""`manage.py outbox_group list|offsets|pause|resume|reset|delete`."""
 
 from __future__ import annotations
 
 import dataclasses
 from argparse import ArgumentTypeError
 from datetime import datetime
-from typing import Any
+from typing import Any, Final
 
 from django.core.management.base import CommandParser
 
 from outbox.broker.database.executor import Executor
 from outbox.broker.groups.registration import group_id_of
+from outbox.broker.operations.deletion import delete_group
 from outbox.broker.operations.queue_status import list_queues
 from outbox.broker.operations.reset import reset
 from outbox.broker.operations.switches import pause, resume
 from outbox.contrib.django.databases import broker_connection
+from outbox.contrib.django.management.moments import moment
 from outbox.contrib.django.management.output import OutboxCommand, first_line
-from outbox.contrib.django.operations import group_lags
+from outbox.contrib.django.operations import describe_losses, group_lags
 from outbox.subscription import Start
+
+_COUNTERS: Final = ("handled", "skipped", "filtered", "sent_back", "dead", "expired")
 
 
 class Command(OutboxCommand):
     """Parses, then calls one function."""
 
-    help = "List, pause, resume or reset consumer groups."
+    help = "List, pause, resume, reset or delete consumer groups."
 
     def add_arguments(self, parser: CommandParser) -> None:
         actions = parser.add_subparsers(dest="action", required=True)
@@ -40,7 +44,7 @@ class Command(OutboxCommand):
         move.add_argument("group")
         move.add_argument("topic")
         target = move.add_mutually_exclusive_group(required=True)
-        target.add_argument("--to-time", type=_moment, help="ISO 8601 with a time zone")
+        target.add_argument("--to-time", type=moment, help="ISO 8601 with a time zone")
         target.add_argument("--to-offset", type=_offset, help="the number of the next message, in every queue")
         target.add_argument("--to-latest", action="store_true", help="skip all there is")
         target.add_argument("--to-earliest", action="store_true", help="from the oldest message the broker still has")
@@ -48,6 +52,11 @@ class Command(OutboxCommand):
         move.add_argument("--reprocess", action="store_true", help="also process what the inbox has already")
         move.add_argument("--dry-run", action="store_true", help="say what would move, move nothing")
         self.add_json(move)
+        gone = actions.add_parser("delete", help="forget a group that nobody runs any more, or one of its topics")
+        gone.add_argument("group")
+        gone.add_argument("--topic", help="only its subscription to this topic")
+        self.add_no_input(gone)
+        self.add_json(gone)
 
     def handle(self, *args: Any, **options: Any) -> None:
         getattr(self, f"_{options['action']}")(options)
@@ -70,9 +79,13 @@ class Command(OutboxCommand):
             self.print_json([{**dataclasses.asdict(queue), "lag": queue.lag} for queue in queues])
             return
         self.print_rows(
-            ["topic", "queue", "offset", "end", "lag", "owner", "stopped or blocked by"],
+            ["topic", "queue", "offset", "end", "lag", *_COUNTERS, "owner", "stopped or blocked by"],
             (
-                (q.topic, q.number, q.next_offset, q.head, q.lag, q.owner, first_line(q.stopped or q.blocked_error))
+                (
+                    *(q.topic, q.number, q.next_offset, q.head, q.lag),
+                    *(getattr(q, name) for name in _COUNTERS),
+                    *(q.owner, first_line(q.stopped or q.blocked_error)),
+                )
                 for q in queues
             ),
         )
@@ -109,6 +122,23 @@ class Command(OutboxCommand):
             if options["dry_run"]:
                 self.say("nothing was moved (--dry-run)")
 
+    def _delete(self, options: dict[str, Any]) -> None:
+        group, topic = options["group"], options["topic"]
+        with broker_connection() as (connection, schema):
+            run = Executor(connection, schema)
+            losses = delete_group(run, group, topic=topic, dry_run=True)
+            if not options["dry_run"]:
+                what = f"group {group}" if topic is None else f"the subscription of group {group} to {topic}"
+                self.confirm(f"{what} will be deleted, with {describe_losses(losses)}.", options)
+                losses = delete_group(run, group, topic=topic)
+        if options["json"]:
+            self.print_json({"deleted": not options["dry_run"], "losses": losses})
+            return
+        self.print_rows(
+            ["topic", "not consumed", "retrying", "dead"], ((o.topic, o.lag, o.retrying, o.dead) for o in losses)
+        )
+        self.say("nothing was deleted (--dry-run)" if options["dry_run"] else f"{group} was deleted.")
+
 
 def _target(options: dict[str, Any]) -> Start | datetime | int:
     if options["to_latest"]:
@@ -117,16 +147,6 @@ def _target(options: dict[str, Any]) -> Start | datetime | int:
         return Start.EARLIEST
     target: datetime | int = options["to_offset"] if options["to_time"] is None else options["to_time"]
     return target
-
-
-def _moment(text: str) -> datetime:
-    try:
-        moment = datetime.fromisoformat(text)
-    except ValueError as error:
-        raise ArgumentTypeError(f"{text!r} is no time: write it like 2026-01-31T12:00:00+00:00.") from error
-    if moment.tzinfo is None:
-        raise ArgumentTypeError(f"{text!r} has no time zone: add +00:00 or your offset.")
-    return moment
 
 
 def _offset(text: str) -> int:

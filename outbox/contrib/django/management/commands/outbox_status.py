@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Any, Final
 
 from django.core.management.base import CommandParser
 
 from outbox.contrib.django.management.output import OutboxCommand
 from outbox.contrib.django.operations import ProjectStatus, project_status
+
+_COUNTERS: Final = ("handled", "skipped", "filtered", "lag", "retrying", "dead", "discarded", "expired")
 
 
 class Command(OutboxCommand):
@@ -50,16 +52,13 @@ class Command(OutboxCommand):
         )
         self.say("")
         self.print_rows(
-            ["group", "topics", "consumers", "handled", "lag", "retrying", "dead", "paused"],
+            ["group", "topics", "consumers", *_COUNTERS, "paused"],
             (
                 (
                     g.name,
                     ",".join(g.topics),
                     g.live_consumers,
-                    g.handled,
-                    g.lag,
-                    g.retrying,
-                    g.dead,
+                    *(getattr(g, name) for name in _COUNTERS),
                     "yes" if g.paused else "",
                 )
                 for g in broker.groups

@@ -1,4 +1,4 @@
-"""`manage.py outbox_topic create|alter|list`."""
+"""`manage.py outbox_topic create|alter|delete|list`."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from django.core.management.base import CommandParser
 
 from outbox.broker.database.executor import Executor
 from outbox.broker.log.topics import list_topics
+from outbox.broker.operations.deletion import delete_topic
 from outbox.contrib.django.databases import broker_connection
 from outbox.contrib.django.management.output import OutboxCommand
-from outbox.contrib.django.operations import alter_topic, create_topic
+from outbox.contrib.django.operations import alter_topic, create_topic, describe_losses
 from outbox.topic import MessageType
 
 
 class Command(OutboxCommand):
     """Parses, then calls one function."""
 
-    help = "Create, alter or list the topics of the broker. `migrate` declares those of OUTBOX['TOPICS']."
+    help = "Create, alter, delete or list the topics of the broker. `migrate` declares those of OUTBOX['TOPICS']."
 
     def add_arguments(self, parser: CommandParser) -> None:
         actions = parser.add_subparsers(dest="action", required=True)
@@ -34,11 +35,18 @@ class Command(OutboxCommand):
                 "--on-park", choices=["hold", "release"], help="FIFO: what waits behind a parked message"
             )
             options.add_argument("--key-lock", choices=["on", "off"], help="FIFO: whether publish serialises its keys")
+        gone = actions.add_parser("delete", help="take no more messages, forget its subscriptions, remove what it has")
+        gone.add_argument("name")
+        self.add_no_input(gone)
+        self.add_json(gone)
         self.add_json(actions.add_parser("list", help="every topic of the broker"))
 
     def handle(self, *args: Any, **options: Any) -> None:
         if options["action"] == "list":
             self._list(as_json=options["json"])
+            return
+        if options["action"] == "delete":
+            self._delete(options)
             return
         wanted = {name: options[name] for name in ("queue_count", "retention_seconds", "on_park")}
         changes: dict[str, Any] = {name: value for name, value in wanted.items() if value is not None}
@@ -48,6 +56,27 @@ class Command(OutboxCommand):
             changes["key_lock"] = options["key_lock"] == "on"
         act = create_topic if options["action"] == "create" else alter_topic
         self.say(str(act(options["name"], **changes)))
+
+    def _delete(self, options: dict[str, Any]) -> None:
+        name = options["name"]
+        with broker_connection() as (connection, schema):
+            run = Executor(connection, schema)
+            loss = delete_topic(run, name, dry_run=True)
+            if not options["dry_run"]:
+                lost = f"{loss.undelivered} messages that are in no queue yet, and {describe_losses(loss.groups)}"
+                self.confirm(f"topic {name} will be deleted, with {lost}.", options)
+                loss = delete_topic(run, name)
+        if options["json"]:
+            self.print_json({"deleted": not options["dry_run"], "loss": loss})
+            return
+        self.say(f"in no queue yet: {loss.undelivered}")
+        self.print_rows(
+            ["group", "not consumed", "retrying", "dead"], ((o.group, o.lag, o.retrying, o.dead) for o in loss.groups)
+        )
+        if options["dry_run"]:
+            self.say("nothing was deleted (--dry-run)")
+        else:
+            self.say(f"{name} was deleted. Take it out of OUTBOX['TOPICS'], or the next `migrate` declares it again.")
 
     def _list(self, *, as_json: bool) -> None:
         with broker_connection() as (connection, schema):

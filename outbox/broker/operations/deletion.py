@@ -1,0 +1,219 @@
+"""Deleting what is not used any more: a consumer group, its subscription to one topic, or a topic.
+
+Nobody consumes meanwhile: consumers that live are refused, those that start wait for the group's row. What is lost is
+counted first, with the same statements for a dry run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+from outbox.broker.database.arrays import integers
+from outbox.broker.database.executor import Executor
+from outbox.broker.database.statement import Statement
+from outbox.broker.groups.registration import group_id_of
+from outbox.broker.log.topics import TopicCatalog
+from outbox.broker.operations.queue_status import list_queues
+from outbox.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """What goes with a group's subscription to a topic.
+
+    `lag` messages it has not consumed, `retrying` ones that wait for another attempt, and `dead` letters.
+    """
+
+    group: str
+    topic: str
+    lag: int
+    retrying: int
+    dead: int
+
+
+@dataclass(frozen=True, slots=True)
+class TopicLoss:
+    """What goes with a topic: per group what it has not finished; `undelivered` messages are in no queue yet."""
+
+    topic: str
+    undelivered: int
+    groups: list[Loss]
+
+
+_LIVE = Statement("""
+SELECT g.name, c.host, c.pid FROM {schema}.consumer c JOIN {schema}.consumer_group g USING (group_id)
+WHERE c.expires_at > clock_timestamp()
+  AND (%(group_id)s::integer IS NULL OR c.group_id = %(group_id)s::integer)
+  AND (%(topic)s::text IS NULL OR %(topic)s::text = ANY (c.topics))
+ORDER BY c.joined_at
+""")
+_SUBSCRIBED = Statement("""
+SELECT t.topic_id, t.name FROM {schema}.subscription s JOIN {schema}.topic t USING (topic_id)
+WHERE s.group_id = %(group_id)s ORDER BY t.name
+""")
+_RETRYING = Statement("""
+WITH retry_queue AS (
+    SELECT queue_id, coalesce((SELECT next_offset FROM {schema}.consumer_offset stored
+                               WHERE stored.group_id = %(group_id)s AND stored.queue_id = queue.queue_id
+                               ORDER BY epoch DESC, ordinal DESC LIMIT 1), 0) AS next_offset
+    FROM {schema}.queue JOIN {schema}.topic USING (topic_id) WHERE retry_of = %(group_id)s
+), waiting AS (
+    SELECT log_id FROM {schema}.scheduled JOIN retry_queue USING (queue_id)
+    UNION ALL
+    SELECT entry.log_id FROM {schema}.consume_queue entry JOIN retry_queue USING (queue_id)
+    WHERE entry.queue_offset >= retry_queue.next_offset
+)
+SELECT count(*) FROM waiting JOIN {schema}.commit_log USING (log_id) WHERE topic_id = %(topic_id)s
+""")
+_DEAD = Statement("""
+SELECT count(*) FROM {schema}.dead_letter JOIN {schema}.commit_log USING (log_id)
+WHERE group_id = %(group_id)s AND replayed_at IS NULL AND topic_id = %(topic_id)s
+""")
+_UNDELIVERED = Statement("""
+SELECT (SELECT count(*) FROM {schema}.held WHERE topic_id = %(topic_id)s)
+     + (SELECT count(*) FROM {schema}.scheduled JOIN {schema}.commit_log USING (log_id)
+        WHERE queue_id IS NULL AND topic_id = %(topic_id)s)
+     + (SELECT count(*) FROM {schema}.pending_check pending JOIN {schema}.commit_log log USING (log_id)
+        WHERE log.topic_id = %(topic_id)s
+          AND NOT EXISTS (SELECT FROM {schema}.op_log op WHERE op.transaction_id = pending.transaction_id))
+""")
+
+# Number 0 carries retries of all topics: it goes with the group's last subscription.
+_RETRY_QUEUES = Statement("""
+SELECT queue_id, number,
+       EXISTS (SELECT FROM {schema}.consume_queue entry WHERE entry.queue_id = queue.queue_id)
+       OR EXISTS (SELECT FROM {schema}.scheduled WHERE scheduled.queue_id = queue.queue_id)
+       OR EXISTS (SELECT FROM {schema}.consumer_offset stored
+                  WHERE stored.queue_id = queue.queue_id AND next_offset > 0) AS was_used
+FROM {schema}.queue JOIN {schema}.topic USING (topic_id) WHERE retry_of = %(group_id)s
+""")
+_FORGET = [
+    Statement("""
+DELETE FROM {schema}.queue_lease WHERE group_id = %(group_id)s
+  AND queue_id IN (SELECT queue_id FROM {schema}.queue WHERE topic_id = %(topic_id)s
+                   UNION ALL SELECT unnest(%(retry_queues)s::integer[]))
+"""),
+    # The sequencer may be about to queue these: its tick ends first, and what it queued is seen by the next statement.
+    Statement("DELETE FROM {schema}.scheduled WHERE queue_id = ANY (%(retry_queues)s::integer[])"),
+    Statement("DELETE FROM {schema}.consume_queue WHERE queue_id = ANY (%(retry_queues)s::integer[])"),
+    Statement("""
+DELETE FROM {schema}.consumer_offset WHERE group_id = %(group_id)s
+  AND queue_id IN (SELECT queue_id FROM {schema}.queue WHERE topic_id = %(topic_id)s
+                   UNION ALL SELECT unnest(%(retry_queues)s::integer[]))
+"""),
+    Statement("""
+DELETE FROM {schema}.finished_ahead WHERE group_id = %(group_id)s
+  AND queue_id IN (SELECT queue_id FROM {schema}.queue WHERE topic_id = %(topic_id)s
+                   UNION ALL SELECT unnest(%(retry_queues)s::integer[]))
+"""),
+    Statement("""
+DELETE FROM {schema}.dead_letter letter USING {schema}.commit_log log
+WHERE letter.group_id = %(group_id)s AND log.log_id = letter.log_id AND log.topic_id = %(topic_id)s
+"""),
+    Statement("""
+DELETE FROM {schema}.failure USING {schema}.commit_log log
+WHERE failure.group_id = %(group_id)s AND log.log_id = failure.log_id AND log.topic_id = %(topic_id)s
+"""),
+    Statement("DELETE FROM {schema}.queue WHERE queue_id = ANY (%(retry_queues)s::integer[])"),
+    Statement("DELETE FROM {schema}.subscription WHERE group_id = %(group_id)s AND topic_id = %(topic_id)s"),
+]
+_ITS_RETRY_QUEUES: Final = """
+WHERE queue_id IN (SELECT queue_id FROM {schema}.queue JOIN {schema}.topic USING (topic_id)
+                   WHERE retry_of = %(group_id)s)
+"""
+_FORGET_GROUP = [
+    # Of topics it subscribed to once.
+    Statement("DELETE FROM {schema}.scheduled" + _ITS_RETRY_QUEUES),
+    Statement("DELETE FROM {schema}.consume_queue" + _ITS_RETRY_QUEUES),
+    Statement("DELETE FROM {schema}.queue" + _ITS_RETRY_QUEUES),
+    Statement("DELETE FROM {schema}.dead_letter WHERE group_id = %(group_id)s"),
+    Statement("DELETE FROM {schema}.failure WHERE group_id = %(group_id)s"),
+    Statement("DELETE FROM {schema}.consumer_offset WHERE group_id = %(group_id)s"),
+    Statement("DELETE FROM {schema}.queue_lease WHERE group_id = %(group_id)s"),
+    Statement("DELETE FROM {schema}.consumer WHERE group_id = %(group_id)s"),
+    Statement("DELETE FROM {schema}.topic WHERE retry_of = %(group_id)s"),
+    Statement("DELETE FROM {schema}.consumer_group WHERE group_id = %(group_id)s"),
+]
+_LOCK_TOPIC = Statement("SELECT topic_id FROM {schema}.topic WHERE topic_id = %(topic_id)s FOR UPDATE")
+_GROUPS_OF = Statement("""
+SELECT g.name FROM {schema}.subscription s JOIN {schema}.consumer_group g USING (group_id)
+WHERE s.topic_id = %(topic_id)s ORDER BY g.name
+""")
+_MARK = Statement("UPDATE {schema}.topic SET deleted_at = now() WHERE topic_id = %(topic_id)s")
+
+
+def delete_group(run: Executor, group: str, *, topic: str | None = None, dry_run: bool = False) -> list[Loss]:
+    """Delete a group, or its subscription to `topic` alone; returns what was (or would be) lost, by topic.
+
+    What its inbox holds stays in the application's database, and is known to a later group of the same name. Raises
+    UnknownGroup, and UsageError when consumers of it live or it has no such subscription.
+    """
+    with run.connection.transaction(force_rollback=dry_run):
+        group_id = group_id_of(run, group)
+        _refuse_live(run, group_id=group_id, topic=topic)
+        subscribed = {name: topic_id for topic_id, name in run.rows(_SUBSCRIBED, {"group_id": group_id})}
+        if topic is not None and topic not in subscribed:
+            raise UsageError(
+                f"group {group!r} has no subscription to {topic!r}; it has: {', '.join(subscribed) or 'none'}."
+            )
+        losses = [
+            _unsubscribe(run, group, group_id, name, topic_id, whole=topic is None)
+            for name, topic_id in subscribed.items()
+            if topic in (None, name)
+        ]
+        if topic is None:
+            for statement in _FORGET_GROUP:
+                run.execute(statement, {"group_id": group_id})
+    return losses
+
+
+def delete_topic(run: Executor, topic: str, *, dry_run: bool = False) -> TopicLoss:
+    """Delete a topic with all subscriptions to it; returns what was (or would be) lost.
+
+    Publishing to it is refused as soon as a process reads the topics again (30 s). Retention removes its messages.
+    Declaring it again takes it back. Raises UnknownTopic, and UsageError when consumers of it live.
+    """
+    topic_id = TopicCatalog(run.schema).get(run.connection, topic).topic_id
+    values = {"topic_id": topic_id}
+    with run.connection.transaction(force_rollback=dry_run):
+        run.execute(_LOCK_TOPIC, values)
+        # Groups before their members are looked at: whoever is about to join waits for the group's row.
+        groups = {name: group_id_of(run, name) for (name,) in run.rows(_GROUPS_OF, values)}
+        _refuse_live(run, topic=topic)
+        [undelivered] = run.one(_UNDELIVERED, values)
+        losses = [_unsubscribe(run, group, group_id, topic, topic_id) for group, group_id in groups.items()]
+        run.execute(_MARK, values)
+    return TopicLoss(topic, undelivered, losses)
+
+
+def _refuse_live(run: Executor, *, group_id: int | None = None, topic: str | None = None) -> None:
+    live = run.rows(_LIVE, {"group_id": group_id, "topic": topic})
+    if live:
+        who = "; ".join(f"{group!r} on {host} (pid {pid})" for group, host, pid in live[:5])
+        raise UsageError(f"{len(live)} consumers are alive: {who}. Stop them first: they would go on without it.")
+
+
+def _unsubscribe(run: Executor, group: str, group_id: int, topic: str, topic_id: int, *, whole: bool = False) -> Loss:
+    values: dict[str, Any] = {"group_id": group_id, "topic_id": topic_id}
+    lag = sum(queue.lag for queue in list_queues(run, group) if queue.topic == topic)
+    loss = Loss(group, topic, lag, int(run.one(_RETRYING, values)[0]), int(run.one(_DEAD, values)[0]))
+    values["retry_queues"] = integers(_retry_queues_of(run, group, values, whole=whole))
+    for statement in _FORGET:
+        run.execute(statement, values)
+    return loss
+
+
+def _retry_queues_of(run: Executor, group: str, values: dict[str, Any], *, whole: bool) -> list[int]:
+    """Those that go with the subscription: of its topic, and that of all topics with the last one."""
+    is_last = whole or len(run.rows(_SUBSCRIBED, values)) == 1
+    found = []
+    for queue_id, number, was_used in run.rows(_RETRY_QUEUES, values):
+        if number == values["topic_id"] or (number == 0 and is_last):
+            found.append(queue_id)
+        elif number == 0 and was_used:
+            raise UsageError(
+                f"group {group!r} has a retry queue of version 0.1 that has carried messages of all its topics, which "
+                f"cannot be told apart: delete the whole group, or its other subscriptions too."
+            )
+    return found

@@ -1,0 +1,107 @@
+"""Dead letters end: replayed or discarded, chosen by what they have in common; and they block nothing behind them."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from outbox.broker.operations.dead_letters import Selection, discard, list_dead_letters, replay
+from outbox.broker.operations.reset import reset
+from outbox.broker.operations.trace import trace
+from outbox.subscription import Start
+from tests.broker.bench import ConsumptionBench
+from tests.broker.operations.support import age, clean, consume, group_of, keys, publish
+
+
+@pytest.fixture
+def orders(bench: ConsumptionBench) -> ConsumptionBench:
+    bench.declare("orders", queues=1)
+    return bench
+
+
+def _dead(bench: ConsumptionBench, **selection: object) -> list[str]:
+    return sorted(letter.key for letter in list_dead_letters(bench.run, "g", Selection(**selection)))  # type: ignore[arg-type]
+
+
+def test_they_are_chosen_by_error_type_key_topic_and_time(orders: ConsumptionBench) -> None:
+    orders.declare("points", queues=1)
+    publish(orders, "bad 1", "bad 2", "bad type", "good")
+    publish(orders, "bad 1", topic="points")
+    consume(orders)
+    consume(orders, topic="points")
+    assert _dead(orders) == ["bad 1", "bad 1", "bad 2", "bad type"]
+    assert _dead(orders, topic="points") == ["bad 1"]
+    assert _dead(orders, error="EVER work: bad 2") == ["bad 2"]
+    assert _dead(orders, error_type="TypeError") == ["bad type"]
+    assert _dead(orders, error_type="Type") == []
+    assert _dead(orders, key="bad 1", topic="orders") == ["bad 1"]
+    orders.connection.execute("UPDATE outbox.dead_letter SET dead_at = dead_at - interval '2 hours' WHERE attempts = 1")
+    an_hour_ago = datetime.now(UTC) - timedelta(hours=1)
+    assert _dead(orders, since=an_hour_ago) == ["bad type"]
+    assert _dead(orders, until=an_hour_ago) == ["bad 1", "bad 1", "bad 2"]
+
+
+def test_discarded_ones_are_counted_and_gone_for_good(orders: ConsumptionBench) -> None:
+    poison, *_ = publish(orders, "bad 1", "bad 2", "bad 3", "good")
+    consume(orders)
+    assert discard(orders.run, "g", Selection(message_ids=[poison.message_id])) == 1
+    assert discard(orders.run, "g", Selection(error="bad 2")) == 1
+    assert discard(orders.run, "g", Selection(error="bad 2")) == 0, "once"
+    group = group_of(orders)
+    assert (group.handled, group.dead, group.discarded) == (1, 1, 2)
+    found = trace(orders.run, poison.message_id)
+    assert found is not None
+    assert [(letter.discarded_at is not None, letter.replayed_at) for letter in found.dead_letters] == [(True, None)]
+    assert [letter.key for letter in list_dead_letters(orders.run, "g", settled=True)] == ["bad 3", "bad 2", "bad 1"]
+    assert replay(orders.run, "g") == 1, "the one that is left"
+    orders.sequence()
+    consume(orders)
+    assert _dead(orders) == ["bad 3"]
+    age(orders, 4)
+    clean(orders)
+    assert keys(orders) == ["bad 3"]
+    assert group_of(orders).discarded == 2
+
+
+def test_a_discarded_one_that_fails_again_after_a_rewind_is_a_dead_letter_again(orders: ConsumptionBench) -> None:
+    publish(orders, "bad 1")
+    consume(orders)
+    discard(orders.run, "g", Selection())
+    reset(orders.run, "g", "orders", Start.EARLIEST)
+    consume(orders)
+    assert _dead(orders) == ["bad 1"]
+    group = group_of(orders)
+    assert (group.queued, group.dead, group.discarded) == (2, 1, 1)
+
+
+def test_what_is_stuck_does_not_block_retention_behind_it(orders: ConsumptionBench) -> None:
+    """More dead letters than a batch has rows, and behind them one that is settled."""
+    publish(orders, *(f"bad {n}" for n in range(7)), "bad and settled", "good")
+    consume(orders)
+    age(orders, 4)
+    clean(orders, batch=3)
+    assert len(keys(orders)) == 8
+    discard(orders.run, "g", Selection(key="bad and settled"))
+    clean(orders, batch=3)
+    assert keys(orders) == [f"bad {n}" for n in range(7)]
+    discard(orders.run, "g", Selection())
+    clean(orders, batch=3)
+    assert keys(orders) == []
+    assert group_of(orders).discarded == 8
+
+
+def test_what_waits_in_a_retry_queue_is_kept(orders: ConsumptionBench) -> None:
+    publish(orders, "bad 1", "bad 2")
+    consume(orders)
+    age(orders, 4)
+    replay(orders.run, "g", Selection(key="bad 1"))
+    clean(orders)
+    assert keys(orders) == ["bad 1", "bad 2"], "scheduled, dead"
+    orders.sequence()
+    clean(orders)
+    assert keys(orders) == ["bad 1", "bad 2"], "queued for retry, dead"
+    consume(orders)
+    discard(orders.run, "g", Selection())
+    clean(orders)
+    assert keys(orders) == []
