@@ -302,7 +302,7 @@ class Dispatcher:
             self._prefetcher.load(run, work)
         if not work.items:
             work.lane.settle(work.expired, [])
-        elif not (work.subscribed.group.suspects and self._trials.takes(work)):
+        elif not (work.subscribed.group.suspects and self._trials.takes(run, work)):
             self._calls.submit(work)
         else:
             self._trials.proceed(run)

@@ -69,8 +69,11 @@ class Trials:
         """Begin no more trials."""
         self._draining = True
 
-    def takes(self, work: Work) -> bool:
-        """Whether a call is not to be made as it is, because there are suspects in it; then it is dealt with here."""
+    def takes(self, run: Executor, work: Work) -> bool:
+        """Whether a call is not to be made as it is, because there are suspects in it; then it is dealt with here.
+
+        On an error it has gone back to its lane.
+        """
         known = work.subscribed.group.suspects
         found = [item for item in work.items if _log_id(item) in known]
         if not found:
@@ -81,12 +84,25 @@ class Trials:
             _put_back(work, 0.0)
         elif self._held is not None or self._draining:
             _put_back(work, time.monotonic() + (_DRAINING_SECONDS if self._draining else _ANOTHER_SECONDS))
+        elif wait_seconds := self._wait_seconds(run, work):
+            _put_back(work, time.monotonic() + wait_seconds)
         else:
             self._held = work
             self._stage = _Stage.HELD
             self._hung = all(known[_log_id(item)].hung for item in found)
             self._calls.hold(work)
         return True
+
+    def _wait_seconds(self, run: Executor, work: Work) -> float:
+        """Asked before this process becomes silent for nothing."""
+        group = work.subscribed.group
+        try:
+            return suspects.ask(
+                run, self._instance, group.group_id, _log_ids(work), by_all=group.broadcast
+            ).wait_seconds
+        except BaseException:
+            _put_back(work, 0.0)
+            raise
 
     def proceed(self, run: Executor) -> None:
         """Begin the trial that is held, if it is its time. An error leaves it held."""

@@ -13,7 +13,7 @@ trials; it can be replayed from the dead letters.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Final
@@ -160,8 +160,9 @@ CROSS JOIN LATERAL (
 WHERE s.group_id = %(group_id)s AND s.log_id = ANY(%(log_ids)s::bigint[])
 """)
 _TRIED_ELSEWHERE = Statement("""
-SELECT EXISTS (SELECT FROM {schema}.suspect
-               WHERE group_id = %(group_id)s AND tried_by IS NOT NULL AND tried_by <> %(instance)s)
+SELECT EXISTS (SELECT FROM {schema}.suspect s
+               JOIN {schema}.consumer c ON c.instance_id = s.tried_by AND c.group_id = s.group_id
+               WHERE s.group_id = %(group_id)s AND s.tried_by <> %(instance)s AND c.expires_at > clock_timestamp())
 """)
 _BEGIN_TRIAL = Statement("""
 UPDATE {schema}.suspect SET tried_by = %(instance)s, tried_on = %(host)s
@@ -180,15 +181,27 @@ def begin_trial(
     with run.connection.transaction():
         run.execute(_LOCK_GROUP, values)
         run.execute(_NOTE_VANISHED, values)
-        standing = run.rows(_STANDING, values)
-        for deaths, evidence, _ in standing:
-            if deaths >= DEATHS_TO_CONVICT:
-                return Trial(convicted=f"{deaths} times; the last time: {evidence}")
-        seconds = max((seconds for _, _, seconds in standing), default=0.0)
-        [elsewhere] = run.one(_TRIED_ELSEWHERE, values)
-        if seconds > 0 or (elsewhere and not by_all):
-            return Trial(wait_seconds=max(seconds, _LOOK_AGAIN_SECONDS))
-        run.execute(_BEGIN_TRIAL, values)
+        trial = _judge(run, values, by_all=by_all)
+        if not trial.convicted and not trial.wait_seconds:
+            run.execute(_BEGIN_TRIAL, values)
+    return trial
+
+
+def ask(run: Executor, instance: UUID, group_id: int, log_ids: Sequence[int], *, by_all: bool = False) -> Trial:
+    """What `begin_trial` would say now, as far as can be seen; nothing is noted."""
+    values = {"group_id": group_id, "log_ids": arrays.bigints(log_ids), "instance": instance}
+    return _judge(run, values, by_all=by_all)
+
+
+def _judge(run: Executor, values: Mapping[str, object], *, by_all: bool) -> Trial:
+    standing = run.rows(_STANDING, values)
+    for deaths, evidence, _ in standing:
+        if deaths >= DEATHS_TO_CONVICT:
+            return Trial(convicted=f"{deaths} times; the last time: {evidence}")
+    seconds = max((seconds for _, _, seconds in standing), default=0.0)
+    [elsewhere] = run.one(_TRIED_ELSEWHERE, values)
+    if seconds > 0 or (elsewhere and not by_all):
+        return Trial(wait_seconds=max(seconds, _LOOK_AGAIN_SECONDS))
     return Trial()
 
 
