@@ -8,6 +8,7 @@ from django.db import DEFAULT_DB_ALIAS
 from django.db.models import Model
 
 from outbox.contrib.django.conf import get_settings
+from outbox.errors import ConfigurationError
 
 
 class BrokerRouter:
@@ -18,7 +19,11 @@ class BrokerRouter:
 
     def allow_migrate(self, db: str, app_label: str, model_name: str | None = None, **hints: Any) -> bool | None:
         """No model's table belongs into the broker's database; about others this router has no opinion."""
-        return False if is_dedicated(db) else None
+        try:
+            return False if is_dedicated(db) else None
+        except ConfigurationError:
+            # Checks ask, too, and one of them says what is wrong with the settings; `migrate` begins with the checks.
+            return None
 
     def allow_relation(self, obj1: Model, obj2: Model, **hints: Any) -> bool | None:
         """No opinion."""
