@@ -14,7 +14,7 @@ from django.test.utils import override_settings
 
 from outbox.contrib.django.drain import drain
 from outbox.contrib.django.tasks.models import TaskEntry
-from outbox.contrib.django.tasks.subscribers import register_backends
+from outbox.contrib.django.tasks.registration import register_backends
 from tests.django.processes import ROOT, environment
 from tests.django.shop import tasks
 from tests.django.shop.models import Effect

@@ -45,7 +45,7 @@ from outbox.message import Message
 from outbox.ports import AnyHandler
 
 
-class TestedOutbox(ABC):
+class OutboxForTests(ABC):
     """What a test sees of a broker, the one in memory or a real one."""
 
     def __init__(self, groups: Sequence[str] = ()) -> None:
@@ -97,7 +97,7 @@ class TestedOutbox(ABC):
         return recorded
 
 
-class InMemoryOutbox(TestedOutbox):
+class InMemoryOutbox(OutboxForTests):
     """On the broker in this process; `broker.advance(seconds)` moves its time on."""
 
     broker: InMemoryBroker
@@ -128,7 +128,7 @@ class InMemoryOutbox(TestedOutbox):
         settle_in_memory(self.broker)
 
 
-class BrokerOutbox(TestedOutbox):
+class BrokerOutbox(OutboxForTests):
     """On the broker's test database. Handlers run in threads, in transactions of their own, as in a worker."""
 
     def __init__(self, groups: Sequence[str] = ()) -> None:

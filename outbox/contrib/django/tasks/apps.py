@@ -12,3 +12,9 @@ class OutboxTasksConfig(AppConfig):
     label = "outbox_tasks"
     default_auto_field = "django.db.models.BigAutoField"
     verbose_name = "Outbox tasks"
+
+    def ready(self) -> None:
+        """Register the subscribers that run tasks; a mistake in TASKS is said when a process starts."""
+        from outbox.contrib.django.tasks.registration import register_backends
+
+        register_backends()

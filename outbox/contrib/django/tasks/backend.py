@@ -51,11 +51,6 @@ class Options:
     max_attempts: int = 1
     delays_seconds: Sequence[float] = (10.0, 60.0, 600.0)
 
-    @property
-    def retry(self) -> RetryPolicy:
-        """Of tasks that fail. Raises ConfigurationError."""
-        return RetryPolicy(max_attempts=self.max_attempts, delays_seconds=self.delays_seconds)
-
 
 def _topic_of(backend: object) -> str | None:
     return backend.settings.topic if isinstance(backend, OutboxBackend) else None
@@ -78,6 +73,15 @@ class OutboxBackend(BaseTaskBackend):
                 f"{', '.join(sorted(known))}."
             )
         self.settings = Options(**self.options)
+        try:
+            self.retry = RetryPolicy(
+                max_attempts=self.settings.max_attempts, delays_seconds=self.settings.delays_seconds
+            )
+            for group, queue in self.groups.items():
+                names.check_group(group)
+                names.check_tag(queue)
+        except OutboxError as error:
+            raise ConfigurationError(f"TASKS[{alias!r}]: {error}") from error
 
     @property
     def groups(self) -> dict[str, str]:
@@ -154,15 +158,8 @@ class OutboxBackend(BaseTaskBackend):
                 f"the backends {', '.join(map(repr, others))} in TASKS share the topic {self.settings.topic!r}: each "
                 f"would get the other's messages.",
                 hint="Give each a topic of its own, in its OPTIONS.",
-                id="outbox_tasks.E004",
+                id="outbox_tasks.E003",
             )
-        try:
-            for group, queue in self.groups.items():
-                names.check_group(group)
-                names.check_tag(queue)
-            _ = self.settings.retry
-        except OutboxError as error:
-            yield Error(f"{where}: {error}", id="outbox_tasks.E003")
 
     def _topic(self, where: str) -> Iterator[CheckMessage]:
         try:

@@ -93,7 +93,7 @@ def _run(backend: OutboxBackend, entry: TaskEntry, *, using: str) -> None:
         entry.return_value = None
         entry.errors = [*entry.errors, error_of(error)]
         # What this process cannot start may be newer than its code, in a deployment that is under way.
-        retry = backend.settings.retry if result is not None else RetryPolicy()
+        retry = backend.retry if result is not None else RetryPolicy()
         if retry.exhausted(entry.attempts):
             entry.status = Status.FAILED
             # Within the handler of the exception: receivers log it.

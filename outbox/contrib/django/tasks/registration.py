@@ -1,4 +1,4 @@
-"""One subscriber for each queue of each backend in TASKS; workers import this module as that of any app."""
+"""One subscriber for each queue of each backend in TASKS."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from outbox.subscription import Subscription
 
 
 def register_backends() -> None:
-    """Register the subscribers of all backends. Raises InvalidSubscription where two share a topic."""
+    """Register the subscribers of all backends. Raises what the backends and their options raise."""
     using = router.db_for_write(TaskEntry)
     for backend in task_backends.all():
         if isinstance(backend, OutboxBackend):
@@ -32,6 +32,3 @@ def register_backends() -> None:
                         using=using,
                     )
                 )
-
-
-register_backends()
