@@ -115,7 +115,7 @@ def measured_at(url: str, size: int) -> list[str]:
         _fill(connection, _RETRY)
         _fill(connection, _AGE)
         beside = _until_done(connection)
-    return [str(idle), str(kept), f"{cleared:.2f}", f"{beside:.2f}"]
+    return [f"{idle}", f"{kept}", f"{cleared:.2f}", f"{beside:.2f}"]
 
 
 def _fill(connection: psycopg.Connection, script: str, *, messages: int = 0) -> None:
