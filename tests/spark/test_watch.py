@@ -183,9 +183,10 @@ def until_said(process: subprocess.Popen[str], text: str) -> str:
 
 
 def left_of(session: int) -> list[str]:
-    """Processes of the session that are still there."""
-    found = subprocess.run(["ps", "-o", "pid=,args=", "-s", str(session)], capture_output=True, text=True, check=False)
-    return found.stdout.splitlines()
+    """Processes of the session that still run; one that ended may wait for whoever has to reap it."""
+    listed = ["ps", "-o", "stat=,pid=,args=", "-s", str(session)]
+    found = subprocess.run(listed, capture_output=True, text=True, check=False)
+    return [line for line in found.stdout.splitlines() if not line.startswith("Z")]
 
 
 @pytest.mark.soak
