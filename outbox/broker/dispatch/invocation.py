@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 
-from outbox import faults, fence
+from outbox import faults, fence, measures
 from outbox.broker.dispatch.fetch import deliver, restore
 from outbox.broker.dispatch.work import NOT_STARTED, Result, Work
 from outbox.codec import Codecs
@@ -47,6 +48,8 @@ class Caller:
         if not deliveries:
             return results
         subscribed = work.subscribed
+        recorder = measures.recorder
+        started = time.time() if recorder is not None else 0.0
         with fence.attempt(work.fence_reason):
             outcomes = self._invoker(
                 subscribed.subscription, subscribed.handler, deliveries, generation=subscribed.group.generation
@@ -58,6 +61,11 @@ class Caller:
             )
         for place, outcome in zip(places, outcomes, strict=True):
             results[place] = outcome
+        if recorder is not None:
+            subscription = subscribed.subscription
+            failed = sum(isinstance(outcome, BaseException) for outcome in outcomes)
+            took = time.time() - started
+            recorder.handled(subscription.group, subscription.topic, _waits(deliveries, started), took, failed=failed)
         return results
 
     def _deliveries(self, work: Work, results: list[Result]) -> tuple[list[Delivery], list[int]]:
@@ -87,3 +95,13 @@ class Caller:
             deliveries.append(deliver(message, body, group, item.queue.name, item.offset, item.attempt))
             places.append(place)
         return deliveries, places
+
+
+def _waits(deliveries: Sequence[Delivery], now: float) -> list[float]:
+    """How long messages have waited for their first call, since they were published or due, by this machine's clock."""
+    since = [
+        max(filter(None, (delivery.message.born_at, delivery.message.deliver_at)))
+        for delivery in deliveries
+        if delivery.attempt == 1
+    ]
+    return [max(0.0, now - moment.timestamp()) for moment in since]

@@ -165,7 +165,7 @@ def broker_status(run: Executor) -> BrokerStatus:
             {"kind": one.kind, "subject": one.subject, "detail": one.detail, "at": one.at.isoformat() if one.at else ""}
             for one in incidents.recent(run)
         ]
-        still_open = run.objects(OpenTransaction, status_sql.OPEN_SINCE_RESYNC)
+        still_open = open_since_resync(run)
     plain = dataclasses.asdict(row)
     del plain["snapshot"]
     return BrokerStatus(
@@ -176,6 +176,11 @@ def broker_status(run: Executor) -> BrokerStatus:
         open_since_resync=still_open,
         problems=_problems(row, topics, groups, still_open),
     )
+
+
+def open_since_resync(run: Executor) -> list[OpenTransaction]:
+    """Publishing transactions from before the last resynchronisation that have not ended, the oldest first."""
+    return run.objects(OpenTransaction, status_sql.OPEN_SINCE_RESYNC)
 
 
 def _problems(

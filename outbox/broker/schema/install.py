@@ -22,6 +22,7 @@ _FILES: Final = {
     2: "0002_additive_changes.sql",
     3: "0003_resync.sql",
     4: "0004_finished_ahead.sql",
+    5: "0005_operations.sql",
 }
 SCHEMA_VERSION: Final = max(_FILES)
 

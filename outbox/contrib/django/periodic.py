@@ -9,6 +9,7 @@ from outbox.contrib.django.broker import get_broker
 from outbox.contrib.django.conf import get_settings
 from outbox.contrib.django.ledger_checker import LedgerChecker
 from outbox.contrib.django.pruning import run_prune
+from outbox.contrib.django.watching import audit_when_due
 from outbox.periodic import PeriodicPass
 from outbox.transaction import CheckCounts
 
@@ -31,4 +32,8 @@ def passes() -> list[PeriodicPass]:
             run=lambda: asdict(run_check_back()),
         ),
         PeriodicPass(name="prune", interval_seconds=600.0, run=lambda: asdict(run_prune())),
+        # Asked more often than it is due: workers come and go.
+        PeriodicPass(
+            name="audit", interval_seconds=min(3600.0, get_settings().audit_interval_seconds), run=audit_when_due
+        ),
     ]

@@ -8,7 +8,9 @@ of its transaction.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import datetime, timedelta
 from typing import Any
 from uuid import UUID
@@ -19,6 +21,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from django.utils.asyncio import async_unsafe
 from psycopg.errors import InvalidSchemaName, UndefinedTable
 
+from outbox import measures
 from outbox.broker.database.executor import Executor
 from outbox.broker.log.commit_log import append_placed
 from outbox.broker.postgres import PostgresBroker
@@ -121,12 +124,27 @@ def publish_bound(messages: Sequence[Message], *, using: str | None = None, chec
         connection = current_transaction(using)
         if connection is None:
             _refuse_leak_from_test(settings, using)
-            return Published(get_broker().send(messages, timeout_seconds=settings.send_timeout_seconds))
+            with _measured(messages, "direct"):
+                return Published(get_broker().send(messages, timeout_seconds=settings.send_timeout_seconds))
         watch = require_whole(connection, f"publishing {messages[0].message_id} for topic {messages[0].topic!r}")
         watch.bind(f"the message for topic {messages[0].topic!r}")
         if takes_atomic_path(connection, settings):
-            return Published(_publish_atomic(connection, settings, messages))
-        return _publish_two_phase(connection, settings, messages, checker)
+            with _measured(messages, "atomic"):
+                return Published(_publish_atomic(connection, settings, messages))
+        with _measured(messages, "two_phase"):
+            return _publish_two_phase(connection, settings, messages, checker)
+
+
+@contextmanager
+def _measured(messages: Sequence[Message], path: str) -> Iterator[None]:
+    """Tell the recorder, if there is one, what was published and how long it took."""
+    recorder = measures.recorder
+    if recorder is None:
+        yield
+        return
+    started = time.perf_counter()
+    yield
+    recorder.published([item.topic for item in messages], path, time.perf_counter() - started)
 
 
 # -- the atomic path --------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from typing import Final
 from outbox.broker.consumer.runtime import ConsumerRuntime
 from outbox.broker.process import ProcessSettings, run_broker
 from outbox.broker.supervisor import ChildSpec, Supervisor
+from outbox.contrib.django import probes
 from outbox.contrib.django.broker import get_codecs
 from outbox.contrib.django.conf import get_settings
 from outbox.contrib.django.databases import broker_database
@@ -28,12 +29,18 @@ logger = logging.getLogger(__name__)
 def child_specs() -> list[ChildSpec]:
     """The processes to keep alive: one broker, and as many consumers as OUTBOX['CONSUMER_PROCESSES']."""
     refuse_processes_in_tests()
-    consumers = [f"consumer-{number}" for number in range(1, get_settings().consumer_processes + 1)]
-    return [_child("broker", "broker"), *(_child(name, "consumer") for name in consumers)]
+    settings = get_settings()
+    consumers = [f"consumer-{number}" for number in range(1, settings.consumer_processes + 1)]
+    roles = {"broker": "broker", **dict.fromkeys(consumers, "consumer")}
+    signs = probes.expect(roles)
+    children = [_child(name, role, signs[name]) for name, role in roles.items()]
+    return [*children, _child("monitor", "monitor", {})] if settings.health_address else children
 
 
-def _child(name: str, role: str) -> ChildSpec:
-    return ChildSpec(name=name, argv=[sys.executable, "-m", "outbox.contrib.django.child", role])
+def _child(name: str, role: str, environment: Mapping[str, str]) -> ChildSpec:
+    return ChildSpec(
+        name=name, argv=[sys.executable, "-m", "outbox.contrib.django.child", role], environment=environment
+    )
 
 
 def run_broker_role(stop: threading.Event) -> None:
@@ -64,6 +71,12 @@ def consumer_runtime(*, groups: Sequence[str] = ()) -> ConsumerRuntime:
 def run_consumer_role(stop: threading.Event, *, groups: Sequence[str] = ()) -> None:
     """Consume for the project's subscribers until `stop`, then finish what is held."""
     consumer_runtime(groups=groups).run(stop)
+
+
+def run_monitor_role(stop: threading.Event) -> None:
+    """Serve /live, /ready and /metrics until `stop`."""
+    with probes.served():
+        stop.wait()
 
 
 def run_check_role(stop: threading.Event) -> None:
@@ -103,4 +116,5 @@ ROLES: Final[Mapping[str, Callable[[threading.Event, Sequence[str]], None]]] = {
     "broker": lambda stop, groups: run_broker_role(stop),
     "consumer": lambda stop, groups: run_consumer_role(stop, groups=groups),
     "check": lambda stop, groups: run_check_role(stop),
+    "monitor": lambda stop, groups: run_monitor_role(stop),
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError, CommandParser
@@ -39,6 +39,10 @@ class OutboxCommand(BaseCommand):
         """Print one line, whatever the keys and errors in it hold. Everything for people goes through here."""
         self.stdout.write(inert(text), style)
 
+    def clear(self) -> None:
+        """Begin a new screen where there is one, else a new paragraph."""
+        self.stdout.write("\x1b[H\x1b[2J" if self.stdout.isatty() else "", ending="\n")
+
     def print_json(self, value: Any) -> None:
         """Print dataclasses, mappings and sequences as JSON, in ASCII; times as ISO 8601."""
         self.stdout.write(json.dumps(value, indent=2, default=_plain))
@@ -57,6 +61,27 @@ class OutboxCommand(BaseCommand):
 def first_line(text: str | None) -> str:
     """An error in a table; --json has all of it."""
     return text.splitlines()[0] if text else ""
+
+
+def duration(seconds: float | None) -> str:
+    """A time span for people; empty for None."""
+    if seconds is None:
+        return ""
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def as_facts(fact: Mapping[str, object]) -> str:
+    """The evidence of a condition in one line, its time spans for people."""
+    return ", ".join(f"{name.removesuffix('_seconds')} {_fact(name, value)}" for name, value in fact.items())
+
+
+def _fact(name: str, value: object) -> object:
+    if name.endswith("seconds") and isinstance(value, (int, float)):
+        return duration(value)
+    return "-" if value in (None, "") else value
 
 
 def _plain(value: object) -> object:

@@ -1,0 +1,61 @@
+"""Conditions of handlers that kill or hang their process, or pause because what they need is away."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+from outbox.broker.database.executor import Executor
+from outbox.broker.database.statement import Statement
+from outbox.broker.operations.conditions import EVIDENCE, Condition, Severity, condition
+from outbox.broker.operations.summary import Summary
+from outbox.broker.operations.thresholds import Thresholds
+
+_PRESENT: Final = Statement("""
+SELECT to_regclass('{schema}.suspect') IS NOT NULL AND to_regclass('{schema}.outage') IS NOT NULL
+""")
+
+_SUSPECTS: Final = Statement("""
+SELECT hung, consumer_group.name, log.message_id::text, log.key, deaths,
+       extract(epoch FROM clock_timestamp() - suspected_at)::double precision, evidence
+FROM (SELECT * FROM {schema}.suspect ORDER BY deaths DESC, suspected_at LIMIT %(limit)s) AS suspect
+JOIN {schema}.consumer_group USING (group_id) LEFT JOIN {schema}.commit_log log USING (log_id)
+ORDER BY deaths DESC, suspected_at
+""")
+
+_OUTAGES: Final = Statement("""
+SELECT consumer_group.name, topic.name, count(*),
+       max(extract(epoch FROM clock_timestamp() - since))::double precision, (array_agg(error ORDER BY seen_at DESC))[1]
+FROM {schema}.outage JOIN {schema}.consumer_group USING (group_id) JOIN {schema}.topic USING (topic_id)
+GROUP BY 1, 2 ORDER BY 4 DESC
+""")
+
+
+def rules(run: Executor, limits: Thresholds, summary: Summary) -> Iterator[Condition]:
+    """All of this room, which needs neither limits nor summary."""
+    [present] = run.one(_PRESENT)
+    if not present:
+        return
+    crashing, hanging = [], []
+    for hung, group, message, key, deaths, age, evidence in run.rows(_SUSPECTS, {"limit": 5 * EVIDENCE}):
+        fact = {
+            "group": group,
+            "message": message,
+            "key": key,
+            "deaths": deaths,
+            "suspected_seconds": age,
+            "evidence": evidence,
+        }
+        (hanging if hung else crashing).append((Severity.CRITICAL if deaths else Severity.WARNING, fact))
+    yield from condition("crash_loop", crashing)
+    yield from condition("hung_handlers", hanging)
+    yield from condition(
+        "outage",
+        [
+            (
+                Severity.WARNING,
+                {"group": group, "topic": topic, "consumers": count, "since_seconds": age, "error": error},
+            )
+            for group, topic, count, age, error in run.rows(_OUTAGES)
+        ],
+    )
