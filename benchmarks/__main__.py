@@ -7,7 +7,7 @@ import platform
 import subprocess
 import sys
 
-NAMES = ("bulk", "modes", "web", "latency", "inbox", "checkback")
+NAMES = ("bulk", "modes", "web", "latency", "inbox", "checkback", "status")
 
 
 def main(names: list[str]) -> int:

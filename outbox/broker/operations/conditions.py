@@ -11,7 +11,8 @@ from typing import Any, Final
 # What a condition names at most; `count` says how much there is.
 EVIDENCE: Final = 20
 
-Fact = str | int | float | None
+Fact = Mapping[str, str | int | float | None]
+Judged = tuple["Severity | None", Fact]
 
 
 class Severity(enum.IntEnum):
@@ -38,7 +39,7 @@ class Condition:
 
     name: str
     severity: Severity
-    evidence: Sequence[Mapping[str, Fact]]
+    evidence: Sequence[Fact]
     count: int
 
     @property
@@ -80,7 +81,7 @@ class Verdict:
         }
 
 
-def condition(name: str, judged: Iterable[tuple[Severity | None, Mapping[str, Fact]]]) -> list[Condition]:
+def condition(name: str, judged: Iterable[Judged]) -> list[Condition]:
     """One condition of all that was judged to be bad, the worst first; none when nothing was."""
     bad = [(severity, fact) for severity, fact in judged if severity]
     if not bad:

@@ -8,7 +8,7 @@ from typing import Final
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
 from outbox.broker.operations import summary as summaries
-from outbox.broker.operations.conditions import EVIDENCE, Condition, Severity, condition
+from outbox.broker.operations.conditions import EVIDENCE, Condition, Fact, Judged, Severity, condition
 from outbox.broker.operations.summary import GroupProgress, Summary
 from outbox.broker.operations.thresholds import Thresholds
 
@@ -65,7 +65,7 @@ def _no_worker(run: Executor, groups: Iterable[GroupProgress]) -> Iterator[Condi
     by_group: dict[str, list[str]] = {}
     for group, topic in run.rows(_NO_WORKER):
         by_group.setdefault(group, []).append(topic)
-    judged = []
+    judged: list[Judged] = []
     for group, topics in by_group.items():
         lag = sum(lags.get((group, topic), 0) for topic in topics)
         shown = ", ".join(topics[:EVIDENCE]) + (" …" if len(topics) > EVIDENCE else "")
@@ -75,13 +75,14 @@ def _no_worker(run: Executor, groups: Iterable[GroupProgress]) -> Iterator[Condi
 
 
 def _lag(limits: Thresholds, summary: Summary) -> Iterator[Condition]:
-    behind, paused = [], []
+    behind: list[Judged] = []
+    paused: list[Judged] = []
     for one in sorted(summary.groups, key=lambda one: one.oldest_at or summary.now):
         if not one.lag:
             continue
         age = _age(summary, one.oldest_at)
         severity = max(filter(None, (limits.lag_seconds.judge(age), limits.lag_messages.judge(one.lag))), default=None)
-        fact = {"group": one.group, "topic": one.topic, "messages": one.lag, "oldest_seconds": age}
+        fact: Fact = {"group": one.group, "topic": one.topic, "messages": one.lag, "oldest_seconds": age}
         if one.paused:
             paused.append((Severity.WARNING, fact))
         else:
@@ -90,7 +91,7 @@ def _lag(limits: Thresholds, summary: Summary) -> Iterator[Condition]:
     yield from condition("group_paused", paused)
 
 
-def _blocked(one: summaries.BlockedQueue, summary: Summary) -> dict[str, str | int | float | None]:
+def _blocked(one: summaries.BlockedQueue, summary: Summary) -> Fact:
     return {
         "group": one.group,
         "topic": one.topic,
@@ -115,12 +116,17 @@ def _dead_letters(limits: Thresholds, summary: Summary) -> Iterator[Condition]:
 
 
 def _retry_storms(run: Executor, limits: Thresholds) -> Iterator[Condition]:
-    judged = []
+    judged: list[Judged] = []
     for one in summaries.growth(run, window_seconds=_RATE_WINDOW_SECONDS):
         finished = one.handled + one.sent_back + one.dead
         if finished and limits.retry_messages.judge(one.sent_back):
             share = one.sent_back / finished
-            fact = {"group": one.group, "sent_back": one.sent_back, "share": round(share, 3), "seconds": one.seconds}
+            fact: Fact = {
+                "group": one.group,
+                "sent_back": one.sent_back,
+                "share": round(share, 3),
+                "seconds": one.seconds,
+            }
             judged.append((limits.retry_share.judge(share), fact))
     yield from condition("retry_storm", judged)
 

@@ -7,7 +7,7 @@ from typing import Final
 
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
-from outbox.broker.operations.conditions import EVIDENCE, Condition, Severity, condition
+from outbox.broker.operations.conditions import EVIDENCE, Condition, Fact, Judged, Severity, condition
 from outbox.broker.operations.summary import Summary
 from outbox.broker.operations.thresholds import Thresholds
 
@@ -36,9 +36,10 @@ def rules(run: Executor, limits: Thresholds, summary: Summary) -> Iterator[Condi
     [present] = run.one(_PRESENT)
     if not present:
         return
-    crashing, hanging = [], []
+    crashing: list[Judged] = []
+    hanging: list[Judged] = []
     for hung, group, message, key, deaths, age, evidence in run.rows(_SUSPECTS, {"limit": 5 * EVIDENCE}):
-        fact = {
+        fact: Fact = {
             "group": group,
             "message": message,
             "key": key,

@@ -7,7 +7,7 @@ from typing import Final
 
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
-from outbox.broker.operations.conditions import EVIDENCE, Condition, Severity, condition
+from outbox.broker.operations.conditions import EVIDENCE, Condition, Fact, Judged, Severity, condition
 from outbox.broker.operations.summary import Summary
 from outbox.broker.operations.thresholds import Thresholds
 
@@ -32,13 +32,13 @@ ORDER BY parked_at LIMIT %(limit)s
 
 def rules(run: Executor, limits: Thresholds, summary: Summary) -> Iterator[Condition]:
     """All of this room."""
-    unanswered = []
+    unanswered: list[Judged] = []
     for group in summary.producers:
         due_seconds = None if group.due_since is None else max(0.0, summary.at - group.due_since)
         severity = limits.unanswered_seconds.judge(due_seconds)
         if severity:
             examples = [row[0] for row in run.rows(_UNANSWERED, {"group": group.group})]
-            fact = {
+            fact: Fact = {
                 "producer_group": group.group,
                 "undecided": group.undecided,
                 "due_seconds": due_seconds,

@@ -157,7 +157,7 @@ def count(run: Executor) -> Summary:
         run.connection.execute("SET LOCAL jit = off")
         [now] = run.one(summary_sql.NOW)
         groups = run.objects(GroupProgress, summary_sql.GROUPS)
-        found = {
+        found: dict[str, Any] = {
             "rests": run.objects(GroupRest, summary_sql.RESTS),
             "producers": run.objects(ProducerProgress, summary_sql.PRODUCERS),
             "topics": run.objects(TopicProgress, summary_sql.TOPICS),
@@ -189,12 +189,13 @@ def read(run: Executor, *, fresh_seconds: float = FRESH_SECONDS) -> Summary:
     # Where counting takes long it is done more rarely.
     if now - at > max(fresh_seconds, 2 * took / SHARE):
         return replace(count(run), is_late=True, stored_age_seconds=now - at)
+    parts: dict[str, Any] = {name: _unpacked(row_type, facts[name]) for name, row_type in _PARTS.items()}
     return Summary(
         at=at,
         now=now,
         took_seconds=took,
         stored_age_seconds=now - at,
-        **{name: _unpacked(row_type, facts[name]) for name, row_type in _PARTS.items()},
+        **parts,
     )
 
 

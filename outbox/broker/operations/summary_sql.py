@@ -40,10 +40,14 @@ WITH newest AS MATERIALIZED (
     CROSS JOIN LATERAL (SELECT log_id FROM {schema}.consume_queue entry
                         WHERE entry.queue_id = pair.queue_id AND queue_offset >= next_offset
                         ORDER BY queue_offset LIMIT 1) AS first
-    JOIN {schema}.commit_log log USING (log_id)
-    LEFT JOIN {schema}.op_log op USING (transaction_id)
+    -- OFFSET 0: one look-up each by its key, whatever the statistics of tables that grow by the second say.
+    CROSS JOIN LATERAL (SELECT half, transaction_id, stored_at, deliver_at FROM {schema}.commit_log
+                        WHERE log_id = first.log_id OFFSET 0) AS log
+    LEFT JOIN LATERAL (SELECT decided_at FROM {schema}.op_log WHERE transaction_id = log.transaction_id OFFSET 0) AS op
+      ON log.half
     LEFT JOIN LATERAL (SELECT max(failed_at) AS newest FROM {schema}.failure
-                       WHERE failure.group_id = pair.group_id AND failure.log_id = first.log_id) AS failed ON true
+                       WHERE failure.group_id = pair.group_id AND failure.log_id = first.log_id) AS failed
+      ON mode <> 'concurrent' OR is_retry
     WHERE head > next_offset
 )
 SELECT consumer_group.name AS group, topic.name AS topic, pair.is_retry, consumer_group.paused,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from psycopg.errors import LockNotAvailable
@@ -30,24 +31,30 @@ _ROOMS: Final[Sequence[Rules]] = (
 _LIMIT_WAITING: Final = Statement("SELECT set_config('lock_timeout', '1s', false)")
 
 
-def judge(run: Executor, limits: Thresholds | None = None, summary: Summary | None = None) -> Verdict:
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """A verdict, and the summary that it rests on; None where the tables could not be read."""
+
+    verdict: Verdict
+    summary: Summary | None
+
+
+def survey(run: Executor, limits: Thresholds | None = None) -> Survey:
     """All conditions that hold now, on an autocommit connection outside a transaction.
 
-    `summary`: one that was just read; else it is read here. Where the tables do not fit this code, that is the verdict.
-    The session waits for locks no longer than a second from now on.
+    Where the tables do not fit this code, or somebody keeps them locked, that is the verdict. The session waits for
+    locks no longer than a second from now on: such a table must be reported, not waited for.
     """
     limits = limits or Thresholds()
-    # A table that somebody keeps locked must be reported, not waited for.
     run.execute(_LIMIT_WAITING)
     try:
         check_schema(run.connection, run.schema)
-        summary = summary or summaries.read(run)
-        found = [one for rules in _ROOMS for one in rules(run, limits, summary)]
+        summary = summaries.read(run)
+        return Survey(worst_first(one for rules in _ROOMS for one in rules(run, limits, summary)), summary)
     except SchemaError as error:
-        return unusable(error)
+        return Survey(unusable(error), None)
     except LockNotAvailable:
-        found = list(rules_server.shut_out(run))
-    return worst_first(found)
+        return Survey(worst_first(rules_server.shut_out(run)), None)
 
 
 def unusable(error: Exception) -> Verdict:

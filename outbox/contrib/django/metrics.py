@@ -17,9 +17,8 @@ from django.db.utils import DatabaseError
 from outbox import measures
 from outbox.broker.database.statement import Statement
 from outbox.broker.operations import audit
-from outbox.broker.operations import summary as summaries
 from outbox.broker.operations.overview import overview
-from outbox.broker.operations.verdict import judge, unusable
+from outbox.broker.operations.verdict import survey, unusable
 from outbox.contrib.django.conf import get_settings
 from outbox.contrib.django.ledger_checker import ledger_aliases
 from outbox.contrib.django.watching import asking
@@ -101,16 +100,13 @@ def state() -> State:
 
     try:
         with asking() as run:
-            summary = summaries.read(run)
-            verdict = judge(run, get_settings().thresholds, summary)
+            found = survey(run, get_settings().thresholds)
+            if found.summary is None:
+                return State(found.verdict)
             sizes = dict(run.rows(_SIZES)) | _application_sizes()
-            return State(verdict, overview(run, summary), summary, audit.last(run), sizes)
+            return State(found.verdict, overview(run, found.summary), found.summary, audit.last(run), sizes)
     except (BrokerUnavailable, psycopg.OperationalError) as error:
         return State(unusable(error))
-    except psycopg.Error:
-        # Tables of another age: the verdict says which.
-        with asking() as run:
-            return State(judge(run, get_settings().thresholds))
 
 
 def _application_sizes() -> dict[str, Any]:

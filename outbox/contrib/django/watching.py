@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import psycopg
-from psycopg.errors import LockNotAvailable, UndefinedColumn, UndefinedTable
 
 from outbox.broker.database.executor import Executor
 from outbox.broker.operations import audit, health
-from outbox.broker.operations import summary as summaries
 from outbox.broker.operations.conditions import Verdict
 from outbox.broker.operations.health import Health
 from outbox.broker.operations.overview import Overview, overview
-from outbox.broker.operations.verdict import judge, unusable
+from outbox.broker.operations.verdict import survey, unusable
 from outbox.contrib.django.conf import get_settings
 from outbox.contrib.django.databases import broker_connection, broker_database, refuse_in_memory
 from outbox.errors import BrokerUnavailable
@@ -40,11 +38,8 @@ def look() -> Look:
     limits = get_settings().thresholds
     try:
         with asking() as run:
-            verdict = judge(run, limits)
-            with suppress(LockNotAvailable, UndefinedTable, UndefinedColumn):
-                return Look(verdict, overview(run, summaries.read(run)))
-            # The verdict says why there is nothing more to see.
-            return Look(verdict, None)
+            found = survey(run, limits)
+            return Look(found.verdict, None if found.summary is None else overview(run, found.summary))
     except (BrokerUnavailable, psycopg.OperationalError) as error:
         return Look(unusable(error), None)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import datetime
 from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError, CommandParser
@@ -61,6 +63,24 @@ class OutboxCommand(BaseCommand):
 def first_line(text: str | None) -> str:
     """An error in a table; --json has all of it."""
     return text.splitlines()[0] if text else ""
+
+
+def positive(text: str) -> int:
+    """For argparse: a number of rows."""
+    if not text.isdigit() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 on")
+    return int(text)
+
+
+def moment(text: str) -> datetime:
+    """For argparse: a time with its zone."""
+    try:
+        found = datetime.fromisoformat(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no time: write it like 2026-01-31T08:00:00+00:00") from None
+    if found.tzinfo is None:
+        raise argparse.ArgumentTypeError(f"{text!r} has no time zone: write it like 2026-01-31T08:00:00+00:00")
+    return found
 
 
 def duration(seconds: float | None) -> str:
