@@ -5,21 +5,27 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from io import StringIO
+from pathlib import Path
 from typing import Any
 
 import pytest
 from django.core.management import call_command
 
-from outbox.broker.operations.conditions import CATALOGUE
+from outbox.broker.operations.conditions import CATALOGUE, Severity
+from outbox.contrib.django import metrics
 from outbox.contrib.django.watching import look, probe
+from outbox.contrib.prometheus.rules import alert_name
 from tests.django.faults import FAULTS, World, new_world
+from tests.prometheus import promtool
 
 pytestmark = pytest.mark.usefixtures("databases", "no_subscribers")
 
 
 @pytest.fixture
-def world(databases: None, outbox_settings: Callable[..., None]) -> Iterator[World]:
+def world(databases: None, outbox_settings: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     """A healthy broker."""
+    # Else a scrape would show what another test saw five seconds ago.
+    monkeypatch.setattr(metrics, "_collector", None)
     with new_world(outbox_settings) as world:
         yield world
 
@@ -34,6 +40,12 @@ def status(*arguments: str) -> tuple[int, str]:
     return 0, out.getvalue()
 
 
+def samples(text: str) -> dict[str, float]:
+    """Series and values of an exposition."""
+    lines = [line for line in text.splitlines() if not line.startswith("#")]
+    return {series: float(value) for series, _, value in (line.rpartition(" ") for line in lines)}
+
+
 def test_a_healthy_broker_has_no_condition(world: World) -> None:
     assert look().verdict.conditions == []
     code, text = status()
@@ -46,7 +58,7 @@ def test_every_condition_has_its_fault() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(FAULTS))
-def test_a_fault_is_named_with_evidence_and_exit_code(world: World, name: str) -> None:
+def test_a_fault_is_named_with_evidence_and_exit_code(world: World, name: str, tmp_path: Path) -> None:
     assert name not in {condition.name for condition in look().verdict.conditions}
     FAULTS[name](world)
     code, text = status("--json")
@@ -56,3 +68,12 @@ def test_a_fault_is_named_with_evidence_and_exit_code(world: World, name: str) -
     assert code == {"warning": 1, "critical": 2}[json.loads(text)["severity"]] >= 1
     code, text = status()
     assert f" {name}: " in text and CATALOGUE[name].next_step.split("`")[0] in text
+    scraped = samples(metrics.render().decode())
+    series = f'outbox_condition{{name="{name}"}}'
+    assert scraped[series] == Severity[found[name]["severity"].upper()]
+    if promtool.PROGRAM is not None:
+        label = {"name": name, "severity": found[name]["severity"]}
+        said = {"summary": CATALOGUE[name].meaning, "description": CATALOGUE[name].next_step}
+        conditions = {key: value for key, value in scraped.items() if key.startswith("outbox_condition")}
+        promtool.fires(tmp_path, conditions, alert_name(name), [{"exp_labels": label, "exp_annotations": said}])
+        promtool.fires(tmp_path, {series: 0}, alert_name(name), [])
