@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 # A loop goes round every second, and waits for a database that does not answer at most as long as a lease lasts.
 LIVE_SECONDS: Final = 30.0
 _SUFFIX: Final = ".heartbeat"
+_FIGURES: Final = "metrics"
 
 
 def expect(names: Iterable[str]) -> dict[str, dict[str, str]]:
@@ -36,7 +37,7 @@ def expect(names: Iterable[str]) -> dict[str, dict[str, str]]:
     folder = get_settings().health_directory
     if folder is None:
         return {name: {} for name in names}
-    figures = Path(folder) / "metrics"
+    figures = Path(folder) / _FIGURES
     figures.mkdir(parents=True, exist_ok=True)
     for left in (*Path(folder).glob(f"*{_SUFFIX}"), *figures.glob("*.db")):
         left.unlink(missing_ok=True)
@@ -46,6 +47,12 @@ def expect(names: Iterable[str]) -> dict[str, dict[str, str]]:
         path.touch()
         signs[name] = {heartbeat.VARIABLE: str(path), metrics.DIRECTORY_VARIABLE: str(figures)}
     return signs
+
+
+def of_monitor() -> dict[str, str]:
+    """The variables of the process that serves what the others leave."""
+    folder = get_settings().health_directory
+    return {metrics.DIRECTORY_VARIABLE: str(Path(folder) / _FIGURES)} if folder else {}
 
 
 def live() -> Health:

@@ -34,7 +34,9 @@ def child_specs() -> list[ChildSpec]:
     roles = {"broker": "broker", **dict.fromkeys(consumers, "consumer")}
     signs = probes.expect(roles)
     children = [_child(name, role, signs[name]) for name, role in roles.items()]
-    return [*children, _child("monitor", "monitor", {})] if settings.health_address else children
+    if settings.health_address is None:
+        return children
+    return [*children, _child("monitor", "monitor", probes.of_monitor())]
 
 
 def _child(name: str, role: str, environment: Mapping[str, str]) -> ChildSpec:
