@@ -7,7 +7,7 @@ import platform
 import subprocess
 import sys
 
-NAMES = ("bulk", "modes", "web", "latency", "inbox", "checkback", "status")
+NAMES = ("bulk", "modes", "web", "latency", "inbox", "checkback", "status", "metrics")
 
 
 def main(names: list[str]) -> int:

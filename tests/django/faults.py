@@ -2,101 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
 from uuid import uuid4
 
-import psycopg
 import pytest
 from django.db import connections, transaction
 
 from outbox import Delivery
-from outbox.broker.database.executor import Executor
-from outbox.broker.groups.registration import register
 from outbox.broker.maintenance import retention
 from outbox.broker.maintenance.retention import RetentionSettings
 from outbox.broker.operations import audit, summary, switches
-from outbox.broker.sequencer.leader import LeaderLease
-from outbox.broker.transaction import checks
 from outbox.contrib.django import publish, subscriber
 from outbox.contrib.django.broker import flusher, get_broker
-from outbox.contrib.django.conf import get_settings
-from outbox.contrib.django.databases import alias_conninfo, broker_database
 from outbox.contrib.django.periodic import run_check_back
 from outbox.contrib.django.workers import consumer_runtime
 from outbox.errors import PermanentError, WrongDatabase
-from outbox.subscription import Subscription
 from outbox.transaction import Answer, Decision, EndTransaction
+from tests.django.broker_world import NOWHERE, World
 from tests.django.conftest import point_alias
-from tests.django.state import rolled_back
-from tests.django.support import sequence
 from tests.support import eventually
-
-NOWHERE = "postgresql://nobody@127.0.0.1:9/nothing"
-
-
-@dataclass(frozen=True)
-class World:
-    """A fresh broker, a connection to it, and what faults need around it."""
-
-    broker: psycopg.Connection[Any]
-    stack: contextlib.ExitStack
-    change_settings: Callable[..., None]
-
-    @property
-    def run(self) -> Executor:
-        return Executor(self.broker, "outbox")
-
-    def sql(self, statement: str, *parameters: Any) -> list[tuple[Any, ...]]:
-        cursor = self.broker.execute(statement.encode(), parameters or None)
-        return cursor.fetchall() if cursor.description else []
-
-    def session(self, name: str) -> psycopg.Connection[Any]:
-        """Another session, closed with the test."""
-        return self.stack.enter_context(
-            psycopg.connect(alias_conninfo("broker"), autocommit=True, application_name=name)
-        )
-
-    def lead(self) -> None:
-        """Hold the leader's lease, as a broker process does, without sequencing."""
-        assert LeaderLease("outbox", uuid4(), term_seconds=600).hold(self.broker) == 0.0
-
-    def limits(self, **pairs: Sequence[float | None]) -> None:
-        """Change thresholds."""
-        self.change_settings(THRESHOLDS=pairs)
-
-    def subscribe(self, group: str = "effects", topic: str = "orders") -> None:
-        """A group that is known, and of which nobody runs."""
-        register(self.run, Subscription(topic=topic, group=group))
-
-    def publish(self, count: int = 1, topic: str = "orders") -> None:
-        """Committed and queued messages."""
-        for number in range(count):
-            publish(topic, {}, key=f"k{number}")
-        sequence()
-
-    def age(self, seconds: float) -> None:
-        """Let what is stored be older than it is."""
-        for table, columns in (
-            ("commit_log", ["stored_at"]),
-            ("op_log", ["decided_at"]),
-            ("pending_check", ["stored_at", "due_at", "immune_until"]),
-        ):
-            moved = ", ".join(f"{column} = {column} - make_interval(secs => {seconds})" for column in columns)
-            self.sql(f"UPDATE outbox.{table} SET {moved}")
-
-    def half(self) -> None:
-        """A transaction that nobody decided and whose producer is gone."""
-        with rolled_back():
-            publish("orders", {}, key="half")
-        flusher.flush(within_seconds=5)
-        checks.scan(self.run, settings=get_settings().check)
-        self.sql("UPDATE outbox.pending_check SET due_at = now(), immune_until = now()")
-
 
 Fault = Callable[[World], None]
 FAULTS: dict[str, Fault] = {}
@@ -109,21 +34,25 @@ def fault(inject: Fault) -> Fault:
 
 @fault
 def unreachable(world: World) -> None:
+    """The broker's database is gone."""
     point_alias("broker", NOWHERE)
 
 
 @fault
 def schema_version(world: World) -> None:
+    """The code needs a change that the tables lack."""
     world.sql("UPDATE outbox.schema_version SET change = 1")
 
 
 @fault
 def no_sequencer(world: World) -> None:
+    """Every broker process is stopped."""
     world.sql("UPDATE outbox.leader_lease SET expires_at = now()")
 
 
 @fault
 def ticks_late(world: World) -> None:
+    """A process leads and does not sequence."""
     publish("orders", {}, key="unread")
     flusher.flush(within_seconds=5)
     world.age(30)
@@ -131,23 +60,27 @@ def ticks_late(world: World) -> None:
 
 @fault
 def summary_late(world: World) -> None:
+    """A process leads and does not count."""
     summary.refresh(world.run)
     world.sql("UPDATE outbox.summary SET at = at - interval '1 hour'")
 
 
 @fault
 def check_back_late(world: World) -> None:
+    """Nothing drives check-back of a service any more."""
     world.sql("INSERT INTO outbox.periodic_pass VALUES ('shop', 'check_back', 30, now() - interval '5 minutes')")
 
 
 @fault
 def unanswered(world: World) -> None:
+    """A producer died in a transaction and its service does not come back."""
     world.half()
     world.age(300)
 
 
 @fault
 def parked(world: World) -> None:
+    """Check-back cannot find out what became of a transaction."""
     world.change_settings(MAX_CHECKS=1)
     world.half()
     claimed = get_broker().claim_checks("shop")
@@ -157,6 +90,7 @@ def parked(world: World) -> None:
 
 @fault
 def contradicted(world: World) -> None:
+    """A commit and a rollback are reported for one transaction."""
     world.half()
     [(transaction_id,)] = world.sql("SELECT transaction_id FROM outbox.pending_check")
     for decision in (Decision.COMMIT, Decision.ROLLBACK):
@@ -165,11 +99,13 @@ def contradicted(world: World) -> None:
 
 @fault
 def refused(world: World) -> None:
+    """An end is reported for a transaction nobody knows."""
     get_broker().end([EndTransaction(transaction_id=uuid4(), decision=Decision.COMMIT, producer_group="shop")])
 
 
 @fault
 def wrong_ledger(world: World) -> None:
+    """The ledger is emptied while a transaction is undecided."""
     world.half()
     with connections["default"].cursor() as cursor:
         cursor.execute("TRUNCATE outbox_ledger")
@@ -178,6 +114,7 @@ def wrong_ledger(world: World) -> None:
 
 @fault
 def checker_disagrees(world: World) -> None:
+    """A look-up says the opposite of the ledger."""
     world.half()
     [check] = get_broker().claim_checks("shop")
     said = Answer(transaction_id=check.transaction_id, decision=Decision.ROLLBACK, detail="look-up: True", alarm=True)
@@ -186,12 +123,14 @@ def checker_disagrees(world: World) -> None:
 
 @fault
 def no_worker(world: World) -> None:
+    """A subscribed group has messages and no process."""
     world.subscribe()
     world.publish()
 
 
 @fault
 def lag(world: World) -> None:
+    """Messages wait for two minutes."""
     world.subscribe()
     world.publish(3)
     world.age(120)
@@ -199,6 +138,8 @@ def lag(world: World) -> None:
 
 @fault
 def blocked_queue(world: World) -> None:
+    """An ordered handler fails on the same message again and again."""
+
     @subscriber("payments", group="strict", mode="orderly")
     def strict(delivery: Delivery) -> None:
         raise ValueError("out of order")
@@ -217,6 +158,8 @@ def blocked_queue(world: World) -> None:
 
 @fault
 def stopped_queue(world: World) -> None:
+    """A handler's policy stops its queue."""
+
     @subscriber("payments", group="strict", mode="orderly", on_error={ValueError: "stop"})
     def strict(delivery: Delivery) -> None:
         raise ValueError("out of order")
@@ -227,6 +170,7 @@ def stopped_queue(world: World) -> None:
 
 @fault
 def group_paused(world: World) -> None:
+    """An operator pauses a group and forgets it."""
     world.subscribe()
     switches.pause(world.run, "effects")
     world.publish()
@@ -260,16 +204,19 @@ def suspect(world: World, *, hung: bool) -> None:
 
 @fault
 def crash_loop(world: World) -> None:
+    """A message kills the process that handles it."""
     suspect(world, hung=False)
 
 
 @fault
 def hung_handlers(world: World) -> None:
+    """A handler never returns."""
     suspect(world, hung=True)
 
 
 @fault
 def outage(world: World) -> None:
+    """What a handler needs is away."""
     world.subscribe()
     world.sql(SUSPECTS)
     world.sql(
@@ -280,6 +227,8 @@ def outage(world: World) -> None:
 
 @fault
 def dead_letters(world: World) -> None:
+    """A handler gives a message up."""
+
     @subscriber("orders", group="effects")
     def effect(delivery: Delivery) -> None:
         raise PermanentError("cannot ever work")
@@ -290,6 +239,8 @@ def dead_letters(world: World) -> None:
 
 @fault
 def retry_storm(world: World) -> None:
+    """A handler fails on everything, and all of it is sent back."""
+
     @subscriber("orders", group="effects")
     def effect(delivery: Delivery) -> None:
         raise ConnectionError("the shipping service is down")
@@ -304,6 +255,8 @@ def retry_storm(world: World) -> None:
 
 @fault
 def retention_behind(world: World) -> None:
+    """Nothing removes what is consumed and old."""
+
     @subscriber("orders", group="effects")
     def effect(delivery: Delivery) -> None:
         pass
@@ -315,6 +268,7 @@ def retention_behind(world: World) -> None:
 
 @fault
 def expired(world: World) -> None:
+    """A group is away for longer than messages are kept."""
     world.subscribe()
     world.publish()
     world.age(40 * 24 * 3600)
@@ -323,6 +277,7 @@ def expired(world: World) -> None:
 
 @fault
 def transaction_open(world: World) -> None:
+    """A session forgets its transaction."""
     world.limits(TRANSACTION_SECONDS=(0, None))
     session = world.session("a report")
     session.execute("BEGIN")
@@ -331,7 +286,7 @@ def transaction_open(world: World) -> None:
 
 @fault
 def lock_held(world: World) -> None:
-    """A table is locked as by a migration: readers are kept out too."""
+    """A migration locks a table, and readers are kept out too."""
     session = world.session("a migration")
     session.execute("BEGIN")
     session.execute("LOCK TABLE outbox.consumer_group IN ACCESS EXCLUSIVE MODE")
@@ -339,6 +294,7 @@ def lock_held(world: World) -> None:
 
 @fault
 def open_since_resync(world: World) -> None:
+    """A publishing transaction is open across a restore."""
     session = world.session("a forgotten one")
     session.execute("BEGIN")
     session.execute("INSERT INTO outbox.op_log (transaction_id, decision, decided_by, log_ids)"
@@ -349,21 +305,25 @@ def open_since_resync(world: World) -> None:
 
 @fault
 def space(world: World) -> None:
+    """The tables outgrow their limit."""
     world.limits(SPACE_BYTES=(1, None))
 
 
 @fault
 def xid_age(world: World) -> None:
+    """Transaction ids are not frozen."""
     world.limits(XID_AGE=(1, None))
 
 
 @fault
 def sequence_age(world: World) -> None:
+    """An identity column nears its end."""
     world.sql("SELECT setval(pg_get_serial_sequence('outbox.queue', 'queue_id'), 2000000000)")
 
 
 @fault
 def replica_lag(world: World) -> None:
+    """A replica is gone and its slot keeps WAL."""
     world.limits(REPLICA_LAG_BYTES=(0, None))
     name = f"gone_{uuid4().hex}"
     world.sql("SELECT pg_create_physical_replication_slot(%s, true)", name)
@@ -372,6 +332,7 @@ def replica_lag(world: World) -> None:
 
 @fault
 def path_flipped(world: World) -> None:
+    """A process is led to another database than the one it must write to."""
     world.change_settings(PATH="atomic")
     with pytest.raises(WrongDatabase), transaction.atomic():
         publish("orders", {})
@@ -379,6 +340,7 @@ def path_flipped(world: World) -> None:
 
 @fault
 def not_conserved(world: World) -> None:
+    """A queue entry is deleted by hand."""
     world.publish(2)
     world.sql("DELETE FROM outbox.consume_queue WHERE log_id = (SELECT min(log_id) FROM outbox.consume_queue)")
     assert audit.run_once(world.run).differences
@@ -386,14 +348,5 @@ def not_conserved(world: World) -> None:
 
 @fault
 def rejecting(world: World) -> None:
+    """An operator refuses transactional messages and forgets it."""
     world.sql("UPDATE outbox.broker SET reject_transactional = true")
-
-
-@contextlib.contextmanager
-def new_world(change_settings: Callable[..., None]) -> Iterator[World]:
-    """A broker that somebody leads, and nothing else."""
-    with contextlib.ExitStack() as stack:
-        connection = stack.enter_context(closing(broker_database().connect(name="test")))
-        world = World(connection, stack, change_settings)
-        world.lead()
-        yield world

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from io import StringIO
+from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
@@ -23,8 +25,8 @@ from outbox.contrib.django import publish, subscriber
 from outbox.contrib.django.databases import alias_conninfo
 from outbox.contrib.django.doctor import examine
 from outbox.retry import RetryPolicy
+from tests.django.broker_world import NOWHERE, World, new_world
 from tests.django.conftest import point_alias
-from tests.django.faults import NOWHERE, World, new_world
 from tests.django.state import rolled_back
 from tests.spark import pooler
 
@@ -174,8 +176,11 @@ def test_messages_of_a_key(world: World) -> None:
 
 
 @pytest.mark.skipif(pooler.PROGRAM is None, reason="PgBouncer is not installed")
-def test_a_pooler_in_between(world: World, tmp_path_factory: pytest.TempPathFactory) -> None:
-    with pooler.pooled(alias_conninfo("broker"), tmp_path_factory.mktemp("pool"), size=2) as through:
+def test_a_pooler_in_between(world: World) -> None:
+    with (
+        tempfile.TemporaryDirectory(prefix="outbox-pool-") as folder,
+        pooler.pooled(alias_conninfo("broker"), Path(folder), size=2) as through,
+    ):
         for listen, severity in ((None, Severity.CRITICAL), ("", Severity.OK)):
             database = BrokerDatabase(through, listen_conninfo=listen)
             with database.connect() as connection:

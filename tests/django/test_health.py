@@ -26,8 +26,8 @@ from outbox.contrib.django.broker import flusher
 from outbox.contrib.django.databases import broker_database
 from outbox.contrib.django.watching import look, probe
 from tests.broker.support import wire
+from tests.django.broker_world import NOWHERE
 from tests.django.conftest import point_alias
-from tests.django.faults import NOWHERE
 
 pytestmark = pytest.mark.usefixtures("databases", "no_subscribers")
 

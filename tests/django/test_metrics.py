@@ -24,7 +24,7 @@ from outbox.contrib.django.workers import consumer_runtime
 from outbox.contrib.prometheus import collector, rules
 from outbox.contrib.prometheus.collector import BrokerCollector, State
 from outbox.contrib.prometheus.recorder import MOST_TOPICS, OTHERS, PrometheusRecorder
-from tests.django.faults import World, new_world
+from tests.django.broker_world import World, new_world
 from tests.django.processes import process
 from tests.django.shop.models import Effect
 from tests.prometheus import promtool

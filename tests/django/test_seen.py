@@ -15,8 +15,11 @@ from outbox.broker.operations.conditions import CATALOGUE, Severity
 from outbox.contrib.django import metrics
 from outbox.contrib.django.watching import look, probe
 from outbox.contrib.prometheus.rules import alert_name
-from tests.django.faults import FAULTS, World, new_world
+from tests.django.broker_world import World, new_world
+from tests.django.faults import FAULTS
 from tests.prometheus import promtool
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "operations.md"
 
 pytestmark = pytest.mark.usefixtures("databases", "no_subscribers")
 
@@ -40,6 +43,12 @@ def status(*arguments: str) -> tuple[int, str]:
     return 0, out.getvalue()
 
 
+def row(name: str, severity: str) -> str:
+    """Of the table of faults in docs/operations.md."""
+    code = Severity[severity.upper()]
+    return f"| {FAULTS[name].__doc__} | `{name}` | {code:d} | {code:d} | {alert_name(name)} |"
+
+
 def samples(text: str) -> dict[str, float]:
     """Series and values of an exposition."""
     lines = [line for line in text.splitlines() if not line.startswith("#")]
@@ -57,6 +66,13 @@ def test_every_condition_has_its_fault() -> None:
     assert sorted(FAULTS) == sorted(CATALOGUE)
 
 
+def test_the_page_says_what_every_condition_means() -> None:
+    lines = PAGE.read_text().splitlines()
+    rows = [f"| `{name}` | {kind.meaning} | {kind.next_step} |" for name, kind in CATALOGUE.items()]
+    assert [line for line in lines if line.startswith("| `") and line in rows] == rows
+    assert len([line for line in lines if line.endswith("|") and "| Outbox" in line]) == len(FAULTS)
+
+
 @pytest.mark.parametrize("name", sorted(FAULTS))
 def test_a_fault_is_named_with_evidence_and_exit_code(world: World, name: str, tmp_path: Path) -> None:
     assert name not in {condition.name for condition in look().verdict.conditions}
@@ -71,6 +87,7 @@ def test_a_fault_is_named_with_evidence_and_exit_code(world: World, name: str, t
     scraped = samples(metrics.render().decode())
     series = f'outbox_condition{{name="{name}"}}'
     assert scraped[series] == Severity[found[name]["severity"].upper()]
+    assert row(name, found[name]["severity"]) in PAGE.read_text().splitlines(), "docs/operations.md has the row"
     if promtool.PROGRAM is not None:
         label = {"name": name, "severity": found[name]["severity"]}
         said = {"summary": CATALOGUE[name].meaning, "description": CATALOGUE[name].next_step}

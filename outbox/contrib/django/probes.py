@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -53,6 +54,14 @@ def of_monitor() -> dict[str, str]:
     """The variables of the process that serves what the others leave."""
     folder = get_settings().health_directory
     return {metrics.DIRECTORY_VARIABLE: str(Path(folder) / _FIGURES)} if folder else {}
+
+
+@contextmanager
+def alone(name: str) -> Iterator[None]:
+    """This process is a worker by itself: it leaves its own signs, and serves them, during the block."""
+    os.environ.update({key: value for key, value in expect([name])[name].items() if key == heartbeat.VARIABLE})
+    with served():
+        yield
 
 
 def live() -> Health:

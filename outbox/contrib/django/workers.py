@@ -112,11 +112,16 @@ def run_all(stop: threading.Event) -> None:
         supervisor.stop()
 
 
+def _by_itself(name: str, role: Callable[[], None]) -> None:
+    with probes.alone(name):
+        role()
+
+
 # What `outbox_worker --role` offers: functions of the stop event and the groups named.
 ROLES: Final[Mapping[str, Callable[[threading.Event, Sequence[str]], None]]] = {
     "all": lambda stop, groups: run_all(stop),
-    "broker": lambda stop, groups: run_broker_role(stop),
-    "consumer": lambda stop, groups: run_consumer_role(stop, groups=groups),
+    "broker": lambda stop, groups: _by_itself("broker", lambda: run_broker_role(stop)),
+    "consumer": lambda stop, groups: _by_itself("consumer", lambda: run_consumer_role(stop, groups=groups)),
     "check": lambda stop, groups: run_check_role(stop),
     "monitor": lambda stop, groups: run_monitor_role(stop),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import dataclass
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -15,6 +16,16 @@ OTHERS: Final = "(others)"
 # Of a batch so many waits are observed: the cost per message stays small.
 _SAMPLES: Final = 10
 _BUCKETS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 60.0, 600.0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """The metrics of one subscription."""
+
+    handler: Histogram
+    start: Histogram
+    end: Histogram
+    failed: Counter
 
 
 class PrometheusRecorder:
@@ -55,17 +66,37 @@ class PrometheusRecorder:
             "outbox_checks", "Check-backs by answer.", ["producer_group", "answer"], registry=registry
         )
 
+        # Finding a metric by its labels costs more than adding to it.
+        self._paths: dict[str, Histogram] = {}
+        self._sent: dict[tuple[str, str], Counter] = {}
+        self._places: dict[tuple[str, str], _Place] = {}
+
     def published(self, topics: list[str], path: str, seconds: float) -> None:
-        self._publish.labels(path).observe(seconds)
+        publish = self._paths.get(path)
+        if publish is None:
+            publish = self._paths[path] = self._publish.labels(path)
+        publish.observe(seconds)
         for topic in set(topics):
-            self._published.labels(self._bounded(topic), path).inc(topics.count(topic))
+            sent = self._sent.get((topic, path))
+            if sent is None:
+                sent = self._published.labels(self._bounded(topic), path)
+                if topic in self._topics:
+                    self._sent[topic, path] = sent
+            sent.inc(topics.count(topic))
 
     def handled(self, group: str, topic: str, waited: list[float], seconds: float, *, failed: int) -> None:
-        topic = self._bounded(topic)
-        self._handler.labels(group, topic).observe(seconds)
+        place = self._places.get((group, topic))
+        if place is None:
+            # Declared in code, so there are few of them.
+            labels = (group, topic)
+            place = self._places[labels] = _Place(
+                *(metric.labels(*labels) for metric in (self._handler, self._start, self._end)),
+                failed=self._failed.labels(*labels),
+            )
+        place.handler.observe(seconds)
         if failed:
-            self._failed.labels(group, topic).inc(failed)
-        start, end = self._start.labels(group, topic), self._end.labels(group, topic)
+            place.failed.inc(failed)
+        start, end = place.start, place.end
         for wait in waited[:: max(1, len(waited) // _SAMPLES)]:
             start.observe(wait)
             end.observe(wait + seconds)
