@@ -10,6 +10,8 @@ import pytest
 from django.db import connections, transaction
 
 from outbox import Delivery
+from outbox.broker.log import incidents
+from outbox.broker.log.incidents import Incident
 from outbox.broker.maintenance import retention
 from outbox.broker.maintenance.retention import RetentionSettings
 from outbox.broker.operations import audit, summary, switches
@@ -204,6 +206,13 @@ def suspect(world: World, *, hung: bool) -> None:
 
 @fault
 def crash_loop(world: World) -> None:
+    """A process dies three times in ten minutes."""
+    died = [("process_died", "consumer-1 on host", "was ended by signal 9")] * 3
+    incidents.record(world.run, [Incident(*one) for one in died])
+
+
+@fault
+def suspects(world: World) -> None:
     """A message kills the process that handles it."""
     suspect(world, hung=False)
 
@@ -219,9 +228,16 @@ def outage(world: World) -> None:
     """What a handler needs is away."""
     world.subscribe()
     world.sql(SUSPECTS)
+    alive = uuid4()
+    world.sql(
+        "INSERT INTO outbox.consumer (instance_id, group_id, topics, host, pid, expires_at)"
+        " SELECT %s, group_id, ARRAY['orders'], 'host', 1, now() + interval '1 minute' FROM outbox.consumer_group",
+        alive,
+    )
     world.sql(
         "INSERT INTO outbox.outage (instance_id, group_id, topic_id, error)"
-        " SELECT gen_random_uuid(), group_id, topic_id, 'ConnectionError: shipping' FROM outbox.subscription"
+        " SELECT %s, group_id, topic_id, 'ConnectionError: shipping' FROM outbox.subscription",
+        alive,
     )
 
 

@@ -7,6 +7,7 @@ import re
 import socket
 import urllib.request
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -189,6 +190,9 @@ def test_a_worker_serves_what_its_processes_measure(databases: None, tmp_path: P
         except OSError:
             return ""
 
+    def scraped(series: str) -> bool:
+        return series in fetched("/metrics")
+
     with process(["-m", "django", "outbox_worker"], outbox=settings, quiet=True):
         publish("orders", {}, key="one")
         eventually(lambda: Effect.objects.filter(number="step-one").exists(), within_seconds=60, what="the effects")
@@ -201,4 +205,4 @@ def test_a_worker_serves_what_its_processes_measure(databases: None, tmp_path: P
             'outbox_handled_messages_total{group="effects",topic="steps"} 1.0',
             'outbox_condition{name="no_sequencer"} 0.0',
         ):
-            eventually(lambda series=series: series in fetched("/metrics"), within_seconds=60, what=series)
+            eventually(partial(scraped, series), within_seconds=60, what=series)

@@ -165,6 +165,10 @@ CATALOGUE: Final[Mapping[str, Kind]] = {
         "`outbox_group resume GROUP` when the reason is over.",
     ),
     "crash_loop": Kind(
+        "A process of a worker dies again and again.",
+        "Look at its log and at `suspects`; the evidence says how it died last (signal 9: often out of memory).",
+    ),
+    "suspects": Kind(
         "Messages were being handled when their process died; they are tried alone, the third death ends it.",
         "`outbox_trace ID` shows the message; mend the handler before it is a dead letter, or replay it then.",
     ),

@@ -15,6 +15,16 @@ _PRESENT: Final = Statement("""
 SELECT to_regclass('{schema}.suspect') IS NOT NULL AND to_regclass('{schema}.outage') IS NOT NULL
 """)
 
+# A process that dies so often within so many seconds is in a crash loop; there is an incident per death.
+_DEATHS: Final = 3
+_DEATHS_SECONDS: Final = 600.0
+_CRASH_LOOPS: Final = Statement("""
+SELECT subject, count(*), max(at)::text, (array_agg(detail ORDER BY incident_id DESC))[1]
+FROM (SELECT * FROM {schema}.incident WHERE at > clock_timestamp() - make_interval(secs => %(seconds)s)
+      ORDER BY at DESC LIMIT 1000) AS recent
+WHERE kind = 'process_died' GROUP BY subject HAVING count(*) >= %(deaths)s ORDER BY 2 DESC
+""")
+
 _SUSPECTS: Final = Statement("""
 SELECT hung, consumer_group.name, log.message_id::text, log.key, deaths,
        extract(epoch FROM clock_timestamp() - suspected_at)::double precision, evidence
@@ -27,12 +37,21 @@ _OUTAGES: Final = Statement("""
 SELECT consumer_group.name, topic.name, count(*),
        max(extract(epoch FROM clock_timestamp() - since))::double precision, (array_agg(error ORDER BY seen_at DESC))[1]
 FROM {schema}.outage JOIN {schema}.consumer_group USING (group_id) JOIN {schema}.topic USING (topic_id)
+WHERE EXISTS (SELECT FROM {schema}.consumer
+              WHERE consumer.instance_id = outage.instance_id AND expires_at > clock_timestamp())
 GROUP BY 1, 2 ORDER BY 4 DESC
 """)
 
 
 def rules(run: Executor, limits: Thresholds, summary: Summary) -> Iterator[Condition]:
     """All of this room, which needs neither limits nor summary."""
+    yield from condition(
+        "crash_loop",
+        [
+            (Severity.CRITICAL, {"process": process, "deaths": deaths, "last": last, "detail": detail})
+            for process, deaths, last, detail in run.rows(_CRASH_LOOPS, {"seconds": _DEATHS_SECONDS, "deaths": _DEATHS})
+        ],
+    )
     [present] = run.one(_PRESENT)
     if not present:
         return
@@ -48,7 +67,7 @@ def rules(run: Executor, limits: Thresholds, summary: Summary) -> Iterator[Condi
             "evidence": evidence,
         }
         (hanging if hung else crashing).append((Severity.CRITICAL if deaths else Severity.WARNING, fact))
-    yield from condition("crash_loop", crashing)
+    yield from condition("suspects", crashing)
     yield from condition("hung_handlers", hanging)
     yield from condition(
         "outage",

@@ -88,10 +88,11 @@ class PrometheusRecorder:
         place = self._places.get((group, topic))
         if place is None:
             # Declared in code, so there are few of them.
-            labels = (group, topic)
-            place = self._places[labels] = _Place(
-                *(metric.labels(*labels) for metric in (self._handler, self._start, self._end)),
-                failed=self._failed.labels(*labels),
+            place = self._places[group, topic] = _Place(
+                handler=self._handler.labels(group, topic),
+                start=self._start.labels(group, topic),
+                end=self._end.labels(group, topic),
+                failed=self._failed.labels(group, topic),
             )
         place.handler.observe(seconds)
         if failed:
