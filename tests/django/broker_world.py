@@ -93,3 +93,12 @@ def new_world(change_settings: Callable[..., None]) -> Iterator[World]:
         world = World(connection, stack, change_settings)
         world.lead()
         yield world
+
+
+Fault = Callable[[World], None]
+FAULTS: dict[str, Fault] = {}
+
+
+def fault(inject: Fault) -> Fault:
+    FAULTS[inject.__name__] = inject
+    return inject

@@ -15,8 +15,8 @@ from outbox.broker.operations.conditions import CATALOGUE, Severity
 from outbox.contrib.django import metrics
 from outbox.contrib.django.watching import look, probe
 from outbox.contrib.prometheus.rules import alert_name
-from tests.django.broker_world import World, new_world
-from tests.django.faults import FAULTS
+from tests.django import faults, faults_of_groups
+from tests.django.broker_world import FAULTS, World, new_world
 from tests.prometheus import promtool
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "operations.md"
@@ -63,6 +63,7 @@ def test_a_healthy_broker_has_no_condition(world: World) -> None:
 
 
 def test_every_condition_has_its_fault() -> None:
+    assert {fault.__module__ for fault in FAULTS.values()} == {faults.__name__, faults_of_groups.__name__}
     assert sorted(FAULTS) == sorted(CATALOGUE)
 
 
