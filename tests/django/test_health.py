@@ -15,16 +15,19 @@ from uuid import uuid4
 
 import pytest
 from django.core.management import call_command
+from django.db import connections
 from django.test import Client
 
 from outbox import heartbeat
 from outbox.broker.database.executor import Executor
 from outbox.broker.operations import health as broker_health
 from outbox.broker.sequencer.leader import LeaderLease
+from outbox.broker.sequencer.sequencer import Sequencer
 from outbox.contrib.django import probes, publish
 from outbox.contrib.django.broker import flusher
 from outbox.contrib.django.databases import broker_database
 from outbox.contrib.django.watching import look, probe
+from outbox.errors import ConfigurationError
 from tests.broker.support import wire
 from tests.django.broker_world import NOWHERE
 from tests.django.conftest import point_alias
@@ -121,6 +124,34 @@ def test_signs_of_life(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert health("--live")[0] == 1
     probes.expect(["broker"])
     assert probes.live().is_healthy, "the one that is not expected any more is forgotten"
+
+
+def test_a_resynchronisation_is_not_taken_for_a_hung_loop(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    signs = probes.expect(["broker"])
+    beat(monkeypatch, signs, "broker", ready=True)
+    with closing(broker_database().connect()) as connection:
+        connection.execute("UPDATE outbox.broker SET system_identifier = '1'")
+        Sequencer(broker_database(), uuid4()).run_once(connection)
+    assert (directory / "broker.heartbeat").stat().st_mtime > time.time() + 600
+    beat(monkeypatch, signs, "broker", ready=True)
+    assert (directory / "broker.heartbeat").stat().st_mtime < time.time() + 600
+
+
+def test_who_may_not_look_is_told_what_to_grant(led: None) -> None:
+    name = f"blind_{uuid4().hex}"
+    entry = connections["broker"].settings_dict
+    user, options = entry["USER"], entry["OPTIONS"]
+    with closing(broker_database().connect()) as connection:
+        connection.execute(f'CREATE ROLE "{name}"'.encode())
+        try:
+            connection.execute(f'GRANT USAGE ON SCHEMA outbox TO "{name}"'.encode())
+            connection.execute(f'GRANT SELECT ON outbox.schema_version TO "{name}"'.encode())
+            entry["OPTIONS"] = {**options, "options": f"-c role={name}"}
+            with pytest.raises(ConfigurationError, match="Grant it SELECT"):
+                look()
+        finally:
+            entry["USER"], entry["OPTIONS"] = user, options
+            connection.execute(f'DROP OWNED BY "{name}"; DROP ROLE "{name}"'.encode())
 
 
 def fetch(port: int, path: str) -> tuple[int, str]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import psycopg
+from psycopg.errors import InsufficientPrivilege
 
 from outbox.broker.database.executor import Executor
 from outbox.broker.operations import audit, health
@@ -18,7 +19,7 @@ from outbox.broker.operations.overview import Overview, overview
 from outbox.broker.operations.verdict import survey, unusable
 from outbox.contrib.django.conf import get_settings
 from outbox.contrib.django.databases import broker_connection, broker_database, refuse_in_memory
-from outbox.errors import BrokerUnavailable
+from outbox.errors import BrokerUnavailable, ConfigurationError
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,11 @@ def look() -> Look:
             return Look(found.verdict, None if found.summary is None else overview(run, found.summary))
     except (BrokerUnavailable, psycopg.OperationalError) as error:
         return Look(unusable(error), None)
+    except InsufficientPrivilege as error:
+        raise ConfigurationError(
+            f"the role of the broker's alias may not look: {error.diag.message_primary}. Grant it SELECT on all tables "
+            f"of the broker's schema; `outbox_doctor` names what is missing."
+        ) from error
 
 
 def probe() -> Health:
@@ -61,6 +67,8 @@ def run_audit() -> dict[str, Any]:
 
 def audit_when_due() -> dict[str, Any]:
     """`run_audit`, unless anybody has audited within most of OUTBOX['AUDIT_INTERVAL_SECONDS']."""
+    if get_settings().in_memory:
+        return {}
     with broker_connection() as (connection, schema):
         last = audit.last(Executor(connection, schema))
     if last is not None and last.age_seconds < 0.9 * get_settings().audit_interval_seconds:
