@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from outbox.contrib.prometheus.rules import alert_name
 from tests.django import faults, faults_of_groups
 from tests.django.broker_world import FAULTS, World, new_world
 from tests.prometheus import promtool
+from tests.support import eventually
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "operations.md"
 
@@ -95,3 +97,37 @@ def test_a_fault_is_named_with_evidence_and_exit_code(world: World, name: str, t
         conditions = {key: value for key, value in scraped.items() if key.startswith("outbox_condition")}
         promtool.fires(tmp_path, conditions, alert_name(name), [{"exp_labels": label, "exp_annotations": said}])
         promtool.fires(tmp_path, {series: 0}, alert_name(name), [])
+
+
+def holder(name: str) -> dict[str, Any]:
+    """The evidence of `lock_held` about a session."""
+    [found] = [one for one in look().verdict.conditions if one.name == "lock_held"]
+    return next(dict(fact) for fact in found.evidence if fact["application"] == name)
+
+
+def test_a_row_that_somebody_keeps_locked(world: World) -> None:
+    world.limits(LOCK_SECONDS=(0, None))
+    world.subscribe()
+    session, waiting = world.session("a console"), world.session("outbox-coordinator")
+    session.execute("BEGIN")
+    session.execute("SELECT FROM outbox.consumer_group FOR UPDATE")
+    with ThreadPoolExecutor(1) as pool:
+        blocked = pool.submit(waiting.execute, "UPDATE outbox.consumer_group SET paused = true")
+        eventually(lambda: "lock_held" in {one.name for one in look().verdict.conditions}, what="the waiting session")
+        assert holder("a console")["session"] == f"session {session.info.backend_pid}"
+        assert holder("a console")["state"] == "idle in transaction" and holder("a console")["query_start"]
+        session.execute("ROLLBACK")
+        blocked.result(20)
+
+
+def test_a_migration_that_waits_keeps_readers_out_and_who_holds_it_up_is_named(world: World) -> None:
+    session, migration = world.session("a report"), world.session("a migration")
+    session.execute("BEGIN")
+    session.execute("SELECT FROM outbox.consumer_group")
+    with ThreadPoolExecutor(1) as pool:
+        locking = "BEGIN; LOCK TABLE outbox.consumer_group IN ACCESS EXCLUSIVE MODE; ROLLBACK"
+        blocked = pool.submit(migration.execute, locking)
+        eventually(lambda: "lock_held" in {one.name for one in look().verdict.conditions}, what="the migration")
+        assert holder("a report")["session"] == f"session {session.info.backend_pid}"
+        session.execute("ROLLBACK")
+        blocked.result(20)

@@ -198,7 +198,7 @@ CATALOGUE: Final[Mapping[str, Kind]] = {
     ),
     "transaction_open": Kind(
         "A session's transaction has been open for long: vacuum cannot remove what it might still see.",
-        "End it: `SELECT pg_terminate_backend(PID)`, or COMMIT/ROLLBACK PREPARED, or drop the replication slot.",
+        "End it: `SELECT pg_terminate_backend(PID)`, or COMMIT or ROLLBACK PREPARED what is prepared.",
     ),
     "lock_held": Kind(
         "A session holds a lock that the broker's sessions wait for.",

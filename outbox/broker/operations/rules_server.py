@@ -7,11 +7,11 @@ from typing import Final
 
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
-from outbox.broker.operations.conditions import Condition, Severity, condition
+from outbox.broker.operations.conditions import Condition, Fact, Severity, condition
 from outbox.broker.operations.summary import Summary
 from outbox.broker.operations.thresholds import Thresholds
 
-# Sessions, prepared transactions and slots that hold back vacuum here. Of another role's session PostgreSQL shows no
+# Sessions and prepared transactions that hold back vacuum here. Of another role's session PostgreSQL shows no
 # more than its id without pg_read_all_stats.
 _OPEN: Final = Statement("""
 SELECT 'session ' || pid, application_name, coalesce(state, 'not visible'), query_start::text,
@@ -19,6 +19,8 @@ SELECT 'session ' || pid, application_name, coalesce(state, 'not visible'), quer
 FROM pg_stat_activity
 WHERE (datname = current_database() OR backend_type = 'walsender') AND pid <> pg_backend_pid()
   AND (backend_xmin IS NOT NULL OR backend_xid IS NOT NULL) AND xact_start IS NOT NULL
+  -- Vacuum itself holds back nobody.
+  AND backend_type <> 'autovacuum worker'
 UNION ALL
 SELECT 'prepared transaction ' || quote_literal(gid), owner::text, 'prepared', NULL,
        extract(epoch FROM clock_timestamp() - prepared)::double precision
@@ -111,26 +113,33 @@ def rules(run: Executor, limits: Thresholds, summary: Summary) -> Iterator[Condi
 
 
 def shut_out(run: Executor) -> Iterator[Condition]:
-    """For who could not even read the broker's tables: the sessions that keep them locked."""
+    """For who could not even read the broker's tables: the sessions that keep them locked, or wait to do so."""
     names = ("session", "application", "state", "query_start", "age_seconds", "table")
-    facts = [dict(zip(names, row, strict=True)) for row in run.rows(_EXCLUSIVE)]
-    yield from condition("lock_held", [(Severity.CRITICAL, fact) for fact in facts or [{"session": "not found"}]])
+    facts: list[Fact] = [dict(zip(names, row, strict=True)) for row in run.rows(_EXCLUSIVE)]
+    facts += [fact for _, fact in _waiting(run)]
+    yield from condition("lock_held", [(Severity.CRITICAL, fact) for fact in facts or [{"session": "gone meanwhile"}]])
 
 
 def _locks(run: Executor, limits: Thresholds) -> Iterator[Condition]:
-    judged = []
-    for who, application, state, began, age, waiting, waiting_name, waited in run.rows(_LOCKS):
-        fact = {
-            "session": who or "a prepared transaction",
-            "application": application,
-            "state": state,
-            "query_start": began,
-            "age_seconds": age,
-            "waiting": f"session {waiting} ({waiting_name})",
-            "waiting_seconds": waited,
-        }
-        judged.append((limits.lock_seconds.judge(waited), fact))
+    judged = [(limits.lock_seconds.judge(waited), fact) for waited, fact in _waiting(run)]
     yield from condition("lock_held", judged)
+
+
+def _waiting(run: Executor) -> Iterator[tuple[float, Fact]]:
+    """Who waits for a lock here, for how long, and who holds it."""
+    for who, application, state, began, age, waiting, waiting_name, waited in run.rows(_LOCKS):
+        yield (
+            waited,
+            {
+                "session": who or "a prepared transaction",
+                "application": application,
+                "state": state,
+                "query_start": began,
+                "age_seconds": age,
+                "waiting": f"session {waiting} ({waiting_name})",
+                "waiting_seconds": waited,
+            },
+        )
 
 
 def _space(run: Executor, limits: Thresholds) -> Iterator[Condition]:
