@@ -15,7 +15,7 @@ from django.core.management import call_command
 from outbox.broker.operations.conditions import CATALOGUE, Severity
 from outbox.contrib.django import metrics
 from outbox.contrib.django.watching import look, probe
-from outbox.contrib.prometheus.rules import alert_name
+from outbox.contrib.prometheus.rules import ALERTS, alert_name
 from tests.django import faults, faults_of_groups
 from tests.django.broker_world import FAULTS, World, new_world
 from tests.prometheus import promtool
@@ -91,6 +91,8 @@ def test_a_fault_is_named_with_evidence_and_exit_code(world: World, name: str, t
     series = f'outbox_condition{{name="{name}"}}'
     assert scraped[series] == Severity[found[name]["severity"].upper()]
     assert row(name, found[name]["severity"]) in PAGE.read_text().splitlines(), "docs/operations.md has the row"
+    rule = ALERTS.read_text().split(f"alert: {alert_name(name)}\n")[1]
+    assert json.loads(rule.split("expr: ")[1].splitlines()[0]) == f"max by (name) ({series}) > 0"
     if promtool.PROGRAM is not None:
         label = {"name": name, "severity": found[name]["severity"]}
         said = {"summary": CATALOGUE[name].meaning, "description": CATALOGUE[name].next_step}
