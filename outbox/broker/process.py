@@ -12,12 +12,14 @@ from uuid import UUID, uuid4
 
 import psycopg
 
+from outbox import heartbeat, measures
 from outbox.backoff import Backoff
 from outbox.broker.database import notify, timeouts
 from outbox.broker.database.connection import BrokerDatabase
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.notify import Announcements, Channel
 from outbox.broker.maintenance.service import MaintenanceService
+from outbox.broker.operations.summary_service import SummaryService
 from outbox.broker.schema.install import check_schema
 from outbox.broker.sequencer.leader import DEFAULT_TERM_SECONDS, LeaderLease
 from outbox.broker.sequencer.sequencer import Sequencer, TickCounts
@@ -43,6 +45,7 @@ class ProcessSettings:
     poll_seconds: float = 1.0
     pace_seconds: float = 0.005
     maintenance_seconds: float = 30.0
+    summary_seconds: float = 5.0
     check: CheckSettings = field(default_factory=CheckSettings)
 
 
@@ -66,6 +69,7 @@ def run_broker(database: BrokerDatabase, stop: threading.Event, *, settings: Pro
             continue
         failures = _BACKOFF.failures_in_a_row(failures, ran_seconds=time.monotonic() - started)
         pause = _BACKOFF.pause_seconds(failures)
+        heartbeat.beat(ready=False)
         logger.warning("sequencing is interrupted, trying again in %.1f s: %s", pause, problem)
         stop.wait(pause)
 
@@ -83,12 +87,16 @@ def _serve(database: BrokerDatabase, stop: threading.Event, owner: UUID, setting
         sequencer = Sequencer(database, owner, check=settings.check)
         logger.info("broker process for schema %r is ready", database.schema)
         while not stop.is_set():
+            heartbeat.beat(ready=True)
             remaining = lease.hold(connection)
             if remaining:
                 stop.wait(min(remaining, settings.poll_seconds))
                 announcements.wait(0)
                 continue
-            with MaintenanceService(database, settings.check, every_seconds=settings.maintenance_seconds):
+            with (
+                MaintenanceService(database, settings.check, every_seconds=settings.maintenance_seconds),
+                SummaryService(database, every_seconds=settings.summary_seconds),
+            ):
                 _lead(run, stop, lease, sequencer, announcements, settings)
         lease.release(connection)
 
@@ -103,11 +111,14 @@ def _lead(
 ) -> None:
     logger.info("leading the broker in schema %r", run.schema)
     while not stop.is_set():
+        heartbeat.beat(ready=True)
         if lease.hold(run.connection):
             logger.warning("another process leads now")
             return
         started = time.monotonic()
         counts = sequencer.run_once(run.connection)
+        if counts.ticked and measures.recorder is not None:
+            measures.recorder.ticked(time.monotonic() - started, counts.appended)
         if counts.appended:
             notify.notify(run, Channel.QUEUED)
         if counts.more:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from contextlib import closing
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -16,16 +15,14 @@ from django.core.management.base import CommandError
 from django.db import connections, transaction
 
 from outbox import Delivery
-from outbox.broker.sequencer.sequencer import Sequencer
 from outbox.contrib.django import publish, subscriber
-from outbox.contrib.django.broker import flusher
-from outbox.contrib.django.databases import broker_database
 from outbox.contrib.django.management import commands
 from outbox.contrib.django.workers import consumer_runtime
 from outbox.errors import PermanentError
 from tests.django.conftest import point_alias
 from tests.django.shop.models import Effect
 from tests.django.state import decisions, rolled_back
+from tests.django.support import sequence
 
 pytestmark = pytest.mark.usefixtures("databases", "no_subscribers")
 
@@ -38,16 +35,6 @@ def call(*arguments: str) -> str:
 
 def call_json(*arguments: str) -> Any:
     return json.loads(call(*arguments, "--json"))
-
-
-def sequence() -> None:
-    """Queue everything that is decided."""
-    flusher.flush(within_seconds=5)
-    database = broker_database()
-    with closing(database.connect()) as connection:
-        sequencer = Sequencer(database, uuid4())
-        while sequencer.run_once(connection).appended:
-            pass
 
 
 def consume() -> None:
@@ -222,31 +209,11 @@ def test_dead_letters_are_listed_and_replayed() -> None:
     assert "poison" in call("outbox_dead_letter", "list")
 
 
-@pytest.mark.usefixtures("_effects")
-def test_status_exits_with_1_when_a_queue_is_stopped() -> None:
-    @subscriber("payments", group="strict", mode="orderly", on_error={ValueError: "stop"})
-    def strict(delivery: Delivery) -> None:
-        raise ValueError("out of order")
-
-    publish("payments", {}, key="first")
-    consume()
-    with pytest.raises(SystemExit) as ended:
-        call("outbox_status")
-    assert ended.value.code == 1
-    out = StringIO()
-    with pytest.raises(SystemExit):
-        call_command("outbox_status", "--json", stdout=out)
-    status = json.loads(out.getvalue())
-    assert [queue["topic"] for queue in status["halted"]] == ["payments"]
-    assert any("outbox_group resume strict" in problem for problem in status["problems"])
-    assert any(topic["name"] == "payments" for topic in status["broker"]["topics"])
-
-
 def test_without_a_broker_commands_say_so(
     outbox_settings: Callable[..., None], new_database: Callable[..., str]
 ) -> None:
     point_alias("broker", new_database())
-    for command in (["outbox_check"], ["outbox_status"], ["outbox_topic", "list"], ["outbox_group", "list"]):
+    for command in (["outbox_check"], ["outbox_audit"], ["outbox_topic", "list"], ["outbox_group", "list"]):
         with pytest.raises(CommandError, match="migrate --database"):
             call(*command)
     connections["broker"].close()

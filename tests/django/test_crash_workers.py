@@ -14,10 +14,11 @@ import pytest
 from django.db import transaction
 
 from outbox import faults
+from outbox.broker.database.executor import Executor
+from outbox.broker.operations.status import broker_status
 from outbox.contrib.django import publish
 from outbox.contrib.django.broker import flusher
 from outbox.contrib.django.databases import broker_connection
-from outbox.contrib.django.operations import project_status
 from tests.django.processes import process
 from tests.django.shop.models import Effect, Order
 from tests.django.state import rolled_back, stored
@@ -115,7 +116,8 @@ def steps_by_key() -> dict[str, list[int]]:
 
 def differences() -> list[str]:
     """The equations of conservation that do not hold, and what is still on its way."""
-    status = project_status().broker
+    with broker_connection() as (connection, schema):
+        status = broker_status(Executor(connection, schema))
     on_its_way = [f"{group.name}: lag {group.lag}" for group in status.groups if group.lag]
     return [
         *(difference for topic in status.topics for difference in topic.totals.differences()),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -12,12 +13,13 @@ from django.db import transaction
 
 from outbox import faults
 from outbox.broker.database.executor import Executor
-from outbox.broker.operations.dead_letters import list_dead_letters
+from outbox.broker.operations.conditions import Condition
+from outbox.broker.operations.dead_letters import DeadLetter, list_dead_letters
 from outbox.contrib.django import publish
 from outbox.contrib.django.broker import flusher
 from outbox.contrib.django.databases import broker_connection
 from outbox.contrib.django.models import InboxEntry
-from outbox.contrib.django.operations import project_status
+from outbox.contrib.django.watching import look
 from tests.django.processes import ROOT, child, environment, process
 from tests.django.shop.models import Effect, Order
 from tests.django.state import decisions
@@ -76,12 +78,15 @@ def test_a_worker_without_celery_supervises_drains_and_leaves_nothing_behind() -
 
 
 def test_a_message_that_kills_its_process_is_named_and_given_up() -> None:
-    problems: set[str] = set()
+    named: list[Condition] = []
 
     def is_given_up() -> bool:
-        status = project_status()
-        problems.update(status.problems)
-        return any(group.dead == 1 for group in status.broker.groups)
+        named.extend(look().verdict.conditions)
+        return any(letter.key == "kills-two" for letter in dead())
+
+    def dead() -> Sequence[DeadLetter]:
+        with broker_connection() as (connection, schema):
+            return list_dead_letters(Executor(connection, schema))
 
     with process(["-m", "django", "outbox_worker"], quiet=True) as worker:
         for number in ["one", "kills-two", "three"]:
@@ -89,11 +94,11 @@ def test_a_message_that_kills_its_process_is_named_and_given_up() -> None:
         eventually(is_given_up, within_seconds=90)
         eventually(lambda: effects() == sorted(["one", "step-one", "three", "step-three"]), within_seconds=30)
         assert worker.poll() is None
-    assert any("key 'kills-two'" in text and "is suspected of killing its process" in text for text in problems)
+    assert "kills-two" in {fact["key"] for one in named if one.name == "suspects" for fact in one.evidence}
     # Once among others and three times alone: a crash loop, for as long as that is recent.
-    assert any(text.startswith("consumer-1 on ") and "died 4 times" in text for text in project_status().problems)
-    with broker_connection() as (connection, schema):
-        (letter,) = list_dead_letters(Executor(connection, schema))
+    [loop] = [one for one in look().verdict.conditions if one.name == "crash_loop"]
+    assert [(str(fact["process"]).split()[0], fact["deaths"]) for fact in loop.evidence] == [("consumer-1", 4)]
+    (letter,) = dead()
     assert letter.key == "kills-two" and letter.error.startswith("KillsItsProcess: ")
 
 

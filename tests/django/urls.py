@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from asgiref.sync import sync_to_async
 from django.http import HttpRequest, HttpResponse
-from django.urls import path
+from django.urls import include, path
 
 from outbox.contrib.django import publish, transactional_message
 from tests.django.shop.models import Order
@@ -43,6 +43,7 @@ async def create_async(request: HttpRequest, number: str) -> HttpResponse:
 
 
 urlpatterns = [
+    path("outbox/", include("outbox.contrib.django.urls")),
     path("create/<number>", create),
     path("decorated/<number>", create_decorated),
     path("async/<number>", create_async),

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 import psycopg
 
+from outbox import heartbeat
 from outbox.broker.consumer.session import ConsumerSession, ringing
 from outbox.broker.database.connection import BrokerDatabase
 from outbox.broker.database.executor import Executor
@@ -88,6 +89,7 @@ class ConsumerRuntime:
                 break
             except (psycopg.OperationalError, BrokerUnavailable) as error:
                 failures += 1
+                heartbeat.beat(ready=False)
                 logger.warning("consuming cannot begin yet, trying again: %s", error)
                 stop.wait(RECONNECT.pause_seconds(failures))
         else:

@@ -12,6 +12,7 @@ from typing import Final
 
 import psycopg
 
+from outbox import heartbeat
 from outbox.broker.consumer.bell import Bell
 from outbox.broker.consumer.coordinator import Coordinator
 from outbox.broker.database.connection import BrokerDatabase
@@ -83,6 +84,7 @@ class ConsumerSession:
         while True:
             try:
                 self._step()
+                heartbeat.beat(ready=True)
                 if until():
                     return
                 self._wait(self._polled_at + POLL_SECONDS - time.monotonic())
@@ -94,6 +96,7 @@ class ConsumerSession:
                 if until():
                     return
                 failures += 1
+                heartbeat.beat(ready=False)
                 pause = RECONNECT.pause_seconds(failures)
                 logger.warning("consuming is interrupted, trying again in %.1f s: %s", pause, error)
                 self.bell.wait(pause)

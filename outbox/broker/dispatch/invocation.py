@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 
-from outbox import faults, fence
+from outbox import faults, fence, measures
 from outbox.broker.dispatch.fetch import LOG_ID, deliver, restore
 from outbox.broker.dispatch.running_calls import RunningCalls
 from outbox.broker.dispatch.work import NOT_STARTED, Result, Work
@@ -56,6 +57,8 @@ class Caller:
         if not deliveries:
             return results
         subscribed = work.subscribed
+        recorder = measures.recorder
+        started = time.time() if recorder is not None else 0.0
         with fence.attempt(work.fence_reason), self._noted(work, places):
             outcomes = self._invoker(
                 subscribed.subscription, subscribed.handler, deliveries, generation=subscribed.group.generation
@@ -67,6 +70,11 @@ class Caller:
             )
         for place, outcome in zip(places, outcomes, strict=True):
             results[place] = outcome
+        if recorder is not None:
+            subscription = subscribed.subscription
+            failed = sum(isinstance(outcome, BaseException) for outcome in outcomes)
+            took = time.time() - started
+            recorder.handled(subscription.group, subscription.topic, _waits(deliveries, started), took, failed=failed)
         return results
 
     @contextlib.contextmanager
@@ -110,3 +118,13 @@ class Caller:
             deliveries.append(deliver(message, body, group, item.queue.name, item.offset, item.attempt))
             places.append(place)
         return deliveries, places
+
+
+def _waits(deliveries: Sequence[Delivery], now: float) -> list[float]:
+    """How long messages have waited for their first call, since they were published or due, by this machine's clock."""
+    since = [
+        max(filter(None, (delivery.message.born_at, delivery.message.deliver_at)))
+        for delivery in deliveries
+        if delivery.attempt == 1
+    ]
+    return [max(0.0, now - moment.timestamp()) for moment in since]

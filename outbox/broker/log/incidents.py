@@ -28,6 +28,8 @@ class IncidentKind(enum.StrEnum):
     """A checker reported something wrong, such as another ledger."""
     RESYNC = "resync"
     """The broker's transaction ids started over; it compared its log with its queues."""
+    PATH = "path"
+    """A process found the broker elsewhere than it had proven."""
     EXPIRED = "expired"
     """Retention removed messages that a consumer group had not consumed."""
     PROCESS_DIED = "process_died"

@@ -233,7 +233,7 @@ def broker_status(run: Executor) -> BrokerStatus:
             {"kind": one.kind, "subject": one.subject, "detail": one.detail, "at": one.at.isoformat() if one.at else ""}
             for one in incidents.recent(run)
         ]
-        still_open = run.objects(OpenTransaction, status_sql.OPEN_SINCE_RESYNC)
+        still_open = open_since_resync(run)
         undecided = undecided_groups(run)
         suspected = list(suspects.list_suspects(run))
         outages = run.objects(OutageStatus, status_sql.OUTAGES)
@@ -260,6 +260,11 @@ def broker_status(run: Executor) -> BrokerStatus:
             *map(str, [*unasked, *suspected, *outages, *crash_loops]),
         ],
     )
+
+
+def open_since_resync(run: Executor) -> list[OpenTransaction]:
+    """Publishing transactions from before the last resynchronisation that have not ended, the oldest first."""
+    return run.objects(OpenTransaction, status_sql.OPEN_SINCE_RESYNC)
 
 
 def _problems(

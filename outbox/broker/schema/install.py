@@ -30,6 +30,7 @@ _FILES: Final = {
     8: "0008_periodic_pass.sql",
     9: "0009_told_views.sql",
     10: "0010_meaning.sql",
+    11: "0011_operations.sql",
 }
 SCHEMA_VERSION: Final = max(_FILES)
 

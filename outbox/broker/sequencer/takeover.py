@@ -6,8 +6,9 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
-from outbox import faults
+from outbox import faults, heartbeat
 from outbox.broker.database import timeouts
 from outbox.broker.database.arrays import bigints, cursor_on, integers, xids
 from outbox.broker.database.connection import Connection, ReachedServer, reached_server
@@ -21,6 +22,9 @@ from outbox.broker.transaction import checks
 from outbox.transaction import CheckSettings
 
 logger = logging.getLogger(__name__)
+
+# Comparing all decisions with all queues takes minutes at most; who was taken for hung meanwhile would never get done.
+_RESYNC_SECONDS: Final = 3600.0
 
 
 @dataclass
@@ -146,6 +150,7 @@ def _resync_if_needed(run: Executor, check: CheckSettings, *, local: bool) -> No
     if not broker.is_compared:
         reasons.append(f"version 0.1 began incarnation {broker.incarnation}")
     if reasons:
+        heartbeat.busy(_RESYNC_SECONDS)
         _resync(run, check, reached, "; ".join(reasons), local=local)
 
 

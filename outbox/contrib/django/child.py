@@ -18,7 +18,14 @@ import django
 from outbox.broker.consumer.runtime import tune_garbage_collector
 from outbox.broker.process_log import write_log
 from outbox.broker.supervisor import HUNG_EXIT_CODE, end_within, stop_on_signals, stop_with_parent
-from outbox.contrib.django.workers import ROLES, Role, run_broker_and_check_roles, run_consumer_role
+from outbox.contrib.django.workers import (
+    Role,
+    run_broker_and_check_roles,
+    run_broker_role,
+    run_check_role,
+    run_consumer_role,
+    run_monitor_role,
+)
 from outbox.errors import HandlersHung, OutboxError
 
 # How long an interpreter with hanging threads may take to end in the ordinary way.
@@ -33,8 +40,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("roles", nargs="+", choices=list(Role), metavar="ROLE", help=", ".join(Role))
     parser.add_argument("--group", action="append", default=[], help="consumer: only this group (repeatable)")
     options = parser.parse_args(arguments)
-    if Role.CONSUMER in options.roles and len(options.roles) > 1:
-        parser.error("a consumer is a process of its own: only broker and check go together")
+    if len(options.roles) > 1 and {Role.CONSUMER, Role.MONITOR} & set(options.roles):
+        parser.error("each of these is a process of its own: only broker and check go together")
     name = "+".join(options.roles)
     stop = threading.Event()
     stop_on_signals(stop)
@@ -70,10 +77,14 @@ def run_roles(roles: Sequence[str], stop: threading.Event, *, groups: Sequence[s
     if Role.CONSUMER in roles:
         tune_garbage_collector()
         run_consumer_role(stop, groups=groups)
+    elif Role.MONITOR in roles:
+        run_monitor_role(stop)
     elif len(set(roles)) > 1:
         run_broker_and_check_roles(stop)
+    elif Role.BROKER in roles:
+        run_broker_role(stop)
     else:
-        ROLES[roles[0]](stop, groups)
+        run_check_role(stop)
     logger.info("%s drained and ends", name)
 
 

@@ -24,6 +24,7 @@ from django.utils.module_loading import import_string
 from outbox import names
 from outbox.broker.database.conninfo import read_conninfo
 from outbox.broker.database.statement import check_schema_name
+from outbox.broker.operations.thresholds import Limits, Thresholds
 from outbox.errors import ConfigurationError, InvalidName
 from outbox.safe_text import mask_passwords
 from outbox.topic import DEFAULT_QUEUE_COUNT, DEFAULT_RETENTION_SECONDS, MessageType, Topic
@@ -72,6 +73,11 @@ class OutboxSettings:
     handler's connection gives up waiting for locks within half of it, and being idle in its transaction within four
     fifths, so that a frozen process blocks nobody. `drain_seconds` is what a worker's processes have to finish when it
     stops, before they are killed. `celery_app` is the dotted path of the Celery app that gets the transactional tasks.
+
+    `thresholds` says from where on the status warns, `audit_interval_seconds` how often conservation is audited.
+    `metrics` measures what each process does, for prometheus-client; who scrapes without being staff shows
+    `metrics_token`. In `health_directory` a worker's processes leave signs of life and figures for metrics; a process
+    more serves /live, /ready and /metrics at `health_address` (HOST:PORT).
     """
 
     in_memory: bool = False
@@ -97,6 +103,12 @@ class OutboxSettings:
     lease_seconds: float = 10.0
     drain_seconds: float = 20.0
     celery_app: str | None = None
+    thresholds: Thresholds = field(default_factory=Thresholds)
+    audit_interval_seconds: float = _DAY
+    metrics: bool = False
+    metrics_token: str | None = field(default=None, repr=False)
+    health_directory: str | None = None
+    health_address: str | None = None
 
     def required_producer_group(self) -> str:
         """The producer group; ConfigurationError when there is none."""
@@ -283,6 +295,34 @@ def _types(where: str, value: Any) -> frozenset[MessageType]:
     return frozenset(MessageType(item) for item in value)
 
 
+def _address(where: str, value: Any) -> str | None:
+    if value is None:
+        return None
+    host, _, port = _text(where, value).rpartition(":")
+    if not host or not port.isdigit() or int(port) > 65535:
+        raise _wrong(where, value, "HOST:PORT, like '0.0.0.0:9464', or None")
+    return str(value)
+
+
+def _thresholds(where: str, value: Any) -> Thresholds:
+    if not isinstance(value, Mapping):
+        raise _wrong(where, value, "a dictionary like {'LAG_SECONDS': (60, 600)}: warning and critical, None for never")
+    known = {item.name.upper(): item.name for item in fields(Thresholds)}
+    for key in value:
+        if key not in known:
+            raise ConfigurationError(f"{where}[{key!r}] is not a threshold.{_nearest(str(key), list(known))}")
+    return Thresholds(**{known[key]: _limits(f"{where}[{key!r}]", pair) for key, pair in value.items()})
+
+
+def _limits(where: str, value: Any) -> Limits:
+    if not isinstance(value, (list, tuple)) or len(value) != 2:
+        raise _wrong(where, value, "a pair (warning, critical) of numbers, None for never")
+    for one in value:
+        if one is not None and (isinstance(one, bool) or not isinstance(one, (int, float)) or one < 0):
+            raise _wrong(where, value, "a pair (warning, critical) of numbers from 0 on, None for never")
+    return Limits(*value)
+
+
 _TOPIC_RULES: Final[Mapping[str, Rule]] = {
     "types": _types,
     "queue_count": _whole(1),
@@ -317,6 +357,12 @@ _RULES: Final[Mapping[str, Rule]] = {
     "LEASE_SECONDS": _seconds(1),
     "DRAIN_SECONDS": _seconds(0),
     "CELERY_APP": _text_or_none,
+    "THRESHOLDS": _thresholds,
+    "AUDIT_INTERVAL_SECONDS": _seconds(1),
+    "METRICS": _flag,
+    "METRICS_TOKEN": _text_or_none,
+    "HEALTH_DIRECTORY": _text_or_none,
+    "HEALTH_ADDRESS": _address,
 }
 
 

@@ -69,11 +69,16 @@ def broker_connection() -> Iterator[tuple[Connection, str]]:
     Raises BrokerUnavailable, ConfigurationError, or SchemaError when the tables are missing or of another age.
     """
     settings = get_settings()
-    if settings.in_memory:
-        raise ConfigurationError("OUTBOX['IN_MEMORY'] is on: there is no broker outside this process to look at.")
+    refuse_in_memory(settings)
     with broker_database(settings).connect(name="outbox-command") as connection:
         check_schema(connection, settings.schema)
         yield connection, settings.schema
+
+
+def refuse_in_memory(settings: OutboxSettings) -> None:
+    """Raise ConfigurationError where there is no broker to look at."""
+    if settings.in_memory:
+        raise ConfigurationError("OUTBOX['IN_MEMORY'] is on: there is no broker outside this process to look at.")
 
 
 def alias_conninfo(alias: str) -> str:

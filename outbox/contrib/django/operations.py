@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,7 +15,6 @@ from outbox.broker.operations import dead_letters, switches
 from outbox.broker.operations.dead_letters import Selection
 from outbox.broker.operations.deletion import Loss
 from outbox.broker.operations.queue_status import QueueStatus, list_queues
-from outbox.broker.operations.status import BrokerStatus, broker_status
 from outbox.broker.postgres import PostgresBroker
 from outbox.broker.transaction.checks import find_undecided
 from outbox.contrib.django.broker import get_broker
@@ -26,38 +24,6 @@ from outbox.errors import UnknownTopic, UsageError
 from outbox.recall import Recall
 from outbox.topic import Topic
 from outbox.transaction import DecidedBy, Decision, EndStatus, EndTransaction
-
-
-@dataclass(frozen=True, slots=True)
-class ProjectStatus:
-    """The broker's state, every queue that does not go on, and what needs attention."""
-
-    broker: BrokerStatus
-    halted: Sequence[QueueStatus]
-    problems: Sequence[str]
-
-    def as_json(self) -> dict[str, Any]:
-        """For --json."""
-        return {
-            "broker": dataclasses.asdict(self.broker),
-            "halted": [dataclasses.asdict(queue) for queue in self.halted],
-            "problems": list(self.problems),
-        }
-
-
-def project_status() -> ProjectStatus:
-    """Look at everything once."""
-    with broker_connection() as (connection, schema):
-        broker = broker_status(Executor(connection, schema))
-        halted = [queue for queue in list_queues(Executor(connection, schema)) if queue.stopped or queue.blocked_by]
-    return ProjectStatus(broker, halted, [*broker.problems, *map(_halted, halted)])
-
-
-def _halted(queue: QueueStatus) -> str:
-    where = f"group {queue.group!r}, topic {queue.topic!r}, queue {queue.number}"
-    if queue.stopped:
-        return f"{where} is stopped: {queue.stopped}. `outbox_group resume {queue.group}` once that is mended."
-    return f"{where} is blocked by message {queue.blocked_by} since {queue.blocked_since}: {queue.blocked_error}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,15 +6,27 @@ connection. What it found stays for the life of the process, so that a failover 
 
 from __future__ import annotations
 
+import logging
+import os
+import socket
+import time
+from typing import Final
+
+import psycopg
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.utils import DatabaseError, InterfaceError
 
+from outbox.broker.database.executor import Executor
 from outbox.broker.database.place import Place, find_mark, marked
+from outbox.broker.log import incidents
+from outbox.broker.log.incidents import Incident, IncidentKind
 from outbox.contrib.django.broker import remembered_paths
 from outbox.contrib.django.conf import OutboxSettings, PathChoice
 from outbox.contrib.django.databases import broker_database, place_named_by
 from outbox.contrib.django.in_tests import refuse_in_tests
-from outbox.errors import ConfigurationError, SendFailed, WrongDatabase
+from outbox.errors import ConfigurationError, OutboxError, SendFailed, WrongDatabase
+
+logger = logging.getLogger(__name__)
 
 
 def takes_atomic_path(connection: BaseDatabaseWrapper, settings: OutboxSettings) -> bool:
@@ -38,7 +50,7 @@ def takes_atomic_path(connection: BaseDatabaseWrapper, settings: OutboxSettings)
     if named not in paths:
         proven = prove(connection, settings)
         if proven is None and (settings.path is PathChoice.ATOMIC or connection.alias == settings.broker):
-            raise _elsewhere(connection, settings)
+            raise _reported(_elsewhere(connection, settings), connection.alias, settings)
         paths.setdefault(named, proven)
     return paths[named] is not None
 
@@ -55,7 +67,7 @@ def confirm(connection: BaseDatabaseWrapper, settings: OutboxSettings, place: Pl
     if paths.get(named) == place:
         return
     if prove(connection, settings) != place:
-        raise _elsewhere(connection, settings)
+        raise _reported(_elsewhere(connection, settings), connection.alias, settings)
     paths[named] = place
 
 
@@ -73,6 +85,26 @@ def prove(connection: BaseDatabaseWrapper, settings: OutboxSettings) -> Place | 
                 f"the connection {connection.alias!r} could not be asked whether it reaches the broker: "
                 f"{str(error).strip()}. Nothing was published; run the whole operation again, in a new transaction."
             ) from error
+
+
+# When this process last recorded such an error, by alias (time.monotonic): every publish would raise the next one.
+_reported_at: Final[dict[str, float]] = {}
+_REPORT_EVERY_SECONDS: Final = 60.0
+
+
+def _reported(error: WrongDatabase, alias: str, settings: OutboxSettings) -> WrongDatabase:
+    """Let the broker's status know what only this process can see. Never fails: the error itself matters more."""
+    now = time.monotonic()
+    if now - _reported_at.get(alias, -_REPORT_EVERY_SECONDS) >= _REPORT_EVERY_SECONDS:
+        _reported_at[alias] = now
+        subject = f"alias {alias!r} of process {os.getpid()} on {socket.gethostname()}"
+        try:
+            with broker_database(settings).connect(name="outbox-path") as broker:
+                found = Incident(IncidentKind.PATH, subject, str(error))
+                incidents.record(Executor(broker, settings.schema), [found])
+        except (OutboxError, psycopg.Error) as failure:
+            logger.warning("that %s leads elsewhere could not be recorded: %s", subject, failure)
+    return error
 
 
 def _elsewhere(connection: BaseDatabaseWrapper, settings: OutboxSettings) -> WrongDatabase:

@@ -15,6 +15,7 @@ from outbox.contrib.django.broker import get_broker
 from outbox.contrib.django.conf import get_settings
 from outbox.contrib.django.ledger_checker import LedgerChecker
 from outbox.contrib.django.pruning import run_prune
+from outbox.contrib.django.watching import audit_when_due
 from outbox.errors import BrokerError
 from outbox.periodic import PeriodicPass
 from outbox.transaction import CheckCounts
@@ -50,9 +51,12 @@ def passes() -> list[PeriodicPass]:
     """
     settings = get_settings()
     prune = _in_turn("prune", PRUNE_INTERVAL_SECONDS, lambda: asdict(run_prune()))
+    # Asked more often than it is due: workers come and go.
+    audit_seconds = min(3600.0, settings.audit_interval_seconds)
+    always = [prune, PeriodicPass(name="audit", interval_seconds=audit_seconds, run=audit_when_due)]
     if not settings.producer_group:
-        return [prune]
-    return [_in_turn(CHECK_BACK, settings.check_interval_seconds, lambda: asdict(_check_back())), prune]
+        return always
+    return [_in_turn(CHECK_BACK, settings.check_interval_seconds, lambda: asdict(_check_back())), *always]
 
 
 def _in_turn(name: str, interval_seconds: float, work: Callable[[], Mapping[str, Any]]) -> PeriodicPass:

@@ -9,7 +9,9 @@ of its transaction.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any, Final, ParamSpec, TypeVar
@@ -22,6 +24,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from django.utils.asyncio import async_unsafe
 from psycopg.errors import InvalidSchemaName, UndefinedTable
 
+from outbox import measures
 from outbox.broker.database.executor import Executor
 from outbox.broker.log.commit_log import append_placed
 from outbox.broker.postgres import PostgresBroker
@@ -183,15 +186,30 @@ def publish_bound(
         _refuse_without_transaction(settings, messages[0], immunity_seconds)
         _refuse_leak_from_test(settings, using)
         timeout_seconds = settings.send_timeout_seconds
-        return Published(get_broker().send(messages, timeout_seconds=timeout_seconds, producer=producer))
+        with _measured(messages, "direct"):
+            return Published(get_broker().send(messages, timeout_seconds=timeout_seconds, producer=producer))
     what = f"publishing {messages[0].message_id} for topic {messages[0].topic!r}"
     watch = require_whole(connection, what)
     watch.bind(f"the message for topic {messages[0].topic!r}")
     with naming(what, connection):
         if takes_atomic_path(connection, settings):
-            return Published(_publish_atomic(connection, settings, messages, producer))
+            with _measured(messages, "atomic"):
+                return Published(_publish_atomic(connection, settings, messages, producer))
         terms = _HalfTerms(checker, immunity_seconds, producer)
-        return _publish_two_phase(connection, settings, messages, terms)
+        with _measured(messages, "two_phase"):
+            return _publish_two_phase(connection, settings, messages, terms)
+
+
+@contextmanager
+def _measured(messages: Sequence[Message], path: str) -> Iterator[None]:
+    """Tell the recorder, if there is one, what was published and how long it took."""
+    recorder = measures.recorder
+    if recorder is None:
+        yield
+        return
+    started = time.perf_counter()
+    yield
+    recorder.published([item.topic for item in messages], path, time.perf_counter() - started)
 
 
 # -- the atomic path --------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from enum import StrEnum
 from typing import Final
 
@@ -15,6 +14,7 @@ from outbox.broker import deaths, process_log
 from outbox.broker.consumer.runtime import ConsumerRuntime
 from outbox.broker.process import ProcessSettings, run_broker
 from outbox.broker.supervisor import ChildSpec, Supervisor
+from outbox.contrib.django import probes
 from outbox.contrib.django.broker import get_codecs
 from outbox.contrib.django.conf import get_settings
 from outbox.contrib.django.databases import broker_database
@@ -41,7 +41,9 @@ class Role(StrEnum):
     CONSUMER = "consumer"
     """Runs the project's subscribers."""
     CHECK = "check"
-    """Runs check-back and pruning, each at its interval."""
+    """Runs check-back, pruning and the audit, each at its interval."""
+    MONITOR = "monitor"
+    """Serves the worker's health and metrics."""
 
 
 def supervisor(roles: Sequence[str] = (), *, environment: Mapping[str, str] | None = None) -> Supervisor:
@@ -55,23 +57,27 @@ def child_specs(roles: Sequence[str] = ()) -> list[ChildSpec]:
     One for the broker, which has check-back beside it, and as many consumers as OUTBOX['CONSUMER_PROCESSES'].
     """
     refuse_processes_in_tests()
-    wanted = {Role(role) for role in roles} or set(Role)
-    specs = []
-    if together := [role for role in (Role.BROKER, Role.CHECK) if role in wanted]:
-        specs.append(_child(together[0], *together))
+    settings = get_settings()
+    wanted = {Role(role) for role in roles} or set(Role) - {Role.MONITOR}
+    processes: dict[str, list[Role]] = {}
+    if Role.BROKER in wanted or Role.CHECK in wanted:
+        together = [role for role in Role if role in wanted & {Role.BROKER, Role.CHECK}]
+        processes[together[0]] = together
     if Role.CONSUMER in wanted and (roles or _has_subscribers()):
         required_subscriptions()
-        numbers = range(1, get_settings().consumer_processes + 1)
-        specs += [_consumer(f"consumer-{number}") for number in numbers]
+        numbers = range(1, settings.consumer_processes + 1)
+        processes.update((f"consumer-{number}", [Role.CONSUMER]) for number in numbers)
+    signs = probes.expect(processes)
+    specs = [_child(name, its_roles, signs[name]) for name, its_roles in processes.items()]
+    if settings.health_address is not None or Role.MONITOR in wanted:
+        specs.append(_child("monitor", [Role.MONITOR], probes.of_monitor()))
     return specs
 
 
-def _child(name: str, *roles: Role) -> ChildSpec:
-    return ChildSpec(name=name, argv=[sys.executable, "-m", "outbox.contrib.django.child", *roles])
-
-
-def _consumer(name: str) -> ChildSpec:
-    return replace(_child(name, Role.CONSUMER), on_death=lambda death: deaths.record(broker_database(), death))
+def _child(name: str, roles: Sequence[Role], environment: Mapping[str, str]) -> ChildSpec:
+    record = (lambda death: deaths.record(broker_database(), death)) if Role.CONSUMER in roles else None
+    argv = [sys.executable, "-m", "outbox.contrib.django.child", *roles]
+    return ChildSpec(name=name, argv=argv, environment=environment, on_death=record)
 
 
 def _has_subscribers() -> bool:
@@ -123,6 +129,12 @@ def required_subscriptions(*, groups: Sequence[str] = ()) -> list[tuple[Subscrip
 def run_consumer_role(stop: threading.Event, *, groups: Sequence[str] = ()) -> None:
     """Consume for the project's subscribers until `stop`, then finish what is held."""
     consumer_runtime(groups=groups).run(stop)
+
+
+def run_monitor_role(stop: threading.Event) -> None:
+    """Serve /live, /ready and /metrics until `stop`."""
+    with probes.served():
+        stop.wait()
 
 
 def run_check_role(stop: threading.Event) -> None:
@@ -183,10 +195,16 @@ def run_all(stop: threading.Event) -> None:
         raise
 
 
+def _by_itself(name: str, role: Callable[[], None]) -> None:
+    with probes.alone(name):
+        role()
+
+
 # What `outbox_worker --role` offers: functions of the stop event and the groups named.
 ROLES: Final[Mapping[str, Callable[[threading.Event, Sequence[str]], None]]] = {
     "all": lambda stop, groups: run_all(stop),
-    Role.BROKER: lambda stop, groups: run_broker_role(stop),
-    Role.CONSUMER: lambda stop, groups: run_consumer_role(stop, groups=groups),
+    Role.BROKER: lambda stop, groups: _by_itself("broker", lambda: run_broker_role(stop)),
+    Role.CONSUMER: lambda stop, groups: _by_itself("consumer", lambda: run_consumer_role(stop, groups=groups)),
     Role.CHECK: lambda stop, groups: run_check_role(stop),
+    Role.MONITOR: lambda stop, groups: run_monitor_role(stop),
 }

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import datetime
 from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError, CommandParser
@@ -55,6 +57,10 @@ class OutboxCommand(BaseCommand):
         """Print one line, whatever the keys and errors in it hold. Everything for people goes through here."""
         self.stdout.write(inert(text), style)
 
+    def clear(self) -> None:
+        """Begin a new screen where there is one, else a new paragraph."""
+        self.stdout.write("\x1b[H\x1b[2J" if self.stdout.isatty() else "", ending="\n")
+
     def print_json(self, value: Any) -> None:
         """Print dataclasses, mappings and sequences as JSON, in ASCII; times as ISO 8601."""
         self.stdout.write(json.dumps(value, indent=2, default=_plain))
@@ -73,6 +79,45 @@ class OutboxCommand(BaseCommand):
 def first_line(text: str | None) -> str:
     """An error in a table; --json has all of it."""
     return text.splitlines()[0] if text else ""
+
+
+def positive(text: str) -> int:
+    """For argparse: a number of rows."""
+    if not text.isdigit() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 on")
+    return int(text)
+
+
+def moment(text: str) -> datetime:
+    """For argparse: a time with its zone."""
+    try:
+        found = datetime.fromisoformat(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no time: write it like 2026-01-31T08:00:00+00:00") from None
+    if found.tzinfo is None:
+        raise argparse.ArgumentTypeError(f"{text!r} has no time zone: write it like 2026-01-31T08:00:00+00:00")
+    return found
+
+
+def duration(seconds: float | None) -> str:
+    """A time span for people; empty for None."""
+    if seconds is None:
+        return ""
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def as_facts(fact: Mapping[str, object]) -> str:
+    """The evidence of a condition in one line, its time spans for people."""
+    return ", ".join(f"{name.removesuffix('_seconds')} {_fact(name, value)}" for name, value in fact.items())
+
+
+def _fact(name: str, value: object) -> object:
+    if name.endswith("seconds") and isinstance(value, (int, float)):
+        return duration(value)
+    return "-" if value in (None, "") else value
 
 
 def _plain(value: object) -> object:

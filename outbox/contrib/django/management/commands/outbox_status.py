@@ -1,68 +1,92 @@
-"""`manage.py outbox_status`: how the broker and its groups are; non-zero when something needs attention."""
+"""`manage.py outbox_status`: what needs attention, and how the broker and its groups are."""
 
 from __future__ import annotations
 
 import sys
-from typing import Any, Final
+import time
+from typing import Any
 
 from django.core.management.base import CommandParser
 
-from outbox.contrib.django.management.output import OutboxCommand
-from outbox.contrib.django.operations import ProjectStatus, project_status
-
-_COUNTERS: Final = ("handled", "skipped", "filtered", "lag", "retrying", "dead", "discarded", "expired")
+from outbox.broker.operations.conditions import Condition, Severity
+from outbox.broker.operations.overview import Overview
+from outbox.contrib.django.management.output import OutboxCommand, as_facts, duration, first_line
+from outbox.contrib.django.watching import Look, look
 
 
 class Command(OutboxCommand):
-    """Parses, then calls project_status."""
+    """Parses, then calls look."""
 
-    help = "Show topics, groups, blocked queues and problems. Exits with 1 when there are any."
+    help = "Show what needs attention, topics and groups. Exits with 0, 1 (warning) or 2 (critical)."
 
     def add_arguments(self, parser: CommandParser) -> None:
         self.add_json(parser)
+        parser.add_argument(
+            "--watch", type=float, nargs="?", const=2.0, metavar="SECONDS", help="look again until interrupted"
+        )
 
     def handle(self, *args: Any, **options: Any) -> None:
-        status = project_status()
-        if options["json"]:
-            self.print_json(status.as_json())
-        else:
-            self._print(status)
-        if status.problems:
-            sys.exit(1)
+        found = self._show(options["json"])
+        while options["watch"]:
+            try:
+                time.sleep(options["watch"])
+                self.clear()
+                found = self._show(options["json"])
+            except KeyboardInterrupt:
+                break
+        if found.verdict.severity:
+            sys.exit(int(found.verdict.severity))
 
-    def _print(self, status: ProjectStatus) -> None:
-        broker = status.broker
-        self.say(f"broker {broker.broker_id}, last tick {broker.last_tick}, leader {broker.leader or 'none'}")
-        self.print_rows(
-            ["topic", "types", "queues", "sent", "committed", "rolled back", "undecided", "parked", "queued"],
-            (
-                (
-                    t.name,
-                    "+".join(t.types),
-                    t.queue_count,
-                    t.totals.sent,
-                    t.totals.committed,
-                    t.totals.rolled_back,
-                    t.totals.undecided,
-                    t.totals.parked,
-                    t.totals.queued,
-                )
-                for t in broker.topics
-            ),
+    def _show(self, as_json: bool) -> Look:
+        found = look()
+        if as_json:
+            self.print_json(found.as_json())
+            return found
+        for condition in found.verdict.conditions:
+            self._print_condition(condition)
+        if not found.verdict.conditions:
+            self.say("nothing needs attention", self.style.SUCCESS)
+        if found.overview is not None:
+            self._print_overview(found.overview)
+        return found
+
+    def _print_condition(self, condition: Condition) -> None:
+        style = self.style.ERROR if condition.severity is Severity.CRITICAL else self.style.WARNING
+        self.say(f"{condition.severity.name} {condition.name}: {condition.meaning}", style)
+        for fact in condition.evidence:
+            if fact:
+                self.say(f"    {first_line(as_facts(fact))}")
+        if condition.count > len(condition.evidence):
+            self.say(f"    and {condition.count - len(condition.evidence)} more")
+        self.say(f"    -> {condition.next_step}")
+
+    def _print_overview(self, broker: Overview) -> None:
+        self.say("")
+        self.say(
+            f"broker {broker.broker_id}, leader {broker.leader or 'none'}, tick {broker.last_tick} "
+            f"{duration(broker.last_tick_seconds_ago)} ago; counted {duration(broker.counted_seconds_ago)} ago"
         )
         self.say("")
         self.print_rows(
-            ["group", "topics", "consumers", *_COUNTERS, "paused"],
+            ["topic", "queues", "queued", "undecided", "parked", "held"],
+            ((t.topic, t.queues, t.queued, t.undecided, t.parked, t.held) for t in broker.topics),
+        )
+        self.say("")
+        self.print_rows(
+            ["group", "topics", "consumers", "handled", "lag", "oldest", "retrying", "dead", "halted", "paused"],
             (
                 (
                     g.name,
-                    ",".join(g.topics),
-                    g.live_consumers,
-                    *(getattr(g, name) for name in _COUNTERS),
+                    g.topics,
+                    g.consumers,
+                    g.handled,
+                    g.lag,
+                    duration(g.oldest_seconds),
+                    g.retrying,
+                    g.dead,
+                    g.blocked + g.stopped or "",
                     "yes" if g.paused else "",
                 )
                 for g in broker.groups
             ),
         )
-        for problem in status.problems:
-            self.say(f"PROBLEM: {problem}", self.style.ERROR)

@@ -8,21 +8,49 @@ from uuid import UUID
 from django.core.management.base import CommandError, CommandParser
 
 from outbox.broker.database.executor import Executor
+from outbox.broker.operations.search import find_by_key
 from outbox.broker.operations.trace import trace
 from outbox.contrib.django.databases import broker_connection
-from outbox.contrib.django.management.output import OutboxCommand
+from outbox.contrib.django.management.output import OutboxCommand, moment, positive
 
 
 class Command(OutboxCommand):
-    """Parses, then calls trace."""
+    """Parses, then calls trace, or find_by_key."""
 
     help = "Show where a message or transaction is: stored, decided, queued, and how far each group is."
 
     def add_arguments(self, parser: CommandParser) -> None:
-        parser.add_argument("id", type=UUID, help="message or transaction id")
+        parser.add_argument("id", type=UUID, nargs="?", help="message or transaction id")
+        parser.add_argument("--key", help="instead: list the messages with this business key, the newest first")
+        parser.add_argument("--topic", help="with --key: only of this topic")
+        parser.add_argument("--since", type=moment, help="with --key: stored since then (default: in the last day)")
+        parser.add_argument("--before", type=int, metavar="LOG_ID", help="with --key: the page before this message")
+        parser.add_argument("--limit", type=positive, default=100)
         self.add_json(parser)
 
     def handle(self, *args: Any, **options: Any) -> None:
+        if (options["id"] is None) == (options["key"] is None):
+            raise CommandError("name a message or transaction id, or pass --key.")
+        if options["key"] is not None:
+            self._list(options)
+        else:
+            self._trace(options)
+
+    def _list(self, options: dict[str, Any]) -> None:
+        with broker_connection() as (connection, schema):
+            narrowed = {name: options[name] for name in ("topic", "since", "before", "limit")}
+            found = find_by_key(Executor(connection, schema), options["key"], **narrowed)
+        if options["json"]:
+            self.print_json(found)
+            return
+        self.print_rows(
+            ["message", "topic", "tag", "stored", "state"],
+            ((one.message_id, one.topic, one.tag, one.stored_at, one.state) for one in found),
+        )
+        if len(found) == options["limit"]:
+            self.say(f"there may be more: --before {found[-1].log_id}")
+
+    def _trace(self, options: dict[str, Any]) -> None:
         with broker_connection() as (connection, schema):
             found = trace(Executor(connection, schema), options["id"])
         if found is None:

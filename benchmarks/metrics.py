@@ -1,0 +1,63 @@
+"""What measuring costs a process: one publish call, and one call of a handler with 1 and with 500 messages."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry
+
+from benchmarks.harness import Spread, table
+from outbox import measures
+from outbox.contrib.prometheus.recorder import PrometheusRecorder
+
+CALLS = 20_000
+REPEATS = 5
+
+
+def main() -> None:
+    """Alone, and with files for several processes: prometheus_client chooses when it is imported."""
+    rows = [["off", *measure(None)], ["on", *measure(PrometheusRecorder(CollectorRegistry()))]]
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": folder}
+        child = [sys.executable, "-m", "benchmarks.metrics", "--child"]
+        text = subprocess.run(child, env=environment, check=True, capture_output=True, text=True).stdout
+    rows.append(["on, several processes", *text.strip().split("|")])
+    table("microseconds per call (median, low to high)", ["metrics", "publish", "handler, 1", "handler, 500"], rows)
+
+
+def measure(recorder: PrometheusRecorder | None) -> list[str]:
+    """The columns of a row."""
+    measures.install(recorder)
+    one, many = [0.001], [0.001] * 500
+
+    def publish() -> None:
+        if measures.recorder is not None:
+            measures.recorder.published(["orders"], "atomic", 0.001)
+
+    def handle(waits: list[float]) -> None:
+        if measures.recorder is not None:
+            measures.recorder.handled("points", "orders", waits, 0.001, failed=0)
+
+    return [timed(publish), timed(lambda: handle(one)), timed(lambda: handle(many))]
+
+
+def timed(call: Callable[[], None]) -> str:
+    taken = []
+    for _ in range(REPEATS):
+        started = time.perf_counter()
+        for _ in range(CALLS):
+            call()
+        taken.append((time.perf_counter() - started) / CALLS * 1e6)
+    return f"{Spread.of(taken):.2f}"
+
+
+if __name__ == "__main__":
+    if "--child" in sys.argv:
+        print("|".join(measure(PrometheusRecorder(CollectorRegistry()))))
+    else:
+        main()

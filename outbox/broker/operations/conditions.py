@@ -1,0 +1,239 @@
+"""Conditions: what an operator should know of, in one vocabulary for command, exit code, metric, alert and page."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+# What a condition names at most; `count` says how much there is.
+EVIDENCE: Final = 20
+
+Fact = Mapping[str, str | int | float | None]
+Judged = tuple["Severity | None", Fact]
+
+
+class Severity(enum.IntEnum):
+    """How bad; also the exit code of the status command and the value of the metric."""
+
+    OK = 0
+    WARNING = 1
+    """It needs attention, but every promise is kept in time."""
+    CRITICAL = 2
+    """Messages wait, or a promise is in danger."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What a condition of this name means, and what to do."""
+
+    meaning: str
+    next_step: str
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """One that holds. `evidence` names groups, queues, messages or sessions, at most twenty of `count`."""
+
+    name: str
+    severity: Severity
+    evidence: Sequence[Fact]
+    count: int
+
+    @property
+    def meaning(self) -> str:
+        """What it means, in a sentence."""
+        return CATALOGUE[self.name].meaning
+
+    @property
+    def next_step(self) -> str:
+        """What to do."""
+        return CATALOGUE[self.name].next_step
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            **dataclasses.asdict(self),
+            "severity": self.severity.name.lower(),
+            "meaning": self.meaning,
+            "next_step": self.next_step,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """All conditions that hold, the worst first."""
+
+    conditions: Sequence[Condition]
+
+    @property
+    def severity(self) -> Severity:
+        """The worst."""
+        return max((condition.severity for condition in self.conditions), default=Severity.OK)
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "severity": self.severity.name.lower(),
+            "conditions": [condition.as_json() for condition in self.conditions],
+        }
+
+
+def condition(name: str, judged: Iterable[Judged]) -> list[Condition]:
+    """One condition of all that was judged to be bad, the worst first; none when nothing was."""
+    bad = [(severity, fact) for severity, fact in judged if severity]
+    if not bad:
+        return []
+    bad.sort(key=lambda one: -one[0])
+    return [Condition(name, bad[0][0], [fact for _, fact in bad[:EVIDENCE]], len(bad))]
+
+
+def worst_first(conditions: Iterable[Condition]) -> Verdict:
+    """A verdict of them."""
+    return Verdict(sorted(conditions, key=lambda one: (-one.severity, one.name)))
+
+
+CATALOGUE: Final[Mapping[str, Kind]] = {
+    "unreachable": Kind(
+        "The broker's database does not answer: on the two-phase path publishing fails.",
+        "Check that its PostgreSQL runs, and the connection in DATABASES.",
+    ),
+    "schema_version": Kind(
+        "The broker's tables and this code do not fit together.",
+        "Run `manage.py migrate --database=ALIAS` with the broker's alias, or upgrade the package; the evidence says.",
+    ),
+    "no_sequencer": Kind(
+        "No process sequences: what is published is stored, but reaches nobody.",
+        "Start a worker: `celery -A app worker --outbox` or `manage.py outbox_worker`.",
+    ),
+    "ticks_late": Kind(
+        "Decided or due messages wait for the sequencer longer than they should.",
+        "Look at the broker process's log, at `lock_held`, and at the load of the database.",
+    ),
+    "summary_late": Kind(
+        "The leading process does not refresh the summary: lag and counts are old or cost more to read.",
+        "Look at the broker process's log; a worker of an older version may be leading.",
+    ),
+    "check_back_late": Kind(
+        "Check-back or pruning of a producer group has not begun for several periods: undecided messages stay open.",
+        "Start `celery worker --outbox`, `outbox_worker`, or Celery beat in that service; its log says why a pass fails.",
+    ),
+    "unanswered": Kind(
+        "Half messages are undecided and nobody of their producer group answers.",
+        "Start the producer service with check-back; if the group is gone for good, settle them with `outbox_decide`.",
+    ),
+    "parked": Kind(
+        "Transactions are undecided past the limits of check-back. On FIFO topics they hold up their keys.",
+        "`outbox_trace ID` shows every answer; `outbox_decide ID commit|rollback` settles it, asking the ledger first.",
+    ),
+    "contradicted": Kind(
+        "Somebody reported the other outcome of a decided transaction; the first decision stands.",
+        "Compare the business row with `outbox_trace ID`; look for a producer group that two services share.",
+    ),
+    "refused": Kind(
+        "Ends were reported for transactions that are unknown or another group's.",
+        "Look for two services with one PRODUCER_GROUP, or for a restored broker database.",
+    ),
+    "wrong_ledger": Kind(
+        "A checker cannot use the ledger that a half message names: emptied, pruned past it, or another service's.",
+        "Point the alias to the right database; if that ledger is gone, settle them with `outbox_decide --force`.",
+    ),
+    "checker_disagrees": Kind(
+        "A look-up given as check= contradicts the ledger, which decided.",
+        "Mend the look-up; compare the business row with `outbox_trace ID`.",
+    ),
+    "no_worker": Kind(
+        "No consumer runs for a group that subscribes to these topics.",
+        "Start a worker of that service (CONSUMER_PROCESSES above 0).",
+    ),
+    "lag": Kind(
+        "A group is behind: messages wait too long, or too many.",
+        "`outbox_group offsets GROUP` shows where; add consumers, or mend the slow or blocked handler.",
+    ),
+    "blocked_queue": Kind(
+        "An ordered handler keeps failing on one message; the queue behind it waits.",
+        "Mend the handler, or let its on_error policy skip or dead-letter the error.",
+    ),
+    "stopped_queue": Kind(
+        "A handler's on_error policy stopped its queue.",
+        "Mend the cause, then `outbox_group resume GROUP`.",
+    ),
+    "group_paused": Kind(
+        "A group is paused and messages wait for it.",
+        "`outbox_group resume GROUP` when the reason is over.",
+    ),
+    "crash_loop": Kind(
+        "A process of a worker dies again and again.",
+        "Look at its log and at `suspects`; the evidence says how it died last (signal 9: often out of memory).",
+    ),
+    "suspects": Kind(
+        "Messages were being handled when their process died; they are tried alone, the third death ends it.",
+        "`outbox_trace ID` shows the message; mend the handler before it is a dead letter, or replay it then.",
+    ),
+    "hung_handlers": Kind(
+        "Handlers run past their time and do not return.",
+        "Find what they wait for (a lock, a call without a timeout), and give that a timeout.",
+    ),
+    "outage": Kind(
+        "A subscription pauses: its handlers fail one after the other with the same error, as if something were away.",
+        "Bring back what the error names; the group goes on by itself.",
+    ),
+    "dead_letters": Kind(
+        "Groups gave up messages lately.",
+        "`outbox_dead_letter list GROUP` shows the errors; mend the handler, then replay.",
+    ),
+    "retry_storm": Kind(
+        "A group sends back most of what it handles.",
+        "Something that its handler needs is down: look at the errors, or pause the group until it is back.",
+    ),
+    "retention_behind": Kind(
+        "Consumed messages past their retention time are still stored.",
+        "Look at the broker process's log, and at `transaction_open` and `lock_held`: its deletes may fail or wait.",
+    ),
+    "expired": Kind(
+        "Retention removed messages that a group had not consumed.",
+        "Find out why the group was away; `outbox_reconcile` says what it missed.",
+    ),
+    "transaction_open": Kind(
+        "A session's transaction has been open for long: vacuum cannot remove what it might still see.",
+        "End it: `SELECT pg_terminate_backend(PID)`, or COMMIT or ROLLBACK PREPARED what is prepared.",
+    ),
+    "lock_held": Kind(
+        "A session holds a lock that the broker's sessions wait for.",
+        "End the blocking session or its transaction: `SELECT pg_terminate_backend(PID)`.",
+    ),
+    "open_since_resync": Kind(
+        "A publishing transaction is open since before the last resynchronisation; only its own messages wait for it.",
+        "If it is forgotten, end it; what it published is delivered once it commits.",
+    ),
+    "space": Kind(
+        "The broker's tables are larger than they should be.",
+        "Look at `retention_behind`, `lag` and `transaction_open`; shorten retention_seconds, or raise the limit.",
+    ),
+    "xid_age": Kind(
+        "The database approaches the wrap-around of transaction ids: PostgreSQL will refuse writes.",
+        "End old transactions (`transaction_open`), drop unused slots, then VACUUM FREEZE.",
+    ),
+    "sequence_age": Kind(
+        "An identity column approaches the end of its type.",
+        "Plan a new broker schema; `outbox_doctor` names the column.",
+    ),
+    "replica_lag": Kind(
+        "A replica is behind, or WAL is kept for one that is away: the disk fills, and a failover would lose commits.",
+        "Look at the replica; drop the slot of one that is gone: `SELECT pg_drop_replication_slot(NAME)`.",
+    ),
+    "path_flipped": Kind(
+        "A process found the broker elsewhere than it had proven: its publishing fails until both lead to one place.",
+        "Finish the failover; restart the process if the broker moved for good.",
+    ),
+    "not_conserved": Kind(
+        "The last audit found messages lost or doubled: an equation does not hold.",
+        "`outbox_audit` again to confirm, `outbox_trace` for the newest ones, `outbox_reconcile` for all.",
+    ),
+    "rejecting": Kind(
+        "New transactional messages are refused, by an operator's switch.",
+        "`outbox_reject off` when the reason is over.",
+    ),
+}

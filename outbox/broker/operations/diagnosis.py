@@ -1,0 +1,150 @@
+"""What is wrong with server, role and declarations before anything fails: the broker's part of the doctor."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from outbox.broker.database.connection import BrokerDatabase
+from outbox.broker.database.executor import Executor
+from outbox.broker.database.statement import Statement
+from outbox.broker.operations.conditions import Severity
+
+LEAST_VERSION: Final = 150000
+CLOCK_SECONDS: Final = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was looked at, how bad it is, and what to do; without a remedy when it is well."""
+
+    subject: str
+    severity: Severity
+    text: str
+    remedy: str = ""
+
+
+_SETTINGS: Final = Statement("""
+SELECT name, current_setting(name) FROM unnest(ARRAY['server_version_num', 'fsync', 'full_page_writes',
+    'synchronous_commit', 'autovacuum', 'default_transaction_isolation', 'max_connections']) AS name
+""")
+_CONNECTIONS: Final = Statement("SELECT count(*) FROM pg_stat_activity WHERE backend_type = 'client backend'")
+
+# What roles and databases set, as it reaches this session.
+_TIMEOUTS: Final = Statement("""
+SELECT coalesce(role.rolname, 'every role'), coalesce(datname, 'every database'), setting
+FROM pg_db_role_setting
+LEFT JOIN pg_roles role ON role.oid = setrole
+LEFT JOIN pg_database ON pg_database.oid = setdatabase
+CROSS JOIN LATERAL unnest(setconfig) AS setting
+WHERE (setrole = 0 OR role.rolname = current_user) AND (setdatabase = 0 OR datname = current_database())
+  AND split_part(setting, '=', 1) IN ('statement_timeout', 'lock_timeout', 'transaction_timeout',
+      'idle_in_transaction_session_timeout') AND split_part(setting, '=', 2) NOT IN ('0', '')
+ORDER BY 3
+""")
+
+_GRANTS: Final = Statement("""
+SELECT relname::text, string_agg(privilege, ', ' ORDER BY privilege)
+FROM pg_class, unnest(ARRAY['SELECT', 'INSERT', 'UPDATE', 'DELETE']) AS privilege
+WHERE relnamespace = '{schema}'::regnamespace AND relkind = 'r' AND NOT has_table_privilege(oid, privilege)
+GROUP BY relname ORDER BY relname
+""")
+_SEES_SESSIONS: Final = Statement("SELECT pg_has_role(current_user, 'pg_read_all_stats', 'USAGE')")
+_PID: Final = Statement("SELECT pg_backend_pid(), extract(epoch FROM clock_timestamp())::double precision")
+
+_TOPICS: Final = Statement("""
+SELECT name FROM {schema}.topic
+WHERE retry_of IS NULL AND NOT EXISTS (SELECT FROM {schema}.subscription WHERE subscription.topic_id = topic.topic_id)
+ORDER BY name
+""")
+_GROUPS: Final = Statement("""
+SELECT name FROM {schema}.consumer_group
+WHERE NOT EXISTS (SELECT FROM {schema}.consumer
+                  WHERE consumer.group_id = consumer_group.group_id AND expires_at > clock_timestamp())
+ORDER BY name
+""")
+
+
+def diagnose(run: Executor, database: BrokerDatabase) -> Iterator[Finding]:
+    """Everything, well or not. The connection is in autocommit, to `database`, with the tables installed."""
+    yield from _server(run)
+    yield _pooler(run, database)
+    yield _clock(run)
+    yield from _timeouts(run)
+    yield from _grants(run)
+    yield from _declared(run)
+
+
+def _server(run: Executor) -> Iterator[Finding]:
+    found: dict[str, str] = dict(run.rows(_SETTINGS))
+    version = int(found["server_version_num"])
+    yield _judged(
+        "PostgreSQL version", version >= LEAST_VERSION, f"{version // 10000}", "Upgrade to PostgreSQL 15 or newer."
+    )
+    for name, remedy in (
+        ("fsync", "Turn it on: without it a crash of the server loses committed messages."),
+        ("full_page_writes", "Turn it on: without it a crash of the server can corrupt the tables."),
+    ):
+        yield _judged(name, found[name] == "on", found[name], remedy)
+    durable = found["synchronous_commit"] != "off"
+    remedy = "Set it to on for the roles that publish and consume: acknowledged messages can be lost."
+    yield _judged("synchronous_commit", durable, found["synchronous_commit"], remedy)
+    level = found["default_transaction_isolation"]
+    remedy = "Set it to read committed for the broker's role: publishing fails with serialisation errors otherwise."
+    yield _judged("isolation", level == "read committed", level, remedy, Severity.WARNING)
+    remedy = "Turn it on: retention leaves dead rows that only vacuum removes."
+    yield _judged("autovacuum", found["autovacuum"] == "on", found["autovacuum"], remedy, Severity.WARNING)
+    [used] = run.one(_CONNECTIONS)
+    most = int(found["max_connections"])
+    remedy = "Raise max_connections, or put a pooler in front of the application."
+    yield _judged("connections", used < 0.8 * most, f"{used} of {most} in use", remedy, Severity.WARNING)
+
+
+def _pooler(run: Executor, database: BrokerDatabase) -> Finding:
+    """A pooler tells its clients a process id of its own making."""
+    told = run.connection.info.backend_pid
+    [pid, _] = run.one(_PID)
+    if told == pid:
+        return Finding("pooler", Severity.OK, "none in between")
+    direct = database.listen_conninfo is not None
+    text = "a pooler is in between; LISTEN has its own connection, or is off" if direct else "a pooler is in between"
+    remedy = "Give OUTBOX['LISTEN_URL'] a direct URL, or '' to poll: a pooler in transaction mode loses LISTEN."
+    return _judged("pooler", direct, text, remedy)
+
+
+def _clock(run: Executor) -> Finding:
+    before = time.time()
+    [_, there] = run.one(_PID)
+    skew = there - (before + time.time()) / 2
+    remedy = "Synchronise the clocks (NTP): ids, delays and ages are reckoned with both."
+    return _judged("clock", abs(skew) < CLOCK_SECONDS, f"{skew:+.3f} s from here", remedy, Severity.WARNING)
+
+
+def _timeouts(run: Executor) -> Iterator[Finding]:
+    found = [f"{setting} ({role}, {database})" for role, database, setting in run.rows(_TIMEOUTS)]
+    remedy = "They hold for sends and handlers, not for the broker's own work. Make sure that handlers fit into them."
+    yield _judged("timeouts of roles", not found, ", ".join(found) or "none", remedy, Severity.WARNING)
+
+
+def _grants(run: Executor) -> Iterator[Finding]:
+    missing = [f"{privileges} on {table}" for table, privileges in run.rows(_GRANTS)]
+    remedy = f"GRANT SELECT, INSERT, UPDATE, DELETE ON ALL TABLES IN SCHEMA {run.schema} to the role of the workers."
+    yield _judged("grants", not missing, "; ".join(missing) or "complete", remedy)
+    [sees] = run.one(_SEES_SESSIONS)
+    remedy = "GRANT pg_read_all_stats to it: the status cannot name sessions of other roles that hold locks."
+    yield _judged("sessions", sees, "visible" if sees else "of other roles are hidden", remedy, Severity.WARNING)
+
+
+def _declared(run: Executor) -> Iterator[Finding]:
+    lonely = [name for (name,) in run.rows(_TOPICS)]
+    remedy = "Nobody reads them: a subscriber is missing or misspells the topic, or the topic can go."
+    yield _judged("topics without a group", not lonely, ", ".join(lonely) or "none", remedy, Severity.WARNING)
+    idle = [name for (name,) in run.rows(_GROUPS)]
+    remedy = "Start a worker of that service. What a group without one does not consume is kept for it up to 30 days."
+    yield _judged("groups without a consumer", not idle, ", ".join(idle) or "none", remedy, Severity.WARNING)
+
+
+def _judged(subject: str, well: bool, text: str, remedy: str, bad: Severity = Severity.CRITICAL) -> Finding:
+    return Finding(subject, Severity.OK, text) if well else Finding(subject, bad, text, remedy)

@@ -1,0 +1,118 @@
+"""Conditions of the broker as a whole: leader, ticks, summary, audit, and what was recorded as an incident."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+from outbox.broker.database.executor import Executor
+from outbox.broker.database.statement import Statement
+from outbox.broker.operations import audit, health
+from outbox.broker.operations.conditions import Condition, Severity, condition
+from outbox.broker.operations.status import open_since_resync
+from outbox.broker.operations.summary import Summary
+from outbox.broker.operations.thresholds import Thresholds
+
+_BROKER: Final = Statement("""
+SELECT (SELECT owner::text FROM {schema}.leader_lease WHERE role = 'sequencer' AND expires_at > clock_timestamp()),
+       (SELECT extract(epoch FROM clock_timestamp() - expires_at)::double precision FROM {schema}.leader_lease
+        WHERE role = 'sequencer' AND owner IS NOT NULL AND expires_at <= clock_timestamp()),
+       tick.snapshot::text, extract(epoch FROM clock_timestamp() - tick.at)::double precision,
+       extract(epoch FROM clock_timestamp()
+                          - (SELECT min(due_at) FROM {schema}.scheduled WHERE due_at < clock_timestamp())
+              )::double precision,
+       broker.reject_transactional
+FROM {schema}.broker, (SELECT snapshot, at FROM {schema}.tick ORDER BY tick_id DESC LIMIT 1) AS tick
+""")
+
+_PASSES: Final = Statement("""
+SELECT producer_group AS group, name AS pass,
+       extract(epoch FROM clock_timestamp() - began_at)::double precision AS seconds_ago, interval_seconds
+FROM {schema}.periodic_pass ORDER BY began_at
+""")
+
+# Of a kind at most a thousand are looked at: a flood of them must not make the status slow.
+_INCIDENTS: Final = Statement("""
+SELECT kind, open, count(*), (array_agg(subject ORDER BY incident_id DESC))[1:3],
+       (array_agg(detail ORDER BY incident_id DESC))[1], max(at)::text
+FROM (
+    SELECT incident_id, kind, subject, detail, at,
+           kind = 'alarm' AND NOT EXISTS (SELECT FROM {schema}.op_log WHERE op_log.transaction_id::text = subject)
+               AND EXISTS (SELECT FROM {schema}.pending_check WHERE pending_check.transaction_id::text = subject)
+               AS open
+    FROM (SELECT * FROM {schema}.incident WHERE at > clock_timestamp() - make_interval(secs => %(window)s)
+          ORDER BY at DESC LIMIT 1000) AS recent
+) AS judged
+GROUP BY kind, open
+""")
+
+_OF_INCIDENT: Final = {
+    ("contradicted", False): ("contradicted", Severity.CRITICAL),
+    ("refused", False): ("refused", Severity.WARNING),
+    ("alarm", True): ("wrong_ledger", Severity.CRITICAL),
+    ("alarm", False): ("checker_disagrees", Severity.WARNING),
+    ("expired", False): ("expired", Severity.CRITICAL),
+    ("path", False): ("path_flipped", Severity.CRITICAL),
+}
+
+
+def rules(run: Executor, limits: Thresholds, summary: Summary) -> Iterator[Condition]:
+    """All of this room."""
+    leader, gone_seconds, snapshot, tick_seconds, overdue_seconds, rejects = run.one(_BROKER)
+    if leader is None:
+        fact = {"without_leader_seconds": gone_seconds, "last_tick_seconds_ago": tick_seconds}
+        yield from condition("no_sequencer", [(Severity.CRITICAL, fact)])
+    else:
+        yield from _ticks_late(run, limits, snapshot, overdue_seconds)
+        if summary.is_late and summary.stored_age_seconds is not None:
+            yield from condition("summary_late", [(Severity.WARNING, {"age_seconds": summary.stored_age_seconds})])
+    if rejects:
+        yield from condition("rejecting", [(Severity.WARNING, {})])
+    yield from _passes_late(run, limits)
+    yield from _incidents(run, limits)
+    still_open = [
+        {"session": one.who, "application": one.application, "state": one.state, "age_seconds": one.age_seconds}
+        for one in open_since_resync(run)
+    ]
+    yield from condition("open_since_resync", [(Severity.WARNING, fact) for fact in still_open])
+    last = audit.last(run)
+    if last is not None:
+        yield from condition(
+            "not_conserved",
+            [(Severity.CRITICAL, {"difference": text, "audited_at": last.at}) for text in last.differences],
+        )
+
+
+def _ticks_late(run: Executor, limits: Thresholds, snapshot: str, overdue_seconds: float | None) -> Iterator[Condition]:
+    late = limits.tick_late_seconds
+    waiting = health.unread_seconds(run, snapshot)
+    yield from condition(
+        "ticks_late",
+        [
+            (late.judge(waiting), {"waiting": "decided", "seconds": waiting}),
+            (late.judge(overdue_seconds), {"waiting": "due", "seconds": overdue_seconds}),
+        ],
+    )
+
+
+def _passes_late(run: Executor, limits: Thresholds) -> Iterator[Condition]:
+    yield from condition(
+        "check_back_late",
+        [
+            (
+                limits.pass_late_periods.judge(seconds_ago / max(period, 1.0)),
+                {"producer_group": group, "pass": name, "seconds_ago": seconds_ago, "period_seconds": period},
+            )
+            for group, name, seconds_ago, period in run.rows(_PASSES)
+        ],
+    )
+
+
+def _incidents(run: Executor, limits: Thresholds) -> Iterator[Condition]:
+    window = limits.window_seconds.warning
+    for kind, is_open, count, subjects, detail, newest in run.rows(_INCIDENTS, {"window": window}):
+        known = _OF_INCIDENT.get((kind, is_open))
+        if known is not None:
+            name, severity = known
+            facts = [{"subject": subject, "newest": newest, "detail": detail} for subject in subjects]
+            yield Condition(name, severity, facts, count)

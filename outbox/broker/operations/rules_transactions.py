@@ -1,0 +1,70 @@
+"""Conditions of undecided transactions: nobody answers for them, or nobody could."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+from outbox.broker.database.executor import Executor
+from outbox.broker.database.statement import Statement
+from outbox.broker.operations.conditions import EVIDENCE, Condition, Fact, Judged, Severity, condition
+from outbox.broker.operations.summary import Summary
+from outbox.broker.operations.thresholds import Thresholds
+
+# The first few of a producer group whose check is due. At most two hundred rows are looked at: behind a backlog of
+# checks that were decided meanwhile the condition stands without examples.
+_UNANSWERED: Final = Statement("""
+SELECT transaction_id::text
+FROM (SELECT transaction_id FROM {schema}.pending_check WHERE producer_group = %(group)s AND parked_at IS NULL
+      ORDER BY due_at LIMIT 200) AS due
+WHERE NOT EXISTS (SELECT FROM {schema}.op_log WHERE op_log.transaction_id = due.transaction_id)
+LIMIT 3
+""")
+
+_PARKED: Final = Statement("""
+SELECT transaction_id::text, producer_group,
+       extract(epoch FROM clock_timestamp() - parked_at)::double precision, park_reason, checks,
+       last_answer
+FROM (SELECT * FROM {schema}.pending_check WHERE parked_at IS NOT NULL ORDER BY parked_at LIMIT 200) AS pending
+WHERE NOT EXISTS (SELECT FROM {schema}.op_log WHERE op_log.transaction_id = pending.transaction_id)
+ORDER BY parked_at LIMIT %(limit)s
+""")
+
+
+def rules(run: Executor, limits: Thresholds, summary: Summary) -> Iterator[Condition]:
+    """All of this room."""
+    unanswered: list[Judged] = []
+    for group in summary.producers:
+        due_seconds = None if group.due_since is None else max(0.0, summary.at - group.due_since)
+        severity = limits.unanswered_seconds.judge(due_seconds)
+        if severity:
+            examples = [row[0] for row in run.rows(_UNANSWERED, {"group": group.group})]
+            fact: Fact = {
+                "producer_group": group.group,
+                "undecided": group.undecided,
+                "due_seconds": due_seconds,
+                "transactions": ", ".join(examples),
+            }
+            unanswered.append((severity, fact))
+    yield from condition("unanswered", unanswered)
+    yield from _parked(run, limits, summary)
+
+
+def _parked(run: Executor, limits: Thresholds, summary: Summary) -> Iterator[Condition]:
+    rows = run.rows(_PARKED, {"limit": EVIDENCE})
+    count = max(len(rows), sum(group.parked for group in summary.producers))
+    severity = limits.parked_messages.judge(count)
+    if severity is None or severity is Severity.OK or not count:
+        return
+    facts = [
+        {
+            "transaction": transaction,
+            "producer_group": group,
+            "parked_seconds": age,
+            "reason": reason,
+            "checks": checks,
+            "answer": answer,
+        }
+        for transaction, group, age, reason, checks, answer in rows
+    ]
+    yield Condition("parked", severity, facts, count)

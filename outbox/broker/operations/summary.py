@@ -1,0 +1,233 @@
+"""The summary: what takes long to count, counted in the background and read as one row.
+
+The leading broker process refreshes it (`SummaryService`). Who reads it gets its age with it; where nobody has
+refreshed it lately, because nobody leads, it is counted at once instead. Times are seconds since 1970 by the
+database's clock.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Final, TypeVar
+
+from outbox.broker.database.executor import Executor
+from outbox.broker.operations import summary_sql
+
+_Row = TypeVar("_Row")
+
+# A summary older than this is not read: its writer is gone.
+FRESH_SECONDS: Final = 60.0
+# Counting in the background takes at most this share of the time: where it takes long, it is done more rarely.
+SHARE: Final = 0.05
+_BLOCKED_NAMED: Final = 20
+
+
+@dataclass(frozen=True, slots=True)
+class GroupProgress:
+    """A consumer group on one topic, or on its retry queue. `lag` counts what is queued and not finished.
+
+    `oldest_at`: since when the first unfinished message could be consumed. `queued` and the counters that follow are
+    totals since the group's start. `blocked` and `stopped` count queues. A broadcast group has none: it stores no
+    positions.
+    """
+
+    group: str
+    topic: str
+    is_retry: bool
+    paused: bool
+    queues: int
+    lag: int
+    oldest_at: float | None
+    queued: int
+    handled: int
+    filtered: int
+    skipped: int
+    sent_back: int
+    dead: int
+    expired: int
+    blocked: int
+    stopped: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRest:
+    """What a group has beside its queues: unsettled dead letters, and messages that wait for their next attempt."""
+
+    group: str
+    paused: bool
+    broadcast: bool
+    dead: int
+    newest_dead_at: float | None
+    retrying: int
+
+
+@dataclass(frozen=True, slots=True)
+class ProducerProgress:
+    """A producer group's half transactions without a decision. `due_since`: since when the oldest check is due."""
+
+    group: str
+    undecided: int
+    parked: int
+    oldest_at: float | None
+    due_since: float | None
+    oldest_parked_at: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class TopicProgress:
+    """A topic: messages ever `queued`, and those that are not. `behind_since`: what retention should have removed."""
+
+    topic: str
+    queues: int
+    queued: int
+    undecided: int
+    parked: int
+    held: int
+    behind_since: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class BlockedQueue:
+    """A queue of an ordered group whose next message has failed, with the first and the last failure."""
+
+    group: str
+    topic: str
+    queue: int
+    message: str
+    key: str
+    error: str
+    since: float
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """All of it. `at`: when it was counted; `now`: when it was read. `blocked` names the first twenty.
+
+    `stored_age_seconds`: how old the newest stored one is, None without any; `is_late` when it had to be counted anew.
+    """
+
+    at: float
+    now: float
+    took_seconds: float
+    groups: Sequence[GroupProgress]
+    rests: Sequence[GroupRest]
+    producers: Sequence[ProducerProgress]
+    topics: Sequence[TopicProgress]
+    blocked: Sequence[BlockedQueue]
+    stored_age_seconds: float | None = None
+    is_late: bool = False
+
+    @property
+    def age_seconds(self) -> float:
+        """How old the counts are."""
+        return max(0.0, self.now - self.at)
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """What a group did in a window of time, in messages."""
+
+    group: str
+    seconds: float
+    handled: int
+    sent_back: int
+    dead: int
+
+
+_PARTS: Final[Mapping[str, type[Any]]] = {
+    "groups": GroupProgress,
+    "rests": GroupRest,
+    "producers": ProducerProgress,
+    "topics": TopicProgress,
+    "blocked": BlockedQueue,
+}
+
+
+def count(run: Executor) -> Summary:
+    """Count now, all parts from one snapshot. The connection must be in autocommit and outside a transaction.
+
+    Reads every position and every unsettled message: seconds may pass at the largest sizes.
+    """
+    started = time.monotonic()
+    run.connection.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
+    try:
+        run.connection.execute("SET LOCAL jit = off")
+        [now] = run.one(summary_sql.NOW)
+        groups = run.objects(GroupProgress, summary_sql.GROUPS)
+        found: dict[str, Any] = {
+            "rests": run.objects(GroupRest, summary_sql.RESTS),
+            "producers": run.objects(ProducerProgress, summary_sql.PRODUCERS),
+            "topics": run.objects(TopicProgress, summary_sql.TOPICS),
+            "blocked": run.objects(BlockedQueue, summary_sql.BLOCKED, {"limit": _BLOCKED_NAMED})
+            if any(group.blocked for group in groups)
+            else [],
+        }
+    finally:
+        run.connection.rollback()
+    return Summary(at=now, now=now, took_seconds=time.monotonic() - started, groups=groups, **found)
+
+
+def refresh(run: Executor) -> Summary:
+    """Count and store."""
+    summary = count(run)
+    facts = {name: _packed(row_type, getattr(summary, name)) for name, row_type in _PARTS.items()}
+    values = {"took": summary.took_seconds, "facts": json.dumps(facts), "totals": json.dumps(_totals(summary))}
+    run.execute(summary_sql.STORE, values)
+    run.execute(summary_sql.TRIM)
+    return summary
+
+
+def read(run: Executor, *, fresh_seconds: float = FRESH_SECONDS) -> Summary:
+    """The newest summary, or a new count where there is none that is fresh."""
+    row = run.row(summary_sql.NEWEST)
+    if row is None:
+        return replace(count(run), is_late=True)
+    at, took, now, facts = row
+    # Where counting takes long it is done more rarely.
+    if now - at > max(fresh_seconds, 2 * took / SHARE):
+        return replace(count(run), is_late=True, stored_age_seconds=now - at)
+    parts: dict[str, Any] = {name: _unpacked(row_type, facts[name]) for name, row_type in _PARTS.items()}
+    return Summary(
+        at=at,
+        now=now,
+        took_seconds=took,
+        stored_age_seconds=now - at,
+        **parts,
+    )
+
+
+def growth(run: Executor, *, window_seconds: float) -> list[Growth]:
+    """What every group did between the newest summary and the youngest one that is `window_seconds` old; or nothing."""
+    rows = run.rows(summary_sql.TOTALS, {"window": window_seconds})
+    if len(rows) < 2:
+        return []
+    (began, before), (ended, after) = rows
+    return [
+        Growth(group, ended - began, *(max(0, new - old) for new, old in zip(totals, before[group], strict=True)))
+        for group, totals in after.items()
+        if group in before
+    ]
+
+
+def _totals(summary: Summary) -> dict[str, list[int]]:
+    """Per group what `Growth` compares."""
+    found: dict[str, list[int]] = {}
+    for one in summary.groups:
+        known = found.setdefault(one.group, [0, 0, 0])
+        found[one.group] = [known[0] + one.handled, known[1] + one.sent_back, known[2] + one.dead]
+    return found
+
+
+def _packed(row_type: type[Any], rows: Iterable[Any]) -> dict[str, Any]:
+    """Columns are named once: code of another version reads those it knows."""
+    columns = [field.name for field in fields(row_type)]
+    return {"columns": columns, "rows": [[getattr(row, name) for name in columns] for row in rows]}
+
+
+def _unpacked(row_type: type[_Row], packed: Mapping[str, Any]) -> list[_Row]:
+    columns: list[str] = packed["columns"]
+    places = [columns.index(field.name) for field in fields(row_type)]  # type: ignore[arg-type]
+    return [row_type(*[row[place] for place in places]) for row in packed["rows"]]

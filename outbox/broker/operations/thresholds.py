@@ -1,0 +1,60 @@
+"""From where on something is worth a warning, and from where on it is critical."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from outbox.broker.operations.conditions import Severity
+
+_DAY: Final = 24 * 3600.0
+_GIBIBYTE: Final = 2.0**30
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """A warning from `warning` on, critical from `critical` on; None: never."""
+
+    warning: float | None
+    critical: float | None
+
+    def judge(self, value: float | None) -> Severity | None:
+        """How bad a value is; None when it is within the limits, or unknown."""
+        if value is None:
+            return None
+        if self.critical is not None and value >= self.critical:
+            return Severity.CRITICAL
+        if self.warning is not None and value >= self.warning:
+            return Severity.WARNING
+        return None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Thresholds:
+    """All limits. Units are in the names; `window_seconds`: for how long an event (an incident, a death) is news.
+
+    `tick_late`: a decided or due message nobody has queued. `pass_late_periods`: check-back or pruning, in periods.
+    `unanswered`: a check that is due. `lag`: per group and topic. `retry_share`: of what a group finished in the last
+    minute, what was sent back for another attempt (from `retry_messages` on). `retention_behind`: past the retention
+    time. `transaction`: a session whose transaction holds back vacuum. `lock`: a session of the broker that waits.
+    `space`: the broker's tables. `xid_age`: towards the wrap-around at 2^31; `sequence_share`: of an identity column.
+    `replica_lag`: WAL not replayed by a replica, or kept for one that is away.
+    """
+
+    tick_late_seconds: Limits = Limits(10, 60)
+    pass_late_periods: Limits = Limits(3, 10)
+    unanswered_seconds: Limits = Limits(120, 900)
+    parked_messages: Limits = Limits(1, 100)
+    lag_seconds: Limits = Limits(60, 600)
+    lag_messages: Limits = Limits(10_000, 1_000_000)
+    dead_letters: Limits = Limits(1, 1000)
+    retry_share: Limits = Limits(0.5, 0.9)
+    retry_messages: Limits = Limits(100, 100)
+    retention_behind_seconds: Limits = Limits(3600, _DAY)
+    transaction_seconds: Limits = Limits(300, 3600)
+    lock_seconds: Limits = Limits(5, 60)
+    space_bytes: Limits = Limits(50 * _GIBIBYTE, None)
+    xid_age: Limits = Limits(1e9, 1.8e9)
+    sequence_share: Limits = Limits(0.5, 0.9)
+    replica_lag_bytes: Limits = Limits(_GIBIBYTE / 4, 4 * _GIBIBYTE)
+    window_seconds: Limits = Limits(_DAY, _DAY)

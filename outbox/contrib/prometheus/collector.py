@@ -1,0 +1,167 @@
+"""What the broker's tables say, at the time of a scrape: conditions, lag, undecided, dead letters, the last audit."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from outbox.broker.operations.audit import Audit
+from outbox.broker.operations.conditions import CATALOGUE, Verdict
+from outbox.broker.operations.overview import Overview
+from outbox.broker.operations.summary import GroupProgress, Summary
+from outbox.contrib.prometheus.recorder import OTHERS
+
+# So many pairs of group and topic have series of their own, by name; the others are one per group.
+MOST_PAIRS: Final = 1000
+_KEPT_SECONDS: Final = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What a scrape shows. Without a broker to ask, the verdict alone."""
+
+    verdict: Verdict
+    overview: Overview | None = None
+    summary: Summary | None = None
+    audit: Audit | None = None
+    # Bytes by table, of the broker's and of the application's: ledger and inbox.
+    sizes: Mapping[str, int] = field(default_factory=dict)
+
+
+class BrokerCollector:
+    """Asks at most once in five seconds, however many scrape."""
+
+    def __init__(self, look: Callable[[], State], registry: CollectorRegistry | None = None) -> None:
+        self._look = look
+        self._lock = threading.Lock()
+        self._kept: tuple[float, State] | None = None
+        if registry is not None:
+            registry.register(self)
+
+    def describe(self) -> Sequence[Metric]:
+        """Nothing: registering must not ask the broker."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """The metrics."""
+        state = self._state()
+        yield from _conditions(state)
+        if state.overview is not None:
+            yield from _broker(state.overview)
+        if state.summary is not None:
+            yield from _pairs(state.summary)
+            yield from _groups(state)
+            yield from _producers(state.summary)
+            yield from _topics(state.summary)
+        if state.audit is not None:
+            yield from _audit(state.audit)
+        yield _family(
+            "outbox_table_bytes", "Size on disk with indexes.", ["table"], [([t], b) for t, b in state.sizes.items()]
+        )
+
+    def _state(self) -> State:
+        with self._lock:
+            now = time.monotonic()
+            if self._kept is None or now - self._kept[0] > _KEPT_SECONDS:
+                self._kept = (now, self._look())
+            return self._kept[1]
+
+
+def _family(name: str, text: str, labels: Sequence[str], rows: Sequence[tuple[Sequence[str], float]]) -> Metric:
+    family = GaugeMetricFamily(name, text, labels=labels)
+    for values, value in rows:
+        family.add_metric(values, value)
+    return family
+
+
+def _total(name: str, text: str, labels: Sequence[str], rows: Sequence[tuple[Sequence[str], float]]) -> Metric:
+    family = CounterMetricFamily(name, text, labels=labels)
+    for values, value in rows:
+        family.add_metric(values, value)
+    return family
+
+
+def _conditions(state: State) -> Iterator[Metric]:
+    held = {condition.name: int(condition.severity) for condition in state.verdict.conditions}
+    rows = [([name], held.get(name, 0)) for name in CATALOGUE]
+    yield _family("outbox_condition", "0: does not hold, 1: warning, 2: critical.", ["name"], rows)
+
+
+def _broker(broker: Overview) -> Iterator[Metric]:
+    yield _family("outbox_leader", "Whether a process sequences.", [], [([], float(broker.leader is not None))])
+    yield _family("outbox_last_tick_age_seconds", "Since the last tick.", [], [([], broker.last_tick_seconds_ago)])
+    yield _family("outbox_counted_age_seconds", "How old lag and counts are.", [], [([], broker.counted_seconds_ago)])
+
+
+def _pairs(summary: Summary) -> Iterator[Metric]:
+    """Per group and topic; retry queues are a topic of their own."""
+    pairs: dict[tuple[str, str], list[GroupProgress]] = {}
+    for one in sorted(summary.groups, key=lambda one: (one.group, one.topic)):
+        pair = (one.group, one.topic) if len(pairs) < MOST_PAIRS else (one.group, OTHERS)
+        pairs.setdefault(pair, []).append(one)
+    labels = ["group", "topic"]
+    yield _family(
+        "outbox_lag_messages",
+        "Queued and not finished.",
+        labels,
+        [(p, sum(o.lag for o in of)) for p, of in pairs.items()],
+    )
+    ages = [(p, max((summary.at - o.oldest_at for o in of if o.oldest_at), default=0.0)) for p, of in pairs.items()]
+    yield _family("outbox_lag_seconds", "Age of the oldest unfinished message.", labels, ages)
+    for name, text in (
+        ("handled", "Messages handled."),
+        ("filtered", "Messages the group's filter left out."),
+        ("skipped", "Messages a handler or an operator skipped."),
+        ("sent_back", "Messages sent back for another attempt."),
+        ("dead", "Messages given up."),
+        ("expired", "Messages that retention removed unconsumed."),
+    ):
+        rows = [(p, sum(getattr(o, name) for o in of)) for p, of in pairs.items()]
+        yield _total(f"outbox_{name}_messages", text, labels, rows)
+
+
+def _groups(state: State) -> Iterator[Metric]:
+    assert state.summary is not None
+    rests = state.summary.rests
+    yield _family("outbox_dead_letters", "Unsettled dead letters.", ["group"], [([r.group], r.dead) for r in rests])
+    yield _family(
+        "outbox_retrying_messages", "Waiting for an attempt.", ["group"], [([r.group], r.retrying) for r in rests]
+    )
+    if state.overview is not None:
+        rows = [([g.name], g.consumers) for g in state.overview.groups]
+        yield _family("outbox_consumers", "Live consumer processes.", ["group"], rows)
+
+
+def _producers(summary: Summary) -> Iterator[Metric]:
+    label = ["producer_group"]
+    rows = summary.producers
+    yield _family("outbox_undecided_transactions", "Undecided.", label, [([r.group], r.undecided) for r in rows])
+    yield _family("outbox_parked_transactions", "Past check-back.", label, [([r.group], r.parked) for r in rows])
+    ages = [([r.group], summary.at - r.oldest_at) for r in rows if r.oldest_at is not None]
+    yield _family("outbox_undecided_age_seconds", "Of the oldest undecided one.", label, ages)
+
+
+def _topics(summary: Summary) -> Iterator[Metric]:
+    rows = [([t.topic], t.queued) for t in summary.topics[:MOST_PAIRS]]
+    yield _total("outbox_queued_messages", "Messages put into the topic's queues.", ["topic"], rows)
+    held = [([t.topic], t.held) for t in summary.topics[:MOST_PAIRS]]
+    yield _family("outbox_held_messages", "Decided, behind an undecided one of their key.", ["topic"], held)
+
+
+def _audit(audit: Audit) -> Iterator[Metric]:
+    yield _family("outbox_audit_differences", "Equations that do not hold.", [], [([], len(audit.differences))])
+    yield _family("outbox_audit_age_seconds", "Since the last audit.", [], [([], audit.age_seconds)])
+    rows = [
+        ([scope, name, term], float(value))
+        for scope in ("topics", "groups")
+        for name, terms in audit.facts[scope].items()
+        for term, value in terms.items()
+    ]
+    labels = ["scope", "name", "term"]
+    yield _family("outbox_audit_messages", "A term of conservation, as last audited.", labels, rows[: 20 * MOST_PAIRS])

@@ -1,0 +1,121 @@
+"""What a process measures of its own work. Right with several processes: see prometheus_client's multi-process mode."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import Final
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+
+from outbox.transaction import CheckCounts
+
+# So many different topics are told apart, per process; the rest is one.
+MOST_TOPICS: Final = 200
+OTHERS: Final = "(others)"
+# Of a batch so many waits are observed: the cost per message stays small.
+_SAMPLES: Final = 10
+_BUCKETS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 60.0, 600.0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """The metrics of one subscription."""
+
+    handler: Histogram
+    start: Histogram
+    end: Histogram
+    failed: Counter
+
+
+class PrometheusRecorder:
+    """Implements outbox.measures.Recorder."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._topics: set[str] = set()
+        self._lock = threading.Lock()
+        self._published = Counter(
+            "outbox_published_messages", "Messages given to publish().", ["topic", "path"], registry=registry
+        )
+        self._publish = Histogram(
+            "outbox_publish_seconds", "One publish call.", ["path"], buckets=_BUCKETS, registry=registry
+        )
+        self._start = Histogram(
+            "outbox_delivery_start_seconds",
+            "From publishing (or the due time) to the first call of the handler.",
+            ["group", "topic"],
+            buckets=_BUCKETS,
+            registry=registry,
+        )
+        self._end = Histogram(
+            "outbox_delivery_seconds",
+            "From publishing (or the due time) to the end of the first call of the handler.",
+            ["group", "topic"],
+            buckets=_BUCKETS,
+            registry=registry,
+        )
+        self._handler = Histogram(
+            "outbox_handler_seconds", "One call of a handler.", ["group", "topic"], buckets=_BUCKETS, registry=registry
+        )
+        self._failed = Counter("outbox_failed_attempts", "Attempts that failed.", ["group", "topic"], registry=registry)
+        self._tick = Histogram(
+            "outbox_tick_seconds", "One tick that had something to do.", buckets=_BUCKETS, registry=registry
+        )
+        self._sequenced = Counter("outbox_sequenced_messages", "Entries appended to queues.", registry=registry)
+        self._checks = Counter(
+            "outbox_checks", "Check-backs by answer.", ["producer_group", "answer"], registry=registry
+        )
+
+        # Finding a metric by its labels costs more than adding to it.
+        self._paths: dict[str, Histogram] = {}
+        self._sent: dict[tuple[str, str], Counter] = {}
+        self._places: dict[tuple[str, str], _Place] = {}
+
+    def published(self, topics: list[str], path: str, seconds: float) -> None:
+        publish = self._paths.get(path)
+        if publish is None:
+            publish = self._paths[path] = self._publish.labels(path)
+        publish.observe(seconds)
+        for topic in set(topics):
+            sent = self._sent.get((topic, path))
+            if sent is None:
+                sent = self._published.labels(self._bounded(topic), path)
+                if topic in self._topics:
+                    self._sent[topic, path] = sent
+            sent.inc(topics.count(topic))
+
+    def handled(self, group: str, topic: str, waited: list[float], seconds: float, *, failed: int) -> None:
+        place = self._places.get((group, topic))
+        if place is None:
+            # Declared in code, so there are few of them.
+            place = self._places[group, topic] = _Place(
+                handler=self._handler.labels(group, topic),
+                start=self._start.labels(group, topic),
+                end=self._end.labels(group, topic),
+                failed=self._failed.labels(group, topic),
+            )
+        place.handler.observe(seconds)
+        if failed:
+            place.failed.inc(failed)
+        start, end = place.start, place.end
+        for wait in waited[:: max(1, len(waited) // _SAMPLES)]:
+            start.observe(wait)
+            end.observe(wait + seconds)
+
+    def ticked(self, seconds: float, appended: int) -> None:
+        self._tick.observe(seconds)
+        self._sequenced.inc(appended)
+
+    def checked(self, producer_group: str, counts: CheckCounts) -> None:
+        answers = {"commit": counts.committed, "rollback": counts.rolled_back, "unknown": counts.unknown}
+        for answer, count in answers.items():
+            self._checks.labels(producer_group, answer).inc(count)
+
+    def _bounded(self, topic: str) -> str:
+        if topic in self._topics:
+            return topic
+        with self._lock:
+            if len(self._topics) >= MOST_TOPICS:
+                return OTHERS
+            self._topics.add(topic)
+        return topic

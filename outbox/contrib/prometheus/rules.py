@@ -1,0 +1,156 @@
+"""Alert rules and a Grafana dashboard, made from the catalogue of conditions and the metrics' names.
+
+`alerts.yml` and `dashboard.json` beside this module are what they render; `python -m outbox.contrib.prometheus.rules`
+writes them anew.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Final
+
+from outbox.broker.operations.conditions import CATALOGUE
+
+ALERTS: Final = Path(__file__).with_name("alerts.yml")
+DASHBOARD: Final = Path(__file__).with_name("dashboard.json")
+
+_SEVERITY: Final = "{{ if ge $value 2.0 }}critical{{ else }}warning{{ end }}"
+
+
+def alert_name(condition: str) -> str:
+    """no_sequencer -> OutboxNoSequencer."""
+    return "Outbox" + "".join(part.capitalize() for part in condition.split("_"))
+
+
+def alerts() -> str:
+    """The rules as YAML, of which JSON's strings are a part."""
+    lines = [
+        "# One alert per condition; outbox_status, with the same names, has the evidence.",
+        "groups:",
+        "  - name: outbox",
+        "    rules:",
+        *_rule(
+            "OutboxNotWatched",
+            "absent(outbox_condition)",
+            "critical",
+            "No process exports outbox's metrics: nobody would notice anything.",
+            "Check the scrape of the worker's HEALTH_ADDRESS, or of the view metrics/.",
+            wait="5m",
+        ),
+    ]
+    for name, kind in CATALOGUE.items():
+        expression = f'max by (name) (outbox_condition{{name="{name}"}}) > 0'
+        lines += _rule(alert_name(name), expression, _SEVERITY, kind.meaning, kind.next_step)
+    return "\n".join(lines) + "\n"
+
+
+def _rule(name: str, expression: str, severity: str, summary: str, description: str, *, wait: str = "1m") -> list[str]:
+    return [
+        f"      - alert: {name}",
+        f"        expr: {json.dumps(expression)}",
+        f"        for: {wait}",
+        "        labels:",
+        f"          severity: {json.dumps(severity)}",
+        "        annotations:",
+        f"          summary: {json.dumps(summary)}",
+        f"          description: {json.dumps(description)}",
+    ]
+
+
+def _quantiles(metric: str, by: str) -> list[tuple[str, str]]:
+    return [
+        (f"histogram_quantile({q}, sum by (le, {by}) (rate({metric}_bucket[5m])))", f"p{q * 100:.0f} {{{{{by}}}}}")
+        for q in (0.5, 0.99)
+    ]
+
+
+# Title, unit, and per line an expression with its legend.
+PANELS: Final[list[tuple[str, str, list[tuple[str, str]]]]] = [
+    ("Conditions (1 warning, 2 critical)", "none", [("max by (name) (outbox_condition) > 0", "{{name}}")]),
+    ("A process sequences", "none", [("max(outbox_leader)", "leader")]),
+    ("Published per second", "ops", [("sum by (topic) (rate(outbox_published_messages_total[5m]))", "{{topic}}")]),
+    ("Queued per second", "ops", [("sum by (topic) (rate(outbox_queued_messages_total[5m]))", "{{topic}}")]),
+    ("Handled per second", "ops", [("sum by (group) (rate(outbox_handled_messages_total[5m]))", "{{group}}")]),
+    ("From publishing to handled", "s", _quantiles("outbox_delivery_seconds", "group")),
+    ("From publishing to the handler's call", "s", _quantiles("outbox_delivery_start_seconds", "group")),
+    ("Handlers", "s", _quantiles("outbox_handler_seconds", "group")),
+    ("publish()", "s", _quantiles("outbox_publish_seconds", "path")),
+    ("Lag in messages", "short", [("sum by (group) (outbox_lag_messages)", "{{group}}")]),
+    ("Lag by age", "s", [("max by (group) (outbox_lag_seconds)", "{{group}}")]),
+    ("Consumers", "short", [("max by (group) (outbox_consumers)", "{{group}}")]),
+    (
+        "Retries per second, and waiting",
+        "short",
+        [
+            ("sum by (group) (rate(outbox_sent_back_messages_total[5m]))", "{{group}} sent back"),
+            ("max by (group) (outbox_retrying_messages)", "{{group}} waiting"),
+        ],
+    ),
+    ("Dead letters", "short", [("max by (group) (outbox_dead_letters)", "{{group}}")]),
+    (
+        "Undecided and parked",
+        "short",
+        [
+            ("max by (producer_group) (outbox_undecided_transactions)", "{{producer_group}} undecided"),
+            ("max by (producer_group) (outbox_parked_transactions)", "{{producer_group}} parked"),
+        ],
+    ),
+    ("Check-backs by answer", "ops", [("sum by (answer) (rate(outbox_checks_total[5m]))", "{{answer}}")]),
+    (
+        "Ticks",
+        "s",
+        [
+            ("histogram_quantile(0.99, sum by (le) (rate(outbox_tick_seconds_bucket[5m])))", "p99"),
+            ("max(outbox_last_tick_age_seconds)", "since the last"),
+        ],
+    ),
+    ("Tables, ledger and inbox", "bytes", [("max by (table) (outbox_table_bytes)", "{{table}}")]),
+    (
+        "Conservation, as last audited",
+        "short",
+        [
+            ("max by (term) (outbox_audit_messages{scope='topics'})", "{{term}}"),
+            ("max(outbox_audit_differences)", "equations that do not hold"),
+        ],
+    ),
+]
+
+
+def dashboard() -> str:
+    """The dashboard as Grafana imports it; the data source is chosen there."""
+    return json.dumps(
+        {
+            "title": "outbox",
+            "uid": "outbox",
+            "schemaVersion": 38,
+            "refresh": "30s",
+            "time": {"from": "now-3h", "to": "now"},
+            "templating": {
+                "list": [{"name": "source", "label": "Data source", "type": "datasource", "query": "prometheus"}]
+            },
+            "panels": [_panel(number, *panel) for number, panel in enumerate(PANELS)],
+        },
+        indent=1,
+    )
+
+
+def _panel(number: int, title: str, unit: str, lines: list[tuple[str, str]]) -> dict[str, Any]:
+    source = {"type": "prometheus", "uid": "${source}"}
+    return {
+        "id": number + 1,
+        "title": title,
+        "type": "timeseries",
+        "datasource": source,
+        "gridPos": {"x": 8 * (number % 3), "y": 8 * (number // 3), "w": 8, "h": 8},
+        "fieldConfig": {"defaults": {"unit": unit, "min": 0}, "overrides": []},
+        "targets": [
+            {"refId": chr(ord("A") + place), "expr": expression, "legendFormat": legend, "datasource": source}
+            for place, (expression, legend) in enumerate(lines)
+        ],
+    }
+
+
+if __name__ == "__main__":
+    ALERTS.write_text(alerts(), encoding="utf-8")
+    DASHBOARD.write_text(dashboard() + "\n", encoding="utf-8")

@@ -1,0 +1,131 @@
+"""The summary says what counting says, is refreshed by who leads, and spares who looks the counting."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import psycopg
+from psycopg.types.json import Jsonb
+
+from outbox import Delivery
+from outbox.broker.database.executor import Executor
+from outbox.broker.operations import summary
+from outbox.broker.operations.queue_status import list_queues
+from outbox.broker.operations.verdict import survey
+from outbox.broker.process import ProcessSettings
+from outbox.errors import PermanentError
+from outbox.subscription import Mode, Subscription
+from tests.broker.bench import AT_ONCE, ConsumptionBench, keyed
+from tests.broker.support import process
+from tests.support import eventually
+
+GROW_WITH_THE_LOG = ("commit_log", "op_log", "consume_queue")
+
+
+def consumed(bench: ConsumptionBench) -> None:
+    """Two groups on two topics: one has failed on some messages, both are behind."""
+    for topic in ("orders", "payments"):
+        bench.declare(topic)
+        bench.publish(keyed(topic, 40, 10))
+
+    def fail_on_some(delivery: Delivery) -> None:
+        if delivery.key in ("k3", "k4"):
+            raise PermanentError("not these")
+
+    bench.run_until_idle(Subscription(topic="orders", group="points", retry=AT_ONCE), fail_on_some)
+    bench.run_until_idle(Subscription(topic="payments", group="cart", mode=Mode.ORDERLY), lambda _: None)
+    bench.publish(keyed("orders", 7, 7))
+    bench.publish(keyed("payments", 5, 5))
+
+
+def test_it_says_what_counting_queue_by_queue_says(bench: ConsumptionBench) -> None:
+    consumed(bench)
+    counted = summary.count(bench.run)
+    queues = list_queues(bench.run)
+    for one in counted.groups:
+        of_place = [queue for queue in queues if (queue.group, queue.topic) == (one.group, one.topic)]
+        assert of_place
+        assert one.queues == len(of_place)
+        assert one.lag == sum(queue.lag for queue in of_place)
+        for name in ("handled", "filtered", "skipped", "sent_back", "dead", "expired"):
+            assert getattr(one, name) == sum(getattr(queue, name) for queue in of_place), name
+    lags = {(one.group, one.topic): one.lag for one in counted.groups if one.lag}
+    assert lags == {("points", "orders"): 7, ("cart", "payments"): 5}
+    [rest] = [rest for rest in counted.rests if rest.group == "points"]
+    assert rest.dead == 8
+    assert {one.topic: one.queued for one in counted.topics} == {"orders": 47, "payments": 45}
+
+
+def test_the_oldest_is_the_first_that_is_not_finished(bench: ConsumptionBench) -> None:
+    consumed(bench)
+    bench.connection.execute(
+        "UPDATE outbox.commit_log SET stored_at = stored_at - interval '1 hour' WHERE log_id <= 80"
+    )
+    counted = summary.count(bench.run)
+    [one] = [one for one in counted.groups if (one.group, one.topic) == ("points", "orders")]
+    assert one.oldest_at is not None and counted.at - one.oldest_at < 600, "those an hour old are finished"
+
+
+def test_what_is_read_is_what_was_stored(bench: ConsumptionBench) -> None:
+    consumed(bench)
+    stored = summary.refresh(bench.run)
+    read = summary.read(bench.run)
+    assert (read.groups, read.rests, read.topics, read.producers, read.blocked) == (
+        list(stored.groups), list(stored.rests), list(stored.topics), list(stored.producers), list(stored.blocked),
+    )  # fmt: skip
+    assert not read.is_late and read.age_seconds < 60
+
+
+def test_an_old_one_is_counted_anew(bench: ConsumptionBench) -> None:
+    consumed(bench)
+    summary.refresh(bench.run)
+    bench.connection.execute("UPDATE outbox.summary SET at = at - interval '1 hour'")
+    bench.publish(keyed("orders", 3, 3))
+    read = summary.read(bench.run)
+    assert read.is_late and sum(one.lag for one in read.groups) == 15
+
+
+def test_code_of_another_version_reads_the_columns_it_knows(bench: ConsumptionBench) -> None:
+    consumed(bench)
+    stored = summary.refresh(bench.run)
+    [(facts,)] = bench.rows("SELECT facts FROM outbox.summary")
+    changed: dict[str, Any] = facts | {"of_a_later_version": {}}
+    groups = facts["groups"]
+    changed["groups"] = {"columns": ["new", *groups["columns"]], "rows": [["?", *row] for row in groups["rows"]]}
+    bench.connection.execute(b"UPDATE outbox.summary SET facts = %s", [Jsonb(changed)])
+    assert summary.read(bench.run).groups == list(stored.groups)
+
+
+def test_who_leads_refreshes_it(bench: ConsumptionBench) -> None:
+    consumed(bench)
+    with process(bench.database, ProcessSettings(summary_seconds=0.05)):
+        eventually(lambda: bench.rows("SELECT 1 FROM outbox.summary"), what="a first summary")
+        bench.publish(keyed("orders", 100, 100))
+        eventually(lambda: sum(one.lag for one in summary.read(bench.run).groups) == 112, what="the new lag")
+    [(rows,)] = bench.rows("SELECT count(*) FROM outbox.summary")
+    assert rows > 1
+
+
+def rows_read(connection: psycopg.Connection[Any]) -> dict[str, int]:
+    """By table, what this session has read since it began."""
+    found = connection.execute(
+        "SELECT relname::text, seq_tup_read + coalesce(idx_tup_fetch, 0) FROM pg_stat_xact_user_tables"
+        " WHERE schemaname = 'outbox' AND relname = ANY (%s)",
+        [list(GROW_WITH_THE_LOG)],
+    ).fetchall()
+    return dict(found)
+
+
+def test_looking_reads_nothing_that_grows_with_the_log(bench: ConsumptionBench) -> None:
+    consumed(bench)
+    bench.publish(keyed("orders", 3000, 100))
+    bench.connection.execute("ANALYZE")
+    summary.refresh(bench.run)
+    with bench.database.connect() as fresh, fresh.transaction():
+        assert survey(Executor(fresh, "outbox")).summary is not None
+        assert rows_read(fresh).keys() == set(GROW_WITH_THE_LOG)
+        assert {table: read for table, read in rows_read(fresh).items() if read > 20} == {}
+    # The control: counting reads them, and this would find it.
+    with bench.database.connect() as fresh, fresh.transaction():
+        fresh.execute("SELECT count(*) FROM outbox.commit_log")
+        assert rows_read(fresh)["commit_log"] > 3000

@@ -1,0 +1,183 @@
+"""Faults of the broker, of transactions and of the server, made for real; each is named as its condition."""
+
+from __future__ import annotations
+
+from uuid import uuid4
+
+import pytest
+from django.db import connections, transaction
+
+from outbox.broker.operations import audit, summary
+from outbox.contrib.django import publish
+from outbox.contrib.django.broker import flusher, get_broker
+from outbox.contrib.django.periodic import run_check_back
+from outbox.errors import WrongDatabase
+from outbox.transaction import Answer, Decision, EndTransaction
+from tests.django.broker_world import NOWHERE, World, fault
+from tests.django.conftest import point_alias
+
+
+@fault
+def unreachable(world: World) -> None:
+    """The broker's database is gone."""
+    point_alias("broker", NOWHERE)
+
+
+@fault
+def schema_version(world: World) -> None:
+    """The code needs a change that the tables lack."""
+    world.sql("UPDATE outbox.schema_version SET change = 1")
+
+
+@fault
+def no_sequencer(world: World) -> None:
+    """Every broker process is stopped."""
+    world.sql("UPDATE outbox.leader_lease SET expires_at = now()")
+
+
+@fault
+def ticks_late(world: World) -> None:
+    """A process leads and does not sequence."""
+    publish("orders", {}, key="unread")
+    flusher.flush(within_seconds=5)
+    world.age(30)
+
+
+@fault
+def summary_late(world: World) -> None:
+    """A process leads and does not count."""
+    summary.refresh(world.run)
+    world.sql("UPDATE outbox.summary SET at = at - interval '1 hour'")
+
+
+@fault
+def check_back_late(world: World) -> None:
+    """Nothing drives check-back of a service any more."""
+    world.sql("INSERT INTO outbox.periodic_pass VALUES ('shop', 'check_back', 30, now() - interval '5 minutes')")
+
+
+@fault
+def unanswered(world: World) -> None:
+    """A producer died in a transaction and its service does not come back."""
+    world.half()
+    world.age(300)
+
+
+@fault
+def parked(world: World) -> None:
+    """Check-back cannot find out what became of a transaction."""
+    world.change_settings(MAX_CHECKS=1)
+    world.half()
+    claimed = get_broker().claim_checks("shop")
+    answers = [Answer(transaction_id=one.transaction_id, decision=Decision.UNKNOWN) for one in claimed]
+    get_broker().report_answers("shop", answers)
+
+
+@fault
+def contradicted(world: World) -> None:
+    """A commit and a rollback are reported for one transaction."""
+    world.half()
+    [(transaction_id,)] = world.sql("SELECT transaction_id FROM outbox.pending_check")
+    for decision in (Decision.COMMIT, Decision.ROLLBACK):
+        get_broker().end([EndTransaction(transaction_id=transaction_id, decision=decision, producer_group="shop")])
+
+
+@fault
+def refused(world: World) -> None:
+    """An end is reported for a transaction nobody knows."""
+    get_broker().end([EndTransaction(transaction_id=uuid4(), decision=Decision.COMMIT, producer_group="shop")])
+
+
+@fault
+def wrong_ledger(world: World) -> None:
+    """The ledger is emptied while a transaction is undecided."""
+    world.half()
+    with connections["default"].cursor() as cursor:
+        cursor.execute("TRUNCATE outbox_ledger")
+    run_check_back()
+
+
+@fault
+def checker_disagrees(world: World) -> None:
+    """A look-up says the opposite of the ledger."""
+    world.half()
+    [check] = get_broker().claim_checks("shop")
+    said = Answer(transaction_id=check.transaction_id, decision=Decision.ROLLBACK, detail="look-up: True", alarm=True)
+    get_broker().report_answers("shop", [said])
+
+
+@fault
+def transaction_open(world: World) -> None:
+    """A session forgets its transaction."""
+    world.limits(TRANSACTION_SECONDS=(0, None))
+    session = world.session("a report")
+    session.execute("BEGIN")
+    session.execute("SELECT pg_current_xact_id()")
+
+
+@fault
+def lock_held(world: World) -> None:
+    """A migration locks a table, and readers are kept out too."""
+    session = world.session("a migration")
+    session.execute("BEGIN")
+    session.execute("LOCK TABLE outbox.consumer_group IN ACCESS EXCLUSIVE MODE")
+
+
+@fault
+def open_since_resync(world: World) -> None:
+    """A publishing transaction is open across a restore."""
+    session = world.session("a forgotten one")
+    session.execute("BEGIN")
+    session.execute("INSERT INTO outbox.op_log (transaction_id, decision, decided_by, log_ids)"
+                    " VALUES (gen_random_uuid(), 'R', 'P', '{}')")  # fmt: skip
+    world.sql("SELECT pg_current_xact_id()")
+    world.sql("INSERT INTO outbox.resync VALUES (2, 'restored', pg_current_snapshot())")
+
+
+@fault
+def space(world: World) -> None:
+    """The tables outgrow their limit."""
+    world.limits(SPACE_BYTES=(1, None))
+
+
+@fault
+def xid_age(world: World) -> None:
+    """Transaction ids are not frozen."""
+    world.limits(XID_AGE=(1, None))
+
+
+@fault
+def sequence_age(world: World) -> None:
+    """An identity column nears its end."""
+    world.sql("SELECT setval(pg_get_serial_sequence('outbox.queue', 'queue_id'), 2000000000)")
+
+
+@fault
+def replica_lag(world: World) -> None:
+    """A replica is gone and its slot keeps WAL."""
+    world.limits(REPLICA_LAG_BYTES=(0, None))
+    name = f"gone_{uuid4().hex}"
+    world.sql("SELECT pg_create_physical_replication_slot(%s, true)", name)
+    world.stack.callback(world.sql, "SELECT pg_drop_replication_slot(%s)", name)
+
+
+@fault
+def path_flipped(world: World) -> None:
+    """A process is led to another database than the one it must write to."""
+    world.change_settings(PATH="atomic")
+    with pytest.raises(WrongDatabase), transaction.atomic():
+        publish("orders", {})
+
+
+@fault
+def not_conserved(world: World) -> None:
+    """A queue entry is deleted by hand."""
+    world.publish(2)
+    world.sql("DELETE FROM outbox.consume_queue WHERE log_id = (SELECT min(log_id) FROM outbox.consume_queue)")
+    assert audit.run_once(world.run).differences
+
+
+@fault
+def rejecting(world: World) -> None:
+    """An operator refuses transactional messages and forgets it."""
+    world.sql("UPDATE outbox.broker SET reject_transactional = true")

@@ -1,0 +1,20 @@
+"""What several of these tests do with the broker."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from uuid import uuid4
+
+from outbox.broker.sequencer.sequencer import Sequencer
+from outbox.contrib.django.broker import flusher
+from outbox.contrib.django.databases import broker_database
+
+
+def sequence() -> None:
+    """Queue everything that is decided."""
+    flusher.flush(within_seconds=5)
+    database = broker_database()
+    with closing(database.connect()) as connection:
+        sequencer = Sequencer(database, uuid4())
+        while sequencer.run_once(connection).appended:
+            pass

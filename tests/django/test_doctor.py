@@ -1,0 +1,188 @@
+"""The doctor names what will go wrong, and what to do; listing what is undecided; finding messages by their key."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from io import StringIO
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import pytest
+from django.core.management import call_command
+from django.core.management.base import CommandError
+from django.db import connections
+
+from outbox import Delivery
+from outbox.broker.database.connection import BrokerDatabase
+from outbox.broker.database.executor import Executor
+from outbox.broker.operations.conditions import Severity
+from outbox.broker.operations.diagnosis import Finding, diagnose
+from outbox.contrib.django import publish, subscriber
+from outbox.contrib.django.databases import alias_conninfo
+from outbox.contrib.django.doctor import examine
+from outbox.retry import RetryPolicy
+from tests.django.broker_world import NOWHERE, World, new_world
+from tests.django.conftest import point_alias
+from tests.django.state import rolled_back
+from tests.spark import pooler
+
+pytestmark = pytest.mark.usefixtures("databases", "no_subscribers")
+
+
+@pytest.fixture
+def world(databases: None, outbox_settings: Callable[..., None]) -> Iterator[World]:
+    """A healthy broker."""
+    with new_world(outbox_settings) as world:
+        yield world
+
+
+def found() -> dict[str, Finding]:
+    """What is not well, by subject."""
+    return {one.subject: one for one in examine() if one.severity}
+
+
+def test_every_look_is_told(world: World) -> None:
+    assert {one.subject for one in examine() if not one.severity} >= {
+        "PostgreSQL version", "fsync", "full_page_writes", "synchronous_commit", "isolation", "autovacuum",
+        "connections", "pooler", "clock", "timeouts of roles", "grants", "sessions", "groups without a consumer",
+        "retention of topics", "retention of the inbox", "check horizon", "ledger of 'default'",
+    }  # fmt: skip
+    assert {name: one.severity for name, one in found().items()} == {"topics without a group": Severity.WARNING}
+
+
+def test_the_command(world: World) -> None:
+    out = StringIO()
+    with pytest.raises(SystemExit) as ended:
+        call_command("outbox_doctor", "--json", stdout=out)
+    assert ended.value.code == 1
+    first = json.loads(out.getvalue())[0]
+    assert (first["subject"], first["severity"]) == ("topics without a group", "warning")
+    assert "orders" in first["text"] and first["remedy"]
+    out = StringIO()
+    with pytest.raises(SystemExit):
+        call_command("outbox_doctor", stdout=out, no_color=True)
+    assert "WARNING topics without a group: " in out.getvalue() and "OK fsync: on" in out.getvalue()
+
+
+def test_declarations(world: World) -> None:
+    world.subscribe()
+    names = found()
+    assert names["groups without a consumer"].text == "effects"
+    assert "orders" not in names["topics without a group"].text.split(", ")
+
+
+def test_retention(world: World, outbox_settings: Callable[..., None]) -> None:
+    @subscriber("orders", group="effects", retry=RetryPolicy(delays_seconds=[86400.0], max_attempts=20))
+    def effect(delivery: Delivery) -> None: ...
+
+    world.sql("UPDATE outbox.topic SET retention_seconds = 60 WHERE name = 'payments'")
+    names = found()
+    assert "payments" in names["retention of topics"].text and "payments" in names["check horizon"].text
+    assert names["retention of the inbox"].severity is Severity.CRITICAL
+
+
+def test_ledgers(world: World, settings: Any) -> None:
+    with connections["other"].cursor() as cursor:
+        cursor.execute("SELECT ledger_id FROM outbox_ledger_identity")
+        [kept] = cursor.fetchone()
+    try:
+        with connections["default"].cursor() as cursor:
+            cursor.execute("SELECT ledger_id FROM outbox_ledger_identity")
+            [identity] = cursor.fetchone()
+        with connections["other"].cursor() as cursor:
+            cursor.execute("UPDATE outbox_ledger_identity SET ledger_id = %s", [identity])
+        assert "identity of 'default'" in found()["ledger of 'other'"].text
+        with connections["other"].cursor() as cursor:
+            cursor.execute("DELETE FROM outbox_ledger_identity")
+        assert found()["ledger of 'other'"].severity is Severity.CRITICAL
+    finally:
+        with connections["other"].cursor() as cursor:
+            cursor.execute("DELETE FROM outbox_ledger_identity")
+            cursor.execute("INSERT INTO outbox_ledger_identity (singleton, ledger_id) VALUES (true, %s)", [kept])
+
+
+def test_server_and_role(world: World) -> None:
+    name = f"limited_{uuid4().hex}"
+    [(database,)] = world.sql("SELECT current_database()")
+    world.sql(f'CREATE ROLE "{name}" LOGIN')
+    world.stack.callback(world.sql, f'DROP ROLE "{name}"')
+    world.stack.callback(world.sql, f'DROP OWNED BY "{name}"')
+    world.sql(f'GRANT USAGE ON SCHEMA outbox TO "{name}"')
+    world.sql(f'GRANT SELECT ON ALL TABLES IN SCHEMA outbox TO "{name}"')
+    world.sql(f'ALTER ROLE "{name}" IN DATABASE "{database}" SET statement_timeout = \'5s\'')
+    world.sql("SET default_transaction_isolation = 'repeatable read'")
+    world.sql("SET synchronous_commit = off")
+    world.sql(f'SET ROLE "{name}"')
+    try:
+        bad = {
+            one.subject: one for one in diagnose(world.run, BrokerDatabase(alias_conninfo("broker"))) if one.severity
+        }
+    finally:
+        world.sql("RESET ROLE")
+    assert "DELETE, INSERT, UPDATE on commit_log" in bad["grants"].text
+    assert "statement_timeout=5s" in bad["timeouts of roles"].text
+    assert {"isolation", "synchronous_commit", "sessions"} <= set(bad)
+
+
+def test_a_broker_that_is_away(world: World) -> None:
+    point_alias("broker", NOWHERE)
+    assert found()["broker"].severity is Severity.CRITICAL
+
+
+def listed(*arguments: str) -> Any:
+    out = StringIO()
+    call_command(*arguments, "--json", stdout=out)
+    return json.loads(out.getvalue())
+
+
+def test_undecided_ones_page_by_page(world: World) -> None:
+    for _ in range(3):
+        world.half()
+    first = listed("outbox_undecided", "--limit", "2")
+    rest = listed("outbox_undecided", "--limit", "2", "--after", first[-1]["transaction_id"])
+    assert (len(first), len(rest)) == (2, 1)
+    assert {one["producer_group"] for one in first + rest} == {"shop"}
+    assert listed("outbox_undecided", "--parked") == listed("outbox_undecided", "nobody") == []
+    out = StringIO()
+    call_command("outbox_undecided", "--limit", "2", stdout=out)
+    assert f"--after {first[-1]['transaction_id']}" in out.getvalue()
+    with pytest.raises(CommandError, match="no number from 1 on"):
+        call_command("outbox_undecided", "--limit", "0")
+
+
+def test_messages_of_a_key(world: World) -> None:
+    for topic in ("orders", "payments", "orders"):
+        publish(topic, {}, key="4711")
+    with rolled_back():
+        publish("orders", {}, key="4711")
+    publish("orders", {}, key="other")
+    every = listed("outbox_trace", "--key", "4711")
+    assert [one["topic"] for one in every] == ["orders", "orders", "payments", "orders"]
+    assert [one["state"] for one in every][1:] == ["committed"] * 3
+    page = listed(
+        "outbox_trace", "--key", "4711", "--topic", "orders", "--limit", "1", "--before", str(every[0]["log_id"])
+    )
+    assert [one["log_id"] for one in page] == [every[1]["log_id"]]
+    later = (datetime.now(UTC) + timedelta(hours=1)).isoformat()
+    assert listed("outbox_trace", "--key", "4711", "--since", later) == []
+    with pytest.raises(CommandError, match="pass --key"):
+        call_command("outbox_trace")
+    with pytest.raises(CommandError, match="time zone"):
+        call_command("outbox_trace", "--key", "4711", "--since", "2026-01-01")
+
+
+@pytest.mark.skipif(pooler.PROGRAM is None, reason="PgBouncer is not installed")
+def test_a_pooler_in_between(world: World) -> None:
+    with (
+        tempfile.TemporaryDirectory(prefix="outbox-pool-") as folder,
+        pooler.pooled(alias_conninfo("broker"), Path(folder), size=2) as through,
+    ):
+        for listen, severity in ((None, Severity.CRITICAL), ("", Severity.OK)):
+            database = BrokerDatabase(through, listen_conninfo=listen)
+            with database.connect() as connection:
+                looked = {one.subject: one for one in diagnose(Executor(connection, "outbox"), database)}
+            assert looked["pooler"].severity is severity

@@ -1,0 +1,181 @@
+"""Health of broker and workers, by command, view, file and port."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from contextlib import closing
+from io import StringIO
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+from django.core.management import call_command
+from django.db import connections
+from django.test import Client
+
+from outbox import heartbeat
+from outbox.broker.database.executor import Executor
+from outbox.broker.operations import health as broker_health
+from outbox.broker.sequencer.leader import LeaderLease
+from outbox.broker.sequencer.sequencer import Sequencer
+from outbox.contrib.django import probes, publish
+from outbox.contrib.django.broker import flusher
+from outbox.contrib.django.databases import broker_database
+from outbox.contrib.django.watching import look, probe
+from outbox.errors import ConfigurationError
+from tests.broker.support import wire
+from tests.django.broker_world import NOWHERE
+from tests.django.conftest import point_alias
+
+pytestmark = pytest.mark.usefixtures("databases", "no_subscribers")
+
+
+@pytest.fixture
+def led(databases: None) -> None:
+    """Somebody sequences."""
+    with closing(broker_database().connect()) as connection:
+        assert LeaderLease("outbox", uuid4(), term_seconds=600).hold(connection) == 0.0
+
+
+def health(*arguments: str) -> tuple[int, str]:
+    out = StringIO()
+    try:
+        call_command("outbox_health", *arguments, stdout=out, no_color=True)
+    except SystemExit as ended:
+        return int(str(ended.code)), out.getvalue().strip()
+    return 0, out.getvalue().strip()
+
+
+def test_the_probe_by_command(led: None) -> None:
+    assert health() == (0, "healthy")
+    publish("orders", {})
+    flusher.flush(within_seconds=5)
+    with closing(broker_database().connect()) as connection:
+        connection.execute("UPDATE outbox.op_log SET decided_at = decided_at - interval '30 seconds'")
+        assert health() == (1, "decided messages have waited 30 s for the sequencer")
+        connection.execute("UPDATE outbox.leader_lease SET expires_at = now()")
+    code, text = health("--json")
+    assert code == 1 and "no process sequences" in json.loads(text)["problems"][0]
+    point_alias("broker", NOWHERE)
+    code, text = health()
+    assert code == 1 and "cannot be reached" in text
+
+
+def test_the_probe_costs_two_look_ups(led: None) -> None:
+    with closing(broker_database().connect()) as connection, wire(connection) as sent:
+        assert broker_health.probe(Executor(connection, "outbox")).is_healthy
+    assert sent.round_trips == 2
+
+
+def test_views(led: None, outbox_settings: Callable[..., None]) -> None:
+    outbox_settings(METRICS_TOKEN="s3cret")
+    client, bearer = Client(), {"Authorization": "Bearer s3cret"}
+    assert client.get("/outbox/health/").json() == {"healthy": True}
+    for page in ("/outbox/status/", "/outbox/metrics/"):
+        assert client.get(page).status_code == 403
+        assert client.get(page, headers={"Authorization": "Bearer guessed"}).status_code == 403
+        assert client.post(page, headers=bearer).status_code == 405
+        assert client.get(page, headers=bearer).status_code == 200
+    assert client.get("/outbox/status/", headers=bearer).json()["severity"] == "ok"
+    with closing(broker_database().connect()) as connection:
+        connection.execute("UPDATE outbox.leader_lease SET expires_at = now()")
+    response = client.get("/outbox/health/")
+    assert (response.status_code, response.json()) == (503, {"healthy": False})
+    response = client.get("/outbox/status/", headers=bearer)
+    assert (response.status_code, response.json()["conditions"][0]["name"]) == (503, "no_sequencer")
+    outbox_settings(METRICS_TOKEN=None)
+    assert client.get("/outbox/status/", headers={"Authorization": "Bearer "}).status_code == 403
+
+
+@pytest.fixture
+def directory(tmp_path: Path, outbox_settings: Callable[..., None]) -> Path:
+    """Where the worker's processes leave signs of life; the port is any that is free."""
+    outbox_settings(HEALTH_DIRECTORY=str(tmp_path / "signs"), HEALTH_ADDRESS="127.0.0.1:0")
+    return tmp_path / "signs"
+
+
+def beat(monkeypatch: pytest.MonkeyPatch, signs: dict[str, dict[str, str]], name: str, *, ready: bool) -> None:
+    """As the process of that name does."""
+    monkeypatch.setattr(heartbeat, "_last", (0.0, not ready))
+    monkeypatch.setenv(heartbeat.VARIABLE, signs[name][heartbeat.VARIABLE])
+    heartbeat.beat(ready=ready)
+
+
+def test_signs_of_life(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert probes.live().problems == ("no worker has started here",)
+    signs = probes.expect(["broker", "consumer-1"])
+    assert probes.live().is_healthy
+    assert probes.ready().problems == (
+        "broker.heartbeat waits for the broker",
+        "consumer-1.heartbeat waits for the broker",
+    )
+    for name in signs:
+        beat(monkeypatch, signs, name, ready=True)
+    assert probes.ready().is_healthy and health("--ready") == (0, "healthy")
+    beat(monkeypatch, signs, "broker", ready=False)
+    assert probes.live().is_healthy and not probes.ready().is_healthy
+    os.utime(directory / "consumer-1.heartbeat", (time.time() - 100, time.time() - 100))
+    assert [problem[:10] for problem in probes.live().problems] == ["consumer-1"]
+    assert health("--live")[0] == 1
+    probes.expect(["broker"])
+    assert probes.live().is_healthy, "the one that is not expected any more is forgotten"
+
+
+def test_a_resynchronisation_is_not_taken_for_a_hung_loop(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    signs = probes.expect(["broker"])
+    beat(monkeypatch, signs, "broker", ready=True)
+    with closing(broker_database().connect()) as connection:
+        connection.execute("UPDATE outbox.broker SET system_identifier = '1'")
+        Sequencer(broker_database(), uuid4()).run_once(connection)
+    assert (directory / "broker.heartbeat").stat().st_mtime > time.time() + 600
+    beat(monkeypatch, signs, "broker", ready=True)
+    assert (directory / "broker.heartbeat").stat().st_mtime < time.time() + 600
+
+
+def test_who_may_not_look_is_told_what_to_grant(led: None) -> None:
+    name = f"blind_{uuid4().hex}"
+    entry = connections["broker"].settings_dict
+    user, options = entry["USER"], entry["OPTIONS"]
+    with closing(broker_database().connect()) as connection:
+        connection.execute(f'CREATE ROLE "{name}"'.encode())
+        try:
+            connection.execute(f'GRANT USAGE ON SCHEMA outbox TO "{name}"'.encode())
+            connection.execute(f'GRANT SELECT ON outbox.schema_version TO "{name}"'.encode())
+            entry["OPTIONS"] = {**options, "options": f"-c role={name}"}
+            with pytest.raises(ConfigurationError, match="Grant it SELECT"):
+                look()
+        finally:
+            entry["USER"], entry["OPTIONS"] = user, options
+            connection.execute(f'DROP OWNED BY "{name}"; DROP ROLE "{name}"'.encode())
+
+
+def fetch(port: int, path: str) -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as response:
+            return response.status, response.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode()
+
+
+def test_the_port(directory: Path, monkeypatch: pytest.MonkeyPatch, led: None) -> None:
+    signs = probes.expect(["broker"])
+    with probes.served() as address:
+        assert address is not None
+        port = int(address[1])
+        assert fetch(port, "/live")[0] == 200
+        assert fetch(port, "/ready")[0] == 503
+        beat(monkeypatch, signs, "broker", ready=True)
+        assert fetch(port, "/ready") == (200, '{"healthy": true, "problems": []}')
+        code, text = fetch(port, "/metrics")
+        assert code == 200 and 'outbox_condition{name="no_sequencer"} 0.0' in text
+        assert fetch(port, "/secrets")[0] == 404
+
+
+def test_look_names_what_it_cannot_read(led: None) -> None:
+    assert look().overview is not None and probe().is_healthy

@@ -1,0 +1,208 @@
+"""Metrics: what processes measure, what the broker's tables say, and what is made of both."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import urllib.request
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+from django.db import transaction
+from prometheus_client import CollectorRegistry, generate_latest
+
+from outbox import Delivery, measures
+from outbox.broker.operations import audit
+from outbox.broker.operations.summary import GroupProgress, Summary
+from outbox.contrib.django import publish, subscriber
+from outbox.contrib.django.metrics import state
+from outbox.contrib.django.periodic import passes, run_check_back
+from outbox.contrib.django.watching import audit_when_due
+from outbox.contrib.django.workers import consumer_runtime
+from outbox.contrib.prometheus import collector, rules
+from outbox.contrib.prometheus.collector import BrokerCollector, State
+from outbox.contrib.prometheus.recorder import MOST_TOPICS, OTHERS, PrometheusRecorder
+from tests.django.broker_world import World, new_world
+from tests.django.processes import process
+from tests.django.shop.models import Effect
+from tests.prometheus import promtool
+from tests.support import eventually
+
+pytestmark = pytest.mark.usefixtures("databases", "no_subscribers")
+
+
+@pytest.fixture
+def world(databases: None, outbox_settings: Callable[..., None]) -> Iterator[World]:
+    """A healthy broker."""
+    with new_world(outbox_settings) as world:
+        yield world
+
+
+@pytest.fixture
+def registry() -> Iterator[CollectorRegistry]:
+    """Where this process's measures go during the test."""
+    registry = CollectorRegistry()
+    measures.install(PrometheusRecorder(registry))
+    yield registry
+    measures.install(None)
+
+
+def samples(registry: CollectorRegistry) -> dict[str, float]:
+    lines = [line for line in generate_latest(registry).decode().splitlines() if not line.startswith("#")]
+    return {series: float(value) for series, _, value in (line.rpartition(" ") for line in lines)}
+
+
+def test_a_process_measures_its_work(world: World, registry: CollectorRegistry) -> None:
+    @subscriber("orders", group="effects")
+    def effect(delivery: Delivery) -> None:
+        if delivery.key == "k1":
+            raise ValueError("not this one")
+
+    world.publish(3)
+    with transaction.atomic():
+        publish("payments", {}, key="bound")
+    consumer_runtime(groups=["effects"]).run_once()
+    world.half()
+    run_check_back()
+    found = samples(registry)
+    place = '{group="effects",topic="orders"}'
+    assert found['outbox_published_messages_total{path="direct",topic="orders"}'] == 3
+    assert found['outbox_publish_seconds_count{path="two_phase"}'] == 2
+    assert found[f"outbox_handler_seconds_count{place}"] == found[f"outbox_delivery_seconds_count{place}"] == 3
+    assert found[f"outbox_failed_attempts_total{place}"] == 1
+    assert found[f"outbox_delivery_start_seconds_sum{place}"] <= found[f"outbox_delivery_seconds_sum{place}"]
+    assert found['outbox_checks_total{answer="rollback",producer_group="shop"}'] == 1
+
+
+def test_topics_are_bounded(registry: CollectorRegistry) -> None:
+    assert measures.recorder is not None
+    for number in range(MOST_TOPICS + 50):
+        measures.recorder.published([f"topic-{number}"], "direct", 0.001)
+    found = samples(registry)
+    assert found[f'outbox_published_messages_total{{path="direct",topic="{OTHERS}"}}'] == 50
+    assert len([name for name in found if name.startswith("outbox_published_messages_total")]) == MOST_TOPICS + 1
+
+
+def test_the_broker_s_tables(world: World) -> None:
+    @subscriber("orders", group="effects")
+    def effect(delivery: Delivery) -> None: ...
+
+    world.publish(3)
+    consumer_runtime(groups=["effects"]).run_once()
+    world.publish(2)
+    world.half()
+    audit.run_once(world.run)
+    registry = CollectorRegistry()
+    BrokerCollector(state, registry)
+    found = samples(registry)
+    place = '{group="effects",topic="orders"}'
+    assert (found[f"outbox_handled_messages_total{place}"], found[f"outbox_lag_messages{place}"]) == (3, 2)
+    assert found['outbox_undecided_transactions{producer_group="shop"}'] == 1
+    assert found['outbox_queued_messages_total{topic="orders"}'] == 5
+    assert found['outbox_audit_messages{name="orders",scope="topics",term="undecided"}'] == 1
+    assert found["outbox_audit_differences"] == 0
+    assert found['outbox_table_bytes{table="default.outbox_ledger"}'] > 0
+    assert found['outbox_table_bytes{table="commit_log"}'] > 0
+
+
+def test_pairs_are_bounded_and_nothing_is_left_out(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collector, "MOST_PAIRS", 4)
+    now = state()
+    assert now.summary is not None
+    zeros = dict.fromkeys(("queued", "filtered", "skipped", "sent_back", "dead", "expired", "blocked", "stopped"), 0)
+    groups = [
+        GroupProgress(group=f"g{number % 2}", topic=f"t{number}", is_retry=False, paused=False, queues=1, lag=1,
+                      oldest_at=None, handled=number, **zeros)
+        for number in range(10)
+    ]  # fmt: skip
+    summary = Summary(0.0, 0.0, 0.0, groups, [], [], [], [])
+    registry = CollectorRegistry()
+    BrokerCollector(lambda: State(now.verdict, None, summary), registry)
+    lags = {name: value for name, value in samples(registry).items() if name.startswith("outbox_lag_messages")}
+    assert sum(lags.values()) == 10
+    assert len(lags) <= 4 + 2 and any(OTHERS in name for name in lags)
+
+
+def test_rules_and_dashboard_are_what_the_catalogue_says() -> None:
+    remedy = "run `python -m outbox.contrib.prometheus.rules`"
+    assert rules.ALERTS.read_text() == rules.alerts(), remedy
+    assert rules.DASHBOARD.read_text() == rules.dashboard() + "\n", remedy
+
+
+def test_the_dashboard_asks_for_metrics_that_exist(world: World, registry: CollectorRegistry, tmp_path: Path) -> None:
+    @subscriber("orders", group="effects")
+    def effect(delivery: Delivery) -> None: ...
+
+    world.publish()
+    consumer_runtime(groups=["effects"]).run_once()
+    world.half()
+    run_check_back()
+    world.half()
+    assert measures.recorder is not None
+    measures.recorder.ticked(0.001, 1)
+    audit.run_once(world.run)
+    BrokerCollector(state, registry)
+    known = {series.partition("{")[0] for series in samples(registry)}
+    panels = json.loads(rules.DASHBOARD.read_text())["panels"]
+    asked = [target["expr"] for panel in panels for target in panel["targets"]]
+    assert len(panels) == len(rules.PANELS)
+    assert {name for text in asked for name in re.findall(r"outbox_\w+", text)} <= known
+    if promtool.PROGRAM is not None:
+        recorded = [{"record": f"panel:{number}", "expr": text} for number, text in enumerate(asked)]
+        (tmp_path / "panels.yml").write_text(json.dumps({"groups": [{"name": "panels", "rules": recorded}]}))
+        promtool.check(tmp_path / "panels.yml")
+
+
+@pytest.mark.skipif(promtool.PROGRAM is None, reason="promtool is not installed")
+def test_nobody_exporting_is_an_alert_too(tmp_path: Path) -> None:
+    promtool.check(rules.ALERTS)
+    text = rules.ALERTS.read_text().split("alert: OutboxNotWatched")[1]
+    [summary, description] = [json.loads(re.findall(rf"{name}: (.*)", text)[0]) for name in ("summary", "description")]
+    expected = {
+        "exp_labels": {"severity": "critical"},
+        "exp_annotations": {"summary": summary, "description": description},
+    }
+    promtool.fires(tmp_path, {"up": 1}, "OutboxNotWatched", [expected])
+    promtool.fires(tmp_path, {'outbox_condition{name="lag"}': 0}, "OutboxNotWatched", [])
+
+
+def test_the_audit_is_a_periodic_pass_that_is_not_repeated(world: World) -> None:
+    assert "audit" in {one.name for one in passes()}
+    assert audit_when_due()["differences"] == []
+    assert "left_out" in audit_when_due()
+
+
+def test_a_worker_serves_what_its_processes_measure(databases: None, tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    settings = {
+        "METRICS": True, "HEALTH_DIRECTORY": str(tmp_path / "signs"), "HEALTH_ADDRESS": f"127.0.0.1:{port}",
+    }  # fmt: skip
+
+    def fetched(path: str) -> str:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=20) as response:
+                return str(response.read().decode())
+        except OSError:
+            return ""
+
+    def scraped(series: str) -> bool:
+        return series in fetched("/metrics")
+
+    with process(["-m", "django", "outbox_worker"], outbox=settings, quiet=True):
+        publish("orders", {}, key="one")
+        eventually(lambda: Effect.objects.filter(number="step-one").exists(), within_seconds=60, what="the effects")
+        eventually(lambda: '"healthy": true' in fetched("/ready"), within_seconds=30, what="readiness")
+        assert '"healthy": true' in fetched("/live")
+        # Of the consumer's process, of the broker's, and of the tables.
+        for series in (
+            'outbox_delivery_seconds_count{group="effects",topic="orders"} 1.0',
+            "outbox_tick_seconds_count ",
+            'outbox_handled_messages_total{group="effects",topic="steps"} 1.0',
+            'outbox_condition{name="no_sequencer"} 0.0',
+        ):
+            eventually(partial(scraped, series), within_seconds=60, what=series)

@@ -1,0 +1,135 @@
+"""No fault is learned of from a customer: each one is made, and status, exit code and probe name it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from django.core.management import call_command
+
+from outbox.broker.operations.conditions import CATALOGUE, Severity
+from outbox.contrib.django import metrics
+from outbox.contrib.django.watching import look, probe
+from outbox.contrib.prometheus.rules import ALERTS, alert_name
+from tests.django import faults, faults_of_groups
+from tests.django.broker_world import FAULTS, World, new_world
+from tests.prometheus import promtool
+from tests.support import eventually
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "operations.md"
+
+pytestmark = pytest.mark.usefixtures("databases", "no_subscribers")
+
+
+@pytest.fixture
+def world(databases: None, outbox_settings: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    """A healthy broker."""
+    # Else a scrape would show what another test saw five seconds ago.
+    monkeypatch.setattr(metrics, "_collector", None)
+    with new_world(outbox_settings) as world:
+        yield world
+
+
+def status(*arguments: str) -> tuple[int, str]:
+    """Exit code and output."""
+    out = StringIO()
+    try:
+        call_command("outbox_status", *arguments, stdout=out, no_color=True)
+    except SystemExit as ended:
+        return int(str(ended.code)), out.getvalue()
+    return 0, out.getvalue()
+
+
+def row(name: str, severity: str) -> str:
+    """Of the table of faults in docs/operations.md."""
+    code = Severity[severity.upper()]
+    return f"| {FAULTS[name].__doc__} | `{name}` | {code:d} | {code:d} | {alert_name(name)} |"
+
+
+def samples(text: str) -> dict[str, float]:
+    """Series and values of an exposition."""
+    lines = [line for line in text.splitlines() if not line.startswith("#")]
+    return {series: float(value) for series, _, value in (line.rpartition(" ") for line in lines)}
+
+
+def test_a_healthy_broker_has_no_condition(world: World) -> None:
+    assert look().verdict.conditions == []
+    code, text = status()
+    assert (code, text.splitlines()[0]) == (0, "nothing needs attention")
+    assert probe().is_healthy
+
+
+def test_every_condition_has_its_fault() -> None:
+    assert {fault.__module__ for fault in FAULTS.values()} == {faults.__name__, faults_of_groups.__name__}
+    assert sorted(FAULTS) == sorted(CATALOGUE)
+
+
+def test_the_page_says_what_every_condition_means() -> None:
+    lines = PAGE.read_text().splitlines()
+    rows = [f"| `{name}` | {kind.meaning} | {kind.next_step} |" for name, kind in CATALOGUE.items()]
+    assert [line for line in lines if line.startswith("| `") and line in rows] == rows
+    assert len([line for line in lines if line.endswith("|") and "| Outbox" in line]) == len(FAULTS)
+
+
+@pytest.mark.parametrize("name", sorted(FAULTS))
+def test_a_fault_is_named_with_evidence_and_exit_code(world: World, name: str, tmp_path: Path) -> None:
+    assert name not in {condition.name for condition in look().verdict.conditions}
+    FAULTS[name](world)
+    code, text = status("--json")
+    found: dict[str, Any] = {one["name"]: one for one in json.loads(text)["conditions"]}
+    assert name in found, sorted(found)
+    assert found[name]["count"] >= 1 and (found[name]["evidence"] or name == "rejecting")
+    assert code == {"warning": 1, "critical": 2}[json.loads(text)["severity"]] >= 1
+    code, text = status()
+    assert f" {name}: " in text and CATALOGUE[name].next_step.split("`")[0] in text
+    scraped = samples(metrics.render().decode())
+    series = f'outbox_condition{{name="{name}"}}'
+    assert scraped[series] == Severity[found[name]["severity"].upper()]
+    assert row(name, found[name]["severity"]) in PAGE.read_text().splitlines(), "docs/operations.md has the row"
+    rule = ALERTS.read_text().split(f"alert: {alert_name(name)}\n")[1]
+    assert json.loads(rule.split("expr: ")[1].splitlines()[0]) == f"max by (name) ({series}) > 0"
+    if promtool.PROGRAM is not None:
+        label = {"name": name, "severity": found[name]["severity"]}
+        said = {"summary": CATALOGUE[name].meaning, "description": CATALOGUE[name].next_step}
+        conditions = {key: value for key, value in scraped.items() if key.startswith("outbox_condition")}
+        promtool.fires(tmp_path, conditions, alert_name(name), [{"exp_labels": label, "exp_annotations": said}])
+        promtool.fires(tmp_path, {series: 0}, alert_name(name), [])
+
+
+def holder(name: str) -> dict[str, Any]:
+    """The evidence of `lock_held` about a session."""
+    [found] = [one for one in look().verdict.conditions if one.name == "lock_held"]
+    return next(dict(fact) for fact in found.evidence if fact["application"] == name)
+
+
+def test_a_row_that_somebody_keeps_locked(world: World) -> None:
+    world.limits(LOCK_SECONDS=(0, None))
+    world.subscribe()
+    session, waiting = world.session("a console"), world.session("outbox-coordinator")
+    session.execute("BEGIN")
+    session.execute("SELECT FROM outbox.consumer_group FOR UPDATE")
+    with ThreadPoolExecutor(1) as pool:
+        blocked = pool.submit(waiting.execute, "UPDATE outbox.consumer_group SET paused = true")
+        eventually(lambda: "lock_held" in {one.name for one in look().verdict.conditions}, what="the waiting session")
+        assert holder("a console")["session"] == f"session {session.info.backend_pid}"
+        assert holder("a console")["state"] == "idle in transaction" and holder("a console")["query_start"]
+        session.execute("ROLLBACK")
+        blocked.result(20)
+
+
+def test_a_migration_that_waits_keeps_readers_out_and_who_holds_it_up_is_named(world: World) -> None:
+    session, migration = world.session("a report"), world.session("a migration")
+    session.execute("BEGIN")
+    session.execute("SELECT FROM outbox.consumer_group")
+    with ThreadPoolExecutor(1) as pool:
+        locking = "BEGIN; LOCK TABLE outbox.consumer_group IN ACCESS EXCLUSIVE MODE; ROLLBACK"
+        blocked = pool.submit(migration.execute, locking)
+        eventually(lambda: "lock_held" in {one.name for one in look().verdict.conditions}, what="the migration")
+        assert holder("a report")["session"] == f"session {session.info.backend_pid}"
+        session.execute("ROLLBACK")
+        blocked.result(20)
