@@ -71,6 +71,7 @@ class World:
         for table, columns in (
             ("commit_log", ["stored_at"]),
             ("op_log", ["decided_at"]),
+            ("consume_queue", ["queued_at"]),
             ("pending_check", ["stored_at", "due_at", "immune_until"]),
         ):
             moved = ", ".join(f"{column} = {column} - make_interval(secs => {seconds})" for column in columns)

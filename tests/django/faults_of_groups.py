@@ -137,7 +137,7 @@ def retry_storm(world: World) -> None:
 
     @subscriber("orders", group="effects")
     def effect(delivery: Delivery) -> None:
-        raise ConnectionError("the shipping service is down")
+        raise ConnectionError(f"the shipping service is down for {delivery.message_id}")
 
     world.subscribe()
     summary.refresh(world.run)

@@ -118,7 +118,7 @@ CATALOGUE: Final[Mapping[str, Kind]] = {
     ),
     "check_back_late": Kind(
         "Check-back or pruning of a producer group has not begun for several periods: undecided messages stay open.",
-        "Start `celery worker --outbox`, `outbox_worker`, or Celery beat in that service; its log says why a pass fails.",
+        "Start `celery worker --outbox` or `outbox_worker` in that service; its log says why a pass fails.",
     ),
     "unanswered": Kind(
         "Half messages are undecided and nobody of their producer group answers.",

@@ -22,7 +22,9 @@ TRUNCATE {schema}.topic, {schema}.queue, {schema}.commit_log, {schema}.op_log, {
          {schema}.held, {schema}.scheduled, {schema}.recalled, {schema}.pending_check, {schema}.check_history,
          {schema}.consumer_group, {schema}.subscription, {schema}.consumer, {schema}.queue_lease,
          {schema}.leader_lease, {schema}.consumer_offset, {schema}.finished_ahead, {schema}.failure,
-         {schema}.dead_letter, {schema}.pruned, {schema}.incident
+         {schema}.dead_letter, {schema}.pruned, {schema}.incident, {schema}.producer_group, {schema}.recalled_retry,
+         {schema}.producer_epoch, {schema}.fenced_half, {schema}.suspect, {schema}.suspect_vanished, {schema}.outage,
+         {schema}.periodic_pass, {schema}.summary, {schema}.audit
 RESTART IDENTITY
 """)
 
