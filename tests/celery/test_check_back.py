@@ -80,10 +80,11 @@ def test_passes_are_there_however_early_the_app_is_finalised(shop: Project, earl
     if early:
         _finalise_early(shop)
     tasks, schedule = json.loads(shop.python(SCHEDULE))
-    assert tasks == ["outbox.check_back", "outbox.prune"]
+    assert tasks == ["outbox.audit", "outbox.check_back", "outbox.prune"]
     assert schedule == {
         "outbox.check_back": {"task": "outbox.check_back", "schedule": 0.5},
         "outbox.prune": {"task": "outbox.prune", "schedule": 600.0},
+        "outbox.audit": {"task": "outbox.audit", "schedule": 3600.0},
     }
 
 
@@ -118,6 +119,7 @@ def test_entries_survive_the_database_scheduler(shop: Project) -> None:
     assert json.loads(said) == {
         "outbox.check_back": ["outbox.check_back", 0.5, None, None],
         "outbox.prune": ["outbox.prune", 600, None, None],
+        "outbox.audit": ["outbox.audit", 3600, None, None],
     }
 
 
@@ -137,7 +139,7 @@ def test_a_pass_of_two_drivers_is_done_once(shop: Project) -> None:
         """.replace("settings.OUTBOX", "from django.conf import settings; settings.OUTBOX")
     )
     assert said.splitlines()[-1].startswith("True {'left_to': 'another process")
-    assert said.splitlines()[0].startswith("0 scanned"), said
+    assert said.splitlines()[0].startswith("0 claimed"), said
 
 
 AN_HOUR_LATER = """
