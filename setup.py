@@ -39,7 +39,7 @@ DEV = [
     *DEMO,
     *TEST,
     "build>=1.2",
-    "psycopg[pool]>=3.2.2,<4",
+    "psycopg[pool]>=3.2.2",
     "django-celery-beat>=2.8",
     "eventlet>=0.39",
     "gevent>=24.10",
