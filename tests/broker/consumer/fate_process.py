@@ -15,7 +15,8 @@ from collections.abc import Callable, Sequence
 
 from outbox.broker.consumer.runtime import ConsumerRuntime
 from outbox.broker.database.connection import BrokerDatabase
-from outbox.broker.supervisor import stop_on_signals, stop_with_parent
+from outbox.broker.supervisor import HUNG_EXIT_CODE, stop_on_signals, stop_with_parent
+from outbox.errors import HandlersHung
 from outbox.message import Delivery
 from outbox.ports import AnyHandler
 from outbox.retry import RetryPolicy
@@ -58,14 +59,20 @@ def main() -> None:
     invoker = InboxInvoker(options["url"])
     handler: AnyHandler = Handler(invoker, options["name"])
     retry = RetryPolicy(delays_seconds=[0.05, 0.1], max_attempts=4)
-    concurrent = Subscription(group="workers", topic="orders", batch=options.get("batch", 1), retry=retry)
+    concurrent = Subscription(
+        group="workers", topic="orders", timeout_seconds=3.0, batch=options.get("batch", 1), retry=retry
+    )
     ordered = Subscription(group="ordered", topic="steps", mode=Mode.KEY_ORDERED, suspend_seconds=0.05)
-    ConsumerRuntime(
-        BrokerDatabase(conninfo=options["url"]),
-        [(concurrent, handler), (ordered, handler)],
-        invoker=invoker,
-        lease_seconds=1.5,
-    ).run(stop)
+    try:
+        ConsumerRuntime(
+            BrokerDatabase(conninfo=options["url"]),
+            [(concurrent, handler), (ordered, handler)],
+            invoker=invoker,
+            lease_seconds=1.5,
+        ).run(stop)
+    except HandlersHung:
+        logging.shutdown()
+        sys.exit(HUNG_EXIT_CODE)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ what was recalled has no effect; every equation of conservation holds.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import random
@@ -22,6 +23,7 @@ import psycopg
 import pytest
 
 from outbox.backoff import Backoff
+from outbox.broker import deaths
 from outbox.broker.database.executor import Executor
 from outbox.broker.log import commit_log
 from outbox.broker.log.topics import TopicCatalog
@@ -40,12 +42,10 @@ from tests.broker.consumer.test_storm import BusinessChecker
 from tests.support import eventually
 
 INNOCENT = ("fine", "fine", "fine", "fails", "slow")
-# What must end as a dead letter, and nothing else may. fate_process.py knows two more, exit and hang: they belong here,
-# and batches of more than one, where processes that die are asked what they were doing.
-GUILTY = ("poison",)
-GUILTY_EVERY = 12
+# What must end as a dead letter, and nothing else may.
+GUILTY = ("poison", "exit", "hang")
 CONSUMERS = ("c1", "c2")
-BATCH = 1
+BATCH = 5
 SOON = Backoff(first_seconds=0.05, longest_seconds=0.2)
 CHECKS = CheckSettings(immunity_seconds=1, recheck_seconds=0.5, max_checks=1000)
 NEXT = (
@@ -192,7 +192,8 @@ def supervised(bench: ConsumptionBench) -> Iterator[Supervisor]:
     for name in CONSUMERS:
         argument = json.dumps({"url": bench.url, "name": name, "batch": BATCH})
         argv = [sys.executable, "-m", "tests.broker.consumer.fate_process", argument]
-        specs.append(ChildSpec(name=name, argv=argv, environment=environment))
+        record = functools.partial(deaths.record, bench.database)
+        specs.append(ChildSpec(name=name, argv=argv, environment=environment, on_death=record))
     supervisor = Supervisor(specs, backoff=SOON)
     supervisor.start()
     try:
