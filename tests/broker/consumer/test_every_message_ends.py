@@ -44,6 +44,7 @@ from tests.support import eventually
 INNOCENT = ("fine", "fine", "fine", "fails", "slow")
 # What must end as a dead letter, and nothing else may.
 GUILTY = ("poison", "exit", "hang")
+GUILTY_EVERY = 50
 CONSUMERS = ("c1", "c2")
 BATCH = 5
 SOON = Backoff(first_seconds=0.05, longest_seconds=0.2)
