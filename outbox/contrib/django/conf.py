@@ -11,9 +11,8 @@ Every key is a field of `OutboxSettings` in capitals.
 
 from __future__ import annotations
 
-import difflib
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final, TypeVar
 
@@ -21,12 +20,9 @@ from django.conf import settings as django_settings
 from django.db import DEFAULT_DB_ALIAS
 from django.utils.module_loading import import_string
 
-from outbox import names
-from outbox.broker.database.conninfo import read_conninfo
-from outbox.broker.database.statement import check_schema_name
-from outbox.broker.operations.thresholds import Limits, Thresholds
+from outbox.broker.operations.thresholds import Thresholds
+from outbox.contrib.django import setting_rules
 from outbox.errors import ConfigurationError, InvalidName
-from outbox.safe_text import mask_passwords
 from outbox.topic import DEFAULT_QUEUE_COUNT, DEFAULT_RETENTION_SECONDS, MessageType, Topic
 from outbox.transaction import CheckSettings
 
@@ -156,7 +152,7 @@ def parse_settings(raw: object) -> OutboxSettings:
     values: dict[str, Any] = {}
     for key, value in raw.items():
         if key not in known:
-            raise ConfigurationError(f"OUTBOX[{key!r}] is not a setting.{_nearest(str(key), list(known))}")
+            raise ConfigurationError(f"OUTBOX[{key!r}] is not a setting.{setting_rules.nearest(str(key), list(known))}")
         values[known[key]] = _RULES[key](f"OUTBOX[{key!r}]", value)
     return _with_tasks_topic(OutboxSettings(**values))
 
@@ -174,102 +170,28 @@ def tasks_topic(settings: OutboxSettings) -> str:
     return f"{settings.required_producer_group()}.celery-tasks"
 
 
-def _nearest(key: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(key.upper(), [name.upper() for name in known], n=1, cutoff=0.5)
-    if near:
-        spelled = next(name for name in known if name.upper() == near[0])
-        return f" Did you mean {spelled!r}?"
-    return f" The settings are {', '.join(sorted(known))}."
-
-
-Rule = Callable[[str, Any], Any]
-
-
-def _wrong(where: str, value: object, remedy: str) -> ConfigurationError:
-    return ConfigurationError(
-        f"{where} must be {remedy}; it is {mask_passwords(repr(value))} ({type(value).__name__})."
-    )
-
-
-def _text(where: str, value: Any) -> str:
-    if not isinstance(value, str) or not value:
-        raise _wrong(where, value, "a text that is not empty")
-    return value
-
-
-def _text_or_none(where: str, value: Any) -> str | None:
-    return None if value is None else _text(where, value)
-
-
-def _module(where: str, value: Any) -> str:
-    if not isinstance(value, str) or not all(map(str.isidentifier, value.split("."))):
-        raise _wrong(where, value, "the name of a module, like 'subscribers'")
-    return value
-
-
-def _listen(where: str, value: Any) -> str | None:
-    if value is not None and not isinstance(value, str):
-        raise _wrong(where, value, "a connection string, '' for no LISTEN at all, or None")
-    read_conninfo(value or "", where)
-    return value
-
-
-def _group(where: str, value: Any) -> str:
-    try:
-        return names.check_group(value)
-    except InvalidName as error:
-        raise ConfigurationError(f"{where}: {error}") from error
-
-
-def _schema(where: str, value: Any) -> str:
-    try:
-        return check_schema_name(_text(where, value))
-    except ConfigurationError as error:
-        raise ConfigurationError(f"{where}: {error}") from error
-
-
-def _flag(where: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise _wrong(where, value, "True or False")
-    return value
-
-
 def _path(where: str, value: Any) -> PathChoice:
     if value not in list(PathChoice):
-        raise _wrong(where, value, f"one of {', '.join(map(repr, map(str, PathChoice)))}")
+        raise setting_rules.wrong(where, value, f"one of {', '.join(map(repr, map(str, PathChoice)))}")
     return PathChoice(value)
-
-
-def _whole(minimum: int) -> Rule:
-    def rule(where: str, value: Any) -> int:
-        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-            raise _wrong(where, value, f"a whole number, at least {minimum}")
-        return value
-
-    return rule
-
-
-def _seconds(minimum: float) -> Rule:
-    def rule(where: str, value: Any) -> float:
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not minimum <= value < float("inf"):
-            raise _wrong(where, value, f"a number of seconds, at least {minimum:g}")
-        return float(value)
-
-    return rule
 
 
 def _topics(where: str, value: Any) -> Mapping[str, DeclaredTopic]:
     if not isinstance(value, Mapping):
-        raise _wrong(where, value, "a dictionary {name: {'types': [...], 'queue_count': 8}}")
+        raise setting_rules.wrong(where, value, "a dictionary {name: {'types': [...], 'queue_count': 8}}")
     return {name: _topic(f"{where}[{name!r}]", name, options) for name, options in value.items()}
 
 
 def _topic(where: str, name: str, options: Any) -> DeclaredTopic:
     if not isinstance(options, Mapping):
-        raise _wrong(where, options, "a dictionary like {'types': ['NORMAL', 'TRANSACTION'], 'queue_count': 8}")
+        raise setting_rules.wrong(
+            where, options, "a dictionary like {'types': ['NORMAL', 'TRANSACTION'], 'queue_count': 8}"
+        )
     for key in options:
         if key not in _TOPIC_RULES:
-            raise ConfigurationError(f"{where}[{key!r}] is not an option.{_nearest(str(key), list(_TOPIC_RULES))}")
+            raise ConfigurationError(
+                f"{where}[{key!r}] is not an option.{setting_rules.nearest(str(key), list(_TOPIC_RULES))}"
+            )
     given = {key: _TOPIC_RULES[key](f"{where}[{key!r}]", value) for key, value in options.items()}
     try:
         topic = Topic(
@@ -288,81 +210,53 @@ def _topic(where: str, name: str, options: Any) -> DeclaredTopic:
 def _types(where: str, value: Any) -> frozenset[MessageType]:
     allowed = f"a list of {', '.join(map(repr, map(str, MessageType)))}"
     if isinstance(value, str) or not isinstance(value, (list, tuple, set, frozenset)):
-        raise _wrong(where, value, allowed)
+        raise setting_rules.wrong(where, value, allowed)
     unknown = [item for item in value if item not in list(MessageType)]
     if unknown or not value:
-        raise _wrong(where, value, allowed)
+        raise setting_rules.wrong(where, value, allowed)
     return frozenset(MessageType(item) for item in value)
 
 
-def _address(where: str, value: Any) -> str | None:
-    if value is None:
-        return None
-    host, _, port = _text(where, value).rpartition(":")
-    if not host or not port.isdigit() or int(port) > 65535:
-        raise _wrong(where, value, "HOST:PORT, like '0.0.0.0:9464', or None")
-    return str(value)
-
-
-def _thresholds(where: str, value: Any) -> Thresholds:
-    if not isinstance(value, Mapping):
-        raise _wrong(where, value, "a dictionary like {'LAG_SECONDS': (60, 600)}: warning and critical, None for never")
-    known = {item.name.upper(): item.name for item in fields(Thresholds)}
-    for key in value:
-        if key not in known:
-            raise ConfigurationError(f"{where}[{key!r}] is not a threshold.{_nearest(str(key), list(known))}")
-    return Thresholds(**{known[key]: _limits(f"{where}[{key!r}]", pair) for key, pair in value.items()})
-
-
-def _limits(where: str, value: Any) -> Limits:
-    if not isinstance(value, (list, tuple)) or len(value) != 2:
-        raise _wrong(where, value, "a pair (warning, critical) of numbers, None for never")
-    for one in value:
-        if one is not None and (isinstance(one, bool) or not isinstance(one, (int, float)) or one < 0):
-            raise _wrong(where, value, "a pair (warning, critical) of numbers from 0 on, None for never")
-    return Limits(*value)
-
-
-_TOPIC_RULES: Final[Mapping[str, Rule]] = {
+_TOPIC_RULES: Final[Mapping[str, setting_rules.Rule]] = {
     "types": _types,
-    "queue_count": _whole(1),
-    "codec": _text_or_none,
-    "selector": _text_or_none,
-    "key_lock": _flag,
-    "on_park": _text,
-    "retention_seconds": _whole(1),
+    "queue_count": setting_rules.whole(1),
+    "codec": setting_rules.text_or_none,
+    "selector": setting_rules.text_or_none,
+    "key_lock": setting_rules.flag,
+    "on_park": setting_rules.text,
+    "retention_seconds": setting_rules.whole(1),
 }
 
-_RULES: Final[Mapping[str, Rule]] = {
-    "IN_MEMORY": _flag,
-    "BROKER": _text,
-    "SCHEMA": _schema,
-    "LISTEN_URL": _listen,
-    "PRODUCER_GROUP": _group,
+_RULES: Final[Mapping[str, setting_rules.Rule]] = {
+    "IN_MEMORY": setting_rules.flag,
+    "BROKER": setting_rules.text,
+    "SCHEMA": setting_rules.schema,
+    "LISTEN_URL": setting_rules.listen,
+    "PRODUCER_GROUP": setting_rules.group,
     "PATH": _path,
     "TOPICS": _topics,
-    "CODEC": _text_or_none,
-    "SUBSCRIBER_MODULE": _module,
-    "AUTO_CREATE_TOPICS": _flag,
-    "REQUIRE_TRANSACTION": _flag,
-    "SEND_TIMEOUT_SECONDS": _seconds(0.05),
-    "LEDGER": _flag,
-    "IMMUNITY_SECONDS": _whole(0),
-    "CHECK_INTERVAL_SECONDS": _seconds(0.1),
-    "CHECK_RETRY_SECONDS": _whole(1),
-    "MAX_CHECKS": _whole(1),
-    "MAX_CHECK_AGE_SECONDS": _whole(1),
-    "INBOX_RETENTION_SECONDS": _seconds(60),
-    "CONSUMER_PROCESSES": _whole(0),
-    "LEASE_SECONDS": _seconds(1),
-    "DRAIN_SECONDS": _seconds(0),
-    "CELERY_APP": _text_or_none,
-    "THRESHOLDS": _thresholds,
-    "AUDIT_INTERVAL_SECONDS": _seconds(1),
-    "METRICS": _flag,
-    "METRICS_TOKEN": _text_or_none,
-    "HEALTH_DIRECTORY": _text_or_none,
-    "HEALTH_ADDRESS": _address,
+    "CODEC": setting_rules.text_or_none,
+    "SUBSCRIBER_MODULE": setting_rules.module,
+    "AUTO_CREATE_TOPICS": setting_rules.flag,
+    "REQUIRE_TRANSACTION": setting_rules.flag,
+    "SEND_TIMEOUT_SECONDS": setting_rules.seconds(0.05),
+    "LEDGER": setting_rules.flag,
+    "IMMUNITY_SECONDS": setting_rules.whole(0),
+    "CHECK_INTERVAL_SECONDS": setting_rules.seconds(0.1),
+    "CHECK_RETRY_SECONDS": setting_rules.whole(1),
+    "MAX_CHECKS": setting_rules.whole(1),
+    "MAX_CHECK_AGE_SECONDS": setting_rules.whole(1),
+    "INBOX_RETENTION_SECONDS": setting_rules.seconds(60),
+    "CONSUMER_PROCESSES": setting_rules.whole(0),
+    "LEASE_SECONDS": setting_rules.seconds(1),
+    "DRAIN_SECONDS": setting_rules.seconds(0),
+    "CELERY_APP": setting_rules.text_or_none,
+    "THRESHOLDS": setting_rules.thresholds,
+    "AUDIT_INTERVAL_SECONDS": setting_rules.seconds(1),
+    "METRICS": setting_rules.flag,
+    "METRICS_TOKEN": setting_rules.text_or_none,
+    "HEALTH_DIRECTORY": setting_rules.text_or_none,
+    "HEALTH_ADDRESS": setting_rules.address,
 }
 
 

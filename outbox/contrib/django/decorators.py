@@ -35,7 +35,8 @@ from outbox.contrib.django.ends import (
 )
 from outbox.contrib.django.messages import message, wait_of
 from outbox.contrib.django.parts import RESULT, Part, arguments_of, part
-from outbox.contrib.django.publishing import check_immunity, publish_bound
+from outbox.contrib.django.publish_refusals import check_immunity
+from outbox.contrib.django.publishing import publish_bound
 from outbox.errors import ConfigurationError
 from outbox.faults import point
 

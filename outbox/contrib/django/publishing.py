@@ -14,12 +14,12 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Se
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import Any, Final, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 from uuid import UUID
 
 import psycopg
 from asgiref.sync import sync_to_async
-from django.db import connections, transaction
+from django.db import transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.utils.asyncio import async_unsafe
 from psycopg.errors import InvalidSchemaName, UndefinedTable
@@ -39,15 +39,19 @@ from outbox.contrib.django.ends import Published, report_after_commit
 from outbox.contrib.django.locks import lock_keys
 from outbox.contrib.django.messages import message
 from outbox.contrib.django.path import confirm, takes_atomic_path
+from outbox.contrib.django.publish_refusals import (
+    check_immunity,
+    leak_from_test,
+    refuse_leak_from_test,
+    refuse_without_transaction,
+)
 from outbox.contrib.django.transactions import current_transaction, failing_takes_the_block_along, in_test_case
-from outbox.errors import ConfigurationError, TransactionUsageError, UsageError
+from outbox.errors import ConfigurationError, UsageError
 from outbox.faults import point
 from outbox.memory import InMemoryBroker
 from outbox.message import Message, SendReceipt
 from outbox.topic import Topic
 from outbox.transaction import HalfTransaction, ProducerEpoch
-
-_MAX_IMMUNITY_SECONDS: Final = 366 * 24 * 3600
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -183,8 +187,8 @@ def publish_bound(
     connection = current_transaction(using)
     check_immunity(messages[0].topic, immunity_seconds)
     if connection is None:
-        _refuse_without_transaction(settings, messages[0], immunity_seconds)
-        _refuse_leak_from_test(settings, using)
+        refuse_without_transaction(settings, messages[0], immunity_seconds)
+        refuse_leak_from_test(settings, using)
         timeout_seconds = settings.send_timeout_seconds
         with _measured(messages, "direct"):
             return Published(get_broker().send(messages, timeout_seconds=timeout_seconds, producer=producer))
@@ -265,7 +269,7 @@ def _publish_two_phase(
             f"{messages[0].topic!r}: publish through @transactional_message(check=…), or turn the ledger on."
         )
     if not settings.in_memory and in_test_case(connection):
-        raise _test_leak(f"a half message for {messages[0].topic!r}")
+        raise leak_from_test(f"a half message for {messages[0].topic!r}")
     _lock_keys(connection, [_topic(settings, item.topic) for item in messages], messages)
     xid, ledger_id = "", None
     if settings.ledger:
@@ -313,43 +317,3 @@ def _topic(settings: OutboxSettings, name: str) -> Topic | None:
         return declared.topic
     broker = get_broker()
     return None if isinstance(broker, InMemoryBroker) else broker.topic(name)
-
-
-def check_immunity(topic: str, immunity_seconds: object) -> None:
-    """Raise UsageError unless it is None or a number of seconds that the broker can keep."""
-    if immunity_seconds is None or (type(immunity_seconds) is int and 0 <= immunity_seconds <= _MAX_IMMUNITY_SECONDS):
-        return
-    raise UsageError(
-        f"topic {topic!r}: immunity_seconds must be a whole number of seconds, 0 to {_MAX_IMMUNITY_SECONDS} (a year), "
-        f"not {immunity_seconds!r}."
-    )
-
-
-def _refuse_without_transaction(settings: OutboxSettings, first: Message, immunity_seconds: int | None) -> None:
-    if immunity_seconds is not None:
-        raise TransactionUsageError(
-            f"immunity_seconds={immunity_seconds} for topic {first.topic!r} is about a transaction, and none is open: "
-            f"put the write and the publish call into `with transaction.atomic():`, or leave it out."
-        )
-    if settings.require_transaction:
-        raise TransactionUsageError(
-            f"OUTBOX['REQUIRE_TRANSACTION'] is on and no transaction is open: the message for topic {first.topic!r} "
-            f"would be sent whatever becomes of the rows it is about. Put the write and the publish call into `with "
-            f"transaction.atomic():`, or use @transactional_message."
-        )
-
-
-def _refuse_leak_from_test(settings: OutboxSettings, using: str | None) -> None:
-    if settings.in_memory:
-        return
-    opened = [connections[using]] if using else connections.all(initialized_only=True)
-    if any(in_test_case(connection) for connection in opened):
-        raise _test_leak("a message")
-
-
-def _test_leak(what: str) -> TransactionUsageError:
-    return TransactionUsageError(
-        f"{what} would leave this TestCase: its transaction is always rolled back, the broker's database is not. Set "
-        f"OUTBOX['IN_MEMORY'] = True for tests (OutboxTestMixin of outbox.contrib.django.testing does), or use "
-        f"TransactionTestCase."
-    )

@@ -1,0 +1,121 @@
+"""What a setting may be: one rule per kind of value, each with an error that says what to write instead."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from typing import Any
+
+from outbox import names
+from outbox.broker.database.conninfo import read_conninfo
+from outbox.broker.database.statement import check_schema_name
+from outbox.broker.operations.thresholds import Limits, Thresholds
+from outbox.errors import ConfigurationError, InvalidName
+from outbox.safe_text import mask_passwords
+
+# What a setting is called, and its value; the value as it is used, or ConfigurationError.
+Rule = Callable[[str, Any], Any]
+
+
+def nearest(key: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(key.upper(), [name.upper() for name in known], n=1, cutoff=0.5)
+    if near:
+        spelled = next(name for name in known if name.upper() == near[0])
+        return f" Did you mean {spelled!r}?"
+    return f" The settings are {', '.join(sorted(known))}."
+
+
+def wrong(where: str, value: object, remedy: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"{where} must be {remedy}; it is {mask_passwords(repr(value))} ({type(value).__name__})."
+    )
+
+
+def text(where: str, value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise wrong(where, value, "a text that is not empty")
+    return value
+
+
+def text_or_none(where: str, value: Any) -> str | None:
+    return None if value is None else text(where, value)
+
+
+def module(where: str, value: Any) -> str:
+    if not isinstance(value, str) or not all(map(str.isidentifier, value.split("."))):
+        raise wrong(where, value, "the name of a module, like 'subscribers'")
+    return value
+
+
+def listen(where: str, value: Any) -> str | None:
+    if value is not None and not isinstance(value, str):
+        raise wrong(where, value, "a connection string, '' for no LISTEN at all, or None")
+    read_conninfo(value or "", where)
+    return value
+
+
+def group(where: str, value: Any) -> str:
+    try:
+        return names.check_group(value)
+    except InvalidName as error:
+        raise ConfigurationError(f"{where}: {error}") from error
+
+
+def schema(where: str, value: Any) -> str:
+    try:
+        return check_schema_name(text(where, value))
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{where}: {error}") from error
+
+
+def flag(where: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise wrong(where, value, "True or False")
+    return value
+
+
+def whole(minimum: int) -> Rule:
+    def rule(where: str, value: Any) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+            raise wrong(where, value, f"a whole number, at least {minimum}")
+        return value
+
+    return rule
+
+
+def seconds(minimum: float) -> Rule:
+    def rule(where: str, value: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not minimum <= value < float("inf"):
+            raise wrong(where, value, f"a number of seconds, at least {minimum:g}")
+        return float(value)
+
+    return rule
+
+
+def address(where: str, value: Any) -> str | None:
+    if value is None:
+        return None
+    host, _, port = text(where, value).rpartition(":")
+    if not host or not port.isdigit() or int(port) > 65535:
+        raise wrong(where, value, "HOST:PORT, like '0.0.0.0:9464', or None")
+    return str(value)
+
+
+def thresholds(where: str, value: Any) -> Thresholds:
+    if not isinstance(value, Mapping):
+        raise wrong(where, value, "a dictionary like {'LAG_SECONDS': (60, 600)}: warning and critical, None for never")
+    known = {item.name.upper(): item.name for item in fields(Thresholds)}
+    for key in value:
+        if key not in known:
+            raise ConfigurationError(f"{where}[{key!r}] is not a threshold.{nearest(str(key), list(known))}")
+    return Thresholds(**{known[key]: limits(f"{where}[{key!r}]", pair) for key, pair in value.items()})
+
+
+def limits(where: str, value: Any) -> Limits:
+    if not isinstance(value, (list, tuple)) or len(value) != 2:
+        raise wrong(where, value, "a pair (warning, critical) of numbers, None for never")
+    for one in value:
+        if one is not None and (isinstance(one, bool) or not isinstance(one, (int, float)) or one < 0):
+            raise wrong(where, value, "a pair (warning, critical) of numbers from 0 on, None for never")
+    return Limits(*value)
