@@ -123,7 +123,8 @@ def park_overdue(run: Executor, *, settings: CheckSettings) -> int:
 
 def note_asking(run: Executor, producer_group: str) -> bool:
     """Remember that somebody of the group asks for checks now; returns whether the group had been away."""
-    [was_away] = run.one(_NOTE_ASKING, {"group": producer_group, "away": GROUP_AWAY_SECONDS})
+    with lifted(run.connection):
+        [was_away] = run.one(_NOTE_ASKING, {"group": producer_group, "away": GROUP_AWAY_SECONDS})
     return bool(was_away)
 
 
@@ -132,4 +133,5 @@ def ask_parked(run: Executor, producer_group: str, *, lately_seconds: float = 0.
 
     Those that were asked about within `lately_seconds` are left.
     """
-    return run.count(_ASK_PARKED, {"group": producer_group, "lately": lately_seconds})
+    with lifted(run.connection):
+        return run.count(_ASK_PARKED, {"group": producer_group, "lately": lately_seconds})

@@ -114,7 +114,7 @@ def test_maintenance_parks_what_nobody_answers_and_names_the_group(
     checks.scan(Executor(connection, "outbox"), settings=NOW)
     let_time_pass(connection, HOUR)
     [problem] = [text for text in broker_status(Executor(connection, "outbox")).problems if "producer group" in text]
-    assert "'switched off'" in problem and str(one.transaction_id) in problem and "never has" in problem
+    assert "'switched off'" in problem and "never ran" in problem
     let_time_pass(connection, THREE_DAYS)
     service.run_once(database, NOW)
     assert parked(connection) == {one.transaction_id: ParkReason.UNANSWERED}
