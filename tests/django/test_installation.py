@@ -95,13 +95,16 @@ def test_dropped_and_migrated_to_zero_nothing_is_left(
     before = alias_conninfo("other")
     point_alias("other", new_database())
     outbox_settings(BROKER="other")
-    with override_settings(DATABASE_ROUTERS=[]):
-        call_command("migrate", database="other", verbosity=0, run_syncdb=True)
-        assert {"outbox.commit_log", "public.outbox_ledger"} <= tables("other")
-        call("--drop")
-        call_command("migrate", "outbox", "zero", database="other", verbosity=0)
-        assert [name for name in tables("other") if "outbox" in name] == []
-    point_alias("other", before)
+    try:
+        with override_settings(DATABASE_ROUTERS=[]):
+            call_command("migrate", database="other", verbosity=0, run_syncdb=True)
+            assert {"outbox.commit_log", "public.outbox_ledger"} <= tables("other")
+            call_command("migrate", "outbox_tasks", "zero", database="other", verbosity=0)
+            call("--drop")
+            call_command("migrate", "outbox", "zero", database="other", verbosity=0)
+            assert [name for name in tables("other") if "outbox" in name] == []
+    finally:
+        point_alias("other", before)
 
 
 def test_force_without_drop_is_refused() -> None:
