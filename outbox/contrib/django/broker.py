@@ -34,6 +34,8 @@ class _Current:
         self.broker: InMemoryBroker | PostgresBroker = self._memory() if settings.in_memory else self._postgres()
         # For every alias, by where it leads: the place where the atomic path was proven, or None for two-phase.
         self.paths: dict[tuple[object, ...], Place | None] = {}
+        # When it was last recorded that an alias leads elsewhere (time.monotonic).
+        self.path_reports: dict[str, float] = {}
 
     def _memory(self) -> InMemoryBroker:
         return InMemoryBroker(
@@ -108,6 +110,11 @@ def let_go_of_test_databases(sender: object, connection: BaseDatabaseWrapper, **
 def remembered_paths() -> dict[tuple[object, ...], Place | None]:
     """What this process has decided about paths (see the module `path`), until the settings change."""
     return _get().paths
+
+
+def path_reports() -> dict[str, float]:
+    """When this process last recorded, per alias, that its path leads elsewhere; until the settings change."""
+    return _get().path_reports
 
 
 def check_topic_imports(settings: OutboxSettings) -> None:

@@ -20,7 +20,7 @@ from outbox.broker.database.executor import Executor
 from outbox.broker.database.place import Place, find_mark, marked
 from outbox.broker.log import incidents
 from outbox.broker.log.incidents import Incident, IncidentKind
-from outbox.contrib.django.broker import remembered_paths
+from outbox.contrib.django.broker import path_reports, remembered_paths
 from outbox.contrib.django.conf import OutboxSettings, PathChoice
 from outbox.contrib.django.databases import broker_database, place_named_by
 from outbox.contrib.django.in_tests import refuse_in_tests
@@ -87,16 +87,15 @@ def prove(connection: BaseDatabaseWrapper, settings: OutboxSettings) -> Place | 
             ) from error
 
 
-# When this process last recorded such an error, by alias (time.monotonic): every publish would raise the next one.
-_reported_at: Final[dict[str, float]] = {}
+# Every publish would raise the next one.
 _REPORT_EVERY_SECONDS: Final = 60.0
 
 
 def _reported(error: WrongDatabase, alias: str, settings: OutboxSettings) -> WrongDatabase:
     """Let the broker's status know what only this process can see. Never fails: the error itself matters more."""
-    now = time.monotonic()
-    if now - _reported_at.get(alias, -_REPORT_EVERY_SECONDS) >= _REPORT_EVERY_SECONDS:
-        _reported_at[alias] = now
+    now, reports = time.monotonic(), path_reports()
+    if now - reports.get(alias, -_REPORT_EVERY_SECONDS) >= _REPORT_EVERY_SECONDS:
+        reports[alias] = now
         subject = f"alias {alias!r} of process {os.getpid()} on {socket.gethostname()}"
         try:
             with broker_database(settings).connect(name="outbox-path") as broker:
