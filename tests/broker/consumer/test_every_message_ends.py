@@ -44,7 +44,6 @@ from tests.support import eventually
 INNOCENT = ("fine", "fine", "fine", "fails", "slow")
 # What must end as a dead letter, and nothing else may.
 GUILTY = ("poison", "exit", "hang")
-GUILTY_EVERY = 50
 CONSUMERS = ("c1", "c2")
 BATCH = 5
 SOON = Backoff(first_seconds=0.05, longest_seconds=0.2)
@@ -63,6 +62,7 @@ class Storm:
     bench: ConsumptionBench
     atomic: bool
     seed: int
+    guilty_every: int
     recalled: set[UUID] = field(default_factory=set)
     waiting: list[UUID] = field(default_factory=list)
     published: int = 0
@@ -85,8 +85,8 @@ class Storm:
     def publish(self) -> None:
         """One local transaction with one message, which commits or rolls back."""
         topic, fate = self.chance.choice(["orders", "steps"]), self.chance.choice(INNOCENT)
-        if self.published % GUILTY_EVERY == 0:
-            topic, fate = "orders", GUILTY[self.published // GUILTY_EVERY % len(GUILTY)]
+        if self.published % self.guilty_every == 0:
+            topic, fate = "orders", GUILTY[self.published // self.guilty_every % len(GUILTY)]
         self.published += 1
         delay = self.chance.choice([0.0, 0.0, 0.3, 60.0]) if topic == "orders" and fate not in GUILTY else 0.0
         commits = fate in GUILTY or self.chance.random() < 0.8
@@ -203,14 +203,16 @@ def supervised(bench: ConsumptionBench) -> Iterator[Supervisor]:
         supervisor.stop()
 
 
-def every_message_ends(bench: ConsumptionBench, *, atomic: bool, seed: int, count: int, every: int) -> None:
+def every_message_ends(
+    bench: ConsumptionBench, *, atomic: bool, seed: int, count: int, every: int, guilty: int
+) -> None:
     bench.declare("orders", queues=3, types=NORMAL)
     bench.declare("steps", queues=3, types=FIFO)
     bench.connection.execute(
         "CREATE TABLE business (topic text, key text, n integer, message_id uuid UNIQUE, fate text,"
         " PRIMARY KEY (topic, key, n))"
     )
-    with contextlib.closing(Storm(bench, atomic, seed)) as storm, supervised(bench) as supervisor:
+    with contextlib.closing(Storm(bench, atomic, seed, count // guilty)) as storm, supervised(bench) as supervisor:
         eventually(lambda: bench.members() == 2 * len(CONSUMERS), within_seconds=60, what="both groups are there")
         storm.rage(count, every, supervisor)
         # So that the run need not wait for what was delayed by a minute.
@@ -225,7 +227,7 @@ def every_message_ends(bench: ConsumptionBench, *, atomic: bool, seed: int, coun
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("path", ["two_phase", "atomic"])
 def test_every_message_ends(bench: ConsumptionBench, path: str) -> None:
-    every_message_ends(bench, atomic=path == "atomic", seed=1, count=160, every=20)
+    every_message_ends(bench, atomic=path == "atomic", seed=1, count=160, every=20, guilty=3)
 
 
 @pytest.mark.soak
@@ -233,4 +235,4 @@ def test_every_message_ends(bench: ConsumptionBench, path: str) -> None:
 @pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize("path", ["two_phase", "atomic"])
 def test_every_message_ends_many_times(bench: ConsumptionBench, path: str, seed: int) -> None:
-    every_message_ends(bench, atomic=path == "atomic", seed=100 + seed, count=2_000, every=60)
+    every_message_ends(bench, atomic=path == "atomic", seed=100 + seed, count=1_000, every=60, guilty=8)
