@@ -139,7 +139,8 @@ class Storm:
         return found if found > before else 0
 
     def recall(self, ids: list[UUID]) -> bool:
-        """Whether nothing of it waits any more."""
+        """Whether nothing of it waits any more. What has lost its end message is asked about first."""
+        self.check_back.run_once()
         outcomes = self.broker.recall(ids, timeout_seconds=30)
         self.recalled.update(one.message_id for one in outcomes if one.status is RecallStatus.RECALLED)
         return all(one.is_recalled or one.status is RecallStatus.DELIVERED for one in outcomes)
