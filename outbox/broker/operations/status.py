@@ -12,21 +12,12 @@ import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import datetime
-from typing import Any, Final
+from typing import Any
 
 from outbox.broker.database.connection import Connection
 from outbox.broker.database.executor import Executor
-from outbox.broker.groups import suspects
-from outbox.broker.groups.suspects import SuspectStatus
 from outbox.broker.log import incidents
 from outbox.broker.operations import status_sql
-from outbox.broker.operations.undecided import UndecidedGroup, undecided_groups
-from outbox.broker.transaction import turns
-
-# A process that dies so often within so many seconds is in a crash loop.
-CRASH_LOOP_DEATHS: Final = 3
-CRASH_LOOP_SECONDS: Final = 600.0
 
 
 @dataclass(slots=True)
@@ -137,46 +128,12 @@ class OpenTransaction:
 
 
 @dataclass(frozen=True, slots=True)
-class OutageStatus:
-    """A subscription that pauses in some instances, because what its handlers need is away."""
-
-    group: str
-    topic: str
-    host: str
-    instances: int
-    since: datetime
-    error: str
-
-    def __str__(self) -> str:
-        where = f"on {self.host}" if self.instances == 1 else f"in {self.instances} instances"
-        return (
-            f"group {self.group!r}, topic {self.topic!r}: what its handlers need seems to be away since {self.since} "
-            f"({where}); its messages wait, attempts uncounted: {self.error.splitlines()[0]}"
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class CrashLoop:
-    """A consumer process that dies again and again."""
-
-    process: str
-    deaths: int
-    last: str
-
-    def __str__(self) -> str:
-        minutes = CRASH_LOOP_SECONDS / 60
-        return (
-            f"{self.process} died {self.deaths} times in the last {minutes:.0f} minutes; the last time it {self.last}"
-        )
-
-
-@dataclass(frozen=True, slots=True)
 class BrokerStatus:
     """A broker in one snapshot. Ages in seconds; None where there is nothing.
 
     `leader` is the process that sequences, None when nobody does. `oldest_pending_seconds`: the oldest half
-    transaction that waits for a check. `unasked`: the groups whose check-back is absent. `problems` is empty when
-    nothing needs attention.
+    transaction that waits for a check. `problems` is empty when everything is accounted for and somebody sequences;
+    what else needs attention are the conditions (operations/verdict.py).
     """
 
     broker_id: str
@@ -192,11 +149,6 @@ class BrokerStatus:
     groups: list[GroupStatus]
     incidents: list[dict[str, str]]
     open_since_resync: list[OpenTransaction] = field(default_factory=list)
-    undecided: list[UndecidedGroup] = field(default_factory=list)
-    suspects: list[SuspectStatus] = field(default_factory=list)
-    outages: list[OutageStatus] = field(default_factory=list)
-    crash_loops: list[CrashLoop] = field(default_factory=list)
-    unasked: list[turns.Unasked] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
@@ -234,13 +186,6 @@ def broker_status(run: Executor) -> BrokerStatus:
             for one in incidents.recent(run)
         ]
         still_open = open_since_resync(run)
-        undecided = undecided_groups(run)
-        suspected = list(suspects.list_suspects(run))
-        outages = run.objects(OutageStatus, status_sql.OUTAGES)
-        crash_loops = run.objects(
-            CrashLoop, status_sql.CRASH_LOOPS, {"seconds": CRASH_LOOP_SECONDS, "deaths": CRASH_LOOP_DEATHS}
-        )
-        unasked = turns.unasked(run)
     plain = dataclasses.asdict(row)
     del plain["snapshot"]
     return BrokerStatus(
@@ -249,16 +194,7 @@ def broker_status(run: Executor) -> BrokerStatus:
         groups=groups,
         incidents=recent,
         open_since_resync=still_open,
-        undecided=undecided,
-        suspects=suspected,
-        outages=outages,
-        crash_loops=crash_loops,
-        unasked=unasked,
-        problems=[
-            *_problems(row, topics, groups, still_open),
-            *(text for one in undecided for text in one.problems()),
-            *map(str, [*unasked, *suspected, *outages, *crash_loops]),
-        ],
+        problems=_problems(row, topics, groups, still_open),
     )
 
 

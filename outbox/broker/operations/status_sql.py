@@ -47,28 +47,6 @@ WHERE written.relation = '{schema}.op_log'::regclass AND written.mode = 'RowExcl
 ORDER BY age_seconds DESC NULLS LAST
 """)
 
-# Subscriptions that pause, of instances that live.
-OUTAGES: Final = Statement("""
-SELECT g.name AS group, t.name AS topic, min(c.host) AS host, count(DISTINCT o.instance_id)::integer AS instances,
-       min(o.since) AS since, (array_agg(o.error ORDER BY o.seen_at DESC))[1] AS error
-FROM {schema}.outage o
-JOIN {schema}.consumer c USING (instance_id, group_id)
-JOIN {schema}.consumer_group g USING (group_id)
-JOIN {schema}.topic t USING (topic_id)
-WHERE c.expires_at > clock_timestamp()
-GROUP BY g.name, t.name
-ORDER BY g.name, t.name
-""")
-
-# Processes that die again and again: `incident` has a row per death.
-CRASH_LOOPS: Final = Statement("""
-SELECT subject AS process, count(*)::integer AS deaths, (array_agg(detail ORDER BY at DESC))[1] AS last
-FROM {schema}.incident
-WHERE kind = 'process_died' AND at > now() - make_interval(secs => %(seconds)s)
-GROUP BY subject HAVING count(*) >= %(deaths)s
-ORDER BY subject
-""")
-
 TOPICS: Final = Statement("""
 SELECT topic_id, name, message_types, queue_count, generation, retention_seconds
 FROM {schema}.topic WHERE retry_of IS NULL ORDER BY name

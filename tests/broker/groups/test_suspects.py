@@ -9,7 +9,6 @@ import pytest
 
 from outbox.broker.groups import leases, members, suspects
 from outbox.broker.groups.suspects import RunningCall, Trial
-from outbox.broker.operations.status import broker_status
 from outbox.message import Delivery, Message
 from outbox.subscription import Mode, OnError, Subscription
 from tests.broker.bench import AT_ONCE, ConsumptionBench
@@ -181,7 +180,7 @@ def test_a_trial_that_never_began_or_was_not_alone_proves_nothing(case: Case) ->
 
 def test_the_status_names_suspects(case: Case) -> None:
     case.accuse()
-    (problem,) = [text for text in broker_status(case.run).problems if "suspected" in text]
+    (problem,) = [text for text in map(str, suspects.list_suspects(case.run)) if "suspected" in text]
     assert "group 'g'" in problem and "killing its process: 0 of 3 deaths alone" in problem
     assert "c1 on here died" in problem
 

@@ -11,10 +11,13 @@ from outbox.broker.database.connection import BrokerConnection, BrokerDatabase
 from outbox.broker.database.executor import Executor
 from outbox.broker.log import incidents
 from outbox.broker.maintenance import service
-from outbox.broker.operations.status import broker_status
+from outbox.broker.operations.conditions import Fact
+from outbox.broker.operations.summary import read as read_summary
+from outbox.broker.operations.thresholds import Thresholds
 from outbox.broker.operations.trace import trace
+from outbox.broker.operations.verdict import survey
 from outbox.broker.postgres import PostgresBroker
-from outbox.broker.transaction import checks, parking
+from outbox.broker.transaction import checks, parking, turns
 from outbox.transaction import Answer, Check, CheckSettings, Decision, EndStatus, HalfTransaction, ParkReason
 from tests.broker.support import drain, end, half, let_time_pass, new_sequencer, queued_ids
 
@@ -113,7 +116,7 @@ def test_maintenance_parks_what_nobody_answers_and_names_the_group(
     at_once.send_half(one)
     checks.scan(Executor(connection, "outbox"), settings=NOW)
     let_time_pass(connection, HOUR)
-    [problem] = [text for text in broker_status(Executor(connection, "outbox")).problems if "producer group" in text]
+    [problem] = [text for text in map(str, turns.unasked(Executor(connection, "outbox"))) if "producer group" in text]
     assert "'switched off'" in problem and "never ran" in problem
     let_time_pass(connection, THREE_DAYS)
     service.run_once(database, NOW)
@@ -237,12 +240,18 @@ def test_many_parked_ones_do_not_delay_others(at_once: PostgresBroker, connectio
 def test_the_reason_is_in_the_status_and_in_the_trace(at_once: PostgresBroker, connection: BrokerConnection) -> None:
     one = parked_by_checks(at_once)
     run = Executor(connection, "outbox")
-    status = broker_status(run)
-    [group] = status.undecided
-    assert (group.group, group.waiting, group.parked) == ("shop", 0, {"checks": 1})
-    assert any("1 checks" in text and str(one.transaction_id) in text for text in status.problems)
+    [fact] = parked_facts(run)
+    assert (fact["producer_group"], fact["transaction"], fact["reason"]) == ("shop", str(one.transaction_id), "checks")
+    [group] = read_summary(run).producers
+    assert (group.group, group.undecided, group.parked) == ("shop", 0, 1)
     found = trace(run, one.transaction_id)
     assert found is not None and found.pending is not None
     assert (found.pending.park_reason, found.pending.last_answer) == ("checks", "the look-up is not there")
     at_once.end([end(one.transaction_id)])
-    assert broker_status(run).undecided == []
+    assert parked_facts(run) == []
+
+
+def parked_facts(run: Executor) -> list[Fact]:
+    """What the condition "parked" names."""
+    conditions = survey(run, Thresholds()).verdict.conditions
+    return [fact for one in conditions if one.name == "parked" for fact in one.evidence]

@@ -7,7 +7,6 @@ from datetime import timedelta
 
 from outbox.broker.database.connection import BrokerConnection, BrokerDatabase
 from outbox.broker.database.executor import Executor
-from outbox.broker.operations.status import broker_status
 from outbox.broker.postgres import PostgresBroker
 from outbox.broker.transaction import checks, turns
 from outbox.transaction import Answer, CheckSettings, Decision
@@ -51,7 +50,7 @@ def test_a_time_to_come_holds_nobody_up(connection: BrokerConnection) -> None:
 
 
 def _problems(connection: BrokerConnection) -> list[str]:
-    return [text for text in broker_status(Executor(connection, "outbox")).problems if "check-back" in text]
+    return [text for text in map(str, turns.unasked(Executor(connection, "outbox"))) if "check-back" in text]
 
 
 def test_status_names_the_group_that_is_not_asked(broker: PostgresBroker, connection: BrokerConnection) -> None:
