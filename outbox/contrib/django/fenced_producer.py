@@ -47,17 +47,16 @@ def fenced_producer(transactional_id: str, *, wait_seconds: float = 30.0) -> Fen
     pause = threading.Event()
     rounds = 0
     while left := broker.leftovers(instance):
+        if rounds:
+            pause_seconds = _BACKOFF.pause_seconds(rounds)
+            if time.monotonic() + pause_seconds >= deadline:
+                raise LeftoversUndecided(
+                    f"producer {transactional_id!r} of group {group!r}: {len(left)} transactions of older instances "
+                    f"are undecided after {wait_seconds:g} s, the first is {left[0]}. `manage.py outbox_trace "
+                    f"{left[0]}` tells what its checks answered; a local transaction that is still running has to end "
+                    f"first. The older instances are fenced; call this again."
+                )
+            pause.wait(pause_seconds)
         run_check_back()
         rounds += 1
-        if not (left := broker.leftovers(instance)):
-            break
-        pause_seconds = _BACKOFF.pause_seconds(rounds)
-        if time.monotonic() + pause_seconds >= deadline:
-            raise LeftoversUndecided(
-                f"producer {transactional_id!r} of group {group!r}: {len(left)} transactions of older instances are "
-                f"undecided after {wait_seconds:g} s, the first is {left[0]}. `manage.py outbox_trace {left[0]}` tells "
-                f"what its checks answered; a local transaction that is still running has to end first. The older "
-                f"instances are fenced; call this again."
-            )
-        pause.wait(pause_seconds)
     return FencedProducer(instance)
