@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -14,3 +18,47 @@ class PeriodicPass:
     name: str
     run: Callable[[], Mapping[str, Any]]
     interval_seconds: float
+
+
+class BackgroundLoop:
+    """Runs a pass again and again in a thread of its own, from entering the context to leaving it.
+
+    `run` is given a function that tells whether to stop early, and returns the seconds until the next pass;
+    `every_seconds` is the wait after one that failed, `first_seconds` before the first. Of `expected` errors one line
+    is logged. Any other would end the thread, and with it the service: it is logged in full, and the loop goes on.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        run: Callable[[Callable[[], bool]], float],
+        *,
+        every_seconds: float,
+        first_seconds: float,
+        expected: tuple[type[Exception], ...],
+    ) -> None:
+        self._name = name
+        self._run = run
+        self._every_seconds = every_seconds
+        self._first_seconds = first_seconds
+        self._expected = expected
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._loop, name=f"outbox-{name}", daemon=True)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join(timeout=5)
+
+    def _loop(self) -> None:
+        pause = self._first_seconds
+        while not self._ended.wait(pause):
+            pause = self._every_seconds
+            try:
+                pause = self._run(self._ended.is_set)
+            except self._expected as error:
+                logger.warning("%s comes again in %.0f s: %s", self._name, pause, error)
+            except Exception:
+                logger.exception("%s failed", self._name)

@@ -18,8 +18,8 @@ from outbox.broker.database import notify, timeouts
 from outbox.broker.database.connection import BrokerDatabase
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.notify import Announcements, Channel
-from outbox.broker.maintenance.service import MaintenanceService
-from outbox.broker.operations.summary_service import SummaryService
+from outbox.broker.maintenance.service import maintenance
+from outbox.broker.operations.summary_service import summaries
 from outbox.broker.schema.install import check_schema
 from outbox.broker.sequencer.leader import DEFAULT_TERM_SECONDS, LeaderLease
 from outbox.broker.sequencer.sequencer import Sequencer, TickCounts
@@ -94,8 +94,8 @@ def _serve(database: BrokerDatabase, stop: threading.Event, owner: UUID, setting
                 announcements.wait(0)
                 continue
             with (
-                MaintenanceService(database, settings.check, every_seconds=settings.maintenance_seconds),
-                SummaryService(database, every_seconds=settings.summary_seconds),
+                maintenance(database, settings.check, every_seconds=settings.maintenance_seconds),
+                summaries(database, every_seconds=settings.summary_seconds),
             ):
                 _lead(run, stop, lease, sequencer, announcements, settings)
         lease.release(connection)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
-import threading
 from collections.abc import Callable
 
 import psycopg
@@ -16,9 +14,8 @@ from outbox.broker.maintenance import retention
 from outbox.broker.maintenance.retention import RetentionCounts
 from outbox.broker.transaction import checks, parking
 from outbox.errors import BrokerUnavailable
+from outbox.periodic import BackgroundLoop
 from outbox.transaction import CheckSettings
-
-logger = logging.getLogger(__name__)
 
 
 def run_once(
@@ -48,29 +45,14 @@ def _remove(run: Executor, *, lasts: bool) -> RetentionCounts:
         return retention.run_once(run)
 
 
-class MaintenanceService:
-    """Runs a pass every `every_seconds` in a thread of its own, from entering the context to leaving it."""
+def maintenance(database: BrokerDatabase, check: CheckSettings, *, every_seconds: float) -> BackgroundLoop:
+    """A pass every `every_seconds`, in the background."""
 
-    def __init__(self, database: BrokerDatabase, check: CheckSettings, *, every_seconds: float) -> None:
-        self._database = database
-        self._check = check
-        self._every_seconds = every_seconds
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._loop, name="outbox-maintenance", daemon=True)
+    def run(stopping: Callable[[], bool]) -> float:
+        run_once(database, check, stopping=stopping)
+        return every_seconds
 
-    def __enter__(self) -> None:
-        self._thread.start()
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        self._thread.join(timeout=5)
-
-    def _loop(self) -> None:
-        while not self._ended.wait(self._every_seconds):
-            try:
-                run_once(self._database, self._check, stopping=self._ended.is_set)
-            except (psycopg.Error, BrokerUnavailable) as error:
-                logger.warning("maintenance comes again in %.0f s: %s", self._every_seconds, error)
-            except Exception:
-                # It would end the thread, and nothing would be removed until another process leads.
-                logger.exception("maintenance failed")
+    expected = (psycopg.Error, BrokerUnavailable)
+    return BackgroundLoop(
+        "maintenance", run, every_seconds=every_seconds, first_seconds=every_seconds, expected=expected
+    )

@@ -1,6 +1,6 @@
 """The summary: what takes long to count, counted in the background and read as one row.
 
-The leading broker process refreshes it (`SummaryService`). Who reads it gets its age with it; where nobody has
+The leading broker process refreshes it (`summary_service`). Who reads it gets its age with it; where nobody has
 refreshed it lately, because nobody leads, it is counted at once instead. Times are seconds since 1970 by the
 database's clock.
 """

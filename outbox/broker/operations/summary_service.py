@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import logging
-import threading
+from collections.abc import Callable
 
 import psycopg
 
@@ -13,8 +12,7 @@ from outbox.broker.database.connection import BrokerDatabase
 from outbox.broker.database.executor import Executor
 from outbox.broker.operations import summary
 from outbox.errors import BrokerUnavailable
-
-logger = logging.getLogger(__name__)
+from outbox.periodic import BackgroundLoop
 
 
 def run_once(database: BrokerDatabase) -> float:
@@ -28,30 +26,11 @@ def run_once(database: BrokerDatabase) -> float:
         return summary.refresh(Executor(connection, database.schema)).took_seconds
 
 
-class SummaryService:
-    """Refreshes at once and then every `every_seconds` in a thread, from entering the context to leaving it."""
+def summaries(database: BrokerDatabase, *, every_seconds: float) -> BackgroundLoop:
+    """A refresh at once and then every `every_seconds`, or more rarely where counting takes long, in the background."""
 
-    def __init__(self, database: BrokerDatabase, *, every_seconds: float) -> None:
-        self._database = database
-        self._every_seconds = every_seconds
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._loop, name="outbox-summary", daemon=True)
+    def run(stopping: Callable[[], bool]) -> float:
+        return max(every_seconds, run_once(database) / summary.SHARE)
 
-    def __enter__(self) -> None:
-        self._thread.start()
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        self._thread.join(timeout=5)
-
-    def _loop(self) -> None:
-        pause = 0.0
-        while not self._ended.wait(pause):
-            pause = self._every_seconds
-            try:
-                pause = max(pause, run_once(self._database) / summary.SHARE)
-            except (psycopg.Error, BrokerUnavailable) as error:
-                logger.warning("the summary comes again in %.0f s: %s", pause, error)
-            except Exception:
-                # It would end the thread, and every status would count by itself.
-                logger.exception("counting the summary failed")
+    expected = (psycopg.Error, BrokerUnavailable)
+    return BackgroundLoop("summary", run, every_seconds=every_seconds, first_seconds=0.0, expected=expected)
