@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 # The proxy takes no shorter waits for messages than 5 s, and no shorter invisible time than 10 s.
 _WAIT_SECONDS: Final = 5
-INVISIBLE_SECONDS: Final = 30
+INVISIBLE_SECONDS: Final = 15
 _RENEW_SECONDS: Final = INVISIBLE_SECONDS / 3
 _NOT_STARTED_SECONDS: Final = 1.0
 _LONGEST_SECONDS: Final = 12 * 3600

@@ -48,7 +48,7 @@ def rocketmq(programs: Path) -> Iterator[PrivateRocketMQ]:
         server = PrivateRocketMQ(Path(folder), programs, broker=QUICK)
         server.start()
         yield server
-        server.stop()
+        server.kill()
 
 
 @pytest.fixture
