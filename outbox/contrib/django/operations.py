@@ -160,8 +160,8 @@ def decide(transaction_id: UUID, decision: Decision, *, force: bool = False) -> 
         if answer.decision is not decision:
             raise UsageError(
                 f"{decision.name} of {transaction_id} is not what the ledger proves: {answer.detail}. If you know "
-                f"better, pass --force: a wrong COMMIT delivers a message about what never happened, a wrong ROLLBACK "
-                f"loses one."
+                f"better, `outbox_decide --force` does it: a wrong COMMIT delivers a message about what never "
+                f"happened, a wrong ROLLBACK loses one."
             )
     end = EndTransaction(
         transaction_id=transaction_id,
@@ -170,3 +170,11 @@ def decide(transaction_id: UUID, decision: Decision, *, force: bool = False) -> 
         decided_by=DecidedBy.OPERATOR,
     )
     return get_broker().end([end])[0]
+
+
+def abort(transaction_id: UUID) -> EndStatus:
+    """Roll back an open transaction, for good, if its local transaction has not committed and is not running.
+
+    Raises UsageError where the ledger says otherwise, and where there is no such open transaction.
+    """
+    return decide(transaction_id, Decision.ROLLBACK)
