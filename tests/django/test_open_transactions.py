@@ -135,9 +135,9 @@ def test_browsing_goes_page_by_page_and_moves_nothing() -> None:
     for number in range(5):
         publish("orders", number, key=number)
     first = said("outbox_browse", "orders", "--limit", "2")
-    rest = said("outbox_browse", "orders", "--before", str(first[-1]["log_id"]))
+    rest = said("outbox_browse", "orders", "--after", str(first[-1]["log_id"]))
     assert [one["key"] for one in first + rest] == list("43210")
-    assert f"--before {first[-1]['log_id']}" in text("outbox_browse", "orders", "--limit", "2")
+    assert f"--after {first[-1]['log_id']}" in text("outbox_browse", "orders", "--limit", "2")
     assert said("outbox_browse", "orders", "--since", "2999-01-01T00:00:00+00:00") == []
     with pytest.raises(CommandError, match="nowhere"):
         call_command("outbox_browse", "nowhere")

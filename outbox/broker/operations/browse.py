@@ -53,7 +53,7 @@ LEFT JOIN {{schema}}.op_log op USING (transaction_id)
 LEFT JOIN {{schema}}.pending_check pending USING (transaction_id)
 LEFT JOIN {{schema}}.recalled ON recalled.log_id = log.log_id
 WHERE topic.name = %(topic)s AND log.stored_at >= coalesce(%(since)s::timestamptz, now() - interval '1 day')
-  AND (%(before)s::bigint IS NULL OR log.log_id < %(before)s)
+  AND (%(after)s::bigint IS NULL OR log.log_id < %(after)s)
   AND (%(uncommitted)s OR (op.decision = 'C' AND recalled.log_id IS NULL))
 ORDER BY log.log_id DESC LIMIT %(limit)s
 """)
@@ -65,13 +65,13 @@ def browse(
     *,
     uncommitted: bool = False,
     since: datetime | None = None,
-    before: int | None = None,
+    after: int | None = None,
     limit: int = 100,
 ) -> list[Browsed]:
     """A page of what is stored of a topic, the newest first, stored since then (None: in the last day).
 
     Committed messages; with `uncommitted` also those that are undecided, rolled back or recalled, each with its state.
-    The next page is `before` the last log id of this one. Reads what was stored in that time, of all topics.
+    The next page is `after` the last log id of this one. Reads what was stored in that time, of all topics.
     """
-    values = {"topic": topic, "uncommitted": uncommitted, "since": since, "before": before, "limit": limit}
+    values = {"topic": topic, "uncommitted": uncommitted, "since": since, "after": after, "limit": limit}
     return run.objects(Browsed, _BROWSE, values, prepare=False)

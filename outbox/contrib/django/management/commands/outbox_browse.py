@@ -10,7 +10,7 @@ from outbox.broker.database.executor import Executor
 from outbox.broker.log.topics import TopicCatalog
 from outbox.broker.operations.browse import browse
 from outbox.contrib.django.databases import broker_connection
-from outbox.contrib.django.management.output import OutboxCommand, moment, positive
+from outbox.contrib.django.management.output import OutboxCommand, moment
 
 # What a line of the table shows of a body; --json has it whole.
 _SHOWN_CHARACTERS = 60
@@ -27,12 +27,11 @@ class Command(OutboxCommand):
             "--uncommitted", action="store_true", help="also those that are undecided, rolled back or recalled"
         )
         parser.add_argument("--since", type=moment, help="stored since then (default: in the last day)")
-        parser.add_argument("--before", type=int, metavar="LOG_ID", help="the page before this message")
-        parser.add_argument("--limit", type=positive, default=100)
+        self.add_page(parser, "LOG_ID", "the page after this message: what was stored before it", int)
         self.add_json(parser)
 
     def handle(self, *args: Any, **options: Any) -> None:
-        narrowed = {name: options[name] for name in ("uncommitted", "since", "before", "limit")}
+        narrowed = {name: options[name] for name in ("uncommitted", "since", "after", "limit")}
         with broker_connection() as (connection, schema):
             TopicCatalog(schema).get(connection, options["topic"])
             found = browse(Executor(connection, schema), options["topic"], **narrowed)
@@ -46,5 +45,4 @@ class Command(OutboxCommand):
                 for one in found
             ),
         )
-        if len(found) == options["limit"]:
-            self.say(f"there may be more: --before {found[-1].log_id}")
+        self.say_more(len(found), options["limit"], found[-1].log_id if found else None)

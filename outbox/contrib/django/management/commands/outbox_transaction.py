@@ -10,7 +10,7 @@ from django.core.management.base import CommandError, CommandParser
 from outbox.broker.database.executor import Executor
 from outbox.broker.operations.open_transactions import OpenTransaction, describe, list_open
 from outbox.contrib.django.databases import broker_connection
-from outbox.contrib.django.management.output import OutboxCommand, first_line, positive
+from outbox.contrib.django.management.output import OutboxCommand, first_line
 from outbox.contrib.django.operations import abort
 
 
@@ -24,8 +24,7 @@ class Command(OutboxCommand):
         shown = actions.add_parser("list", help="the oldest first, new ones too that no check has looked for")
         shown.add_argument("--group", help="only of this producer group")
         shown.add_argument("--transactional-id", metavar="ID", help="only of the fenced producer of this id")
-        shown.add_argument("--limit", type=positive, default=100)
-        shown.add_argument("--after", type=UUID, metavar="ID", help="the page after this transaction")
+        self.add_page(shown, "ID", "the page after this transaction", UUID)
         described = actions.add_parser("describe", help="one with its messages and the answers of its checks")
         ended = actions.add_parser("abort", help="roll back for good what has not committed and is not running")
         for one in (described, ended):
@@ -45,8 +44,7 @@ class Command(OutboxCommand):
             return
         header = ["transaction", "producer group", "producer", "messages", "topics", "stored", "state", "last answer"]
         self.print_rows(header, map(_row, found))
-        if len(found) == options["limit"]:
-            self.say(f"there may be more: --after {found[-1].transaction_id}")
+        self.say_more(len(found), options["limit"], found[-1].transaction_id if found else None)
 
     def _describe(self, options: dict[str, Any]) -> None:
         with broker_connection() as (connection, schema):
