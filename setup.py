@@ -21,6 +21,8 @@ SPARK = [
 ]
 METRICS = ["prometheus-client>=0.20,<1"]
 ROCKETMQ = ["rocketmq-python-client>=5.1.2,<5.2"]
+CLOUDEVENTS = ["cloudevents>=2,<3"]
+WEBHOOK = ["httpx>=0.27,<1"]
 # Not in `dev`: its pins are its own. The test of the DAG runs where it is installed, or where AIRFLOW_PYTHON names it.
 AIRFLOW = ["apache-airflow>=3,<4"]
 DEMO = [*DJANGO, *CELERY, *EMBEDDED, *SPARK, "sqlalchemy>=2,<3", "gunicorn>=22", "whitenoise>=6.6,<7", "rich>=13"]
@@ -30,6 +32,8 @@ TEST = [
     *EMBEDDED,
     *METRICS,
     *ROCKETMQ,
+    *CLOUDEVENTS,
+    *WEBHOOK,
     "hypothesis>=6.100",
     "pytest>=8",
     "pytest-django>=4.9",
@@ -83,6 +87,8 @@ setup(
         "tasks": TASKS,
         "metrics": METRICS,
         "rocketmq": ROCKETMQ,
+        "cloudevents": CLOUDEVENTS,
+        "webhook": WEBHOOK,
         "spark": SPARK,
         "airflow": AIRFLOW,
         "embedded": [PSYCOPG, *EMBEDDED],

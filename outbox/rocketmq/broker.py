@@ -12,14 +12,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from datetime import UTC, datetime
-from typing import Any, Final, NoReturn, TypeVar
+from functools import partial
+from typing import Any, Final, TypeVar
 from uuid import UUID
 
-from outbox.capabilities import Capability, Engine
+from outbox.capabilities import Capability
 from outbox.errors import (
     BrokerError,
     BrokerUnavailable,
-    ConfigurationError,
     InvalidMessage,
     OutcomeUnknown,
     SendFailed,
@@ -28,9 +28,8 @@ from outbox.errors import (
 from outbox.message import Message, SendReceipt
 from outbox.recall import Recall
 from outbox.rocketmq import client
-from outbox.rocketmq.admin import message_type
 from outbox.rocketmq.answering import AnsweringThread
-from outbox.rocketmq.names import collisions
+from outbox.rocketmq.engine import ENGINE, check_topics, refuse_fencing, refuse_recall, topic_problems
 from outbox.rocketmq.producer import CheckingProducer
 from outbox.rocketmq.wire import Asked, to_wire
 from outbox.topic import MessageType, Topic
@@ -49,12 +48,7 @@ logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-ENGINE: Final = Engine("RocketMQ", frozenset())
-"""It has none of what engines differ in: the port's protocol, retries, dead letters, filters and FIFO topics only."""
-
 _THREADS: Final = 16
-_MAX_TOPIC: Final = 127
-_TYPES: Final = {MessageType.NORMAL: 1, MessageType.FIFO: 2, MessageType.DELAY: 3, MessageType.TRANSACTION: 4}
 
 
 class RocketMQBroker:
@@ -76,10 +70,7 @@ class RocketMQBroker:
     ) -> None:
         self.url = url
         self._configuration = client.configuration(url, timeout_seconds=timeout_seconds)
-        self._topics = {topic.name: topic for topic in topics}
-        refused = [text for topic in self._topics.values() for text in ENGINE.topic_refusals(topic)]
-        if refused := [*refused, *collisions(self._topics)]:
-            raise ConfigurationError(" ".join(refused))
+        self._topics = check_topics(topics)
         self._check = check or CheckSettings()
         self._answering = answering
         self._lock = threading.Lock()
@@ -101,7 +92,7 @@ class RocketMQBroker:
     ) -> list[SendReceipt]:
         """Raises OutcomeUnknown where the message may have been stored: a resend would be a second copy."""
         if producer is not None:
-            self._refuse_fencing()
+            refuse_fencing()
         if len(messages) > 1:
             ENGINE.require(
                 Capability.PLAIN_BATCHES,
@@ -131,7 +122,7 @@ class RocketMQBroker:
     def send_half(self, half: HalfTransaction, *, timeout_seconds: float = 3.0) -> list[SendReceipt]:
         """One transaction of the server's per message, all under our transaction id. Raises as `send` does."""
         if half.producer is not None:
-            self._refuse_fencing()
+            refuse_fencing()
         for message in half.messages:
             self.topic(message.topic).check_accepts(message, transactional=True)
             if message.is_delayed:
@@ -144,12 +135,8 @@ class RocketMQBroker:
         producer = self._started()
         receipts: list[SendReceipt] = []
         for message, wire in zip(half.messages, wires, strict=True):
-            receipt = self._within(
-                timeout_seconds,
-                lambda wire=wire: producer.send_half(half.transaction_id, wire),
-                message,  # type: ignore[misc]
-            )
-            receipts.append(_receipt(message, half.transaction_id, receipt))
+            send = partial(producer.send_half, half.transaction_id, wire)
+            receipts.append(_receipt(message, half.transaction_id, self._within(timeout_seconds, send, message)))
         return receipts
 
     def _within(self, seconds: float, send: Callable[[], Any], message: Message) -> Any:
@@ -226,20 +213,20 @@ class RocketMQBroker:
     # -- what RocketMQ has no part for ------------------------------------------------------------
 
     def take_over(self, producer_group: str, transactional_id: str, *, timeout_seconds: float = 3.0) -> ProducerEpoch:
-        self._refuse_fencing()
+        refuse_fencing()
 
     def leftovers(self, producer: ProducerEpoch) -> list[UUID]:
-        self._refuse_fencing()
+        refuse_fencing()
 
     def resume_checks(self, producer_group: str) -> int:
         """0: nothing is parked. What the server gave up, the reconciliation finds by its ledger row."""
         return 0
 
     def recall(self, message_ids: Sequence[UUID], *, timeout_seconds: float = 3.0) -> list[Recall]:
-        self._refuse_recall()
+        refuse_recall()
 
     def recall_key(self, topic: str, key: str, *, timeout_seconds: float = 10.0) -> list[Recall]:
-        self._refuse_recall()
+        refuse_recall()
 
     def reject_transactional(self, rejecting: bool, *, timeout_seconds: float = 3.0) -> bool:
         ENGINE.require(
@@ -248,16 +235,6 @@ class RocketMQBroker:
             "An operator sets rejectTransactionMessage on the server.",
         )
         return False
-
-    @staticmethod
-    def _refuse_fencing() -> NoReturn:
-        ENGINE.require(Capability.FENCING, "a fenced producer", "Keep its topic on PostgreSQL.")
-        raise AssertionError
-
-    @staticmethod
-    def _refuse_recall() -> NoReturn:
-        ENGINE.require(Capability.RECALL, "recall", "Let the handler look whether the message still counts.")
-        raise AssertionError
 
     # -- the producer ---------------------------------------------------------------------------
 
@@ -275,17 +252,7 @@ class RocketMQBroker:
         """What is wrong on the server with the declared topics, each with what to do. Raises BrokerUnavailable."""
         producer = self._started()
         for topic in self._topics.values():
-            types = producer.accepted_types(topic.name)
-            if types is None:
-                yield (
-                    f"RocketMQ has no topic {topic.name!r}: create it with message.type={message_type(topic)} and "
-                    f"{topic.queue_count} queues."
-                )
-            elif lacking := sorted(kind for kind in topic.types if _TYPES[kind] not in types):
-                yield (
-                    f"RocketMQ's topic {topic.name!r} does not take {', '.join(lacking)}: set "
-                    f"message.type={message_type(topic)}."
-                )
+            yield from topic_problems(topic, producer.accepted_types(topic.name))
 
     def close(self) -> None:
         """Stop the producer; the next use starts another."""

@@ -20,12 +20,19 @@ from typing import Any, Final
 from outbox import fence
 from outbox.backoff import Backoff
 from outbox.codec import Codecs
-from outbox.errors import BrokerUnavailable, ConfigurationError, HandlerNotStarted, KillsItsProcess, UndecodableBody
+from outbox.errors import (
+    BrokerUnavailable,
+    ConfigurationError,
+    HandlerNotStarted,
+    KillsItsProcess,
+    ServiceUnavailable,
+    UndecodableBody,
+)
 from outbox.filters.filter import parse_filter
 from outbox.message import Delivery, Message
 from outbox.ports import AnyHandler, Disposition, Invoker, call_handler
 from outbox.rocketmq import client
-from outbox.rocketmq.broker import ENGINE
+from outbox.rocketmq.engine import ENGINE
 from outbox.rocketmq.names import wire_name
 from outbox.rocketmq.wire import from_wire
 from outbox.subscription import OnError, Subscription
@@ -37,7 +44,7 @@ logger = logging.getLogger(__name__)
 _WAIT_SECONDS: Final = 5
 INVISIBLE_SECONDS: Final = 15
 _RENEW_SECONDS: Final = INVISIBLE_SECONDS / 3
-_NOT_STARTED_SECONDS: Final = 1.0
+_AWAY_SECONDS: Final = 1.0
 _LONGEST_SECONDS: Final = 12 * 3600
 _BACKOFF: Final = Backoff(first_seconds=0.2, longest_seconds=10.0, factor=2)
 # The inbox of a project that moves from one engine to the other stays valid.
@@ -53,11 +60,31 @@ class _Held:
 
 
 @dataclass(slots=True)
+class _Attempt:
+    """One call of the handler, and how long it may take."""
+
+    seconds: float
+    ends_at: float = 0.0
+
+    def begin(self) -> None:
+        """Give it the full time from now on."""
+        self.ends_at = time.monotonic() + self.seconds
+
+    def is_over(self) -> bool:
+        """Whether its time is up."""
+        return time.monotonic() >= self.ends_at
+
+    def lost(self) -> str:
+        """Why its effects do not count any more, or ''."""
+        return f"the handler ran longer than {self.seconds:g} s" if self.is_over() else ""
+
+
+@dataclass(slots=True)
 class _Extended:
-    """A message whose invisible time is extended until `until` (time.monotonic), or until it is released."""
+    """A message whose invisible time is extended while its attempt lasts, or until it is released."""
 
     wire: Any
-    until: float
+    attempt: _Attempt
     released: bool = False
     extending: threading.Lock = field(default_factory=threading.Lock)
 
@@ -179,7 +206,7 @@ class _Poller:
                 held = list(self._held.values())
             for one in held:
                 with one.extending:
-                    if not one.released and time.monotonic() < one.until:
+                    if not one.released and not one.attempt.is_over():
                         self._extend(one.wire)
 
     def _extend(self, wire: Any) -> None:
@@ -191,24 +218,20 @@ class _Poller:
     # -- handling -------------------------------------------------------------------------------
 
     def _handle(self, received: Sequence[Any]) -> None:
-        until = time.monotonic() + self._subscription.timeout_seconds
+        attempt = _Attempt(self._subscription.timeout_seconds)
+        attempt.begin()
         with self._lock:
-            self._held.update({id(wire): _Extended(wire, until) for wire in received})
+            self._held.update({id(wire): _Extended(wire, attempt) for wire in received})
         try:
             if held := [one for one in map(self._decoded, received) if one is not None]:
-                with fence.attempt(partial(self._lost, until)):
-                    self._call(held)
+                with fence.attempt(attempt.lost):
+                    self._call(held, attempt)
         except Exception:
             # Whatever was not let go comes back by itself.
             logger.exception("group %r failed at %r", self._subscription.group, self._subscription.topic)
         finally:
             for wire in received:
                 self._release(wire)
-
-    def _lost(self, until: float) -> str:
-        if time.monotonic() < until:
-            return ""
-        return f"the handler ran longer than {self._subscription.timeout_seconds:g} s"
 
     def _decoded(self, wire: Any) -> _Held | None:
         """The delivery; None where the message is let go already."""
@@ -243,14 +266,14 @@ class _Poller:
             attempt=wire.delivery_attempt or 1,
         )
 
-    def _call(self, held: Sequence[_Held]) -> None:
-        results = self._invoked([one.delivery for one in held])
+    def _call(self, held: Sequence[_Held], attempt: _Attempt) -> None:
+        results = self._invoked([one.delivery for one in held], attempt)
         first = results[0]
         if len(results) > 1 and isinstance(first, Exception) and all(result is first for result in results):
             # Halved until the guilty one is alone.
             middle = (len(held) + 1) // 2
-            self._call(held[:middle])
-            self._call(held[middle:])
+            self._call(held[:middle], attempt)
+            self._call(held[middle:], attempt)
             return
         for one, result in zip(held, results, strict=True):
             if isinstance(result, Disposition):
@@ -258,21 +281,25 @@ class _Poller:
             else:
                 self._let_go(one.wire, result, one.delivery.attempt, str(one.delivery.message_id))
 
-    def _invoked(self, deliveries: Sequence[Delivery]) -> Sequence[Disposition | Exception]:
-        """What became of them. While handlers cannot start the messages are kept: to come again uses an attempt up."""
+    def _invoked(self, deliveries: Sequence[Delivery], attempt: _Attempt) -> Sequence[Disposition | Exception]:
+        """What became of them. While a database or a service is away they are kept: coming again uses an attempt up."""
         while True:
             results = self._invoker(self._subscription, self._handler, deliveries, generation=_GENERATION)
-            if not all(isinstance(result, HandlerNotStarted) for result in results) or self._stopping.is_set():
+            away = results[0]
+            if not isinstance(away, (HandlerNotStarted, ServiceUnavailable)) or any(one is not away for one in results):
                 return results
-            logger.warning("group %r waits: %s", self._subscription.group, results[0])
-            self._stopping.wait(_NOT_STARTED_SECONDS)
+            logger.warning("group %r waits: %s", self._subscription.group, away)
+            pause = getattr(away, "pause_seconds", None) or _AWAY_SECONDS
+            if self._stopping.wait(min(pause, self._subscription.timeout_seconds / 2)):
+                return results
+            attempt.begin()
 
     def _let_go(self, wire: Any, error: Exception, attempt: int, what: str) -> None:
         """Have a message that failed come again after its delay, or give it up."""
         subscription = self._subscription
         reaction = subscription.reaction(error)
         text = f"{type(error).__name__}: {error}"
-        if isinstance(error, HandlerNotStarted):
+        if isinstance(error, (HandlerNotStarted, ServiceUnavailable)):
             seconds = 0.0
         elif reaction is OnError.DEAD_LETTER or subscription.retry.exhausted(attempt):
             logger.error("group %r gives up %s after attempt %d: %s", subscription.group, what, attempt, text)

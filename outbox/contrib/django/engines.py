@@ -33,8 +33,8 @@ def require_engine(settings: OutboxSettings) -> None:
 
 
 def _engine(settings: OutboxSettings) -> Engine:
-    from outbox.rocketmq.broker import ENGINE
     from outbox.rocketmq.client import configuration
+    from outbox.rocketmq.engine import ENGINE
 
     configuration(settings.broker)
     return ENGINE

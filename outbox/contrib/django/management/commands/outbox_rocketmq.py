@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from django.core.management.output import CommandError, CommandParser
+from django.core.management.base import CommandError, CommandParser
 
 from outbox.contrib.django.broker import get_broker
 from outbox.contrib.django.conf import get_settings
 from outbox.contrib.django.engines import require_engine
-from outbox.contrib.django.management.base import OutboxCommand
+from outbox.contrib.django.management.output import OutboxCommand
 from outbox.contrib.django.registry import autodiscover, subscribers
 
 
@@ -48,11 +48,11 @@ class Command(OutboxCommand):
         if not host or not port.isdigit():
             raise CommandError(f"--create {address!r} must be HOST:PORT.")
         admin = Admin(host, int(port))
-        for declared in get_settings().topics.values():
-            admin.create_topic(declared.topic)
+        topics = {name: declared.topic for name, declared in get_settings().topics.items()}
+        for topic in topics.values():
+            admin.create_topic(topic)
         for item in subscribers():
-            declared = get_settings().topics.get(item.subscription.topic)
-            if declared is None:
+            if item.subscription.topic not in topics:
                 raise CommandError(f"{item.name} subscribes to {item.subscription.topic!r}: declare it in TOPICS.")
-            admin.create_group(item.subscription, declared.topic)
-        self.say(f"created or set right: {len(get_settings().topics)} topics, {len(subscribers())} subscriptions")
+            admin.create_group(item.subscription, topics[item.subscription.topic])
+        self.say(f"created or set right: {len(topics)} topics, {len(subscribers())} subscriptions")
