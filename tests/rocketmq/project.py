@@ -34,6 +34,7 @@ class Project:
             "PRODUCER_GROUP": "shop",
             "TOPICS": {name: {"queue_count": 2} for name in self.topics},
             "IMMUNITY_SECONDS": 0,
+            "SEND_TIMEOUT_SECONDS": 20,
         }
 
     def environment(self) -> dict[str, str]:

@@ -12,5 +12,6 @@ OUTBOX = {
     **{name: value for name, value in OUTBOX.items() if name not in ("BROKER", "TOPICS")},
     "BROKER": os.environ["TEST_ROCKETMQ"],
     "PRODUCER_GROUP": "shop",
+    "SEND_TIMEOUT_SECONDS": 20,
     "TOPICS": {name: {"queue_count": 2} for name in os.environ["TEST_TOPICS"].split(",")},
 }
