@@ -21,6 +21,7 @@ SPARK = [
 ]
 METRICS = ["prometheus-client>=0.20,<1"]
 CLOUDEVENTS = ["cloudevents>=2,<3"]
+KOMBU = ["kombu>=5.5"]
 WEBHOOK = ["httpx>=0.27,<1"]
 # Not in `dev`: its pins are its own. The test of the DAG runs where it is installed, or where AIRFLOW_PYTHON names it.
 AIRFLOW = ["apache-airflow>=3,<4"]
@@ -85,6 +86,7 @@ setup(
         "tasks": TASKS,
         "metrics": METRICS,
         "cloudevents": CLOUDEVENTS,
+        "kombu": KOMBU,
         "webhook": WEBHOOK,
         "spark": SPARK,
         "airflow": AIRFLOW,
