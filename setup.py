@@ -22,6 +22,7 @@ SPARK = [
 METRICS = ["prometheus-client>=0.20,<1"]
 ROCKETMQ = ["rocketmq-python-client>=5.1.2,<5.2"]
 CLOUDEVENTS = ["cloudevents>=2,<3"]
+KOMBU = ["kombu>=5.5"]
 WEBHOOK = ["httpx>=0.27,<1"]
 # Not in `dev`: its pins are its own. The test of the DAG runs where it is installed, or where AIRFLOW_PYTHON names it.
 AIRFLOW = ["apache-airflow>=3,<4"]
@@ -88,6 +89,7 @@ setup(
         "metrics": METRICS,
         "rocketmq": ROCKETMQ,
         "cloudevents": CLOUDEVENTS,
+        "kombu": KOMBU,
         "webhook": WEBHOOK,
         "spark": SPARK,
         "airflow": AIRFLOW,

@@ -22,7 +22,7 @@ ALLOWED: dict[str, set[str]] = {
     "outbox/broker/celery": {"outbox", "celery", "click", "kombu"},
     "outbox/rocketmq": {"outbox", "rocketmq", "grpc"},
     "outbox/contrib/django": {"outbox", "django", "psycopg", "asgiref", "django_tasks"},
-    "outbox/contrib/sinks": {"outbox", "httpx", "cloudevents"},
+    "outbox/contrib/sinks": {"outbox", "httpx", "kombu", "amqp", "cloudevents"},
     "outbox/contrib/prometheus": {"outbox", "prometheus_client"},
     # A door, loaded by every run of pytest: what is not pytest is imported when a test asks for it.
     "outbox/pytest_plugin": {"outbox", "django", "pytest"},
