@@ -12,6 +12,7 @@ from outbox.transaction import Answer, Check, CheckCounts, Decision, EndStatus
 logger = logging.getLogger(__name__)
 
 _REPORT_EVERY = 100
+_TAKEN = (EndStatus.APPLIED, EndStatus.ACCEPTED)
 
 
 class CheckBack:
@@ -47,7 +48,7 @@ class CheckBack:
 
     def _report(self, answers: Sequence[Answer]) -> CheckCounts:
         statuses = self._broker.report_answers(self._group, answers)
-        applied = [a.decision for a, status in zip(answers, statuses, strict=True) if status is EndStatus.APPLIED]
+        applied = [a.decision for a, status in zip(answers, statuses, strict=True) if status in _TAKEN]
         return CheckCounts(
             committed=applied.count(Decision.COMMIT),
             rolled_back=applied.count(Decision.ROLLBACK),
