@@ -21,6 +21,9 @@ SPARK = [
 ]
 METRICS = ["prometheus-client>=0.20,<1"]
 TRACING = ["opentelemetry-api>=1.27,<2"]
+CLOUDEVENTS = ["cloudevents>=2,<3"]
+KOMBU = ["kombu>=5.5"]
+WEBHOOK = ["httpx>=0.27,<1"]
 # Not in `dev`: its pins are its own. The test of the DAG runs where it is installed, or where AIRFLOW_PYTHON names it.
 AIRFLOW = ["apache-airflow>=3,<4"]
 DEMO = [*DJANGO, *CELERY, *EMBEDDED, *SPARK, "sqlalchemy>=2,<3", "gunicorn>=22", "whitenoise>=6.6,<7", "rich>=13"]
@@ -31,6 +34,8 @@ TEST = [
     *METRICS,
     *TRACING,
     "opentelemetry-sdk>=1.27,<2",
+    *CLOUDEVENTS,
+    *WEBHOOK,
     "hypothesis>=6.100",
     "pytest>=8",
     "pytest-django>=4.9",
@@ -84,6 +89,9 @@ setup(
         "tasks": TASKS,
         "metrics": METRICS,
         "tracing": TRACING,
+        "cloudevents": CLOUDEVENTS,
+        "kombu": KOMBU,
+        "webhook": WEBHOOK,
         "spark": SPARK,
         "airflow": AIRFLOW,
         "embedded": [PSYCOPG, *EMBEDDED],

@@ -226,6 +226,16 @@ def test_a_header_that_is_no_context_harms_nobody(value: str, spans: Spans) -> N
     assert spans.one("process orders").parent is None
 
 
+def test_what_was_begun_elsewhere_goes_on(spans: Spans) -> None:
+    publish("orders", {}, headers={"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"})
+    with spans.web.start_as_current_span("POST /orders"):
+        publish("payments", {}, headers={"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"})
+    above = spans.one("publish orders").parent
+    assert above is not None
+    assert (above.trace_id, above.span_id) == (0x0AF7651916CD43DD8448EB211C80319C, 0xB7AD6B7169203331)
+    assert is_below(spans.one("publish payments"), spans.one("POST /orders"))
+
+
 def test_headers_of_the_application_stay_and_too_many_cost_the_trace_not_the_message(spans: Spans) -> None:
     seen = []
 

@@ -184,6 +184,14 @@ def decide(transaction_id: UUID, decision: Decision, *, force: bool = False) -> 
     return get_broker().end([end])[0]
 
 
+def abort(transaction_id: UUID) -> EndStatus:
+    """Roll back an open transaction, for good, if its local transaction has not committed and is not running.
+
+    Raises UsageError where the ledger says otherwise, and where there is no such open transaction.
+    """
+    return decide(transaction_id, Decision.ROLLBACK)
+
+
 def rehearse(transaction_id: UUID, decision: Decision, *, force: bool = False) -> str:
     """What `decide` would go by, reading only; what it would refuse raises UsageError here too.
 
@@ -240,6 +248,6 @@ def _asked(check: Check) -> Answer:
 def _not_proven(check: Check, decision: Decision, answer: Answer) -> UsageError:
     return UsageError(
         f"{decision.name} of {check.transaction_id} is not what the ledger proves: {answer.detail}. If you know "
-        f"better, pass --force: a wrong COMMIT delivers a message about what never happened, a wrong ROLLBACK loses "
-        f"one."
+        f"better, `outbox_decide --force` does it: a wrong COMMIT delivers a message about what never happened, a "
+        f"wrong ROLLBACK loses one."
     )

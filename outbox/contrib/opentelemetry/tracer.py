@@ -42,10 +42,17 @@ class OpenTelemetryTracer:
 
     @contextmanager
     def publishing(self, messages: Sequence[Message]) -> Iterator[Sequence[Message]]:
-        """A span `publish TOPIC`, whose context the messages carry in place of any other."""
-        attributes = _about("publish", "send", messages)
+        """A span `publish TOPIC`, whose context the messages carry in place of any other.
+
+        It is below the span that publishes; where there is none (a message received from elsewhere is stored), below
+        what the first message carries.
+        """
+        inside = trace.get_current_span().get_span_context().is_valid
         with self._tracer.start_as_current_span(
-            _name("publish", messages), kind=SpanKind.PRODUCER, attributes=attributes
+            _name("publish", messages),
+            context=None if inside else _context_of(messages[0]),
+            kind=SpanKind.PRODUCER,
+            attributes=_about("publish", "send", messages),
         ):
             carried: dict[str, str] = {}
             propagate.inject(carried)
