@@ -21,6 +21,7 @@ SPARK = [
 ]
 METRICS = ["prometheus-client>=0.20,<1"]
 TRACING = ["opentelemetry-api>=1.27,<2"]
+ROCKETMQ = ["rocketmq-python-client>=5.1.2,<5.2"]
 CLOUDEVENTS = ["cloudevents>=2,<3"]
 KOMBU = ["kombu>=5.5"]
 WEBHOOK = ["httpx>=0.27,<1"]
@@ -34,6 +35,7 @@ TEST = [
     *METRICS,
     *TRACING,
     "opentelemetry-sdk>=1.27,<2",
+    *ROCKETMQ,
     *CLOUDEVENTS,
     *WEBHOOK,
     "hypothesis>=6.100",
@@ -89,6 +91,7 @@ setup(
         "tasks": TASKS,
         "metrics": METRICS,
         "tracing": TRACING,
+        "rocketmq": ROCKETMQ,
         "cloudevents": CLOUDEVENTS,
         "kombu": KOMBU,
         "webhook": WEBHOOK,

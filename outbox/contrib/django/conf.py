@@ -58,7 +58,8 @@ class OutboxSettings:
     """The checked settings. Times are in seconds.
 
     `in_memory` replaces the broker by one in this process, for tests. `broker` is the alias of the broker's
-    database, `schema` the schema of its tables, `listen_url` a direct connection string for LISTEN where the alias
+    database, or the address of RocketMQ's proxy (`rocketmq://HOST:8081`, docs/engines.md); `schema` is the schema of
+    the broker's tables, `listen_url` a direct connection string for LISTEN where the alias
     goes through a transaction pooler ('' does without LISTEN and polls). `producer_group` names this service for
     check-back: every process that can answer for its local transactions, and nobody else, uses it. `codec` is the
     dotted path of the codec of topics that name none (default: JSON), `subscriber_module` the module of each app that
@@ -121,6 +122,16 @@ class OutboxSettings:
                 "service that shares the broker. Check-back asks it for the outcome of its transactions."
             )
         return self.producer_group
+
+    @property
+    def is_rocketmq(self) -> bool:
+        """Whether the broker is a RocketMQ."""
+        return not self.in_memory and self.broker.startswith("rocketmq://")
+
+    @property
+    def has_database(self) -> bool:
+        """Whether the broker is the bundled one, in the database of the alias `broker`."""
+        return not self.in_memory and not self.is_rocketmq
 
     @property
     def check(self) -> CheckSettings:
