@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from django.core.management import call_command
+from django.test import Client
 
 from outbox.broker.operations.conditions import CATALOGUE, Severity
 from outbox.contrib.django import metrics
@@ -31,6 +32,7 @@ def world(databases: None, outbox_settings: Callable[..., None], monkeypatch: py
     """A healthy broker."""
     # Else a scrape would show what another test saw five seconds ago.
     monkeypatch.setattr(metrics, "_collector", None)
+    outbox_settings(METRICS_TOKEN="s3cret")
     with new_world(outbox_settings) as world:
         yield world
 
@@ -48,7 +50,8 @@ def status(*arguments: str) -> tuple[int, str]:
 def row(name: str, severity: str) -> str:
     """Of the table of faults in docs/operations.md."""
     code = Severity[severity.upper()]
-    return f"| {FAULTS[name].__doc__} | `{name}` | {code:d} | {code:d} | {alert_name(name)} |"
+    view = 503 if code is Severity.CRITICAL else 200
+    return f"| {FAULTS[name].__doc__} | `{name}` | {code:d} | {view} | {code:d} | {alert_name(name)} |"
 
 
 def samples(text: str) -> dict[str, float]:
@@ -87,6 +90,10 @@ def test_a_fault_is_named_with_evidence_and_exit_code(world: World, name: str, t
     assert code == {"warning": 1, "critical": 2}[json.loads(text)["severity"]] >= 1
     code, text = status()
     assert f" {name}: " in text and CATALOGUE[name].next_step.split("`")[0] in text
+    seen = Client().get("/outbox/status/", headers={"Authorization": "Bearer s3cret"})
+    assert seen.status_code == (503 if code == Severity.CRITICAL else 200)
+    shown = {one["name"]: one for one in seen.json()["conditions"]}
+    assert (shown[name]["severity"], shown[name]["next_step"]) == (found[name]["severity"], CATALOGUE[name].next_step)
     scraped = samples(metrics.render().decode())
     series = f'outbox_condition{{name="{name}"}}'
     assert scraped[series] == Severity[found[name]["severity"].upper()]
