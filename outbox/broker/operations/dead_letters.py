@@ -32,6 +32,7 @@ class DeadLetter:
     dead_at: datetime
     replayed_at: datetime | None
     discarded_at: datetime | None
+    log_id: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,13 +96,15 @@ _LIST = Statement(
     """
 SELECT g.name AS group, l.message_id, t.name AS topic, l.key, l.tag, d.attempts, d.error, d.dead_at,
        CASE WHEN d.discarded_at IS NULL THEN d.replayed_at END AS replayed_at,
-       CASE WHEN d.replayed_at IS NOT NULL THEN d.discarded_at END AS discarded_at
+       CASE WHEN d.replayed_at IS NOT NULL THEN d.discarded_at END AS discarded_at, d.log_id
 FROM {schema}.dead_letter d
 JOIN {schema}.consumer_group g USING (group_id)
 JOIN {schema}.commit_log l USING (log_id)
 JOIN {schema}.topic t USING (topic_id)
 WHERE (%(group)s::text IS NULL OR g.name = %(group)s::text)
   AND (%(settled)s::boolean OR d.replayed_at IS NULL)
+  AND (%(before_at)s::timestamptz IS NULL
+       OR (d.dead_at, d.log_id) < (%(before_at)s::timestamptz, %(before_id)s::bigint))
   AND """
     + _SELECTED
     + """
@@ -112,10 +115,21 @@ LIMIT %(limit)s
 
 
 def list_dead_letters(
-    run: Executor, group: str | None = None, selection: Selection = ALL, *, settled: bool = False, limit: int = 100
+    run: Executor,
+    group: str | None = None,
+    selection: Selection = ALL,
+    *,
+    settled: bool = False,
+    before: tuple[datetime, int] | None = None,
+    limit: int = 100,
 ) -> Sequence[DeadLetter]:
-    """The newest dead letters of one group or of all; `settled` includes those that were replayed or discarded."""
-    values = selection.parameters() | {"group": group, "settled": settled, "limit": limit}
+    """The newest dead letters of one group or of all; `settled` includes those that were replayed or discarded.
+
+    The next page is `before` the last one's `dead_at` and `log_id`.
+    """
+    before_at, before_id = before or (None, None)
+    place = {"before_at": before_at, "before_id": before_id}
+    values = selection.parameters() | place | {"group": group, "settled": settled, "limit": limit}
     return run.objects(DeadLetter, _LIST, values)
 
 

@@ -73,7 +73,8 @@ class OutboxSettings:
     `thresholds` says from where on the status warns, `audit_interval_seconds` how often conservation is audited.
     `metrics` measures what each process does, for prometheus-client; who scrapes without being staff shows
     `metrics_token`. In `health_directory` a worker's processes leave signs of life and figures for metrics; a process
-    more serves /live, /ready and /metrics at `health_address` (HOST:PORT).
+    more serves /live, /ready and /metrics at `health_address` (HOST:PORT). `masked_fields` names, by topic ('*': all),
+    the fields of bodies and headers that the operations page never shows.
     """
 
     in_memory: bool = False
@@ -105,6 +106,7 @@ class OutboxSettings:
     metrics_token: str | None = field(default=None, repr=False)
     health_directory: str | None = None
     health_address: str | None = None
+    masked_fields: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
     def required_producer_group(self) -> str:
         """The producer group; ConfigurationError when there is none."""
@@ -257,6 +259,7 @@ _RULES: Final[Mapping[str, setting_rules.Rule]] = {
     "METRICS_TOKEN": setting_rules.text_or_none,
     "HEALTH_DIRECTORY": setting_rules.text_or_none,
     "HEALTH_ADDRESS": setting_rules.address,
+    "MASKED_FIELDS": setting_rules.masked_fields,
 }
 
 

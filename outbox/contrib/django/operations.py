@@ -23,7 +23,7 @@ from outbox.contrib.django.ledger_checker import LedgerChecker
 from outbox.errors import UnknownTopic, UsageError
 from outbox.recall import Recall
 from outbox.topic import Topic
-from outbox.transaction import DecidedBy, Decision, EndStatus, EndTransaction
+from outbox.transaction import Answer, Check, DecidedBy, Decision, EndStatus, EndTransaction
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,15 +148,9 @@ def decide(transaction_id: UUID, decision: Decision, *, force: bool = False) -> 
     The ledger is asked first, and for a rollback its barrier is run, so that a late commit cannot slip past. Raises
     UsageError when the ledger does not agree, unless `force`; and when there is no such undecided transaction.
     """
-    with broker_connection() as (connection, schema):
-        check = find_undecided(Executor(connection, schema), transaction_id)
-    if check is None:
-        raise UsageError(
-            f"{transaction_id} is no undecided transaction: `outbox_trace {transaction_id}` says what became of it."
-        )
+    check = _undecided(transaction_id)
     if not force:
-        asked = replace(check, may_write=decision is Decision.ROLLBACK)
-        answer = next(iter(LedgerChecker().check_local_transactions([asked])))
+        answer = _answer_of_ledger(check, may_write=decision is Decision.ROLLBACK)
         if answer.decision is not decision:
             raise UsageError(
                 f"{decision.name} of {transaction_id} is not what the ledger proves: {answer.detail}. If you know "
@@ -170,3 +164,23 @@ def decide(transaction_id: UUID, decision: Decision, *, force: bool = False) -> 
         decided_by=DecidedBy.OPERATOR,
     )
     return get_broker().end([end])[0]
+
+
+def ask_ledger(transaction_id: UUID) -> str:
+    """What the ledger says of an undecided transaction now, in words, without changing it. Raises UsageError."""
+    answer = _answer_of_ledger(_undecided(transaction_id), may_write=False)
+    return f"{answer.decision.name}: {answer.detail}" if answer.detail else answer.decision.name
+
+
+def _undecided(transaction_id: UUID) -> Check:
+    with broker_connection() as (connection, schema):
+        check = find_undecided(Executor(connection, schema), transaction_id)
+    if check is None:
+        raise UsageError(
+            f"{transaction_id} is no undecided transaction: `outbox_trace {transaction_id}` says what became of it."
+        )
+    return check
+
+
+def _answer_of_ledger(check: Check, *, may_write: bool) -> Answer:
+    return next(iter(LedgerChecker().check_local_transactions([replace(check, may_write=may_write)])))

@@ -119,3 +119,14 @@ def limits(where: str, value: Any) -> Limits:
         if one is not None and (isinstance(one, bool) or not isinstance(one, (int, float)) or one < 0):
             raise wrong(where, value, "a pair (warning, critical) of numbers from 0 on, None for never")
     return Limits(*value)
+
+
+def masked_fields(where: str, value: Any) -> Mapping[str, frozenset[str]]:
+    if not isinstance(value, Mapping):
+        raise wrong(where, value, "a dictionary of field names by topic, '*' for all: {'*': ['password']}")
+    found = {}
+    for topic, given in value.items():
+        if isinstance(given, str) or not all(isinstance(one, str) and one for one in given):
+            raise wrong(f"{where}[{topic!r}]", given, "a list of field names, like ['password', 'iban']")
+        found[str(topic)] = frozenset(one.lower() for one in given)
+    return found
