@@ -37,7 +37,7 @@ from outbox.contrib.django.conf import OutboxSettings, get_settings
 from outbox.contrib.django.database_errors import naming
 from outbox.contrib.django.ends import Published, report_after_commit
 from outbox.contrib.django.locks import lock_keys
-from outbox.contrib.django.messages import message
+from outbox.contrib.django.messages import message, messages_of
 from outbox.contrib.django.path import confirm, takes_atomic_path
 from outbox.contrib.django.publish_refusals import (
     check_immunity,
@@ -129,9 +129,7 @@ def publish_messages(
 ) -> list[SendReceipt]:
     """Publish ready-made messages in one call, all or none; also to several topics. Otherwise like `publish`."""
     with failing_takes_the_block_along(using):
-        if isinstance(messages, Message) or not all(isinstance(item, Message) for item in messages):
-            raise UsageError(f"publish_messages takes a list of what message(…) builds, not {messages!r:.80}.")
-        return _publish_all(messages, immunity_seconds, using)
+        return _publish_all(messages_of(messages, "publish_messages"), immunity_seconds, using)
 
 
 def _publish_all(messages: Sequence[Message], immunity_seconds: int | None, using: str | None) -> list[SendReceipt]:

@@ -11,6 +11,7 @@ from uuid import UUID
 from django.utils import timezone
 
 from outbox.broker.database.executor import Executor
+from outbox.broker.operations.dead_letters import Place
 from outbox.broker.operations.listings import bounded
 from outbox.contrib.django.databases import broker_connection
 from outbox.errors import UsageError
@@ -82,7 +83,7 @@ def moment(given: Mapping[str, str], name: str) -> datetime | None:
         raise UsageError(f"{name}: {value!r} is no time: write it like 2026-01-31T08:00.") from None
 
 
-def place(given: Mapping[str, str]) -> tuple[datetime, int] | None:
+def place(given: Mapping[str, str]) -> Place | None:
     """Where a page of a list by time begins: `after` and `after_id`. Raises UsageError."""
     at, row = moment(given, "after"), number(given, "after_id")
-    return None if at is None or row is None else (at, row)
+    return None if at is None or row is None else Place(at, row)

@@ -10,7 +10,6 @@ from django.http import QueryDict
 
 from outbox.broker.operations.trace import trace
 from outbox.contrib.django import operations
-from outbox.contrib.django.broker import get_broker
 from outbox.contrib.django.console.actions.plan import Action, Option, Plan
 from outbox.contrib.django.console.asking import reading, required, uuid
 from outbox.errors import UsageError
@@ -59,7 +58,7 @@ def _ask(given: QueryDict) -> Plan:
         raise UsageError(f"{transaction_id} is decided already: nobody needs to be asked.")
 
     def do() -> Mapping[str, Any]:
-        get_broker().hint_checks([transaction_id])
+        operations.ask_again([transaction_id], dry_run=False)
         return _known(transaction_id)
 
     return Plan(
@@ -73,10 +72,13 @@ def _ask(given: QueryDict) -> Plan:
 
 def _ask_group(given: QueryDict) -> Plan:
     group = required(given, "producer_group")
+    count = len(operations.ask_again(group=group, parked=True, dry_run=True))
     return Plan(
         subject=f"producer group {group}",
-        effect=f"Every parked transaction of producer group {group} is due for a check now.",
-        do=lambda: {"due": get_broker().resume_checks(group)},
+        effect=f"The checks of {count} parked transactions of producer group {group} are due now.",
+        before={"parked": count},
+        nothing=count == 0,
+        do=lambda: {"due": len(operations.ask_again(group=group, parked=True, dry_run=False))},
     )
 
 

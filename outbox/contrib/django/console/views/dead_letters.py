@@ -34,7 +34,7 @@ def letters(request: HttpRequest) -> HttpResponse:
     )
     group, settled = text(given, "group"), given.get("settled") == "yes"
     with reading() as run:
-        rows = list_dead_letters(run, group, selection, settled=settled, before=place(given), limit=PER_PAGE + 1)
+        rows = list_dead_letters(run, group, selection, settled=settled, after=place(given), limit=PER_PAGE + 1)
     context = {
         "title": "Dead letters" + (f" of {group}" if group else ""),
         "page": paged(request, rows, lambda one: {"after": one.dead_at.isoformat(), "after_id": one.log_id}),

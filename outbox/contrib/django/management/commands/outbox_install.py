@@ -19,7 +19,7 @@ class Command(OutboxCommand):
     def add_arguments(self, parser: CommandParser) -> None:
         parser.add_argument("--drop", action="store_true", help="remove the broker's tables with all messages")
         parser.add_argument("--force", action="store_true", help="drop also what was not delivered")
-        parser.add_argument("--dry-run", action="store_true", help="say what would be done, change nothing")
+        self.add_dry_run(parser, "say what would be done, change nothing")
 
     def handle(self, *args: Any, **options: Any) -> None:
         settings = get_settings()
