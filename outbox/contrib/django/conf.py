@@ -76,9 +76,11 @@ class OutboxSettings:
     `thresholds` says from where on the status warns, `audit_interval_seconds` how often conservation is audited.
     `metrics` measures what each process does, for prometheus-client; who scrapes without being staff shows
     `metrics_token`. In `health_directory` a worker's processes leave signs of life and figures for metrics; a process
-    more serves /live, /ready and /metrics at `health_address` (HOST:PORT). `forward` says what `outbox_forward` sends
-    elsewhere, by consumer group, and `receive` what `outbox_receive` stores of what others have sent. `masked_fields`
-    names, by topic ('*': all), the fields of bodies and headers that the operations page never shows.
+    more serves /live, /ready and /metrics at `health_address` (HOST:PORT). `tracing` follows messages, for
+    OpenTelemetry. `forward` says what `outbox_forward` sends
+    elsewhere, by consumer group, and `receive` what `outbox_receive` stores of what others have sent.
+
+    `masked_fields` names, by topic ('*': all), the fields of bodies and headers that the operations page never shows.
     """
 
     in_memory: bool = False
@@ -110,6 +112,7 @@ class OutboxSettings:
     audit_interval_seconds: float = _DAY
     metrics: bool = False
     metrics_token: str | None = field(default=None, repr=False)
+    tracing: bool = False
     health_directory: str | None = None
     health_address: str | None = None
     masked_fields: Mapping[str, frozenset[str]] = field(default_factory=dict)
@@ -271,6 +274,7 @@ _RULES: Final[Mapping[str, setting_rules.Rule]] = {
     "CELERY_APP": setting_rules.text_or_none,
     "THRESHOLDS": setting_rules.thresholds,
     "AUDIT_INTERVAL_SECONDS": setting_rules.seconds(1),
+    "TRACING": setting_rules.flag,
     "METRICS": setting_rules.flag,
     "METRICS_TOKEN": setting_rules.text_or_none,
     "HEALTH_DIRECTORY": setting_rules.text_or_none,
