@@ -110,8 +110,11 @@ CHANGING: Final = (
     "outbox_topic delete orders --no-input",
     "outbox_worker --drain",
 )
-# Of processes, of results of a run of Spark, of a plan's file, and of a sink; and what mends the tables.
-OTHER_COMMANDS: Final = {"outbox_health", "outbox_reconcile", "outbox_repair", "outbox_forward", "outbox_install"}
+# Of processes, of results of a run of Spark, of a plan's file, of other brokers; and what mends the tables.
+OTHER_COMMANDS: Final = {
+    *("outbox_health", "outbox_reconcile", "outbox_repair", "outbox_install"),
+    *("outbox_forward", "outbox_receive", "outbox_rocketmq"),
+}
 DOORS: Final = [*FUNCTIONS, *MORE, *READING, *CHANGING]
 
 

@@ -16,11 +16,12 @@ import pytest
 from outbox.contrib.sinks.addresses import is_public
 from outbox.contrib.sinks.formats import format_named
 from outbox.contrib.sinks.signatures import verify
-from outbox.contrib.sinks.sink import Outgoing, Rejected, SendUncertain
+from outbox.contrib.sinks.sink import NotAcknowledged, Outgoing, Rejected
 from outbox.contrib.sinks.webhook import WebhookSink, retry_after_seconds
 from outbox.errors import ConfigurationError, ServiceUnavailable
+from tests.servers import free_ports
 from tests.sinks.receiver import SECRET, Answer, Request, keeping, serving
-from tests.sinks.support import delivery, free_port
+from tests.sinks.support import delivery
 
 PLAIN = format_named("plain", binding="http")
 
@@ -77,7 +78,7 @@ def test_refused_for_good(status: int) -> None:
 
 @pytest.mark.parametrize("status", [408, 500, 504])
 def test_tried_again(status: int) -> None:
-    assert isinstance(outcome(Answer(status)), SendUncertain)
+    assert isinstance(outcome(Answer(status)), NotAcknowledged)
 
 
 @pytest.mark.parametrize("status", [301, 307, 401, 403, 404, 410, 429, 502, 503])
@@ -114,14 +115,14 @@ def test_a_redirect_is_not_followed_and_proxies_are_not_used(monkeypatch: pytest
 
 
 def test_nobody_there_is_no_messages_fault() -> None:
-    error = post(sink(free_port()))
+    error = post(sink(free_ports(1)[0]))
     assert isinstance(error, ServiceUnavailable) and "cannot be reached" in str(error)
 
 
 def test_no_answer_in_time_is_uncertain() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         error = post(sink(silent.getsockname()[1], timeout_seconds=0.2))
-    assert isinstance(error, SendUncertain) and "ReadTimeout" in str(error)
+    assert isinstance(error, NotAcknowledged) and "ReadTimeout" in str(error)
 
 
 def test_an_endless_answer_does_not_fill_memory() -> None:

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from tests.broker.bench import ConsumptionBench, keyed
+from tests.servers import free_ports
 from tests.sinks.conftest import Spawn
 from tests.sinks.receiver import SECRET
-from tests.sinks.support import GROUP, assert_all_in_order, free_port, lines
+from tests.sinks.support import GROUP, assert_all_in_order, lines
 from tests.support import eventually
 
 SINK = "outbox.contrib.sinks.webhook.WebhookSink"
@@ -33,7 +34,7 @@ def storm(bench: ConsumptionBench, spawn: Spawn, file: Path, *, count: int, kill
     bench.declare("orders")
     sent = keyed("orders", count, 12)
     bench.publish(sent)
-    port = free_port()
+    port = free_ports(1)[0]
     options = {"url": f"http://127.0.0.1:{port}/", **OPTIONS}
     given = {"url": bench.url, "sink": SINK, "topic": "orders", "options": options}
     receiver = spawn("tests.sinks.receiver", str(port), str(file), SECRET)

@@ -16,7 +16,7 @@ from outbox.broker.operations.overview import Overview, overview
 from outbox.broker.operations.verdict import survey, unusable
 from outbox.broker.schema.refusals import naming
 from outbox.contrib.django.conf import get_settings
-from outbox.contrib.django.databases import broker_connection, broker_database, refuse_in_memory
+from outbox.contrib.django.databases import broker_connection, broker_database, require_database
 from outbox.errors import BrokerUnavailable, OutboxError, SchemaError
 
 
@@ -46,7 +46,7 @@ def look() -> Look:
 def probe() -> Health:
     """The cheap probe. A broker that cannot be asked is not healthy. Raises ConfigurationError."""
     settings = get_settings()
-    refuse_in_memory(settings)
+    require_database(settings)
     try:
         with asking() as run:
             return health.probe(run, settings.thresholds)
@@ -62,7 +62,7 @@ def run_audit() -> dict[str, Any]:
 
 def audit_when_due() -> dict[str, Any]:
     """`run_audit`, unless anybody has audited within most of OUTBOX['AUDIT_INTERVAL_SECONDS']."""
-    if get_settings().in_memory:
+    if not get_settings().has_database:
         return {}
     with broker_connection() as (connection, schema):
         last = audit.last(Executor(connection, schema))
@@ -76,7 +76,7 @@ def audit_when_due() -> dict[str, Any]:
 def asking() -> Iterator[Executor]:
     """A connection that does not mind which tables it finds."""
     settings = get_settings()
-    refuse_in_memory(settings)
+    require_database(settings)
     with (
         broker_database(settings).connect(name="outbox-status") as connection,
         naming(f"looking at the broker on {settings.broker!r}", settings.schema),

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 from uuid import UUID
 
-from outbox.errors import HandlerError
+from outbox.errors import HandlerError, ServiceUnavailable
 
 
 class Rejected(HandlerError):
@@ -18,7 +18,7 @@ class NotYet(HandlerError):
     """An earlier message of the same key was not acknowledged, so this one was not sent."""
 
 
-class SendUncertain(HandlerError):
+class NotAcknowledged(HandlerError):
     """The endpoint did not acknowledge the message; it may have it all the same."""
 
 
@@ -66,3 +66,18 @@ class Sink(Protocol):
 
     def close(self) -> None:
         """Let go of connections."""
+
+
+def one_by_one(
+    messages: Sequence[Outgoing], send: Callable[[Outgoing], Exception | None]
+) -> Sequence[Exception | None]:
+    """Send each by itself. ServiceUnavailable comes out of the first; of a later one it is what the rest gets."""
+    results: list[Exception | None] = []
+    for message in messages:
+        try:
+            results.append(send(message))
+        except ServiceUnavailable as error:
+            if not results:
+                raise
+            return [*results, *([error] * (len(messages) - len(results)))]
+    return results

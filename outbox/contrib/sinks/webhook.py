@@ -12,7 +12,7 @@ import httpx
 
 from outbox.contrib.sinks import signatures
 from outbox.contrib.sinks.addresses import AddressRefused, PinnedTransport
-from outbox.contrib.sinks.sink import Outgoing, Rejected, SendUncertain
+from outbox.contrib.sinks.sink import NotAcknowledged, Outgoing, Rejected, one_by_one
 from outbox.errors import ConfigurationError, ServiceUnavailable
 
 _MOST_RESPONSE_BYTES: Final = 64 * 1024
@@ -65,15 +65,7 @@ class WebhookSink:
 
     def send(self, messages: Sequence[Outgoing]) -> Sequence[Exception | None]:
         """One request each. Raises ServiceUnavailable when the endpoint takes nothing now."""
-        results: list[Exception | None] = []
-        for message in messages:
-            try:
-                results.append(self._post(message))
-            except ServiceUnavailable as error:
-                if not results:
-                    raise
-                return [*results, *([error] * (len(messages) - len(results)))]
-        return results
+        return one_by_one(messages, self._post)
 
     def close(self) -> None:
         """Close the connections."""
@@ -87,7 +79,7 @@ class WebhookSink:
         except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout, AddressRefused) as error:
             raise ServiceUnavailable(f"webhook {self._url.host} cannot be reached: {error}") from error
         except httpx.HTTPError as error:
-            return SendUncertain(f"webhook {self._url.host} did not answer: {type(error).__name__}: {error}")
+            return NotAcknowledged(f"webhook {self._url.host} did not answer: {type(error).__name__}: {error}")
 
     def _request(self, message: Outgoing) -> dict[str, str]:
         stamp, message_id = int(self._clock()), str(message.message_id)
@@ -112,7 +104,7 @@ class WebhookSink:
             raise ServiceUnavailable(said, pause_seconds=pause)
         if status >= 500 or status in _ATTEMPT:
             # Without the id: three alike in a row, of different messages, are an outage.
-            return SendUncertain(said)
+            return NotAcknowledged(said)
         return Rejected(f"{said} to message {message.message_id}: {text[:_SHOWN_CHARACTERS]!r}")
 
 
