@@ -165,6 +165,17 @@ class RetryLater(HandlerError):
         self.level = level
 
 
+class ServiceUnavailable(HandlerError):
+    """What the handler needs takes nothing now, whatever the message: the subscription pauses, no attempt is used up.
+
+    The pause grows from one second on while the handler goes on raising it; `pause_seconds` asks for another one.
+    """
+
+    def __init__(self, message: str | None = None, *, pause_seconds: float | None = None) -> None:
+        super().__init__(message)
+        self.pause_seconds = pause_seconds
+
+
 class PartialFailure(HandlerError):
     """Some messages of a batch failed; the others took effect.
 

@@ -16,6 +16,7 @@ from psycopg import sql
 
 from outbox.broker import embedded
 from tests import leftovers
+from tests.servers import RabbitMQ
 from tests.wheel import Environments, build
 
 SERVER_SETTINGS = {
@@ -101,6 +102,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     scheduler = LoadScopeScheduling(config, log)
     scheduler._split_scope = functools.partial(unit_of_work, root=config.rootpath)
     return scheduler
+
+
+@pytest.fixture(scope="session")
+def rabbitmq_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RabbitMQ]:
+    """A private RabbitMQ that has started."""
+    server = RabbitMQ(tmp_path_factory.mktemp("rabbitmq"))
+    server.start()
+    yield server
+    server.stop()
 
 
 @pytest.fixture(scope="session")

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.celery.conftest import private_redis
 from tests.celery.project import Project, blocks, write_page
+from tests.servers import private_redis
 from tests.support import eventually
 from tests.wheel import ROOT, Environments
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.celery.conftest import private_redis
 from tests.celery.project import Project
+from tests.servers import private_redis
 from tests.support import eventually
 
 PAID = ["invoice for A-1", "shipping A-1", "thanks for A-1"]

@@ -22,6 +22,7 @@ from django.utils.module_loading import import_string
 
 from outbox.broker.operations.thresholds import Thresholds
 from outbox.contrib.django import setting_rules
+from outbox.contrib.django.forward_rules import DeclaredForward, forwards
 from outbox.errors import ConfigurationError, InvalidName
 from outbox.topic import DEFAULT_QUEUE_COUNT, DEFAULT_RETENTION_SECONDS, MessageType, Topic
 from outbox.transaction import CheckSettings
@@ -73,7 +74,8 @@ class OutboxSettings:
     `thresholds` says from where on the status warns, `audit_interval_seconds` how often conservation is audited.
     `metrics` measures what each process does, for prometheus-client; who scrapes without being staff shows
     `metrics_token`. In `health_directory` a worker's processes leave signs of life and figures for metrics; a process
-    more serves /live, /ready and /metrics at `health_address` (HOST:PORT).
+    more serves /live, /ready and /metrics at `health_address` (HOST:PORT). `forward` says what `outbox_forward` sends
+    elsewhere, by consumer group.
     """
 
     in_memory: bool = False
@@ -81,6 +83,7 @@ class OutboxSettings:
     schema: str = "outbox"
     listen_url: str | None = field(default=None, repr=False)
     producer_group: str = ""
+    forward: Mapping[str, DeclaredForward] = field(default_factory=dict)
     path: PathChoice = PathChoice.AUTO
     topics: Mapping[str, DeclaredTopic] = field(default_factory=dict)
     codec: str | None = None
@@ -257,6 +260,7 @@ _RULES: Final[Mapping[str, setting_rules.Rule]] = {
     "METRICS_TOKEN": setting_rules.text_or_none,
     "HEALTH_DIRECTORY": setting_rules.text_or_none,
     "HEALTH_ADDRESS": setting_rules.address,
+    "FORWARD": forwards,
 }
 
 
