@@ -22,6 +22,7 @@ ALLOWED: dict[str, set[str]] = {
     "outbox/broker/celery": {"outbox", "celery", "click", "kombu"},
     "outbox/contrib/django": {"outbox", "django", "psycopg", "asgiref", "django_tasks"},
     "outbox/contrib/sinks": {"outbox", "httpx", "kombu", "amqp", "cloudevents"},
+    "outbox/contrib/sources": {"outbox", "kombu"},
     "outbox/contrib/prometheus": {"outbox", "prometheus_client"},
     # A door, loaded by every run of pytest: what is not pytest is imported when a test asks for it.
     "outbox/pytest_plugin": {"outbox", "django", "pytest"},
@@ -39,6 +40,7 @@ UPWARD = {
     "outbox/broker": ("outbox.contrib",),
     "outbox/broker/celery": ("outbox.contrib",),
     "outbox/contrib/sinks": ("outbox.broker", "outbox.contrib.django"),
+    "outbox/contrib/sources": ("outbox.broker", "outbox.contrib.django", "outbox.contrib.sinks"),
 }
 # The broker's rooms (folders), floor by floor from the ground: a room may import those of the floors below it.
 FLOORS = (

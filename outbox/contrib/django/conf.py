@@ -23,6 +23,7 @@ from django.utils.module_loading import import_string
 from outbox.broker.operations.thresholds import Thresholds
 from outbox.contrib.django import setting_rules
 from outbox.contrib.django.forward_rules import DeclaredForward, forwards
+from outbox.contrib.django.receive_rules import DeclaredReceive, receives
 from outbox.errors import ConfigurationError, InvalidName
 from outbox.topic import DEFAULT_QUEUE_COUNT, DEFAULT_RETENTION_SECONDS, MessageType, Topic
 from outbox.transaction import CheckSettings
@@ -75,7 +76,7 @@ class OutboxSettings:
     `metrics` measures what each process does, for prometheus-client; who scrapes without being staff shows
     `metrics_token`. In `health_directory` a worker's processes leave signs of life and figures for metrics; a process
     more serves /live, /ready and /metrics at `health_address` (HOST:PORT). `forward` says what `outbox_forward` sends
-    elsewhere, by consumer group.
+    elsewhere, by consumer group, and `receive` what `outbox_receive` stores of what others have sent.
     """
 
     in_memory: bool = False
@@ -84,6 +85,7 @@ class OutboxSettings:
     listen_url: str | None = field(default=None, repr=False)
     producer_group: str = ""
     forward: Mapping[str, DeclaredForward] = field(default_factory=dict)
+    receive: Mapping[str, DeclaredReceive] = field(default_factory=dict)
     path: PathChoice = PathChoice.AUTO
     topics: Mapping[str, DeclaredTopic] = field(default_factory=dict)
     codec: str | None = None
@@ -261,6 +263,7 @@ _RULES: Final[Mapping[str, setting_rules.Rule]] = {
     "HEALTH_DIRECTORY": setting_rules.text_or_none,
     "HEALTH_ADDRESS": setting_rules.address,
     "FORWARD": forwards,
+    "RECEIVE": receives,
 }
 
 

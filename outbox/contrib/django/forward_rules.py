@@ -45,17 +45,7 @@ def forwards(where: str, value: Any) -> Mapping[str, DeclaredForward]:
 
 
 def _forward(where: str, value: Any) -> DeclaredForward:
-    if not isinstance(value, Mapping):
-        raise setting_rules.wrong(where, type(value), "a dictionary {'topics': [...], 'sink': 'webhook', ...}")
-    for key in value:
-        if key not in _RULES:
-            raise ConfigurationError(
-                f"{where}[{key!r}] is not an option.{setting_rules.nearest(str(key), list(_RULES))}"
-            )
-    for key in ("topics", "sink"):
-        if key not in value:
-            raise ConfigurationError(f"{where} lacks {key!r}.")
-    given = {key: _RULES[key](f"{where}[{key!r}]", one) for key, one in value.items()}
+    given = setting_rules.options_of(where, value, _RULES, required=("topics", "sink"))
     dead_letter = given.pop("on_rejected", False)
     return DeclaredForward(dead_letter=dead_letter, **given)
 
@@ -69,19 +59,7 @@ def _topics(where: str, value: Any) -> Mapping[str, str]:
 
 
 def _sink(where: str, value: Any) -> str:
-    name = setting_rules.text(where, value)
-    return name if "." in name else SINKS.get(name) or _no_sink(where, name)
-
-
-def _no_sink(where: str, name: str) -> str:
-    raise ConfigurationError(f"{where} = {name!r}: there are {', '.join(SINKS)}, or give a dotted path.")
-
-
-def _options(where: str, value: Any) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
-        # Not shown: secrets are in it.
-        raise ConfigurationError(f"{where} must be a dictionary of the sink's options, not a {type(value).__name__}.")
-    return dict(value)
+    return setting_rules.path_or_one_of(where, value, SINKS)
 
 
 def _format(where: str, value: Any) -> str:
@@ -107,7 +85,7 @@ def _on_rejected(where: str, value: Any) -> bool:
 _RULES: Final[Mapping[str, setting_rules.Rule]] = {
     "topics": _topics,
     "sink": _sink,
-    "options": _options,
+    "options": setting_rules.keywords,
     "format": _format,
     "source": setting_rules.text,
     "filter": _filter,

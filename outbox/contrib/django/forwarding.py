@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, cast
 
 from outbox.broker.consumer.runtime import ConsumeCounts, ConsumerRuntime
 from outbox.contrib.django import probes
@@ -64,14 +65,17 @@ def _declared(settings: OutboxSettings, groups: Sequence[str]) -> Mapping[str, D
 
 
 def _sink(where: str, declared: DeclaredForward) -> Sink:
-    kind = imported(f"{where}['sink']", declared.sink)
+    return cast(Sink, made(where, imported(f"{where}['sink']", declared.sink), declared.options))
+
+
+def made(where: str, kind: Callable[..., Any], options: Mapping[str, Any]) -> Any:
+    """A sink or a source with its options. Raises ConfigurationError for those that do not fit."""
     try:
-        made: Sink = kind(**declared.options)
+        return kind(**options)
     except TypeError as error:
-        raise ConfigurationError(f"{where}['options'] do not fit {declared.sink}: {error}.") from error
+        raise ConfigurationError(f"{where}['options'] do not fit: {error}.") from error
     except ConfigurationError as error:
         raise ConfigurationError(f"{where}['options']: {error}") from error
-    return made
 
 
 def _subscriptions(group: str, declared: DeclaredForward, sink: Sink) -> Iterator[tuple[Subscription, AnyHandler]]:
