@@ -18,6 +18,7 @@ from outbox.contrib.django.conf import get_settings
 from outbox.contrib.django.installation import install_broker
 from tests.django.bouncing import is_aborted
 from tests.django.processes import process
+from tests.django.shop.models import Order
 from tests.django.test_crash_workers import (
     WORKERS,
     assert_nothing_is_wrong,
@@ -52,17 +53,26 @@ class Bouncer:
         self._running[name] = stack = contextlib.ExitStack()
         self._processes[name] = stack.enter_context(process(self._programs[name], outbox=self._outbox, quiet=True))
 
-    def bounce(self, *, at_least: int) -> None:
-        """Kill until the producer has ended by itself, and each kind of process was killed `at_least` so often."""
-        while self._has_work() or min(self.kills[name] for name in WORKERS) < at_least:
+    def bounce(self, count: int, *, producer_kills: int) -> None:
+        """Kill at random until the producer has ended by itself, and each other kind was killed.
+
+        The producer is killed each time that it got some way: a machine that is slow to start processes would never
+        let it finish otherwise.
+        """
+        steps = sorted(self._chance.sample(range(count // 10, count * 9 // 10), producer_kills))
+        while self._has_work() or not all(self.kills[name] for name in WORKERS):
             time.sleep(self._chance.uniform(0.1, 0.8))
-            name = self._chance.choice(sorted(self._programs))
-            if name == PRODUCER and not self._has_work():
-                continue
-            self._processes[name].kill()
-            self._running[name].close()
-            self.kills[name] += 1
-            self._start(name)
+            if steps and self._has_work() and Order.objects.count() >= steps[0] * 2 // 3:
+                steps.pop(0)
+                self._kill(PRODUCER)
+            else:
+                self._kill(self._chance.choice(sorted(WORKERS)))
+
+    def _kill(self, name: str) -> None:
+        self._processes[name].kill()
+        self._running[name].close()
+        self.kills[name] += 1
+        self._start(name)
 
     def _has_work(self) -> bool:
         code = self._processes[PRODUCER].poll()
@@ -94,13 +104,14 @@ def run(outbox: dict[str, Any], count: int, seed: int) -> None:
     producer = ["-m", "tests.django.bouncing", str(count), str(seed)]
     bouncer = Bouncer(outbox, producer, random.Random(seed))
     try:
-        bouncer.bounce(at_least=1)
+        bouncer.bounce(count, producer_kills=max(2, count // 500))
         eventually(settled, within_seconds=600, what=lambda: f"missing effects: {len(expected() - effects())}")
         eventually(lambda: not differences(), within_seconds=60, what=lambda: str(differences()))
     finally:
         bouncer.close()
     assert committed() == [number for number in range(count) if not is_aborted(number)]
     assert_nothing_is_wrong()
+    assert bouncer.kills[PRODUCER] > 0
     print(f"seed {seed}: {count} records, {len(committed())} committed, kills: {dict(bouncer.kills)}")
 
 
