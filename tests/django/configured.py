@@ -42,6 +42,7 @@ if not settings.configured:
         DEFAULT_AUTO_FIELD="django.db.models.BigAutoField",
         INSTALLED_APPS=[
             *(["django_tasks"] if django.VERSION < (6, 0) else []),
+            *("django.contrib.contenttypes", "django.contrib.auth", "django.contrib.staticfiles"),
             *("outbox.contrib.django", "outbox.contrib.django.tasks", "tests.django.shop", "tests.django.hotel"),
         ],
         TASKS=TASKS,
@@ -55,6 +56,15 @@ if not settings.configured:
         },
         DATABASE_ROUTERS=["outbox.contrib.django.routers.BrokerRouter"],
         ROOT_URLCONF="tests.django.urls",
+        MIDDLEWARE=[
+            "django.contrib.sessions.middleware.SessionMiddleware",
+            "django.contrib.auth.middleware.AuthenticationMiddleware",
+        ],
+        # Logged in without a table of sessions, and quickly.
+        SESSION_ENGINE="django.contrib.sessions.backends.signed_cookies",
+        PASSWORD_HASHERS=["django.contrib.auth.hashers.MD5PasswordHasher"],
+        TEMPLATES=[{"BACKEND": "django.template.backends.django.DjangoTemplates", "APP_DIRS": True}],
+        STATIC_URL="static/",
         ALLOWED_HOSTS=["testserver"],
         OUTBOX=OUTBOX,
     )
