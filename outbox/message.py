@@ -113,7 +113,8 @@ class Delivery:
     """One message handed to one handler.
 
     `body` is decoded by the codec of the message's content type. `attempt` counts from 1. `queue` and
-    `offset` say where the consumer group found it.
+    `offset` say where the consumer group found it. `transaction_id` is that of the publish call (see SendReceipt);
+    None where the broker does not tell.
     """
 
     message: Message
@@ -122,6 +123,7 @@ class Delivery:
     queue: str
     offset: int
     attempt: int = 1
+    transaction_id: UUID | None = None
 
     @property
     def message_id(self) -> UUID:

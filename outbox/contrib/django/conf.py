@@ -76,8 +76,11 @@ class OutboxSettings:
     `thresholds` says from where on the status warns, `audit_interval_seconds` how often conservation is audited.
     `metrics` measures what each process does, for prometheus-client; who scrapes without being staff shows
     `metrics_token`. In `health_directory` a worker's processes leave signs of life and figures for metrics; a process
-    more serves /live, /ready and /metrics at `health_address` (HOST:PORT). `forward` says what `outbox_forward` sends
+    more serves /live, /ready and /metrics at `health_address` (HOST:PORT). `tracing` follows messages, for
+    OpenTelemetry. `forward` says what `outbox_forward` sends
     elsewhere, by consumer group, and `receive` what `outbox_receive` stores of what others have sent.
+
+    `masked_fields` names, by topic ('*': all), the fields of bodies and headers that the operations page never shows.
     """
 
     in_memory: bool = False
@@ -109,8 +112,10 @@ class OutboxSettings:
     audit_interval_seconds: float = _DAY
     metrics: bool = False
     metrics_token: str | None = field(default=None, repr=False)
+    tracing: bool = False
     health_directory: str | None = None
     health_address: str | None = None
+    masked_fields: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
     def required_producer_group(self) -> str:
         """The producer group; ConfigurationError when there is none."""
@@ -269,12 +274,14 @@ _RULES: Final[Mapping[str, setting_rules.Rule]] = {
     "CELERY_APP": setting_rules.text_or_none,
     "THRESHOLDS": setting_rules.thresholds,
     "AUDIT_INTERVAL_SECONDS": setting_rules.seconds(1),
+    "TRACING": setting_rules.flag,
     "METRICS": setting_rules.flag,
     "METRICS_TOKEN": setting_rules.text_or_none,
     "HEALTH_DIRECTORY": setting_rules.text_or_none,
     "HEALTH_ADDRESS": setting_rules.address,
     "FORWARD": forwards,
     "RECEIVE": receives,
+    "MASKED_FIELDS": setting_rules.masked_fields,
 }
 
 
