@@ -14,6 +14,7 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from outbox.broker.database.connection import BrokerDatabase, Connection
 from outbox.broker.database.conninfo import read_conninfo
 from outbox.broker.schema.install import check_schema
+from outbox.broker.schema.refusals import naming
 from outbox.contrib.django.conf import OutboxSettings, get_settings
 from outbox.contrib.django.in_tests import refuse_in_tests, running_tests
 from outbox.errors import ConfigurationError
@@ -42,6 +43,8 @@ def broker_database(settings: OutboxSettings | None = None) -> BrokerDatabase:
     Raises ConfigurationError when its alias is missing or not PostgreSQL, or when the test that runs must not use it.
     """
     settings = settings or get_settings()
+    if settings.is_rocketmq:
+        require_database(settings)
     refuse_in_tests(settings.broker)
     return database_of(settings)
 
@@ -64,21 +67,26 @@ def database_at(alias: str, settings: OutboxSettings) -> BrokerDatabase:
 
 @contextmanager
 def broker_connection() -> Iterator[tuple[Connection, str]]:
-    """A connection to the broker's database and its schema.
+    """A connection to the broker's database and its schema; what the driver raises on it is raised as a BrokerError.
 
     Raises BrokerUnavailable, ConfigurationError, or SchemaError when the tables are missing or of another age.
     """
     settings = get_settings()
-    refuse_in_memory(settings)
-    with broker_database(settings).connect(name="outbox-command") as connection:
+    require_database(settings)
+    with (
+        broker_database(settings).connect(name="outbox-command") as connection,
+        naming(f"the request to the broker on {settings.broker!r}", settings.schema),
+    ):
         check_schema(connection, settings.schema)
         yield connection, settings.schema
 
 
-def refuse_in_memory(settings: OutboxSettings) -> None:
+def require_database(settings: OutboxSettings) -> None:
     """Raise ConfigurationError where there is no broker to look at."""
     if settings.in_memory:
         raise ConfigurationError("OUTBOX['IN_MEMORY'] is on: there is no broker outside this process to look at.")
+    if settings.is_rocketmq:
+        raise ConfigurationError("the broker is RocketMQ: look at it with its own tools (mqadmin, its dashboard).")
 
 
 def alias_conninfo(alias: str) -> str:
