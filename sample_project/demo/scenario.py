@@ -64,6 +64,7 @@ def run(options: Options, display: Display, directory: Path) -> None:
     """One run. Raises DemoFailed when anything goes wrong, a wrong figure included; stops what it started anyway."""
     with _database(display), _stage(options, display, directory) as stage:
         _migrate(stage)
+        _employ_operator(stage)
         celery = _open_shop(stage)
         with (
             psycopg.connect(stage.orders_url, autocommit=True) as orders,
@@ -159,6 +160,17 @@ def _migrate(stage: Stage) -> None:
     stage.services.run("migrate", "sample_project.manage", "migrate", "--no-input", "--verbosity=1")
     if stage.two_phase:
         stage.services.run("migrate-broker", "sample_project.manage", "migrate", "--no-input", "--database=broker")
+
+
+def _employ_operator(stage: Stage) -> None:
+    """Somebody who may see the operations page and act there; from an earlier run there may be one."""
+    stage.services.run(
+        "operator",
+        "sample_project.manage",
+        *("createsuperuser", "--no-input", "--username=operator", "--email=operator@localhost"),
+        environment={"DJANGO_SUPERUSER_PASSWORD": "operator"},
+        accept=(0, 1),
+    )
 
 
 def _open_shop(stage: Stage) -> int:
@@ -287,6 +299,7 @@ def _reconcile(stage: Stage, paid: int) -> list[Verdict]:
 
 def _keep(stage: Stage) -> None:
     stage.display.note(f"the shop is open at {stage.site}; Ctrl-C closes it", style="bold green")
+    stage.display.note(f"its messages: {stage.site}operations/ (operator, with the password operator)")
     pause = threading.Event()
     with contextlib.suppress(KeyboardInterrupt):
         while not pause.wait(1.0):
