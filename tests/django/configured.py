@@ -43,10 +43,10 @@ if not settings.configured:
         INSTALLED_APPS=[
             *(["django_tasks"] if django.VERSION < (6, 0) else []),
             *("django.contrib.contenttypes", "django.contrib.auth", "django.contrib.staticfiles"),
-            *("outbox.contrib.django", "outbox.contrib.django.tasks", "tests.django.shop"),
+            *("outbox.contrib.django", "outbox.contrib.django.tasks", "tests.django.shop", "tests.django.hotel"),
         ],
         TASKS=TASKS,
-        MIGRATION_MODULES={"shop": None},
+        MIGRATION_MODULES={"shop": None, "hotel": None},
         DATABASES={
             # The application's, the broker's own, a second application database, and one that is no PostgreSQL.
             "default": dict(POSTGRESQL),
