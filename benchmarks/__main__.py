@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 NAMES = (
-    *("bulk", "modes", "web", "latency", "inbox", "checkback", "retention", "status", "metrics"),
+    *("bulk", "modes", "web", "latency", "inbox", "checkback", "retention", "status", "metrics", "tracing"),
     *("branches", "celery_worker"),
 )
 

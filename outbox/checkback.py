@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from uuid import UUID
 
-from outbox import measures
+from outbox import measures, tracing
 from outbox.ports import Broker, Checker
 from outbox.transaction import Answer, Check, CheckCounts, Decision, EndStatus
 
 logger = logging.getLogger(__name__)
 
 _REPORT_EVERY = 100
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What was asked at once, and when."""
+
+    checks: Mapping[UUID, Check]
+    at_ns: int
 
 
 class CheckBack:
@@ -37,16 +48,21 @@ class CheckBack:
 
     def _answer(self, checks: Sequence[Check]) -> CheckCounts:
         total = CheckCounts(claimed=len(checks))
+        asked = _Asked({check.transaction_id: check for check in checks}, time.time_ns())
         pending: list[Answer] = []
         for answer in _ask(self._checker, checks):
             pending.append(answer)
             if len(pending) >= _REPORT_EVERY:
-                total = _add(total, self._report(pending))
+                total = _add(total, self._report(pending, asked))
                 pending = []
-        return _add(total, self._report(pending)) if pending else total
+        return _add(total, self._report(pending, asked)) if pending else total
 
-    def _report(self, answers: Sequence[Answer]) -> CheckCounts:
+    def _report(self, answers: Sequence[Answer], asked: _Asked) -> CheckCounts:
         statuses = self._broker.report_answers(self._group, answers)
+        if tracing.tracer is not None:
+            for answer, status in zip(answers, statuses, strict=True):
+                check = asked.checks[answer.transaction_id]
+                tracing.tracer.answered(check, answer, status, asked_at_ns=asked.at_ns)
         applied = [a.decision for a, status in zip(answers, statuses, strict=True) if status is EndStatus.APPLIED]
         return CheckCounts(
             committed=applied.count(Decision.COMMIT),

@@ -69,6 +69,10 @@ class InvalidSubscription(UsageError):
     """The subscription contradicts itself or one already registered."""
 
 
+class NotSupported(UsageError):
+    """The engine behind the broker port cannot do this."""
+
+
 class TransactionUsageError(UsageError):
     """The transaction a publish call belongs to cannot be determined, or cannot be used."""
 
@@ -86,6 +90,10 @@ class BrokerUnavailable(BrokerError):
 
 class SendFailed(BrokerError):
     """The message could not be stored within the deadline."""
+
+
+class OutcomeUnknown(SendFailed):
+    """The broker may or may not have stored the message, and cannot be asked: a resend may be a second copy."""
 
 
 class TransactionalMessagesRejected(BrokerError):
@@ -163,6 +171,17 @@ class RetryLater(HandlerError):
     def __init__(self, message: str | None = None, *, level: int) -> None:
         super().__init__(message or f"The handler asked for another attempt at delay level {level}.")
         self.level = level
+
+
+class ServiceUnavailable(HandlerError):
+    """What the handler needs takes nothing now, whatever the message: the subscription pauses, no attempt is used up.
+
+    The pause grows from one second on while the handler goes on raising it; `pause_seconds` asks for another one.
+    """
+
+    def __init__(self, message: str | None = None, *, pause_seconds: float | None = None) -> None:
+        super().__init__(message)
+        self.pause_seconds = pause_seconds
 
 
 class PartialFailure(HandlerError):

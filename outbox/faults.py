@@ -47,6 +47,8 @@ POINTS: Final = (
     "consumer.after_offset",
     "consumer.before_send_back",
     "consumer.after_send_back",
+    "forward.after_acknowledgement",
+    "receive.after_send",
     "repair.after_intent",
     "repair.after_effect",
     "repair.after_outcome",

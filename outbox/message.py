@@ -98,14 +98,14 @@ def _check_delay(topic: str, delay: object, deliver_at: datetime | None) -> None
 class SendReceipt:
     """Proof that the broker stored a message.
 
-    `position` is the broker's own address of it (for the bundled broker its log id), or None where the
-    broker gives none.
+    `position` is the broker's own address of it, opaque (the bundled broker's log id, a text elsewhere), or None
+    where the broker gives none.
     """
 
     message_id: UUID
     transaction_id: UUID
     topic: str
-    position: int | None = None
+    position: int | str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,7 +113,8 @@ class Delivery:
     """One message handed to one handler.
 
     `body` is decoded by the codec of the message's content type. `attempt` counts from 1. `queue` and
-    `offset` say where the consumer group found it.
+    `offset` say where the consumer group found it. `transaction_id` is that of the publish call (see SendReceipt);
+    None where the broker does not tell.
     """
 
     message: Message
@@ -122,6 +123,7 @@ class Delivery:
     queue: str
     offset: int
     attempt: int = 1
+    transaction_id: UUID | None = None
 
     @property
     def message_id(self) -> UUID:

@@ -1,7 +1,8 @@
 """What the core asks of a broker, and what a broker asks of an application.
 
-Implemented by `outbox.memory.broker.InMemoryBroker` and `outbox.broker.postgres.PostgresBroker`; held against the
-Apache RocketMQ 5 client in docs/decisions/001-broker-port.md. One contract suite runs over both.
+Implemented by `outbox.memory.broker.InMemoryBroker`, `outbox.broker.postgres.PostgresBroker` and
+`outbox.rocketmq.broker.RocketMQBroker`. One contract suite runs over all; what they differ in is declared
+(outbox/capabilities.py, docs/engines.md).
 """
 
 from __future__ import annotations

@@ -6,9 +6,8 @@ import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
-from uuid import UUID
 
-from outbox import names
+from outbox import log_context, names, tracing
 from outbox.checkback import CheckBack
 from outbox.errors import BrokerError, LocalTransactionRolledBack
 from outbox.faults import point
@@ -50,7 +49,8 @@ class Producer:
 
     def send_many(self, messages: Sequence[Message]) -> list[SendReceipt]:
         """Send messages, all or none. Raises a BrokerError if they were not stored."""
-        return self._broker.send(messages, timeout_seconds=self._timeout_seconds)
+        with tracing.publishing(messages) as traced:
+            return self._broker.send(traced, timeout_seconds=self._timeout_seconds)
 
 
 class TransactionProducer:
@@ -78,17 +78,18 @@ class TransactionProducer:
         exception out of the local transaction is raised again: LocalTransactionRolledBack is reported as
         ROLLBACK, any other is left to check-back, and so is a report that got lost.
         """
-        half = HalfTransaction(producer_group=self._group, messages=[message], immunity_seconds=immunity_seconds)
-        point("producer.before_half")
-        receipt = self._broker.send_half(half, timeout_seconds=self._timeout_seconds)[0]
+        with tracing.publishing([message]) as traced:
+            half = HalfTransaction(producer_group=self._group, messages=traced, immunity_seconds=immunity_seconds)
+            point("producer.before_half")
+            receipt = self._broker.send_half(half, timeout_seconds=self._timeout_seconds)[0]
         point("producer.after_half")
         try:
             decision = self._listener.execute_local_transaction(message, arg) or Decision.UNKNOWN
         except LocalTransactionRolledBack:
-            self._end(half.transaction_id, Decision.ROLLBACK)
+            self._end(half, Decision.ROLLBACK)
             raise
         point("producer.before_end")
-        self._end(half.transaction_id, decision)
+        self._end(half, decision)
         point("producer.after_end")
         return TransactionReceipt(receipt=receipt, decision=decision)
 
@@ -96,15 +97,22 @@ class TransactionProducer:
         """Answer what the broker asks this group now; run it periodically in some producer of the group."""
         return CheckBack(self._broker, self._group, _ListenerChecker(self._listener)).run_once()
 
-    def _end(self, transaction_id: UUID, decision: Decision) -> None:
+    def _end(self, half: HalfTransaction, decision: Decision) -> None:
         if decision is Decision.UNKNOWN:
             return
-        end = EndTransaction(transaction_id=transaction_id, decision=decision, producer_group=self._group)
+        if tracing.tracer is not None:
+            tracing.tracer.decided(half, decision)
+        end = EndTransaction(transaction_id=half.transaction_id, decision=decision, producer_group=self._group)
         try:
             self._broker.end([end], timeout_seconds=self._timeout_seconds)
         except BrokerError as error:
             # One-way by protocol: the local transaction stands, check-back will find out.
-            logger.warning("the end of %s could not be reported, check-back will settle it: %s", transaction_id, error)
+            logger.warning(
+                "the end of %s could not be reported, check-back will settle it: %s",
+                half.transaction_id,
+                error,
+                extra=log_context.about_half(half),
+            )
 
 
 class _ListenerChecker:
@@ -119,6 +127,6 @@ class _ListenerChecker:
                 decision = self._listener.check_local_transaction(check) or Decision.UNKNOWN
                 detail = f"listener answered {decision.name}"
             except Exception as error:
-                logger.exception("checking %s failed", check.transaction_id)
+                logger.exception("checking %s failed", check.transaction_id, extra=log_context.about_check(check))
                 decision, detail = Decision.UNKNOWN, f"listener raised {type(error).__name__}: {error}"
             yield Answer(transaction_id=check.transaction_id, decision=decision, detail=detail)

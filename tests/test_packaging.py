@@ -2,63 +2,23 @@
 
 from __future__ import annotations
 
-import email.message
-import email.parser
 import importlib.metadata
-import os
 import re
 import subprocess
 import sys
-import sysconfig
 import zipfile
 from pathlib import Path
 
-import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.wheel import ROOT, Environments, metadata, run
 
 
 def quickstart() -> str:
     match = re.search(r"<!-- quickstart -->\n```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert match is not None
     return match[1]
-
-
-def run(*command: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    clean = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "DJANGO_SETTINGS_MODULE")}
-    return subprocess.run(command, cwd=cwd, env={**clean, **environment}, capture_output=True, text=True, check=False)
-
-
-@pytest.fixture(scope="session")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    target = tmp_path_factory.mktemp("wheel")
-    # A copy, so that building leaves nothing in the checkout.
-    files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    source = tmp_path_factory.mktemp("source")
-    for name in filter(None, files.split("\0")):
-        if (ROOT / name).is_file():
-            (source / name).parent.mkdir(parents=True, exist_ok=True)
-            (source / name).write_bytes((ROOT / name).read_bytes())
-    built = run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(target), cwd=source)
-    assert built.returncode == 0, built.stdout + built.stderr
-    (path,) = target.glob("*.whl")
-    return path
-
-
-@pytest.fixture(scope="session")
-def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The python of an environment with the wheel and the dependencies, but without this checkout."""
-    folder = tmp_path_factory.mktemp("environment")
-    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
-    python = folder / "bin" / "python"
-    installed = run(str(python), "-m", "pip", "install", "--no-deps", "--no-index", str(wheel), cwd=folder)
-    assert installed.returncode == 0, installed.stderr
-    # The dependencies from this environment; its .pth files, which lead to the checkout, are not followed.
-    (site_packages,) = folder.glob("lib/python*/site-packages")
-    (site_packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    return python
 
 
 def test_wheel_carries_all_it_needs(wheel: Path) -> None:
@@ -70,12 +30,6 @@ def test_wheel_carries_all_it_needs(wheel: Path) -> None:
     assert expected <= set(names)
     top = {name.split("/")[0] for name in names if ".dist-info" not in name}
     assert top == {"outbox", "outbox_spark"}
-
-
-def metadata(wheel: Path) -> email.message.Message:
-    with zipfile.ZipFile(wheel) as archive:
-        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
-        return email.parser.Parser().parsestr(archive.read(name).decode())
 
 
 def test_wheel_says_whose_it_is_and_under_which_license(wheel: Path) -> None:
@@ -130,18 +84,23 @@ def test_changelog_begins_with_the_version_of_the_wheel(wheel: Path) -> None:
     assert next(name for name in headings if name != "Unreleased") == metadata(wheel)["Version"]
 
 
-def test_quick_start_runs_on_the_wheel(environment: Path, tmp_path: Path) -> None:
+def test_quick_start_runs_on_the_wheel(environments: Environments, tmp_path: Path) -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    install = re.search(r"^pip install '(.+)'$", readme.partition("<!-- quickstart -->")[0], re.MULTILINE)
+    assert install is not None
+    python = str(environments.with_installed(install[1]) / "python")
     (tmp_path / "quickstart.py").write_text(quickstart())
-    where = run(str(environment), "-c", "import outbox; print(outbox.__file__)", cwd=tmp_path)
+    where = run(python, "-c", "import outbox; print(outbox.__file__)", cwd=tmp_path)
     assert str(ROOT) not in where.stdout
-    result = run(str(environment), "quickstart.py", cwd=tmp_path)
+    result = run(python, "quickstart.py", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert "welcome, alice" in result.stdout
     assert "bob" not in result.stdout
 
 
-def test_reconciliation_command_is_installed(environment: Path, tmp_path: Path) -> None:
-    result = run(str(environment.parent / "outbox-reconcile"), "--help", cwd=tmp_path)
+def test_reconciliation_command_is_installed(environments: Environments, tmp_path: Path) -> None:
+    programs = environments.with_installed("outbox-transactional[spark]")
+    result = run(str(programs / "outbox-reconcile"), "--help", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert "usage: outbox-reconcile" in result.stdout
 

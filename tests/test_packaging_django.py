@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
-import shlex
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from packaging.requirements import Requirement
 
 from outbox.broker import embedded
 from tests.test_conformance import missing, named
-from tests.test_packaging import ROOT, environment, metadata, run, wheel
-
-__all__ = ["environment", "wheel"]
+from tests.wheel import ROOT, Environments, run
 
 PAGE = (ROOT / "docs" / "django.md").read_text(encoding="utf-8")
 # A fenced block with the line of text before it.
@@ -31,13 +28,17 @@ def project() -> Iterator[Path]:
         embedded.stop(Path(folder) / "var" / "postgres")
 
 
-def test_the_page_as_it_stands(environment: Path, wheel: Path, project: Path) -> None:
+@pytest.mark.timeout(300)
+def test_the_page_as_it_stands(environments: Environments, project: Path) -> None:
     output = ""
+    installed: list[str] = []
     for before, language, text in BLOCKS.findall(PAGE):
         if language == "python":
             write(project, before, text)
         elif language == "sh":
-            output = "".join(typed(environment, wheel, project, line) for line in text.splitlines())
+            installed += re.findall(r"^pip install '(.+)'$", text, re.MULTILINE)
+            commands = [line for line in text.splitlines() if not line.startswith("pip ")]
+            output = typed(environments.with_installed(*installed), project, "\n".join(commands))
         else:
             assert output.endswith(text), output
     assert "SUCCESSFUL 3" in output
@@ -50,18 +51,10 @@ def write(project: Path, before: str, text: str) -> None:
     path.write_text(f"{path.read_text()}\n{text}" if match[1] else text)
 
 
-def typed(environment: Path, wheel: Path, project: Path, line: str) -> str:
-    """What a line prints."""
-    program, *arguments = shlex.split(line)
-    if program == "pip":
-        # What it installs is there, from the wheel.
-        installed = Requirement(arguments[-1])
-        assert installed.name == metadata(wheel)["Name"]
-        assert installed.extras <= set(metadata(wheel).get_all("Provides-Extra", []))
-        return ""
-    assert program == "python"
-    finished = run(str(environment), *arguments, cwd=project)
-    assert finished.returncode == 0, f"{line}\n{finished.stdout}{finished.stderr}"
+def typed(programs: Path, project: Path, lines: str) -> str:
+    """What the lines print."""
+    finished = run("sh", "-ec", lines, cwd=project, PATH=f"{programs}{os.pathsep}{os.environ['PATH']}")
+    assert finished.returncode == 0, f"{lines}\n{finished.stdout}{finished.stderr}"
     return finished.stdout
 
 

@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import Final
 
+from outbox.log_context import MessageFilter, suffix
 from outbox.safe_text import for_people
 
 LOG_FILE_VARIABLE: Final = "OUTBOX_LOG_FILE"
@@ -14,7 +15,10 @@ LOG_LEVEL_VARIABLE: Final = "OUTBOX_LOG_LEVEL"
 
 
 class _Formatter(logging.Formatter):
-    """Keeps passwords and control characters out."""
+    """Keeps passwords and control characters out, and ends the line with the message it is about."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
+        return super().formatMessage(record) + suffix(record)
 
     def format(self, record: logging.LogRecord) -> str:
         return for_people(super().format(record))
@@ -34,6 +38,7 @@ def write_log(process_name: str) -> None:
     if root.handlers and not file:
         return
     handler = logging.FileHandler(file, encoding="utf-8") if file else logging.StreamHandler()
+    handler.addFilter(MessageFilter())
     handler.setFormatter(
         _Formatter(f"[%(asctime)s: %(levelname)s/outbox-{process_name}:%(process)d] %(name)s: %(message)s")
     )

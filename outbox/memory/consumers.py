@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from uuid import UUID
 
+from outbox import log_context, tracing
 from outbox.codec import Codecs
 from outbox.errors import UndecodableBody
 from outbox.filters.filter import Filter, parse_filter
@@ -144,13 +145,15 @@ class Consumers:
                     queue=fetched.queue,
                     offset=fetched.offset,
                     attempt=fetched.attempt,
+                    transaction_id=fetched.entry.transaction.transaction_id,
                 )
             )
         if deliveries:
             self._call(consumer, deliveries)
 
     def _call(self, consumer: _Consumer, deliveries: list[Delivery]) -> None:
-        results = self._invoker(consumer.subscription, consumer.handler, deliveries, generation=1)
+        with log_context.handling(deliveries):
+            results = self._invoke(consumer, deliveries)
         first = results[0]
         if len(results) > 1 and isinstance(first, Exception) and all(result is first for result in results):
             # As the broker does: halved until the guilty one is alone.
@@ -161,6 +164,14 @@ class Consumers:
         for delivery, result in zip(deliveries, results, strict=True):
             if not isinstance(result, Disposition):
                 self._failed(consumer, delivery, result)
+
+    def _invoke(self, consumer: _Consumer, deliveries: list[Delivery]) -> Sequence[Disposition | Exception]:
+        if tracing.tracer is None:
+            return self._invoker(consumer.subscription, consumer.handler, deliveries, generation=1)
+        with tracing.tracer.handling(deliveries) as conclude:
+            results = self._invoker(consumer.subscription, consumer.handler, deliveries, generation=1)
+            conclude(results)
+        return results
 
     def _failed(self, consumer: _Consumer, delivery: Delivery, error: Exception) -> None:
         subscription = consumer.subscription

@@ -23,7 +23,7 @@ from outbox.broker.operations.queue_status import list_queues
 from outbox.broker.postgres import PostgresBroker
 from outbox.broker.process import run_broker
 from outbox.broker.sequencer.sequencer import Sequencer
-from outbox.message import Message
+from outbox.message import Delivery, Message
 from outbox.ports import AnyHandler
 from outbox.retry import RetryPolicy
 from outbox.subscription import Subscription
@@ -57,6 +57,20 @@ def keyed(topic: str, count: int, keys: int, *, start: int = 0, tag: str = "") -
         Message(topic=topic, key=f"k{i % keys}", tag=tag, body=encode({"n": i // keys}))
         for i in range(start, start + count)
     ]
+
+
+class Seen:
+    """A handler that remembers."""
+
+    def __init__(self) -> None:
+        self.ns: list[int] = []
+
+    def __call__(self, delivery: Delivery) -> None:
+        self.ns.append(delivery.body["n"])
+
+    def take(self) -> list[int]:
+        taken, self.ns = sorted(self.ns), []
+        return taken
 
 
 class ConsumptionBench:

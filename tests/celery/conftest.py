@@ -5,8 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
-import socket
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,7 +14,7 @@ from outbox.broker import embedded
 from tests.celery.project import Project, blocks, write_page
 from tests.celery.transport import create_queue, transport
 from tests.conftest import drop_databases
-from tests.support import eventually
+from tests.servers import RabbitMQ, private_redis
 
 _numbers = itertools.count()
 # Quick enough for a test; the pass of a worker runs once at its start and then as each test needs it.
@@ -75,81 +73,7 @@ def redis_socket(tmp_path: Path) -> Iterator[Path]:
         yield path
 
 
-class private_redis:  # noqa: N801
-    """A Redis of a test's own, on a socket in `folder`."""
-
-    def __init__(self, folder: Path) -> None:
-        program = shutil.which("redis-server")
-        if program is None:
-            pytest.skip("redis-server is not installed")
-        self.path = folder / "redis.sock"
-        self._command = [program, "--port", "0", "--unixsocket", str(self.path), "--save", "", "--dir", str(folder)]
-
-    def __enter__(self) -> Path:
-        self._process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL)
-        eventually(self._answers, what="Redis")
-        return self.path
-
-    def __exit__(self, *_: object) -> None:
-        self._process.terminate()
-        self._process.wait()
-
-    def _answers(self) -> bool:
-        with socket.socket(socket.AF_UNIX) as client:
-            return client.connect_ex(str(self.path)) == 0
-
-
-@pytest.fixture(scope="session")
-def rabbitmq_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    """The port of a private RabbitMQ that has started."""
-    program = shutil.which("rabbitmq-server", path=f"/usr/lib/rabbitmq/bin{os.pathsep}{os.environ['PATH']}")
-    if program is None:
-        pytest.skip("rabbitmq-server is not installed")
-    folder = tmp_path_factory.mktemp("rabbitmq")
-    port, distribution, names = _free_ports(3)
-    environment = {
-        **os.environ,
-        "HOME": str(folder),
-        "RABBITMQ_NODENAME": f"outbox-tests-{os.getpid()}@localhost",
-        "RABBITMQ_NODE_IP_ADDRESS": "127.0.0.1",
-        "RABBITMQ_NODE_PORT": str(port),
-        "RABBITMQ_DIST_PORT": str(distribution),
-        "ERL_EPMD_PORT": str(names),
-        "RABBITMQ_MNESIA_BASE": str(folder / "mnesia"),
-        "RABBITMQ_LOG_BASE": str(folder / "log"),
-        "RABBITMQ_ENABLED_PLUGINS_FILE": str(folder / "plugins"),
-        "RABBITMQ_CONFIG_FILE": str(folder / "none"),
-    }
-    log = folder / "output"
-    with log.open("wb") as output:
-        process = subprocess.Popen([program], env=environment, stdout=output, stderr=subprocess.STDOUT)
-
-    def is_up() -> bool:
-        assert process.poll() is None, log.read_text()
-        with socket.socket() as client:
-            return client.connect_ex(("127.0.0.1", port)) == 0
-
-    eventually(is_up, within_seconds=90, what=log.read_text)
-    yield port
-    process.terminate()
-    process.wait()
-    epmd = shutil.which("epmd")
-    if epmd is not None:
-        subprocess.run([epmd, "-port", str(names), "-kill"], stdout=subprocess.DEVNULL, check=False)
-
-
-def _free_ports(count: int) -> list[int]:
-    """Ports that nobody uses now."""
-    sockets = [socket.socket() for _ in range(count)]
-    for one in sockets:
-        one.bind(("127.0.0.1", 0))
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
-
-
 @pytest.fixture
-def rabbitmq(rabbitmq_port: int) -> str:
+def rabbitmq(rabbitmq_server: RabbitMQ) -> str:
     """The private RabbitMQ."""
-    return f"amqp://guest:guest@127.0.0.1:{rabbitmq_port}//"
+    return rabbitmq_server.url

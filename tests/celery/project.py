@@ -43,7 +43,14 @@ class Project:
     database_url: str
     outbox_url: str
     transport: str
+    _programs: Path = BIN
+    _found: dict[str, str] = field(init=False)
     _started: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        """The checkout, and what lets code that a test adds run from anywhere."""
+        paths = f"{self.folder}{os.pathsep}{ROOT}"
+        self._found = {"PYTHONPATH": paths, "DJANGO_SETTINGS_MODULE": "shop.settings"}
 
     def write(self, path: str, text: str) -> None:
         """Add a file, or to a file."""
@@ -52,18 +59,18 @@ class Project:
         with target.open("a") as file:
             file.write(textwrap.dedent(text))
 
+    def use_only(self, programs: Path) -> None:
+        """Use an installed environment, and nothing of this checkout."""
+        self._programs, self._found = programs, {}
+
     def environment(self, **more: str) -> dict[str, str]:
         """What its processes see."""
+        foreign = ("DJANGO_", "OUTBOX_", "CELERY", "PYTHON")
         return {
-            **{
-                name: value
-                for name, value in os.environ.items()
-                if not name.startswith(("DJANGO_", "OUTBOX_", "CELERY"))
-            },
-            "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
-            "PYTHONPATH": f"{self.folder}{os.pathsep}{ROOT}",
+            **{name: value for name, value in os.environ.items() if not name.startswith(foreign)},
+            "PATH": f"{self._programs}{os.pathsep}{os.environ['PATH']}",
             "PYTHONUNBUFFERED": "1",
-            "DJANGO_SETTINGS_MODULE": "shop.settings",
+            **self._found,
             "DATABASE_URL": self.database_url,
             "OUTBOX_DATABASE_URL": self.outbox_url,
             "CELERY_BROKER_URL": self.transport,

@@ -1,4 +1,4 @@
-"""docs/celery.md names tests that exist, and the README shows the same project, which `test_transports.py` runs."""
+"""docs/celery.md names tests that exist, and the README shows the project that is on the page."""
 
 from __future__ import annotations
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.celery.conftest import private_redis
-from tests.celery.project import Project, blocks
+from tests.celery.project import Project
+from tests.servers import private_redis
 from tests.support import eventually
 
 PAID = ["invoice for A-1", "shipping A-1", "thanks for A-1"]
@@ -43,17 +43,6 @@ def note(value, text):
     Mail.objects.create(text=f"{text} {value}")
 """
 DONE = ["chain 12", "group 1", "group 2", "invoice for kept", "invoice for kept, in a savepoint", "own queue 0"]
-
-
-@pytest.mark.parametrize("shop", ["redis"], indirect=True)
-def test_the_page_as_it_stands(shop: Project) -> None:
-    """What begins with a file's name is in the file; the commands are those of the page."""
-    _, _, worker, calls = blocks("sh")
-    shop.start("sh", "-c", f"exec {worker.strip()}")
-    said = shop.shell(calls)
-    assert "A-2 is not paid after all" in said
-    eventually(lambda: shop.mails() == PAID, within_seconds=60, what=lambda: str(shop.mails()))
-    assert [number for (number,) in shop.rows("SELECT number FROM shop_order")] == ["A-1"]
 
 
 @pytest.mark.parametrize("shop", ["sqlalchemy", "redis", "rabbitmq"], indirect=True)

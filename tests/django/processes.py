@@ -41,14 +41,15 @@ def process(
     default: Mapping[str, Any] | None = None,
     faults: str = "",
     quiet: bool = False,
+    variables: Mapping[str, str] | None = None,
 ) -> Iterator[subprocess.Popen[str]]:
     """A Python process of the project, terminated (and if need be killed) at the end of the block.
 
-    `quiet` throws its log away: one that is read at the end only must fit into a pipe.
+    `quiet` throws its log away: one that is read at the end only must fit into a pipe. `variables` go on top.
     """
     with subprocess.Popen(
         [sys.executable, *arguments],
-        env=environment(outbox=outbox, default=default, faults=faults),
+        env={**environment(outbox=outbox, default=default, faults=faults), **(variables or {})},
         cwd=ROOT,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

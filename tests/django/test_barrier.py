@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from typing import Any
 from uuid import UUID, uuid4
 
@@ -16,15 +15,14 @@ from django.db import DatabaseError, connections, transaction
 from django.test.utils import override_settings
 
 from outbox import Answer, Check, CheckBack, Decision, Message, faults
-from outbox.contrib.django import get_broker, ledger, publish, run_check_back, run_prune
+from outbox.contrib.django import get_broker, ledger, publish
 from outbox.contrib.django.broker import flusher
 from outbox.contrib.django.ledger_checker import LedgerChecker, answer_by_ledger, open_connection
-from outbox.contrib.django.models import InboxEntry, LedgerEntry, LedgerIdentity
-from outbox.contrib.django.pruning import first_id_at, prune_ledgers
+from outbox.contrib.django.models import LedgerEntry, LedgerIdentity
 from outbox.ids import uuid7
 from tests.django.configured import OUTBOX
 from tests.django.shop.models import Order
-from tests.django.state import decisions, incidents, rolled_back
+from tests.django.state import decisions, incidents
 
 pytestmark = pytest.mark.usefixtures("empty_log")
 
@@ -279,119 +277,3 @@ def test_batches_of_checks_race_with_many_transactions(pool: ThreadPoolExecutor)
     wrong = [a for a in said if a.decision not in (Decision.UNKNOWN, outcome[results[a.transaction_id]])]
     assert wrong == []
     assert set(results.values()) == {"C", "R"}
-
-
-# -- pruning ------------------------------------------------------------------------------------------
-
-
-def test_only_what_the_broker_shows_decided_is_pruned_and_nothing_older_is_guessed() -> None:
-    with transaction.atomic():
-        decided = publish("orders", {}, key="decided")
-    flusher.flush(within_seconds=5)
-    unknown_to_the_broker = uuid7()
-    ledger.insert_committed(connections["default"], unknown_to_the_broker)
-    assert prune_ledgers(older_than=datetime.now(UTC) - timedelta(hours=1)) == 0
-    assert prune_ledgers(older_than=datetime.now(UTC) + timedelta(seconds=5)) == 1
-    assert row("default", decided.transaction_id) is None
-    assert row("default", unknown_to_the_broker) == "C"
-    try:
-        answer = answers([check(decided.transaction_id)])[decided.transaction_id]
-        assert (answer.decision, answer.counts, answer.alarm) == (Decision.UNKNOWN, True, True)
-        assert row("default", decided.transaction_id) is None
-        assert answers([check(uuid7())]).popitem()[1].decision is Decision.ROLLBACK
-    finally:
-        LedgerIdentity.objects.update(pruned_before=None)
-
-
-def test_pruning_stops_before_what_is_too_young_for_the_barrier(outbox_settings: Callable[..., None]) -> None:
-    outbox_settings(IMMUNITY_SECONDS=60)
-    with rolled_back():
-        young = publish("orders", {}, key="open")
-    with transaction.atomic():
-        publish("orders", {}, key="later")
-    flusher.flush(within_seconds=5)
-    assert prune_ledgers(older_than=datetime.now(UTC) + timedelta(seconds=5)) == 0
-    assert row("default", young.transaction_id) is None
-
-
-def test_pruning_runs_the_barrier_for_what_a_check_will_still_ask_about() -> None:
-    with rolled_back():
-        dropped = publish("orders", {}, key="open")
-    with transaction.atomic():
-        publish("orders", {}, key="later")
-    flusher.flush(within_seconds=5)
-    try:
-        assert prune_ledgers(older_than=datetime.now(UTC) + timedelta(seconds=5)) == 1
-        assert row("default", dropped.transaction_id) == "R"
-        assert run_check_back().rolled_back == 1
-        assert prune_ledgers(older_than=datetime.now(UTC) + timedelta(seconds=5)) == 1
-    finally:
-        LedgerIdentity.objects.update(pruned_before=None)
-
-
-def test_the_inbox_is_pruned_by_age() -> None:
-    now = datetime.now(UTC)
-    for days in (1, 13, 15, 30):
-        InboxEntry.objects.create(group="g", generation=1, message_id=uuid7(), handled_at=now - timedelta(days=days))
-    assert run_prune(now=now).inbox == 2
-    assert InboxEntry.objects.count() == 2
-
-
-def test_ids_are_ordered_like_time() -> None:
-    before = first_id_at(datetime.now(UTC) - timedelta(milliseconds=5))
-    middle = uuid7()
-    after = first_id_at(datetime.now(UTC) + timedelta(milliseconds=5))
-    assert before < middle < after
-    assert str(before)[14] == "7"
-
-
-# -- the protocol as a small model, explored exhaustively ---------------------------------------------
-
-
-def explore(*, tombstone: bool, immunity: bool = True) -> list[tuple[str, ...]]:
-    """All interleavings of one local transaction and one check-back; the schedules that end in a contradiction.
-
-    The local transaction inserts its row, then commits (or rolls back). The checker reads; where it finds
-    nothing it inserts a tombstone (unless broken), which fails while the other's row is uncommitted.
-    """
-    bad = []
-    for outcome in ("commit", "rollback"):
-        local = ("insert", outcome)
-        for positions in itertools.combinations(range(4), 2):
-            schedule = ["check"] * 4
-            for position, step in zip(positions, local, strict=True):
-                schedule[position] = step
-            committed: str | None = None
-            pending = collided = False
-            answer = Decision.UNKNOWN
-            read_nothing = False
-            for step in schedule:
-                if step == "insert":
-                    collided = committed is not None
-                    pending = not collided
-                elif step in ("commit", "rollback"):
-                    committed = "C" if pending and step == "commit" else committed
-                    pending = False
-                elif answer is not Decision.UNKNOWN:
-                    continue
-                elif not read_nothing:
-                    answer = {"C": Decision.COMMIT, "R": Decision.ROLLBACK}.get(committed or "", Decision.UNKNOWN)
-                    read_nothing = committed is None
-                elif not tombstone:
-                    answer = Decision.ROLLBACK
-                elif not pending:
-                    answer = {"C": Decision.COMMIT, None: Decision.ROLLBACK, "R": Decision.ROLLBACK}[committed]
-                    committed = committed or "R"
-            wrong = Decision.ROLLBACK if committed == "C" else Decision.COMMIT
-            if answer is wrong:
-                bad.append(tuple(schedule))
-    return bad
-
-
-def test_model_of_the_barrier() -> None:
-    assert explore(tombstone=True) == []
-
-
-def test_the_model_finds_the_broken_variant_without_tombstone() -> None:
-    assert ("check", "check", "insert", "commit") in explore(tombstone=False)
-    assert ("insert", "check", "check", "commit") in explore(tombstone=False)

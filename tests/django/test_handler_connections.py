@@ -6,7 +6,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, contextmanager
 from typing import Any
 
 import psycopg
@@ -15,7 +15,7 @@ from django.core.checks import run_checks
 from django.db import OperationalError, connections
 
 from outbox import Delivery
-from outbox.contrib.django import publish_many, subscriber
+from outbox.contrib.django import publish, publish_many, subscriber
 from outbox.contrib.django.contention import MAX_TRIES
 from outbox.contrib.django.databases import alias_conninfo
 from outbox.contrib.django.ledger_checker import open_connection
@@ -103,6 +103,47 @@ def test_what_a_worker_opens() -> None:
         "broker outbox-coordinator",
         "broker outbox-notifier",
     }
+
+
+@pytest.mark.usefixtures("databases", "no_subscribers")
+def test_a_subscriber_holds_a_connection_per_busy_thread_and_none_while_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(connections.settings["default"]["OPTIONS"], "application_name", "handlers")
+    monkeypatch.setattr("outbox.broker.dispatch.worker_pool.IDLE_SECONDS", 0.2)
+    all_busy, counted = threading.Barrier(8 + 1), threading.Event()
+
+    @subscriber("orders", group="effects", using="default")
+    def effect(given: Delivery) -> None:
+        Effect.objects.create(number=given.key)
+        if given.key != "later":
+            all_busy.wait(60)
+            counted.wait(60)
+
+    def handled(count: int) -> None:
+        eventually(lambda: Effect.objects.count() == count, within_seconds=60)
+
+    publish_many("orders", [{}] * 8, key="now")
+    with child("broker", quiet=True), background(consumer_runtime().run):
+        all_busy.wait(60)
+        assert sessions()["default handlers"] == 8
+        counted.set()
+        handled(8)
+        eventually(lambda: sessions()["default handlers"] == 0)
+        publish("orders", {}, key="later")
+        handled(9)
+        eventually(lambda: sessions()["default handlers"] == 0)
+
+
+@contextmanager
+def background(run: Callable[[threading.Event], None]) -> Iterator[None]:
+    """Let it run in a thread meanwhile."""
+    stop = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(run, stop)
+        try:
+            yield
+        finally:
+            stop.set()
+        running.result(30)
 
 
 @pytest.mark.usefixtures("application", "no_subscribers")

@@ -7,8 +7,8 @@ import os
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from io import StringIO
 from pathlib import Path
 from uuid import uuid4
@@ -16,6 +16,8 @@ from uuid import uuid4
 import pytest
 from django.core.management import call_command
 from django.db import connections
+from django.db.backends.base.base import BaseDatabaseWrapper
+from django.db.backends.signals import connection_created
 from django.test import Client
 
 from outbox import heartbeat
@@ -23,7 +25,7 @@ from outbox.broker.database.executor import Executor
 from outbox.broker.operations import health as broker_health
 from outbox.broker.sequencer.leader import LeaderLease
 from outbox.broker.sequencer.sequencer import Sequencer
-from outbox.contrib.django import probes, publish
+from outbox.contrib.django import metrics, probes, publish
 from outbox.contrib.django.broker import flusher
 from outbox.contrib.django.databases import broker_database
 from outbox.contrib.django.watching import look, probe
@@ -175,6 +177,29 @@ def test_the_port(directory: Path, monkeypatch: pytest.MonkeyPatch, led: None) -
         code, text = fetch(port, "/metrics")
         assert code == 200 and 'outbox_condition{name="no_sequencer"} 0.0' in text
         assert fetch(port, "/secrets")[0] == 404
+
+
+def test_the_port_leaves_no_connection_open(directory: Path, monkeypatch: pytest.MonkeyPatch, led: None) -> None:
+    monkeypatch.setattr(metrics, "_collector", None)  # It keeps what it read a moment ago.
+    opened = []
+
+    def note(connection: BaseDatabaseWrapper, **_: object) -> None:
+        opened.append(connection.connection)
+
+    probes.expect(["broker"])
+    with probes.served() as address, connected(note):
+        assert address is not None
+        assert fetch(int(address[1]), "/metrics")[0] == 200
+    assert opened and all(connection.closed for connection in opened)
+
+
+@contextmanager
+def connected(receiver: Callable[..., None]) -> Iterator[None]:
+    connection_created.connect(receiver)
+    try:
+        yield
+    finally:
+        connection_created.disconnect(receiver)
 
 
 def test_look_names_what_it_cannot_read(led: None) -> None:

@@ -14,15 +14,12 @@ import pytest
 from django.db import DatabaseError, connections, transaction
 from django.test.utils import CaptureQueriesContext
 
-from outbox import Delivery, Message, OnError, Start
+from outbox import Delivery, Message
 from outbox.contrib.django import registry, subscriber
 from outbox.contrib.django.inbox import InboxInvoker
 from outbox.contrib.django.inbox_entries import InboxEntries
 from outbox.errors import (
-    ConfigurationError,
     HandlerNotStarted,
-    InvalidFilter,
-    InvalidSubscription,
     PartialFailure,
     TransactionUsageError,
 )
@@ -321,65 +318,3 @@ def test_statements_per_batch_do_not_grow_with_it() -> None:
     with CaptureQueriesContext(connections["default"]) as queries:
         assert run([delivery(str(number)) for number in range(500)]) == [HANDLED] * 500
     assert len(queries) == 5
-
-
-# -- registration ---------------------------------------------------------------------------------------
-
-
-def test_what_a_subscriber_says_becomes_its_subscription() -> None:
-    @subscriber(
-        "orders", group="g", tag=["paid", "refunded"], mode="orderly", on_error={Refused: "skip"}, start="latest"
-    )
-    def handler(given: Delivery) -> None: ...
-
-    subscription = registry.subscribers()[-1].subscription
-    assert subscription.filter == "paid || refunded"
-    assert subscription.reaction(Refused()) is OnError.SKIP
-    assert subscription.start is Start.LATEST
-
-    @subscriber("orders", group="h", filter="amount > 10")
-    def other(given: Delivery) -> None: ...
-
-    assert registry.subscribers()[-1].subscription.filter == "sql:amount > 10"
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "complaint"),
-    [
-        ({"mode": "sideways"}, InvalidSubscription, "sideways"),
-        ({"tag": "a", "filter": "b = 1"}, InvalidSubscription, "not both"),
-        ({"filter": "amount >"}, InvalidFilter, "column"),
-        ({"batch": 0}, InvalidSubscription, "batch"),
-        ({"unheard": 1}, InvalidSubscription, "unheard"),
-        ({"on_error": {Refused: "explode"}}, InvalidSubscription, "explode"),
-    ],
-)
-def test_bad_subscriptions_are_refused(options: dict[str, Any], error: type[Exception], complaint: str) -> None:
-    with pytest.raises(error, match=complaint):
-        subscriber("orders", group="g", **options)
-
-
-def test_one_group_handles_a_topic_in_one_place() -> None:
-    def first(given: Delivery) -> None: ...
-    def second(given: Delivery) -> None: ...
-
-    subscriber("orders", group="g")(first)
-    with pytest.raises(InvalidSubscription, match=r"first.*second"):
-        subscriber("orders", group="g")(second)
-
-
-def test_an_unknown_group_is_named() -> None:
-    register()
-    with pytest.raises(ConfigurationError, match=r"nobody.*effects"):
-        registry.subscriptions(groups=["nobody"])
-
-
-def test_autodiscovery_names_the_module_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    from django.apps import apps
-
-    module = apps.get_app_config("shop").module
-    assert module is not None
-    (tmp_path / "subscribers.py").write_text("import not_installed_anywhere\n")
-    monkeypatch.setattr(module, "__path__", [*module.__path__, str(tmp_path)])
-    with pytest.raises(ConfigurationError, match=r"tests\.django\.shop\.subscribers.*not_installed_anywhere"):
-        registry.autodiscover()

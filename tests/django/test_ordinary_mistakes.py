@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import psycopg
 import pytest
 from django.db import DatabaseError, connections, transaction
 from django.test.utils import CaptureQueriesContext
@@ -15,61 +14,12 @@ from outbox import Delivery
 from outbox.contrib.django import ledger, publish, run_check_back, subscriber, transactional_message
 from outbox.errors import OutboxError, PermanentError, TransactionUsageError
 from outbox.ports import Disposition
+from tests.django.ordinary_mistakes import MISTAKES, execute, swallowed
 from tests.django.shop.models import Effect, Order
 from tests.django.state import decisions, stored
 from tests.django.test_inbox import delivery, effects, run
 
 pytestmark = pytest.mark.usefixtures("empty_log")
-
-
-def execute(sql: str, alias: str = "default") -> None:
-    with connections[alias].cursor() as cursor:
-        cursor.execute(sql)
-
-
-def swallowed(sql: str) -> None:
-    with contextlib.suppress(DatabaseError):
-        execute(sql)
-
-
-def locked_elsewhere() -> None:
-    Order.objects.select_for_update(nowait=True).get(number="locked")
-
-
-def swallowed_nowait() -> None:
-    with contextlib.suppress(DatabaseError):
-        locked_elsewhere()
-
-
-def timed_out() -> None:
-    execute("SET LOCAL statement_timeout = 20")
-    swallowed("SELECT pg_sleep(5)")
-
-
-def driver(sql: str) -> None:
-    connections["default"].connection.execute(sql)
-
-
-def pipelined() -> None:
-    """The error comes when the pipeline is synchronised, which nobody has done yet."""
-    with contextlib.suppress(psycopg.Error), connections["default"].connection.pipeline():
-        connections["default"].connection.execute("SELECT 1/0")
-
-
-# Mistakes that make PostgreSQL answer COMMIT with ROLLBACK, or that end the transaction by hand.
-MISTAKES: dict[str, Callable[[], None]] = {
-    "failing select": lambda: swallowed("SELECT 1/0"),
-    "no such table": lambda: swallowed("SELECT * FROM nowhere"),
-    "nowait": swallowed_nowait,
-    "statement timeout": timed_out,
-    "pipeline": pipelined,
-    "ROLLBACK": lambda: execute("ROLLBACK"),
-    "ROLLBACK; BEGIN": lambda: execute("ROLLBACK; BEGIN"),
-    "AND CHAIN": lambda: execute("/* so */ rollback and chain"),
-    "driver's rollback": lambda: connections["default"].connection.rollback(),
-    "driver's ROLLBACK; BEGIN": lambda: driver("ROLLBACK; BEGIN"),
-    "driver's AND CHAIN": lambda: driver("ROLLBACK AND CHAIN"),
-}
 
 
 @pytest.fixture

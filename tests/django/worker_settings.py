@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from pathlib import Path
 
 from outbox.contrib.django.databases import database_from_url
 
@@ -40,3 +41,16 @@ OUTBOX = {
     "LEASE_SECONDS": 2,
     **json.loads(os.environ.get("TEST_OUTBOX", "{}")),
 }
+
+if "TEST_SPANS" in os.environ:
+    # As an application sets up its SDK: each span that has ended is a line of the file.
+    from opentelemetry import trace
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import ConsoleSpanExporter, SimpleSpanProcessor
+
+    exporter = ConsoleSpanExporter(
+        out=Path(os.environ["TEST_SPANS"]).open("a"),  # noqa: SIM115
+        formatter=lambda span: span.to_json(indent=None) + "\n",
+    )
+    trace.set_tracer_provider(TracerProvider())
+    trace.get_tracer_provider().add_span_processor(SimpleSpanProcessor(exporter))  # type: ignore[attr-defined]

@@ -11,10 +11,10 @@ from uuid import UUID
 
 import psycopg
 
-from outbox import faults
+from outbox import faults, log_context
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.notify import Channel, notify
-from outbox.broker.dispatch.fetch import LOG_ID, MESSAGE_ID, TOPIC_ID, Row
+from outbox.broker.dispatch.fetch import KEY, LOG_ID, MESSAGE_ID, TOPIC_ID, TRANSACTION_ID, Row
 from outbox.broker.dispatch.owned_queue import Outcome
 from outbox.broker.dispatch.subscriptions import ConsumingGroup, Subscribed
 from outbox.broker.dispatch.work import Item
@@ -187,6 +187,17 @@ def _report(failed: Failed, judgement: Judgement) -> None:
         item.queue.name,
         _CONSEQUENCES[judgement.verdict].format(judgement.delay_seconds),
         exc_info=failed.error,
+        extra=_about(failed, item.row),
+    )
+
+
+def _about(failed: Failed, row: Row) -> dict[str, str]:
+    return log_context.about(
+        message_id=row[MESSAGE_ID],
+        transaction_id=row[TRANSACTION_ID] or row[MESSAGE_ID],
+        group=failed.subscribed.group.name,
+        topic=failed.subscribed.subscription.topic,
+        key=row[KEY],
     )
 
 

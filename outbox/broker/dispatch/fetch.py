@@ -24,6 +24,8 @@ Row = tuple[Any, ...]
 # The columns of _FETCH and of _LOAD in their order; `restore` takes the rest of them apart. By position: this is done
 # for every message.
 SLOT, OFFSET, RETRIES, LOG_ID, TOPIC_ID, PASSES, BODY, MESSAGE_ID, KEY = range(9)
+# The last column, NULL where it is the message's own id, as that of a message published alone is.
+TRANSACTION_ID: Final = -1
 
 # Larger bodies are not buffered: they are loaded when their handler is about to be called.
 LARGEST_BUFFERED_BODY: Final = 16 * 1024
@@ -31,7 +33,8 @@ LARGEST_BUFFERED_BODY: Final = 16 * 1024
 _FETCH: Final = """
 SELECT w.slot, e.queue_offset, e.attempt, e.log_id, l.topic_id, l.passes,
        CASE WHEN l.passes AND octet_length(l.body) <= %(largest)s THEN l.body END,
-       l.message_id, l.key, l.tag, l.headers, l.content_type, l.born_at, l.deliver_at, l.shard
+       l.message_id, l.key, l.tag, l.headers, l.content_type, l.born_at, l.deliver_at, l.shard,
+       nullif(l.transaction_id, l.message_id)
 FROM unnest(%(queue_ids)s::integer[], %(starts)s::bigint[], %(limits)s::integer[], %(filters)s::integer[])
     WITH ORDINALITY AS w (queue_id, start, row_limit, filter, slot)
 CROSS JOIN LATERAL (
@@ -85,7 +88,8 @@ class Fetcher:
 
 _LOAD = Statement("""
 SELECT e.queue_id, e.queue_offset, e.attempt, e.log_id, l.topic_id, true,
-       l.body, l.message_id, l.key, l.tag, l.headers, l.content_type, l.born_at, l.deliver_at, l.shard
+       l.body, l.message_id, l.key, l.tag, l.headers, l.content_type, l.born_at, l.deliver_at, l.shard,
+       nullif(l.transaction_id, l.message_id)
 FROM unnest(%(queue_ids)s::integer[], %(offsets)s::bigint[]) AS w (queue_id, queue_offset)
 CROSS JOIN LATERAL (
     SELECT * FROM {schema}.consume_queue e
@@ -127,7 +131,7 @@ _set_born_at = _message_slots["born_at"].__set__
 def restore(row: Row, topic: str) -> Message:
     """The message of a row."""
     message: Message = _new(Message)
-    _, _, _, _, _, _, body, message_id, key, tag, headers, content_type, born_at, deliver_at, shard = row
+    _, _, _, _, _, _, body, message_id, key, tag, headers, content_type, born_at, deliver_at, shard, _ = row
     _set_topic(message, topic)
     _set_body(message, body)
     _set_message_id(message, message_id)
@@ -149,10 +153,11 @@ _set_group = _delivery_slots["group"].__set__
 _set_queue = _delivery_slots["queue"].__set__
 _set_offset = _delivery_slots["offset"].__set__
 _set_attempt = _delivery_slots["attempt"].__set__
+_set_transaction_id = _delivery_slots["transaction_id"].__set__
 
 
-def deliver(message: Message, body: Any, group: str, queue: str, offset: int, attempt: int) -> Delivery:
-    """A delivery of a message with its decoded body."""
+def deliver(row: Row, message: Message, body: Any, group: str, queue: str, offset: int, attempt: int) -> Delivery:
+    """A delivery of a row's message with its decoded body."""
     delivery: Delivery = _new(Delivery)
     _set_message(delivery, message)
     _set_decoded(delivery, body)
@@ -160,4 +165,5 @@ def deliver(message: Message, body: Any, group: str, queue: str, offset: int, at
     _set_queue(delivery, queue)
     _set_offset(delivery, offset)
     _set_attempt(delivery, attempt)
+    _set_transaction_id(delivery, row[TRANSACTION_ID] or message.message_id)
     return delivery

@@ -8,9 +8,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from outbox import faults, fence, measures
+from outbox import faults, fence, log_context, measures, tracing
 from outbox.broker.dispatch.fetch import LOG_ID, deliver, restore
 from outbox.broker.dispatch.running_calls import RunningCalls
+from outbox.broker.dispatch.subscriptions import Subscribed
 from outbox.broker.dispatch.work import NOT_STARTED, Result, Work
 from outbox.codec import Codecs
 from outbox.errors import OutboxError, UndecodableBody
@@ -59,10 +60,8 @@ class Caller:
         subscribed = work.subscribed
         recorder = measures.recorder
         started = time.time() if recorder is not None else 0.0
-        with fence.attempt(work.fence_reason), self._noted(work, places):
-            outcomes = self._invoker(
-                subscribed.subscription, subscribed.handler, deliveries, generation=subscribed.group.generation
-            )
+        with fence.attempt(work.fence_reason), log_context.handling(deliveries), self._noted(work, places):
+            outcomes = self._invoke(subscribed, deliveries)
         if len(outcomes) != len(places):
             raise OutboxError(
                 f"the invoker returned {len(outcomes)} results for {len(places)} deliveries of group "
@@ -76,6 +75,15 @@ class Caller:
             took = time.time() - started
             recorder.handled(subscription.group, subscription.topic, _waits(deliveries, started), took, failed=failed)
         return results
+
+    def _invoke(self, subscribed: Subscribed, deliveries: Sequence[Delivery]) -> Sequence[Result]:
+        generation = subscribed.group.generation
+        if tracing.tracer is None:
+            return self._invoker(subscribed.subscription, subscribed.handler, deliveries, generation=generation)
+        with tracing.tracer.handling(deliveries) as conclude:
+            outcomes = self._invoker(subscribed.subscription, subscribed.handler, deliveries, generation=generation)
+            conclude(outcomes)
+        return outcomes
 
     @contextlib.contextmanager
     def _noted(self, work: Work, places: Sequence[int]) -> Iterator[None]:
@@ -115,7 +123,7 @@ class Caller:
                     f"{type(error).__name__}: {error}"
                 )
                 continue
-            deliveries.append(deliver(message, body, group, item.queue.name, item.offset, item.attempt))
+            deliveries.append(deliver(item.row, message, body, group, item.queue.name, item.offset, item.attempt))
             places.append(place)
         return deliveries, places
 

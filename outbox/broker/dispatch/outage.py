@@ -11,6 +11,7 @@ message's own series of attempts would take; after that attempts count again, so
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterable
 from typing import Final
 
@@ -32,6 +33,8 @@ class Outage:
         self._pauses = 0
         self._began = 0.0
         self._doubted = False
+        # Whether the handler has said how long the pause is to be.
+        self._asked = False
         self.resume_at: float | None = None
 
     @property
@@ -48,22 +51,28 @@ class Outage:
         """Whether a call may be started: always, but in an outage one at a time, after the pause."""
         return self.resume_at is None or (now >= self.resume_at and not running)
 
-    def succeeded(self) -> None:
-        """A handler did its work: whatever failed before is the fault of what failed."""
+    def succeeded(self, now: float = math.inf) -> None:
+        """A handler did its work: whatever failed before is the fault of what failed.
+
+        But a pause that was asked for lasts as long as that: the call may have begun before it.
+        """
+        if self._asked and self.resume_at is not None and now < self.resume_at:
+            return
+        self._asked = False
         self._error = ""
         self._failed = []
         self._pauses = 0
         self._doubted = False
         self.resume_at = None
 
-    def not_started(self, error: str, now: float) -> float:
-        """A call failed before its handler was called, which is no message's fault; returns when to go on."""
-        return self._pause(error, now)
+    def not_started(self, error: str, now: float, pause_seconds: float | None = None) -> float:
+        """A call failed through no message's fault; returns when to go on, after so many seconds if that was said."""
+        return self._pause(error, now, pause_seconds)
 
     def failed(self, messages: Iterable[Hashable], error: str, now: float) -> float | None:
         """A call about these failed. None: by itself, as far as is known; else it is an outage until then."""
         if error != self._error:
-            self.succeeded()
+            self.succeeded(now)
             self._error = error
         call = frozenset(messages)
         self._failed = [other for other in self._failed if other.isdisjoint(call)]
@@ -79,16 +88,18 @@ class Outage:
             return None
         return self._pause(error, now)
 
-    def _pause(self, error: str, now: float) -> float:
+    def _pause(self, error: str, now: float, wished_seconds: float | None = None) -> float:
         self._error = error
+        self._asked = self._asked or wished_seconds is not None
         if self.resume_at is None:
             self._began = now
         elif now < self.resume_at:
             # Of a call that ran already when the pause began.
+            self.resume_at = max(self.resume_at, now + (wished_seconds or 0.0))
             return self.resume_at
         self._pauses += 1
         pause = min(_PAUSES.pause_seconds(self._pauses), self._subscription.retry.level_seconds(self._pauses))
-        self.resume_at = now + pause
+        self.resume_at = now + (pause if wished_seconds is None else wished_seconds)
         return self.resume_at
 
     def _believed_seconds(self) -> float:

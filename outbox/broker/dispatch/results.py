@@ -17,7 +17,7 @@ from outbox.broker.dispatch.outage import Outage
 from outbox.broker.dispatch.owned_queue import Outcome, OwnedQueue, Phase
 from outbox.broker.dispatch.work import Item, Postponed, Result, Work, divide
 from outbox.broker.groups.send_back import describe
-from outbox.errors import HandlerNotStarted, KillsItsProcess, LeaseLost, RetryLater, UndecodableBody
+from outbox.errors import HandlerNotStarted, KillsItsProcess, LeaseLost, RetryLater, ServiceUnavailable, UndecodableBody
 from outbox.ports import Disposition
 from outbox.subscription import OnError, Subscription
 
@@ -58,7 +58,7 @@ def book(work: Work, results: Sequence[Result], outage: Outage) -> Booked:
             # Now, not when it is next looked at: a renewal until then would leave a hole where this message was.
             booked.lost.append(queue)
     if any(isinstance(result, Disposition) for result in results):
-        outage.succeeded()
+        outage.succeeded(time.monotonic())
         booked.failed += [Failed(work.subscribed, item, error) for item, error in errors]
     elif errors:
         _book_failure(work, errors, outage, booked)
@@ -100,6 +100,8 @@ def _outage(work: Work, items: Sequence[Item], error: BaseException, outage: Out
     text = describe(error)
     if isinstance(error, HandlerNotStarted):
         until: float | None = outage.not_started(text, now)
+    elif isinstance(error, ServiceUnavailable):
+        until = outage.not_started(text, now, error.pause_seconds)
     elif _is_unexplained(work.subscribed.subscription, error):
         until = outage.failed([(item.queue.key, item.offset) for item in items], text, now)
     else:

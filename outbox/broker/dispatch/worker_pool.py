@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import threading
 import time
@@ -19,10 +20,12 @@ _AHEAD_SINGLE: Final = 3
 _AHEAD_BATCH: Final = 1
 # Stuck handlers get their threads replaced, up to this many times the threads of the pool.
 STUCK_LIMIT: Final = 4
+# A thread that had no work for this long ends, and its database connections with it.
+IDLE_SECONDS: Final = 30.0
 
 
 class WorkerPool:
-    """Up to `threads` threads, started as they are needed. Used by one dispatching thread."""
+    """Up to `threads` threads, started as they are needed, ended when they are not. Used by one dispatching thread."""
 
     def __init__(self, name: str, threads: int, run: Callable[[Work], None], *, batches: bool) -> None:
         self._name = name
@@ -31,6 +34,9 @@ class WorkerPool:
         self._capacity = threads * (1 + (_AHEAD_BATCH if batches else _AHEAD_SINGLE))
         self._queue: SimpleQueue[Work | None] = SimpleQueue()
         self._started: list[threading.Thread] = []
+        self._numbers = itertools.count(1)
+        # Held by a thread that finds nothing to do and ends, and by the one that looks whether there are enough.
+        self._staffing = threading.Lock()
         # Threads that take works, those given up while they run one, and works submitted that are not over.
         self._working = 0
         self._stuck = 0
@@ -80,7 +86,8 @@ class WorkerPool:
     def replace_stuck(self) -> None:
         """A work is given up while its thread still runs it: another thread takes its place."""
         self._in_hand -= 1
-        self._working -= 1
+        with self._staffing:
+            self._working -= 1
         self._stuck += 1
         if self.frozen:
             logger.error("%s: %d handlers are stuck; no more threads are started for it", self._name, self._stuck)
@@ -89,7 +96,6 @@ class WorkerPool:
     def unstuck(self) -> None:
         """A given-up work has returned after all; its thread ends."""
         self._stuck -= 1
-        self._started = [thread for thread in self._started if thread.is_alive()]
         self._staff()
 
     def stop(self, *, within_seconds: float) -> None:
@@ -102,14 +108,27 @@ class WorkerPool:
 
     def _staff(self) -> None:
         """Start the threads that the works in hand need, as far as stuck ones allow."""
-        while self._working < min(self._in_hand, self._threads) and not self.frozen:
-            self._working += 1
-            thread = threading.Thread(target=self._loop, name=f"{self._name}-{len(self._started) + 1}", daemon=True)
-            self._started.append(thread)
-            thread.start()
+        with self._staffing:
+            while self._working < min(self._in_hand, self._threads) and not self.frozen:
+                self._working += 1
+                name = f"{self._name}-{next(self._numbers)}"
+                thread = threading.Thread(target=self._loop, name=name, daemon=True)
+                self._started = [*(known for known in self._started if known.is_alive()), thread]
+                thread.start()
 
     def _loop(self) -> None:
-        while (work := self._queue.get()) is not None:
+        while (work := self._next()) is not None:
             self._run(work)
             if work.abandoned:
                 return
+
+    def _next(self) -> Work | None:
+        """The next work; None where the pool stops, or where there is none for so long that the thread ends."""
+        while True:
+            with contextlib.suppress(Empty):
+                return self._queue.get(timeout=IDLE_SECONDS)
+            with self._staffing:
+                # What is put later finds one thread less, and starts another.
+                if self._queue.empty():
+                    self._working -= 1
+                    return None

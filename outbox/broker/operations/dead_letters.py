@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 from uuid import UUID
 
 from outbox.broker.database.arrays import uuids
@@ -32,6 +32,22 @@ class DeadLetter:
     dead_at: datetime
     replayed_at: datetime | None
     discarded_at: datetime | None
+    log_id: int
+
+    @property
+    def place(self) -> Place:
+        """Where it stands in the list."""
+        return Place(self.dead_at, self.log_id)
+
+
+class Place(NamedTuple):
+    """A place in the list of dead letters, the newest first. A page goes on after one, whatever was settled since."""
+
+    dead_at: datetime
+    log_id: int
+
+    def __str__(self) -> str:
+        return f"{self.dead_at.isoformat()}/{self.log_id}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,28 +111,40 @@ _LIST = Statement(
     """
 SELECT g.name AS group, l.message_id, t.name AS topic, l.key, l.tag, d.attempts, d.error, d.dead_at,
        CASE WHEN d.discarded_at IS NULL THEN d.replayed_at END AS replayed_at,
-       CASE WHEN d.replayed_at IS NOT NULL THEN d.discarded_at END AS discarded_at
+       CASE WHEN d.replayed_at IS NOT NULL THEN d.discarded_at END AS discarded_at, d.log_id
 FROM {schema}.dead_letter d
 JOIN {schema}.consumer_group g USING (group_id)
 JOIN {schema}.commit_log l USING (log_id)
 JOIN {schema}.topic t USING (topic_id)
 WHERE (%(group)s::text IS NULL OR g.name = %(group)s::text)
   AND (%(settled)s::boolean OR d.replayed_at IS NULL)
+  AND (%(after_id)s::bigint IS NULL OR (d.dead_at, d.log_id) < (%(after)s::timestamptz, %(after_id)s::bigint))
   AND """
     + _SELECTED
     + """
 ORDER BY d.dead_at DESC, d.log_id DESC
-LIMIT %(limit)s
+FETCH FIRST %(limit)s ROWS WITH TIES
 """
 )
 
 
 def list_dead_letters(
-    run: Executor, group: str | None = None, selection: Selection = ALL, *, settled: bool = False, limit: int = 100
+    run: Executor,
+    group: str | None = None,
+    selection: Selection = ALL,
+    *,
+    settled: bool = False,
+    after: Place | None = None,
+    limit: int = 100,
 ) -> Sequence[DeadLetter]:
-    """The newest dead letters of one group or of all; `settled` includes those that were replayed or discarded."""
+    """A page of the dead letters of one group or of all, the newest first; `settled` includes the settled ones.
+
+    The next page is `after` the place of the last one. Groups that gave up one message at the same instant share a
+    place and are not torn apart, so a page may be that much longer than `limit`.
+    """
     values = selection.parameters() | {"group": group, "settled": settled, "limit": limit}
-    return run.objects(DeadLetter, _LIST, values)
+    place = {"after": after and after.dead_at, "after_id": after and after.log_id}
+    return run.objects(DeadLetter, _LIST, values | place)
 
 
 _ATTEMPTS = Statement("""

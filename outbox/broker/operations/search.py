@@ -40,6 +40,11 @@ class Found:
     state: str
 
 
+# What became of the stored message `log`, beside its decision, check and recall.
+STATE: Final = """CASE WHEN recalled.log_id IS NOT NULL THEN 'recalled' WHEN op.decision = 'C' THEN 'committed'
+            WHEN op.decision = 'R' THEN 'rolled back' WHEN pending.parked_at IS NOT NULL THEN 'parked'
+            ELSE 'undecided' END"""
+
 # Ids begin with a time, so the order of ids is that of the transactions, near enough, and a page goes on after one.
 _UNDECIDED: Final = Statement("""
 SELECT pending.transaction_id, pending.producer_group, topic.name AS topic, log.key, pending.stored_at, pending.checks,
@@ -54,15 +59,13 @@ ORDER BY pending.transaction_id LIMIT %(limit)s
 """)
 
 # There is no index by key: it would cost every message. Within a stretch of time the index by time finds the blocks.
-_BY_KEY: Final = Statement("""
+_BY_KEY: Final = Statement(f"""
 SELECT log.log_id, log.message_id, log.transaction_id, topic.name AS topic, log.key, log.tag, log.stored_at,
-       CASE WHEN recalled.log_id IS NOT NULL THEN 'recalled' WHEN op.decision = 'C' THEN 'committed'
-            WHEN op.decision = 'R' THEN 'rolled back' WHEN pending.parked_at IS NOT NULL THEN 'parked'
-            ELSE 'undecided' END AS state
-FROM {schema}.commit_log log JOIN {schema}.topic USING (topic_id)
-LEFT JOIN {schema}.op_log op USING (transaction_id)
-LEFT JOIN {schema}.pending_check pending USING (transaction_id)
-LEFT JOIN {schema}.recalled ON recalled.log_id = log.log_id
+       {STATE} AS state
+FROM {{schema}}.commit_log log JOIN {{schema}}.topic USING (topic_id)
+LEFT JOIN {{schema}}.op_log op USING (transaction_id)
+LEFT JOIN {{schema}}.pending_check pending USING (transaction_id)
+LEFT JOIN {{schema}}.recalled ON recalled.log_id = log.log_id
 WHERE log.key = %(key)s AND (%(topic)s::text IS NULL OR topic.name = %(topic)s)
   AND log.stored_at >= coalesce(%(since)s::timestamptz, now() - interval '1 day')
   AND (%(before)s::bigint IS NULL OR log.log_id < %(before)s)

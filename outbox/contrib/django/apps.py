@@ -17,7 +17,7 @@ class OutboxConfig(AppConfig):
 
     def ready(self) -> None:
         """Wire what has to be there before the first request; nothing here touches a database."""
-        from outbox.contrib.django import checks, in_tests, metrics
+        from outbox.contrib.django import checks, in_tests, metrics, tracing
         from outbox.contrib.django.blocks import watch_connection
         from outbox.contrib.django.broker import let_go_of_test_databases
         from outbox.contrib.django.installation import after_migrate
@@ -26,5 +26,6 @@ class OutboxConfig(AppConfig):
         checks.register_all()
         connection_created.connect(let_go_of_test_databases, dispatch_uid="outbox.let_go_of_test_databases")
         metrics.record_if_wanted()
+        tracing.trace_if_wanted()
         connection_created.connect(watch_connection, dispatch_uid="outbox.watch_connection")
         post_migrate.connect(after_migrate, sender=self, dispatch_uid="outbox.after_migrate")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Final, cast
+from typing import TYPE_CHECKING, Final, TypeAlias, cast
 
 from django.db.backends.base.base import BaseDatabaseWrapper
 
@@ -20,6 +20,12 @@ from outbox.contrib.django.inbox import InboxInvoker
 from outbox.errors import ConfigurationError
 from outbox.memory import InMemoryBroker
 
+if TYPE_CHECKING:
+    from outbox.rocketmq.broker import RocketMQBroker
+
+
+AnyBroker: TypeAlias = "InMemoryBroker | PostgresBroker | RocketMQBroker"
+
 
 class _Current:
     """What was built from one settings object for one database."""
@@ -31,11 +37,16 @@ class _Current:
         self.catalog = TopicCatalog(
             settings.schema, auto_create=settings.auto_create_topics, selectors=_selectors(settings)
         )
-        self.broker: InMemoryBroker | PostgresBroker = self._memory() if settings.in_memory else self._postgres()
+        self.broker = self._made()
         # For every alias, by where it leads: the place where the atomic path was proven, or None for two-phase.
         self.paths: dict[tuple[object, ...], Place | None] = {}
         # When it was last recorded that an alias leads elsewhere (time.monotonic).
         self.path_reports: dict[str, float] = {}
+
+    def _made(self) -> AnyBroker:
+        if self.settings.in_memory:
+            return self._memory()
+        return self._rocketmq() if self.settings.is_rocketmq else self._postgres()
 
     def _memory(self) -> InMemoryBroker:
         return InMemoryBroker(
@@ -49,8 +60,23 @@ class _Current:
     def _postgres(self) -> PostgresBroker:
         return PostgresBroker(database_of(self.settings), catalog=self.catalog, check=self.settings.check)
 
+    def _rocketmq(self) -> RocketMQBroker:
+        # An extra: its client is needed by nobody else.
+        from outbox.contrib.django.ledger_checker import LedgerChecker
+        from outbox.rocketmq.answering import AnsweringThread
+        from outbox.rocketmq.broker import RocketMQBroker
+
+        group = self.settings.producer_group
+        return RocketMQBroker(
+            self.settings.broker,
+            [declared.topic for declared in self.settings.topics.values()],
+            check=self.settings.check,
+            timeout_seconds=self.settings.send_timeout_seconds,
+            answering=lambda producer: AnsweringThread(producer, get_broker, group, LedgerChecker),
+        )
+
     def close(self) -> None:
-        if isinstance(self.broker, PostgresBroker):
+        if not isinstance(self.broker, InMemoryBroker):
             self.broker.close()
 
 
@@ -61,7 +87,7 @@ _lock = threading.Lock()
 def _get() -> _Current:
     global _current
     settings = get_settings()
-    place = () if settings.in_memory else place_named_by(settings.broker)
+    place = place_named_by(settings.broker) if settings.has_database else ()
     current = _current
     if current is not None and current.settings is settings and current.place == place:
         return current
@@ -73,10 +99,10 @@ def _get() -> _Current:
         return _current
 
 
-def get_broker() -> InMemoryBroker | PostgresBroker:
+def get_broker() -> AnyBroker:
     """The broker that the settings name; the same object until they change. Raises ConfigurationError."""
     current = _get()
-    if not current.settings.in_memory:
+    if current.settings.has_database:
         refuse_in_tests(current.settings.broker)
     return current.broker
 

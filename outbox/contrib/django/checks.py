@@ -22,6 +22,7 @@ from outbox.broker.transaction import turns
 from outbox.contrib.django.broker import check_topic_imports
 from outbox.contrib.django.conf import OutboxSettings, PathChoice, get_settings, imported
 from outbox.contrib.django.databases import alias_conninfo, broker_database
+from outbox.contrib.django.engines import engine_problems
 from outbox.contrib.django.handler_connections import pool_shortages
 from outbox.contrib.django.in_tests import refuse_in_tests, running_tests
 from outbox.contrib.django.ledger_checker import ledger_aliases
@@ -58,6 +59,7 @@ def check_settings(**options: Any) -> list[CheckMessage]:
         _transactions,
         _router,
         _subscribers,
+        engine_problems,
     ]
     return [found for rule in rules for found in rule(settings)]
 
@@ -70,6 +72,8 @@ def _broker_alias(settings: OutboxSettings) -> Iterator[CheckMessage]:
                 hint="Use it in tests only.",
                 id="outbox.W011",
             )
+        return
+    if settings.is_rocketmq:
         return
     try:
         alias_conninfo(settings.broker)
@@ -139,7 +143,7 @@ def _transactions(settings: OutboxSettings) -> Iterator[CheckMessage]:
 
 
 def _router(settings: OutboxSettings) -> Iterator[CheckMessage]:
-    dedicated = settings.broker in connections and settings.broker != "default" and not settings.in_memory
+    dedicated = settings.broker in connections and settings.broker != "default" and settings.has_database
     if dedicated and not any(str(router).endswith("BrokerRouter") for router in django_settings.DATABASE_ROUTERS):
         yield Warning(
             f"`migrate --database={settings.broker}` would create the tables of all apps in the broker's database.",
@@ -233,9 +237,9 @@ def _application_database(alias: str, settings: OutboxSettings) -> Iterator[Chec
         )
     if not durable:
         yield _not_durable(alias)
-    if settings.path is PathChoice.ATOMIC and connection.vendor == "postgresql":
+    if settings.path is PathChoice.ATOMIC and connection.vendor == "postgresql" and settings.has_database:
         yield from _forced_path(alias)
-    if not missing:
+    if not missing and settings.has_database:
         yield from _foreign_ledger(alias, settings)
 
 

@@ -22,6 +22,8 @@ from django.utils.module_loading import import_string
 
 from outbox.broker.operations.thresholds import Thresholds
 from outbox.contrib.django import setting_rules
+from outbox.contrib.django.forward_rules import DeclaredForward, forwards
+from outbox.contrib.django.receive_rules import DeclaredReceive, receives
 from outbox.errors import ConfigurationError, InvalidName
 from outbox.topic import DEFAULT_QUEUE_COUNT, DEFAULT_RETENTION_SECONDS, MessageType, Topic
 from outbox.transaction import CheckSettings
@@ -56,7 +58,8 @@ class OutboxSettings:
     """The checked settings. Times are in seconds.
 
     `in_memory` replaces the broker by one in this process, for tests. `broker` is the alias of the broker's
-    database, `schema` the schema of its tables, `listen_url` a direct connection string for LISTEN where the alias
+    database, or the address of RocketMQ's proxy (`rocketmq://HOST:8081`, docs/engines.md); `schema` is the schema of
+    the broker's tables, `listen_url` a direct connection string for LISTEN where the alias
     goes through a transaction pooler ('' does without LISTEN and polls). `producer_group` names this service for
     check-back: every process that can answer for its local transactions, and nobody else, uses it. `codec` is the
     dotted path of the codec of topics that name none (default: JSON), `subscriber_module` the module of each app that
@@ -73,7 +76,9 @@ class OutboxSettings:
     `thresholds` says from where on the status warns, `audit_interval_seconds` how often conservation is audited.
     `metrics` measures what each process does, for prometheus-client; who scrapes without being staff shows
     `metrics_token`. In `health_directory` a worker's processes leave signs of life and figures for metrics; a process
-    more serves /live, /ready and /metrics at `health_address` (HOST:PORT).
+    more serves /live, /ready and /metrics at `health_address` (HOST:PORT). `tracing` follows messages, for
+    OpenTelemetry. `forward` says what `outbox_forward` sends
+    elsewhere, by consumer group, and `receive` what `outbox_receive` stores of what others have sent.
     """
 
     in_memory: bool = False
@@ -81,6 +86,8 @@ class OutboxSettings:
     schema: str = "outbox"
     listen_url: str | None = field(default=None, repr=False)
     producer_group: str = ""
+    forward: Mapping[str, DeclaredForward] = field(default_factory=dict)
+    receive: Mapping[str, DeclaredReceive] = field(default_factory=dict)
     path: PathChoice = PathChoice.AUTO
     topics: Mapping[str, DeclaredTopic] = field(default_factory=dict)
     codec: str | None = None
@@ -103,6 +110,7 @@ class OutboxSettings:
     audit_interval_seconds: float = _DAY
     metrics: bool = False
     metrics_token: str | None = field(default=None, repr=False)
+    tracing: bool = False
     health_directory: str | None = None
     health_address: str | None = None
 
@@ -114,6 +122,16 @@ class OutboxSettings:
                 "service that shares the broker. Check-back asks it for the outcome of its transactions."
             )
         return self.producer_group
+
+    @property
+    def is_rocketmq(self) -> bool:
+        """Whether the broker is a RocketMQ."""
+        return not self.in_memory and self.broker.startswith("rocketmq://")
+
+    @property
+    def has_database(self) -> bool:
+        """Whether the broker is the bundled one, in the database of the alias `broker`."""
+        return not self.in_memory and not self.is_rocketmq
 
     @property
     def check(self) -> CheckSettings:
@@ -253,10 +271,13 @@ _RULES: Final[Mapping[str, setting_rules.Rule]] = {
     "CELERY_APP": setting_rules.text_or_none,
     "THRESHOLDS": setting_rules.thresholds,
     "AUDIT_INTERVAL_SECONDS": setting_rules.seconds(1),
+    "TRACING": setting_rules.flag,
     "METRICS": setting_rules.flag,
     "METRICS_TOKEN": setting_rules.text_or_none,
     "HEALTH_DIRECTORY": setting_rules.text_or_none,
     "HEALTH_ADDRESS": setting_rules.address,
+    "FORWARD": forwards,
+    "RECEIVE": receives,
 }
 
 

@@ -42,6 +42,8 @@ def broker_database(settings: OutboxSettings | None = None) -> BrokerDatabase:
     Raises ConfigurationError when its alias is missing or not PostgreSQL, or when the test that runs must not use it.
     """
     settings = settings or get_settings()
+    if settings.is_rocketmq:
+        require_database(settings)
     refuse_in_tests(settings.broker)
     return database_of(settings)
 
@@ -69,16 +71,18 @@ def broker_connection() -> Iterator[tuple[Connection, str]]:
     Raises BrokerUnavailable, ConfigurationError, or SchemaError when the tables are missing or of another age.
     """
     settings = get_settings()
-    refuse_in_memory(settings)
+    require_database(settings)
     with broker_database(settings).connect(name="outbox-command") as connection:
         check_schema(connection, settings.schema)
         yield connection, settings.schema
 
 
-def refuse_in_memory(settings: OutboxSettings) -> None:
+def require_database(settings: OutboxSettings) -> None:
     """Raise ConfigurationError where there is no broker to look at."""
     if settings.in_memory:
         raise ConfigurationError("OUTBOX['IN_MEMORY'] is on: there is no broker outside this process to look at.")
+    if settings.is_rocketmq:
+        raise ConfigurationError("the broker is RocketMQ: look at it with its own tools (mqadmin, its dashboard).")
 
 
 def alias_conninfo(alias: str) -> str:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import Any, TypeVar, cast
+from typing import Any, Final, TypeVar, cast, overload
 
 from asgiref.sync import async_to_sync, sync_to_async
 from django.db import connections, router, transaction
@@ -33,20 +33,53 @@ from outbox.contrib.django.ends import (
     report_rollback,
     require_marked,
 )
-from outbox.contrib.django.messages import message, wait_of
-from outbox.contrib.django.parts import RESULT, Part, arguments_of, part
+from outbox.contrib.django.messages import message, messages_of, wait_of
+from outbox.contrib.django.parts import NOT_GIVEN, RESULT, Part, arguments_of, part
 from outbox.contrib.django.publish_refusals import check_immunity
 from outbox.contrib.django.publishing import publish_bound
 from outbox.errors import ConfigurationError
 from outbox.faults import point
+from outbox.message import Message
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
+# The part that is whole messages: instead of a topic and the parts of one.
+MESSAGES: Final = "messages"
 
+
+@overload
 def transactional_message(
     topic: str,
     *,
     body: Any,
+    key: object | Callable[..., object] = ...,
+    tag: str | Callable[..., str] = ...,
+    headers: Mapping[str, str] | Callable[..., Mapping[str, str]] | None = ...,
+    delay: float | timedelta | None = ...,
+    deliver_at: datetime | Callable[..., datetime] | None = ...,
+    check: Lookup | None = ...,
+    immunity_seconds: int | None = ...,
+    using: str | None = ...,
+    durable: bool = ...,
+) -> Callable[[Function], Function]: ...
+
+
+@overload
+def transactional_message(
+    *,
+    messages: Callable[..., Iterable[Message]],
+    check: Lookup | None = ...,
+    immunity_seconds: int | None = ...,
+    using: str | None = ...,
+    durable: bool = ...,
+) -> Callable[[Function], Function]: ...
+
+
+def transactional_message(
+    topic: str = "",
+    *,
+    body: Any = NOT_GIVEN,
+    messages: Callable[..., Iterable[Message]] | None = None,
     key: object | Callable[..., object] = "",
     tag: str | Callable[..., str] = "",
     headers: Mapping[str, str] | Callable[..., Mapping[str, str]] | None = None,
@@ -62,8 +95,13 @@ def transactional_message(
     `body`, `key`, `tag`, `headers` and `deliver_at` are values, or functions whose parameters are named like
     parameters of the decorated function. One that has a parameter `result` gets what the function returned (an
     id made by the database, say): then the message is built after the function ran, before COMMIT. What a caller passes
-    beyond the named parameters, by keyword into `**kwargs`, they find under its name. `check` is a
-    look-up by message, `lambda m: Order.objects.filter(pk=m.key, status="paid").exists()`: with the ledger it
+    beyond the named parameters, by keyword into `**kwargs`, they find under its name.
+
+    `messages`, in place of a topic and parts, is such a function that returns or yields any number of messages, of
+    any topics, made by `message(…)`; they become visible together or never.
+
+    `check` is a look-up by message (the first of several),
+    `lambda m: Order.objects.filter(pk=m.key, status="paid").exists()`: with the ledger it
     runs beside it and a disagreement is reported; without the ledger it decides. `immunity_seconds` is how long the
     broker waits before it asks (for a function that runs long; default OUTBOX['IMMUNITY_SECONDS']). `using` is the
     alias of the transaction; without it, it is the one that the database routers choose, and a write to another is
@@ -73,12 +111,17 @@ def transactional_message(
     run with the transaction on their own synchronous thread. An exception that leaves the function rolls back.
     Raises ConfigurationError at decoration for what cannot work.
     """
-    names.check_topic(topic)
-    wait_of(topic, delay, cast(Any, deliver_at))
+    parts = {"body": body, "key": key, "tag": tag, "headers": headers, "deliver_at": deliver_at}
+    if messages is None:
+        _check_one(topic, body)
+        wait_of(topic, delay, cast(Any, deliver_at))
+    else:
+        _check_several(messages, topic=topic, delay=delay, **parts)
+        parts = {MESSAGES: messages}
     check_immunity(topic, immunity_seconds)
     return _Decorator(
         topic=topic,
-        given={"body": body, "key": key, "tag": tag, "headers": headers, "deliver_at": deliver_at},
+        given=parts,
         delay=delay,
         immunity_seconds=immunity_seconds,
         check=check,
@@ -87,9 +130,31 @@ def transactional_message(
     )
 
 
+def _check_one(topic: str, body: Any) -> None:
+    if body is NOT_GIVEN or not topic:
+        raise ConfigurationError(
+            "@transactional_message needs a topic and body=, or messages= for several (or none): a function that "
+            "returns or yields what message(…) builds."
+        )
+    names.check_topic(topic)
+
+
+def _check_several(messages: Any, **others: Any) -> None:
+    absent = {"body": (NOT_GIVEN,)}
+    if given := [what for what, value in others.items() if value not in absent.get(what, ("", None))]:
+        raise ConfigurationError(
+            f"@transactional_message(messages=…) takes no {', '.join(given)} beside it: give that to each message(…)."
+        )
+    if not callable(messages):
+        raise ConfigurationError(
+            f"messages= of @transactional_message must be a function that returns or yields what message(…) builds, "
+            f"not {messages!r:.80}: a message made here would have the same id in every call."
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Decorator:
-    """What was said about the message, to be applied to a function."""
+    """What was said about the messages, to be applied to a function. `topic` is empty where they say it."""
 
     topic: str
     given: Mapping[str, Any]
@@ -105,7 +170,7 @@ class _Decorator:
             decorator=self,
             name=name_of(function),
             signature=signature_of(function),
-            parts={what: part(function, what, value) for what, value in self.given.items()},
+            parts={what: part(function, what, value, may_yield=what == MESSAGES) for what, value in self.given.items()},
             checker=self._register_check(function),
         )
         return cast(Function, _wrap(function, call))
@@ -116,12 +181,22 @@ class _Decorator:
             return ""
         if not has_a_name(function):
             raise ConfigurationError(
-                f"check= of topic {self.topic!r} needs a function that every process finds by its name: put "
+                f"check= of {self._about} needs a function that every process finds by its name: put "
                 f"@transactional_message next to a def, not into method_decorator or around functools.partial."
             )
         checker = path_of(function)
         register_lookup(checker, self.check)
         return checker
+
+    @property
+    def _about(self) -> str:
+        return f"topic {self.topic!r}" if self.topic else "several messages"
+
+    def build(self, values: dict[str, Any], name: str) -> list[Message]:
+        """The messages of one call of the function called `name`, from the values of its parts."""
+        if MESSAGES in values:
+            return messages_of(values[MESSAGES], f"messages= of {name}")
+        return [message(self.topic, values.pop("body"), delay=self.delay, **values)]
 
 
 def _wrap(function: Callable[..., Any], call: _Call) -> Callable[..., Any]:
@@ -205,25 +280,29 @@ class _Call:
     def _inside(self, block: _Block, function: Callable[[], Any], arguments: Mapping[str, Any]) -> Any:
         """Publish and run, in the order that the parts ask for."""
         connection = block.connection
-        if not any(part.needs_result for part in self.parts.values()):
+        is_late = any(part.needs_result for part in self.parts.values())
+        if not is_late:
             block.published = self._publish(connection, arguments)
-            result = function()
-            refuse_work_to_come(result, self.name)
-            confirm_before_commit(connection, block.published, self.name)
-            return result
-        mark = mark_transaction(connection, self.name)
+        mark = mark_transaction(connection, self.name) if block.published is None else ""
         result = function()
         refuse_work_to_come(result, self.name)
-        if not connection.needs_rollback:
+        if block.published is not None:
+            confirm_before_commit(connection, block.published, self.name)
+        elif not connection.needs_rollback:
             require_marked(connection, mark, self.name)
-            block.published = self._publish(connection, {**arguments, RESULT: result})
+            if is_late:
+                block.published = self._publish(connection, {**arguments, RESULT: result})
         return result
 
-    def _publish(self, connection: BaseDatabaseWrapper, arguments: Mapping[str, Any]) -> Published:
-        values = {what: part.of(arguments, self.name) for what, part in self.parts.items()}
-        built = message(self.decorator.topic, values.pop("body"), delay=self.decorator.delay, **values)
+    def _publish(self, connection: BaseDatabaseWrapper, arguments: Mapping[str, Any]) -> Published | None:
+        """Publish what the parts make; None where that is no message at all."""
+        built = self.decorator.build(
+            {what: part.of(arguments, self.name) for what, part in self.parts.items()}, self.name
+        )
+        if not built:
+            return None
         return publish_bound(
-            [built],
+            built,
             using=connection.alias,
             checker=self.checker,
             immunity_seconds=self.decorator.immunity_seconds,

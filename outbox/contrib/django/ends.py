@@ -18,6 +18,7 @@ from django.db import InternalError, connections, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
 from psycopg import Error as DriverError
 
+from outbox import log_context, tracing
 from outbox.broker.database.executor import Executor
 from outbox.broker.transaction.decisions import standing_decisions
 from outbox.contrib.django import ledger
@@ -136,27 +137,35 @@ def require_marked(connection: BaseDatabaseWrapper, mark: str, name: str) -> Non
 
 def report_rollback(connection: BaseDatabaseWrapper, half: HalfTransaction, xid: str) -> None:
     """After a block of ours was left without a commit: report ROLLBACK where that is certain, else ask for a check."""
-    if half.ledger_id is not None and _is_rolled_back(connection, half.transaction_id, xid):
+    if half.ledger_id is not None and _is_rolled_back(connection, half, xid):
         _end_soon(half, Decision.ROLLBACK)
     else:
         _check_soon(half.transaction_id)
 
 
-def _is_rolled_back(connection: BaseDatabaseWrapper, transaction_id: UUID, xid: str) -> bool:
+def _is_rolled_back(connection: BaseDatabaseWrapper, half: HalfTransaction, xid: str) -> bool:
     raw = connection.connection
     if raw is None or getattr(raw, "closed", False) or connection.needs_rollback:
         # Not worth a new connection; or Django lets no statement through before the outer block has ended.
         return False
     try:
         sync_pipeline(connection)
-        return ledger.is_rolled_back(connection, transaction_id, xid)
+        return ledger.is_rolled_back(connection, half.transaction_id, xid)
     except Exception as error:
-        logger.info("how %s ended on %r cannot be asked, check-back will: %s", transaction_id, connection.alias, error)
+        logger.info(
+            "how %s ended on %r cannot be asked, check-back will: %s",
+            half.transaction_id,
+            connection.alias,
+            error,
+            extra=log_context.about_half(half),
+        )
         return False
 
 
 def _end_soon(half: HalfTransaction, decision: Decision) -> None:
     """Report a decision without waiting. The in-memory broker is told at once, so that tests need not wait either."""
+    if tracing.tracer is not None:
+        tracing.tracer.decided(half, decision)
     end = EndTransaction(transaction_id=half.transaction_id, decision=decision, producer_group=half.producer_group)
     broker = get_broker()
     if isinstance(broker, InMemoryBroker):

@@ -50,7 +50,7 @@ def refresh_connections() -> None:
 
     A pool has fewer connections than there are threads: one that was kept would be missing elsewhere. Without a pool,
     and unlike Django's close_old_connections, those of CONN_MAX_AGE = 0 are kept, which means "for one request": a
-    worker that reconnected for every message would do little else.
+    worker that reconnected for every message would do little else. They go with their thread, once that is idle.
     """
     opened = _of_thread.closing.connections = connections.all(initialized_only=True)
     for connection in opened:

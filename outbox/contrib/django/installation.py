@@ -40,7 +40,7 @@ def after_migrate(
         return
     name_ledger(using, apps)
     settings = get_settings()
-    if using == settings.broker and not settings.in_memory:
+    if using == settings.broker and settings.has_database:
         try:
             install_broker(settings)
         except OutboxError as error:

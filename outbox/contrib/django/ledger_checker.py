@@ -22,6 +22,7 @@ from django.db import connections, router
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.utils import DatabaseError, IntegrityError
 
+from outbox import log_context
 from outbox.contrib.django import ledger
 from outbox.contrib.django.check_functions import find_lookup
 from outbox.contrib.django.in_tests import guarded_off
@@ -231,7 +232,7 @@ def _decided(check: Check, state: str) -> Answer:
     try:
         found = lookup(check.message)
     except Exception as error:
-        logger.exception("the look-up %s failed beside the ledger", check.checker)
+        logger.exception("the look-up %s failed beside the ledger", check.checker, extra=log_context.about_check(check))
         return Answer(
             transaction_id=check.transaction_id,
             decision=decision,
@@ -250,7 +251,7 @@ def _by_lookup(check: Check) -> Answer:
     try:
         found = lookup(check.message)
     except Exception as error:
-        logger.exception("the look-up %s failed", check.checker)
+        logger.exception("the look-up %s failed", check.checker, extra=log_context.about_check(check))
         return _unknown(check, f"{check.checker} raised {type(error).__name__}: {error}")
     if not isinstance(found, bool):
         return _unknown(check, f"{check.checker} returned {found!r}, not True or False")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime, timedelta
 from typing import Any, cast
 from uuid import UUID
@@ -35,6 +35,17 @@ def message(
         delay=wait_of(topic, delay, deliver_at),
         deliver_at=aware(deliver_at) if isinstance(deliver_at, datetime) else deliver_at,
     )
+
+
+def messages_of(given: Iterable[Message], name: str) -> list[Message]:
+    """What was given as several messages, as a list. Raises UsageError for anything else; `name` is who took it."""
+    found: list[Any] = list(given) if isinstance(given, Iterable) else [given]
+    wrong = [item for item in found if not isinstance(item, Message)]
+    if wrong or isinstance(given, Message):
+        raise UsageError(
+            f"{name}: give a list of what message(…) builds, not {(wrong or [given])[0]!r:.80}. Nothing was published."
+        )
+    return found
 
 
 def key_text(key: object) -> str:

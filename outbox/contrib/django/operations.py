@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 from uuid import UUID
@@ -15,15 +16,19 @@ from outbox.broker.operations import dead_letters, switches
 from outbox.broker.operations.dead_letters import Selection
 from outbox.broker.operations.deletion import Loss
 from outbox.broker.operations.queue_status import QueueStatus, list_queues
+from outbox.broker.operations.search import list_undecided
 from outbox.broker.postgres import PostgresBroker
 from outbox.broker.transaction.checks import find_undecided
+from outbox.broker.transaction.half_scan import hint_checks
 from outbox.contrib.django.broker import get_broker
+from outbox.contrib.django.conf import get_settings
 from outbox.contrib.django.databases import broker_connection
 from outbox.contrib.django.ledger_checker import LedgerChecker
-from outbox.errors import UnknownTopic, UsageError
+from outbox.errors import ConfigurationError, UnknownTopic, UsageError
+from outbox.memory import InMemoryBroker
 from outbox.recall import Recall
 from outbox.topic import Topic
-from outbox.transaction import DecidedBy, Decision, EndStatus, EndTransaction
+from outbox.transaction import Answer, Check, DecidedBy, Decision, EndStatus, EndTransaction
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,28 +65,38 @@ def describe_losses(losses: Sequence[Loss]) -> str:
     return f"{lag} messages not consumed, {retrying} that are retried, {dead} dead letters"
 
 
-def create_topic(name: str, **properties: Any) -> str:
+def create_topic(name: str, *, dry_run: bool = False, **properties: Any) -> str:
     """Declare a new topic. Raises UsageError when it is there already."""
     with broker_connection() as (connection, schema):
         if name in {topic.name for topic in list_topics(Executor(connection, schema))}:
             raise UsageError(f"topic {name!r} exists already: `outbox_topic alter {name}` changes it.")
-    _declare(Topic(name=name, **properties))
+    topic = Topic(name=name, **properties)
+    if dry_run:
+        return f"topic {name} would be created."
+    _declare(topic)
     return f"topic {name} was created."
 
 
-def alter_topic(name: str, **changes: Any) -> str:
+def alter_topic(name: str, *, dry_run: bool = False, **changes: Any) -> str:
     """Change properties of a topic; the others stay. Raises UnknownTopic."""
     with broker_connection() as (connection, schema):
         known = {topic.name: topic for topic in list_topics(Executor(connection, schema))}
     if name not in known:
         raise UnknownTopic(f"topic {name!r} is not declared; there are: {', '.join(sorted(known)) or 'none'}.")
     changed = replace(known[name], **changes)
+    if changed == known[name]:
+        return f"topic {name} was so already."
+    if dry_run:
+        return f"topic {name} would be changed."
     _declare(changed)
-    return f"topic {name} was changed." if changed != known[name] else f"topic {name} was so already."
+    return f"topic {name} was changed."
 
 
 def _declare(topic: Topic) -> None:
-    get_broker().declare([topic])
+    broker = get_broker()
+    if not isinstance(broker, (PostgresBroker, InMemoryBroker)):
+        raise ConfigurationError("the broker is RocketMQ: change its topics with `manage.py outbox_rocketmq --create`.")
+    broker.declare([topic])
 
 
 def replay_dead_letters(group: str, selection: Selection, *, limit: int, dry_run: bool) -> int:
@@ -131,6 +146,17 @@ def recall_messages(ids: Sequence[UUID], *, topic: str | None, key: str | None, 
         return recall.recall_key(run, topic, key)
 
 
+def switch_group(group: str, *, paused: bool, dry_run: bool) -> int:
+    """Pause a group, or let it go on; returns how many stopped queues that releases. Raises UnknownGroup."""
+    with broker_connection() as (connection, schema):
+        run = Executor(connection, schema)
+        with connection.transaction(force_rollback=True) if dry_run else nullcontext():
+            if not paused:
+                return switches.resume(run, group)
+            switches.pause(run, group)
+            return 0
+
+
 def switch_transactional(rejecting: bool | None, *, dry_run: bool) -> tuple[bool, bool]:
     """Refuse new transactional messages, or take them again; None looks only.
 
@@ -148,21 +174,11 @@ def decide(transaction_id: UUID, decision: Decision, *, force: bool = False) -> 
     The ledger is asked first, and for a rollback its barrier is run, so that a late commit cannot slip past. Raises
     UsageError when the ledger does not agree, unless `force`; and when there is no such undecided transaction.
     """
-    with broker_connection() as (connection, schema):
-        check = find_undecided(Executor(connection, schema), transaction_id)
-    if check is None:
-        raise UsageError(
-            f"{transaction_id} is no undecided transaction: `outbox_trace {transaction_id}` says what became of it."
-        )
+    check = _undecided(transaction_id)
     if not force:
-        asked = replace(check, may_write=decision is Decision.ROLLBACK)
-        answer = next(iter(LedgerChecker().check_local_transactions([asked])))
+        answer = _asked(replace(check, may_write=decision is Decision.ROLLBACK))
         if answer.decision is not decision:
-            raise UsageError(
-                f"{decision.name} of {transaction_id} is not what the ledger proves: {answer.detail}. If you know "
-                f"better, pass --force: a wrong COMMIT delivers a message about what never happened, a wrong ROLLBACK "
-                f"loses one."
-            )
+            raise _not_proven(check, decision, answer)
     end = EndTransaction(
         transaction_id=transaction_id,
         decision=decision,
@@ -170,3 +186,72 @@ def decide(transaction_id: UUID, decision: Decision, *, force: bool = False) -> 
         decided_by=DecidedBy.OPERATOR,
     )
     return get_broker().end([end])[0]
+
+
+def abort(transaction_id: UUID) -> EndStatus:
+    """Roll back an open transaction, for good, if its local transaction has not committed and is not running.
+
+    Raises UsageError where the ledger says otherwise, and where there is no such open transaction.
+    """
+    return decide(transaction_id, Decision.ROLLBACK)
+
+
+def rehearse(transaction_id: UUID, decision: Decision, *, force: bool = False) -> str:
+    """What `decide` would go by, reading only; what it would refuse raises UsageError here too.
+
+    Of a rollback the ledger's barrier has the last word, and that writes: so it is only announced.
+    """
+    check = _undecided(transaction_id)
+    if force:
+        return "the ledger would not be asked"
+    answer = _asked(replace(check, may_write=False))
+    if answer.decision is decision:
+        return f"the ledger proves it: {answer.detail}"
+    if decision is Decision.ROLLBACK and answer.decision is Decision.UNKNOWN and not answer.alarm:
+        return f"the ledger's barrier would decide it: {answer.detail}"
+    raise _not_proven(check, decision, answer)
+
+
+def ask_again(
+    ids: Sequence[UUID] = (), *, group: str | None = None, parked: bool = False, limit: int = 10_000, dry_run: bool
+) -> list[UUID]:
+    """Make undecided transactions due for a check now, wherever their producers run; returns them, the oldest first.
+
+    Those named by `ids`, else up to `limit` of a producer group (None: of all), only the `parked` ones if wanted. The
+    next pass of check-back of their group asks. Raises UsageError when one of the ids is not undecided: then none is.
+    """
+    settings = get_settings().check
+    with broker_connection() as (connection, schema), connection.transaction(force_rollback=dry_run):
+        run = Executor(connection, schema)
+        wanted = sorted(set(ids)) or [
+            one.transaction_id for one in list_undecided(run, group, parked=parked, limit=limit)
+        ]
+        if hint_checks(run, wanted, settings=settings) != len(wanted):
+            strangers = [one for one in wanted if find_undecided(run, one) is None]
+            raise UsageError(
+                f"no undecided transactions: {', '.join(map(str, strangers))}; nobody was asked. `outbox_undecided` "
+                f"lists those there are, `outbox_trace ID` says what became of one."
+            )
+    return wanted
+
+
+def _undecided(transaction_id: UUID) -> Check:
+    with broker_connection() as (connection, schema):
+        check = find_undecided(Executor(connection, schema), transaction_id)
+    if check is None:
+        raise UsageError(
+            f"{transaction_id} is no undecided transaction: `outbox_trace {transaction_id}` says what became of it."
+        )
+    return check
+
+
+def _asked(check: Check) -> Answer:
+    return next(iter(LedgerChecker().check_local_transactions([check])))
+
+
+def _not_proven(check: Check, decision: Decision, answer: Answer) -> UsageError:
+    return UsageError(
+        f"{decision.name} of {check.transaction_id} is not what the ledger proves: {answer.detail}. If you know "
+        f"better, `outbox_decide --force` does it: a wrong COMMIT delivers a message about what never happened, a "
+        f"wrong ROLLBACK loses one."
+    )

@@ -13,6 +13,9 @@ from outbox.errors import ConfigurationError, UsageError
 # The parameter of a part that gets what the decorated function returned.
 RESULT: Final = "result"
 
+# What a part is that was not given, where None is a value too.
+NOT_GIVEN: Final[Any] = object()
+
 # The parameter kinds that have no name a caller could use.
 _COLLECTING: Final = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
@@ -53,12 +56,15 @@ class Part:
         return self.value(**{wanted: known[wanted] for wanted in names if wanted in known})
 
 
-def part(function: Callable[..., Any], what: str, value: Any) -> Part:
-    """The part `what` of the messages of `function`. Raises ConfigurationError for one that could not be called."""
+def part(function: Callable[..., Any], what: str, value: Any, *, may_yield: bool = False) -> Part:
+    """The part `what` of the messages of `function`. Raises ConfigurationError for one that could not be called.
+
+    `may_yield`: it may be a generator, which is run to its end when the messages are built.
+    """
     if not callable(value):
         return Part(what, value)
     name = name_of(function)
-    if is_asynchronous(value) or is_generator(value):
+    if is_asynchronous(value) or (is_generator(value) and not may_yield):
         raise ConfigurationError(
             f"{what}= of {name} is asynchronous or a generator: it is called when the message is built. Make it a "
             f"plain function of the parameters of {name}."

@@ -35,7 +35,7 @@ def takes_atomic_path(connection: BaseDatabaseWrapper, settings: OutboxSettings)
     Raises WrongDatabase where only that path is right, but the connection does not reach the broker;
     BrokerUnavailable or SendFailed where that could not be found out; and ConfigurationError.
     """
-    if settings.in_memory or settings.path is PathChoice.TWO_PHASE:
+    if not settings.has_database or settings.path is PathChoice.TWO_PHASE:
         return False
     if connection.vendor != "postgresql":
         if settings.path is PathChoice.ATOMIC:

@@ -16,6 +16,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Final
 
+from django.db import connections
+
 from outbox import heartbeat
 from outbox.broker.operations.health import Health
 from outbox.contrib.django import metrics
@@ -87,10 +89,18 @@ def _hearts() -> list[heartbeat.Heart]:
 _PROBES: Final[Mapping[str, Callable[[], Health]]] = {"/live": live, "/ready": ready}
 
 
+def _figures() -> bytes:
+    try:
+        return metrics.render()
+    finally:
+        # Each request has a thread of its own, whose connections nobody else closes.
+        connections.close_all()
+
+
 class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if self.path == "/metrics":
-            self._answer(200, metrics.CONTENT_TYPE, metrics.render())
+            self._answer(200, metrics.CONTENT_TYPE, _figures())
         elif (probe := _PROBES.get(self.path)) is not None:
             health = probe()
             text = json.dumps({"healthy": health.is_healthy, "problems": health.problems}).encode()

@@ -16,7 +16,7 @@ from outbox.broker.transaction.checks import scan
 from outbox.broker.transaction.decisions import standing_decisions
 from outbox.broker.transaction.half_scan import undecided_below
 from outbox.contrib.django import ledger
-from outbox.contrib.django.conf import get_settings
+from outbox.contrib.django.conf import OutboxSettings, get_settings
 from outbox.contrib.django.databases import broker_database
 from outbox.contrib.django.ledger_checker import ledger_aliases, open_connection, settle
 from outbox.contrib.django.times import for_column
@@ -54,6 +54,8 @@ def prune_ledgers(*, older_than: datetime, max_batches: int = 100) -> int:
     settings = get_settings()
     if settings.in_memory:
         return 0
+    if settings.is_rocketmq:
+        return _prune_by_age(settings, max_batches)
     removed = 0
     with broker_database(settings).connect(name="outbox-prune") as broker:
         run = Executor(broker, settings.schema)
@@ -63,6 +65,26 @@ def prune_ledgers(*, older_than: datetime, max_batches: int = 100) -> int:
         for alias in ledger_aliases():
             with closing(open_connection(alias)) as connection:
                 removed += _prune_ledger(connection, run, first_id_at(older_than), max_batches)
+    return removed
+
+
+def _prune_by_age(settings: OutboxSettings, max_batches: int) -> int:
+    """Remove rows that no check asks about any more: RocketMQ shows no decisions, but it keeps no message that long.
+
+    OUTBOX['INBOX_RETENTION_SECONDS'] outlasts the messages, here too.
+    """
+    below = first_id_at(datetime.now(UTC) - timedelta(seconds=settings.inbox_retention_seconds))
+    removed = 0
+    for alias in ledger_aliases():
+        with closing(open_connection(alias)) as connection:
+            if ledger.identity(connection) is None:
+                continue
+            for _ in range(max_batches):
+                batch = ledger.ids_between(connection, UUID(int=0), below, limit=_BATCH)
+                if not batch:
+                    break
+                ledger.advance_pruned_before(connection, first_id_after(batch[-1]))
+                removed += ledger.delete(connection, batch)
     return removed
 
 

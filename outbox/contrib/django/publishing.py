@@ -24,7 +24,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from django.utils.asyncio import async_unsafe
 from psycopg.errors import InvalidSchemaName, UndefinedTable
 
-from outbox import measures
+from outbox import measures, tracing
 from outbox.broker.database.executor import Executor
 from outbox.broker.log.commit_log import append_placed
 from outbox.broker.postgres import PostgresBroker
@@ -37,7 +37,7 @@ from outbox.contrib.django.conf import OutboxSettings, get_settings
 from outbox.contrib.django.database_errors import naming
 from outbox.contrib.django.ends import Published, report_after_commit
 from outbox.contrib.django.locks import lock_keys
-from outbox.contrib.django.messages import message
+from outbox.contrib.django.messages import message, messages_of
 from outbox.contrib.django.path import confirm, takes_atomic_path
 from outbox.contrib.django.publish_refusals import (
     check_immunity,
@@ -129,9 +129,7 @@ def publish_messages(
 ) -> list[SendReceipt]:
     """Publish ready-made messages in one call, all or none; also to several topics. Otherwise like `publish`."""
     with failing_takes_the_block_along(using):
-        if isinstance(messages, Message) or not all(isinstance(item, Message) for item in messages):
-            raise UsageError(f"publish_messages takes a list of what message(…) builds, not {messages!r:.80}.")
-        return _publish_all(messages, immunity_seconds, using)
+        return _publish_all(messages_of(messages, "publish_messages"), immunity_seconds, using)
 
 
 def _publish_all(messages: Sequence[Message], immunity_seconds: int | None, using: str | None) -> list[SendReceipt]:
@@ -183,23 +181,27 @@ def publish_bound(
     has to be the newest of its transactional id. When it raises, the caller has the block rolled back: a half may have
     been stored all the same, and without its ledger row check-back rolls it back.
     """
+    with tracing.publishing(messages) as traced:
+        return _publish(traced, using, _HalfTerms(checker, immunity_seconds, producer))
+
+
+def _publish(messages: Sequence[Message], using: str | None, terms: _HalfTerms) -> Published:
     settings = get_settings()
     connection = current_transaction(using)
-    check_immunity(messages[0].topic, immunity_seconds)
+    check_immunity(messages[0].topic, terms.immunity_seconds)
     if connection is None:
-        refuse_without_transaction(settings, messages[0], immunity_seconds)
+        refuse_without_transaction(settings, messages[0], terms.immunity_seconds)
         refuse_leak_from_test(settings, using)
         timeout_seconds = settings.send_timeout_seconds
         with _measured(messages, "direct"):
-            return Published(get_broker().send(messages, timeout_seconds=timeout_seconds, producer=producer))
+            return Published(get_broker().send(messages, timeout_seconds=timeout_seconds, producer=terms.producer))
     what = f"publishing {messages[0].message_id} for topic {messages[0].topic!r}"
     watch = require_whole(connection, what)
     watch.bind(f"the message for topic {messages[0].topic!r}")
     with naming(what, connection):
         if takes_atomic_path(connection, settings):
             with _measured(messages, "atomic"):
-                return Published(_publish_atomic(connection, settings, messages, producer))
-        terms = _HalfTerms(checker, immunity_seconds, producer)
+                return Published(_publish_atomic(connection, settings, messages, terms.producer))
         with _measured(messages, "two_phase"):
             return _publish_two_phase(connection, settings, messages, terms)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -119,3 +119,31 @@ def limits(where: str, value: Any) -> Limits:
         if one is not None and (isinstance(one, bool) or not isinstance(one, (int, float)) or one < 0):
             raise wrong(where, value, "a pair (warning, critical) of numbers from 0 on, None for never")
     return Limits(*value)
+
+
+def options_of(where: str, value: Any, rules: Mapping[str, Rule], *, required: Sequence[str]) -> dict[str, Any]:
+    """The checked options of one entry of a setting."""
+    if not isinstance(value, Mapping):
+        raise wrong(where, type(value), f"a dictionary with {', '.join(map(repr, required))}")
+    for key in value:
+        if key not in rules:
+            raise ConfigurationError(f"{where}[{key!r}] is not an option.{nearest(str(key), list(rules))}")
+    for key in required:
+        if key not in value:
+            raise ConfigurationError(f"{where} lacks {key!r}.")
+    return {key: rules[key](f"{where}[{key!r}]", one) for key, one in value.items()}
+
+
+def path_or_one_of(where: str, value: Any, known: Mapping[str, str]) -> str:
+    """A dotted path, or the one that a short name stands for."""
+    name = text(where, value)
+    if "." not in name and name not in known:
+        raise ConfigurationError(f"{where} = {name!r}: there are {', '.join(known)}, or give a dotted path.")
+    return known.get(name, name)
+
+
+def keywords(where: str, value: Any) -> Mapping[str, Any]:
+    """What a class is made with. Not shown in an error: secrets are in it."""
+    if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
+        raise ConfigurationError(f"{where} must be a dictionary of options, not a {type(value).__name__}.")
+    return dict(value)

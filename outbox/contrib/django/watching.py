@@ -18,7 +18,7 @@ from outbox.broker.operations.health import Health
 from outbox.broker.operations.overview import Overview, overview
 from outbox.broker.operations.verdict import survey, unusable
 from outbox.contrib.django.conf import get_settings
-from outbox.contrib.django.databases import broker_connection, broker_database, refuse_in_memory
+from outbox.contrib.django.databases import broker_connection, broker_database, require_database
 from outbox.errors import BrokerUnavailable, ConfigurationError
 
 
@@ -67,7 +67,7 @@ def run_audit() -> dict[str, Any]:
 
 def audit_when_due() -> dict[str, Any]:
     """`run_audit`, unless anybody has audited within most of OUTBOX['AUDIT_INTERVAL_SECONDS']."""
-    if get_settings().in_memory:
+    if not get_settings().has_database:
         return {}
     with broker_connection() as (connection, schema):
         last = audit.last(Executor(connection, schema))
@@ -81,6 +81,6 @@ def audit_when_due() -> dict[str, Any]:
 def asking() -> Iterator[Executor]:
     """A connection that does not mind which tables it finds."""
     settings = get_settings()
-    refuse_in_memory(settings)
+    require_database(settings)
     with broker_database(settings).connect(name="outbox-status") as connection:
         yield Executor(connection, settings.schema)

@@ -8,8 +8,10 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
-from typing import Final
+from functools import partial
+from typing import TYPE_CHECKING, Final
 
+from outbox import heartbeat
 from outbox.broker import deaths, process_log
 from outbox.broker.consumer.runtime import ConsumerRuntime
 from outbox.broker.process import ProcessSettings, run_broker
@@ -18,6 +20,7 @@ from outbox.contrib.django import probes
 from outbox.contrib.django.broker import get_codecs
 from outbox.contrib.django.conf import get_settings
 from outbox.contrib.django.databases import broker_database
+from outbox.contrib.django.engines import require_engine
 from outbox.contrib.django.handler_connections import pool_shortages
 from outbox.contrib.django.in_tests import refuse_processes_in_tests
 from outbox.contrib.django.inbox import InboxInvoker, require_inboxes
@@ -27,6 +30,9 @@ from outbox.errors import ConfigurationError, OutboxError
 from outbox.periodic import PeriodicPass
 from outbox.ports import AnyHandler
 from outbox.subscription import Subscription
+
+if TYPE_CHECKING:
+    from outbox.rocketmq.consumer import RocketMQConsumers
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +65,9 @@ def child_specs(roles: Sequence[str] = ()) -> list[ChildSpec]:
     refuse_processes_in_tests()
     settings = get_settings()
     wanted = {Role(role) for role in roles} or set(Role) - {Role.MONITOR}
+    if settings.is_rocketmq and not roles:
+        # It is the broker.
+        wanted.discard(Role.BROKER)
     processes: dict[str, list[Role]] = {}
     if Role.BROKER in wanted or Role.CHECK in wanted:
         together = [role for role in Role if role in wanted & {Role.BROKER, Role.CHECK}]
@@ -75,7 +84,8 @@ def child_specs(roles: Sequence[str] = ()) -> list[ChildSpec]:
 
 
 def _child(name: str, roles: Sequence[Role], environment: Mapping[str, str]) -> ChildSpec:
-    record = (lambda death: deaths.record(broker_database(), death)) if Role.CONSUMER in roles else None
+    in_database = Role.CONSUMER in roles and get_settings().has_database
+    record = (lambda death: deaths.record(broker_database(), death)) if in_database else None
     argv = [sys.executable, "-m", "outbox.contrib.django.child", *roles]
     return ChildSpec(name=name, argv=argv, environment=environment, on_death=record)
 
@@ -113,6 +123,24 @@ def consumer_runtime(
     )
 
 
+def rocketmq_consumers(*, groups: Sequence[str] = ()) -> RocketMQConsumers:
+    """The project's subscribers on RocketMQ. Raises ConfigurationError for what it cannot serve."""
+    from outbox.rocketmq.consumer import RocketMQConsumers
+
+    settings = get_settings()
+    wanted = required_subscriptions(groups=groups)
+    require_engine(settings)
+    require_inboxes([subscription for subscription, _ in wanted])
+    return RocketMQConsumers(
+        settings.broker,
+        wanted,
+        topics=[declared.topic for declared in settings.topics.values()],
+        invoker=InboxInvoker(lease_seconds=settings.lease_seconds),
+        codecs=get_codecs(),
+        on_tick=partial(heartbeat.beat, ready=True),
+    )
+
+
 def required_subscriptions(*, groups: Sequence[str] = ()) -> list[tuple[Subscription, AnyHandler]]:
     """What the project subscribes to. Raises ConfigurationError when that is nothing."""
     autodiscover()
@@ -128,7 +156,10 @@ def required_subscriptions(*, groups: Sequence[str] = ()) -> list[tuple[Subscrip
 
 def run_consumer_role(stop: threading.Event, *, groups: Sequence[str] = ()) -> None:
     """Consume for the project's subscribers until `stop`, then finish what is held."""
-    consumer_runtime(groups=groups).run(stop)
+    if get_settings().is_rocketmq:
+        rocketmq_consumers(groups=groups).run(stop)
+    else:
+        consumer_runtime(groups=groups).run(stop)
 
 
 def run_monitor_role(stop: threading.Event) -> None:

@@ -172,6 +172,18 @@ def test_what_is_in_a_row() -> None:
     assert outage.failed("c", "F: other", 0.0) is None
 
 
+def test_a_pause_that_was_asked_for_lasts_that_long() -> None:
+    outage = Outage(subscribe(retry=RetryPolicy()))
+    assert outage.not_started("E: later", 0.0, 30.0) == 30.0
+    # Of calls that ran already when it was asked for.
+    outage.succeeded(1.0)
+    assert outage.failed("a", "F: other", 2.0) == 30.0
+    assert outage.not_started("E: later", 3.0, 40.0) == 43.0
+    assert not outage.admits(42.9, running=False) and outage.admits(43.0, running=False)
+    outage.succeeded(43.1)
+    assert outage.admits(43.1, running=True) and outage.error == ""
+
+
 # -- before the handler has started -----------------------------------------------------------------
 
 

@@ -14,7 +14,7 @@ from outbox import faults
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.notify import Channel, notify
 from outbox.broker.operations import dead_letters, queue_status, switches
-from outbox.errors import HandlerTimedOut, PartialFailure, PermanentError, RetryLater
+from outbox.errors import PartialFailure, PermanentError, RetryLater
 from outbox.message import Delivery, Message
 from outbox.retry import RetryPolicy
 from outbox.subscription import Mode, OnError, Subscription
@@ -242,64 +242,6 @@ def test_send_back_fails_then_local_retry(orders: ConsumptionBench, armed: Any) 
     assert [attempt for (attempt,) in orders.rows("SELECT attempt FROM outbox.scheduled")] == [1]
     assert orders.lag("g") == 0
     orders.assert_conserved("g")
-
-
-def test_consume_timeout_sends_back_and_ignores_the_late_result(orders: ConsumptionBench) -> None:
-    release = threading.Event()
-    attempts: list[int] = []
-    late: list[bool] = []
-
-    def handle(delivery: Delivery) -> None:
-        attempts.append(delivery.attempt)
-        if delivery.attempt == 1:
-            late.append(release.wait(20))
-
-    orders.publish([message()])
-    subscription = subscribe(timeout_seconds=0.2, threads=1)
-    with orders.sequencing(), orders.running((subscription, handle)):
-        # One thread, stuck: the second attempt needs its replacement.
-        eventually(lambda: attempts == [1, 2])
-        release.set()
-        eventually(lambda: late == [True])
-    errors = orders.rows("SELECT error FROM outbox.failure")
-    assert len(errors) == 1 and errors[0][0].startswith("HandlerTimedOut: the handler of group 'g' ran longer than")
-    orders.assert_conserved("g")
-    sent_back, handled = orders.rows("SELECT sum(sent_back), sum(handled) FROM outbox.offset_v1")[0]
-    assert (sent_back, handled) == (1, 1)
-
-
-def test_consume_timeout_in_an_ordered_mode_waits_for_the_stuck_call(orders: ConsumptionBench) -> None:
-    """One at a time is stronger than the timeout: the attempt failed, but the next one begins after it returned."""
-    running = Counter[str]()
-    most: list[int] = []
-    release = threading.Event()
-    attempts: list[tuple[int, int]] = []
-
-    def handle(delivery: Delivery) -> None:
-        running["now"] += 1
-        most.append(running["now"])
-        attempts.append((delivery.body["n"], delivery.attempt))
-        if delivery.attempt == 1 and delivery.body["n"] == 0:
-            assert release.wait(20)
-        running["now"] -= 1
-
-    orders.publish([message(n, key="k") for n in range(3)])
-    subscription = subscribe(mode=Mode.ORDERLY, timeout_seconds=0.2, suspend_seconds=0.05)
-    with orders.running((subscription, handle)):
-        eventually(lambda: orders.rows("SELECT 1 FROM outbox.failure"))
-        release.set()
-        eventually(lambda: len(attempts) == 4)
-    assert attempts == [(0, 1), (0, 2), (1, 1), (2, 1)]
-    assert max(most) == 1
-
-
-def test_timeout_can_be_mapped_to_a_reaction(orders: ConsumptionBench) -> None:
-    release = threading.Event()
-    orders.publish([message()])
-    subscription = subscribe(timeout_seconds=0.1, on_error={HandlerTimedOut: OnError.DEAD_LETTER})
-    with orders.running((subscription, lambda delivery: release.wait(20))):
-        eventually(lambda: dead_letters.list_dead_letters(orders.run))
-        release.set()
 
 
 @pytest.mark.parametrize("mode", list(Mode))

@@ -1,45 +1,23 @@
-"""Groups: registration, where they start, pause and resume, resets, filters in the broker, broadcast, delay."""
+"""Groups: registration, where they start, pause and resume, resets, filters in the broker."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from datetime import UTC, datetime, timedelta
+from datetime import datetime
 from typing import Any
 
 import pytest
 
 from outbox.broker.database.executor import Executor
-from outbox.broker.database.notify import Channel, notify
-from outbox.broker.database.statement import Statement
-from outbox.broker.dispatch.fetch import Fetcher
-from outbox.broker.dispatch.owned_queue import OwnedQueue
-from outbox.broker.dispatch.subscriptions import ConsumingGroup
 from outbox.broker.groups import registration
-from outbox.broker.groups.leases import Lease
-from outbox.broker.groups.offsets import Position
 from outbox.broker.operations import queue_status, reset, switches
 from outbox.errors import InvalidFilter, InvalidSubscription, UnknownGroup, UnknownTopic, UsageError
-from outbox.message import Delivery, Message
-from outbox.retry import RetryPolicy
+from outbox.message import Message
 from outbox.subscription import Mode, Start, Subscription
-from tests.broker.bench import ConsumptionBench, encode
+from tests.broker.bench import ConsumptionBench, Seen, encode
 from tests.broker.inbox import InboxInvoker
 from tests.support import eventually
-
-
-class Seen:
-    """A handler that remembers."""
-
-    def __init__(self) -> None:
-        self.ns: list[int] = []
-
-    def __call__(self, delivery: Delivery) -> None:
-        self.ns.append(delivery.body["n"])
-
-    def take(self) -> list[int]:
-        taken, self.ns = sorted(self.ns), []
-        return taken
 
 
 def message(n: int, **fields: Any) -> Message:
@@ -303,108 +281,3 @@ def test_filters_by_tags_and_by_header_expression(orders: ConsumptionBench) -> N
     assert counts.filtered == 10 + 30 - len([n for n in range(30) if n % 2 and n > 9 and n % 3 == 2])
     for group in "tha":
         orders.assert_conserved(group)
-
-
-# -- broadcast --------------------------------------------------------------------------------------
-
-
-def test_broadcast_gives_every_instance_all_messages(orders: ConsumptionBench) -> None:
-    one, two = Seen(), Seen()
-    subscription = subscribe(broadcast=True, start=Start.LATEST)
-    orders.publish(messages(0, 5))
-    with orders.sequencing(), orders.running((subscription, one)), orders.running((subscription, two)):
-        eventually(lambda: orders.members() == 2)
-        # Both have taken their position by the time their first message arrives.
-        eventually(lambda: orders.broker.send([message(-1)]) and -1 in one.ns and -1 in two.ns)
-        orders.broker.send(messages(5, 20))
-        eventually(lambda: sorted({*one.ns}) == sorted({*two.ns}) == [-1, *range(5, 20)])
-
-
-def test_broadcast_retries_in_place_and_gives_up(orders: ConsumptionBench) -> None:
-    attempts: list[int] = []
-    done = Seen()
-
-    def handle(delivery: Delivery) -> None:
-        if delivery.body["n"] == 1:
-            attempts.append(delivery.attempt)
-            raise ValueError
-        done(delivery)
-
-    policy = RetryPolicy(delays_seconds=[0.01], max_attempts=3)
-    orders.publish(messages(0, 3))
-    with orders.running((subscribe(broadcast=True, retry=policy), handle)):
-        eventually(lambda: len(attempts) == 3 and sorted(done.ns) == [0, 2])
-    assert attempts == [1, 2, 3]
-    assert orders.retrying() == 0
-
-
-# -- delay ------------------------------------------------------------------------------------------
-
-
-def test_delayed_messages_arrive_when_due_and_can_be_recalled(orders: ConsumptionBench) -> None:
-    seen = Seen()
-    at: dict[int, datetime] = {}
-
-    def handle(delivery: Delivery) -> None:
-        at[delivery.body["n"]] = datetime.now(UTC)
-        seen(delivery)
-
-    start = datetime.now(UTC)
-    due = {n: start + timedelta(seconds=0.4 * n) for n in (1, 2)}
-    recalled = message(9, deliver_at=start + timedelta(seconds=0.3))
-    with orders.sequencing(), orders.running((subscribe(), handle)):
-        orders.broker.send([*(message(n, deliver_at=time) for n, time in due.items()), recalled])
-        eventually(lambda: orders.broker.recall([recalled.message_id])[0].is_recalled)
-        eventually(lambda: len(seen.ns) == 2)
-    assert seen.ns == [1, 2]
-    assert all(at[n] >= due[n] for n in due)
-
-
-def test_large_bodies_are_loaded_when_their_turn_comes(orders: ConsumptionBench) -> None:
-    sizes: list[int] = []
-    orders.publish([Message(topic="orders", body=encode("x" * size)) for size in (10, 20_000, 300_000)])
-    orders.run_until_idle(subscribe(batch=2), lambda batch: sizes.extend(len(delivery.body) for delivery in batch))
-    assert sorted(sizes) == [10, 20_000, 300_000]
-
-
-def test_wake_up_is_by_announcement_not_by_polling(orders: ConsumptionBench) -> None:
-    """Twenty messages one after the other, each sent when the last was handled: polling would take twenty seconds."""
-    seen = Seen()
-    with orders.sequencing(), orders.running((subscribe(), seen)):
-        for n in range(20):
-            orders.broker.send([message(n)])
-            notify(Executor(orders.connection, "outbox"), Channel.DECIDED)
-            eventually(lambda n=n: len(seen.ns) == n + 1, within_seconds=10 if n == 0 else 0.9)  # type: ignore[misc]
-
-
-def test_without_listen_everything_works_by_polling(orders: ConsumptionBench) -> None:
-    from outbox.broker.database.connection import BrokerDatabase
-
-    orders.database = BrokerDatabase(conninfo=orders.url, listen_conninfo="")
-    seen = Seen()
-    with orders.running((subscribe(), seen)):
-        eventually(lambda: orders.members() == 1)
-        orders.publish(messages(0, 5))
-        eventually(lambda: len(seen.ns) == 5)
-
-
-def test_fetching_uses_primary_keys_whatever_the_statistics_say(orders: ConsumptionBench) -> None:
-    """Statistics of the empty tables: a plan that trusted them would scan, and be slow for the first million."""
-    orders.connection.execute("ANALYZE outbox.consume_queue; ANALYZE outbox.commit_log")
-    orders.publish(messages(0, 3_000))
-    executed: list[str] = []
-    connection = orders.database.connect()
-    group = ConsumingGroup(1, "g", False)
-    subscribed = group.subscribe(subscribe(filter="sql: amount > 1"), Seen(), 1)
-    fetcher = Fetcher([subscribed])
-    statement = Statement("EXPLAIN (COSTS OFF) " + fetcher._statement._text)
-    queue = OwnedQueue(Lease((1, 1), 1, 0.0), group, subscribed, "orders/0", Position(0, 0))
-    for prepare in (False, True):
-        fetcher._statement = statement
-        connection.execute(f"SET plan_cache_mode = {'force_generic_plan' if prepare else 'force_custom_plan'}".encode())
-        executed += [row[0] for row in fetcher.fetch(Executor(connection, "outbox"), [(queue, 100)])]
-    connection.close()
-    plan = "\n".join(executed)
-    assert "Seq Scan" not in plan and "Hash" not in plan and "Sort" not in plan, plan
-    assert plan.count("Index Scan using consume_queue_pkey") == 2, plan
-    assert plan.count("Index Scan using commit_log_pkey") == 2, plan

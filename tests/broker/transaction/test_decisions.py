@@ -157,7 +157,7 @@ def test_concurrent_resends_of_one_call(database: BrokerDatabase, connection: Br
     batch = [message() for _ in range(20)]
     catalog = TopicCatalog()
 
-    def send() -> list[int | None]:
+    def send() -> list[object]:
         with contextlib.closing(database.connect()) as own:
             return [receipt.position for receipt in commit_log.append_decided(Executor(own, "outbox"), catalog, batch)]
 

@@ -26,6 +26,15 @@ class OutboxCommand(BaseCommand):
         """The option --json."""
         parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 
+    def add_dry_run(self, parser: CommandParser, what: str = "say what would change, change nothing") -> None:
+        """The option --dry-run."""
+        parser.add_argument("--dry-run", action="store_true", help=what)
+
+    def add_page(self, parser: CommandParser, place: str, what: str, parse: Callable[[str], object] = str) -> None:
+        """The options of a list that is shown page by page: --limit and --after."""
+        parser.add_argument("--limit", type=positive, default=100, help="so many of them (default: %(default)s)")
+        parser.add_argument("--after", type=parse, metavar=place, help=what)
+
     def execute(self, *args: Any, **options: Any) -> str | None:
         try:
             return super().execute(*args, **options)
@@ -39,7 +48,7 @@ class OutboxCommand(BaseCommand):
 
     def add_no_input(self, parser: CommandParser) -> None:
         """The options of an action that destroys: --dry-run and --no-input."""
-        parser.add_argument("--dry-run", action="store_true", help="say what would be lost, change nothing")
+        self.add_dry_run(parser, "say what would be lost, change nothing")
         parser.add_argument("--no-input", action="store_true", help="do it without asking")
 
     def confirm(self, what: str, options: dict[str, Any]) -> None:
@@ -56,6 +65,13 @@ class OutboxCommand(BaseCommand):
     def say(self, text: str, style: Callable[[str], str] | None = None) -> None:
         """Print one line, whatever the keys and errors in it hold. Everything for people goes through here."""
         self.stdout.write(inert(text), style)
+
+    def say_more(self, shown: int, limit: int, place: object = None) -> None:
+        """Say that a full page may not be the last one, and how to go on: after a place, or once more."""
+        if shown >= limit:
+            self.say(
+                f"there may be more: {'that is as many as --limit allows' if place is None else f'--after {place}'}"
+            )
 
     def clear(self) -> None:
         """Begin a new screen where there is one, else a new paragraph."""

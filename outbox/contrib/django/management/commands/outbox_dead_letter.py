@@ -1,7 +1,9 @@
-"""`manage.py outbox_dead_letter list|replay|discard`."""
+"""`manage.py outbox_dead_letter list|show|replay|discard`."""
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 from typing import Any
 from uuid import UUID
 
@@ -9,10 +11,9 @@ from django.core.management.base import CommandError, CommandParser
 
 from outbox.broker.database.executor import Executor
 from outbox.broker.groups.registration import group_id_of
-from outbox.broker.operations.dead_letters import Selection, failed_attempts, list_dead_letters
+from outbox.broker.operations.dead_letters import Place, Selection, failed_attempts, list_dead_letters
 from outbox.contrib.django.databases import broker_connection
-from outbox.contrib.django.management.moments import moment
-from outbox.contrib.django.management.output import OutboxCommand, first_line
+from outbox.contrib.django.management.output import OutboxCommand, first_line, moment, positive
 from outbox.contrib.django.operations import discard_dead_letters, replay_dead_letters
 
 
@@ -28,13 +29,17 @@ class Command(OutboxCommand):
         )
         shown.add_argument("group", nargs="?")
         _add_selection(shown)
-        shown.add_argument("--limit", type=int, default=100)
+        self.add_page(shown, "PLACE", "the page after this place", _place)
         shown.add_argument(
             "--replayed", dest="settled", action="store_true", help="also those that were replayed or discarded"
         )
         self.add_json(shown)
+        one = actions.add_parser("show", help="one of them, settled or not, with the whole error of every attempt")
+        one.add_argument("group")
+        one.add_argument("id", type=UUID, help="message id")
+        self.add_json(one)
         again = actions.add_parser("replay", help="deliver again; the attempts count from 1")
-        again.add_argument("--dry-run", action="store_true", help="say what would be replayed")
+        self.add_dry_run(again, "say what would be replayed")
         gone = actions.add_parser("discard", help="give up for good; retention removes them with their messages")
         self.add_no_input(gone)
         for settling in (again, gone):
@@ -42,22 +47,19 @@ class Command(OutboxCommand):
             settling.add_argument("ids", nargs="*", type=UUID, help="message ids")
             _add_selection(settling)
             settling.add_argument("--all", action="store_true", help="all dead letters of the group")
-            settling.add_argument("--limit", type=int, default=10_000, help="at most so many, oldest first")
+            settling.add_argument("--limit", type=positive, default=10_000, help="at most so many, oldest first")
             self.add_json(settling)
 
     def handle(self, *args: Any, **options: Any) -> None:
-        selection = _selection(options)
-        if options["action"] == "list":
-            self._list(selection, options)
-        elif selection.is_all != options["all"]:
-            raise CommandError("name message ids, select by --error, --key …, or pass --all.")
-        elif options["action"] == "replay":
-            count = replay_dead_letters(options["group"], selection, limit=options["limit"], dry_run=options["dry_run"])
-            self._report(count, "delivered again", options)
-        else:
-            self._discard(selection, options)
+        getattr(self, f"_{options['action']}")(options)
 
-    def _discard(self, selection: Selection, options: dict[str, Any]) -> None:
+    def _replay(self, options: dict[str, Any]) -> None:
+        chosen, limit = _chosen(options), options["limit"]
+        count = replay_dead_letters(options["group"], chosen, limit=limit, dry_run=options["dry_run"])
+        self._report(count, "delivered again", options)
+
+    def _discard(self, options: dict[str, Any]) -> None:
+        selection = _chosen(options)
         group, limit = options["group"], options["limit"]
         count = discard_dead_letters(group, selection, limit=limit, dry_run=True)
         if count and not options["dry_run"]:
@@ -70,17 +72,15 @@ class Command(OutboxCommand):
             self.print_json({"count": count, "dry_run": options["dry_run"]})
             return
         self.say(f"{count} dead letters {'would be' if options['dry_run'] else 'are'} {what}.")
-        if count == options["limit"]:
-            self.say("that is as many as --limit allows: there may be more.")
+        self.say_more(count, options["limit"])
 
-    def _list(self, selection: Selection, options: dict[str, Any]) -> None:
+    def _list(self, options: dict[str, Any]) -> None:
         with broker_connection() as (connection, schema):
             run = Executor(connection, schema)
             if options["group"]:
                 group_id_of(run, options["group"])
-            letters = list_dead_letters(
-                run, options["group"], selection, settled=options["settled"], limit=options["limit"]
-            )
+            page = {name: options[name] for name in ("settled", "after", "limit")}
+            letters = list_dead_letters(run, options["group"], _selection(options), **page)
             if options["json"]:
                 self.print_json(
                     [
@@ -93,6 +93,35 @@ class Command(OutboxCommand):
             ["group", "message", "topic", "key", "attempts", "dead since", "error"],
             ((d.group, d.message_id, d.topic, d.key, d.attempts, d.dead_at, first_line(d.error)) for d in letters),
         )
+        self.say_more(len(letters), options["limit"], letters and letters[-1].place)
+
+    def _show(self, options: dict[str, Any]) -> None:
+        group, message_id = options["group"], options["id"]
+        with broker_connection() as (connection, schema):
+            run = Executor(connection, schema)
+            group_id_of(run, group)
+            letters = list_dead_letters(run, group, Selection(message_ids=[message_id]), settled=True)
+            failures = failed_attempts(run, group, message_id)
+        if not letters:
+            raise CommandError(
+                f"group {group!r} has not given up {message_id}: `outbox_trace {message_id}` follows it."
+            )
+        if options["json"]:
+            self.print_json({"letter": letters[0], "failures": failures})
+            return
+        for name, value in dataclasses.asdict(letters[0]).items():
+            self.say(f"{name.replace('_', ' ')}: {'' if value is None else value}")
+        for one in failures:
+            self.say(f"attempt {one.attempt}, {one.failed_at}:")
+            for line in one.error.splitlines():
+                self.say(f"    {line}")
+
+
+def _place(text: str) -> Place:
+    moment_text, _, log_id = text.partition("/")
+    if not log_id.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is no place: the end of a page says what to write")
+    return Place(moment(moment_text), int(log_id))
 
 
 def _add_selection(parser: CommandParser) -> None:
@@ -107,3 +136,11 @@ def _add_selection(parser: CommandParser) -> None:
 def _selection(options: dict[str, Any]) -> Selection:
     fields = ("error", "error_type", "topic", "key", "since", "until")
     return Selection(message_ids=options.get("ids") or None, **{name: options[name] for name in fields})
+
+
+def _chosen(options: dict[str, Any]) -> Selection:
+    """What an action is about; nobody settles all of them by leaving something out."""
+    selection = _selection(options)
+    if selection.is_all != options["all"]:
+        raise CommandError("name message ids, select by --error, --key …, or pass --all.")
+    return selection

@@ -8,12 +8,12 @@ from uuid import UUID
 from django.core.management.base import CommandParser
 
 from outbox.contrib.django.management.output import OutboxCommand
-from outbox.contrib.django.operations import decide
+from outbox.contrib.django.operations import decide, rehearse
 from outbox.transaction import Decision
 
 
 class Command(OutboxCommand):
-    """Parses, then calls decide."""
+    """Parses, then calls decide, or rehearse."""
 
     help = "Commit or roll back a transaction that nobody decided. The ledger has to agree, or --force."
 
@@ -21,8 +21,17 @@ class Command(OutboxCommand):
         parser.add_argument("id", type=UUID, help="transaction id")
         parser.add_argument("decision", choices=["commit", "rollback"])
         parser.add_argument("--force", action="store_true", help="without asking the ledger")
+        self.add_dry_run(parser, "say what the ledger says, decide nothing")
+        self.add_json(parser)
 
     def handle(self, *args: Any, **options: Any) -> None:
         decision = Decision.COMMIT if options["decision"] == "commit" else Decision.ROLLBACK
-        status = decide(options["id"], decision, force=options["force"])
-        self.say(f"{decision.name} of {options['id']}: {status}.")
+        act = rehearse if options["dry_run"] else decide
+        outcome = str(act(options["id"], decision, force=options["force"]))
+        if options["json"]:
+            named = {"transaction_id": options["id"], "decision": options["decision"]}
+            self.print_json({**named, "outcome": outcome, "dry_run": options["dry_run"]})
+        elif options["dry_run"]:
+            self.say(f"{decision.name} of {options['id']}: nothing was decided (--dry-run); {outcome}.")
+        else:
+            self.say(f"{decision.name} of {options['id']}: {outcome}.")

@@ -14,11 +14,9 @@ from outbox.broker.groups.registration import group_id_of
 from outbox.broker.operations.deletion import delete_group
 from outbox.broker.operations.queue_status import list_queues
 from outbox.broker.operations.reset import reset
-from outbox.broker.operations.switches import pause, resume
 from outbox.contrib.django.databases import broker_connection
-from outbox.contrib.django.management.moments import moment
-from outbox.contrib.django.management.output import OutboxCommand, first_line
-from outbox.contrib.django.operations import describe_losses, group_lags
+from outbox.contrib.django.management.output import OutboxCommand, first_line, moment
+from outbox.contrib.django.operations import describe_losses, group_lags, switch_group
 from outbox.subscription import Start
 
 _COUNTERS: Final = ("handled", "skipped", "filtered", "sent_back", "dead", "expired")
@@ -39,7 +37,10 @@ class Command(OutboxCommand):
             ("pause", "stop handing messages to a group"),
             ("resume", "let it go on, stopped queues too"),
         ):
-            actions.add_parser(action, help=what).add_argument("group")
+            switch = actions.add_parser(action, help=what)
+            switch.add_argument("group")
+            self.add_dry_run(switch)
+            self.add_json(switch)
         move = actions.add_parser("reset", help="move a group on a topic")
         move.add_argument("group")
         move.add_argument("topic")
@@ -50,7 +51,7 @@ class Command(OutboxCommand):
         target.add_argument("--to-earliest", action="store_true", help="from the oldest message the broker still has")
         move.add_argument("--queue", type=int, help="only the queue of this number")
         move.add_argument("--reprocess", action="store_true", help="also process what the inbox has already")
-        move.add_argument("--dry-run", action="store_true", help="say what would move, move nothing")
+        self.add_dry_run(move, "say what would move, move nothing")
         self.add_json(move)
         gone = actions.add_parser("delete", help="forget a group that nobody runs any more, or one of its topics")
         gone.add_argument("group")
@@ -91,14 +92,18 @@ class Command(OutboxCommand):
         )
 
     def _pause(self, options: dict[str, Any]) -> None:
-        with broker_connection() as (connection, schema):
-            pause(Executor(connection, schema), options["group"])
-        self.say(f"{options['group']} is paused; handlers that run now finish.")
+        self._switched(options, "is paused; handlers that run now finish.", paused=True)
 
     def _resume(self, options: dict[str, Any]) -> None:
-        with broker_connection() as (connection, schema):
-            count = resume(Executor(connection, schema), options["group"])
-        self.say(f"{options['group']} goes on; {count} stopped queues were released.")
+        self._switched(options, "goes on; {} stopped queues were released.", paused=False)
+
+    def _switched(self, options: dict[str, Any], said: str, *, paused: bool) -> None:
+        group, dry_run = options["group"], options["dry_run"]
+        released = switch_group(group, paused=paused, dry_run=dry_run)
+        if options["json"]:
+            self.print_json({"group": group, "paused": paused, "released_queues": released, "dry_run": dry_run})
+        else:
+            self.say(f"{group} {said.format(released)}{' Not really: --dry-run.' if dry_run else ''}")
 
     def _reset(self, options: dict[str, Any]) -> None:
         with broker_connection() as (connection, schema):

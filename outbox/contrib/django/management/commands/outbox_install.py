@@ -19,12 +19,14 @@ class Command(OutboxCommand):
     def add_arguments(self, parser: CommandParser) -> None:
         parser.add_argument("--drop", action="store_true", help="remove the broker's tables with all messages")
         parser.add_argument("--force", action="store_true", help="drop also what was not delivered")
-        parser.add_argument("--dry-run", action="store_true", help="say what would be done, change nothing")
+        self.add_dry_run(parser, "say what would be done, change nothing")
 
     def handle(self, *args: Any, **options: Any) -> None:
         settings = get_settings()
         if settings.in_memory:
             raise CommandError("OUTBOX['IN_MEMORY'] is on: there is no broker outside this process to install.")
+        if settings.is_rocketmq:
+            raise CommandError("the broker is RocketMQ: create its topics and groups with outbox_rocketmq.")
         if options["force"] and not options["drop"]:
             raise CommandError("--force goes with --drop: an installation loses nothing.")
         if options["drop"]:

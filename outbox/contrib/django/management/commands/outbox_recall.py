@@ -20,7 +20,7 @@ class Command(OutboxCommand):
         parser.add_argument("ids", nargs="*", type=UUID, help="message ids")
         parser.add_argument("--topic", help="with --key: whatever of this topic and key waits")
         parser.add_argument("--key")
-        parser.add_argument("--dry-run", action="store_true", help="say what would be recalled, recall nothing")
+        self.add_dry_run(parser, "say what would be recalled, recall nothing")
         self.add_json(parser)
 
     def handle(self, *args: Any, **options: Any) -> None:

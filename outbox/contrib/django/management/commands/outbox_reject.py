@@ -17,7 +17,7 @@ class Command(OutboxCommand):
 
     def add_arguments(self, parser: CommandParser) -> None:
         parser.add_argument("switch", nargs="?", choices=["on", "off"])
-        parser.add_argument("--dry-run", action="store_true", help="say what would change, change nothing")
+        self.add_dry_run(parser)
         self.add_json(parser)
 
     def handle(self, *args: Any, **options: Any) -> None:

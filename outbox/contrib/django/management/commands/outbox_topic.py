@@ -35,6 +35,8 @@ class Command(OutboxCommand):
                 "--on-park", choices=["hold", "release"], help="FIFO: what waits behind a parked message"
             )
             options.add_argument("--key-lock", choices=["on", "off"], help="FIFO: whether publish serialises its keys")
+            self.add_dry_run(options)
+            self.add_json(options)
         gone = actions.add_parser("delete", help="take no more messages, forget its subscriptions, remove what it has")
         gone.add_argument("name")
         self.add_no_input(gone)
@@ -55,7 +57,11 @@ class Command(OutboxCommand):
         if options["key_lock"]:
             changes["key_lock"] = options["key_lock"] == "on"
         act = create_topic if options["action"] == "create" else alter_topic
-        self.say(str(act(options["name"], **changes)))
+        outcome = act(options["name"], dry_run=options["dry_run"], **changes)
+        if options["json"]:
+            self.print_json({"topic": options["name"], "outcome": outcome, "dry_run": options["dry_run"]})
+        else:
+            self.say(outcome)
 
     def _delete(self, options: dict[str, Any]) -> None:
         name = options["name"]

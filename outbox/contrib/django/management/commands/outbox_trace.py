@@ -11,7 +11,7 @@ from outbox.broker.database.executor import Executor
 from outbox.broker.operations.search import find_by_key
 from outbox.broker.operations.trace import trace
 from outbox.contrib.django.databases import broker_connection
-from outbox.contrib.django.management.output import OutboxCommand, moment, positive
+from outbox.contrib.django.management.output import OutboxCommand, moment
 
 
 class Command(OutboxCommand):
@@ -24,8 +24,7 @@ class Command(OutboxCommand):
         parser.add_argument("--key", help="instead: list the messages with this business key, the newest first")
         parser.add_argument("--topic", help="with --key: only of this topic")
         parser.add_argument("--since", type=moment, help="with --key: stored since then (default: in the last day)")
-        parser.add_argument("--before", type=int, metavar="LOG_ID", help="with --key: the page before this message")
-        parser.add_argument("--limit", type=positive, default=100)
+        self.add_page(parser, "LOG_ID", "with --key: the page after this message", int)
         self.add_json(parser)
 
     def handle(self, *args: Any, **options: Any) -> None:
@@ -38,8 +37,9 @@ class Command(OutboxCommand):
 
     def _list(self, options: dict[str, Any]) -> None:
         with broker_connection() as (connection, schema):
-            narrowed = {name: options[name] for name in ("topic", "since", "before", "limit")}
-            found = find_by_key(Executor(connection, schema), options["key"], **narrowed)
+            narrowed = {name: options[name] for name in ("topic", "since", "limit")}
+            # The newest first: what comes after is older.
+            found = find_by_key(Executor(connection, schema), options["key"], before=options["after"], **narrowed)
         if options["json"]:
             self.print_json(found)
             return
@@ -47,8 +47,7 @@ class Command(OutboxCommand):
             ["message", "topic", "tag", "stored", "state"],
             ((one.message_id, one.topic, one.tag, one.stored_at, one.state) for one in found),
         )
-        if len(found) == options["limit"]:
-            self.say(f"there may be more: --before {found[-1].log_id}")
+        self.say_more(len(found), options["limit"], found and found[-1].log_id)
 
     def _trace(self, options: dict[str, Any]) -> None:
         with broker_connection() as (connection, schema):

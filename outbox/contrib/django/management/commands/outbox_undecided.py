@@ -10,19 +10,21 @@ from django.core.management.base import CommandParser
 from outbox.broker.database.executor import Executor
 from outbox.broker.operations.search import list_undecided
 from outbox.contrib.django.databases import broker_connection
-from outbox.contrib.django.management.output import OutboxCommand, first_line, positive
+from outbox.contrib.django.management.output import OutboxCommand, first_line
 
 
 class Command(OutboxCommand):
     """Parses, then calls list_undecided."""
 
-    help = "List undecided transactions, the oldest first. outbox_trace ID shows one, outbox_decide ID settles it."
+    help = (
+        "List undecided transactions, the oldest first. outbox_trace ID shows one, outbox_ask ID has it asked about "
+        "now, outbox_decide ID settles it."
+    )
 
     def add_arguments(self, parser: CommandParser) -> None:
         parser.add_argument("group", nargs="?", help="only of this producer group")
         parser.add_argument("--parked", action="store_true", help="only those that check-back gave up")
-        parser.add_argument("--limit", type=positive, default=100)
-        parser.add_argument("--after", type=UUID, metavar="ID", help="the page after this transaction")
+        self.add_page(parser, "ID", "the page after this transaction", UUID)
         self.add_json(parser)
 
     def handle(self, *args: Any, **options: Any) -> None:
@@ -53,5 +55,4 @@ class Command(OutboxCommand):
                 for one in found
             ),
         )
-        if len(found) == options["limit"]:
-            self.say(f"there may be more: --after {found[-1].transaction_id}")
+        self.say_more(len(found), options["limit"], found and found[-1].transaction_id)

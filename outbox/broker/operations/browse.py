@@ -1,0 +1,77 @@
+"""Browsing what is stored of a topic, for people who look: page by page, undecided messages too where wanted.
+
+Consumers have no such way: what is undecided or rolled back never reaches a queue.
+"""
+
+from __future__ import annotations
+
+import base64
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, Final
+from uuid import UUID
+
+from outbox.broker.database.executor import Executor
+from outbox.broker.database.statement import Statement
+from outbox.broker.operations.search import STATE
+
+
+@dataclass(frozen=True, slots=True)
+class Browsed:
+    """A stored message. `state`: committed, rolled back, recalled, parked or undecided; only the first is delivered."""
+
+    log_id: int
+    message_id: UUID
+    transaction_id: UUID
+    key: str
+    tag: str
+    headers: dict[str, str]
+    content_type: str
+    body: bytes
+    stored_at: datetime
+    deliver_at: datetime | None
+    state: str
+
+    def text(self) -> str:
+        """The body to look at: as it is where it is UTF-8, else base64 after `base64:`."""
+        try:
+            return self.body.decode()
+        except UnicodeDecodeError:
+            return "base64:" + base64.b64encode(self.body).decode()
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values but for ids and times."""
+        return {name: getattr(self, name) for name in self.__slots__ if name != "body"} | {"body": self.text()}
+
+
+# There is no index by topic either (see search): the time narrows what is read, and the newest come first.
+_BROWSE: Final = Statement(f"""
+SELECT log.log_id, log.message_id, log.transaction_id, log.key, log.tag, coalesce(log.headers, '{{{{}}}}') AS headers,
+       log.content_type, log.body, log.stored_at, log.deliver_at, {STATE} AS state
+FROM {{schema}}.commit_log log JOIN {{schema}}.topic USING (topic_id)
+LEFT JOIN {{schema}}.op_log op USING (transaction_id)
+LEFT JOIN {{schema}}.pending_check pending USING (transaction_id)
+LEFT JOIN {{schema}}.recalled ON recalled.log_id = log.log_id
+WHERE topic.name = %(topic)s AND log.stored_at >= coalesce(%(since)s::timestamptz, now() - interval '1 day')
+  AND (%(after)s::bigint IS NULL OR log.log_id < %(after)s)
+  AND (%(uncommitted)s OR (op.decision = 'C' AND recalled.log_id IS NULL))
+ORDER BY log.log_id DESC LIMIT %(limit)s
+""")
+
+
+def browse(
+    run: Executor,
+    topic: str,
+    *,
+    uncommitted: bool = False,
+    since: datetime | None = None,
+    after: int | None = None,
+    limit: int = 100,
+) -> list[Browsed]:
+    """A page of what is stored of a topic, the newest first, stored since then (None: in the last day).
+
+    Committed messages; with `uncommitted` also those that are undecided, rolled back or recalled, each with its state.
+    The next page is `after` the last log id of this one. Reads what was stored in that time, of all topics.
+    """
+    values = {"topic": topic, "uncommitted": uncommitted, "since": since, "after": after, "limit": limit}
+    return run.objects(Browsed, _BROWSE, values, prepare=False)

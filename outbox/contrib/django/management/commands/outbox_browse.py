@@ -1,0 +1,48 @@
+"""`manage.py outbox_browse`: what is stored of a topic."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from django.core.management.base import CommandParser
+
+from outbox.broker.database.executor import Executor
+from outbox.broker.log.topics import TopicCatalog
+from outbox.broker.operations.browse import browse
+from outbox.contrib.django.databases import broker_connection
+from outbox.contrib.django.management.output import OutboxCommand, moment
+
+# What a line of the table shows of a body; --json has it whole.
+_SHOWN_CHARACTERS = 60
+
+
+class Command(OutboxCommand):
+    """Parses, then calls browse."""
+
+    help = "Show the stored messages of a topic, the newest first. Moves no offset and locks nothing."
+
+    def add_arguments(self, parser: CommandParser) -> None:
+        parser.add_argument("topic")
+        parser.add_argument(
+            "--uncommitted", action="store_true", help="also those that are undecided, rolled back or recalled"
+        )
+        parser.add_argument("--since", type=moment, help="stored since then (default: in the last day)")
+        self.add_page(parser, "LOG_ID", "the page after this message: what was stored before it", int)
+        self.add_json(parser)
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        narrowed = {name: options[name] for name in ("uncommitted", "since", "after", "limit")}
+        with broker_connection() as (connection, schema):
+            TopicCatalog(schema).get(connection, options["topic"])
+            found = browse(Executor(connection, schema), options["topic"], **narrowed)
+        if options["json"]:
+            self.print_json([one.as_json() for one in found])
+            return
+        self.print_rows(
+            ["log id", "message", "key", "tag", "stored", "state", "body"],
+            (
+                (one.log_id, one.message_id, one.key, one.tag, one.stored_at, one.state, one.text()[:_SHOWN_CHARACTERS])
+                for one in found
+            ),
+        )
+        self.say_more(len(found), options["limit"], found[-1].log_id if found else None)

@@ -1,0 +1,41 @@
+"""`manage.py outbox_receive`: stores what others have sent, as OUTBOX['RECEIVE'] declares."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from typing import Any
+
+from django.core.management.base import CommandParser
+
+from outbox.broker.process_log import write_log
+from outbox.broker.supervisor import stop_on_signals
+from outbox.contrib.django.management.output import OutboxCommand
+from outbox.contrib.django.receiving import receive_once, run_receive
+
+
+class Command(OutboxCommand):
+    """Parses, then receives until SIGTERM or SIGINT, or until nothing comes."""
+
+    help = "Store what others have sent, as OUTBOX['RECEIVE'] declares, until SIGTERM."
+
+    def add_arguments(self, parser: CommandParser) -> None:
+        parser.add_argument("name", nargs="*", help="only these entries of OUTBOX['RECEIVE']")
+        parser.add_argument("--once", action="store_true", help="end when nothing has come for two seconds")
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        if options["once"]:
+            done = receive_once(names=options["name"])
+            self.say(f"{done.stored} messages stored, {done.put_aside} put aside")
+            return
+        write_log("receive")
+        stop = threading.Event()
+        before = stop_on_signals(stop)
+        try:
+            run_receive(stop, names=options["name"])
+        except KeyboardInterrupt:
+            sys.exit(128 + signal.SIGINT)
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)

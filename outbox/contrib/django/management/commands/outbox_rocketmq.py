@@ -1,0 +1,58 @@
+"""`manage.py outbox_rocketmq`: hold RocketMQ's topics against those declared, and create what is missing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from django.core.management.base import CommandError, CommandParser
+
+from outbox.contrib.django.broker import get_broker
+from outbox.contrib.django.conf import get_settings
+from outbox.contrib.django.engines import require_engine
+from outbox.contrib.django.management.output import OutboxCommand
+from outbox.contrib.django.registry import autodiscover, subscribers
+
+
+class Command(OutboxCommand):
+    """Without --create it changes nothing, and fails where a declared topic is missing or of another type."""
+
+    help = "Check the declared topics on RocketMQ; with --create, create them and the consumer groups."
+
+    def add_arguments(self, parser: CommandParser) -> None:
+        parser.add_argument(
+            "--create",
+            metavar="HOST:PORT",
+            help="the administration port of a broker (listenPort, 10911): create topics and groups there first",
+        )
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        settings = get_settings()
+        if not settings.is_rocketmq:
+            raise CommandError("OUTBOX['BROKER'] is no RocketMQ: see docs/engines.md.")
+        autodiscover()
+        require_engine(settings)
+        if options["create"]:
+            self._create(options["create"])
+        from outbox.rocketmq.broker import RocketMQBroker
+
+        broker = get_broker()
+        assert isinstance(broker, RocketMQBroker)
+        if problems := list(broker.topic_problems()):
+            raise CommandError("\n".join(problems))
+        self.say(f"RocketMQ has the declared topics: {', '.join(sorted(settings.topics)) or 'none'}")
+
+    def _create(self, address: str) -> None:
+        from outbox.rocketmq.admin import Admin
+
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdigit():
+            raise CommandError(f"--create {address!r} must be HOST:PORT.")
+        admin = Admin(host, int(port))
+        topics = {name: declared.topic for name, declared in get_settings().topics.items()}
+        for topic in topics.values():
+            admin.create_topic(topic)
+        for item in subscribers():
+            if item.subscription.topic not in topics:
+                raise CommandError(f"{item.name} subscribes to {item.subscription.topic!r}: declare it in TOPICS.")
+            admin.create_group(item.subscription, topics[item.subscription.topic])
+        self.say(f"created or set right: {len(topics)} topics, {len(subscribers())} subscriptions")

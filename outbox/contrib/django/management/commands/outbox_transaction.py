@@ -1,0 +1,94 @@
+"""`manage.py outbox_transaction list|describe|abort`."""
+
+from __future__ import annotations
+
+from typing import Any
+from uuid import UUID
+
+from django.core.management.base import CommandError, CommandParser
+
+from outbox.broker.database.executor import Executor
+from outbox.broker.operations.open_transactions import OpenTransaction, describe, list_open
+from outbox.contrib.django.databases import broker_connection
+from outbox.contrib.django.management.output import OutboxCommand, first_line
+from outbox.contrib.django.operations import abort
+
+
+class Command(OutboxCommand):
+    """Parses, then calls one function."""
+
+    help = "List the transactions that are open in the broker, describe one, or abort it."
+
+    def add_arguments(self, parser: CommandParser) -> None:
+        actions = parser.add_subparsers(dest="action", required=True)
+        shown = actions.add_parser("list", help="the oldest first, new ones too that no check has looked for")
+        shown.add_argument("--group", help="only of this producer group")
+        shown.add_argument("--transactional-id", metavar="ID", help="only of the fenced producer of this id")
+        self.add_page(shown, "ID", "the page after this transaction", UUID)
+        described = actions.add_parser("describe", help="one with its messages and the answers of its checks")
+        ended = actions.add_parser("abort", help="roll back for good what has not committed and is not running")
+        for one in (described, ended):
+            one.add_argument("id", type=UUID, help="transaction id")
+        for one in (shown, described, ended):
+            self.add_json(one)
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        {"list": self._list, "describe": self._describe, "abort": self._abort}[options["action"]](options)
+
+    def _list(self, options: dict[str, Any]) -> None:
+        with broker_connection() as (connection, schema):
+            narrowed = {name: options[name] for name in ("group", "transactional_id", "after", "limit")}
+            found = list_open(Executor(connection, schema), **narrowed)
+        if options["json"]:
+            self.print_json(found)
+            return
+        header = ["transaction", "producer group", "producer", "messages", "topics", "stored", "state", "last answer"]
+        self.print_rows(header, map(_row, found))
+        self.say_more(len(found), options["limit"], found[-1].transaction_id if found else None)
+
+    def _describe(self, options: dict[str, Any]) -> None:
+        with broker_connection() as (connection, schema):
+            found = describe(Executor(connection, schema), options["id"])
+        if found is None:
+            raise CommandError(
+                f"{options['id']} is no open transaction: `outbox_trace {options['id']}` says what became of it."
+            )
+        if options["json"]:
+            self.print_json(found)
+            return
+        one = found.transaction
+        self.say(f"{one.transaction_id} of {one.producer_group}: {one.state}, stored {one.stored_at}")
+        self.say(
+            f"producer: {_producer(one) or 'without a transactional id'}; checks: {one.checks}, next: {one.due_at}"
+        )
+        self.print_rows(
+            ["message", "topic", "key"], ((item.message_id, item.topic, item.key) for item in found.messages)
+        )
+        for answer in found.answers:
+            self.say(f"{answer.checked_at}: {answer.answer}, {answer.detail}")
+
+    def _abort(self, options: dict[str, Any]) -> None:
+        status = abort(options["id"])
+        if options["json"]:
+            self.print_json({"transaction_id": str(options["id"]), "status": status})
+        else:
+            self.say(f"ROLLBACK of {options['id']}: {status}.")
+
+
+def _row(one: OpenTransaction) -> tuple[object, ...]:
+    return (
+        one.transaction_id,
+        one.producer_group,
+        _producer(one),
+        one.messages,
+        ", ".join(one.topics),
+        one.stored_at,
+        one.state,
+        first_line(one.last_answer),
+    )
+
+
+def _producer(one: OpenTransaction) -> str:
+    if one.transactional_id is None:
+        return ""
+    return f"{one.transactional_id}, epoch {one.epoch}{' (fenced)' if one.fenced else ''}"

@@ -1,0 +1,134 @@
+"""A handler that forwards: in order per key, and finished only once the endpoint has acknowledged.
+
+A crash between the acknowledgement and the stored offset sends again, under the same message id.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final
+from uuid import UUID
+
+from outbox import fence
+from outbox.codec import Codecs
+from outbox.contrib.sinks.sink import NotYet, Outgoing, Rejected, Sink
+from outbox.errors import PartialFailure, ServiceUnavailable
+from outbox.faults import point
+from outbox.message import Delivery
+from outbox.retry import RetryPolicy
+from outbox.subscription import Mode, OnError, Start, Subscription
+
+Format = Callable[[Delivery, str], Outgoing]
+
+# A rejected message is offered again at this interval, for a receiver that has been mended meanwhile.
+SUSPEND_SECONDS: Final = 5.0
+
+
+class RawCodecs(Codecs):
+    """Bodies are handed on as they are: what nobody here can decode is forwarded like any other."""
+
+    def decode(self, content_type: str, data: bytes) -> Any:
+        """The bytes."""
+        return data
+
+
+class Forwarder:
+    """Handles deliveries by sending them to a sink; `topic` is the name of the messages there, `form` their format."""
+
+    def __init__(self, sink: Sink, topic: str, form: Format) -> None:
+        self._sink = sink
+        self._topic = topic
+        self._form = form
+
+    def __call__(self, given: Delivery | Sequence[Delivery]) -> None:
+        """Send them all. Raises PartialFailure, or the one error that kept all of them back."""
+        deliveries = [given] if isinstance(given, Delivery) else given
+        lines = _lines(deliveries)
+        failed: dict[UUID, Exception] = {}
+        while lines:
+            wave = [line.popleft() for line in lines]
+            errors = self._send(wave, first=len(failed) == 0 and len(wave) + _waiting(lines) == len(deliveries))
+            for line, delivery, error in zip(lines, wave, errors, strict=True):
+                if error is not None:
+                    failed[delivery.message_id] = error
+                    _hold_back(line, delivery, failed)
+            lines = [line for line in lines if line]
+        if failed:
+            raise _verdict(deliveries, failed)
+
+    def _send(self, wave: Sequence[Delivery], *, first: bool) -> Sequence[Exception | None]:
+        """One message per key. What a former owner of a queue still has in hand is not sent."""
+        fence.check()
+        errors: list[Exception | None] = [None] * len(wave)
+        ready: list[tuple[int, Outgoing]] = []
+        for place, delivery in enumerate(wave):
+            try:
+                ready.append((place, self._form(delivery, self._topic)))
+            except (ValueError, TypeError) as error:
+                errors[place] = Rejected(f"message {delivery.message_id} cannot be written in this format: {error}")
+        try:
+            results = self._sink.send([outgoing for _, outgoing in ready]) if ready else []
+        except ServiceUnavailable as error:
+            if first:
+                raise
+            results = [error] * len(ready)
+        for (place, _), result in zip(ready, results, strict=True):
+            errors[place] = result
+        point("forward.after_acknowledgement")
+        return errors
+
+
+def _lines(deliveries: Iterable[Delivery]) -> list[deque[Delivery]]:
+    """What has to be sent one after the other. Messages without a key have no order to keep."""
+    lines: dict[object, deque[Delivery]] = {}
+    for delivery in deliveries:
+        lines.setdefault(delivery.key or delivery.message_id, deque()).append(delivery)
+    return list(lines.values())
+
+
+def _waiting(lines: Iterable[Sequence[Delivery]]) -> int:
+    return sum(map(len, lines))
+
+
+def _hold_back(line: deque[Delivery], behind: Delivery, failed: dict[UUID, Exception]) -> None:
+    while line:
+        later = line.popleft()
+        failed[later.message_id] = NotYet(f"waits behind message {behind.message_id} of its key {behind.key!r}")
+
+
+def _verdict(deliveries: Sequence[Delivery], failed: dict[UUID, Exception]) -> Exception:
+    """A single message that failed is that failure: failures that are alike are how an outage is told."""
+    return failed[deliveries[0].message_id] if len(deliveries) == 1 else PartialFailure(failed)
+
+
+def subscription(
+    group: str,
+    topic: str,
+    sink: Sink,
+    *,
+    dead_letter: bool = False,
+    filter: str = "",
+    batch: int | None = None,
+    threads: int | None = None,
+    timeout_seconds: float = 120.0,
+    suspend_seconds: float = SUSPEND_SECONDS,
+    start: Start = Start.EARLIEST,
+) -> Subscription:
+    """How a group that forwards consumes: in order per key, and again and again in place.
+
+    A message that is rejected blocks its key; with `dead_letter` it is given up instead, and later ones overtake it.
+    """
+    return Subscription(
+        group=group,
+        topic=topic,
+        mode=Mode.KEY_ORDERED,
+        filter=filter,
+        start=start,
+        batch=batch or sink.batch,
+        threads=threads or sink.threads,
+        retry=RetryPolicy(delays_seconds=(1, 2, 5, 10, 20, 30, 60), max_attempts=None),
+        on_error={Rejected: OnError.DEAD_LETTER if dead_letter else OnError.RETRY},
+        suspend_seconds=suspend_seconds,
+        timeout_seconds=timeout_seconds,
+    )

@@ -1,0 +1,169 @@
+"""RabbitMQ, Redis and SQS through kombu: persistent messages, each confirmed before the next one of its key.
+
+RabbitMQ confirms what is on disk in a durable queue, and returns what no queue takes (mandatory). Redis acknowledges
+what it has in memory: how much of that outlives a crash is its `appendfsync`. SQS answers when it has stored.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from amqp.exceptions import MessageNacked
+from kombu.connection import Connection
+from kombu.entity import Exchange, Queue
+from kombu.exceptions import KombuError
+from kombu.messaging import Producer
+
+from outbox.contrib.sinks.sink import NotAcknowledged, Outgoing, one_by_one
+from outbox.errors import ConfigurationError, ServiceUnavailable
+from outbox.safe_text import mask_passwords
+
+_PERSISTENT: Final = 2
+_CONFIRMING: Final = frozenset(("amqp", "pyamqp", "amqps"))
+
+
+class KombuSink:
+    """Sends to one server: to `exchange` with a routing key, or without an exchange straight into the queue so named.
+
+    `routing_key` is a template of `{topic}` and `{key}`. `declare` makes the durable queue of that name, where there is
+    no exchange. An exchange is declared by whoever binds queues to it, and only AMQP knows whether one is bound: other
+    transports take none. `timeout_seconds` bounds connecting, and the wait for each confirmation.
+    """
+
+    binding = "amqp"
+    batch = 100
+    threads = 4
+
+    def __init__(
+        self,
+        *,
+        url: str,
+        exchange: str = "",
+        routing_key: str = "{topic}",
+        declare: bool = True,
+        timeout_seconds: float = 10.0,
+        transport_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._url = url
+        self._name = mask_passwords(url)
+        self._confirms = url.partition(":")[0].partition("+")[0] in _CONFIRMING
+        if exchange and not self._confirms:
+            raise ConfigurationError(
+                f"sink {self._name}: an exchange is for AMQP only, elsewhere nobody says when no queue is bound to it. "
+                f"Leave it out: messages go into the queue that routing_key names."
+            )
+        try:
+            routing_key.format(topic="", key="")
+        except (KeyError, IndexError, ValueError) as error:
+            raise ConfigurationError(
+                f"routing_key={routing_key!r} is a template of {{topic}} and {{key}}: {error!r}."
+            ) from error
+        self._exchange = exchange
+        self._routing_key = routing_key
+        self._declare = declare and not exchange
+        self._timeout_seconds = timeout_seconds
+        self._options = {**({"confirm_publish": True} if self._confirms else {}), **(transport_options or {})}
+        # A channel belongs to one thread at a time.
+        self._idle: list[_Channel] = []
+        self._lock = threading.Lock()
+
+    def send(self, messages: Sequence[Outgoing]) -> Sequence[Exception | None]:
+        """Each confirmed before the next. Raises ServiceUnavailable when the server takes nothing now."""
+        channel = self._take()
+        try:
+            return one_by_one(messages, lambda message: self._publish(channel, message))
+        finally:
+            with self._lock:
+                self._idle.append(channel)
+
+    def close(self) -> None:
+        """Close the connections that are not in use."""
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for channel in idle:
+            channel.close()
+
+    def _take(self) -> _Channel:
+        with self._lock:
+            if self._idle:
+                return self._idle.pop()
+        return _Channel(self._url, self._options, self._timeout_seconds, confirms=self._confirms)
+
+    def _publish(self, channel: _Channel, message: Outgoing) -> Exception | None:
+        routing_key = self._routing_key.format(topic=message.topic, key=message.key)
+        try:
+            producer = channel.open()
+            if self._declare:
+                channel.declare(routing_key)
+            producer.publish(
+                message.body,
+                exchange=self._exchange,
+                routing_key=routing_key,
+                content_type=message.content_type,
+                content_encoding="binary",
+                delivery_mode=_PERSISTENT,
+                headers=dict(message.headers),
+                message_id=str(message.message_id),
+                type=message.topic,
+                mandatory=self._confirms,
+                retry=False,
+                **({"confirm_timeout": self._timeout_seconds} if self._confirms else {}),
+            )
+        except MessageNacked:
+            return NotAcknowledged(f"{self._name} did not take the message (nack)")
+        except channel.errors as error:
+            # What was sent last may have arrived; a channel in the middle of something is of no use.
+            channel.close()
+            raise ServiceUnavailable(f"{self._name} takes nothing: {type(error).__name__}: {error}") from error
+        if channel.returned:
+            channel.returned.clear()
+            # Without the id: alike in a row, of different messages, this is an outage.
+            return NotAcknowledged(
+                f"no queue of {self._name} takes what exchange {self._exchange!r} gets with routing key {routing_key!r}"
+            )
+        return None
+
+
+class _Channel:
+    """A connection with one channel, opened when it is needed, and what it has declared."""
+
+    def __init__(self, url: str, options: Mapping[str, Any], timeout_seconds: float, *, confirms: bool) -> None:
+        self._template = Connection(url, connect_timeout=timeout_seconds, transport_options=dict(options))
+        self._connection: Any = None
+        self._producer: Any = None
+        # Only AMQP returns what no queue takes.
+        self._on_return = self._returned if confirms else None
+        self._declared: set[str] = set()
+        self.returned: list[object] = []
+
+    @property
+    def errors(self) -> tuple[type[Exception], ...]:
+        """What the transport raises."""
+        return (*self._template.connection_errors, *self._template.channel_errors, KombuError, OSError)
+
+    def open(self) -> Any:
+        """The producer."""
+        if self._producer is None:
+            self._connection = self._template.clone()
+            channel = self._connection.channel()
+            self._producer = Producer(channel, auto_declare=False, on_return=self._on_return)
+        return self._producer
+
+    def declare(self, name: str) -> None:
+        """The durable queue of this name, once per connection."""
+        if name not in self._declared:
+            Queue(name, exchange=Exchange(""), durable=True).bind(self._producer.channel).queue_declare()
+            self._declared.add(name)
+
+    def close(self) -> None:
+        """Let go of the connection; the next `open` makes another."""
+        if self._connection is not None:
+            self._connection.release()
+        self._connection = self._producer = None
+        self._declared.clear()
+        self.returned.clear()
+
+    def _returned(self, *given: object) -> None:
+        self.returned.append(given)

@@ -1,0 +1,145 @@
+"""Webhooks: one POST per message, signed by the Standard Webhooks scheme, in order per key."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC
+from email.utils import parsedate_to_datetime
+from typing import Final
+
+import httpx
+
+from outbox.contrib.sinks import signatures
+from outbox.contrib.sinks.addresses import AddressRefused, PinnedTransport
+from outbox.contrib.sinks.sink import NotAcknowledged, Outgoing, Rejected, one_by_one
+from outbox.errors import ConfigurationError, ServiceUnavailable
+
+_MOST_RESPONSE_BYTES: Final = 64 * 1024
+_SHOWN_CHARACTERS: Final = 200
+_LONGEST_PAUSE_SECONDS: Final = 3600.0
+
+# About the endpoint as a whole rather than one message: no other message would fare better. So are redirects.
+_ENDPOINT: Final = frozenset((401, 403, 404, 405, 407, 410, 425, 429, 502, 503))
+# About this attempt; what kind of failure it is shows when others fail alike.
+_ATTEMPT: Final = frozenset((408, 421, 423))
+
+
+class WebhookSink:
+    """Sends to one URL.
+
+    `secrets` are `whsec_…` texts; with two, each request carries both signatures, so that a receiver may change from
+    one to the other. Private addresses, plain http and unknown certificate authorities (`ca_file`) have to be allowed.
+    Redirects are not followed and proxies of the environment are not used: a request goes where it was declared to go.
+    `timeout_seconds` bounds connecting, and each wait for the receiver.
+    """
+
+    binding = "http"
+    batch = 1
+    threads = 8
+
+    def __init__(
+        self,
+        *,
+        url: str,
+        secrets: Sequence[str],
+        allow_private: bool = False,
+        allow_http: bool = False,
+        ca_file: str | None = None,
+        timeout_seconds: float = 10.0,
+        headers: Mapping[str, str] | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._url = _checked(url, allow_http)
+        if isinstance(secrets, str) or not secrets:
+            raise ConfigurationError(f"webhook {self._url.host}: secrets must be a list of at least one whsec_… text.")
+        self._keys = [signatures.secret_bytes(secret) for secret in secrets]
+        self._headers = dict(headers or {})
+        self._clock = clock
+        self._client = httpx.Client(
+            transport=PinnedTransport(allow_private=allow_private, ca_file=ca_file, connections=64),
+            timeout=timeout_seconds,
+            follow_redirects=False,
+            trust_env=False,
+        )
+
+    def send(self, messages: Sequence[Outgoing]) -> Sequence[Exception | None]:
+        """One request each. Raises ServiceUnavailable when the endpoint takes nothing now."""
+        return one_by_one(messages, self._post)
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._client.close()
+
+    def _post(self, message: Outgoing) -> Exception | None:
+        request = self._request(message)
+        try:
+            with self._client.stream("POST", self._url, content=message.body, headers=request) as response:
+                return self._verdict(message, response)
+        except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout, AddressRefused) as error:
+            raise ServiceUnavailable(f"webhook {self._url.host} cannot be reached: {error}") from error
+        except httpx.HTTPError as error:
+            return NotAcknowledged(f"webhook {self._url.host} did not answer: {type(error).__name__}: {error}")
+
+    def _request(self, message: Outgoing) -> dict[str, str]:
+        stamp, message_id = int(self._clock()), str(message.message_id)
+        return {
+            **self._headers,
+            **message.headers,
+            "content-type": message.content_type,
+            "webhook-id": message_id,
+            "webhook-timestamp": str(stamp),
+            "webhook-signature": signatures.sign(self._keys, message_id, stamp, message.body),
+        }
+
+    def _verdict(self, message: Outgoing, response: httpx.Response) -> Exception | None:
+        status, text = response.status_code, _beginning(response)
+        if 200 <= status < 300:
+            return None
+        said = f"webhook {self._url.host} answered {status}"
+        pause = retry_after_seconds(response.headers.get("retry-after"), self._clock())
+        if 300 <= status < 400:
+            raise ServiceUnavailable(f"{said}, a redirect, which is not followed: declare the URL it leads to")
+        if status in _ENDPOINT or (pause is not None and status >= 500):
+            raise ServiceUnavailable(said, pause_seconds=pause)
+        if status >= 500 or status in _ATTEMPT:
+            # Without the id: three alike in a row, of different messages, are an outage.
+            return NotAcknowledged(said)
+        return Rejected(f"{said} to message {message.message_id}: {text[:_SHOWN_CHARACTERS]!r}")
+
+
+def retry_after_seconds(value: str | None, now: float) -> float | None:
+    """What the header Retry-After asks for, a number of seconds or a date; an hour at most, None for anything else."""
+    if value is None:
+        return None
+    if value.strip().isascii() and value.strip().isdigit():
+        seconds = float(value)
+    else:
+        try:
+            moment = parsedate_to_datetime(value)
+        except ValueError:
+            return None
+        seconds = (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp() - now
+    return min(max(0.0, seconds), _LONGEST_PAUSE_SECONDS)
+
+
+def _checked(text: str, allow_http: bool) -> httpx.URL:
+    try:
+        url = httpx.URL(text)
+    except (httpx.InvalidURL, TypeError) as error:
+        raise ConfigurationError(f"webhook url={text!r} is no URL: {error}.") from error
+    if url.userinfo:
+        raise ConfigurationError(f"webhook {url.host}: no user and password in the URL; send a header instead.")
+    if not url.host or url.scheme not in ("https", *(["http"] if allow_http else [])):
+        raise ConfigurationError(f"webhook url={text!r} must begin with https:// (allow_http=True lets http).")
+    return url
+
+
+def _beginning(response: httpx.Response) -> str:
+    """The first of what was answered, undecoded: a receiver cannot fill our memory. All of it keeps the connection."""
+    body = b""
+    for chunk in response.iter_raw(4096):
+        body += chunk
+        if len(body) >= _MOST_RESPONSE_BYTES:
+            break
+    return body.decode(errors="replace")

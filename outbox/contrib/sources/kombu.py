@@ -1,0 +1,107 @@
+"""A queue of RabbitMQ, through kombu."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from kombu.connection import Connection
+from kombu.entity import Queue
+from kombu.exceptions import KombuError
+from kombu.message import Message
+from kombu.messaging import Consumer
+
+from outbox.contrib.sources.source import Incoming
+from outbox.errors import ServiceUnavailable
+from outbox.safe_text import mask_passwords
+
+# How long more messages are waited for once there is one.
+_MORE_SECONDS: Final = 0.01
+
+
+class KombuSource:
+    """Receives from one queue; at most `prefetch` messages are here and not acknowledged.
+
+    `declare` makes the durable queue where it is missing; without it, a missing queue is waited for.
+    """
+
+    def __init__(
+        self,
+        *,
+        url: str,
+        queue: str,
+        declare: bool = True,
+        prefetch: int = 500,
+        timeout_seconds: float = 10.0,
+        transport_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._template = Connection(
+            url, connect_timeout=timeout_seconds, transport_options=dict(transport_options or {})
+        )
+        self._name = f"queue {queue!r} of {mask_passwords(url)}"
+        self._queue = queue
+        self._declare = declare
+        self._prefetch = prefetch
+        self._connection: Any = None
+        self._waiting: deque[Message] = deque()
+        self._errors = (*self._template.connection_errors, *self._template.channel_errors, KombuError, OSError)
+
+    def receive(self, limit: int, *, wait_seconds: float) -> Sequence[Incoming]:
+        """Raises ServiceUnavailable."""
+        try:
+            connection = self._open()
+            while len(self._waiting) < limit:
+                try:
+                    connection.drain_events(timeout=_MORE_SECONDS if self._waiting else wait_seconds)
+                except TimeoutError:
+                    break
+        except self._errors as error:
+            raise self._unavailable(error) from error
+        taken = [self._waiting.popleft() for _ in range(min(limit, len(self._waiting)))]
+        return [self._incoming(message) for message in taken]
+
+    def acknowledge(self, messages: Sequence[Incoming]) -> None:
+        """Raises ServiceUnavailable."""
+        try:
+            for message in messages:
+                message.handle.ack()
+        except self._errors as error:
+            raise self._unavailable(error) from error
+
+    def close(self) -> None:
+        """Close the connection; the next `receive` makes another."""
+        self._waiting.clear()
+        if self._connection is not None:
+            self._connection.release()
+            self._connection = None
+
+    def _open(self) -> Any:
+        if self._connection is None:
+            self._connection = self._template.clone()
+            channel = self._connection.channel()
+            channel.basic_qos(0, self._prefetch, False)
+            queue = Queue(self._queue, durable=True, no_declare=not self._declare)
+            consumer = Consumer(channel, [queue], on_message=self._waiting.append, accept=None)
+            consumer.consume()
+        return self._connection
+
+    def _unavailable(self, error: BaseException) -> ServiceUnavailable:
+        return ServiceUnavailable(f"{self._name} cannot be read: {type(error).__name__}: {error}")
+
+    def _incoming(self, message: Message) -> Incoming:
+        headers = {str(name): _text(value) for name, value in (message.headers or {}).items()}
+        lower = {name.lower(): value for name, value in headers.items()}
+        body = message.body
+        return Incoming(
+            message_id=message.properties.get("message_id") or lower.get("ce-id", ""),
+            body=bytes(body) if isinstance(body, (bytes, memoryview)) else str(body).encode(),
+            where=f"message {message.delivery_tag} of {self._name}",
+            content_type=message.content_type or "",
+            headers=headers,
+            handle=message,
+        )
+
+
+def _text(value: object) -> str:
+    return value.decode(errors="replace") if isinstance(value, bytes) else str(value)

@@ -1,0 +1,156 @@
+"""Storing what others have sent as messages of a topic here: first stored, then acknowledged there.
+
+A crash between the two brings it again, under the same id, and it is stored once. From there on it is a message like
+any other: subscribers handle it with the inbox, in order, with retries and dead letters.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+from uuid import uuid4
+
+from outbox.backoff import Backoff
+from outbox.contrib.sources.source import Convert, Incoming, Source, convert, message_id_of
+from outbox.errors import (
+    BrokerUnavailable,
+    ConfigurationError,
+    InvalidMessage,
+    InvalidName,
+    MessageTypeMismatch,
+    OutboxError,
+    SendFailed,
+    ServiceUnavailable,
+)
+from outbox.faults import point
+from outbox.message import Message
+from outbox.names import MAX_BODY_BYTES
+from outbox.ports import Broker
+
+logger = logging.getLogger(__name__)
+
+_WAIT_SECONDS: Final = 0.5
+_AGAIN: Final = Backoff(first_seconds=0.5, longest_seconds=30.0, healthy_seconds=10.0)
+_SHOWN_CHARACTERS: Final = 1000
+
+
+class Poison(OutboxError):
+    """A message was received that cannot be stored as one of its topic; nothing after it is received."""
+
+
+@dataclass
+class Received:
+    """What was done: messages stored (repetitions included), and put aside."""
+
+    stored: int = 0
+    put_aside: int = 0
+
+
+class Receiver:
+    """Receives from one source into one topic.
+
+    `name` scopes the ids of its senders: the same name must mean the same senders for ever. What cannot be stored in
+    `topic` goes into `poison_topic` as it came, with the reason; without one the receiver stops.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        broker: Broker,
+        *,
+        name: str,
+        topic: str,
+        poison_topic: str | None = None,
+        convert: Convert = convert,
+        batch: int = 100,
+    ) -> None:
+        if poison_topic == topic:
+            raise ConfigurationError(f"receiving {name!r}: poison_topic must be another one than topic {topic!r}.")
+        self._source = source
+        self._broker = broker
+        self._name = name
+        self._topic = topic
+        self._poison_topic = poison_topic
+        self._convert = convert
+        self._batch = batch
+
+    def run(self, stop: threading.Event) -> None:
+        """Receive until `stop`; what is away is waited for. Raises Poison, or what says that it cannot work so."""
+        failures = 0
+        while not stop.is_set():
+            try:
+                self.run_once()
+                failures = 0
+            except (ServiceUnavailable, BrokerUnavailable, SendFailed) as error:
+                # What was received comes again, to this connection's successor.
+                self._source.close()
+                failures += 1
+                pause = _AGAIN.pause_seconds(failures)
+                logger.warning("receiving %r is interrupted, trying again in %.1f s: %s", self._name, pause, error)
+                stop.wait(pause)
+
+    def run_once(self, *, wait_seconds: float = _WAIT_SECONDS) -> Received:
+        """One batch: received, stored, acknowledged. Raises Poison, ServiceUnavailable or BrokerError."""
+        incoming = self._source.receive(self._batch, wait_seconds=wait_seconds)
+        done = Received()
+        if not incoming:
+            return done
+        whole = self._all_at_once(incoming)
+        if whole:
+            done.stored = len(incoming)
+        for one in () if whole else incoming:
+            if self._store(one):
+                done.stored += 1
+            else:
+                done.put_aside += 1
+        point("receive.after_send")
+        self._source.acknowledge(incoming)
+        return done
+
+    def _all_at_once(self, incoming: Sequence[Incoming]) -> bool:
+        """One statement for all, as long as none of them is a repetition or cannot be stored."""
+        try:
+            self._broker.send([self._convert(one, self._name, self._topic) for one in incoming])
+        except (InvalidMessage, InvalidName, ValueError):
+            return False
+        return True
+
+    def _store(self, one: Incoming) -> bool:
+        """Whether it could be stored; else it is put aside. Raises Poison where there is no place for that."""
+        try:
+            self._broker.send([self._convert(one, self._name, self._topic)])
+        except MessageTypeMismatch:
+            # The topic takes no message from here, whatever the message.
+            raise
+        except (InvalidMessage, InvalidName, ValueError) as error:
+            if self._poison_topic is None:
+                raise Poison(
+                    f"receiving {self._name!r}: {one.where} cannot be stored in topic {self._topic!r}: {error} It was "
+                    f"not acknowledged. Mend its sender and remove it there, or declare a poison_topic."
+                ) from error
+            logger.error("receiving %r: %s is put aside: %s", self._name, one.where, error)
+            self._broker.send([self._aside(one, self._poison_topic, error)])
+            return False
+        return True
+
+    def _aside(self, one: Incoming, topic: str, error: Exception) -> Message:
+        """Repetitions of it are messages of their own, if it has no id. A body that is too long is cut."""
+        headers = {"reason": _text(str(error)), "received-from": _text(one.where), "received-id": _text(one.message_id)}
+        try:
+            message_id = message_id_of(f"{self._name} poison", one)
+        except InvalidMessage:
+            message_id = uuid4()
+        return Message(
+            topic=topic,
+            body=one.body[:MAX_BODY_BYTES],
+            message_id=message_id,
+            headers={**headers, "body-bytes": str(len(one.body))},
+            content_type="application/octet-stream",
+        )
+
+
+def _text(value: str) -> str:
+    return value.replace("\x00", "\N{REPLACEMENT CHARACTER}").encode(errors="replace").decode()[:_SHOWN_CHARACTERS]

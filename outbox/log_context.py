@@ -1,0 +1,115 @@
+"""Which message a log record is about: what is logged while a handler runs, and the framework's own records.
+
+    LOGGING = {
+        "filters": {"outbox": {"()": "outbox.log_context.MessageFilter"}},
+        "formatters": {"line": {"format": "%(levelname)s %(message)s [%(outbox_message_id)s %(outbox_key)s]"}},
+        "handlers": {"console": {"class": "logging.StreamHandler", "filters": ["outbox"], "formatter": "line"}},
+        …
+
+A handler's filter, because those of a logger do not see what its children log.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Final
+from uuid import UUID
+
+from outbox.message import Delivery, Message
+from outbox.transaction import Check, HalfTransaction
+
+PREFIX: Final = "outbox_"
+# The attributes of a record, without the prefix.
+FIELDS: Final = ("message_id", "transaction_id", "group", "topic", "key")
+
+# So many of a batch are named.
+_NAMED: Final = 5
+
+# A context variable follows the handler into asyncio tasks and into threads that asgiref starts for it.
+_handled: ContextVar[Sequence[Delivery]] = ContextVar("outbox_handled", default=())
+
+
+class MessageFilter(logging.Filter):
+    """Gives every record the attributes `outbox_message_id`, `…transaction_id`, `…group`, `…topic` and `…key`.
+
+    Texts, empty where the record is about no message; of a batch the first few, separated by commas.
+    """
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Adds, and lets everything pass."""
+        values = _of_deliveries(deliveries) if (deliveries := _handled.get()) else {}
+        for field in FIELDS:
+            name = PREFIX + field
+            if not hasattr(record, name):
+                setattr(record, name, values.get(field, ""))
+        return True
+
+
+def about(
+    *,
+    message_id: UUID | None = None,
+    transaction_id: UUID | None = None,
+    group: str = "",
+    topic: str = "",
+    key: str = "",
+) -> dict[str, str]:
+    """The `extra=` of a record that is about a message or a transaction; `group` is the consumer or producer group."""
+    values = (message_id or "", transaction_id or "", group, topic, key)
+    return {PREFIX + field: str(value) for field, value in zip(FIELDS, values, strict=True)}
+
+
+def about_half(half: HalfTransaction) -> dict[str, str]:
+    """Of a transaction, by its first message."""
+    return _about_transaction(half.producer_group, half.messages[0])
+
+
+def about_check(check: Check) -> dict[str, str]:
+    """As above."""
+    return _about_transaction(check.producer_group, check.message)
+
+
+def _about_transaction(group: str, first: Message) -> dict[str, str]:
+    return about(
+        message_id=first.message_id,
+        transaction_id=first.message_id,
+        group=group,
+        topic=first.topic,
+        key=first.key,
+    )
+
+
+def suffix(record: logging.LogRecord) -> str:
+    """What the filter has added, for the end of a line: ` [key=o-1 …]`, or nothing."""
+    found = [f"{field}={value}" for field in FIELDS if (value := getattr(record, PREFIX + field, ""))]
+    return f" [{' '.join(found)}]" if found else ""
+
+
+@contextmanager
+def handling(deliveries: Sequence[Delivery]) -> Iterator[None]:
+    """What is logged in here is about these deliveries."""
+    token = _handled.set(deliveries)
+    try:
+        yield
+    finally:
+        _handled.reset(token)
+
+
+def _of_deliveries(deliveries: Sequence[Delivery]) -> dict[str, str]:
+    first = deliveries[0]
+    return {
+        "message_id": _named(one.message_id for one in deliveries),
+        "transaction_id": _named(one.transaction_id for one in deliveries),
+        "group": first.group,
+        "topic": first.topic,
+        "key": _named(one.key for one in deliveries),
+    }
+
+
+def _named(values: Iterable[object]) -> str:
+    """Each of them once, in order, the first few."""
+    texts = list(dict.fromkeys(str(value) for value in values if value))
+    more = [f"+{len(texts) - _NAMED}"] if len(texts) > _NAMED else []
+    return ",".join(texts[:_NAMED] + more)

@@ -1,0 +1,137 @@
+"""What RocketMQ's gRPC clients cannot do: create topics and consumer groups, over the broker's administration port.
+
+RocketMQ's remoting protocol in JSON: a frame of two lengths, a header and a body. An operator may use `mqadmin`
+instead; this is for tests, the demonstration and `manage.py outbox_rocketmq`.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from outbox.errors import BrokerError, BrokerUnavailable
+from outbox.rocketmq.names import wire_name
+from outbox.subscription import Mode, Subscription
+from outbox.topic import MessageType, Topic
+
+_UPDATE_TOPIC: Final = 17
+_QUERY_OFFSET: Final = 14
+_UPDATE_OFFSET: Final = 15
+_UPDATE_GROUP: Final = 200
+_CLUSTERS: Final = 106
+_SUCCESS: Final = 0
+_NOT_FOUND: Final = 22
+_READ_AND_WRITE: Final = 6
+_NO_LIMIT: Final = 1_000_000
+
+
+def message_type(topic: Topic) -> str:
+    """The one message type a topic has in RocketMQ; MIXED where ours has several."""
+    return next(iter(topic.types)).upper() if len(topic.types) == 1 else "MIXED"
+
+
+@dataclass(frozen=True)
+class Admin:
+    """The administration port of one broker (listenPort, 10911 by default). Every call raises BrokerError."""
+
+    host: str
+    port: int
+    timeout_seconds: float = 10.0
+
+    def create_topic(self, topic: Topic) -> None:
+        """Create the topic, or change it to this."""
+        self._ask(
+            (self.host, self.port),
+            _UPDATE_TOPIC,
+            {
+                "topic": wire_name(topic.name),
+                "defaultTopic": "TBW102",
+                "readQueueNums": topic.queue_count,
+                "writeQueueNums": topic.queue_count,
+                "perm": _READ_AND_WRITE,
+                "topicFilterType": "SINGLE_TAG",
+                "order": topic.types == {MessageType.FIFO},
+                "attributes": f"+message.type={message_type(topic)}",
+            },
+        )
+
+    def create_group(self, subscription: Subscription, topic: Topic) -> None:
+        """Create the subscription's group, or change it to this, and have it begin at the oldest message.
+
+        Without a stored offset RocketMQ begins near the newest. Ordered modes are orderly in RocketMQ. The server's own
+        limit of attempts is out of the way: the subscription's counts.
+        """
+        group = wire_name(subscription.group)
+        body = {
+            "groupName": group,
+            "consumeEnable": True,
+            "consumeFromMinEnable": True,
+            "consumeMessageOrderly": subscription.mode is not Mode.CONCURRENT,
+            "retryMaxTimes": _NO_LIMIT,
+        }
+        self._ask((self.host, self.port), _UPDATE_GROUP, {}, json.dumps(body).encode())
+        for number in range(topic.queue_count):
+            queue = {"consumerGroup": group, "topic": wire_name(subscription.topic), "queueId": number}
+            if self._offset(queue) == 0:
+                self._ask((self.host, self.port), _UPDATE_OFFSET, {**queue, "commitOffset": 0})
+
+    def _offset(self, queue: Mapping[str, Any]) -> int:
+        """What the group has stored for a queue; 0 where that is nothing."""
+        code, answer, _ = self._exchange((self.host, self.port), _QUERY_OFFSET, queue, b"")
+        return 0 if code == _NOT_FOUND else int(answer.get("extFields", {}).get("offset", 0))
+
+    def is_registered(self, name_server: tuple[str, int], cluster: str) -> bool:
+        """Whether the name server knows a broker of the cluster."""
+        # Not parsed: RocketMQ writes the numbers of brokers as keys without quotes.
+        return f'"clusterAddrTable":{{"{cluster}":["'.encode() in self._ask(name_server, _CLUSTERS, {})
+
+    def _ask(self, address: tuple[str, int], code: int, fields: Mapping[str, Any], body: bytes = b"") -> bytes:
+        status, answer, rest = self._exchange(address, code, fields, body)
+        if status != _SUCCESS:
+            why = answer.get("remark") or f"code {status}"
+            raise BrokerError(f"RocketMQ at {address[0]}:{address[1]} refused request {code}: {why}.")
+        return rest
+
+    def _exchange(
+        self, address: tuple[str, int], code: int, fields: Mapping[str, Any], body: bytes
+    ) -> tuple[int, Mapping[str, Any], bytes]:
+        header = {
+            "code": code,
+            "language": "PYTHON",
+            "version": 0,
+            "opaque": 1,
+            "flag": 0,
+            "extFields": {name: _text(value) for name, value in fields.items()},
+            "serializeTypeCurrentRPC": "JSON",
+        }
+        encoded = json.dumps(header).encode()
+        frame = struct.pack(">II", 4 + len(encoded) + len(body), len(encoded)) + encoded + body
+        try:
+            with socket.create_connection(address, self.timeout_seconds) as connection:
+                connection.sendall(frame)
+                total, length = struct.unpack(">II", _exactly(connection, 8))
+                # Its highest byte says how the header is written.
+                length &= 0xFFFFFF
+                answer = json.loads(_exactly(connection, length))
+                return int(answer["code"]), answer, _exactly(connection, total - 4 - length)
+        except OSError as error:
+            where = f"{address[0]}:{address[1]}"
+            raise BrokerUnavailable(f"RocketMQ at {where} cannot be administered: {error}.") from error
+
+
+def _text(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _exactly(connection: socket.socket, size: int) -> bytes:
+    parts = bytearray()
+    while len(parts) < size:
+        part = connection.recv(size - len(parts))
+        if not part:
+            raise ConnectionError("the connection was closed")
+        parts += part
+    return bytes(parts)

@@ -1,0 +1,91 @@
+"""The thread of a producing process that answers what the server asks.
+
+RocketMQ asks any producer that has used the topic, whichever process it is, and counts what is not answered; so no
+process may leave it to a worker.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Final
+
+from outbox.checkback import CheckBack
+from outbox.ports import Broker, Checker
+from outbox.rocketmq.producer import CheckingProducer
+from outbox.transaction import Decision
+
+logger = logging.getLogger(__name__)
+
+_LOOK_SECONDS: Final = 5.0
+
+
+class AnsweringThread:
+    """Runs check-back for every producer group the producer is asked about and `checker` can answer for.
+
+    `producer_group` is ours; a question about another group's message is a mistake of two services that share a
+    topic, and says so: each uses up the other's checks.
+    """
+
+    def __init__(
+        self,
+        producer: CheckingProducer,
+        broker: Callable[[], Broker],
+        producer_group: str,
+        checker: Callable[[], Checker],
+    ) -> None:
+        self._producer = producer
+        self._broker = broker
+        self._group = producer_group
+        self._checker = checker
+        self._stop = False
+        self._complained: set[str] = set()
+        self._thread = threading.Thread(target=self._run, name="outbox-rocketmq-checks", daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Have it end; does not wait for an answer that is being looked up."""
+        with self._producer.arrived:
+            self._stop = True
+            self._producer.arrived.notify_all()
+
+    def _run(self) -> None:
+        while True:
+            with self._producer.arrived:
+                self._producer.arrived.wait_for(
+                    lambda: self._stop or self._producer.pushed_groups(), timeout=_LOOK_SECONDS
+                )
+                groups = self._producer.pushed_groups()
+            if self._stop:
+                return
+            for group in groups:
+                self._answer(group)
+
+    def _answer(self, group: str) -> None:
+        if group != self._group:
+            self._complain(group)
+            return
+        try:
+            CheckBack(self._broker(), group, self._checker()).run_once()
+        except Exception:
+            logger.exception("answering checks of group %r failed; RocketMQ asks again", group)
+
+    def _complain(self, group: str) -> None:
+        """UNKNOWN: only that group can tell. Said once per process."""
+        asked = self._producer.claim(group, 500)
+        for one in asked:
+            self._producer.answer(one.transaction_id, Decision.UNKNOWN)
+        if group not in self._complained and asked:
+            self._complained.add(group)
+            logger.error(
+                "RocketMQ asked this service (producer group %r) about a message of group %r on topic %r. Two services "
+                "publish transactional messages on one topic and use up each other's checks, so that messages are "
+                "discarded: give each transactional topic one producer group.",
+                self._group,
+                group,
+                asked[0].message.topic,
+            )

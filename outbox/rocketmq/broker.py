@@ -1,0 +1,325 @@
+"""Apache RocketMQ 5 as the core's port (implements outbox.ports.Broker). What it cannot do is refused by name.
+
+The contract, and what does not carry over from the bundled broker: docs/engines.md and docs/decisions/120.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
+from datetime import UTC, datetime
+from functools import partial
+from typing import Any, Final, TypeVar
+from uuid import UUID
+
+from outbox.capabilities import Capability
+from outbox.errors import (
+    BrokerError,
+    BrokerUnavailable,
+    InvalidMessage,
+    OutcomeUnknown,
+    SendFailed,
+    UnknownTopic,
+)
+from outbox.message import Message, SendReceipt
+from outbox.recall import Recall
+from outbox.rocketmq import client
+from outbox.rocketmq.answering import AnsweringThread
+from outbox.rocketmq.engine import ENGINE, check_topics, refuse_fencing, refuse_recall, topic_problems
+from outbox.rocketmq.producer import CheckingProducer
+from outbox.rocketmq.wire import Asked, to_wire
+from outbox.topic import MessageType, Topic
+from outbox.transaction import (
+    Answer,
+    Check,
+    CheckSettings,
+    Decision,
+    EndStatus,
+    EndTransaction,
+    HalfTransaction,
+    ProducerEpoch,
+)
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+_THREADS: Final = 16
+
+
+class RocketMQBroker:
+    """One producer of this process, started at its first use. Thread-safe; a fork of a used one is refused.
+
+    `topics` are all that may be used, as they are declared. `answering` makes the checker of check-back for
+    `producer_group`: the server asks any process that has used a topic, so each process that produces answers. Raises
+    ConfigurationError for an address or topics that cannot be.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        topics: Iterable[Topic],
+        *,
+        check: CheckSettings | None = None,
+        timeout_seconds: float = 3.0,
+        answering: Callable[[CheckingProducer], AnsweringThread] | None = None,
+    ) -> None:
+        self.url = url
+        self._configuration = client.configuration(url, timeout_seconds=timeout_seconds)
+        self._topics = check_topics(topics)
+        self._check = check or CheckSettings()
+        self._answering = answering
+        self._lock = threading.Lock()
+        self._producer: CheckingProducer | None = None
+        self._answerer: AnsweringThread | None = None
+        self._threads: ThreadPoolExecutor | None = None
+        self._pid = os.getpid()
+        os.register_at_fork(after_in_child=self._forget)
+
+    # -- sending --------------------------------------------------------------------------------
+
+    def send(
+        self,
+        messages: Sequence[Message],
+        *,
+        timeout_seconds: float = 3.0,
+        committed: bool = False,
+        producer: ProducerEpoch | None = None,
+    ) -> list[SendReceipt]:
+        """Raises OutcomeUnknown where the message may have been stored: a resend would be a second copy."""
+        if producer is not None:
+            refuse_fencing()
+        if len(messages) > 1:
+            ENGINE.require(
+                Capability.PLAIN_BATCHES,
+                f"{len(messages)} messages for {messages[0].topic!r} in one call",
+                "Publish them inside `transaction.atomic()`, where the ledger binds them together, or one by one.",
+            )
+        return [self._send(message, timeout_seconds, None if committed else False) for message in messages]
+
+    def _send(self, message: Message, timeout_seconds: float, transactional: bool | None) -> SendReceipt:
+        topic = self.topic(message.topic)
+        topic.check_accepts(message, transactional=transactional)
+        wire = to_wire(message, fifo=topic.is_fifo)
+        producer = self._started()
+        receipt = self._within(timeout_seconds, lambda: self._plainly(producer, topic, wire), message)
+        return _receipt(message, message.message_id, receipt)
+
+    @staticmethod
+    def _plainly(producer: CheckingProducer, topic: Topic, wire: Any) -> Any:
+        if topic.types == {MessageType.TRANSACTION}:
+            # A repair: its local transaction has committed, and the server takes nothing else on this topic.
+            opened = producer.begin_transaction()
+            receipt = producer.send(wire, opened)
+            opened.commit()
+            return receipt
+        return producer.send(wire)
+
+    def send_half(self, half: HalfTransaction, *, timeout_seconds: float = 3.0) -> list[SendReceipt]:
+        """One transaction of the server's per message, all under our transaction id. Raises as `send` does."""
+        if half.producer is not None:
+            refuse_fencing()
+        for message in half.messages:
+            self.topic(message.topic).check_accepts(message, transactional=True)
+            if message.is_delayed:
+                ENGINE.require(
+                    Capability.DELAYED_TRANSACTIONS,
+                    f"message {message.message_id} for topic {message.topic!r}",
+                    "Publish it outside of a transaction, or keep its topic on PostgreSQL.",
+                )
+        wires = [to_wire(message, fifo=False, half=half) for message in half.messages]
+        producer = self._started()
+        receipts: list[SendReceipt] = []
+        for message, wire in zip(half.messages, wires, strict=True):
+            send = partial(producer.send_half, half.transaction_id, wire)
+            receipts.append(_receipt(message, half.transaction_id, self._within(timeout_seconds, send, message)))
+        return receipts
+
+    def _within(self, seconds: float, send: Callable[[], Any], message: Message) -> Any:
+        """Run a request of the library, which repeats it up to twice, within one deadline."""
+        what = f"message {message.message_id} for topic {message.topic!r}"
+        try:
+            return self._pool().submit(send).result(seconds)
+        except client.REFUSALS as error:
+            raise InvalidMessage(f"RocketMQ refused {what}: {client.described(error)}.") from error
+        except BrokerError:
+            raise
+        except FutureTimeout:
+            raise OutcomeUnknown(
+                f"{what} was not acknowledged within {seconds:g} s: whether it is stored is unknown. A transaction "
+                f"that rolls back now is settled by check-back; a plain message sent again may be there twice."
+            ) from None
+        except Exception as error:
+            if "route" in str(error):
+                raise self._unrouted(message.topic, error) from error
+            raise OutcomeUnknown(
+                f"{what}: RocketMQ's proxy failed ({client.described(error)}), whether it is stored is unknown."
+            ) from error
+
+    def _unrouted(self, topic: str, error: Exception) -> Exception:
+        try:
+            known = self._started().accepted_types(topic)
+        except BrokerError as unreachable:
+            return BrokerUnavailable(f"{unreachable} Nothing was published.")
+        if known is None:
+            return UnknownTopic(f"RocketMQ has no topic {topic!r}: create it. Nothing was published.")
+        return SendFailed(f"a message for {topic!r} could not be sent: {client.described(error)}.")
+
+    # -- deciding -------------------------------------------------------------------------------
+
+    def end(self, ends: Sequence[EndTransaction], *, timeout_seconds: float = 3.0) -> list[EndStatus]:
+        """ACCEPTED where the server took it; LEFT_TO_CHECK where this process does not hold the half message."""
+        if not ends:
+            return []
+        producer = self._started()
+        return list(self._pool().map(lambda end: _end(producer, end), ends))
+
+    def hint_checks(self, transaction_ids: Sequence[UUID]) -> None:
+        """Nothing: when RocketMQ asks is its own affair (transactionTimeOut, transactionCheckInterval)."""
+
+    def claim_checks(self, producer_group: str, *, limit: int = 500) -> list[Check]:
+        """What the server has asked this process about and can still be told."""
+        now = datetime.now(UTC)
+        claimed = self._started().claim(producer_group, limit)
+        return [self._as_check(one, (now - one.born_at).total_seconds()) for one in claimed]
+
+    def _as_check(self, asked: Asked, age_seconds: float) -> Check:
+        immunity = self._check.immunity_seconds if asked.immunity_seconds is None else asked.immunity_seconds
+        return Check(
+            transaction_id=asked.transaction_id,
+            producer_group=asked.producer_group,
+            ledger_id=asked.ledger_id,
+            checker=asked.checker,
+            message=asked.message,
+            stored_at=asked.born_at,
+            age_seconds=age_seconds,
+            checks=asked.checks,
+            may_write=age_seconds >= immunity,
+        )
+
+    def report_answers(self, producer_group: str, answers: Sequence[Answer]) -> list[EndStatus | None]:
+        """UNKNOWN goes to the server too, which counts it; it discards what it has asked about for too long."""
+        producer = self._started()
+        for answer in answers:
+            if answer.alarm:
+                logger.error("check of %s: %s", answer.transaction_id, answer.detail)
+        taken = self._pool().map(lambda answer: producer.answer(answer.transaction_id, answer.decision), answers)
+        return [_status(answer, was_taken) for answer, was_taken in zip(answers, taken, strict=True)]
+
+    # -- what RocketMQ has no part for ------------------------------------------------------------
+
+    def take_over(self, producer_group: str, transactional_id: str, *, timeout_seconds: float = 3.0) -> ProducerEpoch:
+        refuse_fencing()
+
+    def leftovers(self, producer: ProducerEpoch) -> list[UUID]:
+        refuse_fencing()
+
+    def resume_checks(self, producer_group: str) -> int:
+        """0: nothing is parked. What the server gave up, the reconciliation finds by its ledger row."""
+        return 0
+
+    def recall(self, message_ids: Sequence[UUID], *, timeout_seconds: float = 3.0) -> list[Recall]:
+        refuse_recall()
+
+    def recall_key(self, topic: str, key: str, *, timeout_seconds: float = 10.0) -> list[Recall]:
+        refuse_recall()
+
+    def reject_transactional(self, rejecting: bool, *, timeout_seconds: float = 3.0) -> bool:
+        ENGINE.require(
+            Capability.REJECT_TRANSACTIONAL,
+            "refusing transactional messages",
+            "An operator sets rejectTransactionMessage on the server.",
+        )
+        return False
+
+    # -- the producer ---------------------------------------------------------------------------
+
+    def topic(self, name: str) -> Topic:
+        """The topic as it is declared. Raises UnknownTopic."""
+        try:
+            return self._topics[name]
+        except KeyError:
+            raise UnknownTopic(
+                f"topic {name!r} is not declared: with RocketMQ every topic is, because its checks come only to "
+                f"producers that know it. Add it to the declared topics (Django: OUTBOX['TOPICS'])."
+            ) from None
+
+    def topic_problems(self) -> Iterator[str]:
+        """What is wrong on the server with the declared topics, each with what to do. Raises BrokerUnavailable."""
+        producer = self._started()
+        for topic in self._topics.values():
+            yield from topic_problems(topic, producer.accepted_types(topic.name))
+
+    def close(self) -> None:
+        """Stop the producer; the next use starts another."""
+        with self._lock:
+            producer, self._producer = self._producer, None
+            answerer, self._answerer = self._answerer, None
+            threads, self._threads = self._threads, None
+        if answerer is not None:
+            answerer.stop()
+        if threads is not None:
+            threads.shutdown(wait=False)
+        if producer is not None:
+            producer.shutdown()
+
+    def _started(self) -> CheckingProducer:
+        with self._lock:
+            if self._producer is None:
+                client.refuse_after_fork()
+                bound = [name for name, topic in self._topics.items() if MessageType.TRANSACTION in topic.types]
+                producer = CheckingProducer(self._configuration, bound)
+                try:
+                    producer.startup()
+                except Exception as error:
+                    raise BrokerUnavailable(
+                        f"RocketMQ's producer did not start: {client.described(error)}. Nothing was published."
+                    ) from error
+                self._producer = producer
+                if self._answering is not None:
+                    self._answerer = self._answering(producer)
+                    self._answerer.start()
+            return self._producer
+
+    def _pool(self) -> ThreadPoolExecutor:
+        with self._lock:
+            if self._threads is None:
+                self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="outbox-rocketmq")
+            return self._threads
+
+    def _forget(self) -> None:
+        """In a forked child: the parent's threads and sockets are not ours."""
+        self._lock = threading.Lock()
+        self._producer = self._answerer = self._threads = None
+
+
+def _receipt(message: Message, transaction_id: UUID, receipt: Any) -> SendReceipt:
+    return SendReceipt(
+        message_id=message.message_id,
+        transaction_id=transaction_id,
+        topic=message.topic,
+        position=str(receipt.message_id),
+    )
+
+
+def _end(producer: CheckingProducer, end: EndTransaction) -> EndStatus:
+    opened = producer.take_open(end.transaction_id)
+    try:
+        for one in opened:
+            one.commit() if end.decision is Decision.COMMIT else one.rollback()
+    except Exception as error:
+        logger.info(
+            "the end of %s was lost, check-back will settle it: %s", end.transaction_id, client.described(error)
+        )
+        return EndStatus.LEFT_TO_CHECK
+    return EndStatus.ACCEPTED if opened else EndStatus.LEFT_TO_CHECK
+
+
+def _status(answer: Answer, was_taken: bool) -> EndStatus | None:
+    if answer.decision is Decision.UNKNOWN:
+        return None
+    return EndStatus.ACCEPTED if was_taken else EndStatus.LEFT_TO_CHECK

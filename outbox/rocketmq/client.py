@@ -1,0 +1,130 @@
+"""The RocketMQ client library, as this engine uses it: the one module that imports it.
+
+Two habits of the library are kept from the application: at import it opens a log file in the home directory and closes
+the application's log handlers (`logging.config.dictConfig`), so it is given a logger of ours instead; and its event
+loop does not survive a fork, where it would wait for ever, so that a use after a fork is refused (`refuse_after_fork`).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import sys
+import types
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+from outbox.errors import BrokerUnavailable, ConfigurationError
+
+SCHEME: Final = "rocketmq"
+DEFAULT_PORT: Final = 8081
+
+
+def _import_client() -> None:
+    quiet = types.ModuleType("rocketmq.v5.log")
+    # Its errors are ours to report, with what was being done.
+    logger = logging.getLogger("outbox.rocketmq.client")
+    logger.setLevel(logging.CRITICAL)
+    quiet.logger = logger  # type: ignore[attr-defined]
+    sys.modules.setdefault("rocketmq.v5.log", quiet)
+
+
+_import_client()
+try:
+    import grpc
+    from rocketmq import ClientConfiguration, Credentials, FilterExpression, Producer, SimpleConsumer
+    from rocketmq import Message as WireMessage
+    from rocketmq.grpc_protocol import (
+        Code,
+        ForwardMessageToDeadLetterQueueRequest,
+        QueryRouteRequest,
+        TransactionResolution,
+        TransactionSource,
+    )
+    from rocketmq.v5.exception import (
+        BadRequestException,
+        ForbiddenException,
+        IllegalArgumentException,
+        NotFoundException,
+        PayloadEmptyException,
+        PayloadTooLargeException,
+        RequestHeaderFieldsTooLargeException,
+        TooManyRequestsException,
+        UnauthorizedException,
+        UnsupportedException,
+    )
+    from rocketmq.v5.util import MessagingResultChecker
+except ModuleNotFoundError as error:  # pragma: no cover
+    raise ConfigurationError(
+        f"the RocketMQ engine needs its client library ({error.name} is missing): "
+        f"install outbox-transactional[rocketmq]."
+    ) from error
+
+__all__ = [
+    "REFUSALS",
+    "ClientConfiguration",
+    "Code",
+    "FilterExpression",
+    "ForwardMessageToDeadLetterQueueRequest",
+    "MessagingResultChecker",
+    "NotFoundException",
+    "Producer",
+    "QueryRouteRequest",
+    "SimpleConsumer",
+    "TransactionResolution",
+    "TransactionSource",
+    "WireMessage",
+    "configuration",
+    "described",
+    "refuse_after_fork",
+]
+
+# The server, or the library before it asks the server, said no: nothing was stored by this attempt or an earlier one.
+REFUSALS: Final = (
+    BadRequestException,
+    ForbiddenException,
+    IllegalArgumentException,
+    NotFoundException,
+    PayloadEmptyException,
+    PayloadTooLargeException,
+    RequestHeaderFieldsTooLargeException,
+    TooManyRequestsException,
+    UnauthorizedException,
+    UnsupportedException,
+)
+
+_started_in: int | None = None
+
+
+def configuration(url: str, *, timeout_seconds: float = 3.0) -> Any:
+    """The library's configuration for `rocketmq://[ACCESS_KEY:SECRET@]HOST:PORT`. Raises ConfigurationError."""
+    parts = urlsplit(url)
+    try:
+        port = parts.port or DEFAULT_PORT
+    except ValueError:
+        port = 0
+    if parts.scheme != SCHEME or not parts.hostname or not port or parts.path.strip("/") or parts.query:
+        raise ConfigurationError("the address of RocketMQ's proxy must be rocketmq://HOST:PORT (8081 unless named).")
+    credentials = Credentials(parts.username or "", parts.password or "")
+    # Whole seconds, and for every request.
+    return ClientConfiguration(f"{parts.hostname}:{port}", credentials, request_timeout=math.ceil(timeout_seconds))
+
+
+def refuse_after_fork() -> None:
+    """Raise BrokerUnavailable in a process that was forked from one in which the library had been started."""
+    global _started_in
+    if _started_in is None:
+        _started_in = os.getpid()
+    elif _started_in != os.getpid():
+        raise BrokerUnavailable(
+            f"RocketMQ's client was started in process {_started_in}, of which this one ({os.getpid()}) is a fork: it "
+            f"would wait for ever here. Publish nothing before the fork (at import, in a preloaded server)."
+        )
+
+
+def described(error: BaseException) -> str:
+    """An error of the library in one line."""
+    if isinstance(error, grpc.RpcError):
+        return f"{error.code().name}: {error.details()}"
+    return f"{type(error).__name__}: {str(error).strip()}"

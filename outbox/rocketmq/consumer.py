@@ -1,0 +1,344 @@
+"""Consuming from RocketMQ: messages are received, handled through the invoker, and acknowledged one by one.
+
+A received message is invisible to others for a while, which is extended as long as its handler runs; a consumer that
+dies lets it come back. The server counts attempts. A retry is a longer invisible time, the last failure goes to the
+group's dead letters (%DLQ%GROUP). Every thread of a subscription receives for itself, so nothing is held that nobody
+handles.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Final
+
+from outbox import fence
+from outbox.backoff import Backoff
+from outbox.codec import Codecs
+from outbox.errors import (
+    BrokerUnavailable,
+    ConfigurationError,
+    HandlerNotStarted,
+    KillsItsProcess,
+    ServiceUnavailable,
+    UndecodableBody,
+)
+from outbox.filters.filter import parse_filter
+from outbox.message import Delivery, Message
+from outbox.ports import AnyHandler, Disposition, Invoker, call_handler
+from outbox.rocketmq import client
+from outbox.rocketmq.engine import ENGINE
+from outbox.rocketmq.names import wire_name
+from outbox.rocketmq.wire import from_wire
+from outbox.subscription import OnError, Subscription
+from outbox.topic import Topic
+
+logger = logging.getLogger(__name__)
+
+# The proxy takes no shorter waits for messages than 5 s, and no shorter invisible time than 10 s.
+_WAIT_SECONDS: Final = 5
+INVISIBLE_SECONDS: Final = 15
+_RENEW_SECONDS: Final = INVISIBLE_SECONDS / 3
+_AWAY_SECONDS: Final = 1.0
+_LONGEST_SECONDS: Final = 12 * 3600
+_BACKOFF: Final = Backoff(first_seconds=0.2, longest_seconds=10.0, factor=2)
+# The inbox of a project that moves from one engine to the other stays valid.
+_GENERATION: Final = 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A message that was received, is decoded, and has to be let go one way or the other."""
+
+    wire: Any
+    delivery: Delivery
+
+
+@dataclass(slots=True)
+class _Attempt:
+    """One call of the handler, and how long it may take."""
+
+    seconds: float
+    ends_at: float = 0.0
+
+    def begin(self) -> None:
+        """Give it the full time from now on."""
+        self.ends_at = time.monotonic() + self.seconds
+
+    def is_over(self) -> bool:
+        """Whether its time is up."""
+        return time.monotonic() >= self.ends_at
+
+    def lost(self) -> str:
+        """Why its effects do not count any more, or ''."""
+        return f"the handler ran longer than {self.seconds:g} s" if self.is_over() else ""
+
+
+@dataclass(slots=True)
+class _Extended:
+    """A message whose invisible time is extended while its attempt lasts, or until it is released."""
+
+    wire: Any
+    attempt: _Attempt
+    released: bool = False
+    extending: threading.Lock = field(default_factory=threading.Lock)
+
+
+class RocketMQConsumers:
+    """The subscriptions of one process. Raises ConfigurationError for one that RocketMQ cannot serve.
+
+    `invoker` has to bring an inbox: the server delivers copies (docs/engines.md).
+    """
+
+    def __init__(
+        self,
+        url: str,
+        subscriptions: Sequence[tuple[Subscription, AnyHandler]],
+        *,
+        topics: Sequence[Topic] = (),
+        invoker: Invoker = call_handler,
+        codecs: Codecs | None = None,
+        on_tick: Callable[[], None] | None = None,
+    ) -> None:
+        declared = {topic.name: topic for topic in topics}
+        for subscription, _ in subscriptions:
+            for refused in ENGINE.subscription_refusals(subscription, declared.get(subscription.topic)):
+                raise ConfigurationError(refused)
+        self._on_tick = on_tick
+        configuration = client.configuration(url)
+        self._pollers = [
+            _Poller(configuration, subscription, handler, invoker, codecs or Codecs())
+            for subscription, handler in subscriptions
+        ]
+
+    def run(self, stop: threading.Event) -> None:
+        """Consume until `stop`, then finish what is held. Raises BrokerUnavailable where it cannot begin."""
+        client.refuse_after_fork()
+        started: list[_Poller] = []
+        try:
+            for poller in self._pollers:
+                poller.start(stop)
+                started.append(poller)
+            while not stop.wait(1.0):
+                if self._on_tick is not None:
+                    self._on_tick()
+        finally:
+            stop.set()
+            for poller in started:
+                poller.finish()
+
+
+class _Poller:
+    """One subscription: its client of the library, its threads, and the thread that extends what they hold."""
+
+    def __init__(
+        self, configuration: Any, subscription: Subscription, handler: AnyHandler, invoker: Invoker, codecs: Codecs
+    ) -> None:
+        self._configuration = configuration
+        self._subscription = subscription
+        self._handler = handler
+        self._invoker = invoker
+        self._codecs = codecs
+        self._filter = parse_filter(subscription.filter)
+        self._threads: list[threading.Thread] = []
+        self._held: dict[int, _Extended] = {}
+        self._lock = threading.Lock()
+        self._finished = threading.Event()
+        self._stopping = threading.Event()
+        self._consumer: Any = None
+
+    # -- threads --------------------------------------------------------------------------------
+
+    def start(self, stop: threading.Event) -> None:
+        """Begin. Raises BrokerUnavailable."""
+        self._stopping = stop
+        topic, group = wire_name(self._subscription.topic), wire_name(self._subscription.group)
+        everything = {topic: client.FilterExpression()}
+        self._consumer = client.SimpleConsumer(self._configuration, group, everything, await_duration=_WAIT_SECONDS)
+        try:
+            self._consumer.startup()
+        except Exception as error:
+            raise BrokerUnavailable(
+                f"group {self._subscription.group!r} cannot consume: {client.described(error)}."
+            ) from error
+        names = [f"outbox-{self._subscription.group}-{number}" for number in range(self._subscription.threads)]
+        self._threads = [threading.Thread(target=self._consume, name=name, daemon=True) for name in names]
+        renewing = threading.Thread(target=self._renew, name=f"outbox-{self._subscription.group}-renew", daemon=True)
+        for thread in (*self._threads, renewing):
+            thread.start()
+
+    def finish(self) -> None:
+        """Wait for what is being handled, and stop. A handler past its timeout is not waited for."""
+        deadline = time.monotonic() + self._subscription.timeout_seconds + _WAIT_SECONDS
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        self._finished.set()
+        self._consumer.shutdown()
+
+    def _consume(self) -> None:
+        failures = 0
+        while not self._stopping.is_set():
+            try:
+                received = self._consumer.receive(self._subscription.batch, INVISIBLE_SECONDS)
+                failures = 0
+            except Exception as error:
+                failures += 1
+                logger.warning(
+                    "group %r cannot receive from %r, it tries again: %s",
+                    self._subscription.group,
+                    self._subscription.topic,
+                    client.described(error),
+                )
+                self._stopping.wait(_BACKOFF.pause_seconds(failures))
+                continue
+            if received:
+                self._handle(received)
+
+    def _renew(self) -> None:
+        """Extend what is being handled, until its time is over."""
+        while not self._finished.wait(_RENEW_SECONDS):
+            with self._lock:
+                held = list(self._held.values())
+            for one in held:
+                with one.extending:
+                    if not one.released and not one.attempt.is_over():
+                        self._extend(one.wire)
+
+    def _extend(self, wire: Any) -> None:
+        try:
+            self._consumer.change_invisible_duration(wire, INVISIBLE_SECONDS)
+        except Exception as error:
+            logger.info("message %s may come again: %s", wire.message_id, client.described(error))
+
+    # -- handling -------------------------------------------------------------------------------
+
+    def _handle(self, received: Sequence[Any]) -> None:
+        attempt = _Attempt(self._subscription.timeout_seconds)
+        attempt.begin()
+        with self._lock:
+            self._held.update({id(wire): _Extended(wire, attempt) for wire in received})
+        try:
+            if held := [one for one in map(self._decoded, received) if one is not None]:
+                with fence.attempt(attempt.lost):
+                    self._call(held, attempt)
+        except Exception:
+            # Whatever was not let go comes back by itself.
+            logger.exception("group %r failed at %r", self._subscription.group, self._subscription.topic)
+        finally:
+            for wire in received:
+                self._release(wire)
+
+    def _decoded(self, wire: Any) -> _Held | None:
+        """The delivery; None where the message is let go already."""
+        try:
+            message = from_wire(wire)
+        except Exception as error:
+            self._let_go(wire, error, wire.delivery_attempt or 1, f"RocketMQ's message {wire.message_id}")
+            return None
+        limit = self._subscription.retry.max_attempts
+        if limit is not None and (wire.delivery_attempt or 1) > limit:
+            # Its last attempt ended with the process, which could not say so.
+            self._let_go(wire, KillsItsProcess(), wire.delivery_attempt, str(message.message_id))
+            return None
+        if not self._filter.evaluate(message.tag, message.headers):
+            self._quietly(wire, partial(self._consumer.ack, wire))
+            return None
+        try:
+            body = self._codecs.decode(message.content_type, message.body)
+        except UndecodableBody as error:
+            self._let_go(wire, error, wire.delivery_attempt or 1, str(message.message_id))
+            return None
+        return _Held(wire, self._delivery(message, body, wire))
+
+    def _delivery(self, message: Message, body: Any, wire: Any) -> Delivery:
+        return Delivery(
+            message=message,
+            body=body,
+            group=self._subscription.group,
+            queue=self._subscription.topic,
+            # The library does not tell.
+            offset=-1,
+            attempt=wire.delivery_attempt or 1,
+        )
+
+    def _call(self, held: Sequence[_Held], attempt: _Attempt) -> None:
+        results = self._invoked([one.delivery for one in held], attempt)
+        first = results[0]
+        if len(results) > 1 and isinstance(first, Exception) and all(result is first for result in results):
+            # Halved until the guilty one is alone.
+            middle = (len(held) + 1) // 2
+            self._call(held[:middle], attempt)
+            self._call(held[middle:], attempt)
+            return
+        for one, result in zip(held, results, strict=True):
+            if isinstance(result, Disposition):
+                self._quietly(one.wire, partial(self._consumer.ack, one.wire))
+            else:
+                self._let_go(one.wire, result, one.delivery.attempt, str(one.delivery.message_id))
+
+    def _invoked(self, deliveries: Sequence[Delivery], attempt: _Attempt) -> Sequence[Disposition | Exception]:
+        """What became of them. While a database or a service is away they are kept: coming again uses an attempt up."""
+        while True:
+            results = self._invoker(self._subscription, self._handler, deliveries, generation=_GENERATION)
+            away = results[0]
+            if not isinstance(away, (HandlerNotStarted, ServiceUnavailable)) or any(one is not away for one in results):
+                return results
+            logger.warning("group %r waits: %s", self._subscription.group, away)
+            pause = getattr(away, "pause_seconds", None) or _AWAY_SECONDS
+            if self._stopping.wait(min(pause, self._subscription.timeout_seconds / 2)):
+                return results
+            attempt.begin()
+
+    def _let_go(self, wire: Any, error: Exception, attempt: int, what: str) -> None:
+        """Have a message that failed come again after its delay, or give it up."""
+        subscription = self._subscription
+        reaction = subscription.reaction(error)
+        text = f"{type(error).__name__}: {error}"
+        if isinstance(error, (HandlerNotStarted, ServiceUnavailable)):
+            seconds = 0.0
+        elif reaction is OnError.DEAD_LETTER or subscription.retry.exhausted(attempt):
+            logger.error("group %r gives up %s after attempt %d: %s", subscription.group, what, attempt, text)
+            self._quietly(wire, partial(self._give_up, wire))
+            return
+        else:
+            seconds = subscription.retry_delay_seconds(error, attempt)
+        logger.warning("group %r failed at %s in attempt %d: %s", subscription.group, what, attempt, text)
+        delay = min(max(1, math.ceil(seconds)), _LONGEST_SECONDS)
+        self._quietly(wire, partial(self._consumer.change_invisible_duration, wire, delay))
+
+    def _give_up(self, wire: Any) -> None:
+        request = client.ForwardMessageToDeadLetterQueueRequest()
+        request.group.name = self._consumer.consumer_group
+        request.topic.name = wire.topic
+        request.receipt_handle = wire.receipt_handle
+        request.message_id = wire.message_id
+        request.delivery_attempt = wire.delivery_attempt or 1
+        request.max_delivery_attempts = wire.delivery_attempt or 1
+        answer = self._consumer.rpc_client.forward_message_to_dead_letter_queue_async(
+            wire.endpoints,
+            request,
+            metadata=self._consumer.sign(),
+            timeout=self._consumer.client_configuration.request_timeout,
+        ).result()
+        client.MessagingResultChecker.check(answer.status)
+
+    def _quietly(self, wire: Any, request: Callable[[], object]) -> None:
+        """Let a message go by a request that may be lost: then it comes again, and the inbox knows it."""
+        self._release(wire)
+        try:
+            request()
+        except Exception as error:
+            logger.info("message %s comes again: %s", wire.message_id, client.described(error))
+
+    def _release(self, wire: Any) -> None:
+        """Have it extended no more: an extension replaces the receipt that letting go needs."""
+        with self._lock:
+            held = self._held.pop(id(wire), None)
+        if held is not None:
+            with held.extending:
+                held.released = True

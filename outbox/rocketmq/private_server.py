@@ -1,0 +1,218 @@
+"""A RocketMQ of one's own: name server, broker and proxy as two processes of the machine, in a folder, for trying out.
+
+Tests, benchmarks and the demonstration run it; production has a cluster. The programs come from Maven (`mvn` and
+Java 11 or newer are wanted, nothing is installed); they listen on free ports of 127.0.0.1 and need about 800 MB.
+`kill` is a crash (SIGKILL): what the broker has acknowledged is still there after the next `start`, which keeps the
+ports.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from outbox.errors import BrokerUnavailable, ConfigurationError
+from outbox.rocketmq.admin import Admin
+
+VERSION: Final = "5.3.3"
+CLUSTER: Final = "DefaultCluster"
+_START_SECONDS: Final = 120.0
+_HEAP: Final = ("-Xms128m", "-Xmx256m", "-XX:MaxDirectMemorySize=256m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1")
+# Netty and RocketMQ reach into the JDK.
+_OPENS: Final = tuple(
+    f"--add-{how}=java.base/{package}=ALL-UNNAMED"
+    for how, package in [("exports", "sun.nio.ch"), ("opens", "java.nio"), ("opens", "java.lang")]
+)
+_ARTEFACTS: Final = ("rocketmq-namesrv", "rocketmq-broker", "rocketmq-proxy")
+
+# Sizes for one small machine, and what the engine needs of a broker: topics of mixed types (see docs/engines.md).
+_BROKER: Final[Mapping[str, object]] = {
+    "brokerClusterName": CLUSTER,
+    "brokerName": "private",
+    "brokerId": 0,
+    "brokerIP1": "127.0.0.1",
+    "autoCreateTopicEnable": False,
+    "enableMixedMessageType": True,
+    "mappedFileSizeCommitLog": 64 * 1024 * 1024,
+    "mappedFileSizeConsumeQueue": 6_000_000,
+    "mappedFileSizeTimerLog": 1024 * 1024,
+    "timerWheelEnable": True,
+    "diskMaxUsedSpaceRatio": 98,
+    "warmMapedFileEnable": False,
+}
+
+
+def programs_missing() -> str:
+    """What a server of one's own lacks on this machine; '' when nothing does."""
+    return " and ".join(name for name in ("java", "mvn") if shutil.which(name) is None)
+
+
+def fetch_programs(folder: Path) -> Path:
+    """The folder of the server's jars, fetched by Maven where they are not there yet. Raises ConfigurationError."""
+    jars = folder / f"rocketmq-{VERSION}"
+    if (jars / "complete").exists():
+        return jars
+    if missing := programs_missing():
+        raise ConfigurationError(f"a RocketMQ server of one's own needs {missing} on the PATH.")
+    jars.mkdir(parents=True, exist_ok=True)
+    (jars / "pom.xml").write_text(_pom(), encoding="utf-8")
+    goal = ["dependency:copy-dependencies", f"-DoutputDirectory={jars}"]
+    done = subprocess.run(["mvn", "-q", "-B", *goal], cwd=jars, capture_output=True, text=True, check=False)
+    if done.returncode:
+        said = (done.stdout + done.stderr)[-3000:]
+        raise ConfigurationError(f"Maven could not fetch RocketMQ {VERSION}: {said}")
+    (jars / "complete").touch()
+    return jars
+
+
+def _pom() -> str:
+    dependencies = "".join(
+        f"<dependency><groupId>org.apache.rocketmq</groupId><artifactId>{name}</artifactId>"
+        f"<version>{VERSION}</version></dependency>"
+        for name in _ARTEFACTS
+    )
+    return (
+        '<project xmlns="http://maven.apache.org/POM/4.0.0"><modelVersion>4.0.0</modelVersion>'
+        "<groupId>outbox</groupId><artifactId>rocketmq-server</artifactId><version>1</version>"
+        f"<packaging>pom</packaging><dependencies>{dependencies}</dependencies></project>"
+    )
+
+
+class PrivateRocketMQ:
+    """One server in `folder`, with the jars in `jars`; `broker` adds to or replaces lines of its broker.conf."""
+
+    def __init__(self, folder: Path, jars: Path, *, broker: Mapping[str, object] | None = None) -> None:
+        self.folder = folder
+        self._jars = jars
+        self._settings = {**_BROKER, **(broker or {})}
+        self._processes: list[subprocess.Popen[bytes]] = []
+        names, proxy, remoting, self._listen = _free_ports()
+        self._names, self._proxy, self._remoting = names, proxy, remoting
+
+    @property
+    def url(self) -> str:
+        """What OUTBOX['BROKER'] is for it."""
+        return f"rocketmq://127.0.0.1:{self._proxy}"
+
+    @property
+    def admin(self) -> Admin:
+        """Its administration port."""
+        return Admin("127.0.0.1", self._listen)
+
+    def start(self) -> None:
+        """Start it and wait until it takes clients. Raises BrokerUnavailable with the end of its log."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._configure()
+        self._run("namesrv", "org.apache.rocketmq.namesrv.NamesrvStartup", "-c", str(self.folder / "namesrv.conf"))
+        self._run(
+            "proxy",
+            "org.apache.rocketmq.proxy.ProxyStartup",
+            *("-pm", "local", "-n", f"127.0.0.1:{self._names}"),
+            *("-bc", str(self.folder / "broker.conf"), "-pc", str(self.folder / "proxy.json")),
+        )
+        deadline = time.monotonic() + _START_SECONDS
+        while not self._is_up():
+            if time.monotonic() > deadline or any(process.poll() is not None for process in self._processes):
+                self.kill()
+                raise BrokerUnavailable(f"RocketMQ did not start in {self.folder}: {self._log()}")
+            time.sleep(0.1)
+
+    def stop(self) -> None:
+        """Stop it in order."""
+        for process in reversed(self._processes):
+            process.terminate()
+        for process in self._processes:
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self._processes.clear()
+
+    def kill(self) -> None:
+        """Stop it as a crash does."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.wait()
+        self._processes.clear()
+
+    def _configure(self) -> None:
+        home = str(self.folder)
+        (self.folder / "namesrv.conf").write_text(f"listenPort={self._names}\nrocketmqHome={home}\n", encoding="utf-8")
+        settings = {
+            **self._settings,
+            "listenPort": self._listen,
+            "namesrvAddr": f"127.0.0.1:{self._names}",
+            "rocketmqHome": home,
+            "storePathRootDir": f"{home}/store",
+            "storePathCommitLog": f"{home}/store/commitlog",
+        }
+        lines = [f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in settings.items()]
+        (self.folder / "broker.conf").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        proxy = {
+            "rocketMQClusterName": CLUSTER,
+            "proxyClusterName": CLUSTER,
+            "namesrvAddr": f"127.0.0.1:{self._names}",
+            "localServeAddr": "127.0.0.1",
+            "grpcServerPort": self._proxy,
+            "remotingListenPort": self._remoting,
+            "enableTopicMessageTypeCheck": True,
+        }
+        (self.folder / "proxy.json").write_text(json.dumps(proxy), encoding="utf-8")
+
+    def _run(self, name: str, main: str, *arguments: str) -> None:
+        home = str(self.folder)
+        command = ["java", *_HEAP, *_OPENS, f"-Duser.home={home}", "-cp", f"{self._jars}/*", main, *arguments]
+        environment = {**os.environ, "ROCKETMQ_HOME": home, "RMQ_PROXY_HOME": home}
+        with (self.folder / f"{name}.out").open("ab") as output:
+            started = subprocess.Popen(
+                command, cwd=home, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output
+            )
+        self._processes.append(started)
+
+    def _is_up(self) -> bool:
+        try:
+            with socket.create_connection(("127.0.0.1", self._proxy), 1):
+                pass
+            return self.admin.is_registered(("127.0.0.1", self._names), CLUSTER)
+        except (OSError, BrokerUnavailable):
+            return False
+
+    def _log(self) -> str:
+        outputs = [self.folder / f"{name}.out" for name in ("namesrv", "proxy")]
+        return "".join(output.read_text(encoding="utf-8", errors="replace")[-1500:] for output in outputs)
+
+
+def _free_ports() -> tuple[int, int, int, int]:
+    """Ports nobody has now. The broker takes its neighbours too: two below (fast remoting) and one above (HA)."""
+    with socket.socket() as one, socket.socket() as two, socket.socket() as three:
+        for held in (one, two, three):
+            held.bind(("127.0.0.1", 0))
+        ports = [held.getsockname()[1] for held in (one, two, three)]
+        return ports[0], ports[1], ports[2], _free_trio()
+
+
+def _free_trio() -> int:
+    while True:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = int(probe.getsockname()[1])
+        if all(_is_free(neighbour) for neighbour in (port - 2, port, port + 1)):
+            return port
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("127.0.0.1", port))
+        except (OSError, BrokerUnavailable):
+            return False
+        return True

@@ -1,0 +1,166 @@
+"""RocketMQ's producer with what the port needs: the transactions it has open, and the checks it was sent.
+
+The library answers a check at once, on one thread and for one message. Here a check goes into a queue, from which the
+port's `claim_checks` takes it; an answer goes back the way the check came.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Final
+from uuid import UUID
+
+from outbox.errors import BrokerUnavailable
+from outbox.rocketmq import client
+from outbox.rocketmq.names import wire_name
+from outbox.rocketmq.wire import Asked, asked
+from outbox.transaction import Decision
+
+logger = logging.getLogger(__name__)
+
+# The proxy forgets what it has sent after 30 s (transactionDataExpireMillis); an answer needs some of that.
+_ANSWERABLE_SECONDS: Final = 25.0
+# Each is an end that has not come; check-back settles what is pushed out.
+_MAX_OPEN: Final = 10_000
+
+_RESOLUTIONS: Final = {
+    Decision.COMMIT: client.TransactionResolution.COMMIT,
+    Decision.ROLLBACK: client.TransactionResolution.ROLLBACK,
+    Decision.UNKNOWN: client.TransactionResolution.TRANSACTION_RESOLUTION_UNSPECIFIED,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Pushed:
+    """One check as the server sent it, and what it takes to answer it."""
+
+    asked: Asked
+    endpoints: Any
+    wire: Any
+    broker_transaction: str
+    came_at: float
+
+
+class CheckingProducer(client.Producer):  # type: ignore[misc]
+    """The library's producer. `topics` are those whose checks it takes: the server addresses checks by topic."""
+
+    def __init__(self, configuration: Any, topics: Iterable[str]) -> None:
+        super().__init__(configuration, [wire_name(topic) for topic in topics], checker=self)
+        self._lock = threading.Lock()
+        self._pushed: defaultdict[str, list[Pushed]] = defaultdict(list)
+        self._claimed: defaultdict[UUID, list[Pushed]] = defaultdict(list)
+        self._open: OrderedDict[UUID, list[Any]] = OrderedDict()
+        self.arrived = threading.Condition()
+
+    # -- halves and their ends ------------------------------------------------------------------
+
+    def send_half(self, transaction_id: UUID, wire: Any) -> Any:
+        """Send one half message and keep what its end needs; the library's receipt."""
+        opened = self.begin_transaction()
+        receipt = self.send(wire, opened)
+        with self._lock:
+            self._open.setdefault(transaction_id, []).append(opened)
+            while len(self._open) > _MAX_OPEN:
+                self._open.popitem(last=False)
+        return receipt
+
+    def take_open(self, transaction_id: UUID) -> list[Any]:
+        """The open transactions under an id of ours, which are no longer kept."""
+        with self._lock:
+            return self._open.pop(transaction_id, [])
+
+    # -- checks ---------------------------------------------------------------------------------
+
+    def on_recover_orphaned_transaction_command(self, endpoints: Any, msg: Any, transaction_id: str) -> None:
+        """Called by the library, on its event loop, with each check."""
+        try:
+            wire = client.WireMessage().fromProtobuf(msg)
+            about = asked(wire)
+        except Exception:
+            logger.exception("a check about a message on %r cannot be read; it is asked again", msg.topic.name)
+            return
+        if about is None:
+            logger.warning(
+                "asked about message %s on topic %r, which no producer of outbox has sent: it is not answered",
+                wire.message_id,
+                wire.topic,
+            )
+            return
+        with self.arrived:
+            self._pushed[about.producer_group].append(Pushed(about, endpoints, wire, transaction_id, time.monotonic()))
+            self.arrived.notify_all()
+
+    def pushed_groups(self) -> list[str]:
+        """The producer groups that were asked about and not claimed; call it holding `arrived`."""
+        return [group for group, pushed in self._pushed.items() if pushed]
+
+    def claim(self, producer_group: str, limit: int) -> list[Asked]:
+        """Checks of the group that can still be answered, one per transaction, claimed for the caller."""
+        fresh_from = time.monotonic() - _ANSWERABLE_SECONDS
+        with self.arrived:
+            waiting = [one for one in self._pushed.pop(producer_group, []) if one.came_at >= fresh_from]
+            taken: dict[UUID, Asked] = {}
+            left: list[Pushed] = []
+            for one in waiting:
+                transaction_id = one.asked.transaction_id
+                if transaction_id in taken or len(taken) < limit:
+                    taken[transaction_id] = one.asked
+                    self._claimed[transaction_id].append(one)
+                else:
+                    left.append(one)
+            if left:
+                self._pushed[producer_group] = left
+            return list(taken.values())
+
+    def answer(self, transaction_id: UUID, decision: Decision) -> bool:
+        """Answer every claimed check about a transaction; False where none could be."""
+        with self.arrived:
+            claimed = self._claimed.pop(transaction_id, [])
+        taken = [self._answer(one, decision) for one in claimed]
+        return any(taken)
+
+    def _answer(self, check: Pushed, decision: Decision) -> bool:
+        try:
+            answer = self.end_transaction(
+                check.endpoints,
+                check.wire,
+                check.broker_transaction,
+                _RESOLUTIONS[decision],
+                client.TransactionSource.SOURCE_SERVER_CHECK,
+            )
+            client.MessagingResultChecker.check(answer.status)
+        except Exception as error:
+            logger.info("the answer about %s was lost: %s", check.asked.transaction_id, client.described(error))
+            return False
+        return True
+
+    # -- routes ---------------------------------------------------------------------------------
+
+    def accepted_types(self, topic: str) -> frozenset[int] | None:
+        """The message types that the server takes on a topic; None where it has no such topic.
+
+        Raises BrokerUnavailable.
+        """
+        request = client.QueryRouteRequest()
+        request.topic.name = wire_name(topic)
+        request.endpoints.CopyFrom(self.client_configuration.rpc_endpoints.endpoints)
+        try:
+            answer = self.rpc_client.query_topic_route_async(
+                self.client_configuration.rpc_endpoints,
+                request,
+                metadata=self.sign(),
+                timeout=self.client_configuration.request_timeout,
+            ).result()
+            client.MessagingResultChecker.check(answer.status)
+        except client.NotFoundException:
+            return None
+        except Exception as error:
+            raise BrokerUnavailable(
+                f"RocketMQ's proxy cannot be asked about topic {topic!r}: {client.described(error)}."
+            ) from error
+        return frozenset(kind for queue in answer.message_queues for kind in queue.accept_message_types)

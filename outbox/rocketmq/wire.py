@@ -1,0 +1,151 @@
+"""Our messages as RocketMQ's and back.
+
+All that RocketMQ has no place for travels in one property, `outbox`, in ASCII JSON: its own properties can be neither
+empty nor contain its separators. The tag is RocketMQ's; the message id and the key are its keys, for its tools.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, Final
+from uuid import UUID
+
+from outbox import names
+from outbox.errors import InvalidMessage
+from outbox.message import Message
+from outbox.rocketmq.client import WireMessage
+from outbox.rocketmq.names import wire_name
+from outbox.transaction import HalfTransaction
+
+PROPERTY: Final = "outbox"
+# What the proxy and the broker allow by default (maxMessageSize; maxUserPropertySize).
+MAX_BYTES: Final = 4 * 1024 * 1024
+MAX_PROPERTY_BYTES: Final = 15 * 1024
+_FOREIGN: Final = uuid.UUID("5b0d3a52-2f4e-5c0e-9a55-6a1b9d1f0c11")
+
+
+def to_wire(message: Message, *, fifo: bool, half: HalfTransaction | None = None) -> Any:
+    """A message to send. Raises InvalidMessage for what RocketMQ cannot carry."""
+    if not message.body:
+        raise InvalidMessage(f"message {message.message_id} for topic {message.topic!r}: RocketMQ takes no empty body.")
+    noted = _noted(message, half)
+    _check_size(message, noted)
+    wire = WireMessage()
+    wire.topic = wire_name(message.topic)
+    wire.body = message.body
+    if message.tag:
+        wire.tag = message.tag
+    wire.keys = str(message.message_id)
+    if message.key.strip() and not any(map(str.isspace, message.key)):
+        wire.keys = message.key
+    wire.add_property(PROPERTY, noted)
+    if fifo:
+        wire.message_group = message.key
+    due = message.deliver_at
+    if message.delay is not None:
+        # By this machine's clock, for want of the server's.
+        due = datetime.now(UTC) + message.delay
+    if due is not None:
+        wire.delivery_timestamp = math.ceil(due.timestamp())
+    return wire
+
+
+def _noted(message: Message, half: HalfTransaction | None) -> str:
+    noted: dict[str, Any] = {
+        "id": str(message.message_id),
+        "content_type": message.content_type,
+        "born_at": message.born_at.isoformat(),
+    }
+    if wire_name(message.topic) != message.topic:
+        noted["topic"] = message.topic
+    if message.key:
+        noted["key"] = message.key
+    if message.headers:
+        noted["headers"] = dict(message.headers)
+    if half is not None:
+        noted["transaction"] = str(half.transaction_id)
+        noted["group"] = half.producer_group
+        if half.ledger_id is not None:
+            noted["ledger"] = str(half.ledger_id)
+        if half.checker:
+            noted["checker"] = half.checker
+        if half.immunity_seconds is not None:
+            noted["immunity"] = half.immunity_seconds
+    return json.dumps(noted, separators=(",", ":"))
+
+
+def _check_size(message: Message, noted: str) -> None:
+    what = f"message {message.message_id} for topic {message.topic!r}"
+    if len(noted) > MAX_PROPERTY_BYTES:
+        raise InvalidMessage(f"{what}: its headers and key take {len(noted):,} bytes, RocketMQ allows about 15,000.")
+    if len(message.body) + len(noted) > MAX_BYTES:
+        names.check_body_size(message.topic, message.body + noted.encode())
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What the half message of a check says about its transaction."""
+
+    transaction_id: UUID
+    producer_group: str
+    ledger_id: UUID | None
+    checker: str
+    immunity_seconds: int | None
+    message: Message
+    born_at: datetime
+    checks: int
+
+
+def asked(wire: Any) -> Asked | None:
+    """The half message of a check that the server sent; None for one that is not ours."""
+    noted = _notes(wire)
+    if "transaction" not in noted:
+        return None
+    message = from_wire(wire)
+    return Asked(
+        transaction_id=UUID(noted["transaction"]),
+        producer_group=noted["group"],
+        ledger_id=UUID(noted["ledger"]) if "ledger" in noted else None,
+        checker=noted.get("checker", ""),
+        immunity_seconds=noted.get("immunity"),
+        message=message,
+        born_at=message.born_at,
+        checks=int(wire.properties.get("TRANSACTION_CHECK_TIMES", 1)),
+    )
+
+
+def from_wire(wire: Any) -> Message:
+    """A message that arrived. One that another program sent gets an id from RocketMQ's, the same at every delivery."""
+    noted = _notes(wire)
+    headers = noted.get("headers")
+    if headers is None and not noted:
+        headers = {name: value for name, value in wire.properties.items() if not name.startswith("__")}
+    due = wire.delivery_timestamp
+    return Message(
+        topic=noted.get("topic", wire.topic),
+        body=wire.body,
+        message_id=UUID(noted["id"]) if noted else uuid.uuid5(_FOREIGN, wire.message_id),
+        key=noted.get("key", "") if noted else (wire.message_group or ""),
+        tag=wire.tag or "",
+        headers=headers or {},
+        content_type=noted.get("content_type", "application/json"),
+        deliver_at=datetime.fromtimestamp(due / 1000, UTC) if due else None,
+        born_at=_born(noted, wire),
+    )
+
+
+def _notes(wire: Any) -> Mapping[str, Any]:
+    text = wire.properties.get(PROPERTY)
+    found: Mapping[str, Any] = json.loads(text) if text else {}
+    return found
+
+
+def _born(noted: Mapping[str, Any], wire: Any) -> datetime:
+    if "born_at" in noted:
+        return datetime.fromisoformat(noted["born_at"])
+    return datetime.fromtimestamp((wire.born_timestamp or 0) / 1000, UTC)

@@ -1,0 +1,95 @@
+"""How messages reach a consumer: when they are due, when it is woken, what is loaded, and by which plans."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from outbox.broker.database.executor import Executor
+from outbox.broker.database.notify import Channel, notify
+from outbox.broker.database.statement import Statement
+from outbox.broker.dispatch.fetch import Fetcher
+from outbox.broker.dispatch.owned_queue import OwnedQueue
+from outbox.broker.dispatch.subscriptions import ConsumingGroup
+from outbox.broker.groups.leases import Lease
+from outbox.broker.groups.offsets import Position
+from outbox.message import Delivery, Message
+from tests.broker.bench import ConsumptionBench, Seen, encode
+from tests.broker.groups.test_groups import message, messages, subscribe
+from tests.support import eventually
+
+
+@pytest.fixture
+def orders(bench: ConsumptionBench) -> ConsumptionBench:
+    bench.declare("orders")
+    return bench
+
+
+def test_delayed_messages_arrive_when_due_and_can_be_recalled(orders: ConsumptionBench) -> None:
+    seen = Seen()
+    at: dict[int, datetime] = {}
+
+    def handle(delivery: Delivery) -> None:
+        at[delivery.body["n"]] = datetime.now(UTC)
+        seen(delivery)
+
+    start = datetime.now(UTC)
+    due = {n: start + timedelta(seconds=0.4 * n) for n in (1, 2)}
+    recalled = message(9, deliver_at=start + timedelta(seconds=0.3))
+    with orders.sequencing(), orders.running((subscribe(), handle)):
+        orders.broker.send([*(message(n, deliver_at=time) for n, time in due.items()), recalled])
+        eventually(lambda: orders.broker.recall([recalled.message_id])[0].is_recalled)
+        eventually(lambda: len(seen.ns) == 2)
+    assert seen.ns == [1, 2]
+    assert all(at[n] >= due[n] for n in due)
+
+
+def test_large_bodies_are_loaded_when_their_turn_comes(orders: ConsumptionBench) -> None:
+    sizes: list[int] = []
+    orders.publish([Message(topic="orders", body=encode("x" * size)) for size in (10, 20_000, 300_000)])
+    orders.run_until_idle(subscribe(batch=2), lambda batch: sizes.extend(len(delivery.body) for delivery in batch))
+    assert sorted(sizes) == [10, 20_000, 300_000]
+
+
+def test_wake_up_is_by_announcement_not_by_polling(orders: ConsumptionBench) -> None:
+    """Twenty messages one after the other, each sent when the last was handled: polling would take twenty seconds."""
+    seen = Seen()
+    with orders.sequencing(), orders.running((subscribe(), seen)):
+        for n in range(20):
+            orders.broker.send([message(n)])
+            notify(Executor(orders.connection, "outbox"), Channel.DECIDED)
+            eventually(lambda n=n: len(seen.ns) == n + 1, within_seconds=10 if n == 0 else 0.9)  # type: ignore[misc]
+
+
+def test_without_listen_everything_works_by_polling(orders: ConsumptionBench) -> None:
+    from outbox.broker.database.connection import BrokerDatabase
+
+    orders.database = BrokerDatabase(conninfo=orders.url, listen_conninfo="")
+    seen = Seen()
+    with orders.running((subscribe(), seen)):
+        eventually(lambda: orders.members() == 1)
+        orders.publish(messages(0, 5))
+        eventually(lambda: len(seen.ns) == 5)
+
+
+def test_fetching_uses_primary_keys_whatever_the_statistics_say(orders: ConsumptionBench) -> None:
+    """Statistics of the empty tables: a plan that trusted them would scan, and be slow for the first million."""
+    orders.connection.execute("ANALYZE outbox.consume_queue; ANALYZE outbox.commit_log")
+    orders.publish(messages(0, 3_000))
+    executed: list[str] = []
+    connection = orders.database.connect()
+    group = ConsumingGroup(1, "g", False)
+    subscribed = group.subscribe(subscribe(filter="sql: amount > 1"), Seen(), 1)
+    fetcher = Fetcher([subscribed])
+    statement = Statement("EXPLAIN (COSTS OFF) " + fetcher._statement._text)
+    queue = OwnedQueue(Lease((1, 1), 1, 0.0), group, subscribed, "orders/0", Position(0, 0))
+    for prepare in (False, True):
+        fetcher._statement = statement
+        connection.execute(f"SET plan_cache_mode = {'force_generic_plan' if prepare else 'force_custom_plan'}".encode())
+        executed += [row[0] for row in fetcher.fetch(Executor(connection, "outbox"), [(queue, 100)])]
+    connection.close()
+    plan = "\n".join(executed)
+    assert "Seq Scan" not in plan and "Hash" not in plan and "Sort" not in plan, plan
+    assert plan.count("Index Scan using consume_queue_pkey") == 2, plan
+    assert plan.count("Index Scan using commit_log_pkey") == 2, plan

@@ -1,0 +1,63 @@
+"""The sequencer and delivery times: what is delayed is queued when it is due, or recalled before."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+
+from outbox.broker.database.connection import BrokerConnection, BrokerDatabase
+from outbox.broker.postgres import PostgresBroker
+from outbox.broker.sequencer.sequencer import TickCounts
+from tests.broker.support import drain, end, half, message, new_sequencer, queued_ids
+from tests.support import eventually
+
+
+def test_a_delayed_message_is_queued_when_due_and_a_retry_beside_it(
+    broker: PostgresBroker, database: BrokerDatabase, connection: BrokerConnection
+) -> None:
+    sequencer = new_sequencer(database)
+    due = datetime.now(UTC) + timedelta(seconds=0.4)
+    delayed, past = message(deliver_at=due), message(deliver_at=datetime.now(UTC) - timedelta(days=1))
+    receipts = broker.send([delayed, past])
+    counts = sequencer.run_once(connection)
+    assert (counts.appended, counts.scheduled) == (1, 1)
+    assert counts.next_due_seconds is not None and 0 < counts.next_due_seconds <= 0.4
+    # A consumer sends the other message back, due at once.
+    connection.execute(
+        "INSERT INTO outbox.scheduled (log_id, due_at, queue_id, attempt)"
+        " SELECT %s, now(), min(queue_id), 1 FROM outbox.queue",
+        [receipts[1].position],
+    )
+    assert sequencer.run_once(connection).due == 1
+    found: list[TickCounts] = []
+
+    def ticked() -> bool:
+        found.append(sequencer.run_once(connection))
+        return found[-1].ticked
+
+    eventually(ticked)
+    assert (found[-1].due, found[-1].appended) == (1, 1)
+    assert datetime.now(UTC) >= due
+    assert sorted(queued_ids(connection)) == sorted([past.message_id, past.message_id, delayed.message_id])
+    assert connection.execute("SELECT count(*) FROM outbox.scheduled").fetchone() == (0,)
+
+
+def test_a_transactional_message_decided_after_its_delivery_time_is_due_at_once(
+    broker: PostgresBroker, database: BrokerDatabase, connection: BrokerConnection
+) -> None:
+    late = half(message(deliver_at=datetime.now(UTC) - timedelta(seconds=5)))
+    broker.send_half(late)
+    broker.end([end(late.transaction_id)])
+    assert new_sequencer(database).run_once(connection).appended == 1
+
+
+def test_recall_of_a_scheduled_message(
+    broker: PostgresBroker, database: BrokerDatabase, connection: BrokerConnection
+) -> None:
+    sequencer = new_sequencer(database)
+    delayed = message(deliver_at=datetime.now(UTC) + timedelta(hours=1))
+    broker.send([delayed])
+    assert [one.status for one in broker.recall([delayed.message_id])] == ["waiting"], "the sequencer comes first"
+    drain(sequencer, connection)
+    assert [one.status for one in broker.recall([delayed.message_id])] == ["recalled"]
+    assert [one.status for one in broker.recall([delayed.message_id])] == ["recalled before"]
+    assert connection.execute("SELECT count(*) FROM outbox.recalled").fetchone() == (1,)

@@ -1,0 +1,74 @@
+"""OUTBOX['BROKER'] = 'rocketmq://…': what a project may not declare there is said by `check`, without any server."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+
+from outbox.contrib.django import checks, subscriber
+from outbox.contrib.django.conf import get_settings
+from outbox.contrib.django.engines import engine_problems, require_engine
+from outbox.errors import ConfigurationError
+
+GOOD: Mapping[str, Any] = {"BROKER": "rocketmq://127.0.0.1:1", "TOPICS": {"orders": {}, "steps": {"types": ["FIFO"]}}}
+
+
+@pytest.fixture(autouse=True)
+def on_rocketmq(outbox_settings: Callable[..., None], no_subscribers: None) -> None:
+    outbox_settings(**GOOD)
+
+
+def test_a_project_that_it_can_run_has_no_problem() -> None:
+    @subscriber("orders", group="points")
+    def handle(delivery: object) -> None: ...
+
+    assert [item for item in checks.check_settings() if item.id in ("outbox.E002", "outbox.E031")] == []
+    require_engine(get_settings())
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"PATH": "atomic"}, "PATH"),
+        ({"PRODUCER_GROUP": ""}, "PRODUCER_GROUP"),
+        ({"AUTO_CREATE_TOPICS": True}, "AUTO_CREATE_TOPICS"),
+        ({"BROKER": "rocketmq://"}, "rocketmq://HOST:PORT"),
+        ({"TOPICS": {"steps": {"types": ["FIFO", "TRANSACTION"]}}}, "transactional messages on FIFO topics"),
+    ],
+)
+def test_what_it_cannot_run_is_an_error(
+    outbox_settings: Callable[..., None], changed: Mapping[str, Any], said: str
+) -> None:
+    settings = {**GOOD, **changed}
+    if changed.get("PRODUCER_GROUP") == "":
+        from django.conf import settings as django_settings
+
+        django_settings.OUTBOX.pop("PRODUCER_GROUP")
+        settings.pop("PRODUCER_GROUP")
+    outbox_settings(**settings)
+    (problem,) = engine_problems(get_settings())
+    assert problem.id == "outbox.E031"
+    assert said in problem.msg
+    with pytest.raises(ConfigurationError):
+        require_engine(get_settings())
+
+
+@pytest.mark.parametrize("options", [{"idempotent": False}, {"mode": "orderly"}, {"broadcast": True}])
+def test_a_subscriber_it_cannot_serve_is_an_error(options: Mapping[str, Any]) -> None:
+    @subscriber("orders", group="points", **options)
+    def handle(delivery: object) -> None: ...
+
+    assert {item.id for item in checks.check_settings()} == {"outbox.E031"}
+
+
+def test_a_group_that_mixes_orders_is_an_error() -> None:
+    @subscriber("orders", group="points")
+    def handle(delivery: object) -> None: ...
+
+    @subscriber("steps", group="points", mode="orderly")
+    def step(delivery: object) -> None: ...
+
+    (problem,) = engine_problems(get_settings())
+    assert "group 'points' consumes one topic in order and another concurrently" in problem.msg

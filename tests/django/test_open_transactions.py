@@ -1,0 +1,218 @@
+"""Open transactions in the broker: listed, described, aborted, browsed past; and they delay nobody else."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator
+from io import StringIO
+from typing import Any
+
+import psycopg
+import pytest
+from django.core.management import CommandError, call_command
+from django.db import transaction
+
+from outbox import Delivery, faults
+from outbox.contrib.django import fenced_producer, message_transaction, publish, run_check_back, subscriber
+from outbox.contrib.django.broker import flusher
+from outbox.contrib.django.conf import get_settings
+from outbox.contrib.django.databases import alias_conninfo
+from outbox.contrib.django.drain import drain
+from outbox.errors import LeftoversUndecided
+from tests.broker.support import let_time_pass
+from tests.django.state import decisions, rolled_back
+from tests.django.test_message_transactions import in_thread, send
+
+pytestmark = pytest.mark.usefixtures("empty_log")
+
+
+@contextlib.contextmanager
+def undecided() -> Iterator[None]:
+    """The ends of the block are lost."""
+    faults.arm("producer.before_end=raise")
+    try:
+        yield
+        flusher.flush(within_seconds=10)
+    finally:
+        faults.arm("")
+
+
+def said(*arguments: str) -> Any:
+    out = StringIO()
+    call_command(*arguments, "--json", stdout=out)
+    return json.loads(out.getvalue())
+
+
+def text(*arguments: str) -> str:
+    out = StringIO()
+    call_command(*arguments, stdout=out)
+    return out.getvalue()
+
+
+def test_open_ones_are_listed_before_anybody_looked_for_them_and_after() -> None:
+    with rolled_back(), message_transaction() as tx:
+        for topic in ("orders", "steps", "orders"):
+            tx.publish(topic, 1, key="a")
+    publish("orders", 1, key="decided")
+    with transaction.atomic():
+        publish("orders", 1, key="running")
+        [new, other] = said("outbox_transaction", "list")
+        assert (new["state"], new["messages"], new["topics"]) == ("new", 3, ["orders", "steps"])
+        assert said("outbox_transaction", "list", "--limit", "1", "--after", new["transaction_id"]) == [other]
+        assert "may be more" in text("outbox_transaction", "list", "--limit", "1")
+        in_thread(run_check_back)
+        [waiting] = said("outbox_transaction", "list")
+        assert (waiting["transaction_id"], waiting["state"]) == (other["transaction_id"], "waiting")
+        assert "still running" in waiting["last_answer"]
+    assert said("outbox_transaction", "list", "--group", "nobody") == []
+    flusher.flush(within_seconds=10)
+    assert said("outbox_transaction", "list") == []
+
+
+def test_those_of_a_fenced_producer_are_told_apart() -> None:
+    older = fenced_producer("import")
+    with transaction.atomic():
+        send(older, "slow")
+        with pytest.raises(LeftoversUndecided):
+            in_thread(lambda: fenced_producer("import", wait_seconds=0.1))
+        publish("orders", 1, key="another")
+        [one] = said("outbox_transaction", "list", "--transactional-id", "import")
+    assert (one["transactional_id"], one["epoch"], one["fenced"]) == ("import", 1, True)
+
+
+def test_one_is_described_with_its_messages_and_answers() -> None:
+    with transaction.atomic():
+        receipt = publish("orders", 1, key="4711")
+        in_thread(run_check_back)
+        found = said("outbox_transaction", "describe", str(receipt.transaction_id))
+        assert [(item["topic"], item["key"]) for item in found["messages"]] == [("orders", "4711")]
+        assert [answer["answer"] for answer in found["answers"]] == ["UNKNOWN"]
+        assert found["transaction"]["state"] == "waiting"
+        shown = text("outbox_transaction", "describe", str(receipt.transaction_id))
+        assert "4711" in shown
+        assert "still running" in shown
+    flusher.flush(within_seconds=10)
+    with pytest.raises(CommandError, match="no open transaction"):
+        call_command("outbox_transaction", "describe", str(receipt.transaction_id))
+
+
+def test_an_abandoned_one_is_aborted_for_good() -> None:
+    with rolled_back():
+        dropped = publish("orders", 1, key="dropped")
+    assert said("outbox_transaction", "abort", str(dropped.transaction_id))["status"] == "applied"
+    assert decisions() == {"dropped": "R"}
+    assert said("outbox_transaction", "list") == []
+    with pytest.raises(CommandError, match="no undecided transaction"):
+        call_command("outbox_transaction", "abort", str(dropped.transaction_id))
+
+
+def test_one_that_committed_or_is_still_running_is_not_aborted() -> None:
+    with undecided(), transaction.atomic():
+        kept = publish("orders", 1, key="kept")
+    with transaction.atomic():
+        running = publish("orders", 1, key="running")
+        for receipt, why in ((kept, "COMMIT"), (running, "still running")):
+            with pytest.raises(CommandError, match=why):
+                call_command("outbox_transaction", "abort", str(receipt.transaction_id))
+    run_check_back()
+    assert decisions() == {"kept": "C", "running": "C"}
+
+
+def test_browsing_shows_what_is_committed_and_with_uncommitted_the_rest(path: str) -> None:
+    publish("orders", {"n": 1}, key="sent")
+    with rolled_back():
+        publish("orders", {"n": 2}, key="lost")
+    publish("payments", {"n": 3}, key="elsewhere")
+    assert [(one["key"], one["state"], one["body"]) for one in said("outbox_browse", "orders")] == [
+        ("sent", "committed", '{"n":1}')
+    ]
+    expected = {"sent": "committed", "lost": "undecided"} if path == "two_phase" else {"sent": "committed"}
+    assert {one["key"]: one["state"] for one in said("outbox_browse", "orders", "--uncommitted")} == expected
+
+
+def test_browsing_goes_page_by_page_and_moves_nothing() -> None:
+    for number in range(5):
+        publish("orders", number, key=number)
+    first = said("outbox_browse", "orders", "--limit", "2")
+    rest = said("outbox_browse", "orders", "--after", str(first[-1]["log_id"]))
+    assert [one["key"] for one in first + rest] == list("43210")
+    assert f"--after {first[-1]['log_id']}" in text("outbox_browse", "orders", "--limit", "2")
+    assert said("outbox_browse", "orders", "--since", "2999-01-01T00:00:00+00:00") == []
+    with pytest.raises(CommandError, match="nowhere"):
+        call_command("outbox_browse", "nowhere")
+
+
+def grown_old(seconds: float) -> None:
+    """What is stored by now is so much older, and was looked for at its age."""
+    run_check_back()
+    with psycopg.connect(alias_conninfo(get_settings().broker), autocommit=True) as broker:
+        let_time_pass(broker, seconds)
+    run_check_back()
+
+
+@pytest.fixture
+def seen(no_subscribers: None) -> list[str]:
+    """Keys in the order in which a handler of all three topics got them."""
+    found: list[str] = []
+
+    def handle(delivery: Delivery) -> None:
+        found.append(delivery.key)
+
+    for topic in ("orders", "payments", "steps"):
+        subscriber(topic, group="reader")(handle)
+    drain()
+    return found
+
+
+AGES = pytest.mark.parametrize("age_seconds", [0, 70, 100 * 3600])
+
+
+@AGES
+def test_an_open_local_transaction_delays_nobody_else(age_seconds: float, seen: list[str]) -> None:
+    others = [f"other-{number}" for number in range(20)]
+
+    def publish_others() -> None:
+        if age_seconds:
+            grown_old(age_seconds)
+        for number, key in enumerate(others):
+            publish(("orders", "payments", "steps")[number % 3], 1, key=key)
+        drain()
+
+    with transaction.atomic():
+        with message_transaction() as tx:
+            for topic in ("orders", "steps"):
+                tx.publish(topic, 1, key="open")
+        in_thread(publish_others)
+        # The transaction is open, and everything sent after it has been handled.
+        assert sorted(seen) == sorted(others)
+    drain()
+    assert sorted(seen) == sorted([*others, "open", "open"])
+
+
+def test_an_open_one_without_a_local_transaction_delays_nobody_else(path: str, seen: list[str]) -> None:
+    with message_transaction() as tx:
+        tx.publish("steps", 1, key="k")
+        publish("steps", 2, key="k")
+        drain()
+        assert seen == ["k"]
+    drain()
+    assert seen == ["k", "k"]
+
+
+@AGES
+def test_an_abandoned_half_delays_nobody_else(
+    age_seconds: float, seen: list[str], outbox_settings: Callable[..., None]
+) -> None:
+    """Its process is gone, and nobody of its group answers: it stays open."""
+    outbox_settings(PRODUCER_GROUP="gone")
+    with rolled_back():
+        left = publish("steps", 1, key="left")
+    outbox_settings(PRODUCER_GROUP="shop")
+    if age_seconds:
+        grown_old(age_seconds)
+    for number in range(20):
+        publish("steps", 1, key=f"other-{number}")
+    drain()
+    assert sorted(seen) == sorted(f"other-{number}" for number in range(20))
+    assert [one["transaction_id"] for one in said("outbox_transaction", "list")] == [str(left.transaction_id)]

@@ -1,0 +1,120 @@
+"""From a queue of RabbitMQ to effects: `outbox_receive`, the log, a subscriber with the inbox; killed at each step."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from django.core.management import CommandError, call_command
+from kombu.connection import Connection
+from kombu.entity import Queue
+from kombu.messaging import Producer
+
+from outbox.contrib.django.conf import parse_settings
+from outbox.contrib.django.databases import broker_connection
+from outbox.errors import ConfigurationError
+from tests.django.processes import child, process
+from tests.django.shop.models import Effect
+from tests.servers import RabbitMQ
+from tests.support import eventually
+
+NAME = f"partner-{os.getpid()}"
+
+
+@pytest.fixture
+def receive(rabbitmq_server: RabbitMQ) -> Iterator[dict[str, Any]]:
+    """The setting RECEIVE for a queue of this test's own."""
+    options = {"url": rabbitmq_server.url, "queue": NAME, "prefetch": 20}
+    yield {"partner": {"source": "kombu", "topic": "orders", "batch": 10, "options": options}}
+    with Connection(rabbitmq_server.url) as connection:
+        Queue(NAME, channel=connection.default_channel).delete()
+
+
+def send(url: str, *messages: tuple[str, Any]) -> None:
+    """As somebody else would, with an id of their own."""
+    with Connection(url) as connection:
+        producer = Producer(connection.channel())
+        Queue(NAME, durable=True, channel=connection.default_channel).declare()
+        for message_id, body in messages:
+            producer.publish(
+                json.dumps(body).encode(),
+                routing_key=NAME,
+                content_type="application/json",
+                content_encoding="utf-8",
+                delivery_mode=2,
+                headers={"outbox-key": body["number"]},
+                **({"message_id": message_id} if message_id else {}),
+            )
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.usefixtures("databases")
+def test_effects_happen_once_whoever_is_killed_and_whatever_is_repeated(
+    rabbitmq_server: RabbitMQ, receive: dict[str, Any]
+) -> None:
+    numbers = [f"n{n}" for n in range(60)]
+    expected = sorted([*numbers, *(f"step-{number}" for number in numbers)])
+    given = {"RECEIVE": receive}
+    send(rabbitmq_server.url, *((f"id-{number}", {"number": number}) for number in [*numbers, *numbers[::7]]))
+    with child("broker"), child("consumer", faults="consumer.after_inbox_commit=kill@7") as consumer:
+        with process(["-m", "django", "outbox_receive"], outbox=given, faults="receive.after_send=kill@2") as first:
+            assert first.wait(60) == -signal.SIGKILL, "after it was stored, before it was acknowledged"
+        assert consumer.wait(60) == -signal.SIGKILL, "after the effect, before its offset"
+        with child("consumer"), child("check"), process(["-m", "django", "outbox_receive"], outbox=given) as second:
+            send(rabbitmq_server.url, *((f"id-{number}", {"number": number}) for number in numbers[::5]))
+            eventually(
+                lambda: Effect.objects.count() >= 120, within_seconds=120, what=lambda: str(Effect.objects.count())
+            )
+            eventually(lambda: waiting(rabbitmq_server.url) == 0, within_seconds=60, what="all is acknowledged")
+            second.send_signal(signal.SIGTERM)
+            _, log = second.communicate(timeout=30)
+            assert second.returncode == 0, log
+    assert sorted(Effect.objects.values_list("number", flat=True)) == expected
+    with broker_connection() as (connection, _):
+        rows = connection.execute("SELECT count(*) FROM outbox.commit_log WHERE headers ? 'received-id'").fetchall()
+    assert rows == [(60,)]
+
+
+def waiting(url: str) -> int:
+    """Messages in the queue that no receiver has in hand."""
+    with Connection(url) as connection:
+        return int(
+            Queue(NAME, durable=True, channel=connection.default_channel).queue_declare(passive=True).message_count
+        )
+
+
+@pytest.mark.usefixtures("databases")
+def test_once_receives_what_is_there_and_poison_ends_it(
+    rabbitmq_server: RabbitMQ,
+    receive: dict[str, Any],
+    outbox_settings: Callable[..., None],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    outbox_settings(RECEIVE=receive)
+    send(rabbitmq_server.url, ("a", {"number": "1"}), ("a", {"number": "1"}))
+    call_command("outbox_receive", "--once")
+    assert "2 messages stored, 0 put aside" in capsys.readouterr().out
+    send(rabbitmq_server.url, ("", {"number": "2"}))
+    with pytest.raises(CommandError, match="has no message id"):
+        call_command("outbox_receive", "--once")
+    outbox_settings(RECEIVE={"partner": {**receive["partner"], "poison_topic": "payments"}})
+    call_command("outbox_receive", "partner", "--once")
+    assert "0 messages stored, 1 put aside" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("declared", "says"),
+    [
+        ([], "must be a dictionary"),
+        ({"partner": {"topic": "orders"}}, "lacks 'source'"),
+        ({"partner": {"topic": "orders", "source": "kombo"}}, "there are kombu"),
+        ({"partner": {"topic": "orders", "source": "kombu", "poison": "x"}}, "Did you mean 'poison_topic'"),
+    ],
+)
+def test_a_declaration_that_cannot_be_right(declared: Any, says: str) -> None:
+    with pytest.raises(ConfigurationError, match=says):
+        parse_settings({"RECEIVE": declared})

@@ -1,0 +1,74 @@
+"""What `@subscriber` registers, and what it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from outbox import Delivery, OnError, Start
+from outbox.contrib.django import registry, subscriber
+from outbox.errors import ConfigurationError, InvalidFilter, InvalidSubscription
+from tests.django.test_inbox import register
+from tests.django.urls import Refused
+
+pytestmark = pytest.mark.usefixtures("application", "no_subscribers")
+
+
+def test_what_a_subscriber_says_becomes_its_subscription() -> None:
+    @subscriber(
+        "orders", group="g", tag=["paid", "refunded"], mode="orderly", on_error={Refused: "skip"}, start="latest"
+    )
+    def handler(given: Delivery) -> None: ...
+
+    subscription = registry.subscribers()[-1].subscription
+    assert subscription.filter == "paid || refunded"
+    assert subscription.reaction(Refused()) is OnError.SKIP
+    assert subscription.start is Start.LATEST
+
+    @subscriber("orders", group="h", filter="amount > 10")
+    def other(given: Delivery) -> None: ...
+
+    assert registry.subscribers()[-1].subscription.filter == "sql:amount > 10"
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "complaint"),
+    [
+        ({"mode": "sideways"}, InvalidSubscription, "sideways"),
+        ({"tag": "a", "filter": "b = 1"}, InvalidSubscription, "not both"),
+        ({"filter": "amount >"}, InvalidFilter, "column"),
+        ({"batch": 0}, InvalidSubscription, "batch"),
+        ({"unheard": 1}, InvalidSubscription, "unheard"),
+        ({"on_error": {Refused: "explode"}}, InvalidSubscription, "explode"),
+    ],
+)
+def test_bad_subscriptions_are_refused(options: dict[str, Any], error: type[Exception], complaint: str) -> None:
+    with pytest.raises(error, match=complaint):
+        subscriber("orders", group="g", **options)
+
+
+def test_one_group_handles_a_topic_in_one_place() -> None:
+    def first(given: Delivery) -> None: ...
+    def second(given: Delivery) -> None: ...
+
+    subscriber("orders", group="g")(first)
+    with pytest.raises(InvalidSubscription, match=r"first.*second"):
+        subscriber("orders", group="g")(second)
+
+
+def test_an_unknown_group_is_named() -> None:
+    register()
+    with pytest.raises(ConfigurationError, match=r"nobody.*effects"):
+        registry.subscriptions(groups=["nobody"])
+
+
+def test_autodiscovery_names_the_module_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    from django.apps import apps
+
+    module = apps.get_app_config("shop").module
+    assert module is not None
+    (tmp_path / "subscribers.py").write_text("import not_installed_anywhere\n")
+    monkeypatch.setattr(module, "__path__", [*module.__path__, str(tmp_path)])
+    with pytest.raises(ConfigurationError, match=r"tests\.django\.shop\.subscribers.*not_installed_anywhere"):
+        registry.autodiscover()

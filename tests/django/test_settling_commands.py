@@ -1,0 +1,211 @@
+"""What an operator settles by command: undecided transactions and dead letters, page by page, first without effect."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, _SubParsersAction
+from collections.abc import Iterator
+from typing import Any
+from uuid import UUID, uuid4
+
+import pytest
+from django.core.management import load_command_class
+from django.core.management.base import CommandError
+from django.db import connections, transaction
+
+from outbox import Delivery, Message
+from outbox.broker.database.executor import Executor
+from outbox.broker.database.statement import Statement
+from outbox.contrib.django import message, publish, publish_messages, subscriber
+from outbox.contrib.django.broker import get_broker
+from outbox.contrib.django.conf import get_settings
+from outbox.contrib.django.databases import broker_connection
+from outbox.errors import PermanentError
+from tests.django.state import decisions, rolled_back
+from tests.django.test_commands import call, call_json, consume
+
+pytestmark = pytest.mark.usefixtures("databases", "no_subscribers")
+
+DUE = Statement("SELECT count(*) FROM {schema}.pending_check WHERE due_at <= now()")
+PAUSED = Statement("SELECT paused FROM {schema}.consumer_group WHERE name = %(name)s")
+
+
+def undecided(*keys: str) -> list[UUID]:
+    """Committed transactions whose end got lost, scanned, and parked for an hour."""
+    stored: list[Message] = [message("orders", {}, key=key) for key in keys]
+    for one in stored:
+        with transaction.atomic():
+            publish_messages([one])
+            connections["default"].run_on_commit.clear()
+    get_broker().claim_checks(get_settings().producer_group)
+    with broker_connection() as (connection, _):
+        connection.execute(
+            "UPDATE outbox.pending_check SET parked_at = now(), park_reason = 'checks', due_at = now() + '1 hour'"
+        )
+    return [one.message_id for one in stored]
+
+
+def due() -> int:
+    with broker_connection() as (connection, schema):
+        [count] = Executor(connection, schema).one(DUE)
+    return int(count)
+
+
+def test_a_decision_is_rehearsed_without_effect() -> None:
+    [one] = undecided("kept")
+    rehearsed = call_json("outbox_decide", str(one), "commit", "--dry-run")
+    assert (rehearsed["decision"], rehearsed["dry_run"]) == ("commit", True)
+    assert "the ledger proves it" in rehearsed["outcome"]
+    with pytest.raises(CommandError, match="not what the ledger proves"):
+        call("outbox_decide", str(one), "rollback", "--dry-run")
+    assert "nothing was decided" in call("outbox_decide", str(one), "rollback", "--dry-run", "--force")
+    assert decisions() == {"kept": None}
+    assert call_json("outbox_decide", str(one), "commit") == {
+        "transaction_id": str(one),
+        "decision": "commit",
+        "outcome": "applied",
+        "dry_run": False,
+    }
+    assert decisions() == {"kept": "C"}
+    with pytest.raises(CommandError, match="no undecided transaction"):
+        call("outbox_decide", str(one), "commit", "--dry-run")
+
+
+def test_rehearsing_a_rollback_writes_no_tombstone() -> None:
+    with rolled_back():
+        receipt = publish("orders", {}, key="dropped")
+    one = str(receipt.transaction_id)
+    assert "the ledger's barrier would decide it" in call("outbox_decide", one, "rollback", "--dry-run")
+    with connections["default"].cursor() as cursor:
+        cursor.execute("SELECT count(*) FROM outbox_ledger WHERE transaction_id = %s", [one])
+        assert cursor.fetchone() == (0,)
+    with pytest.raises(CommandError, match="not what the ledger proves"):
+        call("outbox_decide", one, "commit", "--dry-run")
+    assert "applied" in call("outbox_decide", one, "rollback")
+
+
+def test_producers_are_asked_again_about_those_that_are_named_or_selected() -> None:
+    one, other, third = undecided("a", "b", "c")
+    assert due() == 0
+    assert call("outbox_ask", str(one), "--dry-run") == "1 transactions would be due for a check now.\n"
+    assert due() == 0
+    assert call_json("outbox_ask", str(one)) == {"transaction_ids": [str(one)], "count": 1, "dry_run": False}
+    assert due() == 1
+    with pytest.raises(CommandError, match="nobody was asked"):
+        call("outbox_ask", str(other), str(uuid4()))
+    assert due() == 1
+    assert call_json("outbox_ask", "--group", "nobody")["count"] == 0
+    assert "there may be more" in call("outbox_ask", "--parked", "--limit", "2")
+    assert due() == 2
+    assert call_json("outbox_ask", "--all")["transaction_ids"] == [str(one), str(other), str(third)]
+    assert call_json("outbox_check")["committed"] == 3
+    assert decisions() == {"a": "C", "b": "C", "c": "C"}
+
+
+@pytest.mark.parametrize("arguments", [[], ["--all", "--parked"], [str(uuid4()), "--all"]])
+def test_who_is_to_be_asked_is_said_clearly(arguments: list[str]) -> None:
+    with pytest.raises(CommandError, match="name transaction ids"):
+        call("outbox_ask", *arguments)
+
+
+@pytest.fixture
+def _three_dead_of_two_groups(databases: None, no_subscribers: None) -> None:
+    for group in ("effects", "points"):
+
+        @subscriber("orders", group=group)
+        def give_up(delivery: Delivery) -> None:
+            raise PermanentError(f"never: {delivery.key}\nand a second line")
+
+    for key in ("a", "b", "c"):
+        publish("orders", {}, key=key)
+    consume()
+
+
+def pages(*arguments: str) -> list[Any]:
+    """Every page of a list, as the end of each says how to go on."""
+    found, more = [], list[str]()
+    while page := call_json(*arguments, *more):
+        found.append(page)
+        said = call(*arguments, *more).splitlines()[-1]
+        if not said.startswith("there may be more: "):
+            break
+        more = said.removeprefix("there may be more: ").split()
+    return found
+
+
+@pytest.mark.usefixtures("_three_dead_of_two_groups")
+def test_dead_letters_come_page_by_page() -> None:
+    of_one = pages("outbox_dead_letter", "list", "effects", "--limit", "1")
+    assert [len(page) for page in of_one] == [1, 1, 1]
+    assert sorted(page[0]["letter"]["key"] for page in of_one) == ["a", "b", "c"]
+    with broker_connection() as (connection, _):
+        connection.execute("UPDATE outbox.dead_letter SET dead_at = '2026-01-01 00:00:00.123456+00'")
+    of_all = [item["letter"] for page in pages("outbox_dead_letter", "list", "--limit", "3") for item in page]
+    assert sorted((item["group"], item["key"]) for item in of_all) == [
+        (group, key) for group in ("effects", "points") for key in "abc"
+    ], "the whole of a batch that was given up in one transaction, nothing twice"
+    with pytest.raises(CommandError, match="is no place"):
+        call("outbox_dead_letter", "list", "--after", "2026-01-01")
+
+
+@pytest.mark.usefixtures("_three_dead_of_two_groups")
+def test_one_dead_letter_is_shown_whole() -> None:
+    letter = call_json("outbox_dead_letter", "list", "effects", "--key", "b")[0]["letter"]
+    shown = call_json("outbox_dead_letter", "show", "effects", letter["message_id"])
+    assert shown["letter"] == letter
+    assert [one["attempt"] for one in shown["failures"]] == [1]
+    text = call("outbox_dead_letter", "show", "effects", letter["message_id"])
+    assert "key: b\n" in text
+    assert "    and a second line\n" in text
+    call("outbox_dead_letter", "discard", "effects", letter["message_id"], "--no-input")
+    assert "discarded at: 2" in call("outbox_dead_letter", "show", "effects", letter["message_id"])
+    with pytest.raises(CommandError, match=r"has not given up .*outbox_trace"):
+        call("outbox_dead_letter", "show", "effects", str(uuid4()))
+
+
+@pytest.mark.usefixtures("_three_dead_of_two_groups")
+def test_groups_and_topics_are_changed_first_without_effect() -> None:
+    for action, paused in (("pause", True), ("resume", False)):
+        said = {"group": "effects", "paused": paused, "released_queues": 0}
+        assert call_json("outbox_group", action, "effects", "--dry-run") == {**said, "dry_run": True}
+        assert _paused("effects") is not paused
+        assert call_json("outbox_group", action, "effects") == {**said, "dry_run": False}
+        assert _paused("effects") is paused
+    assert "would be created" in call("outbox_topic", "create", "tried", "--dry-run")
+    with pytest.raises(CommandError, match="'tried' is not declared"):
+        call("outbox_topic", "alter", "tried", "--queue-count", "2")
+    assert call_json("outbox_topic", "create", "tried")["outcome"] == "topic tried was created."
+    assert "would be changed" in call("outbox_topic", "alter", "tried", "--queue-count", "16", "--dry-run")
+    assert "was changed" in call("outbox_topic", "alter", "tried", "--queue-count", "16")
+
+
+def _paused(group: str) -> bool:
+    with broker_connection() as (connection, schema):
+        [found] = Executor(connection, schema).one(PAUSED, {"name": group})
+    return bool(found)
+
+
+# -- the same words everywhere ----------------------------------------------------------------------
+
+ANSWERS = ["ask", "audit", "check", "dead_letter", "decide", "doctor", "group", "health", "recall", "reject", "status"]
+ANSWERS += ["topic", "trace", "undecided"]
+LOOKS = ["audit", "check", "doctor", "health", "status", "trace", "undecided"]
+LOOKS += ["dead_letter list", "dead_letter show", "group list", "group offsets", "topic list"]
+PAGED = ["dead_letter list", "trace", "undecided"]
+
+
+def parsers() -> Iterator[tuple[str, ArgumentParser]]:
+    """Each command, and each action of those that have several."""
+    for name in ANSWERS:
+        parser = load_command_class("outbox.contrib.django", f"outbox_{name}").create_parser("manage.py", name)
+        inner = [action for action in parser._actions if isinstance(action, _SubParsersAction)]
+        yield from (
+            ((f"{name} {choice}", one) for choice, one in inner[0].choices.items()) if inner else [(name, parser)]
+        )
+
+
+@pytest.mark.parametrize(("name", "parser"), list(parsers()), ids=lambda value: value if isinstance(value, str) else "")
+def test_commands_have_the_same_options(name: str, parser: ArgumentParser) -> None:
+    options = set(parser._option_string_actions)
+    assert "--json" in options
+    assert ("--dry-run" in options) is (name not in LOOKS)
+    assert ({"--limit", "--after"} <= options) is (name in PAGED)

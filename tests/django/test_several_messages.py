@@ -1,0 +1,177 @@
+"""`@transactional_message(messages=…)`: a function whose transaction carries several messages, or none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, cast
+
+import psycopg
+import pytest
+from asgiref.sync import async_to_sync
+from django.db import DatabaseError, connection
+from psycopg.sql import SQL, Identifier
+
+from outbox import Message, faults
+from outbox.contrib.django import message, run_check_back, transactional_message
+from outbox.contrib.django.broker import flusher
+from outbox.contrib.django.conf import get_settings
+from outbox.contrib.django.databases import alias_conninfo
+from outbox.contrib.django.models import LedgerEntry
+from outbox.errors import ConfigurationError, TransactionUsageError, UsageError
+from tests.django.shop.models import Order
+from tests.django.state import decisions, stored
+from tests.django.urls import Refused
+
+pytestmark = pytest.mark.usefixtures("empty_log")
+
+
+@transactional_message(
+    messages=lambda number, steps=2: (
+        [message("orders", {"number": number}, key=number)]
+        + [message("steps", turn, key=f"{number}-{turn}") for turn in range(steps)]
+    )
+)
+def place(number: str, steps: int = 2, *, fail: bool = False) -> str:
+    Order.objects.create(number=number)
+    if fail:
+        raise Refused
+    return f"placed {number}"
+
+
+def announcements(result: Order) -> Iterator[Message]:
+    yield message("orders", {"id": result.pk}, key=result.pk)
+    if result.number != "quiet":
+        yield message("payments", {"id": result.pk}, key=f"pay-{result.pk}")
+
+
+@transactional_message(messages=announcements)
+def place_and_yield(number: str) -> Order:
+    return Order.objects.create(number=number)
+
+
+def ledger_rows_of(call: Callable[[], object]) -> int:
+    before = LedgerEntry.objects.count()
+    call()
+    return LedgerEntry.objects.count() - before
+
+
+def test_all_are_committed_with_the_function_by_one_row_and_one_decision(path: str) -> None:
+    assert ledger_rows_of(lambda: place("a")) == (1 if path == "two_phase" else 0)
+    assert decisions() == {"a": "C", "a-0": "C", "a-1": "C"}
+    with psycopg.connect(alias_conninfo(get_settings().broker)) as broker:
+        found = broker.execute(SQL("SELECT count(*) FROM {}.op_log").format(Identifier(get_settings().schema)))
+        assert found.fetchone() == (1,)
+
+
+def test_none_is_seen_of_a_function_that_failed(path: str) -> None:
+    with pytest.raises(Refused):
+        place("dropped", fail=True)
+    assert "C" not in decisions().values()
+    assert {item.decided_by for item in stored()} == ({"P"} if path == "two_phase" else set())
+
+
+def test_the_function_may_yield_what_it_makes_of_the_result(path: str) -> None:
+    loud, quiet = place_and_yield("loud"), place_and_yield("quiet")
+    assert decisions() == {str(loud.pk): "C", f"pay-{loud.pk}": "C", str(quiet.pk): "C"}
+
+
+def test_a_lost_end_is_answered_by_check_back_for_all_of_them() -> None:
+    faults.arm("producer.before_end=raise")
+    try:
+        place("a")
+        flusher.flush(within_seconds=5)
+    finally:
+        faults.arm("")
+    assert decisions() == {"a": None, "a-0": None, "a-1": None}
+    run_check_back()
+    assert set(decisions().values()) == {"C"}
+
+
+def test_none_at_all_is_a_transaction_without_messages(path: str) -> None:
+    @transactional_message(messages=list)
+    def early() -> None:
+        Order.objects.create(number="early")
+
+    @transactional_message(messages=lambda result: [])
+    def late() -> None:
+        Order.objects.create(number="late")
+
+    early()
+    late()
+    assert stored() == []
+    assert Order.objects.count() == 2
+
+
+def test_without_messages_too_a_transaction_that_was_ended_inside_is_an_error(path: str) -> None:
+    @transactional_message(messages=list)
+    def ended() -> None:
+        connection.cursor().execute("ROLLBACK; BEGIN")
+
+    with pytest.raises((TransactionUsageError, DatabaseError)):
+        ended()
+
+
+def test_coroutines_and_views_take_several_too(path: str) -> None:
+    @transactional_message(messages=lambda number: [message("orders", 1, key=number), message("payments", 1, key="p")])
+    async def aplace(number: str) -> None:
+        await Order.objects.acreate(number=number)
+
+    async_to_sync(aplace)("async")
+    assert decisions() == {"async": "C", "p": "C"}
+
+
+def test_more_keys_than_one_transaction_may_lock_roll_the_function_back(path: str) -> None:
+    with pytest.raises(UsageError, match="1001 different keys"):
+        many("too many", 1_001)
+    assert not Order.objects.exists()
+    assert stored() == []
+
+
+@transactional_message(messages=lambda count: [message("steps", None, key=turn) for turn in range(count)])
+def many(number: str, count: int) -> None:
+    Order.objects.create(number=number)
+
+
+@pytest.mark.parametrize(
+    "given", [lambda: message("orders", 1), lambda: 5, lambda: ["orders"], lambda: {"orders": 1}, lambda: None]
+)
+def test_what_is_no_list_of_messages_is_refused_with_the_functions_name(
+    given: Callable[..., Iterable[Message]], path: str
+) -> None:
+    @transactional_message(messages=given)
+    def place_wrong() -> None:
+        Order.objects.create(number="dropped")
+
+    with pytest.raises(UsageError, match=r"messages= of .*place_wrong: give a list of what message\(…\) builds"):
+        place_wrong()
+    assert not Order.objects.exists()
+    assert stored() == []
+
+
+MISTAKES: list[tuple[dict[str, Any], str]] = [
+    ({}, r"needs a topic and body=, or messages="),
+    ({"topic": "orders"}, r"needs a topic and body=, or messages="),
+    ({"body": {}}, r"needs a topic and body=, or messages="),
+    ({"messages": list, "topic": "orders"}, r"takes no topic beside it"),
+    ({"messages": list, "body": None}, r"takes no body beside it"),
+    ({"messages": list, "key": "k", "delay": 3}, r"takes no delay, key beside it"),
+    ({"messages": []}, r"must be a function"),
+]
+
+
+@pytest.mark.parametrize(("given", "error"), MISTAKES)
+def test_what_cannot_work_is_refused_when_it_is_declared(given: dict[str, Any], error: str) -> None:
+    with pytest.raises(ConfigurationError, match=error):
+        cast(Any, transactional_message)(**given)
+
+
+def test_an_unknown_parameter_and_a_coroutine_are_refused_when_they_are_declared() -> None:
+    async def later(number: str) -> list[Message]:
+        return []
+
+    def of_nobody(nobody: str) -> list[Message]:
+        return []
+
+    for wrong in (later, of_nobody):
+        with pytest.raises(ConfigurationError, match=r"messages= of"):
+            transactional_message(messages=cast(Any, wrong))(place_and_yield)

@@ -1,0 +1,1 @@
+"""The RocketMQ engine against a real server, which Maven brings (marker `rocketmq`)."""

@@ -1,0 +1,69 @@
+"""One RocketMQ for the whole run; topics and groups are each test's own, by their names."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from outbox.rocketmq.private_server import PrivateRocketMQ, fetch_programs
+from outbox.topic import MessageType, Topic
+from tests.django.conftest import (  # noqa: F401
+    application,
+    databases,
+    django_db_setup,
+    no_subscribers,
+    outbox_settings,
+)
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+# Asks about an undecided message after a second, and every second: no test waits for the real minutes.
+QUICK = {"transactionTimeOut": 1000, "transactionCheckInterval": 1000, "transactionCheckMax": 60}
+_numbers = itertools.count(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Everything of this folder wants the server."""
+    here = Path(__file__).parent
+    for item in items:
+        if here in item.path.parents:
+            item.add_marker(pytest.mark.rocketmq)
+            item.add_marker(pytest.mark.timeout(300))
+
+
+@pytest.fixture(scope="session")
+def programs() -> Path:
+    """The server's jars; the first run fetches them."""
+    return fetch_programs(Path(os.environ.get("OUTBOX_ROCKETMQ_PROGRAMS", ROOT / "var" / "rocketmq")))
+
+
+@pytest.fixture(scope="session")
+def rocketmq(programs: Path) -> Iterator[PrivateRocketMQ]:
+    """The run's server."""
+    with tempfile.TemporaryDirectory(prefix="outbox-mq-", ignore_cleanup_errors=True) as folder:
+        server = PrivateRocketMQ(Path(folder), programs, broker=QUICK)
+        server.start()
+        yield server
+        server.kill()
+
+
+@pytest.fixture
+def new_topic(rocketmq: PrivateRocketMQ) -> Callable[..., Topic]:
+    """A function that creates a topic of this test's own, of the types given."""
+
+    def create(*types: str, queue_count: int = 2) -> Topic:
+        kinds = frozenset(map(MessageType, types)) or frozenset({MessageType.NORMAL, MessageType.TRANSACTION})
+        topic = Topic(name=f"t{next(_numbers)}.{os.getpid()}", types=kinds, queue_count=queue_count)
+        rocketmq.admin.create_topic(topic)
+        return topic
+
+    return create
+
+
+def unique(name: str) -> str:
+    """A name that no other test of this run's server has."""
+    return f"{name}{next(_numbers)}-{os.getpid()}"

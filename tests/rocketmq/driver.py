@@ -1,0 +1,65 @@
+"""A producer that is killed: one fixed piece of work under the faults of its environment. `driver PREFIX PATH`.
+
+Its transactions commit (`c`), roll back (`r`), and roll back to a savepoint (`s`) inside one that commits (`d`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+
+import django
+
+ROUNDS = 3
+
+
+class Undone(Exception):
+    """Rolls a transaction back."""
+
+
+def place(topic: str, number: str, *, decorated: bool, fail: bool = False, seconds: float = 0.0) -> None:
+    """One order and its message."""
+    from django.db import transaction
+
+    from outbox.contrib.django import publish, transactional_message
+    from tests.django.shop.models import Order
+
+    def create(number: str) -> None:
+        Order.objects.create(number=number)
+        time.sleep(seconds)
+        if fail:
+            raise Undone
+
+    if decorated:
+        transactional_message(topic, key=lambda number: number, body={})(create)(number)
+        return
+    with transaction.atomic():
+        publish(topic, {"number": number}, key=number)
+        create(number)
+
+
+def main() -> None:
+    """Do the work; `rounds` of it."""
+    django.setup()
+    from django.db import transaction
+
+    from outbox.contrib.django.broker import flusher
+
+    prefix, how = sys.argv[1:3]
+    rounds = int(sys.argv[3]) if len(sys.argv) > 3 else ROUNDS
+    topic, decorated = os.environ["TEST_TOPICS"].split(",")[0], how == "decorated"
+    for number in range(rounds):
+        place(topic, f"{prefix}-c{number}", decorated=decorated)
+        with contextlib.suppress(Undone):
+            place(topic, f"{prefix}-r{number}", decorated=decorated, fail=True)
+        with transaction.atomic():
+            place(topic, f"{prefix}-d{number}", decorated=decorated)
+            with contextlib.suppress(Undone):
+                place(topic, f"{prefix}-s{number}", decorated=decorated, fail=True)
+    flusher.flush(within_seconds=10)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""A Django app whose subscribers the workers of these tests discover."""

@@ -1,0 +1,100 @@
+"""A Django project on RocketMQ: its processes, and what has to be true of its orders and effects."""
+
+from __future__ import annotations
+
+import subprocess
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from outbox.rocketmq.private_server import PrivateRocketMQ
+from outbox.subscription import Subscription
+from outbox.topic import Topic
+from tests.django import processes
+from tests.django.shop.models import Effect, Order
+from tests.rocketmq.conftest import unique
+from tests.support import eventually
+
+
+@dataclass(frozen=True)
+class Project:
+    """One project of this test's own: `topics` are orders and steps."""
+
+    server: PrivateRocketMQ
+    topics: tuple[str, str]
+    group: str
+
+    @property
+    def outbox(self) -> Mapping[str, Any]:
+        """OUTBOX for a producer in this process."""
+        return {
+            "BROKER": self.server.url,
+            "PRODUCER_GROUP": "shop",
+            "TOPICS": {name: {"queue_count": 2} for name in self.topics},
+            "IMMUNITY_SECONDS": 0,
+            "SEND_TIMEOUT_SECONDS": 20,
+        }
+
+    def environment(self) -> dict[str, str]:
+        """The variables of its processes, beside those of every Django process."""
+        return {
+            "DJANGO_SETTINGS_MODULE": "tests.rocketmq.worker_settings",
+            "TEST_ROCKETMQ": self.server.url,
+            "TEST_TOPICS": ",".join(self.topics),
+            "TEST_GROUP": self.group,
+        }
+
+    @contextmanager
+    def running(self, arguments: Sequence[str], *, faults: str = "") -> Iterator[subprocess.Popen[str]]:
+        """A Python process of the project."""
+        with processes.process(arguments, faults=faults, quiet=True, variables=self.environment()) as started:
+            yield started
+
+    @contextmanager
+    def consumer(self) -> Iterator[subprocess.Popen[str]]:
+        """A consumer process."""
+        with self.running(["-m", "outbox.contrib.django.child", "consumer"]) as started:
+            yield started
+
+    def produced(self, prefixes: Mapping[str, str], how: str = "plain", *, rounds: int = 3) -> dict[str, int]:
+        """Run drivers side by side, one per prefix with its faults; how each ended."""
+        with ExitStack() as stack:
+            arguments = {prefix: ["-m", "tests.rocketmq.driver", prefix, how, str(rounds)] for prefix in prefixes}
+            started = {
+                prefix: stack.enter_context(self.running(arguments[prefix], faults=faults))
+                for prefix, faults in prefixes.items()
+            }
+            return {prefix: one.wait(120) for prefix, one in started.items()}
+
+
+def make_project(server: PrivateRocketMQ) -> Project:
+    """Create its topics and its group on the server."""
+    project = Project(server, (unique("orders."), unique("steps.")), unique("effects"))
+    for name in project.topics:
+        topic = Topic(name=name, queue_count=2)
+        server.admin.create_topic(topic)
+        server.admin.create_group(Subscription(group=project.group, topic=name), topic)
+    return project
+
+
+def expected() -> Counter[str]:
+    """What effects there have to be: one for every committed order, and one for its step."""
+    numbers = list(Order.objects.values_list("number", flat=True))
+    return Counter([*numbers, *(f"step-{number}" for number in numbers)])
+
+
+def happened() -> Counter[str]:
+    """What effects there are."""
+    return Counter(Effect.objects.values_list("number", flat=True))
+
+
+def nothing_lost_invented_or_doubled(*, within_seconds: float = 120.0) -> None:
+    """Every committed order has had its effects once, and nothing else has had any."""
+    eventually(
+        lambda: set(expected()) <= set(happened()),
+        within_seconds=within_seconds,
+        what=lambda: f"lost: {sorted(set(expected()) - set(happened()))}",
+    )
+    assert happened() == expected()

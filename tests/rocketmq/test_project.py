@@ -1,0 +1,113 @@
+"""A Django project on RocketMQ: committed means its effects happen once, rolled back means nobody sees it."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from outbox import faults
+from outbox.contrib.django import broker as broker_access
+from outbox.contrib.django import get_broker
+from outbox.rocketmq.private_server import PrivateRocketMQ
+from tests.django.shop.models import Order
+from tests.rocketmq.driver import place
+from tests.rocketmq.project import Project, happened, make_project, nothing_lost_invented_or_doubled
+
+pytestmark = pytest.mark.usefixtures("application")
+
+KILLED = -signal.SIGKILL
+STEPS = [point for point in faults.POINTS if point.startswith("producer.")]
+
+
+@pytest.fixture
+def project(rocketmq: PrivateRocketMQ, application: None, outbox_settings: Callable[..., None]) -> Iterator[Project]:
+    """A project, whose settings are also those of this process: one more producer that answers checks."""
+    project = make_project(rocketmq)
+    outbox_settings(**project.outbox)
+    yield project
+    broker_access.flusher.flush(within_seconds=5)
+    broker_access.reset_broker()
+
+
+@pytest.mark.parametrize("decorated", [True, False], ids=["decorated", "plain"])
+def test_from_the_decorator_to_the_handler(project: Project, decorated: bool) -> None:
+    with project.consumer():
+        place(project.topics[0], "one", decorated=decorated)
+        with pytest.raises(Exception, match=r"^$"):
+            place(project.topics[0], "two", decorated=decorated, fail=True)
+        nothing_lost_invented_or_doubled()
+    assert set(happened()) == {"one", "step-one"}
+
+
+def test_a_lost_end_is_answered_from_the_ledger(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody reports: RocketMQ asks this process, and the ledger answers COMMIT, and ROLLBACK by its barrier."""
+    monkeypatch.setattr(broker_access.flusher, "end", lambda end: None)
+    with project.consumer():
+        place(project.topics[0], "committed", decorated=False)
+        with pytest.raises(Exception, match=r"^$"):
+            place(project.topics[0], "rolled back", decorated=False, fail=True)
+        nothing_lost_invented_or_doubled()
+    assert set(happened()) == {"committed", "step-committed"}
+
+
+@pytest.mark.parametrize("how", ["plain", "decorated"])
+def test_producer_killed_at_each_step(project: Project, how: str) -> None:
+    """Each dies at another step, in its second round; this process answers for all of them."""
+    get_broker().claim_checks("shop")
+    reached = [step for step in STEPS if how == "decorated" or step != "producer.before_local_commit"]
+    killed = {step: f"{step}=kill@2" for step in reached}
+    with project.consumer():
+        ends = project.produced({"whole": "", **killed}, how)
+        assert ends.pop("whole") == 0
+        assert set(ends.values()) == {KILLED}, "a fault that was never reached proves nothing"
+        nothing_lost_invented_or_doubled()
+    assert Order.objects.filter(number__startswith="whole").count() == 6
+
+
+def test_a_slow_local_transaction_outlives_its_checks(project: Project) -> None:
+    """Asked about while it runs: the barrier waits for it, and the answer is UNKNOWN, never ROLLBACK."""
+    with project.consumer():
+        place(project.topics[0], "slow", decorated=False, seconds=6)
+        nothing_lost_invented_or_doubled()
+    assert set(happened()) == {"slow", "step-slow"}
+
+
+def test_a_consumer_killed_in_its_handler_has_no_second_effect(project: Project) -> None:
+    place(project.topics[0], "kills-one", decorated=False)
+    with project.consumer() as first:
+        assert first.wait(60) == KILLED
+    assert happened() == {}
+    with project.consumer():
+        nothing_lost_invented_or_doubled()
+
+
+def test_server_killed_and_restarted(project: Project, rocketmq: PrivateRocketMQ) -> None:
+    """What was acknowledged is there; what was not has rolled its local transaction back."""
+    with project.consumer():
+        for number in range(5):
+            place(project.topics[0], f"before-{number}", decorated=False)
+        rocketmq.kill()
+        with pytest.raises(Exception, match=r"RocketMQ|acknowledged|unknown"):
+            place(project.topics[0], "while-down", decorated=False)
+        rocketmq.start()
+        _eventually_placed(project, "after")
+        nothing_lost_invented_or_doubled()
+    assert "while-down" not in happened()
+
+
+def _eventually_placed(project: Project, number: str) -> None:
+    """A user who tries again."""
+    from outbox.errors import BrokerError
+    from tests.support import eventually
+
+    def placed() -> Any:
+        try:
+            place(project.topics[0], number, decorated=False)
+        except BrokerError:
+            return False
+        return True
+
+    eventually(placed, within_seconds=60, what="the producer works again")

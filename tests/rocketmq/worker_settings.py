@@ -1,0 +1,17 @@
+"""Settings of the processes that these tests start."""
+
+from __future__ import annotations
+
+import os
+
+from tests.django.worker_settings import *  # noqa: F403
+from tests.django.worker_settings import INSTALLED_APPS, OUTBOX
+
+INSTALLED_APPS = [*INSTALLED_APPS[:-1], "tests.rocketmq.effects"]
+OUTBOX = {
+    **{name: value for name, value in OUTBOX.items() if name not in ("BROKER", "TOPICS")},
+    "BROKER": os.environ["TEST_ROCKETMQ"],
+    "PRODUCER_GROUP": "shop",
+    "SEND_TIMEOUT_SECONDS": 20,
+    "TOPICS": {name: {"queue_count": 2} for name in os.environ["TEST_TOPICS"].split(",")},
+}

@@ -1,0 +1,1 @@
+"""Sinks: where messages are forwarded to, on real servers."""

@@ -1,0 +1,134 @@
+"""What a forwarder does with what a sink says; the sink is a list."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from uuid import UUID
+
+import pytest
+
+from outbox import fence
+from outbox.broker.operations.verdict import survey
+from outbox.contrib.sinks.formats import format_named
+from outbox.contrib.sinks.forwarder import Forwarder, RawCodecs, subscription
+from outbox.contrib.sinks.sink import NotYet, Outgoing, Rejected
+from outbox.errors import LeaseLost, PartialFailure, ServiceUnavailable
+from outbox.message import Delivery, Message
+from tests.broker.bench import ConsumptionBench, keyed
+from tests.sinks.support import GROUP, delivery
+from tests.support import eventually
+
+PLAIN = format_named("plain", binding="http")
+
+
+class ListSink:
+    """Keeps what it is sent; `refuse` says by body what is rejected, `away` whether it takes anything."""
+
+    binding = "http"
+    batch = 10
+    threads = 4
+
+    def __init__(self) -> None:
+        self.calls: list[list[Outgoing]] = []
+        self.refuse: set[bytes] = set()
+        self.away: ServiceUnavailable | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def sent(self) -> list[bytes]:
+        return [message.body for call in self.calls for message in call]
+
+    def send(self, messages: Sequence[Outgoing]) -> Sequence[Exception | None]:
+        with self._lock:
+            if self.away is not None:
+                raise self.away
+            self.calls.append([message for message in messages if message.body not in self.refuse])
+            return [Rejected(f"{m.message_id} refused") if m.body in self.refuse else None for m in messages]
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def sink() -> ListSink:
+    return ListSink()
+
+
+def errors_of(sink: ListSink, deliveries: Sequence[Delivery]) -> Mapping[UUID, Exception]:
+    with pytest.raises(PartialFailure) as failure:
+        Forwarder(sink, "orders", PLAIN)(deliveries)
+    return failure.value.errors
+
+
+def test_a_call_sends_one_message_per_key_at_a_time(sink: ListSink) -> None:
+    given = [delivery("a", body=b"1"), delivery("a", body=b"2"), delivery("b", body=b"3"), delivery("", body=b"4")]
+    Forwarder(sink, "orders", PLAIN)([*given, delivery("", body=b"5")])
+    assert [[message.body for message in call] for call in sink.calls] == [[b"1", b"3", b"4", b"5"], [b"2"]]
+
+
+def test_what_is_behind_a_refused_message_of_its_key_is_not_sent(sink: ListSink) -> None:
+    given = [delivery(key, body=body) for key, body in (("a", b"1"), ("a", b"2"), ("a", b"3"), ("b", b"4"))]
+    sink.refuse = {b"2"}
+    errors = errors_of(sink, given)
+    assert [type(errors.get(one.message_id)) for one in given] == [type(None), Rejected, NotYet, type(None)]
+    assert sink.sent == [b"1", b"4"]
+
+
+def test_an_endpoint_that_is_away_is_nobodys_fault(sink: ListSink) -> None:
+    sink.away = ServiceUnavailable("away")
+    with pytest.raises(ServiceUnavailable):
+        Forwarder(sink, "orders", PLAIN)([delivery("a"), delivery("b")])
+
+
+def test_nothing_is_sent_by_a_former_owner(sink: ListSink) -> None:
+    with fence.attempt(lambda: "the lease is over"), pytest.raises(LeaseLost):
+        Forwarder(sink, "orders", PLAIN)([delivery()])
+    assert sink.sent == []
+
+
+def test_a_rejected_message_blocks_its_key_is_named_and_goes_when_it_is_taken(
+    bench: ConsumptionBench, sink: ListSink
+) -> None:
+    bench.declare("orders", queues=1)
+    sent = [Message(topic="orders", key=f"k{n % 4}", body=str(n).encode()) for n in range(40)]
+    sink.refuse = {b"4"}
+    bench.publish(sent)
+    wanted = subscription(GROUP, "orders", sink, suspend_seconds=0.1)
+    with bench.running((wanted, Forwarder(sink, "orders", PLAIN)), codecs=RawCodecs()):
+        eventually(lambda: len(sink.sent) == 31, what=lambda: str(sink.sent))
+        [blocked] = eventually(
+            lambda: [one for one in survey(bench.run).verdict.conditions if one.name == "blocked_queue"]
+        )
+        assert blocked.evidence[0]["key"] == "k0" and str(sent[4].message_id) in str(blocked.evidence[0])
+        sink.refuse = set()
+        eventually(lambda: bench.lag(GROUP) == 0, what="all are forwarded")
+    for key in range(4):
+        assert [int(body) for body in sink.sent if int(body) % 4 == key] == list(range(key, 40, 4))
+    bench.assert_conserved(GROUP)
+
+
+def test_as_a_choice_a_rejected_message_is_a_dead_letter(bench: ConsumptionBench, sink: ListSink) -> None:
+    bench.declare("orders")
+    sent = keyed("orders", 8, 2)
+    sink.refuse = {sent[2].body}
+    bench.publish(sent)
+    wanted = subscription(GROUP, "orders", sink, dead_letter=True)
+    bench.run_until_idle(wanted, Forwarder(sink, "orders", PLAIN), codecs=RawCodecs())
+    assert len(sink.sent) == 6, "the two with this body are given up"
+    assert bench.rows("SELECT count(*) FROM outbox.dead_letter") == [(2,)]
+
+
+def test_a_pause_that_an_endpoint_asks_for_is_an_outage_that_ends(bench: ConsumptionBench, sink: ListSink) -> None:
+    bench.declare("orders")
+    sent = keyed("orders", 20, 4)
+    sink.away = ServiceUnavailable("too many requests", pause_seconds=0.5)
+    bench.publish(sent)
+    wanted = subscription(GROUP, "orders", sink)
+    with bench.running((wanted, Forwarder(sink, "orders", PLAIN)), codecs=RawCodecs()):
+        eventually(lambda: bench.rows("SELECT error FROM outbox.outage"), what="the outage is named")
+        assert sink.sent == []
+        sink.away = None
+        eventually(lambda: bench.lag(GROUP) == 0, what="all are forwarded")
+    assert len(sink.sent) == 20
+    assert bench.rows("SELECT count(*) FROM outbox.failure") == [(0,)], "no attempt was used up"

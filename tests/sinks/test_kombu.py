@@ -1,0 +1,165 @@
+"""The kombu sink on real servers: RabbitMQ and Redis, killed and started again in the middle."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kombu.connection import Connection
+from kombu.entity import Exchange, Queue
+from kombu.message import Message
+
+from outbox.contrib.sinks.formats import format_named
+from outbox.contrib.sinks.kombu import KombuSink
+from outbox.contrib.sinks.sink import NotAcknowledged
+from outbox.errors import ConfigurationError, ServiceUnavailable
+from outbox.message import Message as Sent
+from tests.broker.bench import ConsumptionBench, keyed
+from tests.servers import RabbitMQ, free_ports, private_redis
+from tests.sinks.conftest import Spawn
+from tests.sinks.support import GROUP, assert_all_in_order, delivery
+from tests.support import eventually
+
+SINK = "outbox.contrib.sinks.kombu.KombuSink"
+PLAIN = format_named("plain", binding="amqp")
+_numbers = itertools.count()
+
+
+@pytest.fixture
+def queue() -> str:
+    """A queue of this test's own."""
+    return f"sink-{os.getpid()}-{next(_numbers)}"
+
+
+@pytest.fixture
+def rabbitmq(rabbitmq_server: RabbitMQ, queue: str) -> Iterator[str]:
+    """Its URL; the queue is removed."""
+    yield rabbitmq_server.url
+    with Connection(rabbitmq_server.url) as connection:
+        Queue(queue, channel=connection.default_channel).delete()
+
+
+@contextlib.contextmanager
+def sink(url: str, **options: Any) -> Iterator[KombuSink]:
+    """Closed at the end."""
+    with contextlib.closing(KombuSink(url=url, **options)) as made:
+        yield made
+
+
+def drained(url: str, queue: str) -> list[Message]:
+    """Everything in the queue, in order."""
+    with Connection(url) as connection:
+        bound = Queue(queue, channel=connection.default_channel)
+        found = []
+        while (message := bound.get(no_ack=True)) is not None:
+            found.append(message)
+        return found
+
+
+def entries(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    return [{"id": m.headers["outbox-message-id"], "key": m.headers["outbox-key"], **m.decode()} for m in messages]
+
+
+def test_a_message_is_persistent_and_says_what_it_is(rabbitmq: str, queue: str) -> None:
+    given = delivery("k ü", tag="paid")
+    with sink(rabbitmq) as made:
+        assert made.send([PLAIN(given, queue)]) == [None]
+    [found] = drained(rabbitmq, queue)
+    assert (found.body, found.content_type) == (b'{"n": 1}', "application/json")
+    assert (found.properties["message_id"], found.properties["delivery_mode"]) == (str(given.message_id), 2)
+    assert (found.headers["outbox-key"], found.headers["outbox-tag"]) == ("k ü", "paid")
+
+
+def test_what_no_queue_takes_is_not_acknowledged(rabbitmq: str, queue: str) -> None:
+    with sink(rabbitmq, exchange="amq.topic", routing_key="{topic}.{key}") as made:
+        [error] = made.send([PLAIN(delivery("a"), queue)])
+        assert isinstance(error, NotAcknowledged) and f"'{queue}.a'" in str(error)
+        with Connection(rabbitmq) as connection:
+            bound = Queue(queue, Exchange("amq.topic"), f"{queue}.#", channel=connection.default_channel)
+            bound.queue_declare()
+            bound.queue_bind()
+        assert made.send([PLAIN(delivery("a"), queue)]) == [None]
+    assert len(drained(rabbitmq, queue)) == 1
+
+
+def test_a_missing_exchange_is_no_messages_fault_and_mended_without_a_restart(rabbitmq: str, queue: str) -> None:
+    with sink(rabbitmq, exchange=queue, routing_key="x") as made:
+        with pytest.raises(ServiceUnavailable, match="NOT_FOUND"):
+            made.send([PLAIN(delivery(), "orders")])
+        with Connection(rabbitmq) as connection:
+            exchange = Exchange(queue, "fanout", channel=connection.default_channel)
+            exchange.declare()
+            Queue(queue, exchange, channel=connection.default_channel).declare()
+        assert made.send([PLAIN(delivery(), "orders")]) == [None]
+
+
+def test_nobody_there_is_no_messages_fault() -> None:
+    port = free_ports(1)[0]
+    with sink(f"amqp://guest:s3cret@127.0.0.1:{port}//") as made:
+        with pytest.raises(ServiceUnavailable) as failure:
+            made.send([PLAIN(delivery(), "orders")])
+    assert "s3cret" not in str(failure.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"url": "redis://h/", "exchange": "shop"}, "for AMQP only"),
+        ({"url": "amqp://h/", "routing_key": "{tag}"}, "routing_key"),
+        ({"url": "amqp://h/", "routing_key": "{"}, "routing_key"),
+    ],
+)
+def test_what_cannot_be_right(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigurationError, match=says):
+        KombuSink(**options)
+
+
+def storm(bench: ConsumptionBench, spawn: Spawn, url: str, queue: str, restart: Callable[[], None], kills: int) -> None:
+    """The forwarder dies right after an acknowledgement, and the server in the middle, so many times."""
+    bench.declare("orders")
+    given: dict[str, Any] = {"url": bench.url, "sink": SINK, "topic": "orders", "name": queue, "options": {"url": url}}
+    given["subscription"] = {"batch": 10}
+    forwarder = spawn("tests.sinks.forward_process", given, faults="forward.after_acknowledgement=kill@10")
+    sent: list[Sent] = []
+    with bench.sequencing():
+        for _ in range(kills):
+            sent += keyed("orders", 600, 12, start=len(sent))
+            bench.publish(sent[-600:])
+            eventually(lambda: bench.lag(GROUP) < 500, within_seconds=120, what="some are forwarded")
+            if forwarder.poll() is None:
+                assert forwarder.wait(60) == -9
+            spawn("tests.sinks.forward_process", given)
+            restart()
+        eventually(lambda: bench.lag(GROUP) == 0, within_seconds=180, what="everything is acknowledged")
+    assert_all_in_order(entries(drained(url, queue)), sent)
+    bench.assert_conserved(GROUP)
+
+
+@pytest.mark.parametrize("kills", [1, pytest.param(8, marks=pytest.mark.soak)])
+def test_rabbitmq_killed_and_started_again(
+    bench: ConsumptionBench, spawn: Spawn, rabbitmq_server: RabbitMQ, rabbitmq: str, queue: str, kills: int
+) -> None:
+    def restart() -> None:
+        rabbitmq_server.kill()
+        rabbitmq_server.start()
+
+    storm(bench, spawn, rabbitmq, queue, restart, kills)
+
+
+@pytest.mark.parametrize("kills", [1, pytest.param(20, marks=pytest.mark.soak)])
+def test_redis_killed_and_started_again(
+    bench: ConsumptionBench, spawn: Spawn, tmp_path: Path, queue: str, kills: int
+) -> None:
+    server = private_redis(tmp_path, "--appendonly", "yes", "--appendfsync", "always")
+
+    def restart() -> None:
+        server.kill()
+        server.__enter__()
+
+    with server as path:
+        storm(bench, spawn, f"redis+socket://{path}", queue, restart, kills)

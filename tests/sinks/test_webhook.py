@@ -1,0 +1,230 @@
+"""The webhook sink against a real HTTP server in this process: what each answer means, and where requests go."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import ssl
+import subprocess
+import time
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outbox.contrib.sinks.addresses import is_public
+from outbox.contrib.sinks.formats import format_named
+from outbox.contrib.sinks.signatures import verify
+from outbox.contrib.sinks.sink import NotAcknowledged, Outgoing, Rejected
+from outbox.contrib.sinks.webhook import WebhookSink, retry_after_seconds
+from outbox.errors import ConfigurationError, ServiceUnavailable
+from tests.servers import free_ports
+from tests.sinks.receiver import SECRET, Answer, Request, keeping, serving
+from tests.sinks.support import delivery
+
+PLAIN = format_named("plain", binding="http")
+
+
+def sink(port: int, *, host: str = "127.0.0.1", **options: Any) -> WebhookSink:
+    given = {"allow_private": True, "allow_http": True, "timeout_seconds": 5.0, "secrets": [SECRET], **options}
+    return WebhookSink(url=f"http://{host}:{port}/in", **given)
+
+
+def outgoing(key: str = "k") -> Outgoing:
+    return PLAIN(delivery(key, headers={"Name": "Zoë 100%"}, tag="paid"), "orders")
+
+
+def post(hook: WebhookSink) -> Exception | None:
+    """What one request comes to, raised or returned."""
+    with contextlib.closing(hook):
+        try:
+            return hook.send([outgoing()])[0]
+        except ServiceUnavailable as error:
+            return error
+
+
+def outcome(answer: Answer) -> Exception | None:
+    """What one request that is answered so comes to."""
+    with serving(lambda _: answer) as port:
+        return post(sink(port))
+
+
+def test_a_request_is_signed_and_says_what_the_message_is() -> None:
+    got: list[Request] = []
+    with serving(keeping(got, Answer(200, body=b"thanks"))) as port:
+        hook, message = sink(port, headers={"Authorization": "Bearer token"}), outgoing("k ü")
+        assert hook.send([message, message]) == [None, None]
+        hook.close()
+    first, again = got
+    assert verify([SECRET], first.headers, first.body, now=time.time()) == str(message.message_id)
+    assert again.headers["webhook-id"] == first.headers["webhook-id"], "a repetition has the same id"
+    assert (first.headers["authorization"], first.headers["content-type"]) == ("Bearer token", "application/json")
+    assert (first.headers["outbox-key"], first.headers["outbox-tag"]) == ("k%20%C3%BC", "paid")
+    assert first.headers["outbox-header-name"] == "Zo%C3%AB%20100%25"
+
+
+@pytest.mark.parametrize("status", [200, 201, 204])
+def test_acknowledged(status: int) -> None:
+    assert outcome(Answer(status)) is None
+
+
+@pytest.mark.parametrize("status", [400, 409, 413, 415, 422, 451])
+def test_refused_for_good(status: int) -> None:
+    error = outcome(Answer(status, body=b"no such order"))
+    assert isinstance(error, Rejected)
+    assert str(status) in str(error) and "no such order" in str(error)
+
+
+@pytest.mark.parametrize("status", [408, 500, 504])
+def test_tried_again(status: int) -> None:
+    assert isinstance(outcome(Answer(status)), NotAcknowledged)
+
+
+@pytest.mark.parametrize("status", [301, 307, 401, 403, 404, 410, 429, 502, 503])
+def test_about_the_endpoint_as_a_whole(status: int) -> None:
+    error = outcome(Answer(status, {"Location": "http://elsewhere.invalid/"}))
+    assert isinstance(error, ServiceUnavailable)
+    assert error.pause_seconds is None
+
+
+@pytest.mark.parametrize(("status", "pause"), [(429, 7.0), (503, 7.0), (500, 7.0)])
+def test_a_pause_that_is_asked_for(status: int, pause: float) -> None:
+    error = outcome(Answer(status, {"Retry-After": "7"}))
+    assert isinstance(error, ServiceUnavailable)
+    assert error.pause_seconds == pause
+
+
+def test_what_retry_after_says() -> None:
+    now = 784111777.0  # Sun, 06 Nov 1994 08:49:37 GMT
+    assert retry_after_seconds("120", now) == 120
+    assert retry_after_seconds("Sun, 06 Nov 1994 08:50:07 GMT", now) == 30
+    assert retry_after_seconds("Sun, 06 Nov 1994 08:49:07 GMT", now) == 0
+    assert retry_after_seconds("99999999", now) == 3600
+    assert [retry_after_seconds(value, now) for value in (None, "soon", "-1", "²")] == [None] * 4
+
+
+def test_a_redirect_is_not_followed_and_proxies_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    elsewhere: list[Request] = []
+    with serving(keeping(elsewhere)) as other:
+        for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+            monkeypatch.setenv(name, f"http://127.0.0.1:{other}")
+        error = outcome(Answer(307, {"Location": f"http://127.0.0.1:{other}/"}))
+    assert isinstance(error, ServiceUnavailable) and "redirect" in str(error)
+    assert elsewhere == []
+
+
+def test_nobody_there_is_no_messages_fault() -> None:
+    error = post(sink(free_ports(1)[0]))
+    assert isinstance(error, ServiceUnavailable) and "cannot be reached" in str(error)
+
+
+def test_no_answer_in_time_is_uncertain() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        error = post(sink(silent.getsockname()[1], timeout_seconds=0.2))
+    assert isinstance(error, NotAcknowledged) and "ReadTimeout" in str(error)
+
+
+def test_an_endless_answer_does_not_fill_memory() -> None:
+    assert outcome(Answer(200, body=b"x" * 5_000_000)) is None
+
+
+# -- where requests go ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]", "0.0.0.0", "[::ffff:127.0.0.1]", "2130706433"])
+def test_private_addresses_have_to_be_allowed(host: str) -> None:
+    got: list[Request] = []
+    with serving(keeping(got)) as port:
+        assert isinstance(post(sink(port, host=host, allow_private=False)), ServiceUnavailable)
+    assert got == []
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "10.0.0.1",
+        "172.16.0.1",
+        "192.168.1.1",
+        "169.254.169.254",
+        "100.64.0.1",
+        "0.0.0.0",
+        "224.0.0.1",
+        "255.255.255.255",
+        "::",
+        "::1",
+        "fe80::1",
+        "fd00::1",
+        "::ffff:10.0.0.1",
+        "64:ff9b::a00:1",
+        "2002:0a00:0001::",
+    ],
+)
+def test_addresses_that_are_not_public(address: str) -> None:
+    assert not is_public(ip_address(address))
+
+
+@pytest.mark.parametrize("address", ["93.184.215.14", "2606:2800:21f:cb07:6820:80da:af6b:8b2c", "64:ff9b::808:808"])
+def test_addresses_that_are_public(address: str) -> None:
+    assert is_public(ip_address(address))
+
+
+def test_the_address_that_was_judged_is_the_one_that_is_connected_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name that leads elsewhere when it is asked for the second time."""
+    judged: list[Request] = []
+    rebound: list[Request] = []
+    real, answers = socket.getaddrinfo, iter(["127.0.0.1", "127.0.0.2", "127.0.0.2"])
+
+    def rebinding(host: Any, *rest: Any, **named: Any) -> Any:
+        return real(next(answers) if host == "hook.test" else host, *rest, **named)
+
+    monkeypatch.setattr(socket, "getaddrinfo", rebinding)
+    with serving(keeping(judged)) as port:
+        with serving(keeping(rebound), host="127.0.0.2", port=port):
+            assert post(sink(port, host="hook.test")) is None
+    assert [request.headers["host"] for request in judged] == [f"hook.test:{port}"]
+    assert rebound == []
+
+
+def test_the_certificate_has_to_be_that_of_the_name(tmp_path: Path) -> None:
+    subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]
+    command = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "rsa:2048",
+        "-nodes",
+        "-keyout",
+        "key",
+        "-out",
+        "cert",
+        "-days",
+        "1",
+    ]
+    subprocess.run([*command, *subject], cwd=tmp_path, check=True, capture_output=True)
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(tmp_path / "cert", tmp_path / "key")
+    given: dict[str, Any] = {"secrets": [SECRET], "allow_private": True, "ca_file": str(tmp_path / "cert")}
+    with serving(lambda _: Answer(), tls=tls) as port:
+        assert post(WebhookSink(url=f"https://localhost:{port}/", **given)) is None
+        error = post(WebhookSink(url=f"https://127.0.0.1:{port}/", **given))
+    assert isinstance(error, ServiceUnavailable) and "certificate" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"url": "http://example.org/"}, "https://"),
+        ({"url": "ftp://example.org/"}, "https://"),
+        ({"url": "https://"}, "https://"),
+        ({"url": "https://user:pass@example.org/"}, "no user and password"),
+        ({"secrets": []}, "secrets"),
+        ({"secrets": SECRET}, "secrets"),
+        ({"secrets": ["whsec_x"]}, "webhook secret"),
+    ],
+)
+def test_what_cannot_be_right_is_refused_at_the_start(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigurationError, match=says) as failure:
+        WebhookSink(**{"url": "https://example.org/", "secrets": [SECRET], **options})
+    assert "pass@" not in str(failure.value) and SECRET not in str(failure.value)

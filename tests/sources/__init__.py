@@ -1,0 +1,1 @@
+"""Sources: what others have sent, from real servers."""

@@ -1,0 +1,135 @@
+"""What a receiver stores, puts aside and acknowledges; the source is a list, the broker a real one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from outbox.contrib.sources.receiver import Poison, Received, Receiver
+from outbox.contrib.sources.source import Incoming, message_id_of
+from outbox.errors import ConfigurationError, MessageTypeMismatch, ServiceUnavailable, UnknownTopic
+from outbox.message import Message
+from outbox.names import MAX_BODY_BYTES
+from outbox.topic import MessageType
+from tests.broker.bench import FIFO, ConsumptionBench
+
+
+@pytest.fixture
+def bench(broker_url: str) -> Iterator[ConsumptionBench]:
+    """A broker with the two topics."""
+    bench = ConsumptionBench(broker_url)
+    bench.declare("orders")
+    bench.declare("poison")
+    yield bench
+    bench.close()
+
+
+class ListSource:
+    """Hands out what is not acknowledged."""
+
+    def __init__(self, *messages: Incoming) -> None:
+        self.messages = list(messages)
+        self.fails = False
+
+    def receive(self, limit: int, *, wait_seconds: float) -> Sequence[Incoming]:
+        return self.messages[:limit]
+
+    def acknowledge(self, messages: Sequence[Incoming]) -> None:
+        if self.fails:
+            raise ServiceUnavailable("the connection is gone")
+        self.messages = self.messages[len(messages) :]
+
+    def close(self) -> None:
+        pass
+
+
+def incoming(message_id: str, body: bytes = b"{}", **of: object) -> Incoming:
+    return Incoming(message_id=message_id, body=body, where=f"message {message_id!r} of the list", **of)  # type: ignore[arg-type]
+
+
+def stored(bench: ConsumptionBench, topic: str = "orders") -> list[bytes]:
+    rows = bench.rows(
+        "SELECT body FROM outbox.commit_log JOIN outbox.topic USING (topic_id) WHERE name = %s ORDER BY log_id", topic
+    )
+    return [bytes(body) for (body,) in rows]
+
+
+def receiver(bench: ConsumptionBench, source: ListSource, **options: object) -> Receiver:
+    return Receiver(source, bench.broker, **{"name": "partner", "topic": "orders", **options})  # type: ignore[arg-type]
+
+
+def test_what_is_not_acknowledged_comes_again_and_is_stored_once(bench: ConsumptionBench) -> None:
+    source = ListSource(*(incoming(f"m{n}", str(n).encode()) for n in range(5)))
+    source.fails = True
+    for _ in range(2):
+        with pytest.raises(ServiceUnavailable):
+            receiver(bench, source).run_once()
+    source.fails = False
+    # Among new ones now, and its sender repeats one, too.
+    source.messages = [
+        source.messages[3],
+        source.messages[1],
+        incoming("m5", b"5"),
+        incoming("m5", b"5"),
+        source.messages[0],
+    ]
+    assert receiver(bench, source).run_once() == Received(stored=5)
+    assert (source.messages, stored(bench)) == ([], [b"0", b"1", b"2", b"3", b"4", b"5"])
+
+
+def test_key_tag_and_headers_are_those_of_a_sink_or_a_cloud_event(bench: ConsumptionBench) -> None:
+    plain = {"outbox-key": "k1", "outbox-tag": "paid", "outbox-header-Trace": "t", "x-other": "no"}
+    event = {"ce-partitionkey": "k2", "ce-tag": "paid"}
+    source = ListSource(incoming("a", headers=plain, content_type="application/json"), incoming("b", headers=event))
+    receiver(bench, source).run_once()
+    assert bench.rows("SELECT key, tag, headers, content_type FROM outbox.commit_log ORDER BY log_id") == [
+        ("k1", "paid", {"Trace": "t", "received-id": "a"}, "application/json"),
+        ("k2", "paid", {"received-id": "b"}, "application/octet-stream"),
+    ]
+
+
+def test_a_message_of_this_broker_that_comes_back_is_another_one(bench: ConsumptionBench) -> None:
+    ours = Message(topic="orders", body=b"ours")
+    bench.publish([ours])
+    receiver(bench, ListSource(incoming(str(ours.message_id), b"back"))).run_once()
+    assert stored(bench) == [b"ours", b"back"]
+
+
+def test_senders_with_the_same_ids_are_told_apart_by_the_name() -> None:
+    assert message_id_of("one", incoming("1")) == message_id_of("one", incoming("1"))
+    assert message_id_of("one", incoming("1")) != message_id_of("two", incoming("1"))
+
+
+BAD = [
+    incoming("", b"no id"),
+    incoming("k", b"long key", key="k" * 300),
+    incoming("n", b"nul in key", key="\x00"),
+    incoming("l", b"x" * (MAX_BODY_BYTES + 1)),
+]
+
+
+@pytest.mark.parametrize("bad", BAD, ids=["no-id", "key", "nul", "long"])
+def test_poison_stops_the_receiver_unless_there_is_a_place_for_it(bench: ConsumptionBench, bad: Incoming) -> None:
+    source = ListSource(incoming("a", b"before"), bad, incoming("c", b"after"))
+    with pytest.raises(Poison, match="cannot be stored in topic 'orders'"):
+        receiver(bench, source).run_once()
+    assert source.messages[1] is bad, "it was not acknowledged"
+    assert receiver(bench, source, poison_topic="poison").run_once() == Received(stored=2, put_aside=1)
+    assert (source.messages, stored(bench)) == ([], [b"before", b"after"])
+    assert stored(bench, "poison") == [bad.body[:MAX_BODY_BYTES]]
+    [(headers,)] = bench.rows("SELECT headers FROM outbox.commit_log WHERE headers ? 'reason'")
+    assert headers["body-bytes"] == str(len(bad.body)) and bad.where in headers["received-from"]
+
+
+def test_what_no_message_can_help_ends_the_receiver(bench: ConsumptionBench) -> None:
+    bench.declare("bound", types=frozenset({MessageType.TRANSACTION}))
+    bench.declare("steps", types=FIFO)
+    source = ListSource(incoming("a"))
+    with pytest.raises(UnknownTopic):
+        receiver(bench, source, topic="nowhere", poison_topic="poison").run_once()
+    with pytest.raises(MessageTypeMismatch):
+        receiver(bench, source, topic="bound", poison_topic="poison").run_once()
+    with pytest.raises(ConfigurationError):
+        receiver(bench, source, poison_topic="orders")
+    assert len(source.messages) == 1 and stored(bench, "poison") == []
