@@ -7,7 +7,7 @@ STAMP  := $(VENV)/.installed
 BROWSER := $(firstword $(shell command -v chromium chromium-browser google-chrome 2>/dev/null))
 # The engine's tests run a real RocketMQ, whose programs Maven brings.
 MAVEN   := $(and $(shell command -v java),$(firstword $(shell command -v mvn)))
-MARKS   := not soak$(if $(BROWSER),, and not browser)$(if $(MAVEN),, and not rocketmq)
+MARKS   := not soak$(if $(BROWSER),, and not browser)$(if $(MAVEN),, and not rocketmq and not kafka)
 # Tests mostly wait, so more of them than cores run side by side; 0 runs them one after the other.
 WORKERS ?= 3
 
@@ -29,7 +29,7 @@ demo: $(STAMP) ## An order service on real parts: orders flow, crashes are survi
 
 test: $(STAMP) ## All tests but the long ones
 	$(if $(BROWSER),,@echo 'No Chromium on the PATH: the page tests are left out.')
-	$(if $(MAVEN),,@echo 'No Java and Maven on the PATH: the tests of the RocketMQ engine are left out.')
+	$(if $(MAVEN),,@echo 'No Java and Maven on the PATH: the tests of the RocketMQ engine and of Kafka are left out.')
 	$(BIN)/python -m pytest -m '$(MARKS)' -n $(WORKERS)
 
 matrix: ## The core suites on the oldest and on the newest Python, Django, psycopg and Celery

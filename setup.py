@@ -23,6 +23,7 @@ METRICS = ["prometheus-client>=0.20,<1"]
 TRACING = ["opentelemetry-api>=1.27,<2"]
 ROCKETMQ = ["rocketmq-python-client>=5.1.2,<5.2"]
 CLOUDEVENTS = ["cloudevents>=2,<3"]
+KAFKA = ["confluent-kafka>=2.5,<3"]
 KOMBU = ["kombu>=5.5"]
 WEBHOOK = ["httpx>=0.27,<1"]
 # Not in `dev`: its pins are its own. The test of the DAG runs where it is installed, or where AIRFLOW_PYTHON names it.
@@ -38,6 +39,7 @@ TEST = [
     *ROCKETMQ,
     *CLOUDEVENTS,
     *WEBHOOK,
+    *KAFKA,
     "hypothesis>=6.100",
     "pytest>=8",
     "pytest-django>=4.9",
@@ -93,6 +95,7 @@ setup(
         "tracing": TRACING,
         "rocketmq": ROCKETMQ,
         "cloudevents": CLOUDEVENTS,
+        "kafka": KAFKA,
         "kombu": KOMBU,
         "webhook": WEBHOOK,
         "spark": SPARK,

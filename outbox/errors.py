@@ -120,6 +120,10 @@ class WrongDatabase(BrokerError):
     """The database is not the one that was expected."""
 
 
+class LedgerUnavailable(OutboxError):
+    """A database of the application that has a ledger could not be asked or changed."""
+
+
 class TransactionAlreadyRolledBack(OutboxError):
     """A check-back already decided that this transaction never committed, so it must not commit now."""
 

@@ -38,6 +38,7 @@ INSTALLED_APPS = [
     "sample_project.logistics",
     "sample_project.points",
     "sample_project.cart",
+    "sample_project.income",
     "sample_project.storefront",
 ]
 MIDDLEWARE = [
@@ -89,6 +90,8 @@ OUTBOX = {
     "TOPICS": {
         "order.paid": {"queue_count": 4},
         "shipment.created": {"queue_count": 4},
+        "order.enriched": {"queue_count": 4},
+        "income.minute": {"queue_count": 2},
     },
     "IMMUNITY_SECONDS": int(os.environ.get("SAMPLE_IMMUNITY_SECONDS", "6")),
     "CHECK_INTERVAL_SECONDS": float(os.environ.get("SAMPLE_CHECK_INTERVAL_SECONDS", "30")),

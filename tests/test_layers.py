@@ -22,8 +22,8 @@ ALLOWED: dict[str, set[str]] = {
     "outbox/broker/celery": {"outbox", "celery", "click", "kombu"},
     "outbox/rocketmq": {"outbox", "rocketmq", "grpc"},
     "outbox/contrib/django": {"outbox", "django", "psycopg", "asgiref", "django_tasks"},
-    "outbox/contrib/sinks": {"outbox", "httpx", "kombu", "amqp", "cloudevents"},
-    "outbox/contrib/sources": {"outbox", "kombu"},
+    "outbox/contrib/sinks": {"outbox", "httpx", "kombu", "amqp", "confluent_kafka", "cloudevents"},
+    "outbox/contrib/sources": {"outbox", "kombu", "confluent_kafka"},
     "outbox/contrib/prometheus": {"outbox", "prometheus_client"},
     "outbox/contrib/opentelemetry": {"outbox", "opentelemetry"},
     # A door, loaded by every run of pytest: what is not pytest is imported when a test asks for it.

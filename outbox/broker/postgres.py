@@ -22,9 +22,10 @@ from outbox.broker.database.pool import Pool
 from outbox.broker.log import commit_log, recall, topics
 from outbox.broker.log.topics import TopicCatalog
 from outbox.broker.operations import switches
-from outbox.broker.schema.install import check_schema, missing
+from outbox.broker.schema.install import check_schema
+from outbox.broker.schema.refusals import refused
 from outbox.broker.transaction import checks, decisions, fencing, half_scan, parking, turns
-from outbox.errors import BrokerError, BrokerUnavailable, SendFailed
+from outbox.errors import BrokerError, BrokerUnavailable, SchemaError, SendFailed
 from outbox.message import Message, SendReceipt
 from outbox.recall import Recall
 from outbox.topic import Topic
@@ -252,16 +253,9 @@ class PostgresBroker:
         raise AssertionError("unreachable")
 
     def _refused(self, what: str, error: psycopg.Error) -> BrokerError:
-        if isinstance(error, (pg.UndefinedTable, pg.UndefinedColumn, pg.InvalidSchemaName)):
-            return missing(self.database.schema)
-        if isinstance(error, pg.ReadOnlySqlTransaction):
-            return BrokerUnavailable(
-                f"{what}: the broker's database is read-only (a replica, or its disk is nearly full). Nothing was "
-                f"stored; connect to the primary."
-            )
-        if isinstance(error, pg.InsufficientPrivilege):
-            return SendFailed(f"{what}: {error.diag.message_primary}. Grant the role the broker's producer rights.")
-        return SendFailed(f"{what}: the broker's database refused it: {str(error).strip()}. Nothing was stored.")
+        named = refused(what, error, self.database.schema)
+        # What a producer's request meets is told by what became of its message.
+        return named if isinstance(named, (SchemaError, BrokerUnavailable)) else SendFailed(str(named))
 
 
 def _described(messages: Sequence[Message]) -> str:

@@ -32,6 +32,15 @@ SELECT count(*) FROM cart_item i JOIN orders_order o ON o.id = i.order_id WHERE 
 
 _NOT_SHIPPED: Final[LiteralString] = "SELECT count(*) FROM orders_order WHERE status = 'paid'"
 
+# The last of three stages, against what the orders say.
+_MINUTES_OFF: Final[LiteralString] = """
+SELECT count(*)
+FROM (SELECT date_trunc('minute', paid_at) AS minute, sum(total) AS income, count(*) AS orders
+      FROM orders_order WHERE paid_at IS NOT NULL GROUP BY 1) AS paid
+FULL JOIN income_shownminute shown USING (minute)
+WHERE (paid.income, paid.orders) IS DISTINCT FROM (shown.income, shown.orders)
+"""
+
 _STATES: Final[LiteralString] = """
 SELECT topic, replace(state, '_', ' ') || CASE WHEN decided_by = 'K' THEN ' by check-back' ELSE '' END, count(*)
 FROM outbox.message_v1 GROUP BY 1, 2 ORDER BY 1, 2
@@ -61,6 +70,7 @@ class Figures:
     dead: int
     left_in_carts: int
     not_shipped: int
+    minutes_off: int
     states: Mapping[tuple[str, str], int] = field(default_factory=dict)
 
     def state(self, name: str) -> int:
@@ -71,7 +81,7 @@ class Figures:
     def settled(self) -> bool:
         """Whether nothing is on its way any more."""
         undecided = self.state("undecided") + self.state("parked")
-        return not undecided and self.lost == 0 and self.left_in_carts == 0 and self.not_shipped == 0
+        return not (undecided or self.lost or self.left_in_carts or self.not_shipped or self.minutes_off)
 
 
 def read(orders: psycopg.Connection, broker: psycopg.Connection) -> Figures:
@@ -86,6 +96,7 @@ def read(orders: psycopg.Connection, broker: psycopg.Connection) -> Figures:
         invented=invented,
         left_in_carts=_row(orders, _LEFT_IN_CARTS)[0],
         not_shipped=_row(orders, _NOT_SHIPPED)[0],
+        minutes_off=_row(orders, _MINUTES_OFF)[0],
         doubled=_row(broker, _SENT_TWICE)[0] + _row(broker, _HANDLED_TWICE)[0],
         dead=_row(broker, _DEAD)[0],
         states={(topic, state): number for topic, state, number in broker.execute(_STATES)},

@@ -36,6 +36,7 @@ def of_orders(found: Figures) -> list[Verdict]:
         exactly("shipments", found.shipments, found.paid),
         exactly("points credited", found.points, found.paid),
         exactly("carts cleared", found.clearances, found.paid),
+        exactly("minutes whose income is off", found.minutes_off, 0),
         exactly("lost", found.lost, 0),
         exactly("invented", found.invented, 0),
         exactly("doubled", found.doubled, 0),

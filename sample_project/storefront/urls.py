@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from django.urls import path
 
-from sample_project.storefront import views
+from sample_project.storefront import income, views
 
 app_name = "storefront"
 urlpatterns = [
@@ -17,6 +17,7 @@ urlpatterns = [
     path("orders/<int:order_id>/", views.order_page, name="order"),
     path("orders/<int:order_id>/progress/", views.order_progress, name="progress"),
     path("orders/<int:order_id>/pay/", views.pay_order, name="pay"),
+    path("income/", income.income_page, name="income"),
     path("overview/", views.overview_page, name="overview"),
     path("overview/report/", views.report_page, name="report"),
 ]

@@ -42,10 +42,11 @@ if not settings.configured:
         DEFAULT_AUTO_FIELD="django.db.models.BigAutoField",
         INSTALLED_APPS=[
             *(["django_tasks"] if django.VERSION < (6, 0) else []),
-            *("outbox.contrib.django", "outbox.contrib.django.tasks", "tests.django.shop"),
+            *("django.contrib.contenttypes", "django.contrib.auth", "django.contrib.staticfiles"),
+            *("outbox.contrib.django", "outbox.contrib.django.tasks", "tests.django.shop", "tests.django.hotel"),
         ],
         TASKS=TASKS,
-        MIGRATION_MODULES={"shop": None},
+        MIGRATION_MODULES={"shop": None, "hotel": None},
         DATABASES={
             # The application's, the broker's own, a second application database, and one that is no PostgreSQL.
             "default": dict(POSTGRESQL),
@@ -55,6 +56,15 @@ if not settings.configured:
         },
         DATABASE_ROUTERS=["outbox.contrib.django.routers.BrokerRouter"],
         ROOT_URLCONF="tests.django.urls",
+        MIDDLEWARE=[
+            "django.contrib.sessions.middleware.SessionMiddleware",
+            "django.contrib.auth.middleware.AuthenticationMiddleware",
+        ],
+        # Logged in without a table of sessions, and quickly.
+        SESSION_ENGINE="django.contrib.sessions.backends.signed_cookies",
+        PASSWORD_HASHERS=["django.contrib.auth.hashers.MD5PasswordHasher"],
+        TEMPLATES=[{"BACKEND": "django.template.backends.django.DjangoTemplates", "APP_DIRS": True}],
+        STATIC_URL="static/",
         ALLOWED_HOSTS=["testserver"],
         OUTBOX=OUTBOX,
     )

@@ -8,9 +8,11 @@ import pytest
 from django.db import connections, transaction
 
 from outbox.broker.operations import audit, summary
+from outbox.broker.transaction.turns import CHECK_BACK
 from outbox.contrib.django import publish
 from outbox.contrib.django.broker import flusher, get_broker
-from outbox.contrib.django.periodic import run_check_back
+from outbox.contrib.django.operations import switch_transactional
+from outbox.contrib.django.periodic import passes, run_check_back
 from outbox.errors import WrongDatabase
 from outbox.transaction import Answer, Decision, EndTransaction
 from tests.django.broker_world import NOWHERE, World, fault
@@ -53,7 +55,9 @@ def summary_late(world: World) -> None:
 @fault
 def check_back_late(world: World) -> None:
     """Nothing drives check-back of a service any more."""
-    world.sql("INSERT INTO outbox.periodic_pass VALUES ('shop', 'check_back', 30, now() - interval '5 minutes')")
+    [check_back] = [one for one in passes() if one.name == CHECK_BACK]
+    check_back.run()
+    world.sql("UPDATE outbox.periodic_pass SET began_at = began_at - interval '5 minutes'")
 
 
 @fault
@@ -180,4 +184,4 @@ def not_conserved(world: World) -> None:
 @fault
 def rejecting(world: World) -> None:
     """An operator refuses transactional messages and forgets it."""
-    world.sql("UPDATE outbox.broker SET reject_transactional = true")
+    switch_transactional(True, dry_run=False)

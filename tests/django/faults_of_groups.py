@@ -6,15 +6,20 @@ import threading
 from uuid import uuid4
 
 from outbox import Delivery
-from outbox.broker.log import incidents
-from outbox.broker.log.incidents import Incident
+from outbox.broker import deaths
+from outbox.broker.dispatch.running_calls import LeftBehind
+from outbox.broker.groups.suspects import RunningCall
 from outbox.broker.maintenance import retention
 from outbox.broker.maintenance.retention import RetentionSettings
 from outbox.broker.operations import summary, switches
-from outbox.contrib.django import subscriber
+from outbox.broker.supervisor import Death
+from outbox.contrib.django import publish, subscriber
+from outbox.contrib.django.databases import broker_database
 from outbox.contrib.django.workers import consumer_runtime
 from outbox.errors import PermanentError
 from tests.django.broker_world import World, fault
+from tests.django.processes import process
+from tests.django.support import sequence
 from tests.support import eventually
 
 
@@ -73,50 +78,53 @@ def group_paused(world: World) -> None:
     world.publish()
 
 
-def suspect(world: World, *, hung: bool) -> None:
-    world.subscribe()
-    world.publish()
-    world.sql(
-        "INSERT INTO outbox.suspect (group_id, log_id, call_size, hung, evidence)"
-        " SELECT group_id, log_id, 1, %s, 'ended by signal 9' FROM outbox.consumer_group, outbox.commit_log",
-        hung,
-    )
+def kill(world: World, until: str) -> None:
+    """A message kills the consumer process of a real worker, which starts another one, until a row says so."""
+    publish("orders", {}, key="kills-1")
+    sequence()
+    with process(["-m", "django", "outbox_worker"], quiet=True):
+        eventually(lambda: world.sql(until), within_seconds=120, what="the deaths of consumer processes")
 
 
 @fault
 def crash_loop(world: World) -> None:
     """A process dies three times in ten minutes."""
-    died = [("process_died", "consumer-1 on host", "was ended by signal 9")] * 3
-    incidents.record(world.run, [Incident(*one) for one in died])
+    kill(world, "SELECT 1 FROM outbox.incident WHERE kind = 'process_died' HAVING count(*) >= 3")
 
 
 @fault
 def suspects(world: World) -> None:
     """A message kills the process that handles it."""
-    suspect(world, hung=False)
+    # Once among others, once alone; the third death alone would end it, seconds later.
+    kill(world, "SELECT 1 FROM outbox.suspect WHERE deaths > 0")
 
 
 @fault
 def hung_handlers(world: World) -> None:
     """A handler never returns."""
-    suspect(world, hung=True)
+    world.subscribe()
+    world.publish()
+    [(group_id, log_id)] = world.sql("SELECT group_id, log_id FROM outbox.consumer_group, outbox.commit_log")
+    left = LeftBehind(instance=uuid4(), told_to_stop=False, calls=[RunningCall(group_id, [log_id], alone=False)])
+    # What the supervisor does with such an end; broker/consumer/test_suspects.py has processes that hang.
+    deaths.record(broker_database(), Death(child="consumer-1", how="exit code 3", hung=True, left_behind=left))
 
 
 @fault
 def outage(world: World) -> None:
     """What a handler needs is away."""
-    world.subscribe()
-    alive = uuid4()
-    world.sql(
-        "INSERT INTO outbox.consumer (instance_id, group_id, topics, host, pid, expires_at)"
-        " SELECT %s, group_id, ARRAY['orders'], 'host', 1, now() + interval '1 minute' FROM outbox.consumer_group",
-        alive,
-    )
-    world.sql(
-        "INSERT INTO outbox.outage (instance_id, group_id, topic_id, error)"
-        " SELECT %s, group_id, topic_id, 'ConnectionError: shipping' FROM outbox.subscription",
-        alive,
-    )
+
+    @subscriber("orders", group="effects")
+    def effect(delivery: Delivery) -> None:
+        raise ConnectionError("the shipping service is down")
+
+    world.publish(8)
+    stop = threading.Event()
+    thread = threading.Thread(target=consumer_runtime(groups=["effects"]).run, args=[stop])
+    thread.start()
+    world.stack.callback(thread.join, 20)
+    world.stack.callback(stop.set)
+    eventually(lambda: world.sql("SELECT 1 FROM outbox.outage"), within_seconds=60, what="the pause")
 
 
 @fault

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 from uuid import UUID
@@ -69,9 +69,10 @@ def postgres_broker() -> PostgresBroker:
     return broker
 
 
-def savepoint() -> Any:
-    """A savepoint by hand, by the name that this Django has for it."""
-    return getattr(transaction, "savepoint_create", transaction.savepoint)()
+def savepoint(using: str | None = None) -> Any:
+    """A savepoint by hand: `savepoint_create` from Django 6.1 on, where the older name is deprecated."""
+    make: Callable[..., Any] = getattr(transaction, "savepoint_create", None) or transaction.savepoint
+    return make(using=using)
 
 
 @contextlib.contextmanager

@@ -5,76 +5,79 @@ from __future__ import annotations
 import contextlib
 import random
 import subprocess
-import threading
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import pytest
 from django.db import transaction
 
-from outbox.contrib.django import message_transaction
 from outbox.contrib.django.broker import flusher, reset_broker
 from outbox.contrib.django.conf import get_settings
 from outbox.contrib.django.installation import install_broker
+from tests.django.bouncing import is_aborted
 from tests.django.processes import process
 from tests.django.shop.models import Order
-from tests.django.state import rolled_back
 from tests.django.test_crash_workers import (
-    KEYS,
     WORKERS,
     assert_nothing_is_wrong,
     committed,
     differences,
     effects,
     expected,
-    lost_ends,
     settled,
 )
 from tests.support import eventually
 
 pytestmark = pytest.mark.usefixtures("databases")
 
+PRODUCER: Final = "producer"
 PATHS: Final[dict[str, dict[str, Any]]] = {"two_phase": {}, "atomic": {"BROKER": "default"}}
 
 
-def place(number: int) -> None:
-    """An order and its three messages, on three topics, as one transaction over them."""
-    Order.objects.create(number=f"n{number}")
-    with message_transaction() as tx:
-        tx.publish("orders", {}, key=f"n{number}")
-        tx.publish("payments", {}, key=f"n{number}")
-        tx.publish("steps", {}, key=f"k{number % KEYS}", tag=str(number))
-
-
-def produce(count: int, chance: random.Random) -> None:
-    """A third of each key is aborted, one in five loses its end message."""
-    for number in range(count):
-        with lost_ends() if chance.random() < 0.2 else contextlib.nullcontext():
-            with rolled_back() if number // KEYS % 3 == 2 else transaction.atomic():
-                place(number)
-
-
 class Bouncer:
-    """Runs one process of each kind, and kills one of them again and again until told to stop."""
+    """Runs one process of each kind, the producer too, and kills one of them again and again until told to stop."""
 
-    def __init__(self, outbox: dict[str, Any], chance: random.Random) -> None:
+    def __init__(self, outbox: dict[str, Any], producer: list[str], chance: random.Random) -> None:
         self._outbox = outbox
         self._chance = chance
+        self._programs = {**WORKERS, PRODUCER: producer}
         self._running: dict[str, contextlib.ExitStack] = {}
         self._processes: dict[str, subprocess.Popen[str]] = {}
-        self.kills = 0
+        self.kills = Counter[str]()
+        for name in self._programs:
+            self._start(name)
 
-    def start(self, name: str) -> None:
+    def _start(self, name: str) -> None:
         self._running[name] = stack = contextlib.ExitStack()
-        self._processes[name] = stack.enter_context(process(WORKERS[name], outbox=self._outbox, quiet=True))
+        self._processes[name] = stack.enter_context(process(self._programs[name], outbox=self._outbox, quiet=True))
 
-    def bounce_until(self, done: threading.Event) -> None:
-        while not done.wait(self._chance.uniform(0.1, 0.8)):
-            name = self._chance.choice(sorted(WORKERS))
-            self._processes[name].kill()
-            self._running[name].close()
-            self.kills += 1
-            self.start(name)
+    def bounce(self, count: int, *, producer_kills: int) -> None:
+        """Kill at random until the producer has ended by itself, and each other kind was killed.
+
+        The producer is killed each time that it got some way: a machine that is slow to start processes would never
+        let it finish otherwise.
+        """
+        steps = sorted(self._chance.sample(range(count // 10, count * 9 // 10), producer_kills))
+        while self._has_work() or not all(self.kills[name] for name in WORKERS):
+            time.sleep(self._chance.uniform(0.1, 0.8))
+            if steps and self._has_work() and Order.objects.count() >= steps[0] * 2 // 3:
+                steps.pop(0)
+                self._kill(PRODUCER)
+            else:
+                self._kill(self._chance.choice(sorted(WORKERS)))
+
+    def _kill(self, name: str) -> None:
+        self._processes[name].kill()
+        self._running[name].close()
+        self.kills[name] += 1
+        self._start(name)
+
+    def _has_work(self) -> bool:
+        code = self._processes[PRODUCER].poll()
+        assert code in (None, 0), "the producer failed"
+        return code is None
 
     def close(self) -> None:
         for stack in self._running.values():
@@ -98,25 +101,18 @@ def outbox(request: pytest.FixtureRequest, outbox_settings: Callable[..., None])
 
 
 def run(outbox: dict[str, Any], count: int, seed: int) -> None:
-    chance = random.Random(seed)
-    done = threading.Event()
-    bouncer = Bouncer(outbox, chance)
-    thread = threading.Thread(target=bouncer.bounce_until, args=[done])
+    producer = ["-m", "tests.django.bouncing", str(count), str(seed)]
+    bouncer = Bouncer(outbox, producer, random.Random(seed))
     try:
-        for name in WORKERS:
-            bouncer.start(name)
-        thread.start()
-        produce(count, random.Random(seed + 1))
-        eventually(lambda: bouncer.kills >= 5, within_seconds=60, what="five kills")
-        done.set()
-        thread.join()
-        eventually(settled, within_seconds=300, what=lambda: f"missing effects: {expected() - effects()}")
+        bouncer.bounce(count, producer_kills=max(2, count // 500))
+        eventually(settled, within_seconds=600, what=lambda: f"missing effects: {len(expected() - effects())}")
         eventually(lambda: not differences(), within_seconds=60, what=lambda: str(differences()))
     finally:
-        done.set()
         bouncer.close()
-    assert len(committed()) == count - sum(number // KEYS % 3 == 2 for number in range(count))
+    assert committed() == [number for number in range(count) if not is_aborted(number)]
     assert_nothing_is_wrong()
+    assert bouncer.kills[PRODUCER] > 0
+    print(f"seed {seed}: {count} records, {len(committed())} committed, kills: {dict(bouncer.kills)}")
 
 
 @pytest.mark.timeout(400)

@@ -164,7 +164,7 @@ def test_messages_of_a_key(world: World) -> None:
     assert [one["topic"] for one in every] == ["orders", "orders", "payments", "orders"]
     assert [one["state"] for one in every][1:] == ["committed"] * 3
     page = listed(
-        "outbox_trace", "--key", "4711", "--topic", "orders", "--limit", "1", "--before", str(every[0]["log_id"])
+        "outbox_trace", "--key", "4711", "--topic", "orders", "--limit", "1", "--after", str(every[0]["log_id"])
     )
     assert [one["log_id"] for one in page] == [every[1]["log_id"]]
     later = (datetime.now(UTC) + timedelta(hours=1)).isoformat()

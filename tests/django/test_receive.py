@@ -111,7 +111,7 @@ def test_once_receives_what_is_there_and_poison_ends_it(
     [
         ([], "must be a dictionary"),
         ({"partner": {"topic": "orders"}}, "lacks 'source'"),
-        ({"partner": {"topic": "orders", "source": "kombo"}}, "there are kombu"),
+        ({"partner": {"topic": "orders", "source": "kombo"}}, "there are kombu, kafka"),
         ({"partner": {"topic": "orders", "source": "kombu", "poison": "x"}}, "Did you mean 'poison_topic'"),
     ],
 )

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from html import unescape
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+from django.contrib.auth.models import User
 from django.core.management import call_command
+from django.test import Client
 
 from outbox.broker.operations.conditions import CATALOGUE, Severity
 from outbox.contrib.django import metrics
+from outbox.contrib.django.models import OperatorAction
 from outbox.contrib.django.watching import look, probe
 from outbox.contrib.prometheus.rules import ALERTS, alert_name
 from tests.django import faults, faults_of_groups
 from tests.django.broker_world import FAULTS, World, new_world
+from tests.django.console.support import ALL, client_of, make_user
 from tests.prometheus import promtool
 from tests.support import eventually
 
@@ -31,8 +37,11 @@ def world(databases: None, outbox_settings: Callable[..., None], monkeypatch: py
     """A healthy broker."""
     # Else a scrape would show what another test saw five seconds ago.
     monkeypatch.setattr(metrics, "_collector", None)
+    outbox_settings(METRICS_TOKEN="s3cret")
     with new_world(outbox_settings) as world:
         yield world
+    for model in (OperatorAction, User):
+        model.objects.all().delete()
 
 
 def status(*arguments: str) -> tuple[int, str]:
@@ -48,7 +57,13 @@ def status(*arguments: str) -> tuple[int, str]:
 def row(name: str, severity: str) -> str:
     """Of the table of faults in docs/operations.md."""
     code = Severity[severity.upper()]
-    return f"| {FAULTS[name].__doc__} | `{name}` | {code:d} | {code:d} | {alert_name(name)} |"
+    view = 503 if code is Severity.CRITICAL else 200
+    return f"| {FAULTS[name].__doc__} | `{name}` | {code:d} | {view} | {code:d} | {alert_name(name)} |"
+
+
+def words(page: str) -> str:
+    """What somebody reads of it."""
+    return " ".join(unescape(re.sub(r"<[^>]*>", " ", page)).replace("`", " ").split())
 
 
 def samples(text: str) -> dict[str, float]:
@@ -79,6 +94,7 @@ def test_the_page_says_what_every_condition_means() -> None:
 @pytest.mark.parametrize("name", sorted(FAULTS))
 def test_a_fault_is_named_with_evidence_and_exit_code(world: World, name: str, tmp_path: Path) -> None:
     assert name not in {condition.name for condition in look().verdict.conditions}
+    operator = client_of(make_user(*ALL))
     FAULTS[name](world)
     code, text = status("--json")
     found: dict[str, Any] = {one["name"]: one for one in json.loads(text)["conditions"]}
@@ -87,6 +103,12 @@ def test_a_fault_is_named_with_evidence_and_exit_code(world: World, name: str, t
     assert code == {"warning": 1, "critical": 2}[json.loads(text)["severity"]] >= 1
     code, text = status()
     assert f" {name}: " in text and CATALOGUE[name].next_step.split("`")[0] in text
+    seen = Client().get("/outbox/status/", headers={"Authorization": "Bearer s3cret"})
+    assert seen.status_code == (503 if code == Severity.CRITICAL else 200)
+    shown = {one["name"]: one for one in seen.json()["conditions"]}
+    assert (shown[name]["severity"], shown[name]["next_step"]) == (found[name]["severity"], CATALOGUE[name].next_step)
+    page = words(operator.get("/outbox/").content.decode())
+    assert f" {name} " in page and words(CATALOGUE[name].next_step) in page
     scraped = samples(metrics.render().decode())
     series = f'outbox_condition{{name="{name}"}}'
     assert scraped[series] == Severity[found[name]["severity"].upper()]

@@ -11,8 +11,8 @@ from outbox.contrib.django.databases import database_from_url
 SECRET_KEY = "tests"
 USE_TZ = True
 DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
-INSTALLED_APPS = ["outbox.contrib.django", "tests.django.shop", "tests.django.effects"]
-MIGRATION_MODULES = {"shop": None}
+INSTALLED_APPS = ["outbox.contrib.django", "tests.django.shop", "tests.django.effects", "tests.django.hotel"]
+MIGRATION_MODULES = {"shop": None, "hotel": None}
 DATABASES = {
     "default": {
         **database_from_url(os.environ["TEST_DEFAULT_URL"], CONN_MAX_AGE=60),

@@ -109,7 +109,7 @@ class Decorated(Block):
 
 @dataclass(frozen=True)
 class Savepoint(Block):
-    """transaction.savepoint() and savepoint_rollback(): always, or when the steps between them raised."""
+    """savepoint_create() and savepoint_rollback(): always, or when the steps between them raised."""
 
     always: bool = False
 
@@ -240,9 +240,9 @@ def _block(step: Block) -> list[str]:
         case Savepoint():
             undo = "    transaction.savepoint_rollback(sid)"
             if step.always:
-                return ["sid = transaction.savepoint()", "try:", *inside, "finally:", undo]
+                return ["sid = transaction.savepoint_create()", "try:", *inside, "finally:", undo]
             end = ["except Exception:", undo, "else:", "    transaction.savepoint_commit(sid)"]
-            return ["sid = transaction.savepoint()", "try:", *inside, *end]
+            return ["sid = transaction.savepoint_create()", "try:", *inside, *end]
         case Pipeline():
             return ["with connection.connection.pipeline():", *inside]
         case OnCommit():

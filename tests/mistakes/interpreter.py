@@ -19,6 +19,7 @@ from outbox.ids import uuid7
 from outbox.ports import Disposition
 from tests.django.shop.models import Effect as EffectRow
 from tests.django.shop.models import Order, Payment
+from tests.django.state import savepoint
 from tests.mistakes import grammar
 from tests.mistakes.grammar import Block, Consumer, Producer, Program, Step
 from tests.mistakes.others import DUPLICATE, LOCKED, Others, is_alive, tidy
@@ -211,7 +212,7 @@ class _Interpreter:
         seen.claims_commit = outermost and means_to_commit
 
     def _savepoint(self, step: grammar.Savepoint) -> None:
-        sid: Any = transaction.savepoint(using=self.alias)
+        sid: Any = savepoint(using=self.alias)
         try:
             self.body(step.body)
         except Exception:

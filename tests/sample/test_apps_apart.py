@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 SAMPLE = Path(__file__).resolve().parent.parent.parent / "sample_project"
-APPS = ("orders", "logistics", "points", "cart")
+APPS = ("orders", "logistics", "points", "cart", "income")
 
 
 def _imports(path: Path) -> set[str]:

@@ -59,6 +59,10 @@ def orders(databases: tuple[str, str]) -> Iterator[Connection]:
         connection.execute(
             "INSERT INTO cart_clearance (order_id, customer, created_at) VALUES (1, 'a', now()), (2, 'b', now())"
         )
+        connection.execute(
+            "INSERT INTO income_shownminute (minute, income, orders, revision)"
+            " VALUES (date_trunc('minute', now()), 30, 2, 2)"
+        )
         yield connection
         connection.rollback()
 
@@ -130,3 +134,19 @@ def test_items_of_a_paid_order_left_in_the_cart_are_not_settled(orders: Connecti
     )
     found = figures.read(orders, broker)
     assert (found.left_in_carts, found.settled) == (1, False)
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        "UPDATE income_shownminute SET income = 29.99",
+        "UPDATE income_shownminute SET orders = 3",
+        "DELETE FROM income_shownminute",
+        "INSERT INTO income_shownminute VALUES (date_trunc('minute', now()) - interval '1 hour', 5, 1, 1)",
+    ],
+)
+def test_a_minute_whose_income_is_off_is_counted(orders: Connection, broker: Connection, plant: str) -> None:
+    assert figures.read(orders, broker).minutes_off == 0
+    orders.execute(plant)
+    found = figures.read(orders, broker)
+    assert (found.minutes_off, found.settled) == (1, False)

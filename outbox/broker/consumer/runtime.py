@@ -18,8 +18,6 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import psycopg
-
 from outbox import heartbeat
 from outbox.broker.consumer.session import ConsumerSession, ringing
 from outbox.broker.database.connection import BrokerDatabase
@@ -29,6 +27,7 @@ from outbox.broker.dispatch.subscriptions import ConsumingGroup
 from outbox.broker.groups import registration
 from outbox.broker.groups.rebalance import Strategy, by_name
 from outbox.broker.schema import install
+from outbox.broker.schema.refusals import naming
 from outbox.codec import Codecs
 from outbox.errors import BrokerUnavailable, ConfigurationError, HandlersHung, InvalidSubscription
 from outbox.filters.filter import parse_filter
@@ -87,7 +86,7 @@ class ConsumerRuntime:
             try:
                 session = self._session()
                 break
-            except (psycopg.OperationalError, BrokerUnavailable) as error:
+            except BrokerUnavailable as error:
                 failures += 1
                 heartbeat.beat(ready=False)
                 logger.warning("consuming cannot begin yet, trying again: %s", error)
@@ -109,28 +108,30 @@ class ConsumerRuntime:
     def run_once(self) -> ConsumeCounts:
         """One bounded pass: join, take this process's share, handle what its queues hold now, leave.
 
-        Failed messages that are due later are not waited for. Raises psycopg.Error or BrokerUnavailable.
+        Failed messages that are due later are not waited for. Raises what `run` raises, and BrokerError.
         """
         session = self._session()
         try:
-            session.coordinator.run_once()
-            session.bound()
-            session.coordinator.start()
-            session.loop(until=lambda: session.dispatcher.is_idle, patient=False)
+            with naming("consuming", self._database.schema):
+                session.coordinator.run_once()
+                session.bound()
+                session.coordinator.start()
+                session.loop(until=lambda: session.dispatcher.is_idle, patient=False)
         finally:
             session.finish()
         counts = session.dispatcher.counts
         return ConsumeCounts(**{name: counts[name] for name in ConsumeCounts.__dataclass_fields__})
 
     def _session(self) -> ConsumerSession:
-        return ConsumerSession(
-            self._database,
-            self._register,
-            invoker=self._invoker,
-            codecs=self._codecs,
-            lease_seconds=self._lease_seconds,
-            strategy=self._strategy,
-        )
+        with naming("the registration of consumers", self._database.schema):
+            return ConsumerSession(
+                self._database,
+                self._register,
+                invoker=self._invoker,
+                codecs=self._codecs,
+                lease_seconds=self._lease_seconds,
+                strategy=self._strategy,
+            )
 
     def _register(self, run: Executor, instance: uuid.UUID) -> list[ConsumingGroup]:
         install.check_schema(run.connection, run.schema)

@@ -143,8 +143,10 @@ class BrokerDatabase:
                 application_name=given.get("application_name") or name,
             )
         except psycopg.OperationalError as error:
+            # libpq's hints stand on lines of their own; a table shows the first line.
+            said = " ".join(str(error).split()).rstrip("?.")
             raise BrokerUnavailable(
-                f"the broker's database cannot be reached: {str(error).strip()}. Nothing was published; "
+                f"the broker's database cannot be reached: {said}. Nothing was published; "
                 f"check the broker's connection settings and that its PostgreSQL runs."
             ) from error
 

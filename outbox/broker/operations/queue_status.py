@@ -89,10 +89,14 @@ LEFT JOIN LATERAL (
     GROUP BY m.message_id
 ) AS blocked ON true
 WHERE NOT g.broadcast AND (%(group)s::text IS NULL OR g.name = %(group)s)
+  AND (%(topic)s::text IS NULL OR t.name = %(topic)s OR retried.name = %(topic)s)
 ORDER BY g.name, t.retry_of NULLS FIRST, t.name, q.generation, q.number
 """)
 
 
-def list_queues(run: Executor, group: str | None = None) -> Sequence[QueueStatus]:
-    """Every queue of one group or of all, retry queues last. Broadcast groups have no stored positions."""
-    return run.objects(QueueStatus, _STATUS, {"group": group})
+def list_queues(run: Executor, group: str | None = None, topic: str | None = None) -> Sequence[QueueStatus]:
+    """Every queue of one group or of all, of one topic (with its retries) or of all; retry queues last.
+
+    Broadcast groups have no stored positions.
+    """
+    return run.objects(QueueStatus, _STATUS, {"group": group, "topic": topic})

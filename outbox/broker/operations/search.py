@@ -1,4 +1,4 @@
-"""Finding messages: the undecided ones page by page, and those of a business key."""
+"""Finding messages: the undecided ones page by page, and those of a business key, a topic, a time."""
 
 from __future__ import annotations
 
@@ -59,15 +59,16 @@ ORDER BY pending.transaction_id LIMIT %(limit)s
 """)
 
 # There is no index by key: it would cost every message. Within a stretch of time the index by time finds the blocks.
-_BY_KEY: Final = Statement(f"""
+_FOUND: Final = Statement(f"""
 SELECT log.log_id, log.message_id, log.transaction_id, topic.name AS topic, log.key, log.tag, log.stored_at,
        {STATE} AS state
 FROM {{schema}}.commit_log log JOIN {{schema}}.topic USING (topic_id)
 LEFT JOIN {{schema}}.op_log op USING (transaction_id)
 LEFT JOIN {{schema}}.pending_check pending USING (transaction_id)
 LEFT JOIN {{schema}}.recalled ON recalled.log_id = log.log_id
-WHERE log.key = %(key)s AND (%(topic)s::text IS NULL OR topic.name = %(topic)s)
+WHERE (%(key)s::text IS NULL OR log.key = %(key)s) AND (%(topic)s::text IS NULL OR topic.name = %(topic)s)
   AND log.stored_at >= coalesce(%(since)s::timestamptz, now() - interval '1 day')
+  AND (%(until)s::timestamptz IS NULL OR log.stored_at < %(until)s)
   AND (%(before)s::bigint IS NULL OR log.log_id < %(before)s)
 ORDER BY log.log_id DESC LIMIT %(limit)s
 """)
@@ -84,19 +85,21 @@ def list_undecided(
     return run.objects(Undecided, _UNDECIDED, values)
 
 
-def find_by_key(
+def find_messages(
     run: Executor,
-    key: str,
+    key: str | None = None,
     topic: str | None = None,
     *,
     since: datetime | None = None,
+    until: datetime | None = None,
     before: int | None = None,
     limit: int = 100,
 ) -> list[Found]:
-    """A page of the messages with a key, the newest first, stored since then (None: in the last day).
+    """A page of the messages with a key, of a topic, or of all, the newest first.
 
-    The next page is `before` the last log id of this one. Reads what was stored in that time: seconds per ten million.
+    Stored `since` then (None: in the last day) and not from `until` on. The next page is `before` the last log id of
+    this one. Reads what was stored in that time: seconds per ten million.
     """
-    values = {"key": key, "topic": topic, "since": since, "before": before, "limit": limit}
+    values = {"key": key, "topic": topic, "since": since, "until": until, "before": before, "limit": limit}
     # Not prepared: the plan must see how long the time is.
-    return run.objects(Found, _BY_KEY, values, prepare=False)
+    return run.objects(Found, _FOUND, values, prepare=False)

@@ -137,6 +137,23 @@ class Growth:
     dead: int
 
 
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """One kept summary in short, of a group or of all. The counters are totals; `queued` is None for a group alone.
+
+    `oldest_seconds`: how long the oldest unfinished message had waited; 0 without one. Retries are left out of it, and
+    of `lag`.
+    """
+
+    at: float
+    queued: int | None
+    handled: int
+    sent_back: int
+    dead: int
+    lag: int
+    oldest_seconds: float
+
+
 _PARTS: Final[Mapping[str, type[Any]]] = {
     "groups": GroupProgress,
     "rests": GroupRest,
@@ -206,19 +223,38 @@ def growth(run: Executor, *, window_seconds: float) -> list[Growth]:
         return []
     (began, before), (ended, after) = rows
     return [
-        Growth(group, ended - began, *(max(0, new - old) for new, old in zip(totals, before[group], strict=True)))
-        for group, totals in after.items()
-        if group in before
+        Growth(
+            group,
+            ended - began,
+            *(max(0, new - old) for new, old in zip(totals[:3], before["groups"][group][:3], strict=True)),
+        )
+        for group, totals in after["groups"].items()
+        if group in before["groups"]
     ]
 
 
-def _totals(summary: Summary) -> dict[str, list[int]]:
-    """Per group what `Growth` compares."""
-    found: dict[str, list[int]] = {}
+def history(run: Executor, group: str | None = None) -> list[Moment]:
+    """What the kept summaries (a quarter of an hour) say of one group, or of all together; the oldest first."""
+    return [_moment(at, totals, group) for at, totals in reversed(run.rows(summary_sql.HISTORY))]
+
+
+def _moment(at: float, totals: Mapping[str, Any], group: str | None) -> Moment:
+    rows = [row for name, row in totals["groups"].items() if group in (None, name)]
+    handled, sent_back, dead, lag = (sum(row[place] for row in rows) for place in range(4))
+    oldest = max((row[4] for row in rows), default=0.0)
+    return Moment(at, totals["queued"] if group is None else None, handled, sent_back, dead, lag, oldest)
+
+
+def _totals(summary: Summary) -> dict[str, Any]:
+    """What `Growth` and `Moment` need: what was queued at all; per group three counters, the lag, and its age."""
+    found: dict[str, list[float]] = {}
     for one in summary.groups:
-        known = found.setdefault(one.group, [0, 0, 0])
-        found[one.group] = [known[0] + one.handled, known[1] + one.sent_back, known[2] + one.dead]
-    return found
+        known = found.setdefault(one.group, [0, 0, 0, 0, 0.0])
+        for place, number in enumerate((one.handled, one.sent_back, one.dead, 0 if one.is_retry else one.lag)):
+            known[place] += number
+        if one.oldest_at is not None and not one.is_retry:
+            known[4] = max(known[4], summary.at - one.oldest_at)
+    return {"queued": sum(topic.queued for topic in summary.topics), "groups": found}
 
 
 def _packed(row_type: type[Any], rows: Iterable[Any]) -> dict[str, Any]:

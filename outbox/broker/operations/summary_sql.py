@@ -174,3 +174,7 @@ TOTALS: Final = Statement("""
 UNION ALL
 (SELECT extract(epoch FROM at)::double precision, totals FROM {schema}.summary ORDER BY summary_id DESC LIMIT 1)
 """)
+
+HISTORY: Final = Statement("""
+SELECT extract(epoch FROM at)::double precision, totals FROM {schema}.summary ORDER BY summary_id DESC LIMIT 200
+""")

@@ -10,7 +10,7 @@ from outbox.broker.database.statement import Statement
 #   h: a half row that became visible   c, r: a message decided COMMIT (and due now) or ROLLBACK   d: a due delayed one
 READ_FIFO: Final = Statement("""
 WITH edge AS MATERIALIZED (
-    SELECT {schema}.decisions_cut_v12(%(xmax)s::xid8, %(batch)s::bigint) AS cut
+    SELECT {schema}.decisions_cut_v13(%(xmax)s::xid8, %(batch)s::bigint) AS cut
 ), fifo AS MATERIALIZED (
     SELECT topic_id FROM {schema}.topic WHERE 'FIFO' = ANY (message_types)
 ), fresh AS (

@@ -18,6 +18,7 @@ from django.db.utils import DatabaseError
 from outbox.broker.database.executor import Executor
 from outbox.broker.log.topics import list_topics
 from outbox.broker.schema.install import check_schema
+from outbox.broker.schema.refusals import naming
 from outbox.broker.transaction import turns
 from outbox.contrib.django.broker import check_topic_imports
 from outbox.contrib.django.conf import OutboxSettings, PathChoice, get_settings, imported
@@ -282,7 +283,10 @@ def _forced_path(alias: str) -> Iterator[CheckMessage]:
 
 def _broker_database(settings: OutboxSettings) -> Iterator[CheckMessage]:
     try:
-        with broker_database(settings).connect(name="outbox-check") as connection:
+        with (
+            broker_database(settings).connect(name="outbox-check") as connection,
+            naming(f"looking at the broker on {settings.broker!r}", settings.schema),
+        ):
             check_schema(connection, settings.schema)
             yield from _undeclared(
                 settings, {topic.name: topic for topic in list_topics(Executor(connection, settings.schema))}

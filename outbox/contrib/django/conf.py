@@ -79,6 +79,8 @@ class OutboxSettings:
     more serves /live, /ready and /metrics at `health_address` (HOST:PORT). `tracing` follows messages, for
     OpenTelemetry. `forward` says what `outbox_forward` sends
     elsewhere, by consumer group, and `receive` what `outbox_receive` stores of what others have sent.
+
+    `masked_fields` names, by topic ('*': all), the fields of bodies and headers that the operations page never shows.
     """
 
     in_memory: bool = False
@@ -113,6 +115,7 @@ class OutboxSettings:
     tracing: bool = False
     health_directory: str | None = None
     health_address: str | None = None
+    masked_fields: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
     def required_producer_group(self) -> str:
         """The producer group; ConfigurationError when there is none."""
@@ -278,6 +281,7 @@ _RULES: Final[Mapping[str, setting_rules.Rule]] = {
     "HEALTH_ADDRESS": setting_rules.address,
     "FORWARD": forwards,
     "RECEIVE": receives,
+    "MASKED_FIELDS": setting_rules.masked_fields,
 }
 
 

@@ -14,6 +14,7 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from outbox.broker.database.connection import BrokerDatabase, Connection
 from outbox.broker.database.conninfo import read_conninfo
 from outbox.broker.schema.install import check_schema
+from outbox.broker.schema.refusals import naming
 from outbox.contrib.django.conf import OutboxSettings, get_settings
 from outbox.contrib.django.in_tests import refuse_in_tests, running_tests
 from outbox.errors import ConfigurationError
@@ -66,13 +67,16 @@ def database_at(alias: str, settings: OutboxSettings) -> BrokerDatabase:
 
 @contextmanager
 def broker_connection() -> Iterator[tuple[Connection, str]]:
-    """A connection to the broker's database and its schema.
+    """A connection to the broker's database and its schema; what the driver raises on it is raised as a BrokerError.
 
     Raises BrokerUnavailable, ConfigurationError, or SchemaError when the tables are missing or of another age.
     """
     settings = get_settings()
     require_database(settings)
-    with broker_database(settings).connect(name="outbox-command") as connection:
+    with (
+        broker_database(settings).connect(name="outbox-command") as connection,
+        naming(f"the request to the broker on {settings.broker!r}", settings.schema),
+    ):
         check_schema(connection, settings.schema)
         yield connection, settings.schema
 

@@ -8,6 +8,7 @@ from contextlib import closing
 from dataclasses import dataclass
 
 from outbox.broker.consumer.runtime import ConsumeCounts
+from outbox.broker.schema.refusals import naming
 from outbox.broker.sequencer.sequencer import Sequencer
 from outbox.contrib.django.broker import flusher
 from outbox.contrib.django.databases import broker_database
@@ -31,7 +32,7 @@ def settle() -> int:
     run_check_back()
     database = broker_database()
     sequencer, queued = Sequencer(database, uuid.uuid4()), 0
-    with closing(database.connect(name="outbox-drain")) as connection:
+    with closing(database.connect(name="outbox-drain")) as connection, naming("sequencing", database.schema):
         while (tick := sequencer.run_once(connection)).ticked or tick.more:
             queued += tick.appended
     return queued

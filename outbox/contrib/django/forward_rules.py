@@ -14,6 +14,7 @@ from outbox.filters.filter import parse_filter
 SINKS: Final[Mapping[str, str]] = {
     "webhook": "outbox.contrib.sinks.webhook.WebhookSink",
     "kombu": "outbox.contrib.sinks.kombu.KombuSink",
+    "kafka": "outbox.contrib.sinks.kafka.KafkaSink",
 }
 
 

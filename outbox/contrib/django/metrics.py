@@ -10,7 +10,6 @@ import importlib.util
 import os
 from typing import TYPE_CHECKING, Any, Final
 
-import psycopg
 from django.db import connections
 from django.db.utils import DatabaseError
 
@@ -22,7 +21,7 @@ from outbox.broker.operations.verdict import survey, unusable
 from outbox.contrib.django.conf import get_settings
 from outbox.contrib.django.ledger_checker import ledger_aliases
 from outbox.contrib.django.watching import asking
-from outbox.errors import BrokerUnavailable, ConfigurationError
+from outbox.errors import BrokerUnavailable, ConfigurationError, SchemaError
 
 if TYPE_CHECKING:
     from outbox.contrib.prometheus.collector import BrokerCollector, State
@@ -105,7 +104,7 @@ def state() -> State:
                 return State(found.verdict)
             sizes = dict(run.rows(_SIZES)) | _application_sizes()
             return State(found.verdict, overview(run, found.summary), found.summary, audit.last(run), sizes)
-    except (BrokerUnavailable, psycopg.OperationalError) as error:
+    except (BrokerUnavailable, SchemaError) as error:
         return State(unusable(error))
 
 

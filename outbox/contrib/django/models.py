@@ -117,3 +117,41 @@ class Finding(models.Model):
 
     def __str__(self) -> str:
         return f"{self.finding_class} {self.key}"
+
+
+class OperatorAction(models.Model):
+    """What somebody did on the operations page: written before it is done, and completed with what came of it.
+
+    One that stays `begun` was cut off: the broker may have done it or not.
+    """
+
+    class Outcome(models.TextChoices):
+        """How it ended."""
+
+        BEGUN = "begun", "begun"
+        DONE = "done", "done"
+        FAILED = "failed", "failed"
+
+    at = models.DateTimeField(db_default=Now())
+    ended_at = models.DateTimeField(null=True)
+    who = models.CharField(max_length=255)
+    why = models.TextField()
+    action = models.CharField(max_length=63)
+    subject = models.TextField()
+    effect = models.TextField()
+    before = models.JSONField(default=dict)
+    after = models.JSONField(default=dict)
+    outcome = models.CharField(max_length=15, choices=Outcome, default=Outcome.BEGUN)
+
+    class Meta:
+        app_label = "outbox"
+        db_table = "outbox_operator_action"
+        default_permissions = ("view",)
+        permissions: ClassVar = [
+            ("view_operations", "Can see the operations page"),
+            ("act", "Can act on the operations page"),
+            ("view_bodies", "Can see bodies and headers of messages"),
+        ]
+
+    def __str__(self) -> str:
+        return f"{self.action} {self.subject}"

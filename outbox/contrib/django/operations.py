@@ -188,6 +188,12 @@ def decide(transaction_id: UUID, decision: Decision, *, force: bool = False) -> 
     return get_broker().end([end])[0]
 
 
+def ask_ledger(transaction_id: UUID) -> str:
+    """What the ledger says of an undecided transaction now, in words, without changing it. Raises UsageError."""
+    answer = _asked(replace(_undecided(transaction_id), may_write=False))
+    return f"{answer.decision.name}: {answer.detail}" if answer.detail else answer.decision.name
+
+
 def abort(transaction_id: UUID) -> EndStatus:
     """Roll back an open transaction, for good, if its local transaction has not committed and is not running.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -10,8 +11,11 @@ from uuid import UUID
 
 from django.db import router
 from django.db.backends.base.base import BaseDatabaseWrapper
+from django.db.utils import DatabaseError
 
 from outbox.broker.database.executor import Executor
+from outbox.broker.schema.install import check_schema
+from outbox.broker.schema.refusals import naming
 from outbox.broker.transaction.checks import scan
 from outbox.broker.transaction.decisions import standing_decisions
 from outbox.broker.transaction.half_scan import undecided_below
@@ -20,6 +24,7 @@ from outbox.contrib.django.conf import OutboxSettings, get_settings
 from outbox.contrib.django.databases import broker_database
 from outbox.contrib.django.ledger_checker import ledger_aliases, open_connection, settle
 from outbox.contrib.django.times import for_column
+from outbox.errors import LedgerUnavailable
 
 # Shorter than the broker keeps its decisions, longer than any end or check is in flight.
 LEDGER_KEEP_SECONDS: Final = 3600.0
@@ -35,7 +40,10 @@ class PruneCounts:
 
 
 def run_prune(*, now: datetime | None = None, max_batches: int = 100) -> PruneCounts:
-    """Remove ledger rows of transactions the broker shows decided, and inbox rows past their retention."""
+    """Remove ledger rows of transactions the broker shows decided, and inbox rows past their retention.
+
+    Raises BrokerError, or LedgerUnavailable once every database that could be pruned is.
+    """
     now = now or datetime.now(UTC)
     return PruneCounts(
         ledger=prune_ledgers(older_than=now - timedelta(seconds=LEDGER_KEEP_SECONDS), max_batches=max_batches),
@@ -56,16 +64,40 @@ def prune_ledgers(*, older_than: datetime, max_batches: int = 100) -> int:
         return 0
     if settings.is_rocketmq:
         return _prune_by_age(settings, max_batches)
-    removed = 0
-    with broker_database(settings).connect(name="outbox-prune") as broker:
+    below = first_id_at(older_than)
+    with (
+        broker_database(settings).connect(name="outbox-prune") as broker,
+        naming("pruning the ledgers", settings.schema),
+    ):
+        check_schema(broker, settings.schema)
         run = Executor(broker, settings.schema)
         if scan(run, settings=settings.check).more:
             # Undecided transactions may be among the half messages that nobody has scanned yet.
             return 0
-        for alias in ledger_aliases():
-            with closing(open_connection(alias)) as connection:
-                removed += _prune_ledger(connection, run, first_id_at(older_than), max_batches)
-    return removed
+        return _of_each_ledger(lambda alias: _prune_alias(alias, run, below, max_batches))
+
+
+def _of_each_ledger(prune: Callable[[str], int]) -> int:
+    """How many rows went. One database that cannot be pruned does not keep the others from it."""
+    removed, failed = 0, {}
+    for alias in ledger_aliases():
+        try:
+            removed += prune(alias)
+        except DatabaseError as error:
+            failed[alias] = error
+    if not failed:
+        return removed
+    said = "; ".join(f"{alias!r}: {str(error).strip()}" for alias, error in failed.items())
+    raise LedgerUnavailable(
+        f"ledger and inbox could not be pruned ({said}); {removed} rows of the others were. Nothing is lost: it is "
+        f"tried again at the next pass. Look after that database; for one that is a replica, let a router's "
+        f"allow_migrate refuse the models of outbox."
+    ) from next(iter(failed.values()))
+
+
+def _prune_alias(alias: str, run: Executor, below: UUID, max_batches: int) -> int:
+    with closing(open_connection(alias)) as connection:
+        return _prune_ledger(connection, run, below, max_batches)
 
 
 def _prune_by_age(settings: OutboxSettings, max_batches: int) -> int:
@@ -74,18 +106,21 @@ def _prune_by_age(settings: OutboxSettings, max_batches: int) -> int:
     OUTBOX['INBOX_RETENTION_SECONDS'] outlasts the messages, here too.
     """
     below = first_id_at(datetime.now(UTC) - timedelta(seconds=settings.inbox_retention_seconds))
-    removed = 0
-    for alias in ledger_aliases():
+
+    def prune(alias: str) -> int:
+        removed = 0
         with closing(open_connection(alias)) as connection:
             if ledger.identity(connection) is None:
-                continue
+                return 0
             for _ in range(max_batches):
                 batch = ledger.ids_between(connection, UUID(int=0), below, limit=_BATCH)
                 if not batch:
                     break
                 ledger.advance_pruned_before(connection, first_id_after(batch[-1]))
                 removed += ledger.delete(connection, batch)
-    return removed
+        return removed
+
+    return _of_each_ledger(prune)
 
 
 def _prune_ledger(connection: BaseDatabaseWrapper, run: Executor, below: UUID, max_batches: int) -> int:
@@ -125,11 +160,10 @@ def prune_inboxes(*, older_than: datetime, max_batches: int = 100) -> int:
     """Remove inbox rows handled before `older_than`, in bounded deletes."""
     from outbox.contrib.django.models import InboxEntry
 
-    removed = 0
-    for alias in ledger_aliases():
+    def prune(alias: str) -> int:
         if not router.allow_migrate_model(alias, InboxEntry):
-            continue
-        rows = InboxEntry.objects.using(alias)
+            return 0
+        rows, removed = InboxEntry.objects.using(alias), 0
         for _ in range(max_batches):
             old = (
                 rows.filter(handled_at__lt=for_column(older_than, alias))
@@ -140,7 +174,9 @@ def prune_inboxes(*, older_than: datetime, max_batches: int = 100) -> int:
             if not keys:
                 break
             removed += rows.filter(pk__in=keys).delete()[0]
-    return removed
+        return removed
+
+    return _of_each_ledger(prune)
 
 
 def first_id_at(moment: datetime) -> UUID:

@@ -8,7 +8,10 @@ from typing import Any, Final
 
 from outbox.contrib.django import setting_rules
 
-SOURCES: Final[Mapping[str, str]] = {"kombu": "outbox.contrib.sources.kombu.KombuSource"}
+SOURCES: Final[Mapping[str, str]] = {
+    "kombu": "outbox.contrib.sources.kombu.KombuSource",
+    "kafka": "outbox.contrib.sources.kafka.KafkaSource",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

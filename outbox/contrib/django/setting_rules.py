@@ -121,6 +121,17 @@ def limits(where: str, value: Any) -> Limits:
     return Limits(*value)
 
 
+def masked_fields(where: str, value: Any) -> Mapping[str, frozenset[str]]:
+    if not isinstance(value, Mapping):
+        raise wrong(where, value, "a dictionary of field names by topic, '*' for all: {'*': ['password']}")
+    found = {}
+    for topic, given in value.items():
+        if isinstance(given, str) or not all(isinstance(one, str) and one for one in given):
+            raise wrong(f"{where}[{topic!r}]", given, "a list of field names, like ['password', 'iban']")
+        found[str(topic)] = frozenset(one.lower() for one in given)
+    return found
+
+
 def options_of(where: str, value: Any, rules: Mapping[str, Rule], *, required: Sequence[str]) -> dict[str, Any]:
     """The checked options of one entry of a setting."""
     if not isinstance(value, Mapping):

@@ -1,10 +1,11 @@
-"""`path("outbox/", include("outbox.contrib.django.urls"))`: health/, status/ and metrics/."""
+"""`path("outbox/", include("outbox.contrib.django.urls"))`: the operations page, and health/, status/ and metrics/."""
 
 from __future__ import annotations
 
 from django.urls import path
 
 from outbox.contrib.django import views
+from outbox.contrib.django.console.urls import urlpatterns as console
 
 app_name = "outbox"
 
@@ -12,4 +13,5 @@ urlpatterns = [
     path("health/", views.health, name="health"),
     path("status/", views.status, name="status"),
     path("metrics/", views.metrics, name="metrics"),
+    *console,
 ]

@@ -8,18 +8,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import psycopg
-from psycopg.errors import InsufficientPrivilege
-
 from outbox.broker.database.executor import Executor
 from outbox.broker.operations import audit, health
 from outbox.broker.operations.conditions import Verdict
 from outbox.broker.operations.health import Health
 from outbox.broker.operations.overview import Overview, overview
 from outbox.broker.operations.verdict import survey, unusable
+from outbox.broker.schema.refusals import naming
 from outbox.contrib.django.conf import get_settings
 from outbox.contrib.django.databases import broker_connection, broker_database, require_database
-from outbox.errors import BrokerUnavailable, ConfigurationError
+from outbox.errors import BrokerUnavailable, OutboxError, SchemaError
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,21 +39,18 @@ def look() -> Look:
         with asking() as run:
             found = survey(run, limits)
             return Look(found.verdict, None if found.summary is None else overview(run, found.summary))
-    except (BrokerUnavailable, psycopg.OperationalError) as error:
+    except (BrokerUnavailable, SchemaError) as error:
         return Look(unusable(error), None)
-    except InsufficientPrivilege as error:
-        raise ConfigurationError(
-            f"the role of the broker's alias may not look: {error.diag.message_primary}. Grant it SELECT on all tables "
-            f"of the broker's schema; `outbox_doctor` names what is missing."
-        ) from error
 
 
 def probe() -> Health:
     """The cheap probe. A broker that cannot be asked is not healthy. Raises ConfigurationError."""
+    settings = get_settings()
+    require_database(settings)
     try:
         with asking() as run:
-            return health.probe(run, get_settings().thresholds)
-    except (BrokerUnavailable, psycopg.Error) as error:
+            return health.probe(run, settings.thresholds)
+    except OutboxError as error:
         return Health((str(error).strip(),))
 
 
@@ -82,5 +77,8 @@ def asking() -> Iterator[Executor]:
     """A connection that does not mind which tables it finds."""
     settings = get_settings()
     require_database(settings)
-    with broker_database(settings).connect(name="outbox-status") as connection:
+    with (
+        broker_database(settings).connect(name="outbox-status") as connection,
+        naming(f"looking at the broker on {settings.broker!r}", settings.schema),
+    ):
         yield Executor(connection, settings.schema)

@@ -1,1 +1,1 @@
-"""Where messages come from that others have sent: queues of RabbitMQ. Without Django; an extra for each."""
+"""Where messages of others come from: queues of RabbitMQ, topics of Kafka. Without Django; an extra for each."""

@@ -8,14 +8,14 @@ from uuid import UUID
 from django.core.management.base import CommandError, CommandParser
 
 from outbox.broker.database.executor import Executor
-from outbox.broker.operations.search import find_by_key
+from outbox.broker.operations.search import find_messages
 from outbox.broker.operations.trace import trace
 from outbox.contrib.django.databases import broker_connection
 from outbox.contrib.django.management.output import OutboxCommand, moment
 
 
 class Command(OutboxCommand):
-    """Parses, then calls trace, or find_by_key."""
+    """Parses, then calls trace, or find_messages."""
 
     help = "Show where a message or transaction is: stored, decided, queued, and how far each group is."
 
@@ -39,7 +39,7 @@ class Command(OutboxCommand):
         with broker_connection() as (connection, schema):
             narrowed = {name: options[name] for name in ("topic", "since", "limit")}
             # The newest first: what comes after is older.
-            found = find_by_key(Executor(connection, schema), options["key"], before=options["after"], **narrowed)
+            found = find_messages(Executor(connection, schema), options["key"], before=options["after"], **narrowed)
         if options["json"]:
             self.print_json(found)
             return

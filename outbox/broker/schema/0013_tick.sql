@@ -1,4 +1,4 @@
--- Change 12: a tick is a few small statements in one function.
+-- Change 13: a tick is a few small statements in one function.
 --
 -- Code calls the function that it came with: a later change puts another one beside it and leaves this one to the code
 -- before. Plans are cached by the session that calls; the caller's transaction is REPEATABLE READ, so that all statements
@@ -21,7 +21,7 @@ LEFT JOIN LATERAL (
 -- The transaction id at which a long backlog of decisions is cut; the snapshot's end for a short one.
 -- About `batch` messages are below it; the decisions of one transaction stay together. Bounded by the snapshot, because
 -- rows of before a restore may carry ids of the future.
-CREATE FUNCTION decisions_cut_v12(seen_xmax xid8, batch bigint) RETURNS xid8
+CREATE FUNCTION decisions_cut_v13(seen_xmax xid8, batch bigint) RETURNS xid8
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 DECLARE
     upto    xid8 := pg_snapshot_xmax(pg_current_snapshot());
@@ -52,7 +52,7 @@ END $$;
 --   overtaken   another leader has ticked since `last_tick`
 --   topics      other topics than `known_fifo` are FIFO now
 --   order       there are FIFO messages of which the caller has to say what must wait: it looks at them first
-CREATE FUNCTION tick_v12(
+CREATE FUNCTION tick_v13(
     last_tick       bigint,
     own_incarnation integer,
     -- What the last tick could not see: the transactions from `seen_xmax` on, and those of `seen_xip`.
@@ -132,7 +132,7 @@ BEGIN
     END IF;
 
     -- The new decisions.
-    cut := decisions_cut_v12(seen_xmax, batch);
+    cut := decisions_cut_v13(seen_xmax, batch);
     SELECT count(*) FILTER (WHERE number = 1 OR number IS NULL),
            coalesce(array_agg(log_id) FILTER (WHERE decision = 'C'), '{}'),
            coalesce(array_agg(log_id) FILTER (WHERE decision = 'R'), '{}')

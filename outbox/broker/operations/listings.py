@@ -1,0 +1,155 @@
+"""Lists to look through, page by page: what waits for its time, who consumes, which errors dead letters have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Final
+from uuid import UUID
+
+from outbox.broker.database.executor import Executor
+from outbox.broker.database.statement import Statement
+from outbox.broker.groups.registration import unknown_group
+
+# Dead letters can be as many as messages: what is said about all of them is said about the newest so many.
+COUNTED: Final = 10_000
+
+_BOUND: Final = Statement("""
+SELECT set_config('statement_timeout', %(milliseconds)s, true), set_config('lock_timeout', '1s', true),
+       set_config('transaction_read_only', 'on', true)
+""")
+
+_ERRORS: Final = Statement("""
+SELECT consumer_group.name AS group, split_part(newest.error, ':', 1) AS error_type, count(*) AS letters,
+       min(dead_at) AS first_at, max(dead_at) AS last_at, (array_agg(newest.error ORDER BY dead_at DESC))[1] AS example
+FROM (SELECT group_id, error, dead_at FROM {schema}.dead_letter WHERE replayed_at IS NULL
+      ORDER BY dead_at DESC LIMIT %(limit)s) AS newest
+JOIN {schema}.consumer_group USING (group_id)
+WHERE %(group)s::text IS NULL OR consumer_group.name = %(group)s
+GROUP BY 1, 2 ORDER BY letters DESC, 1, 2
+LIMIT 200
+""")
+
+_WAITING: Final = Statement("""
+SELECT scheduled.schedule_id, scheduled.due_at, scheduled.attempt, log.message_id, topic.name AS topic, log.key,
+       consumer_group.name AS group
+FROM {schema}.scheduled JOIN {schema}.commit_log log USING (log_id) JOIN {schema}.topic ON topic.topic_id = log.topic_id
+LEFT JOIN {schema}.queue ON queue.queue_id = scheduled.queue_id
+LEFT JOIN {schema}.topic retries ON retries.topic_id = queue.topic_id
+LEFT JOIN {schema}.consumer_group ON consumer_group.group_id = retries.retry_of
+WHERE (%(group)s::text IS NULL OR consumer_group.name = %(group)s)
+  AND (%(topic)s::text IS NULL OR topic.name = %(topic)s)
+  AND (NOT %(delayed)s::boolean OR scheduled.queue_id IS NULL)
+  AND (%(after_at)s::timestamptz IS NULL
+       OR (scheduled.due_at, scheduled.schedule_id) > (%(after_at)s::timestamptz, %(after_id)s::bigint))
+ORDER BY scheduled.due_at, scheduled.schedule_id LIMIT %(limit)s
+""")
+
+_MEMBERS: Final = Statement("""
+SELECT instance_id, host, pid, topics, joined_at, expires_at,
+       (SELECT count(*) FROM {schema}.queue_lease lease
+        WHERE lease.group_id = consumer.group_id AND lease.owner = consumer.instance_id
+          AND lease.expires_at > clock_timestamp()) AS queues
+FROM {schema}.consumer JOIN {schema}.consumer_group USING (group_id)
+WHERE consumer_group.name = %(group)s AND consumer.expires_at > clock_timestamp()
+ORDER BY host, pid LIMIT %(limit)s
+""")
+
+
+_GROUP: Final = Statement("SELECT name, paused, broadcast FROM {schema}.consumer_group WHERE name = %(group)s")
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A consumer group's switches, as they are now."""
+
+    name: str
+    paused: bool
+    broadcast: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorGroup:
+    """Unsettled dead letters of a group whose last error is of one type, and the newest error as an example."""
+
+    group: str
+    error_type: str
+    letters: int
+    first_at: datetime
+    last_at: datetime
+    example: str
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A message that waits for its time: its delivery time (`group` is None), or a group's next attempt."""
+
+    schedule_id: int
+    due_at: datetime
+    attempt: int
+    message_id: UUID
+    topic: str
+    key: str
+    group: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Consumer:
+    """A live process of a consumer group; `queues`: how many it holds the lease of."""
+
+    instance_id: UUID
+    host: str
+    pid: int
+    topics: list[str]
+    joined_at: datetime
+    expires_at: datetime
+    queues: int
+
+
+@contextmanager
+def bounded(run: Executor, *, seconds: float) -> Iterator[None]:
+    """A read-only transaction whose statements end with psycopg's QueryCanceled after `seconds`, and wait for no lock.
+
+    Of that transaction alone: behind a pooler the next one on the session has its own settings again.
+    """
+    with run.connection.transaction():
+        run.execute(_BOUND, {"milliseconds": str(round(seconds * 1000))})
+        yield
+
+
+def group_now(run: Executor, group: str) -> Group:
+    """The group. Raises UnknownGroup."""
+    found = run.objects(Group, _GROUP, {"group": group})
+    if not found:
+        raise unknown_group(group)
+    return found[0]
+
+
+def list_errors(run: Executor, group: str | None = None) -> list[ErrorGroup]:
+    """The unsettled dead letters by group and type of error, the most frequent first; of the newest COUNTED."""
+    return run.objects(ErrorGroup, _ERRORS, {"group": group, "limit": COUNTED})
+
+
+def list_waiting(
+    run: Executor,
+    group: str | None = None,
+    topic: str | None = None,
+    *,
+    delayed: bool = False,
+    after: tuple[datetime, int] | None = None,
+    limit: int = 100,
+) -> list[Waiting]:
+    """A page of what waits for its time, the next due first: retries (of one group), or `delayed` ones only.
+
+    The next page begins `after` the last one's `due_at` and `schedule_id`.
+    """
+    after_at, after_id = after or (None, None)
+    values = {"group": group, "topic": topic, "delayed": delayed, "after_at": after_at, "after_id": after_id}
+    return run.objects(Waiting, _WAITING, values | {"limit": limit})
+
+
+def list_consumers(run: Executor, group: str, *, limit: int = 200) -> list[Consumer]:
+    """The live processes of a group."""
+    return run.objects(Consumer, _MEMBERS, {"group": group, "limit": limit})

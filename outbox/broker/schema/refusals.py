@@ -1,0 +1,63 @@
+"""What the broker's database refuses, as errors that say what was not done, why, and what to do next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+import psycopg
+from psycopg import errors as pg
+
+from outbox.errors import BrokerError, BrokerUnavailable, ConfigurationError, OutboxError, SchemaError
+
+_NOT_THERE: Final = (pg.UndefinedTable, pg.UndefinedColumn, pg.UndefinedFunction, pg.InvalidSchemaName)
+_FULL: Final = (pg.DiskFull, pg.OutOfMemory, pg.TooManyConnections)
+
+
+@contextmanager
+def naming(what: str, schema: str) -> Iterator[None]:
+    """Let no error of the driver out: it is raised as an error of outbox that names `what` was not done."""
+    try:
+        yield
+    except psycopg.Error as error:
+        raise refused(what, error, schema) from error
+
+
+def refused(what: str, error: psycopg.Error, schema: str) -> OutboxError:
+    """The error of outbox for an error of the driver."""
+    said = error.diag.message_primary or str(error).strip()
+    if isinstance(error, _NOT_THERE):
+        return SchemaError(
+            f"{what}: not done, the broker's tables in schema {schema!r} are not as they were installed ({said}). "
+            f"Where all are missing, run `manage.py migrate --database=ALIAS` with the alias of the broker; where some "
+            f"are, somebody dropped or changed them: restore the database from a backup (docs/operations.md)."
+        )
+    if isinstance(error, pg.ReadOnlySqlTransaction):
+        return BrokerUnavailable(
+            f"{what}: not done, the broker's database is read-only (a replica, or its disk is nearly full). Nothing "
+            f"was stored; connect to the primary."
+        )
+    if isinstance(error, pg.InsufficientPrivilege):
+        return ConfigurationError(
+            f"{what}: not done, the role of the broker's alias lacks a right: {said}. Grant it SELECT to look, and all "
+            f"rights to work, on the tables of schema {schema!r}, or connect as their owner."
+        )
+    if isinstance(error, (pg.LockNotAvailable, pg.QueryCanceled)):
+        return BrokerUnavailable(
+            f"{what}: not done, {said} (lock_timeout, statement_timeout, or cancelled by somebody). Nothing was "
+            f"stored; run it again, and raise the limit where that does not help."
+        )
+    if isinstance(error, _FULL):
+        return BrokerUnavailable(
+            f"{what}: not done, the server of the broker's database is short of disk, memory or connections "
+            f"({said}). Nothing was stored; give it some, then run it again."
+        )
+    if isinstance(error, (psycopg.OperationalError, psycopg.InterfaceError)):
+        return BrokerUnavailable(
+            f"{what}: interrupted, the connection to the broker's database broke: {said}. It may still have been "
+            f"done; look, then run it again."
+        )
+    return BrokerError(
+        f"{what}: not done, the broker's database refused it: {said}. Nothing was stored; mend what it names."
+    )

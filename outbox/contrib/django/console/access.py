@@ -1,0 +1,106 @@
+"""Who may see the operations page, who may act on it, and what its answers carry: no cache, a strict policy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, Final
+from urllib.parse import urlencode, urlsplit
+
+import psycopg
+from django.conf import settings
+from django.db import Error as DatabaseError
+from django.http import HttpRequest, HttpResponse
+from django.shortcuts import redirect, resolve_url
+from django.templatetags.static import static
+from django.urls import NoReverseMatch, reverse
+from django.views.decorators.cache import never_cache
+from django.views.decorators.csrf import csrf_protect
+from django.views.decorators.http import require_POST, require_safe
+
+from outbox.contrib.django.console.rendering import ACT, SEE, problem
+from outbox.errors import OutboxError, UnknownGroup, UnknownTopic, UsageError
+
+View = Callable[..., HttpResponse]
+
+
+def seeing(view: View) -> View:
+    """For pages: staff with the permission to see; reading only."""
+    return _guarded(require_safe, view, [SEE])
+
+
+def acting(view: View) -> View:
+    """For what changes something: staff who may also act; by POST only, with the token against forgery."""
+    return _guarded(require_POST, view, [SEE, ACT])
+
+
+def _guarded(method: Callable[[View], View], view: View, permissions: list[str]) -> View:
+    @wraps(view)
+    def wrapped(request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponse:
+        response = _refusal(request, permissions) or _answer(view, request, *args, **kwargs)
+        # What an application or a proxy has decided for its site stays.
+        response.headers.setdefault("Content-Security-Policy", _policy())
+        response.headers.setdefault("Referrer-Policy", "same-origin")
+        response.headers.setdefault("X-Content-Type-Options", "nosniff")
+        return response
+
+    return method(never_cache(csrf_protect(wrapped)))
+
+
+def _refusal(request: HttpRequest, permissions: list[str]) -> HttpResponse | None:
+    user = getattr(request, "user", None)
+    if user is None:
+        return problem(
+            request,
+            "Nobody can be told apart",
+            "The operations page needs django.contrib.auth with its AuthenticationMiddleware.",
+            status=403,
+        )
+    if not user.is_authenticated:
+        if request.method == "POST":
+            return problem(request, "Nobody is logged in", "Log in, then do it again: nothing was done.", status=403)
+        return redirect(f"{_login_url()}?{urlencode({'next': request.get_full_path()})}")
+    lacking = [name for name in permissions if not user.has_perm(name)]
+    if not user.is_staff or lacking:
+        needed = "The page is for staff" + (f" with the permission {', '.join(lacking)}" if lacking else "")
+        return problem(request, "Not for this user", f"{needed}. Nothing was done.", status=403)
+    return None
+
+
+def _login_url() -> str:
+    try:
+        return reverse("admin:login")
+    except NoReverseMatch:
+        return str(resolve_url(settings.LOGIN_URL))
+
+
+def _answer(view: View, request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponse:
+    try:
+        return view(request, *args, **kwargs)
+    except (UnknownGroup, UnknownTopic) as error:
+        return problem(request, "Not known to the broker", str(error), status=404)
+    except UsageError as error:
+        return problem(request, "That cannot be done", str(error), status=400)
+    except psycopg.errors.QueryCanceled:
+        return problem(
+            request,
+            "Too much to read",
+            "The broker's database did not find it within five seconds. Name a topic, or a shorter time.",
+            status=503,
+        )
+    except (OutboxError, psycopg.Error) as error:
+        return problem(request, "The broker cannot be asked", str(error).strip(), status=503)
+    except DatabaseError as error:
+        return problem(
+            request,
+            "The application's database cannot be asked",
+            f"{error}".strip() + "\nWhere a table is missing, run `manage.py migrate`.",
+            status=503,
+        )
+
+
+def _policy() -> str:
+    """Nothing but this site's own files; where static files are on another host, that one's too."""
+    files: Final = urlsplit(static("outbox/console.css"))
+    sources = "'self'" + (f" {files.scheme or 'https'}://{files.netloc}" if files.netloc else "")
+    return f"default-src {sources}; object-src 'none'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'"

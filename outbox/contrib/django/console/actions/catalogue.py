@@ -1,0 +1,13 @@
+"""All actions, by name. Each is an address, a button, and a word in the audit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from outbox.contrib.django.console.actions import dead_letters, groups, transactions, waiting
+from outbox.contrib.django.console.actions.plan import Action
+
+ACTIONS: Final[Mapping[str, Action]] = {
+    action.name: action for room in (transactions, dead_letters, waiting, groups) for action in room.ACTIONS
+}

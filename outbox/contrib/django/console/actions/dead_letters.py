@@ -1,0 +1,96 @@
+"""Settling dead letters: delivering them again, or giving them up; one, those that are ticked, or all of an error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from typing import Any, Final
+
+from django.http import QueryDict
+
+from outbox.broker.operations.dead_letters import Selection
+from outbox.contrib.django import operations
+from outbox.contrib.django.console.actions.plan import Action, Plan
+from outbox.contrib.django.console.asking import as_uuid, moment, required, text
+from outbox.errors import UsageError
+
+LIMIT: Final = 10_000
+
+_Settle = Callable[..., int]
+
+
+def _replay(given: QueryDict) -> Plan:
+    return _settle(
+        given,
+        operations.replay_dead_letters,
+        "Deliver {count} dead letters again to group {group}{which}, each with a new series of attempts.",
+        "What makes a handler fail is mended first, or they come back.",
+    )
+
+
+def _discard(given: QueryDict) -> Plan:
+    return _settle(
+        given,
+        operations.discard_dead_letters,
+        "Discard {count} dead letters of group {group}{which}: the group never handles them.",
+        "This cannot be undone.",
+    )
+
+
+def _settle(given: QueryDict, settle: _Settle, effect: str, caution: str) -> Plan:
+    group = required(given, "group")
+    # Those that come after this page was shown were not meant.
+    until = moment(given, "until") or datetime.now(UTC)
+    selection = _selection(given, until)
+    count = settle(group, selection, limit=LIMIT, dry_run=True)
+    which = _described(selection)
+    more = f" More than {LIMIT:,} at once are not settled: repeat it for the rest." if count == LIMIT else ""
+
+    def do() -> Mapping[str, Any]:
+        return {"settled": settle(group, selection, limit=LIMIT, dry_run=False)}
+
+    return Plan(
+        subject=f"dead letters of group {group}",
+        effect=effect.format(count=count, group=group, which=which) + more,
+        caution=caution,
+        before={"selected": count, "selection": which.strip() or "all"},
+        pinned={"until": until.isoformat()},
+        nothing=count == 0,
+        do=do,
+    )
+
+
+def _selection(given: QueryDict, until: datetime) -> Selection:
+    ids = [as_uuid(value) for value in given.getlist("message")]
+    wanted = [one for one in ids if one is not None]
+    if len(wanted) != len(ids):
+        raise UsageError("One of the messages is no message id.")
+    selection = Selection(
+        message_ids=wanted or None,
+        topic=text(given, "topic"),
+        key=text(given, "key"),
+        error=text(given, "error"),
+        error_type=text(given, "error_type"),
+        until=until,
+    )
+    if selection == Selection(until=until) and given.get("all") != "yes":
+        raise UsageError("Nothing is chosen: tick dead letters, or choose all of an error.")
+    return selection
+
+
+def _described(selection: Selection) -> str:
+    if selection.message_ids is not None:
+        return f" ({', '.join(map(str, selection.message_ids[:20]))}{' …' if len(selection.message_ids) > 20 else ''})"
+    given = {
+        "whose error is of type": selection.error_type,
+        "whose error contains": selection.error,
+        "of topic": selection.topic,
+        "with key": selection.key,
+    }
+    return "".join(f" {words} {value}" for words, value in given.items() if value is not None)
+
+
+ACTIONS = (
+    Action("replay", "Deliver dead letters again", _replay),
+    Action("discard", "Discard dead letters", _discard),
+)

@@ -1,0 +1,108 @@
+"""Steering a consumer group: pause, resume, and moving it on a topic."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+from django.http import QueryDict
+
+from outbox.broker.database.executor import Executor
+from outbox.broker.operations import switches
+from outbox.broker.operations.listings import group_now
+from outbox.broker.operations.reset import QueueReset, reset
+from outbox.contrib.django.console.actions.plan import Action, Plan
+from outbox.contrib.django.console.asking import moment, number, reading, required
+from outbox.contrib.django.databases import broker_connection
+from outbox.errors import UsageError
+from outbox.subscription import Start
+
+
+def _pause(given: QueryDict) -> Plan:
+    group = required(given, "group")
+    paused = _is_paused(group)
+
+    def do() -> Mapping[str, Any]:
+        with broker_connection() as (connection, schema):
+            switches.pause(Executor(connection, schema), group)
+        return {"paused": _is_paused(group)}
+
+    return Plan(
+        subject=f"group {group}",
+        effect=f"Group {group} starts no more handlers; those that run finish. Its messages wait for it, and its "
+        f"positions stay.",
+        before={"paused": paused},
+        nothing=paused,
+        do=do,
+    )
+
+
+def _resume(given: QueryDict) -> Plan:
+    group = required(given, "group")
+
+    def do() -> Mapping[str, Any]:
+        with broker_connection() as (connection, schema):
+            released = switches.resume(Executor(connection, schema), group)
+        return {"paused": _is_paused(group), "released_queues": released}
+
+    return Plan(
+        subject=f"group {group}",
+        effect=f"Group {group} goes on where it is, on queues that an on_error policy stopped, too.",
+        before={"paused": _is_paused(group)},
+        do=do,
+    )
+
+
+def _rewind(given: QueryDict) -> Plan:
+    group, topic = required(given, "group"), required(given, "topic")
+    target, words = _target(given)
+    queue, again = number(given, "queue"), given.get("reprocess") == "yes"
+
+    def moved(*, dry_run: bool) -> Sequence[QueueReset]:
+        with broker_connection() as (connection, schema):
+            run = Executor(connection, schema)
+            return reset(run, group, topic, target, number=queue, reprocess=again, dry_run=dry_run)
+
+    planned = moved(dry_run=True)
+    back = sum(max(0, one.from_offset - one.to_offset) for one in planned)
+    over = sum(max(0, one.to_offset - one.from_offset) for one in planned)
+    inbox = "and processes again what its inbox has" if again else "and its inbox skips what it has handled"
+    return Plan(
+        subject=f"group {group} on topic {topic}",
+        effect=f"Move group {group} on topic {topic} {words}: {len(planned)} queues move. It gets {back} messages "
+        f"again, {inbox}; it never gets {over} that it has not handled.",
+        caution="Calls that run at this moment may take effect once more where the handler uses no inbox.",
+        before=_places(planned, "from_offset"),
+        nothing=not planned,
+        do=lambda: _places(moved(dry_run=False), "to_offset"),
+    )
+
+
+def _target(given: QueryDict) -> tuple[Start | datetime | int, str]:
+    to = required(given, "to")
+    if to == "earliest":
+        return Start.EARLIEST, "to the oldest message that the broker still has"
+    if to == "latest":
+        return Start.LATEST, "behind all there is"
+    if to == "time" and (at := moment(given, "time")) is not None:
+        return at, f"to what was queued since {at.isoformat()}"
+    if to == "offset" and (offset := number(given, "offset")) is not None:
+        return offset, f"to offset {offset}"
+    raise UsageError("Say where to: to the earliest, the latest, a time, or an offset.")
+
+
+def _places(moves: Sequence[QueueReset], name: str) -> Mapping[str, Any]:
+    return {f"{one.topic}/{one.number}": getattr(one, name) for one in moves[:200]}
+
+
+def _is_paused(group: str) -> bool:
+    with reading() as run:
+        return group_now(run, group).paused
+
+
+ACTIONS = (
+    Action("pause", "Pause a group", _pause),
+    Action("resume", "Resume a group", _resume),
+    Action("rewind", "Move a group on a topic", _rewind),
+)

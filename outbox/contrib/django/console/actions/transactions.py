@@ -1,0 +1,132 @@
+"""Settling undecided transactions: an operator's decision, or asking their producer group again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+from uuid import UUID
+
+from django.http import QueryDict
+
+from outbox.broker.operations.trace import trace
+from outbox.contrib.django import operations
+from outbox.contrib.django.console.actions.plan import Action, Option, Plan
+from outbox.contrib.django.console.asking import reading, required, uuid
+from outbox.errors import UsageError
+from outbox.transaction import Decision
+
+_FORCE = Option(
+    "force",
+    "Without asking the ledger",
+    "Only if you know better than the ledger: a wrong commit delivers a message about what never happened, a wrong "
+    "rollback loses one.",
+)
+_EFFECTS = {
+    Decision.COMMIT: "Its messages are delivered to every group that subscribes to them.",
+    Decision.ROLLBACK: "Its messages are never delivered. The ledger is closed for it first, so that a late commit of "
+    "the local transaction fails.",
+}
+
+
+def _decide(given: QueryDict) -> Plan:
+    transaction_id = _transaction(given)
+    word = required(given, "decision")
+    if word not in ("commit", "rollback"):
+        raise UsageError(f"{word!r} is no decision: commit or rollback.")
+    decision = Decision.COMMIT if word == "commit" else Decision.ROLLBACK
+    said = operations.ask_ledger(transaction_id)
+    force = given.get("force") == "yes"
+
+    def do() -> Mapping[str, Any]:
+        status = operations.decide(transaction_id, decision, force=force)
+        return {"status": str(status), "without_ledger": force, **_known(transaction_id)}
+
+    return Plan(
+        subject=f"transaction {transaction_id}",
+        effect=f"{word.capitalize()} transaction {transaction_id}. {_EFFECTS[decision]}",
+        caution=f"The first decision stands for ever. The ledger says now: {said}",
+        before={"ledger": said, **_known(transaction_id)},
+        options=[_FORCE],
+        do=do,
+    )
+
+
+def _ask(given: QueryDict) -> Plan:
+    transaction_id = _transaction(given)
+    known = _known(transaction_id)
+    if known.get("decision") is not None:
+        raise UsageError(f"{transaction_id} is decided already: nobody needs to be asked.")
+
+    def do() -> Mapping[str, Any]:
+        operations.ask_again([transaction_id], dry_run=False)
+        return _known(transaction_id)
+
+    return Plan(
+        subject=f"transaction {transaction_id}",
+        effect=f"The check of transaction {transaction_id} is due now: the next check-back pass of its producer group "
+        f"asks about it. What the answer was then stands on the message's page.",
+        before=known,
+        do=do,
+    )
+
+
+def _ask_group(given: QueryDict) -> Plan:
+    group = required(given, "producer_group")
+    count = len(operations.ask_again(group=group, parked=True, dry_run=True))
+    return Plan(
+        subject=f"producer group {group}",
+        effect=f"The checks of {count} parked transactions of producer group {group} are due now.",
+        before={"parked": count},
+        nothing=count == 0,
+        do=lambda: {"due": len(operations.ask_again(group=group, parked=True, dry_run=False))},
+    )
+
+
+def _reject(given: QueryDict) -> Plan:
+    return _switch(
+        True, "New transactional messages are refused: every transaction that publishes one fails and rolls back."
+    )
+
+
+def _accept(given: QueryDict) -> Plan:
+    return _switch(False, "New transactional messages are accepted again.")
+
+
+def _switch(rejecting: bool, effect: str) -> Plan:
+    now, _ = operations.switch_transactional(None, dry_run=True)
+
+    def do() -> Mapping[str, Any]:
+        return {"rejecting": operations.switch_transactional(rejecting, dry_run=False)[0]}
+
+    return Plan(subject="the broker", effect=effect, before={"rejecting": now}, do=do, nothing=now is rejecting)
+
+
+def _transaction(given: QueryDict) -> UUID:
+    found = uuid(given, "transaction")
+    if found is None:
+        raise UsageError("No transaction is named: go back to the page that the button was on.")
+    return found
+
+
+def _known(transaction_id: UUID) -> Mapping[str, Any]:
+    with reading() as run:
+        found = trace(run, transaction_id)
+    if found is None:
+        raise UsageError(f"the broker has no transaction {transaction_id} (any more).")
+    pending = found.pending
+    return {
+        "decision": found.decision and found.decision.decision,
+        "checks": pending and pending.checks,
+        "due_at": pending and pending.due_at,
+        "parked_at": pending and pending.parked_at,
+        "last_answer": pending and pending.last_answer,
+    }
+
+
+ACTIONS = (
+    Action("decide", "Decide a transaction", _decide),
+    Action("ask", "Ask about a transaction again", _ask),
+    Action("ask_group", "Ask about all parked transactions again", _ask_group),
+    Action("reject", "Refuse transactional messages", _reject),
+    Action("accept", "Accept transactional messages", _accept),
+)

@@ -1,0 +1,89 @@
+"""Asking the broker for a page: in one bounded, read-only transaction; and what a request asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import datetime
+from typing import Final
+from uuid import UUID
+
+from django.utils import timezone
+
+from outbox.broker.database.executor import Executor
+from outbox.broker.operations.dead_letters import Place
+from outbox.broker.operations.listings import bounded
+from outbox.contrib.django.databases import broker_connection
+from outbox.errors import UsageError
+
+SECONDS: Final = 5.0
+
+
+@contextmanager
+def reading() -> Iterator[Executor]:
+    """One snapshot of the broker. Raises psycopg's QueryCanceled where a statement takes longer than SECONDS."""
+    with broker_connection() as (connection, schema):
+        run = Executor(connection, schema)
+        with bounded(run, seconds=SECONDS):
+            yield run
+
+
+def text(given: Mapping[str, str], name: str) -> str | None:
+    """A parameter; None where it is empty or missing. Raises UsageError for what no text of PostgreSQL can hold."""
+    value = given.get(name, "")
+    if "\0" in value:
+        raise UsageError(f"{name}: a text with a NUL character is stored nowhere.")
+    return value or None
+
+
+def uuid(given: Mapping[str, str], name: str) -> UUID | None:
+    """A parameter that is an id. Raises UsageError."""
+    value = text(given, name)
+    found = None if value is None else as_uuid(value)
+    if value is not None and found is None:
+        raise UsageError(f"{name}: {value!r} is no message or transaction id.")
+    return found
+
+
+def as_uuid(value: str) -> UUID | None:
+    """The id that a text is; None when it is none."""
+    try:
+        return UUID(value.strip())
+    except ValueError:
+        return None
+
+
+def required(given: Mapping[str, str], name: str) -> str:
+    """A parameter that must be there. Raises UsageError."""
+    value = text(given, name)
+    if value is None:
+        raise UsageError(f"{name} is missing: go back to the page that the button was on.")
+    return value
+
+
+def number(given: Mapping[str, str], name: str) -> int | None:
+    """A parameter that is a number from 0 on. Raises UsageError."""
+    value = text(given, name)
+    if value is None:
+        return None
+    if not value.isascii() or not value.isdigit() or int(value) >= 2**63:
+        raise UsageError(f"{name}: {value!r} is no number from 0 on.")
+    return int(value)
+
+
+def moment(given: Mapping[str, str], name: str) -> datetime | None:
+    """A parameter that is a time; without a zone it is in the current one of Django. Raises UsageError."""
+    value = text(given, name)
+    if value is None:
+        return None
+    try:
+        found = datetime.fromisoformat(value)
+        return found if found.tzinfo is not None else timezone.make_aware(found)
+    except (ValueError, OverflowError):
+        raise UsageError(f"{name}: {value!r} is no time: write it like 2026-01-31T08:00.") from None
+
+
+def place(given: Mapping[str, str]) -> Place | None:
+    """Where a page of a list by time begins: `after` and `after_id`. Raises UsageError."""
+    at, row = moment(given, "after"), number(given, "after_id")
+    return None if at is None or row is None else Place(at, row)

@@ -1,0 +1,65 @@
+"""What of a message's content is shown: without the fields that OUTBOX['MASKED_FIELDS'] names."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from outbox.broker.operations.content import Content
+from outbox.safe_text import MASK, inert
+
+SHOWN: Final = 64 * 1024
+_UNREADABLE: Final = 4 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """A content for people. `note` says what is not shown of the body, and why."""
+
+    content_type: str
+    size: int
+    body: str
+    headers: str
+    note: str
+
+
+def shown(content: Content, masked: Mapping[str, frozenset[str]]) -> Shown:
+    """The body and headers as text, harmless, without masked fields, and no longer than a page bears."""
+    names = masked.get("*", frozenset()) | masked.get(content.topic, frozenset())
+    body, note = _body(content, names)
+    if len(body) > SHOWN:
+        body, note = body[:SHOWN], f"Only the first {SHOWN:,} characters are shown. {note}".strip()
+    headers = json.dumps(_masked(content.headers, names), indent=2, ensure_ascii=False) if content.headers else ""
+    return Shown(content.content_type, content.size, _harmless(body), _harmless(headers), note)
+
+
+def _body(content: Content, names: Collection[str]) -> tuple[str, str]:
+    try:
+        text = content.body.decode()
+    except UnicodeDecodeError:
+        if names:
+            return "", "It is no JSON, so the fields that are masked on this topic cannot be found in it."
+        return content.body[:_UNREADABLE].hex(" "), f"No UTF-8 text: its first {_UNREADABLE:,} bytes in hexadecimal."
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        if names:
+            return "", "It is no JSON, so the fields that are masked on this topic cannot be found in it."
+        return text, ""
+    masked = _masked(found, names)
+    note = "Fields named in OUTBOX['MASKED_FIELDS'] are masked." if masked != found else ""
+    return json.dumps(masked, indent=2, ensure_ascii=False), note
+
+
+def _masked(value: Any, names: Collection[str]) -> Any:
+    if isinstance(value, dict):
+        return {name: MASK if name.lower() in names else _masked(one, names) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_masked(one, names) for one in value]
+    return value
+
+
+def _harmless(text: str) -> str:
+    return inert(text, keep="\n\t")

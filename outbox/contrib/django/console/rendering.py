@@ -1,0 +1,79 @@
+"""A page, or the part of it that is live; and who is looking."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Generic, TypeVar
+from urllib.parse import urlencode
+
+from django.http import HttpRequest, HttpResponse
+from django.template import loader
+
+SEE: Final = "outbox.view_operations"
+ACT: Final = "outbox.act"
+BODIES: Final = "outbox.view_bodies"
+
+PER_PAGE: Final = 50
+
+# What the pages are called: a name of a URL, and its title. A new subject is a row here and one in urls.py.
+PAGES: Final = (
+    ("overview", "Overview"),
+    ("search", "Messages"),
+    ("undecided", "Undecided"),
+    ("dead_letters", "Dead letters"),
+    ("waiting", "Waiting"),
+    ("groups", "Groups"),
+    ("topics", "Topics"),
+    ("findings", "Findings"),
+    ("incidents", "Incidents"),
+    ("audit", "Audit"),
+)
+
+Row = TypeVar("Row")
+
+
+@dataclass(frozen=True, slots=True)
+class Page(Generic[Row]):
+    """Some rows, and the query string of those that follow; empty with the last ones."""
+
+    rows: Sequence[Row]
+    more: str
+    is_first: bool
+
+
+def paged(request: HttpRequest, rows: Sequence[Row], place: Callable[[Row], Mapping[str, object]]) -> Page[Row]:
+    """A page of what was read with PER_PAGE + 1 as its limit; `place`: the parameters of the page after a row."""
+    shown = rows[:PER_PAGE]
+    more = ""
+    if len(rows) > PER_PAGE:
+        following = {name: str(value) for name, value in place(shown[-1]).items()}
+        more = urlencode({**request.GET.dict(), **following})
+    return Page(shown, more, "after" not in request.GET)
+
+
+def may(request: HttpRequest, permission: str) -> bool:
+    """Whether who is looking has the permission."""
+    user = getattr(request, "user", None)
+    return user is not None and user.is_active and user.is_staff and user.has_perm(permission)
+
+
+def render(request: HttpRequest, name: str, context: Mapping[str, Any], *, status: int = 200) -> HttpResponse:
+    """A page by the name of its template. For a request of htmx, which replaces what is live, that part alone."""
+    is_part = request.headers.get("HX-Request") == "true"
+    values = {
+        "base": f"outbox/console/{'part' if is_part else 'base'}.html",
+        "pages": PAGES if may(request, SEE) else (),
+        "path": request.path,
+        "here": request.get_full_path(),
+        "may_act": may(request, ACT),
+        "may_see_bodies": may(request, BODIES),
+        **context,
+    }
+    text = loader.render_to_string(f"outbox/console/{name}.html", values, request)
+    return HttpResponse(text, status=status)
+
+
+def problem(request: HttpRequest, title: str, text: str, *, status: int) -> HttpResponse:
+    """A page that says what went wrong and what to do."""
+    return render(request, "problem", {"title": title, "text": text}, status=status)

@@ -1,0 +1,59 @@
+"""Doing something: shown first, then confirmed with a reason, then in the audit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from django.db import transaction
+from django.http import HttpRequest, HttpResponse
+from django.shortcuts import redirect
+
+from outbox.contrib.django.console.access import acting
+from outbox.contrib.django.console.actions.plan import Action
+from outbox.contrib.django.console.audit import recorded
+from outbox.contrib.django.console.rendering import render
+
+_NOT_PASSED_ON: Final = frozenset({"csrfmiddlewaretoken", "confirmed", "why"})
+
+
+def view_of(action: Action) -> Callable[..., HttpResponse]:
+    """The view of an action: without a confirmation it says what would happen, with it and a reason it does it."""
+
+    # What is written to the audit stands, whatever becomes of the request.
+    @transaction.non_atomic_requests
+    @acting
+    def view(request: HttpRequest) -> HttpResponse:
+        given = request.POST
+        plan = action.plan(given)
+        why = given.get("why", "").strip()
+        is_confirmed = given.get("confirmed") == "yes"
+        if not is_confirmed or not why or plan.nothing:
+            options = {option.name for option in plan.options}
+            fields = [
+                (name, value)
+                for name, values in given.lists()
+                if name not in _NOT_PASSED_ON | options | set(plan.pinned)
+                for value in values
+            ]
+            context = {
+                "title": action.title,
+                "plan": plan,
+                "fields": [*fields, *plan.pinned.items()],
+                "back": _local(given.get("back", "")),
+                "is_missing_why": is_confirmed and not why,
+                "why": why,
+            }
+            return render(request, "confirm", context, status=422 if is_confirmed else 200)
+        entry = recorded(
+            request.user.get_username(), why, action.name,
+            subject=plan.subject, effect=plan.effect, before=plan.before, do=plan.do,
+        )  # fmt: skip
+        return redirect("outbox:audit_entry", entry.pk)
+
+    return view
+
+
+def _local(address: str) -> str:
+    """A path of this site, and nothing else: the page to go back to comes from a form."""
+    return address if address.startswith("/") and not address.startswith(("//", "/\\")) else ""

@@ -1,0 +1,45 @@
+"""What consumer groups gave up: by group and error, and letter by letter."""
+
+from __future__ import annotations
+
+from django.http import HttpRequest, HttpResponse
+
+from outbox.broker.operations.dead_letters import Selection, list_dead_letters
+from outbox.broker.operations.listings import COUNTED, list_errors
+from outbox.contrib.django.console.access import seeing
+from outbox.contrib.django.console.asking import place, reading, text
+from outbox.contrib.django.console.rendering import PER_PAGE, paged, render
+
+
+@seeing
+def dead_letters(request: HttpRequest) -> HttpResponse:
+    """The errors, the most frequent first."""
+    group = text(request.GET, "group")
+    with reading() as run:
+        errors = list_errors(run, group)
+    total = sum(one.letters for one in errors)
+    context = {"title": "Dead letters", "errors": errors, "group": group, "counted": COUNTED, "is_all": total < COUNTED}
+    return render(request, "dead_letters", context)
+
+
+@seeing
+def letters(request: HttpRequest) -> HttpResponse:
+    """The letters of a group, the newest first; of an error, a topic or a key, if wanted."""
+    given = request.GET
+    selection = Selection(
+        topic=text(given, "topic"),
+        key=text(given, "key"),
+        error=text(given, "error"),
+        error_type=text(given, "error_type"),
+    )
+    group, settled = text(given, "group"), given.get("settled") == "yes"
+    with reading() as run:
+        rows = list_dead_letters(run, group, selection, settled=settled, after=place(given), limit=PER_PAGE + 1)
+    context = {
+        "title": "Dead letters" + (f" of {group}" if group else ""),
+        "page": paged(request, rows, lambda one: {"after": one.dead_at.isoformat(), "after_id": one.log_id}),
+        "group": group,
+        "selection": selection,
+        "settled": settled,
+    }
+    return render(request, "letters", context)

@@ -1,0 +1,87 @@
+"""Consumer groups and topics: how far each group is, who consumes, and each queue with what holds it up."""
+
+from __future__ import annotations
+
+from django.http import HttpRequest, HttpResponse
+
+from outbox.broker.log.topics import list_topics
+from outbox.broker.operations import overview, summary
+from outbox.broker.operations.listings import group_now, list_consumers
+from outbox.broker.operations.queue_status import list_queues
+from outbox.contrib.django.console.access import seeing
+from outbox.contrib.django.console.asking import number, reading, required, text
+from outbox.contrib.django.console.rendering import PER_PAGE, Page, Row, paged, render
+from outbox.contrib.django.watching import asking
+from outbox.errors import UnknownTopic
+
+
+@seeing
+def groups(request: HttpRequest) -> HttpResponse:
+    """Every group in short, from the summary."""
+    with asking() as run:
+        found = overview.overview(run, summary.read(run))
+    page = _slice(request, [one for one in found.groups if (text(request.GET, "q") or "") in one.name])
+    return render(request, "groups", {"title": "Groups", "page": page, "broker": found, "given": request.GET})
+
+
+@seeing
+def group(request: HttpRequest) -> HttpResponse:
+    """One group: its topics, the processes that consume, and the queues of one of its topics."""
+    name, topic = required(request.GET, "name"), text(request.GET, "topic")
+    with asking() as run:
+        counted = summary.read(run)
+    places = [one for one in counted.groups if one.group == name and not one.is_retry]
+    topic = topic or (places[0].topic if len(places) == 1 else None)
+    with reading() as run:
+        now = group_now(run, name)
+        consumers = list_consumers(run, name)
+        queues = list_queues(run, name, topic) if topic else []
+    context = {
+        "title": f"Group {name}",
+        "name": name,
+        "group": now,
+        "rest": next((one for one in counted.rests if one.group == name), None),
+        "topics": _slice(request, places),
+        "at": counted.at,
+        "counted": counted,
+        "consumers": consumers,
+        "queues": queues,
+        "topic": topic,
+    }
+    return render(request, "group", context)
+
+
+@seeing
+def topics(request: HttpRequest) -> HttpResponse:
+    """Every topic in short, from the summary."""
+    with asking() as run:
+        counted = summary.read(run)
+    page = _slice(request, [one for one in counted.topics if (text(request.GET, "q") or "") in one.topic])
+    return render(request, "topics", {"title": "Topics", "page": page, "counted": counted, "given": request.GET})
+
+
+@seeing
+def topic(request: HttpRequest) -> HttpResponse:
+    """One topic: what was declared, and the groups that consume it."""
+    name = required(request.GET, "name")
+    with asking() as run:
+        counted = summary.read(run)
+        declared = {one.name: one for one in list_topics(run)}
+    if name not in declared:
+        raise UnknownTopic(f"topic {name!r} is not declared.")
+    context = {
+        "title": f"Topic {name}",
+        "name": name,
+        "declared": declared[name],
+        "types": sorted(map(str, declared[name].types)),
+        "progress": next((one for one in counted.topics if one.topic == name), None),
+        "groups": _slice(request, [one for one in counted.groups if one.topic == name and not one.is_retry]),
+        "counted": counted,
+    }
+    return render(request, "topic", context)
+
+
+def _slice(request: HttpRequest, rows: list[Row]) -> Page[Row]:
+    """A page of a list that is in memory as a whole."""
+    begin = number(request.GET, "after") or 0
+    return paged(request, rows[begin : begin + PER_PAGE + 1], lambda _: {"after": begin + PER_PAGE})

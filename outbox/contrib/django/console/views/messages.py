@@ -1,0 +1,112 @@
+"""Finding messages, and one message with its whole life."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from typing import Final
+from uuid import UUID
+
+from django.http import HttpRequest, HttpResponse
+from django.shortcuts import redirect
+
+from outbox.broker.log.topics import list_topics
+from outbox.broker.operations.content import content_of
+from outbox.broker.operations.search import find_messages
+from outbox.broker.operations.trace import Trace, TracedMessage, trace
+from outbox.contrib.django.conf import get_settings
+from outbox.contrib.django.console import life
+from outbox.contrib.django.console.access import seeing
+from outbox.contrib.django.console.asking import as_uuid, moment, number, reading, text
+from outbox.contrib.django.console.masking import shown
+from outbox.contrib.django.console.rendering import BODIES, PER_PAGE, may, paged, problem, render
+from outbox.contrib.django.models import OperatorAction
+
+_HOUR: Final = timedelta(hours=1)
+# How far back a search looks, by name; the first one where nothing is said.
+_SPANS: Final = {"hour": _HOUR, "day": 24 * _HOUR, "week": 7 * 24 * _HOUR}
+
+
+@seeing
+def search(request: HttpRequest) -> HttpResponse:
+    """By id, transaction id, business key, topic, time. Without any of them: the newest ones."""
+    given = request.GET
+    wanted, topic = text(given, "q"), text(given, "topic")
+    found = as_uuid(wanted) if wanted else None
+    if found is not None:
+        with reading() as run:
+            if trace(run, found) is not None:
+                return redirect("outbox:message", found)
+    span = given.get("within") if given.get("within") in _SPANS else "hour"
+    since = moment(given, "since") or datetime.now(UTC) - _SPANS[str(span)]
+    with reading() as run:
+        topics = [one.name for one in list_topics(run)]
+        rows = find_messages(
+            run,
+            wanted.strip() if wanted else None,
+            topic,
+            since=since,
+            until=moment(given, "until"),
+            before=number(given, "after"),
+            limit=PER_PAGE + 1,
+        )
+    context = {
+        "title": "Messages",
+        "page": paged(request, rows, lambda one: {"after": one.log_id}),
+        "topics": topics,
+        "given": given,
+        "within": span,
+        "since": since,
+        "spans": list(_SPANS),
+    }
+    return render(request, "search", context)
+
+
+@seeing
+def message(request: HttpRequest, message_id: UUID) -> HttpResponse:
+    """One message, or the first one of a transaction."""
+    with reading() as run:
+        found = trace(run, message_id)
+        content = None
+        if found is not None:
+            shown_one = _chosen(found, message_id)
+            if may(request, BODIES):
+                content = content_of(run, UUID(shown_one.message_id))
+    if found is None:
+        return problem(
+            request,
+            "No such message",
+            f"The broker has no message or transaction {message_id} (any more): retention removes what every group has "
+            f"consumed.",
+            status=404,
+        )
+    return render(request, "message", _context(found, shown_one) | {
+        "content": content and shown(content, get_settings().masked_fields),
+    })  # fmt: skip
+
+
+def _context(found: Trace, one: TracedMessage) -> dict[str, object]:
+    state, tone = life.state_of(found, one)
+    dead = {letter.group for letter in found.dead_letters
+            if letter.log_id == one.log_id and not letter.replayed_at and not letter.discarded_at}  # fmt: skip
+    return {
+        "title": f"Message {one.message_id}",
+        "message": one,
+        "others": [other for other in found.messages if other is not one],
+        "state": state,
+        "tone": tone,
+        "is_undecided": found.decision is None,
+        "pending": found.pending,
+        "due_at": found.pending and life.at(found.pending.due_at),
+        "deliver_at": one.deliver_at and life.at(one.deliver_at),
+        "events": life.events(found, one),
+        "parts": life.parts(found, one),
+        "dead_groups": sorted(dead),
+        "can_recall": bool(one.scheduled_for or [retry for retry in found.retries if retry.log_id == one.log_id]),
+        "done": list(OperatorAction.objects.filter(
+            subject__in=[f"transaction {one.transaction_id}", f"messages {one.message_id}"]
+        ).order_by("-id")[:20]),
+    }  # fmt: skip
+
+
+def _chosen(found: Trace, message_id: UUID) -> TracedMessage:
+    return next((one for one in found.messages if one.message_id == str(message_id)), found.messages[0])

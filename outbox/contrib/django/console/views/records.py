@@ -1,0 +1,60 @@
+"""What was noted: incidents of the broker, reconciliation's findings, and what operators did."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from django.http import HttpRequest, HttpResponse
+
+from outbox.broker.log import incidents as noted
+from outbox.contrib.django.console.access import seeing
+from outbox.contrib.django.console.asking import as_uuid, number, reading, text
+from outbox.contrib.django.console.remedies import REMEDIES
+from outbox.contrib.django.console.rendering import PER_PAGE, paged, problem, render
+from outbox.contrib.django.models import Finding, OperatorAction
+
+_INCIDENTS: Final = 200
+
+
+@seeing
+def incidents(request: HttpRequest) -> HttpResponse:
+    """The newest ones."""
+    with reading() as run:
+        rows = [(one, as_uuid(one.subject)) for one in noted.recent(run, limit=_INCIDENTS)]
+    return render(request, "incidents", {"title": "Incidents", "rows": rows, "limit": _INCIDENTS})
+
+
+@seeing
+def findings(request: HttpRequest) -> HttpResponse:
+    """Those of the last reconciliation that was saved, with what each means and what settles it."""
+    kind = text(request.GET, "class")
+    found = Finding.objects.order_by("id").filter(id__gt=number(request.GET, "after") or 0)
+    rows = list((found.filter(finding_class=kind) if kind else found)[: PER_PAGE + 1])
+    shown = [(one, as_uuid(one.message_id or one.transaction_id), REMEDIES.get(one.finding_class)) for one in rows]
+    context = {
+        "title": "Findings of reconciliation",
+        "page": paged(request, shown, lambda one: {"after": one[0].pk}),
+        "kind": kind,
+        "classes": list(REMEDIES),
+    }
+    return render(request, "findings", context)
+
+
+@seeing
+def audit(request: HttpRequest) -> HttpResponse:
+    """What operators did, the newest first."""
+    who, before = text(request.GET, "who"), number(request.GET, "after")
+    found = OperatorAction.objects.order_by("-id")
+    found = found.filter(id__lt=before) if before is not None else found
+    rows = list((found.filter(who=who) if who else found)[: PER_PAGE + 1])
+    context = {"title": "Audit", "page": paged(request, rows, lambda one: {"after": one.pk}), "who": who}
+    return render(request, "audit", context)
+
+
+@seeing
+def audit_entry(request: HttpRequest, number: int) -> HttpResponse:
+    """One of them, whole: where an action ends, too."""
+    entry = OperatorAction.objects.filter(pk=number).first()
+    if entry is None:
+        return problem(request, "No such entry", f"The audit has no entry {number}.", status=404)
+    return render(request, "audit_entry", {"title": f"{entry.action}: {entry.outcome}", "entry": entry})

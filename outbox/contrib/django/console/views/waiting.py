@@ -1,0 +1,27 @@
+"""What waits for its time: delayed messages, and retries."""
+
+from __future__ import annotations
+
+from django.http import HttpRequest, HttpResponse
+
+from outbox.broker.operations.listings import list_waiting
+from outbox.contrib.django.console.access import seeing
+from outbox.contrib.django.console.asking import place, reading, text
+from outbox.contrib.django.console.rendering import PER_PAGE, paged, render
+
+
+@seeing
+def waiting(request: HttpRequest) -> HttpResponse:
+    """The next due first."""
+    given = request.GET
+    group, topic, delayed = text(given, "group"), text(given, "topic"), given.get("delayed") == "yes"
+    with reading() as run:
+        rows = list_waiting(run, group, topic, delayed=delayed, after=place(given), limit=PER_PAGE + 1)
+    context = {
+        "title": "Waiting for their time",
+        "page": paged(request, rows, lambda one: {"after": one.due_at.isoformat(), "after_id": one.schedule_id}),
+        "group": group,
+        "topic": topic,
+        "delayed": delayed,
+    }
+    return render(request, "waiting", context)

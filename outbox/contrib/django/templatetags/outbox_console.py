@@ -1,0 +1,103 @@
+"""What the templates of the operations page need beside Django's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from typing import Any
+
+from django import template
+from django.urls import reverse
+from django.utils import timezone
+from django.utils.html import format_html, format_html_join
+from django.utils.safestring import SafeString
+
+from outbox.contrib.django.management.output import duration
+from outbox.safe_text import for_people
+from outbox.safe_text import inert as harmless
+
+register = template.Library()
+
+
+@register.filter
+def inert(value: object) -> str:
+    """A key, a tag, a name from outside: without characters that steer what is around them."""
+    return "" if value is None else harmless(str(value))
+
+
+@register.filter
+def told(value: object) -> str:
+    """An error: its lines, without passwords."""
+    return "" if value is None else for_people(str(value))
+
+
+@register.filter
+def first_line(value: object) -> str:
+    """The first line of an error."""
+    lines = for_people(str(value or "")).splitlines()
+    return lines[0] if lines else ""
+
+
+@register.filter
+def marked(text: str) -> SafeString:
+    """A sentence of ours, with what stands in backticks as code."""
+    return format_html_join(
+        "", "{}", ((format_html("<code>{}</code>", part) if odd else part,) for odd, part in _alternating(text))
+    )
+
+
+def _alternating(text: str) -> Iterator[tuple[bool, str]]:
+    yield from ((bool(number % 2), part) for number, part in enumerate(text.split("`")))
+
+
+@register.filter
+def span(seconds: float | None) -> str:
+    """A time span for people; short ones to the millisecond."""
+    if seconds is None:
+        return "–"
+    if abs(seconds) < 1:
+        return f"{seconds * 1000:.0f} ms"
+    return f"{seconds:.1f} s" if seconds < 10 else duration(seconds)
+
+
+@register.filter
+def amount(value: int | float | None) -> str:
+    """A number with its thousands apart."""
+    return "–" if value is None else f"{value:,}".replace(",", "\N{NARROW NO-BREAK SPACE}")
+
+
+@register.filter
+def moment(value: datetime | None) -> SafeString | str:
+    """A time, to the second, in Django's time zone; the whole of it in its title."""
+    if value is None:
+        return "–"
+    aware = value if value.tzinfo is not None else value.replace(tzinfo=UTC)
+    local = timezone.localtime(aware)
+    return format_html(
+        '<time datetime="{}" title="{}">{}</time>', local.isoformat(), local.isoformat(), f"{local:%Y-%m-%d %H:%M:%S}"
+    )
+
+
+@register.filter
+def ago(value: datetime | None) -> SafeString | str:
+    """How long ago, or in how long; the time itself in its title."""
+    if value is None:
+        return "–"
+    aware = value if value.tzinfo is not None else value.replace(tzinfo=UTC)
+    seconds = (datetime.now(UTC) - aware).total_seconds()
+    text = f"{duration(seconds)} ago" if seconds >= 0 else f"in {duration(-seconds)}"
+    return format_html('<time datetime="{}" title="{}">{}</time>', aware.isoformat(), timezone.localtime(aware), text)
+
+
+@register.inclusion_tag("outbox/console/button.html", takes_context=True)
+def act(context: dict[str, Any], name: str, label: str, tone: str = "plain", **fields: object) -> dict[str, Any]:
+    """A button that leads to the page on which the action is confirmed; nothing for who may not act."""
+    return {
+        "may_act": context.get("may_act"),
+        "csrf_token": context.get("csrf_token"),
+        "here": context.get("here", ""),
+        "url": reverse(f"outbox:act_{name}"),
+        "label": label,
+        "tone": tone,
+        "fields": {key: value for key, value in fields.items() if value not in (None, "")},
+    }

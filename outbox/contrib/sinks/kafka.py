@@ -1,0 +1,127 @@
+"""Kafka, by an idempotent producer: each message acknowledged by all replicas in sync before the next one of its key.
+
+The producer knows repetitions within its own life. After a crash of this process a message may be written again:
+readers that want it once look at its id, in the header `message-id`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, Final
+
+from confluent_kafka import KafkaError, KafkaException, Producer
+
+from outbox.contrib.sinks.sink import NotAcknowledged, Outgoing, Rejected
+from outbox.errors import ConfigurationError, ServiceUnavailable
+
+logger = logging.getLogger(__name__)
+
+_POLL_SECONDS: Final = 0.05
+_REJECTED: Final = frozenset((KafkaError.MSG_SIZE_TOO_LARGE, KafkaError.INVALID_MSG, KafkaError.INVALID_RECORD))
+# Ours to set: with others no message would be acknowledged before the next one of its key.
+_FIXED: Final = {"enable.idempotence": True, "acks": "all"}
+
+
+class KafkaSink:
+    """Sends to a cluster. `servers` are host:port, separated by commas; `config` adds settings of librdkafka.
+
+    The topic is the message's name there; the key decides the partition as in Java (murmur2). Topics have to
+    exist, or be made by the cluster. `timeout_seconds` is how long a message may take to be acknowledged.
+    """
+
+    binding = "kafka"
+    batch = 500
+    threads = 2
+
+    def __init__(self, *, servers: str, timeout_seconds: float = 30.0, config: Mapping[str, Any] | None = None) -> None:
+        given = dict(config or {})
+        if fixed := sorted(set(_FIXED) & set(given)):
+            raise ConfigurationError(f"kafka {servers}: config must not set {', '.join(fixed)}.")
+        self._servers = servers
+        self._config = {
+            "partitioner": "murmur2_random",
+            "linger.ms": 1,
+            **given,
+            **_FIXED,
+            "bootstrap.servers": servers,
+            "message.timeout.ms": int(timeout_seconds * 1000),
+            "logger": logger,
+        }
+        self._lock = threading.Lock()
+        self._producer: Producer | None = self._made()
+
+    def send(self, messages: Sequence[Outgoing]) -> Sequence[Exception | None]:
+        """Raises ServiceUnavailable when none of them was acknowledged in time."""
+        producer = self._current()
+        outcomes: dict[int, KafkaError | None] = {}
+        for place, message in enumerate(messages):
+            self._produce(producer, place, message, outcomes)
+        while len(outcomes) < len(messages):
+            producer.poll(_POLL_SECONDS)
+        if any(error is not None and error.fatal() for error in outcomes.values()):
+            self._drop(producer)
+        if all(error is not None and error.code() == KafkaError._MSG_TIMED_OUT for error in outcomes.values()):
+            raise ServiceUnavailable(f"kafka {self._servers} acknowledges nothing")
+        return [self._result(messages[place], outcomes[place]) for place in range(len(messages))]
+
+    def close(self) -> None:
+        """Let go of the connections; whatever is not acknowledged by now counts as not sent."""
+        with self._lock:
+            producer, self._producer = self._producer, None
+        if producer is not None:
+            producer.purge()
+            producer.flush(5)
+
+    def _produce(
+        self, producer: Producer, place: int, message: Outgoing, outcomes: dict[int, KafkaError | None]
+    ) -> None:
+        headers = {"message-id": str(message.message_id), "content-type": message.content_type, **message.headers}
+        while True:
+            try:
+                producer.produce(
+                    message.topic,
+                    message.body,
+                    message.key.encode() or None,
+                    headers=[(name, value.encode()) for name, value in headers.items()],
+                    on_delivery=partial(_note, outcomes, place),
+                )
+                return
+            except BufferError:
+                producer.poll(_POLL_SECONDS)
+            except KafkaException as error:
+                outcomes[place] = error.args[0]
+                return
+
+    def _result(self, message: Outgoing, error: KafkaError | None) -> Exception | None:
+        if error is None:
+            return None
+        said = f"kafka {self._servers} did not take a message for {message.topic!r}: {error.name()}: {error.str()}"
+        if error.code() in _REJECTED:
+            return Rejected(f"{said} (message {message.message_id})")
+        # Without the id: alike in a row, of different messages, this is an outage.
+        return NotAcknowledged(said)
+
+    def _current(self) -> Producer:
+        with self._lock:
+            if self._producer is None:
+                self._producer = self._made()
+            return self._producer
+
+    def _drop(self, producer: Producer) -> None:
+        """After a fatal error a producer sends nothing any more."""
+        with self._lock:
+            if self._producer is producer:
+                self._producer = None
+
+    def _made(self) -> Producer:
+        try:
+            return Producer(self._config)
+        except KafkaException as error:
+            raise ConfigurationError(f"kafka {self._servers}: config is refused: {error.args[0].str()}.") from error
+
+
+def _note(outcomes: dict[int, KafkaError | None], place: int, error: KafkaError | None, _: object) -> None:
+    outcomes[place] = error

@@ -1,0 +1,54 @@
+"""A broker that somebody leads, somebody who may do everything, and the pages as a site for browsers."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+from django.conf import settings
+from django.contrib.auth.models import User
+from django.contrib.staticfiles.handlers import StaticFilesHandler
+from django.core.handlers.wsgi import WSGIHandler
+from django.core.servers.basehttp import ThreadedWSGIServer
+from django.db import connections
+from django.test import Client
+from django.test.testcases import QuietWSGIRequestHandler
+
+from outbox.contrib.django.models import Finding, OperatorAction
+from tests.django.broker_world import World, new_world
+from tests.django.console.support import ALL, Site, client_of, make_user
+
+
+@pytest.fixture
+def world(databases: None, outbox_settings: Callable[..., None]) -> Iterator[World]:
+    """A healthy broker, and afterwards no user and no audit."""
+    with new_world(outbox_settings) as world:
+        yield world
+    for model in (OperatorAction, Finding, User):
+        model.objects.all().delete()
+
+
+@pytest.fixture
+def operator(world: World) -> Client:
+    """Somebody with every permission."""
+    return client_of(make_user(*ALL))
+
+
+@pytest.fixture
+def site(world: World) -> Iterator[Site]:
+    """The pages, served by threads as by a development server."""
+    server = ThreadedWSGIServer(("127.0.0.1", 0), QuietWSGIRequestHandler)
+    server.set_app(StaticFilesHandler(WSGIHandler()))
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+    thread.start()
+    allowed = settings.ALLOWED_HOSTS
+    settings.ALLOWED_HOSTS = [*allowed, "127.0.0.1"]
+    try:
+        yield Site(f"http://127.0.0.1:{server.server_port}", make_user(*ALL))
+    finally:
+        settings.ALLOWED_HOSTS = allowed
+        server.shutdown()
+        server.server_close()
+        thread.join(20)
+        connections.close_all()

@@ -1,0 +1,121 @@
+"""Who may see, who may act, who may see bodies: every address, so that a new one cannot be forgotten."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+from django.conf import settings
+from django.contrib.auth.models import AnonymousUser
+from django.test import Client, RequestFactory
+from django.test.utils import override_settings
+from django.urls import reverse
+
+from outbox.contrib.django.console import urls
+from outbox.contrib.django.console.actions.catalogue import ACTIONS
+from outbox.contrib.django.console.views import overview
+from outbox.contrib.django.models import OperatorAction
+from tests.django.broker_world import NOWHERE, World
+from tests.django.conftest import point_alias
+from tests.django.console.support import ALL, client_of, make_user
+
+ARGUMENTS: dict[str, list[object]] = {"message": [uuid4()], "audit_entry": [1]}
+NAMES = [pattern.name for pattern in urls.urlpatterns if pattern.name is not None]
+SEEN = [name for name in NAMES if not name.startswith("act_")]
+DONE = [name for name in NAMES if name.startswith("act_")]
+
+pytestmark = pytest.mark.usefixtures("no_subscribers")
+
+
+def address(name: str) -> str:
+    return reverse(f"outbox:{name}", args=ARGUMENTS.get(name))
+
+
+def test_every_action_has_its_address() -> None:
+    assert len(NAMES) == len(urls.urlpatterns)
+    assert sorted(DONE) == sorted(f"act_{name}" for name in ACTIONS)
+    assert len(DONE) >= 10 and len(SEEN) >= 15
+
+
+@pytest.mark.parametrize("name", SEEN)
+def test_pages_are_for_staff_with_the_permission(world: World, name: str) -> None:
+    anonymous = client_of(None).get(address(name))
+    assert anonymous.status_code == 302 and anonymous["Location"].startswith("/accounts/login/?next=%2Foutbox%2F")
+    for refused in (make_user(), make_user("act", "view_bodies"), make_user("view_operations", staff=False)):
+        answer = client_of(refused).get(address(name))
+        assert answer.status_code == 403 and b"Not for this user" in answer.content
+    reader = client_of(make_user("view_operations"))
+    assert reader.get(address(name)).status_code in (200, 400, 404)
+    assert reader.post(address(name)).status_code == 405
+
+
+@pytest.mark.parametrize("name", DONE)
+def test_actions_are_refused_without_permission_without_token_and_by_get(world: World, name: str) -> None:
+    operator = make_user("view_operations", "act")
+    given = {"confirmed": "yes", "why": "because"}
+    assert client_of(operator).get(address(name), given).status_code == 405
+    assert client_of(None).post(address(name), given).status_code == 403
+    for user in (make_user("view_operations", "view_bodies"), make_user("act"), make_user(*ALL, staff=False)):
+        assert client_of(user).post(address(name), given).status_code == 403
+    assert client_of(operator, csrf=True).post(address(name), given).status_code == 403
+    assert not OperatorAction.objects.exists()
+    assert client_of(operator).post(address(name), given).status_code in (302, 400, 422), "and with all of them, not"
+
+
+def test_nobody_who_was_deactivated(world: World) -> None:
+    user = make_user(*ALL)
+    client = client_of(user)
+    assert client.get("/outbox/").status_code == 200
+    user.is_active = False
+    user.save()
+    assert client.get("/outbox/").status_code == 302
+
+
+def test_without_accounts_nobody_sees_anything(world: World) -> None:
+    request = RequestFactory().get("/outbox/")
+    answer = overview.overview(request)
+    assert answer.status_code == 403 and b"AuthenticationMiddleware" in answer.content
+    request.user = AnonymousUser()
+    assert overview.overview(request).status_code == 302
+
+
+@pytest.mark.parametrize("name", SEEN)
+def test_answers_carry_a_strict_policy_and_are_not_kept(operator: Client, name: str) -> None:
+    answer = operator.get(address(name))
+    assert answer["Content-Security-Policy"].startswith("default-src 'self'; object-src 'none'; base-uri 'none'")
+    assert "no-store" in answer["Cache-Control"]
+
+
+def test_the_policy_knows_where_static_files_are(operator: Client) -> None:
+    with override_settings(STATIC_URL="https://files.example.org/static/"):
+        policy = operator.get("/outbox/")["Content-Security-Policy"]
+    assert policy.startswith("default-src 'self' https://files.example.org;")
+
+
+def test_templates_have_no_script_and_no_style_of_their_own() -> None:
+    folder = Path(urls.__file__).parents[1] / "templates"
+    texts = {path.name: path.read_text() for path in folder.rglob("*.html")}
+    assert len(texts) >= 18
+    for name, text in texts.items():
+        assert re.findall(r"<script(?![^>]*\bsrc=)|<style|\sstyle=|\son\w+=|javascript:|https?://", text) == [], name
+
+
+def test_a_broker_that_cannot_be_asked_is_a_page(
+    operator: Client, outbox_settings: Callable[..., None]
+) -> None:  # fmt: skip
+    assert "Everything is in order" in operator.get("/outbox/").content.decode()
+    point_alias("broker", NOWHERE)
+    page = operator.get("/outbox/").content.decode()
+    assert "unreachable" in page and "publishing fails" in page
+    answer = operator.get("/outbox/undecided/")
+    assert answer.status_code == 503 and b"The broker cannot be asked" in answer.content
+    outbox_settings(IN_MEMORY=True)
+    assert b"no broker outside this process" in operator.get("/outbox/undecided/").content
+
+
+def test_the_settings_of_these_tests_have_no_middleware_of_csrf() -> None:
+    """Else the views' own protection was not what refused."""
+    assert not any("Csrf" in name for name in settings.MIDDLEWARE)

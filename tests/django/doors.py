@@ -1,0 +1,137 @@
+"""Every public door of outbox.contrib.django that asks the broker: functions, and commands with their actions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from io import StringIO
+from typing import Final
+from uuid import UUID
+
+from asgiref.sync import async_to_sync
+from django.core.management import CommandError, call_command
+from django.db import transaction
+
+from outbox.contrib.django import (
+    apublish,
+    apublish_many,
+    apublish_messages,
+    fenced_producer,
+    message,
+    message_transaction,
+    publish,
+    publish_many,
+    publish_messages,
+    recall,
+    recall_key,
+    reject_transactional,
+    run_check_back,
+    run_prune,
+    transactional_message,
+)
+from outbox.contrib.django.workers import consumer_runtime
+from outbox.errors import OutboxError
+
+SOME: Final = UUID("019aa000-0000-7000-8000-000000000000")
+
+
+@transactional_message("orders", body={})
+def decorated() -> None: ...
+
+
+def in_a_block() -> None:
+    with transaction.atomic():
+        publish("orders", {})
+
+
+def in_a_message_transaction() -> None:
+    with message_transaction():
+        publish("orders", {})
+
+
+FUNCTIONS: Final[dict[str, Callable[[], object]]] = {
+    "apublish": lambda: async_to_sync(apublish)("orders", {}),
+    "apublish_many": lambda: async_to_sync(apublish_many)("orders", [{}]),
+    "apublish_messages": lambda: async_to_sync(apublish_messages)([message("orders", {})]),
+    "fenced_producer": lambda: fenced_producer("import", wait_seconds=1),
+    "message_transaction": in_a_message_transaction,
+    "publish": lambda: publish("orders", {}),
+    "publish_many": lambda: publish_many("orders", [{}]),
+    "publish_messages": lambda: publish_messages([message("orders", {})]),
+    "recall": lambda: recall(SOME),
+    "recall_key": lambda: recall_key("orders", "k"),
+    "reject_transactional": reject_transactional,
+    "run_check_back": lambda: run_check_back(),
+    "run_prune": run_prune,
+    "transactional_message": decorated,
+}
+# `message` and `subscriber` only declare; `get_broker` connects when it is used, which `publish` does.
+OTHERS: Final = {"get_broker", "message", "subscriber"}
+MORE: Final[dict[str, Callable[[], object]]] = {
+    "publish in a block": in_a_block,
+    "run_check_back of parked ones": lambda: run_check_back(parked=True),
+    "a consumer": lambda: consumer_runtime().run_once(),
+}
+# What only reads, and what finds by reading that there is nothing to change.
+READING: Final = (
+    "outbox_browse orders",
+    "outbox_dead_letter list",
+    f"outbox_decide {SOME} rollback --force",
+    "outbox_doctor",
+    "outbox_group list",
+    "outbox_reject",
+    "outbox_status",
+    "outbox_topic list",
+    f"outbox_trace {SOME}",
+    "outbox_trace --key k",
+    "outbox_transaction list",
+    f"outbox_transaction describe {SOME}",
+    "outbox_undecided",
+    "check --database=broker",
+)
+CHANGING: Final = (
+    "outbox_ask --all",
+    f"outbox_ask {SOME}",
+    "outbox_audit",
+    "outbox_check",
+    "outbox_check --parked",
+    f"outbox_dead_letter show effects {SOME}",
+    "outbox_dead_letter replay effects --all",
+    "outbox_dead_letter discard effects --all --no-input",
+    "outbox_group offsets effects",
+    "outbox_group pause effects",
+    "outbox_group resume effects",
+    "outbox_group reset effects orders --to-latest",
+    "outbox_group delete effects --no-input",
+    f"outbox_recall {SOME}",
+    "outbox_recall --topic orders --key k",
+    "outbox_reject on",
+    "outbox_topic create another",
+    "outbox_topic alter orders --queue-count 3",
+    "outbox_topic delete orders --no-input",
+    "outbox_worker --drain",
+)
+# Of processes, of results of a run of Spark, of a plan's file, of other brokers; and what mends the tables.
+OTHER_COMMANDS: Final = {
+    *("outbox_health", "outbox_reconcile", "outbox_repair", "outbox_install"),
+    *("outbox_forward", "outbox_receive", "outbox_rocketmq"),
+}
+DOORS: Final = [*FUNCTIONS, *MORE, *READING, *CHANGING]
+
+
+def say(door: str) -> tuple[bool, str]:
+    """Whether it did what it should, and what it said. Other errors than those of outbox and of commands are raised."""
+    try:
+        if door in FUNCTIONS:
+            return True, repr(FUNCTIONS[door]())
+        if door in MORE:
+            return True, repr(MORE[door]())
+    except OutboxError as error:
+        return False, str(error)
+    out, err = StringIO(), StringIO()
+    try:
+        call_command(*door.split(), stdout=out, stderr=err)
+    except CommandError as error:
+        return False, str(error)
+    except SystemExit as error:
+        return not error.code, out.getvalue() + err.getvalue()
+    return True, out.getvalue() + err.getvalue()

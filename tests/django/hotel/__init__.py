@@ -1,0 +1,1 @@
+"""The example of docs/saga.md: rooms that are reserved, paid within half an hour, or given back."""

@@ -1,0 +1,150 @@
+"""A broker that is away, forbidden, damaged or stuck: through every door comes an error that says what to do."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+from django.db import connections
+from psycopg.conninfo import conninfo_to_dict
+
+from outbox.backoff import Backoff
+from outbox.broker import embedded
+from outbox.contrib import django as package
+from outbox.contrib.django import broker as broker_access
+from outbox.contrib.django import run_prune, subscriber
+from outbox.contrib.django.ledger_checker import ledger_aliases
+from outbox.contrib.django.models import InboxEntry
+from outbox.contrib.django.pruning import prune_inboxes
+from outbox.errors import LedgerUnavailable
+from outbox.ids import uuid7
+from tests.conftest import drop_databases
+from tests.django import doors
+from tests.django.conftest import BROKER_TEMPLATE, point_alias
+
+Fault = Callable[[str], AbstractContextManager[object]]
+
+
+def alias(**changes: str) -> tuple[dict[str, str], Fault]:
+    """Another entry in DATABASES."""
+    return changes, lambda url: nullcontext()
+
+
+def altered(statement: str, **changes: str) -> tuple[dict[str, str], Fault]:
+    """Another database; {name} is its name."""
+
+    def alter(url: str) -> AbstractContextManager[object]:
+        with psycopg.connect(url, autocommit=True) as connection:
+            connection.execute(statement.replace("{name}", str(conninfo_to_dict(url)["dbname"])).encode())
+        return nullcontext()
+
+    return changes, alter
+
+
+@contextmanager
+def locked(url: str) -> Iterator[None]:
+    """Somebody alters tables and does not end, and nobody waits for long."""
+    name = conninfo_to_dict(url)["dbname"]
+    with psycopg.connect(url) as connection:
+        connection.execute(f"ALTER DATABASE {name} SET lock_timeout = '20ms'".encode())
+        connection.commit()
+        for (table,) in connection.execute(b"SELECT tablename FROM pg_tables WHERE schemaname = 'outbox'").fetchall():
+            connection.execute(f"LOCK TABLE outbox.{table} IN ACCESS EXCLUSIVE MODE".encode())
+        yield
+        connection.rollback()
+
+
+EVERY_TABLE = """
+DO $$ DECLARE t text; BEGIN
+    FOR t IN SELECT tablename FROM pg_tables WHERE schemaname = 'outbox' AND tablename <> 'schema_version'
+    LOOP EXECUTE 'DROP TABLE outbox.' || t || ' CASCADE'; END LOOP;
+END $$"""
+REACH = (
+    "cannot be reached: .*(Connection refused|does not exist).*[cC]heck (the broker's conn|that its PostgreSQL runs)"
+)
+FAULTS: dict[str, tuple[tuple[dict[str, str], Fault], str]] = {
+    "away": (alias(HOST="127.0.0.1", PORT="9"), REACH),
+    "wrong role": (alias(USER="nobody_here"), REACH),
+    "wrong database": (alias(NAME="nowhere"), REACH),
+    "no schema": (altered("DROP SCHEMA outbox CASCADE"), "not installed in schema 'outbox'.*run `manage.py migrate"),
+    "no tables": (altered(EVERY_TABLE), "not as they were installed .*migrate.*restore"),
+    "read-only": (altered("ALTER DATABASE {name} SET default_transaction_read_only = on"), "read-only.*the primary"),
+    "no rights": (altered("CREATE ROLE {name}_nobody LOGIN", USER="{name}_nobody"), "permission denied .*Grant"),
+    "locked": ((({}, locked)), "lock timeout.*again|holds a lock .*End the blocking session"),
+}
+
+
+@pytest.fixture(scope="module", params=FAULTS)
+def broken(request: pytest.FixtureRequest, django_db_setup: None, server_url: str) -> Iterator[tuple[str, Any]]:
+    """The name of the fault, and the entry in DATABASES that leads to the broker that has it."""
+    (changes, fault), _ = FAULTS[request.param]
+    name = f"outbox_broken_{os.getpid()}"
+    url = embedded.create_database(server_url, name, template=BROKER_TEMPLATE)
+    with fault(url):
+        yield request.param, (url, {key: value.replace("{name}", name) for key, value in changes.items()})
+    drop_databases(server_url, [name])
+    with psycopg.connect(server_url, autocommit=True) as connection:
+        connection.execute(f"DROP ROLE IF EXISTS {name}_nobody".encode())
+
+
+@pytest.fixture
+def fault(
+    broken: tuple[str, Any], application: None, no_subscribers: None, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[str]:
+    """The fault that the broker of this test has."""
+    subscriber("orders", group="effects", using="default")(lambda given: None)
+    # The attempts of a request, without the pauses between them.
+    monkeypatch.setattr(
+        "outbox.broker.postgres._BACKOFF", Backoff(first_seconds=0.001, longest_seconds=0.001, factor=2)
+    )
+    name, (url, changes) = broken
+    before = dict(connections["broker"].settings_dict)
+    point_alias("broker", url)
+    for settings in (connections["broker"].settings_dict, connections.settings["broker"]):
+        settings.update(changes)
+    broker_access.reset_broker()
+    yield name
+    broker_access.reset_broker()
+    connections["broker"].close()
+    for settings in (connections["broker"].settings_dict, connections.settings["broker"]):
+        settings.update(before)
+
+
+@pytest.mark.parametrize("door", doors.DOORS)
+def test_no_door_lets_an_error_of_the_driver_out(fault: str, door: str) -> None:
+    done, said = doors.say(door)
+    if fault == "read-only" and door in doors.READING:
+        return
+    # System checks warn of missing tables, and let `migrate` go on.
+    assert not done or door.startswith("check "), f"{door} should have failed: {said}"
+    assert re.search(FAULTS[fault][1], said, re.DOTALL), said
+
+
+def test_these_are_all_doors() -> None:
+    assert {*doors.FUNCTIONS, *doors.OTHERS} == set(package.__all__)
+    folder = Path(package.__file__).parent / "management" / "commands"
+    commands = {path.stem for path in folder.glob("outbox_*.py")}
+    assert {line.split()[0] for line in (*doors.READING, *doors.CHANGING)} - {"check"} == (
+        commands - doors.OTHER_COMMANDS
+    )
+
+
+@pytest.mark.usefixtures("empty_log")
+def test_a_ledger_that_is_away_is_named_and_the_others_are_pruned(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert {"default", "other"} <= set(ledger_aliases())
+    InboxEntry.objects.create(group="g", generation=1, message_id=uuid7(), handled_at=datetime(2020, 1, 1, tzinfo=UTC))
+    connections["other"].close()
+    with monkeypatch.context() as patch:
+        patch.setitem(connections["other"].settings_dict, "PORT", "9")
+        with pytest.raises(LedgerUnavailable, match=r"(?s)not be pruned \('other': .*1 rows of the others.*next pass"):
+            prune_inboxes(older_than=datetime.now(UTC))
+        with pytest.raises(LedgerUnavailable, match=r"(?s)not be pruned \('other': .*next pass"):
+            run_prune()
+    assert not InboxEntry.objects.exists()

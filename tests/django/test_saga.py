@@ -1,0 +1,330 @@
+"""Sagas: the hotel of docs/saga.md, step by step, backwards, and with processes killed at every step."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import itertools
+import re
+import signal
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Final
+
+import pytest
+from django.db import transaction
+
+from outbox.contrib.django.broker import flusher
+from outbox.contrib.django.conf import get_settings
+from outbox.contrib.django.databases import broker_connection
+from outbox.contrib.django.drain import drain
+from outbox.contrib.django.installation import install_broker
+from outbox.contrib.django.registry import unregister_all
+from outbox.contrib.django.saga import Saga, SagaState
+from outbox.errors import ConfigurationError, TransactionUsageError, UsageError
+from outbox.retry import RetryPolicy
+from tests.broker.support import let_time_pass
+from tests.django.hotel.models import Booking, Room
+from tests.django.processes import process
+from tests.django.state import rolled_back
+from tests.django.test_crash_workers import WORKERS
+from tests.support import eventually
+
+HERE: Final = Path(__file__).resolve().parent
+PAGE: Final = HERE.parent.parent / "docs" / "saga.md"
+TOPICS: Final[dict[str, Any]] = {
+    "bookings": {"types": ["NORMAL", "DELAY", "TRANSACTION"], "queue_count": 2},
+    **{name: {"queue_count": 1} for name in ("invoices", "refunds", "keys")},
+}
+SETTINGS: Final[dict[str, Any]] = {"TOPICS": TOPICS, "SUBSCRIBER_MODULE": "saga"}
+HALF_AN_HOUR: Final = 30 * 60
+
+
+@pytest.fixture
+def hotel(databases: None, no_subscribers: None, outbox_settings: Callable[..., None]) -> Iterator[SimpleNamespace]:
+    """The example, with its steps registered, and a room."""
+    outbox_settings(**SETTINGS)
+    install_broker(get_settings())
+    saga = importlib.reload(importlib.import_module("tests.django.hotel.saga"))
+    services = importlib.reload(importlib.import_module("tests.django.hotel.services"))
+    yield SimpleNamespace(
+        saga=saga.booking, book=services.book, paid=services.paid, room=Room.objects.create(number="101")
+    )
+    Booking.objects.all().delete()
+    Room.objects.all().delete()
+
+
+def told() -> Counter[str]:
+    """What has been published to the hotel's other services, by topic."""
+    flusher.flush(within_seconds=10)
+    with broker_connection() as (connection, schema):
+        connection.execute("SELECT set_config('search_path', %s, false)", [schema])
+        rows = connection.execute(
+            "SELECT topic.name, op.decision::text FROM commit_log JOIN topic USING (topic_id)"
+            " JOIN op_log op USING (transaction_id) WHERE topic.name <> 'bookings'"
+        ).fetchall()
+    return Counter(name for name, decision in rows if decision == "C")
+
+
+def state_of(record: Booking) -> tuple[str, str, str]:
+    record.refresh_from_db()
+    return record.saga_state, record.saga_step, record.saga_reason
+
+
+def is_free(room: Room) -> bool:
+    room.refresh_from_db()
+    return room.free
+
+
+def time_passes(seconds: float) -> None:
+    with broker_connection() as (connection, _):
+        let_time_pass(connection, seconds)
+
+
+def waiting_deadlines() -> int:
+    with broker_connection() as (connection, _):
+        found = connection.execute("SELECT count(*) FROM outbox.scheduled").fetchone()
+    assert found is not None
+    return int(found[0])
+
+
+def test_forward_to_the_end(hotel: SimpleNamespace) -> None:
+    record = hotel.book(hotel.room, "ada")
+    drain()
+    assert state_of(record) == (SagaState.WAITING, "ask_for_payment", "")
+    assert (is_free(hotel.room), waiting_deadlines()) == (False, 1)
+    assert hotel.paid(record.pk, 80)
+    drain()
+    assert state_of(record) == (SagaState.DONE, "issue_key", "")
+    assert told() == {"invoices": 1, "keys": 1}
+    assert waiting_deadlines() == 0, "the deadline is recalled"
+
+
+def test_not_paid_in_time_gives_the_room_back(hotel: SimpleNamespace) -> None:
+    record = hotel.book(hotel.room, "ada")
+    drain()
+    time_passes(HALF_AN_HOUR - 60)
+    drain()
+    assert state_of(record)[0] == SagaState.WAITING
+    time_passes(120)
+    drain()
+    assert state_of(record) == (SagaState.UNDONE, "reserve_room", "ask_for_payment was not answered within 0:30:00")
+    assert is_free(hotel.room)
+    assert not hotel.paid(record.pk, 80)
+    drain()
+    assert told() == {"invoices": 1}
+
+
+def test_a_deadline_that_was_not_recalled_finds_that_the_record_has_moved_on(hotel: SimpleNamespace) -> None:
+    """The process died between its commit and the recall: on_commit functions are not run."""
+    record = hotel.book(hotel.room, "ada")
+    drain()
+    with contextlib.suppress(KeyboardInterrupt), transaction.atomic():
+        transaction.on_commit(interrupt)
+        assert hotel.paid(record.pk, 80)
+    drain()
+    assert waiting_deadlines() == 1
+    time_passes(HALF_AN_HOUR + 60)
+    drain()
+    assert state_of(record)[0] == SagaState.DONE
+    assert told() == {"invoices": 1, "keys": 1}
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def test_deadlines_are_each_records_own(hotel: SimpleNamespace) -> None:
+    records = [hotel.book(Room.objects.create(number=str(number)), "ada") for number in range(3)]
+    drain()
+    assert waiting_deadlines() == 3
+    assert hotel.paid(records[1].pk, 80)
+    assert waiting_deadlines() == 2
+    assert len({hotel.saga.deadline_key(record.pk, "ask_for_payment") for record in records}) == 3
+
+
+def test_a_refused_step_undoes_what_was_before_it_and_not_itself(hotel: SimpleNamespace) -> None:
+    first, second = (hotel.book(hotel.room, guest) for guest in ("ada", "bob"))
+    drain()
+    refused, kept = sorted((first, second), key=lambda record: state_of(record)[0] != SagaState.UNDONE)
+    assert state_of(refused) == (SagaState.UNDONE, "reserve_room", "the room is taken")
+    assert state_of(kept)[0] == SagaState.WAITING
+    assert not is_free(hotel.room), "the room of the other one is not given back"
+
+
+def test_a_late_refusal_undoes_all_in_reverse(hotel: SimpleNamespace) -> None:
+    record = hotel.book(hotel.room, "nobody")
+    drain()
+    assert hotel.paid(record.pk, 80)
+    drain()
+    assert state_of(record) == (SagaState.UNDONE, "reserve_room", "there is no guest")
+    assert told() == {"invoices": 1, "refunds": 1}
+    assert is_free(hotel.room)
+    assert record.charged == 0
+
+
+def test_an_answer_counts_once_and_only_where_it_is_waited_for(hotel: SimpleNamespace) -> None:
+    record = hotel.book(hotel.room, "ada")
+    assert not hotel.paid(record.pk, 80), "nothing was asked yet"
+    drain()
+    assert hotel.saga.refuse(record.pk, "changed her mind", at="ask_for_payment")
+    assert not hotel.paid(record.pk, 80)
+    drain()
+    assert state_of(record) == (SagaState.UNDONE, "reserve_room", "changed her mind")
+    with pytest.raises(UsageError, match="no step 'pay'; there are: reserve_room"):
+        hotel.saga.proceed(record.pk, at="pay")
+
+
+def test_an_answer_that_is_rolled_back_is_none(hotel: SimpleNamespace) -> None:
+    record = hotel.book(hotel.room, "ada")
+    drain()
+    with rolled_back():
+        assert hotel.paid(record.pk, 80)
+    drain()
+    assert state_of(record)[0] == SagaState.WAITING
+    assert waiting_deadlines() == 1
+
+
+def test_it_starts_once_and_with_the_record(hotel: SimpleNamespace) -> None:
+    record = Booking.objects.create(room=hotel.room, guest="ada")
+    with pytest.raises(TransactionUsageError, match="inside the atomic"):
+        hotel.saga.start(record)
+    with transaction.atomic():
+        hotel.saga.start(record)
+    with pytest.raises(UsageError, match="started before"), transaction.atomic():
+        hotel.saga.start(record)
+    with rolled_back():
+        dropped = Booking.objects.create(room=hotel.room, guest="bob")
+        hotel.saga.start(dropped)
+    drain()
+    assert [one.guest for one in Booking.objects.all()] == ["ada"]
+
+
+def test_a_record_that_was_deleted_ends_its_saga(hotel: SimpleNamespace) -> None:
+    hotel.book(hotel.room, "ada").delete()
+    assert drain().failed == 0
+    assert is_free(hotel.room)
+
+
+def test_a_failure_is_tried_again_and_its_effects_are_rolled_back(hotel: SimpleNamespace) -> None:
+    saga = Saga("failing", Booking, topic="bookings")
+    attempts: list[int] = []
+
+    @saga.step(retry=RetryPolicy(delays_seconds=[0.0], max_attempts=3))
+    def fail_once(record: Booking) -> None:
+        attempts.append(record.charged)
+        record.charged += 1
+        record.save()
+        if len(attempts) == 1:
+            raise RuntimeError
+
+    with transaction.atomic():
+        record = Booking.objects.create(room=hotel.room, guest="ada")
+        saga.start(record)
+    while drain().failed:
+        pass
+    drain()
+    assert attempts == [0, 0]
+    assert state_of(record)[0] == SagaState.DONE
+    assert record.charged == 1
+
+
+def test_mistakes_are_refused_when_they_are_declared() -> None:
+    saga = Saga("wrong", Booking, topic="bookings")
+
+    async def later(record: Booking) -> None: ...
+
+    try:
+        with pytest.raises(ConfigurationError, match="plain functions"):
+            saga.step()(later)
+        with pytest.raises(ConfigurationError, match="no steps"):
+            saga.start(Booking())
+        saga.step()(interrupt)
+        with pytest.raises(ConfigurationError, match="declared twice"):
+            saga.step()(interrupt)
+    finally:
+        unregister_all()
+
+
+def test_a_step_that_returns_something_else_fails(hotel: SimpleNamespace) -> None:
+    saga = Saga("odd", Booking, topic="bookings")
+
+    def five(record: Booking) -> int:
+        return 5
+
+    saga.step()(five)
+    with transaction.atomic():
+        record = Booking.objects.create(room=hotel.room, guest="ada")
+        saga.start(record)
+    assert drain().failed == 1
+    assert state_of(record)[0] == SagaState.RUNNING
+
+
+# -- the document -----------------------------------------------------------------------------------
+
+
+def test_the_document_shows_the_code_that_is_tested_here() -> None:
+    shown = re.findall(r"^```python\n# hotel/(\w+)\.py\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    assert {name for name, _ in shown} == {"models", "saga", "services", "subscribers"}
+    for name, block in shown:
+        if name != "subscribers":
+            code = (HERE / "hotel" / f"{name}.py").read_text().replace("tests.django.hotel", "hotel")
+            assert code.partition("\n\n")[2] == block, f"docs/saga.md shows another hotel/{name}.py"
+
+
+# -- kills ------------------------------------------------------------------------------------------
+
+KILLS: Final = ("consumer.before_handler", "consumer.before_inbox_commit", "consumer.after_inbox_commit")
+
+
+@pytest.mark.timeout(180)
+def test_killed_at_each_step_forward_and_backward(hotel: SimpleNamespace) -> None:
+    killed_at_each_step(hotel, itertools.cycle(KILLS))
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("point", KILLS)
+def test_killed_at_each_step_at_one_point(hotel: SimpleNamespace, point: str) -> None:
+    killed_at_each_step(hotel, itertools.repeat(point))
+
+
+def killed_at_each_step(hotel: SimpleNamespace, points: Iterator[str]) -> None:
+    """The process that runs a step is killed at it, for each step of a booking that is kept and of one that is not."""
+    with started("sequencer"), started("check"):
+        kept = hotel.book(hotel.room, "ada")
+        dropped = hotel.book(Room.objects.create(number="102"), "nobody")
+        for _ in range(2):  # reserve_room and ask_for_payment of both, in whatever order
+            killed_at(next(points))
+        until(SagaState.WAITING, kept, dropped)
+        for record in (kept, dropped):
+            assert hotel.paid(record.pk, 80)
+        for _ in range(3):  # issue_key of both, and what is undone of the second
+            killed_at(next(points))
+        until(SagaState.DONE, kept)
+        until(SagaState.UNDONE, dropped)
+    assert (is_free(kept.room), is_free(dropped.room)) == (False, True)
+    assert told() == {"invoices": 2, "keys": 1, "refunds": 1}
+    assert (kept.charged, dropped.charged) == (80, 0)
+
+
+def started(name: str, faults: str = "") -> contextlib.AbstractContextManager[Any]:
+    return process(WORKERS[name], outbox=SETTINGS, faults=faults, quiet=True)
+
+
+def killed_at(point: str) -> None:
+    with started("consumer", f"{point}=kill@1") as victim:
+        assert victim.wait(60) == -signal.SIGKILL, point
+
+
+def until(state: SagaState, *records: Booking) -> None:
+    with started("consumer"):
+        for record in records:
+            eventually(partial(is_at, record, state), within_seconds=60, what=partial(str, record.pk))
+
+
+def is_at(record: Booking, state: SagaState) -> bool:
+    return state_of(record)[0] == state

@@ -1,0 +1,170 @@
+"""Kafka as sink and as source, on a real server that is killed and started again in the middle."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Any
+
+import pytest
+from confluent_kafka import Consumer, Message
+
+from outbox.contrib.sinks.formats import format_named
+from outbox.contrib.sinks.kafka import KafkaSink
+from outbox.contrib.sinks.sink import NotAcknowledged, Rejected
+from outbox.contrib.sources.kafka import KafkaSource
+from outbox.contrib.sources.receiver import Received, Receiver
+from outbox.errors import ConfigurationError, ServiceUnavailable
+from outbox.message import Message as Sent
+from tests.broker.bench import ConsumptionBench, keyed
+from tests.kafka_server import Kafka
+from tests.servers import free_ports
+from tests.sinks.conftest import Spawn
+from tests.sinks.support import GROUP, assert_all_in_order, delivery
+from tests.support import eventually
+
+pytestmark = [pytest.mark.kafka, pytest.mark.timeout(400)]
+SINK = "outbox.contrib.sinks.kafka.KafkaSink"
+PLAIN = format_named("plain", binding="kafka")
+_numbers = itertools.count()
+
+
+@pytest.fixture(scope="session")
+def kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kafka]:
+    """A server that has started."""
+    server = Kafka(tmp_path_factory.mktemp("kafka"))
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def topic(kafka: Kafka) -> str:
+    """A topic of this test's own."""
+    name = f"sink-{next(_numbers)}"
+    kafka.create(name)
+    return name
+
+
+def written(kafka: Kafka, topic: str) -> list[Message]:
+    """Everything in the topic, in order within each partition."""
+    with closing(
+        Consumer(
+            {
+                "bootstrap.servers": kafka.servers,
+                "group.id": f"look-{next(_numbers)}",
+                "auto.offset.reset": "earliest",
+                "enable.partition.eof": True,
+            }
+        )
+    ) as consumer:
+        consumer.subscribe([topic])
+        found: list[Message] = []
+        ended: set[int | None] = set()
+        while len(ended) < 4:
+            for message in consumer.consume(1000, 1.0):
+                if message.error() is None:
+                    found.append(message)
+                else:
+                    ended.add(message.partition())
+        return found
+
+
+def text(value: str | bytes | None) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value or "")
+
+
+def entries(messages: list[Message]) -> list[dict[str, Any]]:
+    return [
+        {
+            "id": text(dict(message.headers() or ())["message-id"]),
+            "key": text(message.key()),
+            **json.loads(message.value() or b""),
+        }
+        for message in messages
+    ]
+
+
+def test_a_message_says_what_it_is_and_its_key_is_in_one_partition(kafka: Kafka, topic: str) -> None:
+    given = [delivery("k ü", tag="paid"), delivery("k ü"), delivery("")]
+    with closing(KafkaSink(servers=kafka.servers)) as sink:
+        assert [sink.send([PLAIN(one, topic)]) for one in given] == [[None]] * 3
+    found = written(kafka, topic)
+    ours = [message for message in found if message.key() == "k ü".encode()]
+    assert len(found) == 3 and len({message.partition() for message in ours}) == 1
+    headers = dict(ours[0].headers() or ())
+    assert headers["message-id"] == str(given[0].message_id).encode()
+    assert (headers["outbox-tag"], headers["content-type"]) == (b"paid", b"application/json")
+
+
+def test_what_is_refused_and_by_whom(kafka: Kafka, topic: str) -> None:
+    with closing(KafkaSink(servers=kafka.servers, timeout_seconds=10)) as sink:
+        large, unknown = delivery("a", body=b"x" * 2_000_000), delivery("b")
+        error, other, good = sink.send([PLAIN(large, topic), PLAIN(unknown, "nowhere"), PLAIN(delivery("c"), topic)])
+        assert isinstance(error, Rejected) and str(large.message_id) in str(error)
+        assert isinstance(other, NotAcknowledged) and "'nowhere'" in str(other)
+        assert good is None
+
+
+def test_nobody_there_is_no_messages_fault() -> None:
+    with closing(KafkaSink(servers=f"127.0.0.1:{free_ports(1)[0]}", timeout_seconds=0.5)) as sink:
+        with pytest.raises(ServiceUnavailable, match="acknowledges nothing"):
+            sink.send([PLAIN(delivery(), "orders")])
+
+
+def test_what_cannot_be_right() -> None:
+    with pytest.raises(ConfigurationError, match="must not set acks"):
+        KafkaSink(servers="h:1", config={"acks": "0"})
+    with pytest.raises(ConfigurationError, match="refused"):
+        KafkaSink(servers="h:1", config={"no.such": "0"})
+    with pytest.raises(ConfigurationError, match=r"must not set enable.auto.commit"):
+        KafkaSource(servers="h:1", topic="t", group="g", config={"enable.auto.commit": True})
+
+
+@pytest.mark.parametrize("kills", [1, pytest.param(8, marks=pytest.mark.soak)])
+def test_server_and_forwarder_killed_and_started_again(
+    bench: ConsumptionBench, spawn: Spawn, kafka: Kafka, topic: str, kills: int
+) -> None:
+    bench.declare("orders")
+    given: dict[str, Any] = {"url": bench.url, "sink": SINK, "topic": "orders", "name": topic}
+    given |= {"options": {"servers": kafka.servers, "timeout_seconds": 10}, "subscription": {"batch": 20}}
+    forwarder = spawn("tests.sinks.forward_process", given, faults="forward.after_acknowledgement=kill@10")
+    sent: list[Sent] = []
+    with bench.sequencing():
+        for _ in range(kills):
+            sent += keyed("orders", 2000, 40, start=len(sent))
+            bench.publish(sent[-2000:])
+            eventually(lambda: bench.lag(GROUP) < 1900, within_seconds=120, what="some are forwarded")
+            if forwarder.poll() is None:
+                assert forwarder.wait(120) == -9
+            spawn("tests.sinks.forward_process", given)
+            kafka.kill()
+            kafka.start()
+        eventually(lambda: bench.lag(GROUP) == 0, within_seconds=180, what="everything is acknowledged")
+    assert_all_in_order(entries(written(kafka, topic)), sent)
+    bench.assert_conserved(GROUP)
+
+
+def test_as_a_source_what_was_not_committed_comes_again_and_is_stored_once(
+    bench: ConsumptionBench, kafka: Kafka, topic: str
+) -> None:
+    bench.declare("orders")
+    with closing(KafkaSink(servers=kafka.servers)) as sink:
+        sink.send([PLAIN(delivery(f"k{n}", body=str(n).encode()), topic) for n in range(50)])
+    where: dict[str, Any] = {"servers": kafka.servers, "topic": topic, "group": "outbox"}
+    first = KafkaSource(**where)
+    eventually(
+        lambda: first.receive(30, wait_seconds=1.0), within_seconds=60, what="some, which are never acknowledged"
+    )
+    first.close()
+    for _ in range(2):
+        source = KafkaSource(**where)
+        receiver = Receiver(source, bench.broker, name="partner", topic="orders", batch=20)
+        with closing(source):
+            total = 0
+            while total < 50 and (done := receiver.run_once(wait_seconds=10.0)) != Received():
+                total += done.stored
+    rows = bench.rows("SELECT body, key FROM outbox.commit_log")
+    assert sorted((int(bytes(body)), key) for body, key in rows) == [(n, f"k{n}") for n in range(50)]
