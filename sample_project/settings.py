@@ -4,6 +4,7 @@ Environment variables, all optional:
 SAMPLE_PATH=atomic              the broker lives in the orders database, publishing takes the atomic path
 OUTBOX_POSTGRES_URL             a PostgreSQL server to use instead of the embedded one
 OUTBOX_DEMO_DIR                 where the embedded server and the logs live (default: var/ of the checkout)
+SAMPLE_BROKER                   another broker: rocketmq://HOST:8081 (docs/engines.md; default: PostgreSQL)
 SAMPLE_CELERY_BROKER            Celery's transport, e.g. redis://localhost (default: a database of its own)
 SAMPLE_CHECK_INTERVAL_SECONDS   how often beat runs check-back (default 30)
 SAMPLE_IMMUNITY_SECONDS         minimum age of a half message before its first check (default 6)
@@ -85,7 +86,7 @@ if SAMPLE_PATH == "two-phase":
     DATABASE_ROUTERS = ["outbox.contrib.django.routers.BrokerRouter"]
 
 OUTBOX = {
-    "BROKER": "broker" if SAMPLE_PATH == "two-phase" else "default",
+    "BROKER": os.environ.get("SAMPLE_BROKER") or ("broker" if SAMPLE_PATH == "two-phase" else "default"),
     "PRODUCER_GROUP": "orders",
     "TOPICS": {
         "order.paid": {"queue_count": 4},
