@@ -24,8 +24,8 @@ $(STAMP): setup.py
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	touch $@
 
-demo: $(STAMP) ## An order service on real parts: orders flow, crashes are survived, a report proves it (KEEP=1 leaves the site up)
-	KEEP='$(KEEP)' $(BIN)/python -m sample_project.demo
+demo: $(STAMP) ## An order service on real parts: orders flow, crashes are survived, a report proves it (KEEP=1 leaves the site up, ENGINE=rocketmq takes another broker)
+	KEEP='$(KEEP)' ENGINE='$(ENGINE)' $(BIN)/python -m sample_project.demo
 
 test: $(STAMP) ## All tests but the long ones
 	$(if $(BROWSER),,@echo 'No Chromium on the PATH: the page tests are left out.')

@@ -9,7 +9,7 @@ import sys
 
 NAMES = (
     *("bulk", "modes", "web", "latency", "inbox", "checkback", "retention", "status", "metrics", "tracing"),
-    *("branches", "celery_worker", "forward"),
+    *("branches", "celery_worker", "engines", "forward"),
 )
 
 

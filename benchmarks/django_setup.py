@@ -10,8 +10,9 @@ from outbox.contrib.django.databases import database_from_url
 TOPIC = "order.paid"
 
 
-def configure(application_url: str, broker_url: str) -> None:
-    """Configure and migrate. Equal URLs give the atomic path, different ones the two-phase path."""
+def configure(application_url: str, broker_url: str, *, rocketmq: str = "") -> None:
+    """Configure and migrate. Equal URLs give the atomic path, different ones the two-phase path, `rocketmq` another
+    engine."""
     databases = {"default": database_from_url(application_url, CONN_MAX_AGE=None)}
     if broker_url != application_url:
         databases["broker"] = database_from_url(broker_url, CONN_MAX_AGE=None)
@@ -22,7 +23,7 @@ def configure(application_url: str, broker_url: str) -> None:
         DEFAULT_AUTO_FIELD="django.db.models.BigAutoField",
         USE_TZ=True,
         OUTBOX={
-            "BROKER": "broker" if "broker" in databases else "default",
+            "BROKER": rocketmq or ("broker" if "broker" in databases else "default"),
             "PRODUCER_GROUP": "bench",
             "TOPICS": {TOPIC: {"types": ["NORMAL", "TRANSACTION"]}},
         },

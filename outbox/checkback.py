@@ -15,6 +15,7 @@ from outbox.transaction import Answer, Check, CheckCounts, Decision, EndStatus
 logger = logging.getLogger(__name__)
 
 _REPORT_EVERY = 100
+_TAKEN = (EndStatus.APPLIED, EndStatus.ACCEPTED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,7 @@ class CheckBack:
             for answer, status in zip(answers, statuses, strict=True):
                 check = asked.checks[answer.transaction_id]
                 tracing.tracer.answered(check, answer, status, asked_at_ns=asked.at_ns)
-        applied = [a.decision for a, status in zip(answers, statuses, strict=True) if status is EndStatus.APPLIED]
+        applied = [a.decision for a, status in zip(answers, statuses, strict=True) if status in _TAKEN]
         return CheckCounts(
             committed=applied.count(Decision.COMMIT),
             rolled_back=applied.count(Decision.ROLLBACK),

@@ -4,6 +4,7 @@ Environment variables, all optional:
 SAMPLE_PATH=atomic              the broker lives in the orders database, publishing takes the atomic path
 OUTBOX_POSTGRES_URL             a PostgreSQL server to use instead of the embedded one
 OUTBOX_DEMO_DIR                 where the embedded server and the logs live (default: var/ of the checkout)
+SAMPLE_BROKER                   another broker: rocketmq://HOST:8081 (docs/engines.md; default: PostgreSQL)
 SAMPLE_CELERY_BROKER            Celery's transport, e.g. redis://localhost (default: a database of its own)
 SAMPLE_CHECK_INTERVAL_SECONDS   how often beat runs check-back (default 30)
 SAMPLE_IMMUNITY_SECONDS         minimum age of a half message before its first check (default 6)
@@ -30,6 +31,7 @@ ALLOWED_HOSTS = os.environ.get("SAMPLE_ALLOWED_HOSTS", "localhost,127.0.0.1,[::1
 
 INSTALLED_APPS = [
     "django.contrib.contenttypes",
+    "django.contrib.auth",
     "django.contrib.staticfiles",
     "django.contrib.messages",
     "outbox.contrib.django",
@@ -47,6 +49,7 @@ MIDDLEWARE = [
     "django.contrib.sessions.middleware.SessionMiddleware",
     "django.middleware.common.CommonMiddleware",
     "django.middleware.csrf.CsrfViewMiddleware",
+    "django.contrib.auth.middleware.AuthenticationMiddleware",
     "django.contrib.messages.middleware.MessageMiddleware",
     "django.middleware.clickjacking.XFrameOptionsMiddleware",
 ]
@@ -65,9 +68,10 @@ TEMPLATES = [
 ]
 ROOT_URLCONF = "sample_project.urls"
 WSGI_APPLICATION = "sample_project.wsgi.application"
-# A visitor is a name in a signed cookie: the demo needs no accounts and no session table.
+# A visitor is a name in a signed cookie: no account and no session table. Who operates the shop logs in.
 SESSION_ENGINE = "django.contrib.sessions.backends.signed_cookies"
 SESSION_COOKIE_SAMESITE = "Lax"
+LOGIN_URL = "storefront:login"
 MESSAGE_STORAGE = "django.contrib.messages.storage.cookie.CookieStorage"
 
 STATIC_URL = "static/"
@@ -85,7 +89,7 @@ if SAMPLE_PATH == "two-phase":
     DATABASE_ROUTERS = ["outbox.contrib.django.routers.BrokerRouter"]
 
 OUTBOX = {
-    "BROKER": "broker" if SAMPLE_PATH == "two-phase" else "default",
+    "BROKER": os.environ.get("SAMPLE_BROKER") or ("broker" if SAMPLE_PATH == "two-phase" else "default"),
     "PRODUCER_GROUP": "orders",
     "TOPICS": {
         "order.paid": {"queue_count": 4},

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from typing import Final
 
 from outbox.checkback import CheckBack
 from outbox.ports import Broker, Checker
+from outbox.rocketmq import client
 from outbox.rocketmq.producer import CheckingProducer
 from outbox.transaction import Decision
 
@@ -54,6 +56,7 @@ class AnsweringThread:
             self._producer.arrived.notify_all()
 
     def _run(self) -> None:
+        due = time.monotonic() + _LOOK_SECONDS
         while True:
             with self._producer.arrived:
                 self._producer.arrived.wait_for(
@@ -62,6 +65,9 @@ class AnsweringThread:
                 groups = self._producer.pushed_groups()
             if self._stop:
                 return
+            if time.monotonic() >= due:
+                client.keep_known(self._producer)
+                due = time.monotonic() + _LOOK_SECONDS
             for group in groups:
                 self._answer(group)
 
@@ -78,6 +84,7 @@ class AnsweringThread:
         """UNKNOWN: only that group can tell. Said once per process."""
         asked = self._producer.claim(group, 500)
         for one in asked:
+            # Which sends nothing.
             self._producer.answer(one.transaction_id, Decision.UNKNOWN)
         if group not in self._complained and asked:
             self._complained.add(group)

@@ -202,7 +202,7 @@ class RocketMQBroker:
         )
 
     def report_answers(self, producer_group: str, answers: Sequence[Answer]) -> list[EndStatus | None]:
-        """UNKNOWN goes to the server too, which counts it; it discards what it has asked about for too long."""
+        """UNKNOWN is not sent, and counts all the same; the server discards what it has asked about too often."""
         producer = self._started()
         for answer in answers:
             if answer.alarm:

@@ -17,6 +17,8 @@ from urllib.parse import urlsplit
 
 from outbox.errors import BrokerUnavailable, ConfigurationError
 
+logger = logging.getLogger(__name__)
+
 SCHEME: Final = "rocketmq"
 DEFAULT_PORT: Final = 8081
 
@@ -24,9 +26,9 @@ DEFAULT_PORT: Final = 8081
 def _import_client() -> None:
     quiet = types.ModuleType("rocketmq.v5.log")
     # Its errors are ours to report, with what was being done.
-    logger = logging.getLogger("outbox.rocketmq.client")
-    logger.setLevel(logging.CRITICAL)
-    quiet.logger = logger  # type: ignore[attr-defined]
+    theirs = logging.getLogger("outbox.rocketmq.library")
+    theirs.setLevel(logging.CRITICAL)
+    quiet.logger = theirs  # type: ignore[attr-defined]
     sys.modules.setdefault("rocketmq.v5.log", quiet)
 
 
@@ -67,16 +69,17 @@ __all__ = [
     "Code",
     "FilterExpression",
     "ForwardMessageToDeadLetterQueueRequest",
+    "KnownConsumer",
     "MessagingResultChecker",
     "NotFoundException",
     "Producer",
     "QueryRouteRequest",
-    "SimpleConsumer",
     "TransactionResolution",
     "TransactionSource",
     "WireMessage",
     "configuration",
     "described",
+    "keep_known",
     "refuse_after_fork",
 ]
 
@@ -93,6 +96,9 @@ REFUSALS: Final = (
     UnauthorizedException,
     UnsupportedException,
 )
+
+_TELL_SECONDS: Final = 2.0
+_KNOWN_SECONDS: Final = 5.0
 
 _started_in: int | None = None
 
@@ -121,6 +127,32 @@ def refuse_after_fork() -> None:
             f"RocketMQ's client was started in process {_started_in}, of which this one ({os.getpid()}) is a fork: it "
             f"would wait for ever here. Publish nothing before the fork (at import, in a preloaded server)."
         )
+
+
+class KnownConsumer(SimpleConsumer):  # type: ignore[misc]
+    """The library's consumer, which can wait until the proxy knows it: before, every receive is an error there."""
+
+    def wait_until_known(self) -> None:
+        """At most some seconds; what comes too early is tried again."""
+        self._init_settings_event.wait(_KNOWN_SECONDS)
+
+
+def keep_known(started: Any) -> None:
+    """Tell the proxies again who this client is, as one that was restarted has to be; to be called every few seconds.
+
+    The library does so every five minutes only. Until then a restarted proxy hands out no messages and sends no checks,
+    which the server counts all the same.
+    """
+    for endpoints in list(started.route_manager.get_all_endpoints().values()):
+        try:
+            settings = started.sync_setting_req(endpoints)
+            started.rpc_client.telemetry_write_async(endpoints, settings).result(_TELL_SECONDS)
+        except TimeoutError:
+            # The stream waits for the proxy, and will tell it.
+            continue
+        except Exception as error:
+            logger.debug("the stream to %s is made anew: %s", endpoints, described(error))
+            started.on_new_endpoints(endpoints)
 
 
 def described(error: BaseException) -> str:

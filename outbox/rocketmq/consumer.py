@@ -13,7 +13,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
@@ -32,6 +32,7 @@ from outbox.filters.filter import parse_filter
 from outbox.message import Delivery, Message
 from outbox.ports import AnyHandler, Disposition, Invoker, call_handler
 from outbox.rocketmq import client
+from outbox.rocketmq.attempts import Attempt, Extended
 from outbox.rocketmq.engine import ENGINE
 from outbox.rocketmq.names import wire_name
 from outbox.rocketmq.wire import from_wire
@@ -44,6 +45,7 @@ logger = logging.getLogger(__name__)
 _WAIT_SECONDS: Final = 5
 INVISIBLE_SECONDS: Final = 15
 _RENEW_SECONDS: Final = INVISIBLE_SECONDS / 3
+_KNOWN_SECONDS: Final = 5.0
 _AWAY_SECONDS: Final = 1.0
 _LONGEST_SECONDS: Final = 12 * 3600
 _BACKOFF: Final = Backoff(first_seconds=0.2, longest_seconds=10.0, factor=2)
@@ -57,36 +59,6 @@ class _Held:
 
     wire: Any
     delivery: Delivery
-
-
-@dataclass(slots=True)
-class _Attempt:
-    """One call of the handler, and how long it may take."""
-
-    seconds: float
-    ends_at: float = 0.0
-
-    def begin(self) -> None:
-        """Give it the full time from now on."""
-        self.ends_at = time.monotonic() + self.seconds
-
-    def is_over(self) -> bool:
-        """Whether its time is up."""
-        return time.monotonic() >= self.ends_at
-
-    def lost(self) -> str:
-        """Why its effects do not count any more, or ''."""
-        return f"the handler ran longer than {self.seconds:g} s" if self.is_over() else ""
-
-
-@dataclass(slots=True)
-class _Extended:
-    """A message whose invisible time is extended while its attempt lasts, or until it is released."""
-
-    wire: Any
-    attempt: _Attempt
-    released: bool = False
-    extending: threading.Lock = field(default_factory=threading.Lock)
 
 
 class RocketMQConsumers:
@@ -124,9 +96,14 @@ class RocketMQConsumers:
             for poller in self._pollers:
                 poller.start(stop)
                 started.append(poller)
+            due = time.monotonic() + _KNOWN_SECONDS
             while not stop.wait(1.0):
                 if self._on_tick is not None:
                     self._on_tick()
+                if time.monotonic() >= due:
+                    for poller in started:
+                        poller.keep_known()
+                    due = time.monotonic() + _KNOWN_SECONDS
         finally:
             stop.set()
             for poller in started:
@@ -146,7 +123,7 @@ class _Poller:
         self._codecs = codecs
         self._filter = parse_filter(subscription.filter)
         self._threads: list[threading.Thread] = []
-        self._held: dict[int, _Extended] = {}
+        self._held: dict[int, Extended] = {}
         self._lock = threading.Lock()
         self._finished = threading.Event()
         self._stopping = threading.Event()
@@ -159,9 +136,10 @@ class _Poller:
         self._stopping = stop
         topic, group = wire_name(self._subscription.topic), wire_name(self._subscription.group)
         everything = {topic: client.FilterExpression()}
-        self._consumer = client.SimpleConsumer(self._configuration, group, everything, await_duration=_WAIT_SECONDS)
+        self._consumer = client.KnownConsumer(self._configuration, group, everything, await_duration=_WAIT_SECONDS)
         try:
             self._consumer.startup()
+            self._consumer.wait_until_known()
         except Exception as error:
             raise BrokerUnavailable(
                 f"group {self._subscription.group!r} cannot consume: {client.described(error)}."
@@ -171,6 +149,10 @@ class _Poller:
         renewing = threading.Thread(target=self._renew, name=f"outbox-{self._subscription.group}-renew", daemon=True)
         for thread in (*self._threads, renewing):
             thread.start()
+
+    def keep_known(self) -> None:
+        """See client.keep_known."""
+        client.keep_known(self._consumer)
 
     def finish(self) -> None:
         """Wait for what is being handled, and stop. A handler past its timeout is not waited for."""
@@ -188,7 +170,9 @@ class _Poller:
                 failures = 0
             except Exception as error:
                 failures += 1
-                logger.warning(
+                # Said once per thread and outage.
+                logger.log(
+                    logging.WARNING if failures == 1 else logging.DEBUG,
                     "group %r cannot receive from %r, it tries again: %s",
                     self._subscription.group,
                     self._subscription.topic,
@@ -218,10 +202,10 @@ class _Poller:
     # -- handling -------------------------------------------------------------------------------
 
     def _handle(self, received: Sequence[Any]) -> None:
-        attempt = _Attempt(self._subscription.timeout_seconds)
+        attempt = Attempt(self._subscription.timeout_seconds)
         attempt.begin()
         with self._lock:
-            self._held.update({id(wire): _Extended(wire, attempt) for wire in received})
+            self._held.update({id(wire): Extended(wire, attempt) for wire in received})
         try:
             if held := [one for one in map(self._decoded, received) if one is not None]:
                 with fence.attempt(attempt.lost):
@@ -266,7 +250,7 @@ class _Poller:
             attempt=wire.delivery_attempt or 1,
         )
 
-    def _call(self, held: Sequence[_Held], attempt: _Attempt) -> None:
+    def _call(self, held: Sequence[_Held], attempt: Attempt) -> None:
         results = self._invoked([one.delivery for one in held], attempt)
         first = results[0]
         if len(results) > 1 and isinstance(first, Exception) and all(result is first for result in results):
@@ -281,7 +265,7 @@ class _Poller:
             else:
                 self._let_go(one.wire, result, one.delivery.attempt, str(one.delivery.message_id))
 
-    def _invoked(self, deliveries: Sequence[Delivery], attempt: _Attempt) -> Sequence[Disposition | Exception]:
+    def _invoked(self, deliveries: Sequence[Delivery], attempt: Attempt) -> Sequence[Disposition | Exception]:
         """What became of them. While a database or a service is away they are kept: coming again uses an attempt up."""
         while True:
             results = self._invoker(self._subscription, self._handler, deliveries, generation=_GENERATION)

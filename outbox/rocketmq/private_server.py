@@ -23,7 +23,7 @@ from outbox.rocketmq.admin import Admin
 
 VERSION: Final = "5.3.3"
 CLUSTER: Final = "DefaultCluster"
-_START_SECONDS: Final = 120.0
+_START_SECONDS: Final = 300.0
 _HEAP: Final = ("-Xms128m", "-Xmx256m", "-XX:MaxDirectMemorySize=256m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1")
 # Netty and RocketMQ reach into the JDK.
 _OPENS: Final = tuple(

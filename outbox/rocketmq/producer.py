@@ -31,7 +31,6 @@ _MAX_OPEN: Final = 10_000
 _RESOLUTIONS: Final = {
     Decision.COMMIT: client.TransactionResolution.COMMIT,
     Decision.ROLLBACK: client.TransactionResolution.ROLLBACK,
-    Decision.UNKNOWN: client.TransactionResolution.TRANSACTION_RESOLUTION_UNSPECIFIED,
 }
 
 
@@ -118,11 +117,14 @@ class CheckingProducer(client.Producer):  # type: ignore[misc]
             return list(taken.values())
 
     def answer(self, transaction_id: UUID, decision: Decision) -> bool:
-        """Answer every claimed check about a transaction; False where none could be."""
+        """Answer the claimed checks about a transaction; False where it could not be done.
+
+        UNKNOWN is not sent: an answer is held against the newest copy of the half message that the proxy knows, which
+        is then not known to it any more when the decision comes. So one decision answers all checks.
+        """
         with self.arrived:
             claimed = self._claimed.pop(transaction_id, [])
-        taken = [self._answer(one, decision) for one in claimed]
-        return any(taken)
+        return decision is Decision.UNKNOWN or (bool(claimed) and self._answer(claimed[-1], decision))
 
     def _answer(self, check: Pushed, decision: Decision) -> bool:
         try:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Final, LiteralString
+from pathlib import Path
+from typing import Any, Final, LiteralString
 
 import psycopg
 
@@ -84,8 +85,11 @@ class Figures:
         return not (undecided or self.lost or self.left_in_carts or self.not_shipped or self.minutes_off)
 
 
-def read(orders: psycopg.Connection, broker: psycopg.Connection) -> Figures:
-    """Count now. The apps are read first, so a message of a counted order is in the broker's figures."""
+def read(orders: psycopg.Connection, broker: psycopg.Connection | None, *, log: Path | None = None) -> Figures:
+    """Count now. The apps are read first, so a message of a counted order is in the broker's figures.
+
+    Without a broker's database (RocketMQ) the worker's log tells what was refused as a double, and what was given up.
+    """
     paid, shipments, points, clearances, lost, invented = _row(orders, _COUNTS)
     return Figures(
         paid=paid,
@@ -97,10 +101,24 @@ def read(orders: psycopg.Connection, broker: psycopg.Connection) -> Figures:
         left_in_carts=_row(orders, _LEFT_IN_CARTS)[0],
         not_shipped=_row(orders, _NOT_SHIPPED)[0],
         minutes_off=_row(orders, _MINUTES_OFF)[0],
-        doubled=_row(broker, _SENT_TWICE)[0] + _row(broker, _HANDLED_TWICE)[0],
-        dead=_row(broker, _DEAD)[0],
-        states={(topic, state): number for topic, state, number in broker.execute(_STATES)},
+        **(_of_log(log) if broker is None else _of_broker(broker)),
     )
+
+
+def _of_broker(broker: psycopg.Connection) -> dict[str, Any]:
+    return {
+        "doubled": _row(broker, _SENT_TWICE)[0] + _row(broker, _HANDLED_TWICE)[0],
+        "dead": _row(broker, _DEAD)[0],
+        "states": {(topic, state): number for topic, state, number in broker.execute(_STATES)},
+    }
+
+
+def _of_log(log: Path | None) -> dict[str, Any]:
+    lines = log.read_text(errors="replace").splitlines() if log is not None and log.exists() else []
+    return {
+        "doubled": sum("failed at" in line and "duplicate key" in line for line in lines),
+        "dead": sum("gives up" in line for line in lines),
+    }
 
 
 def paid_orders(orders: psycopg.Connection) -> set[int]:

@@ -10,18 +10,19 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """One run of the demo. `path` is 'two-phase' or 'atomic'; `port` 0 takes a free one."""
+    """One run. `path` is 'two-phase' or 'atomic', `engine` 'postgres' or 'rocketmq'; `port` 0 takes a free one."""
 
     orders: int
     shoppers: int
     path: str
+    engine: str
     port: int
     keep: bool
     reconcile: bool
 
 
 def parse(arguments: Sequence[str] | None = None) -> Options:
-    """Read the command line; $KEEP and $SAMPLE_PATH are the defaults of --keep and --path."""
+    """Read the command line; $KEEP, $SAMPLE_PATH and $ENGINE are the defaults of --keep, --path and --engine."""
     parser = argparse.ArgumentParser(prog="python -m sample_project.demo", description=__doc__)
     parser.add_argument("--orders", type=_at_least(20), default=300, help="orders to pay (default: 300)")
     parser.add_argument("--shoppers", type=_at_least(1), default=6, help="customers at a time (default: 6)")
@@ -30,6 +31,12 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
         choices=["two-phase", "atomic"],
         default=os.environ.get("SAMPLE_PATH", "two-phase"),
         help="the broker in a database of its own, or in the orders database",
+    )
+    parser.add_argument(
+        "--engine",
+        choices=["postgres", "rocketmq"],
+        default=os.environ.get("ENGINE") or "postgres",
+        help="the broker: the bundled one, or an Apache RocketMQ that Maven brings (two-phase; no Spark report)",
     )
     parser.add_argument("--port", type=int, default=0, help="port of the site (default: a free one)")
     parser.add_argument(

@@ -16,9 +16,11 @@ from typing import Final
 import psycopg
 
 from outbox.broker import embedded
+from outbox.rocketmq.private_server import PrivateRocketMQ
 from sample_project import server
-from sample_project.demo import figures, reconcile, verdicts
+from sample_project.demo import figures, reconcile, rocketmq, verdicts
 from sample_project.demo.display import Display
+from sample_project.demo.figures import Figures
 from sample_project.demo.options import Options
 from sample_project.demo.processes import DemoFailed, Services, child_of
 from sample_project.demo.shopper import Crowd
@@ -44,11 +46,16 @@ class Stage:
     port: int
     orders_url: str
     broker_url: str
+    rocketmq: PrivateRocketMQ | None = None
 
     @property
     def two_phase(self) -> bool:
         """Whether the broker has a database of its own."""
-        return self.options.path == "two-phase"
+        return self.options.path == "two-phase" and self.rocketmq is None
+
+    def figures(self, orders: psycopg.Connection, broker: psycopg.Connection) -> Figures:
+        """Count now."""
+        return figures.read(orders, broker if self.rocketmq is None else None, log=self.services.log("worker"))
 
     @property
     def site(self) -> str:
@@ -62,8 +69,13 @@ class Stage:
 
 def run(options: Options, display: Display, directory: Path) -> None:
     """One run. Raises DemoFailed when anything goes wrong, a wrong figure included; stops what it started anyway."""
-    with _database(display), _stage(options, display, directory) as stage:
+    with (
+        _database(display),
+        rocketmq.running(options, display, directory) as broker_server,
+        _stage(options, display, directory, broker_server) as stage,
+    ):
         _migrate(stage)
+        _employ_operator(stage)
         celery = _open_shop(stage)
         with (
             psycopg.connect(stage.orders_url, autocommit=True) as orders,
@@ -71,7 +83,7 @@ def run(options: Options, display: Display, directory: Path) -> None:
         ):
             crowd, broker_killed = _sell(stage, celery, orders, broker)
             late = _settle(stage, crowd, orders, broker)
-            found = figures.read(orders, broker)
+            found = stage.figures(orders, broker)
             paid = figures.paid_orders(orders)
         display.states(found)
         results = [
@@ -81,7 +93,7 @@ def run(options: Options, display: Display, directory: Path) -> None:
             *(verdicts.of_check_back(found) if stage.two_phase else []),
         ]
         failure = late
-        if options.reconcile and failure is None:
+        if options.reconcile and failure is None and stage.rocketmq is None:
             try:
                 results += _reconcile(stage, found.paid)
             except DemoFailed as error:
@@ -111,7 +123,9 @@ def _database(display: Display) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _stage(options: Options, display: Display, directory: Path) -> Iterator[Stage]:
+def _stage(
+    options: Options, display: Display, directory: Path, broker_server: PrivateRocketMQ | None
+) -> Iterator[Stage]:
     logs = directory / "logs"
     shutil.rmtree(logs, ignore_errors=True)
     logs.mkdir(parents=True)
@@ -121,6 +135,7 @@ def _stage(options: Options, display: Display, directory: Path) -> Iterator[Stag
         "SAMPLE_PATH": options.path,
         "SAMPLE_RECONCILE_OUTPUT": str(reconcile.output(directory)),
         **_CHECK_BACK,
+        **({"SAMPLE_BROKER": broker_server.url} if broker_server is not None else {}),
     }
     orders_url = embedded.database_url(url, server.ORDERS)
     stage = Stage(
@@ -131,6 +146,7 @@ def _stage(options: Options, display: Display, directory: Path) -> Iterator[Stag
         port=options.port or _free_port(),
         orders_url=orders_url,
         broker_url=embedded.database_url(url, server.BROKER) if options.path == "two-phase" else orders_url,
+        rocketmq=broker_server,
     )
     try:
         yield stage
@@ -159,6 +175,20 @@ def _migrate(stage: Stage) -> None:
     stage.services.run("migrate", "sample_project.manage", "migrate", "--no-input", "--verbosity=1")
     if stage.two_phase:
         stage.services.run("migrate-broker", "sample_project.manage", "migrate", "--no-input", "--database=broker")
+    if stage.rocketmq is not None:
+        address = f"{stage.rocketmq.admin.host}:{stage.rocketmq.admin.port}"
+        stage.services.run("topics", "sample_project.manage", "outbox_rocketmq", f"--create={address}")
+
+
+def _employ_operator(stage: Stage) -> None:
+    """Somebody who may see the operations page and act there; from an earlier run there may be one."""
+    stage.services.run(
+        "operator",
+        "sample_project.manage",
+        *("createsuperuser", "--no-input", "--username=operator", "--email=operator@localhost"),
+        environment={"DJANGO_SUPERUSER_PASSWORD": "operator"},
+        accept=(0, 1),
+    )
 
 
 def _open_shop(stage: Stage) -> int:
@@ -209,7 +239,7 @@ def _sell(stage: Stage, celery: int, orders: psycopg.Connection, broker: psycopg
     try:
         while not crowd.done():
             stage.services.check_alive()
-            display.show(crowd.answers.total, figures.read(orders, broker))
+            display.show(crowd.answers.total, stage.figures(orders, broker))
             _tell_kills(stage, told)
             if not killed and crowd.answers.total >= options.orders // 2:
                 killed = _kill_broker(stage, celery)
@@ -233,6 +263,11 @@ def _tell_kills(stage: Stage, told: set[str]) -> None:
 
 
 def _kill_broker(stage: Stage, celery: int) -> bool:
+    if stage.rocketmq is not None:
+        stage.rocketmq.kill()
+        stage.display.note("RocketMQ was killed (SIGKILL); it is started again, the shop waits for it")
+        stage.rocketmq.start()
+        return True
     pid = child_of(celery, "outbox.contrib.django.child", "broker")
     if pid is None:
         return False
@@ -249,7 +284,7 @@ def _settle(stage: Stage, crowd: Crowd, orders: psycopg.Connection, broker: psyc
     stage.display.step("waiting for what is under way; beat's check-back settles what is undecided")
 
     def settled() -> bool:
-        found = figures.read(orders, broker)
+        found = stage.figures(orders, broker)
         stage.display.show(crowd.answers.total, found)
         return found.settled
 
@@ -287,6 +322,7 @@ def _reconcile(stage: Stage, paid: int) -> list[Verdict]:
 
 def _keep(stage: Stage) -> None:
     stage.display.note(f"the shop is open at {stage.site}; Ctrl-C closes it", style="bold green")
+    stage.display.note(f"its messages: {stage.site}operations/ (operator, with the password operator)")
     pause = threading.Event()
     with contextlib.suppress(KeyboardInterrupt):
         while not pause.wait(1.0):

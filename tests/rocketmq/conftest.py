@@ -21,8 +21,14 @@ from tests.django.conftest import (  # noqa: F401
 )
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-# Asks about an undecided message after a second, and every second: no test waits for the real minutes.
-QUICK = {"transactionTimeOut": 1000, "transactionCheckInterval": 1000, "transactionCheckMax": 60}
+# Asks about an undecided message after a second, and every second: no test waits for the real minutes. What is decided
+# is noted at once, not three seconds later, or it would be asked about again.
+QUICK = {
+    "transactionTimeOut": 1000,
+    "transactionCheckInterval": 1000,
+    "transactionCheckMax": 60,
+    "transactionOpBatchInterval": 50,
+}
 _numbers = itertools.count(1)
 
 
