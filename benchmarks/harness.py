@@ -113,3 +113,14 @@ def table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> N
             "  " + "  ".join(str(cell).ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip(),
             flush=True,
         )
+
+
+def timed(work: Callable[[], object], repeats: int) -> str:
+    """Milliseconds, after one that warms up."""
+    work()
+    taken = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        work()
+        taken.append((time.perf_counter() - started) * 1e3)
+    return f"{Spread.of(taken):.1f}"

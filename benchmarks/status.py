@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 import time
-from collections.abc import Callable
 
 import psycopg
 
-from benchmarks.harness import Spread, server, table
+from benchmarks.harness import server, table, timed
+from benchmarks.pages import PAGES
 from outbox.broker import embedded
 from outbox.broker.database.connection import BrokerDatabase
 from outbox.broker.database.executor import Executor
@@ -74,7 +77,7 @@ SELECT 1, pg_current_snapshot(), 1, 0, '{}', '{}', true;
 
 
 def main() -> None:
-    rows = []
+    rows, pages = [], []
     with server() as url:
         for number, (messages, topics, groups) in enumerate(SIZES):
             of_size = embedded.create_database(url, f"status_{number}")
@@ -82,11 +85,22 @@ def main() -> None:
             fill(of_size, messages, topics, groups)
             print(f"{messages:,} messages stored in {time.perf_counter() - started:.0f} s", flush=True)
             rows.append([f"{messages:,}", str(topics), str(groups), *measure(of_size)])
+            pages.append([f"{messages:,}", *pages_of(of_size)])
     table(
         f"milliseconds (median of {REPEATS}, low to high)",
         ["messages", "topics", "groups", "summary (background)", "status", "probe", "scrape", "status without summary"],
         rows,
     )
+    table("milliseconds of the operations page (median of 10, low to high)", ["messages", *PAGES], pages)
+
+
+def pages_of(url: str) -> list[str]:
+    """What each page takes, from a process that has Django, with a summary that is fresh."""
+    with BrokerDatabase(url).connect() as connection:
+        summary.refresh(Executor(connection, "outbox"))
+    command = [sys.executable, "-m", "benchmarks.pages", url]
+    found: dict[str, str] = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    return list(found.values())
 
 
 def fill(url: str, messages: int, topics: int, groups: int) -> None:
@@ -120,20 +134,9 @@ def measure(url: str) -> list[str]:
                 assert metric.name
 
         counting = timed(lambda: summary.refresh(run), REPEATS // 4)
-        columns = [counting, timed(status), timed(lambda: health.probe(run)), timed(scrape)]
+        columns = [counting, timed(status, REPEATS), timed(lambda: health.probe(run), REPEATS), timed(scrape, REPEATS)]
         connection.execute("DELETE FROM outbox.summary")
         return [*columns, timed(status, REPEATS // 4)]
-
-
-def timed(work: Callable[[], object], repeats: int = REPEATS) -> str:
-    """Milliseconds, after one that warms up."""
-    work()
-    taken = []
-    for _ in range(repeats):
-        started = time.perf_counter()
-        work()
-        taken.append((time.perf_counter() - started) * 1e3)
-    return f"{Spread.of(taken):.1f}"
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ ALLOWED_HOSTS = os.environ.get("SAMPLE_ALLOWED_HOSTS", "localhost,127.0.0.1,[::1
 
 INSTALLED_APPS = [
     "django.contrib.contenttypes",
+    "django.contrib.auth",
     "django.contrib.staticfiles",
     "django.contrib.messages",
     "outbox.contrib.django",
@@ -48,6 +49,7 @@ MIDDLEWARE = [
     "django.contrib.sessions.middleware.SessionMiddleware",
     "django.middleware.common.CommonMiddleware",
     "django.middleware.csrf.CsrfViewMiddleware",
+    "django.contrib.auth.middleware.AuthenticationMiddleware",
     "django.contrib.messages.middleware.MessageMiddleware",
     "django.middleware.clickjacking.XFrameOptionsMiddleware",
 ]
@@ -66,9 +68,10 @@ TEMPLATES = [
 ]
 ROOT_URLCONF = "sample_project.urls"
 WSGI_APPLICATION = "sample_project.wsgi.application"
-# A visitor is a name in a signed cookie: the demo needs no accounts and no session table.
+# A visitor is a name in a signed cookie: no account and no session table. Who operates the shop logs in.
 SESSION_ENGINE = "django.contrib.sessions.backends.signed_cookies"
 SESSION_COOKIE_SAMESITE = "Lax"
+LOGIN_URL = "storefront:login"
 MESSAGE_STORAGE = "django.contrib.messages.storage.cookie.CookieStorage"
 
 STATIC_URL = "static/"

@@ -1,7 +1,10 @@
-"""The site is one storefront; the apps behind it have no pages of their own."""
+"""The site is one storefront and the operations page of outbox; the apps have no pages of their own."""
 
 from __future__ import annotations
 
 from django.urls import include, path
 
-urlpatterns = [path("", include("sample_project.storefront.urls"))]
+urlpatterns = [
+    path("", include("sample_project.storefront.urls")),
+    path("operations/", include("outbox.contrib.django.urls")),
+]

@@ -42,7 +42,6 @@ class Run:
         self._rules = rules_file.load(options.rules)
         self._store = Store(options.output, self._rules.output_mode)
         self._name = f"{self._started:%Y%m%dT%H%M%S%fZ}-{uuid.uuid4().hex[:6]}"
-        self._known = self._new = 0
         evidence.prepare(spark)
         self._sources = sides.Sources(spark, self._rules, f"{NAME} {self._name}")
         self._metrics: Path | None = None
@@ -193,11 +192,12 @@ class Run:
         self, runs: list[RuleRun], previous: dict[str, Any] | None, readings: list[Reading], confirmed_at: list[Reading]
     ) -> dict[str, Any]:
         with self._progress.step("stage write: findings"), readable_errors("writing the findings"):
-            findings, still_open = self._write_findings(runs, self._earlier(previous))
-            buckets = self._count(runs, findings)
+            findings, counted, still_open = self._write_findings(runs, self._earlier(previous))
+            buckets = self._count(runs, findings, counted)
             self._check_interval(runs)
             result = compose(self._head(), runs, readings, confirmed_at, still_open)
-            result |= apart(result["faults"], known=self._known, new=self._new)
+            known, new = (sum(each.findings for each in counted if getattr(each, n)) for n in ("is_known", "is_new"))
+            result |= apart(result["faults"], known=known, new=new)
             samples = [] if findings is None else report.samples(findings, SAMPLES_PER_CLASS)
         with self._progress.step("stage publish: report and result"):
             entries = history.of_result(self._store, result)
@@ -238,29 +238,32 @@ class Run:
                     f"within their limits. Run it again after {judgeable_at.isoformat()}."
                 )
 
-    def _write_findings(self, runs: list[RuleRun], earlier: DataFrame | None) -> tuple[DataFrame | None, int]:
-        """The written findings (None: there are none), and how many subjects the next run has to look at again."""
+    def _write_findings(
+        self, runs: list[RuleRun], earlier: DataFrame | None
+    ) -> tuple[DataFrame | None, list[merge.Counted], int]:
+        """The written findings (None: there are none), counted; and how many subjects the next run looks at again."""
         target, still_open = self._spark_path("findings"), self._spark_path("open")
         if earlier is None and not any(run.suspects or run.saw(FindingClass.PENDING) for run in runs):
             for path, schema in ((target, merge.FINDINGS_SCHEMA), (still_open, merge.OPEN_SCHEMA)):
-                self._spark.createDataFrame([], schema).coalesce(1).write.mode("overwrite").parquet(path)
-            return None, 0
+                merge.empty(self._spark, schema).write.mode("overwrite").parquet(path)
+            return None, [], 0
         if earlier is None:
             earlier = merge.nothing(self._spark)
         confirmed = self._confirmed(runs)
         waiting = self._suspects(runs).where("class = 'PENDING'")
-        bounds = [(run.rule.name, run.window.until, run.window.floor) for run in runs]
-        limits = self._spark.createDataFrame(bounds, "rule string, boundary timestamp, floor timestamp")
+        limits = {run.rule.name: merge.Limits(run.window.until, run.window.floor) for run in runs}
         pending = merge.pending(waiting, confirmed, earlier)
         findings = merge.findings(confirmed, earlier, pending, limits)
         findings = acknowledgements.applied(self._spark, findings, self._acknowledged())
         findings = remedies.with_remedies(findings, self._rules.trace)
-        ordered = merge.in_order(findings).orderBy("rule", "class", "group", "key").coalesce(1)
-        scan.write(self._spark, ordered, target, merge.FINDINGS_SCHEMA)
+        # One file, so it is sorted in one task: to sort it in several Spark would compute it twice.
+        ordered = merge.in_order(findings).repartition(1).sortWithinPartitions("rule", "class", "group", "key")
+        count = scan.put(ordered, target)
         written = self._spark.read.schema(merge.FINDINGS_SCHEMA).parquet(target)
-        self._known, self._new = merge.counts_apart(written, earlier)
+        counted = merge.counted(written, report.bucket_seconds([run.volume for run in runs]))
+        scan.check_parts(target, count, sum(each.findings for each in counted))
         state = merge.state_of(written, pending).coalesce(1)
-        return written, scan.write(self._spark, state, still_open, merge.OPEN_SCHEMA)
+        return written, counted, scan.write(self._spark, state, still_open, merge.OPEN_SCHEMA)
 
     def _acknowledged(self) -> list[acknowledgements.Acknowledgement]:
         return acknowledgements.in_force(self._rules.acknowledged, self._started)
@@ -268,32 +271,28 @@ class Run:
     def _confirmed(self, runs: list[RuleRun]) -> DataFrame:
         paths = [self._spark_path(f"confirmed/{self._number(run.rule)}") for run in runs if run.suspects]
         if not paths:
-            return self._spark.createDataFrame([], confirm.SCHEMA)
+            return merge.empty(self._spark, confirm.SCHEMA)
         return self._spark.read.schema(confirm.SCHEMA).parquet(*paths)
 
-    def _count(self, runs: list[RuleRun], findings: DataFrame | None) -> Times:
+    def _count(self, runs: list[RuleRun], findings: DataFrame | None, counted: list[merge.Counted]) -> Times:
         """Counts of the result: the first look's, with its suspects counted as what the second look found.
 
         Returns the findings by class and time, for the report's timeline.
         """
-        grouped = (
-            []
-            if findings is None
-            else report.finding_counts(findings, report.bucket_seconds([run.volume for run in runs]))
-        )
         faults = {name.value for name in classify.FAULTS}
         dismissed = {} if findings is None else self._dismissed(runs, findings)
         for run in runs:
             assert run.scanned is not None
             for subject, seen in run.scanned.counts.items():
                 new = dict.fromkeys((name.value for name in classify.CLASSES), 0)
-                for rule, group, name, _, count in grouped:
-                    if (rule, group) == (run.rule.name, subject):
-                        new[name] += count
+                for each in counted:
+                    if (each.rule, each.group) == (run.rule.name, subject):
+                        new[each.name] += each.findings
                 new["OK"] = seen["OK"] + dismissed.get((run.rule.name, subject, "OK"), 0) + run.skipped
                 new["PENDING"] = seen["PENDING"] + dismissed.get((run.rule.name, subject, "PENDING"), 0)
                 run.counts[subject] = new
-        return [(name, bucket, count) for _, _, name, bucket, count in grouped if bucket is not None and name in faults]
+        timed = [each for each in counted if each.bucket is not None and each.name in faults]
+        return [(each.name, float(each.bucket or 0), each.findings) for each in timed]
 
     def _dismissed(self, runs: list[RuleRun], findings: DataFrame) -> dict[tuple[str, ...], int]:
         """Suspects that are no findings, by rule, group and what they are instead."""

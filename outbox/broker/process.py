@@ -119,8 +119,6 @@ def _lead(
         counts = sequencer.run_once(run.connection)
         if counts.ticked and measures.recorder is not None:
             measures.recorder.ticked(time.monotonic() - started, counts.appended)
-        if counts.appended:
-            notify.notify(run, Channel.QUEUED)
         if counts.more:
             continue
         if counts.ticked:

@@ -75,6 +75,7 @@ def run(options: Options, display: Display, directory: Path) -> None:
         _stage(options, display, directory, broker_server) as stage,
     ):
         _migrate(stage)
+        _employ_operator(stage)
         celery = _open_shop(stage)
         with (
             psycopg.connect(stage.orders_url, autocommit=True) as orders,
@@ -177,6 +178,17 @@ def _migrate(stage: Stage) -> None:
     if stage.rocketmq is not None:
         address = f"{stage.rocketmq.admin.host}:{stage.rocketmq.admin.port}"
         stage.services.run("topics", "sample_project.manage", "outbox_rocketmq", f"--create={address}")
+
+
+def _employ_operator(stage: Stage) -> None:
+    """Somebody who may see the operations page and act there; from an earlier run there may be one."""
+    stage.services.run(
+        "operator",
+        "sample_project.manage",
+        *("createsuperuser", "--no-input", "--username=operator", "--email=operator@localhost"),
+        environment={"DJANGO_SUPERUSER_PASSWORD": "operator"},
+        accept=(0, 1),
+    )
 
 
 def _open_shop(stage: Stage) -> int:
@@ -310,6 +322,7 @@ def _reconcile(stage: Stage, paid: int) -> list[Verdict]:
 
 def _keep(stage: Stage) -> None:
     stage.display.note(f"the shop is open at {stage.site}; Ctrl-C closes it", style="bold green")
+    stage.display.note(f"its messages: {stage.site}operations/ (operator, with the password operator)")
     pause = threading.Event()
     with contextlib.suppress(KeyboardInterrupt):
         while not pause.wait(1.0):

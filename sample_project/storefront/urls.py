@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from django.contrib.auth.views import LoginView
 from django.urls import path
 
 from sample_project.storefront import income, views
@@ -18,6 +19,6 @@ urlpatterns = [
     path("orders/<int:order_id>/progress/", views.order_progress, name="progress"),
     path("orders/<int:order_id>/pay/", views.pay_order, name="pay"),
     path("income/", income.income_page, name="income"),
-    path("overview/", views.overview_page, name="overview"),
-    path("overview/report/", views.report_page, name="report"),
+    path("report/", views.report_page, name="report"),
+    path("login/", LoginView.as_view(template_name="storefront/login.html", next_page="outbox:overview"), name="login"),
 ]

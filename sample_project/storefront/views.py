@@ -19,7 +19,6 @@ from sample_project.orders.models import Order
 from sample_project.orders.services import AlreadyPaid, pay
 from sample_project.storefront import customers
 from sample_project.storefront.checkout import check_out
-from sample_project.storefront.overview import overview
 from sample_project.storefront.progress import progress
 
 CARDS = {
@@ -78,7 +77,7 @@ def check_out_cart(request: HttpRequest) -> HttpResponse:
 def orders_page(request: HttpRequest) -> HttpResponse:
     """The visitor's orders."""
     orders = Order.objects.filter(customer=customers.known(request))
-    return render(request, "storefront/orders.html", {"orders": orders})
+    return render(request, "storefront/orders.html", {"orders": orders, "has_report": _report().is_file()})
 
 
 @require_GET
@@ -116,13 +115,6 @@ def pay_order(request: HttpRequest, order_id: int) -> HttpResponse:
     except BrokerError:
         messages.error(request, "Payments cannot be taken at the moment. Nothing was charged; please try again.")
     return redirect("storefront:order", order.pk)
-
-
-@require_GET
-@never_cache
-def overview_page(request: HttpRequest) -> HttpResponse:
-    """Where all messages are."""
-    return render(request, "storefront/overview.html", {"overview": overview(), "has_report": _report().is_file()})
 
 
 @require_GET

@@ -50,18 +50,10 @@ def samples(findings: DataFrame, per_class: int) -> list[dict[str, Any]]:
     order = Window.partitionBy("rule", "class", "group").orderBy("at", "key")
     times = {name: F.date_format(name, "yyyy-MM-dd HH:mm:ss") for name in SHOWN_TIMES}
     picked = findings.withColumn("place", F.row_number().over(order)).where(F.col("place") <= per_class)
-    rows = picked.withColumns(times).orderBy("rule", "class", "group", "place").drop("place").collect()
-    return [row.asDict(recursive=True) for row in rows]
-
-
-def finding_counts(findings: DataFrame, seconds: int) -> list[tuple[str, str, str, float | None, int]]:
-    """Findings per rule, group, class and bucket of time (its start in seconds since 1970)."""
-    bucket = (F.floor(F.unix_seconds("at") / seconds) * seconds).cast("bigint")
-    rows = findings.groupBy("rule", "group", "class", bucket.alias("bucket")).count().collect()
-    return [
-        (row["rule"], row["group"], row["class"], None if row["bucket"] is None else float(row["bucket"]), row["count"])
-        for row in rows
-    ]
+    # Few rows: sorted here, as Spark would run the query twice to sort them in parallel.
+    rows = [row.asDict(recursive=True) for row in picked.withColumns(times).collect()]
+    rows.sort(key=lambda row: (row["rule"], row["class"], row["group"], row.pop("place")))
+    return rows
 
 
 def render(

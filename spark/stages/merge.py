@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Final, NamedTuple
 
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F
@@ -20,6 +22,27 @@ FINDINGS_SCHEMA: Final = (
 _FAULTS: Final = [name.value for name in classify.FAULTS]
 
 
+class Limits(NamedTuple):
+    """Of a rule: the time its new findings get, and the one before which nothing can be judged any more."""
+
+    boundary: datetime
+    floor: datetime | None
+
+
+class Counted(NamedTuple):
+    """Findings of one rule, group ('' for the message), class and bucket of time (its start in seconds since 1970)."""
+
+    rule: str
+    group: str
+    name: str
+    bucket: int | None
+    is_known: bool
+    """Acknowledged."""
+    is_new: bool
+    """No earlier result had them, and they are not acknowledged."""
+    findings: int
+
+
 def state_of(findings: DataFrame, pending: DataFrame) -> DataFrame:
     """What a run hands to the next: its findings (`class` set) and what was pending (`class` the finding it was)."""
     faults = findings.where(F.col("class").isin(_FAULTS)).select(*OPEN_COLUMNS)
@@ -28,26 +51,40 @@ def state_of(findings: DataFrame, pending: DataFrame) -> DataFrame:
 
 def nothing(spark: SparkSession) -> DataFrame:
     """The state before the first run."""
-    return spark.createDataFrame([], OPEN_SCHEMA)
+    return empty(spark, OPEN_SCHEMA)
 
 
-def findings(confirmed: DataFrame, earlier: DataFrame, pending: DataFrame, limits: DataFrame) -> DataFrame:
+def empty(spark: SparkSession, schema: str) -> DataFrame:
+    """No row. The limit tells Spark's optimizer, which then leaves out the joins with it."""
+    return spark.createDataFrame([], schema).limit(0)
+
+
+def findings(confirmed: DataFrame, earlier: DataFrame, pending: DataFrame, limits: Mapping[str, Limits]) -> DataFrame:
     """The findings of this run, and what became of each earlier finding that is none any more.
 
     `first_seen` is when a finding was first made, `was` the class it had in the previous result (null: it is new).
 
-    `earlier` is the previous state, `pending` this run's, `limits` (rule, boundary, floor): the time new findings get,
-    and the one before which nothing can be judged any more.
+    `earlier` is the previous state, `pending` this run's, `limits` are those of each rule.
     """
     faults = confirmed.where(F.col("class").isin(_FAULTS)).drop("carry")
     known = earlier.where(F.col("class").isNotNull()).select(
         *SUBJECT, F.col("first_seen").alias("known_since"), F.col("class").alias("was")
     )
-    dated = faults.join(known, SUBJECT, "left").join(F.broadcast(limits.drop("floor")), "rule")
-    current = dated.withColumn("first_seen", F.coalesce("known_since", "boundary")).drop("known_since", "boundary")
+    boundary = _by_rule({rule: each.boundary for rule, each in limits.items()})
+    dated = faults.join(known, SUBJECT, "left").withColumn("first_seen", F.coalesce("known_since", boundary))
+    current = dated.drop("known_since")
     gone = earlier.join(current.select(*SUBJECT), SUBJECT, "left_anti")
-    gone = gone.join(pending.select(*SUBJECT), SUBJECT, "left_anti").join(F.broadcast(limits), "rule")
-    return current.unionByName(closed(gone), allowMissingColumns=True)
+    gone = gone.join(pending.select(*SUBJECT), SUBJECT, "left_anti")
+    floor = _by_rule({rule: each.floor for rule, each in limits.items()})
+    return current.unionByName(closed(gone.withColumn("floor", floor)), allowMissingColumns=True)
+
+
+def _by_rule(times: Mapping[str, datetime | None]) -> Column:
+    """The time of a row's `rule`."""
+    found = F.lit(None).cast("timestamp")
+    for rule, time in times.items():
+        found = F.when(F.col("rule") == rule, F.lit(time).cast("timestamp")).otherwise(found)
+    return found
 
 
 def in_order(findings: DataFrame) -> DataFrame:
@@ -55,14 +92,13 @@ def in_order(findings: DataFrame) -> DataFrame:
     return findings.select(*[column.split()[0].strip("`") for column in FINDINGS_SCHEMA.split(", ")])
 
 
-def counts_apart(findings: DataFrame, earlier: DataFrame) -> tuple[int, int]:
-    """How many findings are acknowledged, and how many of the others no earlier result had."""
-    faults = findings.where(F.col("class").isin(_FAULTS))
-    before = earlier.where(F.col("class").isNotNull()).select(*SUBJECT, F.lit(True).alias("before"))
-    is_known = F.col("acknowledged").isNotNull()
-    is_new = ~is_known & F.col("before").isNull()
-    row = faults.join(before, SUBJECT, "left").agg(F.count_if(is_known), F.count_if(is_new)).collect()[0]
-    return int(row[0]), int(row[1])
+def counted(findings: DataFrame, bucket_seconds: int) -> list[Counted]:
+    """The written findings, in one pass over them."""
+    bucket = (F.floor(F.unix_seconds("at") / bucket_seconds) * bucket_seconds).cast("bigint")
+    is_fault, is_known = F.col("class").isin(_FAULTS), F.col("acknowledged").isNotNull()
+    is_new = ~is_known & F.col("was").isNull()
+    columns = [bucket.alias("bucket"), (is_fault & is_known).alias("is_known"), (is_fault & is_new).alias("is_new")]
+    return [Counted(*row) for row in findings.groupBy("rule", "group", "class", *columns).count().collect()]
 
 
 def judgeable(floor: Column) -> Column:

@@ -40,7 +40,7 @@ def scan(
     """Classify every key of the window; write those that are not OK to `target` (Parquet)."""
     if limits.is_nothing:
         # The checksums have shown all of it equal: a plan of this size costs seconds even over empty tables.
-        spark.createDataFrame([], SUSPECT_SCHEMA).coalesce(1).write.mode("overwrite").parquet(target)
+        spark.createDataFrame([], SUSPECT_SCHEMA).limit(0).write.mode("overwrite").parquet(target)
         return Scanned(0, 0, _no_counts(rule))
     gathered = evidence.gather(sides.of_window(rule, sources, window, limits), rule)
     classified = classify.with_classes(gathered, rule, window)
@@ -70,11 +70,16 @@ def _no_counts(rule: Rule) -> Counts:
     return {subject: {name.value: 0 for name in classify.CLASSES} for subject in subjects}
 
 
-def write(spark: SparkSession, frame: DataFrame, target: str, schema: str) -> int:
-    """Write Parquet; returns the number of rows. Raises RunIncomplete when they cannot all be read back from here."""
+def put(frame: DataFrame, target: str) -> int:
+    """Write Parquet; returns the number of rows, which is to be held against what can be read (`check_parts`)."""
     written = Observation()
     frame.observe(written, F.count(F.lit(1)).alias("count")).write.mode("overwrite").parquet(target)
-    count = int(written.get["count"] or 0)
+    return int(written.get["count"] or 0)
+
+
+def write(spark: SparkSession, frame: DataFrame, target: str, schema: str) -> int:
+    """Write Parquet; returns the number of rows. Raises RunIncomplete when they cannot all be read back from here."""
+    count = put(frame, target)
     check_parts(target, count, spark.read.schema(schema).parquet(target).count() if count else 0)
     return count
 

@@ -110,6 +110,10 @@ class Browser:
         answer = self._call("Page.captureScreenshot", format="png", captureBeyondViewport=True)
         path.write_bytes(base64.b64decode(answer["data"]))
 
+    def command(self, method: str, **parameters: Any) -> dict[str, Any]:
+        """What the DevTools protocol has beside the above."""
+        return self._call(method, **parameters)
+
     def __enter__(self) -> Self:
         return self
 

@@ -8,6 +8,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from django.conf import settings
+from django.contrib.auth.models import User
 from django.test import Client, TransactionTestCase, override_settings
 from django.urls import reverse
 
@@ -186,25 +187,28 @@ class Paying(Shopping):
         assert f"Order {order.pk}" in self.page("orders")
 
 
-class Overview(TransactionTestCase):
-    """The overview, on a real broker."""
+class Operations(TransactionTestCase):
+    """What is not for visitors, on a real broker."""
 
     databases = "__all__"
 
-    def test_it_says_so_when_there_are_no_messages_and_counts_them_when_there_are(self) -> None:
-        self.assertContains(self.client.get(reverse("storefront:overview")), "No message has been published yet")
-        publish("order.paid", {"order_id": 7}, key=7)
-        page = self.client.get(reverse("storefront:overview"))
-        self.assertContains(page, "<td>7</td>", html=True)
-        self.assertContains(page, '<span class="status status-committed">committed</span>', html=True)
+    def test_who_operates_the_shop_logs_in_and_sees_its_messages(self) -> None:
+        page = reverse("outbox:search")
+        self.assertRedirects(self.client.get(page), f"{reverse('storefront:login')}?next=%2Foperations%2Fmessages%2F")
+        User.objects.create_superuser("operator", password="operator")
+        given = {"username": "operator", "password": "operator", "next": page}
+        self.assertRedirects(self.client.post(reverse("storefront:login"), given), page)
+        publish("order.paid", {"order_id": 7}, key="order-7")
+        self.assertContains(self.client.get(page), "order-7")
+        self.assertContains(self.client.get(reverse("storefront:shop")), f'href="{reverse("outbox:overview")}"')
 
     def test_the_newest_report_of_the_reconciliation_is_linked_once_there_is_one(self) -> None:
         with TemporaryDirectory() as folder, override_settings(RECONCILE_OUTPUT=folder):
             link = reverse("storefront:report")
-            self.assertNotContains(self.client.get(reverse("storefront:overview")), link)
+            self.assertNotContains(self.client.get(reverse("storefront:orders")), link)
             assert self.client.get(link).status_code == 404
             Path(folder, "report.html").write_text("<!doctype html><title>clean</title>", encoding="utf-8")
-            self.assertContains(self.client.get(reverse("storefront:overview")), f'href="{link}"')
+            self.assertContains(self.client.get(reverse("storefront:orders")), f'href="{link}"')
             self.assertContains(self.client.get(link), "<title>clean</title>")
 
     def test_a_broker_that_cannot_be_used_stops_payments_and_nothing_else(self) -> None:

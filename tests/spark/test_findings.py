@@ -23,7 +23,7 @@ pytestmark = pytest.mark.timeout(300)
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
-def test_lines_are_the_findings_in_force(reconcile: Reconciler, world: World) -> None:
+def test_lines_are_the_findings_in_force_while_they_are_there(reconcile: Reconciler, world: World) -> None:
     world.add_many(20)
     world.broker.execute("DELETE FROM commit_log WHERE key = '3'")
     world.app.execute("UPDATE orders_order SET total = total + 1 WHERE id = 8")
@@ -34,22 +34,17 @@ def test_lines_are_the_findings_in_force(reconcile: Reconciler, world: World) ->
     assert {line["run"] for line in lines} == {result["run"]}
     assert lines[1]["at"].endswith("+00:00"), lines[1]
     assert len(list(findings.lines(output, limit=1))) == 1
-    schema = parquet.read_schema(next((reconcile.folder / reconcile.output / result["findings"]).glob("*.parquet")))
+    folder = reconcile.folder / reconcile.output / result["findings"]
+    schema = parquet.read_schema(next(folder.glob("*.parquet")))
     assert str(schema.field("at").type) == "timestamp[us, tz=UTC]", "readers other than Spark must know the zone"
+    folder.rename(folder.with_name("elsewhere"))
+    with pytest.raises(UsageProblem, match="cannot be read"):
+        list(findings.lines(output))
 
 
 def test_no_result_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(UsageProblem, match="there is no result in"):
         list(findings.lines(str(tmp_path)))
-
-
-def test_a_result_whose_findings_are_gone_is_an_error(reconcile: Reconciler, world: World) -> None:
-    world.add_many(3)
-    result = reconcile.run()
-    folder = reconcile.folder / reconcile.output / result["findings"]
-    folder.rename(folder.with_name("elsewhere"))
-    with pytest.raises(UsageProblem, match="cannot be read"):
-        list(findings.lines(str(reconcile.folder / reconcile.output)))
 
 
 def test_the_admin_shows_the_findings(reconcile: Reconciler, world: World, new_database: Callable[..., str]) -> None:

@@ -27,6 +27,7 @@ def rows(output: Path, table: str) -> list[dict[str, Any]]:
 def test_a_finding_is_followed_from_run_to_run(reconcile: Reconciler, world: World) -> None:
     """Found once, changed, recovered: one row each, whatever the number of runs; a clean run is counted too."""
     output = reconcile.folder / "out"
+    reconcile.rules(groups=GROUPS)
     world.add(Order(number=1))
     reconcile.run()
     assert rows(output, "counts")[0]["class"] in ("OK", "PENDING") and not (output / "history" / "findings").exists()

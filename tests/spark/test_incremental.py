@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from datetime import datetime, timedelta
-from pathlib import Path
 from random import Random
 
 import pytest
@@ -82,16 +81,25 @@ def expected(all_of_it: dict[str, Timeline], strays: dict[str, datetime]) -> Fou
     return wanted
 
 
-def test_batch_and_incremental_give_the_same_verdicts(
-    reconcile: Reconciler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_batch_and_incremental_give_the_same_verdicts(reconcile: Reconciler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random histories of thousands of keys, cut at a random moment; both are what the oracle says."""
+    cut_and_compare(reconcile, monkeypatch, 1)
+
+
+@pytest.mark.soak
+def test_batch_and_many_incremental_runs_give_the_same_verdicts(
+    reconcile: Reconciler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Random histories of thousands of keys, cut at random moments; both are what the oracle says."""
+    cut_and_compare(reconcile, monkeypatch, 6)
+
+
+def cut_and_compare(reconcile: Reconciler, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     seed = Random().getrandbits(32)
     random = Random(seed)
     monkeypatch.setattr(oracle, "SINCE", datetime.min.replace(tzinfo=UNTIL.tzinfo))
     all_of_it = {f"key {number}": timelines.random_timeline(random) for number in range(KEYS)}
     strays = {timelines._message_id(random, BEGIN): BEGIN + random.random() * (6 * HOUR + 2 * GRACE) for _ in range(20)}
-    cuts = sorted(BEGIN + random.random() * 6 * HOUR + timedelta(minutes=1) for _ in range(2))
+    cuts = sorted(BEGIN + random.random() * 6 * HOUR + timedelta(minutes=1) for _ in range(count))
     for cut in cuts:
         judged(reconcile, all_of_it, strays, cut, "chain")
     chained = judged(reconcile, all_of_it, strays, WATERMARK, "chain")

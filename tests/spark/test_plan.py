@@ -47,6 +47,7 @@ def test_each_finding_is_a_step_and_only_three_classes_do_something(reconcile: R
     world.app.execute("UPDATE orders_order SET total = total + 1 WHERE id = 5")
     # The newest row, so that all these are below the boundary.
     world.add(Order(number=90, at=START + timedelta(hours=1)))
+    reconcile.rules(groups=("points",))
     reconcile.run()
     head, *steps = planned(reconcile)
     assert {step["key"]: (step["class"], step["action"]) for step in steps} == {
@@ -59,21 +60,6 @@ def test_each_finding_is_a_step_and_only_three_classes_do_something(reconcile: R
     assert head["rules"]["order-paid"]["when"] == "(paid_at IS NOT NULL)"
     assert len({step["step"] for step in steps}) == 5
     assert all(step["why"] for step in steps if step["action"] == "report")
-
-
-def test_the_plan_is_read_as_it_was_written(reconcile: Reconciler, world: World) -> None:
-    """By the part that applies it, which shares no code with the one that makes it."""
-    world.add_many(4)
-    world.broker.execute("DELETE FROM commit_log WHERE key = '3'")
-    reconcile.run()
-    path = reconcile.folder / "plan.jsonl"
-    path.write_text("".join(f"{json.dumps(line)}\n" for line in planned(reconcile)))
-    read = applied.read(path)
-    (step,) = read.steps
-    assert (step.action, step.key, step.rule, step.finding_class) == ("publish", "3", "order-paid", "LOST")
-    assert step.row_at == START + timedelta(milliseconds=20)
-    assert read.sources["order-paid"].table == '"orders_order"'
-    assert {action.value for action in applied.Action} == {action.value for action in plan.Action}
 
 
 def test_acknowledged_changed_and_doubtful_findings_are_only_reported(reconcile: Reconciler, world: World) -> None:
@@ -93,8 +79,10 @@ def test_acknowledged_changed_and_doubtful_findings_are_only_reported(reconcile:
     assert "run the reconciliation again" in planned(reconcile)[2]["why"]
 
 
-def test_an_original_that_arrives_after_the_repair_is_a_duplicate(reconcile: Reconciler, world: World) -> None:
-    """Its id is another than the repair's, so nothing but the reconciliation can tell."""
+def test_an_original_that_arrives_after_the_repair_is_a_duplicate(
+    reconcile: Reconciler, world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its id is another than the repair's, so only the reconciliation can tell. In between nothing is planned."""
     world.add_many(6)
     world.broker.execute("DELETE FROM commit_log WHERE key = '3'")
     reconcile.run()
@@ -105,6 +93,11 @@ def test_an_original_that_arrives_after_the_repair_is_a_duplicate(reconcile: Rec
     world.send(order)
     world.consume_all()
     assert reconcile.run()["status"] == "clean"
+    given = ["--rules", str(reconcile.folder / "reconcile.toml"), "--output"]
+    assert main(["plan", *given, str(reconcile.folder / reconcile.output)]) == 0
+    (head,) = capsys.readouterr().out.splitlines()
+    assert json.loads(head)["plan"] == 1
+    assert main(["plan", *given, str(reconcile.folder / "nowhere")]) == 2
     world.send(Order(number=3, at=row[1], total=row[0]), stored_at=order.at + timedelta(seconds=1))
     world.consume_all()
     assert actions_of(reconcile.run(full=True), reconcile) == {"3": ("DUPLICATE", "report")}
@@ -113,17 +106,6 @@ def test_an_original_that_arrives_after_the_repair_is_a_duplicate(reconcile: Rec
 def actions_of(result: dict[str, Any], reconcile: Reconciler) -> dict[str, tuple[str, str]]:
     assert result["status"] == "findings"
     return {step["key"]: (step["class"], step["action"]) for step in planned(reconcile)[1:]}
-
-
-def test_the_command_prints_the_plan(reconcile: Reconciler, world: World, capsys: pytest.CaptureFixture[str]) -> None:
-    world.add_many(3)
-    reconcile.run()
-    folder = reconcile.folder
-    given = ["--rules", str(folder / "reconcile.toml"), "--output"]
-    assert main(["plan", *given, str(folder / reconcile.output)]) == 0
-    (head,) = capsys.readouterr().out.splitlines()
-    assert json.loads(head)["plan"] == 1
-    assert main(["plan", *given, str(folder / "nowhere")]) == 2
 
 
 # The run itself is done already; only that it ended with findings is said in its place.
@@ -144,10 +126,13 @@ call_command("outbox_reconcile", rules=rules, output=output, plan=Path(plan))
 def test_manage_py_writes_the_plan_beside_the_run(
     reconcile: Reconciler, world: World, sample_environment: dict[str, str]
 ) -> None:
-    """With the project's databases for the rules, for its owner alone, and the exit code is still that of the run."""
+    """With the project's databases for the rules, for its owner alone, and the exit code is still that of the run.
+
+    The plan is read as it was written by the part that applies it, which shares no code with the one that makes it.
+    """
     reconcile.rules(groups=())
     world.add_many(3)
-    world.pay(Order(number=50))
+    world.pay(Order(number=50, at=START + timedelta(milliseconds=20)))
     reconcile.run()
     file = reconcile.folder / "plan.jsonl"
     folder = [str(reconcile.folder / name) for name in ("reconcile.toml", reconcile.output, file.name)]
@@ -158,6 +143,12 @@ def test_manage_py_writes_the_plan_beside_the_run(
     assert f"outbox_repair {file}" in done.stderr
     assert [json.loads(line) for line in file.read_text().splitlines()] == planned(reconcile)
     assert file.stat().st_mode & 0o777 == 0o600
+    read = applied.read(file)
+    (step,) = read.steps
+    assert (step.action, step.key, step.rule, step.finding_class) == ("publish", "50", "order-paid", "LOST")
+    assert step.row_at == START + timedelta(milliseconds=20)
+    assert read.sources["order-paid"].table == '"orders_order"'
+    assert {action.value for action in applied.Action} == {action.value for action in plan.Action}
 
 
 def test_every_class_of_faults_has_an_action_or_is_reported() -> None:

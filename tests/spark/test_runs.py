@@ -17,7 +17,7 @@ from spark.errors import RunIncomplete
 from spark.rules import file as rules_file
 from spark.stages import confirm, scan
 from tests.spark.conftest import Reconciler
-from tests.spark.world import START, Order, World
+from tests.spark.world import GROUPS, START, Order, World
 
 HOUR = timedelta(hours=1)
 # Whole runs: seconds on a free machine, minutes on one that does five other things.
@@ -92,6 +92,7 @@ def repair(world: World) -> None:
 def test_k_planted_faults_exactly_those_k_rerun_identical_clean_after_repair(
     reconcile: Reconciler, world: World, tmp_path: Path
 ) -> None:
+    reconcile.rules(groups=GROUPS)
     world.add_many(300)
     planted = plant(world)
     first = reconcile.run(full=True, metrics=tmp_path / "outbox.prom")

@@ -12,6 +12,7 @@ from typing import Final
 
 from outbox.broker.database.arrays import cursor_on
 from outbox.broker.database.connection import BrokerDatabase, Connection
+from outbox.broker.database.statement import Statement
 
 # transaction_timeout came with PostgreSQL 17.
 _LIFT: Final = """
@@ -20,6 +21,8 @@ FROM unnest(ARRAY['statement_timeout', 'lock_timeout', 'transaction_timeout', 'i
                   'idle_session_timeout']) AS name
 WHERE current_setting(name, true) IS NOT NULL
 """
+# For who sends it with other statements.
+LIFT: Final = Statement(_LIFT)
 
 
 def lift_for_session(connection: Connection) -> None:

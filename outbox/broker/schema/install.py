@@ -32,6 +32,7 @@ _FILES: Final = {
     10: "0010_meaning.sql",
     11: "0011_operations.sql",
     12: "0012_sql_publish.sql",
+    13: "0013_tick.sql",
 }
 SCHEMA_VERSION: Final = max(_FILES)
 

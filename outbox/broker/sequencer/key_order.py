@@ -25,6 +25,10 @@ class KeyOrder:
     # When a key began to wait (monotonic seconds), and whose check was asked for already.
     _waiting_since: dict[Key, float] = field(default_factory=dict)
     _hinted: set[UUID] = field(default_factory=set)
+    # Waiting keys whose first open row may be another one than when it was looked at last: for `new_blockers`, and for
+    # `hints` (a heap, the longest waiting first). What has not changed costs nothing, however many keys wait.
+    _reblocked: set[Key] = field(default_factory=set)
+    _to_hint: list[tuple[float, Key]] = field(default_factory=list)
     # Keys whose held messages may have become free.
     _unsettled: set[Key] = field(default_factory=set)
 
@@ -33,11 +37,27 @@ class KeyOrder:
         """Whether nothing is open or held."""
         return not self._open and not self._held_by_key
 
+    @property
+    def has_held(self) -> bool:
+        """Whether any message waits."""
+        return bool(self._held_by_key)
+
+    @property
+    def has_new_blockers(self) -> bool:
+        """Whether keys wait behind a transaction that `new_blockers` has not named yet."""
+        while self._reblocked:
+            key = self._reblocked.pop()
+            if key in self._held_by_key and self._first_open(key) is not None:
+                self._reblocked.add(key)
+                return True
+        return False
+
     def open(self, log_id: int, key: Key, transaction_id: UUID) -> None:
         """A half row became visible."""
         if log_id not in self._open:
             self._open[log_id] = (key, transaction_id)
             heapq.heappush(self._open_by_key.setdefault(key, []), log_id)
+            self._note_blocker(key)
 
     def settle(self, log_ids: Iterable[int]) -> None:
         """Rows were decided, or their keys let go: they block nobody any more."""
@@ -45,11 +65,14 @@ class KeyOrder:
             opened = self._open.pop(log_id, None)
             if opened is not None:
                 self._unsettled.add(opened[0])
+                self._note_blocker(opened[0])
 
     def hold(self, log_id: int, key: Key, now: float) -> None:
         """A decided message waits."""
         heapq.heappush(self._held_by_key.setdefault(key, []), log_id)
-        self._waiting_since.setdefault(key, now)
+        if key not in self._waiting_since:
+            self._waiting_since[key] = now
+            self._note_blocker(key)
 
     def reconsider(self) -> None:
         """Look at every held message again in the next `release`, as after taking over."""
@@ -86,20 +109,36 @@ class KeyOrder:
 
     def blockers(self) -> list[UUID]:
         """The transactions at the head of keys that have held messages."""
-        found = (self._first_open(key) for key in self._held_by_key)
-        return list({self._open[log_id][1] for log_id in found if log_id is not None})
+        self._reblocked.clear()
+        return self._at_the_head_of(self._held_by_key)
+
+    def new_blockers(self) -> list[UUID]:
+        """Those of keys for which that may have changed since this or `blockers` was asked."""
+        keys, self._reblocked = self._reblocked, set()
+        return self._at_the_head_of(keys)
 
     def hints(self, now: float, after_seconds: float) -> Sequence[UUID]:
         """Blockers that others have waited for that long, each once."""
         overdue = []
-        for key, since in self._waiting_since.items():
-            first = self._first_open(key)
-            if first is not None and now - since >= after_seconds:
+        while self._to_hint and now - self._to_hint[0][0] >= after_seconds:
+            _, key = heapq.heappop(self._to_hint)
+            first = self._first_open(key) if key in self._waiting_since else None
+            if first is not None:
                 transaction_id = self._open[first][1]
                 if transaction_id not in self._hinted:
                     self._hinted.add(transaction_id)
                     overdue.append(transaction_id)
         return overdue
+
+    def _note_blocker(self, key: Key) -> None:
+        since = self._waiting_since.get(key)
+        if since is not None:
+            self._reblocked.add(key)
+            heapq.heappush(self._to_hint, (since, key))
+
+    def _at_the_head_of(self, keys: Iterable[Key]) -> list[UUID]:
+        found = (self._first_open(key) for key in keys if key in self._held_by_key)
+        return list({self._open[log_id][1] for log_id in found if log_id is not None})
 
     def _first_open(self, key: Key) -> int | None:
         heap = self._open_by_key.get(key)

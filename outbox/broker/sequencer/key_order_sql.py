@@ -5,15 +5,13 @@ from __future__ import annotations
 from typing import Final
 
 from outbox.broker.database.statement import Statement
-from outbox.broker.sequencer.tick_sql import NEW_DECISIONS_CUT
 
 # Which FIFO messages the next tick will meet, in the same snapshot: rows (what, log_id, topic_id, key, transaction_id).
 #   h: a half row that became visible   c, r: a message decided COMMIT (and due now) or ROLLBACK   d: a due delayed one
-READ_FIFO: Final = Statement(
-    """
-WITH edge AS MATERIALIZED ("""
-    + NEW_DECISIONS_CUT
-    + """), fifo AS MATERIALIZED (
+READ_FIFO: Final = Statement("""
+WITH edge AS MATERIALIZED (
+    SELECT {schema}.decisions_cut_v13(%(xmax)s::xid8, %(batch)s::bigint) AS cut
+), fifo AS MATERIALIZED (
     SELECT topic_id FROM {schema}.topic WHERE 'FIFO' = ANY (message_types)
 ), fresh AS (
     SELECT decision, log_ids FROM {schema}.op_log
@@ -59,8 +57,10 @@ SELECT 'd', log.log_id, topic_id, key, transaction_id
 FROM due CROSS JOIN LATERAL (SELECT * FROM {schema}.commit_log WHERE log_id = due.log_id OFFSET 0) AS log
 JOIN fifo USING (topic_id)
 WHERE due.queue_id IS NULL
-"""
-)
+""")
+
+# When a transaction was parked last, of those that still are.
+NEWEST_PARKED: Final = Statement("SELECT max(parked_at) FROM {schema}.pending_check WHERE parked_at IS NOT NULL")
 
 # Of these half transactions: the parked ones, whose topics let later messages of the key go on.
 RELEASED_BY_PARKING: Final = Statement("""

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass, field
-from typing import Any, Final
+from dataclasses import dataclass, field, replace
+from typing import Final, Self
 from uuid import UUID
 
 import psycopg
@@ -18,22 +18,24 @@ from psycopg.errors import DeadlockDetected, SerializationFailure, UniqueViolati
 
 from outbox import faults
 from outbox.broker.database import timeouts
-from outbox.broker.database.arrays import bigints, integers, raw_cursor_on, uuids, xids
+from outbox.broker.database.arrays import uuids
 from outbox.broker.database.connection import BrokerDatabase, Connection
 from outbox.broker.database.executor import Executor
+from outbox.broker.database.round_trip import RoundTrip, Row, array
 from outbox.broker.database.snapshot import Snapshot
-from outbox.broker.database.statement import Statement
 from outbox.broker.sequencer import key_order_sql, tick_sql
-from outbox.broker.sequencer.takeover import TickState, adopt, prepare
+from outbox.broker.sequencer.key_order import Key
+from outbox.broker.sequencer.takeover import TickState, adopt
 from outbox.broker.transaction import half_scan
 from outbox.transaction import CheckSettings
 
 logger = logging.getLogger(__name__)
 
-_Cursor = psycopg.RawCursor[tuple[Any, ...]]
-
 FULL_EVERY: Final = 500
 HINT_AFTER_SECONDS: Final = 1.0
+# Whoever parks a transaction while another is being parked may commit second with the earlier time, which is not seen
+# as something new.
+LOOK_AT_ALL_PARKED_SECONDS: Final = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +64,61 @@ class TickCounts:
 class _Plan:
     """What was found out about FIFO messages before a tick."""
 
-    fifo_read: bool = False
+    has_looked: bool = False
     hold: list[int] = field(default_factory=list)
     release: list[int] = field(default_factory=list)
 
 
-class _FifoUnread(Exception):
-    """The tick met FIFO half messages that must be looked at first; nothing was done."""
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """A FIFO message that the next tick will meet; `what` as in key_order_sql.READ_FIFO."""
+
+    what: str
+    log_id: int
+    key: Key
+    transaction_id: UUID
+
+    @classmethod
+    def parse(cls, row: Row) -> Self:
+        what, log_id, topic_id, key, transaction_id = (value.decode() for value in row if value is not None)
+        return cls(what, int(log_id), (int(topic_id), key), UUID(transaction_id))
+
+
+@dataclass(frozen=True, slots=True)
+class _Ticked:
+    """The answer of tick_sql.TICK."""
+
+    obstacle: str | None
+    seen: str
+    stored: str | None
+    counts: TickCounts
+
+    @classmethod
+    def parse(cls, row: Row) -> Self:
+        obstacle, seen, stored, more, *counts, next_due_seconds = (None if one is None else one.decode() for one in row)
+        if obstacle is not None:
+            return cls(obstacle, "", None, TickCounts())
+        decisions, appended, held, released, scheduled, due = (int(one or 0) for one in counts)
+        return cls(
+            None,
+            seen or "",
+            stored,
+            TickCounts(
+                ticked=stored is not None,
+                decisions=decisions,
+                appended=appended,
+                held=held,
+                released=released,
+                scheduled=scheduled,
+                due=due,
+                more=more == "t",
+                next_due_seconds=None if next_due_seconds is None else float(next_due_seconds),
+            ),
+        )
+
+
+class _MustLook(Exception):
+    """The tick met FIFO messages that must be looked at first; nothing was done."""
 
 
 class _Outdated(Exception):
@@ -90,6 +140,7 @@ class Sequencer:
         self._batch = batch
         self._check = check or CheckSettings()
         self._connection: Connection | None = None
+        self._round_trip: RoundTrip | None = None
         self._state: TickState | None = None
 
     def run_once(self, connection: Connection) -> TickCounts:
@@ -98,9 +149,9 @@ class Sequencer:
         Errors of the connection are the caller's to handle; the next call starts from the stored tick.
         """
         try:
-            state = self._adopted(connection)
+            trip, state = self._adopted(connection)
             faults.point("sequencer.before_tick")
-            counts = self._tick(connection, state)
+            counts = self._tick(trip, connection, state)
             faults.point("sequencer.after_tick")
             self._hint(connection, state)
             return counts
@@ -112,140 +163,146 @@ class Sequencer:
             self._forget(connection)
             raise
 
-    def _adopted(self, connection: Connection) -> TickState:
-        if self._state is None or self._connection is not connection:
+    def _adopted(self, connection: Connection) -> tuple[RoundTrip, TickState]:
+        if self._round_trip is None or self._connection is not connection:
+            self._round_trip = RoundTrip(connection, self._schema, prepare=not self._local)
+            self._state, self._connection = None, connection
+        if self._state is None:
             self._state = adopt(Executor(connection, self._schema), self._check, local=self._local)
-            self._connection = connection
-        return self._state
+        return self._round_trip, self._state
 
     def _forget(self, connection: Connection) -> None:
         # What is in memory may be ahead of what was committed: the next call reads the stored tick.
-        self._state = self._connection = None
+        trip, self._round_trip, self._state = self._round_trip, None, None
         if not connection.closed:
             try:
+                if trip is not None:
+                    trip.abandon()
+                # psycopg takes back all prepared statements with it.
                 connection.rollback()
             except psycopg.Error:
                 connection.close()
 
-    def _tick(self, connection: Connection, state: TickState) -> TickCounts:
-        if state.order.is_idle:
+    def _tick(self, trip: RoundTrip, connection: Connection, state: TickState) -> TickCounts:
+        if not state.meets_fifo and not state.must_look(time.monotonic()):
             try:
-                return self._tick_at_once(connection, state)
-            except _FifoUnread:
+                return self._tick_at_once(trip, state)
+            except _MustLook:
                 pass
-        return self._tick_in_order(connection, state)
+        return self._tick_in_order(trip, connection, state)
 
-    def _tick_at_once(self, connection: Connection, state: TickState) -> TickCounts:
-        """One round trip: right as long as no FIFO half message is undecided."""
-        with raw_cursor_on(connection) as cursor:
-            with connection.pipeline():
-                # Sent as one: after a tick that failed, PostgreSQL skips the COMMIT, and the error surfaces here.
-                self._begin(connection, tick_sql.BEGIN)
-                self._append(cursor, state, _Plan())
-                faults.point("sequencer.mid_tick")
-                connection.execute(tick_sql.COMMIT, prepare=True)
-            return self._advance(state, cursor.fetchone(), _Plan())
+    def _tick_at_once(self, trip: RoundTrip, state: TickState) -> TickCounts:
+        """One round trip: right as long as it meets no FIFO message for which something open or held matters."""
+        self._begin(trip)
+        tick = self._append(trip, state, _Plan())
+        faults.point("sequencer.mid_tick")
+        return self._advance(state, self._commit(trip, state, tick), _Plan())
 
-    def _tick_in_order(self, connection: Connection, state: TickState) -> TickCounts:
+    def _tick_in_order(self, trip: RoundTrip, connection: Connection, state: TickState) -> TickCounts:
         """Two round trips in one snapshot: look at the FIFO messages, then tick with what must wait."""
-        with raw_cursor_on(connection) as cursor:
-            with connection.pipeline():
-                self._begin(connection, tick_sql.BEGIN_REPEATABLE)
-                self._execute(cursor, key_order_sql.READ_FIFO, self._reading(state))
-            rows = cursor.fetchall()
-            let_go = self._released_by_parking(connection, state)
-            plan = self._plan(state, rows, let_go)
-            faults.point("sequencer.mid_tick")
-            with connection.pipeline():
-                self._append(cursor, state, plan)
-                connection.execute(tick_sql.COMMIT, prepare=True)
-            return self._advance(state, cursor.fetchone(), plan)
+        self._begin(trip)
+        trip.send(key_order_sql.READ_FIFO, self._reading(state))
+        trip.send(key_order_sql.NEWEST_PARKED)
+        *_, rows, [(newest_parked,)] = trip.finish()
+        messages = [_Seen.parse(row) for row in rows]
+        plan = self._plan(state, messages, self._released_by_parking(connection, state, newest_parked))
+        state.meets_fifo = bool(messages)
+        faults.point("sequencer.mid_tick")
+        tick = self._append(trip, state, plan)
+        return self._advance(state, self._commit(trip, state, tick), plan)
 
-    def _begin(self, connection: Connection, statement: bytes) -> None:
-        connection.execute(statement, prepare=True)
+    def _begin(self, trip: RoundTrip) -> None:
+        trip.send(tick_sql.BEGIN_REPEATABLE)
         if self._local:
-            prepare(connection, local=True)
+            trip.send(timeouts.LIFT, {"local": b"true"})
+            trip.send(tick_sql.SETTINGS, {"local": b"true"})
 
-    def _append(self, cursor: _Cursor, state: TickState, plan: _Plan) -> None:
+    def _append(self, trip: RoundTrip, state: TickState, plan: _Plan) -> int:
         parameters = self._reading(state) | {
-            "tick_id": state.tick_id,
-            "heads": bigints(state.heads[1:]),
-            "fifo_topics": integers(state.fifo_topics),
-            "is_full": (state.tick_id + 1) % FULL_EVERY == 0,
-            "fifo_read": plan.fifo_read,
-            "hold": bigints(plan.hold),
-            "release": bigints(plan.release),
+            "tick_id": b"%d" % state.tick_id,
+            "incarnation": b"%d" % state.incarnation,
+            "fifo_topics": array(state.fifo_topics),
+            "parked": state.newest_parked,
+            "is_waiting": _boolean(not state.order.is_idle),
+            "is_full": _boolean((state.tick_id + 1) % FULL_EVERY == 0),
+            "has_looked": _boolean(plan.has_looked),
+            "hold": array(plan.hold),
+            "release": array(plan.release),
         }
-        self._execute(cursor, tick_sql.TICK, parameters)
+        return trip.send(tick_sql.TICK, parameters)
 
-    def _execute(self, cursor: _Cursor, statement: Statement, parameters: dict[str, Any]) -> None:
-        text, names = statement.numbered(self._schema)
-        cursor.execute(text, [parameters[name] for name in names], prepare=True)
+    def _commit(self, trip: RoundTrip, state: TickState, tick: int) -> _Ticked:
+        """The answer to the tick, once it is durable. That it is announced is wanted, not needed."""
+        commit = trip.send(tick_sql.COMMIT)
+        announced = {"tick_id": b"%d" % state.tick_id, "channel": tick_sql.queued_channel(self._schema)}
+        trip.send(tick_sql.ANNOUNCE, announced)
+        found, error = trip.finish_all()
+        if len(found) <= commit:
+            raise error or psycopg.OperationalError("the connection ended during a tick")
+        if error is not None:
+            logger.debug("a wake-up of consumers was not sent: %s", error)
+        return _Ticked.parse(found[tick][0])
 
-    def _reading(self, state: TickState) -> dict[str, Any]:
+    def _reading(self, state: TickState) -> dict[str, bytes | None]:
         return {
-            "incarnation": state.incarnation,
-            "snapshot": state.snapshot.text,
-            "xmax": str(state.snapshot.xmax),
-            "xip": xids(state.snapshot.in_progress),
-            "half_xmax": str(state.half_snapshot.xmax),
-            "half_xip": xids(state.half_snapshot.in_progress),
-            "batch": self._batch,
+            "snapshot": state.snapshot.text.encode(),
+            "xmax": b"%d" % state.snapshot.xmax,
+            "xip": array(state.snapshot.in_progress),
+            "half_xmax": b"%d" % state.half_snapshot.xmax,
+            "half_xip": array(state.half_snapshot.in_progress),
+            "batch": b"%d" % self._batch,
         }
 
-    def _released_by_parking(self, connection: Connection, state: TickState) -> list[int]:
-        blockers = state.order.blockers()
+    def _released_by_parking(self, connection: Connection, state: TickState, newest_parked: bytes | None) -> list[int]:
+        now = time.monotonic()
+        if newest_parked != state.newest_parked or now >= state.look_at_all_parked_at:
+            blockers = state.order.blockers()
+            state.newest_parked, state.look_at_all_parked_at = newest_parked, now + LOOK_AT_ALL_PARKED_SECONDS
+        else:
+            blockers = state.order.new_blockers()
         if not blockers:
             return []
         run = Executor(connection, self._schema)
         return [log_id for (log_id,) in run.rows(key_order_sql.RELEASED_BY_PARKING, {"ids": uuids(blockers)})]
 
-    def _plan(self, state: TickState, rows: list[tuple[Any, ...]], let_go: list[int]) -> _Plan:
+    def _plan(self, state: TickState, messages: list[_Seen], let_go: list[int]) -> _Plan:
         order, now = state.order, time.monotonic()
-        for what, log_id, topic_id, key, transaction_id in rows:
-            if what == "h":
-                order.open(log_id, (topic_id, key), transaction_id)
+        for one in messages:
+            if one.what == "h":
+                order.open(one.log_id, one.key, one.transaction_id)
         # All of this tick's decisions first: a message decided here must not wait for another decided here.
-        order.settle(row[1] for row in rows if row[0] in "cr")
+        order.settle(one.log_id for one in messages if one.what in "cr")
         order.settle(let_go)
-        plan = _Plan(fifo_read=True, release=order.release(self._batch))
+        plan = _Plan(has_looked=True, release=order.release(self._batch))
         # In the order of the log: a message that must wait makes the later ones of its key wait too.
-        for what, log_id, topic_id, key, _ in sorted(rows, key=lambda row: row[1]):
-            if what in "cd" and order.must_wait(log_id, (topic_id, key)):
-                order.hold(log_id, (topic_id, key), now)
-                plan.hold.append(log_id)
+        for one in sorted(messages, key=lambda message: message.log_id):
+            if one.what in "cd" and order.must_wait(one.log_id, one.key):
+                order.hold(one.log_id, one.key, now)
+                plan.hold.append(one.log_id)
         return plan
 
-    def _advance(self, state: TickState, row: tuple[Any, ...] | None, plan: _Plan) -> TickCounts:
-        assert row is not None
-        newest, fifo_known, unread, seen, stored, more, decisions, appended, held, released, scheduled, due = row[:12]
-        queue_ids, heads, next_due_seconds = row[12:]
-        if not newest:
+    def _advance(self, state: TickState, ticked: _Ticked, plan: _Plan) -> TickCounts:
+        if ticked.obstacle == "overtaken":
             raise _Outdated(f"another leader ticked: {state.tick_id} is not the newest tick any more")
-        if not fifo_known:
+        if ticked.obstacle == "topics":
             raise _Outdated("a topic has become FIFO or is not any more")
-        if unread:
-            raise _FifoUnread
-        if plan.fifo_read or not more:
+        if ticked.obstacle is not None:
+            raise _MustLook
+        if plan.has_looked or not ticked.counts.more:
             # Else what is beyond the cut has not been looked at.
-            state.half_snapshot = Snapshot.parse(seen)
-        if stored is not None:
+            state.half_snapshot = Snapshot.parse(ticked.seen)
+        if ticked.stored is not None:
             state.tick_id += 1
-            state.snapshot = Snapshot.parse(stored)
-            state.set_heads(queue_ids, heads)
-        return TickCounts(
-            ticked=stored is not None,
-            decisions=decisions,
-            appended=appended,
-            held=held,
-            released=released,
-            scheduled=scheduled,
-            due=due,
-            more=more or (plan.fifo_read and state.order.has_releasable),
-            next_due_seconds=next_due_seconds,
-        )
+            state.snapshot = Snapshot.parse(ticked.stored)
+        if plan.has_looked and state.order.has_releasable:
+            return replace(ticked.counts, more=True)
+        return ticked.counts
 
     def _hint(self, connection: Connection, state: TickState) -> None:
         blockers = state.order.hints(time.monotonic(), HINT_AFTER_SECONDS)
         if blockers:
             half_scan.hint_checks(Executor(connection, self._schema), blockers, settings=self._check)
+
+
+def _boolean(value: bool) -> bytes:
+    return b"true" if value else b"false"

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 from outbox import faults, heartbeat
 from outbox.broker.database import timeouts
-from outbox.broker.database.arrays import bigints, cursor_on, integers, xids
-from outbox.broker.database.connection import Connection, ReachedServer, reached_server
+from outbox.broker.database.arrays import xids
+from outbox.broker.database.connection import ReachedServer, reached_server
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.snapshot import Snapshot
 from outbox.broker.log import incidents
@@ -29,10 +28,11 @@ _RESYNC_SECONDS: Final = 3600.0
 
 @dataclass
 class TickState:
-    """Where the sequencer stands: the last tick, the heads of all queues, and the order of FIFO keys.
+    """Where the sequencer stands: the last tick, and the order of FIFO keys.
 
     `half_snapshot` says which FIFO half rows `order` knows; it can be ahead of the tick's `snapshot`.
-    `heads[queue_id]` is the next offset of a queue. `fifo_topics`: the topics whose half rows `order` knows.
+    `fifo_topics`: the topics whose half rows `order` knows. `newest_parked`: when a transaction was parked last, by the
+    last look at all that block a key. `meets_fifo`: the last look found FIFO messages; the next tick begins with one.
     """
 
     tick_id: int
@@ -40,15 +40,17 @@ class TickState:
     half_snapshot: Snapshot
     incarnation: int
     fifo_topics: list[int] = field(default_factory=list)
-    heads: list[int] = field(default_factory=lambda: [0])
     order: KeyOrder = field(default_factory=KeyOrder)
+    newest_parked: bytes | None = None
+    look_at_all_parked_at: float = 0.0
+    meets_fifo: bool = False
 
-    def set_heads(self, queue_ids: Sequence[int], heads: Sequence[int]) -> None:
-        """Take over the heads that a tick has written."""
-        for queue_id, head in zip(queue_ids, heads, strict=True):
-            if queue_id >= len(self.heads):
-                self.heads.extend([0] * (queue_id + 1 - len(self.heads)))
-            self.heads[queue_id] = head
+    def must_look(self, now: float) -> bool:
+        """Whether held messages may be free although the next tick meets nothing new of their keys."""
+        order = self.order
+        return order.has_releasable or (
+            order.has_held and (order.has_new_blockers or now >= self.look_at_all_parked_at)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,23 +65,22 @@ class _Broker:
     has_foreign_ids: bool
 
 
-def prepare(connection: Connection, *, local: bool) -> None:
+def _prepare(run: Executor, *, local: bool) -> None:
     """Settings of the sequencer's statements: for the session, or for one transaction as its first statement."""
     if local:
-        timeouts.lift_for_transaction(connection)
+        timeouts.lift_for_transaction(run.connection)
     else:
-        timeouts.lift_for_session(connection)
-    with cursor_on(connection) as cursor:
-        cursor.execute(tick_sql.SETTINGS, {"local": local}, prepare=True)
+        timeouts.lift_for_session(run.connection)
+    run.execute(tick_sql.SETTINGS, {"local": local}, prepare=True)
 
 
 def adopt(run: Executor, check: CheckSettings, *, local: bool = False) -> TickState:
     """Read where the sequencer stands; resynchronise first when transaction ids started over (restore, failover).
 
-    `local`: the connection's session may not last (see `prepare`).
+    `local`: the connection's session may not last (see `_prepare`).
     """
     if not local:
-        prepare(run.connection, local=False)
+        _prepare(run, local=False)
     if _broker(run).fifo_topics:
         # Then only what the scan has found undecided must be read below, not the whole log.
         checks.scan(run, settings=check)
@@ -95,15 +96,15 @@ def adopt(run: Executor, check: CheckSettings, *, local: bool = False) -> TickSt
             state.order.open(log_id, (topic_id, key), transaction_id)
     # What was decided between the last tick and now may have freed a held message; the next tick finds out.
     state.order.reconsider()
-    run.connection.execute(tick_sql.COMMIT)
+    run.execute(tick_sql.COMMIT)
     logger.info("sequencing from tick %d, incarnation %d", state.tick_id, state.incarnation)
     return state
 
 
 def _begin(run: Executor, *, local: bool) -> None:
-    run.connection.execute(tick_sql.BEGIN_REPEATABLE)
+    run.execute(tick_sql.BEGIN_REPEATABLE)
     if local:
-        prepare(run.connection, local=True)
+        _prepare(run, local=True)
 
 
 def _broker(run: Executor) -> _Broker:
@@ -112,14 +113,13 @@ def _broker(run: Executor) -> _Broker:
 
 
 def _last_tick(run: Executor, broker: _Broker) -> TickState:
-    snapshot = Snapshot.parse(broker.snapshot)
-    state = TickState(tick_id=0, snapshot=snapshot, half_snapshot=snapshot, incarnation=broker.incarnation)
-    # From the last full tick on: each says only which heads it moved.
-    for tick_id, text, queue_ids, heads in run.rows(takeover_sql.TICKS):
-        state.tick_id = tick_id
-        state.snapshot = Snapshot.parse(text)
-        state.set_heads(queue_ids, heads)
-    return state
+    tick_id, snapshot = run.one(takeover_sql.LAST_TICK)
+    return TickState(
+        tick_id=tick_id,
+        snapshot=Snapshot.parse(snapshot),
+        half_snapshot=Snapshot.parse(broker.snapshot),
+        incarnation=broker.incarnation,
+    )
 
 
 def _open_since(state: TickState, broker: _Broker) -> dict[str, object]:
@@ -172,21 +172,11 @@ def _resync(run: Executor, check: CheckSettings, reached: ReachedServer, reason:
     foreign = run.count(takeover_sql.FREEZE_FOREIGN)
     run.execute(takeover_sql.RECORD_RESYNC, {"incarnation": incarnation, "reason": reason})
     run.execute(takeover_sql.RESET_HALF_SCAN, {"immunity": check.immunity_seconds})
-    run.execute(takeover_sql.RESYNC_TICK, _full_tick(state, incarnation))
+    run.execute(takeover_sql.RESYNC_TICK, {"tick_id": state.tick_id, "incarnation": incarnation})
     detail = (
         f"{reason}: incarnation {incarnation} begins, {lost} decided messages were not in any queue, "
         f"{foreign} decisions had transaction ids of another server"
     )
     incidents.record(run, [Incident(IncidentKind.RESYNC, "broker", detail)])
     faults.point("sequencer.mid_resync")
-    run.connection.execute(tick_sql.COMMIT)
-
-
-def _full_tick(state: TickState, incarnation: int) -> dict[str, object]:
-    queue_ids = [queue_id for queue_id, head in enumerate(state.heads) if head]
-    return {
-        "tick_id": state.tick_id,
-        "incarnation": incarnation,
-        "queue_ids": integers(queue_ids),
-        "heads": bigints([state.heads[queue_id] for queue_id in queue_ids]),
-    }
+    run.execute(tick_sql.COMMIT)

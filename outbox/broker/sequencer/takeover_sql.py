@@ -7,10 +7,7 @@ from typing import Final
 from outbox.broker.database.statement import Statement
 from outbox.broker.transaction.pending import insert_pending
 
-TICKS: Final = Statement("""
-SELECT tick_id, snapshot::text, queue_ids, heads FROM {schema}.tick
-WHERE tick_id >= (SELECT max(tick_id) FROM {schema}.tick WHERE is_full) ORDER BY tick_id
-""")
+LAST_TICK: Final = Statement("SELECT tick_id, snapshot::text FROM {schema}.tick ORDER BY tick_id DESC LIMIT 1")
 
 # A row that is visible has an id below the snapshot's end, unless another server gave it.
 BROKER: Final = Statement("""
@@ -106,5 +103,7 @@ SELECT (SELECT max(scan_id) + 1 FROM {{schema}}.half_scan), pg_current_snapshot(
 
 RESYNC_TICK: Final = Statement("""
 INSERT INTO {schema}.tick (tick_id, snapshot, incarnation, appended, queue_ids, heads, is_full)
-VALUES (%(tick_id)s + 1, pg_current_snapshot(), %(incarnation)s, 0, %(queue_ids)s::integer[], %(heads)s::bigint[], true)
+SELECT %(tick_id)s + 1, pg_current_snapshot(), %(incarnation)s, 0, coalesce(array_agg(queue_id), '{{}}'),
+       coalesce(array_agg(head), '{{}}'), true
+FROM {schema}.queue_head WHERE head > 0
 """)

@@ -1,4 +1,4 @@
-"""The ledger and reconciliation's findings in the admin, to look at only.
+"""The ledger, reconciliation's findings and the operations page's audit in the admin, to look at only.
 
 (The admin cannot show tables with composite keys, as the inbox is.)
 """
@@ -9,15 +9,18 @@ from typing import TYPE_CHECKING
 
 from django.contrib import admin
 from django.http import HttpRequest
+from django.urls import NoReverseMatch, reverse
+from django.utils.html import format_html
 
-from outbox.contrib.django.models import Finding, LedgerEntry, LedgerIdentity
+from outbox.contrib.django.models import Finding, LedgerEntry, LedgerIdentity, OperatorAction
 
 if TYPE_CHECKING:
     _Entries = admin.ModelAdmin[LedgerEntry]
     _Identities = admin.ModelAdmin[LedgerIdentity]
     _Findings = admin.ModelAdmin[Finding]
+    _Actions = admin.ModelAdmin[OperatorAction]
 else:
-    _Entries = _Identities = _Findings = admin.ModelAdmin
+    _Entries = _Identities = _Findings = _Actions = admin.ModelAdmin
 
 
 class ReadOnly:
@@ -62,9 +65,39 @@ class FindingAdmin(ReadOnly, _Findings):
     list_filter = ("finding_class", "severity", "rule", "group", "output")
     search_fields = ("key", "message_id", "transaction_id")
     ordering = ("rule", "finding_class", "group", "key")
-    readonly_fields = ("trace",)
+    readonly_fields = ("trace", "operations_page")
 
     @admin.display(description="trace by")
     def trace(self, finding: Finding) -> str:
         """The command that shows what became of the message."""
         return f"python manage.py outbox_trace {finding.message_id}" if finding.message_id else ""
+
+    @admin.display(description="operations page")
+    def operations_page(self, finding: Finding) -> str:
+        """The message on the operations page, where that is mounted."""
+        return link("message", finding.message_id, finding.message_id)
+
+
+@admin.register(OperatorAction)
+class OperatorActionAdmin(ReadOnly, _Actions):
+    """What was done on the operations page."""
+
+    list_display = ("at", "who", "action", "subject", "why", "outcome")
+    list_filter = ("action", "outcome")
+    ordering = ("-id",)
+    show_full_result_count = False
+    readonly_fields = ("operations_page",)
+
+    @admin.display(description="operations page")
+    def operations_page(self, entry: OperatorAction) -> str:
+        """The same entry there."""
+        return link("audit_entry", entry.pk, str(entry))
+
+
+def link(name: str, argument: object, text: str) -> str:
+    """A link to the operations page; empty where there is nothing to link, or no such page."""
+    try:
+        address = reverse(f"outbox:{name}", args=[argument])
+    except NoReverseMatch:
+        return ""
+    return format_html('<a href="{}">{}</a>', address, text)

@@ -1,0 +1,157 @@
+"""What a tick costs, counted: statements, round trips, rows read. It follows what is new, not what there is."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+
+import psycopg
+import pytest
+
+from outbox.broker.database.connection import BrokerConnection, BrokerDatabase
+from outbox.broker.database.executor import Executor
+from outbox.broker.database.notify import Announcements, Channel, listen
+from outbox.broker.log.topics import declare_topics
+from outbox.broker.postgres import PostgresBroker
+from outbox.broker.sequencer.sequencer import Sequencer
+from outbox.topic import Topic
+from tests.broker.support import ANY, drain, end, half, message, new_sequencer, wire
+
+# What a tick reads, but for the few topics and queues of a test.
+READ = ("op_log", "commit_log", "consume_queue", "scheduled", "held", "tick", "pending_check")
+
+
+def _read(connection: BrokerConnection) -> tuple[int, int]:
+    """Sequential scans of those tables, and rows read from them, that other connections have flushed."""
+    row = connection.execute(
+        "SELECT sum(seq_scan)::bigint, sum(seq_tup_read + coalesce(idx_tup_fetch, 0))::bigint"
+        " FROM pg_stat_user_tables WHERE relname = ANY (%s)",
+        [list(READ)],
+    ).fetchone()
+    assert row is not None
+    return int(row[0]), int(row[1])
+
+
+def _cost(sequencer: Sequencer, ticking: BrokerConnection, work: Callable[[], object]) -> tuple[int, int]:
+    """Scans and rows that one tick reads for the work."""
+    work()
+    # The counters of a session are read by others once it has flushed them.
+    ticking.execute("SELECT pg_stat_force_next_flush()")
+    with contextlib.closing(psycopg.connect(ticking.info.dsn, autocommit=True)) as reader:
+        before = _read(reader)  # type: ignore[arg-type]
+        assert sequencer.run_once(ticking).ticked
+        ticking.execute("SELECT pg_stat_force_next_flush()")
+        after = _read(reader)  # type: ignore[arg-type]
+    return after[0] - before[0], after[1] - before[1]
+
+
+@pytest.fixture
+def ticking(database: BrokerDatabase) -> BrokerConnection:
+    """The sequencer's connection: its plans are made before the tables grow."""
+    return database.open(name="ticking")
+
+
+@pytest.mark.parametrize("topic", ["orders", "ordered"])
+def test_a_tick_reads_only_what_is_new(
+    topic: str,
+    broker: PostgresBroker,
+    database: BrokerDatabase,
+    connection: BrokerConnection,
+    ticking: BrokerConnection,
+) -> None:
+    """Also with plans that were made on empty tables, on tables that have grown since and were never analysed."""
+    with contextlib.closing(ticking):
+        for table in READ:
+            connection.execute(f"ALTER TABLE outbox.{table} SET (autovacuum_enabled = off)".encode())
+        sequencer = new_sequencer(database)
+        sequencer.run_once(ticking)
+
+        def one() -> None:
+            broker.send([message(topic, key="k")])
+
+        for _ in range(7):
+            small = _cost(sequencer, ticking, one)
+        blocker = half(message("ordered", key="held"))
+        broker.send_half(blocker)
+        broker.send([message("ordered", key="held") for _ in range(500)])
+        later = datetime.now(UTC) + timedelta(hours=1)
+        broker.send([message(deliver_at=later) for _ in range(500)])
+        for _ in range(10):
+            broker.send([message() for _ in range(500)])
+        drain(sequencer, ticking)
+        drain(sequencer, ticking)
+        _cost(sequencer, ticking, one)
+        large = _cost(sequencer, ticking, one)
+        assert (small[0], large[0]) == (0, 0), "sequential scans"
+        assert large[1] <= small[1] + 10, "rows"
+
+
+def test_a_tick_touches_only_the_queues_it_appends_to(
+    broker: PostgresBroker, database: BrokerDatabase, connection: BrokerConnection
+) -> None:
+    many = [Topic(name=f"many-{number}", types=ANY, queue_count=100) for number in range(10)]
+    declare_topics(Executor(connection, "outbox"), many)
+    broker.declare(many)
+    for topic in many:
+        broker.send([message(topic.name) for _ in range(100)])
+    sequencer = new_sequencer(database)
+    drain(sequencer, connection)
+    broker.send([message("plain", key="k")])
+    with wire(connection) as wired:
+        sequencer.run_once(connection)
+    assert sum(map(len, wired.lines)) < 4000, "what a tick sends and gets does not grow with the queues"
+
+
+def test_held_keys_cost_nothing_in_a_tick_without_fifo_messages(
+    broker: PostgresBroker, database: BrokerDatabase, connection: BrokerConnection
+) -> None:
+    blockers = [half(message("ordered", key=f"key-{number}")) for number in range(20)]
+    for one in blockers:
+        broker.send_half(one)
+    broker.send([message("ordered", key=f"key-{number}") for number in range(20)])
+    sequencer = new_sequencer(database)
+    assert drain(sequencer, connection).held == 20
+    # The one after looks once more: it asks whether one of the blockers is parked, and finds nothing else of FIFO.
+    sequencer.run_once(connection)
+    broker.send([message("plain", key="k")])
+    with wire(connection) as wired:
+        assert sequencer.run_once(connection).appended == 1
+    assert wired.round_trips == 1
+    broker.end([end(one.transaction_id) for one in blockers])
+    drain(sequencer, connection)
+    assert connection.execute("SELECT count(*) FROM outbox.held").fetchone() == (0,)
+
+
+def test_what_a_tick_appended_is_announced_in_the_same_round_trip(
+    broker: PostgresBroker, database: BrokerDatabase, connection: BrokerConnection
+) -> None:
+    sequencer = new_sequencer(database)
+    sequencer.run_once(connection)
+    with contextlib.closing(database.open()) as consumer:
+        listen(Executor(consumer, "outbox"), Channel.QUEUED)
+        announcements = Announcements(consumer)
+        broker.send([message(deliver_at=datetime.now(UTC) + timedelta(hours=1))])
+        assert sequencer.run_once(connection).scheduled == 1
+        assert announcements.wait(0) == set(), "nothing was appended"
+        broker.send([message()])
+        with wire(connection) as wired:
+            sequencer.run_once(connection)
+        assert (wired.round_trips, wired.statements) == (1, 4)
+        assert announcements.wait(10) == {"outbox_queued"}
+
+
+def test_a_tick_stands_when_its_announcement_is_refused(
+    broker: PostgresBroker, database: BrokerDatabase, connection: BrokerConnection
+) -> None:
+    """As with a full notification queue, which one idle transaction that listens can cause."""
+    connection.execute(
+        "CREATE FUNCTION public.pg_notify(text, text) RETURNS void LANGUAGE plpgsql AS $$ BEGIN RAISE 'full'; END $$"
+    )
+    connection.execute("SET search_path = public, pg_catalog")
+    sequencer = new_sequencer(database)
+    with pytest.raises(psycopg.errors.RaiseException):
+        connection.execute("SELECT pg_notify('outbox_queued', '')")
+    for _ in range(3):
+        broker.send([message()])
+        assert sequencer.run_once(connection).appended == 1

@@ -1,0 +1,203 @@
+"""The page in Chromium: what an operator does with it, at any width, for everybody, and against hostile content."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Final
+from uuid import UUID
+
+import pytest
+
+from outbox.broker.operations import summary
+from outbox.contrib.django import publish
+from outbox.contrib.django.models import Finding, OperatorAction
+from tests.django.broker_world import World
+from tests.django.console.support import Site, bury, dead_keys
+from tests.django.console.test_settling import decision, lost_end
+from tests.django.support import sequence
+from tests.sample.browser import Browser
+
+pytestmark = [pytest.mark.browser, pytest.mark.usefixtures("no_subscribers")]
+
+AXE: Final = (Path(__file__).parent / "vendor" / "axe.min.js").read_text(encoding="utf-8")
+HOSTILE: Final = "\"'><script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'>{{ 7 }}\u202e\x1b[2J"
+PAGES: Final = (
+    *("", "messages/", "undecided/", "dead-letters/", "dead-letters/list/?group=mail", "waiting/", "groups/"),
+    *("groups/one/?name=mail&topic=orders", "topics/", "topics/one/?name=orders", "findings/", "incidents/", "audit/"),
+)
+
+
+def busy(world: World) -> list[str]:
+    """A broker with something on every page, hostile where somebody else decides what it says; returns the pages."""
+    for group in ("mail", "stock", "points"):
+        world.subscribe(group)
+    message_id = publish("orders", {"name": HOSTILE}, key=HOSTILE, tag="paid", headers={"h": HOSTILE}).message_id
+    publish("orders", {}, key="order-7")
+    publish("reminders", {"name": HOSTILE}, key=HOSTILE, delay=3600)
+    sequence()
+    bury(world, "mail", HOSTILE, f"ValueError: {HOSTILE}")
+    Finding.objects.create(output="o", run="r", rule=HOSTILE, finding_class="LOST", severity="critical", key=HOSTILE)
+    entry = OperatorAction.objects.create(who=HOSTILE, why=HOSTILE, action="pause", subject=HOSTILE, effect=HOSTILE)
+    world.sql(
+        "INSERT INTO outbox.incident (kind, subject, detail) VALUES ('refused', %s, %s)",
+        HOSTILE, HOSTILE,
+    )  # fmt: skip
+    for _ in range(3):
+        summary.refresh(world.run)
+    undecided = world_half(world)
+    return [*PAGES, f"messages/{message_id}/", f"messages/{undecided}/", f"audit/{entry.pk}/"]
+
+
+def world_half(world: World) -> UUID:
+    world.half()
+    [(found,)] = world.sql("SELECT transaction_id FROM outbox.pending_check")
+    world.sql("UPDATE outbox.pending_check SET last_answer = %s", HOSTILE)
+    transaction_id: UUID = found
+    return transaction_id
+
+
+def settled(browser: Browser) -> None:
+    """Wait until what the scripts draw is drawn."""
+    browser.wait_for("[...document.querySelectorAll('.chart')].every(e => e.plot)")
+
+
+def serious(browser: Browser) -> list[str]:
+    """What axe finds that keeps somebody out."""
+    browser.evaluate(f"{AXE}; undefined")
+    found: list[dict[str, Any]] = browser.evaluate("axe.run().then(found => found.violations)")
+    return [
+        f"{one['id']}: {one['help']}: {[node['html'][:200] for node in one['nodes'][:3]]}"
+        for one in found
+        if one["impact"] in ("serious", "critical")
+    ]
+
+
+def confirm(browser: Browser, why: str) -> None:
+    """Give the reason and do it."""
+    browser.evaluate(f"document.querySelector('#why').value = {why!r}")
+    browser.click("form.confirm button")
+
+
+def test_a_stuck_half_is_found_understood_and_settled(world: World, site: Site) -> None:
+    lost_end(world, "order-7")
+    world.sql("UPDATE outbox.pending_check SET checks = 15, parked_at = now(), park_reason = 'checks', "
+              "last_answer = 'the replica is behind'")  # fmt: skip
+    with Browser() as browser:
+        site.open(browser)
+        assert "parked" in browser.text("#live")
+        browser.click(".go[href*=undecided]")
+        assert "order-7" in browser.text("main") and "the replica is behind" in browser.text("main")
+        browser.click("table a.id")
+        assert "has asked 15 times" in browser.text("main") and "Stored as a half message" in browser.text("main")
+        browser.click("button.good")
+        assert "The ledger says now: COMMIT" in browser.text("main")
+        confirm(browser, "the order is paid")
+        assert "done" in browser.text("main") and "the order is paid" in browser.text("main")
+        assert decision(world) == [("C", "O")]
+        site.open(browser)
+        assert "Everything is in order" in browser.text("#live")
+
+
+def test_all_dead_letters_of_one_error_are_replayed(world: World, site: Site) -> None:
+    world.subscribe("mail")
+    world.publish(5)
+    for number in range(5):
+        bury(world, "mail", f"k{number}", "TimeoutError: no answer" if number < 3 else "KeyError: 'email'")
+    with Browser() as browser:
+        site.open(browser, "/outbox/dead-letters/")
+        assert "3 × TimeoutError in mail" in browser.text("main") and "2 × KeyError" in browser.text("main")
+        browser.click("section.error button.good")
+        assert "Deliver 3 dead letters again to group mail whose error is of type TimeoutError" in browser.text("main")
+        # What dies after this page was shown was not meant.
+        publish("orders", {}, key="k5")
+        sequence()
+        bury(world, "mail", "k5", "TimeoutError: no answer")
+        confirm(browser, "the mail server is back")
+        assert "settled" in browser.text("main")
+    assert dead_keys(world.run, "mail") == ["k3", "k4", "k5"]
+    assert OperatorAction.objects.get().after == {"settled": 3}
+
+
+def test_an_order_is_followed_by_its_key_through_three_groups(world: World, site: Site) -> None:
+    for group in ("mail", "stock", "points"):
+        world.subscribe(group)
+    world.publish(3)
+    bury(world, "stock", "k1", "ValueError: negative stock")
+    with Browser(width=390, height=800) as browser:
+        site.open(browser, "/outbox/messages/")
+        browser.evaluate("document.querySelector('[name=q]').value = 'k1'")
+        browser.click("form.search button")
+        assert browser.evaluate("document.querySelectorAll('table a.id').length") == 1
+        browser.click("table a.id")
+        text = browser.text("main")
+        assert [group for group in ("mail", "stock", "points") if group in text] == ["mail", "stock", "points"]
+        assert "stock failed on attempt 1" in text and "stock gave it up" in text and "negative stock" in text
+
+
+@pytest.mark.parametrize("look", [{}, {"dark": True}, {"width": 360, "height": 740}], ids=["light", "dark", "phone"])
+def test_pages_are_inert_and_fit_and_axe_has_nothing_serious(world: World, site: Site, look: dict[str, Any]) -> None:
+    pages = busy(world)
+    with Browser(**look) as browser:
+        for page in pages:
+            site.open(browser, f"/outbox/{page}")
+            settled(browser)
+            assert browser.evaluate("window.hacked === undefined && !document.querySelector('main img, main script')")
+            assert "\u202e" not in browser.text() and "\x1b" not in browser.text(), page
+            assert browser.evaluate("document.documentElement.scrollWidth") <= look.get("width", 1280), page
+            assert serious(browser) == [], page
+
+
+def test_the_checks_find_what_they_look_for(world: World, site: Site) -> None:
+    with Browser(width=360, height=740) as browser:
+        site.open(browser)
+        browser.evaluate("document.querySelector('main').insertAdjacentHTML('beforeend', '<img src=x>')")
+        assert any("image-alt" in one for one in serious(browser))
+        browser.evaluate("document.querySelector('h1').style.width = '900px'")
+        assert browser.evaluate("document.documentElement.scrollWidth") > 360
+
+
+def test_a_strict_policy_is_kept_and_keeps_out_what_is_foreign(world: World, site: Site) -> None:
+    busy(world)
+    with Browser() as browser:
+        browser.command(
+            "Page.addScriptToEvaluateOnNewDocument",
+            source="window.broken = []; addEventListener('securitypolicyviolation', e => broken.push(e.blockedURI))",
+        )
+        site.open(browser)
+        settled(browser)
+        browser.evaluate("window.same = true; htmx.trigger('#live', 'every')")
+        browser.evaluate("htmx.ajax('GET', '/outbox/', {target: '#live', swap: 'outerHTML'})")
+        assert browser.evaluate("broken.length") == 0
+        assert browser.evaluate("getComputedStyle(document.body).margin") == "0px", "its own style is used"
+        browser.evaluate(
+            "document.body.append(Object.assign(document.createElement('script'), {textContent: 'hacked = 1'}))"
+        )
+        assert browser.evaluate("window.hacked === undefined && broken.length === 1")
+
+
+def test_the_overview_follows_without_a_reload_unless_paused(world: World, site: Site) -> None:
+    with Browser() as browser:
+        site.open(browser)
+        assert "Everything is in order" in browser.text("#live")
+        browser.evaluate("window.same = true")
+        world.sql("UPDATE outbox.broker SET reject_transactional = true")
+        browser.wait_for("document.querySelector('#announce').textContent.includes('1 warning')")
+        assert browser.evaluate("window.same") is True and "rejecting" in browser.text("#live")
+        browser.evaluate("document.querySelector('#pause').click()")
+        browser.evaluate("window.asked = 0; document.body.addEventListener('htmx:beforeSend', () => asked++)")
+        browser.evaluate(
+            "new Promise(done => document.body.addEventListener('htmx:beforeRequest', done, {once: true}))"
+        )
+        assert browser.evaluate("asked") == 0
+
+
+def test_it_goes_without_scripts(world: World, site: Site) -> None:
+    lost_end(world)
+    client_page = "/outbox/undecided/"
+    with Browser() as browser:
+        site.open(browser, client_page)
+        browser.command("Emulation.setScriptExecutionDisabled", value=True)
+        browser.goto(f"{site.url}{client_page}")
+        browser.click("button.good")
+        confirm(browser, "without scripts")
+    assert decision(world) == [("C", "O")]
