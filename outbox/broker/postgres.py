@@ -225,9 +225,9 @@ class PostgresBroker:
         self._notifier.notify(notify.Channel.DECIDED)
 
     def close(self) -> None:
-        """End the background thread and close idle connections. The broker may be used again."""
+        """End the background thread and close idle connections. Used again, it connects for each call."""
         self._notifier.close()
-        self._pool.clear()
+        self._pool.close()
 
     def _attempt(self, timeout_seconds: float, request: Callable[[Executor], _Result], *, what: str) -> _Result:
         deadline = time.monotonic() + timeout_seconds

@@ -30,6 +30,7 @@ class Pool:
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._idle: list[BrokerConnection] = []
+        self._is_closed = False
 
     @contextmanager
     def connection(self, deadline: float) -> Iterator[BrokerConnection]:
@@ -57,7 +58,7 @@ class Pool:
     def _give_back(self, connection: BrokerConnection) -> None:
         with self._lock:
             is_idle = connection.info.transaction_status == TransactionStatus.IDLE
-            if is_idle and len(self._idle) < self._keep:
+            if is_idle and len(self._idle) < self._keep and not self._is_closed:
                 self._idle.append(connection)
                 return
         connection.close()
@@ -70,3 +71,8 @@ class Pool:
             idle, self._idle = self._idle, []
         for connection in idle:
             connection.close()
+
+    def close(self) -> None:
+        """Close the idle connections, and from now on each that is given back: another thread may be using one."""
+        self._is_closed = True
+        self.clear()
