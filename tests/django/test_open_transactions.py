@@ -71,14 +71,14 @@ def test_open_ones_are_listed_before_anybody_looked_for_them_and_after() -> None
 
 
 def test_those_of_a_fenced_producer_are_told_apart() -> None:
-    older = fenced_producer("import")
+    older = fenced_producer("nightly")
     with transaction.atomic():
         send(older, "slow")
         with pytest.raises(LeftoversUndecided):
-            in_thread(lambda: fenced_producer("import", wait_seconds=0.1))
+            in_thread(lambda: fenced_producer("nightly", wait_seconds=0.1))
         publish("orders", 1, key="another")
-        [one] = said("outbox_transaction", "list", "--transactional-id", "import")
-    assert (one["transactional_id"], one["epoch"], one["fenced"]) == ("import", 1, True)
+        [one] = said("outbox_transaction", "list", "--transactional-id", "nightly")
+    assert (one["transactional_id"], one["epoch"], one["fenced"]) == ("nightly", 1, True)
 
 
 def test_one_is_described_with_its_messages_and_answers() -> None:
