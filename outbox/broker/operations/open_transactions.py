@@ -24,6 +24,7 @@ class OpenTransaction:
 
     `state`: new (no check has looked for it yet), waiting (its group is asked at `due_at`) or parked.
     `transactional_id` and `epoch` are those of a fenced producer, else None; `fenced`: a newer instance took its place.
+    `key` is that of the first message, empty without one.
     """
 
     transaction_id: UUID
@@ -33,6 +34,7 @@ class OpenTransaction:
     fenced: bool
     messages: int
     topics: list[str]
+    key: str
     stored_at: datetime
     state: str
     checks: int
@@ -67,7 +69,8 @@ WITH undecided AS (
     UNION ALL {_NEW} xid = ANY(%(xip)s::xid8[])
 )
 SELECT undecided.transaction_id, first.producer_group, noted.transactional_id, noted.epoch,
-       coalesce(noted.epoch < newest.epoch, false) AS fenced, part.messages, part.topics, first.stored_at,
+       coalesce(noted.epoch < newest.epoch, false) AS fenced, part.messages, part.topics,
+       first.key, first.stored_at,
        CASE WHEN undecided.parked_at IS NOT NULL THEN 'parked' WHEN undecided.new THEN 'new'
             ELSE 'waiting' END AS state,
        undecided.checks, undecided.due_at, undecided.last_answer
@@ -82,6 +85,7 @@ CROSS JOIN LATERAL (
 ) AS part
 WHERE undecided.transaction_id > %(after)s
   AND (%(id)s::uuid IS NULL OR undecided.transaction_id = %(id)s)
+  AND (NOT %(parked)s OR undecided.parked_at IS NOT NULL)
   AND (%(group)s::text IS NULL OR first.producer_group = %(group)s)
   AND (%(transactional_id)s::text IS NULL OR noted.transactional_id = %(transactional_id)s)
   AND NOT EXISTS (SELECT FROM {{schema}}.op_log WHERE op_log.transaction_id = undecided.transaction_id)
@@ -94,14 +98,17 @@ def list_open(
     group: str | None = None,
     transactional_id: str | None = None,
     *,
+    parked: bool = False,
     after: UUID | None = None,
     limit: int = 100,
 ) -> list[OpenTransaction]:
     """A page of open transactions, the oldest first: of one producer group or transactional id, or of all.
 
+    `parked`: only those that are past the limits of checks.
+
     The next page begins after the last transaction id of this one. Changes nothing.
     """
-    return _find(run, group=group, transactional_id=transactional_id, after=after, limit=limit)
+    return _find(run, group=group, transactional_id=transactional_id, parked=parked, after=after, limit=limit)
 
 
 def describe(run: Executor, transaction_id: UUID) -> Description | None:
@@ -119,6 +126,7 @@ def _find(
     transaction_id: UUID | None = None,
     group: str | None = None,
     transactional_id: str | None = None,
+    parked: bool = False,
     after: UUID | None = None,
     limit: int,
 ) -> list[OpenTransaction]:
@@ -129,6 +137,7 @@ def _find(
         "id": transaction_id,
         "group": group,
         "transactional_id": transactional_id,
+        "parked": parked,
         "after": after or UUID(int=0),
         "limit": limit,
     }

@@ -8,15 +8,16 @@ import pytest
 from django.db import transaction
 from django.test import Client
 
-from outbox.contrib.django import publish, run_check_back
+from outbox.contrib.django import fenced_producer, publish, run_check_back
 from outbox.contrib.django.broker import flusher
 from outbox.contrib.django.console.audit import recorded
 from outbox.contrib.django.models import OperatorAction
-from outbox.errors import UsageError
+from outbox.errors import LeftoversUndecided, UsageError
 from tests.django.broker_world import World
 from tests.django.console.support import client_of, make_user
 from tests.django.shop.models import Order
 from tests.django.support import sequence
+from tests.django.test_message_transactions import in_thread, send
 
 pytestmark = pytest.mark.usefixtures("no_subscribers")
 
@@ -48,6 +49,18 @@ def test_what_is_undecided_is_listed_with_what_can_be_done(world: World, operato
     reader = client_of(make_user("view_operations")).get("/outbox/undecided/").content.decode()
     assert str(transaction_id) in reader and "Commit …" not in reader
     assert str(transaction_id) not in operator.get("/outbox/undecided/?parked=yes").content.decode()
+
+
+def test_an_open_transaction_of_a_fenced_producer_is_listed_before_anybody_asked(
+    world: World, operator: Client
+) -> None:
+    older = fenced_producer("import")
+    with transaction.atomic():
+        send(older, "order-8")
+        with pytest.raises(LeftoversUndecided):
+            in_thread(lambda: fenced_producer("import", wait_seconds=0.1))
+        page = operator.get("/outbox/undecided/").content.decode()
+    assert "order-8" in page and "import, epoch 1" in page and "fenced" in page
 
 
 def test_an_action_is_shown_first_then_done_with_a_reason_and_kept(world: World, operator: Client) -> None:

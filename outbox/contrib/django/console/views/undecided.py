@@ -1,10 +1,10 @@
-"""Transactions that wait for their outcome, parked ones too."""
+"""Transactions that wait for their outcome: open ones that nobody has asked about yet, and parked ones, too."""
 
 from __future__ import annotations
 
 from django.http import HttpRequest, HttpResponse
 
-from outbox.broker.operations.search import list_undecided
+from outbox.broker.operations.open_transactions import list_open
 from outbox.contrib.django.console.access import seeing
 from outbox.contrib.django.console.asking import reading, text, uuid
 from outbox.contrib.django.console.rendering import PER_PAGE, paged, render
@@ -15,7 +15,7 @@ def undecided(request: HttpRequest) -> HttpResponse:
     """The oldest first."""
     group, parked = text(request.GET, "group"), request.GET.get("parked") == "yes"
     with reading() as run:
-        rows = list_undecided(run, group, parked=parked, after=uuid(request.GET, "after"), limit=PER_PAGE + 1)
+        rows = list_open(run, group, parked=parked, after=uuid(request.GET, "after"), limit=PER_PAGE + 1)
     context = {
         "title": "Parked transactions" if parked else "Undecided transactions",
         "page": paged(request, rows, lambda one: {"after": one.transaction_id}),
