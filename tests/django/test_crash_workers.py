@@ -38,6 +38,8 @@ WORKERS: Final = {
 }
 # No ordinary run passes it: broker/test_resync.py kills there.
 RESYNC: Final = "sequencer.mid_resync"
+# tests/sinks and test_receive.py kill there.
+FORWARDED, RECEIVED = "forward.after_acknowledgement", "receive.after_send"
 # test_repair.py kills there.
 REPAIR_STEPS: Final = [point for point in faults.POINTS if point.startswith("repair.")]
 WORKER_STEPS: Final = [point for point in faults.POINTS if point.split(".")[0] in WORKERS and point != RESYNC]
@@ -49,7 +51,7 @@ def worker(name: str, specification: str = "") -> AbstractContextManager[subproc
 
 
 def test_every_fault_point_is_armed() -> None:
-    assert sorted([*PRODUCER_STEPS, *WORKER_STEPS, *REPAIR_STEPS, RESYNC]) == sorted(faults.POINTS)
+    assert sorted([*PRODUCER_STEPS, *WORKER_STEPS, *REPAIR_STEPS, RESYNC, FORWARDED, RECEIVED]) == sorted(faults.POINTS)
 
 
 @contextlib.contextmanager

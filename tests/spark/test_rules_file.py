@@ -51,8 +51,9 @@ def test_the_rules_of_the_sample_are_valid() -> None:
     path = Path(__file__).resolve().parent.parent.parent / "sample_project" / "reconcile.toml"
     rules = rules_file.load(path, {"RECONCILE_ORDERS": "dbname=orders", "RECONCILE_BROKER": "dbname=broker"})
     assert [(rule.topic, [group.name for group in rule.groups]) for rule in rules.rules] == [
-        ("order.paid", ["logistics", "points", "cart"]),
+        ("order.paid", ["logistics", "points", "income.enrich", "cart"]),
         ("shipment.created", ["orders"]),
+        ("order.enriched", ["income.windows"]),
     ]
 
 

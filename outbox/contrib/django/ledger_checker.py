@@ -92,6 +92,9 @@ def open_connection(alias: str) -> BaseDatabaseWrapper:
     options.pop("pool", None)
     if connection.vendor == "sqlite":
         options["timeout"] = LOCK_TIMEOUT_MILLISECONDS / 1000
+    if connection.vendor == "postgresql":
+        # Beside those of the application, and beside its pool: to be told apart where sessions are counted.
+        options["application_name"] = "outbox-ledger"
     connection.settings_dict = {**connection.settings_dict, "OPTIONS": options, "AUTOCOMMIT": True}
     return connection
 
