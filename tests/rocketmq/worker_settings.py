@@ -7,7 +7,7 @@ import os
 from tests.django.worker_settings import *  # noqa: F403
 from tests.django.worker_settings import INSTALLED_APPS, OUTBOX
 
-INSTALLED_APPS = [*INSTALLED_APPS[:-1], "tests.rocketmq.effects"]
+INSTALLED_APPS = [*(app for app in INSTALLED_APPS if app != "tests.django.effects"), "tests.rocketmq.effects"]
 OUTBOX = {
     **{name: value for name, value in OUTBOX.items() if name not in ("BROKER", "TOPICS")},
     "BROKER": os.environ["TEST_ROCKETMQ"],
