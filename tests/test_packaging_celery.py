@@ -36,6 +36,7 @@ def test_the_page_as_it_stands(environments: Environments, project: Project) -> 
     assert str(ROOT) not in project.shell("python -c 'import outbox, shop; print(outbox.__file__, shop.__file__)'")
     project.shell(migrate)
     _, log = project.start("sh", "-c", f"exec {worker.strip()}")
+    eventually(project.is_healthy, within_seconds=120, what=log.read_text)
     assert "A-2 is not paid after all" in project.shell(calls)
     paid = ["invoice for A-1", "shipping A-1", "thanks for A-1"]
     eventually(lambda: project.mails() == paid, within_seconds=120, what=log.read_text)

@@ -77,9 +77,12 @@ class Project:
             **more,
         }
 
-    def shell(self, script: str, **environment: str) -> str:
-        """Run lines of the page; returns what they print."""
-        done = subprocess.run(
+    def is_healthy(self) -> bool:
+        """Whether the worker that was started has begun to lead."""
+        return self._run("python manage.py outbox_health").returncode == 0
+
+    def _run(self, script: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
             ["sh", "-ec", script],
             cwd=self.folder,
             env=self.environment(**environment),
@@ -87,6 +90,10 @@ class Project:
             text=True,
             check=False,
         )
+
+    def shell(self, script: str, **environment: str) -> str:
+        """Run lines of the page; returns what they print."""
+        done = self._run(script, **environment)
         assert done.returncode == 0, f"{script}\n{done.stdout}\n{done.stderr}"
         return done.stdout + done.stderr
 

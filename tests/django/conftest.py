@@ -57,7 +57,7 @@ def django_db_setup(server_url: str, django_db_blocker: Any) -> Iterator[None]:
         connections.close_all()
         with psycopg.connect(server_url, autocommit=True) as connection:
             for name in names:
-                connection.execute(sql.SQL("DROP DATABASE {} WITH (FORCE)").format(sql.Identifier(name)))
+                connection.execute(sql.SQL("DROP DATABASE IF EXISTS {} WITH (FORCE)").format(sql.Identifier(name)))
 
 
 def _name(alias: str) -> str:
