@@ -37,12 +37,7 @@ class DeclaredForward:
 
 def forwards(where: str, value: Any) -> Mapping[str, DeclaredForward]:
     """The declarations by group. Raises ConfigurationError."""
-    if not isinstance(value, Mapping):
-        raise setting_rules.wrong(where, type(value), "a dictionary {group: {'topics': [...], 'sink': 'webhook', ...}}")
-    return {
-        setting_rules.group(f"{where}[{name!r}]", name): _forward(f"{where}[{name!r}]", one)
-        for name, one in value.items()
-    }
+    return setting_rules.by_name(where, value, "{group: {'topics': [...], 'sink': 'webhook', ...}}", _forward)
 
 
 def _forward(where: str, value: Any) -> DeclaredForward:

@@ -5,20 +5,26 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, Final, cast
 
 from outbox.broker.consumer.runtime import ConsumeCounts, ConsumerRuntime
 from outbox.contrib.django import probes
-from outbox.contrib.django.conf import OutboxSettings, get_settings, imported
+from outbox.contrib.django.conf import get_settings, imported
 from outbox.contrib.django.databases import broker_database
 from outbox.contrib.django.forward_rules import DeclaredForward
 from outbox.contrib.django.in_tests import refuse_processes_in_tests
+from outbox.contrib.django.setting_rules import chosen
 from outbox.contrib.sinks.formats import format_named
 from outbox.contrib.sinks.forwarder import Forwarder, RawCodecs, subscription
 from outbox.contrib.sinks.sink import Sink
 from outbox.errors import ConfigurationError
 from outbox.ports import AnyHandler
 from outbox.subscription import Subscription
+
+_PURPOSE: Final = (
+    "to forward: {'billing': {'topics': ['order.paid'], 'sink': 'webhook', "
+    "'options': {'url': 'https://…', 'secrets': ['whsec_…']}}}"
+)
 
 
 def run_forward(stop: threading.Event, *, groups: Sequence[str] = ()) -> None:
@@ -43,25 +49,13 @@ def forwarding(*, groups: Sequence[str] = ()) -> Iterator[ConsumerRuntime]:
     settings = get_settings()
     with contextlib.ExitStack() as sinks:
         wanted: list[tuple[Subscription, AnyHandler]] = []
-        for group, declared in _declared(settings, groups).items():
+        for group, declared in chosen("OUTBOX['FORWARD']", settings.forward, groups, _PURPOSE).items():
             sink = _sink(f"OUTBOX['FORWARD'][{group!r}]", declared)
             sinks.callback(sink.close)
             wanted += _subscriptions(group, declared, sink)
         yield ConsumerRuntime(
             broker_database(settings), wanted, codecs=RawCodecs(), lease_seconds=settings.lease_seconds
         )
-
-
-def _declared(settings: OutboxSettings, groups: Sequence[str]) -> Mapping[str, DeclaredForward]:
-    known = settings.forward
-    if not known:
-        raise ConfigurationError(
-            "OUTBOX['FORWARD'] declares nothing to forward: {'billing': {'topics': ['order.paid'], 'sink': 'webhook', "
-            "'options': {'url': 'https://…', 'secrets': ['whsec_…']}}}."
-        )
-    if unknown := sorted(set(groups) - set(known)):
-        raise ConfigurationError(f"OUTBOX['FORWARD'] has no {', '.join(unknown)}; it has {', '.join(sorted(known))}.")
-    return {group: declared for group, declared in known.items() if not groups or group in groups}
 
 
 def _sink(where: str, declared: DeclaredForward) -> Sink:

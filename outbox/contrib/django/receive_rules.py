@@ -28,12 +28,7 @@ class DeclaredReceive:
 
 def receives(where: str, value: Any) -> Mapping[str, DeclaredReceive]:
     """The declarations by name. Raises ConfigurationError."""
-    if not isinstance(value, Mapping):
-        raise setting_rules.wrong(where, type(value), "a dictionary {name: {'source': 'kombu', 'topic': …}}")
-    return {
-        setting_rules.group(f"{where}[{name!r}]", name): _receive(f"{where}[{name!r}]", one)
-        for name, one in value.items()
-    }
+    return setting_rules.by_name(where, value, "{name: {'source': 'kombu', 'topic': …}}", _receive)
 
 
 def _receive(where: str, value: Any) -> DeclaredReceive:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from typing import cast
+from typing import Final, cast
 
 from outbox import heartbeat
 from outbox.contrib.django import probes
@@ -14,9 +14,14 @@ from outbox.contrib.django.conf import get_settings, imported
 from outbox.contrib.django.forwarding import made
 from outbox.contrib.django.in_tests import refuse_processes_in_tests
 from outbox.contrib.django.receive_rules import DeclaredReceive
+from outbox.contrib.django.setting_rules import chosen
 from outbox.contrib.sources.receiver import Received, Receiver
 from outbox.contrib.sources.source import Convert, Source, convert
-from outbox.errors import ConfigurationError
+
+_PURPOSE: Final = (
+    "to receive: {'partner': {'source': 'kombu', 'topic': 'partner.orders', "
+    "'options': {'url': 'amqp://…', 'queue': 'orders'}}}"
+)
 
 
 def run_receive(stop: threading.Event, *, names: Sequence[str] = ()) -> None:
@@ -61,7 +66,7 @@ def receiving(names: Sequence[str]) -> Iterator[Mapping[str, Receiver]]:
     """The receivers by name; their sources are closed at the end of the block."""
     with contextlib.ExitStack() as sources:
         receivers = {}
-        for name, declared in _declared(names).items():
+        for name, declared in chosen("OUTBOX['RECEIVE']", get_settings().receive, names, _PURPOSE).items():
             where = f"OUTBOX['RECEIVE'][{name!r}]"
             source = cast(Source, made(where, imported(f"{where}['source']", declared.source), declared.options))
             sources.callback(source.close)
@@ -80,15 +85,3 @@ def receiving(names: Sequence[str]) -> Iterator[Mapping[str, Receiver]]:
 def _convert(where: str, declared: DeclaredReceive) -> Convert:
     path = declared.convert
     return convert if path is None else cast(Convert, imported(f"{where}['convert']", path))
-
-
-def _declared(names: Sequence[str]) -> Mapping[str, DeclaredReceive]:
-    known = get_settings().receive
-    if not known:
-        raise ConfigurationError(
-            "OUTBOX['RECEIVE'] declares nothing to receive: {'partner': {'source': 'kombu', 'topic': 'partner.orders', "
-            "'options': {'url': 'amqp://…', 'queue': 'orders'}}}."
-        )
-    if unknown := sorted(set(names) - set(known)):
-        raise ConfigurationError(f"OUTBOX['RECEIVE'] has no {', '.join(unknown)}; it has {', '.join(sorted(known))}.")
-    return {name: declared for name, declared in known.items() if not names or name in names}

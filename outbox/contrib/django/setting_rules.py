@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
-from typing import Any
+from typing import Any, TypeVar
 
 from outbox import names
 from outbox.broker.database.conninfo import read_conninfo
@@ -16,6 +16,8 @@ from outbox.safe_text import mask_passwords
 
 # What a setting is called, and its value; the value as it is used, or ConfigurationError.
 Rule = Callable[[str, Any], Any]
+
+Entry = TypeVar("Entry")
 
 
 def nearest(key: str, known: list[str]) -> str:
@@ -143,6 +145,22 @@ def options_of(where: str, value: Any, rules: Mapping[str, Rule], *, required: S
         if key not in value:
             raise ConfigurationError(f"{where} lacks {key!r}.")
     return {key: rules[key](f"{where}[{key!r}]", one) for key, one in value.items()}
+
+
+def by_name(where: str, value: Any, example: str, entry: Rule) -> dict[str, Any]:
+    """The entries of a setting by their names, each read by `entry`."""
+    if not isinstance(value, Mapping):
+        raise wrong(where, type(value), f"a dictionary {example}")
+    return {group(f"{where}[{name!r}]", name): entry(f"{where}[{name!r}]", one) for name, one in value.items()}
+
+
+def chosen(where: str, declared: Mapping[str, Entry], names: Sequence[str], purpose: str) -> dict[str, Entry]:
+    """The entries named, all without names. Raises ConfigurationError for an unknown one, and where there is none."""
+    if not declared:
+        raise ConfigurationError(f"{where} declares nothing {purpose}.")
+    if unknown := sorted(set(names) - set(declared)):
+        raise ConfigurationError(f"{where} has no {', '.join(unknown)}; it has {', '.join(sorted(declared))}.")
+    return {name: one for name, one in declared.items() if not names or name in names}
 
 
 def path_or_one_of(where: str, value: Any, known: Mapping[str, str]) -> str:
