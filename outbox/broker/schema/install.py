@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import resources
-from typing import Final
+from typing import Final, TypeVar
 
-from psycopg.errors import LockNotAvailable
+from psycopg.errors import DeadlockDetected, LockNotAvailable
 
 from outbox.broker.database.connection import Connection
 from outbox.broker.database.executor import Executor
@@ -18,6 +17,8 @@ from outbox.broker.database.timeouts import lifted
 from outbox.errors import ConfigurationError, SchemaError
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _FILES: Final = {
     1: "0001_initial.sql",
@@ -39,11 +40,13 @@ SCHEMA_VERSION: Final = max(_FILES)
 # UNIQUE NULLS NOT DISTINCT came with it.
 MINIMUM_POSTGRESQL: Final = 15
 
-# Waiting for a table's lock, a change makes everybody else wait behind it: better to give up and come again.
-_LOCK_TIMEOUT_SECONDS: Final = 5
+# How many seconds each attempt waits for the lock of a table. Waiting for one, a change makes everybody else wait
+# behind it, and holding others it may wait for who waits for it: better to let go of all of them and come again. The
+# first waits are shorter than PostgreSQL's deadlock_timeout (1 s), so that it ends none of the others' transactions.
+_LOCK_WAITS: Final = (0.2, 0.4, 0.8, 1.6, 3.2)
 
 _LOCK = Statement("SELECT pg_advisory_xact_lock(hashtextextended('outbox.install', 0))")
-_LIMIT_WAITING = Statement("SELECT set_config('lock_timeout', %(seconds)s || 's', true)")
+_LIMIT_WAITING = Statement("SELECT set_config('lock_timeout', %(milliseconds)s, true)")
 _EXISTS = Statement("SELECT to_regclass(%(table)s) IS NOT NULL")
 # The column came with the second change.
 _VERSION = Statement("""
@@ -76,30 +79,38 @@ def install(connection: Connection, schema: str = "outbox") -> int:
     check_schema_name(schema)
     check_server(connection.info.server_version)
     run = Executor(connection, schema)
-    try:
-        with limited(run):
-            installed = _installed(run)
-            if installed.needs > SCHEMA_VERSION:
-                raise _too_new(schema, installed)
-            if installed.change == 0:
-                run.execute(_CREATE_SCHEMA)
-            recreate(run, after=installed.change)
-    except LockNotAvailable as error:
-        raise SchemaError(
-            f"the broker's tables in schema {schema!r} were not upgraded: another transaction has held one of them for "
-            f"more than {_LOCK_TIMEOUT_SECONDS} s ({error.diag.message_primary}). Nothing was changed; end that "
-            f"transaction (pg_stat_activity, pg_prepared_xacts) and run this again."
-        ) from error
-    return max(installed.change, SCHEMA_VERSION)
+
+    def upgrade() -> int:
+        installed = _installed(run)
+        if installed.needs > SCHEMA_VERSION:
+            raise _too_new(schema, installed)
+        if installed.change == 0:
+            run.execute(_CREATE_SCHEMA)
+        recreate(run, after=installed.change)
+        return max(installed.change, SCHEMA_VERSION)
+
+    return change_tables(run, upgrade, what="upgraded")
 
 
-@contextmanager
-def limited(run: Executor) -> Iterator[None]:
-    """A transaction that changes tables: one at a time, and it waits for their locks a few seconds at most."""
-    with lifted(run.connection):
-        run.execute(_LOCK)
-        run.execute(_LIMIT_WAITING, {"seconds": str(_LOCK_TIMEOUT_SECONDS)})
-        yield
+def change_tables(run: Executor, change: Callable[[], T], *, what: str) -> T:
+    """Run `change` in a transaction of its own, one at a time, and again while open transactions are in its way.
+
+    Raises SchemaError after some seconds of that; nothing is changed then. `what` says what the tables were not.
+    """
+    for seconds in _LOCK_WAITS:
+        try:
+            with lifted(run.connection):
+                run.execute(_LOCK)
+                run.execute(_LIMIT_WAITING, {"milliseconds": str(round(seconds * 1000))})
+                return change()
+        except (LockNotAvailable, DeadlockDetected) as error:
+            last = error
+            logger.info("open transactions are in the way of the broker's tables: %s", error.diag.message_primary)
+    raise SchemaError(
+        f"the broker's tables in schema {run.schema!r} were not {what}: other transactions held one of them each "
+        f"of the {len(_LOCK_WAITS)} times, at last for {_LOCK_WAITS[-1]:g} s ({last.diag.message_primary}). Nothing "
+        f"was changed; end what has long been open (pg_stat_activity, pg_prepared_xacts) and run this again."
+    ) from last
 
 
 def recreate(run: Executor, *, after: int = 0) -> None:

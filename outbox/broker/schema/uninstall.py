@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Final
 
-from psycopg.errors import LockNotAvailable
-
 from outbox.broker.database.connection import Connection
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
-from outbox.broker.schema.install import check_schema, limited, recreate
+from outbox.broker.schema.install import change_tables, check_schema, recreate
 from outbox.errors import SchemaError
 
 _SCRATCH: Final = "outbox_uninstall_scratch"
@@ -31,21 +29,18 @@ def uninstall(connection: Connection, schema: str = "outbox") -> None:
     something else, or are held by open transactions; then nothing was changed.
     """
     run = Executor(connection, schema)
-    try:
-        with limited(run):
-            check_schema(connection, schema)
-            foreign = sorted(_names(run) - _names_of_a_fresh_one(connection))
-            if foreign:
-                raise SchemaError(
-                    f"the schema {schema!r} also holds what is not the broker's ({', '.join(foreign[:5])}): move it to "
-                    f"another schema first. Nothing was dropped."
-                )
-            run.execute(_DROP)
-    except LockNotAvailable as error:
-        raise SchemaError(
-            f"the broker's tables in schema {schema!r} were not dropped: another transaction holds one of them "
-            f"({error.diag.message_primary}). End it (pg_stat_activity, pg_prepared_xacts) and run this again."
-        ) from error
+
+    def drop() -> None:
+        check_schema(connection, schema)
+        foreign = sorted(_names(run) - _names_of_a_fresh_one(connection))
+        if foreign:
+            raise SchemaError(
+                f"the schema {schema!r} also holds what is not the broker's ({', '.join(foreign[:5])}): move it to "
+                f"another schema first. Nothing was dropped."
+            )
+        run.execute(_DROP)
+
+    change_tables(run, drop, what="dropped")
 
 
 def _names_of_a_fresh_one(connection: Connection) -> set[str]:

@@ -18,6 +18,7 @@ from outbox.broker.schema import install as schema_install
 from outbox.broker.schema.install import SCHEMA_VERSION, check_schema, check_server, install
 from outbox.errors import ConfigurationError, SchemaError
 from tests.broker.support import TOPICS, in_threads, message, new_sequencer
+from tests.support import eventually
 
 
 def test_many_install_at_once(new_database: Callable[..., str]) -> None:
@@ -77,18 +78,48 @@ def test_changes_of_later_code_are_accepted(broker_url: str) -> None:
 
 
 def test_install_does_not_wait_behind_an_open_transaction(new_database: Callable[..., str]) -> None:
-    """Else everybody would wait behind the upgrade. (On the tables of the first version.)"""
-    first = resources.files("outbox.broker.schema").joinpath("0001_initial.sql").read_bytes()
+    """Else everybody would wait behind the upgrade."""
     url = new_database()
     with psycopg.connect(url) as holder, psycopg.connect(url, autocommit=True) as connection:
-        connection.execute("CREATE SCHEMA outbox; SET search_path TO outbox")
-        connection.execute(first)
-        connection.execute("INSERT INTO schema_version VALUES (1); RESET search_path")
+        install_first_version(connection)
         holder.execute("SELECT version FROM outbox.schema_version")
         with pytest.raises(SchemaError, match="run this again"):
             install(connection, "outbox")
         holder.rollback()
         assert install(connection, "outbox") == SCHEMA_VERSION
+
+
+def test_install_comes_again_after_a_deadlock(new_database: Callable[..., str]) -> None:
+    """A running transaction has a table that the upgrade wants later, and then wants one that the upgrade has."""
+    url = new_database()
+    waits_for_us = "SELECT count(*) FROM pg_stat_activity WHERE %s = ANY(pg_blocking_pids(pid))"
+    with (
+        psycopg.connect(url) as running,
+        psycopg.connect(url, autocommit=True) as connection,
+        psycopg.connect(url, autocommit=True) as watching,
+    ):
+        install_first_version(connection)
+        # The upgrade is the one that is ended, in whatever order the two begin to wait.
+        running.execute("SET deadlock_timeout = '1min'")
+        running.commit()
+        running.execute("LOCK TABLE outbox.topic IN ROW EXCLUSIVE MODE")
+
+        def go_on() -> None:
+            eventually(lambda: watching.execute(waits_for_us, (running.info.backend_pid,)).fetchone() == (1,))
+            running.execute("SELECT count(*) FROM outbox.schema_version")
+            running.commit()
+
+        def upgrade() -> None:
+            assert install(connection, "outbox") == SCHEMA_VERSION
+
+        in_threads([go_on, upgrade])
+
+
+def install_first_version(connection: psycopg.Connection) -> None:
+    first = resources.files("outbox.broker.schema").joinpath("0001_initial.sql").read_bytes()
+    connection.execute("CREATE SCHEMA outbox; SET search_path TO outbox")
+    connection.execute(first)
+    connection.execute("INSERT INTO schema_version VALUES (1); RESET search_path")
 
 
 @pytest.mark.parametrize(("server_version", "said"), [(140_000, "14.0"), (140_021, "14.21"), (130_004, "13.4")])
