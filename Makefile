@@ -5,14 +5,15 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 # Page tests need a browser; where there is none, make says so and leaves only them out.
 BROWSER := $(firstword $(shell command -v chromium chromium-browser google-chrome 2>/dev/null))
-# The engine's tests run a real RocketMQ, whose programs Maven brings.
+# The tests of the RocketMQ engine and of Kafka run real servers, whose programs Maven brings.
 MAVEN   := $(and $(shell command -v java),$(firstword $(shell command -v mvn)))
-MARKS   := not soak$(if $(BROWSER),, and not browser)$(if $(MAVEN),, and not rocketmq and not kafka)
+QUICK   := not soak and not slow$(if $(BROWSER),, and not browser)
+SLOW    := slow and not soak$(if $(BROWSER),, and not browser)$(if $(MAVEN),, and not rocketmq and not kafka)
 # Tests mostly wait, so more of them than cores run side by side; 0 runs them one after the other.
 WORKERS ?= 3
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test matrix lint format bench faults clean
+.PHONY: help install demo test slow matrix lint format bench faults clean
 
 help: ## Show this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -27,10 +28,13 @@ $(STAMP): setup.py
 demo: $(STAMP) ## An order service on real parts: orders flow, crashes are survived, a report proves it (KEEP=1 leaves the site up, ENGINE=rocketmq takes another broker)
 	KEEP='$(KEEP)' ENGINE='$(ENGINE)' $(BIN)/python -m sample_project.demo
 
-test: $(STAMP) ## All tests but the long ones
+test: $(STAMP) ## Every guarantee, on real servers and processes
 	$(if $(BROWSER),,@echo 'No Chromium on the PATH: the page tests are left out.')
+	$(BIN)/python -m pytest -m '$(QUICK)' -n $(WORKERS)
+
+slow: $(STAMP) ## What takes long: more combinations, longer histories, RocketMQ and Kafka
 	$(if $(MAVEN),,@echo 'No Java and Maven on the PATH: the tests of the RocketMQ engine and of Kafka are left out.')
-	$(BIN)/python -m pytest -m '$(MARKS)' -n $(WORKERS)
+	$(BIN)/python -m pytest -m '$(SLOW)' -n $(WORKERS)
 
 matrix: ## The core suites on the oldest and on the newest Python, Django, psycopg and Celery
 	WORKERS='$(WORKERS)' .ci/matrix oldest newest
@@ -43,7 +47,7 @@ lint: $(STAMP) ## Style and types
 bench: $(STAMP) ## Measure throughput and latency on this machine (nothing else should be running)
 	$(BIN)/python -m benchmarks
 
-faults: $(STAMP) ## The long runs: every fault many times
+faults: $(STAMP) ## The longest runs: every fault many times
 	$(BIN)/python -m pytest -m soak --timeout 1800
 
 format: $(STAMP) ## Put the code into its format

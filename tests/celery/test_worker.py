@@ -152,6 +152,7 @@ def test_killed_children_are_restarted_and_go_on(
     eventually(lambda: handled(url) == {receipt.message_id for receipt in sent}, within_seconds=40)
 
 
+@pytest.mark.slow
 def test_a_message_that_kills_its_process_is_given_up(
     url: str, broker: PostgresBroker, start: Callable[..., Worker]
 ) -> None:
@@ -163,6 +164,7 @@ def test_a_message_that_kills_its_process_is_given_up(
     eventually(lambda: handled(url) == innocent, within_seconds=40, what=worker.log.read_text)
 
 
+@pytest.mark.slow
 def test_handlers_that_hang_are_restarted_and_given_up(
     url: str, broker: PostgresBroker, start: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -280,6 +282,7 @@ class OwnerWatch:
                     self.longest[queue_id] = max(self.longest.get(queue_id, 0.0), seconds)
 
 
+@pytest.mark.slow
 def test_two_workers_under_rebalance_one_process_tree_killed(
     url: str, broker: PostgresBroker, start: Callable[..., Worker]
 ) -> None:

@@ -73,6 +73,7 @@ def test_pytest(tmp_path: Path) -> None:
     assert "9 passed" in run_pytest(tmp_path)
 
 
+@pytest.mark.slow
 def test_pytest_with_xdist(tmp_path: Path) -> None:
     assert "9 passed" in run_pytest(tmp_path, "-n", "2")
 

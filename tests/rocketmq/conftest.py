@@ -38,6 +38,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if here in item.path.parents:
             item.add_marker(pytest.mark.rocketmq)
+            item.add_marker(pytest.mark.slow)
             item.add_marker(pytest.mark.timeout(300))
 
 

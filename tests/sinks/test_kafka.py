@@ -25,7 +25,7 @@ from tests.sinks.conftest import Spawn
 from tests.sinks.support import GROUP, assert_all_in_order, delivery
 from tests.support import eventually
 
-pytestmark = [pytest.mark.kafka, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.kafka, pytest.mark.slow, pytest.mark.timeout(400)]
 SINK = "outbox.contrib.sinks.kafka.KafkaSink"
 PLAIN = format_named("plain", binding="kafka")
 _numbers = itertools.count()

@@ -140,6 +140,7 @@ def storm(bench: ConsumptionBench, spawn: Spawn, url: str, queue: str, restart: 
     bench.assert_conserved(GROUP)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kills", [1, pytest.param(8, marks=pytest.mark.soak)])
 def test_rabbitmq_killed_and_started_again(
     bench: ConsumptionBench, spawn: Spawn, rabbitmq_server: RabbitMQ, rabbitmq: str, queue: str, kills: int

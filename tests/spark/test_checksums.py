@@ -22,6 +22,7 @@ def now() -> datetime:
     return datetime.now(UTC)
 
 
+@pytest.mark.slow
 def test_checksums_skip_equal_buckets_and_read_the_others(reconcile: Reconciler, world: World) -> None:
     reconcile.rules(groups=("logistics", "points"), extra='bucket = "1h"')
     world.add_many(400, every=timedelta(minutes=1))
@@ -57,6 +58,7 @@ def test_checksums_say_when_they_do_not_help(reconcile: Reconciler, world: World
         assert (outcome.skipped_rows, outcome.limits) == (0, sides.Limits())
 
 
+@pytest.mark.slow
 def test_a_body_is_read_alike_with_checksums_and_without(reconcile: Reconciler, world: World) -> None:
     """Of a key that comes twice the last counts; what PostgreSQL alone can read as a number or a time is unreadable."""
     world.add_many(9, every=2 * HOUR)

@@ -81,6 +81,7 @@ def expected(all_of_it: dict[str, Timeline], strays: dict[str, datetime]) -> Fou
     return wanted
 
 
+@pytest.mark.slow
 def test_batch_and_incremental_give_the_same_verdicts(reconcile: Reconciler, monkeypatch: pytest.MonkeyPatch) -> None:
     """Random histories of thousands of keys, cut at a random moment; both are what the oracle says."""
     cut_and_compare(reconcile, monkeypatch, 1)

@@ -25,6 +25,7 @@ def permissions(folder: Path) -> tuple[set[str], set[str]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_output_is_for_its_owner_or_for_whom_the_rules_say(reconcile: Reconciler, world: World, tmp_path: Path) -> None:
     world.add(Order(number=1))

@@ -89,6 +89,7 @@ def repair(world: World) -> None:
     world.app.execute("UPDATE points_entry SET created_at = created_at - interval '1 hour' WHERE order_id = 11")
 
 
+@pytest.mark.slow
 def test_k_planted_faults_exactly_those_k_rerun_identical_clean_after_repair(
     reconcile: Reconciler, world: World, tmp_path: Path
 ) -> None:
@@ -146,6 +147,7 @@ def without_times(row: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in row.items() if name not in ("first_seen", "was")}
 
 
+@pytest.mark.slow
 def test_incremental_runs_carry_over_what_was_pending_and_see_late_commits(reconcile: Reconciler, world: World) -> None:
     """Out-of-order sequence commit: an order paid long before, in a transaction that commits after the first run."""
     reconcile.rules(groups=("logistics",))

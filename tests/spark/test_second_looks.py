@@ -46,6 +46,7 @@ def move_boundary(reconcile: Reconciler, to: datetime) -> None:
     path.write_text(json.dumps(result))
 
 
+@pytest.mark.slow
 def test_keys_of_19_digits_and_what_comes_to_an_older_row(reconcile: Reconciler, world: World) -> None:
     """Keys as snowflake ids are, up to the greatest bigint. Some rows were judged before a second message, a second
     effect, or the commit of a second half came."""

@@ -84,6 +84,7 @@ def until(watched: Watch, query: Any, condition: Callable[[], bool]) -> None:
         assert not watched.wait(query, 1), "the query ended by itself"
 
 
+@pytest.mark.slow
 def test_batches_at_intervals_find_what_is_planted_between_them(reconcile: Reconciler, world: World) -> None:
     """Exactly that, as one run over everything does; what a batch could not judge is judged by a later one."""
     quick = world_rules.RULES.replace('"30s"', '"5s"').replace('"15m"', '"5s"')
@@ -114,6 +115,7 @@ def test_batches_at_intervals_find_what_is_planted_between_them(reconcile: Recon
     assert sorted(reconcile.findings(reconcile.run())) == wanted
 
 
+@pytest.mark.slow
 def test_a_batch_that_is_given_again_is_judged_once(reconcile: Reconciler, world: World) -> None:
     """Killed after its result was published and before Spark had noted that the batch is done.
 
@@ -164,6 +166,7 @@ def start(world: World, folder: Path, *how: str) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.slow
 def test_sigterm_ends_batches_at_intervals_and_the_next_start_goes_on(reconcile: Reconciler, world: World) -> None:
     """With 0, as systemd expects it; a batch that was under way is judged by who comes next."""
     reconcile.rules(groups=())

@@ -150,6 +150,7 @@ def test_frozen_owner_is_fenced_after_sigcont(orders: ConsumptionBench) -> None:
     orders.assert_conserved("g")
 
 
+@pytest.mark.slow
 def test_control_a_runtime_without_fencing_is_caught(orders: ConsumptionBench) -> None:
     """It handles what it had fetched before it froze, although another has handled that since."""
     late = frozen_before_a_handler(orders, "no_fencing")
