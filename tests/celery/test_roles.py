@@ -9,7 +9,7 @@ from tests.celery.project import Project
 from tests.support import eventually
 
 SPECS = """
-from outbox.contrib.django.workers import child_specs
+from outbox.contrib.django.roles import child_specs
 for roles in [(), ("broker",), ("check",), ("check", "broker"), ("consumer",)]:
     try:
         print(*roles, "->", *(f"{spec.name}({','.join(spec.argv[3:])})" for spec in child_specs(roles)))
@@ -63,3 +63,19 @@ def test_a_second_interrupt_ends_a_worker_without_celery_at_once(shop: Project) 
     assert "Traceback" not in log.read_text()
     assert len(pids) == 2
     eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), what="the children's end")
+
+
+LOADED = """
+import sys
+print(*sorted({name.split(".")[2] for name in sys.modules if name.startswith("outbox.broker.")}))
+"""
+
+
+def test_who_runs_no_role_loads_none_of_what_they_do(shop: Project) -> None:
+    """A web process, a plain worker and what supervises start as fast as they can."""
+    roles = {"consumer", "maintenance", "sequencer", "process"}
+    assert (
+        roles & set(shop.python("import shop.celery; from outbox.contrib.django import roles" + LOADED).split())
+        == set()
+    )
+    assert roles <= set(shop.python("import outbox.contrib.django.workers" + LOADED).split())

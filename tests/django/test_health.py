@@ -25,7 +25,7 @@ from outbox.broker.database.executor import Executor
 from outbox.broker.operations import health as broker_health
 from outbox.broker.sequencer.leader import LeaderLease
 from outbox.broker.sequencer.sequencer import Sequencer
-from outbox.contrib.django import metrics, probes, publish
+from outbox.contrib.django import exposition, probes, publish, signs
 from outbox.contrib.django.broker import flusher
 from outbox.contrib.django.databases import broker_database
 from outbox.contrib.django.watching import look, probe
@@ -101,41 +101,41 @@ def directory(tmp_path: Path, outbox_settings: Callable[..., None]) -> Path:
     return tmp_path / "signs"
 
 
-def beat(monkeypatch: pytest.MonkeyPatch, signs: dict[str, dict[str, str]], name: str, *, ready: bool) -> None:
+def beat(monkeypatch: pytest.MonkeyPatch, left: dict[str, dict[str, str]], name: str, *, ready: bool) -> None:
     """As the process of that name does."""
     monkeypatch.setattr(heartbeat, "_last", (0.0, not ready))
-    monkeypatch.setenv(heartbeat.VARIABLE, signs[name][heartbeat.VARIABLE])
+    monkeypatch.setenv(heartbeat.VARIABLE, left[name][heartbeat.VARIABLE])
     heartbeat.beat(ready=ready)
 
 
 def test_signs_of_life(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert probes.live().problems == ("no worker has started here",)
-    signs = probes.expect(["broker", "consumer-1"])
+    left = signs.expect(["broker", "consumer-1"])
     assert probes.live().is_healthy
     assert probes.ready().problems == (
         "broker.heartbeat waits for the broker",
         "consumer-1.heartbeat waits for the broker",
     )
-    for name in signs:
-        beat(monkeypatch, signs, name, ready=True)
+    for name in left:
+        beat(monkeypatch, left, name, ready=True)
     assert probes.ready().is_healthy and health("--ready") == (0, "healthy")
-    beat(monkeypatch, signs, "broker", ready=False)
+    beat(monkeypatch, left, "broker", ready=False)
     assert probes.live().is_healthy and not probes.ready().is_healthy
     os.utime(directory / "consumer-1.heartbeat", (time.time() - 100, time.time() - 100))
     assert [problem[:10] for problem in probes.live().problems] == ["consumer-1"]
     assert health("--live")[0] == 1
-    probes.expect(["broker"])
+    signs.expect(["broker"])
     assert probes.live().is_healthy, "the one that is not expected any more is forgotten"
 
 
 def test_a_resynchronisation_is_not_taken_for_a_hung_loop(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    signs = probes.expect(["broker"])
-    beat(monkeypatch, signs, "broker", ready=True)
+    left = signs.expect(["broker"])
+    beat(monkeypatch, left, "broker", ready=True)
     with closing(broker_database().connect()) as connection:
         connection.execute("UPDATE outbox.broker SET system_identifier = '1'")
         Sequencer(broker_database(), uuid4()).run_once(connection)
     assert (directory / "broker.heartbeat").stat().st_mtime > time.time() + 600
-    beat(monkeypatch, signs, "broker", ready=True)
+    beat(monkeypatch, left, "broker", ready=True)
     assert (directory / "broker.heartbeat").stat().st_mtime < time.time() + 600
 
 
@@ -166,13 +166,13 @@ def fetch(port: int, path: str) -> tuple[int, str]:
 
 
 def test_the_port(directory: Path, monkeypatch: pytest.MonkeyPatch, led: None) -> None:
-    signs = probes.expect(["broker"])
+    left = signs.expect(["broker"])
     with probes.served() as address:
         assert address is not None
         port = int(address[1])
         assert fetch(port, "/live")[0] == 200
         assert fetch(port, "/ready")[0] == 503
-        beat(monkeypatch, signs, "broker", ready=True)
+        beat(monkeypatch, left, "broker", ready=True)
         assert fetch(port, "/ready") == (200, '{"healthy": true, "problems": []}')
         code, text = fetch(port, "/metrics")
         assert code == 200 and 'outbox_condition{name="no_sequencer"} 0.0' in text
@@ -180,13 +180,13 @@ def test_the_port(directory: Path, monkeypatch: pytest.MonkeyPatch, led: None) -
 
 
 def test_the_port_leaves_no_connection_open(directory: Path, monkeypatch: pytest.MonkeyPatch, led: None) -> None:
-    monkeypatch.setattr(metrics, "_collector", None)  # It keeps what it read a moment ago.
+    monkeypatch.setattr(exposition, "_collector", None)  # It keeps what it read a moment ago.
     opened = []
 
     def note(connection: BaseDatabaseWrapper, **_: object) -> None:
         opened.append(connection.connection)
 
-    probes.expect(["broker"])
+    signs.expect(["broker"])
     with probes.served() as address, connected(note):
         assert address is not None
         assert fetch(int(address[1]), "/metrics")[0] == 200

@@ -18,8 +18,9 @@ from outbox import Delivery, measures
 from outbox.broker.operations import audit
 from outbox.broker.operations.summary import GroupProgress, Summary
 from outbox.contrib.django import publish, subscriber
-from outbox.contrib.django.metrics import state
-from outbox.contrib.django.periodic import passes, run_check_back
+from outbox.contrib.django.checkback import run_check_back
+from outbox.contrib.django.exposition import state
+from outbox.contrib.django.periodic import passes
 from outbox.contrib.django.watching import audit_when_due
 from outbox.contrib.django.workers import consumer_runtime
 from outbox.contrib.prometheus import collector, rules

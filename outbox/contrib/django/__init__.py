@@ -4,11 +4,11 @@ Importing this needs no settings and no loaded apps, so models.py of any app may
 """
 
 from outbox.contrib.django.broker import get_broker
+from outbox.contrib.django.checkback import run_check_back
 from outbox.contrib.django.decorators import transactional_message
 from outbox.contrib.django.fenced_producer import fenced_producer
 from outbox.contrib.django.message_transactions import message_transaction
 from outbox.contrib.django.messages import message
-from outbox.contrib.django.periodic import run_check_back
 from outbox.contrib.django.pruning import run_prune
 from outbox.contrib.django.publishing import (
     apublish,

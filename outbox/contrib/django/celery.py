@@ -15,7 +15,7 @@ from outbox.broker.celery import beat, bootstep
 from outbox.contrib.django.broker import flusher
 from outbox.contrib.django.celery_tasks import TransactionalTask, subscriber_task
 from outbox.contrib.django.periodic import passes
-from outbox.contrib.django.workers import Role, supervisor
+from outbox.contrib.django.roles import Role, supervisor
 
 __all__ = ["TransactionalTask", "setup", "subscriber_task"]
 

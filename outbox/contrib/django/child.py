@@ -18,8 +18,8 @@ import django
 from outbox.broker.consumer.runtime import tune_garbage_collector
 from outbox.broker.process_log import write_log
 from outbox.broker.supervisor import HUNG_EXIT_CODE, end_within, stop_on_signals, stop_with_parent
+from outbox.contrib.django.roles import Role
 from outbox.contrib.django.workers import (
-    Role,
     run_broker_and_check_roles,
     run_broker_role,
     run_check_role,

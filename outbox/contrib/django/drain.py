@@ -11,8 +11,8 @@ from outbox.broker.consumer.runtime import ConsumeCounts
 from outbox.broker.schema.refusals import naming
 from outbox.broker.sequencer.sequencer import Sequencer
 from outbox.contrib.django.broker import flusher
+from outbox.contrib.django.checkback import run_check_back
 from outbox.contrib.django.databases import broker_database
-from outbox.contrib.django.periodic import run_check_back
 from outbox.contrib.django.workers import consumer_runtime
 from outbox.ports import AnyHandler
 

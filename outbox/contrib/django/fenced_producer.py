@@ -9,9 +9,9 @@ from typing import Final
 from outbox import names
 from outbox.backoff import Backoff
 from outbox.contrib.django.broker import get_broker
+from outbox.contrib.django.checkback import run_check_back
 from outbox.contrib.django.conf import get_settings
 from outbox.contrib.django.message_transactions import DEFAULT_TIMEOUT_SECONDS, MessageTransaction
-from outbox.contrib.django.periodic import run_check_back
 from outbox.errors import LeftoversUndecided
 from outbox.transaction import ProducerEpoch
 

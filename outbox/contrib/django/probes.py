@@ -1,4 +1,4 @@
-"""Liveness and readiness of a worker: by the files that its processes' loops touch, and on a port that serves them.
+"""Liveness and readiness of a worker: by the signs that its processes leave, and on a port that serves them.
 
 Live: every process has gone round lately; if not, restart the worker. Ready: and each can reach the broker. Neither
 asks a database, so that a database that is away restarts nobody.
@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -20,7 +20,7 @@ from django.db import connections
 
 from outbox import heartbeat
 from outbox.broker.operations.health import Health
-from outbox.contrib.django import metrics
+from outbox.contrib.django import exposition, signs
 from outbox.contrib.django.conf import get_settings
 
 logger = logging.getLogger(__name__)
@@ -28,41 +28,12 @@ logger = logging.getLogger(__name__)
 # A loop goes round every second. A connection that breaks is noticed within 15 s; a database that accepts and never
 # answers looks like a loop that hangs.
 LIVE_SECONDS: Final = 30.0
-_SUFFIX: Final = ".heartbeat"
-_FIGURES: Final = "metrics"
-
-
-def expect(names: Iterable[str]) -> dict[str, dict[str, str]]:
-    """A worker starts processes of these names: per name the variables by which it leaves its signs.
-
-    What a predecessor left in the directory is removed. Each gets a first sign, so that one that never goes round is
-    noticed. Empty variables without OUTBOX['HEALTH_DIRECTORY'].
-    """
-    folder = get_settings().health_directory
-    if folder is None:
-        return {name: {} for name in names}
-    figures = Path(folder) / _FIGURES
-    figures.mkdir(parents=True, exist_ok=True)
-    for left in (*Path(folder).glob(f"*{_SUFFIX}"), *figures.glob("*.db")):
-        left.unlink(missing_ok=True)
-    signs = {}
-    for name in names:
-        path = Path(folder) / f"{name}{_SUFFIX}"
-        path.touch()
-        signs[name] = {heartbeat.VARIABLE: str(path), metrics.DIRECTORY_VARIABLE: str(figures)}
-    return signs
-
-
-def of_monitor() -> dict[str, str]:
-    """The variables of the process that serves what the others leave."""
-    folder = get_settings().health_directory
-    return {metrics.DIRECTORY_VARIABLE: str(Path(folder) / _FIGURES)} if folder else {}
 
 
 @contextmanager
 def alone(name: str) -> Iterator[None]:
     """This process is a worker by itself: it leaves its own signs, and serves them, during the block."""
-    os.environ.update({key: value for key, value in expect([name])[name].items() if key == heartbeat.VARIABLE})
+    os.environ.update({key: value for key, value in signs.expect([name])[name].items() if key == heartbeat.VARIABLE})
     with served():
         yield
 
@@ -83,7 +54,7 @@ def ready() -> Health:
 
 def _hearts() -> list[heartbeat.Heart]:
     folder = get_settings().health_directory
-    return [heartbeat.listen(path) for path in sorted(Path(folder).glob(f"*{_SUFFIX}"))] if folder else []
+    return [heartbeat.listen(path) for path in sorted(Path(folder).glob(f"*{signs.SUFFIX}"))] if folder else []
 
 
 _PROBES: Final[Mapping[str, Callable[[], Health]]] = {"/live": live, "/ready": ready}
@@ -91,7 +62,7 @@ _PROBES: Final[Mapping[str, Callable[[], Health]]] = {"/live": live, "/ready": r
 
 def _figures() -> bytes:
     try:
-        return metrics.render()
+        return exposition.render()
     finally:
         # Each request has a thread of its own, whose connections nobody else closes.
         connections.close_all()
@@ -100,7 +71,7 @@ def _figures() -> bytes:
 class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if self.path == "/metrics":
-            self._answer(200, metrics.CONTENT_TYPE, _figures())
+            self._answer(200, exposition.CONTENT_TYPE, _figures())
         elif (probe := _PROBES.get(self.path)) is not None:
             health = probe()
             text = json.dumps({"healthy": health.is_healthy, "problems": health.problems}).encode()
