@@ -212,7 +212,7 @@ def test_an_idle_process_looks_once_a_second(
             started, before = time.monotonic(), _round_trips(tmp_path)
             eventually(lambda: time.monotonic() - started > 2.5)
             looked = _round_trips(tmp_path) - before
-    # One look a second, two statements a second for the lease, and the announcement of that message.
+    # One look a second, a statement a second for the lease, and the announcement of that message.
     assert 2 <= looked <= 12
 
 

@@ -14,7 +14,7 @@ import pytest
 from django.db import connections
 
 from outbox import Answer, Check, Decision, Delivery
-from outbox.contrib.django import decorators, ends, periodic, publish, publishing
+from outbox.contrib.django import checkback, decorators, ends, publish, publishing
 from outbox.contrib.django.blocks import BlockWatch, Halves
 from outbox.contrib.django.broker import flusher
 from outbox.contrib.django.inbox_entries import InboxEntries
@@ -180,7 +180,7 @@ def lose_and_roll_back(patch: pytest.MonkeyPatch) -> None:
             return [Answer(transaction_id=check.transaction_id, decision=Decision.ROLLBACK) for check in checks]
 
     patch.setattr(flusher, "end", lambda end: None)
-    patch.setattr(periodic, "LedgerChecker", Careless)
+    patch.setattr(checkback, "LedgerChecker", Careless)
 
 
 def publish_twice(patch: pytest.MonkeyPatch) -> None:

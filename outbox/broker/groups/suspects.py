@@ -116,6 +116,8 @@ SELECT group_id, log_id, call_size, hung FROM {schema}.suspect WHERE group_id = 
 def of_groups(run: Executor, group_ids: Sequence[int]) -> dict[int, dict[int, Suspect]]:
     """Suspects by group id and log id."""
     found: dict[int, dict[int, Suspect]] = {group_id: {} for group_id in group_ids}
+    if not found:
+        return found
     for suspect in run.objects(Suspect, _OF_GROUPS, {"group_ids": arrays.integers(group_ids)}):
         found[suspect.group_id][suspect.log_id] = suspect
     return found

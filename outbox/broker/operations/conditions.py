@@ -154,7 +154,7 @@ CATALOGUE: Final[Mapping[str, Kind]] = {
     ),
     "blocked_queue": Kind(
         "An ordered handler keeps failing on one message; the queue behind it waits.",
-        "Mend the handler, or let its on_error policy skip or dead-letter the error.",
+        "Mend the handler, let its on_error policy skip or dead-letter the error, or move the queue past it.",
     ),
     "stopped_queue": Kind(
         "A handler's on_error policy stopped its queue.",
@@ -166,7 +166,7 @@ CATALOGUE: Final[Mapping[str, Kind]] = {
     ),
     "crash_loop": Kind(
         "A process of a worker dies again and again.",
-        "Look at its log and at `suspects`; the evidence says how it died last (signal 9: often out of memory).",
+        "Look at its log, `suspects` and new dead letters; the evidence says how it died (signal 9: often no memory).",
     ),
     "suspects": Kind(
         "Messages were being handled when their process died; they are tried alone, the third death ends it.",

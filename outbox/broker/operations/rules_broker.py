@@ -60,7 +60,7 @@ def rules(run: Executor, limits: Thresholds, summary: Summary) -> Iterator[Condi
     """All of this room."""
     leader, gone_seconds, snapshot, tick_seconds, overdue_seconds, rejects = run.one(_BROKER)
     if leader is None:
-        fact = {"without_leader_seconds": gone_seconds, "last_tick_seconds_ago": tick_seconds}
+        fact = {"without_leader_seconds": gone_seconds, "last_tick_seconds": tick_seconds}
         yield from condition("no_sequencer", [(Severity.CRITICAL, fact)])
     else:
         yield from _ticks_late(run, limits, snapshot, overdue_seconds)
@@ -101,7 +101,7 @@ def _passes_late(run: Executor, limits: Thresholds) -> Iterator[Condition]:
         [
             (
                 limits.pass_late_periods.judge(seconds_ago / max(period, 1.0)),
-                {"producer_group": group, "pass": name, "seconds_ago": seconds_ago, "period_seconds": period},
+                {"producer_group": group, "pass": name, "last_run_seconds": seconds_ago, "period_seconds": period},
             )
             for group, name, seconds_ago, period in run.rows(_PASSES)
         ],

@@ -166,12 +166,15 @@ _PARTS: Final[Mapping[str, type[Any]]] = {
 def count(run: Executor) -> Summary:
     """Count now, all parts from one snapshot. The connection must be in autocommit and outside a transaction.
 
-    Reads every position and every unsettled message: seconds may pass at the largest sizes.
+    Reads every position and every unsettled message: seconds may pass at the largest sizes. Raises LockNotAvailable
+    where somebody keeps a table locked.
     """
     started = time.monotonic()
     run.connection.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
     try:
         run.connection.execute("SET LOCAL jit = off")
+        # A wait would pass for work, after which the next count is put off; who is kept out says so (`lock_held`).
+        run.connection.execute("SET LOCAL lock_timeout = '1s'")
         [now] = run.one(summary_sql.NOW)
         groups = run.objects(GroupProgress, summary_sql.GROUPS)
         found: dict[str, Any] = {

@@ -34,7 +34,9 @@ WITH newest AS MATERIALIZED (
     WHERE NOT broadcast
 ), waiting AS MATERIALIZED (
     SELECT pair.group_id, pair.queue_id,
-           greatest(log.stored_at, log.deliver_at, op.decided_at, failed.newest) AS oldest_at,
+           -- Sent back, it could be consumed again later; failing in place, it still waits since it came.
+           greatest(log.stored_at, log.deliver_at, op.decided_at, CASE WHEN is_retry THEN failed.newest END)
+               AS oldest_at,
            NOT is_retry AND mode <> 'concurrent' AND failed.newest IS NOT NULL AS blocked
     FROM pair
     CROSS JOIN LATERAL (SELECT log_id FROM {schema}.consume_queue entry

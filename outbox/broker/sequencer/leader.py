@@ -16,7 +16,7 @@ from outbox.broker.database.statement import Statement
 
 DEFAULT_TERM_SECONDS: Final = 3.0
 
-# Reading first: followers that only look write nothing.
+# Who does not lead reads first: followers that only look write nothing.
 _REMAINING = Statement("""
 SELECT CASE WHEN owner IS NULL OR owner = %(owner)s THEN 0
             ELSE greatest(0, extract(epoch FROM expires_at - clock_timestamp())) END::double precision
@@ -57,11 +57,12 @@ class LeaderLease:
         asked_at = time.monotonic()
         if asked_at < self._renew_at:
             return 0.0
-        self._renew_at = 0.0
+        leads, self._renew_at = self._renew_at > 0, 0.0
         run = Executor(connection, self._schema)
-        others = run.row(_REMAINING, self._parameters, prepare=True)
-        if others is not None and others[0] > 0:
-            return float(others[0])
+        if not leads:
+            others = run.row(_REMAINING, self._parameters, prepare=True)
+            if others is not None and others[0] > 0:
+                return float(others[0])
         if run.row(_ACQUIRE, self._parameters, prepare=True) is None:
             return self._term
         self._renew_at = asked_at + self._term / 3

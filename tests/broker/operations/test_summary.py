@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import psycopg
+import pytest
 from psycopg.types.json import Jsonb
 
 from outbox import Delivery
 from outbox.broker.database.executor import Executor
 from outbox.broker.operations import summary
 from outbox.broker.operations.queue_status import list_queues
+from outbox.broker.operations.summary_service import run_once
 from outbox.broker.operations.verdict import survey
 from outbox.broker.process import ProcessSettings
 from outbox.errors import PermanentError
@@ -64,6 +66,35 @@ def test_the_oldest_is_the_first_that_is_not_finished(bench: ConsumptionBench) -
     counted = summary.count(bench.run)
     [one] = [one for one in counted.groups if (one.group, one.topic) == ("points", "orders")]
     assert one.oldest_at is not None and counted.at - one.oldest_at < 600, "those an hour old are finished"
+
+
+def test_what_an_ordered_handler_keeps_failing_on_has_waited_since_it_came(bench: ConsumptionBench) -> None:
+    bench.declare("orders")
+    bench.publish(keyed("orders", 1, 1))
+    bench.connection.execute("UPDATE outbox.commit_log SET stored_at = stored_at - interval '1 hour'")
+
+    def fail(_: Delivery) -> None:
+        raise ValueError("not yet")
+
+    with bench.running((Subscription(topic="orders", group="strict", mode=Mode.ORDERLY), fail)):
+        eventually(lambda: bench.rows("SELECT 1 FROM outbox.failure"), what="the first failure")
+    [one] = [one for one in summary.count(bench.run).groups if one.group == "strict"]
+    assert one.blocked == 1
+    assert one.oldest_at is not None and summary.count(bench.run).at - one.oldest_at > 3000
+
+
+def test_counting_does_not_wait_for_a_lock(bench: ConsumptionBench) -> None:
+    """It would be taken for work, and the next count put off for twenty times as long."""
+    consumed(bench)
+    with psycopg.connect(bench.database.conninfo) as holder:
+        # So that this ends where it does wait.
+        holder.execute("SET idle_in_transaction_session_timeout = '10s'")
+        holder.execute("LOCK TABLE outbox.consume_queue")
+        with pytest.raises(psycopg.errors.LockNotAvailable):
+            run_once(bench.database)
+        holder.rollback()
+    run_once(bench.database)
+    assert summary.read(bench.run).stored_age_seconds is not None
 
 
 def test_what_is_read_is_what_was_stored(bench: ConsumptionBench) -> None:
