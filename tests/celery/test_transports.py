@@ -45,7 +45,9 @@ def note(value, text):
 DONE = ["chain 12", "group 1", "group 2", "invoice for kept", "invoice for kept, in a savepoint", "own queue 0"]
 
 
-@pytest.mark.parametrize("shop", ["sqlalchemy", "redis", "rabbitmq"], indirect=True)
+@pytest.mark.parametrize(
+    "shop", ["sqlalchemy", "redis", pytest.param("rabbitmq", marks=pytest.mark.slow)], indirect=True
+)
 def test_tasks_of_a_transaction_on_every_transport(shop: Project) -> None:
     shop.write("shop/tasks.py", MORE_TASKS)
     _, log = shop.worker("--outbox", "--queues=celery,special")

@@ -84,6 +84,7 @@ def test_findings_are_the_same_before_and_after_retention(reconcile: Reconciler,
     assert set(reconcile.findings(reconcile.run(full=True))) == planted, "what is in both places counts once"
 
 
+@pytest.mark.slow
 def test_without_an_archive_what_was_removed_is_not_judged(reconcile: Reconciler, world: World, tmp_path: Path) -> None:
     world.add_many(5)
     path = reconcile.rules(text=archived_rules(tmp_path))
@@ -94,6 +95,7 @@ def test_without_an_archive_what_was_removed_is_not_judged(reconcile: Reconciler
     assert reconcile.run(full=True)["rules"][0]["since"] is not None
 
 
+@pytest.mark.slow
 def test_a_gap_is_reported_and_what_lies_before_it_is_not_judged(
     reconcile: Reconciler, world: World, tmp_path: Path
 ) -> None:

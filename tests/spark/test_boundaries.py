@@ -113,6 +113,7 @@ def test_an_open_finding_whose_evidence_retention_has_removed_is_closed(reconcil
     assert second["open_subjects"] == 1, "what is closed is not carried further"
 
 
+@pytest.mark.slow
 def test_an_interval_is_published_when_all_of_it_can_be_judged(reconcile: Reconciler, world: World) -> None:
     reconcile.rules(groups=("logistics",))
     since = START

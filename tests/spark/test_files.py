@@ -80,6 +80,7 @@ def orders_table(world: World, unit: str) -> pa.Table:
     return table.set_column(3, "paid_at", moments)
 
 
+@pytest.mark.slow
 def test_parquet_with_nanoseconds_is_read_right(reconcile: Reconciler, world: World, tmp_path: Path) -> None:
     world.add(*(Order(number=number, at=START + timedelta(microseconds=number)) for number in range(1, 4)))
     world.app.execute("UPDATE orders_order SET paid_at = paid_at + interval '1 microsecond' WHERE id = 3")
@@ -99,6 +100,7 @@ def test_parquet_with_nanoseconds_is_read_right(reconcile: Reconciler, world: Wo
         run()
 
 
+@pytest.mark.slow
 def test_parquet_with_a_dotted_column_name(reconcile: Reconciler, world: World, tmp_path: Path) -> None:
     world.add(Order(number=1), Order(number=2))
     world.app.execute("UPDATE orders_order SET total = 1 WHERE id = 2")

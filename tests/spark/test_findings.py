@@ -23,6 +23,7 @@ pytestmark = pytest.mark.timeout(300)
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
+@pytest.mark.slow
 def test_lines_are_the_findings_in_force_while_they_are_there(reconcile: Reconciler, world: World) -> None:
     world.add_many(20)
     world.broker.execute("DELETE FROM commit_log WHERE key = '3'")

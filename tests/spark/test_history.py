@@ -56,6 +56,7 @@ def test_a_finding_is_followed_from_run_to_run(reconcile: Reconciler, world: Wor
     assert "What ended last (1 shown)" in report and "Open findings over the runs" in report
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_before_it_kept_its_history_is_made_up_for(reconcile: Reconciler, world: World) -> None:
     world.pay(Order(number=1))
     world.add(Order(number=2))

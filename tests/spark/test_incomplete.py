@@ -41,6 +41,7 @@ def test_the_whole_cause_of_a_jvm_error_in_one_line() -> None:
     assert scan.causes(f"Job aborted.\n\tat a.b(c)\nCaused by: {long}") == f"Job aborted.; {long}"
 
 
+@pytest.mark.slow
 def test_a_topic_that_retention_has_emptied_is_quiet_not_incomplete(reconcile: Reconciler, world: World) -> None:
     """No order for longer than the topic keeps its messages."""
     reconcile.rules(groups=())

@@ -46,6 +46,7 @@ def test_permissions_that_make_no_sense(tmp_path: Path) -> None:
             rules_file.parse(text, environment={"RECONCILE_APP": "", "RECONCILE_BROKER": ""})
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_masked_fields_are_compared_and_shown_nowhere(reconcile: Reconciler, world: World, tmp_path: Path) -> None:
     world.app.execute("ALTER TABLE orders_order ALTER customer DROP NOT NULL")

@@ -113,7 +113,7 @@ def answer_by_ledger(
         if check.transaction_id in states:
             yield _decided(check, states[check.transaction_id])
         elif not check.may_write:
-            yield _unknown(check, "no ledger row: rolled back, or still open; this look writes no tombstone, which would tell", counts=False)
+            yield _unknown(check, "no ledger row yet: rolled back, or still open; a tombstone would tell", counts=False)
         elif pruned_before is not None and check.transaction_id < pruned_before:
             yield _unknown(check, "older than what the ledger still keeps: an operator has to decide", alarm=True)
         else:

@@ -134,7 +134,14 @@ def test_an_order_is_followed_by_its_key_through_three_groups(world: World, site
         assert "stock failed on attempt 1" in text and "stock gave it up" in text and "negative stock" in text
 
 
-@pytest.mark.parametrize("look", [{}, {"dark": True}, {"width": 360, "height": 740}], ids=["light", "dark", "phone"])
+@pytest.mark.parametrize(
+    "look",
+    [
+        pytest.param({}, id="light"),
+        pytest.param({"dark": True}, id="dark", marks=pytest.mark.slow),
+        pytest.param({"width": 360, "height": 740}, id="phone"),
+    ],
+)
 def test_pages_are_inert_and_fit_and_axe_has_nothing_serious(world: World, site: Site, look: dict[str, Any]) -> None:
     pages = busy(world)
     with Browser(**look) as browser:
