@@ -165,7 +165,7 @@ CATALOGUE: Final[Mapping[str, Kind]] = {
         "`outbox_group resume GROUP` when the reason is over.",
     ),
     "crash_loop": Kind(
-        "A process of a worker dies again and again.",
+        "A process of a worker has died three times or more within ten minutes.",
         "Look at its log, `suspects` and new dead letters; the evidence says how it died (signal 9: often no memory).",
     ),
     "suspects": Kind(

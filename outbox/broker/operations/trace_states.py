@@ -29,8 +29,8 @@ class EntryState(enum.StrEnum):
     """It failed and became a dead letter."""
     HANDLED = "handled"
     """A handler has finished it."""
-    PASSED = "passed"
-    """Handled or skipped: of this queue the group skipped some (the inbox knew them, or a reset passed over them)."""
+    PASSED = "handled or skipped"
+    """The group skipped some of this queue (the inbox knew them, or a reset passed over them); which is not kept."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -110,7 +110,7 @@ def _consumed(trace: Trace, message: TracedMessage) -> Iterator[Event]:
     for letter in trace.dead_letters:
         if letter.log_id == message.log_id:
             title = f"{letter.group} gave it up"
-            yield Event(at(letter.dead_at), title, f"after {letter.attempts} attempts", "bad")
+            yield Event(at(letter.dead_at), title, f"after {_attempts(letter.attempts)}", "bad")
             if letter.replayed_at:
                 yield Event(at(letter.replayed_at), f"Dead letter of {letter.group} replayed")
             if letter.discarded_at:
@@ -145,3 +145,7 @@ def parts(trace: Trace, message: TracedMessage) -> list[Part]:
 def at(text: str) -> datetime:
     """A time of a trace."""
     return datetime.fromisoformat(text)
+
+
+def _attempts(count: int) -> str:
+    return f"{count} attempt" if count == 1 else f"{count} attempts"
