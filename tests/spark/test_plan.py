@@ -124,6 +124,7 @@ call_command("outbox_reconcile", rules=rules, output=output, plan=Path(plan))
 """
 
 
+@pytest.mark.slow
 def test_manage_py_writes_the_plan_beside_the_run(
     reconcile: Reconciler, world: World, sample_environment: dict[str, str]
 ) -> None:

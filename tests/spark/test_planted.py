@@ -103,7 +103,11 @@ def rules(kind: str, folder: Path, watermark: datetime | None) -> str:
 # Each kind of source and each way to run once: the rest of the table takes minutes.
 @pytest.mark.parametrize(
     ("kind", "mode"),
-    [("postgres", "incremental"), pytest.param("parquet", "streaming", marks=pytest.mark.slow), ("csv", "batch")],
+    [
+        pytest.param("postgres", "incremental", marks=pytest.mark.slow),
+        pytest.param("parquet", "streaming", marks=pytest.mark.slow),
+        ("csv", "batch"),
+    ],
 )
 def test_exactly_what_was_planted_is_found(
     reconcile: Reconciler, world: World, tmp_path: Path, kind: str, mode: str

@@ -32,6 +32,7 @@ def test_settings_of_the_database_hide_no_suspect(reconcile: Reconciler, world: 
     assert set(reconcile.findings(reconcile.run())) == expected, "carried over, and found again"
 
 
+@pytest.mark.slow
 def test_what_is_there_but_not_found_by_its_key_makes_the_run_incomplete(reconcile: Reconciler, world: World) -> None:
     """As with an index whose collation changed beneath it: a lookup by key finds nothing, reading the table does."""
     text = RULES.format(extra="allow_empty = true", groups="").replace('key = "id"', 'key = "shop_key(id)"')

@@ -117,6 +117,7 @@ def test_hostile_and_missing_keys_go_through_a_whole_run(
     assert set(reconcile.findings(reconcile.run(full=True))) == expected
 
 
+@pytest.mark.slow
 def test_a_group_without_a_table_is_never_late(reconcile: Reconciler, world: World) -> None:
     """The offset that is kept is the newest: it says nothing of when an older message was passed."""
     groups = '\n[[rule.group]]\nname = "logistics"\nwithin = "10m"\n'
