@@ -24,9 +24,9 @@ PAGES = {
     "newest of a topic": "messages/?topic=topic-7",
     "undecided": "undecided/",
     "dead letters by error": "dead-letters/",
-    "letters of a group": "dead-letters/list/?group=group-3",
+    "letters of a group": "dead-letters/list/?group=group-1",
     "groups": "groups/",
-    "group with queues": "groups/one/?name=group-3&topic=topic-7",
+    "group with queues": "groups/one/?name=group-1&topic=topic-7",
     "topics": "topics/",
 }
 

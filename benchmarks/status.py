@@ -99,7 +99,7 @@ def pages_of(url: str) -> list[str]:
     with BrokerDatabase(url).connect() as connection:
         summary.refresh(Executor(connection, "outbox"))
     command = [sys.executable, "-m", "benchmarks.pages", url]
-    found: dict[str, str] = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    found: dict[str, str] = json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
     return list(found.values())
 
 
