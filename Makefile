@@ -9,7 +9,7 @@ BROWSER := $(firstword $(shell command -v chromium chromium-browser google-chrom
 MAVEN   := $(and $(shell command -v java),$(firstword $(shell command -v mvn)))
 QUICK   := not soak and not slow$(if $(BROWSER),, and not browser)
 SLOW    := slow and not soak$(if $(BROWSER),, and not browser)$(if $(MAVEN),, and not rocketmq and not kafka)
-# Tests mostly wait, so more of them than cores run side by side; 0 runs them one after the other.
+# Tests wait as well as compute, so more of them than cores run side by side; 0 runs them one after the other.
 WORKERS ?= 3
 
 .DEFAULT_GOAL := help
@@ -33,6 +33,7 @@ test: $(STAMP) ## Every guarantee, on real servers and processes
 	$(BIN)/python -m pytest -m '$(QUICK)' -n $(WORKERS)
 
 slow: $(STAMP) ## What takes long: more combinations, longer histories, RocketMQ and Kafka
+	$(if $(BROWSER),,@echo 'No Chromium on the PATH: the page tests are left out.')
 	$(if $(MAVEN),,@echo 'No Java and Maven on the PATH: the tests of the RocketMQ engine and of Kafka are left out.')
 	$(BIN)/python -m pytest -m '$(SLOW)' -n $(WORKERS)
 

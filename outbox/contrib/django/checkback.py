@@ -29,13 +29,17 @@ def run_check_back(*, max_batches: int = 100, parked: bool = False) -> CheckCoun
 
 
 def check_back(*, max_batches: int = 100) -> CheckCounts:
+    """One pass of check-back, whosever turn it is; raises as `run_check_back` does."""
     group = get_settings().required_producer_group()
     broker = get_broker()
     return CheckBack(broker, group, LedgerChecker()).run_once(max_batches=max_batches)
 
 
 def is_my_turn(name: str, interval_seconds: float, *, rest_seconds: float | None = None) -> bool:
-    """Also where that cannot be asked: a pass too many is harmless."""
+    """Whether the periodic pass `name` is this process's to run now, and note that it begins.
+
+    Also where that cannot be asked: a pass too many is harmless.
+    """
     group, broker = get_settings().producer_group, get_broker()
     if not group or not isinstance(broker, PostgresBroker):
         return True
