@@ -106,7 +106,7 @@ def consumer(kind: str, order_url: str, branch_urls: str) -> None:
 
     from outbox import Delivery
     from outbox.contrib.django import subscriber
-    from outbox.contrib.django.workers import run_consumer_role
+    from outbox.contrib.django.worker.workers import run_consumer_role
 
     held: list[float] = []
 

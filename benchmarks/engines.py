@@ -108,7 +108,7 @@ def produce(kind: str, application: str, broker: str) -> None:
 
     from benchmarks.shop.models import Order
     from outbox.contrib.django import publish
-    from outbox.contrib.django.broker import flusher
+    from outbox.contrib.django.engine.broker import flusher
 
     def worker(start: int, count: int) -> None:
         for number in range(start, start + count):

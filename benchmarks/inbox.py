@@ -88,7 +88,7 @@ def child(kind: str, application: str, broker: str) -> None:
 
     from benchmarks.shop.models import Order
     from outbox.contrib.django import subscriber
-    from outbox.contrib.django.workers import consumer_runtime
+    from outbox.contrib.django.worker.workers import consumer_runtime
 
     count, batch = KINDS[kind]
 

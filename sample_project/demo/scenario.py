@@ -268,7 +268,7 @@ def _kill_broker(stage: Stage, celery: int) -> bool:
         stage.display.note("RocketMQ was killed (SIGKILL); it is started again, the shop waits for it")
         stage.rocketmq.start()
         return True
-    pid = child_of(celery, "outbox.contrib.django.child", "broker")
+    pid = child_of(celery, "outbox.contrib.django.worker.child", "broker")
     if pid is None:
         return False
     os.kill(pid, signal.SIGKILL)

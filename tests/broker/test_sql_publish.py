@@ -24,7 +24,7 @@ from outbox.broker.log.commit_log import append_placed
 from outbox.broker.log.topics import TopicCatalog
 from outbox.broker.postgres import PostgresBroker
 from outbox.broker.schema.install import install
-from outbox.contrib.django.locks import _number
+from outbox.contrib.django.publishing.locks import _number
 from outbox.message import Message
 from tests.broker.support import TOPICS, drain, new_sequencer, queued_ids
 from tests.support import eventually

@@ -129,8 +129,8 @@ def test_a_pass_of_two_drivers_is_done_once(shop: Project) -> None:
     said = shop.python(
         """
         from django.core.management import call_command
-        from outbox.contrib.django.conf import get_settings
-        from outbox.contrib.django.periodic import passes
+        from outbox.contrib.django.settings.conf import get_settings
+        from outbox.contrib.django.worker.periodic import passes
         from shop.celery import app
         settings.OUTBOX["CHECK_INTERVAL_SECONDS"] = 60.0
         app.finalize()
@@ -146,7 +146,7 @@ def test_a_pass_of_two_drivers_is_done_once(shop: Project) -> None:
 AN_HOUR_LATER = """
 from outbox.broker.database.executor import Executor
 from outbox.broker.transaction import checks
-from outbox.contrib.django.databases import broker_connection
+from outbox.contrib.django.database.aliases import broker_connection
 from outbox.transaction import CheckSettings
 
 with broker_connection() as (connection, schema):

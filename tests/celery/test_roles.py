@@ -9,7 +9,7 @@ from tests.celery.project import Project
 from tests.support import eventually
 
 SPECS = """
-from outbox.contrib.django.roles import child_specs
+from outbox.contrib.django.worker.roles import child_specs
 for roles in [(), ("broker",), ("check",), ("check", "broker"), ("consumer",)]:
     try:
         print(*roles, "->", *(f"{spec.name}({','.join(spec.argv[3:])})" for spec in child_specs(roles)))
@@ -75,7 +75,7 @@ def test_who_runs_no_role_loads_none_of_what_they_do(shop: Project) -> None:
     """A web process, a plain worker and what supervises start as fast as they can."""
     roles = {"consumer", "maintenance", "sequencer", "process"}
     assert (
-        roles & set(shop.python("import shop.celery; from outbox.contrib.django import roles" + LOADED).split())
+        roles & set(shop.python("import shop.celery; from outbox.contrib.django.worker import roles" + LOADED).split())
         == set()
     )
-    assert roles <= set(shop.python("import outbox.contrib.django.workers" + LOADED).split())
+    assert roles <= set(shop.python("import outbox.contrib.django.worker.workers" + LOADED).split())

@@ -12,7 +12,7 @@ HANDED_OVER = """
 import datetime, json
 from celery import signature
 from django.db import transaction
-from outbox.contrib.django.drain import drain
+from outbox.contrib.django.worker.drain import drain
 from shop.celery import app
 from shop.tasks import send_invoice
 

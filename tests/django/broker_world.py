@@ -16,9 +16,9 @@ from outbox.broker.groups.registration import register
 from outbox.broker.sequencer.leader import LeaderLease
 from outbox.broker.transaction import checks
 from outbox.contrib.django import publish
-from outbox.contrib.django.broker import flusher
-from outbox.contrib.django.conf import get_settings
-from outbox.contrib.django.databases import alias_conninfo, broker_database
+from outbox.contrib.django.database.aliases import alias_conninfo, broker_database
+from outbox.contrib.django.engine.broker import flusher
+from outbox.contrib.django.settings.conf import get_settings
 from outbox.subscription import Subscription
 from tests.django.state import rolled_back
 from tests.django.support import sequence

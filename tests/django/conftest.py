@@ -19,11 +19,11 @@ from django.db import connections
 from django.test.utils import override_settings
 
 from outbox.broker import embedded
-from outbox.contrib.django import broker as broker_access
-from outbox.contrib.django import registry
-from outbox.contrib.django.conf import get_settings
 from outbox.contrib.django.databases import database_from_url
-from outbox.contrib.django.installation import install_broker
+from outbox.contrib.django.engine import broker as broker_access
+from outbox.contrib.django.operations.installation import install_broker
+from outbox.contrib.django.settings.conf import get_settings
+from outbox.contrib.django.subscribers import registry
 
 APPLICATION_ALIASES = ("default", "other", "lite")
 

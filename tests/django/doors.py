@@ -15,7 +15,6 @@ from outbox.contrib.django import (
     apublish,
     apublish_many,
     apublish_messages,
-    fenced_producer,
     message,
     message_transaction,
     publish,
@@ -28,7 +27,8 @@ from outbox.contrib.django import (
     run_prune,
     transactional_message,
 )
-from outbox.contrib.django.workers import consumer_runtime
+from outbox.contrib.django.publishing import fenced_producer
+from outbox.contrib.django.worker.workers import consumer_runtime
 from outbox.errors import OutboxError
 
 SOME: Final = UUID("019aa000-0000-7000-8000-000000000000")

@@ -99,7 +99,7 @@ def main() -> None:
     from django.db import connections
 
     from outbox import faults
-    from outbox.contrib.django.broker import flusher
+    from outbox.contrib.django.engine.broker import flusher
 
     place_plainly(f"parent-{os.getpid()}", False)
     for line in sys.stdin:

@@ -10,10 +10,10 @@ from django.db import connections, transaction
 from outbox.broker.operations import audit, summary
 from outbox.broker.transaction.turns import CHECK_BACK
 from outbox.contrib.django import publish
-from outbox.contrib.django.broker import flusher, get_broker
-from outbox.contrib.django.checkback import run_check_back
-from outbox.contrib.django.operations import switch_transactional
-from outbox.contrib.django.periodic import passes
+from outbox.contrib.django.engine.broker import flusher, get_broker
+from outbox.contrib.django.operations.commands import switch_transactional
+from outbox.contrib.django.publishing.checkback import run_check_back
+from outbox.contrib.django.worker.periodic import passes
 from outbox.errors import WrongDatabase
 from outbox.transaction import Answer, Decision, EndTransaction
 from tests.django.broker_world import NOWHERE, World, fault

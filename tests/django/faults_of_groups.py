@@ -14,8 +14,8 @@ from outbox.broker.maintenance.retention import RetentionSettings
 from outbox.broker.operations import summary, switches
 from outbox.broker.supervisor import Death
 from outbox.contrib.django import publish, subscriber
-from outbox.contrib.django.databases import broker_database
-from outbox.contrib.django.workers import consumer_runtime
+from outbox.contrib.django.database.aliases import broker_database
+from outbox.contrib.django.worker.workers import consumer_runtime
 from outbox.errors import PermanentError
 from tests.django.broker_world import World, fault
 from tests.django.processes import process

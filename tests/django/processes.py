@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from outbox.contrib.django.databases import alias_conninfo
+from outbox.contrib.django.database.aliases import alias_conninfo
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -69,4 +69,4 @@ def process(
 
 def child(role: str, **options: Any) -> Any:
     """A broker or consumer process."""
-    return process(["-m", "outbox.contrib.django.child", role], **options)
+    return process(["-m", "outbox.contrib.django.worker.child", role], **options)

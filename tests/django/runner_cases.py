@@ -14,9 +14,9 @@ from django.db import connections, transaction
 from django.test import LiveServerTestCase, SimpleTestCase, TransactionTestCase, override_settings
 
 from outbox.contrib.django import message, publish
-from outbox.contrib.django.drain import drain
 from outbox.contrib.django.testing import OutboxTestMixin
-from outbox.contrib.django.workers import run_all
+from outbox.contrib.django.worker.drain import drain
+from outbox.contrib.django.worker.workers import run_all
 from outbox.errors import ConfigurationError, OutboxError
 from tests.django.shop.models import Order
 from tests.django.state import decisions

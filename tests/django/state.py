@@ -13,9 +13,9 @@ import psycopg
 from django.db import transaction
 
 from outbox.broker.postgres import PostgresBroker
-from outbox.contrib.django.broker import flusher, get_broker
-from outbox.contrib.django.conf import get_settings
-from outbox.contrib.django.databases import alias_conninfo
+from outbox.contrib.django.database.aliases import alias_conninfo
+from outbox.contrib.django.engine.broker import flusher, get_broker
+from outbox.contrib.django.settings.conf import get_settings
 from tests.django.urls import Refused
 
 

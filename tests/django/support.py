@@ -6,8 +6,8 @@ from contextlib import closing
 from uuid import uuid4
 
 from outbox.broker.sequencer.sequencer import Sequencer
-from outbox.contrib.django.broker import flusher
-from outbox.contrib.django.databases import broker_database
+from outbox.contrib.django.database.aliases import broker_database
+from outbox.contrib.django.engine.broker import flusher
 
 
 def sequence() -> None:

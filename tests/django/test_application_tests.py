@@ -13,7 +13,7 @@ import pytest
 from django.db import connections
 
 from outbox.contrib.django import publish
-from outbox.contrib.django.databases import alias_conninfo
+from outbox.contrib.django.database.aliases import alias_conninfo
 from tests.conftest import databases as databases_of
 from tests.django.conftest import BROKER_TEMPLATE, point_alias
 from tests.django.processes import ROOT, environment

@@ -10,7 +10,7 @@ import pytest
 from django.db import transaction
 
 from outbox.contrib.django import message, publish, publish_many, publish_messages, subscriber, transactional_message
-from outbox.contrib.django.registry import subscribers
+from outbox.contrib.django.subscribers.registry import subscribers
 from outbox.errors import ConfigurationError, InvalidName, InvalidSubscription, UsageError
 from outbox.retry import RetryPolicy
 from tests.django.shop.models import Effect

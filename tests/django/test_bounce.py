@@ -13,9 +13,9 @@ from typing import Any, Final
 import pytest
 from django.db import transaction
 
-from outbox.contrib.django.broker import flusher, reset_broker
-from outbox.contrib.django.conf import get_settings
-from outbox.contrib.django.installation import install_broker
+from outbox.contrib.django.engine.broker import flusher, reset_broker
+from outbox.contrib.django.operations.installation import install_broker
+from outbox.contrib.django.settings.conf import get_settings
 from tests.django.bouncing import is_aborted
 from tests.django.processes import process
 from tests.django.shop.models import Order

@@ -10,7 +10,7 @@ import pytest
 from django.db import IntegrityError, connections, transaction
 
 from outbox import Check, Decision, faults
-from outbox.contrib.django import ledger
+from outbox.contrib.django.ledger import ledger
 from outbox.ids import uuid7
 from tests.django.test_barrier import answers, check, row
 

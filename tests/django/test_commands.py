@@ -17,7 +17,7 @@ from django.db import connections, transaction
 from outbox import Delivery
 from outbox.contrib.django import publish, subscriber
 from outbox.contrib.django.management import commands
-from outbox.contrib.django.workers import consumer_runtime
+from outbox.contrib.django.worker.workers import consumer_runtime
 from outbox.errors import PermanentError
 from tests.django.conftest import point_alias
 from tests.django.shop.models import Effect

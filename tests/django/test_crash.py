@@ -14,8 +14,8 @@ import pytest
 from outbox import faults
 from outbox.broker.sequencer.sequencer import Sequencer
 from outbox.contrib.django import run_check_back
-from outbox.contrib.django.conf import get_settings
-from outbox.contrib.django.databases import broker_database
+from outbox.contrib.django.database.aliases import broker_database
+from outbox.contrib.django.settings.conf import get_settings
 from tests.django.driver import ROUNDS
 from tests.django.processes import process
 from tests.django.shop.models import Order

@@ -17,8 +17,8 @@ from outbox import faults
 from outbox.broker.database.executor import Executor
 from outbox.broker.operations.status import broker_status
 from outbox.contrib.django import publish
-from outbox.contrib.django.broker import flusher
-from outbox.contrib.django.databases import broker_connection
+from outbox.contrib.django.database.aliases import broker_connection
+from outbox.contrib.django.engine.broker import flusher
 from tests.django.processes import process
 from tests.django.shop.models import Effect, Order
 from tests.django.state import rolled_back, stored
@@ -32,9 +32,9 @@ KEYS: Final = 3
 
 # The process in which the points of a name lie.
 WORKERS: Final = {
-    "sequencer": ["-m", "outbox.contrib.django.child", "broker"],
+    "sequencer": ["-m", "outbox.contrib.django.worker.child", "broker"],
     "check": ["-m", "django", "outbox_worker", "--role", "check"],
-    "consumer": ["-m", "outbox.contrib.django.child", "consumer"],
+    "consumer": ["-m", "outbox.contrib.django.worker.child", "consumer"],
 }
 # No ordinary run passes it: broker/test_resync.py kills there.
 RESYNC: Final = "sequencer.mid_resync"

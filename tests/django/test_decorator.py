@@ -15,7 +15,7 @@ from django.test.utils import CaptureQueriesContext
 
 from outbox import faults
 from outbox.contrib.django import run_check_back, transactional_message
-from outbox.contrib.django.broker import flusher
+from outbox.contrib.django.engine.broker import flusher
 from outbox.errors import ConfigurationError, SendFailed, TransactionUsageError, UnknownTopic
 from tests.django.shop.models import Order, Payment
 from tests.django.state import decisions, incidents, savepoint, stored

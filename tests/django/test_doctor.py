@@ -22,8 +22,8 @@ from outbox.broker.database.executor import Executor
 from outbox.broker.operations.conditions import Severity
 from outbox.broker.operations.diagnosis import Finding, diagnose
 from outbox.contrib.django import publish, subscriber
-from outbox.contrib.django.databases import alias_conninfo
-from outbox.contrib.django.doctor import examine
+from outbox.contrib.django.database.aliases import alias_conninfo
+from outbox.contrib.django.operations.doctor import examine
 from outbox.retry import RetryPolicy
 from tests.django.broker_world import NOWHERE, World, new_world
 from tests.django.conftest import point_alias

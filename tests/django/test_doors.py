@@ -18,11 +18,11 @@ from psycopg.conninfo import conninfo_to_dict
 from outbox.backoff import Backoff
 from outbox.broker import embedded
 from outbox.contrib import django as package
-from outbox.contrib.django import broker as broker_access
 from outbox.contrib.django import run_prune, subscriber
-from outbox.contrib.django.ledger_checker import ledger_aliases
+from outbox.contrib.django.engine import broker as broker_access
+from outbox.contrib.django.ledger.ledger_checker import ledger_aliases
+from outbox.contrib.django.ledger.pruning import prune_inboxes
 from outbox.contrib.django.models import InboxEntry
-from outbox.contrib.django.pruning import prune_inboxes
 from outbox.errors import LedgerUnavailable
 from outbox.ids import uuid7
 from tests.conftest import drop_databases

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from outbox.contrib.django import checks, subscriber
-from outbox.contrib.django.conf import get_settings
-from outbox.contrib.django.engines import engine_problems, require_engine
+from outbox.contrib.django import subscriber
+from outbox.contrib.django.engine.engines import engine_problems, require_engine
+from outbox.contrib.django.operations import checks
+from outbox.contrib.django.settings.conf import get_settings
 from outbox.errors import ConfigurationError
 
 GOOD: Mapping[str, Any] = {"BROKER": "rocketmq://127.0.0.1:1", "TOPICS": {"orders": {}, "steps": {"types": ["FIFO"]}}}

@@ -14,8 +14,8 @@ from django.db import connections, transaction
 
 from outbox.broker.sequencer.sequencer import Sequencer
 from outbox.contrib.django import publish
-from outbox.contrib.django.broker import flusher
-from outbox.contrib.django.databases import broker_connection, broker_database
+from outbox.contrib.django.database.aliases import broker_connection, broker_database
+from outbox.contrib.django.engine.broker import flusher
 from tests.django.configured import OUTBOX
 
 pytestmark = pytest.mark.usefixtures("empty_log")

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from django.db import DatabaseError
 
-from outbox.contrib.django.findings import replace
 from outbox.contrib.django.models import Finding
+from outbox.contrib.django.operations.findings import replace
 
 pytestmark = pytest.mark.usefixtures("application")
 

@@ -12,7 +12,7 @@ from django.core.management import CommandError, call_command
 from django.db import transaction
 
 from outbox.contrib.django import publish
-from outbox.contrib.django.conf import parse_settings
+from outbox.contrib.django.settings.conf import parse_settings
 from outbox.errors import ConfigurationError
 from tests.django.processes import process
 from tests.django.shop.models import Order
@@ -56,7 +56,7 @@ def test_the_command_forwards_until_it_is_told_to_stop() -> None:
     got: list[Request] = []
     with serving(keeping(got)) as port:
         forward = {"FORWARD": {"billing": webhook(port)}}
-        with process(["-m", "outbox.contrib.django.child", "broker"]):
+        with process(["-m", "outbox.contrib.django.worker.child", "broker"]):
             with process(["-m", "django", "outbox_forward"], outbox=forward) as forwarding:
                 place("1")
                 eventually(lambda: len(got) == 1, within_seconds=60, what="it is forwarded")

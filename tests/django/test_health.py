@@ -25,10 +25,12 @@ from outbox.broker.database.executor import Executor
 from outbox.broker.operations import health as broker_health
 from outbox.broker.sequencer.leader import LeaderLease
 from outbox.broker.sequencer.sequencer import Sequencer
-from outbox.contrib.django import exposition, probes, publish, signs
-from outbox.contrib.django.broker import flusher
-from outbox.contrib.django.databases import broker_database
-from outbox.contrib.django.watching import look, probe
+from outbox.contrib.django import publish
+from outbox.contrib.django.database.aliases import broker_database
+from outbox.contrib.django.engine.broker import flusher
+from outbox.contrib.django.operations import exposition
+from outbox.contrib.django.operations.watching import look, probe
+from outbox.contrib.django.worker import probes, signs
 from outbox.errors import ConfigurationError
 from tests.broker.support import wire
 from tests.django.broker_world import NOWHERE

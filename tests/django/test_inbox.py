@@ -15,9 +15,10 @@ from django.db import DatabaseError, connections, transaction
 from django.test.utils import CaptureQueriesContext
 
 from outbox import Delivery, Message
-from outbox.contrib.django import registry, subscriber
-from outbox.contrib.django.inbox import InboxInvoker
-from outbox.contrib.django.inbox_entries import InboxEntries
+from outbox.contrib.django import subscriber
+from outbox.contrib.django.subscribers import registry
+from outbox.contrib.django.subscribers.inbox import InboxInvoker
+from outbox.contrib.django.subscribers.inbox_entries import InboxEntries
 from outbox.errors import (
     HandlerNotStarted,
     PartialFailure,

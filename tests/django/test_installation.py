@@ -18,9 +18,10 @@ from psycopg.conninfo import make_conninfo
 
 from outbox.broker.schema.install import SCHEMA_VERSION
 from outbox.contrib.django import message, publish, publish_messages, run_check_back, subscriber
-from outbox.contrib.django.broker import reset_broker
-from outbox.contrib.django.databases import alias_conninfo, broker_database, database_from_url
-from outbox.contrib.django.drain import drain
+from outbox.contrib.django.database.aliases import alias_conninfo, broker_database
+from outbox.contrib.django.databases import database_from_url
+from outbox.contrib.django.engine.broker import reset_broker
+from outbox.contrib.django.worker.drain import drain
 from outbox.ids import uuid7
 from tests.django.conftest import BROKER_TEMPLATE, point_alias
 from tests.django.shop.models import Effect, Order

@@ -16,13 +16,14 @@ from django.db.utils import IntegrityError
 from outbox import Check, Decision, faults
 from outbox.broker.database.executor import Executor
 from outbox.broker.transaction.checks import find_undecided, scan
-from outbox.contrib.django import ledger, message, publish, publish_messages, run_check_back
-from outbox.contrib.django.broker import flusher
-from outbox.contrib.django.conf import get_settings
-from outbox.contrib.django.databases import broker_connection
-from outbox.contrib.django.ledger_checker import LedgerChecker, answer_by_ledger, open_connection
+from outbox.contrib.django import message, publish, publish_messages, run_check_back
+from outbox.contrib.django.database.aliases import broker_connection
+from outbox.contrib.django.engine.broker import flusher
+from outbox.contrib.django.ledger import ledger
+from outbox.contrib.django.ledger.ledger_checker import LedgerChecker, answer_by_ledger, open_connection
+from outbox.contrib.django.ledger.pruning import prune_ledgers
 from outbox.contrib.django.models import LedgerEntry, LedgerIdentity
-from outbox.contrib.django.pruning import prune_ledgers
+from outbox.contrib.django.settings.conf import get_settings
 from outbox.ids import uuid7
 from tests.django.shop.models import Order
 from tests.django.state import decisions, incidents, rolled_back

@@ -13,7 +13,7 @@ from outbox import Delivery
 from outbox.broker import process_log
 from outbox.contrib.django import publish, publish_many, subscriber
 from outbox.contrib.django.testing import in_memory_outbox
-from outbox.contrib.django.workers import consumer_runtime
+from outbox.contrib.django.worker.workers import consumer_runtime
 from outbox.errors import PermanentError
 from outbox.log_context import FIELDS, PREFIX, MessageFilter
 from tests.django.support import sequence

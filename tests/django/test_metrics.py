@@ -18,11 +18,11 @@ from outbox import Delivery, measures
 from outbox.broker.operations import audit
 from outbox.broker.operations.summary import GroupProgress, Summary
 from outbox.contrib.django import publish, subscriber
-from outbox.contrib.django.checkback import run_check_back
-from outbox.contrib.django.exposition import state
-from outbox.contrib.django.periodic import passes
-from outbox.contrib.django.watching import audit_when_due
-from outbox.contrib.django.workers import consumer_runtime
+from outbox.contrib.django.operations.exposition import state
+from outbox.contrib.django.operations.watching import audit_when_due
+from outbox.contrib.django.publishing.checkback import run_check_back
+from outbox.contrib.django.worker.periodic import passes
+from outbox.contrib.django.worker.workers import consumer_runtime
 from outbox.contrib.prometheus import collector, rules
 from outbox.contrib.prometheus.collector import BrokerCollector, State
 from outbox.contrib.prometheus.recorder import MOST_TOPICS, OTHERS, PrometheusRecorder

@@ -10,9 +10,9 @@ from django.core.management import CommandError, call_command
 from django.db import connections, transaction
 
 from outbox.contrib.django import publish, subscriber
-from outbox.contrib.django.broker import reset_broker
-from outbox.contrib.django.databases import broker_connection
-from outbox.contrib.django.workers import consumer_runtime
+from outbox.contrib.django.database.aliases import broker_connection
+from outbox.contrib.django.engine.broker import reset_broker
+from outbox.contrib.django.worker.workers import consumer_runtime
 from outbox.errors import ConfigurationError, SchemaError
 from tests.django.state import stored
 

@@ -19,11 +19,11 @@ from outbox import Decision, EndTransaction, faults
 from outbox.broker.database.executor import Executor
 from outbox.broker.transaction.checks import find_undecided
 from outbox.contrib.django import get_broker, publish, run_check_back
-from outbox.contrib.django.broker import flusher
-from outbox.contrib.django.conf import get_settings
-from outbox.contrib.django.databases import alias_conninfo, broker_connection
-from outbox.contrib.django.flusher import MAX_QUEUED, Flusher
-from outbox.contrib.django.ledger_checker import LedgerChecker
+from outbox.contrib.django.database.aliases import alias_conninfo, broker_connection
+from outbox.contrib.django.engine.broker import flusher
+from outbox.contrib.django.engine.flusher import MAX_QUEUED, Flusher
+from outbox.contrib.django.ledger.ledger_checker import LedgerChecker
+from outbox.contrib.django.settings.conf import get_settings
 from outbox.errors import BrokerUnavailable, SchemaError, WrongDatabase
 from outbox.ids import uuid7
 from tests.django.configured import OUTBOX

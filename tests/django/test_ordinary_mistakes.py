@@ -11,7 +11,8 @@ from django.db import DatabaseError, connections, transaction
 from django.test.utils import CaptureQueriesContext
 
 from outbox import Delivery
-from outbox.contrib.django import ledger, publish, run_check_back, subscriber, transactional_message
+from outbox.contrib.django import publish, run_check_back, subscriber, transactional_message
+from outbox.contrib.django.ledger import ledger
 from outbox.errors import OutboxError, PermanentError, TransactionUsageError
 from outbox.ports import Disposition
 from tests.django.ordinary_mistakes import MISTAKES, execute, swallowed

@@ -19,10 +19,10 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from outbox.broker import embedded
 from outbox.broker.database.connection import reached_server
-from outbox.contrib.django import broker as broker_access
 from outbox.contrib.django import message, publish, publish_many, publish_messages
-from outbox.contrib.django.conf import get_settings
-from outbox.contrib.django.installation import install_broker
+from outbox.contrib.django.engine import broker as broker_access
+from outbox.contrib.django.operations.installation import install_broker
+from outbox.contrib.django.settings.conf import get_settings
 from outbox.errors import (
     BrokerUnavailable,
     InvalidName,

@@ -9,10 +9,11 @@ import pytest
 from django.db import connections, transaction
 
 from outbox import Decision
-from outbox.contrib.django import ledger, publish, run_check_back, run_prune
-from outbox.contrib.django.broker import flusher
+from outbox.contrib.django import publish, run_check_back, run_prune
+from outbox.contrib.django.engine.broker import flusher
+from outbox.contrib.django.ledger import ledger
+from outbox.contrib.django.ledger.pruning import first_id_at, prune_ledgers
 from outbox.contrib.django.models import InboxEntry, LedgerIdentity
-from outbox.contrib.django.pruning import first_id_at, prune_ledgers
 from outbox.ids import uuid7
 from tests.django.state import rolled_back
 from tests.django.test_barrier import answers, check, row

@@ -13,15 +13,8 @@ from django.test.utils import CaptureQueriesContext, override_settings
 from django.utils import timezone
 
 from outbox import Decision, EndTransaction
-from outbox.contrib.django import (
-    get_broker,
-    ledger,
-    message,
-    publish,
-    publish_many,
-    publish_messages,
-    run_check_back,
-)
+from outbox.contrib.django import get_broker, message, publish, publish_many, publish_messages, run_check_back
+from outbox.contrib.django.ledger import ledger
 from outbox.contrib.django.models import LedgerEntry, LedgerIdentity
 from outbox.errors import (
     BrokerUnavailable,

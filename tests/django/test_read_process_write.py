@@ -11,11 +11,11 @@ from django.db import connections, transaction
 
 from outbox import Delivery
 from outbox.contrib.django import message_transaction, publish_many, subscriber
-from outbox.contrib.django.broker import flusher, reset_broker
-from outbox.contrib.django.conf import get_settings
-from outbox.contrib.django.drain import drain
-from outbox.contrib.django.installation import install_broker
+from outbox.contrib.django.engine.broker import flusher, reset_broker
 from outbox.contrib.django.models import InboxEntry
+from outbox.contrib.django.operations.installation import install_broker
+from outbox.contrib.django.settings.conf import get_settings
+from outbox.contrib.django.worker.drain import drain
 from outbox.retry import RetryPolicy
 from tests.django.shop.models import Effect
 

@@ -14,8 +14,8 @@ from kombu.connection import Connection
 from kombu.entity import Queue
 from kombu.messaging import Producer
 
-from outbox.contrib.django.conf import parse_settings
-from outbox.contrib.django.databases import broker_connection
+from outbox.contrib.django.database.aliases import broker_connection
+from outbox.contrib.django.settings.conf import parse_settings
 from outbox.errors import ConfigurationError
 from tests.django.processes import child, process
 from tests.django.shop.models import Effect

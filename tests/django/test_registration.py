@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from outbox import Delivery, OnError, Start
-from outbox.contrib.django import registry, subscriber
+from outbox.contrib.django import subscriber
+from outbox.contrib.django.subscribers import registry
 from outbox.errors import ConfigurationError, InvalidFilter, InvalidSubscription
 from tests.django.test_inbox import register
 from tests.django.urls import Refused

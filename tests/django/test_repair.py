@@ -16,11 +16,11 @@ from django.db import connections, transaction
 from outbox import Delivery, faults
 from outbox.broker.sequencer.sequencer import Sequencer
 from outbox.contrib.django import publish, subscriber
-from outbox.contrib.django.broker import flusher
-from outbox.contrib.django.conf import get_settings
-from outbox.contrib.django.databases import alias_conninfo, broker_connection, broker_database
+from outbox.contrib.django.database.aliases import alias_conninfo, broker_connection, broker_database
+from outbox.contrib.django.engine.broker import flusher
 from outbox.contrib.django.repair.actions import derived_id
-from outbox.contrib.django.workers import consumer_runtime
+from outbox.contrib.django.settings.conf import get_settings
+from outbox.contrib.django.worker.workers import consumer_runtime
 from outbox.errors import PermanentError
 from tests.django.processes import process
 from tests.django.repairs import AT, Repair, finding, lost

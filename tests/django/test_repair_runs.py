@@ -9,7 +9,7 @@ import pytest
 from django.core.management import call_command
 from django.core.management.base import CommandError
 
-from outbox.contrib.django.databases import alias_conninfo
+from outbox.contrib.django.database.aliases import alias_conninfo
 from outbox.contrib.django.repair import audit
 from outbox.contrib.django.repair.apply import Pace
 from tests.django.conftest import point_alias

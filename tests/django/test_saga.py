@@ -17,13 +17,13 @@ from typing import Any, Final
 import pytest
 from django.db import transaction
 
-from outbox.contrib.django.broker import flusher
-from outbox.contrib.django.conf import get_settings
-from outbox.contrib.django.databases import broker_connection
-from outbox.contrib.django.drain import drain
-from outbox.contrib.django.installation import install_broker
-from outbox.contrib.django.registry import unregister_all
+from outbox.contrib.django.database.aliases import broker_connection
+from outbox.contrib.django.engine.broker import flusher
+from outbox.contrib.django.operations.installation import install_broker
 from outbox.contrib.django.saga import Saga, SagaState
+from outbox.contrib.django.settings.conf import get_settings
+from outbox.contrib.django.subscribers.registry import unregister_all
+from outbox.contrib.django.worker.drain import drain
 from outbox.errors import ConfigurationError, TransactionUsageError, UsageError
 from outbox.retry import RetryPolicy
 from tests.broker.support import let_time_pass

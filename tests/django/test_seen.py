@@ -17,9 +17,9 @@ from django.core.management import call_command
 from django.test import Client
 
 from outbox.broker.operations.conditions import CATALOGUE, Severity
-from outbox.contrib.django import exposition
 from outbox.contrib.django.models import OperatorAction
-from outbox.contrib.django.watching import look, probe
+from outbox.contrib.django.operations import exposition
+from outbox.contrib.django.operations.watching import look, probe
 from outbox.contrib.prometheus.rules import ALERTS, alert_name
 from tests.django import faults, faults_of_groups
 from tests.django.broker_world import FAULTS, World, new_world

@@ -21,12 +21,12 @@ from outbox import Delivery, MessageType
 from outbox.broker.schema import install
 from outbox.codec import BytesCodec
 from outbox.contrib.django import get_broker, publish, subscriber
-from outbox.contrib.django.broker import get_codecs, reset_broker
-from outbox.contrib.django.conf import PathChoice, get_settings, parse_settings
-from outbox.contrib.django.databases import alias_conninfo, broker_database
+from outbox.contrib.django.database.aliases import alias_conninfo, broker_database
+from outbox.contrib.django.engine.broker import get_codecs, reset_broker
 from outbox.contrib.django.models import LedgerEntry, LedgerIdentity
-from outbox.contrib.django.registry import autodiscover, unregister_all
 from outbox.contrib.django.routers import BrokerRouter
+from outbox.contrib.django.settings.conf import PathChoice, get_settings, parse_settings
+from outbox.contrib.django.subscribers.registry import autodiscover, unregister_all
 from outbox.errors import ConfigurationError
 from tests.django.configured import OUTBOX
 from tests.django.conftest import point_alias

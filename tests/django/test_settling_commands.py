@@ -16,9 +16,9 @@ from outbox import Delivery, Message
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
 from outbox.contrib.django import message, publish, publish_messages, subscriber
-from outbox.contrib.django.broker import get_broker
-from outbox.contrib.django.conf import get_settings
-from outbox.contrib.django.databases import broker_connection
+from outbox.contrib.django.database.aliases import broker_connection
+from outbox.contrib.django.engine.broker import get_broker
+from outbox.contrib.django.settings.conf import get_settings
 from outbox.errors import PermanentError
 from tests.django.state import decisions, rolled_back
 from tests.django.test_commands import call, call_json, consume

@@ -13,10 +13,10 @@ from psycopg.sql import SQL, Identifier
 
 from outbox import Message, faults
 from outbox.contrib.django import message, run_check_back, transactional_message
-from outbox.contrib.django.broker import flusher
-from outbox.contrib.django.conf import get_settings
-from outbox.contrib.django.databases import alias_conninfo
+from outbox.contrib.django.database.aliases import alias_conninfo
+from outbox.contrib.django.engine.broker import flusher
 from outbox.contrib.django.models import LedgerEntry
+from outbox.contrib.django.settings.conf import get_settings
 from outbox.errors import ConfigurationError, TransactionUsageError, UsageError
 from tests.django.shop.models import Order
 from tests.django.state import decisions, stored

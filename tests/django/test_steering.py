@@ -26,9 +26,9 @@ from outbox.contrib.django import (
     reject_transactional,
     transactional_message,
 )
-from outbox.contrib.django.broker import flusher, get_broker
-from outbox.contrib.django.conf import get_settings
-from outbox.contrib.django.databases import broker_connection, broker_database
+from outbox.contrib.django.database.aliases import broker_connection, broker_database
+from outbox.contrib.django.engine.broker import flusher, get_broker
+from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.testing import in_memory_outbox
 from outbox.errors import (
     MessageTypeMismatch,

@@ -12,9 +12,9 @@ from django.db import transaction
 from django.db.models import Model
 from django.test.utils import override_settings
 
-from outbox.contrib.django.drain import drain
 from outbox.contrib.django.tasks.models import TaskEntry
 from outbox.contrib.django.tasks.registration import register_backends
+from outbox.contrib.django.worker.drain import drain
 from tests.django.processes import ROOT, environment
 from tests.django.shop import tasks
 from tests.django.shop.models import Effect

@@ -9,9 +9,9 @@ import pytest
 from django.db import connections, transaction
 
 from outbox import Decision
-from outbox.contrib.django import ledger
-from outbox.contrib.django.ledger_checker import open_connection
-from outbox.contrib.django.pruning import first_id_after
+from outbox.contrib.django.ledger import ledger
+from outbox.contrib.django.ledger.ledger_checker import open_connection
+from outbox.contrib.django.ledger.pruning import first_id_after
 from outbox.ids import uuid7
 from tests.django.test_barrier import answers, check, row
 

@@ -10,7 +10,7 @@ from django.test.utils import override_settings
 from outbox import Delivery
 from outbox.contrib.django import message, run_prune, subscriber
 from outbox.contrib.django.models import InboxEntry
-from outbox.contrib.django.registry import subscribers
+from outbox.contrib.django.subscribers.registry import subscribers
 from outbox.errors import InvalidSubscription, UsageError
 from outbox.ids import uuid7
 

@@ -19,7 +19,7 @@ from opentelemetry.trace import SpanContext, SpanKind, StatusCode
 from outbox import Delivery, RetryPolicy, tracing
 from outbox.contrib.django import message_transaction, publish, publish_many, run_check_back, subscriber
 from outbox.contrib.django.testing import in_memory_outbox
-from outbox.contrib.django.workers import consumer_runtime
+from outbox.contrib.django.worker.workers import consumer_runtime
 from outbox.contrib.opentelemetry.tracer import OpenTelemetryTracer
 from tests.django.processes import ROOT, environment, process
 from tests.django.shop.models import Effect
@@ -293,8 +293,8 @@ import sys, django
 django.setup()
 from django.db import transaction
 from outbox.contrib.django import publish, run_check_back
-from outbox.contrib.django.drain import drain
-from outbox.contrib.django.databases import broker_connection
+from outbox.contrib.django.worker.drain import drain
+from outbox.contrib.django.database.aliases import broker_connection
 with transaction.atomic():
     publish("orders", {}, key="one")
 drain()

@@ -9,8 +9,8 @@ import pytest
 from django.db import Error, connections, transaction
 
 from outbox.contrib.django import message, publish, publish_messages, transactional_message
-from outbox.contrib.django.conf import get_settings
-from outbox.contrib.django.ledger_checker import open_connection
+from outbox.contrib.django.ledger.ledger_checker import open_connection
+from outbox.contrib.django.settings.conf import get_settings
 from outbox.errors import SendFailed, TransactionUsageError
 from tests.django.shop.models import Order
 from tests.django.state import decisions

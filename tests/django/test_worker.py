@@ -16,10 +16,10 @@ from outbox.broker.database.executor import Executor
 from outbox.broker.operations.conditions import Condition
 from outbox.broker.operations.dead_letters import DeadLetter, list_dead_letters
 from outbox.contrib.django import publish
-from outbox.contrib.django.broker import flusher
-from outbox.contrib.django.databases import broker_connection
+from outbox.contrib.django.database.aliases import broker_connection
+from outbox.contrib.django.engine.broker import flusher
 from outbox.contrib.django.models import InboxEntry
-from outbox.contrib.django.watching import look
+from outbox.contrib.django.operations.watching import look
 from tests.django.processes import ROOT, child, environment, process
 from tests.django.shop.models import Effect, Order
 from tests.django.state import decisions
@@ -135,7 +135,7 @@ def test_check_role_settles_what_a_lost_end_left_open() -> None:
 )
 def test_a_child_that_cannot_work_says_why_and_exits_with_2(outbox: dict[str, str], complaint: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "outbox.contrib.django.child", "consumer"],
+        [sys.executable, "-m", "outbox.contrib.django.worker.child", "consumer"],
         env=environment(outbox=outbox),
         cwd=ROOT,
         capture_output=True,

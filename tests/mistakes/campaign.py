@@ -17,9 +17,9 @@ from outbox.broker.consumer.runtime import ConsumeCounts, ConsumerRuntime
 from outbox.broker.database.connection import BrokerDatabase
 from outbox.broker.sequencer.sequencer import Sequencer
 from outbox.contrib.django import run_check_back
-from outbox.contrib.django.broker import flusher, get_codecs
-from outbox.contrib.django.conf import get_settings
-from outbox.contrib.django.databases import alias_conninfo
+from outbox.contrib.django.database.aliases import alias_conninfo
+from outbox.contrib.django.engine.broker import flusher, get_codecs
+from outbox.contrib.django.settings.conf import get_settings
 from tests.django.shop.models import Effect, Order
 from tests.mistakes.generator import Side, generate
 from tests.mistakes.grammar import Program, smaller, steps_of, text

@@ -16,10 +16,10 @@ from django.db import connections
 from django.test.utils import override_settings
 
 from outbox.broker import embedded
-from outbox.contrib.django import broker as broker_access
-from outbox.contrib.django import registry
-from outbox.contrib.django.conf import get_settings
-from outbox.contrib.django.installation import install_broker
+from outbox.contrib.django.engine import broker as broker_access
+from outbox.contrib.django.operations.installation import install_broker
+from outbox.contrib.django.settings.conf import get_settings
+from outbox.contrib.django.subscribers import registry
 from tests.django.conftest import point_alias
 from tests.mistakes.campaign import Campaign
 from tests.mistakes.worlds import World

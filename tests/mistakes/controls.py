@@ -14,10 +14,12 @@ import pytest
 from django.db import connections
 
 from outbox import Answer, Check, Decision, Delivery
-from outbox.contrib.django import checkback, decorators, ends, publish, publishing
-from outbox.contrib.django.blocks import BlockWatch, Halves
-from outbox.contrib.django.broker import flusher
-from outbox.contrib.django.inbox_entries import InboxEntries
+from outbox.contrib.django import publish
+from outbox.contrib.django.database.blocks import BlockWatch, Halves
+from outbox.contrib.django.engine.broker import flusher
+from outbox.contrib.django.publishing import checkback, decorators, ends
+from outbox.contrib.django.publishing import publish as publishing
+from outbox.contrib.django.subscribers.inbox_entries import InboxEntries
 from outbox.transaction import HalfTransaction
 from tests.mistakes.generator import Side
 from tests.mistakes.interpreter import Mistake

@@ -12,8 +12,8 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 
 from outbox import Delivery, Message
 from outbox.contrib.django import publish, subscriber, transactional_message
-from outbox.contrib.django.inbox import InboxInvoker
-from outbox.contrib.django.registry import subscribers
+from outbox.contrib.django.subscribers.inbox import InboxInvoker
+from outbox.contrib.django.subscribers.registry import subscribers
 from outbox.errors import PermanentError
 from outbox.ids import uuid7
 from outbox.ports import Disposition

@@ -10,7 +10,7 @@ from django.db import connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 from psycopg.pq import PipelineStatus, TransactionStatus
 
-from outbox.contrib.django.databases import alias_conninfo
+from outbox.contrib.django.database.aliases import alias_conninfo
 from tests.django.shop.models import Order, Payment
 
 DUPLICATE: Final = "there already"

@@ -45,7 +45,7 @@ def main() -> None:
     django.setup()
     from django.db import transaction
 
-    from outbox.contrib.django.broker import flusher
+    from outbox.contrib.django.engine.broker import flusher
 
     prefix, how = sys.argv[1:3]
     rounds = int(sys.argv[3]) if len(sys.argv) > 3 else ROUNDS

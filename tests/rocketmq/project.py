@@ -55,7 +55,7 @@ class Project:
     @contextmanager
     def consumer(self) -> Iterator[subprocess.Popen[str]]:
         """A consumer process."""
-        with self.running(["-m", "outbox.contrib.django.child", "consumer"]) as started:
+        with self.running(["-m", "outbox.contrib.django.worker.child", "consumer"]) as started:
             yield started
 
     def produced(self, prefixes: Mapping[str, str], how: str = "plain", *, rounds: int = 3) -> dict[str, int]:

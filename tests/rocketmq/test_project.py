@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from outbox import faults
-from outbox.contrib.django import broker as broker_access
 from outbox.contrib.django import get_broker
+from outbox.contrib.django.engine import broker as broker_access
 from outbox.rocketmq.private_server import PrivateRocketMQ
 from tests.django.shop.models import Order
 from tests.rocketmq.driver import place

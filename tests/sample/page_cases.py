@@ -13,7 +13,7 @@ from django.test import Client, TransactionTestCase, override_settings
 from django.urls import reverse
 
 from outbox.contrib.django import get_broker, publish
-from outbox.contrib.django.registry import autodiscover
+from outbox.contrib.django.subscribers.registry import autodiscover
 from outbox.memory import InMemoryBroker
 from sample_project.cart.models import Clearance, Item
 from sample_project.catalogue.models import Product

@@ -43,8 +43,8 @@ for number in range(Order.objects.count(), int(sys.argv[1])):
         pass
 """
 PROGRAMS: Final = {
-    "broker": ["-m", "outbox.contrib.django.child", "broker"],
-    "consumer": ["-m", "outbox.contrib.django.child", "consumer"],
+    "broker": ["-m", "outbox.contrib.django.worker.child", "broker"],
+    "consumer": ["-m", "outbox.contrib.django.worker.child", "consumer"],
     "check": ["-m", "django", "outbox_worker", "--role", "check"],
 }
 

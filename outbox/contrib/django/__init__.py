@@ -3,14 +3,14 @@
 Importing this needs no settings and no loaded apps, so models.py of any app may do it.
 """
 
-from outbox.contrib.django.broker import get_broker
-from outbox.contrib.django.checkback import run_check_back
-from outbox.contrib.django.decorators import transactional_message
-from outbox.contrib.django.fenced_producer import fenced_producer
-from outbox.contrib.django.message_transactions import message_transaction
-from outbox.contrib.django.messages import message
-from outbox.contrib.django.pruning import run_prune
-from outbox.contrib.django.publishing import (
+from outbox.contrib.django.engine.broker import get_broker
+from outbox.contrib.django.ledger.pruning import run_prune
+from outbox.contrib.django.publishing.checkback import run_check_back
+from outbox.contrib.django.publishing.decorators import transactional_message
+from outbox.contrib.django.publishing.fenced_producer import fenced_producer
+from outbox.contrib.django.publishing.message_transactions import message_transaction
+from outbox.contrib.django.publishing.messages import message
+from outbox.contrib.django.publishing.publish import (
     apublish,
     apublish_many,
     apublish_messages,
@@ -18,8 +18,8 @@ from outbox.contrib.django.publishing import (
     publish_many,
     publish_messages,
 )
-from outbox.contrib.django.registry import subscriber
-from outbox.contrib.django.steering import recall, recall_key, reject_transactional
+from outbox.contrib.django.publishing.steering import recall, recall_key, reject_transactional
+from outbox.contrib.django.subscribers.registry import subscriber
 
 __all__ = [
     "apublish",

@@ -17,10 +17,11 @@ class OutboxConfig(AppConfig):
 
     def ready(self) -> None:
         """Wire what has to be there before the first request; nothing here touches a database."""
-        from outbox.contrib.django import checks, in_tests, metrics, tracing
-        from outbox.contrib.django.blocks import watch_connection
-        from outbox.contrib.django.broker import let_go_of_test_databases
-        from outbox.contrib.django.installation import after_migrate
+        from outbox.contrib.django.database import in_tests
+        from outbox.contrib.django.database.blocks import watch_connection
+        from outbox.contrib.django.engine.broker import let_go_of_test_databases
+        from outbox.contrib.django.operations import checks, metrics, tracing
+        from outbox.contrib.django.operations.installation import after_migrate
 
         in_tests.remember_configured_names()
         checks.register_all()

@@ -12,10 +12,10 @@ from __future__ import annotations
 from typing import Any
 
 from outbox.broker.celery import beat, bootstep
-from outbox.contrib.django.broker import flusher
-from outbox.contrib.django.celery_tasks import TransactionalTask, subscriber_task
-from outbox.contrib.django.periodic import passes
-from outbox.contrib.django.roles import Role, supervisor
+from outbox.contrib.django.engine.broker import flusher
+from outbox.contrib.django.publishing.celery_tasks import TransactionalTask, subscriber_task
+from outbox.contrib.django.worker.periodic import passes
+from outbox.contrib.django.worker.roles import Role, supervisor
 
 __all__ = ["TransactionalTask", "setup", "subscriber_task"]
 

@@ -7,7 +7,7 @@ from typing import Any
 from django.db import DEFAULT_DB_ALIAS
 from django.db.models import Model
 
-from outbox.contrib.django.conf import get_settings
+from outbox.contrib.django.settings.conf import get_settings
 from outbox.errors import ConfigurationError
 
 

@@ -27,10 +27,10 @@ from typing import Any, Final, Generic, TypeVar
 from django.db import models, router, transaction
 
 from outbox import Delivery, names
-from outbox.contrib.django.callables import is_asynchronous, is_generator
-from outbox.contrib.django.publishing import publish
-from outbox.contrib.django.registry import Subscriber, register
-from outbox.contrib.django.steering import recall_key
+from outbox.contrib.django.publishing.publish import publish
+from outbox.contrib.django.publishing.steering import recall_key
+from outbox.contrib.django.subscribers.callables import is_asynchronous, is_generator
+from outbox.contrib.django.subscribers.registry import Subscriber, register
 from outbox.errors import ConfigurationError, TransactionUsageError, UsageError
 from outbox.retry import RetryPolicy
 from outbox.subscription import Subscription

@@ -32,13 +32,13 @@ from outbox.broker.database.executor import Executor
 from outbox.broker.log.topics import declare_topics
 from outbox.broker.operations import for_tests
 from outbox.broker.schema.install import install
-from outbox.contrib.django.broker import flusher, get_broker, get_codecs, reset_broker
-from outbox.contrib.django.conf import get_settings
-from outbox.contrib.django.databases import broker_connection, broker_database
-from outbox.contrib.django.drain import drain, settle
-from outbox.contrib.django.in_memory import settle as settle_in_memory
-from outbox.contrib.django.in_tests import running_tests
-from outbox.contrib.django.registry import autodiscover, subscriptions
+from outbox.contrib.django.database.aliases import broker_connection, broker_database
+from outbox.contrib.django.database.in_tests import running_tests
+from outbox.contrib.django.engine.broker import flusher, get_broker, get_codecs, reset_broker
+from outbox.contrib.django.engine.in_memory import settle as settle_in_memory
+from outbox.contrib.django.settings.conf import get_settings
+from outbox.contrib.django.subscribers.registry import autodiscover, subscriptions
+from outbox.contrib.django.worker.drain import drain, settle
 from outbox.errors import UsageError
 from outbox.memory import InMemoryBroker
 from outbox.message import Message

@@ -9,9 +9,9 @@ from django.views.decorators.cache import never_cache
 from django.views.decorators.http import require_safe
 
 from outbox.broker.operations.conditions import Severity
-from outbox.contrib.django import exposition
-from outbox.contrib.django.conf import get_settings
-from outbox.contrib.django.watching import look, probe
+from outbox.contrib.django.operations import exposition
+from outbox.contrib.django.operations.watching import look, probe
+from outbox.contrib.django.settings.conf import get_settings
 
 
 @never_cache

@@ -13,7 +13,7 @@ from django.utils import timezone
 from outbox.broker.database.executor import Executor
 from outbox.broker.operations.dead_letters import Place
 from outbox.broker.operations.listings import bounded
-from outbox.contrib.django.databases import broker_connection
+from outbox.contrib.django.database.aliases import broker_connection
 from outbox.errors import UsageError
 
 SECONDS: Final = 5.0

@@ -11,7 +11,7 @@ from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError, CommandParser
 
-from outbox.contrib.django.broker import reset_broker
+from outbox.contrib.django.engine.broker import reset_broker
 from outbox.errors import OutboxError
 from outbox.safe_text import for_people, inert
 

@@ -11,7 +11,7 @@ from uuid import UUID
 from django.db.backends.base.base import BaseDatabaseWrapper
 from psycopg import sql
 
-from outbox.contrib.django.databases import broker_connection
+from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.repair.plan import Source, Step
 from outbox.errors import BrokerError
 

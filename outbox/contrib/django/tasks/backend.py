@@ -14,8 +14,8 @@ from django.db import router, transaction
 from django.utils import timezone
 
 from outbox import names
-from outbox.contrib.django.conf import get_settings
-from outbox.contrib.django.publishing import publish
+from outbox.contrib.django.publishing.publish import publish
+from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.tasks.api import (
     BaseTaskBackend,
     Task,

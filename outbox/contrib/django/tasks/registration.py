@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from django.db import router
 
-from outbox.contrib.django.registry import Subscriber, register
+from outbox.contrib.django.subscribers.registry import Subscriber, register
 from outbox.contrib.django.tasks.api import task_backends
 from outbox.contrib.django.tasks.backend import OutboxBackend
 from outbox.contrib.django.tasks.models import TaskEntry

@@ -9,9 +9,9 @@ from typing import Any, Final
 from django.http import QueryDict
 
 from outbox.broker.operations.dead_letters import Selection
-from outbox.contrib.django import operations
 from outbox.contrib.django.console.actions.plan import Action, Plan
 from outbox.contrib.django.console.asking import as_uuid, moment, required, text
+from outbox.contrib.django.operations import commands as operations
 from outbox.errors import UsageError
 
 LIMIT: Final = 10_000

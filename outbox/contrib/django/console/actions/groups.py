@@ -14,7 +14,7 @@ from outbox.broker.operations.listings import group_now
 from outbox.broker.operations.reset import QueueReset, reset
 from outbox.contrib.django.console.actions.plan import Action, Plan
 from outbox.contrib.django.console.asking import moment, number, reading, required
-from outbox.contrib.django.databases import broker_connection
+from outbox.contrib.django.database.aliases import broker_connection
 from outbox.errors import UsageError
 from outbox.subscription import Start
 

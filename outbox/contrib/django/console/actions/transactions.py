@@ -9,9 +9,9 @@ from uuid import UUID
 from django.http import QueryDict
 
 from outbox.broker.operations.trace import trace
-from outbox.contrib.django import operations
 from outbox.contrib.django.console.actions.plan import Action, Option, Plan
 from outbox.contrib.django.console.asking import reading, required, uuid
+from outbox.contrib.django.operations import commands as operations
 from outbox.errors import UsageError
 from outbox.transaction import Decision
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from django.http import QueryDict
 
-from outbox.contrib.django import operations
 from outbox.contrib.django.console.actions.plan import Action, Plan
 from outbox.contrib.django.console.asking import as_uuid, text
+from outbox.contrib.django.operations import commands as operations
 from outbox.errors import UsageError
 from outbox.recall import Recall
 

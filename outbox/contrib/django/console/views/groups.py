@@ -11,7 +11,7 @@ from outbox.broker.operations.queue_status import list_queues
 from outbox.contrib.django.console.access import seeing
 from outbox.contrib.django.console.asking import number, reading, required, text
 from outbox.contrib.django.console.rendering import PER_PAGE, Page, Row, paged, render
-from outbox.contrib.django.watching import asking
+from outbox.contrib.django.operations.watching import asking
 from outbox.errors import UnknownTopic
 
 

@@ -13,13 +13,13 @@ from outbox.broker.log.topics import list_topics
 from outbox.broker.operations.content import content_of
 from outbox.broker.operations.search import find_messages
 from outbox.broker.operations.trace import Trace, TracedMessage, trace
-from outbox.contrib.django.conf import get_settings
 from outbox.contrib.django.console import life
 from outbox.contrib.django.console.access import seeing
 from outbox.contrib.django.console.asking import as_uuid, moment, number, reading, text
 from outbox.contrib.django.console.masking import shown
 from outbox.contrib.django.console.rendering import BODIES, PER_PAGE, may, paged, problem, render
 from outbox.contrib.django.models import OperatorAction
+from outbox.contrib.django.settings.conf import get_settings
 
 _HOUR: Final = timedelta(hours=1)
 # How far back a search looks, by name; the first one where nothing is said.

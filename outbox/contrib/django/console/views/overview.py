@@ -18,7 +18,7 @@ from outbox.contrib.django.console.access import seeing
 from outbox.contrib.django.console.asking import as_uuid, reading, text
 from outbox.contrib.django.console.rendering import render
 from outbox.contrib.django.management.output import duration
-from outbox.contrib.django.watching import look
+from outbox.contrib.django.operations.watching import look
 
 # Where an operator goes on from a condition: a page, its parameters, and what the link says.
 _PLACES: Final[Mapping[str, tuple[str, str, str]]] = {

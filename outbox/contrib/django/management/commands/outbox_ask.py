@@ -8,7 +8,7 @@ from uuid import UUID
 from django.core.management.base import CommandError, CommandParser
 
 from outbox.contrib.django.management.output import OutboxCommand, positive
-from outbox.contrib.django.operations import ask_again
+from outbox.contrib.django.operations.commands import ask_again
 
 
 class Command(OutboxCommand):

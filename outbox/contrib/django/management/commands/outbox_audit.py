@@ -8,7 +8,7 @@ from typing import Any
 from django.core.management.base import CommandParser
 
 from outbox.contrib.django.management.output import OutboxCommand
-from outbox.contrib.django.watching import run_audit
+from outbox.contrib.django.operations.watching import run_audit
 
 
 class Command(OutboxCommand):

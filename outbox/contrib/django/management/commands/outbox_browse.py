@@ -9,7 +9,7 @@ from django.core.management.base import CommandParser
 from outbox.broker.database.executor import Executor
 from outbox.broker.log.topics import TopicCatalog
 from outbox.broker.operations.browse import browse
-from outbox.contrib.django.databases import broker_connection
+from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.management.output import OutboxCommand, moment
 
 # What a line of the table shows of a body; --json has it whole.

@@ -7,8 +7,8 @@ from typing import Any
 
 from django.core.management.base import CommandParser
 
-from outbox.contrib.django.checkback import run_check_back
 from outbox.contrib.django.management.output import OutboxCommand
+from outbox.contrib.django.publishing.checkback import run_check_back
 
 
 class Command(OutboxCommand):

@@ -12,9 +12,9 @@ from django.core.management.base import CommandError, CommandParser
 from outbox.broker.database.executor import Executor
 from outbox.broker.groups.registration import group_id_of
 from outbox.broker.operations.dead_letters import Place, Selection, failed_attempts, list_dead_letters
-from outbox.contrib.django.databases import broker_connection
+from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.management.output import OutboxCommand, first_line, moment, positive
-from outbox.contrib.django.operations import discard_dead_letters, replay_dead_letters
+from outbox.contrib.django.operations.commands import discard_dead_letters, replay_dead_letters
 
 
 class Command(OutboxCommand):

@@ -8,7 +8,7 @@ from uuid import UUID
 from django.core.management.base import CommandParser
 
 from outbox.contrib.django.management.output import OutboxCommand
-from outbox.contrib.django.operations import decide, rehearse
+from outbox.contrib.django.operations.commands import decide, rehearse
 from outbox.transaction import Decision
 
 

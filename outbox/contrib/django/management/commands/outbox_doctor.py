@@ -8,8 +8,8 @@ from typing import Any
 from django.core.management.base import CommandParser
 
 from outbox.broker.operations.conditions import Severity
-from outbox.contrib.django.doctor import examine
 from outbox.contrib.django.management.output import OutboxCommand, first_line
+from outbox.contrib.django.operations.doctor import examine
 
 
 class Command(OutboxCommand):

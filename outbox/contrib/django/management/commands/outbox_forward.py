@@ -11,8 +11,8 @@ from django.core.management.base import CommandParser
 
 from outbox.broker.process_log import write_log
 from outbox.broker.supervisor import HUNG_EXIT_CODE, end_within, stop_on_signals
-from outbox.contrib.django.forwarding import forward_once, run_forward
 from outbox.contrib.django.management.output import OutboxCommand
+from outbox.contrib.django.worker.forwarding import forward_once, run_forward
 from outbox.errors import HandlersHung
 
 

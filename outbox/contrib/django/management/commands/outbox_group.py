@@ -14,9 +14,9 @@ from outbox.broker.groups.registration import group_id_of
 from outbox.broker.operations.deletion import delete_group
 from outbox.broker.operations.queue_status import list_queues
 from outbox.broker.operations.reset import reset
-from outbox.contrib.django.databases import broker_connection
+from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.management.output import OutboxCommand, first_line, moment
-from outbox.contrib.django.operations import describe_losses, group_lags, switch_group
+from outbox.contrib.django.operations.commands import describe_losses, group_lags, switch_group
 from outbox.subscription import Start
 
 _COUNTERS: Final = ("handled", "skipped", "filtered", "sent_back", "dead", "expired")

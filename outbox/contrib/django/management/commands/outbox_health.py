@@ -7,10 +7,10 @@ from typing import Any
 
 from django.core.management.base import CommandError, CommandParser
 
-from outbox.contrib.django.conf import get_settings
 from outbox.contrib.django.management.output import OutboxCommand
-from outbox.contrib.django.probes import live, ready
-from outbox.contrib.django.watching import probe
+from outbox.contrib.django.operations.watching import probe
+from outbox.contrib.django.settings.conf import get_settings
+from outbox.contrib.django.worker.probes import live, ready
 
 
 class Command(OutboxCommand):

@@ -6,9 +6,9 @@ from typing import Any
 
 from django.core.management.base import CommandError, CommandParser
 
-from outbox.contrib.django.conf import OutboxSettings, get_settings
-from outbox.contrib.django.installation import install_broker, planned_installation, remove_broker
 from outbox.contrib.django.management.output import OutboxCommand
+from outbox.contrib.django.operations.installation import install_broker, planned_installation, remove_broker
+from outbox.contrib.django.settings.conf import OutboxSettings, get_settings
 
 
 class Command(OutboxCommand):

@@ -8,7 +8,7 @@ from uuid import UUID
 from django.core.management.base import CommandError, CommandParser
 
 from outbox.contrib.django.management.output import OutboxCommand
-from outbox.contrib.django.operations import recall_messages
+from outbox.contrib.django.operations.commands import recall_messages
 
 
 class Command(OutboxCommand):

@@ -12,7 +12,7 @@ from django.core.management.base import CommandParser
 from outbox.broker.process_log import write_log
 from outbox.broker.supervisor import stop_on_signals
 from outbox.contrib.django.management.output import OutboxCommand
-from outbox.contrib.django.receiving import receive_once, run_receive
+from outbox.contrib.django.worker.receiving import receive_once, run_receive
 
 
 class Command(OutboxCommand):

@@ -7,7 +7,7 @@ from typing import Any
 from django.core.management.base import CommandParser
 
 from outbox.contrib.django.management.output import OutboxCommand
-from outbox.contrib.django.operations import switch_transactional
+from outbox.contrib.django.operations.commands import switch_transactional
 
 
 class Command(OutboxCommand):

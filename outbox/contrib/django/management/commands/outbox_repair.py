@@ -13,12 +13,12 @@ from typing import Any
 from django.core.management.base import CommandError, CommandParser
 from django.db import Error, connections
 
-from outbox.contrib.django.conf import imported
 from outbox.contrib.django.management.output import OutboxCommand, first_line
 from outbox.contrib.django.repair import audit
 from outbox.contrib.django.repair.actions import Means, Outcome, Publisher
 from outbox.contrib.django.repair.apply import Limits, apply
 from outbox.contrib.django.repair.plan import Action, Plan, read
+from outbox.contrib.django.settings.conf import imported
 from outbox.errors import BrokerError, ConfigurationError, UsageError
 
 _OPEN, _USAGE, _INCOMPLETE = 1, 2, 3

@@ -6,11 +6,11 @@ from typing import Any
 
 from django.core.management.base import CommandError, CommandParser
 
-from outbox.contrib.django.broker import get_broker
-from outbox.contrib.django.conf import get_settings
-from outbox.contrib.django.engines import require_engine
+from outbox.contrib.django.engine.broker import get_broker
+from outbox.contrib.django.engine.engines import require_engine
 from outbox.contrib.django.management.output import OutboxCommand
-from outbox.contrib.django.registry import autodiscover, subscribers
+from outbox.contrib.django.settings.conf import get_settings
+from outbox.contrib.django.subscribers.registry import autodiscover, subscribers
 
 
 class Command(OutboxCommand):

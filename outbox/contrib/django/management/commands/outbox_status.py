@@ -11,7 +11,7 @@ from django.core.management.base import CommandParser
 from outbox.broker.operations.conditions import Condition, Severity
 from outbox.broker.operations.overview import Overview
 from outbox.contrib.django.management.output import OutboxCommand, as_facts, duration, first_line
-from outbox.contrib.django.watching import Look, look
+from outbox.contrib.django.operations.watching import Look, look
 
 
 class Command(OutboxCommand):

@@ -10,9 +10,9 @@ from django.core.management.base import CommandParser
 from outbox.broker.database.executor import Executor
 from outbox.broker.log.topics import list_topics
 from outbox.broker.operations.deletion import delete_topic
-from outbox.contrib.django.databases import broker_connection
+from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.management.output import OutboxCommand
-from outbox.contrib.django.operations import alter_topic, create_topic, describe_losses
+from outbox.contrib.django.operations.commands import alter_topic, create_topic, describe_losses
 from outbox.topic import MessageType
 
 

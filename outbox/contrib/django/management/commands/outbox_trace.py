@@ -10,7 +10,7 @@ from django.core.management.base import CommandError, CommandParser
 from outbox.broker.database.executor import Executor
 from outbox.broker.operations.search import find_messages
 from outbox.broker.operations.trace import trace
-from outbox.contrib.django.databases import broker_connection
+from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.management.output import OutboxCommand, moment
 
 

@@ -9,7 +9,7 @@ from django.core.management.base import CommandParser
 
 from outbox.broker.database.executor import Executor
 from outbox.broker.operations.search import list_undecided
-from outbox.contrib.django.databases import broker_connection
+from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.management.output import OutboxCommand, first_line
 
 

@@ -11,9 +11,9 @@ from django.core.management.base import CommandError, CommandParser
 
 from outbox.broker.process_log import write_log
 from outbox.broker.supervisor import stop_on_signals
-from outbox.contrib.django.drain import drain
 from outbox.contrib.django.management.output import OutboxCommand
-from outbox.contrib.django.workers import ROLES
+from outbox.contrib.django.worker.drain import drain
+from outbox.contrib.django.worker.workers import ROLES
 
 
 class Command(OutboxCommand):

@@ -1,0 +1,117 @@
+"""Where the broker's database is: connections of the broker's own to an alias of DATABASES."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+from django.db import connections
+from django.db.backends.base.base import BaseDatabaseWrapper
+from django.utils.connection import ConnectionDoesNotExist
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
+
+from outbox.broker.database.connection import BrokerDatabase, Connection
+from outbox.broker.schema.install import check_schema
+from outbox.broker.schema.refusals import naming
+from outbox.contrib.django.database.in_tests import refuse_in_tests, running_tests
+from outbox.contrib.django.settings.conf import OutboxSettings, get_settings
+from outbox.errors import ConfigurationError
+from outbox.safe_text import mask_passwords
+
+# Connection parameters that are Django's or psycopg's, not libpq's.
+_NOT_LIBPQ: Final = frozenset(
+    {"client_encoding", "cursor_factory", "context", "prepare_threshold", "row_factory", "autocommit"}
+)
+
+
+def broker_database(settings: OutboxSettings | None = None) -> BrokerDatabase:
+    """Where the broker lives.
+
+    Raises ConfigurationError when its alias is missing or not PostgreSQL, or when the test that runs must not use it.
+    """
+    settings = settings or get_settings()
+    if settings.is_rocketmq:
+        require_database(settings)
+    refuse_in_tests(settings.broker)
+    return database_of(settings)
+
+
+def database_of(settings: OutboxSettings) -> BrokerDatabase:
+    """As `broker_database`, without asking whether a test runs: for a broker that is built before it is used."""
+    conninfo = alias_conninfo(settings.broker)
+    listen = settings.listen_url and _in_role(settings.listen_url, _alias(settings.broker))
+    if running_tests():
+        # LISTEN_URL names one database; in a test run the alias leads to another, which is polled then.
+        listen = None if listen is None else ""
+    return BrokerDatabase(conninfo=conninfo, schema=settings.schema, listen_conninfo=listen)
+
+
+def database_at(alias: str, settings: OutboxSettings) -> BrokerDatabase:
+    """A broker on another alias than OUTBOX['BROKER'], with its schema. Raises as `broker_database` does."""
+    refuse_in_tests(alias)
+    return BrokerDatabase(conninfo=alias_conninfo(alias), schema=settings.schema, listen_conninfo="")
+
+
+@contextmanager
+def broker_connection() -> Iterator[tuple[Connection, str]]:
+    """A connection to the broker's database and its schema; what the driver raises on it is raised as a BrokerError.
+
+    Raises BrokerUnavailable, ConfigurationError, or SchemaError when the tables are missing or of another age.
+    """
+    settings = get_settings()
+    require_database(settings)
+    with (
+        broker_database(settings).connect(name="outbox-command") as connection,
+        naming(f"the request to the broker on {settings.broker!r}", settings.schema),
+    ):
+        check_schema(connection, settings.schema)
+        yield connection, settings.schema
+
+
+def require_database(settings: OutboxSettings) -> None:
+    """Raise ConfigurationError where there is no broker to look at."""
+    if settings.in_memory:
+        raise ConfigurationError("OUTBOX['IN_MEMORY'] is on: there is no broker outside this process to look at.")
+    if settings.is_rocketmq:
+        raise ConfigurationError("the broker is RocketMQ: look at it with its own tools (mqadmin, its dashboard).")
+
+
+def alias_conninfo(alias: str) -> str:
+    """The libpq connection string of a Django alias. Raises ConfigurationError."""
+    connection = _alias(alias)
+    if connection.vendor != "postgresql":
+        raise ConfigurationError(
+            f"OUTBOX['BROKER'] = {alias!r} is a {connection.display_name} database: the broker needs PostgreSQL. "
+            f"Add an alias for one to DATABASES; the application's own data may stay where it is."
+        )
+    parameters: dict[str, Any] = connection.get_connection_params()
+    return _in_role(
+        make_conninfo(**{key: value for key, value in parameters.items() if key not in _NOT_LIBPQ}), connection
+    )
+
+
+def _in_role(conninfo: str, connection: BaseDatabaseWrapper) -> str:
+    """The connection string whose sessions begin in the role that OPTIONS['assume_role'] names, as Django's do."""
+    role = connection.settings_dict["OPTIONS"].get("assume_role")
+    if not role:
+        return conninfo
+    escaped = str(role).replace("\\", r"\\").replace(" ", r"\ ")
+    options = conninfo_to_dict(conninfo).get("options") or ""
+    return make_conninfo(conninfo, options=f"{options} -c role={escaped}".lstrip())
+
+
+def place_named_by(alias: str) -> tuple[object, ...]:
+    """What tells whether an alias still names the same database: test runners change it. Asked by every publish."""
+    entry = _alias(alias).settings_dict
+    role = entry["OPTIONS"].get("assume_role")
+    return entry["NAME"], entry["HOST"], entry["PORT"], entry["USER"], entry["PASSWORD"], role
+
+
+def _alias(alias: str) -> BaseDatabaseWrapper:
+    try:
+        return connections[alias]
+    except ConnectionDoesNotExist as error:
+        raise ConfigurationError(
+            f"OUTBOX['BROKER'] = {mask_passwords(repr(alias))} is not in DATABASES: add that alias, or name another."
+        ) from error

@@ -1,0 +1,71 @@
+"""What the engine behind OUTBOX['BROKER'] cannot do of what the project declares: said at start-up, never dropped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from django.core.checks import CheckMessage, Error
+
+from outbox.capabilities import Engine
+from outbox.contrib.django.settings.conf import OutboxSettings, PathChoice
+from outbox.contrib.django.subscribers.registry import subscribers
+from outbox.errors import ConfigurationError
+from outbox.rocketmq.names import collisions
+
+
+def engine_problems(settings: OutboxSettings) -> Iterator[CheckMessage]:
+    """For `manage.py check`: everything the engine refuses. Nothing for the bundled broker, which does all of it."""
+    if not settings.is_rocketmq:
+        return
+    try:
+        refused = list(_refusals(_engine(settings), settings))
+    except ConfigurationError as error:
+        refused = [str(error)]
+    for text in refused:
+        yield Error(text, id="outbox.E031")
+
+
+def require_engine(settings: OutboxSettings) -> None:
+    """Raise ConfigurationError for the first thing that the engine cannot do."""
+    if settings.is_rocketmq:
+        for text in _refusals(_engine(settings), settings):
+            raise ConfigurationError(text)
+
+
+def _engine(settings: OutboxSettings) -> Engine:
+    from outbox.rocketmq.client import configuration
+    from outbox.rocketmq.engine import ENGINE
+
+    configuration(settings.broker)
+    return ENGINE
+
+
+def _refusals(engine: Engine, settings: OutboxSettings) -> Iterator[str]:
+    if settings.path is PathChoice.ATOMIC:
+        yield "OUTBOX['PATH'] is 'atomic', but RocketMQ is in no database: leave PATH out."
+    if not settings.producer_group:
+        yield "OUTBOX['PRODUCER_GROUP'] is not set: RocketMQ asks it for the outcome of its transactions. Name it."
+    if settings.auto_create_topics:
+        yield "OUTBOX['AUTO_CREATE_TOPICS'] is on: RocketMQ's clients create no topics. Declare them in TOPICS."
+    for declared in settings.topics.values():
+        yield from engine.topic_refusals(declared.topic)
+    for item in subscribers():
+        declared_topic = settings.topics.get(item.subscription.topic)
+        topic = None if declared_topic is None else declared_topic.topic
+        yield from engine.subscription_refusals(item.subscription, topic, inbox=item.idempotent)
+    yield from collisions(settings.topics)
+    yield from collisions({item.subscription.group for item in subscribers()})
+    yield from _mixed_groups()
+
+
+def _mixed_groups() -> Iterator[str]:
+    """A group of RocketMQ's is orderly or not, and gives up after a number of attempts, as a whole."""
+    kinds: dict[str, set[bool]] = {}
+    for item in subscribers():
+        kinds.setdefault(item.subscription.group, set()).add(item.subscription.mode == "concurrent")
+    for group, concurrent in kinds.items():
+        if len(concurrent) > 1:
+            yield (
+                f"group {group!r} consumes one topic in order and another concurrently, which one group of RocketMQ's "
+                f"cannot: give each a group of its own."
+            )

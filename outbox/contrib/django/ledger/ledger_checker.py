@@ -1,0 +1,287 @@
+"""The default answer to a check-back: what the ledger says, and its barrier where it says nothing.
+
+A row 'C' was committed together with the business write, 'R' is a tombstone. Where there is no row, the checker
+tries to write the tombstone itself, by a plain INSERT in autocommit that hardly waits:
+
+- it succeeds: the local transaction has not committed, and now never can, because its own row would collide;
+- it would have to wait: the local transaction is still running, so the answer is UNKNOWN and no check is used up;
+- it collides: somebody's row was committed meanwhile, and a new statement reads which.
+
+Tried on PostgreSQL and SQLite. The settings for MySQL and Oracle are written down but untested.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
+from typing import Final
+from uuid import UUID
+
+from django.db import connections, router
+from django.db.backends.base.base import BaseDatabaseWrapper
+from django.db.utils import DatabaseError, IntegrityError
+
+from outbox import log_context
+from outbox.contrib.django.database.in_tests import guarded_off
+from outbox.contrib.django.ledger import ledger
+from outbox.contrib.django.ledger.check_functions import find_lookup
+from outbox.faults import point
+from outbox.transaction import Answer, Check, Decision
+
+logger = logging.getLogger(__name__)
+
+# Long enough for another checker's INSERT to end, short enough not to delay other answers.
+LOCK_TIMEOUT_MILLISECONDS: Final = 20
+
+# PostgreSQL: lock_not_available, serialization_failure, deadlock_detected.
+_CONTENTION_STATES: Final = frozenset({"55P03", "40001", "40P01"})
+
+_DECISIONS: Final = {ledger.COMMITTED: Decision.COMMIT, ledger.ROLLED_BACK: Decision.ROLLBACK}
+
+
+class LedgerChecker:
+    """Implements ports.Checker for the ledgers of this project's databases."""
+
+    def __init__(self, aliases: Sequence[str] | None = None) -> None:
+        self._aliases = ledger_aliases(usable=True) if aliases is None else list(aliases)
+
+    def check_local_transactions(self, checks: Sequence[Check]) -> Iterator[Answer]:
+        """See ports.Checker. Each ledger is asked on a connection of its own, on the primary that its alias names."""
+        yield from map(_by_lookup, [check for check in checks if check.ledger_id is None])
+        waiting = [check for check in checks if check.ledger_id is not None]
+        unreadable: list[str] = []
+        for alias in self._aliases:
+            if not waiting:
+                return
+            with closing(open_connection(alias)) as connection:
+                try:
+                    with ledger.without_timeouts(connection):
+                        identity = ledger.identity(connection)
+                        read_only = ledger.is_read_only(connection)
+                except DatabaseError as error:
+                    unreadable.append(f"{alias!r} ({str(error).strip()})")
+                    continue
+                if read_only:
+                    unreadable.append(f"{alias!r} (read-only)")
+                    continue
+                mine = [check for check in waiting if identity and check.ledger_id == identity.ledger_id]
+                if identity is not None and mine:
+                    waiting = [check for check in waiting if check.ledger_id != identity.ledger_id]
+                    yield from answer_by_ledger(connection, mine, pruned_before=identity.pruned_before)
+        yield from (_elsewhere(check, self._aliases, unreadable) for check in waiting)
+
+
+def ledger_aliases(*, usable: bool = False) -> list[str]:
+    """The aliases whose databases have a ledger, as the routers see it; `usable`: without those that the running test
+    must not touch (nothing was published there)."""
+    from outbox.contrib.django.models import LedgerEntry
+
+    return [
+        alias
+        for alias in connections
+        if router.allow_migrate_model(alias, LedgerEntry) and not (usable and guarded_off(alias))
+    ]
+
+
+def open_connection(alias: str) -> BaseDatabaseWrapper:
+    """A connection of the caller's own in autocommit, whatever else this thread does with the alias."""
+    connection = connections.create_connection(alias)
+    options = dict(connection.settings_dict["OPTIONS"])
+    # Django's pool hands out connections with the search path that their last user has set.
+    options.pop("pool", None)
+    if connection.vendor == "sqlite":
+        options["timeout"] = LOCK_TIMEOUT_MILLISECONDS / 1000
+    if connection.vendor == "postgresql":
+        # Beside those of the application, and beside its pool: to be told apart where sessions are counted.
+        options["application_name"] = "outbox-ledger"
+    connection.settings_dict = {**connection.settings_dict, "OPTIONS": options, "AUTOCOMMIT": True}
+    return connection
+
+
+def answer_by_ledger(
+    connection: BaseDatabaseWrapper, checks: Sequence[Check], *, pruned_before: UUID | None = None
+) -> Iterator[Answer]:
+    """Answers from the ledger that all of `checks` name: what is known first, then what the barrier decides."""
+    try:
+        states = _states(connection, checks)
+    except DatabaseError as error:
+        yield from _all_unknown(checks, error)
+        return
+    absent: list[Check] = []
+    for check in checks:
+        if check.transaction_id in states:
+            yield _decided(check, states[check.transaction_id])
+        elif not check.may_write:
+            yield _unknown(check, "no ledger row yet: rolled back, or still open; a tombstone would tell", counts=False)
+        elif pruned_before is not None and check.transaction_id < pruned_before:
+            yield _unknown(check, "older than what the ledger still keeps: an operator has to decide", alarm=True)
+        else:
+            absent.append(check)
+    if absent:
+        _limit_waiting(connection)
+        yield from _barrier(connection, sorted(absent, key=lambda check: check.transaction_id))
+
+
+def _states(connection: BaseDatabaseWrapper, checks: Sequence[Check]) -> dict[UUID, str]:
+    with ledger.without_timeouts(connection):
+        return ledger.states(connection, [check.transaction_id for check in checks])
+
+
+def _limit_waiting(connection: BaseDatabaseWrapper) -> None:
+    """PostgreSQL's limit travels with the statement, SQLite's with the connection; these are set here."""
+    if connection.vendor == "mysql":
+        with connection.cursor() as cursor:
+            cursor.execute("SET SESSION innodb_lock_wait_timeout = 1")
+    elif connection.vendor == "oracle":
+        connection.ensure_connection()
+        connection.connection.call_timeout = 1000
+
+
+def _barrier(connection: BaseDatabaseWrapper, checks: Sequence[Check]) -> Iterator[Answer]:
+    """Tombstones for all of `checks`, halving the batch where one of them is in the way."""
+    point("check.before_tombstone")
+    ledger_id = checks[0].ledger_id
+    assert ledger_id is not None
+    try:
+        written = _insert(connection, [check.transaction_id for check in checks], ledger_id=ledger_id)
+    except IntegrityError:
+        yield from _after_conflict(connection, checks)
+        return
+    except DatabaseError as error:
+        if len(checks) == 1 or not (isinstance(error, _OneAtATime) or is_contention(error)):
+            yield from _all_unknown(checks, error)
+            return
+        middle = len(checks) // 2
+        yield from _barrier(connection, checks[:middle])
+        yield from _barrier(connection, checks[middle:])
+        return
+    point("check.after_tombstone")
+    for check in checks:
+        if check.transaction_id in written:
+            yield _decided(check, ledger.ROLLED_BACK)
+        else:
+            yield _unknown(check, "the ledger was emptied or pruned while it was asked", counts=False)
+
+
+def settle(connection: BaseDatabaseWrapper, transaction_ids: Sequence[UUID], *, ledger_id: UUID) -> set[UUID]:
+    """Run the barrier without answering anybody; returns the ids that still have no row (they are running).
+
+    For half messages past their immunity. What has a row afterwards can be answered at any time to come.
+    """
+    known = ledger.states(connection, transaction_ids)
+    absent = [transaction_id for transaction_id in transaction_ids if transaction_id not in known]
+    if not absent:
+        return set()
+    _limit_waiting(connection)
+    for transaction_id in absent:
+        try:
+            _insert(connection, [transaction_id], ledger_id=ledger_id)
+        except DatabaseError as error:
+            if not (isinstance(error, IntegrityError) or is_contention(error)):
+                raise
+    return set(absent).difference(ledger.states(connection, absent))
+
+
+class _OneAtATime(DatabaseError):
+    """A batch that fails half-way is told apart too differently by the other databases."""
+
+
+def is_contention(error: DatabaseError) -> bool:
+    """Whether a statement failed because another transaction was in its way, and might succeed without it."""
+    cause = error.__cause__
+    state = getattr(cause, "sqlstate", None)
+    if state is not None:
+        return state in _CONTENTION_STATES
+    return "locked" in str(error)
+
+
+def _insert(connection: BaseDatabaseWrapper, transaction_ids: Sequence[UUID], *, ledger_id: UUID) -> set[UUID]:
+    """Write tombstones where the ledger is still `ledger_id` and vouches for the ids; returns those written."""
+    if connection.vendor == "postgresql":
+        return ledger.insert_tombstones(
+            connection, transaction_ids, ledger_id=ledger_id, lock_timeout_milliseconds=LOCK_TIMEOUT_MILLISECONDS
+        )
+    if len(transaction_ids) > 1:
+        raise _OneAtATime
+    written = ledger.insert_tombstone(connection, transaction_ids[0], ledger_id=ledger_id)
+    return set(transaction_ids) if written else set()
+
+
+def _after_conflict(connection: BaseDatabaseWrapper, checks: Sequence[Check]) -> Iterator[Answer]:
+    """Rows were committed meanwhile: a new statement sees them. The rest is tried again."""
+    states = _states(connection, checks)
+    rest = [check for check in checks if check.transaction_id not in states]
+    for check in checks:
+        if check.transaction_id in states:
+            yield _decided(check, states[check.transaction_id])
+    if len(rest) == len(checks):
+        # The row that was in the way is gone again: nothing is known for certain this time.
+        yield from (_unknown(check, "the ledger changed while it was read", counts=False) for check in rest)
+    elif rest:
+        yield from _barrier(connection, rest)
+
+
+# -- answers ----------------------------------------------------------------------------------------
+
+
+def _decided(check: Check, state: str) -> Answer:
+    """The ledger's answer; a look-up given beside it is asked too, and a disagreement reported."""
+    decision = _DECISIONS[state]
+    said = f"the ledger says {decision.name}"
+    lookup = find_lookup(check.checker) if check.checker else None
+    if lookup is None:
+        return Answer(transaction_id=check.transaction_id, decision=decision, detail=said)
+    try:
+        found = lookup(check.message)
+    except Exception as error:
+        logger.exception("the look-up %s failed beside the ledger", check.checker, extra=log_context.about_check(check))
+        return Answer(
+            transaction_id=check.transaction_id,
+            decision=decision,
+            detail=f"{said}; {check.checker} raised {type(error).__name__}: {error}",
+        )
+    disagree = bool(found) != (decision is Decision.COMMIT)
+    detail = f"{said}, but {check.checker} says {found!r}" if disagree else f"{said}, {check.checker} agrees"
+    return Answer(transaction_id=check.transaction_id, decision=decision, detail=detail, alarm=disagree)
+
+
+def _by_lookup(check: Check) -> Answer:
+    """Without a ledger row to ask: True proves the commit, False proves nothing."""
+    lookup = find_lookup(check.checker)
+    if lookup is None:
+        return _unknown(check, f"no look-up {check.checker!r} is registered in this process", counts=False)
+    try:
+        found = lookup(check.message)
+    except Exception as error:
+        logger.exception("the look-up %s failed", check.checker, extra=log_context.about_check(check))
+        return _unknown(check, f"{check.checker} raised {type(error).__name__}: {error}")
+    if not isinstance(found, bool):
+        return _unknown(check, f"{check.checker} returned {found!r}, not True or False")
+    if not found:
+        return _unknown(check, f"{check.checker} says False, which does not prove a rollback")
+    return Answer(transaction_id=check.transaction_id, decision=Decision.COMMIT, detail=f"{check.checker} says True")
+
+
+def _all_unknown(checks: Sequence[Check], error: DatabaseError) -> Iterator[Answer]:
+    reason = "still running" if is_contention(error) else "the ledger could not be asked"
+    return (_unknown(check, f"{reason}: {str(error).strip()}", counts=False) for check in checks)
+
+
+def _elsewhere(check: Check, aliases: Iterable[str], unreadable: Sequence[str]) -> Answer:
+    if unreadable:
+        return _unknown(check, f"these ledgers cannot be asked: {', '.join(unreadable)}", counts=False)
+    return _unknown(
+        check,
+        f"ledger {check.ledger_id} is none of this project's ({', '.join(aliases)}): was that ledger emptied, "
+        f"does another service use the producer group {check.producer_group!r}, or does an alias point to another "
+        f"database?",
+        counts=False,
+        alarm=True,
+    )
+
+
+def _unknown(check: Check, detail: str, *, counts: bool = True, alarm: bool = False) -> Answer:
+    return Answer(
+        transaction_id=check.transaction_id, decision=Decision.UNKNOWN, detail=detail, counts=counts, alarm=alarm
+    )

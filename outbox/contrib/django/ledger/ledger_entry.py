@@ -1,0 +1,93 @@
+"""Entering a publish call into the ledger that check-back will be asked about.
+
+The row and the ledger's id come from one statement. A ledger that is found by a search path set at run time is
+refused: check-back asks on a connection of its own, where nobody has set one.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import closing
+from typing import Final
+from uuid import UUID
+
+from django.db.backends.base.base import BaseDatabaseWrapper
+from django.db.utils import DatabaseError, IntegrityError, OperationalError, ProgrammingError
+
+from outbox.contrib.django.database.transactions import is_missing_table
+from outbox.contrib.django.ledger import ledger
+from outbox.contrib.django.ledger.ledger_checker import open_connection
+from outbox.contrib.django.settings.conf import get_settings
+from outbox.errors import ConfigurationError, TransactionAlreadyRolledBack
+from outbox.message import Message
+
+logger = logging.getLogger(__name__)
+
+# Table and identity: each is found by the search path for itself.
+_Ledger = tuple[int | None, UUID]
+
+# What a new connection of the alias has reached. An id names one ledger for ever, so this never gets old.
+_reachable: Final[set[tuple[str, _Ledger]]] = set()
+
+
+def enter(connection: BaseDatabaseWrapper, first: Message) -> tuple[str, UUID]:
+    """Write the row of the publish call whose first message is `first`; returns its `xid` and the ledger's id.
+
+    Raises TransactionAlreadyRolledBack if a tombstone is there, and ConfigurationError if the ledger is missing or
+    check-back could not find it. The surrounding block has to be rolled back then.
+    """
+    alias = connection.alias
+    try:
+        entered = ledger.insert_committed(connection, first.message_id)
+    except IntegrityError as error:
+        raise TransactionAlreadyRolledBack(
+            f"transaction {first.message_id} (topic {first.topic!r}) has a ledger row already: a check-back decided "
+            f"that it never committed, or the same message was published before. The surrounding atomic block is "
+            f"rolled back; run the whole operation again, with a new message."
+        ) from error
+    except (ProgrammingError, OperationalError) as error:
+        if not is_missing_table(error):
+            raise
+        raise ConfigurationError(
+            f"the ledger's tables are missing on {alias!r}: run `manage.py migrate --database={alias}`. "
+            f"Nothing was published."
+        ) from error
+    if entered.ledger_id is None:
+        raise ConfigurationError(
+            f"the ledger on {alias!r} has no identity (the database was flushed?): run "
+            f"`manage.py migrate --database={alias}`. Nothing was published."
+        )
+    if connection.vendor == "postgresql" and not get_settings().in_memory:
+        _refuse_unreachable(alias, (entered.table_oid, entered.ledger_id))
+    return entered.xid, entered.ledger_id
+
+
+def _refuse_unreachable(alias: str, entered: _Ledger) -> None:
+    if (alias, entered) in _reachable:
+        return
+    try:
+        found = _reached_from_outside(alias)
+    except DatabaseError as error:
+        # Nothing is wrong with this publish call: its half message names the ledger that holds its row.
+        logger.warning("the ledger of %r could not be looked at from another connection: %s", alias, error)
+        return
+    if found != entered:
+        raise ConfigurationError(
+            f"the search_path of this connection leads to another ledger than that of a new connection of {alias!r}, "
+            f"which is where check-back asks. Keep outbox_ledger and outbox_ledger_identity in a schema that all of "
+            f"them share (public) and nowhere else, or give each schema an alias of its own in DATABASES. Nothing "
+            f"was published."
+        )
+    _reachable.add((alias, entered))
+
+
+def _reached_from_outside(alias: str) -> _Ledger | None:
+    with closing(open_connection(alias)) as outside, outside.cursor() as cursor:
+        # Our own transaction may have locked the table, and would wait for itself.
+        cursor.execute("BEGIN; SET LOCAL lock_timeout = '1s'")
+        try:
+            return ledger.reached(outside)
+        except ProgrammingError as error:
+            if not is_missing_table(error):
+                raise
+            return None

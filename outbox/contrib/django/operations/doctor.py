@@ -1,0 +1,109 @@
+"""Looking for what will go wrong: settings, databases, ledgers, retention; and what to do about it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+
+from django.core import checks as django_checks
+from django.db.utils import DatabaseError
+
+from outbox.broker.database.executor import Executor
+from outbox.broker.log.topics import list_topics
+from outbox.broker.operations.conditions import Severity
+from outbox.broker.operations.diagnosis import Finding, diagnose
+from outbox.contrib.django.database.aliases import broker_connection, broker_database
+from outbox.contrib.django.ledger import ledger
+from outbox.contrib.django.ledger.ledger_checker import ledger_aliases, open_connection
+from outbox.contrib.django.ledger.pruning import LEDGER_KEEP_SECONDS
+from outbox.contrib.django.operations import checks
+from outbox.contrib.django.settings.conf import OutboxSettings, get_settings
+from outbox.contrib.django.subscribers.registry import autodiscover, subscriptions
+from outbox.errors import OutboxError
+from outbox.subscription import Subscription
+from outbox.topic import Topic
+
+
+def examine() -> list[Finding]:
+    """Everything that was looked at, well or not. A broker that cannot be asked is a finding too."""
+    found = list(_system_checks())
+    try:
+        settings = get_settings()
+        found += _ledgers()
+        with broker_connection() as (connection, schema):
+            run = Executor(connection, schema)
+            found += diagnose(run, broker_database(settings))
+            found += _retention(settings, list_topics(run))
+    except OutboxError as error:
+        found.append(Finding("broker", Severity.CRITICAL, str(error), "See the text."))
+    return found
+
+
+def _system_checks() -> Iterator[Finding]:
+    """What `manage.py check` says of outbox, databases included."""
+    aliases = {*ledger_aliases(), *_broker_alias()}
+    messages = [*checks.check_settings(), *checks.check_databases(databases=aliases)]
+    for message in messages:
+        bad = Severity.CRITICAL if message.level >= django_checks.ERROR else Severity.WARNING
+        yield Finding(f"check {message.id}", bad, message.msg, message.hint or "See the text.")
+    if not messages:
+        yield Finding("settings and aliases", Severity.OK, f"checked for {', '.join(sorted(aliases))}")
+
+
+def _broker_alias() -> list[str]:
+    try:
+        return [get_settings().broker]
+    except OutboxError:
+        return []
+
+
+def _ledgers() -> Iterator[Finding]:
+    """Every alias has a ledger of its own, with an identity."""
+    owners: dict[object, str] = {}
+    for alias in ledger_aliases():
+        try:
+            with closing(open_connection(alias)) as connection:
+                identity = ledger.identity(connection)
+        except DatabaseError as error:
+            remedy = f"Run `manage.py migrate --database={alias}`, or leave the alias out of DATABASES."
+            yield Finding(f"ledger of {alias!r}", Severity.WARNING, str(error).strip(), remedy)
+            continue
+        if identity is None:
+            remedy = f"Run `manage.py migrate --database={alias}`: it gives the ledger an identity."
+            yield Finding(f"ledger of {alias!r}", Severity.CRITICAL, "has no identity", remedy)
+        elif identity.ledger_id in owners:
+            remedy = "If one database is a copy of the other, give it an identity of its own (docs/operations.md)."
+            text = f"has the identity of {owners[identity.ledger_id]!r}: the same database, or a copy of it"
+            yield Finding(f"ledger of {alias!r}", Severity.WARNING, text, remedy)
+        else:
+            owners[identity.ledger_id] = alias
+            yield Finding(f"ledger of {alias!r}", Severity.OK, f"is {identity.ledger_id}")
+
+
+def _retention(settings: OutboxSettings, topics: list[Topic]) -> Iterator[Finding]:
+    """Decisions must outlive the ledger rows they allow to remove, and the inbox what may be delivered again."""
+    short = [topic.name for topic in topics if topic.retention_seconds < 2 * LEDGER_KEEP_SECONDS]
+    remedy = f"Keep them for {2 * LEDGER_KEEP_SECONDS:.0f} s: ledger rows go once the broker shows their decision."
+    text = f"too short for the ledger: {', '.join(short)}" if short else "outlives the ledger's rows"
+    yield Finding("retention of topics", *((Severity.WARNING, text, remedy) if short else (Severity.OK, text)))
+    longest = max((topic.retention_seconds for topic in topics), default=0)
+    autodiscover()
+    retries = max((_retry_seconds(one) for one, _ in subscriptions()), default=0.0)
+    needed = longest + retries
+    if settings.inbox_retention_seconds < needed:
+        remedy = f"Set OUTBOX['INBOX_RETENTION_SECONDS'] to {needed:.0f} at least: what is older may take effect twice."
+        text = f"{settings.inbox_retention_seconds:.0f} s, but messages can be delivered for {needed:.0f} s"
+        yield Finding("retention of the inbox", Severity.CRITICAL, text, remedy)
+    else:
+        yield Finding("retention of the inbox", Severity.OK, f"outlives deliveries, which end after {needed:.0f} s")
+    horizon = settings.check.max_age_seconds
+    early = [topic.name for topic in topics if topic.retention_seconds < horizon]
+    remedy = f"Keep them for {horizon:.0f} s (MAX_CHECK_AGE_SECONDS), or ask for less long."
+    text = f"decisions go before check-back ends: {', '.join(early)}" if early else "decisions outlive check-back"
+    yield Finding("check horizon", *((Severity.WARNING, text, remedy) if early else (Severity.OK, text)))
+
+
+def _retry_seconds(subscription: Subscription) -> float:
+    """How long the attempts of a subscription may take together; of one without limit, the first sixteen."""
+    attempts = subscription.retry.max_attempts or 16
+    return sum(subscription.retry.delay_seconds(attempt) for attempt in range(1, attempts))

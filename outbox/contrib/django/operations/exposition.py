@@ -1,0 +1,86 @@
+"""What Prometheus reads of a project: what its processes measured, and what the broker's tables say now."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any, Final
+
+from django.db import connections
+from django.db.utils import DatabaseError
+
+from outbox.broker.database.statement import Statement
+from outbox.broker.operations import audit
+from outbox.broker.operations.overview import overview
+from outbox.broker.operations.verdict import survey, unusable
+from outbox.contrib.django.ledger.ledger_checker import ledger_aliases
+from outbox.contrib.django.operations import metrics
+from outbox.contrib.django.operations.watching import asking
+from outbox.contrib.django.settings.conf import get_settings
+from outbox.errors import BrokerUnavailable, SchemaError
+
+if TYPE_CHECKING:
+    from outbox.contrib.prometheus.collector import BrokerCollector, State
+
+CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
+
+_SIZES: Final = Statement("""
+SELECT relname::text, pg_total_relation_size(oid) FROM pg_class
+WHERE relnamespace = '{schema}'::regnamespace AND relkind IN ('r', 'p') ORDER BY 1
+""")
+_APPLICATION_SIZES: Final = """
+SELECT name, pg_total_relation_size(name::regclass) FROM unnest(ARRAY['outbox_ledger', 'outbox_inbox']) AS name
+WHERE to_regclass(name) IS NOT NULL
+"""
+
+_collector: BrokerCollector | None = None
+
+
+def render() -> bytes:
+    """All metrics as Prometheus reads them: of every process that shares the directory, and of the broker.
+
+    Raises ConfigurationError without prometheus-client.
+    """
+    metrics.require()
+    from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
+    from prometheus_client.multiprocess import MultiProcessCollector
+
+    from outbox.contrib.prometheus.collector import BrokerCollector
+
+    global _collector
+    _collector = _collector or BrokerCollector(state)
+    registry = CollectorRegistry()
+    registry.register(_collector)
+    if metrics.DIRECTORY_VARIABLE in os.environ:
+        MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
+        return generate_latest(registry)
+    return generate_latest(REGISTRY) + generate_latest(registry)
+
+
+def state() -> State:
+    """What the broker's tables say now."""
+    from outbox.contrib.prometheus.collector import State
+
+    try:
+        with asking() as run:
+            found = survey(run, get_settings().thresholds)
+            if found.summary is None:
+                return State(found.verdict)
+            sizes = dict(run.rows(_SIZES)) | _application_sizes()
+            return State(found.verdict, overview(run, found.summary), found.summary, audit.last(run), sizes)
+    except (BrokerUnavailable, SchemaError) as error:
+        return State(unusable(error))
+
+
+def _application_sizes() -> dict[str, Any]:
+    """Of ledger and inbox, where PostgreSQL can say it."""
+    sizes: dict[str, Any] = {}
+    for alias in ledger_aliases():
+        if connections[alias].vendor != "postgresql":
+            continue
+        try:
+            with connections[alias].cursor() as cursor:
+                cursor.execute(_APPLICATION_SIZES)
+                sizes |= {f"{alias}.{name}": size for name, size in cursor.fetchall()}
+        except DatabaseError:
+            continue
+    return sizes

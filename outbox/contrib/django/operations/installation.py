@@ -1,0 +1,123 @@
+"""Installing and removing: the broker's schema, its topics, the ledger's identity (`migrate`, `outbox_install`)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import psycopg
+from django.apps.registry import Apps
+from django.apps.registry import apps as global_apps
+from django.core.management import CommandError
+from django.db import router
+
+from outbox.broker.database.connection import Connection
+from outbox.broker.database.executor import Executor
+from outbox.broker.log.topics import declare_topics
+from outbox.broker.operations.status import BrokerStatus, broker_status
+from outbox.broker.schema.install import SCHEMA_VERSION, check_schema, install, installed_version
+from outbox.broker.schema.uninstall import uninstall
+from outbox.contrib.django.database.aliases import broker_database
+from outbox.contrib.django.engine.broker import reset_broker
+from outbox.contrib.django.operations.left_behind import undelivered
+from outbox.contrib.django.settings.conf import OutboxSettings, get_settings
+from outbox.errors import OutboxError, SchemaError, UsageError
+
+logger = logging.getLogger(__name__)
+
+
+def after_migrate(
+    *, using: str, apps: Apps = global_apps, plan: Sequence[tuple[Any, bool]] = (), **options: Any
+) -> None:
+    """Receiver of post_migrate, which Django also sends after a flush (and then without `apps` and `plan`).
+
+    Raises CommandError, which `migrate` and `flush` print as a message, where the broker's tables cannot be installed.
+    """
+    if any(migration.app_label == "outbox" and backwards for migration, backwards in plan):
+        # Who takes the application's tables away does not want new ones of the broker's.
+        return
+    name_ledger(using, apps)
+    settings = get_settings()
+    if using == settings.broker and settings.has_database:
+        try:
+            install_broker(settings)
+        except OutboxError as error:
+            raise CommandError(str(error)) from error
+
+
+def name_ledger(alias: str, apps: Apps) -> None:
+    """Give the ledger an id if it has none: a flush took the rows it vouched for, so it is another ledger now."""
+    try:
+        identity = apps.get_model("outbox", "LedgerIdentity")
+    except LookupError:
+        # Migrated back to zero.
+        return
+    if router.allow_migrate_model(alias, identity):
+        identity._base_manager.using(alias).get_or_create(singleton=True)
+
+
+def install_broker(settings: OutboxSettings) -> tuple[int, int]:
+    """Install or upgrade the broker's tables and declare the topics of the settings. Idempotent.
+
+    Returns the versions before and after. Raises SchemaError, BrokerUnavailable or ConfigurationError.
+    """
+    with _administering(settings) as connection:
+        before = installed_version(connection, settings.schema)
+        version = install(connection, settings.schema)
+        declare_topics(Executor(connection, settings.schema), [declared.topic for declared in settings.topics.values()])
+    logger.info("broker on %r: schema %r at version %d", settings.broker, settings.schema, version)
+    # What the broker of this process knows about topics may be older.
+    reset_broker()
+    return before, version
+
+
+def planned_installation(settings: OutboxSettings) -> tuple[int, int]:
+    """The versions between which `install_broker` would go; changes nothing. Raises as it does."""
+    with _administering(settings) as connection:
+        before = installed_version(connection, settings.schema)
+        if before >= SCHEMA_VERSION:
+            check_schema(connection, settings.schema)
+        return before, max(before, SCHEMA_VERSION)
+
+
+def remove_broker(settings: OutboxSettings, *, force: bool, dry_run: bool) -> list[str]:
+    """Drop the broker's tables with all messages; returns what was in use or undelivered.
+
+    Raises UsageError without `force` where there is any, and SchemaError, BrokerUnavailable or ConfigurationError.
+    """
+    with _administering(settings) as connection:
+        check_schema(connection, settings.schema)
+        left = list(_left_in(broker_status(Executor(connection, settings.schema))))
+        if left and not force:
+            raise UsageError(
+                f"the broker on {settings.broker!r} is not empty: {'; '.join(left)}. Nothing was dropped. Stop the "
+                f"workers once everything is delivered, or drop it all the same with --force."
+            )
+        if not dry_run:
+            uninstall(connection, settings.schema)
+    reset_broker()
+    return left
+
+
+def _left_in(status: BrokerStatus) -> Iterator[str]:
+    """What would be lost, or fail, without the tables."""
+    if status.leader is not None:
+        yield "a broker process runs"
+    for group in status.groups:
+        if group.live_consumers:
+            yield f"group {group.name!r} has {group.live_consumers} consumers"
+    yield from undelivered(status)
+
+
+@contextmanager
+def _administering(settings: OutboxSettings) -> Iterator[Connection]:
+    with broker_database(settings).connect(name="outbox-install", direct=True) as connection:
+        try:
+            yield connection
+        except psycopg.Error as error:
+            raise SchemaError(
+                f"the broker's tables in schema {settings.schema!r} on {settings.broker!r} were not changed: "
+                f"{str(error).strip()}. Run this as a role that may (their owner; CREATE on the database)."
+            ) from error

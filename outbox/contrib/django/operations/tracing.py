@@ -1,0 +1,27 @@
+"""Whether this process's messages are followed as traces: OUTBOX['TRACING']."""
+
+from __future__ import annotations
+
+from outbox import tracing
+from outbox.contrib.django.settings.conf import get_settings
+from outbox.errors import ConfigurationError
+
+
+def trace_if_wanted() -> None:
+    """Follow messages where the settings say so. Settings that cannot be read are what `manage.py check` reports.
+
+    Raises ConfigurationError without opentelemetry-api.
+    """
+    try:
+        wanted = get_settings().tracing
+    except ConfigurationError:
+        return
+    if not wanted or tracing.tracer is not None:
+        return
+    try:
+        from outbox.contrib.opentelemetry.tracer import OpenTelemetryTracer
+    except ModuleNotFoundError as error:
+        raise ConfigurationError(
+            f"OUTBOX['TRACING'] needs opentelemetry-api ({error}): install outbox-transactional[tracing]."
+        ) from error
+    tracing.install(OpenTelemetryTracer())

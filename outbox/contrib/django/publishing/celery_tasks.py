@@ -1,0 +1,114 @@
+"""Celery tasks that are stored with the transaction that called them, and tasks that are called by messages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, Final, TypeVar
+from uuid import uuid5
+
+from outbox.broker.celery.tasks import RecordedTask, hand_over, record
+from outbox.contrib.django.database.transactions import current_transaction, failing_takes_the_block_along
+from outbox.contrib.django.publishing.publish import publish
+from outbox.contrib.django.settings.conf import get_settings, imported, tasks_topic
+from outbox.contrib.django.subscribers.registry import Subscriber, register, subscriber
+from outbox.errors import ConfigurationError, TransactionUsageError
+from outbox.message import Delivery
+from outbox.names import MAX_TAG
+from outbox.retry import RetryPolicy
+from outbox.subscription import Subscription
+
+AnyTask = TypeVar("AnyTask", bound=Callable[..., Any])
+
+# Celery's broker may be away for longer than any number of attempts.
+_UNTIL_IT_IS_THERE: Final = RetryPolicy(delays_seconds=[1, 5, 10, 30, 60], max_attempts=None)
+
+
+class TransactionalTask(RecordedTask):
+    """A task whose `delay`, `apply_async` or canvas inside `atomic()` is stored with the transaction.
+
+    A consumer process hands it to Celery's broker once the transaction has committed; nothing is sent when it is
+    rolled back. Outside of `atomic()` it is an ordinary task, and so are retries of a running one. Use it as
+    `@shared_task(base=TransactionalTask)`, or for all tasks: `Celery("shop", task_cls=TransactionalTask)`. `using`
+    names the database alias where transactions are open on several. Needs OUTBOX['CELERY_APP'] and a consumer process.
+    """
+
+    abstract = True
+    using: str | None = None
+
+    def delay_on_commit(self, *args: Any, **kwargs: Any) -> None:
+        """What Celery's own task for Django offers; here it cannot be lost."""
+        self.apply_async(args, kwargs)
+
+    def apply_async_on_commit(self, *args: Any, **kwargs: Any) -> None:
+        """As `delay_on_commit`, with the arguments of `apply_async`."""
+        self.apply_async(*args, **kwargs)
+
+    def _record_now(self) -> bool:
+        try:
+            return current_transaction(self.using) is not None
+        except TransactionUsageError as error:
+            raise TransactionUsageError(
+                f"the task {self.name} joins the transaction that calls it; for a task, `using` is an option of its "
+                f"own, @shared_task(using='default'). {error}"
+            ) from error
+
+    def _recording(self) -> AbstractContextManager[None]:
+        return failing_takes_the_block_along(self.using)
+
+    def _store(self, recorded: Mapping[str, Any]) -> None:
+        settings = get_settings()
+        if settings.celery_app is None:
+            raise ConfigurationError(
+                f"the task {self.name} is called in a transaction, but OUTBOX['CELERY_APP'] is not set, so that nobody "
+                f"would hand it to Celery: write the dotted path of the app there, for example 'shop.celery.app', and "
+                f"run `manage.py migrate` for its topic."
+            )
+        tag = self.name if len(self.name) <= MAX_TAG else ""
+        publish(
+            tasks_topic(settings), recorded, tag=tag, headers={"task_id": recorded["headers"]["id"]}, using=self.using
+        )
+
+
+def register_hand_over() -> None:
+    """Subscribe the service to its own tasks, if it has named its Celery app."""
+    settings = get_settings()
+    if settings.celery_app is None:
+        return
+    topic = tasks_topic(settings)
+    register(
+        Subscriber(
+            subscription=Subscription(group=topic, topic=topic, retry=_UNTIL_IT_IS_THERE),
+            handler=_hand_over,
+            name=f"{__name__}:hand_over",
+        )
+    )
+
+
+def _hand_over(delivery: Delivery) -> None:
+    hand_over(imported("OUTBOX['CELERY_APP']", str(get_settings().celery_app)), delivery.body)
+
+
+def subscriber_task(topic: str, *, group: str, **options: Any) -> Callable[[AnyTask], AnyTask]:
+    """Let a Celery task handle the messages of a topic: it is called with the decoded body, in Celery's pool.
+
+        @subscriber_task("order.paid", group="mail")
+        @shared_task
+        def send_receipt(order): ...
+
+    The consumer process hands the call to Celery's broker, and the message counts as handled when it is there; from
+    then on Celery's rules hold (acks_late, retries). A call that is handed over twice has the same task id.
+    `options` are those of `subscriber`.
+    """
+    options.setdefault("retry", _UNTIL_IT_IS_THERE)
+
+    def decorate(task: AnyTask) -> AnyTask:
+        def call(delivery: Delivery) -> None:
+            task_id = str(uuid5(delivery.message_id, delivery.group))
+            hand_over(task._get_app(), record(task, (delivery.body,), task_id=task_id))  # type: ignore[attr-defined]
+
+        call.__module__, call.__qualname__ = task.__module__, f"{task.__name__} as a task"
+        subscriber(topic, group=group, **options)(call)
+        return task
+
+    return decorate

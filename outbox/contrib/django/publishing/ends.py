@@ -1,0 +1,182 @@
+"""What a producer reports about its half transactions after the fact: ends where it is certain, hints where not.
+
+Django runs `on_commit` after COMMIT was called, not after it happened: PostgreSQL answers COMMIT with ROLLBACK, and
+no error, when a statement failed and the application swallowed it; and it runs for work that a manual
+`savepoint_rollback` undid. So COMMIT is reported only for a ledger row that is there. A row that is not there proves
+nothing (a lagging replica hides it): then check-back is asked to look soon.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from uuid import UUID
+
+from django.db import InternalError, connections, transaction
+from django.db.backends.base.base import BaseDatabaseWrapper
+from psycopg import Error as DriverError
+
+from outbox import log_context, tracing
+from outbox.broker.database.executor import Executor
+from outbox.broker.transaction.decisions import standing_decisions
+from outbox.contrib.django.database.blocks import Halves, in_pipeline, lost, require_whole, sync_pipeline, watch_of
+from outbox.contrib.django.database.database_errors import naming
+from outbox.contrib.django.engine.broker import flusher, get_broker
+from outbox.contrib.django.ledger import ledger
+from outbox.contrib.django.settings.conf import get_settings
+from outbox.faults import point
+from outbox.memory import InMemoryBroker
+from outbox.message import SendReceipt
+from outbox.transaction import Decision, EndTransaction, HalfTransaction
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """The receipts of one call, and its half transaction if it went the two-phase path.
+
+    `xid` is the id that the database gave the local transaction (see ledger.insert_committed).
+    """
+
+    receipts: Sequence[SendReceipt]
+    half: HalfTransaction | None = None
+    xid: str = ""
+
+
+def report_after_commit(connection: BaseDatabaseWrapper, half: HalfTransaction) -> None:
+    """Have the end of `half` reported once the open block has committed."""
+    halves = watch_of(connection).halves
+    halves.add(half.transaction_id)
+    transaction.on_commit(partial(_after_commit, connection.alias, half, halves), using=connection.alias, robust=True)
+
+
+def _after_commit(alias: str, half: HalfTransaction, halves: Halves) -> None:
+    point("producer.after_local_commit")
+    if half.ledger_id is not None and half.transaction_id in _in_ledger(connections[alias], halves):
+        _end_soon(half, Decision.COMMIT)
+    else:
+        _check_soon(half.transaction_id)
+
+
+def _in_ledger(connection: BaseDatabaseWrapper, halves: Halves) -> set[UUID]:
+    """Looked up once for all that the block published, on the connection that wrote it."""
+    if halves.in_ledger is None:
+        try:
+            sync_pipeline(connection)
+            halves.in_ledger = ledger.committed(connection, halves.ids)
+        except Exception as error:
+            # The transaction is over, whatever happened to its connection since.
+            logger.info("the ledger on %r cannot be read, check-back will: %s", connection.alias, error)
+            halves.in_ledger = set()
+    return halves.in_ledger
+
+
+def confirm_before_commit(connection: BaseDatabaseWrapper, published: Published, name: str) -> None:
+    """The last statement of a block of ours: what it published first is still part of its transaction.
+
+    Raises TransactionUsageError where it is not: `name` may not be said to have succeeded. A block that the
+    application marked for rollback is left alone, unless its connection is gone.
+    """
+    if connection.closed_in_transaction:
+        raise lost(connection, name, "its connection was closed")
+    if connection.needs_rollback:
+        return
+    with naming(f"the commit of {name}", connection):
+        try:
+            is_there = _is_there(connection, published)
+        except (InternalError, DriverError) as error:
+            raise lost(connection, name, str(error).strip()) from error
+    if not is_there:
+        raise lost(connection, name, "what was published in it is gone (a ROLLBACK was executed inside it)")
+
+
+def _is_there(connection: BaseDatabaseWrapper, published: Published) -> bool:
+    sync_pipeline(connection)
+    if published.half is not None:
+        return _is_half_there(connection, published.half)
+    return _is_decision_there(connection, published.receipts[0].transaction_id)
+
+
+def _is_half_there(connection: BaseDatabaseWrapper, half: HalfTransaction) -> bool:
+    if half.ledger_id is None:
+        # No row tells; what is reported after COMMIT is a hint only.
+        return True
+    halves = watch_of(connection).halves
+    found = ledger.committed(connection, halves.ids)
+    if len(connection.atomic_blocks) == 1 and not in_pipeline(connection):
+        # Only COMMIT follows, so that nothing needs to be looked up after it.
+        halves.in_ledger = found
+    return half.transaction_id in found
+
+
+def _is_decision_there(connection: BaseDatabaseWrapper, transaction_id: UUID) -> bool:
+    with connection.wrap_database_errors:
+        return bool(standing_decisions(Executor(connection.connection, get_settings().schema), [transaction_id]))
+
+
+def mark_transaction(connection: BaseDatabaseWrapper, name: str) -> str:
+    """What tells later whether the transaction is still the same, for a block of ours that publishes at its end."""
+    if connection.vendor != "postgresql":
+        return ""
+    # psycopg's BEGIN travels with the statement.
+    with naming(f"the transaction of {name}", connection), connection.connection.pipeline():
+        return ledger.current_xid(connection)
+
+
+def require_marked(connection: BaseDatabaseWrapper, mark: str, name: str) -> None:
+    """Raise TransactionUsageError when the transaction is another one than was marked; nothing is published yet."""
+    require_whole(connection, f"publishing for {name}")
+    with naming(f"publishing for {name}", connection):
+        is_same = not mark or ledger.current_xid(connection) == mark
+    if not is_same:
+        raise lost(connection, name, "it was ended inside, and another one begun (by COMMIT or ROLLBACK)")
+
+
+def report_rollback(connection: BaseDatabaseWrapper, half: HalfTransaction, xid: str) -> None:
+    """After a block of ours was left without a commit: report ROLLBACK where that is certain, else ask for a check."""
+    if half.ledger_id is not None and _is_rolled_back(connection, half, xid):
+        _end_soon(half, Decision.ROLLBACK)
+    else:
+        _check_soon(half.transaction_id)
+
+
+def _is_rolled_back(connection: BaseDatabaseWrapper, half: HalfTransaction, xid: str) -> bool:
+    raw = connection.connection
+    if raw is None or getattr(raw, "closed", False) or connection.needs_rollback:
+        # Not worth a new connection; or Django lets no statement through before the outer block has ended.
+        return False
+    try:
+        sync_pipeline(connection)
+        return ledger.is_rolled_back(connection, half.transaction_id, xid)
+    except Exception as error:
+        logger.info(
+            "how %s ended on %r cannot be asked, check-back will: %s",
+            half.transaction_id,
+            connection.alias,
+            error,
+            extra=log_context.about_half(half),
+        )
+        return False
+
+
+def _end_soon(half: HalfTransaction, decision: Decision) -> None:
+    """Report a decision without waiting. The in-memory broker is told at once, so that tests need not wait either."""
+    if tracing.tracer is not None:
+        tracing.tracer.decided(half, decision)
+    end = EndTransaction(transaction_id=half.transaction_id, decision=decision, producer_group=half.producer_group)
+    broker = get_broker()
+    if isinstance(broker, InMemoryBroker):
+        broker.end([end])
+    else:
+        flusher.end(end)
+
+
+def _check_soon(transaction_id: UUID) -> None:
+    broker = get_broker()
+    if isinstance(broker, InMemoryBroker):
+        broker.hint_checks([transaction_id])
+    else:
+        flusher.hint(transaction_id)

@@ -1,0 +1,167 @@
+"""`message_transaction()`: several messages, to several topics, that become visible together or never.
+
+Inside `atomic()` they share one ledger row, one half batch, one decision and one row of the op log, however many there
+are. Outside they are stored by one statement when the block is left, so that no transaction is ever open in the
+broker: one that is abandoned delays nobody, because nobody but its process knows of it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timedelta
+from types import TracebackType
+from typing import Any, Final, Self
+from uuid import UUID
+
+from django.db.backends.base.base import BaseDatabaseWrapper
+
+from outbox.contrib.django.database.transactions import current_transaction, failing_takes_the_block_along
+from outbox.contrib.django.publishing.messages import message
+from outbox.contrib.django.publishing.publish import publish_bound
+from outbox.errors import InvalidMessage, TransactionTimedOut, TransactionUsageError
+from outbox.message import Message, SendReceipt
+from outbox.transaction import ProducerEpoch
+
+# All messages of a transaction travel in one statement, and wait in this process until then.
+MAX_BYTES: Final = 64 * 1024 * 1024
+
+DEFAULT_TIMEOUT_SECONDS: Final = 60.0
+
+
+def message_transaction(
+    *, using: str | None = None, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
+) -> MessageTransaction:
+    """A block whose messages become visible together or never, also over several topics.
+
+        with message_transaction() as tx:
+            tx.publish("orders", {...}, key=order.pk)
+            tx.publish("points", {...}, key=order.customer_id)
+
+    Inside `atomic()` it joins that transaction (`using` names its alias where several are open); the messages are
+    stored when the block is left, with the keys of FIFO topics locked in one order. Outside of `atomic()` they are
+    sent when the block is left, if it was open for at most `timeout_seconds`. An exception that leaves the block drops
+    them; so does one of `publish`, even where it was caught inside.
+    """
+    return MessageTransaction(using=using, timeout_seconds=timeout_seconds)
+
+
+class MessageTransaction:
+    """The messages of one `message_transaction()` block. For one thread, and entered once."""
+
+    def __init__(
+        self, *, using: str | None = None, timeout_seconds: float, producer: ProducerEpoch | None = None
+    ) -> None:
+        self._using = using
+        self._timeout_seconds = timeout_seconds
+        self._producer = producer
+        self._connection: BaseDatabaseWrapper | None = None
+        self._block: object = None
+        self._entered_at: float | None = None
+        self._is_over = False
+        self._failure: BaseException | None = None
+        self._messages: list[Message] = []
+        self._size = 0
+        self._receipts: Sequence[SendReceipt] = ()
+
+    @property
+    def receipts(self) -> Sequence[SendReceipt]:
+        """One per message, in their order; empty until the block has been left."""
+        return self._receipts
+
+    def __enter__(self) -> Self:
+        if self._entered_at is not None:
+            raise TransactionUsageError(
+                "this message_transaction() was entered before: write a new one for each block."
+            )
+        self._connection = current_transaction(self._using)
+        self._block = _innermost(self._connection)
+        self._entered_at = time.monotonic()
+        return self
+
+    def publish(
+        self,
+        topic: str,
+        body: Any,
+        *,
+        key: object = "",
+        tag: str = "",
+        headers: Mapping[str, str] | None = None,
+        delay: float | timedelta | None = None,
+        deliver_at: datetime | None = None,
+    ) -> UUID:
+        """Add a message and return its id; it is encoded and checked now, stored when the block is left.
+
+        The parameters are those of `publish`. Raises UsageError for what can never be sent, and then nothing of the
+        transaction is.
+        """
+        try:
+            built = message(topic, body, key=key, tag=tag, headers=headers, delay=delay, deliver_at=deliver_at)
+            self._add(built)
+        except BaseException as error:
+            self._failure = self._failure or error
+            if self._connection is not None:
+                self._connection.set_rollback(True)
+            raise
+        return built.message_id
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._is_over = True
+        if error is None:
+            with failing_takes_the_block_along(self._using):
+                self._store()
+
+    def _store(self) -> None:
+        if self._failure is not None:
+            raise TransactionUsageError(
+                f"a message of this message_transaction() could not be added ({self._failure}), so that none of its "
+                f"{len(self._messages)} others is sent: let that error leave the block, or publish it by itself."
+            ) from self._failure
+        if not self._messages:
+            return
+        self._refuse_if_late()
+        published = publish_bound(self._messages, using=self._using, producer=self._producer)
+        self._receipts = published.receipts
+
+    def _add(self, built: Message) -> None:
+        name = f"message {built.message_id} for topic {built.topic!r}"
+        if self._entered_at is None or self._is_over:
+            raise TransactionUsageError(
+                f"{name}: publish inside `with message_transaction() as tx`, not before or after it."
+            )
+        self._refuse_another_block(name)
+        self._size += len(built.body)
+        if self._size > MAX_BYTES:
+            raise InvalidMessage(
+                f"{name}: the bodies of this transaction would be larger than {MAX_BYTES // 1024**2} MiB together "
+                f"({len(self._messages)} messages before it). Nothing of it was sent; send fewer at a time."
+            )
+        self._messages.append(built)
+
+    def _refuse_another_block(self, name: str) -> None:
+        """A savepoint that is rolled back would not take the message with it: it is stored outside of it."""
+        found = current_transaction(self._using if self._connection is None else self._connection.alias)
+        if found is self._connection and _innermost(found) is self._block:
+            return
+        raise TransactionUsageError(
+            f"{name}: another atomic() was opened since this message_transaction() began, and its rollback would "
+            f"not take the message back. Begin the message_transaction() inside it, or publish before it."
+        )
+
+    def _refuse_if_late(self) -> None:
+        if self._connection is not None or self._entered_at is None:
+            return
+        open_seconds = time.monotonic() - self._entered_at
+        if open_seconds > self._timeout_seconds:
+            raise TransactionTimedOut(
+                f"the transaction of {len(self._messages)} messages beginning with {self._messages[0].message_id} "
+                f"(topic {self._messages[0].topic!r}) was open for {open_seconds:.1f} s, its limit is "
+                f"{self._timeout_seconds:g} s. Nothing of it was published: what it is based on may be out of date. "
+                f"Run it again, or give a longer message_transaction(timeout_seconds=…)."
+            )
+
+
+def _innermost(connection: BaseDatabaseWrapper | None) -> object:
+    return connection.atomic_blocks[-1] if connection is not None and connection.atomic_blocks else None

@@ -1,0 +1,321 @@
+"""`publish`: bind messages to the local transaction that is open, or send them at once where none is.
+
+Inside `atomic()`, in this order: the lock of a FIFO key, the ledger row, the half message (durable before the
+business work goes on), the business work, COMMIT, the end message. Where the application's connection is
+connected to the broker's own database, the message is written by that connection instead, and shares the fate
+of its transaction.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Any, ParamSpec, TypeVar
+from uuid import UUID
+
+import psycopg
+from asgiref.sync import sync_to_async
+from django.db import transaction
+from django.db.backends.base.base import BaseDatabaseWrapper
+from django.utils.asyncio import async_unsafe
+from psycopg.errors import InvalidSchemaName, UndefinedTable
+
+from outbox import measures, tracing
+from outbox.broker.database.executor import Executor
+from outbox.broker.log.commit_log import append_placed
+from outbox.broker.postgres import PostgresBroker
+from outbox.broker.schema.install import missing
+from outbox.broker.transaction.fencing import check_epoch
+from outbox.contrib.django.database.blocks import require_whole
+from outbox.contrib.django.database.database_errors import naming
+from outbox.contrib.django.database.transactions import current_transaction, failing_takes_the_block_along, in_test_case
+from outbox.contrib.django.engine.broker import get_broker, get_catalog
+from outbox.contrib.django.engine.path import confirm, takes_atomic_path
+from outbox.contrib.django.ledger import ledger_entry
+from outbox.contrib.django.publishing.ends import Published, report_after_commit
+from outbox.contrib.django.publishing.locks import lock_keys
+from outbox.contrib.django.publishing.messages import message, messages_of
+from outbox.contrib.django.publishing.publish_refusals import (
+    check_immunity,
+    leak_from_test,
+    refuse_leak_from_test,
+    refuse_without_transaction,
+)
+from outbox.contrib.django.settings.conf import OutboxSettings, get_settings
+from outbox.errors import ConfigurationError, UsageError
+from outbox.faults import point
+from outbox.memory import InMemoryBroker
+from outbox.message import Message, SendReceipt
+from outbox.topic import Topic
+from outbox.transaction import HalfTransaction, ProducerEpoch
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
+
+def publish(
+    topic: str,
+    body: Any,
+    *,
+    key: object = "",
+    tag: str = "",
+    headers: Mapping[str, str] | None = None,
+    delay: float | timedelta | None = None,
+    deliver_at: datetime | None = None,
+    immunity_seconds: int | None = None,
+    using: str | None = None,
+) -> SendReceipt:
+    """Publish one message and return its receipt.
+
+    Inside `atomic()` it is delivered if and only if that transaction commits; outside it is sent at once.
+    `body` is encoded by the topic's codec (JSON unless declared otherwise). `key` orders messages on FIFO topics;
+    ints and UUIDs are written as text. `delay` (seconds or timedelta, counted by the broker from when it stores the
+    message) or `deliver_at` (aware, unless USE_TZ is off) postpones delivery, on topics of type DELAY.
+    `immunity_seconds` is how long the broker waits before it asks about this transaction (for one that runs long;
+    default OUTBOX['IMMUNITY_SECONDS']). `using` names the alias of the
+    transaction where several are open.
+
+    Raises UsageError for what can never be sent, and BrokerError when the broker did not store it. Either way the
+    surrounding atomic block is marked for rollback, whatever the caller does with the exception.
+    """
+    with failing_takes_the_block_along(using):
+        built = message(topic, body, key=key, tag=tag, headers=headers, delay=delay, deliver_at=deliver_at)
+        return publish_bound([built], immunity_seconds=immunity_seconds, using=using).receipts[0]
+
+
+def publish_many(
+    topic: str,
+    bodies: Iterable[Any],
+    *,
+    key: object | Callable[[Any], object] = "",
+    tag: str | Callable[[Any], str] = "",
+    headers: Mapping[str, str] | None = None,
+    delay: float | timedelta | None = None,
+    deliver_at: datetime | None = None,
+    immunity_seconds: int | None = None,
+    using: str | None = None,
+) -> list[SendReceipt]:
+    """Publish one message per body: one transaction id, one statement, all or none.
+
+    `key` and `tag` may be functions of a body. Otherwise like `publish`. For messages that differ in more, or in
+    their topics, build them with `message` and pass them to `publish_messages`.
+    """
+    with failing_takes_the_block_along(using):
+        if isinstance(bodies, (str, bytes, Mapping)):
+            raise UsageError(
+                f"publish_many to {topic!r}: give a list of bodies, not {bodies!r:.80}; publish() sends one."
+            )
+        built = [
+            message(
+                topic,
+                body,
+                key=key(body) if callable(key) else key,
+                tag=tag(body) if callable(tag) else tag,
+                headers=headers,
+                delay=delay,
+                deliver_at=deliver_at,
+            )
+            for body in bodies
+        ]
+        return _publish_all(built, immunity_seconds, using)
+
+
+def publish_messages(
+    messages: Sequence[Message], *, immunity_seconds: int | None = None, using: str | None = None
+) -> list[SendReceipt]:
+    """Publish ready-made messages in one call, all or none; also to several topics. Otherwise like `publish`."""
+    with failing_takes_the_block_along(using):
+        return _publish_all(messages_of(messages, "publish_messages"), immunity_seconds, using)
+
+
+def _publish_all(messages: Sequence[Message], immunity_seconds: int | None, using: str | None) -> list[SendReceipt]:
+    if not messages:
+        return []
+    return list(publish_bound(messages, immunity_seconds=immunity_seconds, using=using).receipts)
+
+
+def _awaitable(
+    function: Callable[Parameters, Result], description: str
+) -> Callable[Parameters, Coroutine[Any, Any, Result]]:
+    @functools.wraps(function)
+    async def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        # Thread-sensitive: on the thread, and so in the transaction, of the async code's database calls.
+        return await sync_to_async(function, thread_sensitive=True)(*args, **kwargs)
+
+    call.__name__ = call.__qualname__ = f"a{function.__name__}"
+    call.__doc__ = description
+    return call
+
+
+apublish = _awaitable(
+    publish,
+    """`publish`, to be awaited: joins the transaction of an async subscriber or of @transactional_message.
+
+    Elsewhere in async code, where Django has no transactions, it is sent at once. Awaiting can be cancelled, sending
+    cannot: the message may have been stored all the same.
+    """,
+)
+apublish_many = _awaitable(publish_many, """`publish_many`, to be awaited; otherwise like `apublish`.""")
+apublish_messages = _awaitable(publish_messages, """`publish_messages`, to be awaited; otherwise like `apublish`.""")
+
+
+@async_unsafe(
+    "publish() waits for databases: in a coroutine write `await apublish(…)`, which also joins the transaction of an "
+    "async subscriber or of @transactional_message."
+)
+def publish_bound(
+    messages: Sequence[Message],
+    *,
+    using: str | None = None,
+    checker: str = "",
+    immunity_seconds: int | None = None,
+    producer: ProducerEpoch | None = None,
+) -> Published:
+    """Like `publish_messages`.
+
+    `checker` names the look-up that check-back runs (`transactional_message(check=…)`), `producer` the instance that
+    has to be the newest of its transactional id. When it raises, the caller has the block rolled back: a half may have
+    been stored all the same, and without its ledger row check-back rolls it back.
+    """
+    with tracing.publishing(messages) as traced:
+        return _publish(traced, using, _HalfTerms(checker, immunity_seconds, producer))
+
+
+def _publish(messages: Sequence[Message], using: str | None, terms: _HalfTerms) -> Published:
+    settings = get_settings()
+    connection = current_transaction(using)
+    check_immunity(messages[0].topic, terms.immunity_seconds)
+    if connection is None:
+        refuse_without_transaction(settings, messages[0], terms.immunity_seconds)
+        refuse_leak_from_test(settings, using)
+        timeout_seconds = settings.send_timeout_seconds
+        with _measured(messages, "direct"):
+            return Published(get_broker().send(messages, timeout_seconds=timeout_seconds, producer=terms.producer))
+    what = f"publishing {messages[0].message_id} for topic {messages[0].topic!r}"
+    watch = require_whole(connection, what)
+    watch.bind(f"the message for topic {messages[0].topic!r}")
+    with naming(what, connection):
+        if takes_atomic_path(connection, settings):
+            with _measured(messages, "atomic"):
+                return Published(_publish_atomic(connection, settings, messages, terms.producer))
+        with _measured(messages, "two_phase"):
+            return _publish_two_phase(connection, settings, messages, terms)
+
+
+@contextmanager
+def _measured(messages: Sequence[Message], path: str) -> Iterator[None]:
+    """Tell the recorder, if there is one, what was published and how long it took."""
+    recorder = measures.recorder
+    if recorder is None:
+        yield
+        return
+    started = time.perf_counter()
+    yield
+    recorder.published([item.topic for item in messages], path, time.perf_counter() - started)
+
+
+# -- the atomic path --------------------------------------------------------------------------------
+
+
+def _publish_atomic(
+    connection: BaseDatabaseWrapper,
+    settings: OutboxSettings,
+    messages: Sequence[Message],
+    producer: ProducerEpoch | None,
+) -> list[SendReceipt]:
+    raw: psycopg.Connection[Any] = connection.connection
+    catalog = get_catalog()
+    try:
+        _lock_keys(connection, [catalog.get(raw, item.topic).topic for item in messages], messages)
+        run = Executor(raw, settings.schema)
+        if producer is not None:
+            check_epoch(run, producer)
+        receipts, place = append_placed(run, catalog, messages, producer_group=settings.producer_group)
+    except (UndefinedTable, InvalidSchemaName) as error:
+        raise missing(settings.schema) from error
+    confirm(connection, settings, place)
+    transaction.on_commit(_wake_after_commit, using=connection.alias, robust=True)
+    return receipts
+
+
+def _wake_after_commit() -> None:
+    point("producer.after_local_commit")
+    broker = get_broker()
+    if isinstance(broker, PostgresBroker):
+        broker.notify_decided()
+
+
+# -- the two-phase path -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _HalfTerms:
+    """What a half message carries beside its messages (see HalfTransaction)."""
+
+    checker: str
+    immunity_seconds: int | None
+    producer: ProducerEpoch | None
+
+
+def _publish_two_phase(
+    connection: BaseDatabaseWrapper, settings: OutboxSettings, messages: Sequence[Message], terms: _HalfTerms
+) -> Published:
+    group = settings.required_producer_group()
+    if not settings.ledger and not terms.checker:
+        raise ConfigurationError(
+            f"OUTBOX['LEDGER'] is off, so nobody could answer a check-back about the message for "
+            f"{messages[0].topic!r}: publish through @transactional_message(check=…), or turn the ledger on."
+        )
+    if not settings.in_memory and in_test_case(connection):
+        raise leak_from_test(f"a half message for {messages[0].topic!r}")
+    _lock_keys(connection, [_topic(settings, item.topic) for item in messages], messages)
+    xid, ledger_id = "", None
+    if settings.ledger:
+        xid, ledger_id = _enter_in_ledger(connection, messages[0])
+    half = HalfTransaction(
+        producer_group=group,
+        messages=messages,
+        ledger_id=ledger_id,
+        checker=terms.checker,
+        immunity_seconds=terms.immunity_seconds,
+        producer=terms.producer,
+    )
+    point("producer.before_half")
+    receipts = get_broker().send_half(half, timeout_seconds=settings.send_timeout_seconds)
+    point("producer.after_half")
+    report_after_commit(connection, half)
+    return Published(receipts, half, xid)
+
+
+def _enter_in_ledger(connection: BaseDatabaseWrapper, first: Message) -> tuple[str, UUID]:
+    point("producer.before_ledger")
+    entered = ledger_entry.enter(connection, first)
+    point("producer.after_ledger")
+    return entered
+
+
+# -- what both share --------------------------------------------------------------------------------
+
+
+def _lock_keys(connection: BaseDatabaseWrapper, topics: Sequence[Topic | None], messages: Sequence[Message]) -> None:
+    lock_keys(
+        connection,
+        [
+            (item.topic, item.key)
+            for topic, item in zip(topics, messages, strict=True)
+            if topic is not None and topic.is_fifo and topic.key_lock
+        ],
+    )
+
+
+def _topic(settings: OutboxSettings, name: str) -> Topic | None:
+    """The topic as declared here, else as the broker knows it; None where the broker will say what is wrong."""
+    declared = settings.topics.get(name)
+    if declared is not None:
+        return declared.topic
+    broker = get_broker()
+    return None if isinstance(broker, InMemoryBroker) else broker.topic(name)

@@ -1,0 +1,227 @@
+"""`@subscriber`: which function handles which topic for which consumer group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from enum import StrEnum
+from importlib import import_module
+from typing import Any, Final, TypeVar
+
+from asgiref.sync import async_to_sync
+from django.apps import apps
+from django.utils.module_loading import module_has_submodule
+
+from outbox.contrib.django.settings.conf import get_settings
+from outbox.contrib.django.settings.times import aware
+from outbox.contrib.django.subscribers.callables import (
+    is_asynchronous,
+    is_generator,
+    name_of,
+    path_of,
+    refuse_work_to_come,
+    signature_of,
+)
+from outbox.errors import ConfigurationError, InvalidName, InvalidSubscription
+from outbox.filters.filter import parse_filter
+from outbox.ports import AnyHandler
+from outbox.retry import RetryPolicy
+from outbox.subscription import Mode, OnError, Start, Subscription
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+Choice = TypeVar("Choice", bound=StrEnum)
+
+_OPTIONS: Final = frozenset({"suspend_seconds", "max_suspends", "timeout_seconds", "broadcast"})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Subscriber:
+    """A registered handler. `using`: alias of the inbox and the transaction; None lets the routers choose."""
+
+    subscription: Subscription
+    handler: AnyHandler
+    name: str
+    idempotent: bool = True
+    using: str | None = None
+
+
+_subscribers: dict[tuple[str, str], Subscriber] = {}
+
+
+def subscriber(
+    topic: str,
+    *,
+    group: str,
+    tag: str | Sequence[str] = "",
+    filter: str = "",
+    mode: Mode | str = Mode.CONCURRENT,
+    batch: int = 1,
+    threads: int | None = None,
+    retry: RetryPolicy | None = None,
+    on_error: Mapping[type[BaseException], OnError | str] | None = None,
+    start: Start | datetime | str = Start.EARLIEST,
+    idempotent: bool = True,
+    using: str | None = None,
+    **options: Any,
+) -> Callable[[Function], Function]:
+    """Handle the messages of a topic for a consumer group.
+
+    The function gets a `Delivery` (a list of them with `batch` > 1); it may be async. With `idempotent` (the
+    default) it runs inside `atomic()` on `using`, together with the inbox row that makes its effects in that
+    database happen once; a broadcast group has no inbox, which would let one instance handle a message for all of
+    them. `tag` selects by tags, `filter` by an SQL92 expression over headers (`"amount > 10"`).
+    `mode`, `batch`, `threads`, `retry`, `on_error`, `start` and further `options` (suspend_seconds, max_suspends,
+    timeout_seconds, broadcast) are those of `outbox.Subscription`.
+
+    Put subscribers into the module `subscribers` of an installed app (OUTBOX['SUBSCRIBER_MODULE'] names another):
+    workers import it. Raises InvalidSubscription or InvalidFilter at decoration.
+    """
+    given = {"mode": mode, "tag": tag, "filter": filter, "on_error": on_error, "start": start, "batch": batch}
+    chosen = {name: value for name, value in (("threads", threads), ("retry", retry)) if value is not None}
+    subscription = _subscription(topic, group, {**given, **chosen}, options)
+    once = idempotent and not subscription.broadcast
+
+    def decorate(function: Function) -> Function:
+        handler, name = _handler(function), path_of(function)
+        register(Subscriber(subscription=subscription, handler=handler, name=name, idempotent=once, using=using))
+        return function
+
+    return decorate
+
+
+def _subscription(topic: str, group: str, given: Mapping[str, Any], further: Mapping[str, Any]) -> Subscription:
+    """From the parameters of `subscriber` and its further options. Raises InvalidSubscription or InvalidFilter."""
+    where = f"@subscriber({topic!r}, group={group!r})"
+    if unknown := sorted(set(further) - _OPTIONS):
+        raise InvalidSubscription(
+            f"{where}: there is no option {', '.join(unknown)}; beside those of @subscriber there are "
+            f"{', '.join(sorted(_OPTIONS))}."
+        )
+    options = {**given, **further}
+    try:
+        options["filter"] = _filter(where, options.pop("tag"), options["filter"])
+        options["mode"] = _choice(Mode, "mode", options["mode"])
+        options["on_error"] = _reactions(options["on_error"])
+        start = options["start"]
+        options["start"] = aware(start) if isinstance(start, datetime) else _choice(Start, "start", start)
+        subscription = Subscription(group=group, topic=topic, **options)
+    except (ValueError, TypeError) as error:
+        raise InvalidSubscription(f"{where}: {error}.") from error
+    except InvalidName as error:
+        raise InvalidSubscription(f"{where}: {error}") from error
+    parse_filter(subscription.filter)
+    return subscription
+
+
+def _choice(kind: type[Choice], what: str, value: Any) -> Choice:
+    try:
+        return kind(value)
+    except ValueError:
+        allowed = ", ".join(repr(str(item)) for item in kind)
+        raise ValueError(f"{what}={value!r} must be one of {allowed}") from None
+
+
+def _reactions(on_error: Any) -> dict[type[BaseException], OnError]:
+    if on_error is not None and not isinstance(on_error, Mapping):
+        raise TypeError(f"on_error={on_error!r} must map exception classes to what happens, {{ValueError: 'skip'}}")
+    return {kind: _choice(OnError, "on_error", reaction) for kind, reaction in (on_error or {}).items()}
+
+
+def _filter(where: str, tag: str | Sequence[str], expression: str) -> str:
+    tags = tag if isinstance(tag, str) else " || ".join(tag)
+    if tags and expression:
+        raise InvalidSubscription(
+            f"{where}: give tag or filter, not both; in a filter, compare the tag as TAGS = 'paid'."
+        )
+    if expression:
+        return expression if expression.startswith("sql:") else f"sql:{expression}"
+    return tags
+
+
+def _handler(function: Callable[..., Any]) -> AnyHandler:
+    """What a worker calls: synchronous, and done when it returns."""
+    if not callable(function):
+        raise InvalidSubscription(f"@subscriber takes a function, not {function!r}.")
+    name = name_of(function)
+    try:
+        signature_of(function).bind(None)
+    except TypeError:
+        raise InvalidSubscription(
+            f"{name} must take one argument: the delivery, or with batch > 1 the list of deliveries."
+        ) from None
+    except ValueError:
+        pass  # A built-in without a signature.
+    if is_generator(function):
+        raise InvalidSubscription(f"{name} is a generator: a subscriber does its work and returns.")
+    # The coroutine gets a loop of its own; the ORM calls it awaits run on the handler's thread, in its transaction.
+    call = async_to_sync(function) if is_asynchronous(function) else function
+
+    def handle(given: Any) -> None:
+        refuse_work_to_come(call(given), name)
+
+    return handle
+
+
+def register(new: Subscriber) -> None:
+    """Add a subscriber. Raises InvalidSubscription when the group handles the topic already, elsewhere."""
+    key = (new.subscription.group, new.subscription.topic)
+    known = _subscribers.get(key)
+    if known is not None and known.name != new.name:
+        raise InvalidSubscription(
+            f"group {key[0]!r} handles topic {key[1]!r} in {known.name} and in {new.name}: messages would go to "
+            f"either. Give one of them a group of its own, or let one function do both."
+        )
+    _subscribers[key] = new
+
+
+def subscribers() -> list[Subscriber]:
+    """All that are registered so far; after `autodiscover`, all there are."""
+    return list(_subscribers.values())
+
+
+def find_subscriber(subscription: Subscription) -> Subscriber | None:
+    """The registration of a subscription."""
+    return _subscribers.get((subscription.group, subscription.topic))
+
+
+def subscriptions(*, groups: Sequence[str] = ()) -> list[tuple[Subscription, AnyHandler]]:
+    """What a ConsumerRuntime is to run, limited to some groups if named. Raises ConfigurationError for unknown ones."""
+    known = {item.subscription.group for item in subscribers()}
+    unknown = sorted(set(groups) - known)
+    if unknown:
+        raise ConfigurationError(
+            f"no subscriber has the group {', '.join(unknown)}; there are: {', '.join(sorted(known)) or 'none'}."
+        )
+    return [
+        (item.subscription, item.handler) for item in subscribers() if not groups or item.subscription.group in groups
+    ]
+
+
+def unregister_all() -> None:
+    """Forget every subscriber: for tests."""
+    _subscribers.clear()
+
+
+def autodiscover() -> list[Subscriber]:
+    """Import the module OUTBOX['SUBSCRIBER_MODULE'] of every installed app that has it; returns what is registered.
+
+    Raises ConfigurationError naming the module that cannot be imported, and why.
+    """
+    module = get_settings().subscriber_module
+    for app in apps.get_app_configs():
+        if app.module is None or app.name == "outbox.contrib.django" or not module_has_submodule(app.module, module):
+            continue
+        try:
+            import_module(f"{app.name}.{module}")
+        except InvalidSubscription:
+            raise
+        except Exception as error:
+            raise ConfigurationError(
+                f"the subscribers in {app.name}.{module} cannot be imported: {type(error).__name__}: "
+                f"{str(error).rstrip('.')}."
+            ) from error
+    if get_settings().celery_app is not None:
+        # Only now: what it needs of Celery may not be installed elsewhere.
+        import_module("outbox.contrib.django.publishing.celery_tasks").register_hand_over()
+    return subscribers()

@@ -1,0 +1,92 @@
+"""`python -m outbox.contrib.django.worker.child ROLE [ROLE]`: one supervised process of a Django project.
+
+Runs until SIGTERM or SIGINT, or until the supervisor that started it is gone; then drains and ends.
+Exit codes: 0 drained, 1 failed, 2 wrong usage or configuration, 3 handlers hang.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import threading
+from collections.abc import Sequence
+from typing import Final
+
+import django
+
+from outbox.broker.consumer.runtime import tune_garbage_collector
+from outbox.broker.process_log import write_log
+from outbox.broker.supervisor import HUNG_EXIT_CODE, end_within, stop_on_signals, stop_with_parent
+from outbox.contrib.django.worker.roles import Role
+from outbox.contrib.django.worker.workers import (
+    run_broker_and_check_roles,
+    run_broker_role,
+    run_check_role,
+    run_consumer_role,
+    run_monitor_role,
+)
+from outbox.errors import HandlersHung, OutboxError
+
+# How long an interpreter with hanging threads may take to end in the ordinary way.
+_HUNG_SECONDS: Final = 5.0
+
+logger = logging.getLogger("outbox.contrib.django.worker.child")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Set up Django and run the roles. DJANGO_SETTINGS_MODULE names the settings."""
+    parser = argparse.ArgumentParser(prog="python -m outbox.contrib.django.worker.child", description=__doc__)
+    parser.add_argument("roles", nargs="+", choices=list(Role), metavar="ROLE", help=", ".join(Role))
+    parser.add_argument("--group", action="append", default=[], help="consumer: only this group (repeatable)")
+    options = parser.parse_args(arguments)
+    if len(options.roles) > 1 and {Role.CONSUMER, Role.MONITOR} & set(options.roles):
+        parser.error("each of these is a process of its own: only broker and check go together")
+    name = "+".join(options.roles)
+    stop = threading.Event()
+    stop_on_signals(stop)
+    stop_with_parent(stop)
+    try:
+        set_up(name)
+        run_roles(options.roles, stop, groups=options.group)
+    except HandlersHung as error:
+        logger.error("%s", error)
+        end_within(_HUNG_SECONDS, HUNG_EXIT_CODE)
+        return HUNG_EXIT_CODE
+    except OutboxError as error:
+        logger.error("%s cannot work: %s", name, error)
+        return 2
+    except Exception:
+        logger.exception("%s failed", name)
+        return 1
+    return 0
+
+
+def set_up(name: str) -> None:
+    """Set up Django, and then, whether that worked or not, the log: Django configures what the project wants first."""
+    try:
+        django.setup()
+    finally:
+        write_log(name)
+
+
+def run_roles(roles: Sequence[str], stop: threading.Event, *, groups: Sequence[str]) -> None:
+    """Run roles of a worker in this process until `stop`."""
+    name = " and ".join(roles)
+    logger.info("%s starts", name)
+    if Role.CONSUMER in roles:
+        tune_garbage_collector()
+        run_consumer_role(stop, groups=groups)
+    elif Role.MONITOR in roles:
+        run_monitor_role(stop)
+    elif len(set(roles)) > 1:
+        run_broker_and_check_roles(stop)
+    elif Role.BROKER in roles:
+        run_broker_role(stop)
+    else:
+        run_check_role(stop)
+    logger.info("%s drained and ends", name)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,89 @@
+"""What `outbox_forward` runs: the groups of OUTBOX['FORWARD'], each sending what it consumes to its sink."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final, cast
+
+from outbox.broker.consumer.runtime import ConsumeCounts, ConsumerRuntime
+from outbox.contrib.django.database.aliases import broker_database
+from outbox.contrib.django.database.in_tests import refuse_processes_in_tests
+from outbox.contrib.django.settings.conf import get_settings, imported
+from outbox.contrib.django.settings.forward_rules import DeclaredForward
+from outbox.contrib.django.settings.setting_rules import chosen
+from outbox.contrib.django.worker import probes
+from outbox.contrib.sinks.formats import format_named
+from outbox.contrib.sinks.forwarder import Forwarder, RawCodecs, subscription
+from outbox.contrib.sinks.sink import Sink
+from outbox.errors import ConfigurationError
+from outbox.ports import AnyHandler
+from outbox.subscription import Subscription
+
+_PURPOSE: Final = (
+    "to forward: {'billing': {'topics': ['order.paid'], 'sink': 'webhook', "
+    "'options': {'url': 'https://…', 'secrets': ['whsec_…']}}}"
+)
+
+
+def run_forward(stop: threading.Event, *, groups: Sequence[str] = ()) -> None:
+    """Forward for the groups named, by default all that are declared, until `stop`; then finish what is being sent.
+
+    Raises ConfigurationError for a group that is not declared, or a sink that cannot be made.
+    """
+    refuse_processes_in_tests()
+    with probes.alone("forward"), forwarding(groups=groups) as runtime:
+        runtime.run(stop)
+
+
+def forward_once(*, groups: Sequence[str] = ()) -> ConsumeCounts:
+    """Send what is queued now. Raises like `run_forward`."""
+    with forwarding(groups=groups) as runtime:
+        return runtime.run_once()
+
+
+@contextlib.contextmanager
+def forwarding(*, groups: Sequence[str] = ()) -> Iterator[ConsumerRuntime]:
+    """A runtime for the groups, and their sinks, which are closed at the end of the block."""
+    settings = get_settings()
+    with contextlib.ExitStack() as sinks:
+        wanted: list[tuple[Subscription, AnyHandler]] = []
+        for group, declared in chosen("OUTBOX['FORWARD']", settings.forward, groups, _PURPOSE).items():
+            sink = _sink(f"OUTBOX['FORWARD'][{group!r}]", declared)
+            sinks.callback(sink.close)
+            wanted += _subscriptions(group, declared, sink)
+        yield ConsumerRuntime(
+            broker_database(settings), wanted, codecs=RawCodecs(), lease_seconds=settings.lease_seconds
+        )
+
+
+def _sink(where: str, declared: DeclaredForward) -> Sink:
+    return cast(Sink, made(where, imported(f"{where}['sink']", declared.sink), declared.options))
+
+
+def made(where: str, kind: Callable[..., Any], options: Mapping[str, Any]) -> Any:
+    """A sink or a source with its options. Raises ConfigurationError for those that do not fit."""
+    try:
+        return kind(**options)
+    except TypeError as error:
+        raise ConfigurationError(f"{where}['options'] do not fit: {error}.") from error
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{where}['options']: {error}") from error
+
+
+def _subscriptions(group: str, declared: DeclaredForward, sink: Sink) -> Iterator[tuple[Subscription, AnyHandler]]:
+    form = format_named(declared.format, binding=sink.binding, source=declared.source)
+    for topic, there in declared.topics.items():
+        wanted = subscription(
+            group,
+            topic,
+            sink,
+            dead_letter=declared.dead_letter,
+            filter=declared.filter,
+            batch=declared.batch,
+            threads=declared.threads,
+            timeout_seconds=declared.timeout_seconds,
+            suspend_seconds=declared.suspend_seconds,
+        )
+        yield wanted, Forwarder(sink, there, form)

@@ -1,0 +1,114 @@
+"""Liveness and readiness of a worker: by the signs that its processes leave, and on a port that serves them.
+
+Live: every process has gone round lately; if not, restart the worker. Ready: and each can reach the broker. Neither
+asks a database, so that a database that is away restarts nobody.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, Final
+
+from django.db import connections
+
+from outbox import heartbeat
+from outbox.broker.operations.health import Health
+from outbox.contrib.django.operations import exposition
+from outbox.contrib.django.settings.conf import get_settings
+from outbox.contrib.django.worker import signs
+
+logger = logging.getLogger(__name__)
+
+# A loop goes round every second. A connection that breaks is noticed within 15 s; a database that accepts and never
+# answers looks like a loop that hangs.
+LIVE_SECONDS: Final = 30.0
+
+
+@contextmanager
+def alone(name: str) -> Iterator[None]:
+    """This process is a worker by itself: it leaves its own signs, and serves them, during the block."""
+    os.environ.update({key: value for key, value in signs.expect([name])[name].items() if key == heartbeat.VARIABLE})
+    with served():
+        yield
+
+
+def live() -> Health:
+    """Every process that the worker started goes round."""
+    hearts = _hearts()
+    late = [heart for heart in hearts if not heart.is_alive(within_seconds=LIVE_SECONDS)]
+    problems = [f"{heart.name} has not gone round for {heart.age_seconds or 0:.0f} s" for heart in late]
+    return Health(tuple(problems or ([] if hearts else ["no worker has started here"])))
+
+
+def ready() -> Health:
+    """They live, and each can work."""
+    waiting = [f"{heart.name} waits for the broker" for heart in _hearts() if not heart.is_ready]
+    return Health((*live().problems, *waiting))
+
+
+def _hearts() -> list[heartbeat.Heart]:
+    folder = get_settings().health_directory
+    return [heartbeat.listen(path) for path in sorted(Path(folder).glob(f"*{signs.SUFFIX}"))] if folder else []
+
+
+_PROBES: Final[Mapping[str, Callable[[], Health]]] = {"/live": live, "/ready": ready}
+
+
+def _figures() -> bytes:
+    try:
+        return exposition.render()
+    finally:
+        # Each request has a thread of its own, whose connections nobody else closes.
+        connections.close_all()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        if self.path == "/metrics":
+            self._answer(200, exposition.CONTENT_TYPE, _figures())
+        elif (probe := _PROBES.get(self.path)) is not None:
+            health = probe()
+            text = json.dumps({"healthy": health.is_healthy, "problems": health.problems}).encode()
+            self._answer(200 if health.is_healthy else 503, "application/json", text)
+        else:
+            self._answer(404, "text/plain", b"there are /live, /ready and /metrics\n")
+
+    def _answer(self, status: int, content_type: str, text: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", content_type)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        logger.debug(format, *args)
+
+
+@contextmanager
+def served() -> Iterator[tuple[Any, ...] | None]:
+    """Serve /live, /ready and /metrics at OUTBOX['HEALTH_ADDRESS'] during the block; nothing without that setting.
+
+    Raises OSError when the port is taken.
+    """
+    address = get_settings().health_address
+    if address is None:
+        yield None
+        return
+    host, _, port = address.rpartition(":")
+    server = ThreadingHTTPServer((host, int(port)), _Handler)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, name="outbox-health", daemon=True)
+    thread.start()
+    try:
+        yield server.server_address
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join(timeout=5)

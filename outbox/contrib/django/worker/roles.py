@@ -1,0 +1,92 @@
+"""Which processes a worker has, and what each of them does."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+
+from outbox.broker import deaths
+from outbox.broker.supervisor import ChildSpec, Supervisor
+from outbox.contrib.django.database.aliases import broker_database
+from outbox.contrib.django.database.in_tests import refuse_processes_in_tests
+from outbox.contrib.django.settings.conf import get_settings
+from outbox.contrib.django.subscribers.registry import autodiscover, subscriptions
+from outbox.contrib.django.worker import signs
+from outbox.errors import ConfigurationError
+from outbox.ports import AnyHandler
+from outbox.subscription import Subscription
+
+logger = logging.getLogger(__name__)
+
+
+class Role(StrEnum):
+    """What a process of a worker does."""
+
+    BROKER = "broker"
+    """Sequences and retains, whenever it holds the leader's lease."""
+    CONSUMER = "consumer"
+    """Runs the project's subscribers."""
+    CHECK = "check"
+    """Runs check-back, pruning and the audit, each at its interval."""
+    MONITOR = "monitor"
+    """Serves the worker's health and metrics."""
+
+
+def supervisor(roles: Sequence[str] = (), *, environment: Mapping[str, str] | None = None) -> Supervisor:
+    """What keeps the processes of a worker alive. Raises ConfigurationError where one of them could never work."""
+    return Supervisor(child_specs(roles), environment=environment, drain_seconds=get_settings().drain_seconds)
+
+
+def child_specs(roles: Sequence[str] = ()) -> list[ChildSpec]:
+    """The processes for `roles`: by default all, but for consumers in a project without subscribers.
+
+    One for the broker, which has check-back beside it, and as many consumers as OUTBOX['CONSUMER_PROCESSES'].
+    """
+    refuse_processes_in_tests()
+    settings = get_settings()
+    wanted = {Role(role) for role in roles} or set(Role) - {Role.MONITOR}
+    if settings.is_rocketmq and not roles:
+        # It is the broker.
+        wanted.discard(Role.BROKER)
+    processes: dict[str, list[Role]] = {}
+    if Role.BROKER in wanted or Role.CHECK in wanted:
+        together = [role for role in Role if role in wanted & {Role.BROKER, Role.CHECK}]
+        processes[together[0]] = together
+    if Role.CONSUMER in wanted and (roles or _has_subscribers()):
+        required_subscriptions()
+        numbers = range(1, settings.consumer_processes + 1)
+        processes.update((f"consumer-{number}", [Role.CONSUMER]) for number in numbers)
+    left = signs.expect(processes)
+    specs = [_child(name, its_roles, left[name]) for name, its_roles in processes.items()]
+    if settings.health_address is not None or Role.MONITOR in wanted:
+        specs.append(_child("monitor", [Role.MONITOR], signs.of_monitor()))
+    return specs
+
+
+def _child(name: str, roles: Sequence[Role], environment: Mapping[str, str]) -> ChildSpec:
+    in_database = Role.CONSUMER in roles and get_settings().has_database
+    record = (lambda death: deaths.record(broker_database(), death)) if in_database else None
+    argv = [sys.executable, "-m", "outbox.contrib.django.worker.child", *roles]
+    return ChildSpec(name=name, argv=argv, environment=environment, on_death=record)
+
+
+def _has_subscribers() -> bool:
+    if autodiscover():
+        return True
+    logger.info("no consumer process is started: there is no @subscriber in this project")
+    return False
+
+
+def required_subscriptions(*, groups: Sequence[str] = ()) -> list[tuple[Subscription, AnyHandler]]:
+    """What the project subscribes to. Raises ConfigurationError when that is nothing."""
+    autodiscover()
+    wanted = subscriptions(groups=groups)
+    if not wanted:
+        raise ConfigurationError(
+            f"there is no @subscriber in this project: workers look into {get_settings().subscriber_module!r} of "
+            f"each of INSTALLED_APPS (OUTBOX['SUBSCRIBER_MODULE']). Without any, leave out the role consumer "
+            f"(--outbox-roles broker,check)."
+        )
+    return wanted

@@ -1,0 +1,41 @@
+"""What a worker's processes leave in OUTBOX['HEALTH_DIRECTORY']: a file that each one's loop touches, and figures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Final
+
+from outbox import heartbeat
+from outbox.contrib.django.operations.metrics import DIRECTORY_VARIABLE
+from outbox.contrib.django.settings.conf import get_settings
+
+SUFFIX: Final = ".heartbeat"
+FIGURES: Final = "metrics"
+
+
+def expect(names: Iterable[str]) -> dict[str, dict[str, str]]:
+    """A worker starts processes of these names: per name the variables by which it leaves its signs.
+
+    What a predecessor left in the directory is removed. Each gets a first sign, so that one that never goes round is
+    noticed. Empty variables without OUTBOX['HEALTH_DIRECTORY'].
+    """
+    folder = get_settings().health_directory
+    if folder is None:
+        return {name: {} for name in names}
+    figures = Path(folder) / FIGURES
+    figures.mkdir(parents=True, exist_ok=True)
+    for left in (*Path(folder).glob(f"*{SUFFIX}"), *figures.glob("*.db")):
+        left.unlink(missing_ok=True)
+    signs = {}
+    for name in names:
+        path = Path(folder) / f"{name}{SUFFIX}"
+        path.touch()
+        signs[name] = {heartbeat.VARIABLE: str(path), DIRECTORY_VARIABLE: str(figures)}
+    return signs
+
+
+def of_monitor() -> dict[str, str]:
+    """The variables of the process that serves what the others leave."""
+    folder = get_settings().health_directory
+    return {DIRECTORY_VARIABLE: str(Path(folder) / FIGURES)} if folder else {}

@@ -1,0 +1,166 @@
+"""What the processes of a worker run: the broker, the consumers, and check-back."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+from outbox import heartbeat
+from outbox.broker import process_log
+from outbox.broker.consumer.runtime import ConsumerRuntime
+from outbox.broker.process import ProcessSettings, run_broker
+from outbox.contrib.django.database.aliases import broker_database
+from outbox.contrib.django.engine.broker import get_codecs
+from outbox.contrib.django.engine.engines import require_engine
+from outbox.contrib.django.settings.conf import get_settings
+from outbox.contrib.django.subscribers.handler_connections import pool_shortages
+from outbox.contrib.django.subscribers.inbox import InboxInvoker, require_inboxes
+from outbox.contrib.django.subscribers.registry import find_subscriber
+from outbox.contrib.django.worker import probes
+from outbox.contrib.django.worker.periodic import passes
+from outbox.contrib.django.worker.roles import Role, required_subscriptions, supervisor
+from outbox.errors import OutboxError
+from outbox.periodic import PeriodicPass
+from outbox.ports import AnyHandler
+
+if TYPE_CHECKING:
+    from outbox.rocketmq.consumer import RocketMQConsumers
+
+logger = logging.getLogger(__name__)
+
+_CHECK_ENDS_SECONDS: Final = 5.0
+
+
+def run_broker_role(stop: threading.Event) -> None:
+    """Sequence and retain, whenever this process holds the leader's lease, until `stop`."""
+    run_broker(broker_database(), stop, settings=ProcessSettings(check=get_settings().check))
+
+
+def consumer_runtime(
+    *, groups: Sequence[str] = (), wrap: Callable[[AnyHandler], AnyHandler] | None = None
+) -> ConsumerRuntime:
+    """A runtime for the project's subscribers, or for what `wrap` makes of each handler.
+
+    Raises ConfigurationError when there are none.
+    """
+    wanted = required_subscriptions(groups=groups)
+    require_inboxes([subscription for subscription, _ in wanted])
+    for shortage in pool_shortages(filter(None, (find_subscriber(subscription) for subscription, _ in wanted))):
+        logger.warning("%s", shortage)
+    settings = get_settings()
+    return ConsumerRuntime(
+        broker_database(settings),
+        [(subscription, wrap(handler) if wrap else handler) for subscription, handler in wanted],
+        invoker=InboxInvoker(lease_seconds=settings.lease_seconds),
+        codecs=get_codecs(),
+        lease_seconds=settings.lease_seconds,
+    )
+
+
+def rocketmq_consumers(*, groups: Sequence[str] = ()) -> RocketMQConsumers:
+    """The project's subscribers on RocketMQ. Raises ConfigurationError for what it cannot serve."""
+    from outbox.rocketmq.consumer import RocketMQConsumers
+
+    settings = get_settings()
+    wanted = required_subscriptions(groups=groups)
+    require_engine(settings)
+    require_inboxes([subscription for subscription, _ in wanted])
+    return RocketMQConsumers(
+        settings.broker,
+        wanted,
+        topics=[declared.topic for declared in settings.topics.values()],
+        invoker=InboxInvoker(lease_seconds=settings.lease_seconds),
+        codecs=get_codecs(),
+        on_tick=partial(heartbeat.beat, ready=True),
+    )
+
+
+def run_consumer_role(stop: threading.Event, *, groups: Sequence[str] = ()) -> None:
+    """Consume for the project's subscribers until `stop`, then finish what is held."""
+    if get_settings().is_rocketmq:
+        rocketmq_consumers(groups=groups).run(stop)
+    else:
+        consumer_runtime(groups=groups).run(stop)
+
+
+def run_monitor_role(stop: threading.Event) -> None:
+    """Serve /live, /ready and /metrics until `stop`."""
+    with probes.served():
+        stop.wait()
+
+
+def run_check_role(stop: threading.Event) -> None:
+    """Run the periodic passes, each at its own interval, until `stop`."""
+    due = {item.name: 0.0 for item in passes()}
+    while not stop.is_set():
+        for item in passes():
+            if time.monotonic() >= due[item.name]:
+                due[item.name] = time.monotonic() + item.interval_seconds
+                run_pass(item)
+        stop.wait(max(0.05, min(due.values()) - time.monotonic()))
+
+
+def run_pass(item: PeriodicPass) -> None:
+    """One pass; an error is logged, the next one tries again."""
+    try:
+        logger.debug("%s: %s", item.name, item.run())
+    except OutboxError as error:
+        logger.warning("%s failed, it runs again in %.0f s: %s", item.name, item.interval_seconds, error)
+    except Exception:
+        logger.exception("%s failed, it runs again in %.0f s", item.name, item.interval_seconds)
+
+
+def run_broker_and_check_roles(stop: threading.Event) -> None:
+    """Both in one process, which costs a thread instead of 40 MB. Raises what either of them raises."""
+    failed: list[BaseException] = []
+
+    def check() -> None:
+        try:
+            run_check_role(stop)
+        except BaseException as error:
+            failed.append(error)
+            stop.set()
+
+    # A daemon: the look-up of an application that hangs does not hold up the end of the process.
+    checking = threading.Thread(target=check, name="outbox-check", daemon=True)
+    checking.start()
+    try:
+        run_broker_role(stop)
+    finally:
+        stop.set()
+        checking.join(_CHECK_ENDS_SECONDS)
+    if failed:
+        raise failed[0]
+
+
+def run_all(stop: threading.Event) -> None:
+    """Supervise all roles as processes of their own until `stop`."""
+    log = process_log.told_to_children(level=logging.getLogger().getEffectiveLevel(), file=None)
+    processes = supervisor(environment=log)
+    processes.start()
+    try:
+        stop.wait()
+        processes.stop()
+    except BaseException:
+        # A second Ctrl-C: whoever gives it does not want to wait.
+        processes.kill()
+        raise
+
+
+def _by_itself(name: str, role: Callable[[], None]) -> None:
+    with probes.alone(name):
+        role()
+
+
+# What `outbox_worker --role` offers: functions of the stop event and the groups named.
+ROLES: Final[Mapping[str, Callable[[threading.Event, Sequence[str]], None]]] = {
+    "all": lambda stop, groups: run_all(stop),
+    Role.BROKER: lambda stop, groups: _by_itself("broker", lambda: run_broker_role(stop)),
+    Role.CONSUMER: lambda stop, groups: _by_itself("consumer", lambda: run_consumer_role(stop, groups=groups)),
+    Role.CHECK: lambda stop, groups: run_check_role(stop),
+    Role.MONITOR: lambda stop, groups: run_monitor_role(stop),
+}
