@@ -15,6 +15,7 @@ from outbox.contrib.django import (
     apublish,
     apublish_many,
     apublish_messages,
+    fenced_producer,
     message,
     message_transaction,
     publish,
@@ -27,7 +28,6 @@ from outbox.contrib.django import (
     run_prune,
     transactional_message,
 )
-from outbox.contrib.django.publishing import fenced_producer
 from outbox.contrib.django.worker.workers import consumer_runtime
 from outbox.errors import OutboxError
 

@@ -11,9 +11,15 @@ from uuid import UUID
 import pytest
 from django.db import connections, transaction
 
-from outbox.contrib.django import get_broker, message, message_transaction, publish_messages, run_check_back
+from outbox.contrib.django import (
+    fenced_producer,
+    get_broker,
+    message,
+    message_transaction,
+    publish_messages,
+    run_check_back,
+)
 from outbox.contrib.django.models import LedgerEntry
-from outbox.contrib.django.publishing import fenced_producer
 from outbox.contrib.django.publishing.fenced_producer import FencedProducer
 from outbox.errors import (
     InvalidMessage,

@@ -14,10 +14,9 @@ from django.core.management import CommandError, call_command
 from django.db import transaction
 
 from outbox import Delivery, faults
-from outbox.contrib.django import message_transaction, publish, run_check_back, subscriber
+from outbox.contrib.django import fenced_producer, message_transaction, publish, run_check_back, subscriber
 from outbox.contrib.django.database.aliases import alias_conninfo
 from outbox.contrib.django.engine.broker import flusher
-from outbox.contrib.django.publishing import fenced_producer
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.worker.drain import drain
 from outbox.errors import LeftoversUndecided

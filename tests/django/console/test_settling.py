@@ -8,11 +8,10 @@ import pytest
 from django.db import transaction
 from django.test import Client
 
-from outbox.contrib.django import publish, run_check_back
+from outbox.contrib.django import fenced_producer, publish, run_check_back
 from outbox.contrib.django.console.audit import recorded
 from outbox.contrib.django.engine.broker import flusher
 from outbox.contrib.django.models import OperatorAction
-from outbox.contrib.django.publishing import fenced_producer
 from outbox.errors import LeftoversUndecided, UsageError
 from tests.django.broker_world import World
 from tests.django.console.support import client_of, make_user
