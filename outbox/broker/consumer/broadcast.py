@@ -10,14 +10,15 @@ queue and no dead letters, since those would reach one instance only.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from uuid import UUID
 
 from outbox.broker.database import arrays
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
 from outbox.broker.dispatch.owned_queue import OwnedQueue
 from outbox.broker.dispatch.subscriptions import ConsumingGroup
-from outbox.broker.groups.leases import Lease
+from outbox.broker.groups.leases import Lease, QueueKey
 from outbox.broker.groups.offsets import Position
 from outbox.broker.log.consume_queue import starting_offsets
 
@@ -34,10 +35,35 @@ class Follower:
     def __init__(self, groups: Sequence[ConsumingGroup]) -> None:
         self._groups = groups
         self._owned: dict[tuple[int, int], OwnedQueue] = {}
+        # Where to begin, by group and topic or, after an interruption, by group and queue.
         self._started: dict[tuple[int, int], dict[int, int]] = {}
+        self._interrupted: dict[QueueKey, int] = {}
 
-    def gained(self, run: Executor) -> list[OwnedQueue]:
-        """Queues that are consumed from now on."""
+    def rewind(self, lives: Sequence[Mapping[int, int]]) -> list[Lease]:
+        """The server has begun further lives, with these heads: what is lost for now, to be gained again.
+
+        Offsets from such a head on belong to other messages than those that may have been handled.
+        """
+        lost = [queue.lease for queue in self._owned.values()]
+        for lease in lost:
+            self.returned(lease)
+        for positions in self._started.values():
+            for queue_id in positions:
+                positions[queue_id] = _before(positions[queue_id], queue_id, lives)
+        for group_id, queue_id in self._interrupted:
+            at = self._interrupted[group_id, queue_id]
+            self._interrupted[group_id, queue_id] = _before(at, queue_id, lives)
+        return lost
+
+    def returned(self, lease: Lease) -> None:
+        """A queue is not consumed any more; it is to be gained again, from where it stands."""
+        queue = self._owned.get(lease.key)
+        if queue is not None and queue.lease is lease:
+            del self._owned[lease.key]
+            self._interrupted[lease.key] = queue.next_offset
+
+    def gained(self, run: Executor, life: UUID, lingers: Callable[[QueueKey], bool]) -> list[OwnedQueue]:
+        """Queues that are consumed from now on; not those of which handlers of before still run."""
         topic_ids = {topic_id for group in self._groups for topic_id in group.subscribed}
         if not topic_ids:
             return []
@@ -49,27 +75,37 @@ class Follower:
                 if place not in self._started:
                     self._started[place] = starting_offsets(run, topic_id, subscribed.subscription.start)
                 of_topic = [row[1:] for row in rows if row[0] == topic_id]
-                found += self._next_layout(group, topic_id, of_topic)
+                found += self._next_layout(group, topic_id, of_topic, life, lingers)
         return found
 
     def _next_layout(
-        self, group: ConsumingGroup, topic_id: int, rows: Sequence[tuple[int, int, int, int | None]]
+        self,
+        group: ConsumingGroup,
+        topic_id: int,
+        rows: Sequence[tuple[int, int, int, int | None]],
+        life: UUID,
+        lingers: Callable[[QueueKey], bool],
     ) -> list[OwnedQueue]:
         subscribed = group.subscribed[topic_id]
         starts = self._started[group.group_id, topic_id]
         found: list[OwnedQueue] = []
         turn: int | None = None
         for queue_id, number, layout, closed_at in rows:
-            owned = self._owned.get((group.group_id, queue_id))
-            at = owned.next_offset if owned is not None else starts.get(queue_id, 0)
+            key = (group.group_id, queue_id)
+            owned = self._owned.get(key)
+            start = self._interrupted.get(key, starts.get(queue_id, 0))
+            at = owned.next_offset if owned is not None else start
             if closed_at is not None and at >= closed_at:
                 continue
             turn = layout if turn is None else turn
-            if owned is None and layout == turn:
-                start = starts.get(queue_id, 0)
-                lease = Lease((group.group_id, queue_id), 0, math.inf)
+            if owned is None and layout == turn and not lingers(key):
+                lease = Lease(key, 0, math.inf, life)
                 name = f"{subscribed.subscription.topic}/{number}"
                 queue = OwnedQueue(lease, group, subscribed, name, Position(start, start))
                 self._owned[queue.key] = queue
                 found.append(queue)
         return found
+
+
+def _before(offset: int, queue_id: int, lives: Sequence[Mapping[int, int]]) -> int:
+    return min([offset, *(heads.get(queue_id, 0) for heads in lives)])

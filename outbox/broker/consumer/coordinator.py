@@ -23,7 +23,7 @@ from outbox.broker.database.notify import Channel, notify
 from outbox.broker.dispatch.owned_queue import OwnedQueue
 from outbox.broker.dispatch.ownership import Gained, HandOver, Lost, Ownership, Stopped, Switched
 from outbox.broker.dispatch.subscriptions import ConsumingGroup, Subscribed
-from outbox.broker.groups import leases, members, offsets, outages, rebalance, send_back, suspects
+from outbox.broker.groups import leases, lives, members, offsets, outages, rebalance, send_back, suspects
 from outbox.broker.groups.leases import Lease, QueueKey, lease_clock
 from outbox.broker.groups.members import QueueState
 from outbox.broker.log.consume_queue import floors
@@ -65,6 +65,10 @@ class Coordinator:
         self._heard_at = lease_clock()
         self._broadcast = broadcast.Follower([group for group in groups if group.broadcast])
         self._connection: BrokerConnection | None = None
+        self._is_new = True
+        self._life: UUID | None = None
+        # Of another life, until the dispatching thread has let go: only then it is known whether handlers still run.
+        self._awaited: dict[QueueKey, Lease] = {}
         self._thread: threading.Thread | None = None
         self._stopping = threading.Event()
 
@@ -111,19 +115,37 @@ class Coordinator:
             self._turn(Executor(connection, self._database.schema))
 
     def _turn(self, run: Executor) -> None:
+        life = self._live(run)
         if lease_clock() >= self._renew_at:
             self._renew(run)
         self._give_back(run)
         self._drop_untrusted()
         self._read_switches(run)
-        self._rebalance(run)
-        for queue in self._broadcast.gained(run):
+        self._rebalance(run, life)
+        for queue in self._broadcast.gained(run, life, self._ownership.lingers):
             self._ownership.emit(Gained(queue))
+
+    def _live(self, run: Executor) -> UUID:
+        """The life of the server. What was obtained in another one is lost: other messages may have its offsets now."""
+        if self._life is not None and not self._is_new and self._database.listen_conninfo is None:
+            # Only behind a pooler a connection outlives its server.
+            return self._life
+        life = lives.current(run)
+        if self._life is not None and life != self._life:
+            logger.warning("the broker's server has started anew: queues are taken up again from where they stand now")
+            for lease in list(self._leases.values()):
+                self._awaited[lease.key] = lease
+                self._lose(lease)
+            for lease in self._broadcast.rewind(lives.heads_since(run, self._life)):
+                self._ownership.emit(Lost(lease))
+        self._life, self._is_new = life, False
+        return life
 
     def _connected(self) -> BrokerConnection:
         if self._connection is None or self._connection.closed:
             self._connection = self._database.open(name="outbox-coordinator", timeout_seconds=self._term)
             self._renew_at = 0.0
+            self._is_new = True
         return self._connection
 
     def _disconnect(self) -> None:
@@ -161,6 +183,9 @@ class Coordinator:
         self._ownership.released(len(returned))
         for lease in returned:
             self._forget(lease)
+            self._broadcast.returned(lease)
+            if self._awaited.get(lease.key) is lease:
+                del self._awaited[lease.key]
         notify(run, Channel.SHARED)
 
     def _drop_untrusted(self) -> None:
@@ -186,7 +211,7 @@ class Coordinator:
                 self._switches[group_id] = switched
                 self._ownership.emit(switched)
 
-    def _rebalance(self, run: Executor) -> None:
+    def _rebalance(self, run: Executor, life: UUID) -> None:
         if not self._shared_groups or self._ownership.is_draining:
             return
         alive = members.members(run, self._shared_groups)
@@ -204,11 +229,13 @@ class Coordinator:
                 for queue in of_group
                 if queue.key in mine
                 and queue.key not in self._leases
+                and queue.key not in self._awaited
                 and not self._ownership.lingers(queue.key)
-                and (queue.owner is None or queue.expired)
+                # Our own without a lease here: of another life of the server.
+                and (queue.owner in (None, self._instance) or queue.expired)
             ]
             if free:
-                self._acquire(run, self._groups[group_id], free)
+                self._acquire(run, self._groups[group_id], free, life)
 
     def _compare(self, queues: Sequence[QueueState], stopped: Collection[QueueKey]) -> None:
         """Notice leases that were fenced (an offset reset) and queues that an operator resumed."""
@@ -226,9 +253,9 @@ class Coordinator:
             self._leaving.add(key)
             self._ownership.emit(HandOver(self._leases[key]))
 
-    def _acquire(self, run: Executor, group: ConsumingGroup, free: Sequence[QueueState]) -> None:
+    def _acquire(self, run: Executor, group: ConsumingGroup, free: Sequence[QueueState], life: UUID) -> None:
         queue_ids = sorted(queue.key[1] for queue in free)
-        obtained = leases.acquire(run, self._instance, group.group_id, queue_ids, term_seconds=self._term)
+        obtained = leases.acquire(run, self._instance, group.group_id, queue_ids, life=life, term_seconds=self._term)
         if not obtained:
             return
         try:

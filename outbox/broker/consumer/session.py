@@ -26,6 +26,7 @@ from outbox.broker.dispatch.running_calls import RunningCalls
 from outbox.broker.dispatch.subscriptions import ConsumingGroup
 from outbox.broker.dispatch.work import Work
 from outbox.broker.dispatch.worker_pool import STUCK_LIMIT
+from outbox.broker.groups import lives
 from outbox.broker.groups.rebalance import Strategy
 from outbox.codec import Codecs
 from outbox.errors import BrokerUnavailable
@@ -59,6 +60,7 @@ class ConsumerSession:
         self._announcements: Announcements | None = None
         self._polled_at = 0.0
         self._queues_grew = True
+        self._is_new = True
         instance = uuid.uuid4()
         try:
             groups = register(self._connected(), instance)
@@ -76,7 +78,7 @@ class ConsumerSession:
 
     def bound(self) -> None:
         """From now on fetch only what the queues hold now."""
-        self.dispatcher.bound(self._connected())
+        self.dispatcher.bound(self._living())
 
     def loop(self, until: Callable[[], bool], *, patient: bool = True) -> None:
         """Step and wait until `until` says so after a step. Errors of the database are waited out when `patient`."""
@@ -123,7 +125,7 @@ class ConsumerSession:
         self.bell.ring()
 
     def _step(self) -> None:
-        run = self._connected()
+        run = self._living()
         now = time.monotonic()
         announced = self._queues_grew or now - self._polled_at >= POLL_SECONDS
         if announced:
@@ -143,6 +145,15 @@ class ConsumerSession:
                 self._ownership.wake_coordinator()
         self.bell.answer()
 
+    def _living(self) -> Executor:
+        """The connection, once the dispatcher has forgotten what it has from another life of the server."""
+        run = self._connected()
+        # Where LISTEN is off there may be a pooler, and behind it a connection outlives its server.
+        if self._is_new or self._announcements is None:
+            self.dispatcher.live(lives.current(run))
+            self._is_new = False
+        return run
+
     def _connected(self) -> Executor:
         """The connection for everything the dispatching thread does; where LISTEN is on, it also listens."""
         if self._run is None:
@@ -154,6 +165,7 @@ class ConsumerSession:
             # What was announced meanwhile is lost.
             self._queues_grew = True
             self._run = Executor(connection, self._database.schema)
+            self._is_new = True
         return self._run
 
     def _disconnect(self) -> None:

@@ -47,6 +47,7 @@ class Dispatcher:
             subscribed.key: Station(subscribed, run) for group in groups for subscribed in group.subscribed.values()
         }
         self._ownership = ownership
+        self._life: UUID | None = None
         self._owned: dict[QueueKey, OwnedQueue] = {}
         self._stale: list[OwnedQueue] = []
         self._calls = Calls(self._stations)
@@ -115,6 +116,12 @@ class Dispatcher:
         """Why this process has to end, so that another can go on with what hangs here; '' if it need not."""
         return self._calls.hung()
 
+    def live(self, life: UUID) -> None:
+        """From now on only what was gained in this life of the server counts (groups.lives); the rest is lost."""
+        self._life = life
+        for queue in [queue for queue in self._owned.values() if queue.lease.life != life]:
+            self._lose(queue)
+
     def bound(self, run: Executor) -> None:
         """From now on fetch only what the queues hold now."""
         self._adopt(run)
@@ -150,6 +157,9 @@ class Dispatcher:
 
     def _apply(self, event: Event) -> None:
         match event:
+            case Gained(queue) if queue.lease.life != self._life:
+                # Positions of another life of the server, which this connection or the coordinator's has not met yet.
+                self._ownership.hand_back(queue.lease)
             case Gained(queue) if self._ownership.lingers(queue.key):
                 # Lost and taken again in one breath: what runs of it would run a second time beside itself.
                 self._ownership.hand_back(queue.lease)

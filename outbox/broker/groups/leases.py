@@ -39,11 +39,12 @@ lease_clock: Final = _clock()
 
 @dataclass(slots=True)
 class Lease:
-    """A lease this process holds. Only the renewing thread moves `trusted_until` on."""
+    """A lease this process holds, obtained in a `life` of the server. Only the renewing thread moves `trusted_until` on."""
 
     key: QueueKey
     epoch: int
     trusted_until: float
+    life: UUID
 
     def trusted(self) -> bool:
         """Whether the owner may still act on it."""
@@ -57,19 +58,24 @@ FROM unnest(%(queue_ids)s::integer[]) AS wanted (queue_id)
 ORDER BY wanted.queue_id
 ON CONFLICT (group_id, queue_id) DO UPDATE
 SET owner = excluded.owner, epoch = held.epoch + 1, expires_at = excluded.expires_at
-WHERE held.owner IS NULL OR held.expires_at < clock_timestamp()
+WHERE held.owner IS NULL OR held.owner = excluded.owner OR held.expires_at < clock_timestamp()
 RETURNING queue_id, epoch
 """)
 
 
-def acquire(run: Executor, owner: UUID, group_id: int, queue_ids: Sequence[int], *, term_seconds: float) -> list[Lease]:
-    """The leases obtained: those that were free or expired. The others are somebody's and are left alone."""
+def acquire(
+    run: Executor, owner: UUID, group_id: int, queue_ids: Sequence[int], *, life: UUID, term_seconds: float
+) -> list[Lease]:
+    """The leases obtained: those that were free or expired, or that the owner has itself and does not act on any more.
+
+    The others are somebody's and are left alone.
+    """
     sent = lease_clock()
     rows = run.execute(
         _ACQUIRE,
         {"group_id": group_id, "owner": owner, "term": term_seconds, "queue_ids": arrays.integers(queue_ids)},
     )
-    return [Lease((group_id, queue_id), epoch, sent + term_seconds) for queue_id, epoch in rows]
+    return [Lease((group_id, queue_id), epoch, sent + term_seconds, life) for queue_id, epoch in rows]
 
 
 # Those of the named leases that are still the owner's; locked in one order, so that two statements cannot deadlock.

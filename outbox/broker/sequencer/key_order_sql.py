@@ -19,7 +19,7 @@ WITH edge AS MATERIALIZED (
     UNION ALL
     SELECT decision, log_ids FROM {schema}.op_log WHERE xid = ANY (%(xip)s::xid8[])
 ), due AS (
-    SELECT log_id, queue_id FROM {schema}.scheduled WHERE due_at <= now()
+    SELECT log_id, queue_id FROM {schema}.scheduled WHERE due_at >= %(due_from)s AND due_at <= now()
     ORDER BY due_at, schedule_id LIMIT %(batch)s
 ), half AS (
     SELECT * FROM {schema}.commit_log

@@ -36,6 +36,8 @@ HINT_AFTER_SECONDS: Final = 1.0
 # Whoever parks a transaction while another is being parked may commit second with the earlier time, which is not seen
 # as something new.
 LOOK_AT_ALL_PARKED_SECONDS: Final = 10.0
+# The same for what is stored with a due time that a tick has passed a second ago.
+LOOK_AT_ALL_DUE_SECONDS: Final = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,18 +93,22 @@ class _Ticked:
     obstacle: str | None
     seen: str
     stored: str | None
+    nothing_due_before: str
     counts: TickCounts
 
     @classmethod
     def parse(cls, row: Row) -> Self:
-        obstacle, seen, stored, more, *counts, next_due_seconds = (None if one is None else one.decode() for one in row)
+        obstacle, seen, stored, more, *counts, next_due_seconds, nothing_due_before = (
+            None if one is None else one.decode() for one in row
+        )
         if obstacle is not None:
-            return cls(obstacle, "", None, TickCounts())
+            return cls(obstacle, "", None, "", TickCounts())
         decisions, appended, held, released, scheduled, due = (int(one or 0) for one in counts)
         return cls(
             None,
             seen or "",
             stored,
+            nothing_due_before or "-infinity",
             TickCounts(
                 ticked=stored is not None,
                 decisions=decisions,
@@ -184,7 +190,10 @@ class Sequencer:
                 connection.close()
 
     def _tick(self, trip: RoundTrip, connection: Connection, state: TickState) -> TickCounts:
-        if not state.meets_fifo and not state.must_look(time.monotonic()):
+        now = time.monotonic()
+        if now >= state.look_at_all_due_at:
+            state.due_from, state.look_at_all_due_at = b"-infinity", now + LOOK_AT_ALL_DUE_SECONDS
+        if not state.meets_fifo and not state.must_look(now):
             try:
                 return self._tick_at_once(trip, state)
             except _MustLook:
@@ -221,6 +230,7 @@ class Sequencer:
         parameters = self._reading(state) | {
             "tick_id": b"%d" % state.tick_id,
             "incarnation": b"%d" % state.incarnation,
+            "life": state.life.bytes.hex().encode(),
             "fifo_topics": array(state.fifo_topics),
             "parked": state.newest_parked,
             "is_waiting": _boolean(not state.order.is_idle),
@@ -250,6 +260,7 @@ class Sequencer:
             "xip": array(state.snapshot.in_progress),
             "half_xmax": b"%d" % state.half_snapshot.xmax,
             "half_xip": array(state.half_snapshot.in_progress),
+            "due_from": state.due_from,
             "batch": b"%d" % self._batch,
         }
 
@@ -282,6 +293,8 @@ class Sequencer:
         return plan
 
     def _advance(self, state: TickState, ticked: _Ticked, plan: _Plan) -> TickCounts:
+        if ticked.obstacle == "life":
+            raise _Outdated("the server has started anew")
         if ticked.obstacle == "overtaken":
             raise _Outdated(f"another leader ticked: {state.tick_id} is not the newest tick any more")
         if ticked.obstacle == "topics":
@@ -291,6 +304,7 @@ class Sequencer:
         if plan.has_looked or not ticked.counts.more:
             # Else what is beyond the cut has not been looked at.
             state.half_snapshot = Snapshot.parse(ticked.seen)
+        state.due_from = ticked.nothing_due_before.encode()
         if ticked.stored is not None:
             state.tick_id += 1
             state.snapshot = Snapshot.parse(ticked.stored)

@@ -6,6 +6,7 @@ import logging
 import time
 from dataclasses import dataclass, field
 from typing import Final
+from uuid import UUID
 
 from outbox import faults, heartbeat
 from outbox.broker.database import timeouts
@@ -13,6 +14,7 @@ from outbox.broker.database.arrays import xids
 from outbox.broker.database.connection import ReachedServer, reached_server
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.snapshot import Snapshot
+from outbox.broker.groups import lives
 from outbox.broker.log import incidents
 from outbox.broker.log.incidents import Incident, IncidentKind
 from outbox.broker.sequencer import takeover_sql, tick_sql
@@ -31,7 +33,8 @@ class TickState:
     """Where the sequencer stands: the last tick, and the order of FIFO keys.
 
     `half_snapshot` says which FIFO half rows `order` knows; it can be ahead of the tick's `snapshot`.
-    `fifo_topics`: the topics whose half rows `order` knows. `newest_parked`: when a transaction was parked last, by the
+    `life`: the life of the server in which all this was read. `due_from`: nothing scheduled is due before, but for what
+    was stored late, which is looked for from time to time. `fifo_topics`: the topics whose half rows `order` knows. `newest_parked`: when a transaction was parked last, by the
     last look at all that block a key. `meets_fifo`: the last look found FIFO messages; the next tick begins with one.
     """
 
@@ -39,10 +42,13 @@ class TickState:
     snapshot: Snapshot
     half_snapshot: Snapshot
     incarnation: int
+    life: UUID
     fifo_topics: list[int] = field(default_factory=list)
     order: KeyOrder = field(default_factory=KeyOrder)
     newest_parked: bytes | None = None
     look_at_all_parked_at: float = 0.0
+    due_from: bytes = b"-infinity"
+    look_at_all_due_at: float = 0.0
     meets_fifo: bool = False
 
     def must_look(self, now: float) -> bool:
@@ -81,13 +87,15 @@ def adopt(run: Executor, check: CheckSettings, *, local: bool = False) -> TickSt
     """
     if not local:
         _prepare(run, local=False)
+    # First: before a tick is made, what was remembered in another life of the server has to be void.
+    life = lives.current(run)
     if _broker(run).fifo_topics:
         # Then only what the scan has found undecided must be read below, not the whole log.
         checks.scan(run, settings=check)
-    _resync_if_needed(run, check, local=local)
+    _resync_if_needed(run, check, life, local=local)
     _begin(run, local=local)
     broker = _broker(run)
-    state = _last_tick(run, broker)
+    state = _last_tick(run, broker, life)
     for log_id, topic_id, key in run.rows(takeover_sql.HELD):
         state.order.hold(log_id, (topic_id, key), time.monotonic())
     state.fifo_topics = broker.fifo_topics
@@ -112,13 +120,14 @@ def _broker(run: Executor) -> _Broker:
     return broker
 
 
-def _last_tick(run: Executor, broker: _Broker) -> TickState:
+def _last_tick(run: Executor, broker: _Broker, life: UUID) -> TickState:
     tick_id, snapshot = run.one(takeover_sql.LAST_TICK)
     return TickState(
         tick_id=tick_id,
         snapshot=Snapshot.parse(snapshot),
         half_snapshot=Snapshot.parse(broker.snapshot),
         incarnation=broker.incarnation,
+        life=life,
     )
 
 
@@ -133,9 +142,9 @@ def _open_since(state: TickState, broker: _Broker) -> dict[str, object]:
     }
 
 
-def _resync_if_needed(run: Executor, check: CheckSettings, *, local: bool) -> None:
+def _resync_if_needed(run: Executor, check: CheckSettings, life: UUID, *, local: bool) -> None:
     # The tick first: another leader may tick meanwhile, and a snapshot taken before it would look overtaken.
-    state = _last_tick(run, _broker(run))
+    state = _last_tick(run, _broker(run), life)
     broker = _broker(run)
     reached = reached_server(run.connection)
     reasons = []
@@ -161,7 +170,7 @@ def _resync(run: Executor, check: CheckSettings, reached: ReachedServer, reason:
     later is not in this snapshot and is read by a later tick, whatever incarnation it carries (docs/decisions/024).
     """
     _begin(run, local=local)
-    state = _last_tick(run, _broker(run))
+    [tick_id, _] = run.one(takeover_sql.LAST_TICK)
     # Everything is read: the sequencer's own settings would do it by index.
     run.connection.execute("SET LOCAL enable_seqscan = on")
     [incarnation] = run.one(
@@ -172,7 +181,7 @@ def _resync(run: Executor, check: CheckSettings, reached: ReachedServer, reason:
     foreign = run.count(takeover_sql.FREEZE_FOREIGN)
     run.execute(takeover_sql.RECORD_RESYNC, {"incarnation": incarnation, "reason": reason})
     run.execute(takeover_sql.RESET_HALF_SCAN, {"immunity": check.immunity_seconds})
-    run.execute(takeover_sql.RESYNC_TICK, {"tick_id": state.tick_id, "incarnation": incarnation})
+    run.execute(takeover_sql.RESYNC_TICK, {"tick_id": tick_id, "incarnation": incarnation})
     detail = (
         f"{reason}: incarnation {incarnation} begins, {lost} decided messages were not in any queue, "
         f"{foreign} decisions had transaction ids of another server"

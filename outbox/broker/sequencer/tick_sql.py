@@ -1,4 +1,4 @@
-"""Calling the tick, which is a function in the broker's database (outbox/broker/schema/0013_tick.sql)."""
+"""Calling the tick, which is a function in the broker's database (outbox/broker/schema/0014_lives.sql)."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ COMMIT: Final = Statement("COMMIT")
 
 TICK: Final = Statement("""
 SELECT obstacle, seen, stored, more, decision_count, appended_count, held_count, released_count, scheduled_count,
-       due_count, next_due_seconds
-FROM {schema}.tick_v13(
-    last_tick => %(tick_id)s, own_incarnation => %(incarnation)s, seen_xmax => %(xmax)s, seen_xip => %(xip)s,
+       due_count, next_due_seconds, nothing_due_before
+FROM {schema}.tick_v14(
+    own_life => %(life)s, last_tick => %(tick_id)s, own_incarnation => %(incarnation)s, seen_xmax => %(xmax)s, seen_xip => %(xip)s,
     half_xmax => %(half_xmax)s, half_xip => %(half_xip)s, known_fifo => %(fifo_topics)s, known_parked => %(parked)s,
-    is_waiting => %(is_waiting)s, has_looked => %(has_looked)s, to_hold => %(hold)s, to_release => %(release)s,
-    batch => %(batch)s, is_full_tick => %(is_full)s)
+    due_from => %(due_from)s, is_waiting => %(is_waiting)s, has_looked => %(has_looked)s, to_hold => %(hold)s,
+    to_release => %(release)s, batch => %(batch)s, is_full_tick => %(is_full)s)
 """)
 
 # After the tick's COMMIT, in a transaction of its own that does not wait for the disk: whoever commits a notification

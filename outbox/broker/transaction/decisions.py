@@ -21,13 +21,16 @@ WITH given AS (
     SELECT * FROM unnest(%(ids)s::uuid[], %(decisions)s::text[], %(deciders)s::text[], %(groups)s::text[])
         AS given (transaction_id, decision, decided_by, producer_group)
 ), known AS (
-    SELECT given.*, half.xid AS half_xid, half.producer_group IS NOT DISTINCT FROM given.producer_group AS accepted
+    SELECT given.*, half.xid AS half_xid, half.ledger_id, half.producer_group IS NOT DISTINCT FROM given.producer_group AS accepted
     FROM given JOIN {schema}.commit_log half ON half.message_id = given.transaction_id
         AND half.transaction_id = half.message_id AND half.half
 ), decided AS (
-    INSERT INTO {schema}.op_log (transaction_id, incarnation, decision, decided_by, log_ids)
+    INSERT INTO {schema}.op_log (transaction_id, incarnation, decision, decided_by, relaxed, log_ids)
     SELECT known.transaction_id, (SELECT incarnation FROM {schema}.broker), known.decision::"char",
            known.decided_by::"char",
+           -- A crash that takes the end is met by the ledger's answer, which is the same.
+           (known.decided_by <> 'P' OR known.ledger_id IS NULL)
+               AND current_setting('synchronous_commit') NOT IN ('on', 'remote_apply'),
            ARRAY(SELECT log_id FROM {schema}.commit_log rows
                  WHERE rows.half AND rows.xid = known.half_xid AND rows.transaction_id = known.transaction_id
                  ORDER BY log_id)
@@ -38,7 +41,10 @@ WITH given AS (
 SELECT known.transaction_id, known.producer_group, known.accepted, decided.transaction_id IS NOT NULL
 FROM known LEFT JOIN decided USING (transaction_id)
 CROSS JOIN (SELECT set_config(
-    'synchronous_commit', CASE WHEN %(durable)s THEN current_setting('synchronous_commit') ELSE 'off' END, true
+    'synchronous_commit',
+    CASE WHEN %(durable)s OR EXISTS (SELECT FROM known WHERE accepted AND ledger_id IS NULL)
+         THEN current_setting('synchronous_commit') ELSE 'off' END,
+    true
 ) AS synchronous_commit) AS durability
 """)
 
@@ -97,8 +103,8 @@ def _decide(run: Executor, ends: Sequence[EndTransaction]) -> dict[_Key, _Outcom
         "decisions": texts([end.decision for end in ends]),
         "deciders": texts([end.decided_by for end in ends]),
         "groups": texts([end.producer_group for end in ends]),
-        # A producer's end is one-way, and a check-back finds out what a crash of the server took: its commit does
-        # not wait for the disk. Whoever acts on it (the sequencer) commits later in the log, and does wait.
+        # A producer's end is one-way, and a check-back finds out from the ledger what a crash of the server took: its
+        # commit does not wait for the disk. Without a ledger the answer may be another one, so there it does.
         "durable": any(end.decided_by is not DecidedBy.PRODUCER for end in ends),
     }
     rows = run.rows(_DECIDE, parameters, prepare=True)

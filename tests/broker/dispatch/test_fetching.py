@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
+from uuid import UUID
 
 import pytest
 
@@ -83,7 +84,7 @@ def test_fetching_uses_primary_keys_whatever_the_statistics_say(orders: Consumpt
     subscribed = group.subscribe(subscribe(filter="sql: amount > 1"), Seen(), 1)
     fetcher = Fetcher([subscribed])
     statement = Statement("EXPLAIN (COSTS OFF) " + fetcher._statement._text)
-    queue = OwnedQueue(Lease((1, 1), 1, 0.0), group, subscribed, "orders/0", Position(0, 0))
+    queue = OwnedQueue(Lease((1, 1), 1, 0.0, UUID(int=0)), group, subscribed, "orders/0", Position(0, 0))
     for prepare in (False, True):
         fetcher._statement = statement
         connection.execute(f"SET plan_cache_mode = {'force_generic_plan' if prepare else 'force_custom_plan'}".encode())

@@ -18,6 +18,7 @@ from outbox.errors import ConfigurationError
 from tests.broker.bench import ConsumptionBench
 from tests.support import eventually
 
+LIFE = uuid.UUID(int=0)
 INSTANCES = [uuid.UUID(int=n + 1) for n in range(8)]
 
 
@@ -93,7 +94,7 @@ A, B = INSTANCES[0], INSTANCES[1]
 
 
 def acquire(bench: ConsumptionBench, owner: uuid.UUID, *queue_ids: int, term: float = 30.0) -> list[Lease]:
-    return leases.acquire(bench.run, owner, 1, queue_ids, term_seconds=term)
+    return leases.acquire(bench.run, owner, 1, queue_ids, life=LIFE, term_seconds=term)
 
 
 def test_a_live_lease_is_left_alone(bench: ConsumptionBench) -> None:
@@ -120,7 +121,7 @@ def test_renewal_prolongs_trust_from_before_it_was_sent(bench: ConsumptionBench)
     after = leases.lease_clock()
     assert before + 30 <= lease.trusted_until <= after + 30
     assert lease.trusted()
-    assert not Lease((1, 1), 1, before).trusted()
+    assert not Lease((1, 1), 1, before, LIFE).trusted()
 
 
 def test_a_fenced_former_owner_stores_no_offset(bench: ConsumptionBench) -> None:

@@ -14,6 +14,7 @@ from outbox.subscription import Mode, OnError, Subscription
 from tests.broker.bench import AT_ONCE, ConsumptionBench
 
 TERM = 600.0
+LIFE = UUID(int=0)
 
 
 class Case:
@@ -101,9 +102,9 @@ def test_only_deaths_alone_count_and_the_pause_grows(case: Case) -> None:
 def test_a_death_lets_the_queues_of_the_dead_go_at_once(case: Case) -> None:
     instance = case.instance()
     (queue_id,) = case.bench.rows("SELECT min(queue_id) FROM outbox.queue")[0]
-    leases.acquire(case.run, instance, case.group_id, [queue_id], term_seconds=TERM)
+    leases.acquire(case.run, instance, case.group_id, [queue_id], life=LIFE, term_seconds=TERM)
     case.die(instance)
-    assert leases.acquire(case.run, uuid4(), case.group_id, [queue_id], term_seconds=TERM)
+    assert leases.acquire(case.run, uuid4(), case.group_id, [queue_id], life=LIFE, term_seconds=TERM)
     assert members.members(case.run, [case.group_id]) == {case.group_id: []}
 
 

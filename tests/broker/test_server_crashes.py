@@ -1,0 +1,158 @@
+"""The server crashes and comes back while consumers, the sequencer and handlers live on.
+
+`wal_writer_delay` at its longest: what did not wait for the disk is lost for sure, unless something else waited.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from uuid import UUID
+
+import psycopg
+import pytest
+
+from outbox.broker import embedded
+from outbox.broker.consumer.runtime import ConsumerRuntime
+from outbox.broker.database.connection import BrokerDatabase
+from outbox.broker.database.executor import Executor
+from outbox.broker.groups import lives
+from outbox.broker.log.topics import declare_topics
+from outbox.broker.postgres import PostgresBroker
+from outbox.broker.schema.install import install
+from outbox.errors import BrokerUnavailable
+from outbox.message import Delivery, Message
+from outbox.subscription import Subscription
+from outbox.topic import MessageType, Topic
+from outbox.transaction import DecidedBy, Decision, EndTransaction, HalfTransaction
+from tests.broker.bench import AT_ONCE, Seen
+from tests.broker.support import process
+from tests.support import eventually
+
+TOPIC = Topic(name="orders", types=frozenset({MessageType.NORMAL, MessageType.TRANSACTION}), queue_count=1)
+LEDGER = UUID(int=1)
+SETTINGS = {"wal_writer_delay": "10s", "autovacuum": "off", "max_connections": "60"}
+
+
+class Server:
+    """A server of the test's own with a broker."""
+
+    def __init__(self, data: Path) -> None:
+        self.data = data
+        self.database = BrokerDatabase(embedded.start(data, settings=SETTINGS))
+        with contextlib.closing(self.database.open()) as connection:
+            install(connection)
+            declare_topics(Executor(connection, "outbox"), [TOPIC])
+
+    def crash(self) -> None:
+        """End it at once: what is not on the disk is lost."""
+        os.kill(embedded.postmaster_pid(self.data), signal.SIGQUIT)
+        eventually(lambda: not _answers(self.database.conninfo))
+
+    def start(self) -> None:
+        embedded.start(self.data, settings=SETTINGS)
+
+    def kill_a_backend(self) -> None:
+        """The server throws its memory away and goes on, under the same postmaster."""
+        with contextlib.closing(self.database.open()) as connection:
+            os.kill(connection.info.backend_pid, signal.SIGKILL)
+
+    def heads(self) -> dict[int, int]:
+        """The next offsets of all queues that have any."""
+        with contextlib.closing(self.database.open()) as connection:
+            rows = connection.execute("SELECT queue_id, head FROM outbox.queue_head WHERE head > 0").fetchall()
+            return dict(rows)
+
+    def lives(self) -> list[dict[int, int]]:
+        """The heads that each life began with; none while it does not answer."""
+        try:
+            with contextlib.closing(self.database.open()) as connection:
+                rows = connection.execute("SELECT queue_ids, heads FROM outbox.life ORDER BY ordinal").fetchall()
+                return [dict(zip(queue_ids, heads, strict=True)) for queue_ids, heads in rows]
+        except (psycopg.Error, BrokerUnavailable):
+            return []
+
+    def end(self, how: str) -> bool:
+        """Crash it and wait for its next life; whether entries were lost."""
+        heads, before = self.heads(), len(self.lives())
+        if how == "server":
+            self.crash()
+            self.start()
+        else:
+            self.kill_a_backend()
+        eventually(lambda: len(self.lives()) > before, within_seconds=60)
+        return self.lives()[-1] != heads
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with TemporaryDirectory(prefix="outbox-pg-", ignore_cleanup_errors=True) as folder:
+        server = Server(Path(folder) / "data")
+        yield server
+        with contextlib.suppress(Exception):
+            embedded.stop(server.data)
+
+
+def _answers(url: str) -> bool:
+    try:
+        psycopg.connect(url, connect_timeout=2).close()
+    except psycopg.OperationalError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def consuming(database: BrokerDatabase, subscription: Subscription, handler: Seen) -> Iterator[None]:
+    stop = threading.Event()
+    runtime = ConsumerRuntime(database, [(subscription, handler)], lease_seconds=30.0)
+    thread = threading.Thread(target=runtime.run, args=(stop,))
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join(timeout=60)
+        assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("ends", ["server", "backend"])
+@pytest.mark.parametrize("broadcast", [False, True])
+def test_what_takes_the_offset_of_a_lost_entry_is_handled(server: Server, ends: str, broadcast: bool) -> None:
+    """A consumer that lives on has handled an entry which the server does not know any more."""
+    seen = Seen()
+    broker = PostgresBroker(server.database)
+    subscription = Subscription(topic="orders", group="g", broadcast=broadcast, retry=AT_ONCE)
+    with process(server.database), consuming(server.database, subscription, seen):
+        eventually(lambda: broker.send([_message(0)]) and 0 in seen.ns)
+        sent = 0
+        lost = False
+        while not lost:
+            # Neither the end nor the tick waits for the disk.
+            sent += 1
+            unsure = HalfTransaction(producer_group="shop", messages=[_message(sent)], ledger_id=LEDGER)
+            broker.send_half(unsure, timeout_seconds=30)
+            broker.end([_end(unsure)], timeout_seconds=30)
+            eventually(lambda: sent in seen.ns)
+            # Not if something else has waited for the disk meanwhile.
+            lost = server.end(ends)
+        broker.send([_message(sent + 1)], timeout_seconds=30)
+        eventually(lambda: sent + 1 in seen.ns, within_seconds=60)
+        # As check-back does.
+        broker.end([_end(unsure, DecidedBy.CHECK)], timeout_seconds=30)
+        eventually(lambda: seen.ns.count(sent) == 2)
+    broker.close()
+
+
+def _message(n: int) -> Message:
+    return Message(topic="orders", body=b'{"n": %d}' % n, key="k")
+
+
+def _end(half: HalfTransaction, by: DecidedBy = DecidedBy.PRODUCER) -> EndTransaction:
+    return EndTransaction(
+        transaction_id=half.transaction_id, decision=Decision.COMMIT, producer_group=half.producer_group, decided_by=by
+    )
