@@ -39,7 +39,7 @@ lease_clock: Final = _clock()
 
 @dataclass(slots=True)
 class Lease:
-    """A lease this process holds, obtained in a `life` of the server. Only the renewing thread moves `trusted_until` on."""
+    """A lease this process holds, of one `life` of the server. Only the renewing thread moves `trusted_until` on."""
 
     key: QueueKey
     epoch: int

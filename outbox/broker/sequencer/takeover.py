@@ -32,10 +32,11 @@ _RESYNC_SECONDS: Final = 3600.0
 class TickState:
     """Where the sequencer stands: the last tick, and the order of FIFO keys.
 
-    `half_snapshot` says which FIFO half rows `order` knows; it can be ahead of the tick's `snapshot`.
-    `life`: the life of the server in which all this was read. `due_from`: nothing scheduled is due before, but for what
-    was stored late, which is looked for from time to time. `fifo_topics`: the topics whose half rows `order` knows. `newest_parked`: when a transaction was parked last, by the
-    last look at all that block a key. `meets_fifo`: the last look found FIFO messages; the next tick begins with one.
+    `life`: the life of the server in which all this was read. `half_snapshot` says which FIFO half rows `order` knows;
+    it can be ahead of the tick's `snapshot`. `fifo_topics`: the topics whose half rows `order` knows. `newest_parked`:
+    when a transaction was parked last, by the last look at all that block a key. `due_from`: nothing scheduled is due
+    before, but for what was stored late and is looked for from time to time. `meets_fifo`: the last look found FIFO
+    messages; the next tick begins with one.
     """
 
     tick_id: int

@@ -25,7 +25,8 @@ TICK: Final = Statement("""
 SELECT obstacle, seen, stored, more, decision_count, appended_count, held_count, released_count, scheduled_count,
        due_count, next_due_seconds, nothing_due_before
 FROM {schema}.tick_v14(
-    own_life => %(life)s, last_tick => %(tick_id)s, own_incarnation => %(incarnation)s, seen_xmax => %(xmax)s, seen_xip => %(xip)s,
+    own_life => %(life)s, last_tick => %(tick_id)s, own_incarnation => %(incarnation)s,
+    seen_xmax => %(xmax)s, seen_xip => %(xip)s,
     half_xmax => %(half_xmax)s, half_xip => %(half_xip)s, known_fifo => %(fifo_topics)s, known_parked => %(parked)s,
     due_from => %(due_from)s, is_waiting => %(is_waiting)s, has_looked => %(has_looked)s, to_hold => %(hold)s,
     to_release => %(release)s, batch => %(batch)s, is_full_tick => %(is_full)s)

@@ -21,7 +21,8 @@ WITH given AS (
     SELECT * FROM unnest(%(ids)s::uuid[], %(decisions)s::text[], %(deciders)s::text[], %(groups)s::text[])
         AS given (transaction_id, decision, decided_by, producer_group)
 ), known AS (
-    SELECT given.*, half.xid AS half_xid, half.ledger_id, half.producer_group IS NOT DISTINCT FROM given.producer_group AS accepted
+    SELECT given.*, half.xid AS half_xid, half.ledger_id,
+           half.producer_group IS NOT DISTINCT FROM given.producer_group AS accepted
     FROM given JOIN {schema}.commit_log half ON half.message_id = given.transaction_id
         AND half.transaction_id = half.message_id AND half.half
 ), decided AS (
@@ -95,6 +96,17 @@ def standing_decisions(run: Executor, ids: Sequence[UUID]) -> dict[UUID, Decisio
         return {}
     rows = run.rows(_STANDING, {"ids": uuids(ids)})
     return {transaction_id: Decision(decision) for transaction_id, decision in rows}
+
+
+_FLUSH = Statement("SELECT set_config('synchronous_commit', 'on', true), pg_logical_emit_message(true, 'outbox', '')")
+
+
+def flush(run: Executor) -> None:
+    """Wait until everything that was seen so far is on the disk: ends and ticks do not wait themselves.
+
+    For who removes elsewhere what a crash of the broker's server would have it ask for again.
+    """
+    run.execute(_FLUSH)
 
 
 def _decide(run: Executor, ends: Sequence[EndTransaction]) -> dict[_Key, _Outcome]:

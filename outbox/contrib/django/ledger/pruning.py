@@ -17,7 +17,7 @@ from outbox.broker.database.executor import Executor
 from outbox.broker.schema.install import check_schema
 from outbox.broker.schema.refusals import naming
 from outbox.broker.transaction.checks import scan
-from outbox.broker.transaction.decisions import standing_decisions
+from outbox.broker.transaction.decisions import flush, standing_decisions
 from outbox.broker.transaction.half_scan import undecided_below
 from outbox.contrib.django.database.aliases import broker_database
 from outbox.contrib.django.ledger import ledger
@@ -137,6 +137,7 @@ def _prune_ledger(connection: BaseDatabaseWrapper, run: Executor, below: UUID, m
         after = batch[-1]
         decided = standing_decisions(run, batch)
         if decided:
+            flush(run)
             ledger.advance_pruned_before(connection, first_id_after(max(decided)))
             removed += ledger.delete(connection, sorted(decided))
     return removed
