@@ -55,7 +55,8 @@ def main() -> None:
     print(f"{REPEATS} rounds; medians, low to high")
     results = measure(chosen)
     throughput(results, versions=options.before is not None)
-    cpu(results)
+    cpu("the web job", {way: found.jobs for way, found in results.items()})
+    cpu(f"{RATE_PER_SECOND}/s", {way: found.steady for way, found in results.items()})
     latency(results)
 
 
@@ -99,8 +100,8 @@ def throughput(results: dict[Way, Results], *, versions: bool) -> None:
                 way.name,
                 f"{Spread.of([job.rate for job in found.jobs])}",
                 _ratio(found, results.get(_compared_with(way, results))),
-                f"{_per_message(found, lambda job: job.usage.commits):.2f}",
-                f"{_per_message(found, lambda job: job.usage.wal_bytes)}",
+                f"{_per_message(found.jobs, lambda job: job.usage.commits):.2f}",
+                f"{_per_message(found.jobs, lambda job: job.usage.wal_bytes)}",
             ]
             for way, found in results.items()
         ],
@@ -119,20 +120,24 @@ def _ratio(found: Results, other: Results | None) -> str:
     return f"{Spread.of([a.rate / b.rate for a, b in zip(found.jobs, other.jobs, strict=True)]):.2f}"
 
 
-def _per_message(found: Results, value: Callable[[Job], float]) -> Spread:
-    return Spread.of([value(job) / len(job.handled) for job in found.jobs])
+def _per_message(jobs: Sequence[Job], value: Callable[[Job], float]) -> Spread:
+    return Spread.of([value(job) / len(job.handled) for job in jobs])
 
 
-def cpu(results: dict[Way, Results]) -> None:
-    rows = []
-    for way, found in results.items():
-        of_roles = [
-            f"{_per_message(found, lambda job, role=role: job.cpu[role] * 1e6).median:,.0f}"  # type: ignore[misc]
-            for role in ROLES
-        ]
-        behind = _per_message(found, lambda job: sum(job.cpu[role] for role in BEHIND) * 1e6)
-        rows.append([way.name, *of_roles, f"{behind}"])
-    table("CPU of the same job, microseconds per message", ["way", *ROLES, "all behind the web process"], rows)
+def cpu(what: str, jobs: dict[Way, list[Job]]) -> None:
+    """Who uses how much. At a steady rate, where nothing waits to be done together, a message costs most."""
+
+    def of(found: Sequence[Job], *roles: str) -> Spread:
+        return _per_message(found, lambda job: sum(job.cpu[role] for role in roles) * 1e6)
+
+    table(
+        f"CPU of {what}, microseconds per message",
+        ["way", *ROLES, "all behind the web process"],
+        [
+            [way.name, *(f"{of(found, role).median:,.0f}" for role in ROLES), f"{of(found, *BEHIND)}"]
+            for way, found in jobs.items()
+        ],
+    )
 
 
 def latency(results: dict[Way, Results]) -> None:
