@@ -21,6 +21,7 @@ NAMES = (
         "metrics",
         "tracing",
     ),
+    "ticks",
     *("branches", "celery_worker", "engines", "forward"),
 )
 

@@ -37,7 +37,7 @@ HINT_AFTER_SECONDS: Final = 1.0
 # as something new.
 LOOK_AT_ALL_PARKED_SECONDS: Final = 10.0
 # The same for what is stored with a due time that a tick has passed a second ago.
-LOOK_AT_ALL_DUE_SECONDS: Final = 10.0
+LOOK_AT_ALL_DUE_SECONDS: Final = 2.0
 
 
 @dataclass(frozen=True, slots=True)
