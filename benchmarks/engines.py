@@ -21,6 +21,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from psycopg.conninfo import conninfo_to_dict
+
 from benchmarks.bulk import process
 from benchmarks.harness import Spread, child_arguments, percentile, server, table
 from outbox.broker import embedded
@@ -138,11 +140,13 @@ def produce(kind: str, application: str, broker: str) -> None:
     from outbox.contrib.django import publish
     from outbox.contrib.django.engine.broker import flusher
 
+    run = conninfo_to_dict(application)["dbname"]
+
     def worker(start: int, count: int) -> None:
         for number in range(start, start + count):
             with transaction.atomic():
                 order = Order.objects.create(customer=f"customer-{number}", total="129.90", status="paid")
-                publish(TOPIC.name, {"run": application, "at": time.time()}, key=order.pk)
+                publish(TOPIC.name, {"run": run, "at": time.time()}, key=order.pk)
         connections.close_all()
 
     print("ready", flush=True)
@@ -169,7 +173,7 @@ def consume(kind: str, run: str, broker: str) -> None:
 
     def handle(delivery: Delivery) -> None:
         now = time.time()
-        if f"/{run}" in delivery.body["run"] and delivery.message_id not in latencies:
+        if delivery.body["run"] == run and delivery.message_id not in latencies:
             latencies[delivery.message_id] = now - delivery.body["at"]
             if len(latencies) == WARMING + TRANSACTIONS:
                 warm = list(latencies.values())[WARMING:]
