@@ -21,9 +21,6 @@ from tests.wheel import Environments, build
 
 SERVER_SETTINGS = {
     "max_connections": "400",
-    # Tests kill processes, the server's too, but never the machine: what was written is in the kernel's hands. Making
-    # and dropping databases by the thousand would wait for the disk.
-    "fsync": "off",
     "shared_buffers": "256MB",
     "max_wal_size": "4GB",
     "max_prepared_transactions": "20",
