@@ -10,7 +10,7 @@ from typing import Any, Final
 from ..errors import UsageProblem
 
 _HELP: Final = {
-    "outbox_reconcile_keys": "Keys of the newest result by class, of a consumer group; without a group of the messages.",
+    "outbox_reconcile_keys": "Keys of the newest result by class, of a group; without a group: of the messages.",
     "outbox_reconcile_faults": "Findings of the newest result that are not acknowledged.",
     "outbox_reconcile_new_faults": "Those of them that no earlier result had.",
     "outbox_reconcile_acknowledged": "Findings of the newest result that are acknowledged.",
