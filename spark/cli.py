@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -143,7 +143,7 @@ def _run(given: argparse.Namespace) -> int:
     return run.exit_code(result)
 
 
-def _verdict(result: Mapping[str, Any], output: str) -> str:
+def _verdict(result: dict[str, Any], output: str) -> str:
     from .output.result import shown_totals
 
     return for_people(f"{shown_totals(result)}. Report: {output}/report.html")
