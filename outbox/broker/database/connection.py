@@ -132,15 +132,11 @@ class BrokerDatabase:
 
     def open(self, *, timeout_seconds: float = 3.0, name: str = "outbox", direct: bool = False) -> BrokerConnection:
         """Like `connect`, for code that also sets deadlines."""
-        target = self.direct_conninfo if direct else self.conninfo
-        given = conninfo_to_dict(target)
-        defaults = {key: value for key, value in _KEEPALIVE.items() if key not in given}
         try:
             return BrokerConnection.connect(
-                make_conninfo(target, **defaults),
+                self.session_conninfo(name, direct=direct),
                 autocommit=True,
                 connect_timeout=max(1, round(timeout_seconds)),
-                application_name=given.get("application_name") or name,
             )
         except psycopg.OperationalError as error:
             # libpq's hints stand on lines of their own; a table shows the first line.
@@ -149,6 +145,13 @@ class BrokerDatabase:
                 f"the broker's database cannot be reached: {said}. Nothing was published; "
                 f"check the broker's connection settings and that its PostgreSQL runs."
             ) from error
+
+    def session_conninfo(self, name: str, *, direct: bool = False) -> str:
+        """The connection string of a session called `name`, unless it names itself, that notices a dead network."""
+        target = self.direct_conninfo if direct else self.conninfo
+        given = conninfo_to_dict(target)
+        defaults = {key: value for key, value in _KEEPALIVE.items() if key not in given}
+        return make_conninfo(target, **defaults, application_name=given.get("application_name") or name)
 
 
 _REACHED: Final = """

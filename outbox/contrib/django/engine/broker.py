@@ -177,4 +177,10 @@ def _selectors(settings: OutboxSettings) -> dict[str, Callable[..., int]]:
     }
 
 
-flusher: Final = Flusher(get_broker)
+def _one_way() -> PostgresBroker | None:
+    """The broker of this process if it is there already and takes ends one way."""
+    broker = None if _current is None else _current.broker
+    return broker if isinstance(broker, PostgresBroker) else None
+
+
+flusher: Final = Flusher(get_broker, _one_way)
