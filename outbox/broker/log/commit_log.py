@@ -11,10 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 from uuid import UUID
 
-import psycopg
 from psycopg.errors import UniqueViolation
-from psycopg.pq import Format
-from psycopg.rows import tuple_row
 
 from outbox.broker.database import arrays
 from outbox.broker.database.executor import Executor
@@ -76,10 +73,8 @@ SELECT array_agg(log_id ORDER BY log_id) FROM stored HAVING count(*) > 0
 _HALF_ONE: Final = Statement("""
 INSERT INTO {schema}.commit_log (born_at, deliver_at, transaction_id, message_id, topic_id, shard, half,
     immunity_seconds, ledger_id, producer_group, checker, key, tag, content_type, headers, body)
-SELECT %(born_at)s, coalesce(%(deliver_at)s, clock_timestamp() + make_interval(secs => %(delay)s)),
-    %(message_id)s, %(message_id)s, %(topic_id)s, %(shard)s, true,
-    %(immunity)s, %(ledger_id)s, %(producer_group)s, %(checker)s,
-    %(key)s, %(tag)s, %(content_type)s, %(headers)s::text::jsonb, %(body)s
+SELECT $9, coalesce($10, clock_timestamp() + make_interval(secs => $11)), $1, $1, $2, $3, true,
+    $14, $15, $12, $13, $4, $5, $6, $8::text::jsonb, $7
 FROM {schema}.broker WHERE NOT reject_transactional
 ON CONFLICT (message_id) DO NOTHING
 RETURNING ARRAY[log_id]
@@ -153,29 +148,7 @@ def append_placed(
 
 
 def _append_one(run: Executor, row: Prepared, producer_group: str, transactional: bool) -> tuple[list[int], Place]:
-    message = row.message
-    cursor = psycopg.RawCursor(run.connection, row_factory=tuple_row)
-    cursor.format = Format.BINARY
-    cursor.execute(
-        _DECIDED_ONE.on(run.schema),
-        (
-            message.message_id,
-            row.topic_id,
-            row.shard,
-            message.key,
-            message.tag,
-            message.content_type,
-            message.body,
-            arrays.dump_headers(message.headers) if message.headers else None,
-            message.born_at,
-            message.deliver_at,
-            None if message.delay is None else message.delay.total_seconds(),
-            producer_group,
-            transactional,
-        ),
-        prepare=True,
-    )
-    found = cursor.fetchone()
+    found = run.call(_DECIDED_ONE, (*_one(row), producer_group, transactional))
     assert found is not None
     log_id, started_at, database = found
     return [] if log_id is None else [log_id], Place(started_at, database)
@@ -195,14 +168,17 @@ def append_half(run: Executor, catalog: TopicCatalog, half: HalfTransaction) -> 
     Raises TransactionalMessagesRejected when the operator has switched half messages off.
     """
     rows = catalog.prepare(run.connection, half.messages, transactional=True)
-    parameters = _parameters(rows) | {
-        "immunity": half.immunity_seconds,
-        "ledger_id": half.ledger_id,
-        "producer_group": half.producer_group,
-        "checker": half.checker,
-    }
-    statement = _HALF_ONE if len(rows) == 1 else _HALF
-    row = run.row(statement, parameters, prepare=True)
+    if len(rows) == 1:
+        values = (half.producer_group, half.checker, half.immunity_seconds, half.ledger_id)
+        row = run.call(_HALF_ONE, (*_one(rows[0]), *values))
+    else:
+        parameters = _many(rows) | {
+            "immunity": half.immunity_seconds,
+            "ledger_id": half.ledger_id,
+            "producer_group": half.producer_group,
+            "checker": half.checker,
+        }
+        row = run.row(_HALF, parameters, prepare=True)
     log_ids = row[0] if row is not None else []
     if len(log_ids) < len(rows):
         _check_not_rejecting(run, half.messages)
@@ -219,25 +195,22 @@ def _check_not_rejecting(run: Executor, messages: Sequence[Message]) -> None:
         )
 
 
-def _parameters(rows: Sequence[Prepared]) -> dict[str, Any]:
-    return _one(rows[0]) if len(rows) == 1 else _many(rows)
-
-
-def _one(row: Prepared) -> dict[str, Any]:
+def _one(row: Prepared) -> tuple[Any, ...]:
+    """The first eleven parameters of the statements for one message."""
     message = row.message
-    return {
-        "born_at": message.born_at,
-        "deliver_at": message.deliver_at,
-        "delay": None if message.delay is None else message.delay.total_seconds(),
-        "message_id": message.message_id,
-        "topic_id": row.topic_id,
-        "shard": row.shard,
-        "key": message.key,
-        "tag": message.tag,
-        "content_type": message.content_type,
-        "headers": arrays.dump_headers(message.headers) if message.headers else None,
-        "body": message.body,
-    }
+    return (
+        message.message_id,
+        row.topic_id,
+        row.shard,
+        message.key,
+        message.tag,
+        message.content_type,
+        message.body,
+        arrays.dump_headers(message.headers) if message.headers else None,
+        message.born_at,
+        message.deliver_at,
+        None if message.delay is None else message.delay.total_seconds(),
+    )
 
 
 def _many(rows: Sequence[Prepared]) -> dict[str, Any]:
