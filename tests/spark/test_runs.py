@@ -227,6 +227,7 @@ def test_row_updated_and_rows_committed_between_the_two_snapshots(reconcile: Rec
     assert [(row["key"], row["class"], row["detail"]) for row in confirmed.collect()] == []
 
 
+@pytest.mark.slow
 def test_intervals_of_a_scheduler(reconcile: Reconciler, world: World) -> None:
     """Exactly the rows of the interval, the same findings however often; one that is not over yet is incomplete."""
     reconcile.rules(groups=())

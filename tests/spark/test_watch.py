@@ -41,6 +41,7 @@ def streamed(
     return {(row["key"], row["group"]): row["class"] for row in rows if row["class"] in FAULTS}
 
 
+@pytest.mark.slow
 def test_a_stream_gives_the_verdicts_of_one_run(reconcile: Reconciler, monkeypatch: pytest.MonkeyPatch) -> None:
     """Random histories, streamed in batches that end at random moments, each started from the checkpoint.
 
