@@ -18,9 +18,9 @@ from outbox.broker.database.statement import Statement
 
 _LASTING = Statement("""
 SELECT life_id FROM {schema}.life_sign JOIN {schema}.life USING (life_id)
-WHERE life_sign.server = {schema}.this_server_v14()
+WHERE life_sign.server = {schema}.this_server_v15()
 """)
-_BEGIN = Statement("SELECT {schema}.begin_life_v14()")
+_BEGIN = Statement("SELECT {schema}.begin_life_v15()")
 
 
 def current(run: Executor) -> UUID:

@@ -34,7 +34,8 @@ _FILES: Final = {
     11: "0011_operations.sql",
     12: "0012_sql_publish.sql",
     13: "0013_tick.sql",
-    14: "0014_lives.sql",
+    14: "0014_one_call.sql",
+    15: "0015_lives.sql",
 }
 SCHEMA_VERSION: Final = max(_FILES)
 

@@ -149,7 +149,8 @@ def _foreign_ledger(alias: str, settings: OutboxSettings) -> Iterator[CheckMessa
             f"the ledger on {alias!r} has rows ({unknown} of its oldest) of transactions that the broker on "
             f"{settings.broker!r} has never seen: was OUTBOX['BROKER'] changed, or its database replaced, with "
             f"messages in flight? Nobody delivers those or answers for them.",
-            hint="Set BROKER back, let `manage.py outbox_worker --drain` deliver them, then switch.",
+            hint="With BROKER set back, let `manage.py outbox_worker --until-drained` deliver what is left. The rows "
+            "of one that is drained are pruned after INBOX_RETENTION_SECONDS.",
             id="outbox.W029",
         )
 
@@ -165,7 +166,7 @@ def _former_broker(alias: str, settings: OutboxSettings) -> Iterator[CheckMessag
         yield Warning(
             f"OUTBOX['BROKER'] is {settings.broker!r}, but a broker on {alias!r} holds messages of this project: "
             f"{'; '.join(left)}. No worker of this project delivers them or answers for them.",
-            hint=f"Set BROKER back to {alias!r}, let `manage.py outbox_worker --drain` deliver them, then switch.",
+            hint=f"Let `manage.py outbox_worker --until-drained` deliver them with BROKER set back to {alias!r}.",
             id="outbox.W028",
         )
 

@@ -1,4 +1,4 @@
--- Change 14: what a crash of the server takes, nobody goes on from; so a tick need not wait for the disk.
+-- Change 15: what a crash of the server takes, nobody goes on from; so a tick need not wait for the disk.
 --
 -- A tick that a crash takes is made again, maybe with other messages at the same offsets. Whoever remembers offsets
 -- (consumers, the sequencer) outlives the server, so each life of the server gets a number of its own, and what was
@@ -24,7 +24,7 @@ CREATE UNLOGGED TABLE life_sign (
 );
 
 -- Which start of which server this is.
-CREATE FUNCTION this_server_v14() RETURNS text
+CREATE FUNCTION this_server_v15() RETURNS text
 LANGUAGE sql STABLE AS $$
     SELECT concat_ws(' ', system_identifier, substr(pg_walfile_name(pg_current_wal_insert_lsn()), 1, 8),
                      extract(epoch FROM pg_postmaster_start_time()))
@@ -32,7 +32,7 @@ LANGUAGE sql STABLE AS $$
 $$;
 
 -- Begin a life unless one lasts; the life that lasts then. Not inside a transaction with an older snapshot.
-CREATE FUNCTION begin_life_v14() RETURNS uuid
+CREATE FUNCTION begin_life_v15() RETURNS uuid
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 DECLARE
     lasting uuid;
@@ -41,14 +41,14 @@ BEGIN
     -- ends first, and who comes later finds its lease gone.
     LOCK TABLE life, queue_lease, consumer_offset, finished_ahead IN SHARE ROW EXCLUSIVE MODE;
     SELECT life_sign.life_id INTO lasting FROM life_sign JOIN life USING (life_id)
-    WHERE life_sign.server = this_server_v14();
+    WHERE life_sign.server = this_server_v15();
     IF FOUND THEN
         RETURN lasting;
     END IF;
     lasting := gen_random_uuid();
     PERFORM set_config('synchronous_commit', 'on', true);
     INSERT INTO life (life_id, server, queue_ids, heads)
-    SELECT lasting, this_server_v14(), coalesce(array_agg(queue_id), '{}'), coalesce(array_agg(head), '{}')
+    SELECT lasting, this_server_v15(), coalesce(array_agg(queue_id), '{}'), coalesce(array_agg(head), '{}')
     FROM queue_head WHERE head > 0;
     -- Their owners keep them until their ends, as those of the dead do: handlers of before may still be running.
     UPDATE queue_lease SET epoch = epoch + 1;
@@ -70,7 +70,7 @@ BEGIN
     WHERE queue_head.queue_id = finished_ahead.queue_id AND queue_offset >= head;
     DELETE FROM life WHERE began_at < now() - interval '30 days' AND life_id <> lasting;
     DELETE FROM life_sign;
-    INSERT INTO life_sign (life_id, server) VALUES (lasting, this_server_v14());
+    INSERT INTO life_sign (life_id, server) VALUES (lasting, this_server_v15());
     RETURN lasting;
 END $$;
 
@@ -79,6 +79,52 @@ END $$;
 ALTER TABLE op_log ADD COLUMN relaxed boolean;
 ALTER TABLE op_log ALTER COLUMN relaxed SET DEFAULT current_setting('synchronous_commit') NOT IN ('on', 'remote_apply');
 
+-- Record how a producer's local transaction ended, as its end message says: 'applied', 'repeated', 'contradicted' (the
+-- other decision stood already, and stands) or 'refused' (no such half message, or another group's). The last two
+-- leave an incident and a warning, because nobody waits for the answer. An end that a crash takes is asked for again: it
+-- does not wait for the disk where a ledger will give the same answer.
+CREATE FUNCTION end_one_v15(ended uuid, reported "char", reporter text) RETURNS text
+LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
+DECLARE
+    half     record;
+    standing "char";
+    outcome  text := 'refused';
+    problem  text;
+BEGIN
+    SELECT log.half, log.xid, log.transaction_id, log.producer_group, log.ledger_id INTO half FROM commit_log AS log
+    WHERE log.message_id = ended;
+    IF half.half AND half.transaction_id = ended AND half.producer_group IS NOT DISTINCT FROM reporter THEN
+        -- The log ids are read here: what the caller remembers cannot add or omit a message.
+        INSERT INTO op_log (transaction_id, incarnation, decision, decided_by, relaxed, log_ids)
+        VALUES (ended, (SELECT incarnation FROM broker), reported, 'P',
+                half.ledger_id IS NULL AND current_setting('synchronous_commit') NOT IN ('on', 'remote_apply'),
+                ARRAY(SELECT log_id FROM commit_log AS rows
+                      WHERE rows.half AND rows.xid = half.xid AND rows.transaction_id = ended ORDER BY log_id))
+        ON CONFLICT (transaction_id) DO NOTHING;
+        IF FOUND THEN
+            IF half.ledger_id IS NOT NULL THEN
+                PERFORM set_config('synchronous_commit', 'off', true);
+            END IF;
+            RETURN 'applied';
+        END IF;
+        SELECT decision INTO standing FROM op_log WHERE transaction_id = ended;
+        IF standing = reported THEN
+            RETURN 'repeated';
+        END IF;
+        outcome := 'contradicted';
+        problem := 'but the other decision stood already and still stands';
+    ELSIF half.half THEN
+        problem := format('refused: the half message belongs to group %L', coalesce(half.producer_group, ''));
+    ELSE
+        problem := 'refused: there is no such half message';
+    END IF;
+    problem := format('PRODUCER of group %L reported %s, %s', reporter,
+                      CASE reported WHEN 'C' THEN 'COMMIT' ELSE 'ROLLBACK' END, problem);
+    INSERT INTO incident (kind, subject, detail) VALUES (outcome, ended, problem);
+    RAISE WARNING 'incident %: %: %', outcome, ended, problem;
+    RETURN outcome;
+END $$;
+
 -- One tick: what was decided or is due becomes entries of queues, and how far was read is written down with them.
 --
 -- The parts for FIFO, delayed and held messages are entered only when there are any. With an `obstacle` nothing was done:
@@ -86,7 +132,7 @@ ALTER TABLE op_log ALTER COLUMN relaxed SET DEFAULT current_setting('synchronous
 --   overtaken   another leader has ticked since `last_tick`
 --   topics      other topics than `known_fifo` are FIFO now
 --   order       there are FIFO messages of which the caller has to say what must wait: it looks at them first
-CREATE FUNCTION tick_v14(
+CREATE FUNCTION tick_v15(
     own_life        uuid,
     last_tick       bigint,
     own_incarnation integer,
