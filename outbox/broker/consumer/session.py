@@ -119,8 +119,8 @@ class ConsumerSession:
         self.bell.close()
 
     def _finished(self, work: Work) -> None:
-        self.dispatcher.finished(work)
-        self.bell.ring()
+        if self.dispatcher.finished(work):
+            self.bell.ring()
 
     def _step(self) -> None:
         run = self._connected()
