@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -16,30 +14,17 @@ from outbox.errors import TransactionUsageError
 from outbox.ports import Disposition
 from tests.django.shop.models import Effect
 from tests.django.test_inbox import delivery, effects, register, run
+from tests.round_trips import counted
 
 pytestmark = pytest.mark.usefixtures("application", "no_subscribers")
 
 
 @pytest.fixture
 def round_trips() -> Iterator[Callable[[], int]]:
-    """How often the server has said that it is ready for more since the last call, from libpq's own trace."""
+    """Of the handlers' connection, since the last call."""
     connections["default"].ensure_connection()
-    pgconn = connections["default"].connection.pgconn
-    with tempfile.TemporaryFile() as trace:
-        pgconn.trace(trace.fileno())
-
-        def count() -> int:
-            # Written by libpq with a buffer of its own, which goes with the trace.
-            pgconn.untrace()
-            os.lseek(trace.fileno(), 0, os.SEEK_SET)
-            found = trace.read().count(b"ReadyForQuery")
-            trace.truncate(0)
-            os.lseek(trace.fileno(), 0, os.SEEK_SET)
-            pgconn.trace(trace.fileno())
-            return found
-
+    with counted(connections["default"].connection) as count:
         yield count
-        pgconn.untrace()
 
 
 def test_a_message_costs_two_round_trips_beside_its_handlers_own(round_trips: Callable[[], int]) -> None:
