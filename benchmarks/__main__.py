@@ -8,7 +8,19 @@ import subprocess
 import sys
 
 NAMES = (
-    *("bulk", "modes", "web", "latency", "inbox", "checkback", "retention", "status", "metrics", "tracing"),
+    *(
+        "web_peers",
+        "web",
+        "latency",
+        "bulk",
+        "modes",
+        "inbox",
+        "checkback",
+        "retention",
+        "status",
+        "metrics",
+        "tracing",
+    ),
     *("branches", "celery_worker", "engines", "forward"),
 )
 

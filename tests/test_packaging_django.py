@@ -29,6 +29,7 @@ def project() -> Iterator[Path]:
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.slow
 def test_the_page_as_it_stands(environments: Environments, project: Path) -> None:
     output = ""
     installed: list[str] = []

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from outbox.errors import BrokerError, BrokerUnavailable
+from outbox.errors import BrokerError, BrokerUnavailable, UsageError
 from outbox.rocketmq.names import wire_name
 from outbox.subscription import Mode, Subscription
 from outbox.topic import MessageType, Topic
@@ -32,6 +32,14 @@ _NO_LIMIT: Final = 1_000_000
 def message_type(topic: Topic) -> str:
     """The one message type a topic has in RocketMQ; MIXED where ours has several."""
     return next(iter(topic.types)).upper() if len(topic.types) == 1 else "MIXED"
+
+
+def parse_address(text: str) -> Admin:
+    """The administration port that HOST:PORT names. Raises UsageError."""
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdigit():
+        raise UsageError(f"{text!r} must be the HOST:PORT of a broker's administration port (listenPort, 10911).")
+    return Admin(host, int(port))
 
 
 @dataclass(frozen=True)
@@ -88,6 +96,10 @@ class Admin:
         """Whether the name server knows a broker of the cluster."""
         # Not parsed: RocketMQ writes the numbers of brokers as keys without quotes.
         return f'"clusterAddrTable":{{"{cluster}":["'.encode() in self._ask(name_server, _CLUSTERS, {})
+
+    def ask(self, code: int, fields: Mapping[str, Any]) -> tuple[int, Mapping[str, Any], bytes]:
+        """What the broker answers to a question: its code (0 is success), its header and its body."""
+        return self._exchange((self.host, self.port), code, fields, b"")
 
     def _ask(self, address: tuple[str, int], code: int, fields: Mapping[str, Any], body: bytes = b"") -> bytes:
         status, answer, rest = self._exchange(address, code, fields, body)

@@ -18,7 +18,7 @@ _FILLED: Final = {"message_id": _UUID, "transaction_id": _UUID, "group": _NAME, 
 
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    """Sentences for people. `check`: what to look at first; `settle`: what ends it, with its command."""
+    """Sentences for people, commands in backticks. `check`: what to look at first; `settle`: what ends it."""
 
     meaning: str
     check: str
@@ -34,42 +34,42 @@ REMEDIES: Final = {
     FindingClass.ORPHAN: Remedy(
         "A committed message, or an effect, without a business row: subscribers act on something that did not happen.",
         "was the row deleted, does it no longer satisfy the rule's when, or was the message committed by an operator "
-        "(decided_by O)? {trace}",
+        "(decided_by O)? `{trace}`",
         "restore the row, or undo what the groups did; a message that was sent cannot be taken back.",
     ),
     FindingClass.HALF_STUCK: Remedy(
         "A half message is parked or undecided for too long: nobody could say how its transaction ended.",
-        "is the row there, and does a worker of the producer group run (python manage.py outbox_status)?",
-        "python manage.py outbox_decide {transaction_id} commit, if the row is there; else rollback.",
+        "is the row there, and does a worker of the producer group run (`python manage.py outbox_status`)?",
+        "`python manage.py outbox_decide {transaction_id} commit`, if the row is there; else rollback.",
     ),
     FindingClass.LOST: Remedy(
         "A business row without any message: no subscriber will hear of it.",
         "was the row written past the outbox (SQL by hand, a bulk import, a restore), or its message rolled back?",
-        "publish it again from the row (outbox-reconcile plan, then python manage.py outbox_repair), and close the way "
-        "past it.",
+        "publish it again from the row (`outbox-reconcile plan`, then `python manage.py outbox_repair`), and close the "
+        "way past it.",
     ),
     FindingClass.UNREADABLE: Remedy(
         "The body of a committed message, or a compared field of it, cannot be read as declared.",
-        "which release sent it, and is the rule's field (body, type) what it sends? {trace}",
+        "which release sent it, and is the rule's field (body, type) what it sends? `{trace}`",
         "correct the rule if the message is right; else correct the publisher and publish the row again.",
     ),
     FindingClass.DUPLICATE: Remedy(
         "More messages than rows, more rows than keys, or more effects than messages.",
         "does a retry publish again, outside of the transaction of its row? Does the handler write its effect in the "
-        "transaction of the inbox? {trace}",
-        "undo the surplus effect; what was sent twice stays so: [[acknowledge]] it.",
+        "transaction of the inbox? `{trace}`",
+        "undo the surplus effect; what was sent twice stays so: `[[acknowledge]]` it.",
     ),
     FindingClass.DEAD: Remedy(
         "A consumer group gave the message up; it waits in the dead-letter queue.",
-        "its error: python manage.py outbox_dead_letter list {group}",
-        "correct the handler, then python manage.py outbox_dead_letter replay {group} {message_id}",
+        "its error: `python manage.py outbox_dead_letter list {group}`.",
+        "correct the handler, then `python manage.py outbox_dead_letter replay {group} {message_id}`.",
     ),
     FindingClass.UNDELIVERED: Remedy(
         "A consumer group shows no effect within its limit.",
-        "does the group run, lag or stand still (python manage.py outbox_group offsets {group})? How far the message "
-        "got is in the finding.",
-        "start or resume its consumers; where it is past the message, the handler did nothing: python manage.py "
-        "outbox_group reset {group} {topic} --to-time … --reprocess",
+        "does the group run, lag or stand still (`python manage.py outbox_group offsets {group}`)? How far the "
+        "message got is in the finding.",
+        "start or resume its consumers; where it is past the message, the handler did nothing: `python manage.py "
+        "outbox_group reset {group} {topic} --to-time … --reprocess`.",
     ),
     FindingClass.MISMATCH: Remedy(
         "Row and message body do not say the same.",
@@ -78,8 +78,8 @@ REMEDIES: Final = {
     ),
     FindingClass.LATE: Remedy(
         "As declared, but later than the declared limit.",
-        "what held it, by the times of the finding; python manage.py outbox_status",
-        "nothing is missing: [[acknowledge]] it, or raise late_after (of a group: within) if the limit is too short.",
+        "what held it: the times of the finding, and `python manage.py outbox_status`.",
+        "nothing is missing: `[[acknowledge]]` it, or raise late_after (of a group: within) if the limit is too short.",
     ),
     FindingClass.RECOVERED: Remedy(
         "A finding of the previous result that is none any more.", "nothing.", "nothing is to be done."
@@ -97,7 +97,8 @@ def with_remedies(findings: DataFrame, trace: str) -> DataFrame:
     remedy: Column = F.lit(None).cast("string")
     is_traceable = F.col("message_id").isNotNull()
     for name, known in REMEDIES.items():
-        text = F.when(is_traceable, known.text.replace("{trace}", trace)).otherwise(known.text.replace(" {trace}", ""))
+        untraced = known.text.replace(" `{trace}`", "")
+        text = F.when(is_traceable, known.text.replace("{trace}", trace)).otherwise(untraced)
         remedy = F.when(F.col("class") == name.value, text).otherwise(remedy)
     # Only what can be nothing but an id or a name: a command is copied into a shell.
     for column, safe in _FILLED.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -14,6 +15,8 @@ from ..comparison.classify import FindingClass
 from ..comparison.detail import DELIVERY_TEXTS
 from .remedies import REMEDIES
 
+_COMMAND: Final = re.compile("`([^`]+)`")
+_COLUMNS: Final = ("Key", "Rule", "Group", "Severity", "What", "Time", "First seen")
 CLOSED: Final = (FindingClass.RECOVERED, FindingClass.EXPIRED)
 
 
@@ -24,6 +27,7 @@ def section(result: Mapping[str, Any], found: Sequence[Mapping[str, Any]], trace
     by_class: dict[str, list[Mapping[str, Any]]] = {}
     for finding in found:
         by_class.setdefault(finding["class"], []).append(finding)
+    head = "".join(f"<th>{name}</th>" for name in _COLUMNS)
     sections = []
     for name in (*classify.FAULTS, *CLOSED):
         listed = by_class.get(name.value)
@@ -34,9 +38,7 @@ def section(result: Mapping[str, Any], found: Sequence[Mapping[str, Any]], trace
             sections.append(
                 f"<h3><i class='mark c-{name.value}'></i>{name.value} <span class='dim'>{total:,}{shown}</span></h3>"
                 f"<p class='dim'>{escape(REMEDIES[name].meaning)}</p>"
-                "<div class='wide'><table class='found'><thead><tr><th>Key</th>"
-                "<th>Rule</th><th>Group</th><th>Severity</th><th>What</th><th>Time</th><th>First seen</th></tr></thead>"
-                f"{rows}</table></div>"
+                f"<div class='wide'><table class='found'><thead><tr>{head}</tr></thead>{rows}</table></div>"
             )
     return (
         f"<section><h2>Findings</h2>{''.join(sections)}"
@@ -52,15 +54,17 @@ def _finding(finding: Mapping[str, Any], trace: str) -> str:
         detail += f" <span class='dim'>(also {escape(', '.join(also))})</span>"
     if finding["acknowledged"]:
         detail += f" <b>acknowledged</b> <span class='dim'>{escape(finding['acknowledged'])}</span>"
-    cells = [
-        f"<td><code>{escape(finding['key'])}</code></td>",
-        f"<td>{escape(finding['rule'])}</td>",
-        f"<td>{escape(finding['group'] or '–')}</td>",
-        f"<td><span class='sev s-{escape(finding['severity'])}'>{escape(finding['severity'])}</span></td>",
-        f"<td>{detail}</td>",
-        f"<td class='t'>{escape(finding['at'] or '–')}</td>",
-        f"<td class='t'>{escape(finding['first_seen'] or '–')}</td>",
-    ]
+    shown = (
+        f"<code>{escape(finding['key'])}</code>",
+        escape(finding["rule"]),
+        escape(finding["group"] or "–"),
+        f"<span class='sev s-{escape(finding['severity'])}'>{escape(finding['severity'])}</span>",
+        detail,
+        f"<span class='t'>{escape(finding['at'] or '–')}</span>",
+        f"<span class='t'>{escape(finding['first_seen'] or '–')}</span>",
+    )
+    # On a phone a cell stands below the other, each with its column's name before it.
+    cells = [f"<td data-column='{name}'>{cell}</td>" for name, cell in zip(_COLUMNS, shown, strict=True)]
     return f"<tbody><tr>{''.join(cells)}</tr>{_more(finding, trace)}</tbody>"
 
 
@@ -68,7 +72,7 @@ def _more(finding: Mapping[str, Any], trace: str) -> str:
     """What to do, and behind it, to be opened, everything that is known of the finding's key."""
     if finding["class"] in CLOSED:
         return ""
-    remedy = f"<p>{escape(finding['remedy'])}</p>" if finding["remedy"] else ""
+    remedy = _remedy(finding["remedy"] or "")
     known = json.loads(finding["evidence"] or "{}")
     command = trace_command(finding, trace)
     shown = f"<code>{escape(command)}</code>" if command else "no message exists"
@@ -86,6 +90,13 @@ def _more(finding: Mapping[str, Any], trace: str) -> str:
         f"<tr class='more'><td colspan='7'>{remedy}<details><summary>Row, messages and effects</summary>"
         f"<dl>{''.join(parts)}</dl></details></td></tr>"
     )
+
+
+def _remedy(text: str) -> str:
+    """A paragraph for what to check and one for what settles it, with the commands in them as code."""
+    check, then, settle = text.partition(" Then: ")
+    parts = [check, then.lstrip() + settle] if then else [check] if check else []
+    return "".join(_COMMAND.sub(r"<code>\1</code>", f"<p>{escape(part)}</p>") for part in parts)
 
 
 def _code(text: str | None) -> str:

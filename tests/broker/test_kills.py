@@ -19,7 +19,7 @@ STEPS = {
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("role", STEPS)
+@pytest.mark.parametrize("role", [pytest.param("sequence", marks=pytest.mark.slow), "check"])
 def test_killed_at_every_step(role: str, new_database: Callable[..., str], tmp_path: Path) -> None:
     url = new_database()
     with (

@@ -53,6 +53,7 @@ def lose_an_end(shop: Project) -> None:
 
 
 @pytest.mark.parametrize("shop", ["sqlalchemy"], indirect=True)
+@pytest.mark.slow
 def test_a_worker_asks_back_without_beat_queue_or_pool(shop: Project) -> None:
     """The one slot of the pool is taken, there is no beat, and no queue may be made."""
     _finalise_early(shop)
@@ -75,7 +76,10 @@ print(json.dumps([sorted(name for name in app.tasks if name.startswith("outbox."
 """
 
 
-@pytest.mark.parametrize("early", [True, False], ids=["finalised before", "finalised after"])
+@pytest.mark.parametrize(
+    "early",
+    [pytest.param(True, id="finalised before"), pytest.param(False, id="finalised after", marks=pytest.mark.slow)],
+)
 def test_passes_are_there_however_early_the_app_is_finalised(shop: Project, early: bool) -> None:
     if early:
         _finalise_early(shop)

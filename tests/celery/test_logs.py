@@ -18,6 +18,7 @@ BROKER, CONSUMER = (
 )
 
 
+@pytest.mark.slow
 def test_a_detached_worker_has_the_logs_of_its_children_in_its_file(shop: Project) -> None:
     log, pid = shop.folder / "celery-w.log", shop.folder / "celery.pid"
     process, said = shop.worker(

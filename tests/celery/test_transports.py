@@ -46,7 +46,9 @@ DONE = ["chain 12", "group 1", "group 2", "invoice for kept", "invoice for kept,
 
 
 @pytest.mark.parametrize(
-    "shop", ["sqlalchemy", "redis", pytest.param("rabbitmq", marks=pytest.mark.slow)], indirect=True
+    "shop",
+    ["sqlalchemy", *(pytest.param(name, marks=pytest.mark.slow) for name in ("redis", "rabbitmq"))],
+    indirect=True,
 )
 def test_tasks_of_a_transaction_on_every_transport(shop: Project) -> None:
     shop.write("shop/tasks.py", MORE_TASKS)
@@ -90,6 +92,7 @@ def test_a_process_that_dies_after_commit_loses_no_task(shop: Project, delay: st
     eventually(lambda: shop.mails() == expected, within_seconds=60, what=log.read_text)
 
 
+@pytest.mark.slow
 def test_a_broker_that_is_away_gets_the_task_later(shop: Project, tmp_path: Path) -> None:
     redis = private_redis(tmp_path)
     shop.transport = f"redis+socket://{redis.path}"

@@ -207,7 +207,7 @@ def test_sigterm_drains(url: str, broker: PostgresBroker, start: Callable[..., W
     assert (offsets, leases) == ((1,), (0,))
 
 
-@pytest.mark.parametrize("second", ["QUIT", "INT"])
+@pytest.mark.parametrize("second", [pytest.param("QUIT", marks=pytest.mark.slow), "INT"])
 def test_a_second_signal_ends_the_drain(
     url: str, broker: PostgresBroker, start: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch, second: str
 ) -> None:

@@ -60,6 +60,7 @@ def test_manage_py_test() -> None:
     assert "Ran 9 tests" in run("django", "test", "--noinput", "tests.django.outbox_cases")
 
 
+@pytest.mark.slow
 def test_manage_py_test_in_parallel() -> None:
     assert "Ran 9 tests" in run("django", "test", "--noinput", "--parallel=2", "tests.django.outbox_cases")
 
@@ -69,6 +70,7 @@ def test_with_a_listen_url_of_the_development_broker() -> None:
     assert "Ran 3 tests" in run("django", "test", "--noinput", name, outbox={"LISTEN_URL": alias_conninfo("broker")})
 
 
+@pytest.mark.slow
 def test_pytest(tmp_path: Path) -> None:
     assert "9 passed" in run_pytest(tmp_path)
 

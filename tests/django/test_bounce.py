@@ -84,7 +84,7 @@ class Bouncer:
             stack.close()
 
 
-@pytest.fixture(params=sorted(PATHS))
+@pytest.fixture(params=["atomic", pytest.param("two_phase", marks=pytest.mark.slow)])
 def outbox(request: pytest.FixtureRequest, outbox_settings: Callable[..., None]) -> Iterator[dict[str, Any]]:
     """The settings of all processes, for either path; the broker never had a consumer."""
     chosen = PATHS[request.param]

@@ -20,9 +20,12 @@ from outbox.broker.schema.install import SCHEMA_VERSION
 from outbox.contrib.django import message, publish, publish_messages, run_check_back, subscriber
 from outbox.contrib.django.database.aliases import alias_conninfo, broker_database
 from outbox.contrib.django.databases import database_from_url
-from outbox.contrib.django.engine.broker import reset_broker
+from outbox.contrib.django.engine.broker import flusher, reset_broker
+from outbox.contrib.django.operations.left_behind import left_here
+from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.worker.drain import drain
 from outbox.ids import uuid7
+from outbox.retry import RetryPolicy
 from tests.django.conftest import BROKER_TEMPLATE, point_alias
 from tests.django.shop.models import Effect, Order
 from tests.django.state import decisions
@@ -132,9 +135,26 @@ def test_a_broker_that_is_left_with_messages_is_named(outbox_settings: Callable[
         assert [item.id for item in found] == expected
         for item in found:
             assert "a broker on 'other' holds messages of this project: topic 'orders' has 1 messages" in item.msg
-            assert "Set BROKER back to 'other'" in str(item.hint)
+            assert "with BROKER set back to 'other'" in str(item.hint)
     outbox_settings(BROKER="other")
     call("--drop", "--force")
+
+
+def test_what_is_left_is_told_apart_by_whether_workers_settle_it() -> None:
+    """A worker that ends when nothing waits must not wait for an operator."""
+
+    @subscriber("orders", group="effects", retry=RetryPolicy(max_attempts=1))
+    def effect(given: object) -> None:
+        raise ValueError("always")
+
+    with transaction.atomic():
+        publish("orders", {}, key="one", using="default")
+    flusher.flush(within_seconds=5)
+    before = left_here(get_settings())
+    assert (before.waiting, before.staying) == (["topic 'orders' has 1 messages not queued yet"], [])
+    drain()
+    after = left_here(get_settings())
+    assert (after.waiting, after.staying) == ([], ["group 'effects' has 1 messages dead"])
 
 
 def test_a_ledger_whose_broker_is_another_one_now_is_named(

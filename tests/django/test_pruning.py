@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
+from uuid import UUID
 
 import pytest
 from django.db import connections, transaction
@@ -11,7 +12,7 @@ from django.db import connections, transaction
 from outbox import Decision
 from outbox.contrib.django import publish, run_check_back, run_prune
 from outbox.contrib.django.engine.broker import flusher
-from outbox.contrib.django.ledger import ledger
+from outbox.contrib.django.ledger import ledger, pruning
 from outbox.contrib.django.ledger.pruning import first_id_at, prune_ledgers
 from outbox.contrib.django.models import InboxEntry, LedgerIdentity
 from outbox.ids import uuid7
@@ -36,6 +37,29 @@ def test_only_what_the_broker_shows_decided_is_pruned_and_nothing_older_is_guess
         assert (answer.decision, answer.counts, answer.alarm) == (Decision.UNKNOWN, True, True)
         assert row("default", decided.transaction_id) is None
         assert answers([check(uuid7())]).popitem()[1].decision is Decision.ROLLBACK
+    finally:
+        LedgerIdentity.objects.update(pruned_before=None)
+
+
+def test_rows_of_the_engine_before_are_kept_while_it_may_ask_and_hold_up_nobody(
+    outbox_settings: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are the oldest, of transactions that this broker has never seen."""
+    monkeypatch.setattr(pruning, "_BATCH", 2)
+    moment = datetime.now(UTC) - timedelta(hours=2)
+    foreign = [UUID(int=first_id_at(moment).int + number) for number in range(4)]
+    for one in foreign:
+        ledger.insert_committed(connections["default"], one)
+    with transaction.atomic():
+        decided = publish("orders", {}, key="decided")
+    flusher.flush(within_seconds=5)
+    later = datetime.now(UTC) + timedelta(seconds=5)
+    try:
+        assert sum(prune_ledgers(older_than=later, max_batches=1) for _ in range(3)) == 1
+        assert row("default", decided.transaction_id) is None
+        assert {row("default", one) for one in foreign} == {"C"}
+        outbox_settings(INBOX_RETENTION_SECONDS=3600)
+        assert prune_ledgers(older_than=later) == 4
     finally:
         LedgerIdentity.objects.update(pruned_before=None)
 

@@ -281,6 +281,7 @@ KILLS: Final = ("consumer.before_handler", "consumer.before_inbox_commit", "cons
 
 
 @pytest.mark.timeout(180)
+@pytest.mark.slow
 def test_killed_at_each_step_forward_and_backward(hotel: SimpleNamespace) -> None:
     killed_at_each_step(hotel, itertools.cycle(KILLS))
 

@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 QUICK = {
     "transactionTimeOut": 1000,
     "transactionCheckInterval": 1000,
-    "transactionCheckMax": 60,
+    "transactionCheckMax": 600,
     "transactionOpBatchInterval": 50,
 }
 _numbers = itertools.count(1)

@@ -1,6 +1,7 @@
 """A producer that is killed: one fixed piece of work under the faults of its environment. `driver PREFIX PATH`.
 
-Its transactions commit (`c`), roll back (`r`), and roll back to a savepoint (`s`) inside one that commits (`d`).
+Its transactions commit (`c`), roll back (`r`), and roll back to a savepoint (`s`) inside one that commits (`d`). The
+path `moving` adds to each round what is delivered later (`l`), and is slow.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import time
 import django
 
 ROUNDS = 3
+LATER_SECONDS = 6
 
 
 class Undone(Exception):
@@ -40,6 +42,15 @@ def place(topic: str, number: str, *, decorated: bool, fail: bool = False, secon
         create(number)
 
 
+def place_later(topic: str, number: str) -> None:
+    """One order and its message, which is delivered after some seconds and takes no part in a transaction."""
+    from outbox.contrib.django import publish
+    from tests.django.shop.models import Order
+
+    Order.objects.create(number=number)
+    publish(topic, {"number": number}, key=number, delay=LATER_SECONDS)
+
+
 def main() -> None:
     """Do the work; `rounds` of it."""
     django.setup()
@@ -49,9 +60,12 @@ def main() -> None:
 
     prefix, how = sys.argv[1:3]
     rounds = int(sys.argv[3]) if len(sys.argv) > 3 else ROUNDS
-    topic, decorated = os.environ["TEST_TOPICS"].split(",")[0], how == "decorated"
+    topic, _, later = os.environ["TEST_TOPICS"].split(",")
+    decorated, moving = how == "decorated", how == "moving"
     for number in range(rounds):
-        place(topic, f"{prefix}-c{number}", decorated=decorated)
+        if moving:
+            place_later(later, f"{prefix}-l{number}")
+        place(topic, f"{prefix}-c{number}", decorated=decorated, seconds=0.5 if moving else 0.0)
         with contextlib.suppress(Undone):
             place(topic, f"{prefix}-r{number}", decorated=decorated, fail=True)
         with transaction.atomic():

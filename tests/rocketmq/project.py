@@ -11,28 +11,30 @@ from typing import Any
 
 from outbox.rocketmq.private_server import PrivateRocketMQ
 from outbox.subscription import Subscription
-from outbox.topic import Topic
+from outbox.topic import MessageType, Topic
 from tests.django import processes
 from tests.django.shop.models import Effect, Order
 from tests.rocketmq.conftest import unique
+from tests.rocketmq.topics import declared
 from tests.support import eventually
 
 
 @dataclass(frozen=True)
 class Project:
-    """One project of this test's own: `topics` are orders and steps."""
+    """One project of this test's own: `topics` are orders, steps and what is delivered later."""
 
     server: PrivateRocketMQ
-    topics: tuple[str, str]
+    topics: tuple[str, str, str]
     group: str
+    on_postgres: bool = False
 
     @property
     def outbox(self) -> Mapping[str, Any]:
         """OUTBOX for a producer in this process."""
         return {
-            "BROKER": self.server.url,
+            "BROKER": "broker" if self.on_postgres else self.server.url,
             "PRODUCER_GROUP": "shop",
-            "TOPICS": {name: {"queue_count": 2} for name in self.topics},
+            "TOPICS": declared(self.topics),
             "IMMUNITY_SECONDS": 0,
             "SEND_TIMEOUT_SECONDS": 20,
         }
@@ -41,7 +43,7 @@ class Project:
         """The variables of its processes, beside those of every Django process."""
         return {
             "DJANGO_SETTINGS_MODULE": "tests.rocketmq.worker_settings",
-            "TEST_ROCKETMQ": self.server.url,
+            "TEST_ROCKETMQ": "" if self.on_postgres else self.server.url,
             "TEST_TOPICS": ",".join(self.topics),
             "TEST_GROUP": self.group,
         }
@@ -71,9 +73,10 @@ class Project:
 
 def make_project(server: PrivateRocketMQ) -> Project:
     """Create its topics and its group on the server."""
-    project = Project(server, (unique("orders."), unique("steps.")), unique("effects"))
-    for name in project.topics:
-        topic = Topic(name=name, queue_count=2)
+    project = Project(server, (unique("orders."), unique("steps."), unique("later.")), unique("effects"))
+    for name, options in declared(project.topics).items():
+        kinds = frozenset(map(MessageType, options.get("types", ["NORMAL", "TRANSACTION"])))
+        topic = Topic(name=name, queue_count=2, types=kinds)
         server.admin.create_topic(topic)
         server.admin.create_group(Subscription(group=project.group, topic=name), topic)
     return project

@@ -275,6 +275,7 @@ def test_a_hot_row_is_compared_when_its_newest_message_is_settled(spark_session:
     }
 
 
+@pytest.mark.slow
 def test_hot_key_with_a_million_messages(spark_session: SparkSession) -> None:
     """Aggregated where it is read: no task holds the messages of the key."""
     rule = oracle.rule()

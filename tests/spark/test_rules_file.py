@@ -57,6 +57,14 @@ def test_the_rules_of_the_sample_are_valid() -> None:
     ]
 
 
+def test_the_rules_of_the_documentation_are_valid() -> None:
+    """Both files there: the short one to begin with, and the one that shows every key."""
+    text = (Path(__file__).resolve().parent.parent.parent / "docs" / "reconciliation.md").read_text()
+    blocks = [block.partition("\n```")[0] for block in text.split("```toml\n")[1:]]
+    loaded = [rules_file.parse(block, environment=ENVIRONMENT) for block in blocks]
+    assert [[rule.name for rule in each.rules] for each in loaded] == [["paid orders"], ["paid orders"]]
+
+
 def test_a_changed_rule_has_another_digest() -> None:
     other = TEXT.replace('grace = "30s"', 'grace = "31s"')
     first, second = (rules_file.parse(text, environment=ENVIRONMENT).rules[0].digest for text in (TEXT, other))

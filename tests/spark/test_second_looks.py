@@ -130,6 +130,7 @@ def test_a_group_without_a_table_is_never_late(reconcile: Reconciler, world: Wor
     assert all(row["effect_at"] is None for row in reconcile.rows(result))
 
 
+@pytest.mark.slow
 def test_output_that_only_executors_see_is_no_result(
     reconcile: Reconciler, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:

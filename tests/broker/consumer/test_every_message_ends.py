@@ -226,7 +226,8 @@ def every_message_ends(
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("path", ["two_phase", pytest.param("atomic", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("path", ["two_phase", "atomic"])
 def test_every_message_ends(bench: ConsumptionBench, path: str) -> None:
     every_message_ends(bench, atomic=path == "atomic", seed=1, count=160, every=20, guilty=3)
 

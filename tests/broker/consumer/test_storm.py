@@ -149,7 +149,7 @@ def storm(bench: ConsumptionBench, mode: str, *, producers: int, count: int, key
 
 @pytest.mark.parametrize("mode", [pytest.param("orderly", marks=pytest.mark.soak), "key_ordered"])
 def test_storm_keeps_every_key_in_commit_order(bench: ConsumptionBench, mode: str) -> None:
-    storm(bench, mode, producers=2, count=1_500, keys=50, every_seconds=0.7)
+    storm(bench, mode, producers=2, count=800, keys=50, every_seconds=0.7)
 
 
 @pytest.mark.soak

@@ -102,7 +102,12 @@ def assert_in_order(bench: ConsumptionBench, keys: int = 4) -> None:
 
 @pytest.mark.parametrize(
     ("mode", "deed"),
-    [("concurrent", "exit"), ("concurrent", "kill"), ("orderly", "crash"), ("key_ordered", "exit")],
+    [
+        pytest.param("concurrent", "exit", marks=pytest.mark.slow),
+        ("concurrent", "kill"),
+        ("orderly", "crash"),
+        pytest.param("key_ordered", "exit", marks=pytest.mark.slow),
+    ],
 )
 def test_a_killer_is_tried_alone_and_given_up_after_three_deaths(
     orders: ConsumptionBench, tmp_path: Path, mode: str, deed: str
@@ -216,7 +221,12 @@ def test_an_end_that_was_ordered_accuses_nobody(orders: ConsumptionBench, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("mode", "hanging"), [pytest.param("concurrent", 6, marks=pytest.mark.slow), ("orderly", 1), ("key_ordered", 1)]
+    ("mode", "hanging"),
+    [
+        pytest.param("concurrent", 6, marks=pytest.mark.slow),
+        ("orderly", 1),
+        pytest.param("key_ordered", 1, marks=pytest.mark.slow),
+    ],
 )
 def test_hanging_handlers_end_their_process_and_are_given_up(
     orders: ConsumptionBench, tmp_path: Path, mode: str, hanging: int

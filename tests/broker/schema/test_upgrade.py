@@ -41,6 +41,7 @@ def url(new_database: Callable[..., str], old: Path, tmp_path: Path) -> str:
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.slow
 def test_upgrade_under_load(url: str, old: Path, tmp_path: Path) -> None:
     (logs := tmp_path / "logs").mkdir()
     with (

@@ -10,7 +10,7 @@ from outbox.contrib.django import publish, subscriber
 from outbox.retry import RetryPolicy
 from tests.django.shop.models import Effect
 
-ORDERS, STEPS = os.environ["TEST_TOPICS"].split(",")
+ORDERS, STEPS, LATER = os.environ["TEST_TOPICS"].split(",")
 GROUP = os.environ["TEST_GROUP"]
 
 
@@ -21,6 +21,14 @@ def order(delivery: Delivery) -> None:
     if delivery.key.startswith("kills-") and delivery.attempt == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     publish(STEPS, {"number": delivery.key}, key=delivery.key)
+
+
+@subscriber(LATER, group=GROUP, retry=RetryPolicy(delays_seconds=[4], max_attempts=20))
+def later(delivery: Delivery) -> None:
+    """As an order; fails at first."""
+    if delivery.attempt == 1:
+        raise RuntimeError("the first attempt fails")
+    order(delivery)
 
 
 @subscriber(STEPS, group=GROUP, threads=2)

@@ -14,6 +14,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.utils import DatabaseError
 
 from outbox.broker.database.executor import Executor
+from outbox.broker.operations.presence import unknown_transactions
 from outbox.broker.schema.install import check_schema
 from outbox.broker.schema.refusals import naming
 from outbox.broker.transaction.checks import scan
@@ -29,6 +30,8 @@ from outbox.errors import LedgerUnavailable
 # Shorter than the broker keeps its decisions, longer than any end or check is in flight.
 LEDGER_KEEP_SECONDS: Final = 3600.0
 _BATCH: Final = 1000
+# Per alias, where a pass that was cut short ended: rows that have to stay must not keep it from those behind them.
+_resume: dict[str, UUID] = {}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,8 +59,10 @@ def run_prune(*, now: datetime | None = None, max_batches: int = 100) -> PruneCo
 def prune_ledgers(*, older_than: datetime, max_batches: int = 100) -> int:
     """Remove ledger rows of transactions from before `older_than` that the broker shows decided.
 
-    First the ledger says from when on it is complete (`pruned_before`), then rows go: a check for an older
-    transaction without a row is never answered by guessing.
+    Rows of transactions that it has never seen belong to the engine that OUTBOX['BROKER'] named before: they are kept
+    for as long as that one can ask (OUTBOX['INBOX_RETENTION_SECONDS']). First the ledger says from when on it is
+    complete (`pruned_before`), then rows go: a check for an older transaction without a row is never answered by
+    guessing.
     """
     settings = get_settings()
     if settings.in_memory:
@@ -84,7 +89,8 @@ def _of_each_ledger(prune: Callable[[str], int]) -> int:
         try:
             removed += prune(alias)
         except DatabaseError as error:
-            failed[alias] = error
+            if _has_tables(alias):
+                failed[alias] = error
     if not failed:
         return removed
     said = "; ".join(f"{alias!r}: {str(error).strip()}" for alias, error in failed.items())
@@ -93,6 +99,18 @@ def _of_each_ledger(prune: Callable[[str], int]) -> int:
         f"tried again at the next pass. Look after that database; for one that is a replica, let a router's "
         f"allow_migrate refuse the models of outbox."
     ) from next(iter(failed.values()))
+
+
+def _has_tables(alias: str) -> bool:
+    """False where the routers allow the tables and nobody made them: a broker's database of its own, when OUTBOX names
+    another engine now."""
+    from outbox.contrib.django.models import LedgerEntry
+
+    try:
+        with closing(open_connection(alias)) as connection:
+            return LedgerEntry._meta.db_table in connection.introspection.table_names()
+    except DatabaseError:
+        return True
 
 
 def _prune_alias(alias: str, run: Executor, below: UUID, max_batches: int) -> int:
@@ -105,7 +123,7 @@ def _prune_by_age(settings: OutboxSettings, max_batches: int) -> int:
 
     OUTBOX['INBOX_RETENTION_SECONDS'] outlasts the messages, here too.
     """
-    below = first_id_at(datetime.now(UTC) - timedelta(seconds=settings.inbox_retention_seconds))
+    below = _retained_from(settings)
 
     def prune(alias: str) -> int:
         removed = 0
@@ -123,22 +141,32 @@ def _prune_by_age(settings: OutboxSettings, max_batches: int) -> int:
     return _of_each_ledger(prune)
 
 
+def _retained_from(settings: OutboxSettings) -> UUID:
+    return first_id_at(datetime.now(UTC) - timedelta(seconds=settings.inbox_retention_seconds))
+
+
 def _prune_ledger(connection: BaseDatabaseWrapper, run: Executor, below: UUID, max_batches: int) -> int:
     identity = ledger.identity(connection)
     if identity is None:
         return 0
     below = _lowest_open(connection, run, identity.ledger_id, below)
     removed = 0
-    after = UUID(int=0)
+    after = _resume.pop(connection.alias, UUID(int=0))
+    foreign_below = min(below, _retained_from(get_settings()))
     for _ in range(max_batches):
         batch = ledger.ids_between(connection, after, below, limit=_BATCH)
         if not batch:
             break
         after = batch[-1]
-        decided = standing_decisions(run, batch)
-        if decided:
-            ledger.advance_pruned_before(connection, first_id_after(max(decided)))
-            removed += ledger.delete(connection, sorted(decided))
+        over = set(standing_decisions(run, batch))
+        over |= unknown_transactions(run, [one for one in batch if one not in over and one < foreign_below])
+        if over:
+            ledger.advance_pruned_before(connection, first_id_after(max(over)))
+            removed += ledger.delete(connection, sorted(over))
+        if len(batch) < _BATCH:
+            break
+    else:
+        _resume[connection.alias] = after
     return removed
 
 

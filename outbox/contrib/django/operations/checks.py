@@ -1,42 +1,26 @@
-"""Checks that `manage.py check` runs: what can go wrong, said before it does.
-
-Those that look into databases run with `check --database ALIAS` and with `migrate`.
-"""
+"""Checks that `manage.py check` runs: what can go wrong, said before it does."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final
 
-import psycopg
 from django.conf import settings as django_settings
 from django.core.checks import CheckMessage, Error, Tags, Warning, register
 from django.db import connections
-from django.db.utils import DatabaseError
 
-from outbox.broker.database.executor import Executor
-from outbox.broker.log.topics import list_topics
-from outbox.broker.schema.install import check_schema
-from outbox.broker.schema.refusals import naming
-from outbox.broker.transaction import turns
-from outbox.contrib.django.database.aliases import alias_conninfo, broker_database
-from outbox.contrib.django.database.in_tests import refuse_in_tests, running_tests
+from outbox.contrib.django.database.aliases import alias_conninfo
+from outbox.contrib.django.database.in_tests import running_tests
 from outbox.contrib.django.engine.broker import check_topic_imports
 from outbox.contrib.django.engine.engines import engine_problems
-from outbox.contrib.django.engine.path import prove
 from outbox.contrib.django.ledger.ledger_checker import ledger_aliases
-from outbox.contrib.django.operations.left_behind import left_behind, unknown_to_broker
+from outbox.contrib.django.operations.database_checks import check_databases
 from outbox.contrib.django.settings.conf import OutboxSettings, PathChoice, get_settings, imported
 from outbox.contrib.django.subscribers.handler_connections import pool_shortages
 from outbox.contrib.django.subscribers.registry import autodiscover
-from outbox.errors import BrokerError, ConfigurationError, OutboxError, SchemaError
+from outbox.errors import ConfigurationError, OutboxError
 from outbox.subscription import Mode
-from outbox.topic import Topic
 
-logger = logging.getLogger(__name__)
-
-_MIGRATIONS: Final = "django_migrations"
 _ROUTER: Final = "outbox.contrib.django.routers.BrokerRouter"
 
 
@@ -81,7 +65,7 @@ def _broker_alias(settings: OutboxSettings) -> Iterator[CheckMessage]:
     except ConfigurationError as error:
         yield Error(str(error), id="outbox.E002")
         return
-    if settings.path is PathChoice.TWO_PHASE and _application_aliases(settings) == [settings.broker]:
+    if settings.path is PathChoice.TWO_PHASE and ledger_aliases() == [settings.broker]:
         yield Warning(
             f"OUTBOX['PATH'] is 'two_phase', but the broker lives in the only database, {settings.broker!r}: every "
             f"message costs a half message and an end that the atomic path does without.",
@@ -89,7 +73,7 @@ def _broker_alias(settings: OutboxSettings) -> Iterator[CheckMessage]:
             id="outbox.W012",
         )
     if settings.path is PathChoice.ATOMIC:
-        others = [alias for alias in _application_aliases(settings) if connections[alias].vendor != "postgresql"]
+        others = [alias for alias in ledger_aliases() if connections[alias].vendor != "postgresql"]
         if others:
             yield Error(
                 f"OUTBOX['PATH'] is 'atomic', but {', '.join(others)} is no PostgreSQL database: publishing in its "
@@ -100,7 +84,7 @@ def _broker_alias(settings: OutboxSettings) -> Iterator[CheckMessage]:
 
 
 def _producer_group(settings: OutboxSettings) -> Iterator[CheckMessage]:
-    may_be_two_phase = settings.path is PathChoice.TWO_PHASE or _application_aliases(settings) != [settings.broker]
+    may_be_two_phase = settings.path is PathChoice.TWO_PHASE or ledger_aliases() != [settings.broker]
     if not settings.producer_group and may_be_two_phase and settings.path is not PathChoice.ATOMIC:
         yield Error(
             "OUTBOX['PRODUCER_GROUP'] is not set, but messages may take the two-phase path.",
@@ -125,7 +109,7 @@ def _topic_imports(settings: OutboxSettings) -> Iterator[CheckMessage]:
 
 
 def _transactions(settings: OutboxSettings) -> Iterator[CheckMessage]:
-    for alias in _application_aliases(settings):
+    for alias in ledger_aliases():
         entry = connections[alias].settings_dict
         if not entry["AUTOCOMMIT"]:
             yield Error(
@@ -187,168 +171,3 @@ def _subscribers(settings: OutboxSettings) -> Iterator[CheckMessage]:
                 hint="Give the broadcast ones a group of their own.",
                 id="outbox.E014",
             )
-
-
-def _application_aliases(settings: OutboxSettings) -> list[str]:
-    return ledger_aliases()
-
-
-# -- checks that look into databases ----------------------------------------------------------------
-
-
-def check_databases(*, databases: Iterable[str] | None = None, **options: Any) -> list[CheckMessage]:
-    """The tables and the live connections behind the aliases that are being checked."""
-    try:
-        settings = get_settings()
-    except ConfigurationError:
-        # check_settings says what is wrong.
-        return []
-    if settings.in_memory:
-        return []
-    wanted = set(databases or ())
-    found: list[CheckMessage] = []
-    for alias in ledger_aliases():
-        if alias in wanted:
-            found.extend(_application_database(alias, settings))
-    if settings.broker in wanted:
-        found.extend(_broker_database(settings))
-    for alias in sorted(wanted & set(connections) - {settings.broker}):
-        if connections[alias].vendor == "postgresql":
-            found.extend(_former_broker(alias, settings))
-    return found
-
-
-def _application_database(alias: str, settings: OutboxSettings) -> Iterator[CheckMessage]:
-    connection = connections[alias]
-    try:
-        with connection.cursor() as cursor:
-            tables = set(connection.introspection.table_names(cursor))
-            missing = [name for name in ("outbox_ledger", "outbox_inbox") if name not in tables]
-            durable = _durable(connection.vendor, cursor)
-    except DatabaseError as error:
-        yield Error(f"the database {alias!r} cannot be looked at: {error}.", id="outbox.E020")
-        return
-    if missing and _MIGRATIONS in tables:
-        # A warning: `migrate` runs these checks before it creates the tables, and stops at errors. Where it is run for
-        # the first time, there is nothing to say.
-        yield Warning(
-            f"{' and '.join(missing)} are missing in {alias!r}, where publish() or a subscriber may need them.",
-            hint=f"Run `manage.py migrate --database={alias}`.",
-            id="outbox.W021",
-        )
-    if not durable:
-        yield _not_durable(alias)
-    if settings.path is PathChoice.ATOMIC and connection.vendor == "postgresql" and settings.has_database:
-        yield from _forced_path(alias)
-    if not missing and settings.has_database:
-        yield from _foreign_ledger(alias, settings)
-
-
-def _durable(vendor: str, cursor: Any) -> bool:
-    if vendor != "postgresql":
-        return True
-    cursor.execute("SELECT current_setting('synchronous_commit') <> 'off' AND current_setting('fsync') = 'on'")
-    return bool(cursor.fetchone()[0])
-
-
-def _not_durable(alias: str) -> Warning:
-    return Warning(
-        f"the server behind {alias!r} may forget what it acknowledged (synchronous_commit or fsync is off): then "
-        f"messages can be lost or appear for transactions that are gone.",
-        hint="Turn them on; that no message is lost rests on it.",
-        id="outbox.W022",
-    )
-
-
-def _forced_path(alias: str) -> Iterator[CheckMessage]:
-    connection = connections[alias]
-    connection.ensure_connection()
-    try:
-        refuse_in_tests(get_settings().broker)
-    except ConfigurationError:
-        # The databases of tests are being made, and the broker's is not among them: no test can publish there.
-        return
-    try:
-        same = prove(connection, get_settings()) is not None
-    except OutboxError as error:
-        yield Error(str(error), id="outbox.E023")
-        return
-    if not same:
-        yield Error(
-            f"OUTBOX['PATH'] is 'atomic', but {alias!r} is connected to another database than the broker.",
-            hint="Set PATH to 'auto'.",
-            id="outbox.E024",
-        )
-
-
-def _broker_database(settings: OutboxSettings) -> Iterator[CheckMessage]:
-    try:
-        with (
-            broker_database(settings).connect(name="outbox-check") as connection,
-            naming(f"looking at the broker on {settings.broker!r}", settings.schema),
-        ):
-            check_schema(connection, settings.schema)
-            yield from _undeclared(
-                settings, {topic.name: topic for topic in list_topics(Executor(connection, settings.schema))}
-            )
-            yield from _check_back_is_absent(Executor(connection, settings.schema), settings)
-            with connection.cursor() as cursor:
-                if not _durable("postgresql", cursor):
-                    yield _not_durable(settings.broker)
-    except SchemaError as error:
-        # As above: `migrate` is what makes it right.
-        if _MIGRATIONS in connections[settings.broker].introspection.table_names():
-            yield Warning(str(error), id="outbox.W026")
-    except (BrokerError, ConfigurationError) as error:
-        yield Error(str(error), id="outbox.E025")
-
-
-def _foreign_ledger(alias: str, settings: OutboxSettings) -> Iterator[CheckMessage]:
-    try:
-        unknown = unknown_to_broker(alias, settings)
-    except (OutboxError, psycopg.Error, DatabaseError) as error:
-        # The checks of that database say what is wrong with it.
-        logger.debug("the ledger on %r cannot be held against the broker: %s", alias, error)
-        return
-    if unknown:
-        yield Warning(
-            f"the ledger on {alias!r} has rows ({unknown} of its oldest) of transactions that the broker on "
-            f"{settings.broker!r} has never seen: was OUTBOX['BROKER'] changed, or its database replaced, with "
-            f"messages in flight? Nobody delivers those or answers for them.",
-            hint="Set BROKER back, let `manage.py outbox_worker --drain` deliver them, then switch.",
-            id="outbox.W029",
-        )
-
-
-def _former_broker(alias: str, settings: OutboxSettings) -> Iterator[CheckMessage]:
-    try:
-        left = left_behind(alias, settings)
-    except (OutboxError, psycopg.Error) as error:
-        # Whatever is there, it is none of a project's that cannot read it.
-        logger.debug("whether %r holds a broker cannot be looked up: %s", alias, error)
-        return
-    if left:
-        yield Warning(
-            f"OUTBOX['BROKER'] is {settings.broker!r}, but a broker on {alias!r} holds messages of this project: "
-            f"{'; '.join(left)}. No worker of this project delivers them or answers for them.",
-            hint=f"Set BROKER back to {alias!r}, let `manage.py outbox_worker --drain` deliver them, then switch.",
-            id="outbox.W028",
-        )
-
-
-def _check_back_is_absent(run: Executor, settings: OutboxSettings) -> Iterator[CheckMessage]:
-    for found in turns.unasked(run):
-        if found.producer_group == settings.producer_group:
-            yield Warning(
-                str(found), hint="Start `celery worker --outbox` or `manage.py outbox_worker`.", id="outbox.W030"
-            )
-
-
-def _undeclared(settings: OutboxSettings, known: Mapping[str, Topic]) -> Iterator[CheckMessage]:
-    differing = [name for name, declared in settings.topics.items() if known.get(name) != declared.topic]
-    if differing:
-        yield Warning(
-            f"the broker does not have {', '.join(map(repr, differing))} as OUTBOX['TOPICS'] declares.",
-            hint=f"Run `manage.py migrate --database={settings.broker}`.",
-            id="outbox.W027",
-        )

@@ -17,6 +17,7 @@ from outbox.contrib.django.ledger import ledger
 from outbox.contrib.django.ledger.ledger_checker import ledger_aliases, open_connection
 from outbox.contrib.django.ledger.pruning import LEDGER_KEEP_SECONDS
 from outbox.contrib.django.operations import checks
+from outbox.contrib.django.operations.database_checks import check_databases
 from outbox.contrib.django.settings.conf import OutboxSettings, get_settings
 from outbox.contrib.django.subscribers.registry import autodiscover, subscriptions
 from outbox.errors import OutboxError
@@ -42,7 +43,7 @@ def examine() -> list[Finding]:
 def _system_checks() -> Iterator[Finding]:
     """What `manage.py check` says of outbox, databases included."""
     aliases = {*ledger_aliases(), *_broker_alias()}
-    messages = [*checks.check_settings(), *checks.check_databases(databases=aliases)]
+    messages = [*checks.check_settings(), *check_databases(databases=aliases)]
     for message in messages:
         bad = Severity.CRITICAL if message.level >= django_checks.ERROR else Severity.WARNING
         yield Finding(f"check {message.id}", bad, message.msg, message.hint or "See the text.")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Final
 from uuid import UUID
@@ -11,15 +11,26 @@ from django.db import connections
 
 from outbox.broker.database.executor import Executor
 from outbox.broker.operations.presence import is_used_by, unknown_transactions
-from outbox.broker.operations.status import BrokerStatus, broker_status
+from outbox.broker.operations.status import BrokerStatus, GroupStatus, TopicStatus, broker_status
 from outbox.broker.schema.install import check_schema, installed_version
-from outbox.contrib.django.database.aliases import broker_database, database_at
+from outbox.contrib.django.database.aliases import broker_database, database_at, require_database
 from outbox.contrib.django.ledger import ledger
 from outbox.contrib.django.ledger.pruning import first_id_at
 from outbox.contrib.django.settings.conf import OutboxSettings
 from outbox.contrib.django.subscribers.registry import subscribers
+from outbox.errors import UsageError
+from outbox.left import Left
+from outbox.rocketmq.admin import parse_address
+from outbox.rocketmq.left import left as left_on_rocketmq
 
 _SAMPLE: Final = 100
+
+# Of TopicTotals and GroupStatus: what goes away by itself while workers run, and what waits for an operator.
+_MOVING_OF_TOPIC: Final = ("undecided", "unsequenced", "held", "scheduled")
+_STUCK_OF_TOPIC: Final = ("parked",)
+_MOVING_OF_GROUP: Final = ("lag", "retrying")
+_STUCK_OF_GROUP: Final = ("dead",)
+_WORDS: Final = {"unsequenced": "not queued yet", "lag": "not handled"}
 
 
 def left_behind(alias: str, settings: OutboxSettings) -> list[str]:
@@ -55,13 +66,47 @@ def unknown_to_broker(alias: str, settings: OutboxSettings) -> int:
 def undelivered(status: BrokerStatus) -> Iterator[str]:
     """The messages that are on their way, in words."""
     for topic in status.topics:
-        totals = topic.totals
-        open_ones = {"undecided": totals.undecided, "parked": totals.parked}
-        waiting = {"not queued yet": totals.unsequenced, "held": totals.held, "scheduled": totals.scheduled}
-        for state, number in {**open_ones, **waiting}.items():
-            if number:
-                yield f"topic {topic.name!r} has {number} messages {state}"
+        yield from _of_topic(topic, _MOVING_OF_TOPIC + _STUCK_OF_TOPIC)
     for group in status.groups:
-        for state, number in {"not handled": group.lag, "retrying": group.retrying, "dead": group.dead}.items():
-            if number and not group.broadcast:
-                yield f"group {group.name!r} has {number} messages {state}"
+        yield from _of_group(group, _MOVING_OF_GROUP + _STUCK_OF_GROUP)
+
+
+def left_here(settings: OutboxSettings, brokers: Sequence[str] = ()) -> Left:
+    """What OUTBOX['BROKER'] has not finished of the project's topics and groups, for whoever moves away from it.
+
+    `brokers`: the administration ports (HOST:PORT) of every broker of RocketMQ. Raises BrokerError or UsageError.
+    """
+    wanted = [(item.subscription.group, item.subscription.topic) for item in subscribers()]
+    topics = {*settings.topics, *(topic for _, topic in wanted)}
+    if settings.is_rocketmq:
+        if not brokers:
+            raise UsageError(
+                "RocketMQ's clients cannot count what is left: name the administration port of its brokers."
+            )
+        return left_on_rocketmq([parse_address(text) for text in brokers], wanted, sorted(topics))
+    require_database(settings)
+    with broker_database(settings).connect(name="outbox-left") as connection:
+        status = broker_status(Executor(connection, settings.schema))
+    found = Left()
+    groups = {group for group, _ in wanted}
+    for topic in status.topics:
+        if topic.name in topics:
+            found.waiting.extend(_of_topic(topic, _MOVING_OF_TOPIC))
+            found.staying.extend(_of_topic(topic, _STUCK_OF_TOPIC))
+    for group in status.groups:
+        if group.name in groups:
+            found.waiting.extend(_of_group(group, _MOVING_OF_GROUP))
+            found.staying.extend(_of_group(group, _STUCK_OF_GROUP))
+    return found
+
+
+def _of_topic(topic: TopicStatus, fields: Sequence[str]) -> Iterator[str]:
+    for name in fields:
+        if number := getattr(topic.totals, name):
+            yield f"topic {topic.name!r} has {number} messages {_WORDS.get(name, name)}"
+
+
+def _of_group(group: GroupStatus, fields: Sequence[str]) -> Iterator[str]:
+    for name in fields:
+        if (number := getattr(group, name)) and not group.broadcast:
+            yield f"group {group.name!r} has {number} messages {_WORDS.get(name, name)}"

@@ -42,12 +42,9 @@ class Command(OutboxCommand):
         self.say(f"RocketMQ has the declared topics: {', '.join(sorted(settings.topics)) or 'none'}")
 
     def _create(self, address: str) -> None:
-        from outbox.rocketmq.admin import Admin
+        from outbox.rocketmq.admin import parse_address
 
-        host, _, port = address.rpartition(":")
-        if not host or not port.isdigit():
-            raise CommandError(f"--create {address!r} must be HOST:PORT.")
-        admin = Admin(host, int(port))
+        admin = parse_address(address)
         topics = {name: declared.topic for name, declared in get_settings().topics.items()}
         for topic in topics.values():
             admin.create_topic(topic)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 from django.core.management.base import CommandError, CommandParser
@@ -13,6 +14,7 @@ from outbox.broker.process_log import write_log
 from outbox.broker.supervisor import stop_on_signals
 from outbox.contrib.django.management.output import OutboxCommand
 from outbox.contrib.django.worker.drain import drain
+from outbox.contrib.django.worker.leaving import run_until_drained
 from outbox.contrib.django.worker.workers import ROLES
 
 
@@ -32,12 +34,21 @@ class Command(OutboxCommand):
         parser.add_argument(
             "--drain", action="store_true", help="do everything that is due now in this process, then end"
         )
+        parser.add_argument(
+            "--until-drained",
+            action="store_true",
+            help="end when nothing of this project waits on the broker any more: to move to another one",
+        )
+        parser.add_argument(
+            "--rocketmq-broker",
+            action="append",
+            default=[],
+            metavar="HOST:PORT",
+            help="--until-drained on RocketMQ: the administration port of a broker (listenPort, 10911); repeatable",
+        )
 
     def handle(self, *args: Any, **options: Any) -> None:
-        if options["group"] and (options["role"] != "consumer" or options["drain"]):
-            raise CommandError("--group needs --role consumer: only a consumer can be limited to groups.")
-        if options["drain"] and options["role"] != "all":
-            raise CommandError("--drain does what every role would do: leave --role out.")
+        _refuse(options)
         if options["drain"]:
             counts = drain()
             self.say(f"{counts.queued} messages queued, {counts.handled} deliveries handled")
@@ -46,9 +57,34 @@ class Command(OutboxCommand):
         stop = threading.Event()
         before = stop_on_signals(stop)
         try:
-            ROLES[options["role"]](stop, options["group"])
+            if options["until_drained"]:
+                self._until_drained(stop, options["rocketmq_broker"])
+            else:
+                ROLES[options["role"]](stop, options["group"])
         except KeyboardInterrupt:
             sys.exit(128 + signal.SIGINT)
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+    def _until_drained(self, stop: threading.Event, brokers: Sequence[str]) -> None:
+        left = run_until_drained(stop, brokers)
+        if left.waiting:
+            raise CommandError(f"stopped before the broker was drained: {'; '.join(left.waiting)}.")
+        if staying := "; ".join(left.staying):
+            raise CommandError(f"nothing waits on the broker any more, but somebody has to decide: {staying}.")
+        self.say("nothing is left on the broker")
+
+
+def _refuse(options: dict[str, Any]) -> None:
+    """Raise CommandError for options that do not go together."""
+    everything = options["drain"] or options["until_drained"]
+    if options["group"] and (options["role"] != "consumer" or everything):
+        raise CommandError("--group needs --role consumer: only a consumer can be limited to groups.")
+    if everything and options["role"] != "all":
+        option = "--drain" if options["drain"] else "--until-drained"
+        raise CommandError(f"{option} does what every role would do: leave --role out.")
+    if options["drain"] and options["until_drained"]:
+        raise CommandError("--drain does what is due now, --until-drained waits for what is not: give one of them.")
+    if options["rocketmq_broker"] and not options["until_drained"]:
+        raise CommandError("--rocketmq-broker goes with --until-drained.")

@@ -1,0 +1,12 @@
+"""Settings: its defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+APPS = ["procrastinate.contrib.django"]
+
+
+def settings(databases: Mapping[str, Any]) -> dict[str, Any]:
+    return {}

@@ -1,0 +1,1 @@
+"""The ceiling: a bare table, one notification per transaction, claimed by deleting. Nothing retries or is kept."""

@@ -1,0 +1,1 @@
+"""This project, on the atomic path (one database) or the two-phase path (two)."""

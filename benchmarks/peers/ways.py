@@ -1,0 +1,63 @@
+"""The ways that are compared: which peer, in which environment, with which worker."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from benchmarks.peers.environments import missing
+
+
+@dataclass(frozen=True)
+class Way:
+    """`worker` is what follows the interpreter; `checkout` a folder whose `outbox` is taken in place of this one's."""
+
+    name: str
+    peer: str
+    environment: str
+    worker: tuple[str, ...]
+    inbox: bool = False
+    two_phase: bool = False
+    program: str = ""
+    checkout: Path | None = None
+
+    def left_out(self) -> str:
+        """Why it cannot be run here; empty when it can."""
+        if missing(self.environment):
+            return f"there is no environment {self.environment}; python -m benchmarks.web_peers --install makes it"
+        if self.program and shutil.which(self.program) is None:
+            return f"{self.program} is not on the PATH"
+        return ""
+
+
+# As `manage.py COMMAND`, with the settings in the environment.
+_OUTBOX = ("-m", "django", "outbox_worker")
+_PROCRASTINATE = ("-m", "django", "procrastinate", "worker")
+# One handler process, as all others have.
+_CELERY = ("-m", "celery", "-A", "benchmarks.peers.celery_redis.app", "worker", "--concurrency", "1", "-l", "ERROR")
+
+ATOMIC = Way("this project, atomic", "this_project", "", _OUTBOX)
+TWO_PHASE = Way("this project, two-phase", "this_project", "", _OUTBOX, two_phase=True)
+RELIABLE = Way("django-reliable-outbox", "reliable", "django-reliable-outbox", _OUTBOX)
+RELIABLE_INBOX = replace(RELIABLE, name=f"{RELIABLE.name}, inbox", inbox=True)
+OURS = (
+    ATOMIC,
+    replace(ATOMIC, name=f"{ATOMIC.name}, inbox", inbox=True),
+    TWO_PHASE,
+    replace(TWO_PHASE, name=f"{TWO_PHASE.name}, inbox", inbox=True),
+)
+PEERS = (
+    RELIABLE,
+    RELIABLE_INBOX,
+    Way("procrastinate", "procrastinate_tasks", "procrastinate", _PROCRASTINATE),
+    Way("pgmq, plain psycopg", "pgmq_queue", "pgmq", ("-m", "benchmarks.peers.pgmq_queue.worker")),
+    Way("Celery + Redis, on_commit", "celery_redis", "celery", _CELERY, program="redis-server"),
+)
+RAW = Way("raw psycopg, NOTIFY", "raw", "", ("-m", "benchmarks.peers.raw.worker"))
+EVERY = (*OURS, *PEERS, RAW)
+
+
+def before(way: Way, checkout: Path) -> Way:
+    """The same with the code of another checkout."""
+    return replace(way, name=f"{way.name}, before", checkout=checkout)

@@ -1,0 +1,69 @@
+"""A worker that ends by itself: for a project that moves to another broker, beside the workers of the new one."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from outbox.contrib.django.operations.left_behind import left_here
+from outbox.contrib.django.settings.conf import get_settings
+from outbox.contrib.django.subscribers.registry import autodiscover
+from outbox.contrib.django.worker.workers import run_all
+from outbox.errors import BrokerUnavailable
+from outbox.left import Left
+
+logger = logging.getLogger(__name__)
+
+_LOOK_SECONDS: Final = 5.0
+# Looking counts every message that the broker keeps: it is left to rest for longer than it took.
+_REST_FACTOR: Final = 5
+
+
+def run_until_drained(stop: threading.Event, brokers: Sequence[str] = ()) -> Left:
+    """Run all roles until nothing waits on OUTBOX['BROKER'] any more, or until `stop`; returns the last look.
+
+    Nobody may publish there any more, but for handlers of this project that run there. `brokers`: see `left_here`,
+    whose errors end the worker: it could never tell.
+    """
+    autodiscover()
+    settings = get_settings()
+    last: list[Left] = [left_here(settings, brokers)]
+    failed: list[BaseException] = []
+
+    def watch() -> None:
+        try:
+            last.append(_until_nothing_waits(stop, lambda: left_here(settings, brokers)))
+        except BaseException as error:
+            failed.append(error)
+        finally:
+            stop.set()
+
+    watching = threading.Thread(target=watch, name="outbox-until-drained", daemon=True)
+    watching.start()
+    run_all(stop)
+    watching.join()
+    if failed:
+        raise failed[0]
+    return last[-1]
+
+
+def _until_nothing_waits(stop: threading.Event, look: Callable[[], Left]) -> Left:
+    """Two looks in a row that find nothing, with nothing written in between; the last look when `stop` comes first."""
+    before, said = Left(["nothing was looked at"]), ""
+    while True:
+        began = time.monotonic()
+        try:
+            found = look()
+        except BrokerUnavailable as error:
+            logger.warning("what is left cannot be seen: %s", error)
+            found = Left(["the broker could not be asked"])
+        if not found.waiting and before == found:
+            return found
+        if (text := "; ".join(found.waiting)) != said:
+            logger.info("left on the broker: %s", text or "nothing, looking again")
+        before, said = found, text
+        if stop.wait(max(_LOOK_SECONDS, _REST_FACTOR * (time.monotonic() - began))):
+            return found
