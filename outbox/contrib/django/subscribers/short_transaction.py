@@ -70,7 +70,7 @@ class ShortTransaction:
             isinstance(raw, Connection)
             and len(connection.atomic_blocks) == 1
             and not connection.queries_logged
-            and raw.isolation_level is raw.read_only is raw.deferrable is None
+            and (raw.isolation_level, raw.read_only, raw.deferrable) == (None, None, None)
             and _status(raw) == pq.TransactionStatus.IDLE
         )
 
