@@ -48,8 +48,8 @@ def drain(*, groups: Sequence[str] = (), wrap: Callable[[AnyHandler], AnyHandler
     """
     if get_settings().is_rocketmq:
         raise ConfigurationError(
-            "RocketMQ does not tell what is due now: run outbox_worker, or outbox_worker --until-drained, which ends when "
-            "nothing is left."
+            "RocketMQ does not tell what is due now: run outbox_worker, or outbox_worker --until-drained, which ends "
+            "when nothing is left."
         )
     runtime, queued, handled, failed = consumer_runtime(groups=groups, wrap=wrap), 0, 0, 0
     while True:
