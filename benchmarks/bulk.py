@@ -7,10 +7,12 @@ inserting the same bodies in batches of the same size into a bare table, and del
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import psycopg
 
@@ -23,7 +25,7 @@ from outbox.message import Message
 from outbox.topic import MessageType, Topic
 from outbox.transaction import Decision, EndTransaction, HalfTransaction
 
-MESSAGES = 100_000
+MESSAGES = int(os.environ.get("OUTBOX_BENCH_MESSAGES", "100000"))
 BATCH = 500
 BODY = (
     b'{"order_id": 1234567, "customer": "customer-0001234", "total": "129.90", "currency": "EUR", "lines": ['
@@ -56,6 +58,9 @@ def main() -> None:
             for name, results in rows.items()
         ],
     )
+    one, two = (rows[f"drain, {count} joined"] for count in ("one worker that has", "two workers that have"))
+    ratios = [b / a for (a, _), (b, _) in zip(one, two, strict=True)]
+    table("draining by two workers", ["ratio to one of the same round"], [[f"{Spread.of(ratios):.2f}"]])
 
 
 def raw_insert_then_delete(url: str) -> tuple[float, Usage]:
@@ -188,6 +193,50 @@ def drain_alone(url: str, topic: str = PLAIN, *options: str) -> tuple[float, Usa
     return MESSAGES / seconds, usage()
 
 
+# How many queues the worker with the fewest has, once so many share them.
+_SHARED = """
+SELECT min(queues) FROM (
+    SELECT count(*) AS queues, count(*) OVER () AS owners
+    FROM outbox.queue_lease WHERE expires_at > now() GROUP BY owner
+) AS of_owner HAVING max(owners) = {workers}
+"""
+
+
+def drain_joined(workers: int) -> Callable[[str], tuple[float, Usage]]:
+    """From the moment that the log is there to the last stored offset, by workers that have their queues already.
+
+    They join while nothing is queued, and are stopped while the sequencer queues it all.
+    """
+
+    def measure(url: str) -> tuple[float, Usage]:
+        broker = prepared(url)
+        send_decided(broker)
+        broker.close()
+        with contextlib.ExitStack() as stack:
+            consumers = [
+                stack.enter_context(process("benchmarks.bulk_consumer", url, "--topic", PLAIN)) for _ in range(workers)
+            ]
+            wait_for(url, _SHARED.format(workers=workers), Topic(name=PLAIN).queue_count // workers)
+            # One that ends while it is stopped would end when it goes on.
+            stack.callback(_signal, consumers, signal.SIGCONT)
+            _signal(consumers, signal.SIGSTOP)
+            with process("outbox.broker", url):
+                wait_for(url, QUEUED)
+            usage = stack.enter_context(measured(url))
+            started = time.perf_counter()
+            _signal(consumers, signal.SIGCONT)
+            wait_for(url, HANDLED)
+            seconds = time.perf_counter() - started
+        return MESSAGES / seconds, usage()
+
+    return measure
+
+
+def _signal(processes: Sequence[subprocess.Popen[str]], number: signal.Signals) -> None:
+    for running in processes:
+        running.send_signal(number)
+
+
 def all_at_once(send: Callable[[PostgresBroker, str], None], topic: str) -> Callable[[str], tuple[float, Usage]]:
     def measure(url: str) -> tuple[float, Usage]:
         broker = prepared(url)
@@ -211,6 +260,8 @@ MEASURES: dict[str, Callable[[str], tuple[float, Usage]]] = {
     "send, two-phase": sending(send_two_phase),
     "sequence alone": sequence_alone,
     "drain alone, one worker": drain_alone,
+    "drain, one worker that has joined": drain_joined(1),
+    "drain, two workers that have joined": drain_joined(2),
     "end to end, decided": all_at_once(send_decided, PLAIN),
     "end to end, two-phase": all_at_once(send_two_phase, PLAIN),
     "end to end, two-phase, FIFO": all_at_once(send_two_phase, FIFO),

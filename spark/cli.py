@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from . import session
 from .errors import CLEAN, FINDINGS, INCOMPLETE, ReconcileError, UsageProblem
@@ -138,10 +139,14 @@ def _run(given: argparse.Namespace) -> int:
     if given.json:
         print(json.dumps(result, indent=2))
     else:
-        from .output.result import shown_totals
-
-        print(for_people(f"{shown_totals(result)}. Report: {given.output}/report.html"))
+        print(_verdict(result, given.output))
     return run.exit_code(result)
+
+
+def _verdict(result: dict[str, Any], output: str) -> str:
+    from .output.result import shown_totals
+
+    return for_people(f"{shown_totals(result)}. Report: {output}/report.html")
 
 
 def _watch(given: argparse.Namespace) -> int:
@@ -156,7 +161,9 @@ def _watch(given: argparse.Namespace) -> int:
 
     watch = Watch(spark, options, progress)
     if given.available_now:
-        return run.exit_code(watch.available_now())
+        result = watch.available_now()
+        print(_verdict(result, given.output))
+        return run.exit_code(result)
     query = watch.every(f"{given.every:g} seconds")
     asked = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -179,6 +186,8 @@ def _archive(given: argparse.Namespace) -> int:
     work = archive.Archive(spark, rules, progress)
     if given.verify:
         problems = work.verify()
+        if not problems:
+            print("all that the archive holds is as it was written")
     else:
         made, gaps = work.run()
         print("nothing new" if made is None else f"{made.folder}: {made.count} messages settled before {made.until}")

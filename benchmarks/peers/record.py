@@ -25,10 +25,16 @@ def size_of(entries: int) -> int:
     return entries * _ENTRY.size
 
 
+def entries(path: Path) -> list[tuple[int, int]]:
+    """Every call: its number and when it began, in nanoseconds since 1970. None where there is no file yet."""
+    data = path.read_bytes() if path.exists() else b""
+    # The last one may be half written.
+    return list(_ENTRY.iter_unpack(data[: len(data) - len(data) % _ENTRY.size]))
+
+
 def read(path: Path) -> dict[int, int]:
-    """The first call of each number, in nanoseconds since 1970."""
-    data = path.read_bytes()
+    """The first call of each number."""
     found: dict[int, int] = {}
-    for number, at in _ENTRY.iter_unpack(data[: len(data) - len(data) % _ENTRY.size]):
+    for number, at in entries(path):
         found.setdefault(number, at)
     return found

@@ -18,6 +18,7 @@ from outbox.backoff import Backoff
 from outbox.broker.database import notify
 from outbox.broker.database.connection import BrokerDatabase
 from outbox.broker.database.executor import Executor
+from outbox.broker.database.one_way import OneWay
 from outbox.broker.database.pool import Pool
 from outbox.broker.log import commit_log, recall, topics
 from outbox.broker.log.topics import TopicCatalog
@@ -59,7 +60,8 @@ class PostgresBroker:
         self._pool = Pool(database)
         self._schema_known = False
         self._asked_for: set[str] = set()
-        self._notifier = notify.Notifier(database)
+        self._one_way = OneWay(database)
+        self._wake = notify.announcement(database.schema, notify.Channel.DECIDED)
 
     def send(
         self,
@@ -222,11 +224,26 @@ class PostgresBroker:
 
     def notify_decided(self) -> None:
         """Wake the sequencer soon; returns at once, never fails."""
-        self._notifier.notify(notify.Channel.DECIDED)
+        self._one_way.send(self._wake)
+
+    def end_one_way(self, end: EndTransaction) -> None:
+        """A producer's own end message, sent without waiting for the answer; returns at once, never fails.
+
+        What it meets leaves the same incidents as with `end`. It may be lost: then check-back finds out.
+        """
+        self._one_way.send(decisions.end_request(self.database.schema, end), self._wake)
+
+    def hint_one_way(self, transaction_id: UUID) -> None:
+        """`hint_checks` for one transaction, sent like `end_one_way`."""
+        self._one_way.send(half_scan.hint_request(self.database.schema, transaction_id, settings=self._check))
+
+    def flush(self, *, within_seconds: float) -> bool:
+        """Wait until what was sent one way was answered; False when time ran out first."""
+        return self._one_way.flush(within_seconds=within_seconds)
 
     def close(self) -> None:
-        """End the background thread and close idle connections. Used again, it connects for each call."""
-        self._notifier.close()
+        """Flush what was sent one way and close idle connections. Used again, it connects for each call."""
+        self._one_way.close()
         self._pool.close()
 
     def _attempt(self, timeout_seconds: float, request: Callable[[Executor], _Result], *, what: str) -> _Result:

@@ -69,14 +69,25 @@ class Archive:
             self._source.close()
 
     def verify(self) -> list[str]:
-        """Read everything again; returns the passes whose count or checksum is not what it was, as texts."""
+        """Read everything again; returns the passes whose count or checksum is not what it was, as texts.
+
+        Raises UsageProblem where there is no archive.
+        """
         manifest = load(self._store)
+        if manifest is None:
+            raise UsageProblem(
+                f"there is no archive at {self._store.path(MANIFEST)}: run outbox-reconcile archive first."
+            )
         problems = []
-        for each in manifest.passes if manifest is not None else ():
+        for each in manifest.passes:
             with self._progress.step(f"stage verify: {each.folder}"), readable_errors(f"reading {each.folder}"):
                 found = self._sums(each.folder)
-            if found != (each.count, each.checksum):
-                problems.append(f"{each.folder}: {each.count} messages were written, now there are {found[0]}")
+            if found[0] != each.count:
+                problems.append(f"{each.folder} held {each.count} messages when it was written, now {found[0]}")
+            elif found[1] != each.checksum:
+                problems.append(
+                    f"{each.folder} holds {each.count} messages as when it was written, but not the same ones"
+                )
         return problems
 
     def _pass(self, manifest: Manifest, until: str) -> tuple[Pass | None, list[Gap]]:

@@ -10,7 +10,7 @@ from typing import Any, Final
 from ..errors import UsageProblem
 
 _HELP: Final = {
-    "outbox_reconcile_keys": "Keys of the newest result by class; subject is a consumer group, or message.",
+    "outbox_reconcile_keys": "Keys of the newest result by class, of a group; without a group: of the messages.",
     "outbox_reconcile_faults": "Findings of the newest result that are not acknowledged.",
     "outbox_reconcile_new_faults": "Those of them that no earlier result had.",
     "outbox_reconcile_acknowledged": "Findings of the newest result that are acknowledged.",
@@ -72,9 +72,10 @@ def render(result: dict[str, Any], name: str) -> str:
         until = datetime.fromisoformat(rule["until"]).timestamp()
         label = f'{common},rule="{_escaped(rule["name"])}"'
         samples["outbox_reconcile_boundary_timestamp_seconds"].append((f"{{{label}}}", until))
-        for subject, counts in {"message": rule["counts"], **rule["groups"]}.items():
+        subject = f'{label},topic="{_escaped(rule["topic"])}"'
+        for group, counts in [("", rule["counts"]), *rule["groups"].items()]:
             for name, count in counts.items():
-                labels = f'{{{label},subject="{_escaped(subject)}",class="{name}"}}'
+                labels = f'{{{subject},group="{_escaped(group)}",class="{name}"}}'
                 samples["outbox_reconcile_keys"].append((labels, count))
     lines = []
     for name, help_text in _HELP.items():

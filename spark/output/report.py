@@ -148,12 +148,11 @@ def _counts(result: Mapping[str, Any]) -> str:
     head = "".join(f"<th class='n'>{name.value}</th>" for name in shown)
     rows = []
     for rule in result["rules"]:
-        subjects = {"message": rule["counts"], **rule["groups"]}
-        for place, (subject, counts) in enumerate(subjects.items()):
+        for place, (group, counts) in enumerate([("", rule["counts"]), *rule["groups"].items()]):
             path = f"{escape(rule['table'])} → {escape(rule['topic'])}"
             label = f"<b>{escape(rule['name'])}</b> <span class='dim'>{path}</span>"
             cells = "".join(_count_cell(name, counts[name.value]) for name in shown)
-            name = "message" if not place else f"group {escape(subject)}"
+            name = "message" if not place else f"group {escape(group)}"
             rows.append(f"<tr><td>{label if not place else ''}</td><td>{name}</td>{cells}</tr>")
     return (
         "<section><h2>Counts per class</h2><div class='wide'><table><thead><tr><th>Rule</th><th>Judged</th>"

@@ -17,7 +17,7 @@ import pytest
 from outbox.broker import embedded
 from outbox.broker.database.connection import BrokerConnection, BrokerDatabase
 from outbox.broker.database.executor import Executor
-from outbox.broker.database.notify import Announcements, Channel, Notifier, listen
+from outbox.broker.database.notify import Announcements, Channel, listen
 from outbox.broker.log import commit_log
 from outbox.broker.log.topics import TopicCatalog, declare_topics
 from outbox.broker.postgres import PostgresBroker
@@ -218,14 +218,3 @@ def test_an_idle_process_looks_once_a_second(
 
 def _round_trips(folder: Path) -> int:
     return sum("\tSync" in line or "\tQuery" in line for line in (folder / "protocol").read_text().splitlines())
-
-
-def test_a_burst_of_announcements_becomes_few(database: BrokerDatabase) -> None:
-    with listening(database, Channel.DECIDED) as announcements:
-        notifier = Notifier(database)
-        for _ in range(1000):
-            notifier.notify()
-        eventually(lambda: announcements.wait(1))
-        notifier.close()
-        announcements.wait(0)
-        assert not announcements.wait(0)

@@ -89,19 +89,19 @@ def test_what_a_worker_opens() -> None:
     with child("broker", quiet=True), child("consumer", quiet=True, default=database()):
         eventually(lambda: Effect.objects.count() == 3 * COUNT, within_seconds=100, what="all effects")
         found = sessions()
-    several = ("default handlers", "broker outbox", "broker outbox-notifier")
+    several = ("default handlers", "broker outbox", "broker outbox-one-way")
     assert {name for name, number in found.items() if number > 1} <= set(several)
     # One per thread of a handler (8, 8, 8), and as many to publish with, of which eight are kept.
     assert found.pop("default handlers") <= 24
     assert found.pop("broker outbox", 0) <= 24
     # One in each process.
-    assert found["broker outbox-notifier"] <= 2
+    assert found["broker outbox-one-way"] <= 2
     # The last comes and goes.
     assert found.keys() - {"broker outbox-maintenance"} == {
         "broker outbox-broker",
         "broker outbox-consumer",
         "broker outbox-coordinator",
-        "broker outbox-notifier",
+        "broker outbox-one-way",
     }
 
 

@@ -231,7 +231,7 @@ def test_once_proven_a_publish_call_asks_nobody(twins: Twins, outbox_settings: C
     with transaction.atomic(), _commands_on(connections["default"].connection) as commands:
         publish("orders", {}, key="second")
     twins.lead_to(twins.original)
-    assert commands == ["BEGIN", "INSERT"]
+    assert commands == ["BEGIN", "SELECT"]
     assert sent() == {"first": "atomic", "second": "atomic"}
 
 

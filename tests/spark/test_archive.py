@@ -16,7 +16,7 @@ from outbox.broker.database.executor import Executor
 from outbox.broker.maintenance import retention
 from spark.archive import archive
 from spark.archive.manifest import Gap, Pass
-from spark.errors import RunIncomplete
+from spark.errors import RunIncomplete, UsageProblem
 from spark.progress import Progress
 from spark.rules import file as rules_file
 from tests.spark.conftest import Reconciler
@@ -127,13 +127,17 @@ def test_verify_finds_what_was_changed(reconcile: Reconciler, world: World, tmp_
     take(reconcile, path)
     work = archive.Archive(reconcile.spark, rules_file.load(path), Progress(io.StringIO()))
     assert work.verify() == []
+    elsewhere = rules_file.load(reconcile.rules(text=archived_rules(tmp_path, path="none")))
+    with pytest.raises(UsageProblem, match=r"there is no archive .*none.* outbox-reconcile archive"):
+        archive.Archive(reconcile.spark, elsewhere, Progress(io.StringIO())).verify()
     file = next((tmp_path / "archive" / "message_v1").rglob("*.parquet"))
     table = pq.read_table(file)
     kept = table.set_column(table.column_names.index("key"), "key", [["x"] * len(table)])
     for check in file.parent.glob(".*.crc"):
         check.unlink()
     pq.write_table(kept, file)
-    assert len(work.verify()) == 1
+    (problem,) = work.verify()
+    assert problem.endswith("holds 5 messages as when it was written, but not the same ones")
 
 
 class Stopper(Progress):

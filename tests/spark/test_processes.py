@@ -144,13 +144,18 @@ def cluster(folder: Path) -> Iterator[str]:
             process.wait()
 
 
+# Where the tests run the package is installed too: this says in the folder of the process that it was not that one.
+SHIPPED = "open('shipped', 'w').close()"
+
+
 def package_zip(folder: Path) -> Path:
-    """The package as the wheel installs it, for --py-files."""
+    """The package as the wheel installs it, for --py-files; imported from there it leaves the file `shipped`."""
     archive = folder / "outbox_spark.zip"
     source = ROOT / "spark"
     with zipfile.ZipFile(archive, "w") as out:
         for path in [*source.rglob("*.py"), *source.rglob("*.css")]:
-            out.write(path, f"outbox_spark/{path.relative_to(source)}")
+            mark = SHIPPED if path == source / "__init__.py" else ""
+            out.writestr(f"outbox_spark/{path.relative_to(source)}", f"{path.read_text()}\n{mark}")
     return archive
 
 
@@ -171,6 +176,7 @@ def test_a_cluster_of_two_workers_runs_the_same_job_by_spark_submit(world: World
     assert {name: count for name, count in result["totals"].items() if count} == {"ORPHAN": 1, "OK": 49 * 2}
     for worker in ("one", "two"):
         assert list((elsewhere / worker).glob("app-*/*/stderr")), f"worker {worker} ran no executor"
+    assert list(elsewhere.glob("*/app-*/*/shipped")), "no executor ran the code that was shipped"
 
 
 def submit(world: World, folder: Path, master: str, script: Path, archive: Path) -> subprocess.CompletedProcess[str]:

@@ -146,12 +146,24 @@ def test_a_clean_report_says_so_and_draws_the_rows() -> None:
 
 def test_prometheus_textfile() -> None:
     text = metrics.render(result(LOST=2), "shop")
-    assert 'outbox_reconcile_keys{rules="shop",rule="<rule>",subject="message",class="LOST"} 2' in text
+    # The labels group and topic are those of the broker's own metrics; without a group it is about the message.
+    labels = 'rules="shop",rule="<rule>",topic="order.paid"'
+    assert f'outbox_reconcile_keys{{{labels},group="",class="LOST"}} 2' in text
+    assert f'outbox_reconcile_keys{{{labels},group="<group>",class="LATE"}} 0' in text
     assert 'outbox_reconcile_faults{rules="shop"} 2' in text
     assert re.findall(r"# TYPE (?!outbox_)", text) == []
     assert text.count("# TYPE") == 7
     samples = [line for line in text.splitlines() if not line.startswith("#")]
     assert all(float(line.rsplit(" ", 1)[1]) >= 0 for line in samples)
+
+
+def test_a_group_that_is_called_message_hides_no_message() -> None:
+    found = result(LOST=2)
+    found["rules"][0]["groups"] = {"message": {**NONE, "LATE": 7}}
+    text = metrics.render(found, "shop")
+    assert 'group="",class="LOST"} 2' in text and 'group="message",class="LATE"} 7' in text
+    page = report.render(found, [], [], {}, trend(), "")
+    assert "<td>message</td>" in page and "<td>group message</td>" in page
 
 
 def test_the_metrics_of_two_rules_files_stand_beside_each_other(tmp_path: Path) -> None:

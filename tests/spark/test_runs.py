@@ -245,3 +245,6 @@ def test_intervals_of_a_scheduler(reconcile: Reconciler, world: World) -> None:
         reconcile.run(since=now() - HOUR, until=now() + HOUR)
     in_force = json.loads((reconcile.folder / "out" / "result.json").read_text())
     assert in_force["run"] == result["run"]
+    # Nothing happened in it, which is no reason to stop a scheduler.
+    quiet = reconcile.run(since=START - 2 * HOUR, until=START - HOUR)
+    assert (quiet["status"], quiet["rules"][0]["rows_read"], quiet["faults"]) == ("clean", 0, 0)

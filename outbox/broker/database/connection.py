@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import select
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final, Self, TypeAlias, TypeVar
 
 import psycopg
-from psycopg import waiting
 from psycopg.abc import PQGen
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.rows import TupleRow
@@ -48,8 +46,9 @@ class BrokerConnection(psycopg.Connection[TupleRow]):
         """Wait for the server as psycopg does, but no longer than the deadline."""
         if self.deadline is None:
             return super().wait(gen, interval, *args, **kwargs)
+        left = self.deadline - time.monotonic()
         try:
-            return _wait_until(self.deadline, gen, self.pgconn.socket)
+            return super().wait(_until(self.deadline, gen), min(interval, max(left, 0.001)), *args, **kwargs)
         except TimeoutError:
             self.close()
             raise BrokerUnavailable(
@@ -58,31 +57,18 @@ class BrokerConnection(psycopg.Connection[TupleRow]):
             ) from None
 
 
-def _wait_until(deadline: float, gen: PQGen[_Result], descriptor: int) -> _Result:
-    poller = select.poll()
+def _until(deadline: float, gen: PQGen[_Result]) -> PQGen[_Result]:
+    """What `gen` does, for psycopg's own loop, which comes back here at least once per interval."""
     try:
         wanted = next(gen)
         while True:
-            events = (select.POLLIN if wanted & waiting.WAIT_R else 0) | (
-                select.POLLOUT if wanted & waiting.WAIT_W else 0
-            )
-            poller.register(descriptor, events)
-            remaining = deadline - time.monotonic()
-            found = poller.poll(remaining * 1000) if remaining > 0 else []
-            if not found:
+            ready = yield wanted
+            if not ready and time.monotonic() >= deadline:
                 raise TimeoutError
-            wanted = gen.send(_ready(found[0][1]))
+            wanted = gen.send(ready)
     except StopIteration as stop:
         result: _Result = stop.value
         return result
-
-
-def _ready(events: int) -> waiting.Ready:
-    if events & ~(select.POLLIN | select.POLLOUT):
-        return waiting.READY_RW
-    return waiting.Ready(
-        (waiting.READY_R if events & select.POLLIN else 0) | (waiting.READY_W if events & select.POLLOUT else 0)
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,15 +118,11 @@ class BrokerDatabase:
 
     def open(self, *, timeout_seconds: float = 3.0, name: str = "outbox", direct: bool = False) -> BrokerConnection:
         """Like `connect`, for code that also sets deadlines."""
-        target = self.direct_conninfo if direct else self.conninfo
-        given = conninfo_to_dict(target)
-        defaults = {key: value for key, value in _KEEPALIVE.items() if key not in given}
         try:
             return BrokerConnection.connect(
-                make_conninfo(target, **defaults),
+                self.session_conninfo(name, direct=direct),
                 autocommit=True,
                 connect_timeout=max(1, round(timeout_seconds)),
-                application_name=given.get("application_name") or name,
             )
         except psycopg.OperationalError as error:
             # libpq's hints stand on lines of their own; a table shows the first line.
@@ -149,6 +131,13 @@ class BrokerDatabase:
                 f"the broker's database cannot be reached: {said}. Nothing was published; "
                 f"check the broker's connection settings and that its PostgreSQL runs."
             ) from error
+
+    def session_conninfo(self, name: str, *, direct: bool = False) -> str:
+        """The connection string of a session called `name`, unless it names itself, that notices a dead network."""
+        target = self.direct_conninfo if direct else self.conninfo
+        given = conninfo_to_dict(target)
+        defaults = {key: value for key, value in _KEEPALIVE.items() if key not in given}
+        return make_conninfo(target, **defaults, application_name=given.get("application_name") or name)
 
 
 _REACHED: Final = """

@@ -8,24 +8,22 @@ from __future__ import annotations
 
 import enum
 import logging
-import os
 import selectors
 import socket
-import threading
 from typing import Final
 
 import psycopg
 from psycopg import sql
 
 from outbox.backoff import Backoff
-from outbox.broker.database.connection import BrokerDatabase, Connection
+from outbox.broker.database.connection import Connection
 from outbox.broker.database.executor import Executor
+from outbox.broker.database.one_way import Request
 from outbox.broker.database.statement import Statement
 from outbox.errors import BrokerUnavailable
 
 logger = logging.getLogger(__name__)
 
-_COALESCE_SECONDS: Final = 0.002
 # For whoever has lost its connection to the broker's database.
 RECONNECT: Final = Backoff(first_seconds=0.1, longest_seconds=5.0)
 
@@ -59,66 +57,10 @@ def notify(run: Executor, channel: Channel) -> bool:
     return True
 
 
-class Notifier:
-    """Announces in the background, at most every 2 ms, on a connection of its own. Thread-safe and fork-safe."""
-
-    def __init__(self, database: BrokerDatabase) -> None:
-        self._database = database
-        self._start_anew()
-
-    def _start_anew(self) -> None:
-        self._pid = os.getpid()
-        self._lock = threading.Lock()
-        self._wanted = threading.Event()
-        self._stopping = threading.Event()
-        self._pending: set[Channel] = set()
-        self._thread: threading.Thread | None = None
-
-    def notify(self, channel: Channel = Channel.DECIDED) -> None:
-        """Announce soon; returns at once."""
-        if self._pid != os.getpid():
-            self._start_anew()
-        with self._lock:
-            self._pending.add(channel)
-            if self._thread is None:
-                self._stopping.clear()
-                self._thread = threading.Thread(target=self._run, name="outbox-notifier", daemon=True)
-                self._thread.start()
-        self._wanted.set()
-
-    def close(self) -> None:
-        """Announce what is pending and end the thread."""
-        if self._pid != os.getpid():
-            return
-        with self._lock:
-            thread, self._thread = self._thread, None
-        if thread is not None:
-            self._stopping.set()
-            self._wanted.set()
-            thread.join(timeout=5)
-
-    def _run(self) -> None:
-        connection: psycopg.Connection[tuple[object, ...]] | None = None
-        failures = 0
-        try:
-            while not (self._stopping.is_set() and not self._pending):
-                self._wanted.wait()
-                self._wanted.clear()
-                with self._lock:
-                    channels, self._pending = self._pending, set()
-                try:
-                    connection = connection or self._database.connect(name="outbox-notifier")
-                    sent = all(notify(Executor(connection, self._database.schema), channel) for channel in channels)
-                except BrokerUnavailable:
-                    sent = False
-                failures = 0 if sent else failures + 1
-                if not sent and connection is not None:
-                    connection.close()
-                    connection = None
-                self._stopping.wait(RECONNECT.pause_seconds(failures) if failures else _COALESCE_SECONDS)
-        finally:
-            if connection is not None:
-                connection.close()
+def announcement(schema: str, channel: Channel) -> Request:
+    """The same for a connection whose answers nobody waits for."""
+    text, _ = _NOTIFY.numbered(schema)
+    return Request(text, (channel.name_in(schema).encode(),), "a wake-up", is_said_once=True)
 
 
 def listen(run: Executor, *channels: Channel) -> None:

@@ -46,21 +46,9 @@ FROM stored HAVING count(*) > 0
 RETURNING log_ids, extract(epoch FROM pg_postmaster_start_time())::numeric, current_database()::text
 """)
 
+# Numbered, because a statement with names is translated for each execution.
 _DECIDED_ONE: Final = Statement("""
-WITH stored AS (
-    INSERT INTO {schema}.commit_log (born_at, deliver_at, transaction_id, message_id, topic_id, shard, half,
-        producer_group, key, tag, content_type, headers, body)
-    SELECT %(born_at)s, coalesce(%(deliver_at)s, clock_timestamp() + make_interval(secs => %(delay)s)),
-        %(message_id)s, %(message_id)s, %(topic_id)s, %(shard)s, false,
-        %(producer_group)s, %(key)s, %(tag)s, %(content_type)s, %(headers)s::text::jsonb, %(body)s
-    FROM {schema}.broker WHERE NOT (reject_transactional AND %(transactional)s)
-    ON CONFLICT (message_id) DO NOTHING
-    RETURNING log_id
-)
-INSERT INTO {schema}.op_log (transaction_id, incarnation, decision, decided_by, log_ids)
-SELECT %(message_id)s, (SELECT incarnation FROM {schema}.broker), 'C', 'P', ARRAY[log_id]
-FROM stored
-RETURNING log_ids, extract(epoch FROM pg_postmaster_start_time())::numeric, current_database()::text
+SELECT * FROM {schema}.append_one_v14($1, $2, $3, $4, $5, $6, $7, $8::text::jsonb, $9, $10, $11, $12, $13)
 """)
 
 _HALF: Final = Statement("""
@@ -85,10 +73,8 @@ SELECT array_agg(log_id ORDER BY log_id) FROM stored HAVING count(*) > 0
 _HALF_ONE: Final = Statement("""
 INSERT INTO {schema}.commit_log (born_at, deliver_at, transaction_id, message_id, topic_id, shard, half,
     immunity_seconds, ledger_id, producer_group, checker, key, tag, content_type, headers, body)
-SELECT %(born_at)s, coalesce(%(deliver_at)s, clock_timestamp() + make_interval(secs => %(delay)s)),
-    %(message_id)s, %(message_id)s, %(topic_id)s, %(shard)s, true,
-    %(immunity)s, %(ledger_id)s, %(producer_group)s, %(checker)s,
-    %(key)s, %(tag)s, %(content_type)s, %(headers)s::text::jsonb, %(body)s
+SELECT $9, coalesce($10, clock_timestamp() + make_interval(secs => $11)), $1, $1, $2, $3, true,
+    $14, $15, $12, $13, $4, $5, $6, $8::text::jsonb, $7
 FROM {schema}.broker WHERE NOT reject_transactional
 ON CONFLICT (message_id) DO NOTHING
 RETURNING ARRAY[log_id]
@@ -146,19 +132,34 @@ def append_placed(
     That is for the atomic path, where the caller's connection need not lead where it led before.
     """
     rows = catalog.prepare(run.connection, messages, transactional=transactional)
-    parameters = _parameters(rows) | {"producer_group": producer_group, "transactional": bool(transactional)}
-    statement = _DECIDED_ONE if len(rows) == 1 else _DECIDED
     try:
-        row = run.row(statement, parameters, prepare=True)
+        if len(rows) == 1:
+            log_ids, place = _append_one(run, rows[0], producer_group, bool(transactional))
+        else:
+            log_ids, place = _append_all(run, rows, producer_group, bool(transactional))
     except UniqueViolation as error:
         raise InvalidMessage(
             f"message {messages[0].message_id} was sent before, with other messages: send the same messages again, "
             f"or give new ones new ids. Nothing of this call was stored."
         ) from error
-    log_ids, place = (row[0], Place(*row[1:])) if row is not None else ([], here(run.connection))
     if transactional and len(log_ids) < len(rows):
         _check_not_rejecting(run, messages)
     return _receipts(run, messages, log_ids, half=False), place
+
+
+def _append_one(run: Executor, row: Prepared, producer_group: str, transactional: bool) -> tuple[list[int], Place]:
+    found = run.call(_DECIDED_ONE, (*_one(row), producer_group, transactional))
+    assert found is not None
+    log_id, started_at, database = found
+    return [] if log_id is None else [log_id], Place(started_at, database)
+
+
+def _append_all(
+    run: Executor, rows: Sequence[Prepared], producer_group: str, transactional: bool
+) -> tuple[list[int], Place]:
+    parameters = _many(rows) | {"producer_group": producer_group, "transactional": transactional}
+    row = run.row(_DECIDED, parameters, prepare=True)
+    return (row[0], Place(*row[1:])) if row is not None else ([], here(run.connection))
 
 
 def append_half(run: Executor, catalog: TopicCatalog, half: HalfTransaction) -> list[SendReceipt]:
@@ -167,14 +168,17 @@ def append_half(run: Executor, catalog: TopicCatalog, half: HalfTransaction) -> 
     Raises TransactionalMessagesRejected when the operator has switched half messages off.
     """
     rows = catalog.prepare(run.connection, half.messages, transactional=True)
-    parameters = _parameters(rows) | {
-        "immunity": half.immunity_seconds,
-        "ledger_id": half.ledger_id,
-        "producer_group": half.producer_group,
-        "checker": half.checker,
-    }
-    statement = _HALF_ONE if len(rows) == 1 else _HALF
-    row = run.row(statement, parameters, prepare=True)
+    if len(rows) == 1:
+        values = (half.producer_group, half.checker, half.immunity_seconds, half.ledger_id)
+        row = run.call(_HALF_ONE, (*_one(rows[0]), *values))
+    else:
+        parameters = _many(rows) | {
+            "immunity": half.immunity_seconds,
+            "ledger_id": half.ledger_id,
+            "producer_group": half.producer_group,
+            "checker": half.checker,
+        }
+        row = run.row(_HALF, parameters, prepare=True)
     log_ids = row[0] if row is not None else []
     if len(log_ids) < len(rows):
         _check_not_rejecting(run, half.messages)
@@ -191,25 +195,22 @@ def _check_not_rejecting(run: Executor, messages: Sequence[Message]) -> None:
         )
 
 
-def _parameters(rows: Sequence[Prepared]) -> dict[str, Any]:
-    return _one(rows[0]) if len(rows) == 1 else _many(rows)
-
-
-def _one(row: Prepared) -> dict[str, Any]:
+def _one(row: Prepared) -> tuple[Any, ...]:
+    """The first eleven parameters of the statements for one message."""
     message = row.message
-    return {
-        "born_at": message.born_at,
-        "deliver_at": message.deliver_at,
-        "delay": None if message.delay is None else message.delay.total_seconds(),
-        "message_id": message.message_id,
-        "topic_id": row.topic_id,
-        "shard": row.shard,
-        "key": message.key,
-        "tag": message.tag,
-        "content_type": message.content_type,
-        "headers": arrays.dump_headers(message.headers) if message.headers else None,
-        "body": message.body,
-    }
+    return (
+        message.message_id,
+        row.topic_id,
+        row.shard,
+        message.key,
+        message.tag,
+        message.content_type,
+        message.body,
+        arrays.dump_headers(message.headers) if message.headers else None,
+        message.born_at,
+        message.deliver_at,
+        None if message.delay is None else message.delay.total_seconds(),
+    )
 
 
 def _many(rows: Sequence[Prepared]) -> dict[str, Any]:

@@ -34,6 +34,7 @@ _FILES: Final = {
     11: "0011_operations.sql",
     12: "0012_sql_publish.sql",
     13: "0013_tick.sql",
+    14: "0014_one_call.sql",
 }
 SCHEMA_VERSION: Final = max(_FILES)
 

@@ -8,6 +8,7 @@ from uuid import UUID
 
 from outbox.broker.database.arrays import texts, uuids
 from outbox.broker.database.executor import Executor
+from outbox.broker.database.one_way import Request
 from outbox.broker.database.statement import Statement
 from outbox.broker.log import incidents
 from outbox.broker.log.incidents import Incident, IncidentKind
@@ -40,6 +41,13 @@ FROM known LEFT JOIN decided USING (transaction_id)
 CROSS JOIN (SELECT set_config(
     'synchronous_commit', CASE WHEN %(durable)s THEN current_setting('synchronous_commit') ELSE 'off' END, true
 ) AS synchronous_commit) AS durability
+""")
+
+# For one end message that nobody waits for: what it meets is recorded by the function. Its commit does not wait for the
+# disk either, as above.
+_END_ONE = Statement("""
+SELECT set_config('synchronous_commit', 'off', true),
+       {schema}.end_one_v14(%(transaction_id)s, %(decision)s, %(producer_group)s)
 """)
 
 _STANDING = Statement("""
@@ -81,6 +89,13 @@ def record_ends(run: Executor, ends: Sequence[EndTransaction]) -> list[EndStatus
     statuses = [_status(end, firsts[_key(end)], outcomes.get(_key(end)), standing) for end in ends]
     incidents.record(run, _incidents(run, ends, statuses))
     return statuses
+
+
+def end_request(schema: str, end: EndTransaction) -> Request:
+    """The end message of a producer as a request whose answer nobody waits for."""
+    text, _ = _END_ONE.numbered(schema)
+    values = (str(end.transaction_id).encode(), end.decision.encode(), end.producer_group.encode())
+    return Request(text, values, f"the end message of transaction {end.transaction_id}")
 
 
 def standing_decisions(run: Executor, ids: Sequence[UUID]) -> dict[UUID, Decision]:

@@ -14,6 +14,7 @@ from psycopg.errors import UniqueViolation
 
 from outbox.broker.database.arrays import uuids, xids
 from outbox.broker.database.executor import Executor
+from outbox.broker.database.one_way import Request
 from outbox.broker.database.snapshot import Snapshot
 from outbox.broker.database.statement import Statement
 from outbox.broker.database.timeouts import lifted
@@ -132,3 +133,10 @@ def hint_checks(run: Executor, ids: Sequence[UUID], *, settings: CheckSettings) 
     Before immunity ends such a check only reads.
     """
     return run.count(_HINT, {"ids": uuids(ids), "immunity": settings.immunity_seconds})
+
+
+def hint_request(schema: str, transaction_id: UUID, *, settings: CheckSettings) -> Request:
+    """The same for one transaction, as a request whose answer nobody waits for."""
+    text, names = _HINT.numbered(schema)
+    given = {"ids": b"{%s}" % str(transaction_id).encode(), "immunity": b"%d" % settings.immunity_seconds}
+    return Request(text, tuple(given[name] for name in names), f"the hint to check {transaction_id}")

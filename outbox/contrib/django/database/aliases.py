@@ -103,7 +103,8 @@ def _in_role(conninfo: str, connection: BaseDatabaseWrapper) -> str:
 
 def place_named_by(alias: str) -> tuple[object, ...]:
     """What tells whether an alias still names the same database: test runners change it. Asked by every publish."""
-    entry = _alias(alias).settings_dict
+    # One dictionary for all threads; a connection of this thread would have to be found first.
+    entry = connections.settings.get(alias) or _alias(alias).settings_dict
     role = entry["OPTIONS"].get("assume_role")
     return entry["NAME"], entry["HOST"], entry["PORT"], entry["USER"], entry["PASSWORD"], role
 

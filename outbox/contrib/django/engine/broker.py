@@ -33,6 +33,7 @@ class _Current:
     def __init__(self, settings: OutboxSettings, place: tuple[object, ...]) -> None:
         self.settings = settings
         self.place = place
+        self._has_database = settings.has_database
         self.codecs = _codecs(settings)
         self.catalog = TopicCatalog(
             settings.schema, auto_create=settings.auto_create_topics, selectors=_selectors(settings)
@@ -75,6 +76,10 @@ class _Current:
             answering=lambda producer: AnsweringThread(producer, get_broker, group, LedgerChecker),
         )
 
+    def is_for(self, settings: OutboxSettings) -> bool:
+        """Whether these are the settings, and their alias leads where it led."""
+        return self.settings is settings and (not self._has_database or place_named_by(settings.broker) == self.place)
+
     def close(self) -> None:
         if not isinstance(self.broker, InMemoryBroker):
             self.broker.close()
@@ -87,15 +92,14 @@ _lock = threading.Lock()
 def _get() -> _Current:
     global _current
     settings = get_settings()
-    place = place_named_by(settings.broker) if settings.has_database else ()
     current = _current
-    if current is not None and current.settings is settings and current.place == place:
+    if current is not None and current.is_for(settings):
         return current
     with _lock:
-        if _current is None or _current.settings is not settings or _current.place != place:
+        if _current is None or not _current.is_for(settings):
             if _current is not None:
                 _current.close()
-            _current = _Current(settings, place)
+            _current = _Current(settings, place_named_by(settings.broker) if settings.has_database else ())
         return _current
 
 
@@ -177,4 +181,10 @@ def _selectors(settings: OutboxSettings) -> dict[str, Callable[..., int]]:
     }
 
 
-flusher: Final = Flusher(get_broker)
+def _one_way() -> PostgresBroker | None:
+    """The broker of this process if it is there already and takes ends one way."""
+    broker = None if _current is None else _current.broker
+    return broker if isinstance(broker, PostgresBroker) else None
+
+
+flusher: Final = Flusher(get_broker, _one_way)

@@ -1,7 +1,8 @@
-"""Sends end messages and hints in the background, so that no request waits for them. Losing them is harmless.
+"""Sends end messages and hints so that no request waits for them. Losing them is harmless: check-back finds out.
 
-One daemon thread per process, started by the first of them after start or fork. They are batched; the queue is
-bounded and drops what does not fit, because check-back finds out anyway.
+The bundled broker takes them one way, from the thread that has them. An engine whose client only knows calls that wait
+gets them from a daemon thread, one per process, started by the first of them after start or fork: in batches, from a
+bounded queue that drops what does not fit.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Callable
 from typing import Final
 from uuid import UUID
 
+from outbox.broker.postgres import PostgresBroker
 from outbox.errors import BrokerError
 from outbox.faults import point
 from outbox.ports import Broker
@@ -32,10 +34,16 @@ _Item = EndTransaction | UUID
 
 
 class Flusher:
-    """The queue of one process. All methods may be called from any thread."""
+    """The ends of one process. All methods may be called from any thread.
 
-    def __init__(self, receiver: Callable[[], Broker]) -> None:
+    `receiver` gives the broker, `one_way` the same if it takes ends one way.
+    """
+
+    def __init__(
+        self, receiver: Callable[[], Broker], one_way: Callable[[], PostgresBroker | None] = lambda: None
+    ) -> None:
         self._receiver = receiver
+        self._one_way = one_way
         self.dropped = 0
         self._reset()
         os.register_at_fork(after_in_child=self._reset)
@@ -52,12 +60,25 @@ class Flusher:
         self._thread: threading.Thread | None = None
 
     def end(self, end: EndTransaction) -> None:
-        """Queue an end message; returns at once. Dropped when the queue is full."""
-        self._put(end)
+        """Send an end message soon; returns at once. Dropped when too much is on its way."""
+        broker = self._one_way()
+        if broker is None:
+            self._put(end)
+            return
+        try:
+            point("producer.before_end")
+            broker.end_one_way(end)
+            point("producer.after_end")
+        except Exception:
+            logger.exception("the end of %s was not sent; check-back will settle it", end.transaction_id)
 
     def hint(self, transaction_id: UUID) -> None:
-        """Queue a hint to check soon; otherwise like `end`."""
-        self._put(transaction_id)
+        """Send a hint to check soon; otherwise like `end`."""
+        broker = self._one_way()
+        if broker is None:
+            self._put(transaction_id)
+        else:
+            broker.hint_one_way(transaction_id)
 
     def _put(self, item: _Item) -> None:
         with self._changed:
@@ -86,8 +107,11 @@ class Flusher:
             self._thread = thread
 
     def flush(self, *, within_seconds: float = _EXIT_SECONDS) -> bool:
-        """Wait until everything queued so far was sent (or given up); False when time ran out first."""
+        """Wait until everything so far was sent (or given up); False when time ran out first."""
         deadline = time.monotonic() + within_seconds
+        broker = self._one_way()
+        if broker is not None and not broker.flush(within_seconds=within_seconds):
+            return False
         with self._changed:
             while self._unfinished:
                 left = deadline - time.monotonic()

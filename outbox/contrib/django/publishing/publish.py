@@ -22,7 +22,7 @@ from asgiref.sync import sync_to_async
 from django.db import transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.utils.asyncio import async_unsafe
-from psycopg.errors import InvalidSchemaName, UndefinedTable
+from psycopg.errors import InvalidSchemaName, UndefinedFunction, UndefinedTable
 
 from outbox import measures, tracing
 from outbox.broker.database.executor import Executor
@@ -235,7 +235,7 @@ def _publish_atomic(
         if producer is not None:
             check_epoch(run, producer)
         receipts, place = append_placed(run, catalog, messages, producer_group=settings.producer_group)
-    except (UndefinedTable, InvalidSchemaName) as error:
+    except (UndefinedTable, UndefinedFunction, InvalidSchemaName) as error:
         raise missing(settings.schema) from error
     confirm(connection, settings, place)
     transaction.on_commit(_wake_after_commit, using=connection.alias, robust=True)
