@@ -46,6 +46,7 @@ lint: $(STAMP) ## Style and types
 	$(BIN)/mypy
 
 bench: $(STAMP) ## Measure throughput and latency on this machine (nothing else should be running)
+	$(BIN)/python -m benchmarks.web_peers --install
 	$(BIN)/python -m benchmarks
 
 faults: $(STAMP) ## The longest runs: every fault many times

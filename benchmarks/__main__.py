@@ -7,20 +7,10 @@ import platform
 import subprocess
 import sys
 
+# The web path first, then what is behind it, then what stands beside it.
 NAMES = (
-    *(
-        "web_peers",
-        "web",
-        "latency",
-        "bulk",
-        "modes",
-        "inbox",
-        "checkback",
-        "retention",
-        "status",
-        "metrics",
-        "tracing",
-    ),
+    *("web_peers", "web", "slow_disk", "bulk", "modes", "inbox"),
+    *("growth", "held_open", "checkback", "retention", "status", "metrics", "tracing"),
     *("branches", "celery_worker", "engines", "forward"),
 )
 

@@ -1,12 +1,15 @@
 """One web job on each engine: four threads write a row by the ORM and publish one message, a consumer handles it.
 
 PostgreSQL on the atomic and on the two-phase path, and RocketMQ, whose programs Maven fetches, all on this machine and
-in turns. The consumer's handler does nothing and has no inbox, so that engines are compared and not databases.
+in turns. The consumer's handler does nothing and has no inbox, so that engines are compared and not databases. Beside
+them, on the same server: RocketMQ's own Java client with the same messages, half and commit and plain, without any row.
+ENGINES_TRANSACTIONS and OUTBOX_BENCH_REPEATS make it shorter.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -18,21 +21,28 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from psycopg.conninfo import conninfo_to_dict
+
 from benchmarks.bulk import process
 from benchmarks.harness import Spread, child_arguments, percentile, server, table
 from outbox.broker import embedded
 from outbox.message import Delivery
-from outbox.rocketmq.private_server import PrivateRocketMQ, fetch_programs
+from outbox.rocketmq.names import wire_name
+from outbox.rocketmq.private_server import PrivateRocketMQ, fetch, fetch_programs
 from outbox.subscription import Subscription
 from outbox.topic import Topic
 
-TRANSACTIONS = 2_000
+TRANSACTIONS = int(os.environ.get("ENGINES_TRANSACTIONS", "2000"))
 WARMING = 200
 THREADS = 4
-REPEATS = 3
+REPEATS = int(os.environ.get("OUTBOX_BENCH_REPEATS", "3"))
 KINDS = ("atomic", "two_phase", "rocketmq")
 TOPIC = Topic(name="order.paid")
 WANTED = Subscription(group="bench", topic=TOPIC.name)
+JAVA_TOPIC = Topic(name="java.paid")
+JAVA_WANTED = Subscription(group="java", topic=JAVA_TOPIC.name)
+JAVA_CLIENT = {"rocketmq-client-java": "5.0.8"}
+PROGRAMS = Path(__file__).resolve().parent.parent / "var" / "rocketmq"
 
 
 def main() -> None:
@@ -45,25 +55,29 @@ def main() -> None:
         for run in range(REPEATS):
             for kind in KINDS:
                 found[kind].append(measure(url, queue, f"engines_{run}_{kind}", kind))
+            for name, one in java(queue):
+                found.setdefault(f"Java client, {name}", []).append(one)
     columns: list[tuple[str, Callable[[dict[str, Any]], float]]] = [
         ("transactions/s", lambda one: float(one["rate"])),
         ("to the handler, median ms", lambda one: percentile(one["latencies"], 0.5) * 1e3),
         ("99th percentile ms", lambda one: percentile(one["latencies"], 0.99) * 1e3),
-        ("handled/s from first to last", lambda one: float(one["handled"])),
     ]
-    rows = [[kind, *(f"{Spread.of([take(one) for one in found[kind]])}" for _, take in columns)] for kind in KINDS]
+    rows = [
+        [kind, *(f"{Spread.of([take(one) for one in runs])}" for _, take in columns)] for kind, runs in found.items()
+    ]
     table("engines (median, low to high)", ["engine", *(name for name, _ in columns)], rows)
 
 
 @contextmanager
 def rocketmq() -> Iterator[PrivateRocketMQ]:
     """A server for the run."""
-    programs = fetch_programs(Path(__file__).resolve().parent.parent / "var" / "rocketmq")
+    programs = fetch_programs(PROGRAMS)
     with tempfile.TemporaryDirectory(prefix="outbox-mq-", ignore_cleanup_errors=True) as folder:
         started = PrivateRocketMQ(Path(folder), programs)
         started.start()
-        started.admin.create_topic(TOPIC)
-        started.admin.create_group(WANTED, TOPIC)
+        for topic, wanted in ((TOPIC, WANTED), (JAVA_TOPIC, JAVA_WANTED)):
+            started.admin.create_topic(topic)
+            started.admin.create_group(wanted, topic)
         try:
             yield started
         finally:
@@ -99,6 +113,22 @@ def measure(url: str, queue: PrivateRocketMQ, name: str, kind: str) -> dict[str,
     return {"rate": rate, **seen}
 
 
+def java(queue: PrivateRocketMQ) -> Iterator[tuple[str, dict[str, Any]]]:
+    """RocketMQ's own client: each way of sending, and what was measured of it."""
+    jars = PROGRAMS / "client-java"
+    fetch(jars, JAVA_CLIENT)
+    program = Path(__file__).with_name("java") / "OwnClient.java"
+    proxy = queue.url.removeprefix("rocketmq://")
+    given = [proxy, wire_name(JAVA_TOPIC.name), JAVA_WANTED.group, str(TRANSACTIONS), str(THREADS)]
+    command = ["java", "-Xmx256m", "-cp", f"{jars}/*", str(program), *given]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(done.stderr)
+    for line in done.stdout.splitlines():
+        name, rate, latencies = line.split(" ", 2)
+        yield name, {"rate": float(rate), "latencies": [one / 1e3 for one in json.loads(latencies)]}
+
+
 def produce(kind: str, application: str, broker: str) -> None:
     """The web job; prints its rate."""
     from benchmarks.django_setup import configure
@@ -110,11 +140,13 @@ def produce(kind: str, application: str, broker: str) -> None:
     from outbox.contrib.django import publish
     from outbox.contrib.django.engine.broker import flusher
 
+    run = conninfo_to_dict(application)["dbname"]
+
     def worker(start: int, count: int) -> None:
         for number in range(start, start + count):
             with transaction.atomic():
                 order = Order.objects.create(customer=f"customer-{number}", total="129.90", status="paid")
-                publish(TOPIC.name, {"run": application, "at": time.time()}, key=order.pk)
+                publish(TOPIC.name, {"run": run, "at": time.time()}, key=order.pk)
         connections.close_all()
 
     print("ready", flush=True)
@@ -136,19 +168,16 @@ def produce(kind: str, application: str, broker: str) -> None:
 def consume(kind: str, run: str, broker: str) -> None:
     """Handle all messages of the run; prints when they came."""
     latencies: dict[object, float] = {}
-    moments: list[float] = []
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
 
     def handle(delivery: Delivery) -> None:
         now = time.time()
-        if f"/{run}" in delivery.body["run"] and delivery.message_id not in latencies:
+        if delivery.body["run"] == run and delivery.message_id not in latencies:
             latencies[delivery.message_id] = now - delivery.body["at"]
-            moments.append(now)
             if len(latencies) == WARMING + TRANSACTIONS:
                 warm = list(latencies.values())[WARMING:]
-                rate = TRANSACTIONS / (moments[-1] - moments[WARMING])
-                print(json.dumps({"latencies": warm, "handled": rate}), flush=True)
+                print(json.dumps({"latencies": warm}), flush=True)
 
     runtime: Any
     if kind == "rocketmq":

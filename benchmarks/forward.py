@@ -1,7 +1,8 @@
 """Forwarding messages of many keys, and of one key, to each sink on this machine, beside one that only acknowledges.
 
 RabbitMQ, Redis and Kafka are measured where their URL is given: FORWARD_AMQP, FORWARD_REDIS, FORWARD_KAFKA
-(servers; the cluster has to make topics by itself).
+(servers; the cluster has to make topics by itself). `python -m benchmarks.forward private` starts those of them that
+are installed (Debian, Maven) for the run. FORWARD_MESSAGES and OUTBOX_BENCH_REPEATS make it shorter.
 One key at a time is what order costs: each message waits for the acknowledgement of the one before it.
 """
 
@@ -11,11 +12,13 @@ import contextlib
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any, Final
 
 import psycopg
@@ -33,7 +36,7 @@ from outbox.contrib.sinks.sink import Outgoing, Sink
 from outbox.message import Message
 from outbox.topic import MessageType, Topic
 
-MESSAGES: Final = 5_000
+MESSAGES: Final = int(os.environ.get("FORWARD_MESSAGES", "5000"))
 KEYS: Final = 1_000
 BODY: Final = b'{"order": "' + b"x" * 240 + b'"}'
 SECRET: Final = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"
@@ -153,5 +156,38 @@ def main() -> None:
     )
 
 
+@contextlib.contextmanager
+def private_servers() -> Iterator[None]:
+    """RabbitMQ, Redis and Kafka of the run's own, as the tests have them; without those that are not installed."""
+    # pytest's own "skipped" says that one is not.
+    from _pytest.outcomes import Skipped
+
+    from tests.kafka_server import Kafka
+    from tests.servers import RabbitMQ, private_redis
+
+    with contextlib.ExitStack() as stack:
+        folders = [Path(stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))) for _ in range(3)]
+        with contextlib.suppress(Skipped):
+            path = stack.enter_context(private_redis(folders[0], "--appendonly", "yes", "--appendfsync", "always"))
+            os.environ["FORWARD_REDIS"] = f"redis+socket://{path}"
+        with contextlib.suppress(Skipped):
+            rabbitmq = RabbitMQ(folders[1])
+            rabbitmq.start()
+            stack.callback(rabbitmq.stop)
+            os.environ["FORWARD_AMQP"] = rabbitmq.url
+        with contextlib.suppress(Skipped):
+            kafka = Kafka(folders[2], makes_topics=True)
+            kafka.start()
+            stack.callback(kafka.stop)
+            os.environ["FORWARD_KAFKA"] = kafka.servers
+        yield
+
+
 if __name__ == "__main__":
-    _receive() if sys.argv[1:] == ["receiver"] else main()
+    if sys.argv[1:] == ["receiver"]:
+        _receive()
+    elif sys.argv[1:] == ["private"]:
+        with private_servers():
+            main()
+    else:
+        main()

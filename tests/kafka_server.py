@@ -46,7 +46,7 @@ def programs() -> Path:
 class Kafka:
     """One node in `folder`, which can be killed and started again."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, makes_topics: bool = False) -> None:
         self._java = ["java", *_HEAP, "-cp", f"{programs()}/*"]
         self._log = folder / "output"
         self._port, controller = free_ports(2)
@@ -67,7 +67,7 @@ class Kafka:
                     "transaction.state.log.replication.factor=1",
                     "transaction.state.log.min.isr=1",
                     "group.initial.rebalance.delay.ms=0",
-                    "auto.create.topics.enable=false",
+                    f"auto.create.topics.enable={str(makes_topics).lower()}",
                 )
             )
         )

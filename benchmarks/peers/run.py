@@ -163,6 +163,8 @@ def running(url: str, way: Way, name: str) -> Iterator[Running]:
         web = subprocess.Popen(
             [python, "-m", "benchmarks.peers.web"],
             env=environment | {"OUTBOX_BENCH_ROLE": "web"},
+            # Python looks there first, and must not find this checkout's outbox in place of another's.
+            cwd=folder,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -172,6 +174,7 @@ def running(url: str, way: Way, name: str) -> Iterator[Running]:
             worker = subprocess.Popen(
                 [python, *way.worker],
                 env=environment | {"OUTBOX_BENCH_ROLE": "worker"},
+                cwd=folder,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -199,7 +202,7 @@ def databases(url: str, way: Way, name: str, folder: Path) -> tuple[str, str]:
         made = [embedded.create_database(url, template) for template in templates]
         environment = _environment(way, made[0], made[-1], folder) | {"OUTBOX_BENCH_ROLE": "web"}
         command = [str(python_of(way.environment)), "-m", "benchmarks.peers.web", "--prepare"]
-        subprocess.run(command, env=environment, check=True)
+        subprocess.run(command, env=environment, cwd=folder, check=True)
     copies = [
         embedded.create_database(url, f"{name}_{number}", template=template)
         for number, template in enumerate(templates)

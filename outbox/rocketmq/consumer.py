@@ -35,6 +35,7 @@ from outbox.rocketmq import client
 from outbox.rocketmq.attempts import Attempt, Extended
 from outbox.rocketmq.engine import ENGINE
 from outbox.rocketmq.names import wire_name
+from outbox.rocketmq.observed import observed
 from outbox.rocketmq.wire import from_wire
 from outbox.subscription import OnError, Subscription
 from outbox.topic import Topic
@@ -84,7 +85,7 @@ class RocketMQConsumers:
         self._on_tick = on_tick
         configuration = client.configuration(url)
         self._pollers = [
-            _Poller(configuration, subscription, handler, invoker, codecs or Codecs())
+            _Poller(configuration, subscription, handler, observed(invoker), codecs or Codecs())
             for subscription, handler in subscriptions
         ]
 

@@ -61,26 +61,33 @@ def fetch_programs(folder: Path) -> Path:
         return jars
     if missing := programs_missing():
         raise ConfigurationError(f"a RocketMQ server of one's own needs {missing} on the PATH.")
+    fetch(jars, dict.fromkeys(_ARTEFACTS, VERSION))
+    return jars
+
+
+def fetch(jars: Path, artefacts: Mapping[str, str]) -> None:
+    """Have Maven bring RocketMQ's artefacts (name to version) with what they need. Raises ConfigurationError."""
+    if (jars / "complete").exists():
+        return
     jars.mkdir(parents=True, exist_ok=True)
-    (jars / "pom.xml").write_text(_pom(), encoding="utf-8")
+    (jars / "pom.xml").write_text(_pom(artefacts), encoding="utf-8")
     goal = ["dependency:copy-dependencies", f"-DoutputDirectory={jars}"]
     done = subprocess.run(["mvn", "-q", "-B", *goal], cwd=jars, capture_output=True, text=True, check=False)
     if done.returncode:
         said = (done.stdout + done.stderr)[-3000:]
-        raise ConfigurationError(f"Maven could not fetch RocketMQ {VERSION}: {said}")
+        raise ConfigurationError(f"Maven could not fetch RocketMQ's {', '.join(artefacts)}: {said}")
     (jars / "complete").touch()
-    return jars
 
 
-def _pom() -> str:
+def _pom(artefacts: Mapping[str, str]) -> str:
     dependencies = "".join(
         f"<dependency><groupId>org.apache.rocketmq</groupId><artifactId>{name}</artifactId>"
-        f"<version>{VERSION}</version></dependency>"
-        for name in _ARTEFACTS
+        f"<version>{version}</version></dependency>"
+        for name, version in artefacts.items()
     )
     return (
         '<project xmlns="http://maven.apache.org/POM/4.0.0"><modelVersion>4.0.0</modelVersion>'
-        "<groupId>outbox</groupId><artifactId>rocketmq-server</artifactId><version>1</version>"
+        "<groupId>outbox</groupId><artifactId>rocketmq-programs</artifactId><version>1</version>"
         f"<packaging>pom</packaging><dependencies>{dependencies}</dependencies></project>"
     )
 

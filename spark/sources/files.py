@@ -38,19 +38,26 @@ class FrameSource:
         raise NotImplementedError
 
     def open(self, timed: Sequence[Selection]) -> Reading:
-        """See Source. Files are complete up to the configured watermark, else up to the newest time in them."""
+        """See Source. Files are complete up to the configured watermark, else up to where the first table ends."""
         now = datetime.now(UTC)
+        notes = []
         if self._database.watermark:
-            watermark: datetime | None = parse_moment(self._database.watermark)
+            watermark = parse_moment(self._database.watermark)
         else:
-            newest = [self._newest(selection) for selection in timed]
-            watermark = min((moment for moment in newest if moment is not None), default=None)
-            if watermark is None:
+            newest = [(moment, each.table) for each in timed if (moment := self._newest(each)) is not None]
+            if not newest:
                 raise RunIncomplete(
                     f"database {self._database.name!r} has no time in it, so up to when it is complete is not known. "
                     f'Write watermark = "…" in [database.{self._database.name}].'
                 )
-        return Reading(database=self._database.name, taken_at=now, watermark=watermark, identity=self._database.kind)
+            watermark, table = min(newest)
+            notes.append(
+                f"no watermark is given: taken to be complete up to the newest time in {table!r}. Write watermark = "
+                f'"…" in [database.{self._database.name}], the start of the export'
+            )
+        return Reading(
+            database=self._database.name, taken_at=now, watermark=watermark, identity=self._database.kind, notes=notes
+        )
 
     def _newest(self, selection: Selection) -> datetime | None:
         # Microseconds, not a timestamp: collect() would turn that into this machine's local time.

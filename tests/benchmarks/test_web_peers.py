@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import time
@@ -85,9 +86,16 @@ def test_small() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_beside_another_checkout() -> None:
-    """The other one here is this one; what is compared has to be marked as such."""
-    printed = tables("web_peers", "--way", "two-phase, inbox", "--before", str(environments.ROOT), **_SMALL)
+def test_beside_another_checkout(tmp_path: Path) -> None:
+    """The other one is a copy that says who imported it: a way's processes, and none of this version's."""
+    shutil.copytree(environments.ROOT / "outbox", tmp_path / "outbox")
+    used = tmp_path / "used"
+    with (tmp_path / "outbox" / "__init__.py").open("a") as file:
+        file.write(f"\nimport os\nwith open({str(used)!r}, 'a') as f:\n    f.write(os.environ['PYTHONPATH'] + '\\n')\n")
+    printed = tables("web_peers", "--way", "two-phase, inbox", "--before", str(tmp_path), **_SMALL)
+    # Preparing, the web process, the worker's parent and its two children.
+    assert len(importers := used.read_text().splitlines()) >= 5
+    assert all("overlay" in path for path in importers)
     throughput = next(iter(printed.values()))
     assert [row["way"] for row in throughput] == [
         "this project, two-phase, inbox",

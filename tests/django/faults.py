@@ -14,6 +14,7 @@ from outbox.contrib.django.engine.broker import flusher, get_broker
 from outbox.contrib.django.operations.commands import switch_transactional
 from outbox.contrib.django.publishing.checkback import run_check_back
 from outbox.contrib.django.worker.periodic import passes
+from outbox.contrib.django.worker.receiving import Rounds
 from outbox.errors import WrongDatabase
 from outbox.transaction import Answer, Decision, EndTransaction
 from tests.django.broker_world import NOWHERE, World, fault
@@ -58,6 +59,13 @@ def check_back_late(world: World) -> None:
     """Nothing drives check-back of a service any more."""
     [check_back] = [one for one in passes() if one.name == CHECK_BACK]
     check_back.run()
+    world.sql("UPDATE outbox.periodic_pass SET began_at = began_at - interval '5 minutes'")
+
+
+@fault
+def receiver_late(world: World) -> None:
+    """A receiver is stopped, or its source does not answer."""
+    Rounds("partner").note()
     world.sql("UPDATE outbox.periodic_pass SET began_at = began_at - interval '5 minutes'")
 
 

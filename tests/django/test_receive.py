@@ -54,7 +54,7 @@ def send(url: str, *messages: tuple[str, Any]) -> None:
 @pytest.mark.timeout(400)
 @pytest.mark.usefixtures("databases")
 def test_effects_happen_once_whoever_is_killed_and_whatever_is_repeated(
-    rabbitmq_server: RabbitMQ, receive: dict[str, Any]
+    rabbitmq_server: RabbitMQ, receive: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     numbers = [f"n{n}" for n in range(60)]
     expected = sorted([*numbers, *(f"step-{number}" for number in numbers)])
@@ -76,7 +76,11 @@ def test_effects_happen_once_whoever_is_killed_and_whatever_is_repeated(
     assert sorted(Effect.objects.values_list("number", flat=True)) == expected
     with broker_connection() as (connection, _):
         rows = connection.execute("SELECT count(*) FROM outbox.commit_log WHERE headers ? 'received-id'").fetchall()
-    assert rows == [(60,)]
+        passes = connection.execute("SELECT name FROM outbox.periodic_pass WHERE name LIKE 'receive:%'").fetchall()
+    assert (rows, passes) == ([(60,)], [("receive:partner",)])
+    for known in (1, 0):
+        call_command("outbox_receive", "partner", forget=True)
+        assert f"{known} receivers forgotten" in capsys.readouterr().out
 
 
 def waiting(url: str) -> int:

@@ -6,7 +6,7 @@ import subprocess
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from outbox.rocketmq.private_server import PrivateRocketMQ
@@ -21,12 +21,13 @@ from tests.support import eventually
 
 @dataclass(frozen=True)
 class Project:
-    """One project of this test's own: `topics` are orders, steps and what is delivered later."""
+    """One project of this test's own: `topics` are orders, steps and what is delivered later; `more` variables."""
 
     server: PrivateRocketMQ
     topics: tuple[str, str, str]
     group: str
     on_postgres: bool = False
+    more: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def outbox(self) -> Mapping[str, Any]:
@@ -46,12 +47,15 @@ class Project:
             "TEST_ROCKETMQ": "" if self.on_postgres else self.server.url,
             "TEST_TOPICS": ",".join(self.topics),
             "TEST_GROUP": self.group,
+            **self.more,
         }
 
     @contextmanager
-    def running(self, arguments: Sequence[str], *, faults: str = "") -> Iterator[subprocess.Popen[str]]:
+    def running(
+        self, arguments: Sequence[str], *, faults: str = "", quiet: bool = True
+    ) -> Iterator[subprocess.Popen[str]]:
         """A Python process of the project."""
-        with processes.process(arguments, faults=faults, quiet=True, variables=self.environment()) as started:
+        with processes.process(arguments, faults=faults, quiet=quiet, variables=self.environment()) as started:
             yield started
 
     @contextmanager

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +16,10 @@ from outbox.contrib.django import get_broker
 from outbox.contrib.django.engine import broker as broker_access
 from outbox.rocketmq.private_server import PrivateRocketMQ
 from tests.django.shop.models import Order
+from tests.rocketmq.conftest import unique
 from tests.rocketmq.driver import place
 from tests.rocketmq.project import Project, happened, make_project, nothing_lost_invented_or_doubled
+from tests.support import eventually
 
 pytestmark = pytest.mark.usefixtures("application")
 
@@ -67,12 +72,40 @@ def test_producer_killed_at_each_step(project: Project, how: str) -> None:
     assert Order.objects.filter(number__startswith="whole").count() == 6
 
 
-def test_a_slow_local_transaction_outlives_its_checks(project: Project) -> None:
+@pytest.mark.parametrize("seconds", [6, pytest.param(120, marks=pytest.mark.soak)])
+def test_a_slow_local_transaction_outlives_its_checks(project: Project, seconds: int) -> None:
     """Asked about while it runs: the barrier waits for it, and the answer is UNKNOWN, never ROLLBACK."""
     with project.consumer():
-        place(project.topics[0], "slow", decorated=False, seconds=6)
+        place(project.topics[0], "slow", decorated=False, seconds=seconds)
         nothing_lost_invented_or_doubled()
     assert set(happened()) == {"slow", "step-slow"}
+
+
+def test_spans_follow_a_message_through_rocketmq(project: Project, tmp_path: Path) -> None:
+    """From publishing to its handler, and on to the handler of what that one publishes."""
+    file = tmp_path / "spans.jsonl"
+    traced = replace(project, more={"TEST_OUTBOX": json.dumps({"TRACING": True}), "TEST_SPANS": str(file)})
+
+    def spans() -> dict[str, dict[str, Any]]:
+        lines = file.read_text().split("\n")[:-1] if file.exists() else []
+        return {span["name"].partition(".")[0]: span for span in map(json.loads, lines)}
+
+    with traced.consumer(), traced.running(["-m", "tests.rocketmq.driver", "traced", "plain", "1"]) as driver:
+        assert driver.wait(90) == 0
+        eventually(lambda: "process steps" in spans(), within_seconds=90, what=lambda: str(spans().keys()))
+    found = spans()
+    assert found["process orders"]["parent_id"] is not None
+    assert found["process steps"]["parent_id"] is not None
+    of_steps = {span: found[span]["context"]["trace_id"] for span in ("publish steps", "process steps")}
+    assert of_steps["publish steps"] == of_steps["process steps"]
+
+
+def test_a_worker_says_at_its_start_which_topics_are_missing(project: Project) -> None:
+    missing = replace(project, topics=(*project.topics[:2], unique("missing.")))
+    with missing.running(["-m", "outbox.contrib.django.worker.child", "check"], quiet=False) as worker:
+        assert worker.stderr is not None
+        said = next(line for line in worker.stderr if "RocketMQ has no topic" in line)
+    assert missing.topics[2] in said and "create it with message.type=" in said
 
 
 def test_a_consumer_killed_in_its_handler_has_no_second_effect(project: Project) -> None:
@@ -101,7 +134,6 @@ def test_server_killed_and_restarted(project: Project, rocketmq: PrivateRocketMQ
 def _eventually_placed(project: Project, number: str) -> None:
     """A user who tries again."""
     from outbox.errors import BrokerError
-    from tests.support import eventually
 
     def placed() -> Any:
         try:

@@ -161,6 +161,8 @@ def test_exports_of_bytea_and_effects_without_a_watermark(reconcile: Reconciler,
     result = reconcile.run()
     counted = {name: count for name, count in result["totals"].items() if count}
     assert counted == {"OK": 2, "PENDING": 1}, "order 2 is newer than the export"
+    (note,) = next(each["notes"] for each in result["snapshots"] if each["database"] == "effects")
+    assert note.startswith("no watermark is given: taken to be complete up to the newest time in 'shipment'")
 
 
 def test_values_in_unusual_forms_and_outputs_that_fail(

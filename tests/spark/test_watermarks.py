@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from datetime import datetime, timedelta
@@ -112,13 +113,15 @@ def test_rows_hidden_by_policies_are_an_error(new_database: Callable[..., str]) 
 
 
 @pytest.fixture
-def both(new_database: Callable[..., str], tmp_path: Path) -> Iterator[tuple[str, str]]:
+def both(new_database: Callable[..., str]) -> Iterator[tuple[str, str]]:
     """The URLs of a database and of its streaming replica."""
     if embedded.URL_VARIABLE in os.environ:
         pytest.skip(f"{embedded.URL_VARIABLE} names a server that may not be copied")
     url = new_database()
-    with replica.streaming(url, tmp_path) as standby:
-        yield url, standby
+    # Not under pytest's folder: another run of it, as it starts, shuts that for the server's user again.
+    with tempfile.TemporaryDirectory(prefix="outbox-replica-", ignore_cleanup_errors=True) as folder:
+        with replica.streaming(url, Path(folder)) as standby:
+            yield url, standby
 
 
 def caught_up(standby: str, past: datetime) -> bool:

@@ -120,6 +120,10 @@ CATALOGUE: Final[Mapping[str, Kind]] = {
         "Check-back or pruning of a producer group has not begun for several periods: undecided messages stay open.",
         "Start `celery worker --outbox` or `outbox_worker` in that service; its log says why a pass fails.",
     ),
+    "receiver_late": Kind(
+        "A receiver of OUTBOX['RECEIVE'] has not been answered by its source for several periods: nothing comes in.",
+        "Start `outbox_receive`, or bring back what its log names; `outbox_receive --forget NAME` if it is gone.",
+    ),
     "unanswered": Kind(
         "Half messages are undecided and nobody of their producer group answers.",
         "Start the producer service with check-back; if the group is gone for good, settle them with `outbox_decide`.",

@@ -8,10 +8,11 @@ from typing import Final
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
 from outbox.broker.operations import audit, health
-from outbox.broker.operations.conditions import Condition, Severity, condition
+from outbox.broker.operations.conditions import Condition, Fact, Judged, Severity, condition
 from outbox.broker.operations.status import open_since_resync
 from outbox.broker.operations.summary import Summary
 from outbox.broker.operations.thresholds import Thresholds
+from outbox.broker.transaction import turns
 
 _BROKER: Final = Statement("""
 SELECT (SELECT owner::text FROM {schema}.leader_lease WHERE role = 'sequencer' AND expires_at > clock_timestamp()),
@@ -96,16 +97,17 @@ def _ticks_late(run: Executor, limits: Thresholds, snapshot: str, overdue_second
 
 
 def _passes_late(run: Executor, limits: Thresholds) -> Iterator[Condition]:
-    yield from condition(
-        "check_back_late",
-        [
-            (
-                limits.pass_late_periods.judge(seconds_ago / max(period, 1.0)),
-                {"producer_group": group, "pass": name, "last_run_seconds": seconds_ago, "period_seconds": period},
-            )
-            for group, name, seconds_ago, period in run.rows(_PASSES)
-        ],
-    )
+    passes: list[Judged] = []
+    receivers: list[Judged] = []
+    for group, name, seconds_ago, period in run.rows(_PASSES):
+        severity = limits.pass_late_periods.judge(seconds_ago / max(period, 1.0))
+        fact: Fact = {"producer_group": group, "last_run_seconds": seconds_ago, "period_seconds": period}
+        if name.startswith(turns.RECEIVE):
+            receivers.append((severity, {"receiver": name.removeprefix(turns.RECEIVE), **fact}))
+        else:
+            passes.append((severity, {"pass": name, **fact}))
+    yield from condition("check_back_late", passes)
+    yield from condition("receiver_late", receivers)
 
 
 def _incidents(run: Executor, limits: Thresholds) -> Iterator[Condition]:

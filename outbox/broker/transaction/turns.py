@@ -8,6 +8,8 @@ from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
 
 CHECK_BACK = "check_back"
+# Begins the name of a pass that is a receiver's round: nothing is undecided when it is late, but nobody receives.
+RECEIVE = "receive:"
 
 # The clock and not now(): who waited for the row has to see the time at which it is compared.
 _TAKE_TURN = Statement("""
@@ -70,6 +72,14 @@ def take_turn(
     rest = interval_seconds / 2 if rest_seconds is None else rest_seconds
     parameters = {"group": producer_group, "name": name, "interval": interval_seconds, "rest": rest}
     return run.row(_TAKE_TURN, parameters) is not None
+
+
+_FORGET = Statement("DELETE FROM {schema}.periodic_pass WHERE name = %(name)s")
+
+
+def forget(run: Executor, name: str) -> int:
+    """Nobody runs the pass any more, and nobody is to miss it; returns how many groups had it."""
+    return run.count(_FORGET, {"name": name})
 
 
 def unasked(run: Executor) -> list[Unasked]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 from uuid import uuid4
@@ -77,13 +77,18 @@ class Receiver:
         self._convert = convert
         self._batch = batch
 
-    def run(self, stop: threading.Event) -> None:
-        """Receive until `stop`; what is away is waited for. Raises Poison, or what says that it cannot work so."""
+    def run(self, stop: threading.Event, *, on_round: Callable[[], None] | None = None) -> None:
+        """Receive until `stop`; what is away is waited for. Raises Poison, or what says that it cannot work so.
+
+        `on_round` is called after each round in which source and broker did what they should, also if nothing came.
+        """
         failures = 0
         while not stop.is_set():
             try:
                 self.run_once()
                 failures = 0
+                if on_round is not None:
+                    on_round()
             except (ServiceUnavailable, BrokerUnavailable, SendFailed) as error:
                 # What was received comes again, to this connection's successor.
                 self._source.close()

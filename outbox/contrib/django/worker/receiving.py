@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import math
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, cast
 
 from outbox import heartbeat
+from outbox.broker.database.executor import Executor
+from outbox.broker.postgres import PostgresBroker
+from outbox.broker.transaction import turns
+from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.database.in_tests import refuse_processes_in_tests
 from outbox.contrib.django.engine.broker import get_broker
 from outbox.contrib.django.settings.conf import get_settings, imported
@@ -17,7 +24,12 @@ from outbox.contrib.django.worker import probes
 from outbox.contrib.django.worker.forwarding import made
 from outbox.contrib.sources.receiver import Received, Receiver
 from outbox.contrib.sources.source import Convert, Source, convert
+from outbox.errors import BrokerError
 
+logger = logging.getLogger(__name__)
+
+# How often a receiver tells the broker that it goes round.
+ROUND_SECONDS: Final = 30.0
 _PURPOSE: Final = (
     "to receive: {'partner': {'source': 'kombu', 'topic': 'partner.orders', "
     "'options': {'url': 'amqp://…', 'queue': 'orders'}}}"
@@ -29,25 +41,59 @@ def run_receive(stop: threading.Event, *, names: Sequence[str] = ()) -> None:
     refuse_processes_in_tests()
     failed: list[BaseException] = []
 
-    def receive(receiver: Receiver) -> None:
+    def receive(receiver: Receiver, rounds: Rounds) -> None:
         try:
-            receiver.run(stop)
+            receiver.run(stop, on_round=rounds.note)
         except BaseException as error:
             failed.append(error)
             stop.set()
 
     with probes.alone("receive"), receiving(names) as receivers:
+        rounds = {name: Rounds(name) for name in receivers}
         threads = [
-            threading.Thread(target=receive, args=[one], name=f"receive-{name}") for name, one in receivers.items()
+            threading.Thread(target=receive, args=[one, rounds[name]], name=f"receive-{name}")
+            for name, one in receivers.items()
         ]
         for thread in threads:
             thread.start()
         while not stop.wait(1.0):
-            heartbeat.beat(ready=True)
+            heartbeat.beat(ready=all(one.is_recent() for one in rounds.values()))
         for thread in threads:
             thread.join()
     if failed:
         raise failed[0]
+
+
+class Rounds:
+    """Says that a receiver goes round: to this process's probe, and now and then to the broker (`receiver_late`)."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._at = self._told_at = -math.inf
+
+    def note(self) -> None:
+        """It has gone round."""
+        self._at = time.monotonic()
+        broker = get_broker()
+        if self._at - self._told_at < ROUND_SECONDS / 2 or not isinstance(broker, PostgresBroker):
+            return
+        self._told_at = self._at
+        group = get_settings().producer_group
+        try:
+            broker.take_turn(group, f"{turns.RECEIVE}{self._name}", interval_seconds=ROUND_SECONDS, rest_seconds=0)
+        except BrokerError as error:
+            logger.warning("that %r is received could not be noted: %s", self._name, error)
+
+    def is_recent(self) -> bool:
+        """Whether it went round lately."""
+        return time.monotonic() - self._at < probes.LIVE_SECONDS
+
+
+def forget_receivers(names: Sequence[str]) -> int:
+    """These are not received any more, and nobody is to miss them; returns how many were known."""
+    with broker_connection() as (connection, schema):
+        run = Executor(connection, schema)
+        return sum(turns.forget(run, f"{turns.RECEIVE}{name}") for name in names)
 
 
 def receive_once(*, names: Sequence[str] = (), wait_seconds: float = 2.0) -> Received:

@@ -14,7 +14,7 @@ from outbox.broker import process_log
 from outbox.broker.consumer.runtime import ConsumerRuntime
 from outbox.broker.process import ProcessSettings, run_broker
 from outbox.contrib.django.database.aliases import broker_database
-from outbox.contrib.django.engine.broker import get_codecs
+from outbox.contrib.django.engine.broker import get_broker, get_codecs
 from outbox.contrib.django.engine.engines import require_engine
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.subscribers.handler_connections import pool_shortages
@@ -93,8 +93,23 @@ def run_monitor_role(stop: threading.Event) -> None:
         stop.wait()
 
 
+def _compare_topics() -> None:
+    """Say at the start what RocketMQ lacks of the declared topics, not when the first message is refused."""
+    from outbox.rocketmq.broker import RocketMQBroker
+
+    broker = get_broker()
+    assert isinstance(broker, RocketMQBroker)
+    try:
+        for problem in broker.topic_problems():
+            logger.error("%s", problem)
+    except OutboxError as error:
+        logger.warning("RocketMQ's topics cannot be compared with those declared: %s", error)
+
+
 def run_check_role(stop: threading.Event) -> None:
     """Run the periodic passes, each at its own interval, until `stop`."""
+    if get_settings().is_rocketmq:
+        _compare_topics()
     due = {item.name: 0.0 for item in passes()}
     while not stop.is_set():
         for item in passes():
