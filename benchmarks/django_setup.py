@@ -25,6 +25,8 @@ def configure(application_url: str, broker_url: str, *, rocketmq: str = "") -> N
         OUTBOX={
             "BROKER": rocketmq or ("broker" if "broker" in databases else "default"),
             "PRODUCER_GROUP": "bench",
+            # The first messages meet a server that is still warming up.
+            "SEND_TIMEOUT_SECONDS": 20,
             "TOPICS": {TOPIC: {"types": ["NORMAL", "TRANSACTION"]}},
         },
     )

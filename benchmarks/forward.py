@@ -66,7 +66,7 @@ def sinks(port: int) -> Iterator[tuple[str, Callable[[], Sink]]]:
     yield "webhook", lambda: WebhookSink(url=url, secrets=[SECRET], allow_private=True, allow_http=True)
     for variable in ("FORWARD_REDIS", "FORWARD_AMQP"):
         if found := os.environ.get(variable):
-            yield found.partition(":")[0], _kombu(found)
+            yield found.partition(":")[0].partition("+")[0], _kombu(found)
     if servers := os.environ.get("FORWARD_KAFKA"):
         from outbox.contrib.sinks.kafka import KafkaSink
 

@@ -163,6 +163,8 @@ class CheckingProducer(client.Producer):  # type: ignore[misc]
             return None
         except Exception as error:
             raise BrokerUnavailable(
-                f"RocketMQ's proxy cannot be asked about topic {topic!r}: {client.described(error)}."
+                f"RocketMQ's proxy at {self.client_configuration.rpc_endpoints} cannot be asked about topic {topic!r}: "
+                f"{client.described(error)}. Does it run, and is this the port of its gRPC (8081), not of a broker or "
+                f"a name server?"
             ) from error
         return frozenset(kind for queue in answer.message_queues for kind in queue.accept_message_types)

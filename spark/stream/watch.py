@@ -116,7 +116,8 @@ class Watch:
 
 
 def _stream_failure(error: Exception) -> ReconcileError:
-    reason = " ".join(str(error).split())[:400]
+    # Spark adds its plans, which say nothing of the cause.
+    reason = " ".join(str(error).partition("=== Streaming Query ===")[0].split())
     return RunIncomplete(
         f"the streaming query failed: {reason}. The previous result stays in force. Start it again; if its checkpoint "
         f"is damaged, remove the folder {CHECKPOINT!r} of the output: the result says where to go on."

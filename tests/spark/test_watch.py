@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from spark.errors import RunIncomplete, UsageProblem
-from spark.stream.watch import CHECKPOINT, Watch
+from spark.stream.watch import CHECKPOINT, Watch, _stream_failure
 from tests.spark import oracle, timelines
 from tests.spark import world as world_rules
 from tests.spark.conftest import Reconciler
@@ -165,6 +165,12 @@ def start(world: World, folder: Path, *how: str) -> subprocess.Popen[str]:
         text=True,
         start_new_session=True,
     )
+
+
+def test_what_ended_the_stream_is_told_whole() -> None:
+    cause = "Python worker failed to connect back, " + "because " * 100
+    told = str(_stream_failure(Exception(f"[STREAM_FAILED] {cause}\n=== Streaming Query ===\nIdentifier: x")))
+    assert cause.strip() in told and "Identifier" not in told
 
 
 @pytest.mark.slow

@@ -33,8 +33,8 @@ class Bell:
     def answer(self) -> None:
         """Be ready for the next ring; look at what there is to do after this, not before."""
         with contextlib.suppress(OSError):
-            while self.socket.recv(64):
-                pass
+            # More than that many rings cannot be there.
+            self.socket.recv(64)
         # Only now: whoever rings between the two would find its ring taken and all later ones muted.
         self._rung = False
 

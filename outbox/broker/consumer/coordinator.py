@@ -25,7 +25,7 @@ from outbox.broker.dispatch.ownership import Gained, HandOver, Lost, Ownership, 
 from outbox.broker.dispatch.subscriptions import ConsumingGroup, Subscribed
 from outbox.broker.groups import leases, members, offsets, outages, rebalance, send_back, suspects
 from outbox.broker.groups.leases import Lease, QueueKey, lease_clock
-from outbox.broker.groups.members import QueueState
+from outbox.broker.groups.members import GroupState, Look, QueueState
 from outbox.broker.log.consume_queue import floors
 from outbox.errors import BrokerUnavailable
 
@@ -115,8 +115,11 @@ class Coordinator:
             self._renew(run)
         self._give_back(run)
         self._drop_untrusted()
-        self._read_switches(run)
-        self._rebalance(run)
+        # Before the database is asked: a queue that was stopped here by then is stopped there.
+        stopped = {key for key, queue in self._queues.items() if queue.is_stopped}
+        look = members.look(run, list(self._groups))
+        self._follow(run, look.groups)
+        self._rebalance(run, look, stopped)
         for queue in self._broadcast.gained(run):
             self._ownership.emit(Gained(queue))
 
@@ -177,8 +180,7 @@ class Coordinator:
             self._leaving.discard(lease.key)
             self._queues.pop(lease.key, None)
 
-    def _read_switches(self, run: Executor) -> None:
-        states = members.groups(run, list(self._groups))
+    def _follow(self, run: Executor, states: Mapping[int, GroupState]) -> None:
         suspected = suspects.of_groups(run, [group_id for group_id, state in states.items() if state.suspicious])
         for group_id, state in states.items():
             switched = Switched(group_id, state.paused, state.generation, suspected.get(group_id, {}))
@@ -186,17 +188,13 @@ class Coordinator:
                 self._switches[group_id] = switched
                 self._ownership.emit(switched)
 
-    def _rebalance(self, run: Executor) -> None:
+    def _rebalance(self, run: Executor, look: Look, stopped: Collection[QueueKey]) -> None:
         if not self._shared_groups or self._ownership.is_draining:
             return
-        alive = members.members(run, self._shared_groups)
-        # Before the database is asked: a queue that was stopped here by then is stopped there.
-        stopped = {key for key, queue in self._queues.items() if queue.is_stopped}
-        queues = members.queues(run, self._shared_groups)
-        self._compare(queues, stopped)
+        self._compare(look.queues, stopped)
         for group_id in self._shared_groups:
-            of_group = [queue for queue in queues if queue.key[0] == group_id]
-            mine = rebalance.share(self._instance, self._strategy, alive[group_id], of_group)
+            of_group = [queue for queue in look.queues if queue.key[0] == group_id]
+            mine = rebalance.share(self._instance, self._strategy, look.members[group_id], of_group)
             for key in [key for key in self._leases if key[0] == group_id and key not in mine]:
                 self._let_go(key)
             free = [
@@ -246,7 +244,7 @@ class Coordinator:
         states: Mapping[QueueKey, QueueState],
     ) -> None:
         # A reset may have raised the generation since it was read; what is gained now belongs to the new one.
-        self._read_switches(run)
+        self._follow(run, members.groups(run, list(self._groups)))
         queue_ids = [lease.key[1] for lease in obtained]
         positions = offsets.load(run, group.group_id, queue_ids)
         lowest = floors(run, queue_ids)

@@ -33,7 +33,9 @@ from outbox.ports import Invoker
 
 logger = logging.getLogger(__name__)
 
-POLL_SECONDS: Final = 1.0
+# How often queues are looked at though nobody has announced anything: where announcements come, and where they do not.
+_LISTENING_POLL_SECONDS: Final = 3.0
+_POLL_SECONDS: Final = 1.0
 _THREADS_SECONDS: Final = 2.0
 
 Register = Callable[[Executor, uuid.UUID], list[ConsumingGroup]]
@@ -54,6 +56,7 @@ class ConsumerSession:
     ) -> None:
         self._database = database
         self._lease_seconds = lease_seconds
+        self._poll_seconds = _POLL_SECONDS if database.listen_conninfo == "" else _LISTENING_POLL_SECONDS
         self.bell = Bell()
         self._run: Executor | None = None
         self._announcements: Announcements | None = None
@@ -87,7 +90,7 @@ class ConsumerSession:
                 heartbeat.beat(ready=True)
                 if until():
                     return
-                self._wait(self._polled_at + POLL_SECONDS - time.monotonic())
+                self._wait(self._polled_at + self._poll_seconds - time.monotonic())
                 failures = 0
             except (psycopg.Error, BrokerUnavailable) as error:
                 if not patient:
@@ -119,13 +122,13 @@ class ConsumerSession:
         self.bell.close()
 
     def _finished(self, work: Work) -> None:
-        self.dispatcher.finished(work)
-        self.bell.ring()
+        if self.dispatcher.finished(work):
+            self.bell.ring()
 
     def _step(self) -> None:
         run = self._connected()
         now = time.monotonic()
-        announced = self._queues_grew or now - self._polled_at >= POLL_SECONDS
+        announced = self._queues_grew or now - self._polled_at >= self._poll_seconds
         if announced:
             self._queues_grew = False
             self._polled_at = now

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import logging
-import selectors
+import select
 import socket
 from typing import Final
 
@@ -75,6 +75,8 @@ class Announcements:
     def __init__(self, connection: Connection) -> None:
         self._pgconn = connection.pgconn
         self._arrived: set[str] = set()
+        self._poll = select.poll()
+        self._poll.register(self._pgconn.socket, select.POLLIN)
         connection.add_notify_handler(lambda notification: self._arrived.add(notification.channel))
 
     def wait(self, timeout: float | None, bell: socket.socket | None = None) -> set[str]:
@@ -84,11 +86,9 @@ class Announcements:
         """
         self._consume()
         if not self._arrived:
-            with selectors.DefaultSelector() as selector:
-                selector.register(self._pgconn.socket, selectors.EVENT_READ)
-                if bell is not None:
-                    selector.register(bell, selectors.EVENT_READ)
-                selector.select(timeout)
+            if bell is not None:
+                self._poll.register(bell, select.POLLIN)
+            self._poll.poll(None if timeout is None else timeout * 1000)
             self._consume()
         arrived, self._arrived = self._arrived, set()
         return arrived

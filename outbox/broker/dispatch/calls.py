@@ -5,12 +5,17 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Final
 
 from outbox.broker.dispatch.owned_queue import OwnedQueue, Phase
 from outbox.broker.dispatch.station import Station
 from outbox.broker.dispatch.work import NOT_STARTED, Item, Result, Work
 from outbox.broker.dispatch.worker_pool import STUCK_LIMIT
 from outbox.errors import HandlerTimedOut
+from outbox.ports import Disposition
+
+# Results that nothing waits for are collected within this time.
+COLLECT_SECONDS: Final = 0.05
 
 
 class Calls:
@@ -21,10 +26,37 @@ class Calls:
         self._running: set[Work] = set()
         self._stuck: dict[Work, list[Item]] = {}
         self._finished: deque[Work] = deque()
+        # Until when the dispatching thread sleeps if nobody wakes it, and when it looks for results by itself.
+        self._asleep_until = 0.0
+        self._collect_at = 0.0
+        # Whether the dispatching thread wants to know at once of each call that is over; it says so itself.
+        self.watched = False
 
-    def finished(self, work: Work) -> None:
-        """A call is over. The handlers' threads call this."""
+    def finished(self, work: Work) -> bool:
+        """A call is over; returns whether the dispatching thread is to be woken. The handlers' threads call this.
+
+        A message that was handled while there is enough to do only moves the offset. It is collected when that thread
+        is awake next, if that is soon: waking it for each costs more than handling does.
+        """
         self._finished.append(work)
+        # Read after that (see `sleep`): whoever sleeps for longer than it is to take has not seen it.
+        return self._asleep_until - time.monotonic() > COLLECT_SECONDS or self._is_awaited(work)
+
+    def sleep(self, seconds: float) -> float:
+        """For how long of `seconds` the dispatching thread may sleep; to be asked right before it does."""
+        now = time.monotonic()
+        looks = self._collect_at > now
+        if looks:
+            seconds = min(seconds, self._collect_at - now)
+        self._asleep_until = now + seconds
+        # Looked at after that: who finishes a call from here on sees for how long this thread sleeps.
+        return 0.0 if self._finished and not (looks and not self.watched) else seconds
+
+    def _is_awaited(self, work: Work) -> bool:
+        """Whether something goes on only with this result: its line, its attempt, the threads, whoever watches."""
+        if self.watched or work.abandoned or work.subscribed.ordered or len(work.items) > 1:
+            return True
+        return not isinstance(work.results[0], Disposition) or self._stations[work.subscribed.key].is_running_out
 
     @property
     def any_running(self) -> bool:
@@ -35,11 +67,6 @@ class Calls:
     def any_counting(self) -> bool:
         """Whether a handler runs that still counts, or a call is over and not booked."""
         return bool(self._running or self._finished)
-
-    @property
-    def any_over(self) -> bool:
-        """Whether a call is over and not booked."""
-        return bool(self._finished)
 
     def deadlines(self) -> list[float]:
         """When calls that run now will have run too long, or will hang for too long (time.monotonic)."""
@@ -61,6 +88,9 @@ class Calls:
         for item in work.items:
             item.queue.started()
         self._running.add(work)
+        now = time.monotonic()
+        if self._collect_at < now:
+            self._collect_at = now + COLLECT_SECONDS
         self._stations[work.subscribed.key].pool.submit(work)
 
     def hold(self, work: Work) -> None:

@@ -51,7 +51,7 @@ class Dispatcher:
         self._stale: list[OwnedQueue] = []
         self._calls = Calls(self._stations)
         self._trials = Trials(instance, self._calls)
-        # Called by the handlers' threads.
+        # Called by the handlers' threads; whether this one is to be woken.
         self.finished: Final = self._calls.finished
         self._dirty: set[OwnedQueue] = set()
         self._store_at = 0.0
@@ -79,7 +79,7 @@ class Dispatcher:
             self._hand_over_drained()
 
     def wait_seconds(self, longest: float) -> float:
-        """How long nothing needs to be done unless somebody rings."""
+        """How long nothing needs to be done unless somebody rings; to be asked right before that wait."""
         now = time.monotonic()
         due = [
             at
@@ -87,12 +87,10 @@ class Dispatcher:
             if not (station.subscribed.group.paused or self._trials.silent) and (at := station.next_at(now)) is not None
         ]
         due += self._calls.deadlines()
-        if self._calls.any_over:
-            due.append(now)
         if self._dirty:
             due.append(self._store_at)
         due += [queue.start_until for queue in self._owned.values() if queue.start_until > now]
-        return max(0.0, min([longest, *(at - now for at in due)]))
+        return self._calls.sleep(max(0.0, min([longest, *(at - now for at in due)])))
 
     @property
     def is_idle(self) -> bool:
@@ -296,6 +294,19 @@ class Dispatcher:
             for lane in station.lanes:
                 while not self._trials.silent and station.admits(now) and (items := lane.take(now)):
                     self._submit(run, Work(station.subscribed, lane, items))
+            station.backlog = station.pool.room == 0
+        self._calls.watched = self._watches()
+
+    def _watches(self) -> bool:
+        """Whether something is to be done as soon as what runs is over."""
+        return (
+            self._draining
+            or self._bounded
+            or self._trials.pending
+            or bool(self._stale)
+            or any(station.outage.resume_at is not None for station in self._stations.values())
+            or any(queue.phase is not Phase.ACTIVE for queue in self._owned.values())
+        )
 
     def _submit(self, run: Executor, work: Work) -> None:
         if any(item.row is None for item in work.items):

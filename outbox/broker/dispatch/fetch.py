@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final
 
+import psycopg
 from psycopg import sql
 
 from outbox.broker.database import arrays
@@ -64,10 +65,14 @@ class Fetcher:
         )
         # Values in filters are parameters: what is put in here has no braces that a Statement could take for its own.
         self._statement = Statement(_FETCH.replace("{passes}", passes.as_string(None)))
-        self._constants = {**builder.parameters, "largest": LARGEST_BUFFERED_BODY}
+        self._parameters: dict[str, Any] = {**builder.parameters, "largest": LARGEST_BUFFERED_BODY}
+        # What the rest of them was made for: while little arrives, the same queues are asked again and again.
+        self._wanted: Sequence[tuple[OwnedQueue, int]] = ()
         self._numbers: dict[Subscribed | None, int] = {
             subscribed: number for number, subscribed in enumerate(filtered, start=1)
         }
+        # Kept: at web rates this is executed for every message, and making a cursor costs as much as using it.
+        self._cursor: psycopg.RawCursor[Row] | None = None
 
     def fetch(self, run: Executor, wanted: Sequence[tuple[OwnedQueue, int]]) -> list[Row]:
         """Up to so many entries of each queue from its `fetch_from` on; queue by queue, in queue order.
@@ -76,14 +81,18 @@ class Fetcher:
         A row without `TOPIC_ID` refers to a message that retention removed; one with `PASSES` false was filtered; one
         that passes and has no body has a large one, to be had from `load`.
         """
-        parameters: dict[str, Any] = {
-            **self._constants,
-            "queue_ids": arrays.integers([queue.key[1] for queue, _ in wanted]),
-            "starts": arrays.bigints([queue.fetch_from for queue, _ in wanted]),
-            "limits": arrays.integers([limit for _, limit in wanted]),
-            "filters": arrays.integers([self._numbers.get(queue.subscribed, 0) for queue, _ in wanted]),
-        }
-        return run.rows(self._statement, parameters)
+        if wanted != self._wanted:
+            self._wanted = wanted
+            self._parameters |= {
+                "queue_ids": arrays.integers([queue.key[1] for queue, _ in wanted]),
+                "limits": arrays.integers([limit for _, limit in wanted]),
+                "filters": arrays.integers([self._numbers.get(queue.subscribed, 0) for queue, _ in wanted]),
+            }
+        self._parameters["starts"] = arrays.bigints([queue.fetch_from for queue, _ in wanted])
+        text, names = self._statement.numbered(run.schema)
+        if self._cursor is None or self._cursor.connection is not run.connection:
+            self._cursor = arrays.raw_cursor_on(run.connection)
+        return self._cursor.execute(text, [self._parameters[name] for name in names]).fetchall()
 
 
 _LOAD = Statement("""

@@ -63,7 +63,10 @@ class Prefetcher:
                 end = start
                 while end < len(rows) and rows[end][SLOT] == slot:
                     end += 1
-                self._ingest(queue, rows[start:end], more=end - start == room)
+                if end == start:
+                    queue.rest()
+                else:
+                    self._ingest(queue, rows[start:end], more=end - start == room)
                 start = end
             if start != len(rows):
                 raise BrokerError("the broker returned fetched messages in another order than was asked for.")

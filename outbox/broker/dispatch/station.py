@@ -33,7 +33,14 @@ class Station:
             f"{subscription.group}-{subscription.topic}", subscription.threads, run, batches=subscription.batch > 1
         )
         self.outage: Final = Outage(subscription)
+        # Whether messages wait that the pool has no room for.
+        self.backlog = False
         self._told = 0
+
+    @property
+    def is_running_out(self) -> bool:
+        """Whether messages wait while the threads soon have none. Any thread."""
+        return self.backlog and self.pool.waiting <= self.subscribed.subscription.threads
 
     def admits(self, now: float) -> bool:
         """Whether a call may be handed to the pool."""

@@ -65,6 +65,11 @@ class Trials:
         """Whether nothing else may be started now."""
         return self._held is not None and not self._hung
 
+    @property
+    def pending(self) -> bool:
+        """Whether a trial runs, or waits for what runs."""
+        return self._held is not None
+
     def drain(self) -> None:
         """Begin no more trials."""
         self._draining = True

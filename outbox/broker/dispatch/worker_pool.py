@@ -53,6 +53,11 @@ class WorkerPool:
         return self._stuck > self._threads * STUCK_LIMIT
 
     @property
+    def waiting(self) -> int:
+        """How many works no thread has taken yet. Any thread."""
+        return self._queue.qsize()
+
+    @property
     def in_hand(self) -> int:
         """How many works were submitted and are not over."""
         return self._in_hand

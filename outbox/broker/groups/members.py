@@ -6,6 +6,7 @@ import os
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 from uuid import UUID
 
 from outbox.broker.database import arrays
@@ -94,11 +95,12 @@ def forget_the_dead(run: Executor) -> None:
     run.execute(_FORGET)
 
 
-_MEMBERS = Statement("""
+_LIVE: Final = """
 SELECT group_id, instance_id, topics FROM {schema}.consumer
 WHERE group_id = ANY(%(group_ids)s::integer[]) AND expires_at > clock_timestamp()
 ORDER BY group_id, instance_id
-""")
+"""
+_MEMBERS = Statement(_LIVE)
 
 
 def members(run: Executor, group_ids: Sequence[int]) -> dict[int, list[Member]]:
@@ -109,11 +111,12 @@ def members(run: Executor, group_ids: Sequence[int]) -> dict[int, list[Member]]:
     return found
 
 
-_GROUPS = Statement("""
+_SWITCHES: Final = """
 SELECT group_id, paused, generation,
        EXISTS (SELECT FROM {schema}.suspect s WHERE s.group_id = g.group_id) AS suspicious
 FROM {schema}.consumer_group g WHERE group_id = ANY(%(group_ids)s::integer[])
-""")
+"""
+_GROUPS = Statement(_SWITCHES)
 
 
 def groups(run: Executor, group_ids: Sequence[int]) -> dict[int, GroupState]:
@@ -124,7 +127,7 @@ def groups(run: Executor, group_ids: Sequence[int]) -> dict[int, GroupState]:
 
 # A queue counts once the group has consumed all queues of older layouts of its topic (column `generation`). Those
 # older ones are left out when they are consumed, so one layout at a time is shared out.
-_QUEUES = Statement("""
+_SHARED: Final = """
 WITH wanted AS (
     SELECT s.group_id, s.topic_id, t.name FROM {schema}.subscription s JOIN {schema}.topic t USING (topic_id)
     WHERE s.group_id = ANY(%(group_ids)s::integer[])
@@ -152,9 +155,31 @@ LEFT JOIN {schema}.queue_lease l ON l.group_id = c.group_id AND l.queue_id = c.q
 LEFT JOIN {schema}.topic retried ON c.name IS NULL AND retried.topic_id = c.number
 WHERE NOT c.consumed
 ORDER BY c.group_id, c.topic_id, c.number
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What a consumer has to know of its groups: their switches and live members by group id, their queues."""
+
+    groups: Mapping[int, GroupState]
+    members: Mapping[int, Sequence[Member]]
+    queues: Sequence[QueueState]
+
+
+# One statement, for it is asked every second by every consumer process, and nothing has changed as a rule.
+_LOOK = Statement(f"""
+SELECT (SELECT coalesce(jsonb_agg(to_jsonb(found)), '[]') FROM ({_SWITCHES}) AS found),
+       (SELECT coalesce(jsonb_agg(to_jsonb(found)), '[]') FROM ({_LIVE}) AS found),
+       (SELECT coalesce(jsonb_agg(to_jsonb(found)), '[]') FROM ({_SHARED}) AS found)
 """)
 
 
-def queues(run: Executor, group_ids: Sequence[int]) -> list[QueueState]:
-    """The queues these groups may consume now, with their leases."""
-    return run.objects(QueueState, _QUEUES, {"group_ids": arrays.integers(group_ids)})
+def look(run: Executor, group_ids: Sequence[int]) -> Look:
+    """All of it at one moment. Members come in an order all of them agree on; queues are those to consume now."""
+    states, alive, queues = run.one(_LOOK, {"group_ids": arrays.integers(group_ids)})
+    found: dict[int, list[Member]] = {group_id: [] for group_id in group_ids}
+    for row in alive:
+        found[row["group_id"]].append(Member(UUID(row["instance_id"]), frozenset(row["topics"])))
+    owned = [QueueState(**row | {"owner": UUID(row["owner"]) if row["owner"] else None}) for row in queues]
+    return Look({row["group_id"]: GroupState(**row) for row in states}, found, owned)

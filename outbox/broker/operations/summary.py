@@ -163,6 +163,15 @@ _PARTS: Final[Mapping[str, type[Any]]] = {
 }
 
 
+# In the order of `summary_sql.COUNT`.
+_COUNTED: Final[Sequence[type[Any]]] = (GroupProgress, GroupRest, ProducerProgress, TopicProgress)
+_BEGIN: Final = """
+BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY;
+SET LOCAL jit = off;
+SET LOCAL lock_timeout = '1s'
+"""
+
+
 def count(run: Executor) -> Summary:
     """Count now, all parts from one snapshot. The connection must be in autocommit and outside a transaction.
 
@@ -170,24 +179,29 @@ def count(run: Executor) -> Summary:
     where somebody keeps a table locked.
     """
     started = time.monotonic()
-    run.connection.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
+    # Three statements in one message, which cannot be prepared. A wait for a lock would pass for work, after which the
+    # next count is put off; who is kept out says so (`lock_held`).
+    run.connection.execute(_BEGIN, prepare=False)
     try:
-        run.connection.execute("SET LOCAL jit = off")
-        # A wait would pass for work, after which the next count is put off; who is kept out says so (`lock_held`).
-        run.connection.execute("SET LOCAL lock_timeout = '1s'")
-        [now] = run.one(summary_sql.NOW)
-        groups = run.objects(GroupProgress, summary_sql.GROUPS)
-        found: dict[str, Any] = {
-            "rests": run.objects(GroupRest, summary_sql.RESTS),
-            "producers": run.objects(ProducerProgress, summary_sql.PRODUCERS),
-            "topics": run.objects(TopicProgress, summary_sql.TOPICS),
-            "blocked": run.objects(BlockedQueue, summary_sql.BLOCKED, {"limit": _BLOCKED_NAMED})
-            if any(group.blocked for group in groups)
-            else [],
-        }
+        now, *counted = run.one(summary_sql.COUNT, prepare=False)
+        groups, rests, producers, topics = (
+            [row_type(**row) for row in rows] for row_type, rows in zip(_COUNTED, counted, strict=True)
+        )
+        blocked: list[BlockedQueue] = []
+        if any(group.blocked for group in groups):
+            blocked = run.objects(BlockedQueue, summary_sql.BLOCKED, {"limit": _BLOCKED_NAMED})
     finally:
         run.connection.rollback()
-    return Summary(at=now, now=now, took_seconds=time.monotonic() - started, groups=groups, **found)
+    return Summary(
+        at=now,
+        now=now,
+        took_seconds=time.monotonic() - started,
+        groups=groups,
+        rests=rests,
+        producers=producers,
+        topics=topics,
+        blocked=blocked,
+    )
 
 
 def refresh(run: Executor) -> Summary:
@@ -196,7 +210,6 @@ def refresh(run: Executor) -> Summary:
     facts = {name: _packed(row_type, getattr(summary, name)) for name, row_type in _PARTS.items()}
     values = {"took": summary.took_seconds, "facts": json.dumps(facts), "totals": json.dumps(_totals(summary))}
     run.execute(summary_sql.STORE, values)
-    run.execute(summary_sql.TRIM)
     return summary
 
 

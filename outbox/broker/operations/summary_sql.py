@@ -9,7 +9,7 @@ from outbox.broker.database.statement import Statement
 # Per group and topic (or the group's retry queue). Newest positions are read once from end to end: a look-up for each
 # of the 32,000 pairs of 200 topics and 20 groups takes several times as long. Heads are looked up, one per queue.
 # `oldest_at`: since when the first message that is not finished could be consumed.
-GROUPS: Final = Statement("""
+_GROUPS: Final = """
 WITH newest AS MATERIALIZED (
     SELECT DISTINCT ON (group_id, queue_id) *
     FROM {schema}.consumer_offset
@@ -66,10 +66,10 @@ JOIN {schema}.topic USING (topic_id)
 LEFT JOIN waiting USING (group_id, queue_id)
 GROUP BY consumer_group.group_id, topic.topic_id, pair.is_retry
 ORDER BY consumer_group.name, pair.is_retry, topic.name
-""")
+"""
 
 # Per group what has rows of its own: dead letters that nobody has settled, and retries that wait for their time.
-RESTS: Final = Statement("""
+_RESTS: Final = """
 SELECT consumer_group.name AS group, consumer_group.paused, consumer_group.broadcast,
        coalesce(letters.dead, 0) AS dead, extract(epoch FROM letters.newest)::double precision AS newest_dead_at,
        coalesce(retries.waiting, 0) AS retrying
@@ -80,10 +80,10 @@ LEFT JOIN (SELECT retry_of AS group_id, count(*) AS waiting
            FROM {schema}.scheduled JOIN {schema}.queue USING (queue_id) JOIN {schema}.topic USING (topic_id)
            WHERE retry_of IS NOT NULL GROUP BY retry_of) AS retries USING (group_id)
 ORDER BY consumer_group.name
-""")
+"""
 
 # Per producer group: half transactions nobody has decided. `unanswered` are those whose check was due `late` ago.
-PRODUCERS: Final = Statement("""
+_PRODUCERS: Final = """
 SELECT producer_group AS group, count(*) FILTER (WHERE parked_at IS NULL) AS undecided,
        count(*) FILTER (WHERE parked_at IS NOT NULL) AS parked,
        extract(epoch FROM min(stored_at) FILTER (WHERE parked_at IS NULL))::double precision AS oldest_at,
@@ -92,10 +92,10 @@ SELECT producer_group AS group, count(*) FILTER (WHERE parked_at IS NULL) AS und
 FROM {schema}.pending_check pending
 WHERE NOT EXISTS (SELECT FROM {schema}.op_log WHERE op_log.transaction_id = pending.transaction_id)
 GROUP BY producer_group ORDER BY producer_group
-""")
+"""
 
 # Per topic; `behind_since`: the oldest message that every group has consumed passed its retention time then.
-TOPICS: Final = Statement("""
+_TOPICS: Final = """
 WITH newest AS MATERIALIZED (
     SELECT DISTINCT ON (group_id, queue_id) group_id, queue_id, next_offset
     FROM {schema}.consumer_offset
@@ -130,6 +130,15 @@ SELECT topic.name AS topic, count(*) AS queues, sum(head)::bigint AS queued,
 FROM of_queue JOIN {schema}.topic USING (topic_id) LEFT JOIN undecided USING (topic_id)
 WHERE topic.retry_of IS NULL
 GROUP BY topic.topic_id ORDER BY topic.name
+"""
+
+# All of the above, and when: each of them would cost a round trip every few seconds though nothing happens.
+COUNT: Final = Statement(f"""
+SELECT extract(epoch FROM clock_timestamp())::double precision,
+       (SELECT coalesce(jsonb_agg(to_jsonb(counted)), '[]') FROM ({_GROUPS}) AS counted),
+       (SELECT coalesce(jsonb_agg(to_jsonb(counted)), '[]') FROM ({_RESTS}) AS counted),
+       (SELECT coalesce(jsonb_agg(to_jsonb(counted)), '[]') FROM ({_PRODUCERS}) AS counted),
+       (SELECT coalesce(jsonb_agg(to_jsonb(counted)), '[]') FROM ({_TOPICS}) AS counted)
 """)
 
 # The blocked queues by name: an ordered group's next message has failed.
@@ -150,15 +159,14 @@ WHERE mode <> 'concurrent' AND NOT broadcast AND failed.since IS NOT NULL
 ORDER BY failed.since LIMIT %(limit)s
 """)
 
+# Kept are enough for the rates of the last quarter of an hour.
 STORE: Final = Statement("""
+WITH trimmed AS (
+    DELETE FROM {schema}.summary WHERE at < clock_timestamp() - interval '15 minutes'
+      AND summary_id < (SELECT max(summary_id) FROM {schema}.summary)
+)
 INSERT INTO {schema}.summary (took_seconds, facts, totals)
 VALUES (%(took)s, %(facts)s::text::jsonb, %(totals)s::text::jsonb)
-""")
-
-# Enough for the rates of the last quarter of an hour.
-TRIM: Final = Statement("""
-DELETE FROM {schema}.summary WHERE at < clock_timestamp() - interval '15 minutes'
-  AND summary_id < (SELECT max(summary_id) FROM {schema}.summary)
 """)
 
 NEWEST: Final = Statement("""
@@ -166,8 +174,6 @@ SELECT extract(epoch FROM at)::double precision, took_seconds,
        extract(epoch FROM clock_timestamp())::double precision, facts
 FROM {schema}.summary ORDER BY summary_id DESC LIMIT 1
 """)
-
-NOW: Final = Statement("SELECT extract(epoch FROM clock_timestamp())::double precision")
 
 # The totals of the youngest summary that is at least so old, and of the newest.
 TOTALS: Final = Statement("""

@@ -73,6 +73,10 @@ class BlockWatch:
             self._started = True
         return execute(sql, params, many, context)
 
+    def note_begun(self) -> None:
+        """The block's transaction was begun by a statement that does not pass Django's cursors."""
+        self._started = True
+
     def _note_end(self, word: str) -> None:
         if self._bound_to:
             raise TransactionUsageError(

@@ -81,7 +81,8 @@ def left_here(settings: OutboxSettings, brokers: Sequence[str] = ()) -> Left:
     if settings.is_rocketmq:
         if not brokers:
             raise UsageError(
-                "RocketMQ's clients cannot count what is left: name the administration port of its brokers."
+                "RocketMQ's clients cannot count what is left: name the administration port of each of its brokers by "
+                "--rocketmq-broker HOST:10911."
             )
         return left_on_rocketmq([parse_address(text) for text in brokers], wanted, sorted(topics))
     require_database(settings)

@@ -66,7 +66,6 @@ class InboxInvoker:
         inbox = InboxEntries(connection, subscription.group, generation)
         fresh: list[Delivery] | None = None
         failed: dict[UUID, Exception] = {}
-        is_done = False
         try:
             with transaction.atomic(using=connection.alias):
                 entered = inbox.enter(deliveries, lease_seconds=self._lease_seconds)
@@ -74,17 +73,16 @@ class InboxInvoker:
                 fresh = entered
                 failed = _handle(subscription, handler, fresh)
                 inbox.leave(failed)
-                inbox.confirm([item for item in fresh if item.message_id not in failed], registered.name)
                 point("consumer.before_inbox_commit")
                 fence.check()
-                is_done = True
+                inbox.confirm([item for item in fresh if item.message_id not in failed], registered.name)
         except Exception as error:
             if fresh is None:
                 raise _not_started(registered.name, connection.alias, error) from error
             stayed = inbox.still_there(fresh)
             if not stayed:
                 raise
-            if not is_done:
+            if not inbox.is_confirmed:
                 return [_half_done(registered.name, error) if d.message_id in stayed else error for d in deliveries]
             # Out of an on_commit callback, or of a COMMIT that has happened all the same.
             logger.exception("%s has committed; what failed after it is not tried again", registered.name)

@@ -14,6 +14,7 @@ from psycopg import Error as DriverError
 
 from outbox import fence
 from outbox.contrib.django.database.blocks import lost, sync_pipeline
+from outbox.contrib.django.subscribers.short_transaction import ShortTransaction
 from outbox.errors import TransactionUsageError
 from outbox.message import Delivery
 
@@ -49,6 +50,9 @@ class InboxEntries:
     def __init__(self, connection: BaseDatabaseWrapper, group: str, generation: int) -> None:
         self._connection = connection
         self._key: list[Any] = [group, generation]
+        self._short: ShortTransaction | None = None
+        # Whether nothing but COMMIT was left to be done; whatever failed then failed in it or behind it.
+        self.is_confirmed = False
 
     def enter(self, deliveries: Sequence[Delivery], *, lease_seconds: float) -> list[Delivery]:
         """Write the rows inside the open transaction; returns the deliveries whose row was not there yet.
@@ -65,9 +69,13 @@ class InboxEntries:
         return [delivery for message_id, delivery in firsts.items() if message_id in new]
 
     def _enter_all(self, message_ids: Sequence[UUID], lease_seconds: float) -> set[UUID]:
-        limits = [str(round(lease_seconds * share * 1000)) for share in (0.5, 0.8)]
+        lock, idle = (str(round(lease_seconds * share * 1000)) for share in (0.5, 0.8))
+        if ShortTransaction.is_possible(self._connection):
+            group, generation = self._key
+            self._short = ShortTransaction(self._connection, group, generation)
+            return self._short.begin(message_ids, (lock, idle))
         with self._connection.cursor() as cursor:
-            parameters: list[Any] = [*self._key, *limits, list(message_ids)]
+            parameters: list[Any] = [*self._key, lock, idle, list(message_ids)]
             cursor.execute(_INSERT_POSTGRESQL, parameters)
             return {row[0] for row in cursor.fetchall()}
 
@@ -94,20 +102,29 @@ class InboxEntries:
     def confirm(self, deliveries: Sequence[Delivery], name: str) -> None:
         """The last statement of the transaction: the rows, and so the effects, are still part of it.
 
-        Raises TransactionUsageError where they are not: COMMIT would succeed and store nothing.
+        Commits at once where that saves a round trip. Raises TransactionUsageError where they are not part of it:
+        COMMIT would succeed and store nothing.
         """
         if self._connection.needs_rollback:
             raise TransactionUsageError(
                 f"{name} marked its transaction for rollback without raising (or closed its connection): the message "
                 f"counts as failed. Raise the error that made it do so."
             )
+        gone = "its inbox row is gone (a ROLLBACK was executed inside it)"
+        if self._short is not None and self._short.is_whole():
+            self.is_confirmed = True
+            if not self._short.commit([delivery.message_id for delivery in deliveries]):
+                self.is_confirmed = False
+                raise lost(self._connection, name, gone)
+            return
         try:
             sync_pipeline(self._connection)
             found = self._present(deliveries)
         except (InternalError, DriverError) as error:
             raise lost(self._connection, name, str(error).strip()) from error
         if len(found) < len(deliveries):
-            raise lost(self._connection, name, "its inbox row is gone (a ROLLBACK was executed inside it)")
+            raise lost(self._connection, name, gone)
+        self.is_confirmed = True
 
     def still_there(self, deliveries: Sequence[Delivery]) -> set[UUID]:
         """After a failed attempt: messages whose row was committed all the same, by a COMMIT of the handler's own."""

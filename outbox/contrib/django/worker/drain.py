@@ -13,7 +13,9 @@ from outbox.broker.sequencer.sequencer import Sequencer
 from outbox.contrib.django.database.aliases import broker_database
 from outbox.contrib.django.engine.broker import flusher
 from outbox.contrib.django.publishing.checkback import run_check_back
+from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.worker.workers import consumer_runtime
+from outbox.errors import ConfigurationError
 from outbox.ports import AnyHandler
 
 
@@ -44,6 +46,11 @@ def drain(*, groups: Sequence[str] = (), wrap: Callable[[AnyHandler], AnyHandler
     `groups`: of these only; `wrap`: is given every handler, and returns what is called instead. Messages and retries
     that are due later are not waited for. Workers may run beside it. Raises what they raise.
     """
+    if get_settings().is_rocketmq:
+        raise ConfigurationError(
+            "RocketMQ does not tell what is due now: run outbox_worker, or outbox_worker --until-drained, which ends "
+            "when nothing is left."
+        )
     runtime, queued, handled, failed = consumer_runtime(groups=groups, wrap=wrap), 0, 0, 0
     while True:
         appended = settle()

@@ -1,0 +1,119 @@
+"""When the dispatching thread is woken for a call that is over: where something waits for it, and never too late."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from outbox.broker.dispatch.calls import Calls
+from outbox.broker.dispatch.owned_queue import OwnedQueue
+from outbox.broker.dispatch.station import Station
+from outbox.broker.dispatch.subscriptions import ConsumingGroup
+from outbox.broker.dispatch.work import Item, Work
+from outbox.broker.groups.leases import Lease, lease_clock
+from outbox.broker.groups.offsets import Position
+from outbox.message import Delivery
+from outbox.ports import Disposition
+from outbox.subscription import Mode, Subscription
+
+# Seconds; so many that no slow machine comes near them.
+SOON, LONG = 100.0, 1000.0
+
+
+class Line:
+    """One station, whose handlers return when they are let."""
+
+    def __init__(self, mode: Mode = Mode.CONCURRENT) -> None:
+        subscription = Subscription(group="g", topic="t", mode=mode, threads=2)
+        self.group = ConsumingGroup(1, "g", broadcast=False)
+        self.subscribed = self.group.subscribe(subscription, _nothing, 1)
+        self.queue = OwnedQueue(
+            Lease((1, 1), 1, lease_clock() + 60), self.group, self.subscribed, "t/0", Position(0, 0)
+        )
+        self.over = threading.Event()
+        self.station = Station(self.subscribed, self._run)
+        self.calls = Calls({self.subscribed.key: self.station})
+
+    def _run(self, _: Work) -> None:
+        self.over.wait(60)
+
+    def submitted(self) -> Work:
+        work = Work(self.subscribed, self.station.lane, [Item(self.queue, 0, 0, "", ())])
+        self.calls.submit(work)
+        return work
+
+
+def _nothing(_: Delivery) -> None:
+    pass
+
+
+@pytest.fixture
+def line(monkeypatch: pytest.MonkeyPatch) -> Iterator[Line]:
+    monkeypatch.setattr("outbox.broker.dispatch.calls.COLLECT_SECONDS", SOON)
+    line = Line()
+    yield line
+    line.over.set()
+    line.station.pool.stop(within_seconds=10)
+
+
+def handled(work: Work) -> Work:
+    work.results = [Disposition.HANDLED]
+    return work
+
+
+def test_a_handled_message_is_collected_when_the_dispatching_thread_wakes_by_itself(line: Line) -> None:
+    work = line.submitted()
+    assert line.calls.sleep(LONG) <= SOON
+    assert not line.calls.finished(handled(work))
+
+
+def test_who_sleeps_for_longer_is_woken(line: Line) -> None:
+    work = line.submitted()
+    # Nobody has looked for results when the time for that came.
+    line.calls._collect_at = 0.0
+    assert line.calls.sleep(LONG) == LONG
+    assert line.calls.finished(handled(work))
+
+
+def test_what_is_over_before_the_sleep_begins_is_not_slept_over(line: Line) -> None:
+    work = line.submitted()
+    assert not line.calls.finished(handled(work))
+    assert line.calls.sleep(LONG) <= SOON
+    line.calls._collect_at = 0.0
+    assert line.calls.sleep(LONG) == 0.0
+
+
+def test_a_failure_wakes_at_once(line: Line) -> None:
+    work = line.submitted()
+    line.calls.sleep(LONG)
+    work.results = [ValueError("no")]
+    assert line.calls.finished(work)
+
+
+def test_threads_that_have_nothing_to_do_soon_wake_at_once_if_messages_wait(line: Line) -> None:
+    works = [line.submitted() for _ in range(8)]
+    line.calls.sleep(LONG)
+    line.station.backlog = True
+    assert line.station.pool.waiting > 2
+    assert not line.calls.finished(handled(works[0]))
+    line.station.pool.withdraw()
+    assert line.calls.finished(handled(works[1]))
+
+
+def test_a_call_that_is_watched_wakes_at_once(line: Line) -> None:
+    work = line.submitted()
+    line.calls.watched = True
+    line.calls.sleep(LONG)
+    assert line.calls.finished(handled(work))
+    assert line.calls.sleep(LONG) == 0.0
+
+
+def test_a_line_in_order_goes_on_at_once() -> None:
+    line = Line(Mode.ORDERLY)
+    work = line.submitted()
+    line.calls.sleep(LONG)
+    assert line.calls.finished(handled(work))
+    line.over.set()
+    line.station.pool.stop(within_seconds=10)

@@ -1,0 +1,122 @@
+"""How often a handler's transaction goes to its server and back, and that what commits at once commits no less."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+from django.db import IntegrityError, connections, transaction
+
+from outbox import Delivery
+from outbox.contrib.django import subscriber
+from outbox.errors import TransactionUsageError
+from outbox.ports import Disposition
+from tests.django.shop.models import Effect
+from tests.django.test_inbox import delivery, effects, register, run
+from tests.round_trips import counted
+
+pytestmark = pytest.mark.usefixtures("application", "no_subscribers")
+
+
+@pytest.fixture
+def round_trips() -> Iterator[Callable[[], int]]:
+    """Of the handlers' connection, since the last call."""
+    connections["default"].ensure_connection()
+    with counted(connections["default"].connection) as count:
+        yield count
+
+
+def test_a_message_costs_two_round_trips_beside_its_handlers_own(round_trips: Callable[[], int]) -> None:
+    """BEGIN and the inbox row; the handler's INSERT; the look at the row and COMMIT."""
+    register()
+    round_trips()
+    assert run([delivery("counted")]) == [Disposition.HANDLED]
+    assert round_trips() == 3
+
+
+def test_a_repeated_message_costs_two(round_trips: Callable[[], int]) -> None:
+    register()
+    once = delivery("once")
+    run([once])
+    round_trips()
+    assert run([once]) == [Disposition.SKIPPED]
+    assert round_trips() == 2
+
+
+def test_a_batch_costs_two_beside_its_handlers_own(round_trips: Callable[[], int]) -> None:
+    @subscriber("orders", group="effects", batch=50)
+    def effect(deliveries: Sequence[Delivery]) -> None:
+        Effect.objects.bulk_create(Effect(number=item.key) for item in deliveries)
+
+    round_trips()
+    assert run([delivery(str(number)) for number in range(50)]) == [Disposition.HANDLED] * 50
+    assert round_trips() == 3
+
+
+def test_what_only_commit_refuses_has_failed_and_is_tried_again() -> None:
+    """A deferred constraint; the division stands for any error that the look at the row might be taken for."""
+    with connections["default"].cursor() as cursor:
+        cursor.execute("CREATE TEMP TABLE late (number text UNIQUE DEFERRABLE INITIALLY DEFERRED)")
+
+    @subscriber("orders", group="effects")
+    def twice(given: Delivery) -> None:
+        Effect.objects.create(number=given.key)
+        with connections["default"].cursor() as cursor:
+            cursor.execute("INSERT INTO late VALUES ('same'), ('same')")
+
+    once = delivery("one")
+    for _ in range(2):
+        assert isinstance(run([once])[0], IntegrityError)
+    assert effects() == []
+
+
+def test_callbacks_run_once_after_the_commit_and_their_errors_undo_nothing() -> None:
+    seen: list[Any] = []
+
+    def after() -> None:
+        seen.append((connections["default"].in_atomic_block, effects()))
+        raise ValueError("too late")
+
+    @subscriber("orders", group="effects")
+    def effect(given: Delivery) -> None:
+        Effect.objects.create(number=given.key)
+        transaction.on_commit(after)
+
+    assert run([delivery("one")]) == [Disposition.HANDLED]
+    assert seen == [(False, ["one"])]
+    assert connections["default"].get_autocommit()
+
+
+@pytest.mark.parametrize("by_hand", ["ROLLBACK; BEGIN", "ROLLBACK", "ROLLBACK AND CHAIN"])
+def test_an_inbox_row_that_is_gone_takes_the_rest_with_it(by_hand: str) -> None:
+    @subscriber("orders", group="effects")
+    def effect(given: Delivery) -> None:
+        Effect.objects.create(number="before")
+        # On the driver's own connection, where nothing sees it.
+        connections["default"].connection.execute(by_hand)
+        Effect.objects.create(number="after")
+
+    once = delivery("one")
+    for _ in range(2):
+        assert isinstance(run([once])[0], TransactionUsageError)
+    assert effects() == []
+
+
+def test_another_isolation_level_stays_what_it_is() -> None:
+    levels: list[str] = []
+
+    @subscriber("orders", group="effects")
+    def effect(given: Delivery) -> None:
+        with connections["default"].cursor() as cursor:
+            cursor.execute("SHOW transaction_isolation")
+            levels.append(cursor.fetchone()[0])
+
+    raw: Any = connections["default"]
+    raw.ensure_connection()
+    raw.connection.isolation_level = 3
+    try:
+        assert run([delivery("one")]) == [Disposition.HANDLED]
+    finally:
+        raw.close()
+    assert levels == ["repeatable read"]
