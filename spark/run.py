@@ -111,12 +111,6 @@ class Run:
             run = RuleRun(rule, boundary.window(rule, self._options, readings, previous))
             if horizon is not None:
                 boundary.limit_by_retention(run, horizon)
-            problem = sides.check_not_empty(rule, self._sources, run.window.floor)
-        if problem is not None:
-            raise RunIncomplete(
-                f"{problem}: there is nothing to compare, which is not the same as clean. Check the connection and the "
-                f"rule; where a side may be empty, write allow_empty = true."
-            )
         run.notes += notes + acknowledgements.ended(self._rules.acknowledged, rule.name, self._started)
         run.notes += [
             f"group {group.name}: judged by the broker's offsets, which say whether and not when: never LATE"
@@ -127,21 +121,31 @@ class Run:
 
     def _scan(self, run: RuleRun) -> None:
         rule = run.rule
-        limits = sides.Limits()
+        limits, known = sides.Limits(), None
         if rule.bucket_seconds is not None:
             with self._progress.step(f"stage checksum: rule {rule.name}"), readable_errors("comparing checksums"):
                 outcome = prefilter.compare(rule, self._rules, self._sources, run.window)
             run.notes.append(outcome.note)
-            run.skipped, limits = outcome.skipped_rows, outcome.limits
+            run.skipped, limits, known = outcome.skipped_rows, outcome.limits, outcome.volume
         since = "the beginning" if run.window.since is None else run.window.since.isoformat()
         text = f"stage scan: rule {rule.name}, rows from {since} to {run.window.until.isoformat()}"
         with self._progress.step(text):
+            name = f"suspects/{self._number(rule)}"
+            if limits.is_nothing:
+                run.scanned = scan.nothing(rule)
+                self._write_empty(name, scan.SUSPECT_SCHEMA)
+            else:
+                run.scanned = scan.scan(self._spark, rule, self._sources, run.window, limits, self._spark_path(name))
             with readable_errors(f"counting the rows of rule {rule.name!r}"):
-                selection = contract.rows(rule)
-                run.volume = report.volume(self._sources[rule.database], selection, run.window.since)
-            target = self._spark_path(f"suspects/{self._number(rule)}")
-            run.scanned = scan.scan(self._spark, rule, self._sources, run.window, limits, target)
+                seen = (run.skipped + run.scanned.rows > 0, run.skipped + run.scanned.messages > 0)
+                sides.check_not_empty(rule, self._sources, run.window.floor, seen)
+                rows, span = contract.rows(rule), run.scanned.span_seconds
+                run.volume = report.volume(self._sources[rule.database], rows, run.window.since, span, known)
         self._progress.say(f"  {run.scanned.rows} rows, {run.scanned.messages} messages: {shown(run.scanned.counts)}")
+
+    def _write_empty(self, name: str, schema: str) -> None:
+        """Parquet without a row, which takes no job of Spark's."""
+        self._store.write_table(f"runs/{self._name}/{name}/part-0.parquet", merge.empty_table(schema))
 
     def _confirm(self, runs: list[RuleRun], previous: dict[str, Any] | None) -> list[Reading]:
         earlier = self._earlier(previous)
@@ -244,8 +248,8 @@ class Run:
         """The written findings (None: there are none), counted; and how many subjects the next run looks at again."""
         target, still_open = self._spark_path("findings"), self._spark_path("open")
         if earlier is None and not any(run.suspects or run.saw(FindingClass.PENDING) for run in runs):
-            for path, schema in ((target, merge.FINDINGS_SCHEMA), (still_open, merge.OPEN_SCHEMA)):
-                merge.empty(self._spark, schema).write.mode("overwrite").parquet(path)
+            self._write_empty("findings", merge.FINDINGS_SCHEMA)
+            self._write_empty("open", merge.OPEN_SCHEMA)
             return None, [], 0
         if earlier is None:
             earlier = merge.nothing(self._spark)

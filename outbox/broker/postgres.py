@@ -248,7 +248,6 @@ class PostgresBroker:
 
     def _attempt(self, timeout_seconds: float, request: Callable[[Executor], _Result], *, what: str) -> _Result:
         deadline = time.monotonic() + timeout_seconds
-        pause = threading.Event()
         for attempt in range(1, _ATTEMPTS + 1):
             try:
                 with self._pool.connection(deadline) as connection:
@@ -264,7 +263,7 @@ class PostgresBroker:
                 if attempt == _ATTEMPTS or out_of_time or isinstance(error, _LASTING):
                     raise _unavailable(what, error) from error
                 logger.info("%s: trying again in %s s: %s", what, pause_seconds, error)
-                pause.wait(pause_seconds)
+                threading.Event().wait(pause_seconds)
             except psycopg.Error as error:
                 raise self._refused(what, error) from error
         raise AssertionError("unreachable")

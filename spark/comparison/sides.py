@@ -11,7 +11,7 @@ from typing import Final
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
-from ..errors import TableMissing, UsageProblem
+from ..errors import RunIncomplete, TableMissing, UsageProblem
 from ..rules.rule import Database, Kind, Rule, Rules
 from ..sources.adbc import NAME
 from ..sources.archived import ArchivedSource
@@ -266,20 +266,25 @@ def _key_sides(rule: Rule, tables: list[DataFrame], broker: DataFrame, deliverie
     )
 
 
-def check_not_empty(rule: Rule, sources: Sources, floor: datetime | None) -> str | None:
-    """Which side of the rule has nothing at all, as the text of a problem; None when both have something.
+def check_not_empty(rule: Rule, sources: Sources, floor: datetime | None, seen: tuple[bool, bool]) -> None:
+    """Raise RunIncomplete when rows or messages are not there at all. Those `seen` in the window are not looked for.
 
     No message is no problem where retention has removed messages, and no row is newer than its `floor`: it is quiet.
     """
-    if rule.allow_empty:
-        return None
-    rows = contract.rows(rule)
-    if sources[rule.database].is_empty(rows):
-        return f"rule {rule.name!r}: no row of {rule.table!r} satisfies its condition"
+    if rule.allow_empty or all(seen):
+        return
+    (has_rows, has_messages), rows = seen, contract.rows(rule)
     is_quiet = floor is not None and sources[rule.database].is_empty(rows, floor)
-    if not is_quiet and sources.broker.is_empty(contract.messages(rule)):
-        return f"rule {rule.name!r}: the broker has no message of topic {rule.topic!r}"
-    return None
+    if not has_rows and sources[rule.database].is_empty(rows):
+        problem = f"no row of {rule.table!r} satisfies its condition"
+    elif not has_messages and not is_quiet and sources.broker.is_empty(contract.messages(rule)):
+        problem = f"the broker has no message of topic {rule.topic!r}"
+    else:
+        return
+    raise RunIncomplete(
+        f"rule {rule.name!r}: {problem}: there is nothing to compare, which is not the same as clean. Check the "
+        f"connection and the rule; where a side may be empty, write allow_empty = true."
+    )
 
 
 def known_topic(rule: Rule, sources: Sources) -> datetime | None:

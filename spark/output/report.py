@@ -20,6 +20,7 @@ from . import history, report_findings, report_history
 from .remedies import REMEDIES
 from .report_plot import BINS, Times, plot
 
+Volume = list[tuple[datetime, int]]
 SHOWN_TIMES: Final = ("at", "row_at", "message_at", "settled_at", "effect_at", "first_seen")
 _COARSE_SECONDS: Final = 3600
 _FINEST_SECONDS: Final = 1
@@ -27,9 +28,21 @@ _FINEST_SECONDS: Final = 1
 _WORTH_IT: Final = 4
 
 
-def volume(source: Source, selection: Selection, since: datetime | None) -> list[tuple[datetime, int]]:
-    """Rows per bucket of time: hours, or finer down to a second, while the plot has room for it."""
-    seconds, counted = _COARSE_SECONDS, source.volume(selection, since, _COARSE_SECONDS)
+def volume(
+    source: Source,
+    selection: Selection,
+    since: datetime | None,
+    span_seconds: float | None = None,
+    known: tuple[int, Volume] | None = None,
+) -> Volume:
+    """Rows per bucket of time: hours, or finer down to a second, while the plot has room for it.
+
+    They are counted once where it is known how much time they span, and not at all where buckets are `known` (their
+    seconds, and what is in them) that are fine enough.
+    """
+    guess = _COARSE_SECONDS if span_seconds is None else max(_FINEST_SECONDS, math.ceil(span_seconds / BINS))
+    seconds = min(guess, _COARSE_SECONDS)
+    seconds, counted = known or (seconds, source.volume(selection, since, seconds))
     while counted:
         span = (counted[-1][0] - counted[0][0]).total_seconds() + seconds
         fine = math.ceil(span / BINS)

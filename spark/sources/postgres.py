@@ -191,15 +191,17 @@ class PostgresSource:
         assert selection.time is not None
         time = f"{sql.expression(selection.time)}::timestamptz"
         terms = sql.conditions(selection, since)
-        self._check_finite(selection, time, terms)
+        self.check_finite(selection, since)
         bucket = f"date_bin('{bucket_seconds} s', {time}, 'epoch') AS bucket"
         source = sql.step([bucket], f"{self.table_of(selection)}{sql.where(terms)}")
         rows = self.query(f"SELECT bucket, count(*) FROM ({source}) source GROUP BY bucket ORDER BY bucket")
         return [(row[0], int(row[1])) for row in rows]
 
-    def _check_finite(self, selection: Selection, time: str, terms: list[str]) -> None:
+    def check_finite(self, selection: Selection, since: datetime | None) -> None:
+        """Raise UsageProblem when a row's time is infinite."""
+        time = f"{sql.expression(selection.time or '')}::timestamptz"
         # Apart from the buckets, so that an index on the time finds none at once.
-        where = sql.where([*terms, f"{time} IN ('infinity', '-infinity')"])
+        where = sql.where([*sql.conditions(selection, since), f"{time} IN ('infinity', '-infinity')"])
         counted = f"SELECT count(*), min({sql.expression(selection.key)}::text) FROM {self.table_of(selection)}{where}"
         count, example = self.query(counted)[0]
         if count:

@@ -6,8 +6,11 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import Final, NamedTuple
 
+import pyarrow as pa
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F
+from pyspark.sql.pandas.types import to_arrow_schema
+from pyspark.sql.types import StructType
 
 from ..comparison import classify
 from . import confirm
@@ -57,6 +60,13 @@ def nothing(spark: SparkSession) -> DataFrame:
 def empty(spark: SparkSession, schema: str) -> DataFrame:
     """No row. The limit tells Spark's optimizer, which then leaves out the joins with it."""
     return spark.createDataFrame([], schema).limit(0)
+
+
+def empty_table(schema: str) -> pa.Table:
+    """No row, for who writes it without Spark."""
+    columns = StructType.fromDDL(schema)
+    assert isinstance(columns, StructType)
+    return to_arrow_schema(columns, timezone="UTC").empty_table()
 
 
 def findings(confirmed: DataFrame, earlier: DataFrame, pending: DataFrame, limits: Mapping[str, Limits]) -> DataFrame:

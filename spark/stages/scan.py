@@ -27,21 +27,21 @@ Counts = dict[str, dict[str, int]]
 
 @dataclass(frozen=True, slots=True)
 class Scanned:
-    """What the first look at a rule found. `counts`: subject ('' or a group) -> class -> keys."""
+    """What the first look at a rule found. `counts`: subject ('' or a group) -> class -> keys.
+
+    `span_seconds` lie between the oldest and the newest row; None without rows.
+    """
 
     rows: int
     messages: int
     counts: Counts
+    span_seconds: float | None = None
 
 
 def scan(
     spark: SparkSession, rule: Rule, sources: sides.Sources, window: classify.Window, limits: sides.Limits, target: str
 ) -> Scanned:
     """Classify every key of the window; write those that are not OK to `target` (Parquet)."""
-    if limits.is_nothing:
-        # The checksums have shown all of it equal: a plan of this size costs seconds even over empty tables.
-        spark.createDataFrame([], SUSPECT_SCHEMA).limit(0).write.mode("overwrite").parquet(target)
-        return Scanned(0, 0, _no_counts(rule))
     gathered = evidence.gather(sides.of_window(rule, sources, window, limits), rule)
     classified = classify.with_classes(gathered, rule, window)
     observation = Observation(f"scan {rule.name}")
@@ -49,6 +49,7 @@ def scan(
     # Few numbers: they are collected row by row. What is not OK is counted from what was written.
     judged = [F.count_if(F.col(column) != 0).alias(column) for column in columns.values()]
     sums = [F.sum("rows").alias("rows"), F.sum(F.col("committed") + F.col("undecided")).alias("messages")]
+    sums.append((F.unix_micros(F.max("row_at")) - F.unix_micros(F.min("row_at"))).alias("span"))
     found = classify.subjects(classified.observe(observation, *sums, *judged), rule, window).select(*SUSPECT_COLUMNS)
     written = Observation(f"suspects {rule.name}")
     with readable_errors(f"reading the tables of rule {rule.name!r}"):
@@ -62,7 +63,13 @@ def scan(
         counts[row["group"]][row["class"]] = int(row["count"])
     for subject, column in columns.items():
         counts[subject]["OK"] = int(seen[column] or 0) - sum(counts[subject].values())
-    return Scanned(int(seen["rows"] or 0), int(seen["messages"] or 0), counts)
+    span = None if seen["span"] is None else seen["span"] / 1_000_000
+    return Scanned(int(seen["rows"] or 0), int(seen["messages"] or 0), counts, span)
+
+
+def nothing(rule: Rule) -> Scanned:
+    """Of a rule that checksums have shown to be equal: a plan of a scan's size costs seconds over empty tables too."""
+    return Scanned(0, 0, _no_counts(rule))
 
 
 def _no_counts(rule: Rule) -> Counts:

@@ -10,6 +10,7 @@ import pytest
 
 from spark.comparison import classify, sides
 from spark.rules import file as rules_file
+from spark.rules.rule import FieldRule, FieldType
 from spark.stages import prefilter
 from tests.spark.conftest import Reconciler
 from tests.spark.world import START, Order, World
@@ -81,6 +82,45 @@ def test_a_body_is_read_alike_with_checksums_and_without(reconcile: Reconciler, 
         result = reconcile.run()
         assert set(reconcile.findings(result)) == expected, output
     assert "buckets are equal, 5 rows were not read" in result["rules"][0]["notes"][0]
+
+
+@pytest.mark.parametrize(
+    ("text", "usual"),
+    [
+        ("2025-06-01T10:00:00.000000+00:00", True),
+        ("2025-06-01T10:20:30.050000+00:00", True),
+        ("2025-06-01 10:20:30.000001+00:00", True),
+        ("2025-06-01T10:20:30+02:00", True),
+        ("2025-06-01T10:20:30.05Z", True),
+        # Of the form of the first, and PostgreSQL reads them.
+        ("2025-06-01T24:00:00.000000+00:00", False),
+        ("2025-06-01T10:00:60.000000+00:00", False),
+        (" 202-06-01T10:00:00.000000+00:00", False),
+        ("2025-06-01T10:00:00.5     +00:00", False),
+        ("2025-06-01T10:00:00.0000001+00:00", False),
+        ("today", False),
+    ],
+)
+def test_times_that_databases_may_read_differently_are_told(world: World, text: str, *, usual: bool) -> None:
+    item = FieldRule(column="paid_at", body="paid_at", type=FieldType.TIMESTAMP)
+    said = world.broker.execute(
+        # The session of a run is in UTC.
+        f"SELECT set_config('timezone', 'UTC', true), false{prefilter._unusual('value', item, 'moment')} "
+        f"FROM (VALUES ('{text}', '{text}'::timestamptz)) one (value, moment)"
+    ).fetchone()
+    assert said is not None and said[1] is not usual
+
+
+def test_a_clean_day_by_checksums_takes_no_job_of_spark(reconcile: Reconciler, world: World) -> None:
+    """Nor are its rows counted again for the report: the buckets are fine enough."""
+    reconcile.rules(extra='bucket = "10m"')
+    world.add_many(100, every=timedelta(minutes=10))
+    context = reconcile.spark.sparkContext
+    context.setJobGroup("a clean day", "")
+    result = reconcile.run(full=True)
+    assert result["rules"][0]["rows_equal_by_checksum"] == 100
+    assert list(context.statusTracker().getJobIdsForGroup("a clean day")) == []
+    assert reconcile.findings(result) == []
 
 
 @pytest.mark.soak

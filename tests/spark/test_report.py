@@ -204,6 +204,10 @@ def test_a_short_window_is_drawn_in_buckets_that_fit_it() -> None:
     assert sum(count for _, count in counted) == 60 and 30 <= len(counted) <= 61
     drawn = report_plot.plot([(moment.timestamp(), count) for moment, count in counted], [])
     assert drawn.count("<rect class='rows'") == len(counted)
+    # What is known of them already is not asked for again, unless it would be one bar.
+    assert report.volume(source, source, None, span_seconds=59) == counted
+    assert report.volume(None, source, None, known=(1, counted)) == counted  # type: ignore[arg-type]
+    assert report.volume(source, source, None, known=(3600, source.volume(source, None, 3600))) == counted
 
 
 def test_every_run_of_the_history_is_a_bar_or_its_bucket_is() -> None:

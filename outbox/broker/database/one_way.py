@@ -42,7 +42,11 @@ _CONNECT_WAIT_SECONDS: Final = 1.0
 _CONNECT_SECONDS: Final = 3.0
 _RECONNECT: Final = Backoff(first_seconds=0.1, longest_seconds=5.0)
 
+_READ_ONLY: Final = b"25006"
 _GOOD: Final = (ExecStatus.TUPLES_OK, ExecStatus.COMMAND_OK)
+
+# A socket that was closed under us is told by the system, or refused by poll.
+_BROKEN: Final = (psycopg.Error, OSError, ValueError)
 
 # Connections inherited by fork are kept, not closed: closing would end the parent's session.
 _inherited: Final[list[object]] = []
@@ -161,7 +165,7 @@ class OneWay:
         """Write what is queued, having read the answers that are there; whether more could be written."""
         try:
             self._read()
-        except psycopg.Error as error:
+        except _BROKEN as error:
             # The server was restarted, or has ended the session: at once again.
             self._lose(error)
         try:
@@ -169,7 +173,7 @@ class OneWay:
                 return False
             assert self._pgconn is not None
             return self._write_queued(self._pgconn)
-        except psycopg.Error as error:
+        except _BROKEN as error:
             self._lose(error)
             self._failures += 1
             self._connect_not_before = time.monotonic() + _RECONNECT.pause_seconds(self._failures)
@@ -227,9 +231,12 @@ class OneWay:
 
     def _refused(self, result: PGresult) -> None:
         said = (result.error_message or b"").decode(errors="replace").strip()
+        if result.error_field(DiagnosticField.SQLSTATE) == _READ_ONLY:
+            # It was the primary; the next connection may lead to the one of now.
+            raise psycopg.OperationalError(said)
         logger.warning("%s was not done, others make good: %s", self._unanswered[0].request.what, said)
 
-    def _lose(self, error: psycopg.Error) -> None:
+    def _lose(self, error: Exception) -> None:
         """The connection is gone; what it had not answered is queued again."""
         logger.info("the connection of wake-ups and ends broke: %s", str(error).strip())
         if self._pgconn is not None:

@@ -11,6 +11,8 @@ import threading
 from collections.abc import Iterator
 from uuid import UUID
 
+from psycopg import sql
+
 from outbox.broker.database.connection import BrokerConnection, BrokerDatabase
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.notify import Announcements, Channel, announcement, listen
@@ -130,6 +132,21 @@ def test_what_was_on_its_way_when_the_session_ended_is_sent_again(
         os.kill(pid, signal.SIGTERM)
     assert broker.flush(within_seconds=30)
     assert decided(connection) == dict.fromkeys(ids, "C")
+
+
+def test_where_the_primary_has_become_a_replica_a_new_connection_is_tried(
+    broker: PostgresBroker, connection: BrokerConnection
+) -> None:
+    first, second = halves(broker, 2)
+    broker.end_one_way(end(first))
+    assert broker.flush(within_seconds=30)
+    name = sql.Identifier(connection.info.dbname)
+    connection.execute(sql.SQL("ALTER DATABASE {} SET default_transaction_read_only = on").format(name))
+    connection.execute("SELECT pg_terminate_backend(%s, 30000)", session(connection))
+    broker.end_one_way(end(second))
+    connection.execute(sql.SQL("ALTER DATABASE {} RESET default_transaction_read_only").format(name))
+    assert broker.flush(within_seconds=30)
+    assert decided(connection) == {first: "C", second: "C"}
 
 
 def test_a_server_that_hangs_makes_nobody_wait_and_what_is_too_much_is_dropped(

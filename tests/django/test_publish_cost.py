@@ -1,0 +1,94 @@
+"""What a web process pays for one message: statements, round trips and bytes of WAL, on both paths."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from django.db import connections, transaction
+
+from outbox.broker.postgres import PostgresBroker
+from outbox.contrib.django import get_broker, publish, transactional_message
+from outbox.contrib.django.engine.broker import flusher
+from tests.django.shop.models import Order
+
+pytestmark = pytest.mark.usefixtures("empty_log")
+
+
+def order(number: str) -> None:
+    with transaction.atomic():
+        Order.objects.create(number=number)
+        publish("orders", {"number": number}, key=number)
+
+
+@transactional_message("orders", body=lambda number: {"number": number}, key=lambda number: number)
+def decorated_order(number: str) -> None:
+    Order.objects.create(number=number)
+
+
+@contextlib.contextmanager
+def round_trips(*libpq: Any) -> Iterator[list[int]]:
+    """How many requests each of these connections was sent; filled in at the end."""
+    found: list[int] = []
+    with contextlib.ExitStack() as stack:
+        files = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in libpq]
+        for connection, file in zip(libpq, files, strict=True):
+            connection.trace(file.fileno())
+        yield found
+        for connection, file in zip(libpq, files, strict=True):
+            connection.untrace()
+            file.seek(0)
+            found.append(sum("\tF\t" in line and ("\tQuery" in line or "\tSync" in line) for line in file))
+
+
+# Of a block with one write: on the application's connection, on the broker's, and those that nobody waits for.
+# BEGIN, the write, the message, COMMIT; BEGIN, the write, the ledger row, COMMIT, the look whether it is there.
+COSTS = {"atomic": (4, 0, 1), "two_phase": (5, 1, 2)}
+# The look whether the message is there is the last statement before COMMIT, on either path.
+COSTS_DECORATED = {"atomic": (5, 0, 1), "two_phase": (5, 1, 2)}
+
+
+@pytest.mark.parametrize(("publishes", "costs"), [(order, COSTS), (decorated_order, COSTS_DECORATED)])
+def test_round_trips(path: str, publishes: Callable[[str], None], costs: dict[str, tuple[int, int, int]]) -> None:
+    for number in range(2):
+        # The connections are there after this, and what can be prepared is.
+        publishes(f"warm-up {number}")
+    broker = get_broker()
+    assert isinstance(broker, PostgresBroker)
+    assert flusher.flush(within_seconds=30)
+    application, one_way = connections["default"].connection.pgconn, broker._one_way._pgconn
+    halves = [connection.pgconn for connection in broker._pool._idle]
+    with round_trips(application, one_way, *halves) as found:
+        publishes("counted")
+        assert flusher.flush(within_seconds=30)
+    assert (found[0], sum(found[2:]), found[1]) == costs[path]
+
+
+def test_no_thread_of_ours_runs_in_a_process_that_publishes(path: str) -> None:
+    before = set(threading.enumerate())
+    order("first")
+    order("second")
+    assert flusher.flush(within_seconds=30)
+    assert set(threading.enumerate()) == before
+
+
+def test_bytes_of_wal(path: str) -> None:
+    """The write of the block and all commits included."""
+    written = []
+    for number in range(30):
+        before = _wal_position()
+        order(f"order {number:03}")
+        assert flusher.flush(within_seconds=30)
+        written.append(_wal_position() - before)
+    # What others write at the same time, and an index page that splits, come on top of it.
+    assert min(written) <= {"atomic": 1_100, "two_phase": 1_500}[path]
+
+
+def _wal_position() -> int:
+    with connections["default"].cursor() as cursor:
+        cursor.execute("SELECT pg_current_wal_insert_lsn() - '0/0'::pg_lsn")
+        return int(cursor.fetchone()[0])
