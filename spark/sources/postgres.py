@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import pairwise
@@ -21,7 +21,6 @@ from .base import Column, Reading, Selection
 
 ROWS_PER_PARTITION: Final = 500_000
 KEYS_PER_PARTITION: Final = 5_000
-
 # How long a run waits for a replica to replay what its primary had written when it was asked.
 REPLAY_SECONDS: Final = 30.0
 _REPLAY_PAUSE_SECONDS: Final = 0.1
@@ -333,20 +332,19 @@ class PostgresSource:
             ) from error
 
     def _execute(self, connection: Any, statement: str) -> None:
-        import adbc_driver_manager
-
-        with connection.cursor() as cursor:
-            try:
-                cursor.execute(statement)
-            except adbc_driver_manager.Error as error:
-                raise failures.translated(self._database.name, error, "the database") from error
+        with self._translating("the database"), connection.cursor() as cursor:
+            cursor.execute(statement)
 
     def _rows(self, connection: Any, statement: str, *, about: str = "the database") -> list[tuple[Any, ...]]:
-        import adbc_driver_manager
+        with self._translating(about), connection.cursor() as cursor:
+            cursor.execute(statement)
+            return [tuple(row) for row in cursor.fetchall()]
 
-        with connection.cursor() as cursor:
-            try:
-                cursor.execute(statement)
-                return [tuple(row) for row in cursor.fetchall()]
-            except adbc_driver_manager.Error as error:
-                raise failures.translated(self._database.name, error, about) from error
+    @contextlib.contextmanager
+    def _translating(self, about: str) -> Iterator[None]:
+        from adbc_driver_manager import Error
+
+        try:
+            yield
+        except Error as error:
+            raise failures.translated(self._database.name, error, about) from error

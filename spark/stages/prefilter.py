@@ -11,22 +11,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any, Final
+from typing import Any
 
 from ..comparison import contract
 from ..comparison.classify import Window
 from ..comparison.sides import Limits, Sources
 from ..errors import ReconcileError
-from ..rules.rule import FieldRule, FieldType, Kind, Messages, Rule, Rules
+from ..rules.rule import FieldType, Kind, Messages, Rule, Rules
 from ..sources import sql
 from ..sources.archived import ArchivedSource
 from ..sources.postgres import PostgresSource
-
-_FIELD_END: Final = "E'\\x1f'"
-_NULL: Final = "E'\\x1e'"
-# As Python writes it.
-_ISO_TIME: Final = "'____-__-__T__:__:__.______+00:00'"
-_USUAL_TIMES: Final = "('-- ::', '-- ::.', '-- ::+:', '-- ::.+:', '-- ::-:', '-- ::.-:', '-- ::Z', '-- ::.Z')"
+from . import values
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +134,9 @@ class _Prefilter:
             [f"{time}::timestamptz AS at", f"{sql.expression(rule.key)}::text AS key", *fields],
             f"{self._ours.table_of(contract.rows(rule))}{where}",
         )
-        hashed = sql.step(["at", f"{self._content({})} AS content", f"{_hash(['key'])} AS key"], f"({read}) source")
+        hashed = sql.step(
+            ["at", f"{self._content({})} AS content", f"{values.hashed(['key'])} AS key"], f"({read}) source"
+        )
         return self._sums(self._ours, "count(*), bit_xor(content), bit_xor(key)", hashed)
 
     def _messages(self) -> _Buckets:
@@ -151,8 +148,10 @@ class _Prefilter:
             [*known, f"CASE WHEN {topic} THEN convert_from(body, 'UTF8')::jsonb END AS document"],
             f"{self._broker.table_of(selection)} WHERE {topic} AND state <> 'rolled_back'",
         )
-        fields = {f"f{number}": _body_value(item) for number, item in enumerate(rule.fields)}
-        fields |= {f"kind{n}": _body_kind(item) for n, item in enumerate(rule.fields) if item.type is FieldType.TEXT}
+        fields = {f"f{number}": values.body_value(item) for number, item in enumerate(rule.fields)}
+        fields |= {
+            f"kind{n}": values.body_kind(item) for n, item in enumerate(rule.fields) if item.type is FieldType.TEXT
+        }
         split = sql.step([*known, *(f"{value} AS {name}" for name, value in fields.items())], f"({parsed}) parsed")
         # Texts into times once: each costs as much as the hash, and they are asked for three times.
         times = [f"f{n}::timestamptz AS {name}" for n, name in self._times().items()]
@@ -181,7 +180,9 @@ class _Prefilter:
         `times` are the names of those that were texts and are times by now.
         """
         fields = enumerate(self._rule.fields)
-        return _hash(["key", *(_normal(times.get(number, f"f{number}"), item) for number, item in fields)])
+        return values.hashed(
+            ["key", *(values.normal(times.get(number, f"f{number}"), item) for number, item in fields)]
+        )
 
     def _times(self) -> dict[int, str]:
         """What a body's times are called once they are read, by field: the row's own is `at`."""
@@ -196,8 +197,8 @@ class _Prefilter:
         odd = "state <> 'committed' OR coalesce(content_type, '') NOT LIKE 'application/json%'"
         for number, item in enumerate(self._rule.fields):
             if item.type is FieldType.TEXT:
-                odd += f" OR {_is_no_text(f'f{number}', f'kind{number}')}"
-            odd += _unusual(f"f{number}", item, self._times().get(number, ""))
+                odd += f" OR {values.is_no_text(f'f{number}', f'kind{number}')}"
+            odd += values.unusual(f"f{number}", item, self._times().get(number, ""))
         if self._rule.late_after_seconds is not None:
             odd += f" OR decided_at - at > {_interval(self._rule.late_after_seconds)}"
         return odd
@@ -212,7 +213,7 @@ class _Prefilter:
         effects_where = sql.where(sql.conditions(theirs, self._window.since))
         inside = " AND ".join(self._inside("r.row_time"))
         joined = sql.step(
-            ["r.row_time AS at", f"{_hash(['e.effect_key::text'])} AS key", f"{late} AS is_late"],
+            ["r.row_time AS at", f"{values.hashed(['e.effect_key::text'])} AS key", f"{late} AS is_late"],
             f"(SELECT {sql.expression(group.key or '')} AS effect_key, "
             f"{sql.expression(group.time or '')}::timestamptz AS effect_time "
             f"FROM {self._ours.table_of(theirs)}{effects_where}) e "
@@ -244,7 +245,7 @@ class _Prefilter:
         ranges = _ranges(buckets)
         rows = self._within(sql.expression(rule.time), ranges)
         topic = self._topic()
-        time = _body_value(self._timed, "convert_from(body, 'UTF8')::jsonb")
+        time = values.body_value(self._timed, "convert_from(body, 'UTF8')::jsonb")
         messages = self._within(f"(CASE WHEN {topic} THEN ({time})::timestamptz END)", ranges)
         where = sql.where([*sql.conditions(contract.rows(rule), None), rows])
         table = self._ours.table_of(contract.rows(rule))
@@ -278,70 +279,6 @@ class _Prefilter:
 
 def _interval(seconds: float) -> str:
     return f"interval '{round(seconds * 1_000_000)} microseconds'"
-
-
-def _hash(values: list[str]) -> str:
-    joined = f" || {_FIELD_END} || ".join(f"coalesce({value}, {_NULL})" for value in values)
-    return f"hashtextextended({joined}, 0)"
-
-
-def _body_value(item: FieldRule, document: str = "document") -> str:
-    *path, last = (sql.text(part) for part in item.body.split("."))
-    return f"{' -> '.join([document, *path])} ->> {last}"
-
-
-def _body_kind(item: FieldRule) -> str:
-    return f"jsonb_typeof({' -> '.join(['document', *(sql.text(part) for part in item.body.split('.'))])})"
-
-
-def _is_no_text(value: str, kind: str) -> str:
-    """Values that PostgreSQL and Spark may write differently as a text: 12.50 or 12.5, {"a": 1} or {"a":1}."""
-    whole = f"{value} ~ '^-?[0-9]{{1,15}}$'"
-    return f"coalesce({kind} IN ('object', 'array') OR ({kind} = 'number' AND NOT {whole}), false)"
-
-
-def _unusual(value: str, item: FieldRule, time: str) -> str:
-    """Forms of a value that PostgreSQL reads and Spark may not, or not alike: '0x0C', 'today', 'on', nanoseconds.
-
-    Their buckets are read, so that one reader alone says what a body means. Told by what is left without the digits,
-    as a pattern would cost more than the hash.
-    """
-    rest = f"translate({value}, '0123456789', '')"
-    if item.type in (FieldType.INTEGER, FieldType.DECIMAL):
-        usual = f"{rest} IN ('', '-', '.', '-.') AND length({value}) <= 26"
-    elif item.type is FieldType.BOOLEAN:
-        usual = f"{value} IN ('true', 'false', 't', 'f', '1', '0')"
-    elif item.type is FieldType.DATE:
-        usual = f"{rest} = '--' AND length({value}) = 10"
-    elif item.type is FieldType.TIMESTAMP:
-        # What PostgreSQL writes of it, but for the zeros at its end, has no other digits: asked first, as it costs a
-        # third of the rest.
-        plain = (
-            f"{value} LIKE {_ISO_TIME} AND rtrim(replace(left({value}, 26), 'T', ' '), '0.') "
-            f"= rtrim(left({time}::text, -3), '0.')"
-        )
-        usual = (
-            f"({plain}) OR (translate({rest}, 'T', ' ') IN {_USUAL_TIMES} AND length({value}) BETWEEN 19 AND 32 "
-            f"AND substr({value}, 12, 2) < '24' AND substr({value}, 18, 2) < '60' AND {value} !~ '[.][0-9]{{7}}')"
-        )
-    else:
-        return ""
-    return f" OR NOT coalesce({usual}, true)"
-
-
-def _normal(value: str, item: FieldRule) -> str:
-    """The SQL twin of evidence's normal form."""
-    if item.type in (FieldType.INTEGER, FieldType.DECIMAL):
-        return f"trim_scale(round({value}::numeric, 12))::text"
-    if item.type is FieldType.BOOLEAN:
-        return f"({value}::boolean)::text"
-    if item.type is FieldType.DATE:
-        return f"({value}::date)::text"
-    if item.type is FieldType.TIMESTAMP:
-        return f"({value}::timestamptz)::text"
-    if item.type is FieldType.UUID:
-        return f"lower({value}::text)"
-    return f"{value}::text"
 
 
 def _ranges(buckets: set[int]) -> list[tuple[int, int]]:

@@ -67,6 +67,7 @@ pay("A-1")
 
 @pytest.mark.parametrize("shop", ["redis"], indirect=True)
 @pytest.mark.parametrize("delay", ["delay", "outbox"])
+@pytest.mark.slow
 def test_a_process_that_dies_after_commit_loses_no_task(shop: Project, delay: str) -> None:
     """The control, Celery's own delay_on_commit, loses it at the same moment."""
     if delay == "delay":

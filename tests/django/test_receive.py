@@ -92,6 +92,7 @@ def waiting(url: str) -> int:
 
 
 @pytest.mark.usefixtures("databases")
+@pytest.mark.slow
 def test_once_receives_what_is_there_and_poison_ends_it(
     rabbitmq_server: RabbitMQ,
     receive: dict[str, Any],

@@ -11,7 +11,7 @@ import pytest
 from spark.comparison import classify, sides
 from spark.rules import file as rules_file
 from spark.rules.rule import FieldRule, FieldType
-from spark.stages import prefilter
+from spark.stages import prefilter, values
 from tests.spark.conftest import Reconciler
 from tests.spark.world import START, Order, World
 
@@ -105,7 +105,7 @@ def test_times_that_databases_may_read_differently_are_told(world: World, text: 
     item = FieldRule(column="paid_at", body="paid_at", type=FieldType.TIMESTAMP)
     said = world.broker.execute(
         # The session of a run is in UTC.
-        f"SELECT set_config('timezone', 'UTC', true), false{prefilter._unusual('value', item, 'moment')} "
+        f"SELECT set_config('timezone', 'UTC', true), false{values.unusual('value', item, 'moment')} "
         f"FROM (VALUES ('{text}', '{text}'::timestamptz)) one (value, moment)"
     ).fetchone()
     assert said is not None and said[1] is not usual

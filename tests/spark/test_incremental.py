@@ -113,6 +113,7 @@ def cut_and_compare(reconcile: Reconciler, monkeypatch: pytest.MonkeyPatch, coun
         assert not differing, f"{name}, seed {seed}, cuts {cuts}, {len(differing)} differ: {shown}"
 
 
+@pytest.mark.slow
 def test_a_second_row_with_a_message_of_its_own_is_a_duplicate(reconcile: Reconciler, world: World) -> None:
     """In its window it looks as it should; no unique index excludes that its key was there before."""
     reconcile.rules(groups=())

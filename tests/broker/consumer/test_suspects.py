@@ -220,14 +220,8 @@ def test_an_end_that_was_ordered_accuses_nobody(orders: ConsumptionBench, tmp_pa
 # -- handlers that hang -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("mode", "hanging"),
-    [
-        pytest.param("concurrent", 6, marks=pytest.mark.slow),
-        ("orderly", 1),
-        pytest.param("key_ordered", 1, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("mode", "hanging"), [("concurrent", 6), ("orderly", 1), ("key_ordered", 1)])
 def test_hanging_handlers_end_their_process_and_are_given_up(
     orders: ConsumptionBench, tmp_path: Path, mode: str, hanging: int
 ) -> None:

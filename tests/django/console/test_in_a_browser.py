@@ -182,6 +182,7 @@ def test_a_strict_policy_is_kept_and_keeps_out_what_is_foreign(world: World, sit
         assert browser.evaluate("window.hacked === undefined && broken.length === 1")
 
 
+@pytest.mark.slow
 def test_the_overview_follows_without_a_reload_unless_paused(world: World, site: Site) -> None:
     with Browser() as browser:
         site.open(browser)
