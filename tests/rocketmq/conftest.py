@@ -6,6 +6,7 @@ import itertools
 import os
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -48,14 +49,23 @@ def programs() -> Path:
     return fetch_programs(Path(os.environ.get("OUTBOX_ROCKETMQ_PROGRAMS", ROOT / "var" / "rocketmq")))
 
 
-@pytest.fixture(scope="session")
-def rocketmq(programs: Path) -> Iterator[PrivateRocketMQ]:
-    """The run's server."""
+@contextmanager
+def running_server(programs: Path) -> Iterator[PrivateRocketMQ]:
+    """A server that asks quickly."""
     with tempfile.TemporaryDirectory(prefix="outbox-mq-", ignore_cleanup_errors=True) as folder:
         server = PrivateRocketMQ(Path(folder), programs, broker=QUICK)
         server.start()
+        try:
+            yield server
+        finally:
+            server.kill()
+
+
+@pytest.fixture(scope="session")
+def rocketmq(programs: Path) -> Iterator[PrivateRocketMQ]:
+    """The run's server."""
+    with running_server(programs) as server:
         yield server
-        server.kill()
 
 
 @pytest.fixture

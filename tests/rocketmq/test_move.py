@@ -6,6 +6,7 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from django.core.management import call_command
@@ -13,6 +14,7 @@ from django.core.management import call_command
 from outbox.contrib.django.engine import broker as broker_access
 from outbox.rocketmq.private_server import PrivateRocketMQ
 from tests.django.shop.models import Order
+from tests.rocketmq.conftest import running_server
 from tests.rocketmq.project import Project, happened, make_project, nothing_lost_invented_or_doubled
 from tests.support import eventually
 
@@ -20,6 +22,13 @@ pytestmark = pytest.mark.usefixtures("application")
 
 WORKER = ["-m", "django", "outbox_worker"]
 KILLED = -signal.SIGKILL
+
+
+@pytest.fixture
+def rocketmq(programs: Path) -> Iterator[PrivateRocketMQ]:
+    """A server of this test's own: what a broker has undecided and in hand is counted for all its topics together."""
+    with running_server(programs) as server:
+        yield server
 
 
 @pytest.fixture

@@ -190,7 +190,7 @@ class OneWay:
             self._unanswered.extend(errands)
             for errand in errands:
                 errand.times_sent += 1
-                pgconn.send_query_params(errand.request.text, errand.request.values)
+                pgconn.send_query_params(errand.request.text, list(errand.request.values))
                 pgconn.pipeline_sync()
             # What does not fit into the socket's buffer goes with the next use.
             pgconn.flush()
