@@ -100,16 +100,6 @@ SELECT group_id, instance_id, topics FROM {schema}.consumer
 WHERE group_id = ANY(%(group_ids)s::integer[]) AND expires_at > clock_timestamp()
 ORDER BY group_id, instance_id
 """
-_MEMBERS = Statement(_LIVE)
-
-
-def members(run: Executor, group_ids: Sequence[int]) -> dict[int, list[Member]]:
-    """Live members by group id, in an order all of them agree on."""
-    found: dict[int, list[Member]] = {group_id: [] for group_id in group_ids}
-    for group_id, instance_id, topics in run.execute(_MEMBERS, {"group_ids": arrays.integers(group_ids)}):
-        found[group_id].append(Member(instance_id, frozenset(topics)))
-    return found
-
 
 _SWITCHES: Final = """
 SELECT group_id, paused, generation,

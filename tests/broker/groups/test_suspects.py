@@ -105,7 +105,7 @@ def test_a_death_lets_the_queues_of_the_dead_go_at_once(case: Case) -> None:
     leases.acquire(case.run, instance, case.group_id, [queue_id], life=LIFE, term_seconds=TERM)
     case.die(instance)
     assert leases.acquire(case.run, uuid4(), case.group_id, [queue_id], life=LIFE, term_seconds=TERM)
-    assert members.members(case.run, [case.group_id]) == {case.group_id: []}
+    assert members.look(case.run, [case.group_id]).members == {case.group_id: []}
 
 
 def test_one_of_a_group_is_tried_at_a_time(case: Case) -> None:
