@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import random
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import resources
@@ -42,10 +44,13 @@ SCHEMA_VERSION: Final = max(_FILES)
 # UNIQUE NULLS NOT DISTINCT came with it.
 MINIMUM_POSTGRESQL: Final = 15
 
-# How many seconds each attempt waits for the lock of a table. Waiting for one, a change makes everybody else wait
-# behind it, and holding others it may wait for who waits for it: better to let go of all of them and come again. The
-# first waits are shorter than PostgreSQL's deadlock_timeout (1 s), so that it ends none of the others' transactions.
-_LOCK_WAITS: Final = (0.2, 0.4, 0.8, 1.6, 3.2)
+# An attempt waits so many seconds for the lock of a table. Waiting for one, a change makes everybody else wait behind
+# it, and holding others it may wait for who waits for it: better to let go of all of them and come again. The waits are
+# shorter than PostgreSQL's deadlock_timeout (1 s), so that they end none of the others' transactions.
+_FIRST_WAIT: Final = 0.1
+_LONGEST_WAIT: Final = 0.8
+# Seconds for which one change is tried: transactions that follow one another leave a gap at some time.
+_PATIENCE: Final = 60.0
 
 _LOCK = Statement("SELECT pg_advisory_xact_lock(hashtextextended('outbox.install', 0))")
 _LIMIT_WAITING = Statement("SELECT set_config('lock_timeout', %(milliseconds)s, true)")
@@ -74,45 +79,43 @@ class _Installed:
 def install(connection: Connection, schema: str = "outbox") -> int:
     """Create or upgrade the broker's tables; returns the version reached. Safe to run at any time, by many at once.
 
-    Code of the version before goes on working on the upgraded tables: upgrade them first, then deploy the code.
-    Raises SchemaError when this code is too old for the tables, or when open transactions were in the way, and
-    ConfigurationError when the server is too old.
+    Code of the version before goes on working on the upgraded tables: upgrade them first, then deploy the code. Each
+    change is a transaction of its own, so that it holds few tables for a short time; what is interrupted is finished
+    by the next call. Raises SchemaError when this code is too old for the tables, or when open transactions were in
+    the way, and ConfigurationError when the server is too old.
     """
     check_schema_name(schema)
     check_server(connection.info.server_version)
     run = Executor(connection, schema)
-
-    def upgrade() -> int:
-        installed = _installed(run)
-        if installed.needs > SCHEMA_VERSION:
-            raise _too_new(schema, installed)
-        if installed.change == 0:
-            run.execute(_CREATE_SCHEMA)
-        recreate(run, after=installed.change)
-        return max(installed.change, SCHEMA_VERSION)
-
-    return change_tables(run, upgrade, what="upgraded")
+    while (reached := change_tables(run, lambda: _apply_next(run), what="upgraded")) < SCHEMA_VERSION:
+        pass
+    return reached
 
 
 def change_tables(run: Executor, change: Callable[[], T], *, what: str) -> T:
     """Run `change` in a transaction of its own, one at a time, and again while open transactions are in its way.
 
-    Raises SchemaError after some seconds of that; nothing is changed then. `what` says what the tables were not.
+    Raises SchemaError after a minute of that; nothing of `change` is done then. `what` says what the tables were not.
     """
-    for seconds in _LOCK_WAITS:
+    began, wait = time.monotonic(), _FIRST_WAIT
+    while True:
         try:
             with lifted(run.connection):
                 run.execute(_LOCK)
-                run.execute(_LIMIT_WAITING, {"milliseconds": str(round(seconds * 1000))})
+                run.execute(_LIMIT_WAITING, {"milliseconds": str(round(wait * 1000))})
                 return change()
         except (LockNotAvailable, DeadlockDetected) as error:
-            last = error
-            logger.info("open transactions are in the way of the broker's tables: %s", error.diag.message_primary)
-    raise SchemaError(
-        f"the broker's tables in schema {run.schema!r} were not {what}: other transactions held one of them each "
-        f"of the {len(_LOCK_WAITS)} times, at last for {_LOCK_WAITS[-1]:g} s ({last.diag.message_primary}). Nothing "
-        f"was changed; end what has long been open (pg_stat_activity, pg_prepared_xacts) and run this again."
-    ) from last
+            passed, met = time.monotonic() - began, error.diag.message_primary
+            if passed > _PATIENCE:
+                raise SchemaError(
+                    f"the broker's tables in schema {run.schema!r} were not {what}: for {passed:.0f} s, each time they "
+                    f"were tried, other transactions held one of them ({met}). The change that was tried did nothing; "
+                    f"end what has long been open (pg_stat_activity, pg_prepared_xacts) and run this again."
+                ) from error
+        logger.info("open transactions are in the way of the broker's tables for %.1f s: %s", passed, met)
+        # Not in step with who works in rounds.
+        time.sleep(random.uniform(0, wait))
+        wait = min(2 * wait, _LONGEST_WAIT)
 
 
 def recreate(run: Executor, *, after: int = 0) -> None:
@@ -178,6 +181,19 @@ def _installed(run: Executor) -> _Installed:
         return _Installed(needs=0, change=0)
     needs, change = run.one(_VERSION)
     return _Installed(needs=needs, change=change)
+
+
+def _apply_next(run: Executor) -> int:
+    """Apply the first change that is missing; returns the number of the last one that is there."""
+    installed = _installed(run)
+    if installed.needs > SCHEMA_VERSION:
+        raise _too_new(run.schema, installed)
+    if installed.change >= SCHEMA_VERSION:
+        return installed.change
+    if installed.change == 0:
+        run.execute(_CREATE_SCHEMA)
+    _apply(run, installed.change + 1)
+    return installed.change + 1
 
 
 def _apply(run: Executor, version: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable
 from functools import partial
 from importlib import resources
@@ -15,7 +16,7 @@ from outbox.broker.database.executor import Executor
 from outbox.broker.log.topics import declare_topics
 from outbox.broker.postgres import PostgresBroker
 from outbox.broker.schema import install as schema_install
-from outbox.broker.schema.install import SCHEMA_VERSION, check_schema, check_server, install
+from outbox.broker.schema.install import SCHEMA_VERSION, check_schema, check_server, install, installed_version
 from outbox.errors import ConfigurationError, SchemaError
 from tests.broker.support import TOPICS, in_threads, message, new_sequencer
 from tests.support import eventually
@@ -77,14 +78,18 @@ def test_changes_of_later_code_are_accepted(broker_url: str) -> None:
         assert check_schema(connection, "outbox") == install(connection, "outbox") == SCHEMA_VERSION + 1
 
 
-def test_install_does_not_wait_behind_an_open_transaction(new_database: Callable[..., str]) -> None:
-    """Else everybody would wait behind the upgrade."""
+def test_install_gives_up_behind_an_open_transaction(
+    new_database: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(schema_install, "_PATIENCE", 1.0)
     url = new_database()
     with psycopg.connect(url) as holder, psycopg.connect(url, autocommit=True) as connection:
         install_first_version(connection)
-        holder.execute("SELECT version FROM outbox.schema_version")
+        holder.execute("SELECT * FROM outbox.subscription")
         with pytest.raises(SchemaError, match="run this again"):
             install(connection, "outbox")
+        # What came before the change that touches the table is there, and nothing of that change.
+        assert 1 < installed_version(connection, "outbox") < SCHEMA_VERSION
         holder.rollback()
         assert install(connection, "outbox") == SCHEMA_VERSION
 
@@ -113,6 +118,30 @@ def test_install_comes_again_after_a_deadlock(new_database: Callable[..., str]) 
             assert install(connection, "outbox") == SCHEMA_VERSION
 
         in_threads([go_on, upgrade])
+
+
+def test_install_finds_its_gap_among_transactions_that_follow_one_another(new_database: Callable[..., str]) -> None:
+    """Whatever order an upgrade locks its tables in, one of these comes the other way; none of them may fail."""
+    url = new_database()
+    stop = threading.Event()
+
+    def work(*tables: str) -> None:
+        with psycopg.connect(url, autocommit=True) as connection:
+            while not stop.is_set():
+                with connection.transaction():
+                    for table in tables:
+                        connection.execute(f"SELECT count(*) FROM outbox.{table}".encode())
+
+    def upgrade() -> None:
+        try:
+            assert install(connection, "outbox") == SCHEMA_VERSION
+        finally:
+            stop.set()
+
+    with psycopg.connect(url, autocommit=True) as connection:
+        install_first_version(connection)
+        tables = ("consume_queue", "dead_letter", "subscription", "topic", "pending_check", "op_log")
+        in_threads([upgrade, partial(work, *tables), partial(work, *reversed(tables))])
 
 
 def install_first_version(connection: psycopg.Connection) -> None:
