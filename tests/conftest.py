@@ -1,4 +1,4 @@
-"""One PostgreSQL for the whole run, one database per test, made from a template."""
+"""One PostgreSQL for the whole run, one database per test, as its template is."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import functools
 import itertools
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import psycopg
 import pytest
-from psycopg import sql
 
 from outbox.broker import embedded
 from tests import leftovers
+from tests.databases import Pool, drop_databases, new_name
 from tests.servers import RabbitMQ
 from tests.wheel import Environments, build
 
@@ -135,36 +135,45 @@ def databases(url: str) -> list[str]:
 
 @pytest.fixture(scope="session")
 def broker_template(server_url: str) -> Iterator[str]:
-    """The name of a template database with the broker's schema installed."""
+    """The name of a template database with the broker's schema installed, and tables for what handlers do."""
     from outbox.broker.schema.install import install
+    from tests.broker.bench import TABLES
 
     name = f"outbox_template_{os.getpid()}"
     url = embedded.create_database(server_url, name)
     with psycopg.connect(url, autocommit=True) as connection:
         install(connection, "outbox")
+        connection.execute(TABLES)
     yield name
     drop_databases(server_url, [name])
 
 
-@pytest.fixture
-def new_database(server_url: str) -> Iterator[Callable[..., str]]:
-    """A function that creates a database (from a template) and returns its URL; all are dropped afterwards."""
-    created: list[str] = []
+@pytest.fixture(scope="session")
+def database_pool(server_url: str) -> Iterator[Pool]:
+    """Databases that tests gave back, put back as their templates are."""
+    pool = Pool(server_url)
+    yield pool
+    pool.close()
 
-    def create(*, template: str = "template1") -> str:
-        name = f"outbox_test_{os.getpid()}_{next(_numbers)}"
-        created.append(name)
-        return embedded.create_database(server_url, name, template=template)
+
+@pytest.fixture
+def new_database(server_url: str, database_pool: Pool) -> Iterator[Callable[..., str]]:
+    """A function that returns the URL of a database of this test's own: never used before, or as a template is."""
+    created: list[str] = []
+    taken: list[tuple[str, str]] = []
+
+    def create(*, template: str = "") -> str:
+        if template:
+            name = database_pool.take(template)
+            taken.append((name, template))
+            return embedded.database_url(server_url, name)
+        created.append(new_name())
+        return embedded.create_database(server_url, created[-1])
 
     yield create
     drop_databases(server_url, created)
-
-
-def drop_databases(url: str, names: Iterable[str]) -> None:
-    """Drop those that are there, whoever is connected to them."""
-    with psycopg.connect(url, autocommit=True) as connection:
-        for name in names:
-            connection.execute(sql.SQL("DROP DATABASE IF EXISTS {} WITH (FORCE)").format(sql.Identifier(name)))
+    for name, template in taken:
+        database_pool.give_back(name, template)
 
 
 @pytest.fixture

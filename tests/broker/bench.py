@@ -37,12 +37,12 @@ FIFO = frozenset({MessageType.FIFO, MessageType.TRANSACTION})
 
 # What handlers did, in the order it was committed per key, and the inbox that makes it happen once.
 TABLES = """
-CREATE TABLE effect (
+CREATE TABLE IF NOT EXISTS effect (
     position bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY, instance text NOT NULL, queue text NOT NULL,
     key text NOT NULL, n integer NOT NULL, message_id uuid NOT NULL, attempt integer NOT NULL,
     began timestamptz NOT NULL DEFAULT clock_timestamp()
 );
-CREATE TABLE inbox (consumer_group text, generation integer, message_id uuid,
+CREATE TABLE IF NOT EXISTS inbox (consumer_group text, generation integer, message_id uuid,
                     PRIMARY KEY (consumer_group, generation, message_id));
 """
 

@@ -13,7 +13,7 @@ import pytest
 from outbox.broker import embedded
 from tests.celery.project import Project, blocks, write_page
 from tests.celery.transport import create_queue, transport
-from tests.conftest import drop_databases
+from tests.databases import drop_databases
 from tests.servers import RabbitMQ, private_redis
 
 _numbers = itertools.count()

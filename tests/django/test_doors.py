@@ -25,7 +25,7 @@ from outbox.contrib.django.ledger.pruning import prune_inboxes
 from outbox.contrib.django.models import InboxEntry
 from outbox.errors import LedgerUnavailable
 from outbox.ids import uuid7
-from tests.conftest import drop_databases
+from tests.databases import drop_databases
 from tests.django import doors
 from tests.django.conftest import BROKER_TEMPLATE, point_alias
 

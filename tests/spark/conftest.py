@@ -9,15 +9,18 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import psycopg
 import pytest
 from pyspark import SparkContext
 from pyspark.sql import SparkSession
 
+from outbox.broker import embedded
 from spark import run, session
 from spark.options import RunOptions
 from spark.progress import Progress
 from spark.stream.watch import Watch
-from tests.spark.world import World, write_rules
+from tests.databases import drop_databases, new_name
+from tests.spark.world import SHOP, World, write_rules
 
 # Small data, many plans: what costs is compiling, not computing.
 SETTINGS = {
@@ -48,10 +51,20 @@ def _end_java() -> None:
     gateway.proc.wait(30)
 
 
+@pytest.fixture(scope="session")
+def shop_template(server_url: str) -> Iterator[str]:
+    """The name of a template database with the tables of a shop."""
+    name = new_name()
+    with psycopg.connect(embedded.create_database(server_url, name), autocommit=True) as connection:
+        connection.execute(SHOP)
+    yield name
+    drop_databases(server_url, [name])
+
+
 @pytest.fixture
-def world(new_database: Callable[..., str], broker_url: str) -> Iterator[World]:
+def world(new_database: Callable[..., str], shop_template: str, broker_url: str) -> Iterator[World]:
     """A shop and a broker, empty."""
-    made = World(new_database(), broker_url)
+    made = World(new_database(template=shop_template), broker_url)
     yield made
     made.close()
 

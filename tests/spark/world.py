@@ -119,7 +119,6 @@ class World:
         self.app = psycopg.connect(app_url, autocommit=True)
         self.broker = psycopg.connect(broker_url, autocommit=True)
         self.broker.execute("SET search_path TO outbox")
-        self.app.execute(SHOP)
         self._declare("order.paid")
 
     def close(self) -> None:

@@ -1,0 +1,239 @@
+"""Databases that tests take and give back: made from a template, and handed out again as the template was.
+
+Making and dropping a database costs more than most tests that use one. So one that a test gives back is kept if it
+can be proven to be as its template: under a new name, so that nobody who knew the old one can reach it; with the same
+rows in every system catalogue; and with its tables and sequences put back. What cannot be proven is dropped.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import psycopg
+from psycopg import sql
+
+from outbox.broker import embedded
+
+_numbers = itertools.count(1)
+Connection = psycopg.Connection[tuple[Any, ...]]
+
+# TRUNCATE, and statistics of the planner, change these.
+_VOLATILE: Final = "{relfilenode,relpages,reltuples,relallvisible,relallfrozen,relfrozenxid,relminmxid}"  # of pg_class
+# For pg_class see below.
+_CATALOGUES: Final = """
+SELECT relname FROM pg_class
+WHERE relnamespace = 'pg_catalog'::regnamespace AND relkind = 'r' AND NOT relisshared AND relname <> 'pg_class'
+ORDER BY relname
+"""
+# Before this come the server's own objects.
+_FIRST_OID: Final = 16384
+_RELATIONS: Final = """
+SELECT count(*), sum(hashtextextended((to_jsonb(pg_class) - %s::text[])::text, 0)) FROM pg_class WHERE oid >= %s
+"""
+# What the server keeps about a database outside of it.
+_ABOUT: Final = """
+SELECT datdba, datacl, datconnlimit, datallowconn, dattablespace,
+    ARRAY(SELECT setconfig FROM pg_db_role_setting WHERE setdatabase = pg_database.oid),
+    ARRAY(SELECT slot_name FROM pg_replication_slots WHERE database = datname),
+    ARRAY(SELECT subname FROM pg_subscription WHERE subdbid = pg_database.oid),
+    ARRAY(SELECT description FROM pg_shdescription WHERE objoid = pg_database.oid)
+FROM pg_database WHERE datname = current_database()
+"""
+_TABLES: Final = """
+SELECT oid::regclass::text, pg_total_relation_size(oid), relpages, reltuples FROM pg_class
+WHERE relkind = 'r' AND relnamespace NOT IN ('pg_catalog'::regnamespace, 'information_schema'::regnamespace)
+"""
+_SEQUENCES: Final = "SELECT seqrelid::regclass::text FROM pg_sequence ORDER BY 1"
+_REFERENCES: Final = "SELECT confrelid::regclass::text, conrelid::regclass::text FROM pg_constraint WHERE contype = 'f'"
+_END_SESSIONS: Final = """
+SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity WHERE datname = %s AND backend_type <> 'autovacuum worker'
+"""
+# With one of these no database can be renamed, nor dropped.
+_PREPARED: Final = "SELECT gid FROM pg_prepared_xacts WHERE database = %s"
+
+
+@dataclass(frozen=True)
+class Data:
+    """What tables and sequences hold, by name."""
+
+    tables: Mapping[str, tuple[Any, ...]]
+    "Sizes and the planner's figures."
+    rows: Mapping[str, list[bytes]]
+    "Of tables that have any page in the template."
+    sequences: Mapping[str, tuple[int, bool]]
+
+
+class Template:
+    """A template as it was at first use; it makes databases that were copied from it so again."""
+
+    def __init__(self, server_url: str, name: str) -> None:
+        self.name = name
+        self._server_url = server_url
+        with _connect(server_url, name) as connection:
+            self._catalogues = _catalogue_query([name for (name,) in connection.execute(_CATALOGUES)])
+            self._sequences = _sequence_query([name for (name,) in connection.execute(_SEQUENCES)])
+            self._filled = [name for name, (size, *_) in _tables(connection).items() if size]
+            self.definitions = self.definitions_of(connection)
+            self.data = self._data(connection)
+            self._referring: dict[str, set[str]] = defaultdict(set)
+            for referred, referring in connection.execute(_REFERENCES):
+                self._referring[referred].add(referring)
+
+    def definitions_of(self, connection: Connection) -> list[tuple[Any, ...]]:
+        """All that is not data: equal to the template's, or it is another database."""
+        found = connection.execute(self._catalogues).fetchall()
+        found += connection.execute(_RELATIONS, [_VOLATILE, _FIRST_OID]).fetchall()
+        return found + connection.execute(_ABOUT).fetchall()
+
+    def reset(self, name: str) -> bool:
+        """Put the data of a database back that nobody is connected to; False if it is another database."""
+        with _connect(self._server_url, name) as connection:
+            if self.definitions_of(connection) != self.definitions:
+                return False
+            found = self._data(connection)
+            changed = self._changed(found)
+            with connection.transaction():
+                # No trigger, no rule and no foreign key acts on what follows.
+                connection.execute("SET LOCAL session_replication_role = replica")
+                if changed:
+                    tables = sql.SQL(", ").join(map(_as_given, sorted(changed)))
+                    connection.execute(sql.SQL("TRUNCATE {}").format(tables))
+                for table in sorted(changed & self.data.rows.keys()):
+                    _write(connection, table, self.data.rows[table])
+                for sequence, value in self.data.sequences.items():
+                    if found.sequences[sequence] != value:
+                        connection.execute("SELECT setval(%s::regclass, %s, %s)", [sequence, *value])
+            connection.execute("SELECT pg_stat_reset()")
+        return True
+
+    def _data(self, connection: Connection) -> Data:
+        sequences = connection.execute(self._sequences).fetchall() if self._sequences else []
+        return Data(
+            tables=_tables(connection),
+            rows={table: _read(connection, table) for table in self._filled},
+            sequences={name: (value, is_called) for name, value, is_called in sequences},
+        )
+
+    def _changed(self, found: Data) -> set[str]:
+        """The tables that are not as in the template, and those that TRUNCATE requires beside them."""
+        open_ = [
+            name
+            for name, figures in self.data.tables.items()
+            if found.tables[name] != figures or found.rows.get(name) != self.data.rows.get(name)
+        ]
+        changed: set[str] = set()
+        while open_:
+            name = open_.pop()
+            if name not in changed:
+                changed.add(name)
+                open_.extend(self._referring.get(name, ()))
+        return changed
+
+
+class Pool:
+    """The databases of one worker."""
+
+    def __init__(self, server_url: str) -> None:
+        self._server_url = server_url
+        self._templates: dict[str, Template] = {}
+        self._free: dict[str, list[str]] = defaultdict(list)
+
+    def take(self, template: str) -> str:
+        """The name of a database that is as `template` was when it was first asked for."""
+        if template not in self._templates:
+            self._templates[template] = Template(self._server_url, template)
+        if self._free[template]:
+            return self._free[template].pop()
+        name = new_name()
+        embedded.create_database(self._server_url, name, template=template)
+        return name
+
+    def give_back(self, name: str, template: str) -> None:
+        """Whoever is connected to it is disconnected; it is handed out again if it can be put back, else dropped."""
+        renamed = self._take_away(name)
+        if renamed and self._templates[template].reset(renamed):
+            self._free[template].append(renamed)
+        else:
+            drop_databases(self._server_url, [renamed or name])
+
+    def close(self) -> None:
+        """Drop all."""
+        drop_databases(self._server_url, itertools.chain.from_iterable(self._free.values()))
+        self._free.clear()
+
+    def _take_away(self, name: str) -> str | None:
+        """Its new name; None if it is gone, or if somebody keeps it in use."""
+        renamed = new_name()
+        with psycopg.connect(self._server_url, autocommit=True) as connection:
+            connection.execute(_END_SESSIONS, [name])
+            if connection.execute(_PREPARED, [name]).fetchone():
+                return None
+            try:
+                connection.execute(
+                    sql.SQL("ALTER DATABASE {} RENAME TO {}").format(sql.Identifier(name), sql.Identifier(renamed))
+                )
+            except (psycopg.errors.ObjectInUse, psycopg.errors.InvalidCatalogName):
+                return None
+        return renamed
+
+
+def new_name() -> str:
+    """Of a database; none is used twice."""
+    return f"outbox_test_{os.getpid()}_{next(_numbers)}"
+
+
+def drop_databases(url: str, names: Iterable[str]) -> None:
+    """Drop those that are there, whoever is connected to them."""
+    with psycopg.connect(url, autocommit=True) as connection:
+        for name in names:
+            connection.execute(sql.SQL("DROP DATABASE IF EXISTS {} WITH (FORCE)").format(sql.Identifier(name)))
+
+
+def _connect(server_url: str, name: str) -> Connection:
+    # Without a search path names are whole.
+    options = "-c search_path= -c synchronous_commit=off -c jit=off -c max_parallel_workers_per_gather=0"
+    return psycopg.connect(embedded.database_url(server_url, name), autocommit=True, options=options)
+
+
+def _catalogue_query(names: Iterable[str]) -> sql.Composed:
+    """How many rows of each catalogue each transaction wrote.
+
+    A copy has its template's rows, and their transactions. Whoever changes one makes it a row of his own transaction,
+    and whoever removes one makes the number less.
+    """
+    one = sql.SQL("SELECT {name}, xmin::text, count(*) FROM pg_catalog.{table} GROUP BY xmin")
+    parts = [one.format(name=sql.Literal(name), table=sql.Identifier(name)) for name in names]
+    own = "SELECT 'pg_class', xmin::text, count(*) FROM pg_catalog.pg_class WHERE oid < {} GROUP BY xmin"
+    parts.append(sql.SQL(own).format(sql.Literal(_FIRST_OID)))
+    return sql.SQL("{} ORDER BY 1, 2").format(sql.SQL(" UNION ALL ").join(parts))
+
+
+def _sequence_query(names: Iterable[str]) -> sql.Composed | None:
+    one = "SELECT {name}, last_value, is_called FROM {table}"
+    parts = [sql.SQL(one).format(name=sql.Literal(name), table=_as_given(name)) for name in names]
+    return sql.SQL(" UNION ALL ").join(parts) if parts else None
+
+
+def _tables(connection: Connection) -> dict[str, tuple[Any, ...]]:
+    return {name: tuple(figures) for name, *figures in connection.execute(_TABLES)}
+
+
+def _read(connection: Connection, table: str) -> list[bytes]:
+    with connection.cursor().copy(sql.SQL("COPY {} TO STDOUT").format(_as_given(table))) as copy:
+        return sorted(bytes(line) for line in copy)
+
+
+def _write(connection: Connection, table: str, rows: Iterable[bytes]) -> None:
+    with connection.cursor().copy(sql.SQL("COPY {} FROM STDIN").format(_as_given(table))) as copy:
+        for row in rows:
+            copy.write(row)
+
+
+def _as_given(name: str) -> sql.SQL:
+    """A name as `regclass` writes it: already quoted where it needs quotes."""
+    return sql.SQL(name)
