@@ -26,7 +26,7 @@ def project(tmp_path: Path, new_database: Callable[..., str]) -> Iterator[Projec
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.slow
+@pytest.mark.soak
 def test_the_page_as_it_stands(environments: Environments, project: Project) -> None:
     """What begins with a file's name is in the file; the commands are those of the page."""
     install, migrate, worker, calls = blocks("sh")

@@ -7,7 +7,7 @@ import pytest
 from tests.benchmarks.support import number, tables
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(600)
 def test_bulk_small() -> None:
     bulk, two = tables("bulk", OUTBOX_BENCH_MESSAGES="2000").values()
@@ -18,7 +18,7 @@ def test_bulk_small() -> None:
     assert number(two[0]["ratio to one of the same round"]) == pytest.approx(measured, abs=0.02)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(600)
 def test_retention_small() -> None:
     (rows,) = tables("retention", OUTBOX_BENCH_SIZES="30000").values()

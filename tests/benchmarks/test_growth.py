@@ -19,7 +19,7 @@ def test_growth_small() -> None:
         assert number(rows[0][what]) == 1, what
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(600)
 def test_held_open_small() -> None:
     (rows,) = tables("held_open", OUTBOX_BENCH_HELD_SECONDS="4").values()

@@ -42,7 +42,7 @@ def test_a_commit_takes_a_sync_and_a_commit_that_does_not_wait_takes_none() -> N
         assert server.syncs(pid) == before
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(600)
 @needs_compiler
 def test_small() -> None:

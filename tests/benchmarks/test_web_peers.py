@@ -65,7 +65,7 @@ def test_cpu_of_a_process_that_works_and_of_one_that_waits() -> None:
     assert processes.read(waiting.pid) is None
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(600)
 def test_small() -> None:
     chosen = ("--way", "this project", "--way", "raw psycopg")
@@ -84,7 +84,7 @@ def test_small() -> None:
     assert all(0 < number(row["p50"]) <= number(row["p95"]) <= number(row["p99"]) for row in latency)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(600)
 def test_beside_another_checkout(tmp_path: Path) -> None:
     """The other one is a copy that says who imported it: a way's processes, and none of this version's."""

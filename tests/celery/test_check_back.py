@@ -92,7 +92,7 @@ def test_passes_are_there_however_early_the_app_is_finalised(shop: Project, earl
     }
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("shop", ["sqlalchemy"], indirect=True)
 def test_beat_alone_drives_check_back(shop: Project) -> None:
     """No worker of this service has `--outbox`, and none was told of a queue."""

@@ -39,7 +39,7 @@ def _all_ends_arrive(shop: Project, *options: str) -> None:
     assert "Traceback" not in log.read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("shop", ["redis"], indirect=True)
 def test_ends_arrive_when_pool_processes_come_and_go(shop: Project) -> None:
     _all_ends_arrive(shop, "--pool=prefork", "--concurrency=5", "--max-tasks-per-child=1")
@@ -47,7 +47,9 @@ def test_ends_arrive_when_pool_processes_come_and_go(shop: Project) -> None:
 
 @pytest.mark.slow
 @on_sqlalchemy
-@pytest.mark.parametrize("pool", ["solo", "threads", "gevent"])
+@pytest.mark.parametrize(
+    "pool", [*(pytest.param(name, marks=pytest.mark.soak) for name in ("solo", "threads")), "gevent"]
+)
 def test_ends_arrive_from_every_pool(shop: Project, pool: str) -> None:
     if pool == "gevent":
         pytest.importorskip("gevent", reason="gevent is not installed")

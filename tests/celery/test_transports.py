@@ -47,7 +47,11 @@ DONE = ["chain 12", "group 1", "group 2", "invoice for kept", "invoice for kept,
 
 @pytest.mark.parametrize(
     "shop",
-    ["sqlalchemy", *(pytest.param(name, marks=pytest.mark.slow) for name in ("redis", "rabbitmq"))],
+    [
+        "sqlalchemy",
+        pytest.param("redis", marks=pytest.mark.soak),
+        pytest.param("rabbitmq", marks=pytest.mark.slow),
+    ],
     indirect=True,
 )
 def test_tasks_of_a_transaction_on_every_transport(shop: Project) -> None:

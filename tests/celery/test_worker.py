@@ -152,7 +152,7 @@ def test_killed_children_are_restarted_and_go_on(
     eventually(lambda: handled(url) == {receipt.message_id for receipt in sent}, within_seconds=40)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_message_that_kills_its_process_is_given_up(
     url: str, broker: PostgresBroker, start: Callable[..., Worker]
 ) -> None:
@@ -164,7 +164,7 @@ def test_a_message_that_kills_its_process_is_given_up(
     eventually(lambda: handled(url) == innocent, within_seconds=40, what=worker.log.read_text)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_handlers_that_hang_are_restarted_and_given_up(
     url: str, broker: PostgresBroker, start: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -207,7 +207,7 @@ def test_sigterm_drains(url: str, broker: PostgresBroker, start: Callable[..., W
     assert (offsets, leases) == ((1,), (0,))
 
 
-@pytest.mark.parametrize("second", [pytest.param("QUIT", marks=pytest.mark.slow), "INT"])
+@pytest.mark.parametrize("second", [pytest.param("QUIT", marks=pytest.mark.soak), "INT"])
 def test_a_second_signal_ends_the_drain(
     url: str, broker: PostgresBroker, start: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch, second: str
 ) -> None:

@@ -75,7 +75,7 @@ def test_pytest(tmp_path: Path) -> None:
     assert "9 passed" in run_pytest(tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_pytest_with_xdist(tmp_path: Path) -> None:
     assert "9 passed" in run_pytest(tmp_path, "-n", "2")
 

@@ -58,7 +58,7 @@ def test_a_lost_end_is_answered_from_the_ledger(project: Project, monkeypatch: p
     assert set(happened()) == {"committed", "step-committed"}
 
 
-@pytest.mark.parametrize("how", ["plain", "decorated"])
+@pytest.mark.parametrize("how", [pytest.param("plain", marks=pytest.mark.soak), "decorated"])
 def test_producer_killed_at_each_step(project: Project, how: str) -> None:
     """Each dies at another step, in its second round; this process answers for all of them."""
     get_broker().claim_checks("shop")

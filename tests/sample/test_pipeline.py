@@ -157,7 +157,7 @@ def run(environment: dict[str, str], count: int, seed: int) -> None:
     print(f"{count} orders, {found.paid} paid, seed {seed}, kills {dict(pipeline.kills)}")
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(400)
 def test_three_stages_add_up_to_the_orders_under_kills(environment: dict[str, str]) -> None:
     run(environment, 60, seed=1)

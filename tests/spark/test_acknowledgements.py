@@ -35,7 +35,7 @@ by = "bob"
 """
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(300)
 def test_what_is_acknowledged_is_shown_and_not_counted(reconcile: Reconciler, world: World, tmp_path: Path) -> None:
     """LATE never goes away by itself; it is not to hide what is new."""

@@ -86,7 +86,7 @@ def test_rows_whose_messages_retention_may_have_removed(reconcile: Reconciler, w
     assert "rows before 2025-06-01T13:15:00+00:00 are not judged" in result["rules"][0]["notes"][0]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_an_open_finding_whose_evidence_retention_has_removed_is_closed(reconcile: Reconciler, world: World) -> None:
     """It is not LOST because its message is gone now, and not RECOVERED; what is still there is judged as before."""
     reconcile.rules(groups=())

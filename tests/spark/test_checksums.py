@@ -59,7 +59,7 @@ def test_checksums_say_when_they_do_not_help(reconcile: Reconciler, world: World
         assert (outcome.skipped_rows, outcome.limits) == (0, sides.Limits())
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_body_is_read_alike_with_checksums_and_without(reconcile: Reconciler, world: World) -> None:
     """Of a key that comes twice the last counts; what PostgreSQL alone can read as a number or a time is unreadable."""
     world.add_many(9, every=2 * HOUR)

@@ -20,7 +20,7 @@ from tests.spark.world import RULES, START, Order, World
 pytestmark = pytest.mark.timeout(300)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_csv_and_parquet_give_the_same_findings(reconcile: Reconciler, world: World, tmp_path: Path) -> None:
     world.add_many(60)
     planted = plant(world)

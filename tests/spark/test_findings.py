@@ -48,7 +48,7 @@ def test_no_result_is_an_error(tmp_path: Path) -> None:
         list(findings.lines(str(tmp_path)))
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_the_admin_shows_the_findings(reconcile: Reconciler, world: World, new_database: Callable[..., str]) -> None:
     hostile = "<script>alert(1)</script>\u2028\x85"
     world.add_many(20)

@@ -24,7 +24,7 @@ def rows(output: Path, table: str) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_finding_is_followed_from_run_to_run(reconcile: Reconciler, world: World) -> None:
     """Found once, changed, recovered: one row each, whatever the number of runs; a clean run is counted too."""
     output = reconcile.folder / "out"

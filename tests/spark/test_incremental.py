@@ -81,7 +81,7 @@ def expected(all_of_it: dict[str, Timeline], strays: dict[str, datetime]) -> Fou
     return wanted
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_batch_and_incremental_give_the_same_verdicts(reconcile: Reconciler, monkeypatch: pytest.MonkeyPatch) -> None:
     """Random histories of thousands of keys, cut at a random moment; both are what the oracle says."""
     cut_and_compare(reconcile, monkeypatch, 1)
@@ -113,7 +113,7 @@ def cut_and_compare(reconcile: Reconciler, monkeypatch: pytest.MonkeyPatch, coun
         assert not differing, f"{name}, seed {seed}, cuts {cuts}, {len(differing)} differ: {shown}"
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_second_row_with_a_message_of_its_own_is_a_duplicate(reconcile: Reconciler, world: World) -> None:
     """In its window it looks as it should; no unique index excludes that its key was there before."""
     reconcile.rules(groups=())

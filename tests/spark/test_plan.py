@@ -80,7 +80,7 @@ def test_acknowledged_changed_and_doubtful_findings_are_only_reported(reconcile:
     assert "run the reconciliation again" in planned(reconcile)[2]["why"]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_an_original_that_arrives_after_the_repair_is_a_duplicate(
     reconcile: Reconciler, world: World, capsys: pytest.CaptureFixture[str]
 ) -> None:

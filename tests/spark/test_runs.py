@@ -147,7 +147,7 @@ def without_times(row: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in row.items() if name not in ("first_seen", "was")}
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_incremental_runs_carry_over_what_was_pending_and_see_late_commits(reconcile: Reconciler, world: World) -> None:
     """Out-of-order sequence commit: an order paid long before, in a transaction that commits after the first run."""
     reconcile.rules(groups=("logistics",))

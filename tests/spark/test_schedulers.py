@@ -39,7 +39,7 @@ Path("came.json").write_text(json.dumps([states, passed["reconcile"]]))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_the_crontab_reports_what_is_not_clean(world: World, tmp_path: Path) -> None:
     """Its line is run by sh with what cron gives: HOME, the crontab's own variables, and nothing else."""
     write_rules(tmp_path, groups=())

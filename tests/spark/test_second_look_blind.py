@@ -19,7 +19,7 @@ def text_keys(world: World, keys: list[str]) -> None:
         world.app.execute("INSERT INTO orders_order VALUES (%s, 'x', 1, 'paid', %s, %s)", [key, START, START])
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_settings_of_the_database_hide_no_suspect(reconcile: Reconciler, world: World) -> None:
     """Each hides a part of KEYS: the letters that LATIN1 writes otherwise, and the backslashes."""
     reconcile.rules(text=RULES.format(extra="allow_empty = true", groups=""))

@@ -46,7 +46,7 @@ def move_boundary(reconcile: Reconciler, to: datetime) -> None:
     path.write_text(json.dumps(result))
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_keys_of_19_digits_and_what_comes_to_an_older_row(reconcile: Reconciler, world: World) -> None:
     """Keys as snowflake ids are, up to the greatest bigint. Some rows were judged before a second message, a second
     effect, or the commit of a second half came."""
@@ -117,7 +117,7 @@ def test_hostile_and_missing_keys_go_through_a_whole_run(
     assert set(reconcile.findings(reconcile.run(full=True))) == expected
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_group_without_a_table_is_never_late(reconcile: Reconciler, world: World) -> None:
     """The offset that is kept is the newest: it says nothing of when an older message was passed."""
     groups = '\n[[rule.group]]\nname = "logistics"\nwithin = "10m"\n'

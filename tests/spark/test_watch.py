@@ -41,7 +41,7 @@ def streamed(
     return {(row["key"], row["group"]): row["class"] for row in rows if row["class"] in FAULTS}
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_stream_gives_the_verdicts_of_one_run(reconcile: Reconciler, monkeypatch: pytest.MonkeyPatch) -> None:
     """Random histories, streamed in batches that end at random moments, each started from the checkpoint.
 
@@ -173,7 +173,7 @@ def test_what_ended_the_stream_is_told_whole() -> None:
     assert cause.strip() in told and "Identifier" not in told
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_sigterm_ends_batches_at_intervals_and_the_next_start_goes_on(reconcile: Reconciler, world: World) -> None:
     """With 0, as systemd expects it; a batch that was under way is judged by who comes next."""
     reconcile.rules(groups=())

@@ -98,7 +98,7 @@ def test_killed_at_every_step_takes_effect_once(orders: ConsumptionBench, step: 
     assert_each_once_in_order(orders.effects(), 400)
 
 
-@pytest.mark.parametrize("step", [pytest.param("before_send_back", marks=pytest.mark.slow), "after_send_back"])
+@pytest.mark.parametrize("step", [pytest.param("before_send_back", marks=pytest.mark.soak), "after_send_back"])
 def test_killed_while_sending_back_loses_and_doubles_nothing(orders: ConsumptionBench, step: str) -> None:
     """Every first attempt fails; the process dies when the failures of some are stored, or about to be."""
     victim = orders.spawn("victim", fail=1, faults=f"consumer.{step}=kill@3")

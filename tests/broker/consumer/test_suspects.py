@@ -221,7 +221,13 @@ def test_an_end_that_was_ordered_accuses_nobody(orders: ConsumptionBench, tmp_pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("mode", "hanging"), [("concurrent", 6), ("orderly", 1), ("key_ordered", 1)])
+@pytest.mark.parametrize(
+    ("mode", "hanging"),
+    [
+        *(pytest.param(*given, marks=pytest.mark.soak) for given in (("concurrent", 6), ("orderly", 1))),
+        ("key_ordered", 1),
+    ],
+)
 def test_hanging_handlers_end_their_process_and_are_given_up(
     orders: ConsumptionBench, tmp_path: Path, mode: str, hanging: int
 ) -> None:

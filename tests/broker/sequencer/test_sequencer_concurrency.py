@@ -80,13 +80,13 @@ def test_eight_writers_and_two_leaders(database: BrokerDatabase, batch: int) -> 
         assert row is not None and row[0] == row[1]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_control_an_id_cursor_loses_messages(database: BrokerDatabase) -> None:
     verdict = judge(database, [IdCursor()])
     assert verdict.lost and not verdict.doubled
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_control_an_xmin_horizon_stalls_behind_an_open_transaction(database: BrokerDatabase) -> None:
     verdict = judge(database, [XminHorizon()])
     assert verdict.stalled and not verdict.lost

@@ -138,8 +138,8 @@ def test_an_order_is_followed_by_its_key_through_three_groups(world: World, site
     "look",
     [
         pytest.param({}, id="light"),
-        pytest.param({"dark": True}, id="dark", marks=pytest.mark.slow),
-        pytest.param({"width": 360, "height": 740}, id="phone", marks=pytest.mark.slow),
+        pytest.param({"dark": True}, id="dark", marks=pytest.mark.soak),
+        pytest.param({"width": 360, "height": 740}, id="phone", marks=pytest.mark.soak),
     ],
 )
 def test_pages_are_inert_and_fit_and_axe_has_nothing_serious(world: World, site: Site, look: dict[str, Any]) -> None:
