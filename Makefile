@@ -22,7 +22,7 @@ install: $(STAMP) ## Create the virtual environment and install the project into
 
 $(STAMP): setup.py
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --editable '.[dev]'
 	touch $@
 
 demo: $(STAMP) ## An order service on real parts: orders flow, crashes are survived, a report proves it (KEEP=1 leaves the site up, ENGINE=rocketmq takes another broker)

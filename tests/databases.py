@@ -24,10 +24,11 @@ Connection = psycopg.Connection[tuple[Any, ...]]
 
 # TRUNCATE, and statistics of the planner, change these.
 _VOLATILE: Final = "{relfilenode,relpages,reltuples,relallvisible,relallfrozen,relfrozenxid,relminmxid}"  # of pg_class
-# For pg_class see below.
+# For pg_class see below. The server itself writes pg_statistic, whenever its autovacuum comes by.
 _CATALOGUES: Final = """
 SELECT relname FROM pg_class
-WHERE relnamespace = 'pg_catalog'::regnamespace AND relkind = 'r' AND NOT relisshared AND relname <> 'pg_class'
+WHERE relnamespace = 'pg_catalog'::regnamespace AND relkind = 'r' AND NOT relisshared
+    AND relname NOT IN ('pg_class', 'pg_statistic', 'pg_statistic_ext_data')
 ORDER BY relname
 """
 # Before this come the server's own objects.
@@ -48,6 +49,7 @@ _TABLES: Final = """
 SELECT oid::regclass::text, pg_total_relation_size(oid), relpages, reltuples FROM pg_class
 WHERE relkind = 'r' AND relnamespace NOT IN ('pg_catalog'::regnamespace, 'information_schema'::regnamespace)
 """
+_STATISTICS: Final = "DELETE FROM pg_catalog.pg_statistic WHERE starelid >= %s"
 _SEQUENCES: Final = "SELECT seqrelid::regclass::text FROM pg_sequence ORDER BY 1"
 _REFERENCES: Final = "SELECT confrelid::regclass::text, conrelid::regclass::text FROM pg_constraint WHERE contype = 'f'"
 _END_SESSIONS: Final = """
@@ -108,6 +110,8 @@ class Template:
                 for sequence, value in self.data.sequences.items():
                     if found.sequences[sequence] != value:
                         connection.execute("SELECT setval(%s::regclass, %s, %s)", [sequence, *value])
+                connection.execute("SET LOCAL allow_system_table_mods = on")
+                connection.execute(_STATISTICS, [_FIRST_OID])
             connection.execute("SELECT pg_stat_reset()")
         return True
 

@@ -44,6 +44,8 @@ DATA = [
     "SELECT setval('numbers', 99)",
     "CREATE TABLE passing (id int); DROP TABLE passing",
     "REINDEX TABLE parent",
+    "ANALYZE parent",
+    "INSERT INTO plain SELECT now(), 'x' FROM generate_series(1, 99); VACUUM ANALYZE plain",
     "LISTEN something; SELECT pg_advisory_lock(7)",
     "SET work_mem = '1MB'",
 ]
@@ -85,7 +87,6 @@ DEFINITIONS = [
     "DO $$ BEGIN EXECUTE format('ALTER DATABASE %I CONNECTION LIMIT 3', current_database()); END $$",
     "DO $$ BEGIN EXECUTE format('REVOKE CONNECT ON DATABASE %I FROM PUBLIC', current_database()); END $$",
     "SELECT lo_create(0)",
-    "ANALYZE parent",
 ]
 
 
@@ -203,10 +204,12 @@ def test_a_prepared_transaction_is_an_error_of_the_test(server_url: str, pool: P
     pool.give_back(name, template)
 
 
-def state(server_url: str, name: str) -> tuple[list[tuple[object, ...]], Data]:
+def state(server_url: str, name: str) -> tuple[list[tuple[object, ...]], Data, list[tuple[object, ...]]]:
     """All that a database is."""
     found = Template(server_url, name)
-    return found.definitions, found.data
+    with psycopg.connect(embedded.database_url(server_url, name)) as connection:
+        statistics = connection.execute("SELECT starelid FROM pg_statistic WHERE starelid >= 16384").fetchall()
+    return found.definitions, found.data, statistics
 
 
 def _oid(server_url: str, name: str) -> int:
