@@ -31,7 +31,8 @@ def test_a_connection_on_which_listening_failed_is_closed(
             strategy=(),
         )
     sessions = (
-        "SELECT count(*) FROM pg_stat_activity WHERE application_name = 'outbox-consumer' AND datname = current_database()"
+        "SELECT count(*) FROM pg_stat_activity "
+        "WHERE application_name = 'outbox-consumer' AND datname = current_database()"
     )
     eventually(lambda: connection.execute(sessions).fetchall() == [(0,)])
     assert kept.value is not None
