@@ -102,7 +102,8 @@ class OneWay:
         """Write the requests, in this order, and return at once; never fails.
 
         Only a new connection takes a moment (1 s where the server hangs, and then not again for some seconds), and a
-        server that is a hundred requests behind is given 0.1 s, once, to catch up.
+        server that is a hundred requests behind is given 0.1 s, once, to catch up. What is queued then goes with the
+        next use.
         """
         self._notice_fork()
         if len(self._queued) + len(requests) > MAX_QUEUED:
