@@ -52,6 +52,9 @@ LOCAL_SETTINGS: Final = {
     # A run has more generated classes than the hundred that Spark keeps, and the next one of a stream has the same.
     "spark.sql.codegen.cache.maxEntries": "2000",
 }
+# Of Java's collectors the one that costs a run least; the default, G1, keeps pauses short, which nobody here feels.
+COLLECTOR: Final = "-XX:+UseParallelGC"
+_CHOSEN: Final = re.compile(r"-XX:\+Use\w+GC\b")
 
 
 def find_java(environment: Mapping[str, str] | None = None) -> Path | None:
@@ -105,6 +108,12 @@ def bundled_java() -> Path:
     return home
 
 
+def java_options(environment: Mapping[str, str], settings: Mapping[str, str]) -> dict[str, str]:
+    """The setting that names Java's collector; none where somebody has: Java refuses to start with two."""
+    said = (*settings.values(), environment.get("JAVA_TOOL_OPTIONS", ""), environment.get("JDK_JAVA_OPTIONS", ""))
+    return {} if any(map(_CHOSEN.search, said)) else {"spark.driver.defaultJavaOptions": COLLECTOR}
+
+
 def start(master: str | None = None, settings: Mapping[str, str] | None = None) -> SparkSession:
     """The session of this process (spark-submit's, a Spark Connect one) or a new local one. Raises UsageProblem."""
     from pyspark.errors import PySparkException
@@ -118,7 +127,7 @@ def start(master: str | None = None, settings: Mapping[str, str] | None = None) 
             os.environ["JAVA_HOME"] = str(home)
         os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
         builder = builder.master(master or "local[*]")
-        for name, value in LOCAL_SETTINGS.items():
+        for name, value in {**LOCAL_SETTINGS, **java_options(os.environ, settings or {})}.items():
             builder = builder.config(name, value)
     for name, value in {**FIXED_SETTINGS, **(settings or {})}.items():
         builder = builder.config(name, value)

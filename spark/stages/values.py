@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import Final
 
 from ..rules.rule import FieldRule, FieldType
 from ..sources import sql
 
-_FIELD_END: Final = "E'\\x1f'"
 _NULL: Final = "E'\\x1e'"
-# As Python writes it.
-_ISO_TIME: Final = "'____-__-__T__:__:__.______+00:00'"
+# As Python writes it, in a session whose zone is UTC.
+_ISO_TIME: Final = """'YYYY-MM-DD"T"HH24:MI:SS.US"+00:00"'"""
 _USUAL_TIMES: Final = "('-- ::', '-- ::.', '-- ::+:', '-- ::.+:', '-- ::-:', '-- ::.-:', '-- ::Z', '-- ::.Z')"
 
 
 def hashed(texts: list[str]) -> str:
-    joined = f" || {_FIELD_END} || ".join(f"coalesce({value}, {_NULL})" for value in texts)
-    return f"hashtextextended({joined}, 0)"
+    """64 bits of all texts: each is hashed with the hash of those before it as the seed, so that none is copied.
+
+    Only texts: PostgreSQL's hash of a number leaves its sign out, that of a time is one of 32 bits.
+    """
+    return reduce(lambda seed, value: f"hashtextextended(coalesce({value}, {_NULL}), {seed})", texts, "0")
 
 
 def body_value(item: FieldRule, document: str = "document") -> str:
@@ -31,7 +34,8 @@ def body_kind(item: FieldRule) -> str:
 def is_no_text(value: str, kind: str) -> str:
     """Values that PostgreSQL and Spark may write differently as a text: 12.50 or 12.5, {"a": 1} or {"a":1}."""
     whole = f"{value} ~ '^-?[0-9]{{1,15}}$'"
-    return f"coalesce({kind} IN ('object', 'array') OR ({kind} = 'number' AND NOT {whole}), false)"
+    other = f"{kind} IN ('object', 'array') OR ({kind} = 'number' AND NOT {whole})"
+    return f"coalesce({kind} <> 'string' AND ({other}), false)"
 
 
 def unusual(value: str, item: FieldRule, time: str) -> str:
@@ -48,14 +52,10 @@ def unusual(value: str, item: FieldRule, time: str) -> str:
     elif item.type is FieldType.DATE:
         usual = f"{rest} = '--' AND length({value}) = 10"
     elif item.type is FieldType.TIMESTAMP:
-        # What PostgreSQL writes of it, but for the zeros at its end, has no other digits: asked first, as it costs a
-        # third of the rest.
-        plain = (
-            f"{value} LIKE {_ISO_TIME} AND rtrim(replace(left({value}, 26), 'T', ' '), '0.') "
-            f"= rtrim(left({time}::text, -3), '0.')"
-        )
+        # Asked first, as it costs a seventh of the rest. A year may have five digits; an infinite time has no text.
+        plain = f"coalesce(length({value}) = 32 AND {value} = to_char({time}, {_ISO_TIME}), false)"
         usual = (
-            f"({plain}) OR (translate({rest}, 'T', ' ') IN {_USUAL_TIMES} AND length({value}) BETWEEN 19 AND 32 "
+            f"{plain} OR (translate({rest}, 'T', ' ') IN {_USUAL_TIMES} AND length({value}) BETWEEN 19 AND 32 "
             f"AND substr({value}, 12, 2) < '24' AND substr({value}, 18, 2) < '60' AND {value} !~ '[.][0-9]{{7}}')"
         )
     else:

@@ -6,17 +6,13 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Self
-from uuid import UUID
 
 import psycopg
 import pytest
@@ -34,18 +30,17 @@ from outbox.message import Delivery, Message
 from outbox.ports import Invoker, call_handler
 from outbox.subscription import Mode, Subscription
 from outbox.topic import MessageType, Topic
-from outbox.transaction import DecidedBy, Decision, EndTransaction, HalfTransaction
+from outbox.transaction import DecidedBy, HalfTransaction
 from tests.broker.bench import AT_ONCE, TABLES, Seen
 from tests.broker.inbox import InboxInvoker
 from tests.broker.support import assert_gapless, process
+from tests.broker.traffic import LEDGER, Effects, Traffic, assert_took_effect, end_of, includes
 from tests.support import eventually
 
 TOPICS = (
     Topic(name="orders", types=frozenset({MessageType.NORMAL, MessageType.TRANSACTION}), queue_count=1),
     Topic(name="ordered", types=frozenset({MessageType.FIFO, MessageType.TRANSACTION}), queue_count=2),
 )
-EFFECT = "INSERT INTO effect (instance, queue, key, n, message_id, attempt) VALUES (%s, %s, %s, %s, %s, %s)"
-LEDGER = UUID(int=1)
 SETTINGS = {"wal_writer_delay": "10s", "autovacuum": "off", "max_connections": "60"}
 
 
@@ -152,14 +147,14 @@ def test_what_takes_the_offset_of_a_lost_entry_is_handled(server: Server, ends: 
             sent += 1
             unsure = HalfTransaction(producer_group="shop", messages=[_message(sent)], ledger_id=LEDGER)
             broker.send_half(unsure, timeout_seconds=30)
-            broker.end([_end(unsure)], timeout_seconds=30)
+            broker.end([end_of(unsure)], timeout_seconds=30)
             eventually(partial(_has, seen, sent))
             # Not if something else has waited for the disk meanwhile.
             lost = server.end(ends)
         broker.send([_message(sent + 1)], timeout_seconds=30)
         eventually(lambda: sent + 1 in seen.ns, within_seconds=60)
         # As check-back does.
-        broker.end([_end(unsure, DecidedBy.CHECK)], timeout_seconds=30)
+        broker.end([end_of(unsure, DecidedBy.CHECK)], timeout_seconds=30)
         eventually(lambda: seen.ns.count(sent) == 2)
     broker.close()
 
@@ -168,130 +163,8 @@ def _has(seen: Seen, n: int) -> bool:
     return n in seen.ns
 
 
-def _includes(done: Callable[[], list[UUID]], wanted: list[UUID]) -> bool:
-    return {*wanted} <= {*done()}
-
-
 def _message(n: int) -> Message:
     return Message(topic="orders", body=b'{"n": %d}' % n, key="k")
-
-
-def _end(half: HalfTransaction, by: DecidedBy = DecidedBy.PRODUCER) -> EndTransaction:
-    return EndTransaction(
-        transaction_id=half.transaction_id, decision=Decision.COMMIT, producer_group=half.producer_group, decided_by=by
-    )
-
-
-class Effects:
-    """A handler that writes down what it does: in its inbox's transaction, or in memory."""
-
-    def __init__(self, name: str, inbox: InboxInvoker | None, seen: list[str]) -> None:
-        self._name = name
-        self._inbox = inbox
-        self._seen = seen
-        self._memory: list[UUID] = []
-
-    def __call__(self, delivery: Delivery) -> None:
-        if self._inbox is not None:
-            values = [self._name, delivery.queue, delivery.key, delivery.body["n"], delivery.message_id, 0]
-            self._inbox.connection.execute(EFFECT, values)
-        else:
-            self._memory.append(delivery.message_id)
-        self._seen.append(self._name)
-
-    def done(self, url: str) -> list[UUID]:
-        """The messages in the order in which they took effect."""
-        if self._inbox is None:
-            return list(self._memory)
-        with psycopg.connect(url) as connection:
-            rows = connection.execute(
-                "SELECT message_id FROM effect WHERE instance = %s ORDER BY position", [self._name]
-            ).fetchall()
-        return [message_id for (message_id,) in rows]
-
-
-class Traffic:
-    """Producers of both paths that repeat what was not answered, as the real ones do; one local transaction each."""
-
-    def __init__(self, database: BrokerDatabase) -> None:
-        self._broker = PostgresBroker(database)
-        self._stop = threading.Event()
-        self._numbers = itertools.count()
-        self.committed: list[Message] = []
-        self.rolled_back: set[UUID] = set()
-        self._pauses = {kind: threading.Lock() for kind in ("atomic", "half")}
-        self._threads = [threading.Thread(target=self._run, args=(kind,)) for kind in self._pauses]
-
-    def __enter__(self) -> Self:
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        for thread in self._threads:
-            thread.join(timeout=60)
-        self._broker.close()
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Nothing is under way: nothing of it makes the disk wait for what comes next."""
-        with self._pauses["atomic"], self._pauses["half"]:
-            yield
-
-    def _run(self, kind: str) -> None:
-        """Each thread has its own keys: the order of local commits is the order of its calls."""
-        while not self._stop.is_set():
-            with self._pauses[kind]:
-                number = next(self._numbers)
-                if kind == "half":
-                    self.half(f"{kind}{number % 3}", commits=number % 5 != 0)
-                    continue
-                message = Message(topic="ordered", key=f"{kind}{number % 3}", body=b'{"n": %d}' % number)
-                self.committed.append(message)
-                self._repeat(partial(self._broker.send, [message], timeout_seconds=2))
-
-    def half(self, key: str, *, commits: bool = True) -> UUID:
-        """One local transaction with a half; its end is sent once, as a producer does."""
-        message = Message(topic="ordered", key=key, body=b'{"n": 0}')
-        half = HalfTransaction(producer_group="shop", messages=[message], ledger_id=LEDGER)
-        self._repeat(partial(self._broker.send_half, half, timeout_seconds=2))
-        if commits:
-            self.committed.append(message)
-        else:
-            self.rolled_back.add(message.message_id)
-        decision = Decision.COMMIT if commits else Decision.ROLLBACK
-        with contextlib.suppress(BrokerUnavailable):
-            self._broker.end([replace(_end(half), decision=decision)], timeout_seconds=2)
-        return message.message_id
-
-    def _repeat(self, attempt: Callable[[], object]) -> None:
-        # Also when it stops: what was begun is brought to its end.
-        while True:
-            try:
-                attempt()
-                return
-            except BrokerUnavailable:
-                pass
-
-    def check_back(self, connection: psycopg.Connection[tuple[object, ...]]) -> None:
-        """Decide what no end has decided, by what the local transactions say."""
-        rows = connection.execute(
-            "SELECT message_id FROM outbox.commit_log WHERE half AND NOT EXISTS"
-            " (SELECT FROM outbox.op_log WHERE op_log.transaction_id = commit_log.transaction_id)"
-        ).fetchall()
-        for (message_id,) in rows:
-            decision = Decision.ROLLBACK if message_id in self.rolled_back else Decision.COMMIT
-            self._broker.end(
-                [
-                    EndTransaction(
-                        transaction_id=UUID(str(message_id)),
-                        decision=decision,
-                        producer_group="shop",
-                        decided_by=DecidedBy.CHECK,
-                    )
-                ]
-            )
 
 
 @pytest.mark.timeout(600)
@@ -328,22 +201,12 @@ def test_crashes_under_traffic_lose_and_invent_nothing(
                 eventually(partial(lambda least: len(seen) >= least, reached), within_seconds=120)
                 with traffic.paused():
                     last = traffic.half(f"last{number}")
-                    eventually(partial(_includes, partial(groups["bare"].done, ""), [last]))
+                    eventually(partial(includes, partial(groups["bare"].done, ""), [last]))
                     lost += server.end("backend" if number % 3 == 2 else "server")
         assert lost, "no round lost anything: nothing was tested"
         with contextlib.closing(server.database.open()) as connection:
             traffic.check_back(connection)
-        wanted = [message.message_id for message in traffic.committed]
-        for name, handler in groups.items():
-            done = partial(handler.done, urls.get(name, ""))
-            eventually(partial(_includes, done, wanted), within_seconds=120, what=name)
-            assert {*done()} == {*wanted}, name
-            first = list(dict.fromkeys(done()))
-            for key in {message.key for message in traffic.committed}:
-                of_key = [one.message_id for one in traffic.committed if one.key == key]
-                assert [one for one in first if one in {*of_key}] == of_key, (name, key)
-            if name in inboxes:
-                assert len(done()) == len(wanted)
+        assert_took_effect(traffic, groups, urls)
         with contextlib.closing(server.database.open()) as connection:
             assert_gapless(connection)
     for inbox in inboxes.values():

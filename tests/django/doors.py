@@ -85,7 +85,6 @@ READING: Final = (
     "outbox_trace --key k",
     "outbox_transaction list",
     f"outbox_transaction describe {SOME}",
-    "outbox_undecided",
     "check --database=broker",
 )
 CHANGING: Final = (

@@ -142,16 +142,16 @@ def listed(*arguments: str) -> Any:
 def test_undecided_ones_page_by_page(world: World) -> None:
     for _ in range(3):
         world.half()
-    first = listed("outbox_undecided", "--limit", "2")
-    rest = listed("outbox_undecided", "--limit", "2", "--after", first[-1]["transaction_id"])
+    first = listed("outbox_transaction", "list", "--limit", "2")
+    rest = listed("outbox_transaction", "list", "--limit", "2", "--after", first[-1]["transaction_id"])
     assert (len(first), len(rest)) == (2, 1)
     assert {one["producer_group"] for one in first + rest} == {"shop"}
-    assert listed("outbox_undecided", "--parked") == listed("outbox_undecided", "nobody") == []
+    assert listed("outbox_transaction", "list", "--parked") == []
     out = StringIO()
-    call_command("outbox_undecided", "--limit", "2", stdout=out)
+    call_command("outbox_transaction", "list", "--limit", "2", stdout=out)
     assert f"--after {first[-1]['transaction_id']}" in out.getvalue()
     with pytest.raises(CommandError, match="no number from 1 on"):
-        call_command("outbox_undecided", "--limit", "0")
+        call_command("outbox_transaction", "list", "--limit", "0")
 
 
 def test_messages_of_a_key(world: World) -> None:

@@ -100,7 +100,9 @@ def test_one_is_described_with_its_messages_and_answers() -> None:
 def test_an_abandoned_one_is_aborted_for_good() -> None:
     with rolled_back():
         dropped = publish("orders", 1, key="dropped")
-    assert said("outbox_transaction", "abort", str(dropped.transaction_id))["status"] == "applied"
+    assert said("outbox_transaction", "abort", str(dropped.transaction_id), "--dry-run")["dry_run"]
+    assert decisions() == {"dropped": None}
+    assert said("outbox_transaction", "abort", str(dropped.transaction_id))["outcome"] == "applied"
     assert decisions() == {"dropped": "R"}
     assert said("outbox_transaction", "list") == []
     with pytest.raises(CommandError, match="no undecided transaction"):

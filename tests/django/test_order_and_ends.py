@@ -21,7 +21,7 @@ from outbox.broker.transaction.checks import find_undecided
 from outbox.contrib.django import get_broker, publish, run_check_back
 from outbox.contrib.django.database.aliases import alias_conninfo, broker_connection
 from outbox.contrib.django.engine.broker import flusher
-from outbox.contrib.django.engine.flusher import MAX_QUEUED, Flusher
+from outbox.contrib.django.engine.flusher import MAX_QUEUED, FlushingThread
 from outbox.contrib.django.ledger.ledger_checker import LedgerChecker
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.errors import BrokerUnavailable, SchemaError, WrongDatabase
@@ -179,9 +179,9 @@ def end() -> EndTransaction:
 
 def test_a_full_queue_drops_and_nobody_waits() -> None:
     recorder = Recorder()
-    flusher = Flusher(recorder)
+    flusher = FlushingThread(recorder)
     for _ in range(MAX_QUEUED + 1000):
-        flusher.end(end())
+        flusher.put(end())
     assert 1000 - 500 <= flusher.dropped <= 1000
     assert not flusher.flush(within_seconds=0.1)
     recorder.open.set()

@@ -68,6 +68,22 @@ def test_round_trips(path: str, publishes: Callable[[str], None], costs: dict[st
     assert (found[0], sum(found[2:]), found[1]) == costs[path]
 
 
+@pytest.mark.parametrize("path", ["atomic"], indirect=True)
+@pytest.mark.parametrize(("threshold", "prepared"), [(None, 0), (5, 1)])
+def test_the_call_is_prepared_where_the_alias_says_so(path: str, threshold: int | None, prepared: int) -> None:
+    connections["default"].ensure_connection()
+    session = connections["default"].connection
+    before, session.prepare_threshold = session.prepare_threshold, threshold
+    try:
+        order("first")
+        order("second")
+        statements = session.execute("SELECT statement FROM pg_prepared_statements", prepare=False).fetchall()
+    finally:
+        session.prepare_threshold = before
+        session.execute("DEALLOCATE ALL")
+    assert sum("append_one" in statement for [statement] in statements) == prepared
+
+
 def test_no_thread_of_ours_runs_in_a_process_that_publishes(path: str) -> None:
     before = set(threading.enumerate())
     order("first")

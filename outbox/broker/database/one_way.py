@@ -99,10 +99,11 @@ class OneWay:
         self.dropped = 0
 
     def send(self, *requests: Request) -> None:
-        """Write the requests, in this order, and return at once; never fails.
+        """Write the requests, in this order, and return at once; no state of server or network makes it fail.
 
         Only a new connection takes a moment (1 s where the server hangs, and then not again for some seconds), and a
-        server that is a hundred requests behind is given 0.1 s, once, to catch up.
+        server that is a hundred requests behind is given 0.1 s, once, to catch up. What is queued then goes with the
+        next use.
         """
         self._notice_fork()
         if len(self._queued) + len(requests) > MAX_QUEUED:
@@ -164,6 +165,15 @@ class OneWay:
     def _write(self) -> bool:
         """Write what is queued, having read the answers that are there; whether more could be written."""
         try:
+            return self._read_and_write()
+        except BaseException as error:
+            # Of a request that cannot be written, or raised into this by a signal handler (a time limit): how much of
+            # what was written, and which answers were read, is not known any more.
+            self._lose(error)
+            raise
+
+    def _read_and_write(self) -> bool:
+        try:
             self._read()
         except _BROKEN as error:
             # The server was restarted, or has ended the session: at once again.
@@ -184,17 +194,28 @@ class OneWay:
             room = _MAX_UNANSWERED - len(self._unanswered)
             if not room and not self._has_caught_up(pgconn):
                 return False
-            errands = [self._queued.popleft() for _ in range(min(room, len(self._queued)))]
-            last = {errand.request: errand for errand in errands if errand.request.is_said_once}
-            errands = [errand for errand in errands if last.get(errand.request, errand) is errand]
-            self._unanswered.extend(errands)
-            for errand in errands:
-                errand.times_sent += 1
-                pgconn.send_query_params(errand.request.text, list(errand.request.values))
-                pgconn.pipeline_sync()
+            count = min(room, len(self._queued))
+            ahead = [self._queued[position] for position in range(count)]
+            last = {errand.request: errand for errand in ahead if errand.request.is_said_once}
+            for _ in range(count):
+                errand = self._queued.popleft()
+                if last.get(errand.request, errand) is errand:
+                    self._write_one(pgconn, errand)
             # What does not fit into the socket's buffer goes with the next use.
             pgconn.flush()
         return True
+
+    def _write_one(self, pgconn: PGconn, errand: _Errand) -> None:
+        """Noted as unanswered once it is written: for the answer to what never was, the reader would wait for ever."""
+        errand.times_sent += 1
+        try:
+            pgconn.send_query_params(errand.request.text, list(errand.request.values))
+            pgconn.pipeline_sync()
+        except _BROKEN:
+            # Sent once more, like what it has not answered.
+            self._unanswered.append(errand)
+            raise
+        self._unanswered.append(errand)
 
     def _has_caught_up(self, pgconn: PGconn) -> bool:
         if self._is_stalled:
@@ -236,7 +257,7 @@ class OneWay:
             raise psycopg.OperationalError(said)
         logger.warning("%s was not done, others make good: %s", self._unanswered[0].request.what, said)
 
-    def _lose(self, error: Exception) -> None:
+    def _lose(self, error: BaseException) -> None:
         """The connection is gone; what it had not answered is queued again."""
         logger.info("the connection of wake-ups and ends broke: %s", str(error).strip())
         if self._pgconn is not None:

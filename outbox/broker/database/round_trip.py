@@ -6,8 +6,8 @@ it. Values go and come as text: whoever uses it knows its few types.
 
 from __future__ import annotations
 
-import itertools
 import select
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -15,7 +15,7 @@ from typing import Final
 import psycopg
 from psycopg.errors import error_from_result
 from psycopg.pq import ConnStatus, ExecStatus
-from psycopg.pq.abc import PGresult
+from psycopg.pq.abc import PGconn, PGresult
 
 from outbox.broker.database.connection import Connection
 from outbox.broker.database.statement import Statement
@@ -23,7 +23,6 @@ from outbox.broker.database.statement import Statement
 Row = tuple[bytes | None, ...]
 
 _ANSWERED: Final = (ExecStatus.TUPLES_OK, ExecStatus.COMMAND_OK)
-_names: Final = itertools.count(1)
 
 
 def array(values: Sequence[int]) -> bytes:
@@ -42,21 +41,22 @@ class _Sent:
 class RoundTrip:
     """One connection in autocommit, outside psycopg's own pipeline mode. Not thread-safe.
 
-    `prepare`: whether statements may be prepared, which a pooler in transaction mode does not allow.
+    `prepare`: whether statements may be prepared, which a pooler in transaction mode does not allow. `prepared`: what
+    the connection has prepared before, for one that outlives this object; it is kept up to date.
     """
 
-    def __init__(self, connection: Connection, schema: str, *, prepare: bool) -> None:
+    def __init__(
+        self, connection: Connection, schema: str, *, prepare: bool, prepared: dict[bytes, bytes] | None = None
+    ) -> None:
         self._connection = connection
         self._schema = schema
         self._prepares = prepare
-        self._prepared: dict[bytes, bytes] = {}
+        self._prepared = {} if prepared is None else prepared
         self._sent: list[_Sent] = []
 
     def send(self, statement: Statement, parameters: Mapping[str, bytes | None] | None = None) -> int:
         """Add a statement; it is sent with the others at the latest when they are finished. Its number among them."""
-        pgconn = self._connection.pgconn
-        if not self._sent:
-            pgconn.enter_pipeline_mode()
+        pgconn = self._pipeline()
         text, names = statement.numbered(self._schema)
         values = [parameters[name] for name in names] if parameters is not None else []
         if not self._prepares:
@@ -64,12 +64,20 @@ class RoundTrip:
         else:
             name = self._prepared.get(text)
             if name is None:
-                name = b"outbox_%d" % next(_names)
+                # No other process has it: behind a pooler that nobody knew of nothing else is executed by this name.
+                name = b"outbox_%s" % uuid.uuid4().hex.encode()
                 pgconn.send_prepare(name, text)
                 self._sent.append(_Sent(text, name))
             pgconn.send_query_prepared(name, values)
         self._sent.append(_Sent())
         return sum(not sent.name for sent in self._sent) - 1
+
+    def discard_prepared(self) -> None:
+        """Take back what is prepared, a statement each: plans made anew see tables as they are by then."""
+        for name in self._prepared.values():
+            self._pipeline().send_query_params(b"DEALLOCATE " + name, [])
+            self._sent.append(_Sent())
+        self._prepared.clear()
 
     def finish(self) -> list[list[Row]]:
         """Wait for the answers: the rows of each statement. What came after one that failed was not executed.
@@ -104,6 +112,11 @@ class RoundTrip:
         if self._sent and self._connection.pgconn.status == ConnStatus.OK:
             self.finish_all()
         self._sent = []
+
+    def _pipeline(self) -> PGconn:
+        if not self._sent:
+            self._connection.pgconn.enter_pipeline_mode()
+        return self._connection.pgconn
 
     def _results(self) -> list[PGresult]:
         """All of them, up to the synchronisation point."""

@@ -1,4 +1,4 @@
-"""Finding messages: the undecided ones page by page, and those of a business key, a topic, a time."""
+"""Finding messages by business key, topic and time."""
 
 from __future__ import annotations
 
@@ -9,21 +9,6 @@ from uuid import UUID
 
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
-
-
-@dataclass(frozen=True, slots=True)
-class Undecided:
-    """A half transaction that waits for its outcome, with its first message; parked when check-back gave up asking."""
-
-    transaction_id: UUID
-    producer_group: str
-    topic: str
-    key: str
-    stored_at: datetime
-    checks: int
-    due_at: datetime
-    parked_at: datetime | None
-    last_answer: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,19 +30,6 @@ STATE: Final = """CASE WHEN recalled.log_id IS NOT NULL THEN 'recalled' WHEN op.
             WHEN op.decision = 'R' THEN 'rolled back' WHEN pending.parked_at IS NOT NULL THEN 'parked'
             ELSE 'undecided' END"""
 
-# Ids begin with a time, so the order of ids is that of the transactions, near enough, and a page goes on after one.
-_UNDECIDED: Final = Statement("""
-SELECT pending.transaction_id, pending.producer_group, topic.name AS topic, log.key, pending.stored_at, pending.checks,
-       pending.due_at, pending.parked_at, pending.last_answer
-FROM {schema}.pending_check pending
-JOIN {schema}.commit_log log USING (log_id)
-JOIN {schema}.topic USING (topic_id)
-WHERE pending.transaction_id > %(after)s AND (%(group)s::text IS NULL OR pending.producer_group = %(group)s)
-  AND (NOT %(parked)s::boolean OR pending.parked_at IS NOT NULL)
-  AND NOT EXISTS (SELECT FROM {schema}.op_log WHERE op_log.transaction_id = pending.transaction_id)
-ORDER BY pending.transaction_id LIMIT %(limit)s
-""")
-
 # There is no index by key: it would cost every message. Within a stretch of time the index by time finds the blocks.
 _FOUND: Final = Statement(f"""
 SELECT log.log_id, log.message_id, log.transaction_id, topic.name AS topic, log.key, log.tag, log.stored_at,
@@ -72,17 +44,6 @@ WHERE (%(key)s::text IS NULL OR log.key = %(key)s) AND (%(topic)s::text IS NULL 
   AND (%(before)s::bigint IS NULL OR log.log_id < %(before)s)
 ORDER BY log.log_id DESC LIMIT %(limit)s
 """)
-
-
-def list_undecided(
-    run: Executor, group: str | None = None, *, parked: bool = False, after: UUID | None = None, limit: int = 100
-) -> list[Undecided]:
-    """A page of undecided transactions, the oldest first, of one producer group or of all; `parked` only, if wanted.
-
-    The next page begins after the last transaction id of this one. What nobody has scanned yet is not seen.
-    """
-    values = {"group": group, "parked": parked, "after": after or UUID(int=0), "limit": limit}
-    return run.objects(Undecided, _UNDECIDED, values)
 
 
 def find_messages(

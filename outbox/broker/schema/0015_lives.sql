@@ -150,6 +150,8 @@ CREATE FUNCTION tick_v15(
     due_from        timestamptz,
     -- Whether a FIFO message is open or held, by what the caller knows.
     is_waiting      boolean,
+    -- Whether the caller commits only after it has looked at what was `met`.
+    is_asking       boolean,
     -- Whether the caller has looked at all FIFO messages in this transaction; then `to_hold` has those that must wait,
     -- and `to_release` the held ones that need not any more.
     has_looked      boolean,
@@ -170,7 +172,10 @@ CREATE FUNCTION tick_v15(
     OUT scheduled_count  bigint,
     OUT due_count        bigint,
     OUT next_due_seconds double precision,
-    OUT nothing_due_before timestamptz
+    OUT nothing_due_before timestamptz,
+    -- The FIFO messages decided here while any are open or held, as [log_id, topic_id, key], for a caller that is asking:
+    -- it must not commit if one of them has to wait or was waited for. Null for none.
+    OUT met              json
 )
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 DECLARE
@@ -196,6 +201,7 @@ DECLARE
     moved_heads  bigint[] := '{}';
     is_alive     boolean;
     is_relaxed   boolean;
+    few          bigint := least(batch, 10) + 1;
 BEGIN
     seen := here;
     appended_count := 0;
@@ -207,9 +213,9 @@ BEGIN
            (SELECT max(tick_id) FROM tick),
            ARRAY(SELECT topic_id FROM topic WHERE 'FIFO' = ANY (message_types) ORDER BY topic_id),
            EXISTS (SELECT FROM queue WHERE closing),
-           EXISTS (SELECT FROM scheduled WHERE due_at >= due_from AND due_at <= now()),
-           (SELECT min(due_at) FROM scheduled WHERE due_at > now())
-    INTO is_alive, newest_tick, fifo, is_closing, is_due, next_due;
+           (SELECT min(due_at) FROM scheduled WHERE due_at >= due_from)
+    INTO is_alive, newest_tick, fifo, is_closing, next_due;
+    is_due := coalesce(next_due <= now(), false);
     IF NOT is_alive THEN
         obstacle := 'life';
         RETURN;
@@ -223,39 +229,55 @@ BEGIN
         RETURN;
     END IF;
 
-    -- The new decisions.
-    cut := decisions_cut_v13(seen_xmax, batch);
-    SELECT count(*) FILTER (WHERE number = 1 OR number IS NULL),
-           coalesce(array_agg(log_id) FILTER (WHERE decision = 'C'), '{}'),
-           coalesce(array_agg(log_id) FILTER (WHERE decision = 'R'), '{}'),
-           coalesce(bool_or(relaxed IS NOT FALSE), false)
-    INTO decision_count, decided, rolled_back, is_relaxed
-    FROM (SELECT decision, log_ids, relaxed FROM op_log WHERE xid >= seen_xmax AND xid < cut
-          UNION ALL
-          SELECT decision, log_ids, relaxed FROM op_log WHERE xid = ANY (seen_xip)) AS fresh
-    LEFT JOIN LATERAL unnest(log_ids) WITH ORDINALITY AS one (log_id, number) ON true;
+    -- The new decisions: a few at once; of more, as many as the batch allows.
+    cut := upto;
+    LOOP
+        SELECT count(*) FILTER (WHERE number = 1 OR number IS NULL),
+               coalesce(array_agg(log_id) FILTER (WHERE decision = 'C'), '{}'),
+               coalesce(array_agg(log_id) FILTER (WHERE decision = 'R'), '{}'),
+               coalesce(bool_or(relaxed IS NOT FALSE), false)
+        INTO decision_count, decided, rolled_back, is_relaxed
+        FROM ((SELECT decision, log_ids, relaxed FROM op_log WHERE xid >= seen_xmax AND xid < cut ORDER BY xid LIMIT few)
+              UNION ALL
+              SELECT decision, log_ids, relaxed FROM op_log WHERE xid = ANY (seen_xip)) AS fresh
+        LEFT JOIN LATERAL unnest(log_ids) WITH ORDINALITY AS one (log_id, number) ON true;
+        EXIT WHEN few IS NULL OR (decision_count < few AND cardinality(decided) + cardinality(rolled_back) <= batch);
+        cut := decisions_cut_v13(seen_xmax, batch);
+        few := NULL;
+    END LOOP;
 
     IF fifo <> '{}' AND NOT has_looked THEN
         IF EXISTS (SELECT FROM commit_log
                    WHERE half AND xid >= half_xmax AND xid < upto AND deliver_at IS NULL AND topic_id = ANY (fifo))
         OR EXISTS (SELECT FROM commit_log
                    WHERE half AND xid = ANY (half_xip) AND deliver_at IS NULL AND topic_id = ANY (fifo))
-        OR ((is_waiting OR cut < upto)
-            AND EXISTS (SELECT FROM unnest(decided || rolled_back) AS one (log_id)
-                        CROSS JOIN LATERAL (SELECT topic_id FROM commit_log WHERE commit_log.log_id = one.log_id
-                                            OFFSET 0) AS log
-                        WHERE topic_id = ANY (fifo)))
-        OR (is_waiting AND is_due
-            AND EXISTS (SELECT FROM (SELECT log_id, queue_id FROM scheduled WHERE due_at >= due_from AND due_at <= now()
-                                     ORDER BY due_at, schedule_id LIMIT batch) AS due
-                        CROSS JOIN LATERAL (SELECT topic_id FROM commit_log WHERE commit_log.log_id = due.log_id
-                                            OFFSET 0) AS log
-                        WHERE queue_id IS NULL AND topic_id = ANY (fifo)))
-        OR (is_waiting
-            AND (SELECT max(parked_at) FROM pending_check WHERE parked_at IS NOT NULL) IS DISTINCT FROM known_parked)
         THEN
             obstacle := 'order';
             RETURN;
+        END IF;
+        IF (is_waiting OR cut < upto) AND decision_count > 0 THEN
+            SELECT json_agg(json_build_array(log_id, topic_id, key)) INTO met
+            FROM unnest(decided || rolled_back) AS one (log_id)
+            CROSS JOIN LATERAL (SELECT topic_id, key FROM commit_log WHERE commit_log.log_id = one.log_id OFFSET 0) AS log
+            WHERE topic_id = ANY (fifo);
+        END IF;
+        IF met IS NOT NULL AND (cut < upto OR NOT is_asking)
+        OR is_waiting
+           AND (SELECT max(parked_at) FROM pending_check WHERE parked_at IS NOT NULL) IS DISTINCT FROM known_parked
+        THEN
+            obstacle := 'order';
+            RETURN;
+        END IF;
+        IF is_waiting AND is_due THEN
+            IF EXISTS (SELECT FROM (SELECT log_id, queue_id FROM scheduled WHERE due_at >= due_from AND due_at <= now()
+                                    ORDER BY due_at, schedule_id LIMIT batch) AS due
+                       CROSS JOIN LATERAL (SELECT topic_id FROM commit_log WHERE commit_log.log_id = due.log_id
+                                           OFFSET 0) AS log
+                       WHERE queue_id IS NULL AND topic_id = ANY (fifo))
+            THEN
+                obstacle := 'order';
+                RETURN;
+            END IF;
         END IF;
     END IF;
 
@@ -324,6 +346,8 @@ BEGIN
         WHERE deliver_at > now()
         ON CONFLICT DO NOTHING;
         GET DIAGNOSTICS scheduled_count = ROW_COUNT;
+    END IF;
+    IF is_due OR scheduled_count > 0 THEN
         next_due := (SELECT min(due_at) FROM scheduled WHERE due_at > now());
     END IF;
     IF is_closing THEN

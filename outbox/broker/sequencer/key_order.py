@@ -86,6 +86,10 @@ class KeyOrder:
         first = self._first_open(key)
         return first is not None and first < log_id
 
+    def is_apart(self, log_id: int, key: Key) -> bool:
+        """Whether a decided message neither has to wait nor was waited for."""
+        return log_id not in self._open and not self.must_wait(log_id, key)
+
     def release(self, limit: int) -> list[int]:
         """Take up to `limit` held messages that nothing blocks any more."""
         released: list[int] = []
@@ -107,15 +111,11 @@ class KeyOrder:
         """Whether a limit left keys to look at."""
         return bool(self._unsettled)
 
-    def blockers(self) -> list[UUID]:
-        """The transactions at the head of keys that have held messages."""
-        self._reblocked.clear()
-        return self._at_the_head_of(self._held_by_key)
-
     def new_blockers(self) -> list[UUID]:
-        """Those of keys for which that may have changed since this or `blockers` was asked."""
+        """The transactions at the head of keys with held messages, where that may have changed since it was asked."""
         keys, self._reblocked = self._reblocked, set()
-        return self._at_the_head_of(keys)
+        found = (self._first_open(key) for key in keys if key in self._held_by_key)
+        return list({self._open[log_id][1] for log_id in found if log_id is not None})
 
     def hints(self, now: float, after_seconds: float) -> Sequence[UUID]:
         """Blockers that others have waited for that long, each once."""
@@ -135,10 +135,6 @@ class KeyOrder:
         if since is not None:
             self._reblocked.add(key)
             heapq.heappush(self._to_hint, (since, key))
-
-    def _at_the_head_of(self, keys: Iterable[Key]) -> list[UUID]:
-        found = (self._first_open(key) for key in keys if key in self._held_by_key)
-        return list({self._open[log_id][1] for log_id in found if log_id is not None})
 
     def _first_open(self, key: Key) -> int | None:
         heap = self._open_by_key.get(key)

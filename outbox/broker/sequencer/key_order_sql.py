@@ -62,12 +62,20 @@ WHERE due.queue_id IS NULL
 # When a transaction was parked last, of those that still are.
 NEWEST_PARKED: Final = Statement("SELECT max(parked_at) FROM {schema}.pending_check WHERE parked_at IS NOT NULL")
 
-# Of these half transactions: the parked ones, whose topics let later messages of the key go on.
+# Of the transactions parked since then, and of these: the parked ones whose topics let later messages of the key go on.
 RELEASED_BY_PARKING: Final = Statement("""
+WITH pending AS (
+    SELECT transaction_id, log_id FROM {schema}.pending_check
+    WHERE parked_at IS NOT NULL AND parked_at >= %(since)s::timestamptz
+    UNION
+    SELECT transaction_id, log_id FROM {schema}.pending_check
+    WHERE parked_at IS NOT NULL AND transaction_id = ANY (%(ids)s::uuid[])
+)
 SELECT log.log_id
-FROM {schema}.pending_check pending
-JOIN {schema}.commit_log first ON first.log_id = pending.log_id
-JOIN {schema}.commit_log log ON log.half AND log.xid = first.xid AND log.transaction_id = pending.transaction_id
+FROM pending
+CROSS JOIN LATERAL (SELECT xid FROM {schema}.commit_log WHERE log_id = pending.log_id OFFSET 0) AS first
+CROSS JOIN LATERAL (SELECT log_id, topic_id FROM {schema}.commit_log
+                    WHERE half AND xid = first.xid AND transaction_id = pending.transaction_id OFFSET 0) AS log
 JOIN {schema}.topic ON topic.topic_id = log.topic_id
-WHERE pending.transaction_id = ANY (%(ids)s::uuid[]) AND parked_at IS NOT NULL AND on_park = 'release'
+WHERE on_park = 'release'
 """)

@@ -7,6 +7,7 @@ says how far it has read. Any number may run: all but one collide on the tick's 
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from dataclasses import dataclass, field, replace
@@ -88,27 +89,29 @@ class _Seen:
 
 @dataclass(frozen=True, slots=True)
 class _Ticked:
-    """The answer of tick_sql.TICK."""
+    """The answer of tick_sql.TICK; `met`: the log ids and keys of FIFO messages decided in it that nobody looked at."""
 
     obstacle: str | None
     seen: str
     stored: str | None
     nothing_due_before: str
+    met: list[tuple[int, Key]]
     counts: TickCounts
 
     @classmethod
     def parse(cls, row: Row) -> Self:
-        obstacle, seen, stored, more, *counts, next_due_seconds, nothing_due_before = (
+        obstacle, seen, stored, more, *counts, next_due_seconds, nothing_due_before, met = (
             None if one is None else one.decode() for one in row
         )
         if obstacle is not None:
-            return cls(obstacle, "", None, "", TickCounts())
+            return cls(obstacle, "", None, "", [], TickCounts())
         decisions, appended, held, released, scheduled, due = (int(one or 0) for one in counts)
         return cls(
             None,
             seen or "",
             stored,
             nothing_due_before or "-infinity",
+            [(log_id, (topic_id, key)) for log_id, topic_id, key in json.loads(met or "[]")],
             TickCounts(
                 ticked=stored is not None,
                 decisions=decisions,
@@ -193,7 +196,7 @@ class Sequencer:
         now = time.monotonic()
         if now >= state.look_at_all_due_at:
             state.due_from, state.look_at_all_due_at = b"-infinity", now + LOOK_AT_ALL_DUE_SECONDS
-        if not state.meets_fifo and not state.must_look(now):
+        if not state.is_entangled and not state.must_look(now):
             try:
                 return self._tick_at_once(trip, state)
             except _MustLook:
@@ -201,11 +204,21 @@ class Sequencer:
         return self._tick_in_order(trip, connection, state)
 
     def _tick_at_once(self, trip: RoundTrip, state: TickState) -> TickCounts:
-        """One round trip: right as long as it meets no FIFO message for which something open or held matters."""
+        """One round trip; two where FIFO messages are met while some wait, because who waits for whom is known here."""
+        asks = state.meets_fifo and not state.order.is_idle
         self._begin(trip)
-        tick = self._append(trip, state, _Plan())
+        tick = self._append(trip, state, _Plan(), asks=asks)
         faults.point("sequencer.mid_tick")
-        return self._advance(state, self._commit(trip, state, tick), _Plan())
+        if not asks:
+            return self._advance(state, _Ticked.parse(self._commit(trip, state)[tick][0]), _Plan())
+        ticked = _Ticked.parse(trip.finish()[tick][0])
+        if not all(state.order.is_apart(*one) for one in ticked.met):
+            trip.send(tick_sql.ROLLBACK)
+            trip.finish()
+            raise _MustLook
+        state.meets_fifo = bool(ticked.met) or not ticked.counts.decisions
+        self._commit(trip, state)
+        return self._advance(state, ticked, _Plan())
 
     def _tick_in_order(self, trip: RoundTrip, connection: Connection, state: TickState) -> TickCounts:
         """Two round trips in one snapshot: look at the FIFO messages, then tick with what must wait."""
@@ -214,11 +227,12 @@ class Sequencer:
         trip.send(key_order_sql.NEWEST_PARKED)
         *_, rows, [(newest_parked,)] = trip.finish()
         messages = [_Seen.parse(row) for row in rows]
-        plan = self._plan(state, messages, self._released_by_parking(connection, state, newest_parked))
+        state.is_entangled = any(one.what == "h" or not state.order.is_apart(one.log_id, one.key) for one in messages)
         state.meets_fifo = bool(messages)
+        plan = self._plan(state, messages, self._released_by_parking(connection, state, newest_parked))
         faults.point("sequencer.mid_tick")
         tick = self._append(trip, state, plan)
-        return self._advance(state, self._commit(trip, state, tick), plan)
+        return self._advance(state, _Ticked.parse(self._commit(trip, state)[tick][0]), plan)
 
     def _begin(self, trip: RoundTrip) -> None:
         trip.send(tick_sql.BEGIN_REPEATABLE)
@@ -226,7 +240,7 @@ class Sequencer:
             trip.send(timeouts.LIFT, {"local": b"true"})
             trip.send(tick_sql.SETTINGS, {"local": b"true"})
 
-    def _append(self, trip: RoundTrip, state: TickState, plan: _Plan) -> int:
+    def _append(self, trip: RoundTrip, state: TickState, plan: _Plan, *, asks: bool = False) -> int:
         parameters = self._reading(state) | {
             "tick_id": b"%d" % state.tick_id,
             "incarnation": b"%d" % state.incarnation,
@@ -234,6 +248,7 @@ class Sequencer:
             "fifo_topics": array(state.fifo_topics),
             "parked": state.newest_parked,
             "is_waiting": _boolean(not state.order.is_idle),
+            "is_asking": _boolean(asks),
             "is_full": _boolean((state.tick_id + 1) % FULL_EVERY == 0),
             "has_looked": _boolean(plan.has_looked),
             "hold": array(plan.hold),
@@ -241,8 +256,8 @@ class Sequencer:
         }
         return trip.send(tick_sql.TICK, parameters)
 
-    def _commit(self, trip: RoundTrip, state: TickState, tick: int) -> _Ticked:
-        """The answer to the tick, once it is durable. That it is announced is wanted, not needed."""
+    def _commit(self, trip: RoundTrip, state: TickState) -> list[list[Row]]:
+        """All answers of this round trip, once the tick is committed. That it is announced is wanted, not needed."""
         commit = trip.send(tick_sql.COMMIT)
         announced = {"tick_id": b"%d" % state.tick_id, "channel": tick_sql.queued_channel(self._schema)}
         trip.send(tick_sql.ANNOUNCE, announced)
@@ -251,7 +266,7 @@ class Sequencer:
             raise error or psycopg.OperationalError("the connection ended during a tick")
         if error is not None:
             logger.debug("a wake-up of consumers was not sent: %s", error)
-        return _Ticked.parse(found[tick][0])
+        return found
 
     def _reading(self, state: TickState) -> dict[str, bytes | None]:
         return {
@@ -265,16 +280,18 @@ class Sequencer:
         }
 
     def _released_by_parking(self, connection: Connection, state: TickState, newest_parked: bytes | None) -> list[int]:
-        now = time.monotonic()
-        if newest_parked != state.newest_parked or now >= state.look_at_all_parked_at:
-            blockers = state.order.blockers()
-            state.newest_parked, state.look_at_all_parked_at = newest_parked, now + LOOK_AT_ALL_PARKED_SECONDS
-        else:
-            blockers = state.order.new_blockers()
-        if not blockers:
+        now, since = time.monotonic(), None
+        if now >= state.look_at_all_parked_at:
+            since, state.look_at_all_parked_at = "-infinity", now + LOOK_AT_ALL_PARKED_SECONDS
+        elif newest_parked != state.newest_parked:
+            since = "-infinity" if state.newest_parked is None else state.newest_parked.decode()
+        state.newest_parked = newest_parked
+        blockers = state.order.new_blockers()
+        if since is None and not blockers:
             return []
         run = Executor(connection, self._schema)
-        return [log_id for (log_id,) in run.rows(key_order_sql.RELEASED_BY_PARKING, {"ids": uuids(blockers)})]
+        parameters = {"since": since or "infinity", "ids": uuids(blockers)}
+        return [log_id for (log_id,) in run.rows(key_order_sql.RELEASED_BY_PARKING, parameters)]
 
     def _plan(self, state: TickState, messages: list[_Seen], let_go: list[int]) -> _Plan:
         order, now = state.order, time.monotonic()

@@ -35,8 +35,9 @@ class TickState:
     `life`: the life of the server in which all this was read. `half_snapshot` says which FIFO half rows `order` knows;
     it can be ahead of the tick's `snapshot`. `fifo_topics`: the topics whose half rows `order` knows. `newest_parked`:
     when a transaction was parked last, by the last look at all that block a key. `due_from`: nothing scheduled is due
-    before, but for what was stored late and is looked for from time to time. `meets_fifo`: the last look found FIFO
-    messages; the next tick begins with one.
+    before, but for what was stored late and is looked for from time to time. `is_entangled`: the last look found FIFO
+    messages that wait, or may be waited for; the next tick begins with one. `meets_fifo`: the last messages were FIFO
+    ones; the next tick, if any are open or held, asks before it commits.
     """
 
     tick_id: int
@@ -50,6 +51,7 @@ class TickState:
     look_at_all_parked_at: float = 0.0
     due_from: bytes = b"-infinity"
     look_at_all_due_at: float = 0.0
+    is_entangled: bool = False
     meets_fifo: bool = False
 
     def must_look(self, now: float) -> bool:

@@ -20,16 +20,18 @@ SELECT set_config('plan_cache_mode', 'force_generic_plan', %(local)s), set_confi
 
 BEGIN_REPEATABLE: Final = Statement("BEGIN ISOLATION LEVEL REPEATABLE READ")
 COMMIT: Final = Statement("COMMIT")
+ROLLBACK: Final = Statement("ROLLBACK")
 
 TICK: Final = Statement("""
 SELECT obstacle, seen, stored, more, decision_count, appended_count, held_count, released_count, scheduled_count,
-       due_count, next_due_seconds, nothing_due_before
+       due_count, next_due_seconds, nothing_due_before, met
 FROM {schema}.tick_v15(
     own_life => %(life)s, last_tick => %(tick_id)s, own_incarnation => %(incarnation)s,
     seen_xmax => %(xmax)s, seen_xip => %(xip)s,
     half_xmax => %(half_xmax)s, half_xip => %(half_xip)s, known_fifo => %(fifo_topics)s, known_parked => %(parked)s,
-    due_from => %(due_from)s, is_waiting => %(is_waiting)s, has_looked => %(has_looked)s, to_hold => %(hold)s,
-    to_release => %(release)s, batch => %(batch)s, is_full_tick => %(is_full)s)
+    due_from => %(due_from)s, is_waiting => %(is_waiting)s, is_asking => %(is_asking)s,
+    has_looked => %(has_looked)s, to_hold => %(hold)s, to_release => %(release)s,
+    batch => %(batch)s, is_full_tick => %(is_full)s)
 """)
 
 # After the tick's COMMIT, in a transaction of its own that does not wait for the disk: whoever commits a notification

@@ -53,6 +53,14 @@ SELECT fresh, moved, more FROM found
 """
 )
 
+# Ids begin with a time, so their order is that of the transactions, near enough.
+_WAITING = Statement("""
+SELECT transaction_id FROM {schema}.pending_check pending
+WHERE (%(group)s::text IS NULL OR producer_group = %(group)s) AND (NOT %(parked)s::boolean OR parked_at IS NOT NULL)
+  AND NOT EXISTS (SELECT FROM {schema}.op_log WHERE op_log.transaction_id = pending.transaction_id)
+ORDER BY transaction_id LIMIT %(limit)s
+""")
+
 _DROP_DECIDED_PARKED = Statement("""
 DELETE FROM {schema}.pending_check
 WHERE parked_at IS NOT NULL
@@ -133,6 +141,15 @@ def hint_checks(run: Executor, ids: Sequence[UUID], *, settings: CheckSettings) 
     Before immunity ends such a check only reads.
     """
     return run.count(_HINT, {"ids": uuids(ids), "immunity": settings.immunity_seconds})
+
+
+def list_waiting(run: Executor, group: str | None = None, *, parked: bool = False, limit: int) -> list[UUID]:
+    """Up to `limit` undecided transactions that the scan has found, the oldest first.
+
+    Of a producer group (None: of all), and only the `parked` ones, if wanted.
+    """
+    values = {"group": group, "parked": parked, "limit": limit}
+    return [transaction_id for (transaction_id,) in run.rows(_WAITING, values)]
 
 
 def hint_request(schema: str, transaction_id: UUID, *, settings: CheckSettings) -> Request:

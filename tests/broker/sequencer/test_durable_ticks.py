@@ -13,7 +13,8 @@ from outbox.broker.log.topics import TopicCatalog
 from outbox.broker.transaction import decisions
 from outbox.transaction import HalfTransaction
 from tests.broker.support import drain, end, message, new_sequencer
-from tests.broker.test_server_crashes import LEDGER, Server, server
+from tests.broker.test_server_crashes import Server, server
+from tests.broker.traffic import LEDGER
 
 __all__ = ["server"]
 

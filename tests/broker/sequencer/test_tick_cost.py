@@ -123,6 +123,57 @@ def test_held_keys_cost_nothing_in_a_tick_without_fifo_messages(
     assert connection.execute("SELECT count(*) FROM outbox.held").fetchone() == (0,)
 
 
+def test_fifo_messages_of_free_keys_are_appended_without_a_look_at_what_waits(
+    broker: PostgresBroker, database: BrokerDatabase, connection: BrokerConnection
+) -> None:
+    blocker = half(message("ordered", key="held"))
+    broker.send_half(blocker)
+    broker.send([message("ordered", key="held")])
+    sequencer = new_sequencer(database)
+    assert drain(sequencer, connection).held == 1
+    sequencer.run_once(connection)
+    broker.send([message("ordered", key="free")])
+    assert sequencer.run_once(connection).appended == 1, "the first one is looked at"
+    for _ in range(3):
+        sequencer.run_once(connection)
+        broker.send([message("ordered", key="free")])
+        with wire(connection) as wired:
+            assert sequencer.run_once(connection).appended == 1
+        assert (wired.round_trips, wired.statements) == (2, 4)
+    # What does concern a key that waits is looked at all the same.
+    broker.send([message("ordered", key="held"), message("ordered", key="free")])
+    counts = sequencer.run_once(connection)
+    assert (counts.appended, counts.held) == (1, 1)
+    sequencer.run_once(connection)
+    broker.send([message("ordered", key="free")])
+    sequencer.run_once(connection)
+    broker.end([end(blocker.transaction_id)])
+    counts = sequencer.run_once(connection)
+    assert (counts.appended, counts.released) == (3, 2)
+    assert connection.execute("SELECT count(*) FROM outbox.held").fetchone() == (0,)
+
+
+def test_looking_for_parked_blockers_reads_no_others(
+    broker: PostgresBroker, database: BrokerDatabase, connection: BrokerConnection, ticking: BrokerConnection
+) -> None:
+    with contextlib.closing(ticking):
+        for number in range(100):
+            broker.send_half(half(message("ordered", key=f"key-{number}")))
+        broker.send([message("ordered", key=f"key-{number}") for number in range(100)])
+        sequencer = new_sequencer(database)
+        assert drain(sequencer, ticking).held == 100
+        connection.execute(
+            "INSERT INTO outbox.pending_check (transaction_id, log_id, producer_group, stored_at, immune_until, due_at)"
+            " SELECT transaction_id, log_id, 'shop', now(), now(), now() FROM outbox.commit_log WHERE half"
+            " ON CONFLICT DO NOTHING"
+        )
+        sequencer.run_once(ticking)
+        assert sequencer._state is not None
+        sequencer._state.look_at_all_parked_at = 0.0
+        _, rows = _cost(sequencer, ticking, lambda: broker.send([message()]))
+        assert rows < 50
+
+
 def test_what_a_tick_appended_is_announced_in_the_same_round_trip(
     broker: PostgresBroker, database: BrokerDatabase, connection: BrokerConnection
 ) -> None:

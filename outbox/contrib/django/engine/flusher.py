@@ -34,36 +34,21 @@ _Item = EndTransaction | UUID
 
 
 class Flusher:
-    """The ends of one process. All methods may be called from any thread.
+    """The ends of one process, on the way that its broker takes them. All methods may be called from any thread.
 
     `receiver` gives the broker, `one_way` the same if it takes ends one way.
     """
 
-    def __init__(
-        self, receiver: Callable[[], Broker], one_way: Callable[[], PostgresBroker | None] = lambda: None
-    ) -> None:
-        self._receiver = receiver
+    def __init__(self, receiver: Callable[[], Broker], one_way: Callable[[], PostgresBroker | None]) -> None:
         self._one_way = one_way
-        self.dropped = 0
-        self._reset()
-        os.register_at_fork(after_in_child=self._reset)
+        self._thread = FlushingThread(receiver)
         atexit.register(self.flush, within_seconds=_EXIT_SECONDS)
-
-    def _reset(self) -> None:
-        """Also after a fork: the parent's thread is not in the child, and its ends are the parent's to send."""
-        # Not queue.Queue: gevent replaces it by one that nobody can wait for.
-        self._queue: deque[_Item] = deque()
-        self._changed = threading.Condition()
-        # Queued, or taken and not yet sent.
-        self._unfinished = 0
-        self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
 
     def end(self, end: EndTransaction) -> None:
         """Send an end message soon; returns at once. Dropped when too much is on its way."""
         broker = self._one_way()
         if broker is None:
-            self._put(end)
+            self._thread.put(end)
             return
         try:
             point("producer.before_end")
@@ -76,11 +61,41 @@ class Flusher:
         """Send a hint to check soon; otherwise like `end`."""
         broker = self._one_way()
         if broker is None:
-            self._put(transaction_id)
+            self._thread.put(transaction_id)
         else:
             broker.hint_one_way(transaction_id)
 
-    def _put(self, item: _Item) -> None:
+    def flush(self, *, within_seconds: float = _EXIT_SECONDS) -> bool:
+        """Wait until everything so far was sent (or given up); False when time ran out first."""
+        deadline = time.monotonic() + within_seconds
+        broker = self._one_way()
+        if broker is not None and not broker.flush(within_seconds=within_seconds):
+            return False
+        # What an engine of before was left with, too.
+        return self._thread.flush(within_seconds=max(0.0, deadline - time.monotonic()))
+
+
+class FlushingThread:
+    """Ends and hints for a broker that is waited for, by a daemon thread. All methods may be called from any thread."""
+
+    def __init__(self, receiver: Callable[[], Broker]) -> None:
+        self._receiver = receiver
+        self.dropped = 0
+        self._reset()
+        os.register_at_fork(after_in_child=self._reset)
+
+    def _reset(self) -> None:
+        """Also after a fork: the parent's thread is not in the child, and its ends are the parent's to send."""
+        # Not queue.Queue: gevent replaces it by one that nobody can wait for.
+        self._queue: deque[_Item] = deque()
+        self._changed = threading.Condition()
+        # Queued, or taken and not yet sent.
+        self._unfinished = 0
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def put(self, item: _Item) -> None:
+        """Have an end, or a hint about this transaction, sent soon; returns at once."""
         with self._changed:
             if fits := len(self._queue) < MAX_QUEUED:
                 self._queue.append(item)
@@ -106,12 +121,9 @@ class Flusher:
                 return
             self._thread = thread
 
-    def flush(self, *, within_seconds: float = _EXIT_SECONDS) -> bool:
-        """Wait until everything so far was sent (or given up); False when time ran out first."""
+    def flush(self, *, within_seconds: float) -> bool:
+        """See Flusher.flush."""
         deadline = time.monotonic() + within_seconds
-        broker = self._one_way()
-        if broker is not None and not broker.flush(within_seconds=within_seconds):
-            return False
         with self._changed:
             while self._unfinished:
                 left = deadline - time.monotonic()

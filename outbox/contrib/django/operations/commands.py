@@ -16,10 +16,9 @@ from outbox.broker.operations import dead_letters, switches
 from outbox.broker.operations.dead_letters import Selection
 from outbox.broker.operations.deletion import Loss
 from outbox.broker.operations.queue_status import QueueStatus, list_queues
-from outbox.broker.operations.search import list_undecided
 from outbox.broker.postgres import PostgresBroker
 from outbox.broker.transaction.checks import find_undecided
-from outbox.broker.transaction.half_scan import hint_checks
+from outbox.broker.transaction.half_scan import hint_checks, list_waiting
 from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.engine.broker import get_broker
 from outbox.contrib.django.ledger.ledger_checker import LedgerChecker
@@ -194,14 +193,6 @@ def ask_ledger(transaction_id: UUID) -> str:
     return f"{answer.decision.name}: {answer.detail}" if answer.detail else answer.decision.name
 
 
-def abort(transaction_id: UUID) -> EndStatus:
-    """Roll back an open transaction, for good, if its local transaction has not committed and is not running.
-
-    Raises UsageError where the ledger says otherwise, and where there is no such open transaction.
-    """
-    return decide(transaction_id, Decision.ROLLBACK)
-
-
 def rehearse(transaction_id: UUID, decision: Decision, *, force: bool = False) -> str:
     """What `decide` would go by, reading only; what it would refuse raises UsageError here too.
 
@@ -229,14 +220,12 @@ def ask_again(
     settings = get_settings().check
     with broker_connection() as (connection, schema), connection.transaction(force_rollback=dry_run):
         run = Executor(connection, schema)
-        wanted = sorted(set(ids)) or [
-            one.transaction_id for one in list_undecided(run, group, parked=parked, limit=limit)
-        ]
+        wanted = sorted(set(ids)) or list_waiting(run, group, parked=parked, limit=limit)
         if hint_checks(run, wanted, settings=settings) != len(wanted):
             strangers = [one for one in wanted if find_undecided(run, one) is None]
             raise UsageError(
-                f"no undecided transactions: {', '.join(map(str, strangers))}; nobody was asked. `outbox_undecided` "
-                f"lists those there are, `outbox_trace ID` says what became of one."
+                f"no undecided transactions: {', '.join(map(str, strangers))}; nobody was asked. `outbox_transaction "
+                f"list` has those there are, `outbox_trace ID` says what became of one."
             )
     return wanted
 

@@ -3,27 +3,34 @@
 Django sends BEGIN, every statement and COMMIT one by one. Here BEGIN travels with the inbox row, and COMMIT with the
 look at that row: where it is gone, the statement fails, and the server does not execute the COMMIT behind it. Django
 finds the transaction ended, as it should be, runs what was registered for after the commit, and ends its block.
+
+The statements of a message alone are prepared, where the connection leads straight to its server: planning them costs
+the server more than executing them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 from uuid import UUID
+from weakref import WeakKeyDictionary
 
 from django.db.backends.base.base import BaseDatabaseWrapper
 from psycopg import Connection, pq
-from psycopg.errors import DivisionByZero
+from psycopg.errors import DivisionByZero, InvalidSqlStatementName
 
-from outbox.broker.database.round_trip import RoundTrip
+from outbox.broker.database.round_trip import RoundTrip, Row
 from outbox.broker.database.statement import Statement
 from outbox.contrib.django.database.blocks import watch_of
 
 _BEGIN: Final = Statement("BEGIN")
 _COMMIT: Final = Statement("COMMIT")
+_ROLLBACK: Final = Statement("ROLLBACK")
+_PID: Final = Statement("SELECT pg_backend_pid()")
 
-# A plan of its own for each execution, so a message alone has a statement that is planned in half the time. For the
-# settings see inbox_entries.
+# A message alone has a statement that is planned in half the time, for where it is planned each time. For the settings
+# see inbox_entries.
 _ENTER_ONE: Final = Statement("""
 INSERT INTO outbox_inbox (consumer_group, generation, message_id)
 SELECT %(group)s, %(generation)s::integer, %(message_id)s::uuid
@@ -50,6 +57,21 @@ WHERE consumer_group = %(group)s AND generation = %(generation)s::integer AND me
 """)
 # No table of these statements is in a schema of the broker's.
 _NO_SCHEMA: Final = "public"
+# A plan is kept for so many messages: one made while the inbox was nearly empty reads all of it, however it grows.
+_PLANS_LAST: Final = 200
+
+
+@dataclass(slots=True)
+class _Session:
+    """What is known of a connection: whether statements may be prepared on it, and which are."""
+
+    prepares: bool = False
+    prepared: dict[bytes, bytes] = field(default_factory=dict)
+    messages: int = 0
+
+
+# By the driver's connection, which Django's pool lends to one thread after the other.
+_sessions: Final[WeakKeyDictionary[Connection, _Session]] = WeakKeyDictionary()
 
 
 class ShortTransaction:
@@ -57,10 +79,11 @@ class ShortTransaction:
 
     def __init__(self, connection: BaseDatabaseWrapper, group: str, generation: int) -> None:
         self._connection = connection
-        raw: Connection = connection.connection
-        # Django does not prepare statements either, for the sake of poolers that lend a server per transaction.
-        self._trip = RoundTrip(raw, _NO_SCHEMA, prepare=False)
+        self._raw: Connection = connection.connection
         self._key = {"group": group.encode(), "generation": b"%d" % generation}
+        # None until the first transaction of this connection has asked where it leads.
+        self._session = _sessions.get(self._raw)
+        self._trip = RoundTrip(self._raw, _NO_SCHEMA, prepare=False)
 
     @staticmethod
     def is_possible(connection: BaseDatabaseWrapper) -> bool:
@@ -85,10 +108,43 @@ class ShortTransaction:
         # Not seen by the watch otherwise: from here on a transaction without this beginning is not the block's.
         watch_of(self._connection).note_begun()
         with self._connection.wrap_database_errors:
-            self._trip.send(_BEGIN)
-            self._trip.send(statement, values)
-            _, rows = self._trip.finish()
+            try:
+                rows = self._enter(statement, values)
+            except InvalidSqlStatementName:
+                self._prepare_no_more()
+                if _status(self._raw) == pq.TransactionStatus.INERROR:
+                    self._trip.send(_ROLLBACK)
+                rows = self._enter(statement, values)
         return {UUID(value.decode()) for (value,) in rows if value is not None}
+
+    def _enter(self, statement: Statement, values: Mapping[str, bytes]) -> list[Row]:
+        session = self._session
+        if session is not None and session.prepares and statement is _ENTER_ONE:
+            self._trip = RoundTrip(self._raw, _NO_SCHEMA, prepare=True, prepared=session.prepared)
+            session.messages += 1
+            if session.messages % _PLANS_LAST == 0:
+                self._trip.discard_prepared()
+        self._trip.send(_BEGIN)
+        if session is None:
+            self._trip.send(_PID)
+        self._trip.send(statement, values)
+        *_, before, rows = self._trip.finish()
+        if session is None:
+            self._session = _sessions[self._raw] = _Session(prepares=self._may_prepare(before))
+        return rows
+
+    def _may_prepare(self, pid: list[Row]) -> bool:
+        """Not behind a pooler, which tells a process id of its own making, nor where psycopg prepares.
+
+        A pooler may lend another server to the next transaction; psycopg takes back all that is prepared on its
+        connection when it takes back its own.
+        """
+        return self._raw.prepare_threshold is None and pid == [(b"%d" % self._raw.info.backend_pid,)]
+
+    def _prepare_no_more(self) -> None:
+        """The application has taken back what was prepared here (DEALLOCATE ALL), and may do so again."""
+        _sessions[self._raw] = self._session = _Session()
+        self._trip = RoundTrip(self._raw, _NO_SCHEMA, prepare=False)
 
     def is_whole(self) -> bool:
         """Whether the transaction can still be committed, as far as this side knows."""
@@ -105,6 +161,8 @@ class ShortTransaction:
             if error is not None:
                 if isinstance(error, DivisionByZero) and not answered:
                     return False
+                if isinstance(error, InvalidSqlStatementName):
+                    self._prepare_no_more()
                 raise error
         return True
 

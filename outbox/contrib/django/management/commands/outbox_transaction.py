@@ -11,24 +11,30 @@ from outbox.broker.database.executor import Executor
 from outbox.broker.operations.open_transactions import OpenTransaction, describe, list_open
 from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.management.output import OutboxCommand, first_line
-from outbox.contrib.django.operations.commands import abort
+from outbox.contrib.django.operations.commands import decide, rehearse
+from outbox.transaction import Decision
 
 
 class Command(OutboxCommand):
     """Parses, then calls one function."""
 
-    help = "List the transactions that are open in the broker, describe one, or abort it."
+    help = (
+        "List the transactions that are open in the broker, describe one, or abort it. outbox_ask ID has one asked "
+        "about now, outbox_decide ID settles it."
+    )
 
     def add_arguments(self, parser: CommandParser) -> None:
         actions = parser.add_subparsers(dest="action", required=True)
         shown = actions.add_parser("list", help="the oldest first, new ones too that no check has looked for")
         shown.add_argument("--group", help="only of this producer group")
         shown.add_argument("--transactional-id", metavar="ID", help="only of the fenced producer of this id")
+        shown.add_argument("--parked", action="store_true", help="only those that check-back gave up")
         self.add_page(shown, "ID", "the page after this transaction", UUID)
         described = actions.add_parser("describe", help="one with its messages and the answers of its checks")
         ended = actions.add_parser("abort", help="roll back for good what has not committed and is not running")
         for one in (described, ended):
             one.add_argument("id", type=UUID, help="transaction id")
+        self.add_dry_run(ended, "say what the ledger says, abort nothing")
         for one in (shown, described, ended):
             self.add_json(one)
 
@@ -37,7 +43,7 @@ class Command(OutboxCommand):
 
     def _list(self, options: dict[str, Any]) -> None:
         with broker_connection() as (connection, schema):
-            narrowed = {name: options[name] for name in ("group", "transactional_id", "after", "limit")}
+            narrowed = {name: options[name] for name in ("group", "transactional_id", "parked", "after", "limit")}
             found = list_open(Executor(connection, schema), **narrowed)
         if options["json"]:
             self.print_json(found)
@@ -68,11 +74,14 @@ class Command(OutboxCommand):
             self.say(f"{answer.checked_at}: {answer.answer}, {answer.detail}")
 
     def _abort(self, options: dict[str, Any]) -> None:
-        status = abort(options["id"])
+        act = rehearse if options["dry_run"] else decide
+        outcome = str(act(options["id"], Decision.ROLLBACK))
         if options["json"]:
-            self.print_json({"transaction_id": str(options["id"]), "status": status})
+            self.print_json({"transaction_id": options["id"], "outcome": outcome, "dry_run": options["dry_run"]})
+        elif options["dry_run"]:
+            self.say(f"ROLLBACK of {options['id']}: nothing was decided (--dry-run); {outcome}.")
         else:
-            self.say(f"ROLLBACK of {options['id']}: {status}.")
+            self.say(f"ROLLBACK of {options['id']}: {outcome}.")
 
 
 def _row(one: OpenTransaction) -> tuple[object, ...]:
