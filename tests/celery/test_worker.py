@@ -72,10 +72,6 @@ def url(broker_url: str) -> str:
     with psycopg.connect(broker_url, autocommit=True) as connection:
         connection.execute("CREATE TABLE started (message_id uuid)")
         connection.execute("CREATE TABLE handled (message_id uuid, pid integer)")
-        connection.execute(
-            "CREATE TABLE inbox (consumer_group text, generation int, message_id uuid, PRIMARY KEY"
-            " (consumer_group, generation, message_id))"
-        )
     create_queue(broker_url, "celery")
     return broker_url
 
