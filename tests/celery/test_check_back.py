@@ -101,6 +101,7 @@ def test_beat_alone_drives_check_back(shop: Project) -> None:
     eventually(lambda: shop.deciders() == {"K": 2}, within_seconds=60, what=log.read_text)
 
 
+@pytest.mark.slow
 def test_entries_survive_the_database_scheduler(shop: Project) -> None:
     """It keeps its own form of a schedule; what it loses must not be needed."""
     pytest.importorskip("django_celery_beat", reason="django-celery-beat is not installed")

@@ -44,6 +44,7 @@ def test_a_detached_worker_has_the_logs_of_its_children_in_its_file(shop: Projec
     assert "broker and check drained and ends" in log.read_text()
 
 
+@pytest.mark.slow
 def test_in_the_foreground_each_line_has_time_level_and_pid(shop: Project) -> None:
     worker, log = shop.worker("--outbox")
     for pattern in (BROKER, CONSUMER):

@@ -115,6 +115,7 @@ def run(outbox: dict[str, Any], count: int, seed: int) -> None:
     print(f"seed {seed}: {count} records, {len(committed())} committed, kills: {dict(bouncer.kills)}")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_bounce(outbox: dict[str, Any]) -> None:
     run(outbox, 300, seed=1)

@@ -77,6 +77,7 @@ def test_a_worker_without_celery_supervises_drains_and_leaves_nothing_behind() -
     eventually(lambda: not any(_alive(pid) for pid in children), within_seconds=10)
 
 
+@pytest.mark.slow
 def test_a_message_that_kills_its_process_is_named_and_given_up() -> None:
     named: list[Condition] = []
 

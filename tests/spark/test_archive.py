@@ -121,6 +121,7 @@ def test_two_passes_at_once(reconcile: Reconciler, world: World, tmp_path: Path)
             take(reconcile, path)
 
 
+@pytest.mark.slow
 def test_verify_finds_what_was_changed(reconcile: Reconciler, world: World, tmp_path: Path) -> None:
     world.add_many(5)
     path = reconcile.rules(text=archived_rules(tmp_path))

@@ -33,6 +33,7 @@ def actions(reconcile: Reconciler) -> dict[str, str]:
     return {step["key"]: step["action"] for step in planned(reconcile)[1:]}
 
 
+@pytest.mark.slow
 def test_each_finding_is_a_step_and_only_three_classes_do_something(reconcile: Reconciler, world: World) -> None:
     world.add_many(10)
     log_id = world.broker.execute("SELECT log_id FROM commit_log WHERE key = '2'").fetchone()

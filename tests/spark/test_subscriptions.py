@@ -47,6 +47,7 @@ def test_a_filter_as_sql_lets_pass_what_the_broker_lets_pass(server_url: str, te
                 assert row == (wanted.evaluate(tag, headers),), (tag, headers)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_group_owes_what_its_subscription_lets_pass(reconcile: Reconciler, world: World) -> None:
     """logistics began at the third message, points wants a tag, cart is told by the rule; all saw nothing at all."""

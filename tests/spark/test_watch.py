@@ -142,6 +142,7 @@ def moment_of_the_batch(reconcile: Reconciler) -> datetime:
     return datetime.fromisoformat(json.loads(offsets[-1].read_text().splitlines()[-1])["until"])
 
 
+@pytest.mark.slow
 def test_a_problem_of_the_rules_or_of_the_source_is_told_as_by_run(reconcile: Reconciler, world: World) -> None:
     world.pay(Order(number=1))
     reconcile.rules()

@@ -150,6 +150,7 @@ def test_a_transaction_of_the_primary_holds_the_watermark_of_its_replica_back(bo
             assert source.query("SELECT count(*) FROM orders") == [(2,)], "all below the watermark is in the snapshot"
 
 
+@pytest.mark.slow
 def test_a_replica_that_lags_is_judged_later(both: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """What has ended on the primary is not there yet: the primary's transactions say nothing of what is."""
     primary, standby = both
