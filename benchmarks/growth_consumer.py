@@ -21,9 +21,13 @@ def handle(batch: Sequence[Delivery]) -> None:
 
 
 def handle_after_a_failure(delivery: Delivery) -> None:
-    """Fail at the first attempt of one in five: where all fail, a consumer waits for what they need to come back."""
+    """Fail at the first attempt of one in five.
+
+    Each with an error of its own: of those that are alike a consumer, with nothing else left to try, thinks that what
+    they need is away, and waits without using up an attempt.
+    """
     if delivery.attempt == 1 and delivery.message_id.int % 5 == 0:
-        raise ValueError("try again")
+        raise ValueError(f"try {delivery.message_id} again")
     handled(1)
 
 

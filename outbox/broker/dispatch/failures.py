@@ -73,6 +73,7 @@ def send_on(run: Executor, instance: UUID, foreign: Sequence[tuple[Item, Row]]) 
             lease=item.queue.lease,
             offset=item.offset,
             stored_offset=item.queue.stored_offset,
+            swept_offset=item.queue.swept_offset,
             log_id=row[LOG_ID],
             attempts=item.attempt,
             error=error,
@@ -120,6 +121,8 @@ def _record(run: Executor, instance: UUID, judged: Sequence[tuple[Failed, Judgem
     for known in rounds:
         kept |= send_back.record(run, instance, list(known.values()))
     for failed, judgement in judged:
+        if failed.item.queue.key in kept:
+            failed.item.queue.swept()
         if judgement.verdict is Verdict.STOP and not failed.subscribed.group.broadcast:
             reason = send_back.describe(failed.error)
             leases.stop(run, instance, failed.item.queue.lease, reason)
@@ -159,6 +162,7 @@ def _failure(run: Executor, failed: Failed, judgement: Judgement) -> Failure:
         lease=item.queue.lease,
         offset=item.offset,
         stored_offset=item.queue.stored_offset,
+        swept_offset=item.queue.swept_offset,
         log_id=item.row[LOG_ID],
         attempts=item.attempt,
         error=send_back.describe(failed.error),

@@ -118,6 +118,7 @@ class OwnedQueue:
         "running",
         "start_until",
         "subscribed",
+        "swept_offset",
         "window",
     )
 
@@ -141,6 +142,8 @@ class OwnedQueue:
         self.start_until = 0.0
         # A bounded pass fetches up to here.
         self.end: int | None = None
+        # What is noted of messages sent away before it is removed.
+        self.swept_offset = 0
         self._refetched_below = 0
         self._ordinal = 0
         self._stored_base = position.next_offset
@@ -169,6 +172,10 @@ class OwnedQueue:
     def next_offset(self) -> int:
         """The lowest unfinished offset. Any thread."""
         return self.window.base
+
+    def swept(self) -> None:
+        """What was noted of messages sent away before the stored offset is removed."""
+        self.swept_offset = self._stored_base
 
     # -- phases ---------------------------------------------------------------------------------
 

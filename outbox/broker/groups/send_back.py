@@ -86,12 +86,14 @@ def describe(error: BaseException) -> str:
 class Failure:
     """One failed attempt. `attempts` counts the attempts made, this one included.
 
-    `offset` is its place in its queue, whose stored offset is `stored_offset`.
+    `offset` is its place in its queue, whose stored offset is `stored_offset`. Notes of messages sent away that lie
+    before `swept_offset` are removed already.
     """
 
     lease: Lease
     offset: int
     stored_offset: int
+    swept_offset: int
     log_id: int
     attempts: int
     error: str
@@ -107,9 +109,10 @@ WITH failed AS MATERIALIZED (
     FROM unnest(
         %(group_ids)s::integer[], %(queue_ids)s::integer[], %(epochs)s::bigint[], %(log_ids)s::bigint[],
         %(attempts)s::integer[], %(errors)s::text[], %(verdicts)s::text[], %(delays)s::float8[],
-        %(retry_queues)s::integer[], %(next_attempts)s::integer[], %(offsets)s::bigint[], %(stored_offsets)s::bigint[]
+        %(retry_queues)s::integer[], %(next_attempts)s::integer[], %(offsets)s::bigint[], %(stored_offsets)s::bigint[],
+        %(swept_offsets)s::bigint[]
     ) AS given (group_id, queue_id, epoch, log_id, attempts, error, verdict, delay, retry_queue_id, next_attempt,
-                queue_offset, stored_offset)
+                queue_offset, stored_offset, swept_offset)
     JOIN {schema}.queue_lease held
       ON held.group_id = given.group_id AND held.queue_id = given.queue_id AND held.epoch = given.epoch
      AND held.owner = %(owner)s
@@ -139,9 +142,13 @@ WITH failed AS MATERIALIZED (
     ON CONFLICT DO NOTHING
 ), passed AS (
     DELETE FROM {schema}.finished_ahead ahead
-    USING (SELECT group_id, queue_id, min(stored_offset) AS stored_offset FROM failed GROUP BY group_id, queue_id) queue
+    USING (
+        SELECT group_id, queue_id, min(swept_offset) AS swept_offset, min(stored_offset) AS stored_offset
+        FROM failed GROUP BY group_id, queue_id
+    ) queue
     WHERE ahead.group_id = queue.group_id AND ahead.queue_id = queue.queue_id
-      AND ahead.queue_offset < queue.stored_offset
+      -- From where the last one ended: what it removed is read again for as long as somebody holds a snapshot.
+      AND ahead.queue_offset >= queue.swept_offset AND ahead.queue_offset < queue.stored_offset
 )
 SELECT DISTINCT group_id, queue_id FROM failed
 """)
@@ -167,6 +174,7 @@ def record(run: Executor, owner: UUID, failures: Sequence[Failure]) -> set[Queue
         "next_attempts": arrays.integers([min(failure.next_attempt, _LAST_COUNTED) for failure in failures]),
         "offsets": arrays.bigints([failure.offset for failure in failures]),
         "stored_offsets": arrays.bigints([failure.stored_offset for failure in failures]),
+        "swept_offsets": arrays.bigints([failure.swept_offset for failure in failures]),
     }
     return set(run.execute(_RECORD, parameters))
 

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+import psycopg
 import pytest
 
 from outbox import faults
@@ -322,3 +323,26 @@ def test_sent_back_message_wakes_the_sequencer(orders: ConsumptionBench) -> None
         notify(Executor(orders.connection, "outbox"), Channel.DECIDED)
         eventually(lambda: len(at) == 2)
     assert at[1] - at[0] >= 0.2
+
+
+def test_notes_of_what_was_sent_away_are_read_once_while_somebody_holds_a_snapshot(bench: ConsumptionBench) -> None:
+    """The index keeps what was removed for as long; to read all of it would make each failure dearer than the last."""
+    bench.declare("single", queues=1)
+    passed = "SELECT max(next_offset) FROM outbox.consumer_offset"
+    read = "SELECT idx_tup_read FROM pg_stat_user_indexes WHERE indexrelname = 'finished_ahead_pkey'"
+
+    def fail(delivery: Delivery) -> None:
+        raise PermanentError(f"cannot read order {delivery.body['n']}")
+
+    with psycopg.connect(bench.url) as holder:
+        holder.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
+        holder.execute("SELECT pg_current_xact_id()")
+        with bench.running((subscribe(topic="single", threads=1), fail)):
+            for wave in range(1, 16):
+                bench.publish([Message(topic="single", body=encode({"n": n})) for n in range(10)])
+                bench.sequence()
+                eventually(lambda wave=wave: bench.rows(passed) == [(10 * wave,)])  # type: ignore[misc]
+    # The sessions of the runtime have told what they read when they ended.
+    eventually(lambda: bench.rows("SELECT count(*) FROM outbox.dead_letter") == [(150,)])
+    [(count,)] = bench.rows(read)
+    assert 0 < count <= 2 * 150
