@@ -64,4 +64,5 @@ def assert_promise_kept(connection: psycopg.Connection[tuple[int]]) -> None:
     )
     assert count(connection, doubled) == 0
     assert_gapless(connection)
-    assert broker_status(Executor(connection, "outbox")).problems == []
+    problems = broker_status(Executor(connection, "outbox")).problems
+    assert problems == [], problems
