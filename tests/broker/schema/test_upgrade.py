@@ -41,7 +41,7 @@ def url(new_database: Callable[..., str], old: Path, tmp_path: Path) -> str:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.soak  # On a busy machine the audit at its end has found one message too many handled: not understood yet.
+@pytest.mark.slow
 def test_upgrade_under_load(url: str, old: Path, tmp_path: Path) -> None:
     (logs := tmp_path / "logs").mkdir()
     with (
