@@ -108,8 +108,12 @@ class ConsumptionBench:
             self.broker.send(messages[start : start + 1000])
         self.sequence()
 
+    def tick(self) -> int:
+        """One tick; how many entries it has appended."""
+        return self._sequencer.run_once(self._sequencer_connection).appended
+
     def sequence(self) -> None:
-        while self._sequencer.run_once(self._sequencer_connection).appended:
+        while self.tick():
             pass
         notify(Executor(self._sequencer_connection, "outbox"), Channel.QUEUED)
 

@@ -62,7 +62,8 @@ class ConsumerSession:
         self._run: Executor | None = None
         self._announcements: Announcements | None = None
         self._polled_at = 0.0
-        self._queues_grew = True
+        # Of the queues that have grown the ids; None where it may be any.
+        self._grown: set[int] | None = None
         self._is_new = True
         instance = uuid.uuid4()
         try:
@@ -130,11 +131,10 @@ class ConsumerSession:
     def _step(self) -> None:
         run = self._living()
         now = time.monotonic()
-        announced = self._queues_grew or now - self._polled_at >= self._poll_seconds
-        if announced:
-            self._queues_grew = False
-            self._polled_at = now
-        self.dispatcher.step(run, announced=announced)
+        grown, self._grown = self._grown, set()
+        if grown is None or now - self._polled_at >= self._poll_seconds:
+            grown, self._polled_at = None, now
+        self.dispatcher.step(run, grown)
 
     def _wait(self, longest: float) -> None:
         """Until somebody rings or announces, or something is due."""
@@ -143,10 +143,17 @@ class ConsumerSession:
             self.bell.wait(seconds)
         else:
             arrived = self._announcements.wait(seconds, self.bell.socket)
-            self._queues_grew |= Channel.QUEUED.name_in(self._database.schema) in arrived
+            self._hear(arrived.get(Channel.QUEUED.name_in(self._database.schema), ()))
             if Channel.SHARED.name_in(self._database.schema) in arrived:
                 self._ownership.wake_coordinator()
         self.bell.answer()
+
+    def _hear(self, announced: Collection[str]) -> None:
+        for queue_ids in announced:
+            if not queue_ids:
+                self._grown = None
+            if self._grown is not None:
+                self._grown.update(map(int, queue_ids.split()))
 
     def _living(self) -> Executor:
         """The connection, once the dispatcher has forgotten what it has from another life of the server."""
@@ -171,7 +178,7 @@ class ConsumerSession:
                 connection.close()
                 raise
             # What was announced meanwhile is lost.
-            self._queues_grew = True
+            self._grown = None
             self._run = Executor(connection, self._database.schema)
             self._is_new = True
         return self._run

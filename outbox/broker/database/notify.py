@@ -34,7 +34,7 @@ class Channel(enum.StrEnum):
     DECIDED = "decided"
     """Producers to the sequencer: something may be ready to be queued."""
     QUEUED = "queued"
-    """The sequencer to consumers: queues have grown."""
+    """The sequencer to consumers: queues have grown. With their ids, or with nothing where they are many."""
     SHARED = "shared"
     """Consumers to consumers: a group's members, leases or switches have changed."""
 
@@ -74,13 +74,13 @@ class Announcements:
 
     def __init__(self, connection: Connection) -> None:
         self._pgconn = connection.pgconn
-        self._arrived: set[str] = set()
+        self._arrived: dict[str, set[str]] = {}
         self._poll = select.poll()
         self._poll.register(self._pgconn.socket, select.POLLIN)
-        connection.add_notify_handler(lambda notification: self._arrived.add(notification.channel))
+        connection.add_notify_handler(lambda notification: self._add(notification.channel, notification.payload))
 
-    def wait(self, timeout: float | None, bell: socket.socket | None = None) -> set[str]:
-        """The channels announced since the last call: at once if there are any, else within `timeout` seconds.
+    def wait(self, timeout: float | None, bell: socket.socket | None = None) -> dict[str, set[str]]:
+        """What was announced since the last call, by channel: at once if there is any, else within `timeout` seconds.
 
         Also returns when `bell` becomes readable. Raises psycopg.OperationalError when the connection is gone.
         """
@@ -90,7 +90,7 @@ class Announcements:
                 self._poll.register(bell, select.POLLIN)
             self._poll.poll(None if timeout is None else timeout * 1000)
             self._consume()
-        arrived, self._arrived = self._arrived, set()
+        arrived, self._arrived = self._arrived, {}
         return arrived
 
     def pending(self) -> bool:
@@ -101,4 +101,7 @@ class Announcements:
     def _consume(self) -> None:
         self._pgconn.consume_input()
         while notification := self._pgconn.notifies():
-            self._arrived.add(notification.relname.decode())
+            self._add(notification.relname.decode(), notification.extra.decode())
+
+    def _add(self, channel: str, payload: str) -> None:
+        self._arrived.setdefault(channel, set()).add(payload)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Final
 from uuid import UUID
 
@@ -63,21 +63,26 @@ class Dispatcher:
 
     # -- what the loop asks ---------------------------------------------------------------------
 
-    def step(self, run: Executor, *, announced: bool) -> None:
-        """Do what can be done now. `announced`: queues may have grown."""
-        if announced:
-            for queue in self._owned.values():
-                queue.grown()
+    def step(self, run: Executor, grown: Collection[int] | None) -> None:
+        """Do what can be done now. `grown`: the ids of queues that have grown; None if it may be any."""
+        for queue in self._grown(grown):
+            self._prefetcher.look_at(queue)
         self._adopt(run)
         self._collect(run)
         self._trials.settle(run)
         for station in self._stations.values():
             station.tell(run, self._instance)
-        self._prefetcher.fetch(run, self._owned.values())
+        self._prefetcher.fetch(run)
         self._dispatch(run)
         self._store(run)
         if not self._dirty:
             self._hand_over_drained()
+
+    def _grown(self, queue_ids: Collection[int] | None) -> Iterable[OwnedQueue]:
+        if queue_ids is None:
+            return self._owned.values()
+        keys = [(group_id, queue_id) for queue_id in queue_ids for group_id in self._groups]
+        return [self._owned[key] for key in keys if key in self._owned]
 
     def wait_seconds(self, longest: float) -> float:
         """How long nothing needs to be done unless somebody rings; to be asked right before that wait."""
@@ -165,6 +170,8 @@ class Dispatcher:
                 if self._bounded:
                     # Such a pass takes what there was when it began.
                     queue.rest()
+                else:
+                    self._prefetcher.look_at(queue)
                 self._owned[queue.key] = queue
                 if queue.next_offset != queue.stored_offset:
                     # Retention removed what it began with, or a former owner sent it away.
@@ -233,6 +240,7 @@ class Dispatcher:
         elif not stopped and queue.phase is Phase.STOPPED and queue.running == 0:
             # While something runs, it would be fetched and run again; the coordinator says it again.
             queue.resume()
+            self._prefetcher.look_at(queue)
 
     def _lanes_of(self, queue: OwnedQueue) -> list[Lane]:
         of_queue = [queue.subscribed] if queue.subscribed is not None else queue.group.subscribed.values()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 from uuid import UUID
 
@@ -50,12 +50,20 @@ class Prefetcher:
         self._dirty = dirty
         self._counts = counts
         self._fetcher = Fetcher(station.subscribed for station in stations.values())
+        # Of what is consumed here: what may have more to fetch. In the order in which it was heard of.
+        self._hungry: dict[OwnedQueue, None] = {}
         # Retried messages of topics that this process does not subscribe to.
         self._foreign: list[tuple[Item, Row]] = []
 
-    def fetch(self, run: Executor, owned: Iterable[OwnedQueue]) -> None:
+    def look_at(self, queue: OwnedQueue) -> None:
+        """There may be more to fetch of it."""
+        queue.grown()
+        self._hungry[queue] = None
+
+    def fetch(self, run: Executor) -> None:
         """Fetch for all queues that have room and may have more, in one statement."""
-        wanted = [(queue, room) for queue in owned if queue.hungry and (room := room_of(queue)) > 0]
+        self._hungry = {queue: None for queue in self._hungry if queue.hungry and queue.phase is Phase.ACTIVE}
+        wanted = [(queue, room) for queue in self._hungry if (room := room_of(queue)) > 0]
         if wanted:
             rows = self._fetcher.fetch(run, wanted)
             start = 0

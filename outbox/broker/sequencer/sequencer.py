@@ -259,13 +259,20 @@ class Sequencer:
     def _commit(self, trip: RoundTrip, state: TickState) -> list[list[Row]]:
         """All answers of this round trip, once the tick is committed. That it is announced is wanted, not needed."""
         commit = trip.send(tick_sql.COMMIT)
-        announced = {"tick_id": b"%d" % state.tick_id, "channel": tick_sql.queued_channel(self._schema)}
-        trip.send(tick_sql.ANNOUNCE, announced)
+        announced = {
+            "tick_id": b"%d" % state.tick_id,
+            "channel": tick_sql.queued_channel(self._schema),
+            "names_queues": _boolean(state.names_queues),
+        }
+        announce = trip.send(tick_sql.ANNOUNCE, announced)
         found, error = trip.finish_all()
         if len(found) <= commit:
             raise error or psycopg.OperationalError("the connection ended during a tick")
         if error is not None:
             logger.debug("a wake-up of consumers was not sent: %s", error)
+            state.names_queues = False
+        elif found[announce]:
+            state.names_queues = True
         return found
 
     def _reading(self, state: TickState) -> dict[str, bytes | None]:

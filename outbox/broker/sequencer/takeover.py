@@ -37,7 +37,8 @@ class TickState:
     when a transaction was parked last, by the last look at all that block a key. `due_from`: nothing scheduled is due
     before, but for what was stored late and is looked for from time to time. `is_entangled`: the last look found FIFO
     messages that wait, or may be waited for; the next tick begins with one. `meets_fifo`: the last messages were FIFO
-    ones; the next tick, if any are open or held, asks before it commits.
+    ones; the next tick, if any are open or held, asks before it commits. `names_queues`: what the ticks before have
+    appended is announced, so that the next announcement need name only the queues of its own tick.
     """
 
     tick_id: int
@@ -53,6 +54,7 @@ class TickState:
     look_at_all_due_at: float = 0.0
     is_entangled: bool = False
     meets_fifo: bool = False
+    names_queues: bool = False
 
     def must_look(self, now: float) -> bool:
         """Whether held messages may be free although the next tick meets nothing new of their keys."""

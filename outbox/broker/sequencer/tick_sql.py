@@ -35,9 +35,12 @@ FROM {schema}.tick_v15(
 """)
 
 # After the tick's COMMIT, in a transaction of its own that does not wait for the disk: whoever commits a notification
-# waits for all others that do. Announces what the tick has appended, nothing otherwise.
+# waits for all others that do. Announces what the tick has appended, nothing otherwise, and names the queues where they
+# are few: who owns none of them need not look. A full tick has the heads of all queues in its row.
 ANNOUNCE: Final = Statement("""
-SELECT set_config('synchronous_commit', 'off', true), pg_notify(%(channel)s, '')
+SELECT set_config('synchronous_commit', 'off', true),
+       pg_notify(%(channel)s, CASE WHEN %(names_queues)s::boolean AND NOT is_full AND cardinality(queue_ids) <= 50
+                                   THEN array_to_string(queue_ids, ' ') ELSE '' END)
 FROM {schema}.tick WHERE tick_id = %(tick_id)s::bigint + 1 AND appended > 0
 """)
 

@@ -184,12 +184,17 @@ def test_what_a_tick_appended_is_announced_in_the_same_round_trip(
         announcements = Announcements(consumer)
         broker.send([message(deliver_at=datetime.now(UTC) + timedelta(hours=1))])
         assert sequencer.run_once(connection).scheduled == 1
-        assert announcements.wait(0) == set(), "nothing was appended"
+        assert announcements.wait(0) == {}, "nothing was appended"
         broker.send([message()])
         with wire(connection) as wired:
             sequencer.run_once(connection)
         assert (wired.round_trips, wired.statements) == (1, 4)
-        assert announcements.wait(10) == {"outbox_queued"}
+        assert announcements.wait(10) == {"outbox_queued": {""}}, "what its predecessor has announced is not known"
+        broker.send([message()])
+        assert sequencer.run_once(connection).appended == 1
+        newest = "SELECT queue_id FROM outbox.consume_queue ORDER BY log_id DESC LIMIT 1"
+        [(queue_id,)] = connection.execute(newest).fetchall()
+        assert announcements.wait(10) == {"outbox_queued": {str(queue_id)}}, "it has announced its last tick itself"
 
 
 def test_a_tick_stands_when_its_announcement_is_refused(
@@ -206,3 +211,10 @@ def test_a_tick_stands_when_its_announcement_is_refused(
     for _ in range(3):
         broker.send([message()])
         assert sequencer.run_once(connection).appended == 1
+    connection.execute("RESET search_path")
+    with contextlib.closing(database.open()) as consumer:
+        listen(Executor(consumer, "outbox"), Channel.QUEUED)
+        announcements = Announcements(consumer)
+        broker.send([message()])
+        sequencer.run_once(connection)
+        assert announcements.wait(10) == {"outbox_queued": {""}}, "the next one speaks for those that were refused"
