@@ -46,11 +46,19 @@ class BackgroundLoop:
         self._thread = threading.Thread(target=self._loop, name=f"outbox-{name}", daemon=True)
 
     def __enter__(self) -> None:
-        self._thread.start()
+        self.start()
 
     def __exit__(self, *_: object) -> None:
-        self._ended.set()
+        self.stop()
         self._thread.join(timeout=5)
+
+    def start(self) -> None:
+        """For who does not stay in one place while it runs."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Begin no pass more, and cut the one that runs short; returns at once."""
+        self._ended.set()
 
     def _loop(self) -> None:
         pause = self._first_seconds

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final
 from uuid import UUID, uuid4
@@ -14,10 +15,10 @@ import psycopg
 
 from outbox import heartbeat, measures
 from outbox.backoff import Backoff
-from outbox.broker.database import notify, timeouts
+from outbox.broker.database import timeouts
 from outbox.broker.database.connection import BrokerDatabase
 from outbox.broker.database.executor import Executor
-from outbox.broker.database.notify import Announcements, Channel
+from outbox.broker.database.notify import Announcements, Channel, listen, unlisten
 from outbox.broker.maintenance.service import maintenance
 from outbox.broker.operations.summary_service import summaries
 from outbox.broker.schema.install import check_schema
@@ -38,7 +39,8 @@ class ProcessSettings:
     """Times of the broker process, in seconds.
 
     `poll`: the longest wait between two looks at the database. `pace`: the least time between two ticks while
-    announcements keep coming; the first one after a pause is served at once.
+    announcements keep coming; the first one after a pause is served at once. `stands_in`: leads only while no process
+    does that beside consuming (outbox/broker/leading.py).
     """
 
     lease_term_seconds: float = DEFAULT_TERM_SECONDS
@@ -47,6 +49,7 @@ class ProcessSettings:
     maintenance_seconds: float = 30.0
     summary_seconds: float = 5.0
     check: CheckSettings = field(default_factory=CheckSettings)
+    stands_in: bool = False
 
 
 def run_broker(database: BrokerDatabase, stop: threading.Event, *, settings: ProcessSettings | None = None) -> None:
@@ -81,9 +84,9 @@ def _serve(database: BrokerDatabase, stop: threading.Event, owner: UUID, setting
         run = Executor(connection, database.schema)
         check_schema(connection, database.schema)
         announcements = Announcements(connection)
-        if database.listen_conninfo != "":
-            notify.listen(run, Channel.DECIDED)
-        lease = LeaderLease(database.schema, owner, term_seconds=settings.lease_term_seconds)
+        lease = LeaderLease(
+            database.schema, owner, term_seconds=settings.lease_term_seconds, stands_in=settings.stands_in
+        )
         sequencer = Sequencer(database, owner, check=settings.check)
         logger.info("broker process for schema %r is ready", database.schema)
         while not stop.is_set():
@@ -91,14 +94,24 @@ def _serve(database: BrokerDatabase, stop: threading.Event, owner: UUID, setting
             remaining = lease.hold(connection)
             if remaining:
                 stop.wait(min(remaining, settings.poll_seconds))
-                announcements.wait(0)
                 continue
             with (
                 maintenance(database, settings.check, every_seconds=settings.maintenance_seconds),
                 summaries(database, every_seconds=settings.summary_seconds),
+                _listening(database, run),
             ):
                 _lead(run, stop, lease, sequencer, announcements, settings)
         lease.release(connection)
+
+
+@contextlib.contextmanager
+def _listening(database: BrokerDatabase, run: Executor) -> Iterator[None]:
+    if database.listen_conninfo == "":
+        yield
+        return
+    listen(run, Channel.DECIDED)
+    yield
+    unlisten(run, Channel.DECIDED)
 
 
 def _lead(
@@ -117,25 +130,28 @@ def _lead(
             return
         started = time.monotonic()
         counts = sequencer.run_once(run.connection)
+        if counts.collided:
+            lease.doubt()
         if counts.ticked and measures.recorder is not None:
             measures.recorder.ticked(time.monotonic() - started, counts.appended)
         if counts.more:
             continue
         if counts.ticked:
             # Under load the next announcement is there already: gather a few milliseconds of decisions.
-            _pause(settings.pace_seconds - (time.monotonic() - started), announcements, stop)
-        _wait(announcements, stop, _idle_seconds(counts, settings))
+            _pause(settings.pace_seconds - (time.monotonic() - started), run, announcements, stop)
+        _wait(announcements, stop, idle_seconds(counts, settings))
 
 
-def _idle_seconds(counts: TickCounts, settings: ProcessSettings) -> float:
+def idle_seconds(counts: TickCounts, settings: ProcessSettings) -> float:
+    """How long after a tick the next one is made though nothing was announced."""
     waits = [settings.poll_seconds, settings.lease_term_seconds / 3]
     if counts.next_due_seconds is not None:
         waits.append(max(0.0, counts.next_due_seconds))
     return min(waits)
 
 
-def _pause(seconds: float, announcements: Announcements, stop: threading.Event) -> None:
-    if seconds > 0 and announcements.pending():
+def _pause(seconds: float, run: Executor, announcements: Announcements, stop: threading.Event) -> None:
+    if seconds > 0 and announcements.pending(Channel.DECIDED.name_in(run.schema)):
         stop.wait(seconds)
 
 

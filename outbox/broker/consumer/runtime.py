@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from outbox import heartbeat
-from outbox.broker.consumer.session import ConsumerSession, ringing
+from outbox.broker.consumer.session import Companion, ConsumerSession, ringing
 from outbox.broker.database.connection import BrokerDatabase
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.notify import RECONNECT
@@ -51,7 +51,8 @@ class ConsumerRuntime:
     """Consumes for its subscriptions until told to stop. Raises UsageErrors for subscriptions that cannot be right.
 
     `lease_seconds` is how long after a crash or freeze of this process others take over its queues; `strategy` how
-    queues are shared: averagely, circle, consistent_hash, config:NUMBERS, or a function (groups.rebalance).
+    queues are shared: averagely, circle, consistent_hash, config:NUMBERS, or a function (groups.rebalance). What
+    `companion` does is done by `run` (outbox.broker.leading).
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class ConsumerRuntime:
         codecs: Codecs | None = None,
         lease_seconds: float = 10.0,
         strategy: str | Strategy = "averagely",
+        companion: Companion | None = None,
     ) -> None:
         if lease_seconds <= 0:
             raise ConfigurationError(f"lease_seconds must be positive, got {lease_seconds}.")
@@ -73,6 +75,7 @@ class ConsumerRuntime:
         self._codecs = codecs or Codecs()
         self._lease_seconds = lease_seconds
         self._strategy = by_name(strategy) if isinstance(strategy, str) else strategy
+        self._companion = companion
 
     def run(self, stop: threading.Event) -> None:
         """Consume until `stop` is set; then start nothing more, finish what runs, store, release, leave.
@@ -84,7 +87,7 @@ class ConsumerRuntime:
         failures = 0
         while not stop.is_set():
             try:
-                session = self._session()
+                session = self._session(self._companion)
                 break
             except BrokerUnavailable as error:
                 failures += 1
@@ -122,7 +125,7 @@ class ConsumerRuntime:
         counts = session.dispatcher.counts
         return ConsumeCounts(**{name: counts[name] for name in ConsumeCounts.__dataclass_fields__})
 
-    def _session(self) -> ConsumerSession:
+    def _session(self, companion: Companion | None = None) -> ConsumerSession:
         with naming("the registration of consumers", self._database.schema):
             return ConsumerSession(
                 self._database,
@@ -131,6 +134,7 @@ class ConsumerRuntime:
                 codecs=self._codecs,
                 lease_seconds=self._lease_seconds,
                 strategy=self._strategy,
+                companion=companion,
             )
 
     def _register(self, run: Executor, instance: uuid.UUID) -> list[ConsumingGroup]:

@@ -7,8 +7,8 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Final
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Final, Protocol
 
 import psycopg
 
@@ -39,6 +39,33 @@ _LISTENING_POLL_SECONDS: Final = 3.0
 _POLL_SECONDS: Final = 1.0
 _THREADS_SECONDS: Final = 2.0
 
+
+class Companion(Protocol):
+    """What a process does beside consuming: in its dispatching thread, on the connection on which that listens."""
+
+    def begin(self, run: Executor, instance: uuid.UUID) -> None:
+        """The connection is a new one."""
+
+    def turn(self, run: Executor, announcements: Announcements, *, decided: bool) -> bool:
+        """Do what is due, bounded; whether queues have grown by it. `decided`: Channel.DECIDED was announced.
+
+        Raises psycopg.Error where the connection is gone, and nothing else.
+        """
+
+    def wait_seconds(self) -> float:
+        """How long nothing is due unless something is announced."""
+
+    @property
+    def is_gathering(self) -> bool:
+        """Whether announcements had better wait for a moment."""
+
+    def interrupted(self) -> None:
+        """The connection is gone."""
+
+    def end(self, run: Executor) -> None:
+        """The process stops. Raises psycopg.Error."""
+
+
 Register = Callable[[Executor, uuid.UUID], list[ConsumingGroup]]
 
 
@@ -54,6 +81,7 @@ class ConsumerSession:
         codecs: Codecs,
         lease_seconds: float,
         strategy: Strategy | Collection[int],
+        companion: Companion | None = None,
     ) -> None:
         self._database = database
         self._lease_seconds = lease_seconds
@@ -65,7 +93,10 @@ class ConsumerSession:
         # Of the queues that have grown the ids; None where it may be any.
         self._grown: set[int] | None = None
         self._is_new = True
-        instance = uuid.uuid4()
+        self._decided = False
+        # Without LISTEN it would be late.
+        self._companion = companion if database.listen_conninfo != "" else None
+        self._instance = instance = uuid.uuid4()
         try:
             groups = register(self._connected(), instance)
         except BaseException:
@@ -110,6 +141,10 @@ class ConsumerSession:
 
     def finish(self) -> None:
         """Drain: finish what runs (at most its timeout), store, release the leases, leave the groups."""
+        companion, self._companion = self._companion, None
+        if companion is not None and self._run is not None:
+            with contextlib.suppress(psycopg.Error):
+                companion.end(self._run)
         self.dispatcher.drain()
         give_up_at = time.monotonic() + self._lease_seconds
 
@@ -130,26 +165,39 @@ class ConsumerSession:
 
     def _step(self) -> None:
         run = self._living()
+        self._accompany(run)
         now = time.monotonic()
         grown, self._grown = self._grown, set()
         if grown is None or now - self._polled_at >= self._poll_seconds:
             grown, self._polled_at = None, now
         self.dispatcher.step(run, grown)
 
+    def _accompany(self, run: Executor) -> None:
+        if self._companion is None or self._announcements is None:
+            return
+        decided, self._decided = self._decided, False
+        if self._companion.turn(run, self._announcements, decided=decided):
+            # What it has announced came with its answer.
+            self._hear(self._announcements.wait(0))
+
     def _wait(self, longest: float) -> None:
         """Until somebody rings or announces, or something is due."""
+        companion = self._companion
+        if companion is not None:
+            longest = min(longest, companion.wait_seconds())
         seconds = self.dispatcher.wait_seconds(max(0.0, longest))
-        if self._announcements is None:
+        if self._announcements is None or (companion is not None and companion.is_gathering):
             self.bell.wait(seconds)
         else:
-            arrived = self._announcements.wait(seconds, self.bell.socket)
-            self._hear(arrived.get(Channel.QUEUED.name_in(self._database.schema), ()))
-            if Channel.SHARED.name_in(self._database.schema) in arrived:
-                self._ownership.wake_coordinator()
+            self._hear(self._announcements.wait(seconds, self.bell.socket))
         self.bell.answer()
 
-    def _hear(self, announced: Collection[str]) -> None:
-        for queue_ids in announced:
+    def _hear(self, arrived: Mapping[str, Collection[str]]) -> None:
+        schema = self._database.schema
+        if Channel.SHARED.name_in(schema) in arrived:
+            self._ownership.wake_coordinator()
+        self._decided |= Channel.DECIDED.name_in(schema) in arrived
+        for queue_ids in arrived.get(Channel.QUEUED.name_in(schema), ()):
             if not queue_ids:
                 self._grown = None
             if self._grown is not None:
@@ -174,6 +222,8 @@ class ConsumerSession:
                     announcements = Announcements(connection)
                     listen(Executor(connection, self._database.schema), Channel.QUEUED, Channel.SHARED)
                     self._announcements = announcements
+                    if self._companion is not None:
+                        self._companion.begin(Executor(connection, self._database.schema), self._instance)
             except BaseException:
                 connection.close()
                 raise
@@ -185,6 +235,8 @@ class ConsumerSession:
 
     def _disconnect(self) -> None:
         run, self._run, self._announcements = self._run, None, None
+        if self._companion is not None:
+            self._companion.interrupted()
         if run is not None:
             run.connection.close()
 

@@ -69,6 +69,11 @@ def listen(run: Executor, *channels: Channel) -> None:
         run.connection.execute(sql.SQL("LISTEN {}").format(sql.Identifier(channel.name_in(run.schema))))
 
 
+def unlisten(run: Executor, channel: Channel) -> None:
+    """Hear no more of a channel: each announcement on one costs every session that listens a little."""
+    run.connection.execute(sql.SQL("UNLISTEN {}").format(sql.Identifier(channel.name_in(run.schema))))
+
+
 class Announcements:
     """The announcements that arrive on one listening connection, also while it runs other statements."""
 
@@ -93,10 +98,10 @@ class Announcements:
         arrived, self._arrived = self._arrived, {}
         return arrived
 
-    def pending(self) -> bool:
-        """Whether something was announced since the last `wait`."""
+    def pending(self, channel: str) -> bool:
+        """Whether something was announced on a channel since the last `wait`."""
         self._consume()
-        return bool(self._arrived)
+        return channel in self._arrived
 
     def _consume(self) -> None:
         self._pgconn.consume_input()

@@ -38,6 +38,7 @@ _FILES: Final = {
     13: "0013_tick.sql",
     14: "0014_one_call.sql",
     15: "0015_lives.sql",
+    16: "0016_standing_in.sql",
 }
 SCHEMA_VERSION: Final = max(_FILES)
 

@@ -2,6 +2,7 @@
 
 The lease only saves work: two sequencers at once are safe, because they collide on the tick. It expires by the
 database's clock; when to renew it the owner reckons on its own monotonic clock, from before the last renewal was sent.
+A candidate that stands in leads while nobody else wants to: from it the lease is taken at any time.
 """
 
 from __future__ import annotations
@@ -15,23 +16,26 @@ from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
 
 DEFAULT_TERM_SECONDS: Final = 3.0
+SEQUENCER: Final = "sequencer"
 
 # Who does not lead reads first: followers that only look write nothing.
 _REMAINING = Statement("""
-SELECT CASE WHEN owner IS NULL OR owner = %(owner)s THEN 0
+SELECT CASE WHEN owner IS NULL OR owner = %(owner)s OR (stands_in AND NOT %(stands_in)s) THEN 0
             ELSE greatest(0, extract(epoch FROM expires_at - clock_timestamp())) END::double precision
 FROM {schema}.leader_lease WHERE role = %(role)s
 """)
 
 # A lost renewal costs a change of leaders at most: its commit does not wait for the disk.
 _ACQUIRE = Statement("""
-INSERT INTO {schema}.leader_lease AS held (role, owner, epoch, expires_at)
-SELECT %(role)s, %(owner)s, 1, clock_timestamp() + make_interval(secs => %(term)s)
+INSERT INTO {schema}.leader_lease AS held (role, owner, epoch, expires_at, stands_in)
+SELECT %(role)s, %(owner)s, 1, clock_timestamp() + make_interval(secs => %(term)s), %(stands_in)s
 FROM (SELECT set_config('synchronous_commit', 'off', true) AS synchronous_commit) AS relaxed
 WHERE relaxed.synchronous_commit = 'off'
-ON CONFLICT (role) DO UPDATE SET owner = excluded.owner, expires_at = excluded.expires_at,
+ON CONFLICT (role) DO UPDATE
+SET owner = excluded.owner, expires_at = excluded.expires_at, stands_in = excluded.stands_in,
     epoch = held.epoch + (held.owner IS DISTINCT FROM excluded.owner)::integer
 WHERE held.owner IS NULL OR held.owner = excluded.owner OR held.expires_at <= clock_timestamp()
+   OR (held.stands_in AND NOT excluded.stands_in)
 RETURNING epoch
 """)
 
@@ -41,14 +45,25 @@ WHERE role = %(role)s AND owner = %(owner)s
 """)
 
 
+def release_dead(run: Executor, owner: UUID) -> None:
+    """Who is known to be dead leads no longer, whatever its lease says."""
+    run.execute(_RELEASE, {"role": SEQUENCER, "owner": owner})
+
+
 class LeaderLease:
     """One candidate for one role."""
 
     def __init__(
-        self, schema: str, owner: UUID, *, role: str = "sequencer", term_seconds: float = DEFAULT_TERM_SECONDS
+        self,
+        schema: str,
+        owner: UUID,
+        *,
+        role: str = SEQUENCER,
+        term_seconds: float = DEFAULT_TERM_SECONDS,
+        stands_in: bool = False,
     ) -> None:
         self._schema = schema
-        self._parameters = {"role": role, "owner": owner, "term": term_seconds}
+        self._parameters = {"role": role, "owner": owner, "term": term_seconds, "stands_in": stands_in}
         self._term = term_seconds
         self._renew_at = 0.0
 
@@ -67,6 +82,10 @@ class LeaderLease:
             return self._term
         self._renew_at = asked_at + self._term / 3
         return 0.0
+
+    def doubt(self) -> None:
+        """Somebody else acts as if it led: ask at the next `hold`."""
+        self._renew_at = 0.0
 
     def release(self, connection: Connection) -> None:
         """Let another candidate lead at once."""

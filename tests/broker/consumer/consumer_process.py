@@ -19,6 +19,8 @@ from outbox.broker.consumer.runtime import ConsumerRuntime
 from outbox.broker.database.connection import BrokerDatabase
 from outbox.broker.dispatch.dispatcher import Dispatcher
 from outbox.broker.dispatch.owned_queue import OwnedQueue
+from outbox.broker.leading import LeadingConsumer
+from outbox.broker.process import ProcessSettings
 from outbox.message import Delivery
 from outbox.retry import RetryPolicy
 from outbox.subscription import Mode, Subscription
@@ -90,12 +92,15 @@ def main() -> None:
     )
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    database = BrokerDatabase(conninfo=options["url"])
+    leads = ProcessSettings(lease_term_seconds=options.get("term", 3.0)) if options.get("leads") else None
     ConsumerRuntime(
-        BrokerDatabase(conninfo=options["url"]),
+        database,
         [(subscription, EffectHandler(invoker, options))],
         invoker=invoker,
         lease_seconds=options.get("lease_seconds", 1.5),
         strategy=options.get("strategy", "averagely"),
+        companion=LeadingConsumer(database, settings=leads) if leads else None,
     ).run(stop)
 
 

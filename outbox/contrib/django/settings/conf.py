@@ -68,7 +68,9 @@ class OutboxSettings:
     `check_retry_seconds`, `max_checks` and `max_check_age_seconds` say when an undecided message is asked about,
     and when it is parked; `check_interval_seconds` is the period of the pass that asks. `require_transaction`
     refuses to publish outside of a transaction, whatever the topic. `inbox_retention_seconds` must outlast the log,
-    all retries and the dead letters that may still be replayed. `lease_seconds` is the term of a queue's lease; a
+    all retries and the dead letters that may still be replayed. A worker has as many `consumer_processes`; where that
+    is one, it also sequences, and the broker's process stands in for it, unless `broker_apart`: right where handlers
+    compute for long or kill their process. `lease_seconds` is the term of a queue's lease; a
     handler's connection gives up waiting for locks within half of it, and being idle in its transaction within four
     fifths, so that a frozen process blocks nobody. `drain_seconds` is what a worker's processes have to finish when it
     stops, before they are killed. `celery_app` is the dotted path of the Celery app that gets the transactional tasks.
@@ -105,6 +107,7 @@ class OutboxSettings:
     max_check_age_seconds: int = int(3 * _DAY)
     inbox_retention_seconds: float = 14 * _DAY
     consumer_processes: int = 1
+    broker_apart: bool = False
     lease_seconds: float = 10.0
     drain_seconds: float = 20.0
     celery_app: str | None = None
@@ -269,6 +272,7 @@ _RULES: Final[Mapping[str, setting_rules.Rule]] = {
     "MAX_CHECK_AGE_SECONDS": setting_rules.whole(1),
     "INBOX_RETENTION_SECONDS": setting_rules.seconds(60),
     "CONSUMER_PROCESSES": setting_rules.whole(0),
+    "BROKER_APART": setting_rules.flag,
     "LEASE_SECONDS": setting_rules.seconds(1),
     "DRAIN_SECONDS": setting_rules.seconds(0),
     "CELERY_APP": setting_rules.text_or_none,

@@ -6,6 +6,7 @@ import logging
 import sys
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
+from typing import Final
 
 from outbox.broker import deaths
 from outbox.broker.supervisor import ChildSpec, Supervisor
@@ -19,6 +20,9 @@ from outbox.ports import AnyHandler
 from outbox.subscription import Subscription
 
 logger = logging.getLogger(__name__)
+
+# Said to each process of a worker in which the consumer sequences and the broker's process stands in for it.
+CONSUMER_LEADS: Final = "--consumer-leads"
 
 
 class Role(StrEnum):
@@ -42,7 +46,8 @@ def supervisor(roles: Sequence[str] = (), *, environment: Mapping[str, str] | No
 def child_specs(roles: Sequence[str] = ()) -> list[ChildSpec]:
     """The processes for `roles`: by default all, but for consumers in a project without subscribers.
 
-    One for the broker, which has check-back beside it, and as many consumers as OUTBOX['CONSUMER_PROCESSES'].
+    One for the broker, which has check-back beside it, and as many consumers as OUTBOX['CONSUMER_PROCESSES']. A single
+    consumer also leads the broker, and the broker's process stands in for it (docs/decisions/163).
     """
     refuse_processes_in_tests()
     settings = get_settings()
@@ -59,16 +64,22 @@ def child_specs(roles: Sequence[str] = ()) -> list[ChildSpec]:
         numbers = range(1, settings.consumer_processes + 1)
         processes.update((f"consumer-{number}", [Role.CONSUMER]) for number in numbers)
     left = signs.expect(processes)
-    specs = [_child(name, its_roles, left[name]) for name, its_roles in processes.items()]
+    options = [CONSUMER_LEADS] if _consumer_leads(processes, apart=settings.broker_apart) else []
+    specs = [_child(name, [*its_roles, *options], left[name]) for name, its_roles in processes.items()]
     if settings.health_address is not None or Role.MONITOR in wanted:
         specs.append(_child("monitor", [Role.MONITOR], signs.of_monitor()))
     return specs
 
 
-def _child(name: str, roles: Sequence[Role], environment: Mapping[str, str]) -> ChildSpec:
-    in_database = Role.CONSUMER in roles and get_settings().has_database
+def _consumer_leads(processes: Mapping[str, Sequence[Role]], *, apart: bool) -> bool:
+    consumers = [name for name, roles in processes.items() if Role.CONSUMER in roles]
+    return len(consumers) == 1 and Role.BROKER in processes and not apart
+
+
+def _child(name: str, arguments: Sequence[str], environment: Mapping[str, str]) -> ChildSpec:
+    in_database = Role.CONSUMER in arguments and get_settings().has_database
     record = (lambda death: deaths.record(broker_database(), death)) if in_database else None
-    argv = [sys.executable, "-m", "outbox.contrib.django.worker.child", *roles]
+    argv = [sys.executable, "-m", "outbox.contrib.django.worker.child", *arguments]
     return ChildSpec(name=name, argv=argv, environment=environment, on_death=record)
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 from outbox import heartbeat
 from outbox.broker import process_log
 from outbox.broker.consumer.runtime import ConsumerRuntime
+from outbox.broker.leading import LeadingConsumer
 from outbox.broker.process import ProcessSettings, run_broker
 from outbox.contrib.django.database.aliases import broker_database
 from outbox.contrib.django.engine.broker import get_broker, get_codecs
@@ -35,16 +36,23 @@ logger = logging.getLogger(__name__)
 _CHECK_ENDS_SECONDS: Final = 5.0
 
 
-def run_broker_role(stop: threading.Event) -> None:
-    """Sequence and retain, whenever this process holds the leader's lease, until `stop`."""
-    run_broker(broker_database(), stop, settings=ProcessSettings(check=get_settings().check))
+def run_broker_role(stop: threading.Event, *, stands_in: bool = False) -> None:
+    """Sequence and retain, whenever this process holds the leader's lease, until `stop`.
+
+    `stands_in`: only while no consumer's process does.
+    """
+    run_broker(broker_database(), stop, settings=ProcessSettings(check=get_settings().check, stands_in=stands_in))
 
 
 def consumer_runtime(
-    *, groups: Sequence[str] = (), wrap: Callable[[AnyHandler], AnyHandler] | None = None
+    *,
+    groups: Sequence[str] = (),
+    wrap: Callable[[AnyHandler], AnyHandler] | None = None,
+    leads: bool = False,
 ) -> ConsumerRuntime:
     """A runtime for the project's subscribers, or for what `wrap` makes of each handler.
 
+    It sequences too if it `leads` (outbox.broker.leading).
     Raises ConfigurationError when there are none.
     """
     wanted = required_subscriptions(groups=groups)
@@ -52,12 +60,14 @@ def consumer_runtime(
     for shortage in pool_shortages(filter(None, (find_subscriber(subscription) for subscription, _ in wanted))):
         logger.warning("%s", shortage)
     settings = get_settings()
+    database = broker_database(settings)
     return ConsumerRuntime(
-        broker_database(settings),
+        database,
         [(subscription, wrap(handler) if wrap else handler) for subscription, handler in wanted],
         invoker=InboxInvoker(lease_seconds=settings.lease_seconds),
         codecs=get_codecs(),
         lease_seconds=settings.lease_seconds,
+        companion=LeadingConsumer(database, settings=ProcessSettings(check=settings.check)) if leads else None,
     )
 
 
@@ -79,12 +89,12 @@ def rocketmq_consumers(*, groups: Sequence[str] = ()) -> RocketMQConsumers:
     )
 
 
-def run_consumer_role(stop: threading.Event, *, groups: Sequence[str] = ()) -> None:
-    """Consume for the project's subscribers until `stop`, then finish what is held."""
+def run_consumer_role(stop: threading.Event, *, groups: Sequence[str] = (), leads: bool = False) -> None:
+    """Consume for the project's subscribers until `stop`, then finish what is held. `leads`: sequence beside that."""
     if get_settings().is_rocketmq:
         rocketmq_consumers(groups=groups).run(stop)
     else:
-        consumer_runtime(groups=groups).run(stop)
+        consumer_runtime(groups=groups, leads=leads).run(stop)
 
 
 def run_monitor_role(stop: threading.Event) -> None:
@@ -129,7 +139,7 @@ def run_pass(item: PeriodicPass) -> None:
         logger.exception("%s failed, it runs again in %.0f s", item.name, item.interval_seconds)
 
 
-def run_broker_and_check_roles(stop: threading.Event) -> None:
+def run_broker_and_check_roles(stop: threading.Event, *, stands_in: bool = False) -> None:
     """Both in one process, which costs a thread instead of 40 MB. Raises what either of them raises."""
     failed: list[BaseException] = []
 
@@ -144,7 +154,7 @@ def run_broker_and_check_roles(stop: threading.Event) -> None:
     checking = threading.Thread(target=check, name="outbox-check", daemon=True)
     checking.start()
     try:
-        run_broker_role(stop)
+        run_broker_role(stop, stands_in=stands_in)
     finally:
         stop.set()
         checking.join(_CHECK_ENDS_SECONDS)
