@@ -21,7 +21,7 @@ from outbox.broker.database.executor import Executor
 from outbox.broker.database.notify import Announcements, Channel, listen, unlisten
 from outbox.broker.maintenance.service import maintenance
 from outbox.broker.operations.summary_service import summaries
-from outbox.broker.process import ProcessSettings, idle_seconds
+from outbox.broker.process import ProcessSettings, gathers, idle_seconds
 from outbox.broker.sequencer.leader import LeaderLease
 from outbox.broker.sequencer.sequencer import Sequencer
 from outbox.errors import OutboxError
@@ -114,8 +114,7 @@ class LeadingConsumer:
         if counts.ticked and measures.recorder is not None:
             measures.recorder.ticked(time.monotonic() - now, counts.appended)
         self._look_at = now if counts.more else now + idle_seconds(counts, self._settings)
-        if counts.ticked and not counts.more and announcements.pending(self._decided_channel):
-            # Under load: gather a few milliseconds of decisions.
+        if gathers(counts) and announcements.pending(self._decided_channel):
             self._decided, self._gathers_until = True, now + self._settings.pace_seconds
         return counts.appended > 0
 

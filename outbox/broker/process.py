@@ -38,9 +38,8 @@ _STOP_SECONDS: Final = 0.2
 class ProcessSettings:
     """Times of the broker process, in seconds.
 
-    `poll`: the longest wait between two looks at the database. `pace`: the least time between two ticks while
-    announcements keep coming; the first one after a pause is served at once. `stands_in`: leads only while no process
-    does that beside consuming (outbox/broker/leading.py).
+    `poll`: the longest wait between two looks at the database. `pace`: the least time between two ticks under load
+    (`gathers`). `stands_in`: leads only while no process does that beside consuming (outbox/broker/leading.py).
     """
 
     lease_term_seconds: float = DEFAULT_TERM_SECONDS
@@ -136,10 +135,18 @@ def _lead(
             measures.recorder.ticked(time.monotonic() - started, counts.appended)
         if counts.more:
             continue
-        if counts.ticked:
-            # Under load the next announcement is there already: gather a few milliseconds of decisions.
+        if gathers(counts):
             _pause(settings.pace_seconds - (time.monotonic() - started), run, announcements, stop)
         _wait(announcements, stop, idle_seconds(counts, settings))
+
+
+def gathers(counts: TickCounts) -> bool:
+    """Whether the next tick, if it is asked for by now, had better wait for more decisions, a few milliseconds.
+
+    Under load, that is: a tick for each message costs several times as much as one for some. Single messages that come
+    while a tick runs are no load, and each would wait for the next.
+    """
+    return counts.decisions > 1 and not counts.more
 
 
 def idle_seconds(counts: TickCounts, settings: ProcessSettings) -> float:
