@@ -52,7 +52,7 @@ if not settings.configured:
             "default": dict(POSTGRESQL),
             "broker": dict(POSTGRESQL),
             "other": dict(POSTGRESQL),
-            "lite": {"ENGINE": "django.db.backends.sqlite3", "NAME": "not-there-yet", "OPTIONS": {"timeout": 20}},
+            "lite": {"ENGINE": "django.db.backends.sqlite3", "NAME": ":memory:", "OPTIONS": {"timeout": 20}},
         },
         DATABASE_ROUTERS=["outbox.contrib.django.routers.BrokerRouter"],
         ROOT_URLCONF="tests.django.urls",
