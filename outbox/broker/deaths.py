@@ -13,7 +13,6 @@ from outbox.broker.database.executor import Executor
 from outbox.broker.groups import suspects
 from outbox.broker.log import incidents
 from outbox.broker.log.incidents import Incident, IncidentKind
-from outbox.broker.sequencer import leader
 from outbox.broker.supervisor import Death
 from outbox.errors import BrokerUnavailable
 
@@ -38,5 +37,8 @@ def _record(run: Executor, death: Death) -> None:
         incident = Incident(IncidentKind.PROCESS_DIED, who, f"{what} while it handled {running} messages")
         incidents.record(run, [incident])
         if left is not None:
+            # Who supervises loads it only when it is needed.
+            from outbox.broker.sequencer import leader
+
             leader.release_dead(run, left.instance)
             suspects.record_death(run, left.instance, left.calls, evidence=f"{who} {what}", hung=death.hung)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
+import pytest
+
 from tests.celery.project import Project
 from tests.support import eventually
 
@@ -20,12 +22,18 @@ for roles in [(), ("broker",), ("check",), ("check", "broker"), ("consumer",)]:
 
 def test_roles_choose_the_processes(shop: Project) -> None:
     assert shop.python(SPECS).splitlines() == [
-        "-> broker(broker,check) consumer-1(consumer)",
+        "-> broker(broker,check,--consumer-leads) consumer-1(consumer,--consumer-leads)",
         "broker -> broker(broker)",
         "check -> check(check)",
         "check broker -> broker(broker,check)",
         "consumer -> consumer-1(consumer)",
     ]
+
+
+@pytest.mark.parametrize("setting", ["'CONSUMER_PROCESSES': 2", "'BROKER_APART': True"])
+def test_the_broker_leads_by_itself_where_it_is_told_to_or_announces_to_several(shop: Project, setting: str) -> None:
+    shop.write("shop/settings.py", f"OUTBOX |= {{{setting}}}\n")
+    assert "leads" not in shop.python(SPECS)
 
 
 def test_without_subscribers_there_is_no_consumer(shop: Project) -> None:
