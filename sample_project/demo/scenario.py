@@ -81,7 +81,7 @@ def run(options: Options, display: Display, directory: Path) -> None:
             psycopg.connect(stage.orders_url, autocommit=True) as orders,
             psycopg.connect(stage.broker_url, autocommit=True) as broker,
         ):
-            crowd, broker_killed = _sell(stage, celery, orders, broker)
+            crowd, leader_killed = _sell(stage, celery, orders, broker)
             late = _settle(stage, crowd, orders, broker)
             found = stage.figures(orders, broker)
             paid = figures.paid_orders(orders)
@@ -89,7 +89,7 @@ def run(options: Options, display: Display, directory: Path) -> None:
         results = [
             *verdicts.of_orders(found),
             *verdicts.of_customers(crowd.answers, paid, options.orders),
-            *_of_crashes(stage, broker_killed=broker_killed),
+            *_of_crashes(stage, leader_killed=leader_killed),
             *(verdicts.of_check_back(found) if stage.two_phase else []),
         ]
         failure = late
@@ -227,7 +227,7 @@ def _faults(stage: Stage) -> str:
 
 
 def _sell(stage: Stage, celery: int, orders: psycopg.Connection, broker: psycopg.Connection) -> tuple[Crowd, bool]:
-    """Let the customers in; meanwhile the fault points kill web processes, and we the broker's."""
+    """Let the customers in; meanwhile the fault points kill web processes, and we who sequences."""
     options, display = stage.options, stage.display
     display.step(f"{options.orders} customers, {options.shoppers} at a time, at {stage.site}")
     crowd = Crowd(stage.port, orders=options.orders, shoppers=options.shoppers)
@@ -242,13 +242,13 @@ def _sell(stage: Stage, celery: int, orders: psycopg.Connection, broker: psycopg
             display.show(crowd.answers.total, stage.figures(orders, broker))
             _tell_kills(stage, told)
             if not killed and crowd.answers.total >= options.orders // 2:
-                killed = _kill_broker(stage, celery)
+                killed = _kill_leader(stage, celery)
             pause.wait(0.25)
     finally:
         crowd.send_home()
         display.close()
     _tell_kills(stage, told)
-    return crowd, killed or _kill_broker(stage, celery)
+    return crowd, killed or _kill_leader(stage, celery)
 
 
 def _tell_kills(stage: Stage, told: set[str]) -> None:
@@ -262,17 +262,18 @@ def _tell_kills(stage: Stage, told: set[str]) -> None:
             stage.display.note(f"a web process was killed (SIGKILL) {when}")
 
 
-def _kill_broker(stage: Stage, celery: int) -> bool:
+def _kill_leader(stage: Stage, celery: int) -> bool:
     if stage.rocketmq is not None:
         stage.rocketmq.kill()
         stage.display.note("RocketMQ was killed (SIGKILL); it is started again, the shop waits for it")
         stage.rocketmq.start()
         return True
-    pid = child_of(celery, "outbox.contrib.django.worker.child", "broker")
+    # The worker has one consumer process, which leads the broker, too.
+    pid = child_of(celery, "outbox.contrib.django.worker.child", "consumer")
     if pid is None:
         return False
     os.kill(pid, signal.SIGKILL)
-    stage.display.note("the broker's process was killed (SIGKILL); its supervisor starts another")
+    stage.display.note("the process that sequences and consumes was killed (SIGKILL); the broker's stands in for it")
     return True
 
 
@@ -298,12 +299,12 @@ def _settle(stage: Stage, crowd: Crowd, orders: psycopg.Connection, broker: psyc
     return None
 
 
-def _of_crashes(stage: Stage, *, broker_killed: bool) -> list[Verdict]:
+def _of_crashes(stage: Stage, *, leader_killed: bool) -> list[Verdict]:
     """The crashes did happen: a demo without them would prove little."""
     return [
         exactly("killed after local commit", int(stage.marker("producer.after_local_commit").exists()), 1),
         exactly("killed before local commit", int(stage.marker("producer.before_local_commit").exists()), 1),
-        exactly("broker processes killed", int(broker_killed), 1),
+        exactly("leading processes killed", int(leader_killed), 1),
     ]
 
 

@@ -22,7 +22,7 @@ for roles in [(), ("broker",), ("check",), ("check", "broker"), ("consumer",)]:
 
 def test_roles_choose_the_processes(shop: Project) -> None:
     assert shop.python(SPECS).splitlines() == [
-        "-> broker(broker,check,--consumer-leads) consumer-1(consumer,--consumer-leads)",
+        "-> broker(broker,check,--shared-lead) consumer-1(consumer,--shared-lead)",
         "broker -> broker(broker)",
         "check -> check(check)",
         "check broker -> broker(broker,check)",

@@ -26,15 +26,15 @@ def test_every_paid_order_arrives_once_and_no_other_through_three_crashes(open_d
     assert "WRONG" not in output
 
 
-def test_web_processes_and_the_broker_were_really_killed(open_demo: DemoRun) -> None:
+def test_web_processes_and_who_sequences_were_really_killed(open_demo: DemoRun) -> None:
     output = open_demo.output
     assert "killed (SIGKILL) after its local commit" in output
     assert "killed (SIGKILL) before its local commit" in output
-    assert "broker's process was killed (SIGKILL)" in output
+    assert "the process that sequences and consumes was killed (SIGKILL)" in output
     site = (open_demo.directory / "logs" / "site.log").read_text()
     assert site.count("was sent SIGKILL") >= 2
     worker = (open_demo.directory / "logs" / "worker.log").read_text()
-    assert "child broker ended (signal SIGKILL)" in worker
+    assert "child consumer-1 ended (signal SIGKILL)" in worker
 
 
 def test_check_back_ran_through_beat_and_settled_what_the_killed_left(open_demo: DemoRun) -> None:

@@ -18,7 +18,7 @@ import django
 from outbox.broker.consumer.runtime import tune_garbage_collector
 from outbox.broker.process_log import write_log
 from outbox.broker.supervisor import HUNG_EXIT_CODE, end_within, stop_on_signals, stop_with_parent
-from outbox.contrib.django.worker.roles import CONSUMER_LEADS, Role
+from outbox.contrib.django.worker.roles import SHARED_LEAD, Role
 from outbox.contrib.django.worker.workers import (
     run_broker_and_check_roles,
     run_broker_role,
@@ -40,9 +40,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("roles", nargs="+", choices=list(Role), metavar="ROLE", help=", ".join(Role))
     parser.add_argument("--group", action="append", default=[], help="consumer: only this group (repeatable)")
     parser.add_argument(
-        CONSUMER_LEADS,
+        SHARED_LEAD,
         action="store_true",
-        dest="consumer_leads",
+        dest="shared_lead",
         help="the worker's only consumer process sequences, and its broker process stands in for it",
     )
     options = parser.parse_args(arguments)
@@ -54,7 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
     stop_with_parent(stop)
     try:
         set_up(name)
-        run_roles(options.roles, stop, groups=options.group, consumer_leads=options.consumer_leads)
+        run_roles(options.roles, stop, groups=options.group, shared_lead=options.shared_lead)
     except HandlersHung as error:
         logger.error("%s", error)
         end_within(_HUNG_SECONDS, HUNG_EXIT_CODE)
@@ -76,21 +76,19 @@ def set_up(name: str) -> None:
         write_log(name)
 
 
-def run_roles(
-    roles: Sequence[str], stop: threading.Event, *, groups: Sequence[str], consumer_leads: bool = False
-) -> None:
-    """Run roles of a worker in this process until `stop`. `consumer_leads` as in `CONSUMER_LEADS`."""
+def run_roles(roles: Sequence[str], stop: threading.Event, *, groups: Sequence[str], shared_lead: bool = False) -> None:
+    """Run roles of a worker in this process until `stop`. `shared_lead` as in `SHARED_LEAD`."""
     name = " and ".join(roles)
     logger.info("%s starts", name)
     if Role.CONSUMER in roles:
         tune_garbage_collector()
-        run_consumer_role(stop, groups=groups, leads=consumer_leads)
+        run_consumer_role(stop, groups=groups, leads=shared_lead)
     elif Role.MONITOR in roles:
         run_monitor_role(stop)
     elif len(set(roles)) > 1:
-        run_broker_and_check_roles(stop, stands_in=consumer_leads)
+        run_broker_and_check_roles(stop, stands_in=shared_lead)
     elif Role.BROKER in roles:
-        run_broker_role(stop, stands_in=consumer_leads)
+        run_broker_role(stop, stands_in=shared_lead)
     else:
         run_check_role(stop)
     logger.info("%s drained and ends", name)

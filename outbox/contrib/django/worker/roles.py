@@ -22,7 +22,7 @@ from outbox.subscription import Subscription
 logger = logging.getLogger(__name__)
 
 # Said to each process of a worker in which the consumer sequences and the broker's process stands in for it.
-CONSUMER_LEADS: Final = "--consumer-leads"
+SHARED_LEAD: Final = "--shared-lead"
 
 
 class Role(StrEnum):
@@ -64,14 +64,14 @@ def child_specs(roles: Sequence[str] = ()) -> list[ChildSpec]:
         numbers = range(1, settings.consumer_processes + 1)
         processes.update((f"consumer-{number}", [Role.CONSUMER]) for number in numbers)
     left = signs.expect(processes)
-    options = [CONSUMER_LEADS] if _consumer_leads(processes, apart=settings.broker_apart) else []
+    options = [SHARED_LEAD] if _shares_lead(processes, apart=settings.broker_apart) else []
     specs = [_child(name, [*its_roles, *options], left[name]) for name, its_roles in processes.items()]
     if settings.health_address is not None or Role.MONITOR in wanted:
         specs.append(_child("monitor", [Role.MONITOR], signs.of_monitor()))
     return specs
 
 
-def _consumer_leads(processes: Mapping[str, Sequence[Role]], *, apart: bool) -> bool:
+def _shares_lead(processes: Mapping[str, Sequence[Role]], *, apart: bool) -> bool:
     consumers = [name for name, roles in processes.items() if Role.CONSUMER in roles]
     return len(consumers) == 1 and Role.BROKER in processes and not apart
 
