@@ -125,7 +125,7 @@ def test_a_message_costs_two_round_trips_from_commit_to_handler(
             eventually(lambda count=count: len(seen.ns) == count)  # type: ignore[misc]
         [only] = sessions
         assert only._run is not None
-        with counted(only._run.connection) as round_trips:  # type: ignore[arg-type]
+        with counted(only._run.connection) as round_trips:
             for count in range(9, 19):
                 bench.broker.send(keyed("orders", 1, 1))
                 eventually(lambda count=count: len(seen.ns) == count)  # type: ignore[misc]
