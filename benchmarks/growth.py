@@ -67,7 +67,7 @@ SELECT (log_id - 1) / %(queues)s, log_id, 1 + (log_id - 1) %% %(queues)s, 0 FROM
 # All of it consumed, and read by the sequencer.
 _POSITIONS = """
 INSERT INTO outbox.consumer_offset (group_id, queue_id, epoch, ordinal, next_offset, start_offset, handled)
-SELECT group_id, queue_id, 1, 1, head, 0, head
+SELECT group_id, queue_id, 0, 1, head, 0, head
 FROM outbox.subscription JOIN outbox.queue USING (topic_id)
 JOIN (SELECT queue_id, max(queue_offset) + 1 AS head FROM outbox.consume_queue GROUP BY queue_id) AS heads
     USING (queue_id);

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Final
 from uuid import UUID
 
@@ -56,8 +56,7 @@ class Dispatcher:
         self.finished: Final = self._calls.finished
         self._dirty: set[OwnedQueue] = set()
         self._store_at = 0.0
-        self._bounded = False
-        self._draining = False
+        self._bounded = self._draining = False
         self.counts: Counter[str] = Counter()
         self._prefetcher = Prefetcher(instance, self._stations, self._dirty, self.counts)
 
@@ -65,8 +64,7 @@ class Dispatcher:
 
     def step(self, run: Executor, grown: Collection[int] | None) -> None:
         """Do what can be done now. `grown`: the ids of queues that have grown; None if it may be any."""
-        for queue in self._grown(grown):
-            self._prefetcher.look_at(queue)
+        self._prefetcher.hear(self._owned, grown)
         self._adopt(run)
         self._collect(run)
         self._trials.settle(run)
@@ -77,12 +75,6 @@ class Dispatcher:
         self._store(run)
         if not self._dirty:
             self._hand_over_drained()
-
-    def _grown(self, queue_ids: Collection[int] | None) -> Iterable[OwnedQueue]:
-        if queue_ids is None:
-            return self._owned.values()
-        keys = [(group_id, queue_id) for queue_id in queue_ids for group_id in self._groups]
-        return [self._owned[key] for key in keys if key in self._owned]
 
     def wait_seconds(self, longest: float) -> float:
         """How long nothing needs to be done unless somebody rings; to be asked right before that wait."""
@@ -161,7 +153,7 @@ class Dispatcher:
     def _apply(self, event: Event) -> None:
         match event:
             case Gained(queue) if queue.lease.life != self._life:
-                # Positions of another life of the server, which this connection or the coordinator's has not met yet.
+                # Positions of another life of the server, which not both threads have met yet.
                 self._ownership.hand_back(queue.lease)
             case Gained(queue) if self._ownership.lingers(queue.key):
                 # Lost and taken again in one breath: what runs of it would run a second time beside itself.

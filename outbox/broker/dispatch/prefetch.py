@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 from uuid import UUID
 
@@ -13,6 +13,7 @@ from outbox.broker.dispatch.fetch import BODY, KEY, OFFSET, PASSES, RETRIES, SLO
 from outbox.broker.dispatch.owned_queue import Outcome, OwnedQueue, Phase
 from outbox.broker.dispatch.station import Station
 from outbox.broker.dispatch.work import Item, Work
+from outbox.broker.groups.leases import QueueKey
 from outbox.errors import BrokerError
 
 _RETRY_FETCH_SIZE: Final = 256
@@ -47,6 +48,7 @@ class Prefetcher:
     ) -> None:
         self._instance = instance
         self._stations = stations
+        self._group_ids = {group_id for group_id, _ in stations}
         self._dirty = dirty
         self._counts = counts
         self._fetcher = Fetcher(station.subscribed for station in stations.values())
@@ -54,6 +56,16 @@ class Prefetcher:
         self._hungry: dict[OwnedQueue, None] = {}
         # Retried messages of topics that this process does not subscribe to.
         self._foreign: list[tuple[Item, Row]] = []
+
+    def hear(self, owned: Mapping[QueueKey, OwnedQueue], grown: Collection[int] | None) -> None:
+        """Queues with these ids have grown; of None, any may have."""
+        if grown is None:
+            found = list(owned.values())
+        else:
+            keys = [(group_id, queue_id) for queue_id in grown for group_id in self._group_ids]
+            found = [owned[key] for key in keys if key in owned]
+        for queue in found:
+            self.look_at(queue)
 
     def look_at(self, queue: OwnedQueue) -> None:
         """There may be more to fetch of it."""
