@@ -50,7 +50,7 @@ class BackgroundLoop:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
-        self._thread.join(timeout=5)
+        self.join()
 
     def start(self) -> None:
         """For who does not stay in one place while it runs."""
@@ -59,6 +59,10 @@ class BackgroundLoop:
     def stop(self) -> None:
         """Begin no pass more, and cut the one that runs short; returns at once."""
         self._ended.set()
+
+    def join(self) -> None:
+        """Wait for the pass that runs, at most 5 s."""
+        self._thread.join(timeout=5)
 
     def _loop(self) -> None:
         pause = self._first_seconds

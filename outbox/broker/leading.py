@@ -19,9 +19,7 @@ from outbox.broker.database import timeouts
 from outbox.broker.database.connection import BrokerDatabase
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.notify import Announcements, Channel, listen, unlisten
-from outbox.broker.maintenance.service import maintenance
-from outbox.broker.operations.summary_service import summaries
-from outbox.broker.process import ProcessSettings, gathers, idle_seconds
+from outbox.broker.process import ProcessSettings, gathers, idle_seconds, leaders_loops
 from outbox.broker.sequencer.leader import LeaderLease
 from outbox.broker.sequencer.sequencer import Sequencer
 from outbox.errors import OutboxError
@@ -56,7 +54,7 @@ class LeadingConsumer:
         settings = self._settings
         self._lease = LeaderLease(run.schema, instance, term_seconds=settings.lease_term_seconds)
         self._sequencer = Sequencer(self._database, instance, check=settings.check)
-        self._look_at = self._gathers_until = self._rests_until = 0.0
+        self._look_at = self._gathers_until = 0.0
 
     def turn(self, run: Executor, announcements: Announcements, *, decided: bool) -> bool:
         """Tick if this process leads and it is time to; whether queues have grown. `decided`: something may be new.
@@ -71,9 +69,10 @@ class LeadingConsumer:
         try:
             return self._lead(run, announcements, now)
         except Exception as error:
-            if run.connection.closed or run.connection.broken:
-                raise
-            self._give_up(run, error)
+            pause = self._rest()
+            if run.connection.closed:
+                raise psycopg.OperationalError(f"the connection ended while it sequenced: {error}") from error
+            self._give_up(run, error, pause)
             return False
 
     def wait_seconds(self) -> float:
@@ -121,11 +120,7 @@ class LeadingConsumer:
     def _take_the_lead(self, run: Executor, now: float) -> None:
         logger.info("leading the broker in schema %r beside consuming", run.schema)
         listen(run, Channel.DECIDED)
-        settings = self._settings
-        self._loops = [
-            maintenance(self._database, settings.check, every_seconds=settings.maintenance_seconds),
-            summaries(self._database, every_seconds=settings.summary_seconds),
-        ]
+        self._loops = leaders_loops(self._database, self._settings)
         for loop in self._loops:
             loop.start()
         self._leads, self._led_at = True, now
@@ -136,11 +131,15 @@ class LeadingConsumer:
             self.interrupted()
             unlisten(run, Channel.DECIDED)
 
-    def _give_up(self, run: Executor, error: Exception) -> None:
+    def _rest(self) -> float:
+        """Also on the next connection: to break one after another would end consuming. For so many seconds."""
         now = time.monotonic()
-        self._failures = _REST.failures_in_a_row(self._failures, ran_seconds=now - self._led_at)
+        self._failures = _REST.failures_in_a_row(self._failures, ran_seconds=now - self._led_at if self._leads else 0.0)
         pause = _REST.pause_seconds(self._failures)
         self._rests_until = now + pause
+        return pause
+
+    def _give_up(self, run: Executor, error: Exception, pause: float) -> None:
         expected = isinstance(error, psycopg.Error | OutboxError)
         logger.warning(
             "sequencing beside consuming is interrupted, trying again in %.1f s: %s",

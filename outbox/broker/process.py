@@ -25,6 +25,7 @@ from outbox.broker.schema.install import check_schema
 from outbox.broker.sequencer.leader import DEFAULT_TERM_SECONDS, LeaderLease
 from outbox.broker.sequencer.sequencer import Sequencer, TickCounts
 from outbox.errors import BrokerUnavailable, ConfigurationError, SchemaError
+from outbox.periodic import BackgroundLoop
 from outbox.transaction import CheckSettings
 
 logger = logging.getLogger(__name__)
@@ -94,13 +95,32 @@ def _serve(database: BrokerDatabase, stop: threading.Event, owner: UUID, setting
             if remaining:
                 stop.wait(min(remaining, settings.poll_seconds))
                 continue
-            with (
-                maintenance(database, settings.check, every_seconds=settings.maintenance_seconds),
-                summaries(database, every_seconds=settings.summary_seconds),
-                _listening(database, run),
-            ):
+            with _background(database, stop, settings), _listening(database, run):
                 _lead(run, stop, lease, sequencer, announcements, settings)
         lease.release(connection)
+
+
+@contextlib.contextmanager
+def _background(database: BrokerDatabase, stop: threading.Event, settings: ProcessSettings) -> Iterator[None]:
+    """The leader's other work. Who has lost the lead does not wait for its end: it may have to lead again at once."""
+    loops = leaders_loops(database, settings)
+    for loop in loops:
+        loop.start()
+    try:
+        yield
+    finally:
+        for loop in loops:
+            loop.stop()
+        for loop in loops if stop.is_set() else []:
+            loop.join()
+
+
+def leaders_loops(database: BrokerDatabase, settings: ProcessSettings) -> list[BackgroundLoop]:
+    """What the leader does beside ticks, not started yet."""
+    return [
+        maintenance(database, settings.check, every_seconds=settings.maintenance_seconds),
+        summaries(database, every_seconds=settings.summary_seconds),
+    ]
 
 
 @contextlib.contextmanager
@@ -125,7 +145,10 @@ def _lead(
     while not stop.is_set():
         heartbeat.beat(ready=True)
         if lease.hold(run.connection):
-            logger.warning("another process leads now")
+            if settings.stands_in:
+                logger.info("a consumer's process leads; this one stands in for it")
+            else:
+                logger.warning("another process leads now")
             return
         started = time.monotonic()
         counts = sequencer.run_once(run.connection)

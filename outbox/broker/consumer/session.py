@@ -94,6 +94,8 @@ class ConsumerSession:
         self._grown: set[int] | None = None
         self._is_new = True
         self._decided = False
+        # On this connection. Before that it is not known whether consuming works, and others may lead.
+        self._has_stepped = False
         # Without LISTEN it would be late.
         self._companion = companion if database.listen_conninfo != "" else None
         self._instance = instance = uuid.uuid4()
@@ -165,26 +167,31 @@ class ConsumerSession:
 
     def _step(self) -> None:
         run = self._living()
-        self._accompany(run)
+        if self._has_stepped:
+            self._accompany(run)
         now = time.monotonic()
         grown, self._grown = self._grown, set()
         if grown is None or now - self._polled_at >= self._poll_seconds:
             grown, self._polled_at = None, now
         self.dispatcher.step(run, grown)
+        self._has_stepped = True
 
     def _accompany(self, run: Executor) -> None:
         if self._companion is None or self._announcements is None:
             return
         decided, self._decided = self._decided, False
         if self._companion.turn(run, self._announcements, decided=decided):
-            # What it has announced came with its answer.
-            self._hear(self._announcements.wait(0))
+            # What it has announced came with its answer, unless that was refused.
+            arrived = self._announcements.wait(0)
+            if Channel.QUEUED.name_in(self._database.schema) not in arrived:
+                self._grown = None
+            self._hear(arrived)
 
     def _wait(self, longest: float) -> None:
         """Until somebody rings or announces, or something is due."""
         companion = self._companion
         if companion is not None:
-            longest = min(longest, companion.wait_seconds())
+            longest = 0.0 if self._decided else min(longest, companion.wait_seconds())
         seconds = self.dispatcher.wait_seconds(max(0.0, longest))
         if self._announcements is None or (companion is not None and companion.is_gathering):
             self.bell.wait(seconds)
@@ -198,9 +205,10 @@ class ConsumerSession:
             self._ownership.wake_coordinator()
         self._decided |= Channel.DECIDED.name_in(schema) in arrived
         for queue_ids in arrived.get(Channel.QUEUED.name_in(schema), ()):
-            if not queue_ids:
+            # Anybody may notify: what is no list of ids names no queues.
+            if self._grown is None or not queue_ids.replace(" ", "").isdecimal():
                 self._grown = None
-            if self._grown is not None:
+            else:
                 self._grown.update(map(int, queue_ids.split()))
 
     def _living(self) -> Executor:
@@ -235,7 +243,11 @@ class ConsumerSession:
 
     def _disconnect(self) -> None:
         run, self._run, self._announcements = self._run, None, None
+        self._has_stepped = False
         if self._companion is not None:
+            if run is not None and not run.connection.closed:
+                with contextlib.suppress(psycopg.Error):
+                    self._companion.end(run)
             self._companion.interrupted()
         if run is not None:
             run.connection.close()

@@ -15,7 +15,7 @@ from typing import Final, Self
 from uuid import UUID
 
 import psycopg
-from psycopg.errors import DeadlockDetected, SerializationFailure, UniqueViolation
+from psycopg.errors import DeadlockDetected, InvalidSqlStatementName, SerializationFailure, UniqueViolation
 
 from outbox import faults
 from outbox.broker.database import timeouts
@@ -164,7 +164,7 @@ class Sequencer:
             faults.point("sequencer.after_tick")
             self._hint(connection, state)
             return counts
-        except (UniqueViolation, SerializationFailure, DeadlockDetected, _Outdated) as error:
+        except (UniqueViolation, SerializationFailure, DeadlockDetected, InvalidSqlStatementName, _Outdated) as error:
             logger.info("sequencer %s reads the stored position again: %s", self._owner, error)
             self._forget(connection)
             return TickCounts(collided=True, more=True)
