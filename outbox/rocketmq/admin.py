@@ -24,9 +24,12 @@ _UPDATE_OFFSET: Final = 15
 _UPDATE_GROUP: Final = 200
 _CLUSTERS: Final = 106
 _SUCCESS: Final = 0
+_NOT_SUPPORTED: Final = 3
 _NOT_FOUND: Final = 22
 _READ_AND_WRITE: Final = 6
 _NO_LIMIT: Final = 1_000_000
+# What RocketMQ itself refuses to read (com.rocketmq.remoting.frameMaxLength).
+_LARGEST_FRAME: Final = 16 * 1024 * 1024
 
 
 def message_type(topic: Topic) -> str:
@@ -122,17 +125,37 @@ class Admin:
         }
         encoded = json.dumps(header).encode()
         frame = struct.pack(">II", 4 + len(encoded) + len(body), len(encoded)) + encoded + body
+        where = f"{address[0]}:{address[1]}"
         try:
             with socket.create_connection(address, self.timeout_seconds) as connection:
                 connection.sendall(frame)
-                total, length = struct.unpack(">II", _exactly(connection, 8))
-                # Its highest byte says how the header is written.
-                length &= 0xFFFFFF
-                answer = json.loads(_exactly(connection, length))
-                return int(answer["code"]), answer, _exactly(connection, total - 4 - length)
+                status, answer, rest = _answer(connection)
         except OSError as error:
-            where = f"{address[0]}:{address[1]}"
             raise BrokerUnavailable(f"RocketMQ at {where} cannot be administered: {error}.") from error
+        except (ValueError, KeyError, TypeError) as error:
+            raise _no_broker(where) from error
+        if status == _NOT_SUPPORTED:
+            # A name server speaks the same protocol, but knows none of a broker's requests.
+            raise _no_broker(where)
+        return status, answer, rest
+
+
+def _answer(connection: socket.socket) -> tuple[int, Mapping[str, Any], bytes]:
+    """One frame. Raises OSError; ValueError, KeyError or TypeError where it is none of RocketMQ's."""
+    total, length = struct.unpack(">II", _exactly(connection, 8))
+    # Its highest byte says how the header is written.
+    length &= 0xFFFFFF
+    if not 4 + length <= total <= _LARGEST_FRAME:
+        raise ValueError(f"a frame of {total} bytes with a header of {length}")
+    answer = json.loads(_exactly(connection, length))
+    return int(answer["code"]), answer, _exactly(connection, total - 4 - length)
+
+
+def _no_broker(where: str) -> BrokerUnavailable:
+    return BrokerUnavailable(
+        f"{where} does not answer as a RocketMQ broker does: give its administration port (listenPort, 10911), not the "
+        f"proxy's (8081) or the name server's."
+    )
 
 
 def _text(value: object) -> str:

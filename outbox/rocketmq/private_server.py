@@ -3,27 +3,31 @@
 Tests, benchmarks and the demonstration run it; production has a cluster. The programs come from Maven (`mvn` and
 Java 11 or newer are wanted, nothing is installed); they listen on free ports of 127.0.0.1 and need about 800 MB.
 `kill` is a crash (SIGKILL): what the broker has acknowledged is still there after the next `start`, which keeps the
-ports.
+ports. `python -m outbox.rocketmq.private_server FOLDER` runs one until Ctrl-C.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from outbox.errors import BrokerUnavailable, ConfigurationError
+from outbox.errors import BrokerUnavailable, ConfigurationError, OutboxError
 from outbox.rocketmq.admin import Admin
 
 VERSION: Final = "5.3.3"
 CLUSTER: Final = "DefaultCluster"
 _START_SECONDS: Final = 300.0
+_ENDS: Final = frozenset({signal.SIGINT, signal.SIGTERM})
 _HEAP: Final = ("-Xms128m", "-Xmx256m", "-XX:MaxDirectMemorySize=256m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1")
 # Netty and RocketMQ reach into the JDK.
 _OPENS: Final = tuple(
@@ -56,7 +60,8 @@ def programs_missing() -> str:
 
 def fetch_programs(folder: Path) -> Path:
     """The folder of the server's jars, fetched by Maven where they are not there yet. Raises ConfigurationError."""
-    jars = folder / f"rocketmq-{VERSION}"
+    # Maven and Java run in folders of their own.
+    jars = folder.resolve() / f"rocketmq-{VERSION}"
     if (jars / "complete").exists():
         return jars
     if missing := programs_missing():
@@ -96,8 +101,8 @@ class PrivateRocketMQ:
     """One server in `folder`, with the jars in `jars`; `broker` adds to or replaces lines of its broker.conf."""
 
     def __init__(self, folder: Path, jars: Path, *, broker: Mapping[str, object] | None = None) -> None:
-        self.folder = folder
-        self._jars = jars
+        self.folder = folder.resolve()
+        self._jars = jars.resolve()
         self._settings = {**_BROKER, **(broker or {})}
         self._processes: list[subprocess.Popen[bytes]] = []
         names, proxy, remoting, self._listen = _free_ports()
@@ -223,3 +228,26 @@ def _is_free(port: int) -> bool:
         except (OSError, BrokerUnavailable):
             return False
         return True
+
+
+def main() -> int:
+    """Run a server in a folder until SIGINT or SIGTERM; what it keeps is there at the next start, on other ports."""
+    parser = argparse.ArgumentParser(prog="python -m outbox.rocketmq.private_server", description=main.__doc__)
+    parser.add_argument("folder", type=Path, help="where its programs and its messages are kept")
+    folder: Path = parser.parse_args().folder
+    try:
+        server = PrivateRocketMQ(folder / "data", fetch_programs(folder))
+        # Before there are children: a signal that comes while they start waits until they can be stopped in order.
+        signal.pthread_sigmask(signal.SIG_BLOCK, _ENDS)
+        server.start()
+    except OutboxError as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(f"OUTBOX['BROKER']: {server.url}\nadministration port: {server.admin.host}:{server.admin.port}", flush=True)
+    signal.sigwait(_ENDS)
+    server.stop()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

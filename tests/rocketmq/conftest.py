@@ -34,10 +34,10 @@ _numbers = itertools.count(1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Everything of this folder wants the server."""
+    """Nearly everything of this folder wants the server."""
     here = Path(__file__).parent
     for item in items:
-        if here in item.path.parents:
+        if here in item.path.parents and "programs" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.rocketmq)
             item.add_marker(pytest.mark.slow)
             item.add_marker(pytest.mark.timeout(300))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, Final
 
 from django.core.management.base import CommandError, CommandParser
 
@@ -11,6 +13,10 @@ from outbox.contrib.django.engine.engines import require_engine
 from outbox.contrib.django.management.output import OutboxCommand
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.subscribers.registry import autodiscover, subscribers
+
+# The proxy remembers for about 20 s that a topic was missing, or what it was before.
+_SETTLE_SECONDS: Final = 30.0
+_PAUSE_SECONDS: Final = 0.5
 
 
 class Command(OutboxCommand):
@@ -37,7 +43,7 @@ class Command(OutboxCommand):
 
         broker = get_broker()
         assert isinstance(broker, RocketMQBroker)
-        if problems := list(broker.topic_problems()):
+        if problems := _problems(broker.topic_problems, _SETTLE_SECONDS if options["create"] else 0.0):
             raise CommandError("\n".join(problems))
         self.say(f"RocketMQ has the declared topics: {', '.join(sorted(settings.topics)) or 'none'}")
 
@@ -53,3 +59,11 @@ class Command(OutboxCommand):
                 raise CommandError(f"{item.name} subscribes to {item.subscription.topic!r}: declare it in TOPICS.")
             admin.create_group(item.subscription, topics[item.subscription.topic])
         self.say(f"created or set right: {len(topics)} topics, {len(subscribers())} subscriptions")
+
+
+def _problems(look: Callable[[], Iterable[str]], seconds: float) -> list[str]:
+    """What is wrong still, after looking again for so long."""
+    deadline = time.monotonic() + seconds
+    while (problems := list(look())) and time.monotonic() < deadline:
+        time.sleep(_PAUSE_SECONDS)
+    return problems

@@ -1,0 +1,78 @@
+"""Wrong addresses and relative folders, without a server of RocketMQ's."""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from outbox.errors import BrokerUnavailable
+from outbox.rocketmq.admin import Admin
+from outbox.rocketmq.private_server import VERSION, PrivateRocketMQ, fetch_programs
+from outbox.topic import Topic
+
+NAME_SERVER = json.dumps({"code": 3, "remark": "request type 17 not supported"}).encode()
+
+
+def frame(header: bytes) -> bytes:
+    return struct.pack(">II", 4 + len(header), len(header)) + header
+
+
+@contextmanager
+def answering(answer: bytes) -> Iterator[Admin]:
+    """A server that says the same to everybody."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        # Nobody may come at all, where a test fails early.
+        listening.settimeout(20)
+
+        def serve() -> None:
+            connection, _ = listening.accept()
+            with connection:
+                connection.recv(65536)
+                connection.sendall(answer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield Admin("127.0.0.1", listening.getsockname()[1])
+        finally:
+            thread.join()
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        # The first frame of HTTP/2, as the proxy begins.
+        b"\x00\x00\x12\x04\x00\x00\x00\x00\x00" + bytes(0x12),
+        b"HTTP/1.1 400 Bad Request\r\n\r\n",
+        # The header is longer than the frame.
+        struct.pack(">II", 8, 100) + bytes(100),
+        frame(b"\xff\xfe"),
+        frame(b"{}"),
+        frame(b"[]"),
+        frame(b'{"code": null}'),
+        frame(NAME_SERVER),
+    ],
+    ids=["proxy", "http", "too long", "no text", "no code", "no object", "no number", "name server"],
+)
+def test_another_servers_port_is_named_as_such(answer: bytes) -> None:
+    with (
+        answering(answer) as admin,
+        pytest.raises(BrokerUnavailable, match=r"does not answer as a RocketMQ broker does: .*10911.*8081"),
+    ):
+        admin.create_topic(Topic(name="order.paid"))
+
+
+def test_folders_may_be_relative(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    jars = tmp_path / "programs" / f"rocketmq-{VERSION}"
+    jars.mkdir(parents=True)
+    (jars / "complete").touch()
+    assert fetch_programs(Path("programs")) == jars
+    assert PrivateRocketMQ(Path("server"), jars).folder == tmp_path / "server"
