@@ -1,0 +1,24 @@
+"""Who leads a broker that tests consume from: a consumer's process, or the broker's own."""
+
+from __future__ import annotations
+
+import uuid
+
+from outbox.broker.leading import LeadingConsumer
+from outbox.broker.process import ProcessSettings
+from tests.broker.bench import ConsumptionBench
+
+STANDING_IN = ProcessSettings(stands_in=True, maintenance_seconds=1.0)
+
+
+def leading(bench: ConsumptionBench) -> LeadingConsumer:
+    return LeadingConsumer(bench.database, settings=ProcessSettings(maintenance_seconds=1.0))
+
+
+def leader(bench: ConsumptionBench) -> uuid.UUID | None:
+    rows = bench.rows("SELECT owner FROM outbox.leader_lease WHERE expires_at > clock_timestamp()")
+    return rows[0][0] if rows else None
+
+
+def led_by_consumer(bench: ConsumptionBench) -> bool:
+    return leader(bench) in {instance for (instance,) in bench.rows("SELECT instance_id FROM outbox.consumer")}

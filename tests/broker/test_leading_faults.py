@@ -1,0 +1,169 @@
+"""What goes wrong in a consumer's process that also sequences: others lead meanwhile, and consuming goes on."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+from outbox.broker.consumer import session
+from outbox.broker.database.connection import BrokerConnection
+from outbox.broker.database.executor import Executor
+from outbox.broker.database.notify import Channel, notify
+from outbox.broker.dispatch.dispatcher import Dispatcher
+from outbox.broker.leading import LeadingConsumer
+from outbox.broker.operations import summary_service
+from outbox.broker.process import ProcessSettings
+from outbox.broker.sequencer.sequencer import Sequencer, TickCounts
+from outbox.message import Delivery
+from outbox.retry import RetryPolicy
+from outbox.subscription import Subscription
+from tests.broker.bench import ConsumptionBench, Seen, keyed
+from tests.broker.leaders import STANDING_IN, leader, leading, led_by_consumer
+from tests.broker.support import process
+from tests.support import eventually
+
+
+def test_what_is_decided_while_it_ticks_is_ticked_next(
+    bench: ConsumptionBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if nothing that the tick has queued is consumed here; nobody else would wake it."""
+    monkeypatch.setattr(session, "_LISTENING_POLL_SECONDS", 3600.0)
+    bench.declare("orders")
+    bench.declare("elsewhere")
+    run_once, appended = Sequencer.run_once, []
+
+    def run_once_meanwhile(self: Sequencer, connection: BrokerConnection) -> TickCounts:
+        counts = run_once(self, connection)
+        if counts.appended:
+            appended.append(counts.appended)
+            if len(appended) < 20:
+                bench.broker.send(keyed("elsewhere", 1, 1))
+                notify(bench.run, Channel.DECIDED)
+        return counts
+
+    monkeypatch.setattr(Sequencer, "run_once", run_once_meanwhile)
+    settings = ProcessSettings(lease_term_seconds=3600.0, poll_seconds=3600.0)
+    companion = LeadingConsumer(bench.database, settings=settings)
+    with bench.running((Subscription(topic="orders", group="readers"), Seen()), companion=companion, lease_seconds=60):
+        eventually(lambda: led_by_consumer(bench))
+        bench.broker.send(keyed("elsewhere", 1, 1))
+        eventually(lambda: len(appended) >= 20)
+
+
+def test_who_cannot_consume_does_not_lead(
+    bench: ConsumptionBench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It would stop sequencing for everybody while it pauses between its attempts."""
+    bench.declare("orders")
+    step = Dispatcher.step
+
+    def failing(self: Dispatcher, run: Executor, grown: Any) -> None:
+        step(self, run, grown)
+        if steps.is_set():
+            run.connection.execute("SELECT 1 / 0")
+
+    steps = threading.Event()
+    monkeypatch.setattr(Dispatcher, "step", failing)
+    with (
+        process(bench.database, STANDING_IN),
+        bench.running((Subscription(topic="orders", group="readers"), Seen()), companion=leading(bench)),
+    ):
+        eventually(lambda: led_by_consumer(bench))
+        steps.set()
+        eventually(lambda: "consuming is interrupted" in caplog.text)
+        eventually(lambda: leader(bench) is not None and not led_by_consumer(bench), within_seconds=5)
+        for number in range(3):
+            failures = caplog.text.count("consuming is interrupted")
+            eventually(lambda failures=failures: caplog.text.count("consuming is interrupted") > failures)  # type: ignore[misc]
+            assert not led_by_consumer(bench), number
+        steps.clear()
+        eventually(lambda: led_by_consumer(bench))
+
+
+def test_a_rollback_of_the_consumer_takes_no_plan_of_the_tick(
+    bench: ConsumptionBench, caplog: pytest.LogCaptureFixture
+) -> None:
+    """psycopg takes back all prepared statements with a transaction that failed."""
+    bench.declare("orders")
+    came: list[int] = []
+
+    def handle(delivery: Delivery) -> None:
+        if delivery.body["n"] == 1 and delivery.attempt == 1:
+            raise ValueError("the first attempt")
+        came.append(delivery.body["n"])
+
+    subscription = Subscription(topic="orders", group="readers", retry=RetryPolicy(delays_seconds=[0.1]))
+    bench.connection.execute(
+        "CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RAISE 'no retry queue now'; END $$"
+    )
+    with bench.running((subscription, handle), companion=leading(bench)):
+        bench.broker.send(keyed("orders", 1, 1))
+        eventually(lambda: came == [0])
+        bench.connection.execute(
+            "CREATE TRIGGER refuse BEFORE INSERT ON outbox.queue FOR EACH ROW EXECUTE FUNCTION refuse()"
+        )
+        bench.broker.send(keyed("orders", 1, 1, start=1))
+        eventually(lambda: "could not be sent back" in caplog.text)
+        bench.broker.send(keyed("orders", 1, 1, start=2))
+        eventually(lambda: 2 in came)
+        bench.connection.execute("DROP FUNCTION refuse CASCADE")
+        eventually(lambda: sorted(came) == [0, 1, 2])
+    assert "sequencing beside consuming is interrupted" not in caplog.text
+
+
+def test_ticks_that_break_the_connection_end_no_consuming(
+    bench: ConsumptionBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.declare("orders")
+    seen = Seen()
+    run_once = Sequencer.run_once
+
+    def breaking(self: Sequencer, connection: BrokerConnection) -> TickCounts:
+        if connection.info.parameter_status("application_name") == "outbox-consumer":
+            connection.execute("SELECT pg_terminate_backend(pg_backend_pid())")
+        return run_once(self, connection)
+
+    monkeypatch.setattr(Sequencer, "run_once", breaking)
+    with (
+        process(bench.database, STANDING_IN),
+        bench.running((Subscription(topic="orders", group="readers"), seen), companion=leading(bench)),
+    ):
+        for count in (5, 10, 15):
+            bench.broker.send(keyed("orders", 5, 1))
+            eventually(lambda count=count: len(seen.ns) == count)  # type: ignore[misc]
+
+
+def test_it_rests_longer_and_longer(bench: ConsumptionBench, caplog: pytest.LogCaptureFixture) -> None:
+    bench.declare("orders")
+    bench.connection.execute("ALTER TABLE outbox.leader_lease RENAME TO gone")
+    with bench.running((Subscription(topic="orders", group="readers"), Seen()), companion=leading(bench)):
+        eventually(lambda: "trying again in 1.0 s" in caplog.text and "trying again in 2.0 s" in caplog.text)
+        bench.connection.execute("ALTER TABLE outbox.gone RENAME TO leader_lease")
+        eventually(lambda: led_by_consumer(bench))
+
+
+def test_who_stands_in_waits_for_no_background_pass(bench: ConsumptionBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have to lead again at once."""
+    counted_to_the_end = threading.Event()
+    monkeypatch.setattr(summary_service, "run_once", lambda _: float(counted_to_the_end.wait(60)))
+    bench.declare("orders")
+    with process(bench.database, STANDING_IN):
+        eventually(lambda: leader(bench) is not None)
+        with bench.running((Subscription(topic="orders", group="readers"), Seen()), companion=leading(bench)):
+            eventually(lambda: led_by_consumer(bench))
+        eventually(lambda: leader(bench) is not None, within_seconds=3, what="it waits 5 s for its threads otherwise")
+        counted_to_the_end.set()
+
+
+def test_what_is_no_list_of_queues_names_none(bench: ConsumptionBench) -> None:
+    """Whoever may connect may notify."""
+    bench.declare("orders")
+    seen = Seen()
+    with bench.running((Subscription(topic="orders", group="readers"), seen)) as thread:
+        for payload in ("x", "1 x", "-1", " ", "9" * 4000):
+            bench.connection.execute("SELECT pg_notify('outbox_queued', %s)", [payload])
+        bench.publish(keyed("orders", 1, 1))
+        eventually(lambda: seen.ns == [0])
+        assert thread.is_alive()
