@@ -22,6 +22,7 @@ from outbox.broker import embedded
 from outbox.broker.consumer.runtime import ConsumerRuntime
 from outbox.broker.database.connection import BrokerDatabase
 from outbox.broker.database.executor import Executor
+from outbox.broker.leading import LeadingConsumer
 from outbox.broker.log.topics import declare_topics
 from outbox.broker.postgres import PostgresBroker
 from outbox.broker.schema.install import install
@@ -117,10 +118,15 @@ def consuming(
     subscription: Subscription,
     handler: Callable[[Delivery], object],
     invoker: Invoker = call_handler,
+    *,
+    leads: bool = False,
 ) -> Iterator[None]:
-    """A consumer in a thread; its leases outlast a restart of the server."""
+    """A consumer in a thread, which also sequences if it `leads`; its leases outlast a restart of the server."""
     stop = threading.Event()
-    runtime = ConsumerRuntime(database, [(subscription, handler)], invoker=invoker, lease_seconds=30.0)
+    companion = LeadingConsumer(database) if leads else None
+    runtime = ConsumerRuntime(
+        database, [(subscription, handler)], invoker=invoker, lease_seconds=30.0, companion=companion
+    )
     thread = threading.Thread(target=runtime.run, args=(stop,))
     thread.start()
     try:
@@ -132,13 +138,16 @@ def consuming(
 
 
 @pytest.mark.parametrize("ends", ["server", "backend"])
-@pytest.mark.parametrize("broadcast", [False, True])
-def test_what_takes_the_offset_of_a_lost_entry_is_handled(server: Server, ends: str, broadcast: bool) -> None:
+@pytest.mark.parametrize(("broadcast", "leads"), [(False, False), (True, False), (False, True)])
+def test_what_takes_the_offset_of_a_lost_entry_is_handled(
+    server: Server, ends: str, broadcast: bool, leads: bool
+) -> None:
     """A consumer that lives on has handled an entry which the server does not know any more."""
     seen = Seen()
     broker = PostgresBroker(server.database)
     subscription = Subscription(topic="orders", group="g", broadcast=broadcast, retry=AT_ONCE)
-    with process(server.database), consuming(server.database, subscription, seen):
+    sequencing = contextlib.nullcontext() if leads else process(server.database)
+    with sequencing, consuming(server.database, subscription, seen, leads=leads):
         eventually(lambda: broker.send([_message(0)]) and 0 in seen.ns)
         sent = 0
         lost = False
@@ -169,8 +178,9 @@ def _message(n: int) -> Message:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("rounds", [3, pytest.param(20, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("leads", ["", "bare"])
 def test_crashes_under_traffic_lose_and_invent_nothing(
-    server: Server, new_database: Callable[..., str], rounds: int
+    server: Server, new_database: Callable[..., str], rounds: int, leads: str
 ) -> None:
     """On both paths, for groups without and with an inbox, in the broker's database and in another one, and broadcast.
 
@@ -187,13 +197,14 @@ def test_crashes_under_traffic_lose_and_invent_nothing(
     seen: list[str] = []
     groups = {name: Effects(name, inboxes.get(name), seen) for name in ("bare", "here", "elsewhere", "all")}
     with contextlib.ExitStack() as stack:
-        stack.enter_context(process(server.database))
+        if not leads:
+            stack.enter_context(process(server.database))
         for name, handler in groups.items():
             subscription = Subscription(
                 topic="ordered", group=name, broadcast=name == "all", mode=Mode.KEY_ORDERED, suspend_seconds=0.05
             )
             invoker = inboxes.get(name, call_handler)
-            stack.enter_context(consuming(server.database, subscription, handler, invoker))
+            stack.enter_context(consuming(server.database, subscription, handler, invoker, leads=name == leads))
         lost = 0
         with Traffic(server.database) as traffic:
             for number in range(rounds):
