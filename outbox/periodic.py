@@ -21,7 +21,7 @@ class PeriodicPass:
 
 
 class BackgroundLoop:
-    """Runs a pass again and again in a thread of its own, from entering the context to leaving it.
+    """Runs a pass again and again in a thread of its own, from `start` to `stop`.
 
     `run` is given a function that tells whether to stop early, and returns the seconds until the next pass;
     `every_seconds` is the wait after one that failed, `first_seconds` before the first. Of `expected` errors one line
@@ -45,15 +45,8 @@ class BackgroundLoop:
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._loop, name=f"outbox-{name}", daemon=True)
 
-    def __enter__(self) -> None:
-        self.start()
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-        self.join()
-
     def start(self) -> None:
-        """For who does not stay in one place while it runs."""
+        """Begin; the first pass comes after `first_seconds`."""
         self._thread.start()
 
     def stop(self) -> None:

@@ -13,13 +13,12 @@ from uuid import UUID
 
 import psycopg
 
-from outbox import measures
 from outbox.backoff import Backoff
 from outbox.broker.database import timeouts
 from outbox.broker.database.connection import BrokerDatabase
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.notify import Announcements, Channel, listen, unlisten
-from outbox.broker.process import ProcessSettings, gathers, idle_seconds, leaders_loops
+from outbox.broker.process import ProcessSettings, gathers, idle_seconds, leaders_loops, tick
 from outbox.broker.sequencer.leader import LeaderLease
 from outbox.broker.sequencer.sequencer import Sequencer
 from outbox.errors import OutboxError
@@ -107,11 +106,7 @@ class LeadingConsumer:
             return False
         if not self._leads:
             self._take_the_lead(run, now)
-        counts = self._sequencer.run_once(run.connection)
-        if counts.collided:
-            self._lease.doubt()
-        if counts.ticked and measures.recorder is not None:
-            measures.recorder.ticked(time.monotonic() - now, counts.appended)
+        counts = tick(run, self._lease, self._sequencer)
         self._look_at = now if counts.more else now + idle_seconds(counts, self._settings)
         if gathers(counts) and announcements.pending(self._decided_channel):
             self._decided, self._gathers_until = True, now + self._settings.pace_seconds
@@ -140,6 +135,12 @@ class LeadingConsumer:
         return pause
 
     def _give_up(self, run: Executor, error: Exception, pause: float) -> None:
+        self.interrupted()
+        try:
+            unlisten(run, Channel.DECIDED)
+            self._lease.release(run.connection)
+        except psycopg.Error as further:
+            logger.debug("the lead was not released: %s", further)
         expected = isinstance(error, psycopg.Error | OutboxError)
         logger.warning(
             "sequencing beside consuming is interrupted, trying again in %.1f s: %s",
@@ -147,9 +148,3 @@ class LeadingConsumer:
             str(error).strip() or type(error).__name__,
             exc_info=None if expected else error,
         )
-        self.interrupted()
-        try:
-            unlisten(run, Channel.DECIDED)
-            self._lease.release(run.connection)
-        except psycopg.Error as further:
-            logger.debug("the lead was not released: %s", further)

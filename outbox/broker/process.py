@@ -151,16 +151,23 @@ def _lead(
                 logger.warning("another process leads now")
             return
         started = time.monotonic()
-        counts = sequencer.run_once(run.connection)
-        if counts.collided:
-            lease.doubt()
-        if counts.ticked and measures.recorder is not None:
-            measures.recorder.ticked(time.monotonic() - started, counts.appended)
+        counts = tick(run, lease, sequencer)
         if counts.more:
             continue
         if gathers(counts):
             _pause(settings.pace_seconds - (time.monotonic() - started), run, announcements, stop)
         _wait(announcements, stop, idle_seconds(counts, settings))
+
+
+def tick(run: Executor, lease: LeaderLease, sequencer: Sequencer) -> TickCounts:
+    """One tick of who leads, measured; after a collision it asks whether it leads still."""
+    started = time.monotonic()
+    counts = sequencer.run_once(run.connection)
+    if counts.collided:
+        lease.doubt()
+    if counts.ticked and measures.recorder is not None:
+        measures.recorder.ticked(time.monotonic() - started, counts.appended)
+    return counts
 
 
 def gathers(counts: TickCounts) -> bool:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import threading
 import uuid
-from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -176,12 +174,6 @@ def test_of_a_dead_leader_nobody_waits_for_the_lease(database: BrokerDatabase, c
 # -- real processes -----------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def stood_in_for(bench: ConsumptionBench) -> Iterator[None]:
-    with process(bench.database, STANDING_IN):
-        yield
-
-
 @pytest.mark.parametrize(
     "fault",
     [
@@ -194,7 +186,7 @@ def stood_in_for(bench: ConsumptionBench) -> Iterator[None]:
 )
 def test_a_leading_consumer_killed_at_every_step(bench: ConsumptionBench, fault: str) -> None:
     bench.declare("orders", queues=6, types=FIFO)
-    with stood_in_for(bench):
+    with process(bench.database, STANDING_IN):
         victim = bench.spawn("victim", mode="key_ordered", leads=True, term=TERM_SECONDS, faults=fault)
         publisher = threading.Thread(target=publish_slowly, args=(bench.broker,))
         publisher.start()
@@ -209,7 +201,7 @@ def test_a_leading_consumer_killed_at_every_step(bench: ConsumptionBench, fault:
 
 def test_a_frozen_leading_consumer_is_stood_in_for_and_does_no_harm(bench: ConsumptionBench) -> None:
     bench.declare("orders", queues=6, types=FIFO)
-    with stood_in_for(bench):
+    with process(bench.database, STANDING_IN):
         frozen = bench.spawn("frozen", mode="key_ordered", leads=True, term=TERM_SECONDS)
         eventually(lambda: led_by_consumer(bench))
         bench.spawn("beside", mode="key_ordered")

@@ -63,7 +63,7 @@ class Companion(Protocol):
         """The connection is gone."""
 
     def end(self, run: Executor) -> None:
-        """The process stops. Raises psycopg.Error."""
+        """Let others go on with it, at once: the process stops, or its connection is given up. Raises psycopg.Error."""
 
 
 Register = Callable[[Executor, uuid.UUID], list[ConsumingGroup]]
