@@ -20,7 +20,7 @@ help: ## Show this list
 
 install: $(STAMP) ## Create the virtual environment and install the project into it
 
-$(STAMP): setup.py
+$(STAMP): setup.py pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --editable '.[dev]'
 	touch $@
