@@ -1,4 +1,4 @@
-"""Names the packages of the wheel: `outbox`, and the folder `spark/` as `outbox_spark`. All else is in pyproject.toml."""
+"""The packages of the wheel: `outbox`, and the folder `spark/` as `outbox_spark`. The rest is in pyproject.toml."""
 
 from setuptools import find_packages, setup
 
