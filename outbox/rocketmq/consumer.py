@@ -37,6 +37,7 @@ from outbox.rocketmq.engine import ENGINE
 from outbox.rocketmq.names import wire_name
 from outbox.rocketmq.observed import observed
 from outbox.rocketmq.wire import from_wire
+from outbox.safe_text import shown_text
 from outbox.subscription import OnError, Subscription
 from outbox.topic import Topic
 
@@ -283,7 +284,7 @@ class _Poller:
         """Have a message that failed come again after its delay, or give it up."""
         subscription = self._subscription
         reaction = subscription.reaction(error)
-        text = f"{type(error).__name__}: {error}"
+        text = f"{type(error).__name__}: {shown_text(error)}"
         if isinstance(error, (HandlerNotStarted, ServiceUnavailable)):
             seconds = 0.0
         elif reaction is OnError.DEAD_LETTER or subscription.retry.exhausted(attempt):

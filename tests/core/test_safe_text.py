@@ -64,3 +64,29 @@ def test_what_steers_a_terminal_is_shown_as_an_escape(for_people: Callable[[str]
 
 def test_a_line_stays_a_line() -> None:
     assert safe_text.inert("a\nPROBLEM: forged") == r"a\nPROBLEM: forged"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "bad iban DE1234",
+        "{'iban': 'DE1234', 'x': 1}",
+        '{"iban": "DE1234"}',
+        "Payment(iban='it is \\'DE1234', x=1)",
+        "iban=DE1234, then",
+        "IBAN: DE1234",
+    ],
+)
+def test_what_masked_fields_hold_is_masked_in_texts(text: str) -> None:
+    shown = safe_text.masked_text(text, [{"payment": [{"IBAN": "DE1234"}]}], {"iban"})
+    assert "DE1234" not in shown and safe_text.MASK in shown
+    assert safe_text.masked_text(text, [], set()) == text
+
+
+def test_short_values_are_masked_behind_their_name_only() -> None:
+    assert safe_text.masked_text("pin 12 of 12: pin=12", [{"pin": 12}], {"pin"}) == "pin 12 of 12: pin=***"
+
+
+def test_masked_values_at_any_depth() -> None:
+    given = {"a": [{"Pin": 1, "b": "c"}], "pin": {"x": 2}}
+    assert safe_text.masked_value(given, {"pin"}) == {"a": [{"Pin": "***", "b": "c"}], "pin": "***"}

@@ -99,7 +99,7 @@ CHANGING: Final = (
     "outbox_group offsets effects",
     "outbox_group pause effects",
     "outbox_group resume effects",
-    "outbox_group reset effects orders --to-latest",
+    "outbox_group reset effects orders --to-latest --no-input",
     "outbox_group delete effects --no-input",
     f"outbox_recall {SOME}",
     "outbox_recall --topic orders --key k",

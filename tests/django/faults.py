@@ -36,7 +36,7 @@ def schema_version(world: World) -> None:
 @fault
 def no_sequencer(world: World) -> None:
     """Every broker process is stopped."""
-    world.sql("UPDATE outbox.leader_lease SET expires_at = now()")
+    world.sql("UPDATE outbox.leader_lease SET expires_at = now() - interval '1 minute'")
 
 
 @fault

@@ -15,11 +15,16 @@ from django.core.management.base import CommandError
 from django.db import connections, transaction
 
 from outbox import Delivery
+from outbox.broker.database.executor import Executor
+from outbox.broker.operations import summary
 from outbox.contrib.django import publish, subscriber
+from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.management import commands
+from outbox.contrib.django.operations.watching import look
 from outbox.contrib.django.worker.workers import consumer_runtime
 from outbox.errors import PermanentError
 from tests.django.conftest import point_alias
+from tests.django.processes import process
 from tests.django.shop.models import Effect
 from tests.django.state import decisions, rolled_back
 from tests.django.support import sequence
@@ -152,7 +157,7 @@ def test_groups_are_listed_paused_and_moved() -> None:
     assert sum(queue["lag"] for queue in call_json("outbox_group", "offsets", "effects")) == 4
     consume()
     assert Effect.objects.count() == 4, "the inbox has them"
-    call("outbox_group", "reset", "effects", "orders", "--to-earliest", "--reprocess")
+    call("outbox_group", "reset", "effects", "orders", "--to-earliest", "--reprocess", "--no-input")
     consume()
     assert Effect.objects.count() == 8
 
@@ -161,7 +166,7 @@ def test_groups_are_listed_paused_and_moved() -> None:
     consume()
     assert Effect.objects.count() == 8
     call("outbox_group", "resume", "effects")
-    call("outbox_group", "reset", "effects", "orders", "--to-latest")
+    call("outbox_group", "reset", "effects", "orders", "--to-latest", "--no-input")
     consume()
     assert Effect.objects.count() == 8
     assert "orders" in call("outbox_group", "offsets", "effects")
@@ -228,3 +233,65 @@ def test_without_a_broker_commands_say_so(
 def test_a_worker_without_subscribers_says_so() -> None:
     with pytest.raises(CommandError, match="no @subscriber"):
         call("outbox_worker", "--role", "consumer")
+
+
+_HIDDEN = "hunter2secret"
+
+
+def test_no_command_prints_a_masked_field(outbox_settings: Callable[..., None]) -> None:
+    """Of bodies and headers, and of errors that a handler made of them."""
+    outbox_settings(MASKED_FIELDS={"orders": ["Password"], "*": ["token"]})
+
+    @subscriber("orders", group="effects")
+    def fails(delivery: Delivery) -> None:
+        raise PermanentError(f"cannot use {delivery.body} of {delivery.headers}, {delivery.body['login']['password']}")
+
+    body = {"login": {"password": _HIDDEN, "user": "ada"}, "visible": "shown"}
+    receipt = publish("orders", body, key="k", headers={"token": _HIDDEN + "2"})
+    consume()
+    number = str(receipt.message_id)
+    for arguments in (
+        ["outbox_dead_letter", "list"],
+        ["outbox_dead_letter", "show", "effects", number],
+        ["outbox_trace", number],
+        ["outbox_browse", "orders"],
+    ):
+        for form in ([], ["--json"]):
+            said = call(*arguments, *form)
+            assert _HIDDEN not in said, said
+            assert "***" in said, said
+    assert "ada" in call("outbox_browse", "orders", "--json")
+
+
+def test_a_closed_pipe_ends_a_command_without_a_traceback() -> None:
+    for number in range(200):
+        publish("orders", {"text": "x" * 2000}, key=str(number))
+    arguments = ["-m", "django", "outbox_browse", "orders", "--uncommitted", "--json", "--limit", "200"]
+    # Unbuffered, Python drops the end of a long line that is written in part, and notices nothing.
+    with process(arguments, variables={"PYTHONUNBUFFERED": ""}) as command:
+        assert command.stdout is not None and command.stderr is not None
+        command.stdout.readline()
+        command.stdout.close()
+        assert command.stderr.read() == ""
+        assert command.wait(timeout=60) == 141
+
+
+def test_a_restart_is_no_condition_and_an_absence_is(outbox_settings: Callable[..., None]) -> None:
+    @subscriber("orders", group="effects")
+    def effect(delivery: Delivery) -> None: ...
+
+    def severity() -> str | None:
+        found = {one.name: one.severity.name for one in look().verdict.conditions}
+        return found.get("no_worker")
+
+    publish("orders", {}, key="first")
+    consume()
+    with broker_connection() as (connection, schema):
+        run = Executor(connection, schema)
+        publish("orders", {}, key="waits")
+        sequence()
+        summary.refresh(run)
+        assert severity() is None, "the consumer has just left"
+        for seconds, expected in ((15, "WARNING"), (60, "CRITICAL")):
+            connection.execute(f"UPDATE outbox.queue_lease SET expires_at = now() - interval '{seconds} s'".encode())
+            assert severity() == expected

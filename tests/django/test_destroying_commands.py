@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from io import StringIO
 
 import pytest
 from django.core.management.base import CommandError
+from django.db import transaction
 
 from outbox import Delivery
 from outbox.contrib.django import publish, subscriber
 from outbox.errors import PermanentError, UnknownTopic
+from tests.django.state import decisions
+from tests.django.support import sequence
 from tests.django.test_commands import call, call_json, consume
 
 pytestmark = pytest.mark.usefixtures("databases", "no_subscribers")
@@ -62,6 +66,55 @@ def test_dead_letters_are_discarded_after_a_confirmation(monkeypatch: pytest.Mon
 def test_what_to_discard_is_said_clearly(selection: list[str]) -> None:
     with pytest.raises(CommandError, match=r"--all|write it like|time zone"):
         call("outbox_dead_letter", "discard", "effects", "--no-input", *selection)
+
+
+def _offsets() -> list[int]:
+    return [queue["next_offset"] for queue in call_json("outbox_group", "offsets", "effects")]
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (["--to-latest"], r"^2 messages will not be handled by group effects on topic orders\. This cannot be undone"),
+        (["--to-earliest", "--reprocess"], "group effects on topic orders will handle again what its inbox shows"),
+    ],
+)
+def test_a_reset_that_skips_or_repeats_asks_first(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: list[str], complaint: str
+) -> None:
+    for key in ("later 1", "later 2"):
+        publish("orders", {}, key=key)
+    sequence()
+    reset = ("outbox_group", "reset", "effects", "orders", *options)
+    before = _offsets()
+    for answer in ("", "no\n"):
+        monkeypatch.setattr(sys, "stdin", StringIO(answer))
+        with pytest.raises(CommandError, match=r"pass --no-input|nothing was changed"):
+            call(*reset)
+        assert re.search(complaint, capsys.readouterr().out)
+    call(*reset, "--dry-run")
+    assert _offsets() == before
+    monkeypatch.setattr(sys, "stdin", StringIO("yes\n"))
+    call(*reset)
+    assert _offsets() != before
+
+
+def test_a_reset_to_before_needs_no_confirmation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", StringIO(""))
+    assert "from" in call("outbox_group", "reset", "effects", "orders", "--to-earliest")
+
+
+def test_deciding_past_the_ledger_asks_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    with transaction.atomic():
+        receipt = publish("orders", {}, key="running")
+        decide = ("outbox_decide", str(receipt.transaction_id), "rollback", "--force")
+        monkeypatch.setattr(sys, "stdin", StringIO("no\n"))
+        with pytest.raises(CommandError, match="nothing was changed"):
+            call(*decide)
+        assert decisions()["running"] is None
+        monkeypatch.setattr(sys, "stdin", StringIO("yes\n"))
+        assert "applied" in call(*decide)
+    assert decisions()["running"] == "R"
 
 
 def test_a_group_is_deleted(monkeypatch: pytest.MonkeyPatch) -> None:

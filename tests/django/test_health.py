@@ -62,7 +62,7 @@ def test_the_probe_by_command(led: None) -> None:
     with closing(broker_database().connect()) as connection:
         connection.execute("UPDATE outbox.op_log SET decided_at = decided_at - interval '30 seconds'")
         assert health() == (1, "decided messages have waited 30 s for the sequencer")
-        connection.execute("UPDATE outbox.leader_lease SET expires_at = now()")
+        connection.execute("UPDATE outbox.leader_lease SET expires_at = now() - interval '1 minute'")
     code, text = health("--json")
     assert code == 1 and "no process sequences" in json.loads(text)["problems"][0]
     point_alias("broker", NOWHERE)
@@ -87,7 +87,7 @@ def test_views(led: None, outbox_settings: Callable[..., None]) -> None:
         assert client.get(page, headers=bearer).status_code == 200
     assert client.get("/outbox/status/", headers=bearer).json()["severity"] == "ok"
     with closing(broker_database().connect()) as connection:
-        connection.execute("UPDATE outbox.leader_lease SET expires_at = now()")
+        connection.execute("UPDATE outbox.leader_lease SET expires_at = now() - interval '1 minute'")
     response = client.get("/outbox/health/")
     assert (response.status_code, response.json()) == (503, {"healthy": False})
     response = client.get("/outbox/status/", headers=bearer)

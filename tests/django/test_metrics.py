@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import re
 import socket
 import urllib.request
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
+from http.client import HTTPConnection
 from pathlib import Path
 
 import pytest
@@ -16,17 +19,20 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from outbox import Delivery, measures
 from outbox.broker.operations import audit
+from outbox.broker.operations.conditions import CATALOGUE
 from outbox.broker.operations.summary import GroupProgress, Summary
 from outbox.contrib.django import publish, subscriber
 from outbox.contrib.django.operations.exposition import state
 from outbox.contrib.django.operations.watching import audit_when_due
 from outbox.contrib.django.publishing.checkback import run_check_back
+from outbox.contrib.django.worker import probes
 from outbox.contrib.django.worker.periodic import passes
 from outbox.contrib.django.worker.workers import consumer_runtime
 from outbox.contrib.prometheus import collector, rules
 from outbox.contrib.prometheus.collector import BrokerCollector, State
-from outbox.contrib.prometheus.recorder import MOST_TOPICS, OTHERS, PrometheusRecorder
-from tests.django.broker_world import World, new_world
+from outbox.contrib.prometheus.recorder import MOST_PAIRS, MOST_TOPICS, OTHERS, PrometheusRecorder
+from tests.django.broker_world import NOWHERE, World, new_world
+from tests.django.conftest import point_alias
 from tests.django.processes import process
 from tests.django.shop.models import Effect
 from tests.prometheus import promtool
@@ -87,6 +93,26 @@ def test_topics_are_bounded(registry: CollectorRegistry) -> None:
     assert len([name for name in found if name.startswith("outbox_published_messages_total")]) == MOST_TOPICS + 1
 
 
+def test_subscriptions_are_bounded(registry: CollectorRegistry) -> None:
+    assert measures.recorder is not None
+    for number in range(MOST_PAIRS + 50):
+        measures.recorder.handled("g", f"topic-{number}", [0.1], 0.001, failed=1)
+    found = samples(registry)
+    counts = {name: value for name, value in found.items() if name.startswith("outbox_handler_seconds_count")}
+    assert len(counts) == MOST_PAIRS + 1 and sum(counts.values()) == MOST_PAIRS + 50
+    assert found[f'outbox_failed_attempts_total{{group="{OTHERS}",topic="{OTHERS}"}}'] == 50
+
+
+def test_a_condition_that_is_not_known_has_no_sample(world: World) -> None:
+    registry = CollectorRegistry()
+    collected = BrokerCollector(state, registry)
+    assert samples(registry)['outbox_condition{name="lag"}'] == 0
+    point_alias("broker", NOWHERE)
+    collected._kept = None
+    found = {name: value for name, value in samples(registry).items() if name.startswith("outbox_condition")}
+    assert found == {'outbox_condition{name="unreachable"}': 2}
+
+
 def test_the_broker_s_tables(world: World) -> None:
     @subscriber("orders", group="effects")
     def effect(delivery: Delivery) -> None: ...
@@ -125,6 +151,36 @@ def test_pairs_are_bounded_and_nothing_is_left_out(world: World, monkeypatch: py
     lags = {name: value for name, value in samples(registry).items() if name.startswith("outbox_lag_messages")}
     assert sum(lags.values()) == 10
     assert len(lags) <= 4 + 2 and any(OTHERS in name for name in lags)
+
+
+def test_topics_above_the_bound_are_counted_as_others(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collector, "MOST_PAIRS", 2)
+    world.publish(3, "payments")
+    now = state()
+    assert now.summary is not None
+    topics = [replace(now.summary.topics[0], topic=f"t{number}", queued=1) for number in range(5)]
+    audited = audit.run_once(world.run)
+    facts = {"topics": {f"t{number}": {"sent": 1} for number in range(5)}, "groups": {}}
+    registry = CollectorRegistry()
+    summary = replace(now.summary, topics=topics)
+    BrokerCollector(lambda: State(now.verdict, None, summary, replace(audited, facts=facts)), registry)
+    found = samples(registry)
+    queued = {name: value for name, value in found.items() if name.startswith("outbox_queued_messages_total")}
+    assert sum(queued.values()) == 5 and len(queued) == 3
+    assert found[f'outbox_audit_messages{{name="{OTHERS}",scope="topics",term="sent"}}'] == 3
+
+
+def test_the_age_of_what_waits_is_absent_where_it_is_not_known(world: World) -> None:
+    zeros = dict.fromkeys(("queued", "filtered", "skipped", "sent_back", "dead", "expired", "blocked", "stopped"), 0)
+    groups = [
+        GroupProgress(group="g", topic=topic, is_retry=False, paused=False, queues=1, lag=lag, oldest_at=None,
+                      handled=0, **zeros)
+        for topic, lag in (("waits", 1), ("empty", 0))
+    ]  # fmt: skip
+    registry = CollectorRegistry()
+    BrokerCollector(lambda: State(state().verdict, None, Summary(0.0, 0.0, 0.0, groups, [], [], [], [])), registry)
+    found = {name: value for name, value in samples(registry).items() if name.startswith("outbox_lag_seconds")}
+    assert found == {'outbox_lag_seconds{group="g",topic="empty"}': 0.0}
 
 
 def test_rules_and_dashboard_are_what_the_catalogue_says() -> None:
@@ -170,6 +226,45 @@ def test_nobody_exporting_is_an_alert_too(tmp_path: Path) -> None:
     promtool.fires(tmp_path, {'outbox_condition{name="lag"}': 0}, "OutboxNotWatched", [])
 
 
+@pytest.mark.skipif(promtool.PROGRAM is None, reason="promtool is not installed")
+@pytest.mark.parametrize(
+    ("values", "severity"),
+    [
+        ("2x5 stale _x4", "critical"),
+        ("1x10", "warning"),
+        ("2x5 0x5", None),
+        ("2x3 stale _x2 0x3", None),
+        ("stale _x9", None),
+    ],
+)
+def test_an_alert_goes_on_while_its_condition_is_unknown(tmp_path: Path, values: str, severity: str | None) -> None:
+    kind = CATALOGUE["lag"]
+    expected = {
+        "exp_labels": {"severity": severity, "name": "lag"},
+        "exp_annotations": {"summary": kind.meaning, "description": kind.next_step},
+    }
+    series: dict[str, float | str] = {'outbox_condition{name="lag",job="worker"}': values}
+    promtool.fires(tmp_path, series, "OutboxLag", [expected] if severity else [])
+
+
+@pytest.mark.skipif(promtool.PROGRAM is None, reason="promtool is not installed")
+@pytest.mark.parametrize(
+    ("title", "series", "values", "expected"),
+    [
+        ("Lag in messages", 'outbox_lag_messages{group="g",topic="t"', "7x10", 7),
+        ("Queued per second", 'outbox_queued_messages_total{topic="t"', "0+60x10", 1),
+        ("Handled per second", 'outbox_handled_messages_total{group="g",topic="t"', "0+60x10", 1),
+    ],
+)
+def test_the_dashboard_counts_the_broker_s_tables_once(
+    tmp_path: Path, title: str, series: str, values: str, expected: float
+) -> None:
+    """The worker and the web process both export them."""
+    [[(expression, _)]] = [lines for name, _, lines in rules.PANELS if name == title]
+    both: dict[str, float | str] = {f'{series},job="{job}"}}': values for job in ("worker", "web")}
+    promtool.gives(tmp_path, both, expression, expected)
+
+
 def test_the_audit_is_a_periodic_pass_that_is_not_repeated(world: World) -> None:
     assert "audit" in {one.name for one in passes()}
     assert audit_when_due()["differences"] == []
@@ -207,3 +302,22 @@ def test_a_worker_serves_what_its_processes_measure(databases: None, tmp_path: P
             'outbox_condition{name="no_sequencer"} 0.0',
         ):
             eventually(partial(scraped, series), within_seconds=60, what=series)
+
+
+def test_the_worker_s_figures_need_the_token(
+    databases: None, outbox_settings: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outbox_settings(HEALTH_ADDRESS="127.0.0.1:0", METRICS_TOKEN="s3cret")
+    with probes.served() as address:
+        assert address is not None
+
+        def status(token: str | None) -> int:
+            connection = HTTPConnection("127.0.0.1", address[1], timeout=20)
+            connection.request("GET", "/metrics", headers={"Authorization": f"Bearer {token}"} if token else {})
+            return connection.getresponse().status
+
+        assert (status(None), status("guessed"), status("s3cret")) == (403, 403, 200)
+        outbox_settings(HEALTH_ADDRESS="127.0.0.1:0", METRICS_TOKEN=None)
+        assert (status(None), status("s3cret")) == (200, 200)
+        monkeypatch.setattr(probes, "ip_address", lambda _: ipaddress.ip_address("10.0.0.7"))
+        assert (status(None), status("s3cret")) == (403, 403)

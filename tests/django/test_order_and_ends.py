@@ -240,7 +240,7 @@ def test_an_operators_decision_has_to_agree_with_the_ledger() -> None:
     assert decisions() == {"dropped": "R", "kept": "C"}
     assert {item.decided_by for item in stored()} == {"O"}
     with pytest.raises(CommandError, match="no undecided transaction"):
-        call_command("outbox_decide", str(kept.transaction_id), "rollback", "--force")
+        call_command("outbox_decide", str(kept.transaction_id), "rollback", "--force", "--no-input")
 
 
 def test_force_goes_past_the_ledger() -> None:
@@ -252,6 +252,6 @@ def test_force_goes_past_the_ledger() -> None:
         assert (found.message.key, found.producer_group) == ("running", get_settings().producer_group)
         with pytest.raises(CommandError, match="still running"):
             call_command("outbox_decide", str(receipt.transaction_id), "rollback")
-        call_command("outbox_decide", str(receipt.transaction_id), "rollback", "--force", verbosity=0)
+        call_command("outbox_decide", str(receipt.transaction_id), "rollback", "--force", "--no-input", verbosity=0)
     assert get_broker() is not None
     assert decisions() == {"running": "R"}

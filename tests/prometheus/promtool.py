@@ -22,19 +22,35 @@ def check(rules: Path) -> None:
     subprocess.run([PROGRAM, "check", "rules", str(rules)], check=True, capture_output=True)
 
 
-def fires(folder: Path, samples: Mapping[str, float], alert: str, expected: list[dict[str, Any]]) -> None:
-    """After ten minutes of these samples the alert fires as expected: label sets and annotations, and nothing else."""
+def fires(folder: Path, samples: Mapping[str, float | str], alert: str, expected: list[dict[str, Any]]) -> None:
+    """After ten minutes of these samples the alert fires as expected: label sets and annotations, and nothing else.
+
+    A sample is a constant, or a value for each minute in Prometheus's notation, such as `2x5 stale _x4`.
+    """
+    wanted = {"alert_rule_test": [{"eval_time": "10m", "alertname": alert, "exp_alerts": expected}]}
+    _test(folder, samples, wanted, rule_files=[str(ALERTS)])
+
+
+def gives(folder: Path, samples: Mapping[str, float | str], expression: str, expected: float) -> None:
+    """After ten minutes of these samples the sum of the expression's series has this value."""
+    value = [{"labels": "{}", "value": expected}]
+    _test(
+        folder,
+        samples,
+        {"promql_expr_test": [{"expr": f"sum({expression})", "eval_time": "10m", "exp_samples": value}]},
+    )
+
+
+def _test(folder: Path, samples: Mapping[str, float | str], wanted: Mapping[str, Any], **files: Any) -> None:
     assert PROGRAM is not None
+    series = [
+        {"series": name, "values": value if isinstance(value, str) else f"{value:g}x10"}
+        for name, value in samples.items()
+    ]
     case = {
-        "rule_files": [str(ALERTS)],
+        **files,
         "evaluation_interval": "1m",
-        "tests": [
-            {
-                "interval": "1m",
-                "input_series": [{"series": name, "values": f"{value:g}x10"} for name, value in samples.items()],
-                "alert_rule_test": [{"eval_time": "10m", "alertname": alert, "exp_alerts": expected}],
-            }
-        ],
+        "tests": [{"interval": "1m", "input_series": series, **wanted}],
     }
     # JSON is YAML.
     (folder / "case.yml").write_text(json.dumps(case))

@@ -119,8 +119,20 @@ def _outage(work: Work, items: Sequence[Item], error: BaseException, outage: Out
 
 
 def _is_unexplained(subscription: Subscription, error: BaseException) -> bool:
-    """Whether neither the handler nor the subscription has said what is to become of such an error."""
-    return subscription.reaction(error) is OnError.RETRY and not isinstance(error, RetryLater)
+    """Whether the error may mean that a service is away: neither handler nor subscription has said what it means.
+
+    A database that refuses a row by a constraint has answered, so it is not away.
+    """
+    return (
+        subscription.reaction(error) is OnError.RETRY
+        and not isinstance(error, RetryLater)
+        and not _violates_a_constraint(error)
+    )
+
+
+def _violates_a_constraint(error: BaseException) -> bool:
+    """Whether it is the IntegrityError of a database driver (PEP 249 gives it that name) or of Django."""
+    return any(kind.__name__ == "IntegrityError" for kind in type(error).__mro__)
 
 
 def _keep(item: Item, due: float, booked: Booked) -> None:

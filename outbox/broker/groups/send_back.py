@@ -18,6 +18,7 @@ from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
 from outbox.broker.groups.leases import Lease, QueueKey
 from outbox.errors import RetryLater
+from outbox.safe_text import shown_text
 from outbox.subscription import Mode, OnError, Subscription
 
 MAX_ERROR_CHARACTERS: Final = 4000
@@ -74,7 +75,7 @@ def judge(
 
 def describe(error: BaseException) -> str:
     """The error as it is stored: its type, its text, and where it was raised."""
-    lines = [f"{type(error).__name__}: {error}"]
+    lines = [f"{type(error).__name__}: {shown_text(error)}"]
     frames = traceback.extract_tb(error.__traceback__)
     if frames:
         lines.append(f"  raised in {frames[-1].name}, {frames[-1].filename}:{frames[-1].lineno}")

@@ -6,7 +6,9 @@ Consumers have no such way: what is undecided or rolled back never reaches a que
 from __future__ import annotations
 
 import base64
-from dataclasses import dataclass
+import json
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any, Final
 from uuid import UUID
@@ -14,6 +16,7 @@ from uuid import UUID
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
 from outbox.broker.operations.search import STATE
+from outbox.safe_text import MASK, masked_value
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,14 @@ class Browsed:
             return self.body.decode()
         except UnicodeDecodeError:
             return "base64:" + base64.b64encode(self.body).decode()
+
+    def without(self, names: Collection[str]) -> Browsed:
+        """With *** for the fields of these names. A body that is no JSON is left out: they cannot be found in it."""
+        try:
+            body = json.dumps(masked_value(json.loads(self.body), names), ensure_ascii=False)
+        except (ValueError, RecursionError):
+            body = MASK
+        return replace(self, body=body.encode(), headers=masked_value(self.headers, names))
 
     def as_json(self) -> dict[str, Any]:
         """Plain values but for ids and times."""

@@ -64,9 +64,13 @@ class Condition:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """All conditions that hold, the worst first."""
+    """All conditions that hold, the worst first.
+
+    `is_complete` is False if the broker could not be asked: then a condition that is not listed is unknown.
+    """
 
     conditions: Sequence[Condition]
+    is_complete: bool = True
 
     @property
     def severity(self) -> Severity:
@@ -77,6 +81,7 @@ class Verdict:
         """Plain values."""
         return {
             "severity": self.severity.name.lower(),
+            "complete": self.is_complete,
             "conditions": [condition.as_json() for condition in self.conditions],
         }
 
@@ -90,9 +95,9 @@ def condition(name: str, judged: Iterable[Judged]) -> list[Condition]:
     return [Condition(name, bad[0][0], [fact for _, fact in bad[:EVIDENCE]], len(bad))]
 
 
-def worst_first(conditions: Iterable[Condition]) -> Verdict:
+def worst_first(conditions: Iterable[Condition], *, is_complete: bool = True) -> Verdict:
     """A verdict of them."""
-    return Verdict(sorted(conditions, key=lambda one: (-one.severity, one.name)))
+    return Verdict(sorted(conditions, key=lambda one: (-one.severity, one.name)), is_complete)
 
 
 CATALOGUE: Final[Mapping[str, Kind]] = {

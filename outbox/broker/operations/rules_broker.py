@@ -17,7 +17,7 @@ from outbox.broker.transaction import turns
 _BROKER: Final = Statement("""
 SELECT (SELECT owner::text FROM {schema}.leader_lease WHERE role = 'sequencer' AND expires_at > clock_timestamp()),
        (SELECT extract(epoch FROM clock_timestamp() - expires_at)::double precision FROM {schema}.leader_lease
-        WHERE role = 'sequencer' AND owner IS NOT NULL AND expires_at <= clock_timestamp()),
+        WHERE role = 'sequencer' AND expires_at <= clock_timestamp()),
        tick.snapshot::text, extract(epoch FROM clock_timestamp() - tick.at)::double precision,
        extract(epoch FROM clock_timestamp()
                           - (SELECT min(due_at) FROM {schema}.scheduled WHERE due_at < clock_timestamp())
@@ -62,7 +62,7 @@ def rules(run: Executor, limits: Thresholds, summary: Summary) -> Iterator[Condi
     leader, gone_seconds, snapshot, tick_seconds, overdue_seconds, rejects = run.one(_BROKER)
     if leader is None:
         fact = {"without_leader_seconds": gone_seconds, "last_tick_seconds": tick_seconds}
-        yield from condition("no_sequencer", [(Severity.CRITICAL, fact)])
+        yield from condition("no_sequencer", [(_without_leader(limits, gone_seconds), fact)])
     else:
         yield from _ticks_late(run, limits, snapshot, overdue_seconds)
         if summary.is_late and summary.stored_age_seconds is not None:
@@ -82,6 +82,11 @@ def rules(run: Executor, limits: Thresholds, summary: Summary) -> Iterator[Condi
             "not_conserved",
             [(Severity.CRITICAL, {"difference": text, "audited_at": last.at}) for text in last.differences],
         )
+
+
+def _without_leader(limits: Thresholds, seconds: float | None) -> Severity | None:
+    """Critical, too, where no process has ever led."""
+    return Severity.CRITICAL if seconds is None else limits.no_sequencer_seconds.judge(seconds)
 
 
 def _ticks_late(run: Executor, limits: Thresholds, snapshot: str, overdue_seconds: float | None) -> Iterator[Condition]:

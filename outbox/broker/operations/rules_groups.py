@@ -14,12 +14,19 @@ from outbox.broker.operations.thresholds import Thresholds
 
 _RATE_WINDOW_SECONDS: Final = 60.0
 
-# Broadcast groups store nothing: where none of them runs, nothing waits.
+# Broadcast groups store nothing: where none of them runs, nothing waits. A consumer that leaves releases its leases,
+# and their `expires_at` is that moment; it is null where the group has never consumed the topic.
 _NO_WORKER: Final = Statement("""
 WITH alive AS MATERIALIZED (
     SELECT DISTINCT group_id, unnest(topics) AS topic FROM {schema}.consumer WHERE expires_at > clock_timestamp()
 )
-SELECT consumer_group.name AS group, topic.name AS topic
+SELECT consumer_group.name AS group, topic.name AS topic,
+       extract(epoch FROM clock_timestamp() - greatest(
+           (SELECT max(lease.expires_at) FROM {schema}.queue_lease lease JOIN {schema}.queue USING (queue_id)
+            WHERE lease.group_id = subscription.group_id AND queue.topic_id = subscription.topic_id),
+           (SELECT max(gone.expires_at) FROM {schema}.consumer gone
+            WHERE gone.group_id = subscription.group_id AND topic.name = ANY (gone.topics))
+       ))::double precision AS seconds
 FROM {schema}.subscription JOIN {schema}.consumer_group USING (group_id) JOIN {schema}.topic USING (topic_id)
 LEFT JOIN alive ON alive.group_id = subscription.group_id AND alive.topic = topic.name
 WHERE alive.topic IS NULL AND NOT broadcast
@@ -36,7 +43,7 @@ WHERE stopped IS NOT NULL ORDER BY 1, 2, 3
 
 def rules(run: Executor, limits: Thresholds, summary: Summary) -> Iterator[Condition]:
     """All of this room."""
-    yield from _no_worker(run, summary.groups)
+    yield from _no_worker(run, limits, summary.groups)
     yield from _lag(limits, summary)
     yield from condition(
         "stopped_queue",
@@ -60,17 +67,22 @@ def rules(run: Executor, limits: Thresholds, summary: Summary) -> Iterator[Condi
     )
 
 
-def _no_worker(run: Executor, groups: Iterable[GroupProgress]) -> Iterator[Condition]:
+def _no_worker(run: Executor, limits: Thresholds, groups: Iterable[GroupProgress]) -> Iterator[Condition]:
     lags = {(one.group, one.topic): one.lag for one in groups}
-    by_group: dict[str, list[str]] = {}
-    for group, topic in run.rows(_NO_WORKER):
-        by_group.setdefault(group, []).append(topic)
+    by_group: dict[str, dict[str, float | None]] = {}
+    for group, topic, seconds in run.rows(_NO_WORKER):
+        by_group.setdefault(group, {})[topic] = seconds
     judged: list[Judged] = []
     for group, topics in by_group.items():
         lag = sum(lags.get((group, topic), 0) for topic in topics)
-        shown = ", ".join(topics[:EVIDENCE]) + (" …" if len(topics) > EVIDENCE else "")
-        severity = Severity.CRITICAL if lag else Severity.WARNING
-        judged.append((severity, {"group": group, "topics": shown, "lag": lag}))
+        shown = ", ".join(list(topics)[:EVIDENCE]) + (" …" if len(topics) > EVIDENCE else "")
+        known = [seconds for seconds in topics.values() if seconds is not None]
+        # A topic that the group has never consumed waits since its first message.
+        since = None if len(known) < len(topics) else max(known)
+        severity = Severity.CRITICAL if since is None else limits.no_worker_seconds.judge(since)
+        if severity and not lag:
+            severity = Severity.WARNING
+        judged.append((severity, {"group": group, "topics": shown, "lag": lag, "without_worker_seconds": since}))
     yield from condition("no_worker", judged)
 
 

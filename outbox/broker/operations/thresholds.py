@@ -33,14 +33,18 @@ class Limits:
 class Thresholds:
     """All limits. Units are in the names; `window_seconds`: for how long an event (an incident, a death) is news.
 
-    `tick_late`: a decided or due message nobody has queued. `pass_late_periods`: check-back or pruning, in periods.
-    `unanswered`: a check that is due. `lag`: per group and topic. `retry_share`: of what a group finished in the last
-    minute, what was sent back for another attempt (from `retry_messages` on). `retention_behind`: past the retention
-    time. `transaction`: a session whose transaction holds back vacuum. `lock`: a session of the broker that waits.
-    `space`: the broker's tables. `xid_age`: towards the wrap-around at 2^31; `sequence_share`: of an identity column.
-    `replica_lag`: WAL not replayed by a replica, or kept for one that is away.
+    `no_sequencer`: since the last process led. `no_worker`: since the last consumer of the group left or its lease
+    expired; an ordinary restart takes less. `tick_late`: a decided or due message that is in no queue yet.
+    `pass_late_periods`: check-back or pruning, in periods. `unanswered`: a check that is due. `lag`: per group and
+    topic. `retry_share`: of the messages that a group finished in the last minute, those sent back for another attempt
+    (from `retry_messages` on). `retention_behind`: past the retention time. `transaction`: a session whose transaction
+    holds back vacuum. `lock`: a session of the broker that waits. `space`: the broker's tables. `xid_age`: towards the
+    wrap-around at 2^31; `sequence_share`: of an identity column. `replica_lag`: WAL not replayed by a replica, or kept
+    for one that is away.
     """
 
+    no_sequencer_seconds: Limits = Limits(0, 15)
+    no_worker_seconds: Limits = Limits(10, 30)
     tick_late_seconds: Limits = Limits(10, 60)
     pass_late_periods: Limits = Limits(3, 10)
     unanswered_seconds: Limits = Limits(120, 900)

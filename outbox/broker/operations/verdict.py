@@ -54,10 +54,10 @@ def survey(run: Executor, limits: Thresholds | None = None) -> Survey:
     except SchemaError as error:
         return Survey(unusable(error), None)
     except LockNotAvailable:
-        return Survey(worst_first(rules_server.shut_out(run)), None)
+        return Survey(worst_first(rules_server.shut_out(run), is_complete=False), None)
 
 
 def unusable(error: Exception) -> Verdict:
     """The verdict where the broker cannot even be asked: a SchemaError, or an error of the connection."""
     name = "schema_version" if isinstance(error, SchemaError) else "unreachable"
-    return worst_first(condition(name, [(Severity.CRITICAL, {"error": str(error).strip()})]))
+    return worst_first(condition(name, [(Severity.CRITICAL, {"error": str(error).strip()})]), is_complete=False)

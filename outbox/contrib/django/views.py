@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hmac
-
 from django.http import HttpRequest, HttpResponse, JsonResponse
 from django.views.decorators.cache import never_cache
 from django.views.decorators.http import require_safe
@@ -11,7 +9,6 @@ from django.views.decorators.http import require_safe
 from outbox.broker.operations.conditions import Severity
 from outbox.contrib.django.operations import exposition
 from outbox.contrib.django.operations.watching import look, probe
-from outbox.contrib.django.settings.conf import get_settings
 
 
 @never_cache
@@ -48,6 +45,4 @@ def _may_see(request: HttpRequest) -> bool:
     user = getattr(request, "user", None)
     if user is not None and user.is_active and getattr(user, "is_staff", False):
         return True
-    token = get_settings().metrics_token
-    given = request.headers.get("Authorization", "").removeprefix("Bearer ")
-    return token is not None and hmac.compare_digest(given.encode(), token.encode())
+    return exposition.is_authorized(request.headers.get("Authorization", ""))

@@ -89,8 +89,11 @@ def _total(name: str, text: str, labels: Sequence[str], rows: Sequence[tuple[Seq
 
 def _conditions(state: State) -> Iterator[Metric]:
     held = {condition.name: int(condition.severity) for condition in state.verdict.conditions}
-    rows = [([name], held.get(name, 0)) for name in CATALOGUE]
-    yield _family("outbox_condition", "0: does not hold, 1: warning, 2: critical.", ["name"], rows)
+    # An unknown condition has no sample. A 0 would resolve its alert while the broker is away.
+    known = CATALOGUE if state.verdict.is_complete else held
+    rows = [([name], held.get(name, 0)) for name in known]
+    text = "0: does not hold, 1: warning, 2: critical; absent while the broker cannot be asked."
+    yield _family("outbox_condition", text, ["name"], rows)
 
 
 def _broker(broker: Overview) -> Iterator[Metric]:
@@ -112,8 +115,8 @@ def _pairs(summary: Summary) -> Iterator[Metric]:
         labels,
         [(p, sum(o.lag for o in of)) for p, of in pairs.items()],
     )
-    ages = [(p, max((summary.at - o.oldest_at for o in of if o.oldest_at), default=0.0)) for p, of in pairs.items()]
-    yield _family("outbox_lag_seconds", "Age of the oldest unfinished message.", labels, ages)
+    ages = [(pair, age) for pair, of in pairs.items() if (age := _lag_seconds(summary, of)) is not None]
+    yield _family("outbox_lag_seconds", "Age of the oldest unfinished message; absent if unknown.", labels, ages)
     for name, text in (
         ("handled", "Messages handled."),
         ("filtered", "Messages the group's filter left out."),
@@ -124,6 +127,12 @@ def _pairs(summary: Summary) -> Iterator[Metric]:
     ):
         rows = [(p, sum(getattr(o, name) for o in of)) for p, of in pairs.items()]
         yield _total(f"outbox_{name}_messages", text, labels, rows)
+
+
+def _lag_seconds(summary: Summary, of: Sequence[GroupProgress]) -> float | None:
+    """0.0 where nothing waits; None where messages wait and the time of the oldest one is not known."""
+    known = [summary.at - one.oldest_at for one in of if one.oldest_at is not None]
+    return max(known) if known else None if any(one.lag for one in of) else 0.0
 
 
 def _groups(state: State) -> Iterator[Metric]:
@@ -148,20 +157,34 @@ def _producers(summary: Summary) -> Iterator[Metric]:
 
 
 def _topics(summary: Summary) -> Iterator[Metric]:
-    rows = [([t.topic], t.queued) for t in summary.topics[:MOST_PAIRS]]
-    yield _total("outbox_queued_messages", "Messages put into the topic's queues.", ["topic"], rows)
-    held = [([t.topic], t.held) for t in summary.topics[:MOST_PAIRS]]
-    yield _family("outbox_held_messages", "Decided, behind an undecided one of their key.", ["topic"], held)
+    queued: dict[str, int] = {}
+    held: dict[str, int] = {}
+    for one in sorted(summary.topics, key=lambda one: one.topic):
+        topic = one.topic if len(queued) < MOST_PAIRS else OTHERS
+        queued[topic] = queued.get(topic, 0) + one.queued
+        held[topic] = held.get(topic, 0) + one.held
+    yield _total(
+        "outbox_queued_messages",
+        "Messages put into the topic's queues.",
+        ["topic"],
+        [([t], n) for t, n in queued.items()],
+    )
+    yield _family(
+        "outbox_held_messages",
+        "Decided, behind an undecided one of their key.",
+        ["topic"],
+        [([t], n) for t, n in held.items()],
+    )
 
 
 def _audit(audit: Audit) -> Iterator[Metric]:
     yield _family("outbox_audit_differences", "Equations that do not hold.", [], [([], len(audit.differences))])
     yield _family("outbox_audit_age_seconds", "Since the last audit.", [], [([], audit.age_seconds)])
-    rows = [
-        ([scope, name, term], float(value))
-        for scope in ("topics", "groups")
-        for name, terms in audit.facts[scope].items()
-        for term, value in terms.items()
-    ]
+    terms: dict[tuple[str, str, str], float] = {}
+    for scope in ("topics", "groups"):
+        for number, (name, counted) in enumerate(sorted(audit.facts[scope].items())):
+            for term, value in counted.items():
+                series = (scope, name if number < MOST_PAIRS else OTHERS, term)
+                terms[series] = terms.get(series, 0.0) + float(value)
     labels = ["scope", "name", "term"]
-    yield _family("outbox_audit_messages", "A term of conservation, as last audited.", labels, rows[: 20 * MOST_PAIRS])
+    yield _family("outbox_audit_messages", "A term of conservation, as last audited.", labels, list(terms.items()))

@@ -10,8 +10,9 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from outbox.transaction import CheckCounts
 
-# So many different topics are told apart, per process; the rest is one.
+# So many topics, and so many pairs of group and topic, have series of their own in each process. The others share one.
 MOST_TOPICS: Final = 200
+MOST_PAIRS: Final = 200
 OTHERS: Final = "(others)"
 # Of a batch so many waits are observed: the cost per message stays small.
 _SAMPLES: Final = 10
@@ -85,15 +86,7 @@ class PrometheusRecorder:
             sent.inc(topics.count(topic))
 
     def handled(self, group: str, topic: str, waited: list[float], seconds: float, *, failed: int) -> None:
-        place = self._places.get((group, topic))
-        if place is None:
-            # Declared in code, so there are few of them.
-            place = self._places[group, topic] = _Place(
-                handler=self._handler.labels(group, topic),
-                start=self._start.labels(group, topic),
-                end=self._end.labels(group, topic),
-                failed=self._failed.labels(group, topic),
-            )
+        place = self._places.get((group, topic)) or self._place(group, topic)
         place.handler.observe(seconds)
         if failed:
             place.failed.inc(failed)
@@ -110,6 +103,19 @@ class PrometheusRecorder:
         answers = {"commit": counts.committed, "rollback": counts.rolled_back, "unknown": counts.unknown}
         for answer, count in answers.items():
             self._checks.labels(producer_group, answer).inc(count)
+
+    def _place(self, group: str, topic: str) -> _Place:
+        """The metrics of a subscription. Past MOST_PAIRS all subscriptions share those of (others)."""
+        with self._lock:
+            pair = (group, topic) if len(self._places) < MOST_PAIRS else (OTHERS, OTHERS)
+            if pair not in self._places:
+                self._places[pair] = _Place(
+                    handler=self._handler.labels(*pair),
+                    start=self._start.labels(*pair),
+                    end=self._end.labels(*pair),
+                    failed=self._failed.labels(*pair),
+                )
+            return self._places[pair]
 
     def _bounded(self, topic: str) -> str:
         if topic in self._topics:

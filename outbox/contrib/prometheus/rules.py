@@ -15,6 +15,8 @@ from outbox.broker.operations.conditions import CATALOGUE
 ALERTS: Final = Path(__file__).with_name("alerts.yml")
 DASHBOARD: Final = Path(__file__).with_name("dashboard.json")
 
+# An alert of a condition that has become unknown goes on for so long.
+_REMEMBERED: Final = "1h"
 _SEVERITY: Final = "{{ if ge $value 2.0 }}critical{{ else }}warning{{ end }}"
 
 
@@ -34,15 +36,21 @@ def alerts() -> str:
             "OutboxNotWatched",
             "absent(outbox_condition)",
             "critical",
-            "No process exports outbox's metrics: nobody would notice anything.",
-            "Check the scrape of the worker's HEALTH_ADDRESS, or of the view metrics/.",
+            "No process exports the metrics of outbox, so no other alert can fire.",
+            "Check the scrape of the worker's HEALTH_ADDRESS, or of the view metrics/; both ask for METRICS_TOKEN.",
             wait="5m",
         ),
     ]
     for name, kind in CATALOGUE.items():
-        expression = f'max by (name) (outbox_condition{{name="{name}"}}) > 0'
-        lines += _rule(alert_name(name), expression, _SEVERITY, kind.meaning, kind.next_step)
+        lines += _rule(alert_name(name), _holds(name), _SEVERITY, kind.meaning, kind.next_step)
     return "\n".join(lines) + "\n"
+
+
+def _holds(name: str) -> str:
+    """A condition that holds, or that held when it was last known: while the broker is away no alert resolves."""
+    now = f'max by (name) (outbox_condition{{name="{name}"}})'
+    last = f'max by (name) (last_over_time(outbox_condition{{name="{name}"}}[{_REMEMBERED}]))'
+    return f"{now} > 0 or ({last} > 0 unless on (name) {now})"
 
 
 def _rule(name: str, expression: str, severity: str, summary: str, description: str, *, wait: str = "1m") -> list[str]:
@@ -65,25 +73,30 @@ def _quantiles(metric: str, by: str) -> list[tuple[str, str]]:
     ]
 
 
+def _summed(of_group_and_topic: str) -> str:
+    """Per group, of what the broker's tables say. Each worker and web process exports that, so it counts once."""
+    return f"sum by (group) (max by (group, topic) ({of_group_and_topic}))"
+
+
 # Title, unit, and per line an expression with its legend.
 PANELS: Final[list[tuple[str, str, list[tuple[str, str]]]]] = [
     ("Conditions (1 warning, 2 critical)", "none", [("max by (name) (outbox_condition) > 0", "{{name}}")]),
     ("A process sequences", "none", [("max(outbox_leader)", "leader")]),
     ("Published per second", "ops", [("sum by (topic) (rate(outbox_published_messages_total[5m]))", "{{topic}}")]),
-    ("Queued per second", "ops", [("sum by (topic) (rate(outbox_queued_messages_total[5m]))", "{{topic}}")]),
-    ("Handled per second", "ops", [("sum by (group) (rate(outbox_handled_messages_total[5m]))", "{{group}}")]),
+    ("Queued per second", "ops", [("max by (topic) (rate(outbox_queued_messages_total[5m]))", "{{topic}}")]),
+    ("Handled per second", "ops", [(_summed("rate(outbox_handled_messages_total[5m])"), "{{group}}")]),
     ("From publishing to handled", "s", _quantiles("outbox_delivery_seconds", "group")),
     ("From publishing to the handler's call", "s", _quantiles("outbox_delivery_start_seconds", "group")),
     ("Handlers", "s", _quantiles("outbox_handler_seconds", "group")),
     ("publish()", "s", _quantiles("outbox_publish_seconds", "path")),
-    ("Lag in messages", "short", [("sum by (group) (outbox_lag_messages)", "{{group}}")]),
+    ("Lag in messages", "short", [(_summed("outbox_lag_messages"), "{{group}}")]),
     ("Lag by age", "s", [("max by (group) (outbox_lag_seconds)", "{{group}}")]),
     ("Consumers", "short", [("max by (group) (outbox_consumers)", "{{group}}")]),
     (
         "Retries per second, and waiting",
         "short",
         [
-            ("sum by (group) (rate(outbox_sent_back_messages_total[5m]))", "{{group}} sent back"),
+            (_summed("rate(outbox_sent_back_messages_total[5m])"), "{{group}} sent back"),
             ("max by (group) (outbox_retrying_messages)", "{{group}} waiting"),
         ],
     ),

@@ -7,8 +7,10 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import psycopg
 import pytest
 
+from outbox.broker.database.statement import Statement
 from outbox.broker.dispatch.outage import Outage
 from outbox.broker.operations import dead_letters
 from outbox.errors import HandlerNotStarted, PermanentError
@@ -152,6 +154,23 @@ def test_poison_among_others_counts_although_it_comes_in_a_row(orders: Consumpti
     with orders.sequencing(), orders.running((subscribe(retry=policy, threads=1), world)):
         eventually(lambda: len(dead_letters.list_dead_letters(orders.run)) == 4)
     assert world.handled == Counter(range(4, 40))
+
+
+def test_a_constraint_that_fails_is_no_outage(orders: ConsumptionBench) -> None:
+    """The database has answered: each message uses up its attempts, and no subscription pauses."""
+    sent = messages(4)
+    orders.publish(sent)
+
+    def refused(delivery: Delivery) -> None:
+        raise psycopg.errors.UniqueViolation("duplicate key value violates unique constraint")
+
+    def least_attempts() -> int:
+        rows = orders.run.rows(Statement("SELECT log_id, max(attempt) FROM {schema}.failure GROUP BY log_id"))
+        return min((attempt for _, attempt in rows), default=0) if len(rows) == len(sent) else 0
+
+    with orders.sequencing(), orders.running((subscribe(retry=PATIENT), refused)):
+        eventually(lambda: least_attempts() >= 5)
+        assert orders.run.rows(Statement("SELECT * FROM {schema}.outage")) == []
 
 
 def test_what_is_in_a_row() -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 from outbox.broker.operations.content import Content
-from outbox.safe_text import MASK, inert
+from outbox.safe_text import inert, masked_names, masked_value
 
 SHOWN: Final = 64 * 1024
 _UNREADABLE: Final = 4 * 1024
@@ -27,11 +27,11 @@ class Shown:
 
 def shown(content: Content, masked: Mapping[str, frozenset[str]]) -> Shown:
     """The body and headers as text, harmless, without masked fields, and no longer than a page bears."""
-    names = masked.get("*", frozenset()) | masked.get(content.topic, frozenset())
+    names = masked_names(masked, content.topic)
     body, note = _body(content, names)
     if len(body) > SHOWN:
         body, note = body[:SHOWN], f"Only the first {SHOWN:,} characters are shown. {note}".strip()
-    headers = json.dumps(_masked(content.headers, names), indent=2, ensure_ascii=False) if content.headers else ""
+    headers = json.dumps(masked_value(content.headers, names), indent=2, ensure_ascii=False) if content.headers else ""
     return Shown(content.content_type, content.size, _harmless(body), _harmless(headers), note)
 
 
@@ -48,17 +48,9 @@ def _body(content: Content, names: Collection[str]) -> tuple[str, str]:
         if names:
             return "", "It is no JSON, so the fields that are masked on this topic cannot be found in it."
         return text, ""
-    masked = _masked(found, names)
+    masked = masked_value(found, names)
     note = "Fields named in OUTBOX['MASKED_FIELDS'] are masked." if masked != found else ""
     return json.dumps(masked, indent=2, ensure_ascii=False), note
-
-
-def _masked(value: Any, names: Collection[str]) -> Any:
-    if isinstance(value, dict):
-        return {name: MASK if name.lower() in names else _masked(one, names) for name, one in value.items()}
-    if isinstance(value, list):
-        return [_masked(one, names) for one in value]
-    return value
 
 
 def _harmless(text: str) -> str:

@@ -5,15 +5,20 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
-from typing import Any
+from typing import Any, Final
 
 from django.core.management.base import BaseCommand, CommandError, CommandParser
 
 from outbox.contrib.django.engine.broker import reset_broker
 from outbox.errors import OutboxError
 from outbox.safe_text import for_people, inert
+
+# What a shell reports of a program that SIGPIPE has ended: 128 + 13.
+_CLOSED_PIPE: Final = 141
 
 
 class OutboxCommand(BaseCommand):
@@ -37,7 +42,13 @@ class OutboxCommand(BaseCommand):
 
     def execute(self, *args: Any, **options: Any) -> str | None:
         try:
-            return super().execute(*args, **options)
+            found = super().execute(*args, **options)
+            self.stdout.flush()
+            return found
+        except BrokenPipeError:
+            # The reader, such as `head`, has closed the pipe. What Python still holds for it must not fail at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(_CLOSED_PIPE)
         except OutboxError as error:
             raise CommandError(for_people(str(error))) from error
         except CommandError as error:
@@ -46,19 +57,19 @@ class OutboxCommand(BaseCommand):
             # Ends background threads and announces what they still hold.
             reset_broker()
 
-    def add_no_input(self, parser: CommandParser) -> None:
-        """The options of an action that destroys: --dry-run and --no-input."""
-        self.add_dry_run(parser, "say what would be lost, change nothing")
+    def add_no_input(self, parser: CommandParser, dry_run: str = "say what would be lost, change nothing") -> None:
+        """The options of an action that asks for a confirmation: --dry-run and --no-input."""
+        self.add_dry_run(parser, dry_run)
         parser.add_argument("--no-input", action="store_true", help="do it without asking")
 
     def confirm(self, what: str, options: dict[str, Any]) -> None:
-        """Ask whoever sits there before `what` happens. Raises CommandError unless the answer is yes."""
+        """Ask the operator before `what` happens. Raises CommandError unless the answer is yes."""
         if options["no_input"]:
             return
         try:
             answer = input(inert(f"{what} This cannot be undone. Type 'yes' to go on: "))
         except EOFError:
-            raise CommandError(f"{what} Nobody is there to confirm it: pass --no-input.") from None
+            raise CommandError(f"{what} Standard input is closed, so nothing was changed: pass --no-input.") from None
         if answer.strip() != "yes":
             raise CommandError("nothing was changed.")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import os
 from typing import TYPE_CHECKING, Any, Final
 
@@ -33,6 +34,12 @@ WHERE to_regclass(name) IS NOT NULL
 """
 
 _collector: BrokerCollector | None = None
+
+
+def is_authorized(header: str) -> bool:
+    """Whether an Authorization header carries the token of OUTBOX['METRICS_TOKEN']; never without that setting."""
+    token = get_settings().metrics_token
+    return token is not None and hmac.compare_digest(header.encode(), f"Bearer {token}".encode())
 
 
 def render() -> bytes:

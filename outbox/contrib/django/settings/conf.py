@@ -82,7 +82,8 @@ class OutboxSettings:
     OpenTelemetry. `forward` says what `outbox_forward` sends
     elsewhere, by consumer group, and `receive` what `outbox_receive` stores of what others have sent.
 
-    `masked_fields` names, by topic ('*': all), the fields of bodies and headers that the operations page never shows.
+    `masked_fields` names, by topic ('*': all), the fields of bodies and headers that neither the operations page nor a
+    command shows.
     """
 
     in_memory: bool = False

@@ -7,8 +7,9 @@ moment, waits for the first one's transaction at the unique key and then finds t
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from uuid import UUID
 
 from django.db import connections, transaction
@@ -24,6 +25,7 @@ from outbox.errors import ConfigurationError, HandlerNotStarted, PartialFailure,
 from outbox.faults import point
 from outbox.message import Delivery
 from outbox.ports import AnyHandler, Disposition, call_handler
+from outbox.safe_text import masked_names, masked_text, show_as
 from outbox.subscription import Subscription
 
 logger = logging.getLogger(__name__)
@@ -34,11 +36,24 @@ Result = Disposition | Exception
 class InboxInvoker:
     """Implements ports.Invoker for Django handlers: transaction, inbox, timeouts, care for broken connections."""
 
-    def __init__(self, *, lease_seconds: float = 10.0) -> None:
+    def __init__(
+        self, *, lease_seconds: float = 10.0, masked_fields: Mapping[str, frozenset[str]] = MappingProxyType({})
+    ) -> None:
         self._lease_seconds = lease_seconds
+        self._masked_fields = masked_fields
 
     def __call__(
         self, subscription: Subscription, handler: AnyHandler, deliveries: Sequence[Delivery], *, generation: int
+    ) -> Sequence[Result]:
+        results = self._results(subscription, handler, deliveries, generation)
+        if self._masked_fields and (names := masked_names(self._masked_fields, subscription.topic)):
+            contents = [content for one in deliveries for content in (one.body, one.headers)]
+            for error in {id(one): one for one in results if isinstance(one, Exception)}.values():
+                show_as(error, masked_text(str(error), contents, names))
+        return results
+
+    def _results(
+        self, subscription: Subscription, handler: AnyHandler, deliveries: Sequence[Delivery], generation: int
     ) -> Sequence[Result]:
         registered = find_subscriber(subscription)
         refresh_connections()

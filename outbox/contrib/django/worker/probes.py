@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, Final
 
@@ -61,6 +62,12 @@ def _hearts() -> list[heartbeat.Heart]:
 _PROBES: Final[Mapping[str, Callable[[], Health]]] = {"/live": live, "/ready": ready}
 
 
+_REFUSAL: Final = (
+    b"metrics are served to callers that send `Authorization: Bearer` with the token of OUTBOX['METRICS_TOKEN'];\n"
+    b"without that setting only to callers on this machine: set METRICS_TOKEN, and the same token in the scraper.\n"
+)
+
+
 def _figures() -> bytes:
     try:
         return exposition.render()
@@ -72,13 +79,22 @@ def _figures() -> bytes:
 class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if self.path == "/metrics":
-            self._answer(200, exposition.CONTENT_TYPE, _figures())
+            if self._may_scrape():
+                self._answer(200, exposition.CONTENT_TYPE, _figures())
+            else:
+                self._answer(403, "text/plain", _REFUSAL)
         elif (probe := _PROBES.get(self.path)) is not None:
             health = probe()
             text = json.dumps({"healthy": health.is_healthy, "problems": health.problems}).encode()
             self._answer(200 if health.is_healthy else 503, "application/json", text)
         else:
             self._answer(404, "text/plain", b"there are /live, /ready and /metrics\n")
+
+    def _may_scrape(self) -> bool:
+        """With OUTBOX['METRICS_TOKEN'] its bearer may; without it, callers on this machine."""
+        if get_settings().metrics_token is None:
+            return ip_address(self.client_address[0]).is_loopback
+        return exposition.is_authorized(self.headers.get("Authorization", ""))
 
     def _answer(self, status: int, content_type: str, text: bytes) -> None:
         self.send_response(status)

@@ -64,7 +64,7 @@ def consumer_runtime(
     return ConsumerRuntime(
         database,
         [(subscription, wrap(handler) if wrap else handler) for subscription, handler in wanted],
-        invoker=InboxInvoker(lease_seconds=settings.lease_seconds),
+        invoker=InboxInvoker(lease_seconds=settings.lease_seconds, masked_fields=settings.masked_fields),
         codecs=get_codecs(),
         lease_seconds=settings.lease_seconds,
         companion=LeadingConsumer(database, settings=ProcessSettings(check=settings.check)) if leads else None,
@@ -83,7 +83,7 @@ def rocketmq_consumers(*, groups: Sequence[str] = ()) -> RocketMQConsumers:
         settings.broker,
         wanted,
         topics=[declared.topic for declared in settings.topics.values()],
-        invoker=InboxInvoker(lease_seconds=settings.lease_seconds),
+        invoker=InboxInvoker(lease_seconds=settings.lease_seconds, masked_fields=settings.masked_fields),
         codecs=get_codecs(),
         on_tick=partial(heartbeat.beat, ready=True),
     )

@@ -11,6 +11,8 @@ from outbox.broker.log.topics import TopicCatalog
 from outbox.broker.operations.browse import browse
 from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.management.output import OutboxCommand, moment
+from outbox.contrib.django.settings.conf import get_settings
+from outbox.safe_text import masked_names
 
 # What a line of the table shows of a body; --json has it whole.
 _SHOWN_CHARACTERS = 60
@@ -35,6 +37,8 @@ class Command(OutboxCommand):
         with broker_connection() as (connection, schema):
             TopicCatalog(schema).get(connection, options["topic"])
             found = browse(Executor(connection, schema), options["topic"], **narrowed)
+        names = masked_names(get_settings().masked_fields, options["topic"])
+        found = [one.without(names) for one in found] if names else found
         if options["json"]:
             self.print_json([one.as_json() for one in found])
             return

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from argparse import ArgumentTypeError
+from collections.abc import Sequence
 from datetime import datetime
+from functools import partial
 from typing import Any, Final
 
 from django.core.management.base import CommandParser
@@ -13,7 +15,7 @@ from outbox.broker.database.executor import Executor
 from outbox.broker.groups.registration import group_id_of
 from outbox.broker.operations.deletion import delete_group
 from outbox.broker.operations.queue_status import list_queues
-from outbox.broker.operations.reset import reset
+from outbox.broker.operations.reset import QueueReset, reset
 from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.management.output import OutboxCommand, first_line, moment
 from outbox.contrib.django.operations.commands import describe_losses, group_lags, switch_group
@@ -51,7 +53,7 @@ class Command(OutboxCommand):
         target.add_argument("--to-earliest", action="store_true", help="from the oldest message the broker still has")
         move.add_argument("--queue", type=int, help="only the queue of this number")
         move.add_argument("--reprocess", action="store_true", help="also process what the inbox has already")
-        self.add_dry_run(move, "say what would move, move nothing")
+        self.add_no_input(move, "say what would move, move nothing")
         self.add_json(move)
         gone = actions.add_parser("delete", help="forget a group that nobody runs any more, or one of its topics")
         gone.add_argument("group")
@@ -107,15 +109,20 @@ class Command(OutboxCommand):
 
     def _reset(self, options: dict[str, Any]) -> None:
         with broker_connection() as (connection, schema):
-            moves = reset(
+            move = partial(
+                reset,
                 Executor(connection, schema),
                 options["group"],
                 options["topic"],
                 _target(options),
                 number=options["queue"],
                 reprocess=options["reprocess"],
-                dry_run=options["dry_run"],
             )
+            moves = move(dry_run=True)
+            if not options["dry_run"]:
+                if harm := _harm(moves, options):
+                    self.confirm(harm, options)
+                moves = move(dry_run=False)
         if options["json"]:
             self.print_json(moves)
         elif not moves:
@@ -143,6 +150,16 @@ class Command(OutboxCommand):
             ["topic", "not consumed", "retrying", "dead"], ((o.topic, o.lag, o.retrying, o.dead) for o in losses)
         )
         self.say("nothing was deleted (--dry-run)" if options["dry_run"] else f"{group} was deleted.")
+
+
+def _harm(moves: Sequence[QueueReset], options: dict[str, Any]) -> str:
+    """The messages that a reset leaves out or may repeat, for the confirmation; empty if it does neither."""
+    named = f"group {options['group']} on topic {options['topic']}"
+    skipped = sum(max(0, one.to_offset - one.from_offset) for one in moves)
+    parts = [f"{skipped} messages will not be handled by {named}."] if skipped else []
+    if options["reprocess"]:
+        parts.append(f"{named} will handle again what its inbox shows as handled (--reprocess).")
+    return " ".join(parts)
 
 
 def _target(options: dict[str, Any]) -> Start | datetime | int:

@@ -44,7 +44,9 @@ class Command(OutboxCommand):
             return found
         for condition in found.verdict.conditions:
             self._print_condition(condition)
-        if not found.verdict.conditions:
+        if not found.verdict.is_complete:
+            self.say("the broker could not be asked: every other condition is unknown", self.style.ERROR)
+        elif not found.verdict.conditions:
             self.say("nothing needs attention", self.style.SUCCESS)
         if found.overview is not None:
             self._print_overview(found.overview)
