@@ -119,7 +119,8 @@ def _pruning(one: pruning.Behind, limits: Thresholds) -> Judged:
         "behind_seconds": one.seconds,
         "keep_seconds": one.keep_seconds,
     }
-    return limits.retention_behind_seconds.judge(one.seconds), fact
+    # Rows that are kept for too long cost space, and break no promise.
+    return limits.retention_behind_seconds.judge(one.seconds) and Severity.WARNING, fact
 
 
 def _incidents(run: Executor, limits: Thresholds) -> Iterator[Condition]:

@@ -36,8 +36,9 @@ class Thresholds:
     `tick_late`: a decided or due message nobody has queued. `pass_late_periods`: check-back or pruning, in periods.
     `unanswered`: a check that is due. `lag`: per group and topic. `retry_share`: of what a group finished in the last
     minute, what was sent back for another attempt (from `retry_messages` on). `retention_behind`: past the retention
-    time. `transaction`: a session whose transaction holds back vacuum. `lock`: a session of the broker that waits.
-    `space`: the broker's tables. `xid_age`: towards the wrap-around at 2^31; `sequence_share`: of an identity column.
+    time, in the log and in the ledgers and inboxes of services. `transaction`: a session whose transaction holds back
+    vacuum. `lock`: a session of the broker that waits. `space`: the broker's tables. `xid_age`: towards the wrap-around
+    at 2^31; `sequence_share`: of an identity column.
     `replica_lag`: WAL not replayed by a replica, or kept for one that is away.
     """
 

@@ -144,9 +144,7 @@ def _broker(settings: OutboxSettings) -> Iterator[Executor]:
         yield Executor(broker, settings.schema)
 
 
-def _report(
-    run: Executor, settings: OutboxSettings, alias: str, table: str, keep_seconds: float, part: _Part
-) -> None:
+def _report(run: Executor, settings: OutboxSettings, alias: str, table: str, keep_seconds: float, part: _Part) -> None:
     if part.pruned_to is not None:
         group = settings.producer_group
         progress.report(run, group, alias, table, keep_seconds=keep_seconds, pruned_to=part.pruned_to)
