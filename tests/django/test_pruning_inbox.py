@@ -37,7 +37,7 @@ LONG_AGO = datetime(2020, 1, 1, tzinfo=UTC)
 
 
 @pytest.fixture
-def _effects(no_subscribers: None) -> None:
+def _effects(databases: None, no_subscribers: None) -> None:
     @subscriber("orders", group="effects")
     def effect(delivery: Delivery) -> None:
         Effect.objects.create(number=delivery.key)

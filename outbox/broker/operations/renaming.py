@@ -91,8 +91,8 @@ def rename(run: Executor, old: str, new: str, reserved: Reserved) -> None:
         group_id, other_id = _locked(run, old, new)
         if run.one(_EPOCHS, {"group_id": group_id})[0] != reserved.epochs:
             raise UsageError(
-                f"consumers of {old!r} ran meanwhile, so that its inbox may have rows that were not copied. {old!r} has "
-                f"its name still: stop its workers and run this again."
+                f"consumers of {old!r} ran meanwhile, so that its inbox may have rows that were not copied. {old!r} "
+                f"has its name still: stop its workers and run this again."
             )
         if other_id is not None:
             _refuse_worked(run, old, new, other_id)
@@ -116,7 +116,7 @@ def _refuse_worked(run: Executor, old: str, new: str, new_id: int) -> None:
     [has_worked] = run.one(_HAS_WORKED, {"group_id": new_id})
     if has_worked:
         raise UsageError(
-            f"a group {new!r} is known and has handled messages, so {old!r} cannot take its name: choose another one. If "
-            f"{new!r} was started by mistake, `outbox_group delete {new}` removes it first; what both groups have "
-            f"handled has taken effect twice."
+            f"a group {new!r} is known and has handled messages, so {old!r} cannot take its name: choose another "
+            f"one. If {new!r} was started by mistake, `outbox_group delete {new}` removes it first; what both groups "
+            f"have handled has taken effect twice."
         )

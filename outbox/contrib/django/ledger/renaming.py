@@ -76,7 +76,7 @@ WHERE consumer_group = %s AND generation = %s AND message_id > %s {bound}
 def copy(connection: BaseDatabaseWrapper, old: str, new: str) -> int:
     """Let the inbox know under another name what it knows of a group; returns how many rows were added.
 
-    Batch by batch, and complete when it returns, if no handler of the group runs. Calling it again adds what is missing.
+    Batch by batch, and complete when it returns, if no handler of the group runs. Another call adds what is missing.
     """
     copied, generation = 0, _next_generation(connection, old, -1)
     while generation is not None:

@@ -142,8 +142,8 @@ class Command(OutboxCommand):
             self.print_json({**dataclasses.asdict(done), "dry_run": dry_run})
         elif done.renamed:
             self.say(
-                f"{old} is {new} now; {sum(done.copied.values())} rows of its inbox were copied. Start its workers with "
-                f"the new name."
+                f"{old} is {new} now; {sum(done.copied.values())} rows of its inbox were copied. Start its workers "
+                f"with the new name."
             )
         elif dry_run:
             self.say(f"{old} can be renamed to {new}. Not really: --dry-run.")
