@@ -90,7 +90,7 @@ def test_a_group_beside_one_that_is_still_there_is_not_taken_for_it() -> None:
 def test_a_group_that_forwards_says_it_in_its_setting(
     outbox_settings: Callable[..., None], caplog: pytest.LogCaptureFixture
 ) -> None:
-    declared = {"topics": ["orders"], "sink": "webhook", "options": {"url": "http://127.0.0.1:9/", "secrets": SECRETS}}
+    declared = {"topics": ["orders"], "sink": "webhook", "options": {"url": "https://127.0.0.1:9/", "secrets": SECRETS}}
     outbox_settings(FORWARD={"billing": declared})
     assert [one.msg.split("'")[1] for one in warned()] == ["billing"]
     with caplog.at_level(logging.WARNING), forwarding():

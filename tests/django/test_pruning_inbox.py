@@ -19,6 +19,7 @@ from outbox.broker.operations.deletion import delete_group
 from outbox.contrib.django import publish, run_prune, subscriber
 from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.ledger import pruning
+from outbox.contrib.django.ledger.pruning import PruneCounts
 from outbox.contrib.django.models import InboxEntry
 from outbox.contrib.django.worker import periodic
 from outbox.contrib.django.worker.workers import consumer_runtime, run_check_role
@@ -127,7 +128,7 @@ def test_rows_that_stay_do_not_hold_up_those_behind_them(monkeypatch: pytest.Mon
     consume([f"k{number}" for number in range(7)])
     InboxEntry.objects.update(handled_at=LONG_AGO - timedelta(days=1))
     old_rows("gone", 9)
-    turns = []
+    turns: list[PruneCounts] = []
     while not turns or turns[-1].more:
         turns.append(run_prune(max_seconds=0))
     assert sum(turn.inbox for turn in turns) == 9

@@ -94,7 +94,11 @@ def delete(connection: BaseDatabaseWrapper, rows: Sequence[Handled]) -> int:
         return 0
     with without_timeouts(connection), connection.cursor() as cursor:
         if connection.vendor == "postgresql":
-            columns = [[row.group for row in rows], [row.generation for row in rows], [row.message_id for row in rows]]
+            columns: list[list[Any]] = [
+                [row.group for row in rows],
+                [row.generation for row in rows],
+                [row.message_id for row in rows],
+            ]
             cursor.execute(_DELETE_POSTGRESQL, [*columns, rows[0].at, rows[-1].at])
             return int(cursor.rowcount)
         deleted = 0

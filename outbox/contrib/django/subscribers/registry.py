@@ -83,8 +83,8 @@ def subscriber(
     Put subscribers into the module `subscribers` of an installed app (OUTBOX['SUBSCRIBER_MODULE'] names another):
     workers import it. Raises InvalidSubscription or InvalidFilter at decoration.
     """
-    given = {"mode": mode, "tag": tag, "filter": filter, "on_error": on_error, "batch": batch}
-    given["start"] = Start.EARLIEST if start is None else start
+    begins = Start.EARLIEST if start is None else start
+    given = {"mode": mode, "tag": tag, "filter": filter, "on_error": on_error, "start": begins, "batch": batch}
     chosen = {name: value for name, value in (("threads", threads), ("retry", retry)) if value is not None}
     subscription = _subscription(topic, group, {**given, **chosen}, options)
     once = idempotent and not subscription.broadcast
