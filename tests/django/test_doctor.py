@@ -86,7 +86,7 @@ def test_retention(world: World, outbox_settings: Callable[..., None]) -> None:
     day = 24 * 3600
     for kept, said in ((29 * day, "are not pruned"), (31 * day, "outlives the log")):
         outbox_settings(INBOX_RETENTION_SECONDS=kept)
-        compared = found()["retention of the inbox"]
+        [compared] = [one for one in examine() if one.subject == "retention of the inbox"]
         assert compared.severity is Severity.OK
         assert said in compared.text and f"{30 * day} s" in compared.text
 
