@@ -52,6 +52,10 @@ POINTS: Final = (
     "repair.after_intent",
     "repair.after_effect",
     "repair.after_outcome",
+    "rename.reserved",
+    "rename.copying",
+    "rename.copied",
+    "rename.renamed",
 )
 
 

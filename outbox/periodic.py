@@ -13,7 +13,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PeriodicPass:
-    """A bounded pass to run every `interval_seconds`; `run` returns what it counted."""
+    """A bounded pass to run every `interval_seconds`; `run` returns what it counted.
+
+    A true count `more` says that the pass has left something: it is run again at once, after other passes that are due.
+    """
 
     name: str
     run: Callable[[], Mapping[str, Any]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from datetime import UTC, datetime, timedelta
 from uuid import uuid4
 
 from outbox import Delivery
@@ -13,7 +14,7 @@ from outbox.broker.maintenance import retention
 from outbox.broker.maintenance.retention import RetentionSettings
 from outbox.broker.operations import summary, switches
 from outbox.broker.supervisor import Death
-from outbox.contrib.django import publish, subscriber
+from outbox.contrib.django import publish, run_prune, subscriber
 from outbox.contrib.django.database.aliases import broker_database
 from outbox.contrib.django.worker.workers import consumer_runtime
 from outbox.errors import PermanentError
@@ -166,6 +167,12 @@ def retention_behind(world: World) -> None:
     world.publish(20)
     consumer_runtime(groups=["effects"]).run_once()
     world.age(5 * 24 * 3600)
+
+
+@fault
+def pruning_behind(world: World) -> None:
+    """The ledgers and inboxes of a service were last pruned two days ago."""
+    run_prune(now=datetime.now(UTC) - timedelta(days=2))
 
 
 @fault

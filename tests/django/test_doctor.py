@@ -82,7 +82,13 @@ def test_retention(world: World, outbox_settings: Callable[..., None]) -> None:
     world.sql("UPDATE outbox.topic SET retention_seconds = 60 WHERE name = 'payments'")
     names = found()
     assert "payments" in names["retention of topics"].text and "payments" in names["check horizon"].text
-    assert names["retention of the inbox"].severity is Severity.CRITICAL
+    assert names["retention of the inbox"].severity is Severity.WARNING
+    day = 24 * 3600
+    for kept, said in ((29 * day, "are not pruned"), (31 * day, "outlives the log")):
+        outbox_settings(INBOX_RETENTION_SECONDS=kept)
+        [compared] = [one for one in examine() if one.subject == "retention of the inbox"]
+        assert compared.severity is Severity.OK
+        assert said in compared.text and f"{30 * day} s" in compared.text
 
 
 def test_ledgers(world: World, settings: Any) -> None:

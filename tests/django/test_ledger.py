@@ -205,7 +205,7 @@ def decided_order(alias: str, key: str) -> UUID:
 
 
 def prune_everything() -> int:
-    return prune_ledgers(older_than=datetime.now(UTC) + timedelta(seconds=5))
+    return prune_ledgers(older_than=datetime.now(UTC) + timedelta(seconds=5)).ledger
 
 
 @pytest.fixture

@@ -28,8 +28,8 @@ def test_only_what_the_broker_shows_decided_is_pruned_and_nothing_older_is_guess
     flusher.flush(within_seconds=5)
     unknown_to_the_broker = uuid7()
     ledger.insert_committed(connections["default"], unknown_to_the_broker)
-    assert prune_ledgers(older_than=datetime.now(UTC) - timedelta(hours=1)) == 0
-    assert prune_ledgers(older_than=datetime.now(UTC) + timedelta(seconds=5)) == 1
+    assert prune_ledgers(older_than=datetime.now(UTC) - timedelta(hours=1)).ledger == 0
+    assert prune_ledgers(older_than=datetime.now(UTC) + timedelta(seconds=5)).ledger == 1
     assert row("default", decided.transaction_id) is None
     assert row("default", unknown_to_the_broker) == "C"
     try:
@@ -55,11 +55,11 @@ def test_rows_of_the_engine_before_are_kept_while_it_may_ask_and_hold_up_nobody(
     flusher.flush(within_seconds=5)
     later = datetime.now(UTC) + timedelta(seconds=5)
     try:
-        assert sum(prune_ledgers(older_than=later, max_batches=1) for _ in range(3)) == 1
+        assert sum(prune_ledgers(older_than=later, max_seconds=0).ledger for _ in range(3)) == 1
         assert row("default", decided.transaction_id) is None
         assert {row("default", one) for one in foreign} == {"C"}
         outbox_settings(INBOX_RETENTION_SECONDS=3600)
-        assert prune_ledgers(older_than=later) == 4
+        assert prune_ledgers(older_than=later).ledger == 4
     finally:
         LedgerIdentity.objects.update(pruned_before=None)
 
@@ -71,7 +71,7 @@ def test_pruning_stops_before_what_is_too_young_for_the_barrier(outbox_settings:
     with transaction.atomic():
         publish("orders", {}, key="later")
     flusher.flush(within_seconds=5)
-    assert prune_ledgers(older_than=datetime.now(UTC) + timedelta(seconds=5)) == 0
+    assert prune_ledgers(older_than=datetime.now(UTC) + timedelta(seconds=5)).ledger == 0
     assert row("default", young.transaction_id) is None
 
 
@@ -82,10 +82,10 @@ def test_pruning_runs_the_barrier_for_what_a_check_will_still_ask_about() -> Non
         publish("orders", {}, key="later")
     flusher.flush(within_seconds=5)
     try:
-        assert prune_ledgers(older_than=datetime.now(UTC) + timedelta(seconds=5)) == 1
+        assert prune_ledgers(older_than=datetime.now(UTC) + timedelta(seconds=5)).ledger == 1
         assert row("default", dropped.transaction_id) == "R"
         assert run_check_back().rolled_back == 1
-        assert prune_ledgers(older_than=datetime.now(UTC) + timedelta(seconds=5)) == 1
+        assert prune_ledgers(older_than=datetime.now(UTC) + timedelta(seconds=5)).ledger == 1
     finally:
         LedgerIdentity.objects.update(pruned_before=None)
 

@@ -201,6 +201,10 @@ CATALOGUE: Final[Mapping[str, Kind]] = {
         "Consumed messages past their retention time are still stored.",
         "Look at the broker process's log, and at `transaction_open` and `lock_held`: its deletes may fail or wait.",
     ),
+    "pruning_behind": Kind(
+        "A service does not remove the rows of its ledger or inbox in time: the table grows.",
+        "Look at the log of that service's worker, at `check_back_late`, and for transactions that are open for long.",
+    ),
     "expired": Kind(
         "Retention removed messages that a group had not consumed.",
         "Find out why the group was away; `outbox_reconcile` says what it missed.",

@@ -151,7 +151,7 @@ def delete_group(run: Executor, group: str, *, topic: str | None = None, dry_run
     """
     with run.connection.transaction(force_rollback=dry_run):
         group_id = group_id_of(run, group)
-        _refuse_live(run, group_id=group_id, topic=topic)
+        refuse_live(run, group_id=group_id, topic=topic)
         subscribed = {name: topic_id for topic_id, name in run.rows(_SUBSCRIBED, {"group_id": group_id})}
         if topic is not None and topic not in subscribed:
             raise UsageError(
@@ -180,14 +180,15 @@ def delete_topic(run: Executor, topic: str, *, dry_run: bool = False) -> TopicLo
         run.execute(_LOCK_TOPIC, values)
         # Groups before their members are looked at: whoever is about to join waits for the group's row.
         groups = {name: group_id_of(run, name) for (name,) in run.rows(_GROUPS_OF, values)}
-        _refuse_live(run, topic=topic)
+        refuse_live(run, topic=topic)
         [undelivered] = run.one(_UNDELIVERED, values)
         losses = [_unsubscribe(run, group, group_id, topic, topic_id) for group, group_id in groups.items()]
         run.execute(_MARK, values)
     return TopicLoss(topic, undelivered, losses)
 
 
-def _refuse_live(run: Executor, *, group_id: int | None = None, topic: str | None = None) -> None:
+def refuse_live(run: Executor, *, group_id: int | None = None, topic: str | None = None) -> None:
+    """Raise UsageError where consumers of a group (None: of all) live that consume a topic (None: any)."""
     live = run.rows(_LIVE, {"group_id": group_id, "topic": topic})
     if live:
         who = "; ".join(f"{group!r} on {host} (pid {pid})" for group, host, pid in live[:5])

@@ -22,14 +22,40 @@ def is_used_by(run: Executor, *, producer_group: str, consumer_groups: Sequence[
     return bool(run.one(_IS_USED_BY, parameters)[0])
 
 
-# A transaction has the id of its first message.
+# A transaction has the id of its first message. OFFSET 0 keeps the planner from reading a whole table for the few ids
+# of a batch.
 _UNKNOWN = Statement("""
 SELECT given.id FROM unnest(%(ids)s::uuid[]) AS given (id)
-WHERE NOT EXISTS (SELECT FROM {schema}.op_log o WHERE o.transaction_id = given.id)
-  AND NOT EXISTS (SELECT FROM {schema}.commit_log l WHERE l.message_id = given.id)
+WHERE NOT EXISTS (SELECT FROM {schema}.op_log o WHERE o.transaction_id = given.id OFFSET 0)
+  AND NOT EXISTS (SELECT FROM {schema}.commit_log l WHERE l.message_id = given.id OFFSET 0)
 """)
 
 
 def unknown_transactions(run: Executor, ids: Sequence[UUID]) -> set[UUID]:
     """Those of which there is neither a half message nor a decision here."""
     return {found for (found,) in run.rows(_UNKNOWN, {"ids": arrays.uuids(ids)})}
+
+
+# What waits in a queue, for a retry, for its key or for an operator is in the log: retention keeps it there.
+_DELIVERABLE = Statement("""
+SELECT given.place
+FROM unnest(%(groups)s::text[], %(generations)s::integer[], %(ids)s::uuid[])
+     WITH ORDINALITY AS given (consumer_group, generation, message_id, place)
+JOIN {schema}.consumer_group known ON known.name = given.consumer_group AND known.generation <= given.generation
+WHERE EXISTS (SELECT FROM {schema}.commit_log log WHERE log.message_id = given.message_id OFFSET 0)
+""")
+
+
+def deliverable(run: Executor, handled: Sequence[tuple[str, int, UUID]]) -> set[int]:
+    """Which of the messages that groups have handled those groups can be given again, by place in `handled`.
+
+    Each is a consumer group, its generation then, and a message id. Retention removes a message from the log once no
+    group waits for it, so what is not in the log is not delivered. An operator may move a group back to any message
+    that is. A group that the broker does not know gets nothing, and no group goes back to an older generation.
+    """
+    values = {
+        "groups": arrays.texts([group for group, _, _ in handled]),
+        "generations": arrays.integers([generation for _, generation, _ in handled]),
+        "ids": arrays.uuids([message_id for _, _, message_id in handled]),
+    }
+    return {place - 1 for (place,) in run.rows(_DELIVERABLE, values)}

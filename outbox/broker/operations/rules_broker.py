@@ -7,7 +7,7 @@ from typing import Final
 
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
-from outbox.broker.operations import audit, health
+from outbox.broker.operations import audit, health, pruning
 from outbox.broker.operations.conditions import Condition, Fact, Judged, Severity, condition
 from outbox.broker.operations.status import open_since_resync
 from outbox.broker.operations.summary import Summary
@@ -70,6 +70,7 @@ def rules(run: Executor, limits: Thresholds, summary: Summary) -> Iterator[Condi
     if rejects:
         yield from condition("rejecting", [(Severity.WARNING, {})])
     yield from _passes_late(run, limits)
+    yield from condition("pruning_behind", [_pruning(one, limits) for one in pruning.behind(run)])
     yield from _incidents(run, limits)
     still_open = [
         {"session": one.who, "application": one.application, "state": one.state, "age_seconds": one.age_seconds}
@@ -113,6 +114,18 @@ def _passes_late(run: Executor, limits: Thresholds) -> Iterator[Condition]:
             passes.append((severity, {"pass": name, **fact}))
     yield from condition("check_back_late", passes)
     yield from condition("receiver_late", receivers)
+
+
+def _pruning(one: pruning.Behind, limits: Thresholds) -> Judged:
+    fact: Fact = {
+        "producer_group": one.producer_group,
+        "alias": one.alias,
+        "table": one.table,
+        "behind_seconds": one.seconds,
+        "keep_seconds": one.keep_seconds,
+    }
+    # Rows that are kept for too long cost space, and break no promise.
+    return limits.retention_behind_seconds.judge(one.seconds) and Severity.WARNING, fact
 
 
 def _incidents(run: Executor, limits: Thresholds) -> Iterator[Condition]:

@@ -56,8 +56,11 @@ _END_ONE = Statement("""
 SELECT {schema}.end_one_v15(%(transaction_id)s, %(decision)s, %(producer_group)s)
 """)
 
+# One look-up for each id, however many: OFFSET 0 keeps the planner from reading the whole table for some thousands.
 _STANDING = Statement("""
-SELECT transaction_id, decision::text FROM {schema}.op_log WHERE transaction_id = ANY(%(ids)s::uuid[])
+SELECT transaction_id, decision::text
+FROM unnest(%(ids)s::uuid[]) AS given (id)
+CROSS JOIN LATERAL (SELECT transaction_id, decision FROM {schema}.op_log WHERE transaction_id = given.id OFFSET 0) AS op
 """)
 
 _GROUPS = Statement("""

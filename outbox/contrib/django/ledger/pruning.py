@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import closing
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import Final
+from typing import Any, Final
 from uuid import UUID
 
 from django.db import router
@@ -14,49 +15,95 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.utils import DatabaseError
 
 from outbox.broker.database.executor import Executor
-from outbox.broker.operations.presence import unknown_transactions
+from outbox.broker.operations import pruning as progress
+from outbox.broker.operations.presence import deliverable, unknown_transactions
 from outbox.broker.schema.install import check_schema
 from outbox.broker.schema.refusals import naming
 from outbox.broker.transaction.checks import scan
 from outbox.broker.transaction.decisions import flush, standing_decisions
 from outbox.broker.transaction.half_scan import undecided_below
 from outbox.contrib.django.database.aliases import broker_database
-from outbox.contrib.django.ledger import ledger
+from outbox.contrib.django.ledger import handled, ledger
 from outbox.contrib.django.ledger.ledger_checker import ledger_aliases, open_connection, settle
 from outbox.contrib.django.settings.conf import OutboxSettings, get_settings
-from outbox.contrib.django.settings.times import for_column
 from outbox.errors import LedgerUnavailable
 
 # Shorter than the broker keeps its decisions, longer than any end or check is in flight.
 LEDGER_KEEP_SECONDS: Final = 3600.0
-_BATCH: Final = 1000
-# Per alias, where a pass that was cut short ended: rows that have to stay must not keep it from those behind them.
-_resume: dict[str, UUID] = {}
+# Rows of one statement: it holds its locks for some tens of milliseconds, and a round trip is shared by many rows.
+_BATCH: Final = 5000
+# A table whose rows stay for long is read from its beginning for at most this share of the time.
+_SWEEP_SHARE: Final = 0.05
+_SHORT_SWEEP_SECONDS: Final = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PruneCounts:
-    """What one pruning pass removed."""
+    """What one pruning pass removed. `more`: its time was over before it had examined every table to the end."""
 
     ledger: int = 0
     inbox: int = 0
+    more: bool = False
 
 
-def run_prune(*, now: datetime | None = None, max_batches: int = 100) -> PruneCounts:
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What a pass did to one table. `pruned_to`: rows from before it were examined; None where nothing was."""
+
+    removed: int = 0
+    more: bool = False
+    pruned_to: datetime | None = None
+
+
+@dataclass(slots=True)
+class _Sweep:
+    """One way through a table, over as many passes as it takes: rows that stay are examined once in it.
+
+    `place`: where it goes on; None: at the beginning.
+    """
+
+    place: Any = None
+    spent_seconds: float = 0.0
+    rests_until: float | None = None
+
+
+_sweeps: dict[tuple[str, str], _Sweep] = {}
+
+
+@contextmanager
+def _sweeping(alias: str, table: str) -> Iterator[_Sweep]:
+    """The sweep of a table. One that has reached the end goes on with what comes of age, until a new one may begin."""
+    sweep = _sweeps.setdefault((alias, table), _Sweep())
+    started = time.monotonic()
+    if sweep.rests_until is not None and started >= sweep.rests_until:
+        sweep = _sweeps[alias, table] = _Sweep()
+    yield sweep
+    sweep.spent_seconds += time.monotonic() - started
+
+
+def _is_through(sweep: _Sweep) -> None:
+    """The end is reached. A sweep that took long is not begun anew at once."""
+    if sweep.rests_until is None:
+        rest = sweep.spent_seconds / _SWEEP_SHARE if sweep.spent_seconds > _SHORT_SWEEP_SECONDS else 0.0
+        sweep.rests_until = time.monotonic() + rest
+
+
+def run_prune(*, now: datetime | None = None, max_seconds: float | None = None) -> PruneCounts:
     """Remove ledger rows of transactions the broker shows decided, and inbox rows past their retention.
 
-    Raises BrokerError, or LedgerUnavailable once every database that could be pruned is.
+    It ends when nothing is left, or after about `max_seconds`; the next call in this process then goes on where it
+    ended. Each statement, and each transaction, is about at most some thousand rows. Raises BrokerError, or
+    LedgerUnavailable once every database that could be pruned is.
     """
     now = now or datetime.now(UTC)
-    return PruneCounts(
-        ledger=prune_ledgers(older_than=now - timedelta(seconds=LEDGER_KEEP_SECONDS), max_batches=max_batches),
-        inbox=prune_inboxes(
-            older_than=now - timedelta(seconds=get_settings().inbox_retention_seconds), max_batches=max_batches
-        ),
-    )
+    half = None if max_seconds is None else max_seconds / 2
+    ledgers = prune_ledgers(older_than=now - timedelta(seconds=LEDGER_KEEP_SECONDS), max_seconds=half)
+    kept = timedelta(seconds=get_settings().inbox_retention_seconds)
+    inboxes = prune_inboxes(older_than=now - kept, max_seconds=half)
+    return PruneCounts(ledger=ledgers.ledger, inbox=inboxes.inbox, more=ledgers.more or inboxes.more)
 
 
-def prune_ledgers(*, older_than: datetime, max_batches: int = 100) -> int:
+def prune_ledgers(*, older_than: datetime, max_seconds: float | None = None) -> PruneCounts:
     """Remove ledger rows of transactions from before `older_than` that the broker shows decided.
 
     Rows of transactions that it has never seen belong to the engine that OUTBOX['BROKER'] named before: they are kept
@@ -66,38 +113,73 @@ def prune_ledgers(*, older_than: datetime, max_batches: int = 100) -> int:
     """
     settings = get_settings()
     if settings.in_memory:
-        return 0
+        return PruneCounts()
     if settings.is_rocketmq:
-        return _prune_by_age(settings, max_batches)
+        below = _retained_from(settings)
+        parts = _of_each(lambda alias, ends: _prune_ledger(alias, None, below, ends), max_seconds)
+        return _counts(ledger=parts)
     below = first_id_at(older_than)
-    with (
-        broker_database(settings).connect(name="outbox-prune") as broker,
-        naming("pruning the ledgers", settings.schema),
-    ):
-        check_schema(broker, settings.schema)
-        run = Executor(broker, settings.schema)
+    with _broker(settings) as run:
         if scan(run, settings=settings.check).more:
             # Undecided transactions may be among the half messages that nobody has scanned yet.
-            return 0
-        return _of_each_ledger(lambda alias: _prune_alias(alias, run, below, max_batches))
+            return PruneCounts()
+
+        def prune(alias: str, ends: float) -> _Part:
+            part = _prune_ledger(alias, run, below, ends)
+            _report(run, settings, alias, progress.LEDGER, LEDGER_KEEP_SECONDS, part)
+            return part
+
+        parts = _of_each(prune, max_seconds)
+        progress.forget_other_aliases(run, settings.producer_group, ledger_aliases())
+        return _counts(ledger=parts)
 
 
-def _of_each_ledger(prune: Callable[[str], int]) -> int:
-    """How many rows went. One database that cannot be pruned does not keep the others from it."""
-    removed, failed = 0, {}
-    for alias in ledger_aliases():
+@contextmanager
+def _broker(settings: OutboxSettings) -> Iterator[Executor]:
+    with (
+        broker_database(settings).connect(name="outbox-prune") as broker,
+        naming("pruning ledgers and inboxes", settings.schema),
+    ):
+        check_schema(broker, settings.schema)
+        yield Executor(broker, settings.schema)
+
+
+def _report(run: Executor, settings: OutboxSettings, alias: str, table: str, keep_seconds: float, part: _Part) -> None:
+    if part.pruned_to is not None:
+        group = settings.producer_group
+        progress.report(run, group, alias, table, keep_seconds=keep_seconds, pruned_to=part.pruned_to)
+
+
+def _counts(*, ledger: Sequence[_Part] = (), inbox: Sequence[_Part] = ()) -> PruneCounts:
+    return PruneCounts(
+        ledger=sum(part.removed for part in ledger),
+        inbox=sum(part.removed for part in inbox),
+        more=any(part.more for part in (*ledger, *inbox)),
+    )
+
+
+def _of_each(prune: Callable[[str, float], _Part], max_seconds: float | None) -> list[_Part]:
+    """What was done on each alias, each with its share of the time.
+
+    One database that cannot be pruned does not keep the others from it.
+    """
+    parts: list[_Part] = []
+    failed: dict[str, DatabaseError] = {}
+    aliases = ledger_aliases()
+    for alias in aliases:
+        ends = float("inf") if max_seconds is None else time.monotonic() + max_seconds / len(aliases)
         try:
-            removed += prune(alias)
+            parts.append(prune(alias, ends))
         except DatabaseError as error:
             if _has_tables(alias):
                 failed[alias] = error
     if not failed:
-        return removed
+        return parts
     said = "; ".join(f"{alias!r}: {str(error).strip()}" for alias, error in failed.items())
     raise LedgerUnavailable(
-        f"ledger and inbox could not be pruned ({said}); {removed} rows of the others were. Nothing is lost: it is "
-        f"tried again at the next pass. Look after that database; for one that is a replica, let a router's "
-        f"allow_migrate refuse the models of outbox."
+        f"ledger and inbox could not be pruned ({said}); {sum(part.removed for part in parts)} rows of the others "
+        f"were. Nothing is lost: it is tried again at the next pass. Look after that database; for one that is a "
+        f"replica, let a router's allow_migrate refuse the models of outbox."
     ) from next(iter(failed.values()))
 
 
@@ -113,62 +195,48 @@ def _has_tables(alias: str) -> bool:
         return True
 
 
-def _prune_alias(alias: str, run: Executor, below: UUID, max_batches: int) -> int:
-    with closing(open_connection(alias)) as connection:
-        return _prune_ledger(connection, run, below, max_batches)
-
-
-def _prune_by_age(settings: OutboxSettings, max_batches: int) -> int:
-    """Remove rows that no check asks about any more: RocketMQ shows no decisions, but it keeps no message that long.
-
-    OUTBOX['INBOX_RETENTION_SECONDS'] outlasts the messages, here too.
-    """
-    below = _retained_from(settings)
-
-    def prune(alias: str) -> int:
-        removed = 0
-        with closing(open_connection(alias)) as connection:
-            if ledger.identity(connection) is None:
-                return 0
-            for _ in range(max_batches):
-                batch = ledger.ids_between(connection, UUID(int=0), below, limit=_BATCH)
-                if not batch:
-                    break
-                ledger.advance_pruned_before(connection, first_id_after(batch[-1]))
-                removed += ledger.delete(connection, batch)
-        return removed
-
-    return _of_each_ledger(prune)
-
-
 def _retained_from(settings: OutboxSettings) -> UUID:
     return first_id_at(datetime.now(UTC) - timedelta(seconds=settings.inbox_retention_seconds))
 
 
-def _prune_ledger(connection: BaseDatabaseWrapper, run: Executor, below: UUID, max_batches: int) -> int:
-    identity = ledger.identity(connection)
-    if identity is None:
-        return 0
-    below = _lowest_open(connection, run, identity.ledger_id, below)
-    removed = 0
-    after = _resume.pop(connection.alias, UUID(int=0))
-    foreign_below = min(below, _retained_from(get_settings()))
-    for _ in range(max_batches):
-        batch = ledger.ids_between(connection, after, below, limit=_BATCH)
-        if not batch:
-            break
-        after = batch[-1]
-        over = set(standing_decisions(run, batch))
-        over |= unknown_transactions(run, [one for one in batch if one not in over and one < foreign_below])
-        if over:
-            flush(run)
-            ledger.advance_pruned_before(connection, first_id_after(max(over)))
-            removed += ledger.delete(connection, sorted(over))
-        if len(batch) < _BATCH:
-            break
-    else:
-        _resume[connection.alias] = after
-    return removed
+def _prune_ledger(alias: str, run: Executor | None, below: UUID, ends: float) -> _Part:
+    """Remove what may go below an id, until a moment of the monotonic clock.
+
+    Without a broker to ask (`run`), rows go by age: RocketMQ shows no decisions, but it keeps no message for as long as
+    OUTBOX['INBOX_RETENTION_SECONDS'].
+    """
+    with closing(open_connection(alias)) as connection, _sweeping(alias, progress.LEDGER) as sweep:
+        identity = ledger.identity(connection)
+        if identity is None:
+            return _Part()
+        if run is not None:
+            below = _lowest_open(connection, run, identity.ledger_id, below)
+        foreign_below = min(below, _retained_from(get_settings()))
+        removed = 0
+        while True:
+            batch = ledger.ids_between(connection, sweep.place or UUID(int=0), below, limit=_BATCH)
+            if batch:
+                over = sorted(batch if run is None else _over(run, batch, foreign_below))
+                if over:
+                    ledger.advance_pruned_before(connection, first_id_after(over[-1]))
+                    removed += ledger.delete(connection, over)
+                sweep.place = batch[-1]
+            if len(batch) < _BATCH:
+                _is_through(sweep)
+                return _Part(removed, False, moment_of(below))
+            if time.monotonic() >= ends:
+                return _Part(removed, True, moment_of(batch[-1]))
+
+
+def _over(run: Executor, batch: Sequence[UUID], foreign_below: UUID) -> set[UUID]:
+    """The transactions that nobody can ask about any more."""
+    over = set(standing_decisions(run, batch))
+    old = [one for one in batch if one < foreign_below and one not in over]
+    if old:
+        over |= unknown_transactions(run, old)
+    if over:
+        flush(run)
+    return over
 
 
 def _lowest_open(connection: BaseDatabaseWrapper, run: Executor, ledger_id: UUID, below: UUID) -> UUID:
@@ -185,32 +253,57 @@ def _lowest_open(connection: BaseDatabaseWrapper, run: Executor, ledger_id: UUID
     return min(open_ids, default=below)
 
 
-def prune_inboxes(*, older_than: datetime, max_batches: int = 100) -> int:
-    """Remove inbox rows handled before `older_than`, in bounded deletes."""
+def prune_inboxes(*, older_than: datetime, max_seconds: float | None = None) -> PruneCounts:
+    """Remove inbox rows handled before `older_than` whose group cannot be given the message again.
+
+    Where the broker cannot be asked about a single message (RocketMQ, and the one in memory), rows go by age.
+    """
+    settings = get_settings()
+    if not settings.has_database:
+        return _counts(inbox=_of_each(lambda alias, ends: _prune_inbox(alias, None, older_than, ends), max_seconds))
+    with _broker(settings) as run:
+
+        def prune(alias: str, ends: float) -> _Part:
+            part = _prune_inbox(alias, run, older_than, ends)
+            _report(run, settings, alias, progress.INBOX, settings.inbox_retention_seconds, part)
+            return part
+
+        return _counts(inbox=_of_each(prune, max_seconds))
+
+
+def _prune_inbox(alias: str, run: Executor | None, older_than: datetime, ends: float) -> _Part:
     from outbox.contrib.django.models import InboxEntry
 
-    def prune(alias: str) -> int:
-        if not router.allow_migrate_model(alias, InboxEntry):
-            return 0
-        rows, removed = InboxEntry.objects.using(alias), 0
-        for _ in range(max_batches):
-            old = (
-                rows.filter(handled_at__lt=for_column(older_than, alias))
-                .order_by("handled_at")
-                .values_list("pk", flat=True)[:_BATCH]
-            )
-            keys = list(old)
-            if not keys:
-                break
-            removed += rows.filter(pk__in=keys).delete()[0]
-        return removed
+    if not router.allow_migrate_model(alias, InboxEntry):
+        return _Part()
+    removed = 0
+    with closing(open_connection(alias)) as connection, _sweeping(alias, progress.INBOX) as sweep:
+        while True:
+            batch = handled.oldest(connection, sweep.place, older_than=older_than, limit=_BATCH)
+            if batch:
+                gone = batch if run is None else _undeliverable(run, batch)
+                removed += handled.delete(connection, gone)
+                sweep.place = handled.place_behind(batch, is_stuck=not gone)
+            if len(batch) < _BATCH:
+                _is_through(sweep)
+                return _Part(removed, False, older_than)
+            if time.monotonic() >= ends:
+                return _Part(removed, True, handled.moment_of(sweep.place))
 
-    return _of_each_ledger(prune)
+
+def _undeliverable(run: Executor, batch: Sequence[handled.Handled]) -> list[handled.Handled]:
+    stay = deliverable(run, [(row.group, row.generation, row.message_id) for row in batch])
+    return [row for place, row in enumerate(batch) if place not in stay]
 
 
 def first_id_at(moment: datetime) -> UUID:
     """The least UUIDv7 of a moment: transaction ids are ordered by time."""
     return UUID(int=(int(moment.timestamp() * 1000) << 80) | 0x7 << 76 | 0x8 << 60)
+
+
+def moment_of(transaction_id: UUID) -> datetime:
+    """When a transaction with this id began."""
+    return datetime.fromtimestamp((transaction_id.int >> 80) / 1000, UTC)
 
 
 def first_id_after(value: UUID) -> UUID:

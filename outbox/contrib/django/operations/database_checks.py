@@ -21,6 +21,7 @@ from outbox.contrib.django.database.in_tests import refuse_in_tests
 from outbox.contrib.django.engine.path import prove
 from outbox.contrib.django.ledger.ledger_checker import ledger_aliases
 from outbox.contrib.django.operations.left_behind import left_behind, unknown_to_broker
+from outbox.contrib.django.operations.new_groups import new_groups
 from outbox.contrib.django.settings.conf import OutboxSettings, PathChoice, get_settings
 from outbox.errors import BrokerError, ConfigurationError, OutboxError, SchemaError
 from outbox.topic import Topic
@@ -126,6 +127,7 @@ def _broker_database(settings: OutboxSettings) -> Iterator[CheckMessage]:
                 settings, {topic.name: topic for topic in list_topics(Executor(connection, settings.schema))}
             )
             yield from _check_back_is_absent(Executor(connection, settings.schema), settings)
+            yield from _new_groups(Executor(connection, settings.schema))
             with connection.cursor() as cursor:
                 if not _durable("postgresql", cursor):
                     yield _not_durable(settings.broker)
@@ -177,6 +179,17 @@ def _check_back_is_absent(run: Executor, settings: OutboxSettings) -> Iterator[C
             yield Warning(
                 str(found), hint="Start `celery worker --outbox` or `manage.py outbox_worker`.", id="outbox.W030"
             )
+
+
+def _new_groups(run: Executor) -> Iterator[CheckMessage]:
+    try:
+        found = new_groups(run)
+    except OutboxError as error:
+        # check_settings says why the subscribers cannot be imported.
+        logger.debug("groups that are new cannot be looked up: %s", error)
+        return
+    for one in found:
+        yield Warning(one.text, hint=one.hint, id="outbox.W032")
 
 
 def _undeclared(settings: OutboxSettings, known: Mapping[str, Topic]) -> Iterator[CheckMessage]:

@@ -10,6 +10,7 @@ from django.db.utils import DatabaseError
 
 from outbox.broker.database.executor import Executor
 from outbox.broker.log.topics import list_topics
+from outbox.broker.maintenance.retention import DEFAULT_HARD_CAP_SECONDS
 from outbox.broker.operations.conditions import Severity
 from outbox.broker.operations.diagnosis import Finding, diagnose
 from outbox.contrib.django.database.aliases import broker_connection, broker_database
@@ -87,21 +88,34 @@ def _retention(settings: OutboxSettings, topics: list[Topic]) -> Iterator[Findin
     remedy = f"Keep them for {2 * LEDGER_KEEP_SECONDS:.0f} s: ledger rows go once the broker shows their decision."
     text = f"too short for the ledger: {', '.join(short)}" if short else "outlives the ledger's rows"
     yield Finding("retention of topics", *((Severity.WARNING, text, remedy) if short else (Severity.OK, text)))
-    longest = max((topic.retention_seconds for topic in topics), default=0)
-    autodiscover()
-    retries = max((_retry_seconds(one) for one, _ in subscriptions()), default=0.0)
-    needed = longest + retries
-    if settings.inbox_retention_seconds < needed:
-        remedy = f"Set OUTBOX['INBOX_RETENTION_SECONDS'] to {needed:.0f} at least: what is older may take effect twice."
-        text = f"{settings.inbox_retention_seconds:.0f} s, but messages can be delivered for {needed:.0f} s"
-        yield Finding("retention of the inbox", Severity.CRITICAL, text, remedy)
-    else:
-        yield Finding("retention of the inbox", Severity.OK, f"outlives deliveries, which end after {needed:.0f} s")
+    yield _inbox_retention(settings, topics)
     horizon = settings.check.max_age_seconds
     early = [topic.name for topic in topics if topic.retention_seconds < horizon]
     remedy = f"Keep them for {horizon:.0f} s (MAX_CHECK_AGE_SECONDS), or ask for less long."
     text = f"decisions go before check-back ends: {', '.join(early)}" if early else "decisions outlive check-back"
     yield Finding("check horizon", *((Severity.WARNING, text, remedy) if early else (Severity.OK, text)))
+
+
+def _inbox_retention(settings: OutboxSettings, topics: list[Topic]) -> Finding:
+    """Rows of messages that the log has stay anyway. Of the others a restored broker may deliver some again."""
+    name, kept = "retention of the inbox", settings.inbox_retention_seconds
+    longest = max((topic.retention_seconds for topic in topics), default=0)
+    cap = max(DEFAULT_HARD_CAP_SECONDS, longest)
+    autodiscover()
+    needed = longest + max((_retry_seconds(one) for one, _ in subscriptions()), default=0.0)
+    if kept < needed:
+        remedy = (
+            f"Set OUTBOX['INBOX_RETENTION_SECONDS'] to {needed:.0f} at least: a message that a restored broker "
+            f"delivers again, or that is sent again with its id, may take effect twice."
+        )
+        return Finding(name, Severity.WARNING, f"{kept:.0f} s, but messages are delivered for {needed:.0f} s", remedy)
+    if kept < cap:
+        text = (
+            f"outlives usual deliveries, which end after {needed:.0f} s; the log keeps what a group has not consumed "
+            f"for {cap:.0f} s, and rows of messages in the log are not pruned"
+        )
+        return Finding(name, Severity.OK, text)
+    return Finding(name, Severity.OK, f"outlives the log, which keeps what a group has not consumed for {cap:.0f} s")
 
 
 def _retry_seconds(subscription: Subscription) -> float:

@@ -10,6 +10,7 @@ from outbox.contrib.django.settings import setting_rules
 from outbox.contrib.sinks import formats
 from outbox.errors import ConfigurationError, InvalidFilter
 from outbox.filters.filter import parse_filter
+from outbox.subscription import Start
 
 SINKS: Final[Mapping[str, str]] = {
     "webhook": "outbox.contrib.sinks.webhook.WebhookSink",
@@ -20,7 +21,11 @@ SINKS: Final[Mapping[str, str]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeclaredForward:
-    """One entry of FORWARD. `topics` maps the names here to those there; `options` are the sink's own."""
+    """One entry of FORWARD. `topics` maps the names here to those there; `options` are the sink's own.
+
+    `start`: where the group begins on a topic that is new to it; None: at the earliest message, with a warning where
+    other groups have handled messages of the topic.
+    """
 
     topics: Mapping[str, str]
     sink: str
@@ -33,6 +38,7 @@ class DeclaredForward:
     threads: int | None = None
     timeout_seconds: float = 120.0
     suspend_seconds: float = 5.0
+    start: Start | None = None
 
 
 def forwards(where: str, value: Any) -> Mapping[str, DeclaredForward]:
@@ -72,6 +78,12 @@ def _filter(where: str, value: Any) -> str:
     return str(value)
 
 
+def _start(where: str, value: Any) -> Start:
+    if value not in list(Start):
+        raise setting_rules.wrong(where, value, f"one of {', '.join(map(repr, map(str, Start)))}")
+    return Start(value)
+
+
 def _on_rejected(where: str, value: Any) -> bool:
     if value not in ("block", "dead_letter"):
         raise setting_rules.wrong(where, value, "'block' (its key waits) or 'dead_letter' (later ones overtake it)")
@@ -90,4 +102,5 @@ _RULES: Final[Mapping[str, setting_rules.Rule]] = {
     "threads": setting_rules.whole(1),
     "timeout_seconds": setting_rules.seconds(1),
     "suspend_seconds": setting_rules.seconds(0),
+    "start": _start,
 }

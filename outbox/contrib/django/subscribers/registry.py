@@ -37,13 +37,17 @@ _OPTIONS: Final = frozenset({"suspend_seconds", "max_suspends", "timeout_seconds
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Subscriber:
-    """A registered handler. `using`: alias of the inbox and the transaction; None lets the routers choose."""
+    """A registered handler. `using`: alias of the inbox and the transaction; None lets the routers choose.
+
+    `names_start`: whether the project says where a group that is new to the topic begins.
+    """
 
     subscription: Subscription
     handler: AnyHandler
     name: str
     idempotent: bool = True
     using: str | None = None
+    names_start: bool = True
 
 
 _subscribers: dict[tuple[str, str], Subscriber] = {}
@@ -60,7 +64,7 @@ def subscriber(
     threads: int | None = None,
     retry: RetryPolicy | None = None,
     on_error: Mapping[type[BaseException], OnError | str] | None = None,
-    start: Start | datetime | str = Start.EARLIEST,
+    start: Start | datetime | str | None = None,
     idempotent: bool = True,
     using: str | None = None,
     **options: Any,
@@ -71,20 +75,30 @@ def subscriber(
     default) it runs inside `atomic()` on `using`, together with the inbox row that makes its effects in that
     database happen once; a broadcast group has no inbox, which would let one instance handle a message for all of
     them. `tag` selects by tags, `filter` by an SQL92 expression over headers (`"amount > 10"`).
+    A group that is new to the topic begins at `start`: by default at the earliest message that the broker has. Where
+    another group has handled messages of the topic, checks and workers warn until `start` is given.
     `mode`, `batch`, `threads`, `retry`, `on_error`, `start` and further `options` (suspend_seconds, max_suspends,
     timeout_seconds, broadcast) are those of `outbox.Subscription`.
 
     Put subscribers into the module `subscribers` of an installed app (OUTBOX['SUBSCRIBER_MODULE'] names another):
     workers import it. Raises InvalidSubscription or InvalidFilter at decoration.
     """
-    given = {"mode": mode, "tag": tag, "filter": filter, "on_error": on_error, "start": start, "batch": batch}
+    begins = Start.EARLIEST if start is None else start
+    given = {"mode": mode, "tag": tag, "filter": filter, "on_error": on_error, "start": begins, "batch": batch}
     chosen = {name: value for name, value in (("threads", threads), ("retry", retry)) if value is not None}
     subscription = _subscription(topic, group, {**given, **chosen}, options)
     once = idempotent and not subscription.broadcast
 
     def decorate(function: Function) -> Function:
-        handler, name = _handler(function), path_of(function)
-        register(Subscriber(subscription=subscription, handler=handler, name=name, idempotent=once, using=using))
+        registered = Subscriber(
+            subscription=subscription,
+            handler=_handler(function),
+            name=path_of(function),
+            idempotent=once,
+            using=using,
+            names_start=start is not None,
+        )
+        register(registered)
         return function
 
     return decorate

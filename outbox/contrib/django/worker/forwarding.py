@@ -10,6 +10,7 @@ from typing import Any, Final, cast
 from outbox.broker.consumer.runtime import ConsumeCounts, ConsumerRuntime
 from outbox.contrib.django.database.aliases import broker_database
 from outbox.contrib.django.database.in_tests import refuse_processes_in_tests
+from outbox.contrib.django.operations.new_groups import warn_of_new_groups
 from outbox.contrib.django.settings.conf import get_settings, imported
 from outbox.contrib.django.settings.forward_rules import DeclaredForward
 from outbox.contrib.django.settings.setting_rules import chosen
@@ -19,7 +20,7 @@ from outbox.contrib.sinks.forwarder import Forwarder, RawCodecs, subscription
 from outbox.contrib.sinks.sink import Sink
 from outbox.errors import ConfigurationError
 from outbox.ports import AnyHandler
-from outbox.subscription import Subscription
+from outbox.subscription import Start, Subscription
 
 _PURPOSE: Final = (
     "to forward: {'billing': {'topics': ['order.paid'], 'sink': 'webhook', "
@@ -53,6 +54,7 @@ def forwarding(*, groups: Sequence[str] = ()) -> Iterator[ConsumerRuntime]:
             sink = _sink(f"OUTBOX['FORWARD'][{group!r}]", declared)
             sinks.callback(sink.close)
             wanted += _subscriptions(group, declared, sink)
+        warn_of_new_groups([one.group for one, _ in wanted])
         yield ConsumerRuntime(
             broker_database(settings), wanted, codecs=RawCodecs(), lease_seconds=settings.lease_seconds
         )
@@ -85,5 +87,6 @@ def _subscriptions(group: str, declared: DeclaredForward, sink: Sink) -> Iterato
             threads=declared.threads,
             timeout_seconds=declared.timeout_seconds,
             suspend_seconds=declared.suspend_seconds,
+            start=declared.start or Start.EARLIEST,
         )
         yield wanted, Forwarder(sink, there, form)

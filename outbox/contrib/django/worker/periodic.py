@@ -18,6 +18,11 @@ from outbox.periodic import PeriodicPass
 logger = logging.getLogger(__name__)
 
 PRUNE_INTERVAL_SECONDS: Final = 600.0
+# Of one turn: check-back, which has the same thread, waits no longer. What is left then is done in the turns after it.
+PRUNE_TURN_SECONDS: Final = 2.0
+
+# Passes that have left something: they go on here, although they have just begun.
+_unfinished: set[str] = set()
 
 
 def passes() -> list[PeriodicPass]:
@@ -27,7 +32,7 @@ def passes() -> list[PeriodicPass]:
     nothing can be published on the two-phase path.
     """
     settings = get_settings()
-    prune = _in_turn("prune", PRUNE_INTERVAL_SECONDS, lambda: asdict(run_prune()))
+    prune = _in_turn("prune", PRUNE_INTERVAL_SECONDS, lambda: asdict(run_prune(max_seconds=PRUNE_TURN_SECONDS)))
     # Asked more often than it is due: workers come and go.
     audit_seconds = min(3600.0, settings.audit_interval_seconds)
     always = [prune, PeriodicPass(name="audit", interval_seconds=audit_seconds, run=audit_when_due)]
@@ -41,4 +46,11 @@ def _in_turn(name: str, interval_seconds: float, work: Callable[[], Mapping[str,
 
 
 def _run(name: str, interval_seconds: float, work: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
-    return work() if is_my_turn(name, interval_seconds) else {"left_to": "another process, which has just begun it"}
+    goes_on = name in _unfinished
+    _unfinished.discard(name)
+    if not is_my_turn(name, interval_seconds, rest_seconds=0 if goes_on else None):
+        return {"left_to": "another process, which has just begun it"}
+    counts = work()
+    if counts.get("more"):
+        _unfinished.add(name)
+    return counts

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from outbox import heartbeat
 from outbox.broker import process_log
@@ -17,6 +17,7 @@ from outbox.broker.process import ProcessSettings, run_broker
 from outbox.contrib.django.database.aliases import broker_database
 from outbox.contrib.django.engine.broker import get_broker, get_codecs
 from outbox.contrib.django.engine.engines import require_engine
+from outbox.contrib.django.operations.new_groups import warn_of_new_groups
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.subscribers.handler_connections import pool_shortages
 from outbox.contrib.django.subscribers.inbox import InboxInvoker, require_inboxes
@@ -59,6 +60,7 @@ def consumer_runtime(
     require_inboxes([subscription for subscription, _ in wanted])
     for shortage in pool_shortages(filter(None, (find_subscriber(subscription) for subscription, _ in wanted))):
         logger.warning("%s", shortage)
+    warn_of_new_groups([subscription.group for subscription, _ in wanted])
     settings = get_settings()
     database = broker_database(settings)
     return ConsumerRuntime(
@@ -124,19 +126,23 @@ def run_check_role(stop: threading.Event) -> None:
     while not stop.is_set():
         for item in passes():
             if time.monotonic() >= due[item.name]:
-                due[item.name] = time.monotonic() + item.interval_seconds
-                run_pass(item)
+                began = time.monotonic()
+                has_more = run_pass(item).get("more")
+                due[item.name] = began if has_more else began + item.interval_seconds
         stop.wait(max(0.05, min(due.values()) - time.monotonic()))
 
 
-def run_pass(item: PeriodicPass) -> None:
-    """One pass; an error is logged, the next one tries again."""
+def run_pass(item: PeriodicPass) -> Mapping[str, Any]:
+    """One pass, and what it counted. An error is logged; the next pass tries again."""
     try:
-        logger.debug("%s: %s", item.name, item.run())
+        counts = item.run()
+        logger.debug("%s: %s", item.name, counts)
+        return counts
     except OutboxError as error:
         logger.warning("%s failed, it runs again in %.0f s: %s", item.name, item.interval_seconds, error)
     except Exception:
         logger.exception("%s failed, it runs again in %.0f s", item.name, item.interval_seconds)
+    return {}
 
 
 def run_broker_and_check_roles(stop: threading.Event, *, stands_in: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""`manage.py outbox_group list|offsets|pause|resume|reset|delete`."""
+"""`manage.py outbox_group list|offsets|pause|resume|reset|rename|delete`."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from outbox.broker.operations.reset import QueueReset, reset
 from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.management.output import OutboxCommand, first_line, moment
 from outbox.contrib.django.operations.commands import describe_losses, group_lags, switch_group
+from outbox.contrib.django.operations.renaming import rename_group
 from outbox.subscription import Start
 
 _COUNTERS: Final = ("handled", "skipped", "filtered", "sent_back", "dead", "expired")
@@ -27,7 +28,7 @@ _COUNTERS: Final = ("handled", "skipped", "filtered", "sent_back", "dead", "expi
 class Command(OutboxCommand):
     """Parses, then calls one function."""
 
-    help = "List, pause, resume, reset or delete consumer groups."
+    help = "List, pause, resume, reset, rename or delete consumer groups."
 
     def add_arguments(self, parser: CommandParser) -> None:
         actions = parser.add_subparsers(dest="action", required=True)
@@ -55,6 +56,13 @@ class Command(OutboxCommand):
         move.add_argument("--reprocess", action="store_true", help="also process what the inbox has already")
         self.add_no_input(move, "say what would move, move nothing")
         self.add_json(move)
+        name = actions.add_parser(
+            "rename", help="give a group whose consumers are stopped another name, with all it has"
+        )
+        name.add_argument("group")
+        name.add_argument("new_name")
+        self.add_dry_run(name)
+        self.add_json(name)
         gone = actions.add_parser("delete", help="forget a group that nobody runs any more, or one of its topics")
         gone.add_argument("group")
         gone.add_argument("--topic", help="only its subscription to this topic")
@@ -133,6 +141,21 @@ class Command(OutboxCommand):
             )
             if options["dry_run"]:
                 self.say("nothing was moved (--dry-run)")
+
+    def _rename(self, options: dict[str, Any]) -> None:
+        old, new, dry_run = options["group"], options["new_name"], options["dry_run"]
+        done = rename_group(old, new, dry_run=dry_run)
+        if options["json"]:
+            self.print_json({**dataclasses.asdict(done), "dry_run": dry_run})
+        elif done.renamed:
+            self.say(
+                f"{old} is {new} now; {sum(done.copied.values())} rows of its inbox were copied. Start its workers "
+                f"with the new name."
+            )
+        elif dry_run:
+            self.say(f"{old} can be renamed to {new}. Not really: --dry-run.")
+        else:
+            self.say(f"{old} was renamed to {new} before; nothing is left to do.")
 
     def _delete(self, options: dict[str, Any]) -> None:
         group, topic = options["group"], options["topic"]

@@ -1,0 +1,119 @@
+"""The statements that prune the inbox (table outbox_inbox), the connection passed in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from itertools import groupby
+from typing import Any, Final
+from uuid import UUID
+
+from django.db.backends.base.base import BaseDatabaseWrapper
+from django.utils.dateparse import parse_datetime
+
+from outbox.contrib.django.ledger.ledger import without_timeouts
+from outbox.contrib.django.settings.times import for_column
+
+# Fits the parameter limit of every database Django supports.
+_LARGEST_LIST: Final = 500
+
+
+@dataclass(frozen=True, slots=True)
+class Handled:
+    """A row of the inbox. `at` is its time in UTC as the database's driver gives it, to be passed back as it is."""
+
+    group: str
+    generation: int
+    message_id: UUID
+    at: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A place in the order of time: at the rows of the moment `at`, or, if `is_behind`, behind all of them."""
+
+    at: Any
+    is_behind: bool = False
+
+
+_SELECT: Final = "SELECT consumer_group, generation, message_id, {at} FROM outbox_inbox WHERE handled_at < %s"
+
+# Times in UTC, whatever time zone the session has: in local time an hour of the year comes twice.
+_IN_UTC: Final = {"postgresql": "handled_at AT TIME ZONE 'UTC'"}
+_FROM_UTC: Final = {"postgresql": "(%s::timestamp AT TIME ZONE 'UTC')"}
+
+
+def oldest(connection: BaseDatabaseWrapper, place: Place | None, *, older_than: datetime, limit: int) -> list[Handled]:
+    """The next rows from a place on (None: from the first), handled before `older_than`, in the order of time."""
+    parameters: list[Any] = [connection.ops.adapt_datetimefield_value(for_column(older_than, connection.alias))]
+    statement = _SELECT.format(at=_IN_UTC.get(connection.vendor, "handled_at"))
+    if place is not None:
+        parameters.append(place.at)
+        statement += f" AND handled_at {'>' if place.is_behind else '>='} {_FROM_UTC.get(connection.vendor, '%s')}"
+    statement += f" ORDER BY handled_at {connection.ops.limit_offset_sql(0, limit)}"
+    with connection.cursor() as cursor:
+        cursor.execute(statement, parameters)
+        return [
+            Handled(group, generation, value if isinstance(value, UUID) else UUID(value), at)
+            for group, generation, value, at in cursor.fetchall()
+        ]
+
+
+def place_behind(batch: Sequence[Handled], *, is_stuck: bool) -> Place:
+    """Where to go on after a batch: at its last moment, of which there may be more rows.
+
+    `is_stuck`: all rows of the batch are of one moment and stay. Those of that moment that did not fit wait until the
+    inbox is read from its beginning again.
+    """
+    return Place(batch[-1].at, is_behind=is_stuck and batch[0].at == batch[-1].at)
+
+
+def moment_of(place: Place) -> datetime:
+    """The time of a place, aware."""
+    at = parse_datetime(place.at) if isinstance(place.at, str) else place.at
+    assert isinstance(at, datetime)
+    return at if at.tzinfo is not None else at.replace(tzinfo=UTC)
+
+
+# The bounds keep the planner from reading the whole table for the rows of a batch, which lie side by side.
+_DELETE_POSTGRESQL: Final = """
+DELETE FROM outbox_inbox AS known
+USING unnest(%s::text[], %s::integer[], %s::uuid[]) AS gone (consumer_group, generation, message_id)
+WHERE known.consumer_group = gone.consumer_group AND known.generation = gone.generation
+  AND known.message_id = gone.message_id
+  AND known.handled_at BETWEEN (%s::timestamp AT TIME ZONE 'UTC') AND (%s::timestamp AT TIME ZONE 'UTC')
+"""
+
+_DELETE: Final = "DELETE FROM outbox_inbox WHERE consumer_group = %s AND generation = %s AND message_id IN "
+
+
+def delete(connection: BaseDatabaseWrapper, rows: Sequence[Handled]) -> int:
+    """Remove rows that are in the order of time; returns how many there were."""
+    if not rows:
+        return 0
+    with without_timeouts(connection), connection.cursor() as cursor:
+        if connection.vendor == "postgresql":
+            columns: list[list[Any]] = [
+                [row.group for row in rows],
+                [row.generation for row in rows],
+                [row.message_id for row in rows],
+            ]
+            cursor.execute(_DELETE_POSTGRESQL, [*columns, rows[0].at, rows[-1].at])
+            return int(cursor.rowcount)
+        deleted = 0
+        for (group, generation), same in groupby(sorted(rows, key=_inbox), key=_inbox):
+            ids = [_stored(connection, row.message_id) for row in same]
+            for start in range(0, len(ids), _LARGEST_LIST):
+                part = ids[start : start + _LARGEST_LIST]
+                cursor.execute(f"{_DELETE}({', '.join(['%s'] * len(part))})", [group, generation, *part])
+                deleted += cursor.rowcount
+        return deleted
+
+
+def _inbox(row: Handled) -> tuple[str, int]:
+    return row.group, row.generation
+
+
+def _stored(connection: BaseDatabaseWrapper, message_id: UUID) -> Any:
+    return message_id if connection.features.has_native_uuid_field else message_id.hex

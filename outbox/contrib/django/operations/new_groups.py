@@ -1,0 +1,74 @@
+"""Consumer groups that are new to a topic whose messages other groups have handled: meant, or only another name?"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from outbox.broker.database.executor import Executor
+from outbox.broker.operations.newcomers import Newcomer, newcomers
+from outbox.contrib.django.database.aliases import broker_connection
+from outbox.contrib.django.settings.conf import get_settings
+from outbox.contrib.django.subscribers.registry import autodiscover
+from outbox.errors import OutboxError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class NewGroup:
+    """What happens when a worker starts, and what to do if it is not meant."""
+
+    group: str
+    text: str
+    hint: str
+
+
+def new_groups(run: Executor) -> list[NewGroup]:
+    """The project's groups that would begin with messages that other groups have handled, where it names no `start`.
+
+    Raises what `autodiscover` raises.
+    """
+    known = autodiscover()
+    wanted = [
+        (item.subscription.group, item.subscription.topic)
+        for item in known
+        if not (item.names_start or item.subscription.broadcast)
+    ]
+    forwarded = get_settings().forward
+    wanted += [
+        (group, topic) for group, declared in forwarded.items() if declared.start is None for topic in declared.topics
+    ]
+    of_project = {*(item.subscription.group for item in known), *forwarded}
+    return [_said(one, of_project) for one in newcomers(run, wanted)]
+
+
+def warn_of_new_groups(groups: Collection[str]) -> None:
+    """Log them when a worker of these groups starts. A broker that is away is waited for elsewhere."""
+    try:
+        with broker_connection() as (connection, schema):
+            found = new_groups(Executor(connection, schema))
+    except OutboxError as error:
+        logger.debug("groups that are new cannot be looked up: %s", error)
+        return
+    for one in found:
+        if one.group in groups:
+            logger.warning("%s %s", one.text, one.hint)
+
+
+def _said(one: Newcomer, of_project: Collection[str]) -> NewGroup:
+    text = (
+        f"the group {one.group!r} is new to the topic {one.topic!r} and begins with the oldest of about {one.messages} "
+        f"messages there, which {', '.join(map(repr, one.handled_by))} handled before."
+    )
+    former = [name for name in one.without_consumers if name not in of_project]
+    renamed = (
+        f" If it is {former[0]!r} under another name, stop its workers and run `outbox_group rename {former[0]} "
+        f"{one.group}`."
+        if former
+        else ""
+    )
+    return NewGroup(
+        one.group, text, f"Say what is meant: start='earliest' for all of them, start='latest' for none.{renamed}"
+    )

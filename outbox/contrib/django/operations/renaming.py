@@ -1,0 +1,78 @@
+"""Giving a consumer group another name, with all that the broker and the inboxes know of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from typing import TypeVar
+
+from django.db import router
+from django.db.backends.base.base import BaseDatabaseWrapper
+from django.db.utils import DatabaseError
+
+from outbox.broker.database.executor import Executor
+from outbox.broker.groups.registration import unknown_group
+from outbox.broker.operations import renaming
+from outbox.contrib.django.database.aliases import broker_connection
+from outbox.contrib.django.ledger import renaming as rows
+from outbox.contrib.django.ledger.ledger_checker import ledger_aliases, open_connection
+from outbox.errors import LedgerUnavailable
+from outbox.faults import point
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Renamed:
+    """What was done. `renamed` is False where the group had the new name already; `copied` counts rows by alias."""
+
+    renamed: bool
+    copied: Mapping[str, int]
+
+
+def rename_group(old: str, new: str, *, dry_run: bool = False) -> Renamed:
+    """Rename a group whose consumers are stopped; to be called again after an interruption.
+
+    Nothing is handled twice under either name: until the broker has the new name, a group that starts under it is
+    paused, and the rows of the former name stay in the inboxes until they are pruned. Raises UnknownGroup, UsageError,
+    BrokerError, or LedgerUnavailable where an inbox cannot be reached.
+    """
+    with broker_connection() as (connection, schema):
+        run = Executor(connection, schema)
+        if renaming.is_renamed(run, old, new):
+            if not any(_on_each(lambda inbox: rows.has_copies(inbox, old, new)).values()):
+                raise unknown_group(old)
+            return Renamed(False, {})
+        reserved = renaming.reserve(run, old, new, dry_run=dry_run)
+    if dry_run:
+        return Renamed(False, {})
+    point("rename.reserved")
+    _on_each(rows.wait_for_writers)
+    copied = _on_each(lambda inbox: rows.copy(inbox, old, new))
+    point("rename.copied")
+    # Copying may take long: the connection of before may be gone.
+    with broker_connection() as (connection, schema):
+        renaming.rename(Executor(connection, schema), old, new, reserved)
+    point("rename.renamed")
+    return Renamed(True, copied)
+
+
+def _on_each(work: Callable[[BaseDatabaseWrapper], T]) -> dict[str, T]:
+    """What a function of a connection returns for each database with an inbox."""
+    from outbox.contrib.django.models import InboxEntry
+
+    found: dict[str, T] = {}
+    for alias in ledger_aliases():
+        if router.allow_migrate_model(alias, InboxEntry):
+            try:
+                with closing(open_connection(alias)) as connection:
+                    if InboxEntry._meta.db_table in connection.introspection.table_names():
+                        found[alias] = work(connection)
+            except DatabaseError as error:
+                raise LedgerUnavailable(
+                    f"the inbox on {alias!r} cannot be read or written ({str(error).strip()}), so the group has its "
+                    f"former name still: its handled messages would run again. Bring the database back and run this "
+                    f"again."
+                ) from error
+    return found

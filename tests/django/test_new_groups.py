@@ -1,0 +1,99 @@
+"""A group that is new to a topic which others have handled says where it begins, or is warned about."""
+
+from __future__ import annotations
+
+import logging
+from base64 import b64encode
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from django.core.checks import CheckMessage
+
+from outbox import Delivery
+from outbox.contrib.django import publish, subscriber
+from outbox.contrib.django.operations.database_checks import check_databases
+from outbox.contrib.django.subscribers import registry
+from outbox.contrib.django.worker.forwarding import forwarding
+from outbox.contrib.django.worker.workers import consumer_runtime
+from tests.django.support import sequence
+
+pytestmark = pytest.mark.usefixtures("databases", "no_subscribers")
+
+SECRETS = ["whsec_" + b64encode(bytes(24)).decode()]
+
+
+def subscribe(group: str, **options: Any) -> None:
+    @subscriber("orders", group=group, **options)
+    def ship(delivery: Delivery) -> None: ...
+
+
+def warned() -> list[CheckMessage]:
+    return [one for one in check_databases(databases=["broker"]) if one.id == "outbox.W032"]
+
+
+@pytest.fixture
+def _history(databases: None, no_subscribers: None) -> None:
+    """Three messages that the group shipping has handled."""
+    subscribe("shipping")
+    for number in range(3):
+        publish("orders", {}, key=str(number))
+    sequence()
+    consumer_runtime().run_once()
+    registry.unregister_all()
+
+
+def test_the_first_group_of_a_topic_is_not_warned_about() -> None:
+    subscribe("shipping")
+    publish("orders", {})
+    sequence()
+    assert warned() == []
+
+
+@pytest.mark.usefixtures("_history")
+def test_another_name_is_warned_about_by_the_check_and_at_the_start(caplog: pytest.LogCaptureFixture) -> None:
+    subscribe("dispatch")
+    [found] = warned()
+    assert "'dispatch' is new to the topic 'orders' and begins with the oldest of about 3 messages" in found.msg
+    assert "'shipping'" in found.msg
+    assert found.hint is not None
+    assert "start='earliest'" in found.hint
+    assert "`outbox_group rename shipping dispatch`" in found.hint
+    with caplog.at_level(logging.WARNING):
+        runtime = consumer_runtime()
+    assert "outbox_group rename shipping dispatch" in caplog.text
+    runtime.run_once()
+    assert warned() == [], "it is not new any more"
+
+
+@pytest.mark.usefixtures("_history")
+@pytest.mark.parametrize("start", ["earliest", "latest"])
+def test_a_group_that_says_where_it_begins_is_not(start: str, caplog: pytest.LogCaptureFixture) -> None:
+    subscribe("dispatch", start=start)
+    assert warned() == []
+    with caplog.at_level(logging.WARNING):
+        consumer_runtime()
+    assert caplog.text == ""
+
+
+@pytest.mark.usefixtures("_history")
+def test_a_group_beside_one_that_is_still_there_is_not_taken_for_it() -> None:
+    subscribe("shipping")
+    subscribe("points")
+    [found] = warned()
+    assert "'points'" in found.msg
+    assert found.hint is not None
+    assert "rename" not in found.hint
+
+
+@pytest.mark.usefixtures("_history")
+def test_a_group_that_forwards_says_it_in_its_setting(
+    outbox_settings: Callable[..., None], caplog: pytest.LogCaptureFixture
+) -> None:
+    declared = {"topics": ["orders"], "sink": "webhook", "options": {"url": "https://127.0.0.1:9/", "secrets": SECRETS}}
+    outbox_settings(FORWARD={"billing": declared})
+    assert [one.msg.split("'")[1] for one in warned()] == ["billing"]
+    with caplog.at_level(logging.WARNING), forwarding():
+        assert "'billing' is new to the topic 'orders'" in caplog.text
+    outbox_settings(FORWARD={"billing": {**declared, "start": "latest"}})
+    assert warned() == []
