@@ -38,9 +38,9 @@ class Thresholds:
     `pass_late_periods`: check-back or pruning, in periods. `unanswered`: a check that is due. `lag`: per group and
     topic. `retry_share`: of the messages that a group finished in the last minute, those sent back for another attempt
     (from `retry_messages` on). `retention_behind`: past the retention time, in the log, the ledgers and the inboxes.
-    `transaction`: a session whose transaction holds back vacuum. `lock`: a session of the broker that waits. `space`: the broker's tables. `xid_age`: towards the
-    wrap-around at 2^31; `sequence_share`: of an identity column. `replica_lag`: WAL not replayed by a replica, or kept
-    for one that is away.
+    `transaction`: a session whose transaction holds back vacuum. `lock`: a session of the broker that waits. `space`:
+    the broker's tables. `xid_age`: towards the wrap-around at 2^31; `sequence_share`: of an identity column.
+    `replica_lag`: WAL not replayed by a replica, or kept for one that is away.
     """
 
     no_sequencer_seconds: Limits = Limits(0, 15)
