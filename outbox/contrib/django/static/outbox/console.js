@@ -142,8 +142,10 @@
     const focused = document.activeElement;
     const before = live.dataset.said;
     morph(live, fresh);
-    // A row that has moved has lost the focus.
-    if (focused?.isConnected && focused !== document.activeElement) focused.focus({ preventScroll: true });
+    // A row that has moved has lost the focus; the focus of one that is gone goes to the page, not to its beginning.
+    if (focused && focused !== document.activeElement) {
+      (focused.isConnected ? focused : document.getElementById("main")).focus({ preventScroll: true });
+    }
     if (live.dataset.said !== before) announce.textContent = live.dataset.said;
     return "";
   }
