@@ -86,8 +86,8 @@ def _of_group(rule: Rule, group: GroupRule, broker: PostgresSource, schema: str)
     notes = [f"{note}{began})"]
     if len(before) == _MAX_LISTED:
         notes.append(
-            f"group {group.name}: more than {_MAX_LISTED:,} messages lie before its start and after the first one that it "
-            f"owes; only {_MAX_LISTED:,} of them are left out, the others count as owed. Write owed_when to say more"
+            f"group {group.name}: more than {_MAX_LISTED:,} messages lie before its start and after the first one that "
+            f"it owes; only {_MAX_LISTED:,} of them are left out, the others count as owed. Write owed_when to say more"
         )
     return replace(group, owed_when=" AND ".join(terms)), notes
 
