@@ -139,6 +139,10 @@ class Answer:
     alarm: bool = False
 
 
+STILL_RUNNING: Final = "still running"
+"""How the detail of an answer begins that found the local transaction open."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckCounts:
     """What one check-back pass did."""

@@ -66,9 +66,8 @@ def _of_group(rule: Rule, group: GroupRule, broker: PostgresSource, schema: str)
             return group, []
         views = {"offsets": names["offset"], "entries": names["queue_entry"], **wanted}
         last, first = broker.attempt(_BORDER.format(**views), about=about)[0]
-        terms = []
+        terms, before = [], []
         if last is not None:
-            before = []
             if first is not None:
                 listing = _BEFORE.format(first=first, limit=_MAX_LISTED, **views)
                 before = [str(row[0]) for row in broker.attempt(listing, about=about)]
@@ -84,7 +83,13 @@ def _of_group(rule: Rule, group: GroupRule, broker: PostgresSource, schema: str)
         return group, []
     note = f"group {group.name}: owes what its subscription lets pass ({known[0][0] or 'everything'!r}"
     began = f", from message {last} of the log on" if last is not None else ""
-    return replace(group, owed_when=" AND ".join(terms)), [f"{note}{began})"]
+    notes = [f"{note}{began})"]
+    if len(before) == _MAX_LISTED:
+        notes.append(
+            f"group {group.name}: more than {_MAX_LISTED:,} messages lie before its start and after the first one that "
+            f"it owes; only {_MAX_LISTED:,} of them are left out, the others count as owed. Write owed_when to say more"
+        )
+    return replace(group, owed_when=" AND ".join(terms)), notes
 
 
 def _start(last: int, first: int | None, before: list[str]) -> str:

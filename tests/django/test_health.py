@@ -14,6 +14,7 @@ from pathlib import Path
 from uuid import uuid4
 
 import pytest
+from django.contrib.auth.models import User
 from django.core.management import call_command
 from django.db import connections
 from django.db.backends.base.base import BaseDatabaseWrapper
@@ -35,6 +36,7 @@ from outbox.errors import ConfigurationError
 from tests.broker.support import wire
 from tests.django.broker_world import NOWHERE
 from tests.django.conftest import point_alias
+from tests.django.console.support import client_of, make_user
 
 pytestmark = pytest.mark.usefixtures("databases", "no_subscribers")
 
@@ -94,6 +96,29 @@ def test_views(led: None, outbox_settings: Callable[..., None]) -> None:
     assert (response.status_code, response.json()["conditions"][0]["name"]) == (503, "no_sequencer")
     outbox_settings(METRICS_TOKEN=None)
     assert client.get("/outbox/status/", headers={"Authorization": "Bearer "}).status_code == 403
+
+
+def test_staff_without_the_permission_read_neither_status_nor_metrics(
+    led: None, outbox_settings: Callable[..., None]
+) -> None:  # fmt: skip
+    outbox_settings(METRICS_TOKEN="s3cret")
+    try:
+        users = [
+            (make_user(), 403),
+            (make_user("act", "view_bodies"), 403),
+            (make_user("view_operations", staff=False), 403),
+            (make_user("view_operations"), 200),
+        ]
+        for user, status in users:
+            client = client_of(user)
+            for page in ("/outbox/status/", "/outbox/metrics/"):
+                answer = client.get(page)
+                assert answer.status_code == status, (page, status)
+                assert status == 200 or b"outbox.view_operations" in answer.content
+                assert client.get(page, headers={"Authorization": "Bearer s3cret"}).status_code == 200
+            assert ("problems" in client.get("/outbox/health/").json()) is (status == 200)
+    finally:
+        User.objects.all().delete()
 
 
 @pytest.fixture

@@ -21,6 +21,9 @@ from outbox.errors import BrokerUnavailable
 Connection: TypeAlias = psycopg.Connection[Any]
 
 _Result = TypeVar("_Result")
+
+# How long a server may take to cancel a statement.
+CANCEL_SECONDS: Final = 1.0
 _KEEPALIVE: Final = {"keepalives_idle": 10, "keepalives_interval": 5, "keepalives_count": 3, "tcp_user_timeout": 15_000}
 
 
@@ -32,15 +35,20 @@ class BrokerConnection(psycopg.Connection[TupleRow]):
     """
 
     deadline: float | None = None
+    _cancels: bool = False
 
     @contextlib.contextmanager
-    def within(self, deadline: float) -> Iterator[Self]:
-        """Close the connection and raise BrokerUnavailable when a statement waits past `deadline` (monotonic)."""
-        self.deadline = deadline
+    def within(self, deadline: float, *, cancel: bool = False) -> Iterator[Self]:
+        """Close the connection and raise BrokerUnavailable when a statement waits past `deadline` (monotonic).
+
+        With `cancel` the server is asked first to cancel the statement, which then raises psycopg's QueryCanceled; the
+        connection is closed a second later. A statement that is left alone goes on waiting for its lock.
+        """
+        self.deadline, self._cancels = deadline, cancel and psycopg.capabilities.has_cancel_safe()
         try:
             yield self
         finally:
-            self.deadline = None
+            self.deadline, self._cancels = None, False
 
     def wait(self, gen: PQGen[_Result], interval: float = 0.1, *args: Any, **kwargs: Any) -> _Result:
         """Wait for the server as psycopg does, but no longer than the deadline."""
@@ -48,7 +56,7 @@ class BrokerConnection(psycopg.Connection[TupleRow]):
             return super().wait(gen, interval, *args, **kwargs)
         left = self.deadline - time.monotonic()
         try:
-            return super().wait(_until(self.deadline, gen), min(interval, max(left, 0.001)), *args, **kwargs)
+            return super().wait(self._until_deadline(gen), min(interval, max(left, 0.001)), *args, **kwargs)
         except TimeoutError:
             self.close()
             raise BrokerUnavailable(
@@ -56,19 +64,26 @@ class BrokerConnection(psycopg.Connection[TupleRow]):
                 "out; sending it again with the same message ids is safe."
             ) from None
 
+    def _until_deadline(self, gen: PQGen[_Result]) -> PQGen[_Result]:
+        """What `gen` does, for psycopg's own loop, which comes back here at least once per interval."""
+        try:
+            wanted = next(gen)
+            while True:
+                ready = yield wanted
+                if not ready and self.deadline is not None and time.monotonic() >= self.deadline:
+                    self._cancel_or_give_up()
+                wanted = gen.send(ready)
+        except StopIteration as stop:
+            result: _Result = stop.value
+            return result
 
-def _until(deadline: float, gen: PQGen[_Result]) -> PQGen[_Result]:
-    """What `gen` does, for psycopg's own loop, which comes back here at least once per interval."""
-    try:
-        wanted = next(gen)
-        while True:
-            ready = yield wanted
-            if not ready and time.monotonic() >= deadline:
-                raise TimeoutError
-            wanted = gen.send(ready)
-    except StopIteration as stop:
-        result: _Result = stop.value
-        return result
+    def _cancel_or_give_up(self) -> None:
+        if not self._cancels:
+            raise TimeoutError
+        with contextlib.suppress(psycopg.Error):
+            self.cancel_safe(timeout=CANCEL_SECONDS)
+        # For the answer to the cancelled statement, and for the ROLLBACK after it.
+        self.deadline, self._cancels = time.monotonic() + CANCEL_SECONDS, False
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,12 +38,13 @@ class IncidentKind(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Incident:
-    """One recorded incident; `subject` is what it is about, as text."""
+    """One recorded incident; `subject` is what it is about, as text. A stored one has a time and an id."""
 
     kind: str
     subject: str
     detail: str
     at: datetime | None = None
+    incident_id: int | None = None
 
 
 _RECORD = Statement("""
@@ -52,7 +53,9 @@ SELECT * FROM unnest(%(kinds)s::text[], %(subjects)s::text[], %(details)s::text[
 """)
 
 _RECENT = Statement("""
-SELECT kind, subject, detail, at FROM {schema}.incident ORDER BY at DESC, incident_id DESC LIMIT %(limit)s
+SELECT kind, subject, detail, at, incident_id FROM {schema}.incident
+WHERE (%(kind)s::text IS NULL OR kind = %(kind)s) AND (%(before)s::bigint IS NULL OR incident_id < %(before)s)
+ORDER BY incident_id DESC LIMIT %(limit)s
 """)
 
 
@@ -72,6 +75,8 @@ def record(run: Executor, incidents: Sequence[Incident]) -> None:
     )
 
 
-def recent(run: Executor, *, limit: int = 20) -> list[Incident]:
-    """The newest incidents, newest first."""
-    return run.objects(Incident, _RECENT, {"limit": limit})
+def recent(
+    run: Executor, kind: str | None = None, *, before: int | None = None, limit: int = 20
+) -> list[Incident]:  # fmt: skip
+    """A page of the incidents of a kind, or of all, the newest first. The next one is `before` the last one's id."""
+    return run.objects(Incident, _RECENT, {"kind": kind, "before": before, "limit": limit})

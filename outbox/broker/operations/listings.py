@@ -13,8 +13,10 @@ from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
 from outbox.broker.groups.registration import unknown_group
 
-# Dead letters can be as many as messages: what is said about all of them is said about the newest so many.
+# Dead letters can be as many as messages: the errors of a group are counted over its newest so many.
 COUNTED: Final = 10_000
+# So many errors are listed at most, of all groups together.
+MOST_ERRORS: Final = 200
 
 _BOUND: Final = Statement("""
 SELECT set_config('statement_timeout', %(milliseconds)s, true), set_config('lock_timeout', '1s', true),
@@ -23,13 +25,19 @@ SELECT set_config('statement_timeout', %(milliseconds)s, true), set_config('lock
 
 _ERRORS: Final = Statement("""
 SELECT consumer_group.name AS group, split_part(newest.error, ':', 1) AS error_type, count(*) AS letters,
-       min(dead_at) AS first_at, max(dead_at) AS last_at, (array_agg(newest.error ORDER BY dead_at DESC))[1] AS example
-FROM (SELECT group_id, error, dead_at FROM {schema}.dead_letter WHERE replayed_at IS NULL
-      ORDER BY dead_at DESC LIMIT %(limit)s) AS newest
-JOIN {schema}.consumer_group USING (group_id)
+       min(dead_at) AS first_at, max(dead_at) AS last_at, (array_agg(newest.error ORDER BY dead_at DESC))[1] AS example,
+       newest.is_cut
+FROM {schema}.consumer_group
+CROSS JOIN LATERAL (
+    SELECT error, dead_at, count(*) OVER () > %(limit)s AS is_cut
+    FROM (SELECT error, dead_at FROM {schema}.dead_letter
+          WHERE dead_letter.group_id = consumer_group.group_id AND replayed_at IS NULL
+          ORDER BY dead_at DESC LIMIT %(limit)s + 1) AS counted
+    ORDER BY dead_at DESC LIMIT %(limit)s
+) AS newest
 WHERE %(group)s::text IS NULL OR consumer_group.name = %(group)s
-GROUP BY 1, 2 ORDER BY letters DESC, 1, 2
-LIMIT 200
+GROUP BY 1, 2, newest.is_cut ORDER BY letters DESC, 1, 2
+LIMIT %(most)s
 """)
 
 _WAITING: Final = Statement("""
@@ -72,7 +80,10 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class ErrorGroup:
-    """Unsettled dead letters of a group whose last error is of one type, and the newest error as an example."""
+    """Unsettled dead letters of a group whose last error is of one type, and the newest error as an example.
+
+    `is_cut`: the group has more than COUNTED unsettled dead letters, and only the newest COUNTED were read.
+    """
 
     group: str
     error_type: str
@@ -80,6 +91,7 @@ class ErrorGroup:
     first_at: datetime
     last_at: datetime
     example: str
+    is_cut: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +140,11 @@ def group_now(run: Executor, group: str) -> Group:
 
 
 def list_errors(run: Executor, group: str | None = None) -> list[ErrorGroup]:
-    """The unsettled dead letters by group and type of error, the most frequent first; of the newest COUNTED."""
-    return run.objects(ErrorGroup, _ERRORS, {"group": group, "limit": COUNTED})
+    """The unsettled dead letters by group and type of error, the most frequent first; at most MOST_ERRORS of them.
+
+    Of each group the newest COUNTED are read.
+    """
+    return run.objects(ErrorGroup, _ERRORS, {"group": group, "limit": COUNTED, "most": MOST_ERRORS})
 
 
 def list_waiting(

@@ -16,13 +16,15 @@ from outbox.broker.database.executor import Executor
 from outbox.broker.database.snapshot import Snapshot
 from outbox.broker.database.statement import Statement
 from outbox.broker.operations.trace import TracedAnswer, TracedMessage, trace
+from outbox.transaction import STILL_RUNNING
 
 
 @dataclass(frozen=True, slots=True)
 class OpenTransaction:
     """A half transaction without a decision.
 
-    `state`: new (no check has looked for it yet), waiting (its group is asked at `due_at`) or parked.
+    `state`: new (no check has looked for it yet), waiting (its group is asked at `due_at`) or parked. `is_immune`: its
+    immunity has not ended.
     `transactional_id` and `epoch` are those of a fenced producer, else None; `fenced`: a newer instance took its place.
     `key` is that of the first message, empty without one.
     """
@@ -40,6 +42,20 @@ class OpenTransaction:
     checks: int
     due_at: datetime | None
     last_answer: str | None
+    is_immune: bool = False
+
+    @property
+    def may_run(self) -> str:
+        """Why its local transaction may still run; empty where nothing says so. A parked one is past all limits."""
+        if self.state == "parked":
+            return ""
+        if self.state == "new":
+            return "no check has looked for it yet"
+        if self.is_immune:
+            return "it is younger than its immunity"
+        if (self.last_answer or "").startswith(STILL_RUNNING):
+            return "it still ran when check-back asked last"
+        return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +72,7 @@ _LAST_SCAN: Final = Statement("SELECT snapshot::text FROM {schema}.half_scan ORD
 # What the half scan has not read yet is found as it would find it: by the snapshot of the last one.
 _NEW: Final = """
     SELECT transaction_id, log_id, NULL::timestamptz AS parked_at, 0 AS checks, NULL::timestamptz AS due_at,
-           NULL::text AS last_answer, true AS new
+           NULL::text AS last_answer, true AS is_immune, true AS new
     FROM {schema}.commit_log new_half
     WHERE half AND message_id = transaction_id
       AND NOT EXISTS (SELECT FROM {schema}.pending_check known WHERE known.transaction_id = new_half.transaction_id)
@@ -64,7 +80,9 @@ _NEW: Final = """
 
 _OPEN: Final = Statement(f"""
 WITH undecided AS (
-    SELECT transaction_id, log_id, parked_at, checks, due_at, last_answer, false AS new FROM {{schema}}.pending_check
+    SELECT transaction_id, log_id, parked_at, checks, due_at, last_answer,
+           clock_timestamp() < immune_until AS is_immune, false AS new
+    FROM {{schema}}.pending_check
     UNION ALL {_NEW} xid >= %(xmax)s::xid8
     UNION ALL {_NEW} xid = ANY(%(xip)s::xid8[])
 )
@@ -73,7 +91,7 @@ SELECT undecided.transaction_id, first.producer_group, noted.transactional_id, n
        first.key, first.stored_at,
        CASE WHEN undecided.parked_at IS NOT NULL THEN 'parked' WHEN undecided.new THEN 'new'
             ELSE 'waiting' END AS state,
-       undecided.checks, undecided.due_at, undecided.last_answer
+       undecided.checks, undecided.due_at, undecided.last_answer, undecided.is_immune
 FROM undecided JOIN {{schema}}.commit_log first USING (log_id)
 LEFT JOIN {{schema}}.fenced_half noted ON noted.transaction_id = undecided.transaction_id
 LEFT JOIN {{schema}}.producer_epoch newest
@@ -111,13 +129,19 @@ def list_open(
     return _find(run, group=group, transactional_id=transactional_id, parked=parked, after=after, limit=limit)
 
 
-def describe(run: Executor, transaction_id: UUID) -> Description | None:
+def open_transaction(run: Executor, transaction_id: UUID) -> OpenTransaction | None:
     """One open transaction; None where there is none of that id: it is decided, or was never here."""
     found = _find(run, transaction_id=transaction_id, limit=1)
+    return found[0] if found else None
+
+
+def describe(run: Executor, transaction_id: UUID) -> Description | None:
+    """One open transaction with its messages and answers; None where there is none of that id."""
+    found = open_transaction(run, transaction_id)
     traced = trace(run, transaction_id) if found else None
-    if traced is None:
+    if found is None or traced is None:
         return None
-    return Description(transaction=found[0], messages=traced.messages, answers=traced.answers)
+    return Description(transaction=found, messages=traced.messages, answers=traced.answers)
 
 
 def _find(

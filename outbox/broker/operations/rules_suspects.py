@@ -16,16 +16,21 @@ _DEATHS: Final = 3
 _DEATHS_SECONDS: Final = 600.0
 _CRASH_LOOPS: Final = Statement("""
 SELECT subject, count(*), max(at)::text, (array_agg(detail ORDER BY incident_id DESC))[1]
-FROM (SELECT * FROM {schema}.incident WHERE at > clock_timestamp() - make_interval(secs => %(seconds)s)
+FROM (SELECT * FROM {schema}.incident
+      WHERE kind = 'process_died' AND at > clock_timestamp() - make_interval(secs => %(seconds)s)
       ORDER BY at DESC LIMIT 1000) AS recent
-WHERE kind = 'process_died' GROUP BY subject HAVING count(*) >= %(deaths)s ORDER BY 2 DESC
+GROUP BY subject HAVING count(*) >= %(deaths)s ORDER BY 2 DESC
 """)
 
+# The first of each kind: many that kill their process do not hide one that hangs.
 _SUSPECTS: Final = Statement("""
 SELECT hung, consumer_group.name, log.message_id::text, log.key, deaths,
-       extract(epoch FROM clock_timestamp() - suspected_at)::double precision, evidence
-FROM (SELECT * FROM {schema}.suspect ORDER BY deaths DESC, suspected_at LIMIT %(limit)s) AS suspect
+       extract(epoch FROM clock_timestamp() - suspected_at)::double precision, evidence, total
+FROM (SELECT *, count(*) OVER (PARTITION BY hung) AS total,
+             row_number() OVER (PARTITION BY hung ORDER BY deaths DESC, suspected_at) AS place
+      FROM {schema}.suspect) AS suspect
 JOIN {schema}.consumer_group USING (group_id) LEFT JOIN {schema}.commit_log log USING (log_id)
+WHERE place <= %(limit)s
 ORDER BY deaths DESC, suspected_at
 """)
 
@@ -50,7 +55,9 @@ def rules(run: Executor, limits: Thresholds, summary: Summary) -> Iterator[Condi
     )
     crashing: list[Judged] = []
     hanging: list[Judged] = []
-    for hung, group, message, key, deaths, age, evidence in run.rows(_SUSPECTS, {"limit": 5 * EVIDENCE}):
+    totals: dict[bool, int] = {}
+    for hung, group, message, key, deaths, age, evidence, total in run.rows(_SUSPECTS, {"limit": EVIDENCE}):
+        totals[hung] = total
         fact: Fact = {
             "group": group,
             "message": message,
@@ -60,8 +67,8 @@ def rules(run: Executor, limits: Thresholds, summary: Summary) -> Iterator[Condi
             "evidence": evidence,
         }
         (hanging if hung else crashing).append((Severity.CRITICAL if deaths else Severity.WARNING, fact))
-    yield from condition("suspects", crashing)
-    yield from condition("hung_handlers", hanging)
+    for found in (*condition("suspects", crashing), *condition("hung_handlers", hanging)):
+        yield Condition(found.name, found.severity, found.evidence, totals[found.name == "hung_handlers"])
     yield from condition(
         "outage",
         [

@@ -11,8 +11,8 @@ from outbox.broker.operations.conditions import EVIDENCE, Condition, Fact, Judge
 from outbox.broker.operations.summary import Summary
 from outbox.broker.operations.thresholds import Thresholds
 
-# The first few of a producer group whose check is due. At most two hundred rows are looked at: behind a backlog of
-# checks that were decided meanwhile the condition stands without examples.
+# The first few of a producer group whose check is due. At most two hundred rows are looked at. Behind a backlog of
+# checks that were decided meanwhile, the condition names the command that lists them instead of examples.
 _UNANSWERED: Final = Statement("""
 SELECT transaction_id::text
 FROM (SELECT transaction_id FROM {schema}.pending_check WHERE producer_group = %(group)s AND parked_at IS NULL
@@ -43,7 +43,7 @@ def rules(run: Executor, limits: Thresholds, summary: Summary) -> Iterator[Condi
                 "producer_group": group.group,
                 "undecided": group.undecided,
                 "due_seconds": due_seconds,
-                "transactions": ", ".join(examples),
+                "transactions": ", ".join(examples) or f"`outbox_transaction list --group {group.group}` lists them",
             }
             unanswered.append((severity, fact))
     yield from condition("unanswered", unanswered)
@@ -56,7 +56,7 @@ def _parked(run: Executor, limits: Thresholds, summary: Summary) -> Iterator[Con
     severity = limits.parked_messages.judge(count)
     if severity is None or severity is Severity.OK or not count:
         return
-    facts = [
+    facts: list[Fact] = [
         {
             "transaction": transaction,
             "producer_group": group,
@@ -67,4 +67,5 @@ def _parked(run: Executor, limits: Thresholds, summary: Summary) -> Iterator[Con
         }
         for transaction, group, age, reason, checks, answer in rows
     ]
-    yield Condition("parked", severity, facts, count)
+    # The oldest two hundred may have been decided meanwhile.
+    yield Condition("parked", severity, facts or [{"list": "`outbox_transaction list --parked` lists them"}], count)

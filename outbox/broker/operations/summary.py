@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from typing import Any, Final, TypeVar
 
+from psycopg.pq import TransactionStatus
+
+from outbox.broker.database.connection import Connection
 from outbox.broker.database.executor import Executor
 from outbox.broker.operations import summary_sql
 
@@ -106,7 +110,9 @@ class BlockedQueue:
 class Summary:
     """All of it. `at`: when it was counted; `now`: when it was read. `blocked` names the first twenty.
 
-    `stored_age_seconds`: how old the newest stored one is, None without any; `is_late` when it had to be counted anew.
+    `drawn`: how many log ids had been drawn when it was counted; None where the role may not see it, and in a summary
+    that was stored. `stored_age_seconds`: how old the newest stored one is, None without any; `is_late` when it had to
+    be counted anew.
     """
 
     at: float
@@ -117,6 +123,7 @@ class Summary:
     producers: Sequence[ProducerProgress]
     topics: Sequence[TopicProgress]
     blocked: Sequence[BlockedQueue]
+    drawn: int | None = None
     stored_age_seconds: float | None = None
     is_late: bool = False
 
@@ -139,13 +146,16 @@ class Growth:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """One kept summary in short, of a group or of all. The counters are totals; `queued` is None for a group alone.
+    """One kept summary in short, of a group or of all. The counters are totals.
 
+    `stored` counts the log ids that were drawn: one for each stored message. An insert that was rolled back has drawn
+    one, too. `stored` and `queued` are None for a group alone.
     `oldest_seconds`: how long the oldest unfinished message had waited; 0 without one. Retries are left out of it, and
     of `lag`.
     """
 
     at: float
+    stored: int | None
     queued: int | None
     handled: int
     sent_back: int
@@ -165,33 +175,24 @@ _PARTS: Final[Mapping[str, type[Any]]] = {
 
 # In the order of `summary_sql.COUNT`.
 _COUNTED: Final[Sequence[type[Any]]] = (GroupProgress, GroupRest, ProducerProgress, TopicProgress)
-_BEGIN: Final = """
-BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY;
-SET LOCAL jit = off;
-SET LOCAL lock_timeout = '1s'
-"""
+_LIMITS: Final = "SET LOCAL jit = off; SET LOCAL lock_timeout = '1s'"
 
 
 def count(run: Executor) -> Summary:
-    """Count now, all parts from one snapshot. The connection must be in autocommit and outside a transaction.
+    """Count now, all parts from one snapshot; within the caller's transaction, or else in one of its own.
 
     Reads every position and every unsettled message: seconds may pass at the largest sizes. Raises LockNotAvailable
     where somebody keeps a table locked.
     """
     started = time.monotonic()
-    # Three statements in one message, which cannot be prepared. A wait for a lock would pass for work, after which the
-    # next count is put off; who is kept out says so (`lock_held`).
-    run.connection.execute(_BEGIN, prepare=False)
-    try:
-        now, *counted = run.one(summary_sql.COUNT, prepare=False)
+    with _limited(run.connection):
+        now, drawn, *counted = run.one(summary_sql.COUNT, prepare=False)
         groups, rests, producers, topics = (
             [row_type(**row) for row in rows] for row_type, rows in zip(_COUNTED, counted, strict=True)
         )
         blocked: list[BlockedQueue] = []
         if any(group.blocked for group in groups):
             blocked = run.objects(BlockedQueue, summary_sql.BLOCKED, {"limit": _BLOCKED_NAMED})
-    finally:
-        run.connection.rollback()
     return Summary(
         at=now,
         now=now,
@@ -201,7 +202,24 @@ def count(run: Executor) -> Summary:
         producers=producers,
         topics=topics,
         blocked=blocked,
+        drawn=drawn,
     )
+
+
+@contextmanager
+def _limited(connection: Connection) -> Iterator[None]:
+    # A wait for a lock would pass for work, after which the next count is put off; `lock_held` names the session that
+    # is waited for. Several statements in one message cannot be prepared.
+    if connection.info.transaction_status is not TransactionStatus.IDLE:
+        with connection.transaction():
+            connection.execute(_LIMITS, prepare=False)
+            yield
+        return
+    connection.execute(f"BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY; {_LIMITS}", prepare=False)
+    try:
+        yield
+    finally:
+        connection.rollback()
 
 
 def refresh(run: Executor) -> Summary:
@@ -258,7 +276,10 @@ def _moment(at: float, totals: Mapping[str, Any], group: str | None) -> Moment:
     rows = [row for name, row in totals["groups"].items() if group in (None, name)]
     handled, sent_back, dead, lag = (sum(row[place] for row in rows) for place in range(4))
     oldest = max((row[4] for row in rows), default=0.0)
-    return Moment(at, totals["queued"] if group is None else None, handled, sent_back, dead, lag, oldest)
+    if group is not None:
+        return Moment(at, None, None, handled, sent_back, dead, lag, oldest)
+    # Summaries of older code say nothing of the log.
+    return Moment(at, totals.get("stored"), totals["queued"], handled, sent_back, dead, lag, oldest)
 
 
 def _totals(summary: Summary) -> dict[str, Any]:
@@ -270,7 +291,7 @@ def _totals(summary: Summary) -> dict[str, Any]:
             known[place] += number
         if one.oldest_at is not None and not one.is_retry:
             known[4] = max(known[4], summary.at - one.oldest_at)
-    return {"queued": sum(topic.queued for topic in summary.topics), "groups": found}
+    return {"stored": summary.drawn, "queued": sum(topic.queued for topic in summary.topics), "groups": found}
 
 
 def _packed(row_type: type[Any], rows: Iterable[Any]) -> dict[str, Any]:

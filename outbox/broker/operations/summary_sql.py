@@ -132,9 +132,12 @@ WHERE topic.retry_of IS NULL
 GROUP BY topic.topic_id ORDER BY topic.name
 """
 
-# All of the above, and when: each of them would cost a round trip every few seconds though nothing happens.
+# All of the above, when, and how many log ids were drawn: each of them would cost a round trip every few seconds though
+# nothing happens.
 COUNT: Final = Statement(f"""
 SELECT extract(epoch FROM clock_timestamp())::double precision,
+       (SELECT CASE WHEN has_sequence_privilege(ids, 'SELECT, USAGE') THEN coalesce(pg_sequence_last_value(ids), 0) END
+        FROM CAST(pg_get_serial_sequence('{{schema}}.commit_log', 'log_id') AS regclass) AS ids),
        (SELECT coalesce(jsonb_agg(to_jsonb(counted)), '[]') FROM ({_GROUPS}) AS counted),
        (SELECT coalesce(jsonb_agg(to_jsonb(counted)), '[]') FROM ({_RESTS}) AS counted),
        (SELECT coalesce(jsonb_agg(to_jsonb(counted)), '[]') FROM ({_PRODUCERS}) AS counted),

@@ -78,16 +78,17 @@ def state_of(
     """
     if entry.group is None:
         return EntryState.NO_GROUP
+    # A group finishes messages ahead of its stored offset: what is known of this one is said first.
+    if not later and entry.place in dead:
+        return EntryState.DEAD
+    if not later and entry.place in retrying:
+        return EntryState.SENT_BACK
     if entry.offset >= entry.next_offset:
         return EntryState.EXPIRED if entry.offset < entry.floor else EntryState.WAITING
     if entry.offset < entry.start_offset:
         return EntryState.BEFORE_START
     if later:
         return EntryState.DEAD if later[0].attempt == 0 else EntryState.SENT_BACK
-    if entry.place in retrying:
-        return EntryState.SENT_BACK
-    if entry.place in dead:
-        return EntryState.DEAD
     if entry.is_filtered:
         return EntryState.FILTERED
     return EntryState.PASSED if entry.passed_over else EntryState.HANDLED

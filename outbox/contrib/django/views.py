@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+from typing import Final
+
+from django.db import Error as DatabaseError
 from django.http import HttpRequest, HttpResponse, JsonResponse
 from django.views.decorators.cache import never_cache
 from django.views.decorators.http import require_safe
 
 from outbox.broker.operations.conditions import Severity
+from outbox.contrib.django.console.asking import SECONDS
+from outbox.contrib.django.console.rendering import SEE, may
+from outbox.contrib.django.database import deadline
 from outbox.contrib.django.operations import exposition
 from outbox.contrib.django.operations.watching import look, probe
+
+_REFUSED: Final = (
+    f"This view needs a staff user with the permission {SEE}, or the header `Authorization: Bearer` with the token of "
+    f"OUTBOX['METRICS_TOKEN']."
+)
 
 
 @never_cache
 @require_safe
 def health(request: HttpRequest) -> HttpResponse:
-    """200 when messages move, else 503. For everybody, so without details; those are for who may see the status."""
-    found = probe()
+    """200 when messages move, else 503. Every client may ask; the details are for those that may see the status."""
+    with deadline.within(SECONDS):
+        found = probe()
     body: dict[str, object] = {"healthy": found.is_healthy}
     if _may_see(request):
         body["problems"] = list(found.problems)
@@ -25,24 +37,29 @@ def health(request: HttpRequest) -> HttpResponse:
 @never_cache
 @require_safe
 def status(request: HttpRequest) -> HttpResponse:
-    """Verdict and overview as JSON: 200, or 503 when something is critical. For staff, or with the token."""
+    """Verdict and overview as JSON: 200, or 503 when it is critical. Needs the page's permission or the token."""
     if not _may_see(request):
-        return JsonResponse({"error": "for staff, or with the token of OUTBOX['METRICS_TOKEN']"}, status=403)
-    found = look()
+        return JsonResponse({"error": _REFUSED}, status=403)
+    with deadline.within(SECONDS):
+        found = look()
     return JsonResponse(found.as_json(), status=503 if found.verdict.severity is Severity.CRITICAL else 200)
 
 
 @never_cache
 @require_safe
 def metrics(request: HttpRequest) -> HttpResponse:
-    """What Prometheus scrapes. For staff, or the token: groups and topics are named."""
+    """What Prometheus scrapes. Needs the page's permission or the token, because groups and topics are named."""
     if not _may_see(request):
-        return HttpResponse("for staff, or with the token of OUTBOX['METRICS_TOKEN']\n", status=403)
-    return HttpResponse(exposition.render(), content_type=exposition.CONTENT_TYPE)
+        return HttpResponse(f"{_REFUSED}\n", status=403, content_type="text/plain; charset=utf-8")
+    with deadline.within(SECONDS):
+        return HttpResponse(exposition.render(), content_type=exposition.CONTENT_TYPE)
 
 
 def _may_see(request: HttpRequest) -> bool:
-    user = getattr(request, "user", None)
-    if user is not None and user.is_active and getattr(user, "is_staff", False):
+    # The token first: a scraper has no account, and is answered while accounts cannot be read.
+    if exposition.is_authorized(request.headers.get("Authorization", "")):
         return True
-    return exposition.is_authorized(request.headers.get("Authorization", ""))
+    try:
+        return may(request, SEE)
+    except DatabaseError:
+        return False

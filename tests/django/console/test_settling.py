@@ -8,13 +8,15 @@ import pytest
 from django.db import transaction
 from django.test import Client
 
+from outbox.broker.transaction import checks
 from outbox.contrib.django import fenced_producer, publish, run_check_back
 from outbox.contrib.django.console.audit import recorded
 from outbox.contrib.django.engine.broker import flusher
 from outbox.contrib.django.models import OperatorAction
 from outbox.errors import LeftoversUndecided, UsageError
+from outbox.transaction import CheckSettings
 from tests.django.broker_world import World
-from tests.django.console.support import client_of, make_user
+from tests.django.console.support import bury, client_of, make_user
 from tests.django.shop.models import Order
 from tests.django.support import sequence
 from tests.django.test_message_transactions import in_thread, send
@@ -140,3 +142,78 @@ def test_what_was_cut_off_or_broken_stands_in_the_audit(world: World) -> None:
         recorded("ada", "try", "pause", subject="group g", effect="", before={"paused\0": "\0"}, do=crash)
     assert recorded("ada", "try", "pause", subject="g\0", effect="", before={}, do=refuse).outcome == "failed"
     assert [entry.outcome for entry in OperatorAction.objects.all()] == ["failed", "failed"]
+
+
+def test_a_transaction_that_may_still_run_cannot_be_decided(world: World, operator: Client) -> None:
+    with transaction.atomic():
+        Order.objects.create(number="order-9")
+        transaction_id = publish("orders", {}, key="order-9").transaction_id
+        given = {"transaction": str(transaction_id), "decision": "rollback"}
+        forced = {**given, "confirmed": "yes", "why": "a guess", "force": "yes"}
+        pages = ("/outbox/undecided/", f"/outbox/messages/{transaction_id}/")
+        for reason in ("no check has looked for it yet", "its immunity", "it still ran when check-back asked last"):
+            if reason == "its immunity":
+                checks.scan(world.run, settings=CheckSettings())
+                world.sql("UPDATE outbox.pending_check SET immune_until = now() + interval '1 minute'")
+            elif "asked last" in reason:
+                world.sql("UPDATE outbox.pending_check SET immune_until = now(), due_at = now()")
+                assert run_check_back().unknown == 1
+            for page in pages:
+                text = operator.get(page).content.decode()
+                assert "order-9" in text and "may still run" in text and reason in text, page
+                assert "Commit …" not in text and "Roll back …" not in text and "Ask again" in text
+            refused = operator.post("/outbox/act/decide/", forced)
+            assert refused.status_code == 400 and reason in refused.content.decode()
+    flusher.flush(within_seconds=5)
+    assert decision(world) == [("C", "P")] and not OperatorAction.objects.exists()
+    assert "order-9" not in operator.get("/outbox/undecided/").content.decode()
+
+
+def heading(operator: Client, message_id: UUID) -> str:
+    page = operator.get(f"/outbox/messages/{message_id}/").content.decode()
+    return page.partition('<p class="verdict-line">')[2].partition("</p>")[0]
+
+
+def test_a_message_is_headed_by_what_became_of_it(world: World, operator: Client) -> None:
+    world.subscribe("mail")
+    message_id = publish("orders", {}, key="k0").message_id
+    sequence()
+    assert "waiting" in heading(operator, message_id)
+    # The group has gone past it.
+    world.sql("INSERT INTO outbox.consumer_offset (group_id, queue_id, epoch, ordinal, next_offset, start_offset)"
+              " SELECT group_id, queue_id, 9, 9, queue_offset + 1, 0"
+              " FROM outbox.consumer_group, outbox.consume_queue WHERE name = 'mail'")  # fmt: skip
+    assert "handled" in heading(operator, message_id)
+    bury(world, "mail", "k0", "TimeoutError: no answer")
+    assert heading(operator, message_id) == '<span class="badge bad">dead letter</span>'
+    world.subscribe("stock")
+    assert "dead letter in 1 of 2 groups" in heading(operator, message_id)
+    world.sql("UPDATE outbox.dead_letter SET replayed_at = now(), discarded_at = now()")
+    world.sql("DELETE FROM outbox.subscription WHERE group_id = (SELECT group_id FROM outbox.consumer_group"
+              " WHERE name = 'stock')")  # fmt: skip
+    assert "discarded" in heading(operator, message_id)
+
+
+def test_the_life_of_a_message_is_told_in_its_order(world: World, operator: Client) -> None:
+    world.subscribe("mail")
+    message_id = publish("orders", {}, key="k0").message_id
+    sequence()
+    bury(world, "mail", "k0", "TimeoutError: no answer")
+    # As a consumer writes them: the letter's time is that of the transaction's beginning. The producer's clock is fast.
+    world.sql("UPDATE outbox.failure SET failed_at = now() + make_interval(secs => 0.01 + attempt)")
+    world.sql("UPDATE outbox.dead_letter SET dead_at = now() - interval '2 s'")
+    world.sql("UPDATE outbox.commit_log SET born_at = now() + interval '1 hour'")
+    page = operator.get(f"/outbox/messages/{message_id}/").content.decode()
+    life = page.partition('<ol class="life">')[2].partition("</ol>")[0]
+    steps = (
+        "Published",
+        "Stored with",
+        "Committed",
+        "Queued",
+        "failed on attempt 1",
+        "failed on attempt 2",
+        "gave it up",
+    )
+    places = [life.index(step) for step in steps if step in life]
+    assert len(places) >= 6 and places == sorted(places), life
+    assert "+-" not in life

@@ -97,7 +97,7 @@ def test_groups_and_topics_are_listed_from_the_summary(world: World, operator: C
     assert ">orders</a>" in operator.get("/outbox/topics/?q=ord").content.decode()
     topic = operator.get("/outbox/topics/one/?name=orders").content.decode()
     assert ">mail</a>" in topic and "NORMAL" in topic
-    part = operator.get("/outbox/groups/", headers={"HX-Request": "true"}).content.decode()
+    part = operator.get("/outbox/groups/", headers={"Outbox-Part": "true"}).content.decode()
     assert part.strip().startswith('<div id="live"') and "<html" not in part
 
 

@@ -18,7 +18,9 @@ from django.views.decorators.cache import never_cache
 from django.views.decorators.csrf import csrf_protect
 from django.views.decorators.http import require_POST, require_safe
 
+from outbox.contrib.django.console.asking import SECONDS, application
 from outbox.contrib.django.console.rendering import ACT, SEE, problem
+from outbox.contrib.django.database import deadline
 from outbox.errors import OutboxError, UnknownGroup, UnknownTopic, UsageError
 
 View = Callable[..., HttpResponse]
@@ -37,7 +39,8 @@ def acting(view: View) -> View:
 def _guarded(method: Callable[[View], View], view: View, permissions: list[str]) -> View:
     @wraps(view)
     def wrapped(request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponse:
-        response = _refusal(request, permissions) or _answer(view, request, *args, **kwargs)
+        with deadline.within(SECONDS):
+            response = _answer(view, permissions, request, *args, **kwargs)
         # What an application or a proxy has decided for its site stays.
         response.headers.setdefault("Content-Security-Policy", _policy())
         response.headers.setdefault("Referrer-Policy", "same-origin")
@@ -74,29 +77,42 @@ def _login_url() -> str:
         return str(resolve_url(settings.LOGIN_URL))
 
 
-def _answer(view: View, request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponse:
+def _answer(view: View, permissions: list[str], request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponse:
     try:
-        return view(request, *args, **kwargs)
+        with application():
+            refusal = _refusal(request, permissions)
+        return refusal or view(request, *args, **kwargs)
     except (UnknownGroup, UnknownTopic) as error:
         return problem(request, "Not known to the broker", str(error), status=404)
     except UsageError as error:
         return problem(request, "That cannot be done", str(error), status=400)
-    except psycopg.errors.QueryCanceled:
-        return problem(
-            request,
-            "Too much to read",
-            "The broker's database did not find it within five seconds. Name a topic, or a shorter time.",
-            status=503,
+    except (OutboxError, psycopg.Error, DatabaseError) as error:
+        return _unanswered(request, error)
+
+
+def _unanswered(request: HttpRequest, error: Exception) -> HttpResponse:
+    """What a database did not answer. The driver's error is the cause of outbox's and of Django's."""
+    driver = error if isinstance(error, psycopg.Error) else error.__cause__
+    said = str(error).strip()
+    if isinstance(driver, psycopg.errors.LockNotAvailable):
+        title = "A lock is in the way"
+        said = (
+            f"Another session has held a lock that this needs for longer than {deadline.LOCK_SECONDS:.0f} s. Nothing "
+            f"was done. The condition lock_held names a session that holds a table of the broker. End its transaction, "
+            f"or do this again later.\n{said}"
         )
-    except (OutboxError, psycopg.Error) as error:
-        return problem(request, "The broker cannot be asked", str(error).strip(), status=503)
-    except DatabaseError as error:
-        return problem(
-            request,
-            "The application's database cannot be asked",
-            f"{error}".strip() + "\nWhere a table is missing, run `manage.py migrate`.",
-            status=503,
+    elif isinstance(driver, psycopg.errors.QueryCanceled):
+        title = "Too much to read"
+        said = (
+            f"The database did not answer within {SECONDS:.0f} s. Nothing was done. Name a topic, a shorter time, or "
+            f"fewer messages.\n{said}"
         )
+    elif isinstance(error, DatabaseError):
+        title = "The application's database cannot be asked"
+        said += "\nWhere a table is missing, run `manage.py migrate`."
+    else:
+        title = "The broker cannot be asked"
+    return problem(request, title, said, status=503)
 
 
 def _policy() -> str:

@@ -1,4 +1,4 @@
-"""Asking the broker for a page: in one bounded, read-only transaction; and what a request asks for."""
+"""Asking the databases for a page: in bounded transactions; and what a request asks for."""
 
 from __future__ import annotations
 
@@ -8,24 +8,40 @@ from datetime import datetime
 from typing import Final
 from uuid import UUID
 
+from django.db import router
 from django.utils import timezone
 
 from outbox.broker.database.executor import Executor
 from outbox.broker.operations.dead_letters import Place
 from outbox.broker.operations.listings import bounded
+from outbox.contrib.django.database import deadline
 from outbox.contrib.django.database.aliases import broker_connection
+from outbox.contrib.django.models import OperatorAction
 from outbox.errors import UsageError
 
+# A page, and the plan of an action, have so long for all that they ask of the databases.
 SECONDS: Final = 5.0
+# What has been confirmed has longer: it does what the plan has tried, and commits it.
+ACTION_SECONDS: Final = 20.0
 
 
 @contextmanager
 def reading() -> Iterator[Executor]:
-    """One snapshot of the broker. Raises psycopg's QueryCanceled where a statement takes longer than SECONDS."""
+    """A read-only transaction on the broker, within the deadline of the request.
+
+    Raises BrokerUnavailable, whose cause is psycopg's QueryCanceled or LockNotAvailable where a limit was met.
+    """
     with broker_connection() as (connection, schema):
         run = Executor(connection, schema)
-        with bounded(run, seconds=SECONDS):
+        with bounded(run, seconds=deadline.seconds_left() or SECONDS):
             yield run
+
+
+@contextmanager
+def application() -> Iterator[None]:
+    """A transaction on the application's database (accounts, findings, audit), within the deadline of the request."""
+    with deadline.kept_by_application(router.db_for_write(OperatorAction)):
+        yield
 
 
 def text(given: Mapping[str, str], name: str) -> str | None:

@@ -9,6 +9,7 @@ from typing import Any
 from django.core.serializers.json import DjangoJSONEncoder
 from django.utils import timezone
 
+from outbox.contrib.django.console.asking import application
 from outbox.contrib.django.models import OperatorAction
 from outbox.errors import OutboxError
 from outbox.safe_text import for_people
@@ -22,10 +23,11 @@ def recorded(
 
     An OutboxError of `do` is an outcome like any other; every other error is written, too, and raised.
     """
-    entry = OperatorAction.objects.create(
-        who=_storable(who)[:255], why=_storable(why), action=action, subject=_storable(subject),
-        effect=_storable(effect), before=_plain(before),
-    )  # fmt: skip
+    with application():
+        entry = OperatorAction.objects.create(
+            who=_storable(who)[:255], why=_storable(why), action=action, subject=_storable(subject),
+            effect=_storable(effect), before=_plain(before),
+        )  # fmt: skip
     try:
         after, outcome = do(), OperatorAction.Outcome.DONE
     except OutboxError as error:
@@ -39,7 +41,8 @@ def recorded(
 
 def _end(entry: OperatorAction, outcome: str, after: Mapping[str, Any]) -> None:
     entry.outcome, entry.after, entry.ended_at = outcome, _plain(after), timezone.now()
-    entry.save(update_fields=["outcome", "after", "ended_at"])
+    with application():
+        entry.save(update_fields=["outcome", "after", "ended_at"])
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:

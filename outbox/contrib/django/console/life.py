@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Final
 
-from outbox.broker.operations.trace import Trace, TracedMessage
+from outbox.broker.operations.trace import Trace, TracedEntry, TracedMessage
 from outbox.broker.operations.trace_states import EntryState
 
 _DECIDERS: Final = {"P": "the producer", "K": "check-back", "O": "an operator"}
@@ -50,6 +50,15 @@ _TONES: Final = {
 }
 
 
+# The worst state of a message's groups is what the message as a whole is headed by.
+_WORST_FIRST: Final = (
+    (EntryState.DEAD, "dead letter"),
+    (EntryState.EXPIRED, "expired"),
+    (EntryState.SENT_BACK, "retrying"),
+    (EntryState.WAITING, "waiting"),
+)
+
+
 def state_of(trace: Trace, message: TracedMessage) -> tuple[str, str]:
     """A word for the message as a whole, and its tone."""
     if trace.decision is None:
@@ -62,64 +71,119 @@ def state_of(trace: Trace, message: TracedMessage) -> tuple[str, str]:
         return "held", "warn"
     if message.scheduled_for:
         return "delayed", "warn"
-    return "committed", "good"
+    return _state_in_groups(trace, message)
+
+
+def _state_in_groups(trace: Trace, message: TracedMessage) -> tuple[str, str]:
+    newest = _newest_entries(trace, message)
+    if not newest:
+        # It is in no queue yet, or no group has subscribed to its topic.
+        return "committed", "good"
+    discarded = {one.group for one in trace.dead_letters if one.log_id == message.log_id and one.discarded_at}
+    states = [entry.state for group, entry in newest.items() if group not in discarded]
+    for state, word in _WORST_FIRST:
+        if state in states:
+            count = states.count(state)
+            return (word if count == len(newest) else f"{word} in {count} of {len(newest)} groups"), _TONES[state]
+    if discarded:
+        return "discarded", "plain"
+    return "handled" if {EntryState.HANDLED, EntryState.PASSED} & set(states) else "committed", "good"
 
 
 def events(trace: Trace, message: TracedMessage) -> list[Event]:
-    """All of them, the first one first."""
-    found = sorted((*_sent(trace, message), *_consumed(trace, message)), key=lambda one: one.at)
+    """All of them, the first one first: no event stands before what had to happen before it.
+
+    Clocks differ (the producer's, the database's), and a time that is the beginning of a transaction is earlier than
+    what happened in it. Where two times contradict the order of the steps, the order of the steps is right.
+    """
+    found: list[tuple[datetime, Event]] = []
+    for steps in (_sent(trace, message), _consumed(trace, message)):
+        found += steps
+    found.sort(key=lambda one: one[0])
+    shown = [event for _, event in found]
     return [
-        Event(one.at, one.title, one.detail, one.tone, (one.at - before.at).total_seconds() if before else None)
-        for one, before in zip(found, [None, *found[:-1]], strict=True)
+        replace(one, seconds=max(0.0, (one.at - before.at).total_seconds()) if before else None)
+        for one, before in zip(shown, [None, *shown[:-1]], strict=True)
     ]
 
 
-def _sent(trace: Trace, message: TracedMessage) -> Iterator[Event]:
+def _sent(trace: Trace, message: TracedMessage) -> Iterator[tuple[datetime, Event]]:
+    """What happened up to the decision, each with the time by which it is sorted."""
     by = f"by {message.producer_group}" if message.producer_group else ""
-    yield Event(at(message.born_at), "Published", by)
+    stored_at = at(message.stored_at)
+    # The producer's clock may be ahead of the database's.
+    yield min(at(message.born_at), stored_at), Event(at(message.born_at), "Published", by)
     kind = "Stored as a half message" if message.half else "Stored with its decision"
-    yield Event(at(message.stored_at), kind, "invisible until it is decided" if message.half else "")
+    yield stored_at, Event(stored_at, kind, "invisible until it is decided" if message.half else "")
+    last = stored_at
     for answer in trace.answers:
         tone = "warn" if answer.answer == "UNKNOWN" else "plain"
-        yield Event(at(answer.checked_at), f"Check-back answered {answer.answer}", answer.detail, tone)
+        last = max(last, at(answer.checked_at))
+        yield last, Event(at(answer.checked_at), f"Check-back answered {answer.answer}", answer.detail, tone)
     if trace.pending and trace.pending.parked_at:
-        yield Event(at(trace.pending.parked_at), "Parked", f"reason: {trace.pending.park_reason or 'checks'}", "bad")
+        parked_at = at(trace.pending.parked_at)
+        yield parked_at, Event(parked_at, "Parked", f"reason: {trace.pending.park_reason or 'checks'}", "bad")
     if trace.decision:
+        decided_at = at(trace.decision.decided_at)
         who = _DECIDERS.get(trace.decision.decided_by, trace.decision.decided_by)
         word = _DECISIONS.get(trace.decision.decision, trace.decision.decision)
         tone = "good" if word == "Committed" else "plain"
-        yield Event(at(trace.decision.decided_at), word, f"decided by {who}", tone)
+        # Check-back decides after the answer that it decides by.
+        last = max(decided_at, last if trace.decision.decided_by == "K" else stored_at)
+        yield last, Event(decided_at, word, f"decided by {who}", tone)
     if message.held_since:
-        yield Event(at(message.held_since), "Held", "behind an earlier message of its key", "warn")
+        held_at = at(message.held_since)
+        yield max(held_at, last), Event(held_at, "Held", "behind an earlier message of its key", "warn")
     if message.recalled_at:
-        yield Event(at(message.recalled_at), "Recalled", "before its delivery time")
+        recalled_at = at(message.recalled_at)
+        yield max(recalled_at, last), Event(recalled_at, "Recalled", "before its delivery time")
 
 
-def _consumed(trace: Trace, message: TracedMessage) -> Iterator[Event]:
+def _consumed(trace: Trace, message: TracedMessage) -> Iterator[tuple[datetime, Event]]:
+    """What happened after the decision, each with the time by which it is sorted."""
+    decided_at = at(trace.decision.decided_at) if trace.decision else at(message.stored_at)
     queued = set()
     for entry in trace.entries:
         if entry.log_id == message.log_id and entry.queued_at and (entry.queue_id, entry.offset) not in queued:
             queued.add((entry.queue_id, entry.offset))
             again = f"for attempt {entry.attempt + 1} of {entry.group}, " if entry.topic.startswith("%RETRY%") else ""
             place = f"{again}queue {entry.queue} of {entry.topic}, offset {entry.offset}"
-            yield Event(at(entry.queued_at), "Queued", place)
+            queued_at = at(entry.queued_at)
+            yield max(queued_at, decided_at), Event(queued_at, "Queued", place)
     for failure in trace.failures:
         if failure.log_id == message.log_id:
             title = f"{failure.group} failed on attempt {failure.attempt + 1}"
-            yield Event(at(failure.failed_at), title, failure.error, "warn")
+            yield at(failure.failed_at), Event(at(failure.failed_at), title, failure.error, "warn")
     for letter in trace.dead_letters:
         if letter.log_id == message.log_id:
-            title = f"{letter.group} gave it up"
-            yield Event(at(letter.dead_at), title, f"after {_attempts(letter.attempts)}", "bad")
+            settled_at = letter.replayed_at or letter.discarded_at
+            dead_at = at(letter.dead_at)
+            # The last failure is what it was given up for; those after a replay belong to the next series of attempts.
+            failed = [
+                at(one.failed_at)
+                for one in trace.failures
+                if (one.log_id, one.group) == (letter.log_id, letter.group)
+                and (settled_at is None or at(one.failed_at) <= at(settled_at))
+            ]
+            given_up = max([dead_at, *failed])
+            detail = f"after {_attempts(letter.attempts)}"
+            yield given_up, Event(dead_at, f"{letter.group} gave it up", detail, "bad")
             if letter.replayed_at:
-                yield Event(at(letter.replayed_at), f"Dead letter of {letter.group} replayed")
+                replayed_at = at(letter.replayed_at)
+                yield max(replayed_at, given_up), Event(replayed_at, f"Dead letter of {letter.group} replayed")
             if letter.discarded_at:
-                yield Event(at(letter.discarded_at), f"Dead letter of {letter.group} discarded")
+                discarded_at = at(letter.discarded_at)
+                yield max(discarded_at, given_up), Event(discarded_at, f"Dead letter of {letter.group} discarded")
+
+
+def _newest_entries(trace: Trace, message: TracedMessage) -> dict[str, TracedEntry]:
+    """Of each group the newest queue entry of the message."""
+    return {entry.group: entry for entry in trace.entries if entry.log_id == message.log_id and entry.group}
 
 
 def parts(trace: Trace, message: TracedMessage) -> list[Part]:
     """Every group that has to do with the message, by name; the newest queue entry says where it is."""
-    newest = {entry.group: entry for entry in trace.entries if entry.log_id == message.log_id and entry.group}
+    newest = _newest_entries(trace, message)
     queued = {
         entry.group: entry.queued_at
         for entry in reversed(trace.entries)

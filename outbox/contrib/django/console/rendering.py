@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Generic, TypeVar
 from urllib.parse import urlencode
 
+from django.db import Error as DatabaseError
 from django.http import HttpRequest, HttpResponse
 from django.template import loader
 
@@ -15,6 +16,8 @@ ACT: Final = "outbox.act"
 BODIES: Final = "outbox.view_bodies"
 
 PER_PAGE: Final = 50
+# How often an open page asks for what is live.
+REFRESH_SECONDS: float = 5
 
 # What the pages are called: a name of a URL, and its title. A new subject is a row here and one in urls.py.
 PAGES: Final = (
@@ -59,19 +62,27 @@ def may(request: HttpRequest, permission: str) -> bool:
 
 
 def render(request: HttpRequest, name: str, context: Mapping[str, Any], *, status: int = 200) -> HttpResponse:
-    """A page by the name of its template. For a request of htmx, which replaces what is live, that part alone."""
-    is_part = request.headers.get("HX-Request") == "true"
+    """A page by the name of its template. A request of console.js gets the part that is live alone."""
+    is_part = request.headers.get("Outbox-Part") == "true"
     values = {
         "base": f"outbox/console/{'part' if is_part else 'base'}.html",
-        "pages": PAGES if may(request, SEE) else (),
+        **_permitted(request),
+        "refresh_seconds": REFRESH_SECONDS,
         "path": request.path,
         "here": request.get_full_path(),
-        "may_act": may(request, ACT),
-        "may_see_bodies": may(request, BODIES),
         **context,
     }
     text = loader.render_to_string(f"outbox/console/{name}.html", values, request)
     return HttpResponse(text, status=status)
+
+
+def _permitted(request: HttpRequest) -> dict[str, Any]:
+    try:
+        may_see, may_act, may_see_bodies = (may(request, permission) for permission in (SEE, ACT, BODIES))
+    except DatabaseError:
+        # The page that says so is rendered, too, where accounts cannot be read.
+        may_see = may_act = may_see_bodies = False
+    return {"pages": PAGES if may_see else (), "may_act": may_act, "may_see_bodies": may_see_bodies}
 
 
 def problem(request: HttpRequest, title: str, text: str, *, status: int) -> HttpResponse:

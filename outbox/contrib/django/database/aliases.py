@@ -14,6 +14,7 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from outbox.broker.database.connection import BrokerDatabase, Connection
 from outbox.broker.schema.install import check_schema
 from outbox.broker.schema.refusals import naming
+from outbox.contrib.django.database import deadline
 from outbox.contrib.django.database.in_tests import refuse_in_tests, running_tests
 from outbox.contrib.django.settings.conf import OutboxSettings, get_settings
 from outbox.errors import ConfigurationError
@@ -62,8 +63,9 @@ def broker_connection() -> Iterator[tuple[Connection, str]]:
     settings = get_settings()
     require_database(settings)
     with (
-        broker_database(settings).connect(name="outbox-command") as connection,
+        broker_database(settings).open(name="outbox-command") as connection,
         naming(f"the request to the broker on {settings.broker!r}", settings.schema),
+        deadline.kept_in_transaction(connection, settings.schema),
     ):
         check_schema(connection, settings.schema)
         yield connection, settings.schema

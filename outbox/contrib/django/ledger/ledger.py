@@ -14,6 +14,8 @@ from uuid import UUID
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.utils import DatabaseError
 
+from outbox.contrib.django.database import deadline
+
 COMMITTED: Final = "C"
 ROLLED_BACK: Final = "R"
 
@@ -143,7 +145,7 @@ def insert_tombstone(connection: BaseDatabaseWrapper, transaction_id: UUID, *, l
 
 # transaction_timeout came with PostgreSQL 17.
 _LIFT_TIMEOUTS: Final = """
-SELECT set_config(name, CASE name WHEN 'lock_timeout' THEN %s ELSE '0' END, true)
+SELECT set_config(name, CASE name WHEN 'lock_timeout' THEN %s WHEN 'statement_timeout' THEN %s ELSE '0' END, true)
 FROM unnest(ARRAY['statement_timeout', 'lock_timeout', 'transaction_timeout', 'idle_in_transaction_session_timeout'])
      AS name
 WHERE current_setting(name, true) IS NOT NULL
@@ -154,13 +156,15 @@ WHERE current_setting(name, true) IS NOT NULL
 def without_timeouts(connection: BaseDatabaseWrapper, *, lock_timeout_milliseconds: int = 0) -> Iterator[None]:
     """On PostgreSQL, a transaction that no timeout of role or database cuts short; elsewhere nothing.
 
+    A request of the operations page has a deadline (database/deadline.py), which takes their place.
     It begins one unless `connection`, which is the caller's own, is in an atomic block. The settings end with the
     transaction: right behind a pooler too.
     """
     if connection.vendor != "postgresql":
         yield
         return
-    settings = [str(lock_timeout_milliseconds)]
+    limits = deadline.limits() or {"lock": "0", "statement": "0"}
+    settings = [str(lock_timeout_milliseconds or limits["lock"]), limits["statement"]]
     with connection.cursor() as cursor:
         if connection.in_atomic_block:
             cursor.execute(_LIFT_TIMEOUTS, settings)

@@ -23,16 +23,20 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.utils import DatabaseError, IntegrityError
 
 from outbox import log_context
+from outbox.contrib.django.database import deadline
 from outbox.contrib.django.database.in_tests import guarded_off
 from outbox.contrib.django.ledger import ledger
 from outbox.contrib.django.ledger.check_functions import find_lookup
 from outbox.faults import point
-from outbox.transaction import Answer, Check, Decision
+from outbox.transaction import STILL_RUNNING, Answer, Check, Decision
 
 logger = logging.getLogger(__name__)
 
 # Long enough for another checker's INSERT to end, short enough not to delay other answers.
 LOCK_TIMEOUT_MILLISECONDS: Final = 20
+
+# A request with a deadline does not wait longer for a server that does not answer.
+_CONNECT_SECONDS: Final = 3
 
 # PostgreSQL: lock_not_available, serialization_failure, deadlock_detected.
 _CONTENTION_STATES: Final = frozenset({"55P03", "40001", "40P01"})
@@ -95,6 +99,8 @@ def open_connection(alias: str) -> BaseDatabaseWrapper:
     if connection.vendor == "postgresql":
         # Beside those of the application, and beside its pool: to be told apart where sessions are counted.
         options["application_name"] = "outbox-ledger"
+        if deadline.seconds_left() is not None:
+            options.setdefault("connect_timeout", _CONNECT_SECONDS)
     connection.settings_dict = {**connection.settings_dict, "OPTIONS": options, "AUTOCOMMIT": True}
     return connection
 
@@ -264,7 +270,7 @@ def _by_lookup(check: Check) -> Answer:
 
 
 def _all_unknown(checks: Sequence[Check], error: DatabaseError) -> Iterator[Answer]:
-    reason = "still running" if is_contention(error) else "the ledger could not be asked"
+    reason = STILL_RUNNING if is_contention(error) else "the ledger could not be asked"
     return (_unknown(check, f"{reason}: {str(error).strip()}", counts=False) for check in checks)
 
 

@@ -15,6 +15,7 @@ from outbox.broker.operations.health import Health
 from outbox.broker.operations.overview import Overview, overview
 from outbox.broker.operations.verdict import survey, unusable
 from outbox.broker.schema.refusals import naming
+from outbox.contrib.django.database import deadline
 from outbox.contrib.django.database.aliases import broker_connection, broker_database, require_database
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.errors import BrokerUnavailable, OutboxError, SchemaError
@@ -78,7 +79,8 @@ def asking() -> Iterator[Executor]:
     settings = get_settings()
     require_database(settings)
     with (
-        broker_database(settings).connect(name="outbox-status") as connection,
+        broker_database(settings).open(name="outbox-status") as connection,
         naming(f"looking at the broker on {settings.broker!r}", settings.schema),
+        deadline.kept(connection),
     ):
         yield Executor(connection, settings.schema)

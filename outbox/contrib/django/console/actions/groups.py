@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import Any
+from typing import Any, Final
 
 from django.http import QueryDict
 
@@ -17,6 +17,9 @@ from outbox.contrib.django.console.asking import moment, number, reading, requir
 from outbox.contrib.django.database.aliases import broker_connection
 from outbox.errors import UsageError
 from outbox.subscription import Start
+
+# So many queues are named in the audit.
+_NOTED: Final = 200
 
 
 def _pause(given: QueryDict) -> Plan:
@@ -93,7 +96,8 @@ def _target(given: QueryDict) -> tuple[Start | datetime | int, str]:
 
 
 def _places(moves: Sequence[QueueReset], name: str) -> Mapping[str, Any]:
-    return {f"{one.topic}/{one.number}": getattr(one, name) for one in moves[:200]}
+    shown = {f"{one.topic}/{one.number}": getattr(one, name) for one in moves[:_NOTED]}
+    return shown | ({"not_listed": len(moves) - _NOTED} if len(moves) > _NOTED else {})
 
 
 def _is_paused(group: str) -> bool:

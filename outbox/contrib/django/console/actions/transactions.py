@@ -8,6 +8,7 @@ from uuid import UUID
 
 from django.http import QueryDict
 
+from outbox.broker.operations.open_transactions import open_transaction
 from outbox.broker.operations.trace import trace
 from outbox.contrib.django.console.actions.plan import Action, Option, Plan
 from outbox.contrib.django.console.asking import reading, required, uuid
@@ -34,6 +35,7 @@ def _decide(given: QueryDict) -> Plan:
     if word not in ("commit", "rollback"):
         raise UsageError(f"{word!r} is no decision: commit or rollback.")
     decision = Decision.COMMIT if word == "commit" else Decision.ROLLBACK
+    _refuse_running(transaction_id)
     said = operations.ask_ledger(transaction_id)
     force = given.get("force") == "yes"
 
@@ -106,6 +108,17 @@ def _transaction(given: QueryDict) -> UUID:
     if found is None:
         raise UsageError("No transaction is named: go back to the page that the button was on.")
     return found
+
+
+def _refuse_running(transaction_id: UUID) -> None:
+    with reading() as run:
+        found = open_transaction(run, transaction_id)
+    if found is not None and found.may_run:
+        raise UsageError(
+            f"{transaction_id} was not decided: its local transaction may still run, because {found.may_run}. A wrong "
+            f"decision would contradict it. Choose `Ask again`: check-back asks its ledger as soon as its immunity has "
+            f"ended, and decides it, or the page offers the decision then."
+        )
 
 
 def _known(transaction_id: UUID) -> Mapping[str, Any]:

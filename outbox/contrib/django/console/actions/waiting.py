@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from django.http import QueryDict
 
@@ -12,6 +12,9 @@ from outbox.contrib.django.console.asking import as_uuid, text
 from outbox.contrib.django.operations import commands as operations
 from outbox.errors import UsageError
 from outbox.recall import Recall
+
+# So many messages are named in the audit.
+_NOTED: Final = 100
 
 
 def _recall(given: QueryDict) -> Plan:
@@ -41,7 +44,10 @@ def _recall(given: QueryDict) -> Plan:
 
 
 def _counted(outcomes: list[Recall]) -> Mapping[str, Any]:
-    return {str(one.message_id): str(one.status) for one in outcomes[:100]} | {"messages": len(outcomes)}
+    shown = {str(one.message_id): str(one.status) for one in outcomes[:_NOTED]}
+    return (
+        shown | {"messages": len(outcomes)} | ({"not_listed": len(outcomes) - _NOTED} if len(outcomes) > _NOTED else {})
+    )
 
 
 ACTIONS = (Action("recall", "Take back messages", _recall),)

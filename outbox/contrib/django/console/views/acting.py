@@ -11,8 +11,10 @@ from django.shortcuts import redirect
 
 from outbox.contrib.django.console.access import acting
 from outbox.contrib.django.console.actions.plan import Action
+from outbox.contrib.django.console.asking import ACTION_SECONDS
 from outbox.contrib.django.console.audit import recorded
 from outbox.contrib.django.console.rendering import render
+from outbox.contrib.django.database import deadline
 
 _NOT_PASSED_ON: Final = frozenset({"csrfmiddlewaretoken", "confirmed", "why"})
 
@@ -45,10 +47,11 @@ def view_of(action: Action) -> Callable[..., HttpResponse]:
                 "why": why,
             }
             return render(request, "confirm", context, status=422 if is_confirmed else 200)
-        entry = recorded(
-            request.user.get_username(), why, action.name,
-            subject=plan.subject, effect=plan.effect, before=plan.before, do=plan.do,
-        )  # fmt: skip
+        with deadline.within(ACTION_SECONDS):
+            entry = recorded(
+                request.user.get_username(), why, action.name,
+                subject=plan.subject, effect=plan.effect, before=plan.before, do=plan.do,
+            )  # fmt: skip
         return redirect("outbox:audit_entry", entry.pk)
 
     return view

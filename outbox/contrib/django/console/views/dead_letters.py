@@ -5,7 +5,7 @@ from __future__ import annotations
 from django.http import HttpRequest, HttpResponse
 
 from outbox.broker.operations.dead_letters import Selection, list_dead_letters
-from outbox.broker.operations.listings import COUNTED, list_errors
+from outbox.broker.operations.listings import COUNTED, MOST_ERRORS, list_errors
 from outbox.contrib.django.console.access import seeing
 from outbox.contrib.django.console.asking import place, reading, text
 from outbox.contrib.django.console.rendering import PER_PAGE, paged, render
@@ -17,8 +17,14 @@ def dead_letters(request: HttpRequest) -> HttpResponse:
     group = text(request.GET, "group")
     with reading() as run:
         errors = list_errors(run, group)
-    total = sum(one.letters for one in errors)
-    context = {"title": "Dead letters", "errors": errors, "group": group, "counted": COUNTED, "is_all": total < COUNTED}
+    context = {
+        "title": "Dead letters",
+        "errors": errors,
+        "group": group,
+        "counted": COUNTED,
+        "cut_groups": sorted({one.group for one in errors if one.is_cut}),
+        "most": MOST_ERRORS if len(errors) == MOST_ERRORS else None,
+    }
     return render(request, "dead_letters", context)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from django.http import HttpRequest, HttpResponse
 
 from outbox.broker.log.topics import list_topics
@@ -11,14 +13,15 @@ from outbox.broker.operations.queue_status import list_queues
 from outbox.contrib.django.console.access import seeing
 from outbox.contrib.django.console.asking import number, reading, required, text
 from outbox.contrib.django.console.rendering import PER_PAGE, Page, Row, paged, render
-from outbox.contrib.django.operations.watching import asking
 from outbox.errors import UnknownTopic
+
+_CONSUMERS: Final = 200
 
 
 @seeing
 def groups(request: HttpRequest) -> HttpResponse:
     """Every group in short, from the summary."""
-    with asking() as run:
+    with reading() as run:
         found = overview.overview(run, summary.read(run))
     page = _slice(request, [one for one in found.groups if (text(request.GET, "q") or "") in one.name])
     return render(request, "groups", {"title": "Groups", "page": page, "broker": found, "given": request.GET})
@@ -28,13 +31,12 @@ def groups(request: HttpRequest) -> HttpResponse:
 def group(request: HttpRequest) -> HttpResponse:
     """One group: its topics, the processes that consume, and the queues of one of its topics."""
     name, topic = required(request.GET, "name"), text(request.GET, "topic")
-    with asking() as run:
-        counted = summary.read(run)
-    places = [one for one in counted.groups if one.group == name and not one.is_retry]
-    topic = topic or (places[0].topic if len(places) == 1 else None)
     with reading() as run:
+        counted = summary.read(run)
+        places = [one for one in counted.groups if one.group == name and not one.is_retry]
+        topic = topic or (places[0].topic if len(places) == 1 else None)
         now = group_now(run, name)
-        consumers = list_consumers(run, name)
+        consumers = list_consumers(run, name, limit=_CONSUMERS + 1)
         queues = list_queues(run, name, topic) if topic else []
     context = {
         "title": f"Group {name}",
@@ -44,7 +46,8 @@ def group(request: HttpRequest) -> HttpResponse:
         "topics": _slice(request, places),
         "at": counted.at,
         "counted": counted,
-        "consumers": consumers,
+        "consumers": consumers[:_CONSUMERS],
+        "more_consumers": len(consumers) > _CONSUMERS,
         "queues": queues,
         "topic": topic,
     }
@@ -54,7 +57,7 @@ def group(request: HttpRequest) -> HttpResponse:
 @seeing
 def topics(request: HttpRequest) -> HttpResponse:
     """Every topic in short, from the summary."""
-    with asking() as run:
+    with reading() as run:
         counted = summary.read(run)
     page = _slice(request, [one for one in counted.topics if (text(request.GET, "q") or "") in one.topic])
     return render(request, "topics", {"title": "Topics", "page": page, "counted": counted, "given": request.GET})
@@ -64,7 +67,7 @@ def topics(request: HttpRequest) -> HttpResponse:
 def topic(request: HttpRequest) -> HttpResponse:
     """One topic: what was declared, and the groups that consume it."""
     name = required(request.GET, "name")
-    with asking() as run:
+    with reading() as run:
         counted = summary.read(run)
         declared = {one.name: one for one in list_topics(run)}
     if name not in declared:

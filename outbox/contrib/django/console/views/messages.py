@@ -11,11 +11,12 @@ from django.shortcuts import redirect
 
 from outbox.broker.log.topics import list_topics
 from outbox.broker.operations.content import content_of
+from outbox.broker.operations.open_transactions import open_transaction
 from outbox.broker.operations.search import find_messages
 from outbox.broker.operations.trace import Trace, TracedMessage, trace
 from outbox.contrib.django.console import life
 from outbox.contrib.django.console.access import seeing
-from outbox.contrib.django.console.asking import as_uuid, moment, number, reading, text
+from outbox.contrib.django.console.asking import application, as_uuid, moment, number, reading, text
 from outbox.contrib.django.console.masking import shown
 from outbox.contrib.django.console.rendering import BODIES, PER_PAGE, may, paged, problem, render
 from outbox.contrib.django.models import OperatorAction
@@ -69,6 +70,7 @@ def message(request: HttpRequest, message_id: UUID) -> HttpResponse:
         content = None
         if found is not None:
             shown_one = _chosen(found, message_id)
+            opened = None if found.decision else open_transaction(run, UUID(shown_one.transaction_id))
             if may(request, BODIES):
                 content = content_of(run, UUID(shown_one.message_id))
     if found is None:
@@ -80,12 +82,16 @@ def message(request: HttpRequest, message_id: UUID) -> HttpResponse:
             status=404,
         )
     return render(request, "message", _context(found, shown_one) | {
+        "may_run": opened.may_run if opened else "",
         "content": content and shown(content, get_settings().masked_fields),
     })  # fmt: skip
 
 
 def _context(found: Trace, one: TracedMessage) -> dict[str, object]:
     state, tone = life.state_of(found, one)
+    subjects = [f"transaction {one.transaction_id}", f"messages {one.message_id}"]
+    with application():
+        done = list(OperatorAction.objects.filter(subject__in=subjects).order_by("-id")[:20])
     dead = {letter.group for letter in found.dead_letters
             if letter.log_id == one.log_id and not letter.replayed_at and not letter.discarded_at}  # fmt: skip
     return {
@@ -102,9 +108,7 @@ def _context(found: Trace, one: TracedMessage) -> dict[str, object]:
         "parts": life.parts(found, one),
         "dead_groups": sorted(dead),
         "can_recall": bool(one.scheduled_for or [retry for retry in found.retries if retry.log_id == one.log_id]),
-        "done": list(OperatorAction.objects.filter(
-            subject__in=[f"transaction {one.transaction_id}", f"messages {one.message_id}"]
-        ).order_by("-id")[:20]),
+        "done": done,
     }  # fmt: skip
 
 

@@ -81,7 +81,8 @@ def history(request: HttpRequest) -> HttpResponse:
     return JsonResponse(
         {
             "at": [after.at for _, after in pairs],
-            "published": [_rate(before, after, "queued") for before, after in pairs],
+            "published": [_rate(before, after, "stored") for before, after in pairs],
+            "queued": [_rate(before, after, "queued") for before, after in pairs],
             "handled": [_rate(before, after, "handled") for before, after in pairs],
             "sent_back": [_rate(before, after, "sent_back") for before, after in pairs],
             "dead": [_rate(before, after, "dead") for before, after in pairs],

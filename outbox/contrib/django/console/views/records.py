@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Final
-
+from django.db.models import Count
 from django.http import HttpRequest, HttpResponse
 
 from outbox.broker.log import incidents as noted
 from outbox.contrib.django.console.access import seeing
-from outbox.contrib.django.console.asking import as_uuid, number, reading, text
+from outbox.contrib.django.console.asking import application, as_uuid, number, reading, text
 from outbox.contrib.django.console.remedies import REMEDIES
 from outbox.contrib.django.console.rendering import PER_PAGE, paged, problem, render
 from outbox.contrib.django.models import Finding, OperatorAction
-
-_INCIDENTS: Final = 200
+from outbox.contrib.django.operations.findings import MAX_SAVED
 
 
 @seeing
 def incidents(request: HttpRequest) -> HttpResponse:
-    """The newest ones."""
+    """The newest first; of one kind, if wanted."""
+    kind = text(request.GET, "kind")
     with reading() as run:
-        rows = [(one, as_uuid(one.subject)) for one in noted.recent(run, limit=_INCIDENTS)]
-    return render(request, "incidents", {"title": "Incidents", "rows": rows, "limit": _INCIDENTS})
+        found = noted.recent(run, kind, before=number(request.GET, "after"), limit=PER_PAGE + 1)
+    context = {
+        "title": "Incidents",
+        "page": paged(
+            request, [(one, as_uuid(one.subject)) for one in found], lambda one: {"after": one[0].incident_id}
+        ),
+        "kind": kind,
+        "kinds": list(noted.IncidentKind),
+    }
+    return render(request, "incidents", context)
 
 
 @seeing
@@ -29,13 +36,18 @@ def findings(request: HttpRequest) -> HttpResponse:
     """Those of the last reconciliation that was saved, with what each means and what settles it."""
     kind = text(request.GET, "class")
     found = Finding.objects.order_by("id").filter(id__gt=number(request.GET, "after") or 0)
-    rows = list((found.filter(finding_class=kind) if kind else found)[: PER_PAGE + 1])
+    with application():
+        rows = list((found.filter(finding_class=kind) if kind else found)[: PER_PAGE + 1])
+        counted = Finding.objects.values("output").annotate(findings=Count("pk")).filter(findings__gte=MAX_SAVED)
+        cut = [one["output"] for one in counted]
     shown = [(one, as_uuid(one.message_id or one.transaction_id), REMEDIES.get(one.finding_class)) for one in rows]
     context = {
         "title": "Findings of reconciliation",
         "page": paged(request, shown, lambda one: {"after": one[0].pk}),
         "kind": kind,
         "classes": list(REMEDIES),
+        "cut": cut,
+        "most": MAX_SAVED,
     }
     return render(request, "findings", context)
 
@@ -46,7 +58,8 @@ def audit(request: HttpRequest) -> HttpResponse:
     who, before = text(request.GET, "who"), number(request.GET, "after")
     found = OperatorAction.objects.order_by("-id")
     found = found.filter(id__lt=before) if before is not None else found
-    rows = list((found.filter(who=who) if who else found)[: PER_PAGE + 1])
+    with application():
+        rows = list((found.filter(who=who) if who else found)[: PER_PAGE + 1])
     context = {"title": "Audit", "page": paged(request, rows, lambda one: {"after": one.pk}), "who": who}
     return render(request, "audit", context)
 
@@ -54,7 +67,8 @@ def audit(request: HttpRequest) -> HttpResponse:
 @seeing
 def audit_entry(request: HttpRequest, number: int) -> HttpResponse:
     """One of them, whole: where an action ends, too."""
-    entry = OperatorAction.objects.filter(pk=number).first()
+    with application():
+        entry = OperatorAction.objects.filter(pk=number).first()
     if entry is None:
         return problem(request, "No such entry", f"The audit has no entry {number}.", status=404)
     return render(request, "audit_entry", {"title": f"{entry.action}: {entry.outcome}", "entry": entry})

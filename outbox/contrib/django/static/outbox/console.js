@@ -1,43 +1,154 @@
-// What htmx does not do: pausing what is live, saying aloud what has changed, and drawing diagrams.
+// Keeping the page up to date, saying since when it is not, and drawing diagrams.
 "use strict";
 
 (() => {
-  const EVERY = 5000;
+  const EVERY = Number(document.getElementById("main").dataset.every) * 1000;
+  // A little less than two intervals: the mark is there when the second one ends.
+  const STALE = 1.8 * EVERY;
+  const PATIENCE = 10000;
   const pause = document.getElementById("pause");
   const announce = document.getElementById("announce");
   const charts = [...document.querySelectorAll(".chart")];
+  const feeds = [];
   let paused = false;
 
   // -- what is live -----------------------------------------------------------------------------------
 
-  function said() {
-    return document.getElementById("live")?.dataset.said ?? "";
+  // One address, the elements that show what it said last, and why they show nothing newer.
+  // `take` gets the text of an answer; it returns what is wrong with it, or nothing.
+  function feed(address, elements, before, take) {
+    const note = document.createElement("p");
+    note.className = "stale-note";
+    note.setAttribute("role", "status");
+    note.hidden = true;
+    before.before(note);
+    feeds.push({ address, elements, note, take, at: Date.now(), problem: "", isAsking: false });
   }
 
-  if (document.getElementById("live") || charts.length) {
-    pause.hidden = false;
-    pause.addEventListener("click", () => {
-      paused = !paused;
-      pause.setAttribute("aria-pressed", String(paused));
-      pause.textContent = paused ? "Go on updating" : "Pause updates";
-    });
+  function isTyping() {
+    const focused = document.activeElement;
+    return focused !== null && (focused.isContentEditable || /^(INPUT|SELECT|TEXTAREA)$/.test(focused.nodeName));
   }
 
-  // Nothing is replaced while nobody looks, and never under what is being read, chosen or typed.
-  function atRest() {
-    const live = document.getElementById("live");
+  function isSelecting({ elements }) {
     const selection = document.getSelection();
-    const isSelecting = selection && !selection.isCollapsed && live?.contains(selection.anchorNode);
-    return !paused && !document.hidden && !isSelecting && !live?.contains(document.activeElement);
+    return Boolean(selection) && !selection.isCollapsed && elements.some((one) => one.contains(selection.anchorNode));
   }
 
-  document.body.addEventListener("htmx:beforeRequest", (event) => {
-    if (!atRest()) event.preventDefault();
-  });
-  let before = said();
-  document.body.addEventListener("htmx:afterSettle", () => {
-    if (said() !== before) announce.textContent = before = said();
-  });
+  // Why a feed is not asked now; empty where it is.
+  function rest(one) {
+    if (paused) return "updates are paused";
+    if (document.hidden) return "the page was hidden";
+    return isSelecting(one) ? "text in it is selected" : "";
+  }
+
+  function time(at) {
+    const date = new Date(at);
+    const text = date.toLocaleTimeString([], { hour: "2-digit", minute: "2-digit", second: "2-digit", hourCycle: "h23" });
+    return date.toDateString() === new Date().toDateString() ? text : `${date.toLocaleDateString()} ${text}`;
+  }
+
+  function show(one) {
+    const isStale = one.problem !== "" || Date.now() - one.at >= STALE;
+    const reason = one.problem || rest(one) || "the server does not answer";
+    const text = isStale ? `Not updated since ${time(one.at)}: ${reason}.` : "";
+    for (const element of one.elements) element.classList.toggle("stale", isStale);
+    one.note.hidden = !isStale;
+    if (one.note.textContent !== text) one.note.textContent = text;
+  }
+
+  // A redirect is not followed: it leads to the login page, which has the whole window for itself.
+  async function ask(one) {
+    try {
+      const answer = await fetch(one.address, {
+        headers: { "Outbox-Part": "true" },
+        cache: "no-store",
+        redirect: "manual",
+        signal: AbortSignal.timeout(PATIENCE),
+      });
+      if (answer.type === "opaqueredirect") return leave();
+      if (!answer.ok) return `the server answers with ${answer.status}`;
+      const problem = one.take(await answer.text()) ?? "";
+      if (!problem) one.at = Date.now();
+      return problem;
+    } catch (error) {
+      if (error instanceof SyntaxError) return "the server answers with something else";
+      return error.name === "TimeoutError" ? "the server does not answer" : "the server cannot be reached";
+    }
+  }
+
+  function leave() {
+    if (!isTyping()) location.reload();
+    return "the session has ended; reload the page to log in";
+  }
+
+  async function keepUp(one) {
+    clearTimeout(one.timer);
+    if (one.isAsking) return;
+    if (!rest(one)) {
+      one.isAsking = true;
+      one.problem = await ask(one);
+      one.isAsking = false;
+    }
+    show(one);
+    one.timer = setTimeout(keepUp, EVERY, one);
+  }
+
+  // Make `old` like `fresh`. What is the same stays the same element, so that focus, selection and an open <details>
+  // outlive it; what has the focus and can be typed into is left alone. Rows are told apart by their data-key.
+  function morph(old, fresh) {
+    if (old.nodeType !== Node.ELEMENT_NODE) {
+      if (old.data !== fresh.data) old.data = fresh.data;
+      return;
+    }
+    if (old === document.activeElement && isTyping()) return;
+    for (const { name } of [...old.attributes]) {
+      if (!fresh.hasAttribute(name) && name !== "open") old.removeAttribute(name);
+    }
+    for (const { name, value } of fresh.attributes) {
+      if (old.getAttribute(name) !== value) old.setAttribute(name, value);
+    }
+    const isLike = (one, other) => one.nodeName === other.nodeName && one.dataset?.key === other.dataset?.key;
+    let place = old.firstChild;
+    for (const wanted of [...fresh.childNodes]) {
+      let known = place;
+      while (known && !isLike(known, wanted)) {
+        known = wanted.nodeType === Node.ELEMENT_NODE ? known.nextSibling : null;
+      }
+      if (known === null) {
+        old.insertBefore(document.importNode(wanted, true), place);
+        continue;
+      }
+      // What stands between goes behind everything: a later step takes it from there, or the end removes it.
+      while (place !== known) {
+        const next = place.nextSibling;
+        old.append(place);
+        place = next;
+      }
+      place = known.nextSibling;
+      morph(known, wanted);
+    }
+    while (place) {
+      const next = place.nextSibling;
+      place.remove();
+      place = next;
+    }
+  }
+
+  function takePage(text) {
+    const live = document.getElementById("live");
+    const fresh = new DOMParser().parseFromString(text, "text/html").getElementById("live");
+    if (fresh === null) return "the server answers with another page";
+    const focused = document.activeElement;
+    const before = live.dataset.said;
+    morph(live, fresh);
+    // A row that has moved has lost the focus; the focus of one that is gone goes to the page, not to its beginning.
+    if (focused && focused !== document.activeElement) {
+      (focused.isConnected ? focused : document.getElementById("main")).focus({ preventScroll: true });
+    }
+    if (live.dataset.said !== before) announce.textContent = live.dataset.said;
+    return "";
+  }
 
   // -- diagrams ---------------------------------------------------------------------------------------
 
@@ -69,7 +180,7 @@
           label,
           stroke: () => colour(`--series-${index + 1}`),
           width: 2,
-          dash: [[], [8, 4], [3, 3], [12, 4, 3, 4]][index],
+          dash: [[], [8, 4], [3, 3], [12, 4, 3, 4], [2, 6]][index],
           points: { show: false },
         })),
       ],
@@ -95,22 +206,9 @@
     }
   }
 
-  async function refresh() {
-    const found = new Map();
-    for (const element of charts) {
-      const address = element.dataset.history;
-      if (!found.has(address)) {
-        const answer = await fetch(address, { headers: { Accept: "application/json" } });
-        found.set(address, answer.ok ? await answer.json() : null);
-      }
-      if (found.get(address)) draw(element, found.get(address));
-      else if (!element.plot) element.textContent = "It cannot be read at the moment.";
-    }
-  }
-
-  async function keepDrawing() {
-    if (!paused && !document.hidden) await refresh().catch(() => {});
-    setTimeout(keepDrawing, EVERY);
+  function takeHistory(shown, text) {
+    const history = JSON.parse(text);
+    for (const element of shown) draw(element, history);
   }
 
   if (charts.length) {
@@ -120,6 +218,27 @@
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
       for (const { plot } of charts) plot?.redraw();
     });
-    keepDrawing();
+  }
+
+  // -- keeping up -------------------------------------------------------------------------------------
+
+  const live = document.getElementById("live");
+  if (live) feed(live.dataset.address, [live], live, takePage);
+  for (const address of new Set(charts.map((element) => element.dataset.history))) {
+    const shown = charts.filter((element) => element.dataset.history === address);
+    feed(address, shown, shown[0].closest(".charts"), (text) => takeHistory(shown, text));
+  }
+  // The page itself has just come; its diagrams have not.
+  for (const one of feeds) one.timer = setTimeout(keepUp, one.elements[0] === live ? EVERY : 0, one);
+  if (feeds.length) {
+    setInterval(() => feeds.forEach(show), EVERY / 10);
+    document.addEventListener("visibilitychange", () => document.hidden || feeds.forEach(keepUp));
+    pause.hidden = false;
+    pause.addEventListener("click", () => {
+      paused = !paused;
+      pause.setAttribute("aria-pressed", String(paused));
+      pause.textContent = paused ? "Go on updating" : "Pause updates";
+      if (!paused) feeds.forEach(keepUp);
+    });
   }
 })();

@@ -1,0 +1,160 @@
+"""An open page says since when it is not up to date, whatever keeps it from being so, and recovers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from django.core.management import call_command
+from django.db import connections
+
+from outbox.broker import embedded
+from outbox.contrib.django.console import urls
+from outbox.contrib.django.database.aliases import alias_conninfo
+from tests.django.broker_world import World, new_world
+from tests.django.conftest import point_alias
+from tests.django.console.support import ALL, make_user
+from tests.django.console.web_process import WebProcess, kill_server, web_process
+from tests.sample.browser import Browser
+
+pytestmark = [pytest.mark.browser, pytest.mark.usefixtures("no_subscribers")]
+
+STALE = "document.querySelector('#live').classList.contains('stale')"
+
+
+@pytest.fixture
+def web(world: World) -> Iterator[WebProcess]:
+    with web_process(make_user(*ALL)) as web:
+        yield web
+
+
+def wait_until_stale(browser: Browser, reason: str) -> None:
+    """The page is grey, and says since when and why."""
+    browser.wait_for(STALE)
+    browser.wait_for(f"document.querySelector('.stale-note:not([hidden])')?.textContent.includes({reason!r})")
+    note = browser.text(".stale-note:not([hidden])")
+    assert re.fullmatch(rf"Not updated since \d\d:\d\d:\d\d: {re.escape(reason)}.*\.", note), note
+
+
+def wait_until_fresh(browser: Browser) -> None:
+    """Nothing is grey."""
+    browser.wait_for("document.querySelectorAll('.stale, .stale-note:not([hidden])').length === 0")
+
+
+def test_a_web_process_that_hangs_or_is_killed_greys_the_page(web: WebProcess) -> None:
+    with Browser() as browser:
+        web.site.open(browser)
+        wait_until_fresh(browser)
+        web.freeze()
+        wait_until_stale(browser, "the server does not answer")
+        web.freeze(frozen=False)
+        wait_until_fresh(browser)
+        web.kill()
+        wait_until_stale(browser, "the server cannot be reached")
+        web.start()
+        wait_until_fresh(browser)
+
+
+def test_a_permission_that_is_gone_greys_and_an_ended_session_leaves(web: WebProcess) -> None:
+    user = web.site.user
+    with Browser() as browser:
+        web.site.open(browser)
+        user.is_staff = False
+        user.save()
+        wait_until_stale(browser, "the server answers with 403")
+        assert "Everything is in order" in browser.text("#live"), "the refusal is not put into the page"
+        user.is_staff = True
+        user.save()
+        wait_until_fresh(browser)
+        browser.evaluate("document.cookie = 'sessionid=; path=/; max-age=0'")
+        browser.wait_for(
+            "location.pathname === '/accounts/login/' && decodeURIComponent(location.search) === '?next=/outbox/'"
+        )
+
+
+def test_updates_go_on_under_the_focus_and_keep_it(web: WebProcess, world: World) -> None:
+    world.limits(LAG_MESSAGES=(1, None))
+    for group in ("mail", "stock"):
+        world.subscribe(group)
+    world.publish(1)
+    with Browser() as browser:
+        web.site.open(browser, "/outbox/groups/")
+        link = "document.querySelector('#live a[href$=\"name=stock\"]')"
+        browser.evaluate(f"(window.link = {link}).focus()")
+        world.subscribe("analytics")
+        world.publish(1)
+        browser.wait_for("document.querySelector('#live').innerText.includes('analytics')")
+        assert browser.evaluate("document.activeElement === window.link && window.link.isConnected")
+        assert browser.evaluate("window.link.textContent") == "stock"
+        rows = browser.evaluate("[...document.querySelectorAll('tbody th')].map(one => one.innerText)")
+        assert rows == ["analytics", "mail", "stock"]
+        browser.evaluate("document.querySelector('[name=q]').focus()")
+        browser.command("Input.insertText", text="anal")
+        world.subscribe("billing")
+        browser.wait_for("document.querySelector('#live').innerText.includes('billing')")
+        assert browser.evaluate("document.activeElement.value") == "anal"
+        world.sql("DELETE FROM outbox.subscription")
+        world.sql("DELETE FROM outbox.consumer_group WHERE name = 'stock'")
+        browser.wait_for("!document.querySelector('#live').innerText.includes('stock')")
+
+
+@pytest.mark.slow
+def test_what_is_paused_or_selected_says_since_when(web: WebProcess, world: World) -> None:
+    with Browser() as browser:
+        web.site.open(browser)
+        browser.evaluate("getSelection().selectAllChildren(document.querySelector('.verdict'))")
+        wait_until_stale(browser, "text in it is selected")
+        browser.evaluate("getSelection().empty()")
+        wait_until_fresh(browser)
+        browser.evaluate("document.querySelector('#pause').click()")
+        wait_until_stale(browser, "updates are paused")
+        world.sql("UPDATE outbox.broker SET reject_transactional = true")
+        browser.evaluate("document.querySelector('#pause').click()")
+        browser.wait_for("document.querySelector('#announce').textContent.includes('1 warning')")
+        wait_until_fresh(browser)
+
+
+def test_nothing_that_is_typed_into_is_in_what_is_replaced() -> None:
+    folder = Path(urls.__file__).parents[1] / "templates"
+    live = [text for path in folder.rglob("*.html") if 'id="live"' in (text := path.read_text())]
+    assert len(live) == 3
+    for text in live:
+        part = text.partition('<div id="live"')[2].partition("{% endblock %}")[0]
+        assert not re.findall(r"<(form|input|button|select|textarea|dialog)|{% act ", part)
+
+
+@pytest.fixture
+def own_server(
+    tmp_path: Path, databases: None, outbox_settings: Callable[..., None]
+) -> Iterator[tuple[Path, World, WebProcess]]:
+    """Both databases on a PostgreSQL of this test's own."""
+    data = tmp_path / "data"
+    url = embedded.start(data)
+    before = {alias: alias_conninfo(alias) for alias in ("default", "broker")}
+    try:
+        for alias in before:
+            point_alias(alias, embedded.create_database(url, f"own_{alias}"))
+            call_command("migrate", database=alias, run_syncdb=True, verbosity=0)
+        with new_world(outbox_settings) as world, web_process(make_user(*ALL)) as web:
+            yield data, world, web
+    finally:
+        connections.close_all()
+        for alias, conninfo in before.items():
+            point_alias(alias, conninfo)
+        embedded.stop(data)
+
+
+@pytest.mark.slow
+def test_an_open_page_greys_while_postgresql_is_down(own_server: tuple[Path, World, WebProcess]) -> None:
+    data, _, web = own_server
+    with Browser() as browser:
+        web.site.open(browser)
+        assert "Everything is in order" in browser.text("#live")
+        wait_until_fresh(browser)
+        kill_server(embedded.postmaster_pid(data), alias_conninfo("broker"))
+        wait_until_stale(browser, "the server answers with 503")
+        assert browser.evaluate("[...document.querySelectorAll('.chart')].every(e => e.classList.contains('stale'))")
+        embedded.start(data)
+        wait_until_fresh(browser)
