@@ -188,6 +188,10 @@ CATALOGUE: Final[Mapping[str, Kind]] = {
         "Groups gave up messages lately.",
         "`outbox_dead_letter list GROUP` shows the errors; mend the handler, then replay.",
     ),
+    "task_stranded": Kind(
+        "Django tasks are READY, but the broker has no message left that would run them.",
+        "The role `check` publishes their messages again within a minute; delete the entry of one that must not run.",
+    ),
     "retry_storm": Kind(
         "A group sends back most of what it handles.",
         "Something that its handler needs is down: look at the errors, or pause the group until it is back.",
