@@ -203,6 +203,22 @@ def test_it_starts_once_and_with_the_record(hotel: SimpleNamespace) -> None:
     assert [one.guest for one in Booking.objects.all()] == ["ada"]
 
 
+def test_no_write_to_the_record_changes_how_far_its_saga_is(hotel: SimpleNamespace) -> None:
+    """A copy of the record that was read before the saga moved on is written back, in every way that Django has."""
+    record = hotel.book(hotel.room, "ada")
+    stale = Booking.objects.get(pk=record.pk)
+    columns = [field.name for field in Booking._meta.concrete_fields if not field.primary_key]
+    drain()
+    stale.save()
+    stale.save(update_fields=columns)
+    Booking.objects.bulk_update([stale], columns)
+    Booking.objects.filter(pk=stale.pk).update(**{name: getattr(stale, name) for name in columns})
+    Booking.objects.update_or_create(pk=stale.pk, defaults={name: getattr(stale, name) for name in columns})
+    assert hotel.paid(record.pk, 80), "it still waits for the payment"
+    drain()
+    assert state_of(record)[0] == SagaState.DONE
+
+
 def test_a_record_that_was_deleted_ends_its_saga(hotel: SimpleNamespace) -> None:
     hotel.book(hotel.room, "ada").delete()
     assert drain().failed == 0
