@@ -32,7 +32,9 @@ FORMS: Final = {
     "app.signature": "app.signature('shop.tasks.invoice', args=('1',)).apply_async()",
     "app.tasks[]": "app.tasks['shop.tasks.invoice'].delay('1')",
     "app.send_task": "app.send_task('shop.tasks.invoice', ('1',))",
-    "app.send_task(name, args, kwargs, countdown, …)": "app.send_task('shop.tasks.invoice', ('1',), {}, 60, None, 'an-id')",
+    "app.send_task(name, args, kwargs, countdown, …)": (
+        "app.send_task('shop.tasks.invoice', ('1',), {}, 60, None, 'an-id')"
+    ),
     "map": "invoice.map(['1', '2']).delay()",
     "starmap": "invoice.starmap([('1',), ('2',)]).apply_async()",
     "chunks": "invoice.chunks([('1',), ('2',)], 1).apply_async()",
@@ -48,7 +50,10 @@ FORMS: Final = {
 }
 # Each with what its error names.
 REFUSED: Final = {
-    "apply_async(connection=)": ("with_connection(lambda it: invoice.apply_async(('1',), connection=it))", "connection="),
+    "apply_async(connection=)": (
+        "with_connection(lambda it: invoice.apply_async(('1',), connection=it))",
+        "connection=",
+    ),
     "app.send_task(connection=)": (
         "with_connection(lambda it: app.send_task('shop.tasks.invoice', ('1',), connection=it))",
         "connection=",
@@ -141,7 +146,9 @@ def forms(shop: Project, request: pytest.FixtureRequest) -> Project:
     return shop
 
 
-def _run(project: Project, forms: list[str], *, names: str = "from shop.tasks import invoice, ordinary") -> list[list[object]]:
+def _run(
+    project: Project, forms: list[str], *, names: str = "from shop.tasks import invoice, ordinary"
+) -> list[list[object]]:
     said = project.python(CALLS.replace("{names!r}", repr(names)).replace("{forms}", repr(forms)))
     return [json.loads(line) for line in said.splitlines()]
 

@@ -18,6 +18,7 @@ from outbox.broker.operations import summary, switches
 from outbox.broker.supervisor import Death
 from outbox.contrib.django import publish, subscriber
 from outbox.contrib.django.database.aliases import broker_database
+from outbox.contrib.django.saga import SagaProgress, SagaState
 from outbox.contrib.django.tasks.models import TaskEntry
 from outbox.contrib.django.worker.workers import consumer_runtime
 from outbox.errors import PermanentError
@@ -158,6 +159,15 @@ def retry_storm(world: World) -> None:
     world.publish(120)
     consumer_runtime(groups=["effects"]).run_once()
     summary.refresh(world.run)
+
+
+@fault
+def saga_stalled(world: World) -> None:
+    """The broker has lost the message of a saga's step."""
+    long_ago = timezone.now() - timedelta(minutes=5)
+    place = {"saga": "booking", "record": "1", "state": SagaState.RUNNING, "step": "reserve_room"}
+    progress = SagaProgress.objects.create(**place, changed_at=long_ago, message_id=uuid4())
+    world.stack.callback(progress.delete)
 
 
 @fault
