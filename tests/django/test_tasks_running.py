@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import datetime, timedelta
 from itertools import repeat
+from typing import Any
 
 import pytest
 from django.db import transaction
@@ -160,7 +161,7 @@ def test_two_workers_that_are_killed_run_every_task_once(databases: None) -> Non
         tasks.note.using(priority=int(number) % 3, run_after=soon).enqueue(f"postponed {number}")
         tasks.fail_first.using(priority=int(number) % 5).enqueue(f"retried {number}")
         tasks.nap.using(priority=int(number) % 11).enqueue(f"urgent {number}")
-    started = {"variables": {"DJANGO_SETTINGS_MODULE": SETTINGS}, "quiet": True}
+    started: Any = {"variables": {"DJANGO_SETTINGS_MODULE": SETTINGS}, "quiet": True}
     child = ["-m", "outbox.contrib.django.worker.child"]
     with process([*child, "broker"], **started), process([*child, "consumer"], **started):
         for killed in range(3):
