@@ -29,6 +29,13 @@ def told_to_children(*, level: int, file: str | None) -> Mapping[str, str]:
     return {LOG_LEVEL_VARIABLE: str(level), **({LOG_FILE_VARIABLE: file} if file else {})}
 
 
+def always(logger: logging.Logger, text: str) -> None:
+    """Log a line at INFO, also where the logger lets only warnings pass, as Celery's worker does unless it is told."""
+    if logger.disabled:
+        return
+    logger.handle(logger.makeRecord(logger.name, logging.INFO, __file__, 0, text, (), None))
+
+
 def write_log(process_name: str) -> None:
     """Log to the worker's file, or to standard error where the project has configured nothing itself.
 

@@ -25,6 +25,7 @@ from typing import IO, Any, Final
 from outbox.backoff import Backoff
 from outbox.broker.dispatch import running_calls
 from outbox.broker.dispatch.running_calls import LeftBehind
+from outbox.broker.process_log import always
 from outbox.errors import BrokerUnavailable
 
 logger = logging.getLogger(__name__)
@@ -68,6 +69,7 @@ class Supervisor:
     """Runs children until `stop`. One thread per child waits for it and restarts it.
 
     `environment` is added to that of every child. `drain_seconds` is what they have to finish once they are stopped.
+    `consumes`: topics and groups, for the line that is logged at the start.
     """
 
     def __init__(
@@ -77,7 +79,10 @@ class Supervisor:
         environment: Mapping[str, str] | None = None,
         drain_seconds: float = DRAIN_SECONDS,
         backoff: Backoff = RESTART,
+        consumes: Sequence[str] = (),
     ) -> None:
+        self._children = children
+        self._consumes = consumes
         self._environment = environment or {}
         self._drain_seconds = drain_seconds
         self._drain_until: float | None = None
@@ -92,6 +97,8 @@ class Supervisor:
 
     def start(self) -> None:
         """Start all children; returns at once."""
+        names = ", ".join(spec.name for spec in self._children)
+        always(logger, f"outbox starts {names}; it consumes {', '.join(self._consumes) or 'nothing'}")
         for thread in self._threads:
             thread.start()
 

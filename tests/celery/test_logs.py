@@ -50,3 +50,16 @@ def test_in_the_foreground_each_line_has_time_level_and_pid(shop: Project) -> No
     for pattern in (BROKER, CONSUMER):
         line = eventually(lambda p=pattern: p.search(log.read_text()), within_seconds=60, what=log.read_text)  # type: ignore[misc]
         assert int(line.group(1)) != worker.pid
+    assert "duplicate key" not in log.read_text(), "nor does a healthy start log an error of PostgreSQL"
+
+
+@pytest.mark.slow
+def test_a_worker_as_it_is_typed_says_what_outbox_starts_and_what_goes_wrong_there(shop: Project) -> None:
+    """Without --loglevel, Celery's worker logs nothing below WARNING."""
+    shop.write("shop/subscribers.py", "import logging; logging.getLogger(__name__).warning('look out')\n")
+    _, log = shop.start("celery", "-A", "shop", "worker", "--outbox", "--without-gossip", "--without-mingle")
+    says = re.compile(r"outbox starts broker, consumer-1; it consumes .*order\.paid for group logistics", re.MULTILINE)
+    warns = re.compile(r"WARNING/outbox-consumer:\d+\] shop\.subscribers: look out$", re.MULTILINE)
+    for pattern in (says, warns):
+        eventually(lambda p=pattern: p.search(log.read_text()), within_seconds=60, what=log.read_text)  # type: ignore[misc]
+    assert "duplicate key" not in log.read_text()

@@ -100,7 +100,7 @@ def databases(application: None, new_database: Callable[..., str], server_url: s
 
 
 # As retention does when it removes entries: offsets go on.
-_RAISE_FLOORS = """
+RAISE_FLOORS = """
 UPDATE outbox.queue SET floor = removed.upper
 FROM (SELECT queue_id, max(queue_offset) + 1 AS upper FROM outbox.consume_queue GROUP BY queue_id) removed
 WHERE removed.queue_id = queue.queue_id AND queue.floor < removed.upper
@@ -109,7 +109,7 @@ WHERE removed.queue_id = queue.queue_id AND queue.floor < removed.upper
 
 def _empty_log(alias: str) -> None:
     with connections[alias].cursor() as cursor:
-        cursor.execute(_RAISE_FLOORS)
+        cursor.execute(RAISE_FLOORS)
     _delete(
         alias,
         *("outbox.consume_queue", "outbox.held", "outbox.scheduled", "outbox.op_log", "outbox.commit_log"),

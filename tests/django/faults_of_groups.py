@@ -6,6 +6,8 @@ import threading
 from datetime import UTC, datetime, timedelta
 from uuid import uuid4
 
+from django.utils import timezone
+
 from outbox import Delivery
 from outbox.broker import deaths
 from outbox.broker.dispatch.running_calls import LeftBehind
@@ -16,10 +18,13 @@ from outbox.broker.operations import summary, switches
 from outbox.broker.supervisor import Death
 from outbox.contrib.django import publish, run_prune, subscriber
 from outbox.contrib.django.database.aliases import broker_database
+from outbox.contrib.django.saga import SagaProgress, SagaState
+from outbox.contrib.django.tasks.models import TaskEntry
 from outbox.contrib.django.worker.workers import consumer_runtime
 from outbox.errors import PermanentError
 from tests.django.broker_world import World, fault
 from tests.django.processes import process
+from tests.django.shop import tasks
 from tests.django.support import sequence
 from tests.support import eventually
 
@@ -154,6 +159,25 @@ def retry_storm(world: World) -> None:
     world.publish(120)
     consumer_runtime(groups=["effects"]).run_once()
     summary.refresh(world.run)
+
+
+@fault
+def saga_stalled(world: World) -> None:
+    """The broker has lost the message of a saga's step."""
+    long_ago = timezone.now() - timedelta(minutes=5)
+    place = {"saga": "booking", "record": "1", "state": SagaState.RUNNING, "step": "reserve_room"}
+    progress = SagaProgress.objects.create(**place, changed_at=long_ago, message_id=uuid4())
+    world.stack.callback(progress.delete)
+
+
+@fault
+def task_stranded(world: World) -> None:
+    """The broker has lost the message of a Django task."""
+    entry = TaskEntry.objects.get(pk=tasks.note.enqueue("1").id)
+    world.stack.callback(TaskEntry.objects.all().delete)
+    world.sql("DELETE FROM outbox.commit_log")
+    entry.announced_at = timezone.now() - timedelta(minutes=5)
+    entry.save()
 
 
 @fault

@@ -11,4 +11,10 @@ INSTALLED_APPS = [
     *("outbox.contrib.django", "outbox.contrib.django.tasks", "tests.django.shop"),
 ]
 OUTBOX["TOPICS"] = {"tasks": {"types": ["NORMAL", "DELAY", "TRANSACTION"], "queue_count": 2}}  # noqa: F405
-TASKS = {"default": {"BACKEND": "outbox.contrib.django.tasks.backend.OutboxBackend", "QUEUES": ["default", "mail"]}}
+TASKS = {
+    "default": {
+        "BACKEND": "outbox.contrib.django.tasks.backend.OutboxBackend",
+        "QUEUES": ["default", "mail"],
+        "OPTIONS": {"max_attempts": 2, "delays_seconds": [0.5]},
+    },
+}

@@ -211,13 +211,13 @@ def test_the_port_leaves_no_connection_open(directory: Path, monkeypatch: pytest
     opened = []
 
     def note(connection: BaseDatabaseWrapper, **_: object) -> None:
-        opened.append(connection.connection)
+        opened.append(connection)
 
     signs.expect(["broker"])
     with probes.served() as address, connected(note):
         assert address is not None
         assert fetch(int(address[1]), "/metrics")[0] == 200
-    assert opened and all(connection.closed for connection in opened)
+    assert opened and all(connection.connection is None for connection in opened)
 
 
 @contextmanager

@@ -9,24 +9,30 @@ import re
 import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
+from datetime import datetime, timedelta
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
 
+import psycopg
 import pytest
 from django.db import transaction
+from django.utils import timezone
 
-from outbox.contrib.django.database.aliases import broker_connection
+from outbox.contrib.django import saga
+from outbox.contrib.django.database.aliases import alias_conninfo, broker_connection
 from outbox.contrib.django.engine.broker import flusher
 from outbox.contrib.django.operations.installation import install_broker
-from outbox.contrib.django.saga import Saga, SagaState
+from outbox.contrib.django.operations.watching import look
+from outbox.contrib.django.saga import Saga, SagaProgress, SagaState
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.subscribers.registry import unregister_all
 from outbox.contrib.django.worker.drain import drain
 from outbox.errors import ConfigurationError, TransactionUsageError, UsageError
 from outbox.retry import RetryPolicy
 from tests.broker.support import let_time_pass
+from tests.django.conftest import RAISE_FLOORS
 from tests.django.hotel.models import Booking, Room
 from tests.django.processes import process
 from tests.django.state import rolled_back
@@ -48,12 +54,13 @@ def hotel(databases: None, no_subscribers: None, outbox_settings: Callable[..., 
     """The example, with its steps registered, and a room."""
     outbox_settings(**SETTINGS)
     install_broker(get_settings())
-    saga = importlib.reload(importlib.import_module("tests.django.hotel.saga"))
+    steps = importlib.reload(importlib.import_module("tests.django.hotel.saga"))
     services = importlib.reload(importlib.import_module("tests.django.hotel.services"))
     yield SimpleNamespace(
-        saga=saga.booking, book=services.book, paid=services.paid, room=Room.objects.create(number="101")
+        saga=steps.booking, book=services.book, paid=services.paid, room=Room.objects.create(number="101")
     )
     Booking.objects.all().delete()
+    SagaProgress.objects.all().delete()
     Room.objects.all().delete()
 
 
@@ -71,7 +78,8 @@ def told() -> Counter[str]:
 
 def state_of(record: Booking) -> tuple[str, str, str]:
     record.refresh_from_db()
-    return record.saga_state, record.saga_step, record.saga_reason
+    progress = SagaProgress.objects.get(record=str(record.pk))
+    return progress.state, progress.step, progress.reason
 
 
 def is_free(room: Room) -> bool:
@@ -201,6 +209,93 @@ def test_it_starts_once_and_with_the_record(hotel: SimpleNamespace) -> None:
         hotel.saga.start(dropped)
     drain()
     assert [one.guest for one in Booking.objects.all()] == ["ada"]
+
+
+def test_no_write_to_the_record_changes_how_far_its_saga_is(hotel: SimpleNamespace) -> None:
+    """A copy of the record that was read before the saga moved on is written back, in every way that Django has."""
+    record = hotel.book(hotel.room, "ada")
+    stale = Booking.objects.get(pk=record.pk)
+    columns = [field.name for field in Booking._meta.concrete_fields if not field.primary_key]
+    drain()
+    stale.save()
+    stale.save(update_fields=columns)
+    Booking.objects.bulk_update([stale], columns)
+    Booking.objects.filter(pk=stale.pk).update(**{name: getattr(stale, name) for name in columns})
+    Booking.objects.update_or_create(pk=stale.pk, defaults={name: getattr(stale, name) for name in columns})
+    assert hotel.paid(record.pk, 80), "it still waits for the payment"
+    drain()
+    assert state_of(record)[0] == SagaState.DONE
+
+
+def test_an_answer_of_code_that_has_locked_the_record_waits_for_nothing(hotel: SimpleNamespace) -> None:
+    """The record is locked before its saga, everywhere."""
+    record = hotel.book(hotel.room, "ada")
+    drain()
+    with transaction.atomic():
+        Booking.objects.select_for_update().get(pk=record.pk)
+        with another_session() as other:
+            other.execute("SET lock_timeout = '5s'")
+            assert other.execute("SELECT 1 FROM outbox_saga FOR UPDATE NOWAIT").fetchall()
+        assert hotel.paid(str(record.pk), 80)
+    assert state_of(record)[0] == SagaState.RUNNING
+
+
+def test_a_saga_that_stands_still_is_named_and_goes_on(hotel: SimpleNamespace) -> None:
+    """Of one whose step's message is lost, of one whose deadline's message is lost, and of one with a dead letter."""
+    running, waiting = hotel.book(hotel.room, "ada"), hotel.book(Room.objects.create(number="102"), "bob")
+    drain()
+    lose_messages()
+    assert stalled() == {}, "they wait for the payment, within the time"
+    SagaProgress.objects.filter(record=str(waiting.pk)).update(late_at=long_ago())
+    assert hotel.paid(running.pk, 80)
+    lose_messages()
+    SagaProgress.objects.filter(record=str(running.pk)).update(changed_at=long_ago())
+    why = "the broker does not have its message"
+    assert stalled() == {str(running.pk): why, str(waiting.pk): why}
+    assert saga.mend() == {"published": 2}
+    assert stalled() == {}
+    drain()
+    assert [state_of(record)[0] for record in (running, waiting)] == [SagaState.DONE, SagaState.UNDONE]
+
+
+def test_a_saga_whose_message_is_a_dead_letter_is_named_and_left_alone(hotel: SimpleNamespace) -> None:
+    broken = Saga("broken", Booking, topic="bookings")
+
+    @broken.step(retry=RetryPolicy(max_attempts=1))
+    def fail(record: Booking) -> None:
+        raise LookupError
+
+    with transaction.atomic():
+        record = Booking.objects.create(room=hotel.room, guest="ada")
+        broken.start(record)
+    drain()
+    SagaProgress.objects.update(changed_at=long_ago())
+    assert stalled() == {str(record.pk): "its message is a dead letter"}
+    assert saga.mend() == {"published": 0}
+
+
+def long_ago() -> datetime:
+    return timezone.now() - timedelta(minutes=5)
+
+
+def stalled() -> dict[str, str]:
+    """The condition's evidence: record and reason."""
+    found = [one for one in look().verdict.conditions if one.name == "saga_stalled"]
+    return {str(fact["record"]): str(fact["why"]) for one in found for fact in one.evidence}
+
+
+def lose_messages() -> None:
+    """As a restore of the broker's database does."""
+    flusher.flush(within_seconds=10)
+    with broker_connection() as (connection, _):
+        connection.execute(RAISE_FLOORS.encode())
+        for table in ("consume_queue", "scheduled", "op_log", "commit_log"):
+            connection.execute(f"DELETE FROM outbox.{table}")
+
+
+def another_session() -> contextlib.AbstractContextManager[psycopg.Connection[Any]]:
+    """Another session on the application's database."""
+    return psycopg.connect(alias_conninfo("default"), autocommit=True)
 
 
 def test_a_record_that_was_deleted_ends_its_saga(hotel: SimpleNamespace) -> None:

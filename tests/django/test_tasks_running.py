@@ -5,17 +5,31 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
+from datetime import datetime, timedelta
+from itertools import repeat
+from typing import Any
 
 import pytest
 from django.db import transaction
 from django.db.models import Model
 from django.test.utils import override_settings
+from django.utils import timezone
 
+from outbox.broker.database.executor import Executor
+from outbox.broker.groups.registration import register
+from outbox.contrib.django.database.aliases import broker_connection
+from outbox.contrib.django.operations.watching import look
+from outbox.contrib.django.publishing.checkback import run_check_back
+from outbox.contrib.django.tasks import stranded
 from outbox.contrib.django.tasks.models import TaskEntry
 from outbox.contrib.django.tasks.registration import register_backends
-from outbox.contrib.django.worker.drain import drain
-from tests.django.processes import ROOT, environment
+from outbox.contrib.django.worker.drain import drain, settle
+from outbox.subscription import Subscription
+from tests.broker.support import let_time_pass
+from tests.django.configured import TASKS
+from tests.django.processes import ROOT, environment, process
 from tests.django.shop import tasks
 from tests.django.shop.models import Effect
 from tests.django.state import rolled_back
@@ -53,9 +67,35 @@ def test_many_threads_run_each_task_once(databases: None) -> None:
     with transaction.atomic():
         for number in numbers:
             tasks.note.using(priority=int(number)).enqueue(number)
-    assert drain().handled == len(numbers)
+    assert drain().handled >= len(numbers), "the message of a task that has been run already runs none"
     assert effects() == numbers
     assert set(TaskEntry.objects.values_list("status", flat=True)) == {"SUCCESSFUL"}
+
+
+RETRIES = {**TASKS["default"], "OPTIONS": {"max_attempts": 2, "delays_seconds": [30]}}
+
+
+def test_postponed_and_retried_tasks_beside_more_urgent_ones_all_run(databases: None) -> None:
+    """A handler that runs a more urgent entry must not lock its own, or that entry's message finds nothing to run."""
+    with override_settings(TASKS={"default": RETRIES}):
+        register_backends()
+        soon = timezone.now() + timedelta(seconds=30)
+        for number in "12":
+            tasks.note.using(run_after=soon).enqueue(f"postponed {number}")
+            tasks.fail_first.enqueue(f"retried {number}")
+        drain()
+        with broker_connection() as (connection, _):
+            let_time_pass(connection, 60)
+        settle()  # The messages of what was postponed are queued before those of what is urgent.
+        for number in "1234":
+            tasks.nap.using(priority=50).enqueue(f"urgent {number}")
+        drain()
+    assert [str(entry) for entry in TaskEntry.objects.exclude(status="SUCCESSFUL")] == []
+    assert Counter(kind for kind, _, _ in map(str.partition, effects(), repeat(" "))) == {
+        "postponed": 2,
+        "retried": 2,
+        "urgent": 4,
+    }
 
 
 class ToLite:
@@ -106,6 +146,110 @@ def test_a_worker_killed_around_commit_runs_the_task_once(databases: None, point
     result.refresh()
     assert (result.status, result.return_value) == ("SUCCESSFUL", "noted 1")
     assert effects() == ["1"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_two_workers_that_are_killed_run_every_task_once(databases: None) -> None:
+    """Urgent, postponed and retried tasks in one queue; a consumer is killed three times while they run.
+
+    No process has the role `check`: a pass that publishes messages again would hide an entry without one.
+    """
+    numbers = [f"{number:03}" for number in range(60)]
+    for number in numbers:
+        soon = timezone.now() + timedelta(seconds=int(number) % 7)
+        tasks.note.using(priority=int(number) % 3, run_after=soon).enqueue(f"postponed {number}")
+        tasks.fail_first.using(priority=int(number) % 5).enqueue(f"retried {number}")
+        tasks.nap.using(priority=int(number) % 11).enqueue(f"urgent {number}")
+    started: Any = {"variables": {"DJANGO_SETTINGS_MODULE": SETTINGS}, "quiet": True}
+    child = ["-m", "outbox.contrib.django.worker.child"]
+    with process([*child, "broker"], **started), process([*child, "consumer"], **started):
+        for killed in range(3):
+            with process([*child, "consumer"], **started) as victim:
+                eventually(lambda: Effect.objects.count() >= 30 * (killed + 1), within_seconds=60)  # noqa: B023
+                victim.kill()
+        with process([*child, "consumer"], **started):
+            eventually(
+                lambda: not [run_check_back(), *TaskEntry.objects.filter(status="READY")[:1]][1:],
+                within_seconds=120,
+                what=lambda: str(list(TaskEntry.objects.filter(status="READY"))[:5]),
+            )
+    assert set(TaskEntry.objects.values_list("status", flat=True)) == {"SUCCESSFUL"}
+    kinds = ("postponed", "retried", "urgent")
+    assert effects() == sorted(f"{kind} {number}" for kind in kinds for number in numbers)
+
+
+def test_an_entry_without_a_message_is_named_and_gets_one_again(databases: None) -> None:
+    """Of one whose message the broker has lost, one whose message was consumed, and one of version 0.1."""
+    lost, consumed, old, waits = (tasks.note.enqueue(str(number)) for number in range(4))
+    settle()
+    _lose(lost.id)
+    drain()
+    TaskEntry.objects.filter(pk__in=[consumed.id, old.id]).update(status="READY", attempts=0, finished_at=None)
+    Effect.objects.all().delete()
+    TaskEntry.objects.filter(pk=old.id).update(message_id=None, announced_at=None)
+    assert stranded_tasks() == {}, "they may be on their way"
+    TaskEntry.objects.update(enqueued_at=long_ago())
+    TaskEntry.objects.exclude(pk=old.id).update(announced_at=long_ago())
+    assert stranded_tasks() == {
+        lost.id: "the broker does not have its message",
+        consumed.id: "its message was consumed without running it",
+        old.id: "the broker does not have its message",
+    }
+    assert stranded.mend() == {"published": 3, "failed": 0}
+    assert (stranded.mend(), stranded_tasks()) == ({"published": 0, "failed": 0}, {})
+    drain()
+    assert effects() == ["0", "1", "2"]
+    waits.refresh()
+    assert waits.is_finished
+
+
+def test_an_entry_whose_message_waits_or_is_a_dead_letter_is_not_stranded(databases: None) -> None:
+    postponed = tasks.note.using(run_after=timezone.now() + timedelta(hours=1)).enqueue("1")
+    queued, dead = tasks.note.enqueue("2"), tasks.note.using(queue_name="mail").enqueue("3")
+    settle()
+    with broker_connection() as (connection, _):
+        connection.execute("SELECT set_config('search_path', 'outbox', false)")
+        letter = (
+            "INSERT INTO dead_letter (group_id, log_id, attempts, error)"
+            " SELECT group_id, log_id, 16, 'killed' FROM commit_log, consumer_group"
+            " WHERE commit_log.key = %s AND consumer_group.name = 'tasks.mail'"
+        )
+        register(Executor(connection, "outbox"), Subscription(topic="tasks", group="tasks.mail"))
+        connection.execute(letter, [dead.id])
+        TaskEntry.objects.update(announced_at=long_ago())
+        assert stranded_tasks() == {}
+        connection.execute("UPDATE dead_letter SET replayed_at = now(), discarded_at = now()")
+        connection.execute(
+            "INSERT INTO consumer_offset (group_id, queue_id, epoch, ordinal, next_offset, start_offset)"
+            " SELECT group_id, queue_id, 9, 9, 1000, 0 FROM consumer_group, queue WHERE name = 'tasks.mail'"
+        )
+    assert stranded_tasks() == {dead.id: "its dead letter was discarded"}
+    assert stranded.mend() == {"published": 0, "failed": 1}
+    dead.refresh()
+    assert dead.status == "FAILED"
+    assert TaskEntry.objects.filter(pk__in=[postponed.id, queued.id], status="READY").count() == 2
+
+
+def _lose(task_id: str) -> None:
+    """As a restore of the broker's database does."""
+    with broker_connection() as (connection, _):
+        connection.execute(
+            "DELETE FROM outbox.consume_queue USING outbox.commit_log log"
+            " WHERE consume_queue.log_id = log.log_id AND log.key = %s",
+            [task_id],
+        )
+        connection.execute("DELETE FROM outbox.commit_log WHERE key = %s", [task_id])
+
+
+def long_ago() -> datetime:
+    return timezone.now() - timedelta(minutes=5)
+
+
+def stranded_tasks() -> dict[str, str]:
+    """The condition's evidence: task and reason."""
+    found = [one for one in look().verdict.conditions if one.name == "task_stranded"]
+    return {str(fact["task"]): str(fact["why"]) for one in found for fact in one.evidence}
 
 
 def work(*, faults: str = "") -> int:

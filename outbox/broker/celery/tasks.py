@@ -7,8 +7,11 @@ of it can change on the way: task id, eta, priority, queue, headers, links, the 
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from functools import wraps
+from inspect import signature as signature_of
 from typing import Any, Final
 
 from celery import Celery, Task, current_task
@@ -68,48 +71,160 @@ class RecordedTask(Task):  # type: ignore[misc]
 
     abstract = True
 
-    def apply_async(
-        self, args: Any = None, kwargs: Any = None, task_id: str | None = None, producer: Any = None, **options: Any
-    ) -> Any:
-        """Like Celery's; written down where `_record_now` says so. Returns the AsyncResult of the task to come."""
-        app = self._get_app()
-        if app.conf.task_always_eager or self._goes_on(task_id, options) or not self._record_now():
-            return super().apply_async(args, kwargs, task_id=task_id, producer=producer, **options)
-        with self._recording():
-            if options.get("chord"):
-                self._refuse_early_unlock(app)
-            recorder = Recorder(app)
-            result = super().apply_async(args, kwargs, task_id=task_id, producer=recorder, **options)
-            assert recorder.recorded is not None
-            self._store(recorder.recorded)
-        return result
+    @classmethod
+    def on_bound(cls, app: Celery) -> None:
+        """From now on the app writes down what has to wait, also what it sends by a task's name."""
+        super().on_bound(app)
+        record_what_waits(app)
 
-    def _record_now(self) -> bool:
+    def apply_async(self, *args: Any, **kwargs: Any) -> Any:
+        """Like Celery's; written down where `_record_now` says so. Returns the AsyncResult of the task to come."""
+        # A subclass may have an `on_bound` of its own, which does not call this one's.
+        record_what_waits(self._get_app())
+        return super().apply_async(*args, **kwargs)
+
+    def retry(self, *args: Any, **kwargs: Any) -> Any:
+        """Like Celery's, at once: the exception that follows would roll back what is written down."""
+        with _at_once():
+            return super().retry(*args, **kwargs)
+
+    def replace(self, sig: Any, *args: Any, **kwargs: Any) -> Any:
+        """Like Celery's, at once: the exception that follows would roll back what is written down."""
+        with _at_once():
+            return super().replace(sig, *args, **kwargs)
+
+    def _record_now(self, name: str) -> bool:
         raise NotImplementedError
 
     def _recording(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def _store(self, recorded: Mapping[str, Any]) -> None:
+    def _store(self, name: str, recorded: Mapping[str, Any]) -> None:
         raise NotImplementedError
 
-    def _goes_on(self, task_id: str | None, options: Mapping[str, Any]) -> bool:
-        """Whether this is a retry or a replacement of the task that runs, which leaves its block by an exception.
 
-        Written down with the transaction, it would be rolled back with it.
-        """
-        running = current_task.request.id if current_task else None
-        return bool(options.get("retries")) or (task_id is not None and task_id == running)
+_goes_on: ContextVar[bool] = ContextVar("outbox_celery_goes_on", default=False)
 
-    def _refuse_early_unlock(self, app: Celery) -> None:
-        """Without a counting backend Celery has already sent a task that waits for the chord, for ever if need be."""
-        counts = type(app.backend).apply_chord is not Backend.apply_chord
-        if not counts and not isinstance(app.tasks["celery.chord_unlock"], RecordedTask):
-            raise UsageError(
-                f"the chord of {self.name} cannot wait for its transaction: the result backend does not count, so that "
-                f"Celery polls by a task of its own, celery.chord_unlock. Make all tasks transactional, "
-                f"Celery(…, task_cls=TransactionalTask), or use the Redis result backend."
-            )
+
+@contextmanager
+def _at_once() -> Iterator[None]:
+    token = _goes_on.set(True)
+    try:
+        yield
+    finally:
+        _goes_on.reset(token)
+
+
+def record_what_waits(app: Celery) -> None:
+    """Let `app.send_task`, through which Celery sends every task, write down the calls of recorded tasks.
+
+    A call is one of a recorded task if its message names one: as the task, as that of map, starmap or chunks, or in
+    a chain, chord, link or link_error. A second call changes nothing.
+    """
+    send = app.send_task
+    if getattr(send, "records", False):
+        return
+
+    @wraps(send)
+    def send_task(name: str, *args: Any, **options: Any) -> Any:
+        if args:
+            bound = signature_of(send).bind(name, *args, **options).arguments
+            options = {key: value for key, value in bound.items() if key not in ("name", "options")}
+            options |= bound.get("options", {})
+        if isinstance(options.get("producer"), Recorder) or _is_running(options.get("task_id")):
+            return send(name, **options)
+        task = _recorded_task(app, name, options)
+        if task is None or not task._record_now(name):
+            return send(name, **options)
+        with task._recording():
+            _refuse_what_cannot_wait(app, name, options)
+            recorder = Recorder(app)
+            # One that the caller has given would send at once.
+            result = send(name, **{**options, "producer": recorder, "publisher": None})
+            assert recorder.recorded is not None
+            task._store(name, recorder.recorded)
+        return result
+
+    send_task.records = True  # type: ignore[attr-defined]
+    app.send_task = send_task
+
+
+def _is_running(task_id: str | None) -> bool:
+    """Whether this is a retry or a replacement of the task that runs, which leaves its block by an exception."""
+    running = current_task.request.id if current_task else None
+    return _goes_on.get() or (task_id is not None and task_id == running)
+
+
+def _recorded_task(app: Celery, name: str, options: Mapping[str, Any]) -> RecordedTask | None:
+    """The recorded task that a call names; None where it names ordinary ones alone."""
+    known: Any = options.get("task_type")
+    if isinstance(known, RecordedTask):
+        return known
+    nested = [options.get(key) for key in ("chain", "chord", "link", "link_error")]
+    if name in _OF_SIGNATURES:
+        nested += [options.get("args"), options.get("kwargs")]
+    for named in (name, *_names_in(nested)):
+        if isinstance(found := _task(app, named), RecordedTask):
+            return found
+    if _task(app, name) is None and issubclass(app.Task, RecordedTask):
+        # A task of another program: all that this app sends is written down.
+        unknown: RecordedTask = app.Task()
+        return unknown
+    return None
+
+
+# Celery's own tasks that call others; the signature of those is an argument.
+_OF_SIGNATURES: Final = ("celery.map", "celery.starmap", "celery.chunks")
+
+
+def _names_in(value: Any) -> Iterator[str]:
+    """The names of the tasks in signatures and lists of them."""
+    if isinstance(value, Mapping):
+        if isinstance(name := value.get("task"), str):
+            yield name
+            options, kwargs = value.get("options") or {}, value.get("kwargs") or {}
+            for key in ("chain", "chord", "link", "link_error"):
+                yield from _names_in(options.get(key))
+            if value.get("subtask_type"):
+                # What a canvas is made of.
+                for key in ("task", "tasks", "header", "body"):
+                    yield from _names_in(kwargs.get(key))
+        else:
+            # The arguments of map and starmap.
+            yield from _names_in(value.get("task"))
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            if isinstance(item, (Mapping, list, tuple)):
+                yield from _names_in(item)
+    elif isinstance(tasks := getattr(value, "tasks", None), (list, tuple)):
+        yield from _names_in(tasks)
+
+
+def _task(app: Celery, name: str) -> Any:
+    """The task of a name, also where no module of tasks was imported yet; None where this project has none."""
+    found = app.tasks.get(name)
+    if found is None and not getattr(app, "outbox_has_imported", False):
+        app.outbox_has_imported = True
+        app.loader.import_default_modules()
+        found = app.tasks.get(name)
+    return found
+
+
+def _refuse_what_cannot_wait(app: Celery, name: str, options: Mapping[str, Any]) -> None:
+    if options.get("connection") is not None:
+        raise UsageError(
+            f"the task {name} was called with connection=, in a transaction: its message is stored with the "
+            f"transaction, and handed to the broker that the Celery app names. Leave out connection=, or call the task "
+            f"outside of the transaction."
+        )
+    # Without a counting backend Celery has already sent a task that waits for the chord, for ever if need be.
+    counts = type(app.backend).apply_chord is not Backend.apply_chord
+    if options.get("chord") and not counts and not isinstance(app.tasks["celery.chord_unlock"], RecordedTask):
+        raise UsageError(
+            f"the chord of {name} cannot wait for its transaction: the result backend does not count, so that "
+            f"Celery polls by a task of its own, celery.chord_unlock. Make all tasks transactional, "
+            f"Celery(…, task_cls=TransactionalTask), or use the Redis result backend."
+        )
 
 
 def hand_over(app: Celery, recorded: Mapping[str, Any]) -> None:

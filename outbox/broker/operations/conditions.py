@@ -193,6 +193,14 @@ CATALOGUE: Final[Mapping[str, Kind]] = {
         "Groups gave up messages lately.",
         "`outbox_dead_letter list GROUP` shows the errors; mend the handler, then replay.",
     ),
+    "saga_stalled": Kind(
+        "Sagas stand still: the message of their step, or of a deadline that has passed, will not come.",
+        "Replay what is a dead letter: `outbox_dead_letter list GROUP`; lost messages are published again in a minute.",
+    ),
+    "task_stranded": Kind(
+        "Django tasks are READY, but the broker has no message left that would run them.",
+        "The role `check` publishes their messages again within a minute; delete the entry of one that must not run.",
+    ),
     "retry_storm": Kind(
         "A group sends back most of what it handles.",
         "Something that its handler needs is down: look at the errors, or pause the group until it is back.",

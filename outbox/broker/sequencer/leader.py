@@ -70,7 +70,7 @@ class LeaderLease:
     def hold(self, connection: Connection) -> float:
         """Acquire or renew when it is time. 0.0: this candidate leads; else the seconds until it is worth asking."""
         asked_at = time.monotonic()
-        if asked_at < self._renew_at:
+        if asked_at < self._renew_at and not self._was_taken(connection):
             return 0.0
         leads, self._renew_at = self._renew_at > 0, 0.0
         run = Executor(connection, self._schema)
@@ -82,6 +82,16 @@ class LeaderLease:
             return self._term
         self._renew_at = asked_at + self._term / 3
         return 0.0
+
+    def _was_taken(self, connection: Connection) -> bool:
+        """Whether a consumer's process has taken the lead from this one, which stands in: it may do so at any time.
+
+        A tick of both would collide, and PostgreSQL would log an error each time a worker starts.
+        """
+        if not self._parameters["stands_in"]:
+            return False
+        others = Executor(connection, self._schema).row(_REMAINING, self._parameters, prepare=True)
+        return others is not None and others[0] > 0
 
     def doubt(self) -> None:
         """Somebody else acts as if it led: ask at the next `hold`."""

@@ -165,7 +165,9 @@ class Sequencer:
             self._hint(connection, state)
             return counts
         except (UniqueViolation, SerializationFailure, DeadlockDetected, InvalidSqlStatementName, _Outdated) as error:
-            logger.info("sequencer %s reads the stored position again: %s", self._owner, error)
+            # Expected when another process has just taken the lead. PostgreSQL's text goes on with the statement.
+            reason = str(error).partition("\n")[0]
+            logger.debug("sequencer %s reads the stored position again: %s", self._owner, reason)
             self._forget(connection)
             return TickCounts(collided=True, more=True)
         except BaseException:

@@ -17,13 +17,17 @@ class OutboxConfig(AppConfig):
 
     def ready(self) -> None:
         """Wire what has to be there before the first request; nothing here touches a database."""
+        from outbox.contrib.django import saga
         from outbox.contrib.django.database import in_tests
         from outbox.contrib.django.database.blocks import watch_connection
         from outbox.contrib.django.engine.broker import let_go_of_test_databases
-        from outbox.contrib.django.operations import checks, metrics, tracing
+        from outbox.contrib.django.operations import application_rules, checks, metrics, tracing
         from outbox.contrib.django.operations.installation import after_migrate
+        from outbox.contrib.django.worker.periodic import add_pass
 
         in_tests.remember_configured_names()
+        application_rules.add_rule(saga.CONDITION, saga.rule)
+        add_pass("sagas", saga.PASS_INTERVAL_SECONDS, saga.mend)
         checks.register_all()
         connection_created.connect(let_go_of_test_databases, dispatch_uid="outbox.let_go_of_test_databases")
         metrics.record_if_wanted()

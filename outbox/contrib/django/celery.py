@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from outbox.broker.celery import beat, bootstep
+from outbox.broker.celery.tasks import record_what_waits
 from outbox.contrib.django.engine.broker import flusher
 from outbox.contrib.django.publishing.celery_tasks import TransactionalTask, subscriber_task
 from outbox.contrib.django.worker.periodic import passes
@@ -23,9 +24,12 @@ __all__ = ["TransactionalTask", "setup", "subscriber_task"]
 def setup(app: Any) -> None:
     """Add `--outbox` and `--outbox-roles` to the app's worker, and check-back and pruning to its beat schedule.
 
+    Transactional tasks join their transaction also where they are sent by name.
+
     Tasks and schedule are added when the app is finalised (at once where that has happened): a Celery module may be
     imported before Django is set up.
     """
     bootstep.install(app, supervisor, roles=list(Role))
     bootstep.flush_at_end(flusher.flush)
+    record_what_waits(app)
     beat.install(app, passes)

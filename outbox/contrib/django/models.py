@@ -78,6 +78,43 @@ class InboxEntry(models.Model):
         return f"{self.group} {self.message_id}"
 
 
+class SagaState(models.TextChoices):
+    """How far a saga is. RUNNING and UNDOING: a message for its step is on its way."""
+
+    RUNNING = "running", "Running"
+    WAITING = "waiting", "Waiting for an answer"
+    UNDOING = "undoing", "Being undone"
+    DONE = "done", "Done"
+    UNDONE = "undone", "Undone"
+
+
+class SagaProgress(models.Model):
+    """How far the saga of one record is. Only outbox.contrib.django.saga writes it: no write to the record resets it.
+
+    `message_id` is the message that goes on: of the step, of its compensation, or of the deadline at `late_at`.
+    """
+
+    saga = models.CharField(max_length=127)
+    record = models.CharField(max_length=255)
+    state = models.CharField(max_length=16, choices=SagaState)
+    step = models.CharField(max_length=100)
+    reason = models.TextField(default="")
+    changed_at = models.DateTimeField()
+    late_at = models.DateTimeField(null=True)
+    message_id = models.UUIDField(null=True)
+
+    class Meta:
+        app_label = "outbox"
+        db_table = "outbox_saga"
+        verbose_name = "saga"
+        constraints: ClassVar = [models.UniqueConstraint(fields=["saga", "record"], name="outbox_saga_of_record")]
+        # The sagas that go on, those that have stood at their step for longest first.
+        indexes: ClassVar = [models.Index(fields=["state", "changed_at"], name="outbox_saga_changed_at")]
+
+    def __str__(self) -> str:
+        return f"{self.saga} of {self.record}: {self.step} {self.state}"
+
+
 class KeyLock(models.Model):
     """A row to lock per FIFO key, on databases without transaction-scoped advisory locks."""
 

@@ -1,8 +1,9 @@
 """Sagas: several steps about one record, each in a transaction of its own; what was done is undone when one is refused.
 
-A helper over subscribers, not an engine: the record is a row of the application (`SagaRecord`), each step a subscriber
-that locks it, does its work, and publishes what comes next, all in the handler's transaction. So a step takes effect
-once, whatever is killed, and a message that comes too late finds that the record has moved on. A step that has to wait
+A helper over subscribers, not an engine: the record is a row of the application. The table `outbox_saga`, in the same
+database, says how far its saga is. Each step is a subscriber that locks both rows, does its work,
+and publishes what comes next, all in the handler's transaction. So a step takes effect once, whatever is killed, and a
+message that comes too late finds that the saga has moved on. A step that has to wait
 (for a payment, for another service) returns WAIT; `proceed`, `refuse` or its deadline goes on. The deadline is a
 delayed message with a key of its own record and step, and is recalled when it is not needed any more.
 
@@ -17,23 +18,37 @@ Import this from modules of installed apps; it needs loaded apps.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from enum import Enum
 from functools import partial
 from typing import Any, Final, Generic, TypeVar
 
-from django.db import models, router, transaction
+from django.core.exceptions import ObjectDoesNotExist
+from django.db import connections, models, router, transaction
+from django.db.models import Q, QuerySet
+from django.db.models.signals import post_delete
+from django.utils import timezone
 
 from outbox import Delivery, names
+from outbox.broker.database.executor import Executor
+from outbox.broker.operations.conditions import Condition, Severity, condition
+from outbox.broker.operations.whereabouts import Whereabouts, whereabouts
+from outbox.contrib.django.database.aliases import broker_connection
+from outbox.contrib.django.ledger.ledger_checker import ledger_aliases
+from outbox.contrib.django.models import SagaProgress, SagaState
 from outbox.contrib.django.publishing.publish import publish
 from outbox.contrib.django.publishing.steering import recall_key
+from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.subscribers.callables import is_asynchronous, is_generator
 from outbox.contrib.django.subscribers.registry import Subscriber, register
 from outbox.errors import ConfigurationError, TransactionUsageError, UsageError
 from outbox.retry import RetryPolicy
 from outbox.subscription import Subscription
+
+__all__ = ["WAIT", "Answer", "Saga", "SagaProgress", "SagaState", "Step", "StepRefused"]
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +56,7 @@ logger = logging.getLogger(__name__)
 class StepRefused(Exception):
     """Raised by a step: the business says no. Its effects are rolled back, and earlier steps are undone.
 
-    Its text is kept as the record's `saga_reason`. Any other exception is a failure, and the step is tried again.
+    Its text is kept as the saga's `reason`. Any other exception is a failure, and the step is tried again.
     """
 
 
@@ -54,28 +69,7 @@ class Answer(Enum):
 WAIT: Final = Answer.WAIT
 
 
-class SagaState(models.TextChoices):
-    """How far a saga is. RUNNING and UNDOING: a message for `saga_step` is on its way."""
-
-    RUNNING = "running", "Running"
-    WAITING = "waiting", "Waiting for an answer"
-    UNDOING = "undoing", "Being undone"
-    DONE = "done", "Done"
-    UNDONE = "undone", "Undone"
-
-
-class SagaRecord(models.Model):
-    """What a saga is about, and how far it is: a row of the application. `saga_step` is empty before the start."""
-
-    saga_state = models.CharField(max_length=16, choices=SagaState, default=SagaState.RUNNING, editable=False)
-    saga_step = models.CharField(max_length=100, default="", editable=False)
-    saga_reason = models.TextField(default="", editable=False)
-
-    class Meta:
-        abstract = True
-
-
-Record = TypeVar("Record", bound=SagaRecord)
+Record = TypeVar("Record", bound=models.Model)
 Work = TypeVar("Work", bound=Callable[..., Any])
 
 _UNDO: Final = "undo."
@@ -107,6 +101,8 @@ class Saga(Generic[Record]):
         self.topic: Final = topic
         self._record = record
         self._steps: list[Step[Record]] = []
+        _sagas[name] = self
+        post_delete.connect(self._forget, sender=record, weak=False, dispatch_uid=f"outbox.saga.{name}")
 
     def step(
         self,
@@ -140,9 +136,19 @@ class Saga(Generic[Record]):
                 f"saga {self.name!r} of record {record.pk}: start it inside the atomic() that stores the record, or a "
                 f"crash between the two leaves a record without a saga."
             )
-        if self._locked(record.pk).saga_step:
+        self._locked(record.pk)
+        progress, is_new = SagaProgress.objects.using(self._alias).get_or_create(
+            saga=self.name,
+            record=str(record.pk),
+            defaults={"state": SagaState.RUNNING, "step": self._steps[0].name, "changed_at": timezone.now()},
+        )
+        if not is_new:
             raise UsageError(f"saga {self.name!r} of record {record.pk} was started before.")
-        self._run_next(record, self._steps[0])
+        self._run_next(progress, self._steps[0])
+
+    def progress(self, pk: object) -> SagaProgress | None:
+        """How far the saga of a record is: `state`, `step` and `reason`. None for a record whose saga has not begun."""
+        return self._progress(pk).first()
 
     def proceed(self, pk: object, *, at: str) -> bool:
         """The answer that step `at` waits for is there: go on with the next one.
@@ -154,7 +160,7 @@ class Saga(Generic[Record]):
 
     def refuse(self, pk: object, reason: str, *, at: str) -> bool:
         """The answer that step `at` waits for is no: undo it and what was done before. Otherwise like `proceed`."""
-        return self._answer(pk, at, lambda record, step: self._turn_back(record, step, reason))
+        return self._answer(pk, at, lambda progress, step: self._turn_back(progress, step, reason))
 
     def deadline_key(self, pk: object, step: str) -> str:
         """The key of the deadline of a record at a step: of no other message."""
@@ -197,96 +203,212 @@ class Saga(Generic[Record]):
 
     def _handle(self, step: Step[Record], delivery: Delivery) -> None:
         """A message of `step`: to run it, to undo it, or that it has waited for too long."""
+        pk = delivery.body["pk"]
         try:
-            record = self._locked(delivery.body["pk"])
-        except self._record.DoesNotExist:
-            logger.warning("saga %s: its record %s was deleted, %s ends", self.name, delivery.body["pk"], delivery.tag)
+            record = self._locked(pk)
+        except ObjectDoesNotExist:
+            logger.warning("saga %s: its record %s was deleted, %s ends", self.name, pk, delivery.tag)
+            self._progress(pk).delete()
             return
-        stands_at = SagaState(record.saga_state), record.saga_step
+        progress = self._progress(pk).select_for_update().get()
+        stands_at = SagaState(progress.state), progress.step
         if delivery.tag == step.name and stands_at == (SagaState.RUNNING, step.name):
-            self._run(record, step)
+            self._run(record, progress, step)
         elif delivery.tag == _UNDO + step.name and stands_at == (SagaState.UNDOING, step.name):
-            self._undo(record, step)
+            self._undo(record, progress, step)
         elif delivery.tag == _LATE + step.name and stands_at == (SagaState.WAITING, step.name):
-            self._turn_back(record, step, f"{step.name} was not answered within {step.within}")
+            self._turn_back(progress, step, f"{step.name} was not answered within {step.within}")
         else:
-            logger.info("saga %s of record %s has moved on: %s comes too late", self.name, record.pk, delivery.tag)
+            logger.info("saga %s of record %s has moved on: %s comes too late", self.name, pk, delivery.tag)
 
-    def _run(self, record: Record, step: Step[Record]) -> None:
+    def _run(self, record: Record, progress: SagaProgress, step: Step[Record]) -> None:
         try:
             # A savepoint: what a refused step did is rolled back, its messages too.
             with transaction.atomic(using=self._alias):
                 answer = step.work(record)
         except StepRefused as refusal:
-            self._turn_back(record, self._before(step), str(refusal))
+            self._turn_back(progress, self._before(step), str(refusal))
             return
         if answer is None:
-            self._go_on(record, step)
+            self._go_on(progress, step)
         elif answer is WAIT:
-            self._wait(record, step)
+            self._wait(progress, step)
         else:
             raise UsageError(f"step {step.name!r} of saga {self.name!r} returned {answer!r:.80}: return None or WAIT.")
 
-    def _wait(self, record: Record, step: Step[Record]) -> None:
-        self._save(record, SagaState.WAITING, step.name)
-        if step.within is not None:
-            self._tell(record, _LATE + step.name, key=self.deadline_key(record.pk, step.name), delay=step.within)
+    def _wait(self, progress: SagaProgress, step: Step[Record]) -> None:
+        progress.late_at = None if step.within is None else timezone.now() + step.within
+        self._save(progress, SagaState.WAITING, step)
 
-    def _answer(self, pk: object, at: str, act: Callable[[Record, Step[Record]], None]) -> bool:
+    def _answer(self, pk: object, at: str, act: Callable[[SagaProgress, Step[Record]], None]) -> bool:
         step = self._find(at)
         with transaction.atomic(using=self._alias):
             record = self._locked(pk)
-            if (record.saga_state, record.saga_step) != (SagaState.WAITING, step.name):
+            progress = self._progress(record.pk).select_for_update().first()
+            if progress is None or (progress.state, progress.step) != (SagaState.WAITING, step.name):
                 return False
-            act(record, step)
+            act(progress, step)
             if step.within is not None:
-                # Saves the delivery of a deadline that would find that the record has moved on.
+                # Saves the delivery of a deadline that would find that the saga has moved on.
                 recalled = partial(recall_key, self.topic, self.deadline_key(record.pk, step.name))
                 transaction.on_commit(recalled, using=self._alias, robust=True)
         return True
 
-    def _undo(self, record: Record, step: Step[Record]) -> None:
+    def _undo(self, record: Record, progress: SagaProgress, step: Step[Record]) -> None:
         assert step.undo is not None
         step.undo(record)
-        self._turn_back(record, self._before(step), record.saga_reason)
+        self._turn_back(progress, self._before(step), progress.reason)
 
     # -- moves ------------------------------------------------------------------------------------------
 
-    def _go_on(self, record: Record, done: Step[Record]) -> None:
+    def _go_on(self, progress: SagaProgress, done: Step[Record]) -> None:
         following = self._steps[self._steps.index(done) + 1 :]
         if following:
-            self._run_next(record, following[0])
+            self._run_next(progress, following[0])
         else:
-            self._save(record, SagaState.DONE, done.name)
+            self._save(progress, SagaState.DONE, done)
 
-    def _run_next(self, record: Record, step: Step[Record]) -> None:
-        self._save(record, SagaState.RUNNING, step.name)
-        self._tell(record, step.name)
+    def _run_next(self, progress: SagaProgress, step: Step[Record]) -> None:
+        self._save(progress, SagaState.RUNNING, step)
 
-    def _turn_back(self, record: Record, last_done: Step[Record] | None, reason: str) -> None:
+    def _turn_back(self, progress: SagaProgress, last_done: Step[Record] | None, reason: str) -> None:
         """Undo `last_done`, and after it what was before; None when nothing was done."""
-        record.saga_reason = reason
+        progress.reason = reason
         step = last_done
         while step is not None and step.undo is None:
             step = self._before(step)
         if step is None:
-            self._save(record, SagaState.UNDONE, record.saga_step)
+            self._save(progress, SagaState.UNDONE, self._find(progress.step))
             return
-        self._save(record, SagaState.UNDOING, step.name)
-        self._tell(record, _UNDO + step.name)
+        self._save(progress, SagaState.UNDOING, step)
 
     def _before(self, step: Step[Record]) -> Step[Record] | None:
         place = self._steps.index(step)
         return self._steps[place - 1] if place else None
 
+    def _progress(self, pk: object) -> QuerySet[SagaProgress]:
+        """To be locked after the record: application code that has locked its record may answer the saga."""
+        value = self._record._meta.pk.to_python(pk)
+        return SagaProgress.objects.using(self._alias).filter(saga=self.name, record=str(value))
+
     def _locked(self, pk: object) -> Record:
-        manager: models.Manager[Record] = self._record._base_manager
-        return manager.using(self._alias).select_for_update().get(pk=pk)
+        return self._record._base_manager.using(self._alias).select_for_update().get(pk=pk)
 
-    def _save(self, record: Record, state: SagaState, step: str) -> None:
-        record.saga_state, record.saga_step = state, step
-        record.save(using=self._alias, update_fields=["saga_state", "saga_step", "saga_reason"])
+    def _save(self, progress: SagaProgress, state: SagaState, step: Step[Record]) -> None:
+        progress.state, progress.step, progress.changed_at = state, step.name, timezone.now()
+        if state is not SagaState.WAITING:
+            progress.late_at = None
+        self._announce(progress, step)
+        progress.save(using=self._alias)
 
-    def _tell(self, record: Record, tag: str, *, key: str = "", delay: timedelta | None = None) -> None:
-        key = key or f"{self.name}/{record.pk}"
-        publish(self.topic, {"pk": str(record.pk)}, key=key, tag=tag, delay=delay, using=self._alias)
+    def _announce(self, progress: SagaProgress, step: Step[Record]) -> None:
+        """Publish the message that goes on from where the saga is now, if it does not wait for an answer alone."""
+        state, pk, delay = progress.state, progress.record, None
+        key = f"{self.name}/{pk}"
+        if state == SagaState.RUNNING:
+            tag = step.name
+        elif state == SagaState.UNDOING:
+            tag = _UNDO + step.name
+        elif state == SagaState.WAITING and step.within is not None:
+            tag, key, delay = _LATE + step.name, self.deadline_key(pk, step.name), step.within
+        else:
+            progress.message_id = None
+            return
+        receipt = publish(self.topic, {"pk": pk}, key=key, tag=tag, delay=delay, using=self._alias)
+        progress.message_id = receipt.message_id
+
+    # -- what stands still ------------------------------------------------------------------------------
+
+    def publish_again(self, progress: SagaProgress) -> bool:
+        """Publish the message of a saga that has lost it. False where the saga has moved on, or a handler has it."""
+        with transaction.atomic(using=self._alias):
+            same = self._progress(progress.record).filter(
+                state=progress.state, step=progress.step, message_id=progress.message_id
+            )
+            if connections[self._alias].features.has_select_for_update_skip_locked:
+                same = same.select_for_update(skip_locked=True)
+            found = same.first()
+            step = next((step for step in self._steps if step.name == progress.step), None)
+            if found is None or step is None:
+                return False
+            if found.state == SagaState.WAITING:
+                # Its deadline has passed: not the whole wait again.
+                step = replace(step, within=timedelta(0))
+            self._announce(found, step)
+            found.save(using=self._alias, update_fields=["message_id"])
+        return True
+
+    def _forget(self, instance: models.Model, using: str, **_: Any) -> None:
+        """The record was deleted: another one may get its primary key."""
+        SagaProgress.objects.using(using).filter(saga=self.name, record=str(instance.pk)).delete()
+
+
+CONDITION: Final = "saga_stalled"
+PASS_INTERVAL_SECONDS: Final = 60.0
+# A message is on its way for so long before it is asked about.
+_GRACE: Final = timedelta(seconds=60)
+# The condition looks at the sagas that have stood at their step for longest; the pass at so many more.
+_LOOKED_AT: Final = 200
+_MENDED: Final = 10_000
+
+_WHY: Final = {
+    Whereabouts.PASSED: "its message was consumed without moving it on",
+    Whereabouts.GONE: "the broker does not have its message",
+    Whereabouts.DEAD: "its message is a dead letter",
+    Whereabouts.DISCARDED: "its dead letter was discarded",
+}
+_sagas: Final[dict[str, Saga[Any]]] = {}
+
+
+def rule(run: Executor) -> Sequence[Condition]:
+    """The condition, where it holds. Reads a bounded number of rows, by an index."""
+    return condition(
+        CONDITION,
+        (
+            (
+                Severity.WARNING,
+                {
+                    "saga": one.saga,
+                    "record": one.record,
+                    "step": one.step,
+                    "state": one.state,
+                    "since_seconds": round((timezone.now() - (one.late_at or one.changed_at)).total_seconds()),
+                    "message": str(one.message_id or ""),
+                    "why": _WHY[where],
+                },
+            )
+            for one, where in _stalled(run, limit=_LOOKED_AT)
+        ),
+    )
+
+
+def mend() -> Mapping[str, Any]:
+    """Publish a message again for every saga whose message is lost. A dead letter is left to an operator."""
+    if not get_settings().has_database:
+        return {}
+    published = 0
+    with broker_connection() as (connection, schema):
+        for progress, where in _stalled(Executor(connection, schema), limit=_MENDED):
+            saga = _sagas.get(progress.saga)
+            if saga is not None and where in (Whereabouts.PASSED, Whereabouts.GONE) and saga.publish_again(progress):
+                logger.warning("saga %s has a new message: %s", progress, _WHY[where])
+                published += 1
+    return {"published": published}
+
+
+def _stalled(run: Executor, *, limit: int) -> Iterator[tuple[SagaProgress, Whereabouts]]:
+    before = timezone.now() - _GRACE
+    moves = Q(state__in=(SagaState.RUNNING, SagaState.UNDOING), changed_at__lt=before)
+    late = Q(state=SagaState.WAITING, late_at__lt=before)
+    for alias in ledger_aliases(usable=True):
+        by_group: dict[str, list[SagaProgress]] = defaultdict(list)
+        for one in SagaProgress.objects.using(alias).filter(moves | late).order_by("changed_at")[:limit]:
+            by_group[f"{one.saga}.{one.step}"].append(one)
+        for group, mine in by_group.items():
+            places = whereabouts(run, group, [one.message_id for one in mine if one.message_id is not None])
+            for one in mine:
+                where = places[one.message_id] if one.message_id is not None else Whereabouts.GONE
+                same = {"pk": one.pk, "message_id": one.message_id, "state": one.state, "step": one.step}
+                # Read again: it may have moved on between the two questions.
+                if where in _WHY and SagaProgress.objects.using(alias).filter(**same).exists():
+                    yield one, where

@@ -4,8 +4,6 @@ from typing import ClassVar
 
 from django.db import models
 
-from outbox.contrib.django.saga import SagaRecord
-
 
 class Room(models.Model):
     objects: ClassVar[models.Manager[Room]] = models.Manager()
@@ -14,7 +12,7 @@ class Room(models.Model):
     free = models.BooleanField(default=True)
 
 
-class Booking(SagaRecord):
+class Booking(models.Model):
     objects: ClassVar[models.Manager[Booking]] = models.Manager()
 
     room = models.ForeignKey(Room, on_delete=models.PROTECT)

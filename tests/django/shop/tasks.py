@@ -23,6 +23,13 @@ def note(number: str) -> str:
 
 
 @task
+def nap(number: str) -> None:
+    """One effect, after a while in which other handlers run."""
+    time.sleep(0.2)
+    Effect.objects.create(number=number)
+
+
+@task
 async def note_async(number: str) -> list[Any]:
     """The same from a coroutine."""
     await Effect.objects.acreate(number=number)

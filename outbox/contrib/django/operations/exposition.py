@@ -15,6 +15,7 @@ from outbox.broker.operations.overview import overview
 from outbox.broker.operations.verdict import survey, unusable
 from outbox.contrib.django.ledger.ledger_checker import ledger_aliases
 from outbox.contrib.django.operations import metrics
+from outbox.contrib.django.operations.application_rules import with_application
 from outbox.contrib.django.operations.watching import asking
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.errors import BrokerUnavailable, SchemaError
@@ -73,7 +74,8 @@ def state() -> State:
             if found.summary is None:
                 return State(found.verdict)
             sizes = dict(run.rows(_SIZES)) | _application_sizes()
-            return State(found.verdict, overview(run, found.summary), found.summary, audit.last(run), sizes)
+            verdict = with_application(found.verdict, run)
+            return State(verdict, overview(run, found.summary), found.summary, audit.last(run), sizes)
     except (BrokerUnavailable, SchemaError) as error:
         return State(unusable(error))
 

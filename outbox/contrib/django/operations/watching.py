@@ -17,6 +17,7 @@ from outbox.broker.operations.verdict import survey, unusable
 from outbox.broker.schema.refusals import naming
 from outbox.contrib.django.database import deadline
 from outbox.contrib.django.database.aliases import broker_connection, broker_database, require_database
+from outbox.contrib.django.operations.application_rules import with_application
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.errors import BrokerUnavailable, OutboxError, SchemaError
 
@@ -39,7 +40,9 @@ def look() -> Look:
     try:
         with asking() as run:
             found = survey(run, limits)
-            return Look(found.verdict, None if found.summary is None else overview(run, found.summary))
+            if found.summary is None:
+                return Look(found.verdict, None)
+            return Look(with_application(found.verdict, run), overview(run, found.summary))
     except (BrokerUnavailable, SchemaError) as error:
         return Look(unusable(error), None)
 

@@ -25,10 +25,11 @@ _UNTIL_IT_IS_THERE: Final = RetryPolicy(delays_seconds=[1, 5, 10, 30, 60], max_a
 
 
 class TransactionalTask(RecordedTask):
-    """A task whose `delay`, `apply_async` or canvas inside `atomic()` is stored with the transaction.
+    """A task that is stored with the transaction, in whatever form it is called inside `atomic()`.
 
     A consumer process hands it to Celery's broker once the transaction has committed; nothing is sent when it is
-    rolled back. Outside of `atomic()` it is an ordinary task, and so are retries of a running one. Use it as
+    rolled back. docs/celery.md lists the forms. Outside of `atomic()` it is an ordinary task. `self.retry()` and
+    `self.replace()` are sent at once. Use it as
     `@shared_task(base=TransactionalTask)`, or for all tasks: `Celery("shop", task_cls=TransactionalTask)`. `using`
     names the database alias where transactions are open on several. Needs OUTBOX['CELERY_APP'] and a consumer process.
     """
@@ -44,27 +45,27 @@ class TransactionalTask(RecordedTask):
         """As `delay_on_commit`, with the arguments of `apply_async`."""
         self.apply_async(*args, **kwargs)
 
-    def _record_now(self) -> bool:
+    def _record_now(self, name: str) -> bool:
         try:
             return current_transaction(self.using) is not None
         except TransactionUsageError as error:
             raise TransactionUsageError(
-                f"the task {self.name} joins the transaction that calls it; for a task, `using` is an option of its "
+                f"the task {name} joins the transaction that calls it; for a task, `using` is an option of its "
                 f"own, @shared_task(using='default'). {error}"
             ) from error
 
     def _recording(self) -> AbstractContextManager[None]:
         return failing_takes_the_block_along(self.using)
 
-    def _store(self, recorded: Mapping[str, Any]) -> None:
+    def _store(self, name: str, recorded: Mapping[str, Any]) -> None:
         settings = get_settings()
         if settings.celery_app is None:
             raise ConfigurationError(
-                f"the task {self.name} is called in a transaction, but OUTBOX['CELERY_APP'] is not set, so that nobody "
+                f"the task {name} is called in a transaction, but OUTBOX['CELERY_APP'] is not set, so that nobody "
                 f"would hand it to Celery: write the dotted path of the app there, for example 'shop.celery.app', and "
                 f"run `manage.py migrate` for its topic."
             )
-        tag = self.name if len(self.name) <= MAX_TAG else ""
+        tag = name if len(name) <= MAX_TAG else ""
         publish(
             tasks_topic(settings), recorded, tag=tag, headers={"task_id": recorded["headers"]["id"]}, using=self.using
         )

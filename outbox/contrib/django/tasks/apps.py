@@ -15,6 +15,11 @@ class OutboxTasksConfig(AppConfig):
 
     def ready(self) -> None:
         """Register the subscribers that run tasks; a mistake in TASKS is said when a process starts."""
+        from outbox.contrib.django.operations.application_rules import add_rule
+        from outbox.contrib.django.tasks import stranded
         from outbox.contrib.django.tasks.registration import register_backends
+        from outbox.contrib.django.worker.periodic import add_pass
 
         register_backends()
+        add_rule(stranded.CONDITION, stranded.rule)
+        add_pass("tasks", stranded.PASS_INTERVAL_SECONDS, stranded.mend)

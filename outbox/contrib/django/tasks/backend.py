@@ -111,18 +111,29 @@ class OutboxBackend(BaseTaskBackend):
         entry.is_due = task.run_after is None or task.run_after <= entry.enqueued_at
         alias = router.db_for_write(TaskEntry)
         with transaction.atomic(using=alias):
-            entry.save(using=alias, force_insert=True)
             self.announce(entry, None if entry.is_due else task.run_after, using=alias)
+            entry.save(using=alias, force_insert=True)
         result = cast("TaskResult[_P, _R]", result_of(entry, task))
         task_enqueued.send(type(self), task_result=result)
         return result
 
-    def announce(self, entry: TaskEntry, deliver_at: datetime | None, *, using: str) -> None:
-        """Publish the message that one more task may run, in the transaction that is open on `using`."""
+    def announce(self, entry: TaskEntry, deliver_at: datetime | None, *, using: str, waits: int = 0) -> None:
+        """Publish the entry's next message, in the transaction that is open on `using`, and note it in the entry.
+
+        The caller saves the entry, if it has locked it. `waits`: how often its message has found it locked.
+        """
         if deliver_at is not None and timezone.is_naive(deliver_at):
             deliver_at = timezone.make_aware(deliver_at)
-        body = {"task": str(entry.id), "attempts": entry.attempts, "priority": entry.priority}
-        publish(self.settings.topic, body, key=entry.id, tag=entry.queue_name, deliver_at=deliver_at, using=using)
+        # Version 0.1 reads the priority.
+        body = {"task": str(entry.id), "attempts": entry.attempts, "priority": entry.priority, "waits": waits}
+        receipt = publish(
+            self.settings.topic, body, key=entry.id, tag=entry.queue_name, deliver_at=deliver_at, using=using
+        )
+        entry.message_id, entry.announced_at = receipt.message_id, deliver_at or timezone.now()
+
+    def group_of(self, queue: str) -> str:
+        """The consumer group that runs the tasks of a queue."""
+        return f"{self.settings.topic}.{queue}" if self.queues else self.settings.topic
 
     def get_result(self, result_id: str) -> TaskResult[..., Any]:
         """What is known of a call, read on the primary. Raises TaskResultDoesNotExist."""

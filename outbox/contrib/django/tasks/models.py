@@ -12,8 +12,8 @@ from outbox.ids import uuid7
 class TaskEntry(models.Model):
     """One call of a task, written by `enqueue` in the caller's transaction.
 
-    Its message says that one more task may run: this one, or a more urgent one that is due, whose own message then runs
-    this one. So there are always as many messages under way as entries READY.
+    Every entry that is READY has a message of its own: `message_id`, published at `announced_at`. Its handler runs this
+    entry, or a more urgent one; then it publishes the next message of this entry in the same transaction.
     """
 
     if TYPE_CHECKING:
@@ -35,8 +35,12 @@ class TaskEntry(models.Model):
     args: models.JSONField[Any, Any] = models.JSONField()
     kwargs: models.JSONField[Any, Any] = models.JSONField()
     status = models.CharField(max_length=15, choices=Status, default=Status.READY)
-    # False until the message of a postponed attempt has arrived: the broker's clock alone says when it is due.
+    # False until the message of a postponed attempt has arrived: the broker's clock alone says when it is due. Only
+    # its own message runs an entry that is not due.
     is_due = models.BooleanField(default=True)
+    # Null in entries that version 0.1 has written.
+    message_id = models.UUIDField(null=True, editable=False)
+    announced_at = models.DateTimeField(null=True, editable=False)
     attempts = models.PositiveSmallIntegerField(default=0)
     run_after = models.DateTimeField(null=True)
     enqueued_at = models.DateTimeField()
@@ -56,6 +60,8 @@ class TaskEntry(models.Model):
                 fields=["backend", "queue_name", "status", "is_due", "-priority", "enqueued_at"],
                 name="outbox_task_next",
             ),
+            # The entries READY, those whose message was published longest ago first.
+            models.Index(fields=["status", "announced_at"], name="outbox_task_announced_at"),
             models.Index(fields=["finished_at"], name="outbox_task_finished_at"),
         ]
 

@@ -7,7 +7,7 @@ import os
 import socket
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, Final
 from uuid import UUID
 
 from django.db import OperationalError, connections, transaction
@@ -26,19 +26,35 @@ logger = logging.getLogger(__name__)
 Status = TaskEntry.Status
 
 # The inbox ends a transaction that idles for most of a lease; a task may, for as long as it may run.
-_ALLOW_IDLING = "SELECT set_config('idle_in_transaction_session_timeout', %s, true)"
+_ALLOW_IDLING: Final = "SELECT set_config('idle_in_transaction_session_timeout', %s, true)"
+
+# How long a message waits at most before it looks again at an entry that another handler runs.
+_LONGEST_WAIT_SECONDS: Final = 60
 
 
 def handler_for(backend: OutboxBackend, queue: str, *, using: str) -> Callable[[Delivery], None]:
-    """The handler of one queue's messages (of all queues: ''). `using`: the alias of the entries."""
+    """The handler of one queue's messages (of all queues: ''). `using`: the alias of the entries.
+
+    A message runs one entry: its own, or a more urgent one that is due. It locks that entry alone while the task runs.
+    If its own entry is still READY then, its next message is published in the same transaction. So a READY entry has
+    a message at every moment, whatever fails: only the end of the entry's last attempt leaves it without one.
+    """
 
     def run_a_task(delivery: Delivery) -> None:
         _allow_idling(using, backend.settings.timeout_seconds)
-        entry = _claim(_ready(backend.alias, queue, using=using), delivery.body)
-        if entry is None:
-            logger.warning("no task is ready for message %s (its entry was deleted?)", delivery.message_id)
-        else:
+        ready = _ready(backend.alias, queue, using=using)
+        announced = ready.filter(pk=UUID(delivery.body["task"]), attempts=delivery.body["attempts"])
+        own = announced.first()
+        if own is None:
+            logger.debug("message %s has nothing to run: its task has been run, or deleted", delivery.message_id)
+        elif urgent := _locked(ready.filter(is_due=True, priority__gt=own.priority)):
+            _run(backend, urgent, using=using)
+            _announce_again(backend, announced, using=using, waits=0)
+        elif entry := _locked(announced):
             _run(backend, entry, using=using)
+        else:
+            # Another handler runs it. If that is rolled back, this message is the only one that would run it.
+            _announce_again(backend, announced, using=using, waits=delivery.body.get("waits", 0) + 1)
 
     return run_a_task
 
@@ -54,24 +70,28 @@ def _ready(backend: str, queue: str, *, using: str) -> QuerySet[TaskEntry]:
     return ready.filter(queue_name=queue) if queue else ready
 
 
-def _claim(ready: QuerySet[TaskEntry], announced: dict[str, Any]) -> TaskEntry | None:
-    """The entry to run for a message: locked until the transaction ends, and passed over by everybody else.
-
-    A more urgent one if there is one; else the message's own, so that one whose attempts break off (a process killed
-    by it) stands in nobody's way; else, where another message has run that already, any.
-    """
-    own = ready.filter(pk=UUID(announced["task"]))
-    # It is due, whatever this machine's clock says; unless it has been run since, and waits for another attempt.
-    own.filter(attempts=announced["attempts"], is_due=False).update(is_due=True)
-    if connections[ready.db].features.has_select_for_update_skip_locked:
+def _locked(entries: QuerySet[TaskEntry]) -> TaskEntry | None:
+    """The most urgent of them that no other handler runs: locked until the transaction ends."""
+    if connections[entries.db].features.has_select_for_update_skip_locked:
         # Elsewhere (SQLite) the inbox row that was written first lets in one at a time.
-        ready, own = ready.select_for_update(skip_locked=True), own.select_for_update(skip_locked=True)
-    due = ready.filter(is_due=True).order_by("-priority", "enqueued_at", "pk")
-    return (
-        due.filter(priority__gt=announced["priority"]).first()
-        or own.filter(attempts=announced["attempts"]).first()
-        or due.first()
-    )
+        entries = entries.select_for_update(skip_locked=True)
+    return entries.order_by("-priority", "enqueued_at", "pk").first()
+
+
+def _announce_again(backend: OutboxBackend, announced: QuerySet[TaskEntry], *, using: str, waits: int) -> None:
+    """Publish the next message of an entry whose message has not run it, unless another message has run it meanwhile.
+
+    `waits`: how often in a row its message has found it locked; the waits between grow up to a minute.
+    """
+    entry = _locked(announced)
+    if entry is not None:
+        # Its message has arrived, so it is due: from now on the messages of others may run it too.
+        entry.is_due = True
+        backend.announce(entry, None, using=using)
+        entry.save(using=using, update_fields=["is_due", "message_id", "announced_at"])
+    elif (entry := announced.first()) is not None:
+        wait = timedelta(seconds=min(2**waits, _LONGEST_WAIT_SECONDS))
+        backend.announce(entry, timezone.now() + wait, using=using, waits=waits)
 
 
 def _run(backend: OutboxBackend, entry: TaskEntry, *, using: str) -> None:
@@ -123,6 +143,6 @@ def _finish(backend: OutboxBackend, entry: TaskEntry, *, using: str, known: bool
 def _try_again(backend: OutboxBackend, entry: TaskEntry, wait: timedelta, *, using: str) -> None:
     entry.status = Status.READY
     entry.is_due = False
-    entry.save(using=using)
     backend.announce(entry, timezone.now() + wait, using=using)
+    entry.save(using=using)
     logger.warning("task %s (%s) failed and runs again in %s", entry.id, entry.task_path, wait, exc_info=True)

@@ -24,6 +24,13 @@ PRUNE_TURN_SECONDS: Final = 2.0
 # Passes that have left something: they go on here, although they have just begun.
 _unfinished: set[str] = set()
 
+_added: dict[str, tuple[float, Callable[[], Mapping[str, Any]]]] = {}
+
+
+def add_pass(name: str, interval_seconds: float, work: Callable[[], Mapping[str, Any]]) -> None:
+    """Run `work` periodically too; for apps beside `outbox.contrib.django`, when they are ready. Twice is once."""
+    _added[name] = (interval_seconds, work)
+
 
 def passes() -> list[PeriodicPass]:
     """What has to run periodically in a producer service, whoever drives it: a worker's role "check", or Celery beat.
@@ -36,6 +43,7 @@ def passes() -> list[PeriodicPass]:
     # Asked more often than it is due: workers come and go.
     audit_seconds = min(3600.0, settings.audit_interval_seconds)
     always = [prune, PeriodicPass(name="audit", interval_seconds=audit_seconds, run=audit_when_due)]
+    always += [_in_turn(name, seconds, work) for name, (seconds, work) in _added.items()]
     if not settings.producer_group:
         return always
     return [_in_turn(CHECK_BACK, settings.check_interval_seconds, lambda: asdict(check_back())), *always]

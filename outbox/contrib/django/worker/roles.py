@@ -40,7 +40,17 @@ class Role(StrEnum):
 
 def supervisor(roles: Sequence[str] = (), *, environment: Mapping[str, str] | None = None) -> Supervisor:
     """What keeps the processes of a worker alive. Raises ConfigurationError where one of them could never work."""
-    return Supervisor(child_specs(roles), environment=environment, drain_seconds=get_settings().drain_seconds)
+    specs = child_specs(roles)
+    consume = any(spec.name.startswith(Role.CONSUMER) for spec in specs)
+    groups: dict[str, list[str]] = {}
+    for subscription, _ in subscriptions() if consume else ():
+        groups.setdefault(subscription.group, []).append(subscription.topic)
+    return Supervisor(
+        specs,
+        environment=environment,
+        drain_seconds=get_settings().drain_seconds,
+        consumes=[f"{', '.join(topics)} for group {group}" for group, topics in sorted(groups.items())],
+    )
 
 
 def child_specs(roles: Sequence[str] = ()) -> list[ChildSpec]:

@@ -1,0 +1,37 @@
+"""Conditions of the application's own tables, which the broker does not know: asked beside the broker's rules."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+
+from django.db.utils import DatabaseError
+
+from outbox.broker.database.executor import Executor
+from outbox.broker.operations.conditions import Condition, Severity, Verdict, condition, worst_first
+
+logger = logging.getLogger(__name__)
+
+Rule = Callable[[Executor], Sequence[Condition]]
+
+_rules: dict[str, Rule] = {}
+
+
+def add_rule(name: str, rule: Rule) -> None:
+    """Ask `rule` whenever the conditions are asked for. `name`: the condition that it may return. Twice is once."""
+    _rules[name] = rule
+
+
+def with_application(verdict: Verdict, run: Executor) -> Verdict:
+    """The verdict on the broker, and the conditions of the application's tables."""
+    return worst_first([*verdict.conditions, *_all(run)])
+
+
+def _all(run: Executor) -> Iterator[Condition]:
+    for name, rule in _rules.items():
+        try:
+            yield from rule(run)
+        except DatabaseError as error:
+            # What could not be read is not in order: it is unknown.
+            logger.warning("whether %r holds is unknown, its table could not be read: %s", name, error)
+            yield from condition(name, [(Severity.WARNING, {"unknown": str(error).strip()})])

@@ -1,0 +1,152 @@
+"""Entries that are READY while no message will run them: found, named as a condition, and given a message again.
+
+The handlers leave none (running.py). An entry can lose its message all the same: the broker's database was restored,
+retention removed a message that was never consumed, an operator moved the offset past it, or version 0.1 consumed it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Final
+
+from django.db import connections, router, transaction
+from django.db.models import Q
+from django.utils import timezone
+
+from outbox.broker.database.executor import Executor
+from outbox.broker.operations.conditions import Condition, Severity, condition
+from outbox.broker.operations.whereabouts import Whereabouts, whereabouts
+from outbox.contrib.django.database.aliases import broker_connection
+from outbox.contrib.django.settings.conf import get_settings
+from outbox.contrib.django.tasks.api import task_backends
+from outbox.contrib.django.tasks.backend import OutboxBackend
+from outbox.contrib.django.tasks.models import TaskEntry
+
+logger = logging.getLogger(__name__)
+
+Status = TaskEntry.Status
+
+CONDITION: Final = "task_stranded"
+PASS_INTERVAL_SECONDS: Final = 60.0
+# A message is on its way for so long before it is asked about.
+_GRACE: Final = timedelta(seconds=60)
+# The condition looks at the entries whose message was published longest ago; the pass at so many more.
+_LOOKED_AT: Final = 200
+_BATCH: Final = 1000
+_BATCHES: Final = 20
+
+_WHY: Final = {
+    Whereabouts.PASSED: "its message was consumed without running it",
+    Whereabouts.GONE: "the broker does not have its message",
+    Whereabouts.DISCARDED: "its dead letter was discarded",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Stranded:
+    """An entry without a message, and what became of the last one."""
+
+    entry: TaskEntry
+    where: Whereabouts
+
+
+def rule(run: Executor) -> Sequence[Condition]:
+    """The condition, where it holds. Reads a bounded number of rows, by an index."""
+    alias = router.db_for_write(TaskEntry)
+    judged = (
+        (
+            Severity.WARNING,
+            {
+                "task": str(one.entry.pk),
+                "path": one.entry.task_path,
+                "queue": one.entry.queue_name,
+                "message": str(one.entry.message_id or ""),
+                "why": _WHY[one.where],
+            },
+        )
+        for one in _stranded(run, _oldest(_LOOKED_AT, using=alias))
+    )
+    return condition(CONDITION, judged)
+
+
+def mend() -> Mapping[str, Any]:
+    """Publish a message again for every entry without one. The task of a discarded dead letter is FAILED instead."""
+    if not get_settings().has_database:
+        return {}
+    alias = router.db_for_write(TaskEntry)
+    counts = {"published": 0, "failed": 0}
+    with broker_connection() as (connection, schema):
+        run = Executor(connection, schema)
+        looked_at = 0
+        for _ in range(_BATCHES):
+            entries = _oldest(_BATCH, using=alias, offset=looked_at)
+            found = list(_stranded(run, entries))
+            for one in found:
+                if (done := _mend(one, using=alias)) is not None:
+                    counts[done] += 1
+            # Those that were mended are not among the oldest any more.
+            looked_at += len(entries) - len(found)
+            if len(entries) < _BATCH:
+                break
+    return counts
+
+
+def _oldest(count: int, *, using: str, offset: int = 0) -> list[TaskEntry]:
+    before = timezone.now() - _GRACE
+    # What version 0.1 has written has no message that is known; while it is not due, its message has not arrived.
+    unknown = Q(announced_at__isnull=True, enqueued_at__lt=before, is_due=True)
+    ready = TaskEntry.objects.using(using).filter(Q(announced_at__lt=before) | unknown, status=Status.READY)
+    return list(ready.order_by("announced_at", "pk")[offset : offset + count])
+
+
+def _stranded(run: Executor, entries: Sequence[TaskEntry]) -> Iterator[Stranded]:
+    by_group: dict[str, list[TaskEntry]] = defaultdict(list)
+    for entry in entries:
+        if (backend := _backend_of(entry)) is not None:
+            by_group[backend.group_of(entry.queue_name)].append(entry)
+    for group, mine in by_group.items():
+        places = whereabouts(run, group, [entry.message_id for entry in mine if entry.message_id is not None])
+        for entry in mine:
+            where = places[entry.message_id] if entry.message_id is not None else Whereabouts.GONE
+            # Read again: its message may have run it between the two questions.
+            if where in _WHY and _unlocked(entry, using=entry._state.db or "default"):
+                yield Stranded(entry, where)
+
+
+def _unlocked(entry: TaskEntry, *, using: str) -> TaskEntry | None:
+    """The entry as it is now, if it still is READY with the same message and no handler runs it."""
+    same = TaskEntry.objects.using(using).filter(
+        pk=entry.pk, status=Status.READY, attempts=entry.attempts, message_id=entry.message_id
+    )
+    with transaction.atomic(using=using):
+        if connections[using].features.has_select_for_update_skip_locked:
+            same = same.select_for_update(skip_locked=True)
+        return same.first()
+
+
+def _mend(stranded: Stranded, *, using: str) -> str | None:
+    backend = _backend_of(stranded.entry)
+    assert backend is not None
+    with transaction.atomic(using=using):
+        entry = _unlocked(stranded.entry, using=using)
+        if entry is None:
+            return None
+        if stranded.where is Whereabouts.DISCARDED:
+            entry.status, entry.finished_at = Status.FAILED, timezone.now()
+            entry.save(using=using)
+            logger.warning("task %s (%s) is FAILED: %s", entry.pk, entry.task_path, _WHY[stranded.where])
+            return "failed"
+        backend.announce(entry, None, using=using)
+        entry.save(using=using, update_fields=["message_id", "announced_at"])
+        logger.warning("task %s (%s) has a new message: %s", entry.pk, entry.task_path, _WHY[stranded.where])
+        return "published"
+
+
+def _backend_of(entry: TaskEntry) -> OutboxBackend | None:
+    """The backend of an entry; None where TASKS does not have it any more."""
+    found = [one for one in task_backends.all() if one.alias == entry.backend]
+    return found[0] if found and isinstance(found[0], OutboxBackend) else None
