@@ -30,6 +30,7 @@ from outbox.recall import Recall
 from outbox.rocketmq import client
 from outbox.rocketmq.answering import AnsweringThread
 from outbox.rocketmq.engine import ENGINE, check_topics, refuse_fencing, refuse_recall, topic_problems
+from outbox.rocketmq.names import wire_name
 from outbox.rocketmq.producer import CheckingProducer
 from outbox.rocketmq.wire import Asked, to_wire
 from outbox.topic import MessageType, Topic
@@ -253,6 +254,13 @@ class RocketMQBroker:
         producer = self._started()
         for topic in self._topics.values():
             yield from topic_problems(topic, producer.accepted_types(topic.name))
+
+    def unrouted(self) -> list[str]:
+        """The topics about which RocketMQ cannot ask this process yet; [] also before the producer's first use."""
+        with self._lock:
+            producer = self._producer
+        missing = set() if producer is None else set(client.unrouted(producer))
+        return sorted(name for name in self._topics if wire_name(name) in missing)
 
     def close(self) -> None:
         """Stop the producer; the next use starts another."""

@@ -11,6 +11,7 @@ import logging
 import math
 import os
 import sys
+import time
 import types
 from typing import Any, Final
 from urllib.parse import urlsplit
@@ -81,6 +82,7 @@ __all__ = [
     "described",
     "keep_known",
     "refuse_after_fork",
+    "unrouted",
 ]
 
 # The server, or the library before it asks the server, said no: nothing was stored by this attempt or an earlier one.
@@ -99,6 +101,7 @@ REFUSALS: Final = (
 
 _TELL_SECONDS: Final = 2.0
 _KNOWN_SECONDS: Final = 5.0
+_ROUTES_SECONDS: Final = 5.0
 
 _started_in: int | None = None
 
@@ -141,8 +144,14 @@ def keep_known(started: Any) -> None:
     """Tell the proxies again who this client is, as one that was restarted has to be; to be called every few seconds.
 
     The library does so every five minutes only. Until then a restarted proxy hands out no messages and sends no checks,
-    which the server counts all the same.
+    which the server counts all the same. The library asks for the route of a topic once, at its start, and drops a
+    failure: a topic without a route has no proxies to tell, so the route is asked for first.
     """
+    deadline = time.monotonic() + _ROUTES_SECONDS
+    for topic in unrouted(started):
+        # False after a timeout, which each topic would wait for.
+        if not started.route_manager.update_topic_route(topic) and time.monotonic() > deadline:
+            break
     for endpoints in list(started.route_manager.get_all_endpoints().values()):
         try:
             settings = started.sync_setting_req(endpoints)
@@ -153,6 +162,13 @@ def keep_known(started: Any) -> None:
         except Exception as error:
             logger.debug("the stream to %s is made anew: %s", endpoints, described(error))
             started.on_new_endpoints(endpoints)
+
+
+def unrouted(started: Any) -> list[str]:
+    """The topics, by their names in RocketMQ, whose route the client does not know: no check about them comes here."""
+    # The library keeps the routes in a private map and has no question that reads it without asking the server.
+    known = set(started.route_manager._ClientRouteManager__topic_route_cache.keys())
+    return sorted(set(started.topics) - known)
 
 
 def described(error: BaseException) -> str:
