@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
+from django.core.management import CommandError, call_command
 
 from outbox.contrib.django import subscriber
 from outbox.contrib.django.engine.engines import engine_problems, require_engine
@@ -14,6 +15,10 @@ from outbox.contrib.django.settings.conf import get_settings
 from outbox.errors import ConfigurationError
 
 GOOD: Mapping[str, Any] = {"BROKER": "rocketmq://127.0.0.1:1", "TOPICS": {"orders": {}, "steps": {"types": ["FIFO"]}}}
+
+
+FORWARD = {"billing": {"topics": ["orders"], "sink": "kombu", "options": {"url": "memory://"}}}
+RECEIVE = {"partner": {"source": "kombu", "topic": "orders", "options": {"url": "memory://", "queue": "orders"}}}
 
 
 @pytest.fixture(autouse=True)
@@ -37,6 +42,8 @@ def test_a_project_that_it_can_run_has_no_problem() -> None:
         ({"AUTO_CREATE_TOPICS": True}, "AUTO_CREATE_TOPICS"),
         ({"BROKER": "rocketmq://"}, "rocketmq://HOST:PORT"),
         ({"TOPICS": {"steps": {"types": ["FIFO", "TRANSACTION"]}}}, "transactional messages on FIFO topics"),
+        ({"FORWARD": FORWARD}, "or let a @subscriber send them"),
+        ({"RECEIVE": RECEIVE}, "or let the sender publish to RocketMQ"),
     ],
 )
 def test_what_it_cannot_run_is_an_error(
@@ -73,3 +80,14 @@ def test_a_group_that_mixes_orders_is_an_error() -> None:
 
     (problem,) = engine_problems(get_settings())
     assert "group 'points' consumes one topic in order and another concurrently" in problem.msg
+
+
+@pytest.mark.parametrize(
+    ("command", "changed"), [("outbox_forward", {"FORWARD": FORWARD}), ("outbox_receive", {"RECEIVE": RECEIVE})]
+)
+def test_what_check_refuses_does_not_start(
+    outbox_settings: Callable[..., None], command: str, changed: Mapping[str, Any]
+) -> None:
+    outbox_settings(**GOOD, **changed)
+    with pytest.raises(CommandError, match=f"run {command} with a BROKER"):
+        call_command(command, once=True)

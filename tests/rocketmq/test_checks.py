@@ -38,7 +38,10 @@ def test_a_process_that_starts_before_its_proxy_is_asked_once_the_proxy_is_there
     topics = [Topic(name=unique(name), types=BOUND, queue_count=2) for name in ("orders.", "steps.")]
     checker = Noting()
     early: RocketMQBroker = RocketMQBroker(
-        server.url, topics, timeout_seconds=2, answering=lambda it: AnsweringThread(it, lambda: early, "shop", lambda: checker)
+        server.url,
+        topics,
+        timeout_seconds=2,
+        answering=lambda it: AnsweringThread(it, lambda: early, "shop", lambda: checker),
     )
     try:
         assert early.claim_checks("shop") == [] and early.unrouted() == sorted(topic.name for topic in topics)

@@ -70,7 +70,7 @@ def verify(
         )
     if len(stamp) > _MOST_DIGITS or not stamp.isascii() or not stamp.isdigit():
         raise InvalidSignature(
-            f"the timestamp of webhook {message_id!r} is not a number of seconds: mend its sender, which has the secret."
+            f"the timestamp of webhook {message_id!r} is no number of seconds: mend its sender, which has the secret."
         )
     if abs(now - int(stamp)) > tolerance_seconds:
         raise InvalidSignature(

@@ -143,7 +143,11 @@ class Receiver:
 
     def _aside(self, one: Incoming, topic: str, error: Exception) -> Message:
         """Repetitions of it are messages of their own, if it has no id. A body that is too long is cut."""
-        headers = {"reason": _text(str(error)), "received-from": _text(one.where), "received-id": _text(identity(one)[1])}
+        headers = {
+            "reason": _text(str(error)),
+            "received-from": _text(one.where),
+            "received-id": _text(identity(one)[1]),
+        }
         try:
             message_id = message_id_of(f"{self._name} poison", one)
         except (InvalidMessage, ValueError):

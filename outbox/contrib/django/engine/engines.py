@@ -53,6 +53,20 @@ def _refusals(engine: Engine, settings: OutboxSettings) -> Iterator[str]:
         declared_topic = settings.topics.get(item.subscription.topic)
         topic = None if declared_topic is None else declared_topic.topic
         yield from engine.subscription_refusals(item.subscription, topic, inbox=item.idempotent)
+    if settings.forward:
+        yield (
+            f"OUTBOX['FORWARD'] declares {', '.join(map(repr, settings.forward))}: outbox_forward reads the bundled "
+            f"broker only, because RocketMQ holds back a whole queue and not one key. Keep the topics on PostgreSQL, "
+            f"run outbox_forward with a BROKER that names its alias and declare FORWARD there only; or let a "
+            f"@subscriber send them."
+        )
+    if settings.receive:
+        yield (
+            f"OUTBOX['RECEIVE'] declares {', '.join(map(repr, settings.receive))}: outbox_receive stores in the "
+            f"bundled broker only, because RocketMQ stores a repetition a second time. Keep the topics on PostgreSQL, "
+            f"run outbox_receive with a BROKER that names its alias and declare RECEIVE there only; or let the sender "
+            f"publish to RocketMQ."
+        )
     yield from collisions(settings.topics)
     yield from collisions({item.subscription.group for item in subscribers()})
     yield from _mixed_groups()
