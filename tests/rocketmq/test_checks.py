@@ -41,7 +41,7 @@ def test_a_process_that_starts_before_its_proxy_is_asked_once_the_proxy_is_there
         server.url,
         topics,
         timeout_seconds=2,
-        answering=lambda it: AnsweringThread(it, lambda: early, "shop", lambda: checker),
+        answering=lambda producer: AnsweringThread(producer, lambda: early, "shop", lambda: checker),
     )
     try:
         assert early.claim_checks("shop") == [] and early.unrouted() == sorted(topic.name for topic in topics)

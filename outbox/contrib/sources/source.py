@@ -23,7 +23,7 @@ _SHOWN_CHARACTERS: Final = 255
 class Incoming:
     """A message as it was received. `message_id` is its sender's, '' without one; `where` says where it lay.
 
-    `sender` is the application that chose the id, '' where the transport does not name it. `handle` is the source's own.
+    `sender` is the application that chose the id, '' where the transport does not name it. `handle` is the source's.
     """
 
     message_id: str
