@@ -79,8 +79,8 @@ class AnsweringThread:
         if self._unrouted and self._unrouted != before:
             logger.error(
                 "This process is not asked about topics %s: RocketMQ's proxy at %s does not answer, or has no such "
-                "topic. RocketMQ counts checks that no process answers. The process asks again every %.0f s; start the proxy, "
-                "or create the topics with `manage.py outbox_rocketmq --create`.",
+                "topic. RocketMQ counts checks that no process answers. The process asks again every %.0f s; start the "
+                "proxy, or create the topics with `manage.py outbox_rocketmq --create`.",
                 ", ".join(self._unrouted),
                 self._producer.client_configuration.rpc_endpoints,
                 _LOOK_SECONDS,

@@ -9,7 +9,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from datetime import UTC, datetime
 from functools import partial
@@ -177,7 +177,8 @@ class RocketMQBroker:
         if not ends:
             return []
         producer = self._started()
-        return list(self._pool().map(lambda end: _end(producer, end), ends))
+        sent = [(end, [*_decided(producer, end)]) for end in ends]
+        return [_end_status(producer, end, decisions) for end, decisions in sent]
 
     def hint_checks(self, transaction_ids: Sequence[UUID]) -> None:
         """Nothing: when RocketMQ asks is its own affair (transactionTimeOut, transactionCheckInterval)."""
@@ -208,8 +209,8 @@ class RocketMQBroker:
         for answer in answers:
             if answer.alarm:
                 logger.error("check of %s: %s", answer.transaction_id, answer.detail)
-        taken = self._pool().map(lambda answer: producer.answer(answer.transaction_id, answer.decision), answers)
-        return [_status(answer, was_taken) for answer, was_taken in zip(answers, taken, strict=True)]
+        sent = [producer.answer(answer.transaction_id, answer.decision) for answer in answers]
+        return [_status(answer, was_taken()) for answer, was_taken in zip(answers, sent, strict=True)]
 
     # -- what RocketMQ has no part for ------------------------------------------------------------
 
@@ -314,17 +315,22 @@ def _receipt(message: Message, transaction_id: UUID, receipt: Any) -> SendReceip
     )
 
 
-def _end(producer: CheckingProducer, end: EndTransaction) -> EndStatus:
-    opened = producer.take_open(end.transaction_id)
+def _decided(producer: CheckingProducer, end: EndTransaction) -> Iterator[Future[Any]]:
+    """Send the decision about each half message of the transaction that this process holds."""
+    for half in producer.take_open(end.transaction_id):
+        yield producer.decide(half, end.decision)
+
+
+def _end_status(producer: CheckingProducer, end: EndTransaction, sent: Sequence[Future[Any]]) -> EndStatus:
     try:
-        for one in opened:
-            one.commit() if end.decision is Decision.COMMIT else one.rollback()
+        for decision in sent:
+            producer.taken(decision)
     except Exception as error:
         logger.info(
             "the end of %s was lost, check-back will settle it: %s", end.transaction_id, client.described(error)
         )
         return EndStatus.LEFT_TO_CHECK
-    return EndStatus.ACCEPTED if opened else EndStatus.LEFT_TO_CHECK
+    return EndStatus.ACCEPTED if sent else EndStatus.LEFT_TO_CHECK
 
 
 def _status(answer: Answer, was_taken: bool) -> EndStatus | None:

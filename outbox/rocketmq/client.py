@@ -40,6 +40,7 @@ try:
     from rocketmq import Message as WireMessage
     from rocketmq.grpc_protocol import (
         Code,
+        EndTransactionRequest,
         ForwardMessageToDeadLetterQueueRequest,
         QueryRouteRequest,
         TransactionResolution,
@@ -68,6 +69,7 @@ __all__ = [
     "REFUSALS",
     "ClientConfiguration",
     "Code",
+    "EndTransactionRequest",
     "FilterExpression",
     "ForwardMessageToDeadLetterQueueRequest",
     "KnownConsumer",
