@@ -13,10 +13,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, cast
 from uuid import UUID
 
 from outbox.capabilities import Capability
+from outbox.checkback import CheckBack
 from outbox.errors import (
     BrokerError,
     BrokerUnavailable,
@@ -26,10 +27,13 @@ from outbox.errors import (
     UnknownTopic,
 )
 from outbox.message import Message, SendReceipt
+from outbox.ports import Broker, Checker
 from outbox.recall import Recall
 from outbox.rocketmq import client
+from outbox.rocketmq.admin import brokers_of
 from outbox.rocketmq.answering import AnsweringThread
 from outbox.rocketmq.engine import ENGINE, check_topics, refuse_fencing, refuse_recall, topic_problems
+from outbox.rocketmq.exhausted import ExhaustedChecks
 from outbox.rocketmq.names import wire_name
 from outbox.rocketmq.producer import CheckingProducer
 from outbox.rocketmq.wire import Asked, to_wire
@@ -37,6 +41,7 @@ from outbox.topic import MessageType, Topic
 from outbox.transaction import (
     Answer,
     Check,
+    CheckCounts,
     CheckSettings,
     Decision,
     EndStatus,
@@ -50,6 +55,8 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 _THREADS: Final = 16
+# No caller waits for it.
+_AGAIN_SECONDS: Final = 10.0
 
 
 class RocketMQBroker:
@@ -78,6 +85,7 @@ class RocketMQBroker:
         self._producer: CheckingProducer | None = None
         self._answerer: AnsweringThread | None = None
         self._threads: ThreadPoolExecutor | None = None
+        self._exhausted: ExhaustedChecks | None = None
         self._pid = os.getpid()
         os.register_at_fork(after_in_child=self._forget)
 
@@ -204,13 +212,38 @@ class RocketMQBroker:
         )
 
     def report_answers(self, producer_group: str, answers: Sequence[Answer]) -> list[EndStatus | None]:
-        """UNKNOWN is not sent, and counts all the same; the server discards what it has asked about too often."""
+        """UNKNOWN is not sent, and counts all the same: after too many the server asks no more (`settle_exhausted`)."""
         producer = self._started()
         for answer in answers:
             if answer.alarm:
                 logger.error("check of %s: %s", answer.transaction_id, answer.detail)
         sent = [producer.answer(answer.transaction_id, answer.decision) for answer in answers]
         return [_status(answer, was_taken()) for answer, was_taken in zip(answers, sent, strict=True)]
+
+    def settle_exhausted(self, producer_group: str, checker: Checker) -> CheckCounts:
+        """Ask `checker` about the transactions that RocketMQ gave up, and publish the committed ones again.
+
+        Nothing where the address names no brokers: the proxy does not give them. Raises BrokerError.
+        """
+        if self._exhausted is None:
+            brokers = brokers_of(self.url)
+            self._exhausted = ExhaustedChecks(brokers, producer_group, self._as_check, self._publish_again)
+        # The part of the port that check-back uses.
+        counts = CheckBack(cast(Broker, self._exhausted), producer_group, checker).run_once(max_batches=1)
+        self._exhausted.keep()
+        if counts.committed or counts.rolled_back:
+            logger.warning(
+                "RocketMQ gave up asking about %d transactions of producer group %r. The ledger answered: %d were "
+                "committed and are published again, %d were rolled back.",
+                counts.claimed,
+                producer_group,
+                counts.committed,
+                counts.rolled_back,
+            )
+        return counts
+
+    def _publish_again(self, message: Message) -> None:
+        self.send([message], timeout_seconds=_AGAIN_SECONDS, committed=True)
 
     # -- what RocketMQ has no part for ------------------------------------------------------------
 
@@ -221,7 +254,7 @@ class RocketMQBroker:
         refuse_fencing()
 
     def resume_checks(self, producer_group: str) -> int:
-        """0: nothing is parked. What the server gave up, the reconciliation finds by its ledger row."""
+        """0: nothing is parked. What the server gave up is read from its system topic (`settle_exhausted`)."""
         return 0
 
     def recall(self, message_ids: Sequence[UUID], *, timeout_seconds: float = 3.0) -> list[Recall]:

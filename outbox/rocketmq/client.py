@@ -17,6 +17,7 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 from outbox.errors import BrokerUnavailable, ConfigurationError
+from outbox.rocketmq.admin import brokers_of
 
 logger = logging.getLogger(__name__)
 
@@ -109,14 +110,18 @@ _started_in: int | None = None
 
 
 def configuration(url: str, *, timeout_seconds: float = 3.0) -> Any:
-    """The library's configuration for `rocketmq://[ACCESS_KEY:SECRET@]HOST:PORT`. Raises ConfigurationError."""
+    """The library's configuration for `rocketmq://[ACCESS_KEY:SECRET@]HOST:PORT`. Raises ConfigurationError.
+
+    The brokers that the address may name are for their administration ports only (outbox.rocketmq.admin.brokers_of).
+    """
     parts = urlsplit(url)
     try:
         port = parts.port or DEFAULT_PORT
     except ValueError:
         port = 0
-    if parts.scheme != SCHEME or not parts.hostname or not port or parts.path.strip("/") or parts.query:
+    if parts.scheme != SCHEME or not parts.hostname or not port or parts.path.strip("/"):
         raise ConfigurationError("the address of RocketMQ's proxy must be rocketmq://HOST:PORT (8081 unless named).")
+    brokers_of(url)
     credentials = Credentials(parts.username or "", parts.password or "")
     # Whole seconds, and for every request.
     return ClientConfiguration(f"{parts.hostname}:{port}", credentials, request_timeout=math.ceil(timeout_seconds))

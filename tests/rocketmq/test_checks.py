@@ -3,20 +3,37 @@
 from __future__ import annotations
 
 import logging
+import signal
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from uuid import UUID
 
 import pytest
 
 from outbox.message import Message
+from outbox.rocketmq import exhausted, stored
 from outbox.rocketmq.answering import AnsweringThread
 from outbox.rocketmq.broker import RocketMQBroker
 from outbox.rocketmq.private_server import PrivateRocketMQ
 from outbox.topic import MessageType, Topic
-from outbox.transaction import Answer, Check, Decision, HalfTransaction
-from tests.rocketmq.conftest import QUICK, unique
+from outbox.transaction import Answer, Check, CheckCounts, Decision, HalfTransaction
+from tests.rocketmq.conftest import QUICK, running_server, unique
+from tests.rocketmq.project import expected, happened, make_project, nothing_lost_invented_or_doubled
+from tests.rocketmq.test_engine import consuming
 from tests.support import eventually
 
 BOUND = frozenset({MessageType.NORMAL, MessageType.TRANSACTION})
+
+
+class Knowing:
+    """A checker that answers from a table."""
+
+    def __init__(self, decisions: Mapping[UUID, Decision]) -> None:
+        self._decisions = decisions
+
+    def check_local_transactions(self, checks: Iterable[Check]) -> Iterator[Answer]:
+        for check in checks:
+            yield Answer(transaction_id=check.transaction_id, decision=self._decisions[check.transaction_id])
 
 
 class Noting:
@@ -68,3 +85,67 @@ def test_a_process_that_starts_before_its_proxy_is_asked_once_the_proxy_is_there
     finally:
         early.close()
         server.kill()
+
+
+@pytest.fixture
+def forgetful(programs: Path) -> Iterator[PrivateRocketMQ]:
+    """A server that gives up after two checks."""
+    with running_server(programs, transactionCheckMax=2) as server:
+        yield server
+
+
+def given_up(server: PrivateRocketMQ, count: int) -> bool:
+    return stored.end_of(server.admin, exhausted.TOPIC) == count
+
+
+def test_what_rocketmq_gave_up_is_decided_by_the_ledger(forgetful: PrivateRocketMQ) -> None:
+    """Each service settles its own. What cannot be decided yet is asked about again, and what is settled is not."""
+    topic = Topic(name=unique("orders."), types=BOUND, queue_count=2)
+    forgetful.admin.create_topic(topic)
+    messages = [Message(topic=topic.name, body=b"%d" % number, key=f"k{number}", tag="t") for number in range(4)]
+    groups = ["shop", "shop", "shop", "other"]
+    halves = [
+        HalfTransaction(producer_group=group, messages=[one]) for group, one in zip(groups, messages, strict=True)
+    ]
+    gone = RocketMQBroker(forgetful.url, [topic], timeout_seconds=20)
+    for half in halves:
+        gone.send_half(half, timeout_seconds=20)
+    gone.close()
+    eventually(lambda: given_up(forgetful, 4), within_seconds=90)
+    ids = [half.transaction_id for half in halves]
+    decisions = {ids[0]: Decision.UNKNOWN, ids[1]: Decision.COMMIT, ids[2]: Decision.ROLLBACK, ids[3]: Decision.COMMIT}
+    seen: list[Message] = []
+    broker = RocketMQBroker(forgetful.url, [topic], timeout_seconds=20)
+    try:
+        with consuming(forgetful, topic, lambda delivery: seen.append(delivery.message)):
+            first = broker.settle_exhausted("shop", Knowing(decisions))
+            assert first == CheckCounts(claimed=3, committed=1, rolled_back=1, unknown=1)
+            assert exhausted.waiting(forgetful.admin, "shop") == 3, "from the oldest that is undecided"
+            decisions[ids[0]] = Decision.COMMIT
+            assert broker.settle_exhausted("shop", Knowing(decisions)) == CheckCounts(claimed=1, committed=1)
+            assert broker.settle_exhausted("shop", Knowing(decisions)) == CheckCounts()
+            assert (exhausted.waiting(forgetful.admin, "shop"), exhausted.waiting(forgetful.admin, "other")) == (0, 1)
+            broker.close()
+            other = RocketMQBroker(forgetful.url, [topic], timeout_seconds=20)
+            assert other.settle_exhausted("shop", Knowing(decisions)) == CheckCounts(), "it begins where that one ended"
+            other.close()
+            eventually(lambda: len(seen) == 2, within_seconds=60)
+    finally:
+        broker.close()
+    assert sorted(seen, key=lambda one: one.body) == messages[:2]
+
+
+def test_committed_while_no_process_could_answer(
+    forgetful: PrivateRocketMQ, application: None, outbox_settings: Callable[..., None]
+) -> None:
+    """Producers die after their commits and before their ends. RocketMQ gives up; then a worker starts."""
+    project = make_project(forgetful)
+    outbox_settings(**project.outbox)
+    ends = project.produced({"fell": "producer.before_end=kill@1", "back": "producer.after_half=kill@3"})
+    assert set(ends.values()) == {-signal.SIGKILL}
+    undecided = stored.end_of(forgetful.admin, "RMQ_SYS_TRANS_HALF_TOPIC")
+    assert undecided
+    eventually(lambda: stored.end_of(forgetful.admin, exhausted.TOPIC) >= 2, within_seconds=90)
+    assert expected() and not happened()
+    with project.running(["-m", "outbox.contrib.django.worker.child", "check"]), project.consumer():
+        nothing_lost_invented_or_doubled()
