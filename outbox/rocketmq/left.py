@@ -38,8 +38,8 @@ _QUEUES: Final = re.compile(rb"(\{[^{}]*\}):(\{[^{}]*\})")
 class Timers:
     """What the brokers deliver later, from the messages that they keep for it. Keep one for all looks.
 
-    RocketMQ's own counts (GET_TIMER_METRICS) are stored every ten seconds. After a crash they are too low or too high by
-    what came and went in the last of these, for ever: 64 messages less than none, or one that never goes away.
+    RocketMQ's own counts (GET_TIMER_METRICS) are stored every ten seconds. After a crash they miss what came and went
+    since then, for ever: they fall below zero, or never reach it.
     """
 
     def __init__(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from uuid import UUID
 
@@ -31,7 +31,7 @@ class Knowing:
     def __init__(self, decisions: Mapping[UUID, Decision]) -> None:
         self._decisions = decisions
 
-    def check_local_transactions(self, checks: Iterable[Check]) -> Iterator[Answer]:
+    def check_local_transactions(self, checks: Sequence[Check]) -> Iterator[Answer]:
         for check in checks:
             yield Answer(transaction_id=check.transaction_id, decision=self._decisions[check.transaction_id])
 
@@ -42,7 +42,7 @@ class Noting:
     def __init__(self) -> None:
         self.asked: set[object] = set()
 
-    def check_local_transactions(self, checks: list[Check]) -> list[Answer]:
+    def check_local_transactions(self, checks: Sequence[Check]) -> list[Answer]:
         self.asked.update(check.transaction_id for check in checks)
         return [Answer(transaction_id=check.transaction_id, decision=Decision.COMMIT) for check in checks]
 

@@ -88,9 +88,9 @@ def left_here(settings: OutboxSettings, brokers: Sequence[str] = (), *, timers: 
                 "RocketMQ's clients cannot count what is left: name the administration port of each of its brokers by "
                 "--rocketmq-broker HOST:10911, or in OUTBOX['BROKER'] by ?brokers=HOST:10911."
             )
-        group = settings.producer_group
+        producer_group = settings.producer_group
         return left_on_rocketmq(
-            admins, wanted, sorted(topics), timers or Timers(), producer_group=group, settles=bool(named)
+            admins, wanted, sorted(topics), timers or Timers(), producer_group=producer_group, settles=bool(named)
         )
     require_database(settings)
     with broker_database(settings).connect(name="outbox-left") as connection:
