@@ -14,7 +14,10 @@ from outbox.contrib.django.operations import checks
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.errors import ConfigurationError
 
-GOOD: Mapping[str, Any] = {"BROKER": "rocketmq://127.0.0.1:1", "TOPICS": {"orders": {}, "steps": {"types": ["FIFO"]}}}
+GOOD: Mapping[str, Any] = {
+    "BROKER": "rocketmq://127.0.0.1:1?brokers=h:2",
+    "TOPICS": {"orders": {}, "steps": {"types": ["FIFO"]}},
+}
 
 
 FORWARD = {"billing": {"topics": ["orders"], "sink": "kombu", "options": {"url": "memory://"}}}
@@ -24,6 +27,14 @@ RECEIVE = {"partner": {"source": "kombu", "topic": "orders", "options": {"url": 
 @pytest.fixture(autouse=True)
 def on_rocketmq(outbox_settings: Callable[..., None], no_subscribers: None) -> None:
     outbox_settings(**GOOD)
+
+
+def test_an_address_without_brokers_is_a_warning(outbox_settings: Callable[..., None]) -> None:
+    """What check-back gave up is in a topic that the proxy does not let clients read."""
+    outbox_settings(**{**GOOD, "BROKER": "rocketmq://127.0.0.1:1"})
+    (problem,) = engine_problems(get_settings())
+    assert problem.id == "outbox.W032" and "?brokers=BROKER:10911" in str(problem.hint)
+    require_engine(get_settings())
 
 
 def test_a_project_that_it_can_run_has_no_problem() -> None:
@@ -41,6 +52,8 @@ def test_a_project_that_it_can_run_has_no_problem() -> None:
         ({"PRODUCER_GROUP": ""}, "PRODUCER_GROUP"),
         ({"AUTO_CREATE_TOPICS": True}, "AUTO_CREATE_TOPICS"),
         ({"BROKER": "rocketmq://"}, "rocketmq://HOST:PORT"),
+        ({"BROKER": "rocketmq://h:1?brokers=h"}, "must be the HOST:PORT of a broker's administration port"),
+        ({"BROKER": "rocketmq://h:1?broker=h:2"}, "has no option 'broker'"),
         ({"TOPICS": {"steps": {"types": ["FIFO", "TRANSACTION"]}}}, "transactional messages on FIFO topics"),
         ({"FORWARD": FORWARD}, "or let a @subscriber send them"),
         ({"RECEIVE": RECEIVE}, "or let the sender publish to RocketMQ"),

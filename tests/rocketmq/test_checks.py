@@ -10,6 +10,7 @@ from uuid import UUID
 
 import pytest
 
+from outbox import heartbeat
 from outbox.message import Message
 from outbox.rocketmq import exhausted, stored
 from outbox.rocketmq.answering import AnsweringThread
@@ -17,6 +18,7 @@ from outbox.rocketmq.broker import RocketMQBroker
 from outbox.rocketmq.private_server import PrivateRocketMQ
 from outbox.topic import MessageType, Topic
 from outbox.transaction import Answer, Check, CheckCounts, Decision, HalfTransaction
+from tests.django import processes
 from tests.rocketmq.conftest import QUICK, running_server, unique
 from tests.rocketmq.project import expected, happened, make_project, nothing_lost_invented_or_doubled
 from tests.rocketmq.test_engine import consuming
@@ -85,6 +87,23 @@ def test_a_process_that_starts_before_its_proxy_is_asked_once_the_proxy_is_there
     finally:
         early.close()
         server.kill()
+
+
+def test_a_worker_without_a_proxy_lives_and_is_not_ready(application: None, tmp_path: Path) -> None:
+    """Its process for check-back goes round by itself: there is no broker's process that beats for it."""
+    sign = tmp_path / "check.heartbeat"
+    variables = {
+        "DJANGO_SETTINGS_MODULE": "tests.rocketmq.worker_settings",
+        "TEST_ROCKETMQ": "rocketmq://127.0.0.1:1?brokers=127.0.0.1:1",
+        "TEST_TOPICS": "orders,steps,later",
+        "TEST_GROUP": "effects",
+        heartbeat.VARIABLE: str(sign),
+    }
+    with processes.process(["-m", "outbox.contrib.django.worker.child", "check"], quiet=True, variables=variables):
+        eventually(sign.exists, within_seconds=60, what="the first sign")
+        first = sign.stat().st_mtime_ns
+        eventually(lambda: sign.stat().st_mtime_ns != first, within_seconds=60, what="another sign")
+        assert not heartbeat.listen(sign).is_ready
 
 
 @pytest.fixture

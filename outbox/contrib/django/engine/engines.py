@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from django.core.checks import CheckMessage, Error
+from django.core.checks import CheckMessage, Error, Warning
 
 from outbox.capabilities import Engine
 from outbox.contrib.django.settings.conf import OutboxSettings, PathChoice
 from outbox.contrib.django.subscribers.registry import subscribers
 from outbox.errors import ConfigurationError
+from outbox.rocketmq.admin import brokers_of
 from outbox.rocketmq.names import collisions
 
 
@@ -19,10 +20,19 @@ def engine_problems(settings: OutboxSettings) -> Iterator[CheckMessage]:
         return
     try:
         refused = list(_refusals(_engine(settings), settings))
+        names_brokers = bool(brokers_of(settings.broker))
     except ConfigurationError as error:
-        refused = [str(error)]
+        refused, names_brokers = [str(error)], True
     for text in refused:
         yield Error(text, id="outbox.E031")
+    if not names_brokers:
+        yield Warning(
+            "OUTBOX['BROKER'] names no broker of RocketMQ, only its proxy: transactions that RocketMQ gave up asking "
+            "about cannot be read, so that a committed message may stay there.",
+            hint="Append the administration port (listenPort, 10911) of every broker: "
+            "'rocketmq://PROXY:8081?brokers=BROKER:10911,BROKER:10911'.",
+            id="outbox.W032",
+        )
 
 
 def require_engine(settings: OutboxSettings) -> None:
