@@ -107,8 +107,8 @@ class AnsweringThread:
             self._complained.add(group)
             logger.error(
                 "RocketMQ asked this service (producer group %r) about a message of group %r on topic %r. Two services "
-                "publish transactional messages on one topic and use up each other's checks, so that messages are "
-                "discarded: give each transactional topic one producer group.",
+                "publish transactional messages on one topic and use up each other's checks, so that RocketMQ gives "
+                "messages up: give each transactional topic one producer group.",
                 self._group,
                 group,
                 asked[0].message.topic,
