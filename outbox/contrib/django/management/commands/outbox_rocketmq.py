@@ -56,7 +56,8 @@ class Command(OutboxCommand):
         if given_up := sum(waiting(broker, producer_group) for broker in brokers_of(url)):
             raise CommandError(
                 f"RocketMQ gave up asking about {given_up} messages of producer group {producer_group!r}, and the "
-                f"ledger has not decided them yet: start outbox_worker. If one runs, its log names the transactions and why."
+                f"ledger has not decided them yet: start outbox_worker. If one runs, its log names the transactions "
+                f"and why."
             )
 
     def _create(self, address: str) -> None:
