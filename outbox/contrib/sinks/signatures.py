@@ -57,7 +57,8 @@ def verify(
     """Check a received webhook, its body as it came; returns its id. `now` is the time since the epoch.
 
     Keep the id with the effect, in one transaction: a repetition, ours or an attacker's within the tolerance, has the
-    same. Raises InvalidSignature.
+    same. Where several senders have a secret, keep the sender with the id: two of them may choose one id. Raises
+    InvalidSignature.
     """
     given = {name.lower(): value for name, value in headers.items()}
     message_id, stamp = given.get("webhook-id", ""), given.get("webhook-timestamp", "")
