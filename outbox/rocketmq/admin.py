@@ -12,8 +12,9 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
+from urllib.parse import parse_qs, urlsplit
 
-from outbox.errors import BrokerError, BrokerUnavailable, UsageError
+from outbox.errors import BrokerError, BrokerUnavailable, ConfigurationError, UsageError
 from outbox.rocketmq.names import wire_name
 from outbox.subscription import Mode, Subscription
 from outbox.topic import MessageType, Topic
@@ -43,6 +44,23 @@ def parse_address(text: str) -> Admin:
     if not host or not port.isdigit():
         raise UsageError(f"{text!r} must be the HOST:PORT of a broker's administration port (listenPort, 10911).")
     return Admin(host, int(port))
+
+
+def brokers_of(url: str) -> list[Admin]:
+    """The administration ports in the address of RocketMQ, `rocketmq://HOST:8081?brokers=HOST:10911,HOST:10911`.
+
+    [] where it names none. Raises ConfigurationError.
+    """
+    given = parse_qs(urlsplit(url).query, keep_blank_values=True)
+    if unknown := sorted(set(given) - {"brokers"}):
+        raise ConfigurationError(
+            f"the address of RocketMQ has no option {', '.join(map(repr, unknown))}: there is "
+            f"rocketmq://HOST:8081?brokers=HOST:10911,HOST:10911."
+        )
+    try:
+        return [parse_address(text) for value in given.get("brokers", ()) for text in value.split(",")]
+    except UsageError as error:
+        raise ConfigurationError(f"the address of RocketMQ, ?brokers=: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -89,6 +107,16 @@ class Admin:
             queue = {"consumerGroup": group, "topic": wire_name(subscription.topic), "queueId": number}
             if self._offset(queue) == 0:
                 self._ask((self.host, self.port), _UPDATE_OFFSET, {**queue, "commitOffset": 0})
+
+    def stored_offset(self, group: str, topic: str, queue: int = 0) -> int:
+        """What a group of ours has stored for a queue, by their names in RocketMQ; 0 where that is nothing."""
+        return self._offset({"consumerGroup": group, "topic": topic, "queueId": queue})
+
+    def store_offset(self, group: str, topic: str, offset: int, queue: int = 0) -> None:
+        """Store it; the group is created where it is missing."""
+        fields = {"consumerGroup": group, "topic": topic, "queueId": queue, "commitOffset": offset}
+        self._ask((self.host, self.port), _UPDATE_GROUP, {}, json.dumps({"groupName": group}).encode())
+        self._ask((self.host, self.port), _UPDATE_OFFSET, fields)
 
     def _offset(self, queue: Mapping[str, Any]) -> int:
         """What the group has stored for a queue; 0 where that is nothing."""

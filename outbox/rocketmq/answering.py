@@ -43,6 +43,7 @@ class AnsweringThread:
         self._checker = checker
         self._stop = False
         self._complained: set[str] = set()
+        self._unrouted: list[str] = []
         self._thread = threading.Thread(target=self._run, name="outbox-rocketmq-checks", daemon=True)
 
     def start(self) -> None:
@@ -67,9 +68,25 @@ class AnsweringThread:
                 return
             if time.monotonic() >= due:
                 client.keep_known(self._producer)
+                self._note_routes()
                 due = time.monotonic() + _LOOK_SECONDS
             for group in groups:
                 self._answer(group)
+
+    def _note_routes(self) -> None:
+        """Log each change of the topics about which this process cannot be asked."""
+        before, self._unrouted = self._unrouted, client.unrouted(self._producer)
+        if self._unrouted and self._unrouted != before:
+            logger.error(
+                "This process is not asked about topics %s: RocketMQ's proxy at %s does not answer, or has no such "
+                "topic. RocketMQ counts checks that no process answers. The process asks again every %.0f s; start the "
+                "proxy, or create the topics with `manage.py outbox_rocketmq --create`.",
+                ", ".join(self._unrouted),
+                self._producer.client_configuration.rpc_endpoints,
+                _LOOK_SECONDS,
+            )
+        elif before and not self._unrouted:
+            logger.warning("RocketMQ asks this process about topics %s now.", ", ".join(before))
 
     def _answer(self, group: str) -> None:
         if group != self._group:
@@ -90,8 +107,8 @@ class AnsweringThread:
             self._complained.add(group)
             logger.error(
                 "RocketMQ asked this service (producer group %r) about a message of group %r on topic %r. Two services "
-                "publish transactional messages on one topic and use up each other's checks, so that messages are "
-                "discarded: give each transactional topic one producer group.",
+                "publish transactional messages on one topic and use up each other's checks, so that RocketMQ gives "
+                "messages up: give each transactional topic one producer group.",
                 self._group,
                 group,
                 asked[0].message.topic,

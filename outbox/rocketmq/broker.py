@@ -9,14 +9,15 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, cast
 from uuid import UUID
 
 from outbox.capabilities import Capability
+from outbox.checkback import CheckBack
 from outbox.errors import (
     BrokerError,
     BrokerUnavailable,
@@ -26,16 +27,21 @@ from outbox.errors import (
     UnknownTopic,
 )
 from outbox.message import Message, SendReceipt
+from outbox.ports import Broker, Checker
 from outbox.recall import Recall
 from outbox.rocketmq import client
+from outbox.rocketmq.admin import brokers_of
 from outbox.rocketmq.answering import AnsweringThread
 from outbox.rocketmq.engine import ENGINE, check_topics, refuse_fencing, refuse_recall, topic_problems
+from outbox.rocketmq.exhausted import ExhaustedChecks
+from outbox.rocketmq.names import wire_name
 from outbox.rocketmq.producer import CheckingProducer
 from outbox.rocketmq.wire import Asked, to_wire
 from outbox.topic import MessageType, Topic
 from outbox.transaction import (
     Answer,
     Check,
+    CheckCounts,
     CheckSettings,
     Decision,
     EndStatus,
@@ -49,6 +55,8 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 _THREADS: Final = 16
+# No caller waits for it.
+_AGAIN_SECONDS: Final = 10.0
 
 
 class RocketMQBroker:
@@ -77,6 +85,7 @@ class RocketMQBroker:
         self._producer: CheckingProducer | None = None
         self._answerer: AnsweringThread | None = None
         self._threads: ThreadPoolExecutor | None = None
+        self._exhausted: ExhaustedChecks | None = None
         self._pid = os.getpid()
         os.register_at_fork(after_in_child=self._forget)
 
@@ -176,7 +185,8 @@ class RocketMQBroker:
         if not ends:
             return []
         producer = self._started()
-        return list(self._pool().map(lambda end: _end(producer, end), ends))
+        sent = [(end, [*_decided(producer, end)]) for end in ends]
+        return [_end_status(producer, end, decisions) for end, decisions in sent]
 
     def hint_checks(self, transaction_ids: Sequence[UUID]) -> None:
         """Nothing: when RocketMQ asks is its own affair (transactionTimeOut, transactionCheckInterval)."""
@@ -202,13 +212,38 @@ class RocketMQBroker:
         )
 
     def report_answers(self, producer_group: str, answers: Sequence[Answer]) -> list[EndStatus | None]:
-        """UNKNOWN is not sent, and counts all the same; the server discards what it has asked about too often."""
+        """UNKNOWN is not sent, and counts all the same: after too many the server asks no more (`settle_exhausted`)."""
         producer = self._started()
         for answer in answers:
             if answer.alarm:
                 logger.error("check of %s: %s", answer.transaction_id, answer.detail)
-        taken = self._pool().map(lambda answer: producer.answer(answer.transaction_id, answer.decision), answers)
-        return [_status(answer, was_taken) for answer, was_taken in zip(answers, taken, strict=True)]
+        sent = [producer.answer(answer.transaction_id, answer.decision) for answer in answers]
+        return [_status(answer, was_taken()) for answer, was_taken in zip(answers, sent, strict=True)]
+
+    def settle_exhausted(self, producer_group: str, checker: Checker) -> CheckCounts:
+        """Ask `checker` about the transactions that RocketMQ gave up, and publish the committed ones again.
+
+        Nothing where the address names no brokers: the proxy does not give them. Raises BrokerError.
+        """
+        if self._exhausted is None:
+            brokers = brokers_of(self.url)
+            self._exhausted = ExhaustedChecks(brokers, producer_group, self._as_check, self._publish_again)
+        # The part of the port that check-back uses.
+        counts = CheckBack(cast(Broker, self._exhausted), producer_group, checker).run_once(max_batches=1)
+        self._exhausted.keep()
+        if counts.committed or counts.rolled_back:
+            logger.warning(
+                "RocketMQ gave up asking about %d transactions of producer group %r. The ledger answered: %d were "
+                "committed and are published again, %d were rolled back.",
+                counts.claimed,
+                producer_group,
+                counts.committed,
+                counts.rolled_back,
+            )
+        return counts
+
+    def _publish_again(self, message: Message) -> None:
+        self.send([message], timeout_seconds=_AGAIN_SECONDS, committed=True)
 
     # -- what RocketMQ has no part for ------------------------------------------------------------
 
@@ -219,7 +254,7 @@ class RocketMQBroker:
         refuse_fencing()
 
     def resume_checks(self, producer_group: str) -> int:
-        """0: nothing is parked. What the server gave up, the reconciliation finds by its ledger row."""
+        """0: nothing is parked. What the server gave up is read from its system topic (`settle_exhausted`)."""
         return 0
 
     def recall(self, message_ids: Sequence[UUID], *, timeout_seconds: float = 3.0) -> list[Recall]:
@@ -253,6 +288,13 @@ class RocketMQBroker:
         producer = self._started()
         for topic in self._topics.values():
             yield from topic_problems(topic, producer.accepted_types(topic.name))
+
+    def unrouted(self) -> list[str]:
+        """The topics about which RocketMQ cannot ask this process yet; [] also before the producer's first use."""
+        with self._lock:
+            producer = self._producer
+        missing = set() if producer is None else set(client.unrouted(producer))
+        return sorted(name for name in self._topics if wire_name(name) in missing)
 
     def close(self) -> None:
         """Stop the producer; the next use starts another."""
@@ -306,17 +348,22 @@ def _receipt(message: Message, transaction_id: UUID, receipt: Any) -> SendReceip
     )
 
 
-def _end(producer: CheckingProducer, end: EndTransaction) -> EndStatus:
-    opened = producer.take_open(end.transaction_id)
+def _decided(producer: CheckingProducer, end: EndTransaction) -> Iterator[Future[Any]]:
+    """Send the decision about each half message of the transaction that this process holds."""
+    for half in producer.take_open(end.transaction_id):
+        yield producer.decide(half, end.decision)
+
+
+def _end_status(producer: CheckingProducer, end: EndTransaction, sent: Sequence[Future[Any]]) -> EndStatus:
     try:
-        for one in opened:
-            one.commit() if end.decision is Decision.COMMIT else one.rollback()
+        for decision in sent:
+            producer.taken(decision)
     except Exception as error:
         logger.info(
             "the end of %s was lost, check-back will settle it: %s", end.transaction_id, client.described(error)
         )
         return EndStatus.LEFT_TO_CHECK
-    return EndStatus.ACCEPTED if opened else EndStatus.LEFT_TO_CHECK
+    return EndStatus.ACCEPTED if sent else EndStatus.LEFT_TO_CHECK
 
 
 def _status(answer: Answer, was_taken: bool) -> EndStatus | None:

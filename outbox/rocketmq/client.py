@@ -11,11 +11,13 @@ import logging
 import math
 import os
 import sys
+import time
 import types
 from typing import Any, Final
 from urllib.parse import urlsplit
 
 from outbox.errors import BrokerUnavailable, ConfigurationError
+from outbox.rocketmq.admin import brokers_of
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +41,7 @@ try:
     from rocketmq import Message as WireMessage
     from rocketmq.grpc_protocol import (
         Code,
+        EndTransactionRequest,
         ForwardMessageToDeadLetterQueueRequest,
         QueryRouteRequest,
         TransactionResolution,
@@ -67,6 +70,7 @@ __all__ = [
     "REFUSALS",
     "ClientConfiguration",
     "Code",
+    "EndTransactionRequest",
     "FilterExpression",
     "ForwardMessageToDeadLetterQueueRequest",
     "KnownConsumer",
@@ -81,6 +85,7 @@ __all__ = [
     "described",
     "keep_known",
     "refuse_after_fork",
+    "unrouted",
 ]
 
 # The server, or the library before it asks the server, said no: nothing was stored by this attempt or an earlier one.
@@ -99,19 +104,24 @@ REFUSALS: Final = (
 
 _TELL_SECONDS: Final = 2.0
 _KNOWN_SECONDS: Final = 5.0
+_ROUTES_SECONDS: Final = 5.0
 
 _started_in: int | None = None
 
 
 def configuration(url: str, *, timeout_seconds: float = 3.0) -> Any:
-    """The library's configuration for `rocketmq://[ACCESS_KEY:SECRET@]HOST:PORT`. Raises ConfigurationError."""
+    """The library's configuration for `rocketmq://[ACCESS_KEY:SECRET@]HOST:PORT`. Raises ConfigurationError.
+
+    The brokers that the address may name are for their administration ports only (outbox.rocketmq.admin.brokers_of).
+    """
     parts = urlsplit(url)
     try:
         port = parts.port or DEFAULT_PORT
     except ValueError:
         port = 0
-    if parts.scheme != SCHEME or not parts.hostname or not port or parts.path.strip("/") or parts.query:
+    if parts.scheme != SCHEME or not parts.hostname or not port or parts.path.strip("/"):
         raise ConfigurationError("the address of RocketMQ's proxy must be rocketmq://HOST:PORT (8081 unless named).")
+    brokers_of(url)
     credentials = Credentials(parts.username or "", parts.password or "")
     # Whole seconds, and for every request.
     return ClientConfiguration(f"{parts.hostname}:{port}", credentials, request_timeout=math.ceil(timeout_seconds))
@@ -141,8 +151,14 @@ def keep_known(started: Any) -> None:
     """Tell the proxies again who this client is, as one that was restarted has to be; to be called every few seconds.
 
     The library does so every five minutes only. Until then a restarted proxy hands out no messages and sends no checks,
-    which the server counts all the same.
+    which the server counts all the same. The library asks for the route of a topic once, at its start, and drops a
+    failure: a topic without a route has no proxies to tell, so the route is asked for first.
     """
+    deadline = time.monotonic() + _ROUTES_SECONDS
+    for topic in unrouted(started):
+        # False after a timeout, which each topic would wait for.
+        if not started.route_manager.update_topic_route(topic) and time.monotonic() > deadline:
+            break
     for endpoints in list(started.route_manager.get_all_endpoints().values()):
         try:
             settings = started.sync_setting_req(endpoints)
@@ -153,6 +169,13 @@ def keep_known(started: Any) -> None:
         except Exception as error:
             logger.debug("the stream to %s is made anew: %s", endpoints, described(error))
             started.on_new_endpoints(endpoints)
+
+
+def unrouted(started: Any) -> list[str]:
+    """The topics, by their names in RocketMQ, whose route the client does not know: no check about them comes here."""
+    # The library keeps the routes in a private map and has no question that reads it without asking the server.
+    known = set(started.route_manager._ClientRouteManager__topic_route_cache.keys())
+    return sorted(set(started.topics) - known)
 
 
 def described(error: BaseException) -> str:

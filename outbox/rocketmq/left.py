@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import json
 import re
+import struct
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final
 
 from outbox.errors import BrokerError
 from outbox.left import Left
+from outbox.rocketmq import exhausted, stored
 from outbox.rocketmq.admin import Admin
+from outbox.rocketmq.exhausted import READER
 from outbox.rocketmq.names import wire_name
 
 _MAX_OFFSET: Final = 30
 _CONSUMER_OFFSET: Final = 14
-_TIMER_METRICS: Final = 61
+_TIMER_PROGRESS: Final = 60
 _TOPIC_STATISTICS: Final = 202
 _CONSUMER_STATISTICS: Final = 208
 _TOPIC_NOT_FOUND: Final = 17
@@ -27,12 +30,52 @@ _TOPIC_NOT_FOUND: Final = 17
 _HALVES: Final = "RMQ_SYS_TRANS_HALF_TOPIC"
 _CHECKER: Final = "CID_RMQ_SYS_TRANS"
 _REVIVE: Final = "rmq_sys_REVIVE_LOG_"
+_TIMERS: Final = "rmq_sys_wheel_timer"
 # A map that has queues as keys, which RocketMQ writes as objects: no JSON.
 _QUEUES: Final = re.compile(rb"(\{[^{}]*\}):(\{[^{}]*\})")
 
 
-def left(brokers: Sequence[Admin], subscriptions: Iterable[tuple[str, str]], topics: Iterable[str]) -> Left:
-    """What is left of the (group, topic) subscriptions and of the topics. Raises BrokerError."""
+class Timers:
+    """What the brokers deliver later, from the messages that they keep for it. Keep one for all looks.
+
+    RocketMQ's own counts (GET_TIMER_METRICS) are stored every ten seconds. After a crash they miss what came and went
+    since then, for ever: they fall below zero, or never reach it.
+    """
+
+    def __init__(self) -> None:
+        self._read: Counter[Admin] = Counter()
+        self._waiting: dict[Admin, list[tuple[int, str]]] = {}
+
+    def waiting(self, broker: Admin) -> Counter[str]:
+        """How many messages wait, by the names of their topics in RocketMQ. Raises BrokerError."""
+        status, answer, body = broker.ask(_TIMER_PROGRESS, {})
+        if status:
+            raise BrokerError(f"RocketMQ does not say what it delays: {answer.get('remark') or status}.")
+        # Everything that was due before is delivered.
+        (reached,) = struct.unpack_from(">q", body)
+        waiting = [one for one in self._waiting.get(broker, ()) if one[0] >= reached]
+        for message in stored.read(broker, READER, _TIMERS, self._read[broker]):
+            self._read[broker] = message.offset + 1
+            due = int(message.properties.get("TIMER_OUT_MS", 0))
+            if due >= reached:
+                waiting.append((due, message.topic))
+        self._waiting[broker] = waiting
+        return Counter(topic for _, topic in waiting)
+
+
+def left(
+    brokers: Sequence[Admin],
+    subscriptions: Iterable[tuple[str, str]],
+    topics: Iterable[str],
+    timers: Timers,
+    *,
+    producer_group: str = "",
+    settles: bool = True,
+) -> Left:
+    """What is left of the (group, topic) subscriptions, the topics and the producer group. Raises BrokerError.
+
+    `settles`: the workers of the project decide what RocketMQ gave up asking about.
+    """
     found = Counter[str]()
     dead = Counter[str]()
     groups: dict[str, set[str]] = {}
@@ -44,7 +87,11 @@ def left(brokers: Sequence[Admin], subscriptions: Iterable[tuple[str, str]], top
         halves, undecided = _halves(broker)
         written += halves
         found["half messages are undecided, or were not looked at yet (of all services)"] += undecided
-        delayed = _delayed(broker)
+        given_up = exhausted.waiting(broker, producer_group) if producer_group else 0
+        (found if settles else dead)[
+            "messages were given up by RocketMQ's check-back, and the ledger was not asked"
+        ] += given_up
+        delayed = timers.waiting(broker)
         for topic in topics:
             found[f"messages on topic {topic!r} wait for their delivery time"] += delayed[wire_name(topic)]
         held = sum(count for name, count in delayed.items() if name.startswith(_REVIVE))
@@ -74,14 +121,6 @@ def _number(broker: Admin, code: int, fields: dict[str, Any]) -> int:
     # Neither there yet: 0.
     status, answer, _ = broker.ask(code, fields)
     return int(answer.get("extFields", {}).get("offset", 0)) if status == 0 else 0
-
-
-def _delayed(broker: Admin) -> Counter[str]:
-    status, answer, body = broker.ask(_TIMER_METRICS, {})
-    if status:
-        raise BrokerError(f"RocketMQ does not say what it delays: {answer.get('remark') or status}.")
-    counts = json.loads(body).get("timingCount", {})
-    return Counter({name: int(one["count"]) for name, one in counts.items()})
 
 
 def _group(broker: Admin, group: str, topics: Iterable[str]) -> tuple[int, int]:

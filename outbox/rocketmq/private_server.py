@@ -111,7 +111,7 @@ class PrivateRocketMQ:
     @property
     def url(self) -> str:
         """What OUTBOX['BROKER'] is for it."""
-        return f"rocketmq://127.0.0.1:{self._proxy}"
+        return f"rocketmq://127.0.0.1:{self._proxy}?brokers=127.0.0.1:{self._listen}"
 
     @property
     def admin(self) -> Admin:

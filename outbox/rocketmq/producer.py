@@ -10,8 +10,10 @@ import logging
 import threading
 import time
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 from uuid import UUID
 
@@ -35,13 +37,20 @@ _RESOLUTIONS: Final = {
 
 
 @dataclass(frozen=True, slots=True)
+class Undecided:
+    """A half message of the server, and what it takes to decide it."""
+
+    endpoints: Any
+    wire: Any
+    broker_transaction: str
+
+
+@dataclass(frozen=True, slots=True)
 class Pushed:
     """One check as the server sent it, and what it takes to answer it."""
 
     asked: Asked
-    endpoints: Any
-    wire: Any
-    broker_transaction: str
+    half: Undecided
     came_at: float
 
 
@@ -53,25 +62,48 @@ class CheckingProducer(client.Producer):  # type: ignore[misc]
         self._lock = threading.Lock()
         self._pushed: defaultdict[str, list[Pushed]] = defaultdict(list)
         self._claimed: defaultdict[UUID, list[Pushed]] = defaultdict(list)
-        self._open: OrderedDict[UUID, list[Any]] = OrderedDict()
+        self._open: OrderedDict[UUID, list[Undecided]] = OrderedDict()
         self.arrived = threading.Condition()
 
     # -- halves and their ends ------------------------------------------------------------------
 
     def send_half(self, transaction_id: UUID, wire: Any) -> Any:
         """Send one half message and keep what its end needs; the library's receipt."""
-        opened = self.begin_transaction()
-        receipt = self.send(wire, opened)
+        receipt = self.send(wire, self.begin_transaction())
+        half = Undecided(receipt.message_queue.endpoints, wire, receipt.transaction_id)
         with self._lock:
-            self._open.setdefault(transaction_id, []).append(opened)
+            self._open.setdefault(transaction_id, []).append(half)
             while len(self._open) > _MAX_OPEN:
                 self._open.popitem(last=False)
         return receipt
 
-    def take_open(self, transaction_id: UUID) -> list[Any]:
-        """The open transactions under an id of ours, which are no longer kept."""
+    def take_open(self, transaction_id: UUID) -> list[Undecided]:
+        """The half messages under an id of ours that this process has sent, which are no longer kept."""
         with self._lock:
             return self._open.pop(transaction_id, [])
+
+    def decide(self, half: Undecided, decision: Decision, *, asked: bool = False) -> Future[Any]:
+        """Send COMMIT or ROLLBACK; `asked`: as the answer to a check. The future is for `taken`.
+
+        Takes no executor: at the exit of the interpreter every executor is shut down before the last ends are sent.
+        """
+        request = client.EndTransactionRequest()
+        request.topic.name = half.wire.topic
+        request.topic.resource_namespace = self.client_configuration.namespace
+        request.message_id = half.wire.message_id
+        request.transaction_id = half.broker_transaction
+        request.resolution = _RESOLUTIONS[decision]
+        source = client.TransactionSource
+        request.source = source.SOURCE_SERVER_CHECK if asked else source.SOURCE_CLIENT
+        sent: Future[Any] = self.rpc_client.end_transaction_async(
+            half.endpoints, request, metadata=self.sign(), timeout=self.client_configuration.request_timeout
+        )
+        return sent
+
+    @staticmethod
+    def taken(sent: Future[Any]) -> None:
+        """Wait until the server has taken what `decide` has sent. Raises what the library raises."""
+        client.MessagingResultChecker.check(sent.result().status)
 
     # -- checks ---------------------------------------------------------------------------------
 
@@ -91,7 +123,8 @@ class CheckingProducer(client.Producer):  # type: ignore[misc]
             )
             return
         with self.arrived:
-            self._pushed[about.producer_group].append(Pushed(about, endpoints, wire, transaction_id, time.monotonic()))
+            half = Undecided(endpoints, wire, transaction_id)
+            self._pushed[about.producer_group].append(Pushed(about, half, time.monotonic()))
             self.arrived.notify_all()
 
     def pushed_groups(self) -> list[str]:
@@ -116,28 +149,25 @@ class CheckingProducer(client.Producer):  # type: ignore[misc]
                 self._pushed[producer_group] = left
             return list(taken.values())
 
-    def answer(self, transaction_id: UUID, decision: Decision) -> bool:
-        """Answer the claimed checks about a transaction; False where it could not be done.
+    def answer(self, transaction_id: UUID, decision: Decision) -> Callable[[], bool]:
+        """Answer the claimed checks about a transaction; returns a function that waits, False where it was lost.
 
         UNKNOWN is not sent: an answer is held against the newest copy of the half message that the proxy knows, which
         is then not known to it any more when the decision comes. So one decision answers all checks.
         """
         with self.arrived:
             claimed = self._claimed.pop(transaction_id, [])
-        return decision is Decision.UNKNOWN or (bool(claimed) and self._answer(claimed[-1], decision))
+        if decision is Decision.UNKNOWN:
+            return lambda: True
+        if not claimed:
+            return lambda: False
+        return partial(self._is_taken, transaction_id, self.decide(claimed[-1].half, decision, asked=True))
 
-    def _answer(self, check: Pushed, decision: Decision) -> bool:
+    def _is_taken(self, transaction_id: UUID, sent: Future[Any]) -> bool:
         try:
-            answer = self.end_transaction(
-                check.endpoints,
-                check.wire,
-                check.broker_transaction,
-                _RESOLUTIONS[decision],
-                client.TransactionSource.SOURCE_SERVER_CHECK,
-            )
-            client.MessagingResultChecker.check(answer.status)
+            self.taken(sent)
         except Exception as error:
-            logger.info("the answer about %s was lost: %s", check.asked.transaction_id, client.described(error))
+            logger.info("the answer about %s was lost: %s", transaction_id, client.described(error))
             return False
         return True
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
+from django.core.management import CommandError, call_command
 
 from outbox.contrib.django import subscriber
 from outbox.contrib.django.engine.engines import engine_problems, require_engine
@@ -13,12 +14,27 @@ from outbox.contrib.django.operations import checks
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.errors import ConfigurationError
 
-GOOD: Mapping[str, Any] = {"BROKER": "rocketmq://127.0.0.1:1", "TOPICS": {"orders": {}, "steps": {"types": ["FIFO"]}}}
+GOOD: Mapping[str, Any] = {
+    "BROKER": "rocketmq://127.0.0.1:1?brokers=h:2",
+    "TOPICS": {"orders": {}, "steps": {"types": ["FIFO"]}},
+}
+
+
+FORWARD = {"billing": {"topics": ["orders"], "sink": "kombu", "options": {"url": "memory://"}}}
+RECEIVE = {"partner": {"source": "kombu", "topic": "orders", "options": {"url": "memory://", "queue": "orders"}}}
 
 
 @pytest.fixture(autouse=True)
 def on_rocketmq(outbox_settings: Callable[..., None], no_subscribers: None) -> None:
     outbox_settings(**GOOD)
+
+
+def test_an_address_without_brokers_is_a_warning(outbox_settings: Callable[..., None]) -> None:
+    """What check-back gave up is in a topic that the proxy does not let clients read."""
+    outbox_settings(**{**GOOD, "BROKER": "rocketmq://127.0.0.1:1"})
+    (problem,) = engine_problems(get_settings())
+    assert problem.id == "outbox.W032" and "?brokers=BROKER:10911" in str(problem.hint)
+    require_engine(get_settings())
 
 
 def test_a_project_that_it_can_run_has_no_problem() -> None:
@@ -36,7 +52,11 @@ def test_a_project_that_it_can_run_has_no_problem() -> None:
         ({"PRODUCER_GROUP": ""}, "PRODUCER_GROUP"),
         ({"AUTO_CREATE_TOPICS": True}, "AUTO_CREATE_TOPICS"),
         ({"BROKER": "rocketmq://"}, "rocketmq://HOST:PORT"),
+        ({"BROKER": "rocketmq://h:1?brokers=h"}, "must be the HOST:PORT of a broker's administration port"),
+        ({"BROKER": "rocketmq://h:1?broker=h:2"}, "has no option 'broker'"),
         ({"TOPICS": {"steps": {"types": ["FIFO", "TRANSACTION"]}}}, "transactional messages on FIFO topics"),
+        ({"FORWARD": FORWARD}, "or let a @subscriber send them"),
+        ({"RECEIVE": RECEIVE}, "or let the sender publish to RocketMQ"),
     ],
 )
 def test_what_it_cannot_run_is_an_error(
@@ -73,3 +93,14 @@ def test_a_group_that_mixes_orders_is_an_error() -> None:
 
     (problem,) = engine_problems(get_settings())
     assert "group 'points' consumes one topic in order and another concurrently" in problem.msg
+
+
+@pytest.mark.parametrize(
+    ("command", "changed"), [("outbox_forward", {"FORWARD": FORWARD}), ("outbox_receive", {"RECEIVE": RECEIVE})]
+)
+def test_what_check_refuses_does_not_start(
+    outbox_settings: Callable[..., None], command: str, changed: Mapping[str, Any]
+) -> None:
+    outbox_settings(**GOOD, **changed)
+    with pytest.raises(CommandError, match=f"run {command} with a BROKER"):
+        call_command(command, once=True)

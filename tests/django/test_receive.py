@@ -34,8 +34,8 @@ def receive(rabbitmq_server: RabbitMQ) -> Iterator[dict[str, Any]]:
         Queue(NAME, channel=connection.default_channel).delete()
 
 
-def send(url: str, *messages: tuple[str, Any]) -> None:
-    """As somebody else would, with an id of their own."""
+def send(url: str, *messages: tuple[str, Any], **more: Any) -> None:
+    """As another program does, with ids of its own and `more` properties."""
     with Connection(url) as connection:
         producer = Producer(connection.channel())
         Queue(NAME, durable=True, channel=connection.default_channel).declare()
@@ -46,7 +46,7 @@ def send(url: str, *messages: tuple[str, Any]) -> None:
                 content_type="application/json",
                 content_encoding="utf-8",
                 delivery_mode=2,
-                headers={"outbox-key": body["number"]},
+                **{"headers": {"outbox-key": body["number"]}, **more},
                 **({"message_id": message_id} if message_id else {}),
             )
 
@@ -109,6 +109,32 @@ def test_once_receives_what_is_there_and_poison_ends_it(
     outbox_settings(RECEIVE={"partner": {**receive["partner"], "poison_topic": "payments"}})
     call_command("outbox_receive", "partner", "--once")
     assert "0 messages stored, 1 put aside" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("databases")
+@pytest.mark.slow
+def test_one_id_of_two_sources_is_two_messages_of_the_queue(
+    rabbitmq_server: RabbitMQ,
+    receive: dict[str, Any],
+    outbox_settings: Callable[..., None],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    outbox_settings(RECEIVE=receive)
+    for _ in range(2):
+        for name in "ab":
+            event = {"ce-id": "1", "ce-source": f"/{name}"}
+            send(rabbitmq_server.url, ("1", {"number": name}), headers=event)
+            send(rabbitmq_server.url, ("2", {"number": name}), app_id=name)
+    call_command("outbox_receive", "--once")
+    assert "8 messages stored, 0 put aside" in capsys.readouterr().out
+    with broker_connection() as (connection, _):
+        rows = connection.execute("SELECT headers FROM outbox.commit_log WHERE headers ? 'received-id'").fetchall()
+    assert sorted((row["received-id"], row["received-source"]) for (row,) in rows) == [
+        ("1", "/a"),
+        ("1", "/b"),
+        ("2", "a"),
+        ("2", "b"),
+    ]
 
 
 @pytest.mark.parametrize(

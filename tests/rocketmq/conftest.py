@@ -50,10 +50,10 @@ def programs() -> Path:
 
 
 @contextmanager
-def running_server(programs: Path) -> Iterator[PrivateRocketMQ]:
-    """A server that asks quickly."""
+def running_server(programs: Path, **settings: object) -> Iterator[PrivateRocketMQ]:
+    """A server that asks quickly, unless `settings` of its broker say otherwise."""
     with tempfile.TemporaryDirectory(prefix="outbox-mq-", ignore_cleanup_errors=True) as folder:
-        server = PrivateRocketMQ(Path(folder), programs, broker=QUICK)
+        server = PrivateRocketMQ(Path(folder), programs, broker={**QUICK, **settings})
         server.start()
         try:
             yield server

@@ -1,7 +1,8 @@
 """A producer that is killed: one fixed piece of work under the faults of its environment. `driver PREFIX PATH`.
 
 Its transactions commit (`c`), roll back (`r`), and roll back to a savepoint (`s`) inside one that commits (`d`). The
-path `moving` adds to each round what is delivered later (`l`), and is slow.
+path `moving` adds to each round what is delivered later (`l`), and is slow. The path
+`exits` does not flush: its ends are sent at the exit of the process.
 """
 
 from __future__ import annotations
@@ -72,7 +73,8 @@ def main() -> None:
             place(topic, f"{prefix}-d{number}", decorated=decorated)
             with contextlib.suppress(Undone):
                 place(topic, f"{prefix}-s{number}", decorated=decorated, fail=True)
-    flusher.flush(within_seconds=10)
+    if how != "exits":
+        flusher.flush(within_seconds=10)
 
 
 if __name__ == "__main__":

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import base64
+import hmac
 import re
 import subprocess
 from pathlib import Path
 
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from outbox.contrib.sinks.signatures import InvalidSignature, secret_bytes, sign, verify
 from outbox.errors import ConfigurationError
@@ -55,6 +59,44 @@ def test_what_is_refused(given: dict[str, str], body: bytes, now: float) -> None
         verify([SECRET], given, body, now=now)
     with pytest.raises(InvalidSignature):
         verify([OTHER], headers(), BODY, now=STAMP)
+
+
+HEADER = st.one_of(
+    st.text(),
+    st.text(alphabet="v1,= \t.²٣-+einf0123456789"),
+    st.integers().map(str),
+    st.sampled_from(["1" * 10_000, "-1", "1e9", "inf", "nan", "٣", "\ud800", SIGNATURE, f" ,, {SIGNATURE} ,v1,, "]),
+)
+
+
+@settings(deadline=None)
+@given(message_id=HEADER, stamp=HEADER, signature=HEADER)
+@example(message_id=ID, stamp="1" * 10_000, signature=SIGNATURE)
+@example(message_id=ID, stamp="1" * 400, signature=SIGNATURE)
+@example(message_id="\ud800", stamp=str(STAMP), signature=SIGNATURE)
+@example(message_id=ID, stamp=str(STAMP), signature="v1,\ud800")
+def test_any_other_header_is_refused_and_raises_nothing_else(message_id: str, stamp: str, signature: str) -> None:
+    with pytest.raises(InvalidSignature):
+        verify([SECRET], headers(signature, stamp=stamp, message_id=message_id), BODY + b"other", now=STAMP)
+
+
+@settings(deadline=None)
+@given(stamp=HEADER)
+@example(stamp="1" * 10_000)
+@example(stamp="1" * 400)
+@example(stamp="0" * 5 + str(STAMP))
+def test_a_signed_timestamp_that_is_none_is_refused(stamp: str) -> None:
+    """The signature is right: the sender has the secret and writes a timestamp that is malformed or far away."""
+    signed = f"{ID}.{stamp}.".encode(errors="surrogatepass") + BODY
+    made = "v1," + base64.b64encode(hmac.digest(secret_bytes(SECRET), signed, "sha256")).decode()
+    with pytest.raises(InvalidSignature):
+        verify([SECRET], headers(made, stamp=stamp), BODY, now=1e15)
+
+
+def test_nothing_is_read_before_the_signature_is_verified() -> None:
+    """A caller without the secret does not learn how the clock of the receiver stands."""
+    with pytest.raises(InvalidSignature, match="no signature"):
+        verify([OTHER], headers(stamp=1), BODY, now=STAMP)
 
 
 @pytest.mark.parametrize("secret", ["", "whsec_", "whsec_c2hvcnQ=", "MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw", "whsec_***"])

@@ -102,6 +102,9 @@ def test_what_retry_after_says() -> None:
     assert retry_after_seconds("Sun, 06 Nov 1994 08:49:07 GMT", now) == 0
     assert retry_after_seconds("99999999", now) == 3600
     assert [retry_after_seconds(value, now) for value in (None, "soon", "-1", "²")] == [None] * 4
+    # Dates that the C library refuses: the answer counts without its pause.
+    far, zone = "Mon, 01 Jan 99999999999999 00:00:00 GMT", f"Mon, 01 Jan 2020 00:00:00 +{'9' * 17}"
+    assert [retry_after_seconds(value, now) for value in (far, zone, "9" * 10_000)] == [None, None, 3600]
 
 
 def test_a_redirect_is_not_followed_and_proxies_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -101,15 +102,51 @@ def test_senders_with_the_same_ids_are_told_apart_by_the_name() -> None:
     assert message_id_of("one", incoming("1")) != message_id_of("two", incoming("1"))
 
 
+STRUCTURED = "application/cloudevents+json; charset=utf-8"
+TWO_SOURCES = {
+    "kafka": [incoming("1", name.encode(), headers={"ce-id": "1", "ce-source": f"/{name}"}) for name in "ab"],
+    "amqp": [
+        incoming("1", name.encode(), headers={f"cloudEvents{by}id": "1", f"cloudEvents{by}source": f"/{name}"})
+        for name, by in (("a", ":"), ("b", "_"))
+    ],
+    "structured": [
+        incoming("", json.dumps({"id": "1", "source": f"/{name}"}).encode(), content_type=STRUCTURED) for name in "ab"
+    ],
+    "application": [incoming("1", name.encode(), sender=name) for name in "ab"],
+    "same text": [
+        incoming("", source.encode(), headers={"ce-id": message_id, "ce-source": source})
+        for source, message_id in (("/a", "/b/1"), ("/a/b", "/1"))
+    ],
+}
+
+
+@pytest.mark.parametrize("events", TWO_SOURCES.values(), ids=TWO_SOURCES.keys())
+def test_one_id_of_two_senders_is_two_messages(bench: ConsumptionBench, events: list[Incoming]) -> None:
+    """CloudEvents: the source and the id together are unique. Each event comes twice and is stored once."""
+    source = ListSource(*events, *events)
+    receiver(bench, source).run_once()
+    assert (source.messages, stored(bench)) == ([], [event.body for event in events])
+    assert len(bench.rows("SELECT DISTINCT headers FROM outbox.commit_log")) == len(events), "the headers name both"
+
+
+def test_an_id_without_a_sender_is_the_one_of_earlier_versions() -> None:
+    """What was received before an upgrade is known after it."""
+    known = "1318d9bc-b4a1-58ef-a66c-8d5ce0ba99a5"
+    assert str(message_id_of("partner", incoming("1"))) == known
+    assert str(message_id_of("partner", incoming("", headers={"CE-ID": "1"}))) == known
+    assert str(message_id_of("partner", incoming("1", b"no JSON", content_type=STRUCTURED))) == known
+
+
 BAD = [
     incoming("", b"no id"),
     incoming("k", b"long key", key="k" * 300),
     incoming("n", b"nul in key", key="\x00"),
     incoming("l", b"x" * (MAX_BODY_BYTES + 1)),
+    incoming("", b'{"source": "/a", "id": "\\ud800"}', content_type=STRUCTURED),
 ]
 
 
-@pytest.mark.parametrize("bad", BAD, ids=["no-id", "key", "nul", "long"])
+@pytest.mark.parametrize("bad", BAD, ids=["no-id", "key", "nul", "long", "surrogate"])
 def test_poison_stops_the_receiver_unless_there_is_a_place_for_it(bench: ConsumptionBench, bad: Incoming) -> None:
     source = ListSource(incoming("a", b"before"), bad, incoming("c", b"after"))
     with pytest.raises(Poison, match="cannot be stored in topic 'orders'"):

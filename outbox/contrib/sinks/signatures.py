@@ -18,6 +18,9 @@ PREFIX: Final = "whsec_"
 # How far a timestamp may be from the receiver's clock.
 TOLERANCE_SECONDS: Final = 300
 _LEAST_BYTES, _MOST_BYTES = 24, 64
+# Of a timestamp: more are no second of any clock, and Python refuses to read some thousands of them.
+_MOST_DIGITS: Final = 18
+_SHOWN_CHARACTERS: Final = 200
 
 
 class InvalidSignature(OutboxError):
@@ -54,26 +57,43 @@ def verify(
     """Check a received webhook, its body as it came; returns its id. `now` is the time since the epoch.
 
     Keep the id with the effect, in one transaction: a repetition, ours or an attacker's within the tolerance, has the
-    same. Raises InvalidSignature.
+    same. Where several senders have a secret, keep the sender with the id: two of them may choose one id. Raises
+    InvalidSignature.
     """
     given = {name.lower(): value for name, value in headers.items()}
     message_id, stamp = given.get("webhook-id", ""), given.get("webhook-timestamp", "")
-    if not message_id or not stamp.isascii() or not stamp.isdigit():
-        raise InvalidSignature("the headers webhook-id and webhook-timestamp are missing or malformed.")
+    if not message_id or not stamp:
+        raise InvalidSignature("the request has no header webhook-id or no header webhook-timestamp: refuse it.")
+    # First the signature: until it fits, the headers are any caller's text, and no value is read from them.
+    if not _is_signed(secrets, message_id, stamp, body, given.get("webhook-signature", "")):
+        raise InvalidSignature(
+            f"no signature of webhook {message_id[:_SHOWN_CHARACTERS]!r} fits a known secret: refuse the request."
+        )
+    if len(stamp) > _MOST_DIGITS or not stamp.isascii() or not stamp.isdigit():
+        raise InvalidSignature(
+            f"the timestamp of webhook {message_id!r} is no number of seconds: mend its sender, which has the secret."
+        )
     if abs(now - int(stamp)) > tolerance_seconds:
         raise InvalidSignature(
-            f"webhook {message_id} was signed {now - int(stamp):.0f} s ago by the clocks of sender and receiver, and "
-            f"{tolerance_seconds:g} s are allowed: a replay, or a clock that is wrong."
+            f"webhook {message_id!r} was signed {now - int(stamp):.0f} s ago by the clocks of sender and receiver, and "
+            f"{tolerance_seconds:g} s are allowed: it is a replay, or one of the clocks is wrong."
         )
-    versions = [part.partition(",") for part in given.get("webhook-signature", "").split(" ")]
-    signatures = [signature for version, _, signature in versions if version == "v1"]
-    for secret in secrets:
-        expected = _mac(secret_bytes(secret), message_id, int(stamp), body).encode()
-        if any(hmac.compare_digest(expected, one.encode()) for one in signatures):
-            return message_id
-    raise InvalidSignature(f"no signature of webhook {message_id} fits a known secret.")
+    return message_id
 
 
-def _mac(key: bytes, message_id: str, timestamp: int, body: bytes) -> str:
-    signed = f"{message_id}.{timestamp}.".encode() + body
+def _is_signed(secrets: Sequence[str], message_id: str, stamp: str, body: bytes, header: str) -> bool:
+    """Whether a signature of the header is made with one of the secrets. Compares in constant time."""
+    versions = [part.partition(",") for part in header.split(" ")]
+    signatures = [_encoded(signature) for version, _, signature in versions if version == "v1"]
+    expected = [_mac(secret_bytes(secret), message_id, stamp, body).encode() for secret in secrets]
+    return any(hmac.compare_digest(mac, one) for mac in expected for one in signatures)
+
+
+def _encoded(text: str) -> bytes:
+    """UTF-8. A server may hand over headers with lone surrogates, which the strict codec refuses with an exception."""
+    return text.encode(errors="surrogatepass")
+
+
+def _mac(key: bytes, message_id: str, timestamp: int | str, body: bytes) -> str:
+    signed = _encoded(f"{message_id}.{timestamp}.") + body
     return base64.b64encode(hmac.digest(key, signed, hashlib.sha256)).decode()

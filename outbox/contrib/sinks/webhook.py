@@ -117,7 +117,8 @@ def retry_after_seconds(value: str | None, now: float) -> float | None:
     else:
         try:
             moment = parsedate_to_datetime(value)
-        except ValueError:
+        except (ValueError, OverflowError):
+            # A number in the date is too large for the C library.
             return None
         seconds = (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp() - now
     return min(max(0.0, seconds), _LONGEST_PAUSE_SECONDS)

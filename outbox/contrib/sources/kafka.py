@@ -22,7 +22,8 @@ _MORE_SECONDS: Final = 0.02
 class KafkaSource:
     """Receives one topic as a member of a consumer group, from the beginning where the group is new.
 
-    The id of a message is that of its headers (`message-id`, `ce_id`), else its place and time in the log.
+    The id of a message is that of its headers (`message-id`, `ce_id`), else its place and time in the log. A CloudEvent
+    is identified by its source and its id instead.
     """
 
     def __init__(self, *, servers: str, topic: str, group: str, config: Mapping[str, Any] | None = None) -> None:

@@ -91,10 +91,10 @@ class KombuSource:
 
     def _incoming(self, message: Message) -> Incoming:
         headers = {str(name): _text(value) for name, value in (message.headers or {}).items()}
-        lower = {name.lower(): value for name, value in headers.items()}
         body = message.body
         return Incoming(
-            message_id=message.properties.get("message_id") or lower.get("ce-id", ""),
+            message_id=_text(message.properties.get("message_id") or ""),
+            sender=_text(message.properties.get("app_id") or ""),
             body=bytes(body) if isinstance(body, (bytes, memoryview)) else str(body).encode(),
             where=f"message {message.delivery_tag} of {self._name}",
             content_type=message.content_type or "",

@@ -14,7 +14,7 @@ from typing import Final
 from uuid import uuid4
 
 from outbox.backoff import Backoff
-from outbox.contrib.sources.source import Convert, Incoming, Source, convert, message_id_of
+from outbox.contrib.sources.source import Convert, Incoming, Source, convert, identity, message_id_of
 from outbox.errors import (
     BrokerUnavailable,
     ConfigurationError,
@@ -143,10 +143,14 @@ class Receiver:
 
     def _aside(self, one: Incoming, topic: str, error: Exception) -> Message:
         """Repetitions of it are messages of their own, if it has no id. A body that is too long is cut."""
-        headers = {"reason": _text(str(error)), "received-from": _text(one.where), "received-id": _text(one.message_id)}
+        headers = {
+            "reason": _text(str(error)),
+            "received-from": _text(one.where),
+            "received-id": _text(identity(one)[1]),
+        }
         try:
             message_id = message_id_of(f"{self._name} poison", one)
-        except InvalidMessage:
+        except (InvalidMessage, ValueError):
             message_id = uuid4()
         return Message(
             topic=topic,

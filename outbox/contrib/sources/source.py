@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,13 +13,17 @@ from outbox.message import Message
 
 _NAMESPACE: Final = uuid.uuid5(uuid.NAMESPACE_URL, "outbox:receive")
 _HEADER: Final = "outbox-header-"
+_STRUCTURED: Final = "application/cloudevents+json"
+# Of the attributes of a CloudEvent in headers of Kafka and of AMQP.
+_PREFIXES: Final = ("ce_", "cloudevents:", "cloudevents_")
+_SHOWN_CHARACTERS: Final = 255
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Incoming:
     """A message as it was received. `message_id` is its sender's, '' without one; `where` says where it lay.
 
-    `handle` is the source's own.
+    `sender` is the application that chose the id, '' where the transport does not name it. `handle` is the source's.
     """
 
     message_id: str
@@ -26,6 +31,7 @@ class Incoming:
     where: str
     content_type: str = ""
     key: str = ""
+    sender: str = ""
     headers: Mapping[str, str] = field(default_factory=dict)
     handle: Any = None
 
@@ -46,17 +52,31 @@ class Source(Protocol):
 Convert = Callable[[Incoming, str, str], Message]
 
 
+def identity(incoming: Incoming) -> tuple[str, str]:
+    """The sender of a message and the id that the sender gave it; '' for what is not known.
+
+    A CloudEvent is identified by its source and its id together, whatever else its transport says.
+    """
+    event = _event(incoming)
+    if event.get("id") and event.get("source"):
+        return event["source"], event["id"]
+    return incoming.sender, incoming.message_id or event.get("id", "")
+
+
 def message_id_of(name: str, incoming: Incoming) -> uuid.UUID:
     """The id under which it is stored: the same for every repetition, and no other's. Raises InvalidMessage.
 
-    Derived, even from a UUID: a message of this very broker that comes back by a detour is another message.
+    Derived, even from a UUID: a message of this very broker that comes back by a detour is another message. The sender
+    is a namespace of its own, so that no end of a sender's name can be taken for the beginning of an id.
     """
-    if not incoming.message_id:
+    sender, message_id = identity(incoming)
+    if not message_id:
         raise InvalidMessage(
             f"{incoming.where} has no message id, so that repetitions could not be told: let its sender set one, or "
             f"give it one with convert=."
         )
-    return uuid.uuid5(uuid.uuid5(_NAMESPACE, name), incoming.message_id)
+    scope = uuid.uuid5(_NAMESPACE, name)
+    return uuid.uuid5(uuid.uuid5(scope, sender) if sender else scope, message_id)
 
 
 def convert(incoming: Incoming, name: str, topic: str) -> Message:
@@ -65,14 +85,35 @@ def convert(incoming: Incoming, name: str, topic: str) -> Message:
     Understands what a sink sends as `plain` and what is a CloudEvent in binary mode. Raises InvalidMessage or
     InvalidName.
     """
-    given = {header.lower(): value for header, value in incoming.headers.items()}
+    given = {_attribute(header): value for header, value in incoming.headers.items()}
     own = {name[len(_HEADER) :]: value for name, value in incoming.headers.items() if name.lower().startswith(_HEADER)}
+    sender, message_id = identity(incoming)
+    received = {"received-id": message_id, **({"received-source": sender} if sender else {})}
     return Message(
         topic=topic,
         body=incoming.body,
         message_id=message_id_of(name, incoming),
         key=incoming.key or given.get("outbox-key") or given.get("ce-partitionkey") or given.get("ce-subject") or "",
         tag=given.get("outbox-tag") or given.get("ce-tag") or "",
-        headers={**own, "received-id": incoming.message_id[:255]},
+        headers={**own, **{header: value[:_SHOWN_CHARACTERS] for header, value in received.items()}},
         content_type=incoming.content_type or "application/octet-stream",
     )
+
+
+def _event(incoming: Incoming) -> Mapping[str, str]:
+    """The texts among the attributes of a CloudEvent, from its headers (binary mode) or its body (structured mode)."""
+    if not incoming.content_type.lower().startswith(_STRUCTURED):
+        named = {_attribute(header): value for header, value in incoming.headers.items()}
+        return {name[len("ce-") :]: value for name, value in named.items() if name.startswith("ce-")}
+    try:
+        body = json.loads(incoming.body)
+    except (ValueError, RecursionError):
+        return {}
+    return {name: value for name, value in body.items() if isinstance(value, str)} if isinstance(body, dict) else {}
+
+
+def _attribute(header: str) -> str:
+    """The name of a header as CloudEvents over HTTP and RabbitMQ write it: Kafka and AMQP have other prefixes."""
+    lower = header.lower()
+    prefix = next((prefix for prefix in _PREFIXES if lower.startswith(prefix)), "")
+    return f"ce-{lower[len(prefix) :]}" if prefix else lower

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from django.core.checks import CheckMessage, Error
+from django.core.checks import CheckMessage, Error, Warning
 
 from outbox.capabilities import Engine
 from outbox.contrib.django.settings.conf import OutboxSettings, PathChoice
 from outbox.contrib.django.subscribers.registry import subscribers
 from outbox.errors import ConfigurationError
+from outbox.rocketmq.admin import brokers_of
 from outbox.rocketmq.names import collisions
 
 
@@ -19,10 +20,19 @@ def engine_problems(settings: OutboxSettings) -> Iterator[CheckMessage]:
         return
     try:
         refused = list(_refusals(_engine(settings), settings))
+        names_brokers = bool(brokers_of(settings.broker))
     except ConfigurationError as error:
-        refused = [str(error)]
+        refused, names_brokers = [str(error)], True
     for text in refused:
         yield Error(text, id="outbox.E031")
+    if not names_brokers:
+        yield Warning(
+            "OUTBOX['BROKER'] names no broker of RocketMQ, only its proxy: transactions that RocketMQ gave up asking "
+            "about cannot be read, so that a committed message may stay there.",
+            hint="Append the administration port (listenPort, 10911) of every broker: "
+            "'rocketmq://PROXY:8081?brokers=BROKER:10911,BROKER:10911'.",
+            id="outbox.W032",
+        )
 
 
 def require_engine(settings: OutboxSettings) -> None:
@@ -53,6 +63,20 @@ def _refusals(engine: Engine, settings: OutboxSettings) -> Iterator[str]:
         declared_topic = settings.topics.get(item.subscription.topic)
         topic = None if declared_topic is None else declared_topic.topic
         yield from engine.subscription_refusals(item.subscription, topic, inbox=item.idempotent)
+    if settings.forward:
+        yield (
+            f"OUTBOX['FORWARD'] declares {', '.join(map(repr, settings.forward))}: outbox_forward reads the bundled "
+            f"broker only, because RocketMQ holds back a whole queue and not one key. Keep the topics on PostgreSQL, "
+            f"run outbox_forward with a BROKER that names its alias and declare FORWARD there only; or let a "
+            f"@subscriber send them."
+        )
+    if settings.receive:
+        yield (
+            f"OUTBOX['RECEIVE'] declares {', '.join(map(repr, settings.receive))}: outbox_receive stores in the "
+            f"bundled broker only, because RocketMQ stores a repetition a second time. Keep the topics on PostgreSQL, "
+            f"run outbox_receive with a BROKER that names its alias and declare RECEIVE there only; or let the sender "
+            f"publish to RocketMQ."
+        )
     yield from collisions(settings.topics)
     yield from collisions({item.subscription.group for item in subscribers()})
     yield from _mixed_groups()

@@ -20,7 +20,8 @@ from outbox.contrib.django.settings.conf import OutboxSettings
 from outbox.contrib.django.subscribers.registry import subscribers
 from outbox.errors import UsageError
 from outbox.left import Left
-from outbox.rocketmq.admin import parse_address
+from outbox.rocketmq.admin import brokers_of, parse_address
+from outbox.rocketmq.left import Timers
 from outbox.rocketmq.left import left as left_on_rocketmq
 
 _SAMPLE: Final = 100
@@ -71,20 +72,26 @@ def undelivered(status: BrokerStatus) -> Iterator[str]:
         yield from _of_group(group, _MOVING_OF_GROUP + _STUCK_OF_GROUP)
 
 
-def left_here(settings: OutboxSettings, brokers: Sequence[str] = ()) -> Left:
-    """What OUTBOX['BROKER'] has not finished of the project's topics and groups, for whoever moves away from it.
+def left_here(settings: OutboxSettings, brokers: Sequence[str] = (), *, timers: Timers | None = None) -> Left:
+    """What OUTBOX['BROKER'] has not finished of the project's topics and groups, for a project that moves away from it.
 
-    `brokers`: the administration ports (HOST:PORT) of every broker of RocketMQ. Raises BrokerError or UsageError.
+    `brokers`: the administration ports (HOST:PORT) of every broker of RocketMQ, where BROKER does not name them.
+    `timers`: of the looks before. Raises BrokerError or UsageError.
     """
     wanted = [(item.subscription.group, item.subscription.topic) for item in subscribers()]
     topics = {*settings.topics, *(topic for _, topic in wanted)}
     if settings.is_rocketmq:
-        if not brokers:
+        named = brokers_of(settings.broker)
+        admins = [parse_address(text) for text in brokers] or named
+        if not admins:
             raise UsageError(
                 "RocketMQ's clients cannot count what is left: name the administration port of each of its brokers by "
-                "--rocketmq-broker HOST:10911."
+                "--rocketmq-broker HOST:10911, or in OUTBOX['BROKER'] by ?brokers=HOST:10911."
             )
-        return left_on_rocketmq([parse_address(text) for text in brokers], wanted, sorted(topics))
+        producer_group = settings.producer_group
+        return left_on_rocketmq(
+            admins, wanted, sorted(topics), timers or Timers(), producer_group=producer_group, settles=bool(named)
+        )
     require_database(settings)
     with broker_database(settings).connect(name="outbox-left") as connection:
         status = broker_status(Executor(connection, settings.schema))

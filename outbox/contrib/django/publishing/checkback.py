@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import TYPE_CHECKING, cast
 
 from outbox.broker.postgres import PostgresBroker
 from outbox.broker.transaction.turns import CHECK_BACK
@@ -12,6 +13,9 @@ from outbox.contrib.django.ledger.ledger_checker import LedgerChecker
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.errors import BrokerError
 from outbox.transaction import CheckCounts
+
+if TYPE_CHECKING:
+    from outbox.rocketmq.broker import RocketMQBroker
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +37,17 @@ def check_back(*, max_batches: int = 100) -> CheckCounts:
     group = get_settings().required_producer_group()
     broker = get_broker()
     return CheckBack(broker, group, LedgerChecker()).run_once(max_batches=max_batches)
+
+
+def settle_exhausted() -> CheckCounts:
+    """Decide by the ledger what RocketMQ gave up asking about; nothing on another engine. Raises BrokerError.
+
+    Two processes that do so at once publish twice, which the inbox removes.
+    """
+    settings, broker = get_settings(), get_broker()
+    if not settings.is_rocketmq:
+        return CheckCounts()
+    return cast("RocketMQBroker", broker).settle_exhausted(settings.required_producer_group(), LedgerChecker())
 
 
 def is_my_turn(name: str, interval_seconds: float, *, rest_seconds: float | None = None) -> bool:

@@ -58,7 +58,8 @@ class OutboxSettings:
     """The checked settings. Times are in seconds.
 
     `in_memory` replaces the broker by one in this process, for tests. `broker` is the alias of the broker's
-    database, or the address of RocketMQ's proxy (`rocketmq://HOST:8081`, docs/engines.md); `schema` is the schema of
+    database, or the address of RocketMQ (`rocketmq://PROXY:8081?brokers=BROKER:10911`, docs/engines.md); `schema` is
+    the schema of
     the broker's tables, `listen_url` a direct connection string for LISTEN where the alias
     goes through a transaction pooler ('' does without LISTEN and polls). `producer_group` names this service for
     check-back: every process that can answer for its local transactions, and nobody else, uses it. `codec` is the

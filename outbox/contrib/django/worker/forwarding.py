@@ -11,6 +11,7 @@ from outbox.broker.consumer.runtime import ConsumeCounts, ConsumerRuntime
 from outbox.contrib.django.database.aliases import broker_database
 from outbox.contrib.django.database.in_tests import refuse_processes_in_tests
 from outbox.contrib.django.operations.new_groups import warn_of_new_groups
+from outbox.contrib.django.engine.engines import require_engine
 from outbox.contrib.django.settings.conf import get_settings, imported
 from outbox.contrib.django.settings.forward_rules import DeclaredForward
 from outbox.contrib.django.settings.setting_rules import chosen
@@ -48,6 +49,7 @@ def forward_once(*, groups: Sequence[str] = ()) -> ConsumeCounts:
 def forwarding(*, groups: Sequence[str] = ()) -> Iterator[ConsumerRuntime]:
     """A runtime for the groups, and their sinks, which are closed at the end of the block."""
     settings = get_settings()
+    require_engine(settings)
     with contextlib.ExitStack() as sinks:
         wanted: list[tuple[Subscription, AnyHandler]] = []
         for group, declared in chosen("OUTBOX['FORWARD']", settings.forward, groups, _PURPOSE).items():

@@ -14,6 +14,7 @@ from outbox.contrib.django.subscribers.registry import autodiscover
 from outbox.contrib.django.worker.workers import run_all
 from outbox.errors import BrokerUnavailable
 from outbox.left import Left
+from outbox.rocketmq.left import Timers
 
 logger = logging.getLogger(__name__)
 
@@ -30,12 +31,13 @@ def run_until_drained(stop: threading.Event, brokers: Sequence[str] = ()) -> Lef
     """
     autodiscover()
     settings = get_settings()
-    last: list[Left] = [left_here(settings, brokers)]
+    timers = Timers()
+    last: list[Left] = [left_here(settings, brokers, timers=timers)]
     failed: list[BaseException] = []
 
     def watch() -> None:
         try:
-            last.append(_until_nothing_waits(stop, lambda: left_here(settings, brokers)))
+            last.append(_until_nothing_waits(stop, lambda: left_here(settings, brokers, timers=timers)))
         except BaseException as error:
             failed.append(error)
         finally:

@@ -11,7 +11,7 @@ from typing import Any, Final
 from outbox.broker.transaction.turns import CHECK_BACK
 from outbox.contrib.django.ledger.pruning import run_prune
 from outbox.contrib.django.operations.watching import audit_when_due
-from outbox.contrib.django.publishing.checkback import check_back, is_my_turn
+from outbox.contrib.django.publishing.checkback import check_back, is_my_turn, settle_exhausted
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.periodic import PeriodicPass
 
@@ -46,7 +46,14 @@ def passes() -> list[PeriodicPass]:
     always += [_in_turn(name, seconds, work) for name, (seconds, work) in _added.items()]
     if not settings.producer_group:
         return always
+    if settings.is_rocketmq:
+        work = PeriodicPass(name="exhausted_checks", interval_seconds=settings.check_interval_seconds, run=_settle)
+        always = [work, *always]
     return [_in_turn(CHECK_BACK, settings.check_interval_seconds, lambda: asdict(check_back())), *always]
+
+
+def _settle() -> Mapping[str, Any]:
+    return asdict(settle_exhausted())
 
 
 def _in_turn(name: str, interval_seconds: float, work: Callable[[], Mapping[str, Any]]) -> PeriodicPass:

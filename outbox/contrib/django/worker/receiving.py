@@ -17,6 +17,7 @@ from outbox.broker.transaction import turns
 from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.database.in_tests import refuse_processes_in_tests
 from outbox.contrib.django.engine.broker import get_broker
+from outbox.contrib.django.engine.engines import require_engine
 from outbox.contrib.django.settings.conf import get_settings, imported
 from outbox.contrib.django.settings.receive_rules import DeclaredReceive
 from outbox.contrib.django.settings.setting_rules import chosen
@@ -110,9 +111,11 @@ def receive_once(*, names: Sequence[str] = (), wait_seconds: float = 2.0) -> Rec
 @contextlib.contextmanager
 def receiving(names: Sequence[str]) -> Iterator[Mapping[str, Receiver]]:
     """The receivers by name; their sources are closed at the end of the block."""
+    settings = get_settings()
+    require_engine(settings)
     with contextlib.ExitStack() as sources:
         receivers = {}
-        for name, declared in chosen("OUTBOX['RECEIVE']", get_settings().receive, names, _PURPOSE).items():
+        for name, declared in chosen("OUTBOX['RECEIVE']", settings.receive, names, _PURPOSE).items():
             where = f"OUTBOX['RECEIVE'][{name!r}]"
             source = cast(Source, made(where, imported(f"{where}['source']", declared.source), declared.options))
             sources.callback(source.close)

@@ -6,8 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from outbox import heartbeat
 from outbox.broker import process_log
@@ -30,11 +29,13 @@ from outbox.periodic import PeriodicPass
 from outbox.ports import AnyHandler
 
 if TYPE_CHECKING:
+    from outbox.rocketmq.broker import RocketMQBroker
     from outbox.rocketmq.consumer import RocketMQConsumers
 
 logger = logging.getLogger(__name__)
 
 _CHECK_ENDS_SECONDS: Final = 5.0
+_BEAT_SECONDS: Final = 1.0
 
 
 def run_broker_role(stop: threading.Event, *, stands_in: bool = False) -> None:
@@ -87,7 +88,7 @@ def rocketmq_consumers(*, groups: Sequence[str] = ()) -> RocketMQConsumers:
         topics=[declared.topic for declared in settings.topics.values()],
         invoker=InboxInvoker(lease_seconds=settings.lease_seconds, masked_fields=settings.masked_fields),
         codecs=get_codecs(),
-        on_tick=partial(heartbeat.beat, ready=True),
+        on_tick=lambda: heartbeat.beat(ready=_is_asked()),
     )
 
 
@@ -118,18 +119,27 @@ def _compare_topics() -> None:
         logger.warning("RocketMQ's topics cannot be compared with those declared: %s", error)
 
 
-def run_check_role(stop: threading.Event) -> None:
-    """Run the periodic passes, each at its own interval, until `stop`."""
+def run_check_role(stop: threading.Event, *, alone: bool = True) -> None:
+    """Run the periodic passes, each at its own interval, until `stop`. `alone`: no other loop of this process beats."""
     if get_settings().is_rocketmq:
         _compare_topics()
     due = {item.name: 0.0 for item in passes()}
     while not stop.is_set():
+        if alone:
+            heartbeat.beat(ready=_is_asked())
         for item in passes():
             if time.monotonic() >= due[item.name]:
                 began = time.monotonic()
                 has_more = run_pass(item).get("more")
                 due[item.name] = began if has_more else began + item.interval_seconds
-        stop.wait(max(0.05, min(due.values()) - time.monotonic()))
+        pause = max(0.05, min(due.values()) - time.monotonic())
+        stop.wait(min(pause, _BEAT_SECONDS) if alone else pause)
+
+
+def _is_asked() -> bool:
+    """Whether check-back reaches this process; always where the broker keeps its questions."""
+    broker = get_broker() if get_settings().is_rocketmq else None
+    return broker is None or not cast("RocketMQBroker", broker).unrouted()
 
 
 def run_pass(item: PeriodicPass) -> Mapping[str, Any]:
@@ -151,7 +161,7 @@ def run_broker_and_check_roles(stop: threading.Event, *, stands_in: bool = False
 
     def check() -> None:
         try:
-            run_check_role(stop)
+            run_check_role(stop, alone=False)
         except BaseException as error:
             failed.append(error)
             stop.set()

@@ -46,6 +46,19 @@ class Command(OutboxCommand):
         if problems := _problems(broker.topic_problems, _SETTLE_SECONDS if options["create"] else 0.0):
             raise CommandError("\n".join(problems))
         self.say(f"RocketMQ has the declared topics: {', '.join(sorted(settings.topics)) or 'none'}")
+        self._refuse_given_up(settings.broker, settings.required_producer_group())
+
+    def _refuse_given_up(self, url: str, producer_group: str) -> None:
+        """Raise CommandError where RocketMQ gave up asking about transactions that the ledger has not decided yet."""
+        from outbox.rocketmq.admin import brokers_of
+        from outbox.rocketmq.exhausted import waiting
+
+        if given_up := sum(waiting(broker, producer_group) for broker in brokers_of(url)):
+            raise CommandError(
+                f"RocketMQ gave up asking about {given_up} messages of producer group {producer_group!r}, and the "
+                f"ledger has not decided them yet: start outbox_worker. If one runs, its log names the transactions "
+                f"and why."
+            )
 
     def _create(self, address: str) -> None:
         from outbox.rocketmq.admin import parse_address

@@ -1,0 +1,147 @@
+"""Transactions that RocketMQ gave up asking about: the ledger decides them, and the committed ones are published again.
+
+After `transactionCheckMax` checks (15), or after `fileReservedTime` (72 h), the broker moves an undecided half message
+to the system topic TRANS_CHECK_MAX_TIME_TOPIC and asks no more. Each broker has one queue of it, for all services.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Final
+from uuid import UUID
+
+from outbox.errors import OutboxError
+from outbox.message import Message
+from outbox.rocketmq import stored
+from outbox.rocketmq.admin import Admin
+from outbox.rocketmq.names import wire_name
+from outbox.rocketmq.wire import Asked, asked
+from outbox.transaction import Answer, Check, Decision, EndStatus
+
+logger = logging.getLogger(__name__)
+
+TOPIC: Final = "TRANS_CHECK_MAX_TIME_TOPIC"
+# Every broker has this group; reading needs one and stores nothing for it.
+READER: Final = "TOOLS_CONSUMER"
+
+
+def offsets_of(producer_group: str) -> str:
+    """The consumer group under which RocketMQ keeps how far this service has settled the topic."""
+    return f"outbox-exhausted-{wire_name(producer_group)}"
+
+
+@dataclass(slots=True)
+class _Progress:
+    """How far one broker's queue is settled: everything below `offset`, and `done` above it.
+
+    `first` is the oldest message that the broker still has.
+    """
+
+    broker: Admin
+    offset: int | None = None
+    first: int = 0
+    done: set[int] = field(default_factory=set)
+
+
+class ExhaustedChecks:
+    """The transactions of one producer group that the brokers gave up; the part of the port that check-back uses.
+
+    A transaction that cannot be decided yet, or whose message cannot be published, stays and is read again.
+    """
+
+    def __init__(
+        self,
+        brokers: Sequence[Admin],
+        producer_group: str,
+        as_check: Callable[[Asked, float], Check],
+        publish: Callable[[Message], object],
+    ) -> None:
+        self._progress = [_Progress(broker) for broker in brokers]
+        self._group = producer_group
+        self._as_check = as_check
+        self._publish = publish
+        self._claimed: dict[UUID, list[tuple[_Progress, int, Asked]]] = {}
+        self._warned: set[UUID] = set()
+
+    def claim_checks(self, producer_group: str, *, limit: int = 500) -> list[Check]:
+        """What the brokers hold of the group and is not settled, one check per transaction. Raises BrokerError."""
+        self._claimed = {}
+        for one in self._progress:
+            for offset, about in self._unsettled(one, producer_group):
+                if about.transaction_id in self._claimed or len(self._claimed) < limit:
+                    self._claimed.setdefault(about.transaction_id, []).append((one, offset, about))
+        now = datetime.now(UTC)
+        found = [waiting[0][2] for waiting in self._claimed.values()]
+        return [self._as_check(about, (now - about.born_at).total_seconds()) for about in found]
+
+    def report_answers(self, producer_group: str, answers: Sequence[Answer]) -> list[EndStatus | None]:
+        """COMMIT publishes the messages again, under their ids."""
+        return [self._settle(answer) for answer in answers]
+
+    def _settle(self, answer: Answer) -> EndStatus | None:
+        waiting = self._claimed.get(answer.transaction_id, [])
+        if answer.decision is Decision.UNKNOWN:
+            self._warn(answer.transaction_id, f"its outcome is not known yet: {answer.detail}")
+            return None
+        for one, offset, about in waiting:
+            if answer.decision is Decision.COMMIT:
+                try:
+                    self._publish(about.message)
+                except OutboxError as error:
+                    self._warn(answer.transaction_id, f"message {about.message.message_id} was not published: {error}")
+                    return EndStatus.LEFT_TO_CHECK
+            one.done.add(offset)
+        return EndStatus.ACCEPTED
+
+    def _warn(self, transaction_id: UUID, why: str) -> None:
+        if transaction_id not in self._warned:
+            self._warned.add(transaction_id)
+            logger.warning(
+                "RocketMQ gave up asking about transaction %s, and %s. It is looked at again until RocketMQ deletes it "
+                "(fileReservedTime, 72 h).",
+                transaction_id,
+                why,
+            )
+
+    def keep(self) -> None:
+        """Store how far every broker's queue is settled. Raises BrokerError."""
+        for one in self._progress:
+            settled = max(one.offset or 0, one.first)
+            while settled in one.done:
+                one.done.discard(settled)
+                settled += 1
+            if settled != one.offset:
+                one.broker.store_offset(offsets_of(self._group), TOPIC, settled)
+                one.offset = settled
+
+    def _unsettled(self, one: _Progress, producer_group: str) -> Iterator[tuple[int, Asked]]:
+        if one.offset is None:
+            one.offset = one.broker.stored_offset(offsets_of(self._group), TOPIC)
+        begins = True
+        for offset, about in transactions(one.broker, one.offset):
+            if begins:
+                one.first, begins = offset, False
+            if about is None or about.producer_group != producer_group:
+                one.done.add(offset)
+            elif offset not in one.done:
+                yield offset, about
+
+
+def transactions(broker: Admin, offset: int) -> Iterator[tuple[int, Asked | None]]:
+    """What the broker gave up from `offset` on; None for what no producer of outbox has sent. Raises BrokerError."""
+    for message in stored.read(broker, READER, TOPIC, offset):
+        try:
+            yield message.offset, asked(message)
+        except (ValueError, KeyError, TypeError):
+            logger.exception("message %d of %s cannot be read and is left out", message.offset, TOPIC)
+            yield message.offset, None
+
+
+def waiting(broker: Admin, producer_group: str) -> int:
+    """How many messages of the group this broker gave up that are not settled yet. Raises BrokerError."""
+    begin = broker.stored_offset(offsets_of(producer_group), TOPIC)
+    found = (about for _, about in transactions(broker, begin))
+    return sum(about is not None and about.producer_group == producer_group for about in found)

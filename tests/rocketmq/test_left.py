@@ -1,0 +1,48 @@
+"""What a drained worker counts after a crash of the server, whose own counts of what it delays are wrong then."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from outbox.message import Message
+from outbox.rocketmq.broker import RocketMQBroker
+from outbox.rocketmq.left import Timers, left
+from outbox.rocketmq.private_server import PrivateRocketMQ
+from outbox.topic import MessageType, Topic
+from tests.rocketmq.conftest import running_server, unique
+from tests.rocketmq.test_engine import consuming
+from tests.support import eventually
+
+
+@pytest.fixture
+def server(programs: Path) -> Iterator[PrivateRocketMQ]:
+    """A server of this test's own, which is killed."""
+    with running_server(programs) as server:
+        yield server
+
+
+def test_what_waits_for_its_time_is_counted_after_a_crash(server: PrivateRocketMQ) -> None:
+    """Killed before it has stored its counts: it delivers all the same, and then counts less than nothing."""
+    kinds = frozenset({MessageType.NORMAL, MessageType.DELAY})
+    topic = Topic(name=unique("later."), types=kinds, queue_count=2)
+    server.admin.create_topic(topic)
+    broker = RocketMQBroker(server.url, [topic], timeout_seconds=20)
+    for number in range(5):
+        broker.send([Message(topic=topic.name, body=b"%d" % number, delay=timedelta(seconds=30))], timeout_seconds=20)
+    broker.close()
+    server.kill()
+    server.start()
+    timers, seen = Timers(), set[int]()
+
+    def waiting() -> list[str]:
+        return left([server.admin], [], [topic.name], timers).waiting
+
+    assert waiting() == [f"5 messages on topic {topic.name!r} wait for their delivery time"]
+    with consuming(server, topic, lambda delivery: seen.add(delivery.body)):
+        eventually(lambda: seen == set(range(5)), within_seconds=90)
+    # What the consumer had in hand is looked at by the server up to 15 s later.
+    eventually(lambda: waiting() == [], within_seconds=60, what=lambda: str(waiting()))
