@@ -13,6 +13,7 @@ from django.apps.registry import apps as global_apps
 from django.core.management import CommandError
 from django.db import router
 
+from outbox.broker.database import timeouts
 from outbox.broker.database.connection import Connection
 from outbox.broker.database.executor import Executor
 from outbox.broker.log.topics import declare_topics
@@ -115,6 +116,7 @@ def _left_in(status: BrokerStatus) -> Iterator[str]:
 def _administering(settings: OutboxSettings) -> Iterator[Connection]:
     with broker_database(settings).connect(name="outbox-install", direct=True) as connection:
         try:
+            timeouts.lift_where_direct(connection)
             yield connection
         except psycopg.Error as error:
             raise SchemaError(
