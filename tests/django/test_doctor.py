@@ -186,5 +186,3 @@ def test_a_pooler_in_between(world: World) -> None:
             with database.connect() as connection:
                 looked = {one.subject: one for one in diagnose(Executor(connection, "outbox"), database)}
             assert looked["pooler"].severity is severity
-
-

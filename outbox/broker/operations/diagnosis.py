@@ -163,7 +163,7 @@ def _clock(run: Executor) -> Finding:
 
 def _timeouts(run: Executor) -> Iterator[Finding]:
     found = [f"{setting} ({role}, {database})" for role, database, setting in run.rows(_TIMEOUTS)]
-    remedy = "They hold for sends and handlers; the broker lifts them for its own work. Make sure that handlers fit into them."
+    remedy = "They hold for sends and handlers, not for the broker itself. Make sure that handlers fit into them."
     yield _judged("timeouts of roles", not found, ", ".join(found) or "none", remedy, Severity.WARNING)
 
 

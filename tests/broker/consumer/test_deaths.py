@@ -48,7 +48,11 @@ def test_another_consumer_takes_the_queues_of_a_killed_one(
     bench: ConsumptionBench, tmp_path: Path, end: Callable[[ConsumptionBench, Supervisor], None]
 ) -> None:
     bench.declare("orders", queues=2, types=FIFO)
-    options: dict[str, Any] = {"lease_seconds": LEASE_SECONDS, "seconds": HANDLER_SECONDS, "timeout_seconds": 2 * HANDLER_SECONDS}
+    options: dict[str, Any] = {
+        "lease_seconds": LEASE_SECONDS,
+        "seconds": HANDLER_SECONDS,
+        "timeout_seconds": 2 * HANDLER_SECONDS,
+    }
     # The killed child stays down: nothing but the release lets the other consumer have more than its share.
     with working(bench, tmp_path, drain_seconds=0.5, backoff=NEVER, **options) as workers:
         eventually(lambda: bench.shares() == [2])
