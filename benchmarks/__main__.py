@@ -10,7 +10,7 @@ import sys
 # The web path first, then what is behind it, then what stands beside it.
 NAMES = (
     *("web_peers", "web", "slow_disk", "bulk", "modes", "inbox"),
-    *("ticks", "growth", "held_open", "checkback", "retention", "pruning", "status", "metrics", "tracing"),
+    *("ticks", "growth", "held_open", "checkback", "retention", "pruning", "upgrade", "status", "metrics", "tracing"),
     *("branches", "celery_worker", "engines", "forward"),
 )
 

@@ -1,44 +1,66 @@
-"""What a supervising process does about a consumer process that died: says so, and accuses what was running in it."""
+"""What a supervising process does about a consumer process that died.
+
+It records the death, accuses the messages that were running, and releases the leases of the dead process: its queues
+and the lead. A handler of a dead process does not run on, so that another consumer may take the queues at once.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import socket
+import time
 from typing import Final
 
 import psycopg
 
 from outbox.broker.database.connection import BrokerDatabase
 from outbox.broker.database.executor import Executor
+from outbox.broker.database.notify import Channel, notify
+from outbox.broker.database.timeouts import lifted
 from outbox.broker.groups import suspects
 from outbox.broker.log import incidents
 from outbox.broker.log.incidents import Incident, IncidentKind
 from outbox.broker.supervisor import Death
 from outbox.errors import BrokerUnavailable
 
-_TIMEOUT_SECONDS: Final = 10.0
+# A supervisor that stops waits for it; service managers commonly kill after 30 s, of which draining takes 20 s.
+_TIMEOUT_SECONDS: Final = 5.0
 
 
 def record(database: BrokerDatabase, death: Death) -> None:
-    """Store it, durably on return. Raises BrokerUnavailable when that is not possible now."""
+    """Store the death and release the leases of the dead, durably on return.
+
+    Of a process that was told to stop only the leases are released: its death accuses no message.
+    Raises BrokerUnavailable when that is not possible now.
+    """
+    if death.told_to_stop and death.left_behind is None:
+        return
+    deadline = time.monotonic() + _TIMEOUT_SECONDS
     try:
-        with contextlib.closing(database.open(name="outbox-supervisor", timeout_seconds=_TIMEOUT_SECONDS)) as opened:
+        with (
+            contextlib.closing(database.open(name="outbox-supervisor", timeout_seconds=_TIMEOUT_SECONDS)) as opened,
+            opened.within(deadline),
+        ):
             _record(Executor(opened, database.schema), death)
     except psycopg.Error as error:
         raise BrokerUnavailable(f"the death of {death.child} cannot be recorded now: {error}") from error
 
 
 def _record(run: Executor, death: Death) -> None:
-    who = f"{death.child} on {socket.gethostname()}"
     left = death.left_behind
-    running = sum(len(call.log_ids) for call in left.calls) if left is not None else 0
+    calls = left.calls if left is not None and not death.told_to_stop else []
+    who = f"{death.child} on {socket.gethostname()}"
     what = f"ended itself because handlers hang ({death.how})" if death.hung else f"died ({death.how})"
-    with run.connection.transaction():
-        incident = Incident(IncidentKind.PROCESS_DIED, who, f"{what} while it handled {running} messages")
-        incidents.record(run, [incident])
+    with lifted(run.connection):
+        if not death.told_to_stop:
+            running = sum(len(call.log_ids) for call in calls)
+            incident = Incident(IncidentKind.PROCESS_DIED, who, f"{what} while it handled {running} messages")
+            incidents.record(run, [incident])
         if left is not None:
-            # Who supervises loads it only when it is needed.
+            # Imported here: only a supervisor that has seen a death needs the sequencer's modules.
             from outbox.broker.sequencer import leader
 
             leader.release_dead(run, left.instance)
-            suspects.record_death(run, left.instance, left.calls, evidence=f"{who} {what}", hung=death.hung)
+            suspects.record_death(run, left.instance, calls, evidence=f"{who} {what}", hung=death.hung)
+    # After the commit: inside the transaction, the announcement would let that commit return before the disk has it.
+    notify(run, Channel.SHARED)

@@ -81,6 +81,8 @@ def _serve(database: BrokerDatabase, stop: threading.Event, owner: UUID, setting
     with contextlib.closing(database.open(name="outbox-broker", direct=True)) as connection:
         if timeouts.lasts(database):
             timeouts.lift_for_session(connection)
+        else:
+            timeouts.lift_where_direct(connection)
         run = Executor(connection, database.schema)
         check_schema(connection, database.schema)
         announcements = Announcements(connection)

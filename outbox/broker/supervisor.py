@@ -1,7 +1,8 @@
 """Keeps the broker's processes alive: starts fresh children, restarts dead ones, drains all on stop.
 
 Of a child with `on_death` the supervisor learns which handler calls were running when it died
-(`outbox.broker.dispatch.running_calls`), and tells before it starts the child again.
+(`outbox.broker.dispatch.running_calls`), and tells before it starts the child again. It also tells of a child that
+was killed while it drained: nothing else would release that child's leases before their term ends.
 
 A child is a new interpreter (never a fork of a process with threads and connections), leads a session of
 its own so that a Ctrl-C at the terminal reaches only the supervisor, and ends itself when its parent is
@@ -42,12 +43,17 @@ HUNG_EXIT_CODE: Final = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Death:
-    """An end of a child that nobody ordered. `left_behind` is what it says of itself, None where it cannot be known."""
+    """The end of a child with another exit code than 0.
+
+    `left_behind` is what the child wrote down about itself; None if it cannot be read. `told_to_stop`: the child had
+    been asked to end, or this supervisor killed it. Then its running calls are not the reason of its death.
+    """
 
     child: str
     how: str
     hung: bool
     left_behind: LeftBehind | None
+    told_to_stop: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,10 +150,10 @@ class Supervisor:
             started = time.monotonic()
             with _calls_file(spec) as calls:
                 code = self._run(spec, calls)
-                if self._stopping.is_set():
-                    return
                 if spec.on_death is not None and code != 0:
                     self._tell(spec.name, spec.on_death, code, calls)
+                if self._stopping.is_set():
+                    return
             failures = self._backoff.failures_in_a_row(failures, ran_seconds=time.monotonic() - started)
             delay = self._backoff.pause_seconds(failures)
             logger.warning("child %s ended (%s), restart in %.1f s", spec.name, _how(code), delay)
@@ -175,17 +181,26 @@ class Supervisor:
         return process.wait()
 
     def _tell(self, name: str, on_death: Callable[[Death], None], code: int, calls: IO[bytes] | None) -> None:
-        """Before the child is started again: it would handle once more what killed it."""
+        """Call `on_death` before the child is started again: the child would handle once more what killed it.
+
+        While this supervisor stops, `on_death` is called once: the service manager does not wait for more.
+        """
+        is_stopping = self._stopping.is_set()
         left = _left_behind(name, calls)
-        if left is not None and left.told_to_stop:
+        told_to_stop = is_stopping or (left is not None and left.told_to_stop)
+        if told_to_stop and left is None:
             return
-        death = Death(child=name, how=_how(code), hung=code == HUNG_EXIT_CODE, left_behind=left)
+        hung = code == HUNG_EXIT_CODE
+        death = Death(child=name, how=_how(code), hung=hung, left_behind=left, told_to_stop=told_to_stop)
         failures = 0
-        while not self._stopping.is_set():
+        while True:
             try:
                 on_death(death)
                 return
             except BrokerUnavailable as error:
+                if self._stopping.is_set():
+                    logger.warning("child %s died, and its leases last until their end: %s", name, error)
+                    return
                 # The child could consume nothing now, either.
                 failures += 1
                 logger.warning("child %s waits for its restart: %s", name, error)

@@ -29,6 +29,7 @@ from outbox.retry import RetryPolicy
 from tests.django.conftest import BROKER_TEMPLATE, point_alias
 from tests.django.shop.models import Effect, Order
 from tests.django.state import decisions
+from tests.support import eventually
 
 pytestmark = pytest.mark.usefixtures("databases", "no_subscribers")
 
@@ -59,6 +60,25 @@ def test_it_installs_upgrades_and_says_so(new_database: Callable[..., str]) -> N
     with broker_database().connect() as connection:
         connection.execute(f"UPDATE outbox.schema_version SET change = {SCHEMA_VERSION}")
     assert f"is at version {SCHEMA_VERSION}" in call()
+
+
+def test_sessions_in_the_way_are_named_and_patience_is_given() -> None:
+    url = alias_conninfo("broker")
+    with psycopg.connect(url, application_name="report") as holder, psycopg.connect(url, autocommit=True) as watching:
+        holder.execute("SELECT count(*) FROM outbox.topic")
+        age = "SELECT clock_timestamp() - xact_start > interval '1 second' FROM pg_stat_activity WHERE pid = %s"
+        pid = holder.info.backend_pid
+        eventually(lambda: watching.execute(age, [pid]).fetchone() == (True,))
+        out = StringIO()
+        with pytest.raises(
+            CommandError, match=rf"not dropped: for \d+ s.*session {pid} \(report\): idle in transaction"
+        ):
+            call_command("outbox_install", "--drop", "--force", "--patience", "0.1", stdout=out)
+        assert f"in the way of the broker's tables in schema 'outbox': session {pid} (report)" in out.getvalue()
+        assert watching.execute("SELECT to_regclass('outbox.commit_log') IS NOT NULL").fetchone() == (True,)
+    for wrong in ("-1", "inf", "soon"):
+        with pytest.raises(CommandError, match="--patience"):
+            call("--patience", wrong)
 
 
 def test_what_is_undelivered_is_named_and_kept() -> None:

@@ -17,6 +17,7 @@ from uuid import UUID
 import psycopg
 
 from outbox.broker.consumer import broadcast
+from outbox.broker.database import timeouts
 from outbox.broker.database.connection import BrokerConnection, BrokerDatabase
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.notify import Channel, notify
@@ -66,6 +67,8 @@ class Coordinator:
         self._broadcast = broadcast.Follower([group for group in groups if group.broadcast])
         self._connection: BrokerConnection | None = None
         self._is_new = True
+        # Whether the timeouts of the role hold for this session no more; behind a pooler they do.
+        self._is_lifted = False
         self._life: UUID | None = None
         # Of another life, until the dispatching thread has let go: only then it is known whether handlers still run.
         self._awaited: dict[QueueKey, Lease] = {}
@@ -115,6 +118,8 @@ class Coordinator:
             self._turn(Executor(connection, self._database.schema))
 
     def _turn(self, run: Executor) -> None:
+        if self._is_new:
+            self._is_lifted = timeouts.lift_where_direct(run.connection)
         life = self._live(run)
         if lease_clock() >= self._renew_at:
             self._renew(run)
@@ -146,7 +151,7 @@ class Coordinator:
 
     def _connected(self) -> BrokerConnection:
         if self._connection is None or self._connection.closed:
-            self._connection = self._database.open(name="outbox-coordinator", timeout_seconds=self._term)
+            self._connection = self._database.open(name="outbox-coordinator", timeout_seconds=self._term, direct=True)
             self._renew_at = 0.0
             self._is_new = True
         return self._connection
@@ -163,9 +168,11 @@ class Coordinator:
             group_id: [subscribed.subscription.topic for subscribed in group.subscribed.values()]
             for group_id, group in self._groups.items()
         }
-        members.heartbeat(run, self._instance, topics, term_seconds=self._term)
+        with self._without_timeouts(run):
+            members.heartbeat(run, self._instance, topics, term_seconds=self._term)
         if self._leases:
-            kept = leases.renew(run, self._instance, list(self._leases.values()), term_seconds=self._term)
+            with self._without_timeouts(run):
+                kept = leases.renew(run, self._instance, list(self._leases.values()), term_seconds=self._term)
             for lease in [lease for key, lease in self._leases.items() if key not in kept]:
                 self._lose(lease)
         if started - self._heard_at > self._term:
@@ -177,11 +184,16 @@ class Coordinator:
             suspects.forget_the_old(run)
             notify(run, Channel.SHARED)
 
+    def _without_timeouts(self, run: Executor) -> contextlib.AbstractContextManager[None]:
+        """A statement that the timeouts of the role must not cancel: without it, leases would be lost."""
+        return contextlib.nullcontext() if self._is_lifted else timeouts.lifted(run.connection)
+
     def _give_back(self, run: Executor) -> None:
         returned = self._ownership.handed_back()
         if not returned:
             return
-        leases.release(run, self._instance, returned)
+        with self._without_timeouts(run):
+            leases.release(run, self._instance, returned)
         # Not before: what an error left unreleased would have no owner until its term is over.
         self._ownership.released(len(returned))
         for lease in returned:

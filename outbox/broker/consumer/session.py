@@ -15,6 +15,7 @@ import psycopg
 from outbox import heartbeat
 from outbox.broker.consumer.bell import Bell
 from outbox.broker.consumer.coordinator import Coordinator
+from outbox.broker.database import timeouts
 from outbox.broker.database.connection import BrokerDatabase
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.notify import RECONNECT, Announcements, Channel, listen
@@ -226,6 +227,8 @@ class ConsumerSession:
             listening = self._database.listen_conninfo != ""
             connection = self._database.connect(name="outbox-consumer", direct=listening)
             try:
+                # It idles for seconds where nothing is published, and must not be ended for that.
+                timeouts.lift_where_direct(connection)
                 if listening:
                     announcements = Announcements(connection)
                     listen(Executor(connection, self._database.schema), Channel.QUEUED, Channel.SHARED)

@@ -19,6 +19,7 @@ import psycopg
 
 from outbox.broker.database.arrays import cursor_on
 from outbox.broker.database.connection import BrokerDatabase, Connection
+from outbox.broker.database.timeouts import lifted
 from outbox.errors import BrokerUnavailable
 
 
@@ -50,7 +51,8 @@ def marked(database: BrokerDatabase, *, timeout_seconds: float) -> Iterator[int]
     with (
         database.open(timeout_seconds=timeout_seconds, name="outbox-path") as connection,
         connection.within(deadline),
-        connection.transaction(),
+        # The block is the application's to leave: no timeout may end this session meanwhile.
+        lifted(connection),
     ):
         try:
             connection.execute(_LOCK, [key])

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import select
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
+import psycopg
 from psycopg.pq import TransactionStatus
 
 from outbox.broker.database.connection import BrokerConnection, BrokerDatabase
@@ -52,8 +54,14 @@ class Pool:
         if self._pid != os.getpid():
             _inherited.append(self._idle)
             self._start_anew()
-        with self._lock:
-            return self._idle.pop() if self._idle else None
+        while True:
+            with self._lock:
+                if not self._idle:
+                    return None
+                connection = self._idle.pop()
+            if not _is_ended(connection):
+                return connection
+            connection.close()
 
     def _give_back(self, connection: BrokerConnection) -> None:
         with self._lock:
@@ -76,3 +84,18 @@ class Pool:
         """Close the idle connections, and from now on each that is given back: another thread may be using one."""
         self._is_closed = True
         self.clear()
+
+
+def _is_ended(connection: BrokerConnection) -> bool:
+    """Whether the server has ended this idle session (idle_session_timeout, a restart). Asks the socket alone."""
+    try:
+        # Twice: the first call reads the server's reason, the second one finds the end behind it.
+        for _ in range(2):
+            poll = select.poll()
+            poll.register(connection.pgconn.socket, select.POLLIN)
+            if not poll.poll(0):
+                return False
+            connection.pgconn.consume_input()
+    except (psycopg.Error, OSError, ValueError):
+        return True
+    return connection.closed

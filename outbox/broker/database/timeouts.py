@@ -21,13 +21,24 @@ FROM unnest(ARRAY['statement_timeout', 'lock_timeout', 'transaction_timeout', 'i
                   'idle_session_timeout']) AS name
 WHERE current_setting(name, true) IS NOT NULL
 """
-# For who sends it with other statements.
+_LIFT_WHERE_DIRECT: Final = f"{_LIFT} AND pg_backend_pid() = %(told)s"
+# To send together with other statements.
 LIFT: Final = Statement(_LIFT)
 
 
 def lift_for_session(connection: Connection) -> None:
     """For a direct connection: a pooler in transaction mode would pass the settings on to others."""
     _lift(connection, local=False)
+
+
+def lift_where_direct(connection: Connection) -> bool:
+    """As `lift_for_session` if no pooler is in between; returns whether it was done.
+
+    A pooler gives its clients a process id of its own. Behind a pooler nothing is changed: use `lifted` there.
+    """
+    with cursor_on(connection) as cursor:
+        cursor.execute(_LIFT_WHERE_DIRECT, {"local": False, "told": connection.info.backend_pid})
+        return cursor.rowcount > 0
 
 
 def lift_for_transaction(connection: Connection) -> None:

@@ -21,7 +21,6 @@ from uuid import UUID
 
 from outbox.broker.database import arrays
 from outbox.broker.database.executor import Executor
-from outbox.broker.database.notify import Channel, notify
 from outbox.broker.database.statement import Statement
 from outbox.broker.groups import leases, members, outages
 
@@ -85,6 +84,7 @@ def record_death(run: Executor, instance: UUID, calls: Sequence[RunningCall], *,
     """An instance is certainly dead, and these calls were running: accuse their messages, let its queues go at once.
 
     A single message that ran alone has one more death; `hung` says that the process ended itself because of them.
+    The caller announces Channel.SHARED after its commit.
     """
     alone = not hung and len(calls) == 1 and calls[0].alone and len(calls[0].log_ids) == 1
     accused = [(call.group_id, log_id, len(call.log_ids)) for call in calls for log_id in call.log_ids]
@@ -105,7 +105,6 @@ def record_death(run: Executor, instance: UUID, calls: Sequence[RunningCall], *,
         leases.release_all(run, instance)
         outages.forget(run, instance)
         members.leave(run, instance)
-    notify(run, Channel.SHARED)
 
 
 _OF_GROUPS = Statement("""

@@ -123,14 +123,14 @@ WHERE queue_id IN (SELECT queue_id FROM {schema}.queue JOIN {schema}.topic USING
                    WHERE retry_of = %(group_id)s)
 """
 _FORGET_GROUP = [
-    # Of topics it subscribed to once.
+    # Of topics it subscribed to once. Leases before offsets, as everywhere (docs/architecture.md, Locks).
+    Statement("DELETE FROM {schema}.queue_lease WHERE group_id = %(group_id)s"),
     Statement("DELETE FROM {schema}.scheduled" + _ITS_RETRY_QUEUES),
     Statement("DELETE FROM {schema}.consume_queue" + _ITS_RETRY_QUEUES),
     Statement("DELETE FROM {schema}.queue" + _ITS_RETRY_QUEUES),
     Statement("DELETE FROM {schema}.dead_letter WHERE group_id = %(group_id)s"),
     Statement("DELETE FROM {schema}.failure WHERE group_id = %(group_id)s"),
     Statement("DELETE FROM {schema}.consumer_offset WHERE group_id = %(group_id)s"),
-    Statement("DELETE FROM {schema}.queue_lease WHERE group_id = %(group_id)s"),
     Statement("DELETE FROM {schema}.consumer WHERE group_id = %(group_id)s"),
     Statement("DELETE FROM {schema}.topic WHERE retry_of = %(group_id)s"),
     Statement("DELETE FROM {schema}.consumer_group WHERE group_id = %(group_id)s"),

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
+import psycopg
+
 from outbox.broker.database.connection import BrokerDatabase
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
 from outbox.broker.operations.conditions import Severity
+from outbox.broker.operations.thresholds import Thresholds
+from outbox.broker.operations.verdict import survey
+from outbox.errors import BrokerUnavailable
 
 LEAST_VERSION: Final = 150000
 CLOCK_SECONDS: Final = 2.0
@@ -41,16 +47,35 @@ LEFT JOIN pg_database ON pg_database.oid = setdatabase
 CROSS JOIN LATERAL unnest(setconfig) AS setting
 WHERE (setrole = 0 OR role.rolname = current_user) AND (setdatabase = 0 OR datname = current_database())
   AND split_part(setting, '=', 1) IN ('statement_timeout', 'lock_timeout', 'transaction_timeout',
-      'idle_in_transaction_session_timeout') AND split_part(setting, '=', 2) NOT IN ('0', '')
+      'idle_in_transaction_session_timeout', 'idle_session_timeout') AND split_part(setting, '=', 2) NOT IN ('0', '')
 ORDER BY 3
 """)
 
+# Everything in the schema that the broker's own work uses. Functions run with the rights of their caller, so that the
+# caller needs the views that they read, too. Those to publish from SQL are for other roles.
 _GRANTS: Final = Statement("""
-SELECT relname::text, string_agg(privilege, ', ' ORDER BY privilege)
-FROM pg_class, unnest(ARRAY['SELECT', 'INSERT', 'UPDATE', 'DELETE']) AS privilege
-WHERE relnamespace = '{schema}'::regnamespace AND relkind = 'r' AND NOT has_table_privilege(oid, privilege)
-GROUP BY relname ORDER BY relname
+SELECT name, string_agg(privilege, ', ' ORDER BY privilege), bool_and(is_needed)
+FROM (
+    SELECT relname::text, privilege, true
+    FROM pg_class CROSS JOIN unnest(ARRAY['SELECT', 'INSERT', 'UPDATE', 'DELETE']) AS privilege
+    WHERE relnamespace = '{schema}'::regnamespace AND relkind IN ('r', 'p') AND NOT has_table_privilege(oid, privilege)
+    UNION ALL
+    SELECT relname::text, 'SELECT', true
+    FROM pg_class
+    WHERE relnamespace = '{schema}'::regnamespace AND relkind IN ('v', 'm') AND NOT has_table_privilege(oid, 'SELECT')
+    UNION ALL
+    SELECT relname::text, 'SELECT', false
+    FROM pg_class
+    WHERE relnamespace = '{schema}'::regnamespace AND relkind = 'S' AND NOT has_table_privilege(oid, 'SELECT')
+    UNION ALL
+    SELECT proname::text, 'EXECUTE', true
+    FROM pg_proc
+    WHERE pronamespace = '{schema}'::regnamespace AND NOT has_function_privilege(oid, 'EXECUTE')
+      AND proname NOT IN ('publish', 'publish_bytes', 'publish_complaint', 'key_lock_number', 'key_shard')
+) AS missing (name, privilege, is_needed)
+GROUP BY name ORDER BY bool_and(is_needed) DESC, name
 """)
+_ROLE: Final = Statement("SELECT quote_ident(current_user), quote_ident(%(schema)s)")
 _SEES_SESSIONS: Final = Statement("SELECT pg_has_role(current_user, 'pg_read_all_stats', 'USAGE')")
 _PID: Final = Statement("SELECT pg_backend_pid(), extract(epoch FROM clock_timestamp())::double precision")
 
@@ -73,8 +98,22 @@ def diagnose(run: Executor, database: BrokerDatabase) -> Iterator[Finding]:
     yield _pooler(run, database)
     yield _clock(run)
     yield from _timeouts(run)
-    yield from _grants(run)
+    yield _grants(run)
+    yield from _direct_grants(database)
+    yield _sees_sessions(run)
     yield from _declared(run)
+
+
+def holding(run: Executor, limits: Thresholds) -> Iterator[Finding]:
+    """The conditions that hold now, as `outbox_status` shows them.
+
+    Call it last: from here on the session waits for a lock for a second at most.
+    """
+    for one in survey(run, limits).verdict.conditions:
+        facts = [", ".join(f"{name} {value}" for name, value in fact.items()) for fact in one.evidence[:3] if fact]
+        more = f"; {one.count} in all" if one.count > len(facts) > 0 else ""
+        text = one.meaning + (f" ({'; '.join(facts)}{more})" if facts else "")
+        yield Finding(f"condition {one.name}", one.severity, text, one.next_step)
 
 
 def _server(run: Executor) -> Iterator[Finding]:
@@ -124,17 +163,54 @@ def _clock(run: Executor) -> Finding:
 
 def _timeouts(run: Executor) -> Iterator[Finding]:
     found = [f"{setting} ({role}, {database})" for role, database, setting in run.rows(_TIMEOUTS)]
-    remedy = "They hold for sends and handlers, not for the broker's own work. Make sure that handlers fit into them."
+    remedy = "They hold for sends and handlers, not for the broker itself. Make sure that handlers fit into them."
     yield _judged("timeouts of roles", not found, ", ".join(found) or "none", remedy, Severity.WARNING)
 
 
-def _grants(run: Executor) -> Iterator[Finding]:
-    missing = [f"{privileges} on {table}" for table, privileges in run.rows(_GRANTS)]
-    remedy = f"GRANT SELECT, INSERT, UPDATE, DELETE ON ALL TABLES IN SCHEMA {run.schema} to the role of the workers."
-    yield _judged("grants", not missing, "; ".join(missing) or "complete", remedy)
+def _grants(run: Executor, subject: str = "grants") -> Finding:
+    """Of the role of this connection."""
+    missing = run.rows(_GRANTS)
+    if not missing:
+        return Finding(subject, Severity.OK, "complete")
+    role, schema = run.one(_ROLE, {"schema": run.schema})
+    # The default privileges are for what a later version adds.
+    remedy = "; ".join(
+        f"{how} GRANT {rights} {kind} TO {role}".lstrip()
+        for rights, every, later in (
+            ("SELECT, INSERT, UPDATE, DELETE", "TABLES", "TABLES"),
+            ("EXECUTE", "FUNCTIONS", "FUNCTIONS"),
+            ("SELECT", "SEQUENCES", "SEQUENCES"),
+        )
+        for how, kind in (
+            ("", f"ON ALL {every} IN SCHEMA {schema}"),
+            (f"ALTER DEFAULT PRIVILEGES IN SCHEMA {schema}", f"ON {later}"),
+        )
+    )
+    return Finding(
+        subject,
+        Severity.CRITICAL if any(is_needed for _, _, is_needed in missing) else Severity.WARNING,
+        f"missing for {role}: " + "; ".join(f"{privileges} on {name}" for name, privileges, _ in missing),
+        f"Execute as the owner of the tables: {remedy};",
+    )
+
+
+def _direct_grants(database: BrokerDatabase) -> Iterator[Finding]:
+    """Ticks and retention run on the direct connection, which may have another role."""
+    if not database.listen_conninfo:
+        return
+    subject = "grants of LISTEN_URL"
+    try:
+        with contextlib.closing(database.open(name="outbox-doctor", direct=True)) as connection:
+            yield _grants(Executor(connection, database.schema), subject)
+    except (BrokerUnavailable, psycopg.Error) as error:
+        remedy = "Correct OUTBOX['LISTEN_URL'], or let its role connect: without it nothing is sequenced."
+        yield Finding(subject, Severity.CRITICAL, str(error).strip(), remedy)
+
+
+def _sees_sessions(run: Executor) -> Finding:
     [sees] = run.one(_SEES_SESSIONS)
     remedy = "GRANT pg_read_all_stats to it: the status cannot name sessions of other roles that hold locks."
-    yield _judged("sessions", sees, "visible" if sees else "of other roles are hidden", remedy, Severity.WARNING)
+    return _judged("sessions", sees, "visible" if sees else "of other roles are hidden", remedy, Severity.WARNING)
 
 
 def _declared(run: Executor) -> Iterator[Finding]:

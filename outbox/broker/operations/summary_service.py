@@ -23,6 +23,8 @@ def run_once(database: BrokerDatabase) -> float:
     with contextlib.closing(database.open(name="outbox-summary", direct=True)) as connection:
         if timeouts.lasts(database):
             timeouts.lift_for_session(connection)
+        else:
+            timeouts.lift_where_direct(connection)
         return summary.refresh(Executor(connection, database.schema)).took_seconds
 
 

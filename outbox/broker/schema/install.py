@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+import math
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import resources
-from typing import Final, TypeVar
+from typing import Final, Generic, TypeVar
 
 from psycopg.errors import DeadlockDetected, LockNotAvailable
 
@@ -16,46 +17,60 @@ from outbox.broker.database.connection import Connection
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement, check_schema_name
 from outbox.broker.database.timeouts import lifted
+from outbox.broker.schema import table_locks
 from outbox.errors import ConfigurationError, SchemaError
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_FILES: Final = {
-    1: "0001_initial.sql",
-    2: "0002_additive_changes.sql",
-    3: "0003_resync.sql",
-    4: "0004_finished_ahead.sql",
-    5: "0005_parked_and_recalled.sql",
-    6: "0006_fencing.sql",
-    7: "0007_suspects.sql",
-    8: "0008_periodic_pass.sql",
-    9: "0009_told_views.sql",
-    10: "0010_meaning.sql",
-    11: "0011_operations.sql",
-    12: "0012_sql_publish.sql",
-    13: "0013_tick.sql",
-    14: "0014_one_call.sql",
-    15: "0015_lives.sql",
-    16: "0016_standing_in.sql",
-    17: "0017_pruning.sql",
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """A file, and the tables of earlier files that it locks against others; a test compares."""
+
+    file: str
+    tables: Sequence[str] = ()
+
+
+_CHANGES: Final = {
+    1: _Change("0001_initial.sql"),
+    2: _Change("0002_additive_changes.sql", ["schema_version"]),
+    3: _Change("0003_resync.sql"),
+    4: _Change("0004_finished_ahead.sql"),
+    5: _Change("0005_parked_and_recalled.sql", ["subscription", "pending_check"]),
+    6: _Change("0006_fencing.sql"),
+    7: _Change("0007_suspects.sql"),
+    8: _Change("0008_periodic_pass.sql"),
+    9: _Change("0009_told_views.sql"),
+    10: _Change("0010_meaning.sql", ["consume_queue", "topic", "subscription", "dead_letter"]),
+    11: _Change("0011_operations.sql"),
+    12: _Change("0012_sql_publish.sql"),
+    13: _Change("0013_tick.sql", ["topic"]),
+    14: _Change("0014_one_call.sql"),
+    15: _Change("0015_lives.sql", ["op_log"]),
+    16: _Change("0016_standing_in.sql", ["leader_lease"]),
+    17: _Change("0017_pruning.sql"),
 }
-SCHEMA_VERSION: Final = max(_FILES)
+SCHEMA_VERSION: Final = max(_CHANGES)
 
 # UNIQUE NULLS NOT DISTINCT came with it.
 MINIMUM_POSTGRESQL: Final = 15
 
-# An attempt waits so many seconds for the lock of a table. Waiting for one, a change makes everybody else wait behind
-# it, and holding others it may wait for who waits for it: better to let go of all of them and come again. The waits are
-# shorter than PostgreSQL's deadlock_timeout (1 s), so that they end none of the others' transactions.
-_FIRST_WAIT: Final = 0.1
-_LONGEST_WAIT: Final = 0.8
-# Seconds for which one change is tried: transactions that follow one another leave a gap at some time.
-_PATIENCE: Final = 60.0
+# Seconds for which one change is tried.
+DEFAULT_PATIENCE_SECONDS: Final = 60.0
+# So many attempts do not wait for a lock, and stall no other transaction. Later ones wait, each a little longer.
+_ATTEMPTS_WITHOUT_WAIT: Final = 20
+_FIRST_WAIT_SECONDS: Final = 0.01
+_WAIT_GROWTH: Final = 2.0
+# Shorter than PostgreSQL's deadlock_timeout (1 s): no other transaction is ended because it waits behind this one.
+_LONGEST_WAIT_SECONDS: Final = 0.8
+# What holds a table for longer than this is named before the first attempt; others will be gone by themselves.
+_NAMED_AFTER_SECONDS: Final = 1.0
+_REPORT_EVERY_SECONDS: Final = 10.0
+_NAMED: Final = 5
 
 _LOCK = Statement("SELECT pg_advisory_xact_lock(hashtextextended('outbox.install', 0))")
-_LIMIT_WAITING = Statement("SELECT set_config('lock_timeout', %(milliseconds)s, true)")
 _EXISTS = Statement("SELECT to_regclass(%(table)s) IS NOT NULL")
 # The column came with the second change.
 _VERSION = Statement("""
@@ -78,46 +93,112 @@ class _Installed:
     change: int
 
 
-def install(connection: Connection, schema: str = "outbox") -> int:
+@dataclass(frozen=True, slots=True)
+class Planned(Generic[T]):
+    """A change of the tables: those to lock before it, and what does it then and returns."""
+
+    tables: Sequence[str]
+    change: Callable[[], T]
+
+
+def install(
+    connection: Connection,
+    schema: str = "outbox",
+    *,
+    patience_seconds: float = DEFAULT_PATIENCE_SECONDS,
+    report: Callable[[str], None] = logger.warning,
+) -> int:
     """Create or upgrade the broker's tables; returns the version reached. Safe to run at any time, by many at once.
 
     Code of the version before goes on working on the upgraded tables: upgrade them first, then deploy the code. Each
-    change is a transaction of its own, so that it holds few tables for a short time; what is interrupted is finished
-    by the next call. Raises SchemaError when this code is too old for the tables, or when open transactions were in
-    the way, and ConfigurationError when the server is too old.
+    change is a transaction of its own, so that it holds few tables for a short time; an interrupted upgrade is finished
+    by the next call. `report` is told which sessions are in the way. Raises SchemaError when this code is too old for
+    the tables, or when other transactions used the tables of one change for `patience_seconds` without a gap, and
+    ConfigurationError when the server is too old.
     """
     check_schema_name(schema)
     check_server(connection.info.server_version)
     run = Executor(connection, schema)
-    while (reached := change_tables(run, lambda: _apply_next(run), what="upgraded")) < SCHEMA_VERSION:
-        pass
-    return reached
-
-
-def change_tables(run: Executor, change: Callable[[], T], *, what: str) -> T:
-    """Run `change` in a transaction of its own, one at a time, and again while open transactions are in its way.
-
-    Raises SchemaError after a minute of that; nothing of `change` is done then. `what` says what the tables were not.
-    """
-    began, wait = time.monotonic(), _FIRST_WAIT
     while True:
+        reached = change_tables(
+            run, lambda: _plan_next(run), what="upgraded", patience_seconds=patience_seconds, report=report
+        )
+        if reached >= SCHEMA_VERSION:
+            return reached
+
+
+def change_tables(
+    run: Executor,
+    plan: Callable[[], Planned[T]],
+    *,
+    what: str,
+    patience_seconds: float = DEFAULT_PATIENCE_SECONDS,
+    report: Callable[[str], None] = logger.warning,
+) -> T:
+    """Do the planned change in a transaction of its own, as soon as no other transaction uses its tables.
+
+    `plan` is called in the transaction, with the lock of all installations. Raises SchemaError after
+    `patience_seconds`; nothing of the change is done then. `what` says what the tables were not.
+    """
+    began, attempt, reported_at = time.monotonic(), 0, -math.inf
+    tables: Sequence[str] = ()
+    while True:
+        wait_seconds = _wait_seconds(attempt)
         try:
             with lifted(run.connection):
                 run.execute(_LOCK)
-                run.execute(_LIMIT_WAITING, {"milliseconds": str(round(wait * 1000))})
-                return change()
+                planned = plan()
+                tables = planned.tables
+                if tables:
+                    if attempt == 0:
+                        reported_at = _report_holders(run, tables, report, reported_at)
+                    table_locks.take(run, tables, wait_seconds=wait_seconds)
+                return planned.change()
         except (LockNotAvailable, DeadlockDetected) as error:
             passed, met = time.monotonic() - began, error.diag.message_primary
-            if passed > _PATIENCE:
-                raise SchemaError(
-                    f"the broker's tables in schema {run.schema!r} were not {what}: for {passed:.0f} s, each time they "
-                    f"were tried, other transactions held one of them ({met}). The change that was tried did nothing; "
-                    f"end what has long been open (pg_stat_activity, pg_prepared_xacts) and run this again."
-                ) from error
-        logger.info("open transactions are in the way of the broker's tables for %.1f s: %s", passed, met)
-        # Not in step with who works in rounds.
-        time.sleep(random.uniform(0, wait))
-        wait = min(2 * wait, _LONGEST_WAIT)
+            if passed > patience_seconds:
+                raise _in_use(run, tables, what, passed) from error
+        logger.debug("tables %s are in use for %.1f s: %s", ", ".join(tables), passed, met)
+        if time.monotonic() - reported_at > _REPORT_EVERY_SECONDS:
+            reported_at = _report_holders(run, tables, report, reported_at)
+        # At random, so as not to keep step with transactions that come at intervals; and longer than the wait was.
+        time.sleep(random.uniform(2, 6) * max(wait_seconds, _FIRST_WAIT_SECONDS))
+        attempt += 1
+
+
+def _wait_seconds(attempt: int) -> float:
+    if attempt < _ATTEMPTS_WITHOUT_WAIT:
+        return 0.0
+    grown = _FIRST_WAIT_SECONDS * _WAIT_GROWTH ** min(attempt - _ATTEMPTS_WITHOUT_WAIT, 100)
+    return min(grown, _LONGEST_WAIT_SECONDS)
+
+
+def _report_holders(run: Executor, tables: Sequence[str], report: Callable[[str], None], reported_at: float) -> float:
+    """Name what has used the tables for long; returns when that was last done."""
+    if found := table_locks.holders(run, tables, at_least_seconds=_NAMED_AFTER_SECONDS):
+        report(f"in the way of the broker's tables in schema {run.schema!r}: {_named(found)}")
+        return time.monotonic()
+    return reported_at
+
+
+def _named(found: Sequence[table_locks.Holder]) -> str:
+    return _few(found, separator="; ")
+
+
+def _few(found: Sequence[object], *, separator: str = ", ") -> str:
+    more = f"{separator}and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
+    return separator.join(map(str, found[:_NAMED])) + more
+
+
+def _in_use(run: Executor, tables: Sequence[str], what: str, passed: float) -> SchemaError:
+    used = _few(table_locks.in_order(tables))
+    now = _named(table_locks.holders(run, tables)) or "nothing"
+    return SchemaError(
+        f"the broker's tables in schema {run.schema!r} were not {what}: for {passed:.0f} s, each time it was tried, "
+        f"other transactions used one of {used}. In the way now: {now}. Nothing of this change was done. End the "
+        f"transactions that have long been open (pg_terminate_backend, ROLLBACK PREPARED), or cancel an autovacuum "
+        f"(pg_cancel_backend), and run this again; outbox_install --patience SECONDS tries for longer."
+    )
 
 
 def recreate(run: Executor, *, after: int = 0) -> None:
@@ -185,21 +266,26 @@ def _installed(run: Executor) -> _Installed:
     return _Installed(needs=needs, change=change)
 
 
-def _apply_next(run: Executor) -> int:
-    """Apply the first change that is missing; returns the number of the last one that is there."""
+def _plan_next(run: Executor) -> Planned[int]:
+    """The first change that is missing; it returns the number of the last one that is there then."""
     installed = _installed(run)
     if installed.needs > SCHEMA_VERSION:
         raise _too_new(run.schema, installed)
     if installed.change >= SCHEMA_VERSION:
-        return installed.change
-    if installed.change == 0:
-        run.execute(_CREATE_SCHEMA)
-    _apply(run, installed.change + 1)
-    return installed.change + 1
+        return Planned((), lambda: installed.change)
+    version = installed.change + 1
+
+    def change() -> int:
+        if version == 1:
+            run.execute(_CREATE_SCHEMA)
+        _apply(run, version)
+        return version
+
+    return Planned(_CHANGES[version].tables, change)
 
 
 def _apply(run: Executor, version: int) -> None:
-    text = resources.files("outbox.broker.schema").joinpath(_FILES[version]).read_text("utf-8")
+    text = resources.files("outbox.broker.schema").joinpath(_CHANGES[version].file).read_text("utf-8")
     [before] = run.one(_GET_SEARCH_PATH)
     run.execute(_SEARCH_PATH)
     # Many statements at once, so without parameters and in text form.

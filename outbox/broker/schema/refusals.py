@@ -40,8 +40,8 @@ def refused(what: str, error: psycopg.Error, schema: str) -> OutboxError:
         )
     if isinstance(error, pg.InsufficientPrivilege):
         return ConfigurationError(
-            f"{what}: not done, the role of the broker's alias lacks a right: {said}. Grant it SELECT to look, and all "
-            f"rights to work, on the tables of schema {schema!r}, or connect as their owner."
+            f"{what}: not done, the role of the broker's alias lacks a right: {said}. `manage.py outbox_doctor` prints "
+            f"the GRANTs that it needs in schema {schema!r}; or connect as the owner of the tables."
         )
     if isinstance(error, (pg.LockNotAvailable, pg.QueryCanceled)):
         return BrokerUnavailable(

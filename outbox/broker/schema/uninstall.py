@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from typing import Final
 
 from outbox.broker.database.connection import Connection
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
-from outbox.broker.schema.install import change_tables, check_schema, recreate
+from outbox.broker.schema.install import (
+    DEFAULT_PATIENCE_SECONDS,
+    Planned,
+    change_tables,
+    check_schema,
+    recreate,
+)
 from outbox.errors import SchemaError
+
+logger = logging.getLogger(__name__)
 
 _SCRATCH: Final = "outbox_uninstall_scratch"
 
@@ -20,27 +30,46 @@ SELECT proname::text FROM pg_proc JOIN pg_namespace n ON n.oid = pronamespace WH
 """)
 _CREATE_SCHEMA = Statement("CREATE SCHEMA {schema}")
 _DROP = Statement("DROP SCHEMA {schema} CASCADE")
+_TABLES = Statement("""
+SELECT relname::text FROM pg_class
+WHERE relnamespace = to_regnamespace(%(name)s) AND relkind IN ('r', 'p')
+""")
 
 
-def uninstall(connection: Connection, schema: str = "outbox") -> None:
+def uninstall(
+    connection: Connection,
+    schema: str = "outbox",
+    *,
+    patience_seconds: float = DEFAULT_PATIENCE_SECONDS,
+    report: Callable[[str], None] = logger.warning,
+) -> None:
     """Drop the schema with the broker's tables and all that is in them; what others built on them goes along.
 
     Raises SchemaError when the tables are not there, are of another version than this code, share the schema with
-    something else, or are held by open transactions; then nothing was changed.
+    something else, or were in use for `patience_seconds` without a gap; then nothing was changed.
     """
     run = Executor(connection, schema)
 
+    own: set[str] = set()
+
     def drop() -> None:
+        run.execute(_DROP)
+
+    def plan() -> Planned[None]:
         check_schema(connection, schema)
-        foreign = sorted(_names(run) - _names_of_a_fresh_one(connection))
+        # Once for all attempts: it takes a hundred times as long as the rest of an attempt.
+        own.update(own or _names_of_a_fresh_one(connection))
+        foreign = sorted(_names(run) - own)
         if foreign:
             raise SchemaError(
                 f"the schema {schema!r} also holds what is not the broker's ({', '.join(foreign[:5])}): move it to "
                 f"another schema first. Nothing was dropped."
             )
-        run.execute(_DROP)
+        # A transaction that uses a view or a sequence uses a table, too.
+        tables = [name for (name,) in run.rows(_TABLES, {"name": schema})]
+        return Planned(tables, drop)
 
-    change_tables(run, drop, what="dropped")
+    change_tables(run, plan, what="dropped", patience_seconds=patience_seconds, report=report)
 
 
 def _names_of_a_fresh_one(connection: Connection) -> set[str]:

@@ -56,7 +56,13 @@ class Workers:
 
 @contextlib.contextmanager
 def working(
-    bench: ConsumptionBench, folder: Path, *, count: int = 1, drain_seconds: float = 20.0, **options: Any
+    bench: ConsumptionBench,
+    folder: Path,
+    *,
+    count: int = 1,
+    drain_seconds: float = 20.0,
+    backoff: Backoff = SOON,
+    **options: Any,
 ) -> Iterator[Workers]:
     """So many consumer processes under a supervisor, and a broker process's loop."""
     record = functools.partial(deaths.record, bench.database)
@@ -65,7 +71,7 @@ def working(
         argument = json.dumps({"url": bench.url, "name": f"c{number}", "calls": str(folder / "calls"), **options})
         argv = [sys.executable, "-m", "tests.broker.consumer.killer_process", argument]
         specs.append(ChildSpec(name=f"c{number}", argv=argv, environment={"PYTHONPATH": str(ROOT)}, on_death=record))
-    supervisor = Supervisor(specs, backoff=SOON, drain_seconds=drain_seconds)
+    supervisor = Supervisor(specs, backoff=backoff, drain_seconds=drain_seconds)
     with bench.sequencing():
         supervisor.start()
         try:

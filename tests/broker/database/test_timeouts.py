@@ -5,23 +5,34 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from uuid import UUID
 
 import psycopg
 import pytest
 from psycopg import sql
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
+from outbox.broker.consumer.runtime import ConsumerRuntime
 from outbox.broker.database.connection import BrokerConnection, BrokerDatabase
 from outbox.broker.database.executor import Executor
+from outbox.broker.leading import LeadingConsumer
 from outbox.broker.postgres import PostgresBroker
 from outbox.broker.process import ProcessSettings
 from outbox.broker.schema.install import SCHEMA_VERSION, install
 from outbox.broker.transaction import checks
+from outbox.subscription import Subscription
 from outbox.transaction import Answer, CheckSettings, Decision
 from tests.broker.support import GROUP, half, message, new_sequencer, process, queued_ids
 from tests.support import eventually
 
 MILLISECONDS = 50
+SETTINGS = (
+    "statement_timeout",
+    "lock_timeout",
+    "transaction_timeout",
+    "idle_in_transaction_session_timeout",
+    "idle_session_timeout",
+)
 # What makes any statement on a table take longer than the timeouts: a trigger of the test's.
 SLOW = """
 CREATE FUNCTION {schema}.slow() RETURNS trigger LANGUAGE plpgsql AS
@@ -35,7 +46,7 @@ def tiny(database: BrokerDatabase, connection: BrokerConnection) -> Iterator[Bro
     name = f"tiny_{conninfo_to_dict(database.conninfo)['dbname']}"
     role = sql.Identifier(name)
     connection.execute(sql.SQL("CREATE ROLE {} LOGIN SUPERUSER").format(role))
-    for setting in ("statement_timeout", "lock_timeout", "transaction_timeout", "idle_in_transaction_session_timeout"):
+    for setting in SETTINGS:
         if connection.execute("SELECT 1 FROM pg_settings WHERE name = %s", [setting]).fetchone():
             statement = sql.SQL("ALTER ROLE {} SET {} = {}")
             connection.execute(statement.format(role, sql.Identifier(setting), sql.Literal(f"{MILLISECONDS}ms")))
@@ -85,6 +96,78 @@ def test_the_broker_process_sequences_and_cleans(
         eventually(lambda: connection.execute("SELECT 1 FROM outbox.pending_check").fetchone(), what="the scan")
         old = "SELECT count(*) FROM outbox.tick WHERE tick_id < (SELECT max(tick_id) FROM outbox.tick WHERE is_full)"
         eventually(lambda: connection.execute(old.encode()).fetchone() == (0,), what="retention has trimmed the ticks")
+
+
+@pytest.mark.parametrize("listen", [None, ""])
+@pytest.mark.parametrize("leads", [False, True], ids=["broker leads", "consumer leads"])
+def test_a_whole_worker_keeps_its_sessions_and_leases(
+    listen: str | None,
+    leads: bool,
+    tiny: BrokerDatabase,
+    slow: Callable[[str, str], None],
+    broker: PostgresBroker,
+    connection: BrokerConnection,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Each heartbeat, renewal, offset and tick takes longer than the role's timeouts, and sessions idle for longer."""
+    for kind, table in (
+        ("INSERT", "consumer"),
+        ("UPDATE", "queue_lease"),
+        ("INSERT", "consumer_offset"),
+        ("INSERT", "tick"),
+    ):
+        slow(kind, table)
+    database = BrokerDatabase(tiny.conninfo, listen_conninfo=listen)
+    handled: list[UUID] = []
+    stop = threading.Event()
+    runtime = ConsumerRuntime(
+        database,
+        [(Subscription(group="g", topic="orders"), lambda delivery: handled.append(delivery.message_id))],
+        lease_seconds=3.0,
+        companion=LeadingConsumer(database) if leads else None,
+    )
+    consumer = threading.Thread(target=runtime.run, args=(stop,))
+    renewed = "SELECT min(expires_at) FROM outbox.queue_lease HAVING count(owner) = count(*)"
+    sessions = "SELECT pid, application_name FROM pg_stat_activity WHERE usename = %s AND application_name = ANY (%s)"
+    long_lived = (tiny_role(tiny), ["outbox-coordinator", "outbox-consumer", "outbox-broker"])
+    with process(database, ProcessSettings(stands_in=leads)):
+        consumer.start()
+        try:
+            first = eventually(lambda: connection.execute(renewed).fetchone())
+            eventually(lambda: len(connection.execute(sessions, long_lived).fetchall()) == 3)
+            before = connection.execute(sessions, long_lived).fetchall()
+            sent = broker.send([message()])
+            eventually(lambda: handled == [sent[0].message_id], what="a message is handled")
+            for _ in range(3):
+                expires = first
+                first = eventually(
+                    lambda last=expires: (found := connection.execute(renewed).fetchone()) != last and found  # type: ignore[misc]
+                )
+            assert connection.execute("SELECT DISTINCT epoch FROM outbox.queue_lease").fetchall() == [(1,)]
+            assert set(connection.execute(sessions, long_lived).fetchall()) == set(before), "no session was ended"
+        finally:
+            stop.set()
+            consumer.join(30)
+    complaints = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert [one for one in complaints if "renewed" in one or "interrupted" in one] == []
+
+
+def test_publishing_goes_on_after_its_idle_session_was_ended(
+    tiny: BrokerDatabase, connection: BrokerConnection, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    sessions = "SELECT count(*) FROM pg_stat_activity WHERE usename = %s"
+    with contextlib.closing(PostgresBroker(tiny)) as broker:
+        for _ in range(3):
+            broker.send([message()])
+            # The session of sends and that of wake-ups.
+            eventually(lambda: connection.execute(sessions, [tiny_role(tiny)]).fetchone() == (0,))
+    assert "trying again" not in caplog.text
+    assert connection.execute("SELECT count(*) FROM outbox.commit_log").fetchone() == (3,)
+
+
+def tiny_role(tiny: BrokerDatabase) -> str:
+    return str(conninfo_to_dict(tiny.conninfo)["user"])
 
 
 def test_settings_do_not_outlast_a_transaction_behind_a_pooler(

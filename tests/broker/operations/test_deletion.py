@@ -41,6 +41,26 @@ def _tables(bench: ConsumptionBench) -> dict[str, int]:
     return {name: int(bench.rows(f"SELECT count(*) FROM outbox.{name}")[0][0]) for name in names}
 
 
+def test_deleting_and_a_new_life_of_the_server_lock_in_one_order(shop: ConsumptionBench) -> None:
+    """A group without subscriptions: what it had of topics that it has left. A new life locks leases before offsets."""
+    shop.connection.execute(
+        "DELETE FROM outbox.subscription USING outbox.consumer_group g WHERE g.group_id = subscription.group_id"
+        " AND g.name = 'g'"
+    )
+    with shop.database.connect() as beginning, shop.database.connect() as deleting:
+        with beginning.transaction():
+            beginning.execute("LOCK TABLE outbox.life, outbox.queue_lease IN SHARE ROW EXCLUSIVE MODE")
+            thread = threading.Thread(target=delete_group, args=(Executor(deleting, "outbox"), "g"))
+            thread.start()
+            waits = "SELECT count(*) FROM pg_stat_activity WHERE %s = ANY(pg_blocking_pids(pid))"
+            eventually(lambda: shop.rows(waits, beginning.info.backend_pid) == [(1,)])
+            beginning.execute(
+                "LOCK TABLE outbox.consumer_offset, outbox.finished_ahead IN SHARE ROW EXCLUSIVE MODE NOWAIT"
+            )
+        thread.join(20)
+    assert shop.rows("SELECT count(*) FROM outbox.consumer_group WHERE name = 'g'") == [(0,)]
+
+
 def test_a_group_goes_with_everything_it_had(shop: ConsumptionBench) -> None:
     before = _tables(shop)
     expected = [Loss("g", "orders", lag=1, retrying=0, dead=1), Loss("g", "points", lag=0, retrying=0, dead=1)]

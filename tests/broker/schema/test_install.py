@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -17,9 +18,17 @@ from outbox.broker.log.topics import declare_topics
 from outbox.broker.postgres import PostgresBroker
 from outbox.broker.schema import install as schema_install
 from outbox.broker.schema.install import SCHEMA_VERSION, check_schema, check_server, install, installed_version
+from outbox.broker.schema.uninstall import uninstall
 from outbox.errors import ConfigurationError, SchemaError
 from tests.broker.support import TOPICS, in_threads, message, new_sequencer
 from tests.support import eventually
+
+TABLES = "SELECT relname::text FROM pg_class WHERE relnamespace = 'outbox'::regnamespace AND relkind = 'r'"
+LOCKED = """
+SELECT relname::text FROM pg_locks JOIN pg_class ON pg_class.oid = relation
+WHERE pid = pg_backend_pid() AND relnamespace = 'outbox'::regnamespace AND relkind = 'r'
+  AND mode IN ('ShareLock', 'ShareRowExclusiveLock', 'ExclusiveLock', 'AccessExclusiveLock')
+"""
 
 
 def test_many_install_at_once(new_database: Callable[..., str]) -> None:
@@ -78,46 +87,93 @@ def test_changes_of_later_code_are_accepted(broker_url: str) -> None:
         assert check_schema(connection, "outbox") == install(connection, "outbox") == SCHEMA_VERSION + 1
 
 
-def test_install_gives_up_behind_an_open_transaction(
-    new_database: Callable[..., str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(schema_install, "_PATIENCE", 1.0)
+def test_a_change_locks_the_tables_that_it_declares(new_database: Callable[..., str]) -> None:
+    """No table that was there before: a lock that stops readers or writers, and was not taken with all the others."""
+    found = {}
+    with psycopg.connect(new_database(), autocommit=True) as connection:
+        install_first_version(connection)
+        run = Executor(connection, "outbox")
+        for version in range(2, SCHEMA_VERSION + 1):
+            with connection.transaction():
+                before = {name for (name,) in connection.execute(TABLES.encode()).fetchall()}
+                schema_install._apply(run, version)
+                locked = {name for (name,) in connection.execute(LOCKED.encode()).fetchall()}
+            found[version] = locked & before
+    declared = {version: set(change.tables) for version, change in schema_install._CHANGES.items() if version > 1}
+    assert found == declared
+
+
+def test_install_gives_up_behind_an_open_transaction(new_database: Callable[..., str]) -> None:
+    """It names the session, before it tries and in the error, and leaves nothing half done."""
     url = new_database()
-    with psycopg.connect(url) as holder, psycopg.connect(url, autocommit=True) as connection:
+    reports: list[str] = []
+    with (
+        psycopg.connect(url, application_name="the shop") as holder,
+        psycopg.connect(url, autocommit=True) as connection,
+        psycopg.connect(url, autocommit=True) as watching,
+    ):
         install_first_version(connection)
         holder.execute("SELECT * FROM outbox.subscription")
-        with pytest.raises(SchemaError, match="run this again"):
-            install(connection, "outbox")
+        pid = holder.info.backend_pid
+        old = "SELECT clock_timestamp() - xact_start > interval '1 second' FROM pg_stat_activity WHERE pid = %s"
+        eventually(lambda: watching.execute(old, [pid]).fetchone() == (True,))
+        with pytest.raises(SchemaError, match="run this again") as raised:
+            install(connection, "outbox", patience_seconds=0.5, report=reports.append)
+        named = f"session {pid} \\(the shop\\): idle in transaction, open for [0-9.]+ s, its last statement began .*"
+        assert re.search(named + "uses .*subscription", reports[0])
+        assert re.search(named + "uses .*subscription", str(raised.value))
         # What came before the change that touches the table is there, and nothing of that change.
-        assert 1 < installed_version(connection, "outbox") < SCHEMA_VERSION
+        assert installed_version(connection, "outbox") == 4
         holder.rollback()
-        assert install(connection, "outbox") == SCHEMA_VERSION
+        assert install(connection, "outbox", report=reports.append) == SCHEMA_VERSION
+    assert len(reports) == 1, "what is gone is not named"
 
 
-def test_install_comes_again_after_a_deadlock(new_database: Callable[..., str]) -> None:
-    """A running transaction has a table that the upgrade wants later, and then wants one that the upgrade has."""
+def test_a_prepared_transaction_in_the_way_is_named(new_database: Callable[..., str]) -> None:
     url = new_database()
-    waits_for_us = "SELECT count(*) FROM pg_stat_activity WHERE %s = ANY(pg_blocking_pids(pid))"
+    with psycopg.connect(url, autocommit=True) as connection, psycopg.connect(url, autocommit=True) as other:
+        install_first_version(connection)
+        other.execute("BEGIN; DELETE FROM outbox.subscription; PREPARE TRANSACTION 'forgotten'")
+        try:
+            with pytest.raises(SchemaError, match=r"prepared transaction 'forgotten': prepared, open for"):
+                install(connection, "outbox", patience_seconds=0.0)
+        finally:
+            other.execute("ROLLBACK PREPARED 'forgotten'")
+
+
+@pytest.mark.parametrize("work", [install, uninstall])
+def test_no_transaction_is_ended_for_a_change(
+    new_database: Callable[..., str], caplog: pytest.LogCaptureFixture, work: Callable[..., object]
+) -> None:
+    """A transaction uses a table that the change wants, and then one that the change would have locked before."""
+    caplog.set_level("DEBUG", "outbox.broker.schema.install")
+    url = new_database()
+    waits_for_it = "SELECT count(*) FROM pg_stat_activity WHERE %s = ANY(pg_blocking_pids(pid))"
     with (
         psycopg.connect(url) as running,
         psycopg.connect(url, autocommit=True) as connection,
         psycopg.connect(url, autocommit=True) as watching,
     ):
         install_first_version(connection)
-        # The upgrade is the one that is ended, in whatever order the two begin to wait.
-        running.execute("SET deadlock_timeout = '1min'")
+        if work is uninstall:
+            install(connection, "outbox")
+        # Whatever it waits for, it is the one to be ended.
+        running.execute("SET deadlock_timeout = '1ms'")
         running.commit()
-        running.execute("LOCK TABLE outbox.topic IN ROW EXCLUSIVE MODE")
+        running.execute("SELECT FROM outbox.topic")
+        pid = running.info.backend_pid
+
+        def is_tried() -> bool:
+            waiting = watching.execute(waits_for_it, [pid]).fetchone()
+            return waiting == (1,) or len([one for one in caplog.messages if "are in use" in one]) > 3
 
         def go_on() -> None:
-            eventually(lambda: watching.execute(waits_for_us, (running.info.backend_pid,)).fetchone() == (1,))
-            running.execute("SELECT count(*) FROM outbox.schema_version")
+            eventually(is_tried)
+            for table in ("consume_queue", "commit_log", "broker", "dead_letter"):
+                running.execute(f"SELECT count(*) FROM outbox.{table}".encode())
             running.commit()
 
-        def upgrade() -> None:
-            assert install(connection, "outbox") == SCHEMA_VERSION
-
-        in_threads([go_on, upgrade])
+        in_threads([go_on, partial(work, connection, "outbox")])
 
 
 def test_install_finds_its_gap_among_transactions_that_follow_one_another(new_database: Callable[..., str]) -> None:
@@ -126,7 +182,7 @@ def test_install_finds_its_gap_among_transactions_that_follow_one_another(new_da
     stop = threading.Event()
 
     def work(*tables: str) -> None:
-        with psycopg.connect(url, autocommit=True) as connection:
+        with psycopg.connect(url, autocommit=True, options="-c deadlock_timeout=1ms") as connection:
             while not stop.is_set():
                 with connection.transaction():
                     for table in tables:

@@ -12,7 +12,7 @@ from outbox.broker.database.executor import Executor
 from outbox.broker.log.topics import list_topics
 from outbox.broker.maintenance.retention import DEFAULT_HARD_CAP_SECONDS
 from outbox.broker.operations.conditions import Severity
-from outbox.broker.operations.diagnosis import Finding, diagnose
+from outbox.broker.operations.diagnosis import Finding, diagnose, holding
 from outbox.contrib.django.database.aliases import broker_connection, broker_database
 from outbox.contrib.django.ledger import ledger
 from outbox.contrib.django.ledger.ledger_checker import ledger_aliases, open_connection
@@ -36,6 +36,7 @@ def examine() -> list[Finding]:
             run = Executor(connection, schema)
             found += diagnose(run, broker_database(settings))
             found += _retention(settings, list_topics(run))
+            found += holding(run, settings.thresholds)
     except OutboxError as error:
         found.append(Finding("broker", Severity.CRITICAL, str(error), "See the text."))
     return found

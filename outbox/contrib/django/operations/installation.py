@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,11 +13,18 @@ from django.apps.registry import apps as global_apps
 from django.core.management import CommandError
 from django.db import router
 
+from outbox.broker.database import timeouts
 from outbox.broker.database.connection import Connection
 from outbox.broker.database.executor import Executor
 from outbox.broker.log.topics import declare_topics
 from outbox.broker.operations.status import BrokerStatus, broker_status
-from outbox.broker.schema.install import SCHEMA_VERSION, check_schema, install, installed_version
+from outbox.broker.schema.install import (
+    DEFAULT_PATIENCE_SECONDS,
+    SCHEMA_VERSION,
+    check_schema,
+    install,
+    installed_version,
+)
 from outbox.broker.schema.uninstall import uninstall
 from outbox.contrib.django.database.aliases import broker_database
 from outbox.contrib.django.engine.broker import reset_broker
@@ -58,14 +65,20 @@ def name_ledger(alias: str, apps: Apps) -> None:
         identity._base_manager.using(alias).get_or_create(singleton=True)
 
 
-def install_broker(settings: OutboxSettings) -> tuple[int, int]:
+def install_broker(
+    settings: OutboxSettings,
+    *,
+    patience_seconds: float = DEFAULT_PATIENCE_SECONDS,
+    report: Callable[[str], None] = logger.warning,
+) -> tuple[int, int]:
     """Install or upgrade the broker's tables and declare the topics of the settings. Idempotent.
 
-    Returns the versions before and after. Raises SchemaError, BrokerUnavailable or ConfigurationError.
+    Returns the versions before and after. `patience_seconds` and `report` are those of `install`. Raises SchemaError,
+    BrokerUnavailable or ConfigurationError.
     """
     with _administering(settings) as connection:
         before = installed_version(connection, settings.schema)
-        version = install(connection, settings.schema)
+        version = install(connection, settings.schema, patience_seconds=patience_seconds, report=report)
         declare_topics(Executor(connection, settings.schema), [declared.topic for declared in settings.topics.values()])
     logger.info("broker on %r: schema %r at version %d", settings.broker, settings.schema, version)
     # What the broker of this process knows about topics may be older.
@@ -82,7 +95,14 @@ def planned_installation(settings: OutboxSettings) -> tuple[int, int]:
         return before, max(before, SCHEMA_VERSION)
 
 
-def remove_broker(settings: OutboxSettings, *, force: bool, dry_run: bool) -> list[str]:
+def remove_broker(
+    settings: OutboxSettings,
+    *,
+    force: bool,
+    dry_run: bool,
+    patience_seconds: float = DEFAULT_PATIENCE_SECONDS,
+    report: Callable[[str], None] = logger.warning,
+) -> list[str]:
     """Drop the broker's tables with all messages; returns what was in use or undelivered.
 
     Raises UsageError without `force` where there is any, and SchemaError, BrokerUnavailable or ConfigurationError.
@@ -96,7 +116,7 @@ def remove_broker(settings: OutboxSettings, *, force: bool, dry_run: bool) -> li
                 f"workers once everything is delivered, or drop it all the same with --force."
             )
         if not dry_run:
-            uninstall(connection, settings.schema)
+            uninstall(connection, settings.schema, patience_seconds=patience_seconds, report=report)
     reset_broker()
     return left
 
@@ -115,6 +135,7 @@ def _left_in(status: BrokerStatus) -> Iterator[str]:
 def _administering(settings: OutboxSettings) -> Iterator[Connection]:
     with broker_database(settings).connect(name="outbox-install", direct=True) as connection:
         try:
+            timeouts.lift_where_direct(connection)
             yield connection
         except psycopg.Error as error:
             raise SchemaError(

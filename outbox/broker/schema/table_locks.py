@@ -1,0 +1,122 @@
+"""Locking the tables of a change: all of them, or none, and never as a part of a deadlock.
+
+A change of the tables needs ACCESS EXCLUSIVE locks beside running transactions. Two rules keep those transactions
+whole:
+
+- All locks of a change are taken by one message, before the change does anything else. Only the first lock is waited
+  for, and while it is waited for, nothing else is held. The others are taken NOWAIT.
+- What waits for the first lock lets every later transaction wait behind it. So the first attempts do not wait at all;
+  the wait then grows from some milliseconds on, and the pauses between the attempts are longer than the waits.
+
+The tables have one order, the busiest first: the busiest table has no gap that an attempt without a wait could hit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Final
+
+from psycopg import sql
+
+from outbox.broker.database import arrays
+from outbox.broker.database.executor import Executor
+from outbox.broker.database.statement import Statement
+
+# The order of all tables: these, then the others by name.
+_BUSIEST: Final = (
+    "commit_log",
+    "op_log",
+    "consume_queue",
+    "tick",
+    "consumer_offset",
+    "queue_lease",
+    "topic",
+    "queue",
+    "subscription",
+    "consumer_group",
+)
+
+# What else a change needs (rows of the catalogue, tables that a view reads) is free as a rule.
+_REST_MILLISECONDS: Final = 100
+
+
+def in_order(tables: Iterable[str]) -> list[str]:
+    """The order in which tables are locked."""
+    places = {name: place for place, name in enumerate(_BUSIEST)}
+    return sorted(tables, key=lambda name: (places.get(name, len(places)), name))
+
+
+def take(run: Executor, tables: Iterable[str], *, wait_seconds: float) -> None:
+    """Lock the tables for this transaction, which holds no table yet; wait so long for the first one, 0: not at all.
+
+    Raises LockNotAvailable if one of them is in use; the transaction has to be rolled back then.
+    """
+    first, *others = in_order(tables)
+    statements = [sql.SQL("SET LOCAL lock_timeout = {}").format(sql.Literal(f"{max(1, round(wait_seconds * 1000))}ms"))]
+    statements.append(_lock(run.schema, [first], waits=wait_seconds > 0))
+    if others:
+        statements.append(_lock(run.schema, others, waits=False))
+    statements.append(sql.SQL("SET LOCAL lock_timeout = {}").format(sql.Literal(f"{_REST_MILLISECONDS}ms")))
+    # One message: between two messages a transaction that has waited for the first table would take another one.
+    run.connection.execute(sql.SQL("; ").join(statements))
+
+
+def _lock(schema: str, tables: Sequence[str], *, waits: bool) -> sql.Composed:
+    names = sql.SQL(", ").join(sql.Identifier(schema, name) for name in tables)
+    statement = sql.SQL("LOCK TABLE {} IN ACCESS EXCLUSIVE MODE").format(names)
+    return statement if waits else statement + sql.SQL(" NOWAIT")
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """A transaction that uses one of the tables. PostgreSQL shows a session of another role only in part."""
+
+    session: str
+    application: str | None
+    state: str
+    age_seconds: float | None
+    query_start: datetime | None
+    tables: Sequence[str]
+
+    def __str__(self) -> str:
+        age = "" if self.age_seconds is None else f", open for {self.age_seconds:.1f} s"
+        began = "" if self.query_start is None else f", its last statement began {self.query_start:%Y-%m-%d %H:%M:%S%z}"
+        application = f" ({self.application})" if self.application else ""
+        return f"{self.session}{application}: {self.state}{age}{began}, uses {', '.join(self.tables)}"
+
+
+_HOLDERS: Final = Statement("""
+SELECT coalesce('session ' || used.pid, 'prepared transaction ' || quote_literal(prepared.gid), 'prepared transaction')
+           AS session,
+       activity.application_name AS application,
+       CASE WHEN used.pid IS NULL THEN 'prepared'
+            ELSE coalesce(activity.state, activity.backend_type, 'not visible') END AS state,
+       extract(epoch FROM clock_timestamp() - coalesce(activity.xact_start, prepared.prepared))::double precision
+           AS age_seconds,
+       activity.query_start,
+       used.tables
+FROM (
+    SELECT lock.pid, lock.virtualtransaction, array_agg(DISTINCT relname::text ORDER BY relname::text) AS tables
+    FROM pg_locks lock JOIN pg_class ON pg_class.oid = lock.relation
+    WHERE lock.granted AND lock.pid IS DISTINCT FROM pg_backend_pid()
+      AND lock.database = (SELECT oid FROM pg_database WHERE datname = current_database())
+      AND relnamespace = to_regnamespace(%(schema)s) AND relname = ANY(%(tables)s::text[])
+    GROUP BY lock.pid, lock.virtualtransaction
+) AS used
+LEFT JOIN pg_stat_activity activity ON activity.pid = used.pid
+LEFT JOIN pg_locks own ON used.pid IS NULL AND own.pid IS NULL AND own.locktype = 'transactionid'
+                      AND own.virtualtransaction = used.virtualtransaction
+LEFT JOIN pg_prepared_xacts prepared ON prepared.transaction = own.transactionid
+-- It has ended since its locks were read.
+WHERE activity.state IS DISTINCT FROM 'idle'
+ORDER BY age_seconds DESC NULLS LAST
+""")
+
+
+def holders(run: Executor, tables: Iterable[str], *, at_least_seconds: float = 0.0) -> list[Holder]:
+    """The transactions that use these tables now and are at least so old, the oldest first."""
+    values = {"schema": run.schema, "tables": arrays.texts(list(tables))}
+    found = run.objects(Holder, _HOLDERS, values)
+    return [one for one in found if one.age_seconds is None or one.age_seconds >= at_least_seconds]
