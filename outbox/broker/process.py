@@ -79,7 +79,7 @@ def run_broker(database: BrokerDatabase, stop: threading.Event, *, settings: Pro
 
 def _serve(database: BrokerDatabase, stop: threading.Event, owner: UUID, settings: ProcessSettings) -> None:
     with contextlib.closing(database.open(name="outbox-broker", direct=True)) as connection:
-        if timeouts.lasts(database):
+        if timeouts.lasts(connection):
             timeouts.lift_for_session(connection)
         run = Executor(connection, database.schema)
         check_schema(connection, database.schema)
@@ -95,7 +95,7 @@ def _serve(database: BrokerDatabase, stop: threading.Event, owner: UUID, setting
             if remaining:
                 stop.wait(min(remaining, settings.poll_seconds))
                 continue
-            with _background(database, stop, settings), _listening(database, run):
+            with _background(database, stop, settings), _listening(run):
                 _lead(run, stop, lease, sequencer, announcements, settings)
         lease.release(connection)
 
@@ -124,8 +124,8 @@ def leaders_loops(database: BrokerDatabase, settings: ProcessSettings) -> list[B
 
 
 @contextlib.contextmanager
-def _listening(database: BrokerDatabase, run: Executor) -> Iterator[None]:
-    if database.listen_conninfo == "":
+def _listening(run: Executor) -> Iterator[None]:
+    if not timeouts.lasts(run.connection):
         yield
         return
     listen(run, Channel.DECIDED)

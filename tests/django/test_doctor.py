@@ -25,10 +25,10 @@ from outbox.contrib.django import publish, subscriber
 from outbox.contrib.django.database.aliases import alias_conninfo
 from outbox.contrib.django.operations.doctor import examine
 from outbox.retry import RetryPolicy
+from tests import pooler
 from tests.django.broker_world import NOWHERE, World, new_world
 from tests.django.conftest import point_alias
 from tests.django.state import rolled_back
-from tests.spark import pooler
 
 pytestmark = pytest.mark.usefixtures("databases", "no_subscribers")
 

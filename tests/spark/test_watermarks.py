@@ -19,7 +19,8 @@ from spark.rules.rule import Database, Kind
 from spark.sources import adbc, postgres
 from spark.sources.base import Column, Reading, Selection
 from spark.sources.postgres import PostgresSource
-from tests.spark import pooler, replica
+from tests import pooler
+from tests.spark import replica
 from tests.support import eventually
 
 SELECTION = Selection(table="orders", columns=(Column("key", "id"),), key="id")

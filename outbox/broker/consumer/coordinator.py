@@ -17,6 +17,7 @@ from uuid import UUID
 import psycopg
 
 from outbox.broker.consumer import broadcast
+from outbox.broker.database import timeouts
 from outbox.broker.database.connection import BrokerConnection, BrokerDatabase
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.notify import Channel, notify
@@ -130,7 +131,7 @@ class Coordinator:
 
     def _live(self, run: Executor) -> UUID:
         """The life of the server. What was obtained in another one is lost: other messages may have its offsets now."""
-        if self._life is not None and not self._is_new and self._database.listen_conninfo is None:
+        if self._life is not None and not self._is_new and timeouts.lasts(run.connection):
             # Only behind a pooler a connection outlives its server.
             return self._life
         life = lives.current(run)

@@ -15,6 +15,7 @@ import psycopg
 from outbox import heartbeat
 from outbox.broker.consumer.bell import Bell
 from outbox.broker.consumer.coordinator import Coordinator
+from outbox.broker.database import timeouts
 from outbox.broker.database.connection import BrokerDatabase
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.notify import RECONNECT, Announcements, Channel, listen
@@ -85,7 +86,7 @@ class ConsumerSession:
     ) -> None:
         self._database = database
         self._lease_seconds = lease_seconds
-        self._poll_seconds = _POLL_SECONDS if database.listen_conninfo == "" else _LISTENING_POLL_SECONDS
+        self._poll_seconds = _POLL_SECONDS
         self.bell = Bell()
         self._run: Executor | None = None
         self._announcements: Announcements | None = None
@@ -96,8 +97,7 @@ class ConsumerSession:
         self._decided = False
         # On this connection. Before that it is not known whether consuming works, and others may lead.
         self._has_stepped = False
-        # Without LISTEN it would be late.
-        self._companion = companion if database.listen_conninfo != "" else None
+        self._companion = companion
         self._instance = instance = uuid.uuid4()
         try:
             groups = register(self._connected(), instance)
@@ -189,7 +189,8 @@ class ConsumerSession:
 
     def _wait(self, longest: float) -> None:
         """Until somebody rings or announces, or something is due."""
-        companion = self._companion
+        # Without LISTEN it would be late, so it does nothing: another process does its work.
+        companion = self._companion if self._announcements is not None else None
         if companion is not None:
             longest = 0.0 if self._decided else min(longest, companion.wait_seconds())
         seconds = self.dispatcher.wait_seconds(max(0.0, longest))
@@ -214,17 +215,18 @@ class ConsumerSession:
     def _living(self) -> Executor:
         """The connection, once the dispatcher has forgotten what it has from another life of the server."""
         run = self._connected()
-        # Where LISTEN is off there may be a pooler, and behind it a connection outlives its server.
+        # Behind a pooler, where LISTEN is off, a connection outlives its server.
         if self._is_new or self._announcements is None:
             self.dispatcher.live(lives.current(run))
             self._is_new = False
         return run
 
     def _connected(self) -> Executor:
-        """The connection for everything the dispatching thread does; where LISTEN is on, it also listens."""
+        """The connection for everything the dispatching thread does; it listens unless a pooler is in between."""
         if self._run is None:
-            listening = self._database.listen_conninfo != ""
-            connection = self._database.connect(name="outbox-consumer", direct=listening)
+            connection = self._database.connect(name="outbox-consumer", direct=True)
+            listening = timeouts.lasts(connection)
+            self._poll_seconds = _LISTENING_POLL_SECONDS if listening else _POLL_SECONDS
             try:
                 if listening:
                     announcements = Announcements(connection)

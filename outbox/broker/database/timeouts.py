@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from outbox.broker.database.arrays import cursor_on
-from outbox.broker.database.connection import BrokerDatabase, Connection
+from outbox.broker.database.connection import BrokerConnection, Connection
 from outbox.broker.database.statement import Statement
 
 # transaction_timeout came with PostgreSQL 17.
@@ -43,9 +43,9 @@ def lifted(connection: Connection) -> Iterator[None]:
         yield
 
 
-def lasts(database: BrokerDatabase) -> bool:
-    """Whether the session of a direct connection lasts; where LISTEN is off there may be a pooler in between."""
-    return database.listen_conninfo != ""
+def lasts(connection: Connection) -> bool:
+    """Whether the connection keeps its session; a pooler in transaction mode may give each transaction another one."""
+    return isinstance(connection, BrokerConnection) and connection.is_direct
 
 
 def _lift(connection: Connection, *, local: bool) -> None:

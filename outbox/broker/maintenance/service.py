@@ -31,14 +31,14 @@ def run_once(
         run = Executor(connection, database.schema)
         checks.scan(run, settings=check)
         parking.park_overdue(run, settings=check)
-        while (counts := _remove(run, lasts=timeouts.lasts(database))).more and not stopping():
+        while (counts := _remove(run)).more and not stopping():
             pass
         return counts
 
 
-def _remove(run: Executor, *, lasts: bool) -> RetentionCounts:
+def _remove(run: Executor) -> RetentionCounts:
     """One round of retention. It has a statement per queue: timeouts are lifted once for all of them."""
-    if lasts:
+    if timeouts.lasts(run.connection):
         timeouts.lift_for_session(run.connection)
         return retention.run_once(run)
     with timeouts.lifted(run.connection):

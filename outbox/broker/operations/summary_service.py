@@ -21,7 +21,7 @@ def run_once(database: BrokerDatabase) -> float:
     Raises psycopg.Error or BrokerUnavailable.
     """
     with contextlib.closing(database.open(name="outbox-summary", direct=True)) as connection:
-        if timeouts.lasts(database):
+        if timeouts.lasts(connection):
             timeouts.lift_for_session(connection)
         return summary.refresh(Executor(connection, database.schema)).took_seconds
 

@@ -1,0 +1,111 @@
+"""PgBouncer in transaction mode between every process and both databases: the versions with prepared statements, and without."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from django.db import connections, transaction
+
+from outbox.contrib.django import publish, subscriber
+from outbox.contrib.django.engine import broker as broker_access
+from outbox.message import Delivery
+from tests import pooler
+from tests.django import doors
+from tests.django.conftest import BROKER_TEMPLATE, point_alias
+from tests.django.shop.models import Effect, Order
+from tests.django.state import stored
+from tests.django.support import sequence
+from tests.pooler import EVERY_VERSION, VERSIONS, Pooler, Version
+
+OLD = VERSIONS["old"]
+pytestmark = pytest.mark.usefixtures("no_subscribers")
+
+
+@contextlib.contextmanager
+def behind(server_url: str, version: Version, *, size: int = 4) -> Iterator[Pooler]:
+    """Lead both aliases of this process, and of those it starts, through a pooler; the database names stay."""
+    with (
+        tempfile.TemporaryDirectory(prefix="outbox-pool-") as folder,
+        pooler.running(server_url, Path(folder), size=size, version=version) as running,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        _connect_anew()
+        for alias in ("default", "broker"):
+            for settings in (connections[alias].settings_dict, connections.settings[alias]):
+                patch.setitem(settings, "HOST", folder)
+                patch.setitem(settings, "PORT", "6432")
+        try:
+            yield running
+        finally:
+            _connect_anew()
+
+
+def _connect_anew() -> None:
+    broker_access.flusher.flush(within_seconds=5)
+    broker_access.reset_broker()
+    connections.close_all()
+
+
+@pytest.fixture
+def effects() -> Callable[[], list[str]]:
+    """Subscribe to orders; a function that names the effects."""
+
+    @subscriber("orders", group="effects", using="default")
+    def effect(delivery: Delivery) -> None:
+        Effect.objects.create(number=delivery.key)
+
+    return lambda: sorted(Effect.objects.values_list("number", flat=True))
+
+
+def place(number: str) -> None:
+    with transaction.atomic():
+        Order.objects.create(number=number)
+        publish("orders", {"number": number}, key=number)
+
+
+@pytest.mark.skipif(OLD.program is None, reason="PgBouncer is not installed")
+def test_publish_sequence_and_consume(
+    path: str, server_url: str, outbox_settings: Callable[..., None], effects: Callable[[], list[str]]
+) -> None:
+    """Every step on connections of its own, which meet what the ones before have left on the pool's."""
+    outbox_settings(LISTEN_URL="")
+    with behind(server_url, OLD, size=2):
+        for number in range(3):
+            broker_access.reset_broker()
+            place(f"n{number}")
+            sequence()
+            assert doors.say("a consumer")[0]
+            assert effects() == [f"n{one}" for one in range(number + 1)]
+    assert {one.decision for one in stored()} == {"C"}
+
+
+def _said(*, rounds: int) -> list[tuple[str, bool]]:
+    found: list[tuple[str, bool]] = []
+    for _ in range(rounds):
+        for door in doors.DOORS:
+            done, said = doors.say(door)
+            assert "prepared statement" not in said, f"{door}: {said}"
+            found.append((door, done))
+        broker_access.reset_broker()
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", EVERY_VERSION)
+def test_every_door_does_what_it_does_without_one(
+    version: Version,
+    databases: None,
+    server_url: str,
+    new_database: Callable[..., str],
+    outbox_settings: Callable[..., None],
+    effects: Callable[[], list[str]],
+) -> None:
+    outbox_settings(LISTEN_URL="")
+    directly = _said(rounds=2)
+    point_alias("broker", new_database(template=BROKER_TEMPLATE))
+    with behind(server_url, version):
+        assert _said(rounds=2) == directly
