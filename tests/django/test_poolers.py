@@ -1,4 +1,4 @@
-"""PgBouncer in transaction mode between every process and both databases: the versions with prepared statements, and without."""
+"""PgBouncer in transaction mode between every process and both databases, with prepared statements and without."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import contextlib
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import psycopg
 import pytest
 from django.db import connections, transaction
+from psycopg.conninfo import make_conninfo
 
 from outbox.contrib.django import publish, subscriber
 from outbox.contrib.django.engine import broker as broker_access
@@ -42,6 +45,11 @@ def behind(server_url: str, version: Version, *, size: int = 4) -> Iterator[Pool
             yield running
         finally:
             _connect_anew()
+
+
+def pooled(running: Pooler, alias: str) -> str:
+    """The URL of the database of an alias through the pooler."""
+    return make_conninfo(running.url, dbname=connections[alias].settings_dict["NAME"])
 
 
 def _connect_anew() -> None:
@@ -81,6 +89,39 @@ def test_publish_sequence_and_consume(
             assert doors.say("a consumer")[0]
             assert effects() == [f"n{one}" for one in range(number + 1)]
     assert {one.decision for one in stored()} == {"C"}
+
+
+@pytest.mark.skipif(OLD.program is None, reason="PgBouncer is not installed")
+def test_nothing_is_left_on_the_connections_of_the_pool(
+    databases: None, server_url: str, outbox_settings: Callable[..., None], effects: Callable[[], list[str]]
+) -> None:
+    """Whatever is set for a session is met by the next client of the pool."""
+    outbox_settings(LISTEN_URL="")
+    with behind(server_url, OLD, size=2) as pool:
+        url = pooled(pool, "broker")
+        # Both connections of the pool at once.
+        with psycopg.connect(url) as one, psycopg.connect(url) as other:
+            before = _sessions(one, other)
+            for number in range(3):
+                place(f"n{number}")
+                sequence()
+                for door in ("outbox_status", "outbox_doctor", "a consumer"):
+                    doors.say(door)
+                assert _sessions(one, other) == before
+
+
+def _sessions(*connections: psycopg.Connection[Any]) -> list[list[tuple[Any, ...]]]:
+    """What the session of each connection has, once each has begun a transaction."""
+    state = """
+        SELECT 'setting', name, setting FROM pg_settings WHERE source = 'session' AND name <> 'application_name'
+        UNION ALL SELECT 'prepared', name, statement FROM pg_prepared_statements
+        UNION ALL SELECT 'listens', channel, '' FROM pg_listening_channels() AS channel
+        ORDER BY 1, 2
+    """
+    found = [connection.execute(state).fetchall() for connection in connections]
+    for connection in connections:
+        connection.commit()
+    return found
 
 
 def _said(*, rounds: int) -> list[tuple[str, bool]]:

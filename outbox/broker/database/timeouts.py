@@ -1,6 +1,6 @@
-"""Lifting the timeouts that a role or database sets for statements, locks and transactions.
+"""Lifting the timeouts that a role or database sets for statements, locks and transactions; and a limit of our own.
 
-They are meant for applications. Under them a long backlog could never be worked off: the pass that is cut short is
+The first are meant for applications. Under them a long backlog could never be worked off: the pass that is cut short is
 tried again from its beginning. What the broker waits for has limits of its own.
 """
 
@@ -21,6 +21,7 @@ FROM unnest(ARRAY['statement_timeout', 'lock_timeout', 'transaction_timeout', 'i
                   'idle_session_timeout']) AS name
 WHERE current_setting(name, true) IS NOT NULL
 """
+_LIMIT: Final = "SELECT set_config('lock_timeout', '1s', true)"
 # For who sends it with other statements.
 LIFT: Final = Statement(_LIFT)
 
@@ -40,6 +41,17 @@ def lifted(connection: Connection) -> Iterator[None]:
     """A transaction (or savepoint) of the broker's own without timeouts; safe behind a pooler."""
     with connection.transaction():
         lift_for_transaction(connection)
+        yield
+
+
+@contextlib.contextmanager
+def lock_limited(connection: Connection) -> Iterator[None]:
+    """A transaction (or savepoint) that waits for a lock no longer than a second; safe behind a pooler.
+
+    Its statements raise LockNotAvailable: a table that is kept locked must be reported, not waited for.
+    """
+    with connection.transaction():
+        connection.execute(_LIMIT)
         yield
 
 

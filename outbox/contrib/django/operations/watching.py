@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from outbox.broker.database.executor import Executor
+from outbox.broker.database.timeouts import lock_limited
 from outbox.broker.operations import audit, health
 from outbox.broker.operations.conditions import Verdict
 from outbox.broker.operations.health import Health
@@ -38,7 +39,10 @@ def look() -> Look:
     try:
         with asking() as run:
             found = survey(run, limits)
-            return Look(found.verdict, None if found.summary is None else overview(run, found.summary))
+            if found.summary is None:
+                return Look(found.verdict, None)
+            with lock_limited(run.connection):
+                return Look(found.verdict, overview(run, found.summary))
     except (BrokerUnavailable, SchemaError) as error:
         return Look(unusable(error), None)
 
