@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,19 +12,29 @@ from typing import Any
 
 import psycopg
 import pytest
+from django.contrib.auth.models import User
 from django.db import connections, transaction
 from psycopg.conninfo import make_conninfo
 
 from outbox.contrib.django import publish, subscriber
 from outbox.contrib.django.engine import broker as broker_access
+from outbox.contrib.django.operations.installation import install_broker
+from outbox.contrib.django.operations.watching import look
+from outbox.contrib.django.settings.conf import get_settings
 from outbox.message import Delivery
 from tests import pooler
 from tests.django import doors
 from tests.django.conftest import BROKER_TEMPLATE, point_alias
+from tests.django.console.support import ALL, client_of, make_user
+from tests.django.processes import process
 from tests.django.shop.models import Effect, Order
 from tests.django.state import stored
 from tests.django.support import sequence
+from tests.django.test_crash_workers import assert_nothing_is_wrong, expected, settled, work
+from tests.django.test_crash_workers import effects as effects_so_far
+from tests.django.test_worker import _children as children
 from tests.pooler import EVERY_VERSION, VERSIONS, Pooler, Version
+from tests.support import eventually
 
 OLD = VERSIONS["old"]
 pytestmark = pytest.mark.usefixtures("no_subscribers")
@@ -150,3 +162,45 @@ def test_every_door_does_what_it_does_without_one(
     point_alias("broker", new_database(template=BROKER_TEMPLATE))
     with behind(server_url, version):
         assert _said(rounds=2) == directly
+
+
+PAGES = ("", "dead-letters/", "messages/", "groups/", "topics/", "undecided/", "waiting/", "incidents/")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("broker", ["broker", "default"])
+@pytest.mark.parametrize("version", EVERY_VERSION)
+def test_worker_page_and_kills(
+    version: Version, broker: str, databases: None, server_url: str, outbox_settings: Callable[..., None]
+) -> None:
+    """Both paths. Killed: every process of the worker, and the pooler itself."""
+    outbox = {"LISTEN_URL": "", "BROKER": broker}
+    outbox_settings(**outbox)
+    if broker == "default":
+        install_broker(get_settings())
+    with behind(server_url, version, size=12) as pool:
+        with process(["-m", "django", "outbox_worker"], outbox=outbox, quiet=True) as worker:
+            work(range(8))
+            eventually(settled, within_seconds=60, what=_state)
+            for pid in children(worker.pid):
+                os.kill(pid, signal.SIGKILL)
+            work(range(8, 16))
+            eventually(settled, within_seconds=60, what=_state)
+            pool.stop(signal.SIGKILL)
+            pool.start()
+            # As at the beginning of a request.
+            connections.close_all()
+            work(range(16, 24))
+            eventually(settled, within_seconds=60, what=_state)
+            eventually(lambda: look().verdict.conditions == [], within_seconds=30, what=_state)
+            assert doors.say("outbox_status")[0]
+            client = client_of(make_user(*ALL))
+            for page in PAGES:
+                assert client.get(f"/outbox/{page}").status_code == 200, page
+            User.objects.all().delete()
+    assert_nothing_is_wrong()
+
+
+def _state() -> str:
+    return f"{look()}\nmissing {expected() - effects_so_far()}, too many {effects_so_far() - expected()}"

@@ -29,6 +29,7 @@ from outbox.broker.dispatch.work import Work
 from outbox.broker.dispatch.worker_pool import STUCK_LIMIT
 from outbox.broker.groups import lives
 from outbox.broker.groups.rebalance import Strategy
+from outbox.broker.log.failing import FailureNote
 from outbox.codec import Codecs
 from outbox.errors import BrokerUnavailable
 from outbox.ports import Invoker
@@ -82,9 +83,11 @@ class ConsumerSession:
         codecs: Codecs,
         lease_seconds: float,
         strategy: Strategy | Collection[int],
+        note: FailureNote,
         companion: Companion | None = None,
     ) -> None:
         self._database = database
+        self._note = note
         self._lease_seconds = lease_seconds
         self._poll_seconds = _POLL_SECONDS
         self.bell = Bell()
@@ -124,6 +127,7 @@ class ConsumerSession:
             try:
                 self._step()
                 heartbeat.beat(ready=True)
+                self._note.worked()
                 if until():
                     return
                 self._wait(self._polled_at + self._poll_seconds - time.monotonic())
@@ -136,6 +140,7 @@ class ConsumerSession:
                     return
                 failures += 1
                 heartbeat.beat(ready=False)
+                self._note.failed(error)
                 pause = RECONNECT.pause_seconds(failures)
                 logger.warning("consuming is interrupted, trying again in %.1f s: %s", pause, error)
                 self.bell.wait(pause)

@@ -10,6 +10,7 @@ import psycopg
 from outbox.broker.database import timeouts
 from outbox.broker.database.connection import BrokerDatabase
 from outbox.broker.database.executor import Executor
+from outbox.broker.log.failing import FailureNote, Part
 from outbox.broker.maintenance import retention
 from outbox.broker.maintenance.retention import RetentionCounts
 from outbox.broker.transaction import checks, parking
@@ -47,9 +48,11 @@ def _remove(run: Executor) -> RetentionCounts:
 
 def maintenance(database: BrokerDatabase, check: CheckSettings, *, every_seconds: float) -> BackgroundLoop:
     """A pass every `every_seconds`, in the background."""
+    note = FailureNote(database, Part.MAINTENANCE)
 
     def run(stopping: Callable[[], bool]) -> float:
-        run_once(database, check, stopping=stopping)
+        with note.watching():
+            run_once(database, check, stopping=stopping)
         return every_seconds
 
     expected = (psycopg.Error, BrokerUnavailable)

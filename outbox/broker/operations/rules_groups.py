@@ -7,6 +7,8 @@ from typing import Final
 
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
+from outbox.broker.log import failing as failing_parts
+from outbox.broker.log.failing import Part
 from outbox.broker.operations import summary as summaries
 from outbox.broker.operations.conditions import EVIDENCE, Condition, Fact, Judged, Severity, condition
 from outbox.broker.operations.summary import GroupProgress, Summary
@@ -63,7 +65,12 @@ def rules(run: Executor, limits: Thresholds, summary: Summary) -> Iterator[Condi
 def _no_worker(run: Executor, groups: Iterable[GroupProgress]) -> Iterator[Condition]:
     lags = {(one.group, one.topic): one.lag for one in groups}
     by_group: dict[str, list[str]] = {}
-    for group, topic in run.rows(_NO_WORKER):
+    rows = run.rows(_NO_WORKER)
+    # Of a consumer that runs and fails `process_failing` tells; to start another would not help.
+    failing = [one for one in failing_parts.failing(run) if one.part in (Part.CONSUMING, Part.LEASES)] if rows else []
+    for group, topic in rows:
+        if any(one.works_for(group) for one in failing):
+            continue
         by_group.setdefault(group, []).append(topic)
     judged: list[Judged] = []
     for group, topics in by_group.items():
