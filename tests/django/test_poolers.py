@@ -178,6 +178,9 @@ def test_worker_page_and_kills(
     outbox = {"LISTEN_URL": "", "BROKER": broker}
     outbox_settings(**outbox)
     if broker == "default":
+        with connections["default"].cursor() as cursor:
+            # With what other tests have left there.
+            cursor.execute("DROP SCHEMA IF EXISTS outbox CASCADE")
         install_broker(get_settings())
     with behind(server_url, version, size=12) as pool:
         with process(["-m", "django", "outbox_worker"], outbox=outbox, quiet=True) as worker:
