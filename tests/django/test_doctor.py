@@ -181,7 +181,13 @@ def test_a_pooler_in_between(world: World) -> None:
         tempfile.TemporaryDirectory(prefix="outbox-pool-") as folder,
         pooler.pooled(alias_conninfo("broker"), Path(folder), size=2) as through,
     ):
-        for listen, severity in ((None, Severity.CRITICAL), ("", Severity.OK)):
+        for listen, severity in (
+            (None, Severity.WARNING),
+            ("", Severity.OK),
+            (through, Severity.WARNING),
+            (alias_conninfo("broker"), Severity.OK),
+            (NOWHERE, Severity.CRITICAL),
+        ):
             database = BrokerDatabase(through, listen_conninfo=listen)
             with database.connect() as connection:
                 looked = {one.subject: one for one in diagnose(Executor(connection, "outbox"), database)}

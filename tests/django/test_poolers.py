@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,9 @@ from django.contrib.auth.models import User
 from django.db import connections, transaction
 from psycopg.conninfo import make_conninfo
 
+from outbox.broker.process import run_broker
 from outbox.contrib.django import publish, subscriber
+from outbox.contrib.django.database.aliases import alias_conninfo, broker_database
 from outbox.contrib.django.engine import broker as broker_access
 from outbox.contrib.django.operations.installation import install_broker
 from outbox.contrib.django.operations.watching import look
@@ -28,7 +31,7 @@ from tests.django.conftest import BROKER_TEMPLATE, point_alias
 from tests.django.console.support import ALL, client_of, make_user
 from tests.django.processes import process
 from tests.django.shop.models import Effect, Order
-from tests.django.state import stored
+from tests.django.state import postgres_broker, stored
 from tests.django.support import sequence
 from tests.django.test_crash_workers import assert_nothing_is_wrong, expected, settled, work
 from tests.django.test_crash_workers import effects as effects_so_far
@@ -104,11 +107,16 @@ def test_publish_sequence_and_consume(
 
 
 @pytest.mark.skipif(OLD.program is None, reason="PgBouncer is not installed")
+@pytest.mark.parametrize("listen", ["", None], ids=["named", "found-out"])
 def test_nothing_is_left_on_the_connections_of_the_pool(
-    databases: None, server_url: str, outbox_settings: Callable[..., None], effects: Callable[[], list[str]]
+    listen: str | None,
+    databases: None,
+    server_url: str,
+    outbox_settings: Callable[..., None],
+    effects: Callable[[], list[str]],
 ) -> None:
     """Whatever is set for a session is met by the next client of the pool."""
-    outbox_settings(LISTEN_URL="")
+    outbox_settings(LISTEN_URL=listen)
     with behind(server_url, OLD, size=2) as pool:
         url = pooled(pool, "broker")
         # Both connections of the pool at once.
@@ -119,6 +127,13 @@ def test_nothing_is_left_on_the_connections_of_the_pool(
                 sequence()
                 for door in ("outbox_status", "outbox_doctor", "a consumer"):
                     doors.say(door)
+                # It leads for a moment, with the maintenance and the summary.
+                stop = threading.Event()
+                process = threading.Thread(target=run_broker, args=[broker_database(), stop])
+                process.start()
+                eventually(lambda: "no_sequencer" not in {one.name for one in look().verdict.conditions})
+                stop.set()
+                process.join()
                 assert _sessions(one, other) == before
 
 
@@ -134,6 +149,38 @@ def _sessions(*connections: psycopg.Connection[Any]) -> list[list[tuple[Any, ...
     for connection in connections:
         connection.commit()
     return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", EVERY_VERSION)
+def test_requests_that_nobody_waits_for(
+    version: Version, databases: None, server_url: str, outbox_settings: Callable[..., None]
+) -> None:
+    """Wake-ups and ends are pipelined, many on their way at once, from several threads beside each other."""
+    outbox_settings(LISTEN_URL="")
+    numbers = iter(range(400))
+    lock = threading.Lock()
+
+    def publish_some() -> None:
+        while True:
+            with lock:
+                number = next(numbers, None)
+            if number is None:
+                connections.close_all()
+                return
+            place(f"n{number}")
+
+    with behind(server_url, version, size=8):
+        place("first")
+        threads = [threading.Thread(target=publish_some) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        # None is lost: no check-back runs here.
+        assert {one.decision for one in stored()} == {"C"}
+        assert postgres_broker()._one_way.dropped == 0
+    assert len(stored()) == 401
 
 
 def _said(*, rounds: int) -> list[tuple[str, bool]]:
@@ -177,12 +224,12 @@ def test_worker_page_and_kills(
     """Both paths. Killed: every process of the worker, and the pooler itself."""
     outbox = {"LISTEN_URL": "", "BROKER": broker}
     outbox_settings(**outbox)
-    if broker == "default":
-        with connections["default"].cursor() as cursor:
-            # With what other tests have left there.
-            cursor.execute("DROP SCHEMA IF EXISTS outbox CASCADE")
-        install_broker(get_settings())
     with behind(server_url, version, size=12) as pool:
+        if broker == "default":
+            with connections["default"].cursor() as cursor:
+                # With what other tests have left there.
+                cursor.execute("DROP SCHEMA IF EXISTS outbox CASCADE")
+            install_broker(get_settings())
         with process(["-m", "django", "outbox_worker"], outbox=outbox, quiet=True) as worker:
             work(range(8))
             eventually(settled, within_seconds=60, what=_state)
@@ -207,3 +254,27 @@ def test_worker_page_and_kills(
 
 def _state() -> str:
     return f"{look()}\nmissing {expected() - effects_so_far()}, too many {effects_so_far() - expected()}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("straight", [True, False], ids=["listens", "finds-out"])
+@pytest.mark.skipif(OLD.program is None, reason="PgBouncer is not installed")
+def test_a_worker_with_a_direct_url_and_without_any(
+    straight: bool, databases: None, server_url: str, outbox_settings: Callable[..., None]
+) -> None:
+    """With a URL for LISTEN it sequences on a session that lasts; without any setting it finds the pooler and polls."""
+    outbox = {"LISTEN_URL": alias_conninfo("broker") if straight else None}
+    outbox_settings(**outbox)
+    with behind(server_url, OLD, size=12) as pool:
+        with process(["-m", "django", "outbox_worker"], outbox=outbox, quiet=True) as worker:
+            work(range(8))
+            eventually(settled, within_seconds=60, what=_state)
+            for pid in children(worker.pid):
+                os.kill(pid, signal.SIGKILL)
+            pool.stop(signal.SIGKILL)
+            pool.start()
+            connections.close_all()
+            work(range(8, 16))
+            eventually(settled, within_seconds=60, what=_state)
+            eventually(lambda: look().verdict.conditions == [], within_seconds=30, what=_state)
+    assert_nothing_is_wrong()

@@ -77,6 +77,7 @@ def test_a_leader_whose_ticks_fail(databases: None) -> None:
     assert [kind for kind, _ in incidents()] == ["process_failed"]
 
 
+@pytest.mark.slow
 def test_a_leader_whose_lease_is_refused(databases: None) -> None:
     """It never leads; the lease tells of nobody."""
     with refusing("leader_lease"), child("broker", quiet=True):
@@ -90,6 +91,7 @@ def test_a_consumer_that_cannot_register(databases: None) -> None:
         wait_until_named("consuming of effects", "refuses")
 
 
+@pytest.mark.slow
 def test_a_consumer_that_cannot_keep_its_leases(databases: None) -> None:
     with child("consumer", quiet=True):
         eventually(lambda: broker_rows("SELECT 1 FROM outbox.consumer"))
@@ -125,6 +127,7 @@ def test_a_process_that_publishes(path: str) -> None:
     assert failing() == []
 
 
+@pytest.mark.slow
 def test_a_database_that_is_away_is_no_failure_of_a_process(databases: None) -> None:
     with child("broker", quiet=True):
         eventually(lambda: "no_sequencer" not in conditions())
