@@ -18,6 +18,7 @@ from outbox.broker.database import timeouts
 from outbox.broker.database.connection import BrokerDatabase
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.notify import Announcements, Channel, listen, unlisten
+from outbox.broker.log.failing import FailureNote, Part
 from outbox.broker.process import ProcessSettings, gathers, idle_seconds, leaders_loops, tick
 from outbox.broker.sequencer.leader import LeaderLease
 from outbox.broker.sequencer.sequencer import Sequencer
@@ -37,6 +38,7 @@ class LeadingConsumer:
         self._database = database
         self._settings = settings or ProcessSettings()
         self._decided_channel = Channel.DECIDED.name_in(database.schema)
+        self._note = FailureNote(database, Part.SEQUENCING)
         self._loops: list[BackgroundLoop] = []
         self._leads = False
         self._decided = False
@@ -69,6 +71,7 @@ class LeadingConsumer:
             return self._lead(run, announcements, now)
         except Exception as error:
             pause = self._rest()
+            self._note.failed(error)
             if run.connection.closed:
                 raise psycopg.OperationalError(f"the connection ended while it sequenced: {error}") from error
             self._give_up(run, error, pause)
@@ -94,6 +97,7 @@ class LeadingConsumer:
         if self._leads:
             self.interrupted()
             self._lease.release(run.connection)
+        self._note.worked()
 
     def _act_at(self) -> float:
         return max(self._rests_until, self._gathers_until if self._decided else self._look_at)
@@ -101,12 +105,15 @@ class LeadingConsumer:
     def _lead(self, run: Executor, announcements: Announcements, now: float) -> bool:
         remaining = self._lease.hold(run.connection)
         if remaining:
+            self._note.worked()
             self._follow(run)
             self._look_at = now + min(remaining, self._settings.poll_seconds)
             return False
         if not self._leads:
             self._take_the_lead(run, now)
         counts = tick(run, self._lease, self._sequencer)
+        if not counts.collided:
+            self._note.worked()
         self._look_at = now if counts.more else now + idle_seconds(counts, self._settings)
         if gathers(counts) and announcements.pending(self._decided_channel):
             self._decided, self._gathers_until = True, now + self._settings.pace_seconds

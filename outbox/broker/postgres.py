@@ -21,6 +21,7 @@ from outbox.broker.database.executor import Executor
 from outbox.broker.database.one_way import OneWay
 from outbox.broker.database.pool import Pool
 from outbox.broker.log import commit_log, recall, topics
+from outbox.broker.log.failing import FailureNote, Part
 from outbox.broker.log.topics import TopicCatalog
 from outbox.broker.operations import switches
 from outbox.broker.schema.install import check_schema
@@ -61,6 +62,8 @@ class PostgresBroker:
         self._schema_known = False
         self._asked_for: set[str] = set()
         self._one_way = OneWay(database)
+        # Of requests of an application some fail by themselves.
+        self._note = FailureNote(database, Part.PUBLISHING, in_a_row=3)
         self._wake = notify.announcement(database.schema, notify.Channel.DECIDED)
 
     def send(
@@ -82,11 +85,7 @@ class PostgresBroker:
                 fencing.check_epoch(run, producer)
                 return commit_log.append_decided(run, self.catalog, messages, transactional=transactional)
 
-        receipts = self._attempt(
-            timeout_seconds,
-            append,
-            what=_described(messages),
-        )
+        receipts = self._publish(timeout_seconds, append, messages)
         self.notify_decided()
         return receipts
 
@@ -94,7 +93,7 @@ class PostgresBroker:
         if half.immunity_seconds is None:
             # Stored with the half: whoever scans it, under whatever settings, gives it the same immunity.
             half = replace(half, immunity_seconds=self._check.immunity_seconds)
-        return self._attempt(timeout_seconds, lambda run: self._append_half(run, half), what=_described(half.messages))
+        return self._publish(timeout_seconds, lambda run: self._append_half(run, half), half.messages)
 
     def _append_half(self, run: Executor, half: HalfTransaction) -> list[SendReceipt]:
         if half.producer is None:
@@ -245,6 +244,26 @@ class PostgresBroker:
         """Flush what was sent one way and close idle connections. Used again, it connects for each call."""
         self._one_way.close()
         self._pool.close()
+        self._note.worked()
+
+    def publishing_failed(self, error: Exception) -> None:
+        """An append was refused, here or on the application's connection: after three in a row the status names it."""
+        self._note.failed(error)
+
+    def publishing_worked(self) -> None:
+        """Something was appended. Costs nothing where nothing has failed."""
+        self._note.worked()
+
+    def _publish(
+        self, timeout_seconds: float, append: Callable[[Executor], list[SendReceipt]], messages: Sequence[Message]
+    ) -> list[SendReceipt]:
+        try:
+            receipts = self._attempt(timeout_seconds, append, what=_described(messages))
+        except (BrokerUnavailable, SendFailed, SchemaError) as error:
+            self.publishing_failed(error)
+            raise
+        self.publishing_worked()
+        return receipts
 
     def _attempt(self, timeout_seconds: float, request: Callable[[Executor], _Result], *, what: str) -> _Result:
         deadline = time.monotonic() + timeout_seconds

@@ -19,6 +19,7 @@ from outbox.broker.database import timeouts
 from outbox.broker.database.connection import BrokerDatabase
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.notify import Announcements, Channel, listen, unlisten
+from outbox.broker.log.failing import FailureNote, Part
 from outbox.broker.maintenance.service import maintenance
 from outbox.broker.operations.summary_service import summaries
 from outbox.broker.schema.install import check_schema
@@ -56,18 +57,22 @@ def run_broker(database: BrokerDatabase, stop: threading.Event, *, settings: Pro
     """Run until `stop` is set. Errors of the database are logged and met with a growing pause of up to 2 s."""
     settings = settings or ProcessSettings()
     owner = uuid4()
+    note = FailureNote(database, Part.SEQUENCING)
     failures = 0
     while not stop.is_set():
         started = time.monotonic()
         try:
-            _serve(database, stop, owner, settings)
+            _serve(database, stop, owner, settings, note)
         except (psycopg.Error, BrokerUnavailable) as error:
             problem = str(error).strip()
+            note.failed(error)
         except (SchemaError, ConfigurationError) as error:
             problem = str(error)
+            note.failed(error)
         except Exception as error:
             logger.exception("the broker process failed")
             problem = f"{type(error).__name__}: {error}"
+            note.failed(error)
         else:
             continue
         failures = _BACKOFF.failures_in_a_row(failures, ran_seconds=time.monotonic() - started)
@@ -75,11 +80,15 @@ def run_broker(database: BrokerDatabase, stop: threading.Event, *, settings: Pro
         heartbeat.beat(ready=False)
         logger.warning("sequencing is interrupted, trying again in %.1f s: %s", pause, problem)
         stop.wait(pause)
+    # A process that has ended does not fail.
+    note.worked()
 
 
-def _serve(database: BrokerDatabase, stop: threading.Event, owner: UUID, settings: ProcessSettings) -> None:
+def _serve(
+    database: BrokerDatabase, stop: threading.Event, owner: UUID, settings: ProcessSettings, note: FailureNote
+) -> None:
     with contextlib.closing(database.open(name="outbox-broker", direct=True)) as connection:
-        if timeouts.lasts(database):
+        if timeouts.lasts(connection):
             timeouts.lift_for_session(connection)
         else:
             timeouts.lift_where_direct(connection)
@@ -95,10 +104,11 @@ def _serve(database: BrokerDatabase, stop: threading.Event, owner: UUID, setting
             heartbeat.beat(ready=True)
             remaining = lease.hold(connection)
             if remaining:
+                note.worked()
                 stop.wait(min(remaining, settings.poll_seconds))
                 continue
-            with _background(database, stop, settings), _listening(database, run):
-                _lead(run, stop, lease, sequencer, announcements, settings)
+            with _background(database, stop, settings), _listening(run):
+                _lead(run, stop, lease, sequencer, announcements, settings, note)
         lease.release(connection)
 
 
@@ -126,8 +136,8 @@ def leaders_loops(database: BrokerDatabase, settings: ProcessSettings) -> list[B
 
 
 @contextlib.contextmanager
-def _listening(database: BrokerDatabase, run: Executor) -> Iterator[None]:
-    if database.listen_conninfo == "":
+def _listening(run: Executor) -> Iterator[None]:
+    if not timeouts.lasts(run.connection):
         yield
         return
     listen(run, Channel.DECIDED)
@@ -142,6 +152,7 @@ def _lead(
     sequencer: Sequencer,
     announcements: Announcements,
     settings: ProcessSettings,
+    note: FailureNote,
 ) -> None:
     logger.info("leading the broker in schema %r", run.schema)
     while not stop.is_set():
@@ -154,6 +165,9 @@ def _lead(
             return
         started = time.monotonic()
         counts = tick(run, lease, sequencer)
+        if counts.collided:
+            continue
+        note.worked()
         if counts.more:
             continue
         if gathers(counts):

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 from uuid import uuid4
 
+import psycopg
 import pytest
 from django.db import connections, transaction
 
+from outbox.broker.log.failing import FailureNote, Part
 from outbox.broker.operations import audit, summary
 from outbox.broker.transaction.turns import CHECK_BACK
 from outbox.contrib.django import publish
+from outbox.contrib.django.database.aliases import broker_database
 from outbox.contrib.django.engine.broker import flusher, get_broker
 from outbox.contrib.django.operations.commands import switch_transactional
 from outbox.contrib.django.publishing.checkback import run_check_back
@@ -37,6 +41,15 @@ def schema_version(world: World) -> None:
 def no_sequencer(world: World) -> None:
     """Every broker process is stopped."""
     world.sql("UPDATE outbox.leader_lease SET expires_at = now() - interval '1 minute'")
+
+
+@fault
+def process_failing(world: World) -> None:
+    """A process leads, and the server refuses its statements."""
+    note = FailureNote(broker_database(), Part.SEQUENCING)
+    for _ in range(2):
+        with contextlib.suppress(psycopg.Error), note.watching():
+            world.sql("SELECT outbox.tick_v0()")
 
 
 @fault

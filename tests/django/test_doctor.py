@@ -25,10 +25,10 @@ from outbox.contrib.django import publish, subscriber
 from outbox.contrib.django.database.aliases import alias_conninfo
 from outbox.contrib.django.operations.doctor import examine
 from outbox.retry import RetryPolicy
+from tests import pooler
 from tests.django.broker_world import NOWHERE, World, new_world
 from tests.django.conftest import point_alias
 from tests.django.state import rolled_back
-from tests.spark import pooler
 
 pytestmark = pytest.mark.usefixtures("databases", "no_subscribers")
 
@@ -187,7 +187,13 @@ def test_a_pooler_in_between(world: World) -> None:
         tempfile.TemporaryDirectory(prefix="outbox-pool-") as folder,
         pooler.pooled(alias_conninfo("broker"), Path(folder), size=2) as through,
     ):
-        for listen, severity in ((None, Severity.CRITICAL), ("", Severity.OK)):
+        for listen, severity in (
+            (None, Severity.WARNING),
+            ("", Severity.OK),
+            (through, Severity.WARNING),
+            (alias_conninfo("broker"), Severity.OK),
+            (NOWHERE, Severity.CRITICAL),
+        ):
             database = BrokerDatabase(through, listen_conninfo=listen)
             with database.connect() as connection:
                 looked = {one.subject: one for one in diagnose(Executor(connection, "outbox"), database)}

@@ -16,9 +16,9 @@ from outbox.contrib.django.database.aliases import alias_conninfo
 from outbox.contrib.django.subscribers import short_transaction
 from outbox.errors import PermanentError
 from outbox.ports import Disposition
+from tests import pooler
 from tests.django.shop.models import Effect
 from tests.django.test_inbox import delivery, effects, register, run
-from tests.spark import pooler
 
 pytestmark = pytest.mark.usefixtures("application", "no_subscribers", "new_connection")
 

@@ -19,7 +19,8 @@ from spark.rules.rule import Database, Kind
 from spark.sources import adbc, postgres
 from spark.sources.base import Column, Reading, Selection
 from spark.sources.postgres import PostgresSource
-from tests.spark import pooler, replica
+from tests import pooler
+from tests.spark import replica
 from tests.support import eventually
 
 SELECTION = Selection(table="orders", columns=(Column("key", "id"),), key="id")
@@ -71,13 +72,14 @@ def test_our_own_transactions_do_not(new_database: Callable[..., str]) -> None:
             assert watermark(url) > held
 
 
-@pytest.mark.skipif(pooler.PROGRAM is None, reason="pgbouncer is not installed")
+@pytest.mark.parametrize("version", pooler.EVERY_VERSION)
 def test_a_transaction_through_the_pool_that_we_use_holds_the_watermark_back(
-    new_database: Callable[..., str], tmp_path: Path
+    version: pooler.Version, new_database: Callable[..., str], tmp_path: Path
 ) -> None:
     """The pool gives an application the connections that were ours, with whatever a session's setting left on them."""
     url = new_database()
-    with pooler.pooled(url, tmp_path, size=3) as through:
+    with pooler.running(url, tmp_path, size=3, version=version) as running:
+        through = running.url
         for _ in range(4):
             watermark(through)
         with psycopg.connect(through) as one, psycopg.connect(through) as two:

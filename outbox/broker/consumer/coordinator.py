@@ -28,6 +28,7 @@ from outbox.broker.groups import leases, lives, members, offsets, outages, rebal
 from outbox.broker.groups.leases import Lease, QueueKey, lease_clock
 from outbox.broker.groups.members import GroupState, Look, QueueState
 from outbox.broker.log.consume_queue import floors
+from outbox.broker.log.failing import FailureNote, Part
 from outbox.errors import BrokerUnavailable
 
 logger = logging.getLogger(__name__)
@@ -58,6 +59,7 @@ class Coordinator:
         self._ownership = ownership
         self._term = lease_seconds
         self._strategy = strategy
+        self._note = FailureNote(database, Part.LEASES, of=", ".join(sorted(group.name for group in groups)))
         self._leases: dict[QueueKey, Lease] = {}
         self._leaving: set[QueueKey] = set()
         self._switches: dict[int, Switched] = {}
@@ -90,6 +92,7 @@ class Coordinator:
         with contextlib.suppress(psycopg.Error, BrokerUnavailable):
             self._leave()
         self._disconnect()
+        self._note.worked()
 
     # -- the thread -----------------------------------------------------------------------------
 
@@ -97,11 +100,14 @@ class Coordinator:
         while not self._stopping.is_set():
             try:
                 self.run_once()
+                self._note.worked()
             except (psycopg.Error, BrokerUnavailable) as error:
+                self._note.failed(error)
                 logger.warning("leases cannot be renewed now, trying again: %s", error)
                 self._disconnect()
                 self._drop_untrusted()
-            except Exception:
+            except Exception as error:
+                self._note.failed(error)
                 # A coordinator that died would leave its process without queues, and nobody would notice.
                 logger.exception("keeping the leases failed, trying again")
                 self._disconnect()
@@ -135,7 +141,7 @@ class Coordinator:
 
     def _live(self, run: Executor) -> UUID:
         """The life of the server. What was obtained in another one is lost: other messages may have its offsets now."""
-        if self._life is not None and not self._is_new and self._database.listen_conninfo is None:
+        if self._life is not None and not self._is_new and timeouts.lasts(run.connection):
             # Only behind a pooler a connection outlives its server.
             return self._life
         life = lives.current(run)

@@ -26,10 +26,11 @@ from outbox.broker.database.notify import RECONNECT
 from outbox.broker.dispatch.subscriptions import ConsumingGroup
 from outbox.broker.groups import registration
 from outbox.broker.groups.rebalance import Strategy, by_name
+from outbox.broker.log.failing import FailureNote, Part
 from outbox.broker.schema import install
 from outbox.broker.schema.refusals import naming
 from outbox.codec import Codecs
-from outbox.errors import BrokerUnavailable, ConfigurationError, HandlersHung, InvalidSubscription
+from outbox.errors import BrokerUnavailable, ConfigurationError, HandlersHung, InvalidSubscription, OutboxError
 from outbox.filters.filter import parse_filter
 from outbox.ports import AnyHandler, Invoker, call_handler
 from outbox.subscription import Subscription
@@ -76,6 +77,8 @@ class ConsumerRuntime:
         self._lease_seconds = lease_seconds
         self._strategy = by_name(strategy) if isinstance(strategy, str) else strategy
         self._companion = companion
+        groups = sorted({subscription.group for subscription, _ in subscriptions})
+        self._note = FailureNote(database, Part.CONSUMING, of=", ".join(groups))
 
     def run(self, stop: threading.Event) -> None:
         """Consume until `stop` is set; then start nothing more, finish what runs, store, release, leave.
@@ -91,9 +94,13 @@ class ConsumerRuntime:
                 break
             except BrokerUnavailable as error:
                 failures += 1
+                self._note.failed(error)
                 heartbeat.beat(ready=False)
                 logger.warning("consuming cannot begin yet, trying again: %s", error)
                 stop.wait(RECONNECT.pause_seconds(failures))
+            except OutboxError as error:
+                self._note.failed(error, is_last=True)
+                raise
         else:
             return
         with ringing(stop, session.bell):
@@ -105,6 +112,8 @@ class ConsumerRuntime:
         elif session.running_calls is not None:
             session.running_calls.told_to_stop()
         session.finish()
+        # A process that has ended does not fail.
+        self._note.worked()
         if hung:
             raise HandlersHung(f"{hung}; start the process again, the messages that hang are tried one by one.")
 
@@ -135,6 +144,7 @@ class ConsumerRuntime:
                 lease_seconds=self._lease_seconds,
                 strategy=self._strategy,
                 companion=companion,
+                note=self._note,
             )
 
     def _register(self, run: Executor, instance: uuid.UUID) -> list[ConsumingGroup]:

@@ -29,6 +29,7 @@ from outbox.broker.dispatch.work import Work
 from outbox.broker.dispatch.worker_pool import STUCK_LIMIT
 from outbox.broker.groups import lives
 from outbox.broker.groups.rebalance import Strategy
+from outbox.broker.log.failing import FailureNote
 from outbox.codec import Codecs
 from outbox.errors import BrokerUnavailable
 from outbox.ports import Invoker
@@ -82,11 +83,13 @@ class ConsumerSession:
         codecs: Codecs,
         lease_seconds: float,
         strategy: Strategy | Collection[int],
+        note: FailureNote,
         companion: Companion | None = None,
     ) -> None:
         self._database = database
+        self._note = note
         self._lease_seconds = lease_seconds
-        self._poll_seconds = _POLL_SECONDS if database.listen_conninfo == "" else _LISTENING_POLL_SECONDS
+        self._poll_seconds = _POLL_SECONDS
         self.bell = Bell()
         self._run: Executor | None = None
         self._announcements: Announcements | None = None
@@ -97,8 +100,7 @@ class ConsumerSession:
         self._decided = False
         # On this connection. Before that it is not known whether consuming works, and others may lead.
         self._has_stepped = False
-        # Without LISTEN it would be late.
-        self._companion = companion if database.listen_conninfo != "" else None
+        self._companion = companion
         self._instance = instance = uuid.uuid4()
         try:
             groups = register(self._connected(), instance)
@@ -125,6 +127,7 @@ class ConsumerSession:
             try:
                 self._step()
                 heartbeat.beat(ready=True)
+                self._note.worked()
                 if until():
                     return
                 self._wait(self._polled_at + self._poll_seconds - time.monotonic())
@@ -137,6 +140,7 @@ class ConsumerSession:
                     return
                 failures += 1
                 heartbeat.beat(ready=False)
+                self._note.failed(error)
                 pause = RECONNECT.pause_seconds(failures)
                 logger.warning("consuming is interrupted, trying again in %.1f s: %s", pause, error)
                 self.bell.wait(pause)
@@ -190,7 +194,8 @@ class ConsumerSession:
 
     def _wait(self, longest: float) -> None:
         """Until somebody rings or announces, or something is due."""
-        companion = self._companion
+        # Without LISTEN it would be late, so it does nothing: another process does its work.
+        companion = self._companion if self._announcements is not None else None
         if companion is not None:
             longest = 0.0 if self._decided else min(longest, companion.wait_seconds())
         seconds = self.dispatcher.wait_seconds(max(0.0, longest))
@@ -215,17 +220,18 @@ class ConsumerSession:
     def _living(self) -> Executor:
         """The connection, once the dispatcher has forgotten what it has from another life of the server."""
         run = self._connected()
-        # Where LISTEN is off there may be a pooler, and behind it a connection outlives its server.
+        # Behind a pooler, where LISTEN is off, a connection outlives its server.
         if self._is_new or self._announcements is None:
             self.dispatcher.live(lives.current(run))
             self._is_new = False
         return run
 
     def _connected(self) -> Executor:
-        """The connection for everything the dispatching thread does; where LISTEN is on, it also listens."""
+        """The connection for everything the dispatching thread does; it listens unless a pooler is in between."""
         if self._run is None:
-            listening = self._database.listen_conninfo != ""
-            connection = self._database.connect(name="outbox-consumer", direct=listening)
+            connection = self._database.connect(name="outbox-consumer", direct=True)
+            listening = timeouts.lasts(connection)
+            self._poll_seconds = _LISTENING_POLL_SECONDS if listening else _POLL_SECONDS
             try:
                 # It idles for seconds where nothing is published, and must not be ended for that.
                 timeouts.lift_where_direct(connection)

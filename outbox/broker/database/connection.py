@@ -32,10 +32,14 @@ class BrokerConnection(psycopg.Connection[TupleRow]):
 
     The deadline is kept on this side: neither a frozen server nor a cut cable can make a caller wait longer,
     and nothing depends on a server setting that a connection pooler would pass on to others.
+
+    `is_direct`: the session lasts as long as the connection. Where it is False, a pooler may give each transaction
+    another session: the connection prepares no statement, does not LISTEN and sets nothing for its session.
     """
 
     deadline: float | None = None
     _cancels: bool = False
+    is_direct: bool = False
 
     @contextlib.contextmanager
     def within(self, deadline: float, *, cancel: bool = False) -> Iterator[Self]:
@@ -99,8 +103,9 @@ class ReachedServer:
 class BrokerDatabase:
     """A broker: the libpq connection string of its database and the schema of its tables.
 
-    `listen_conninfo` is a direct connection for LISTEN and for the broker process, needed when `conninfo` goes
-    through a pooler in transaction mode; None: the same as `conninfo`; empty: LISTEN is off, everything polls.
+    `listen_conninfo` is a direct connection for LISTEN and for the broker process, where `conninfo` goes through a
+    pooler in transaction mode. None: the same as `conninfo`. Empty: every connection goes through a pooler; LISTEN is
+    off, everything polls.
     """
 
     conninfo: str
@@ -134,18 +139,23 @@ class BrokerDatabase:
     def open(self, *, timeout_seconds: float = 3.0, name: str = "outbox", direct: bool = False) -> BrokerConnection:
         """Like `connect`, for code that also sets deadlines."""
         try:
-            return BrokerConnection.connect(
+            connection = BrokerConnection.connect(
                 self.session_conninfo(name, direct=direct),
                 autocommit=True,
                 connect_timeout=max(1, round(timeout_seconds)),
             )
         except psycopg.OperationalError as error:
-            # libpq's hints stand on lines of their own; a table shows the first line.
-            said = " ".join(str(error).split()).rstrip("?.")
-            raise BrokerUnavailable(
-                f"the broker's database cannot be reached: {said}. Nothing was published; "
-                f"check the broker's connection settings and that its PostgreSQL runs."
-            ) from error
+            raise _unreachable(error) from error
+        if self._names_pooler(direct=direct) or not _leads_straight(connection, timeout_seconds):
+            # psycopg would prepare what it executes for the sixth time, and what asks for it at once.
+            connection.prepare_threshold = None
+        else:
+            connection.is_direct = True
+        return connection
+
+    def _names_pooler(self, *, direct: bool) -> bool:
+        """Whether the settings say that a connection goes through a pooler."""
+        return self.listen_conninfo == "" or (self.listen_conninfo is not None and not direct)
 
     def session_conninfo(self, name: str, *, direct: bool = False) -> str:
         """The connection string of a session called `name`, unless it names itself, that notices a dead network."""
@@ -153,6 +163,30 @@ class BrokerDatabase:
         given = conninfo_to_dict(target)
         defaults = {key: value for key, value in _KEEPALIVE.items() if key not in given}
         return make_conninfo(target, **defaults, application_name=given.get("application_name") or name)
+
+
+def _leads_straight(connection: BrokerConnection, timeout_seconds: float) -> bool:
+    """Whether no pooler is in between: a pooler tells its clients a process id of its own making.
+
+    A pooler accepts clients while its server is away, so this is part of connecting. Raises BrokerUnavailable.
+    """
+    try:
+        # At least as long as libpq waits for a connection: a pooler makes one to its server now.
+        with connection.within(time.monotonic() + max(2.0, timeout_seconds)):
+            row = connection.execute("SELECT pg_backend_pid()").fetchone()
+    except psycopg.Error as error:
+        connection.close()
+        raise _unreachable(error) from error
+    return row == (connection.info.backend_pid,)
+
+
+def _unreachable(error: psycopg.Error) -> BrokerUnavailable:
+    # libpq's hints stand on lines of their own; a table shows the first line.
+    said = " ".join(str(error).split()).rstrip("?.")
+    return BrokerUnavailable(
+        f"the broker's database cannot be reached: {said}. Nothing was published; "
+        f"check the broker's connection settings and that its PostgreSQL runs."
+    )
 
 
 _REACHED: Final = """

@@ -1,6 +1,6 @@
-"""Lifting the timeouts that a role or database sets for statements, locks and transactions.
+"""Lifting the timeouts that a role or database sets for statements, locks and transactions; and a limit of our own.
 
-They are meant for applications. Under them a long backlog could never be worked off: the pass that is cut short is
+The first are meant for applications. Under them a long backlog could never be worked off: the pass that is cut short is
 tried again from its beginning. What the broker waits for has limits of its own.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from outbox.broker.database.arrays import cursor_on
-from outbox.broker.database.connection import BrokerDatabase, Connection
+from outbox.broker.database.connection import BrokerConnection, Connection
 from outbox.broker.database.statement import Statement
 
 # transaction_timeout came with PostgreSQL 17.
@@ -21,7 +21,7 @@ FROM unnest(ARRAY['statement_timeout', 'lock_timeout', 'transaction_timeout', 'i
                   'idle_session_timeout']) AS name
 WHERE current_setting(name, true) IS NOT NULL
 """
-_LIFT_WHERE_DIRECT: Final = f"{_LIFT} AND pg_backend_pid() = %(told)s"
+_LIMIT: Final = "SELECT set_config('lock_timeout', '1s', true)"
 # To send together with other statements.
 LIFT: Final = Statement(_LIFT)
 
@@ -32,13 +32,11 @@ def lift_for_session(connection: Connection) -> None:
 
 
 def lift_where_direct(connection: Connection) -> bool:
-    """As `lift_for_session` if no pooler is in between; returns whether it was done.
-
-    A pooler gives its clients a process id of its own. Behind a pooler nothing is changed: use `lifted` there.
-    """
-    with cursor_on(connection) as cursor:
-        cursor.execute(_LIFT_WHERE_DIRECT, {"local": False, "told": connection.info.backend_pid})
-        return cursor.rowcount > 0
+    """As `lift_for_session` if no pooler is in between; returns whether it was done. Else use `lifted`."""
+    if not lasts(connection):
+        return False
+    lift_for_session(connection)
+    return True
 
 
 def lift_for_transaction(connection: Connection) -> None:
@@ -54,9 +52,20 @@ def lifted(connection: Connection) -> Iterator[None]:
         yield
 
 
-def lasts(database: BrokerDatabase) -> bool:
-    """Whether the session of a direct connection lasts; where LISTEN is off there may be a pooler in between."""
-    return database.listen_conninfo != ""
+@contextlib.contextmanager
+def lock_limited(connection: Connection) -> Iterator[None]:
+    """A transaction (or savepoint) that waits for a lock no longer than a second; safe behind a pooler.
+
+    Its statements raise LockNotAvailable: a table that is kept locked must be reported, not waited for.
+    """
+    with connection.transaction():
+        connection.execute(_LIMIT)
+        yield
+
+
+def lasts(connection: Connection) -> bool:
+    """Whether the connection keeps its session; a pooler in transaction mode may give each transaction another one."""
+    return isinstance(connection, BrokerConnection) and connection.is_direct
 
 
 def _lift(connection: Connection, *, local: bool) -> None:

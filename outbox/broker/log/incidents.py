@@ -34,6 +34,10 @@ class IncidentKind(enum.StrEnum):
     """Retention removed messages that a consumer group had not consumed."""
     PROCESS_DIED = "process_died"
     """A supervised consumer process died, or ended itself because its handlers hang."""
+    PROCESS_FAILING = "process_failing"
+    """A part of a process runs and fails; `at` is when it was seen to fail last."""
+    PROCESS_FAILED = "process_failed"
+    """A part of a process failed, and works again."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ import psycopg
 from outbox.broker.database import timeouts
 from outbox.broker.database.connection import BrokerDatabase
 from outbox.broker.database.executor import Executor
+from outbox.broker.log.failing import FailureNote, Part
 from outbox.broker.maintenance import retention
 from outbox.broker.maintenance.retention import RetentionCounts
 from outbox.broker.transaction import checks, parking
@@ -31,14 +32,14 @@ def run_once(
         run = Executor(connection, database.schema)
         checks.scan(run, settings=check)
         parking.park_overdue(run, settings=check)
-        while (counts := _remove(run, lasts=timeouts.lasts(database))).more and not stopping():
+        while (counts := _remove(run)).more and not stopping():
             pass
         return counts
 
 
-def _remove(run: Executor, *, lasts: bool) -> RetentionCounts:
+def _remove(run: Executor) -> RetentionCounts:
     """One round of retention. It has a statement per queue: timeouts are lifted once for all of them."""
-    if lasts:
+    if timeouts.lasts(run.connection):
         timeouts.lift_for_session(run.connection)
         return retention.run_once(run)
     with timeouts.lifted(run.connection):
@@ -47,9 +48,11 @@ def _remove(run: Executor, *, lasts: bool) -> RetentionCounts:
 
 def maintenance(database: BrokerDatabase, check: CheckSettings, *, every_seconds: float) -> BackgroundLoop:
     """A pass every `every_seconds`, in the background."""
+    note = FailureNote(database, Part.MAINTENANCE)
 
     def run(stopping: Callable[[], bool]) -> float:
-        run_once(database, check, stopping=stopping)
+        with note.watching():
+            run_once(database, check, stopping=stopping)
         return every_seconds
 
     expected = (psycopg.Error, BrokerUnavailable)

@@ -113,6 +113,11 @@ CATALOGUE: Final[Mapping[str, Kind]] = {
         "No process sequences: what is published is stored, but reaches nobody.",
         "Start a worker: `celery -A app worker --outbox` or `manage.py outbox_worker`.",
     ),
+    "process_failing": Kind(
+        "A process runs, but its work on the broker's database fails again and again: messages wait, or are refused.",
+        "Mend what the error names (a missing right, a changed table, a timeout of the role, a pooler), or restart "
+        "the process with its older version; the process's log has the whole error, `outbox_doctor` looks at the rest.",
+    ),
     "ticks_late": Kind(
         "Decided or due messages wait for the sequencer longer than they should.",
         "Look at the broker process's log, at `lock_held`, and at the load of the database.",

@@ -143,14 +143,27 @@ def _server(run: Executor) -> Iterator[Finding]:
 
 def _pooler(run: Executor, database: BrokerDatabase) -> Finding:
     """A pooler tells its clients a process id of its own making."""
+    if database.listen_conninfo:
+        return _listen_url(database)
     told = run.connection.info.backend_pid
     [pid, _] = run.one(_PID)
     if told == pid:
         return Finding("pooler", Severity.OK, "none in between")
-    direct = database.listen_conninfo is not None
-    text = "a pooler is in between; LISTEN has its own connection, or is off" if direct else "a pooler is in between"
-    remedy = "Give OUTBOX['LISTEN_URL'] a direct URL, or '' to poll: a pooler in transaction mode loses LISTEN."
-    return _judged("pooler", direct, text, remedy)
+    remedy = "Give OUTBOX['LISTEN_URL'] a direct URL, so that workers need not poll, or '' if polling is wanted."
+    text = "a pooler is in between, so workers poll"
+    return _judged("pooler", database.listen_conninfo is not None, text, remedy, Severity.WARNING)
+
+
+def _listen_url(database: BrokerDatabase) -> Finding:
+    try:
+        with contextlib.closing(database.open(name="outbox-doctor", direct=True)) as connection:
+            leads_straight = connection.is_direct
+    except BrokerUnavailable as error:
+        remedy = "Correct OUTBOX['LISTEN_URL']: workers need it to sequence and to consume."
+        return Finding("pooler", Severity.CRITICAL, f"LISTEN_URL leads nowhere: {error}", remedy)
+    text = "LISTEN_URL leads straight to the server" if leads_straight else "LISTEN_URL leads through a pooler"
+    remedy = "Let OUTBOX['LISTEN_URL'] name the server itself: through a pooler workers poll."
+    return _judged("pooler", leads_straight, text, remedy, Severity.WARNING)
 
 
 def _clock(run: Executor) -> Finding:

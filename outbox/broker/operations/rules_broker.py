@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
+from outbox.broker.log import failing as failing_parts
+from outbox.broker.log.failing import FailingPart, Part
 from outbox.broker.operations import audit, health, pruning
 from outbox.broker.operations.conditions import Condition, Fact, Judged, Severity, condition
 from outbox.broker.operations.status import open_since_resync
@@ -61,8 +63,13 @@ _OF_INCIDENT: Final = {
 
 def rules(run: Executor, limits: Thresholds, summary: Summary) -> Iterator[Condition]:
     """All of this room."""
+    failing = failing_parts.failing(run)
+    yield from _failing(failing)
     leader, gone_seconds, snapshot, tick_seconds, overdue_seconds, rejects = run.one(_BROKER)
-    if leader is None:
+    if leader is None and any(one.part is Part.SEQUENCING for one in failing):
+        # `process_failing` says why no process leads; to start another would not help.
+        pass
+    elif leader is None:
         fact = {"without_leader_seconds": gone_seconds, "last_tick_seconds": tick_seconds}
         yield from condition("no_sequencer", [(_without_leader(limits, gone_seconds), fact)])
     else:
@@ -71,7 +78,7 @@ def rules(run: Executor, limits: Thresholds, summary: Summary) -> Iterator[Condi
             yield from condition("summary_late", [(Severity.WARNING, {"age_seconds": summary.stored_age_seconds})])
     if rejects:
         yield from condition("rejecting", [(Severity.WARNING, {})])
-    yield from _passes_late(run, limits)
+    yield from _passes_late(run, limits, failing)
     yield from condition("pruning_behind", [_pruning(one, limits) for one in pruning.behind(run)])
     yield from _incidents(run, limits)
     still_open = [
@@ -104,10 +111,26 @@ def _ticks_late(run: Executor, limits: Thresholds, snapshot: str, overdue_second
     )
 
 
-def _passes_late(run: Executor, limits: Thresholds) -> Iterator[Condition]:
+def _failing(parts: Sequence[FailingPart]) -> Iterator[Condition]:
+    facts: list[Fact] = [
+        {
+            "failing": f"{one.part} of {one.of}" if one.of else str(one.part),
+            "process": one.process,
+            "since": one.since,
+            "seen_seconds": one.seen_seconds,
+            "error": one.error,
+        }
+        for one in parts
+    ]
+    yield from condition("process_failing", [(Severity.CRITICAL, fact) for fact in facts])
+
+
+def _passes_late(run: Executor, limits: Thresholds, failing: Sequence[FailingPart]) -> Iterator[Condition]:
     passes: list[Judged] = []
     receivers: list[Judged] = []
     for group, name, seconds_ago, period in run.rows(_PASSES):
+        if any(one.part is Part.PASS and one.works_for(name) and one.works_for(group) for one in failing):
+            continue
         severity = limits.pass_late_periods.judge(seconds_ago / max(period, 1.0))
         fact: Fact = {"producer_group": group, "last_run_seconds": seconds_ago, "period_seconds": period}
         if name.startswith(turns.RECEIVE):

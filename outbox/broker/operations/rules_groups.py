@@ -7,6 +7,8 @@ from typing import Final
 
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
+from outbox.broker.log import failing as failing_parts
+from outbox.broker.log.failing import Part
 from outbox.broker.operations import summary as summaries
 from outbox.broker.operations.conditions import EVIDENCE, Condition, Fact, Judged, Severity, condition
 from outbox.broker.operations.summary import GroupProgress, Summary
@@ -70,8 +72,12 @@ def rules(run: Executor, limits: Thresholds, summary: Summary) -> Iterator[Condi
 def _no_worker(run: Executor, limits: Thresholds, groups: Iterable[GroupProgress]) -> Iterator[Condition]:
     lags = {(one.group, one.topic): one.lag for one in groups}
     by_group: dict[str, dict[str, float | None]] = {}
-    for group, topic, seconds in run.rows(_NO_WORKER):
-        by_group.setdefault(group, {})[topic] = seconds
+    rows = run.rows(_NO_WORKER)
+    # If a consumer runs and fails, `process_failing` says so: another worker would not help.
+    failing = [one for one in failing_parts.failing(run) if one.part in (Part.CONSUMING, Part.LEASES)] if rows else []
+    for group, topic, seconds in rows:
+        if not any(one.works_for(group) for one in failing):
+            by_group.setdefault(group, {})[topic] = seconds
     judged: list[Judged] = []
     for group, topics in by_group.items():
         lag = sum(lags.get((group, topic), 0) for topic in topics)

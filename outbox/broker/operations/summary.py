@@ -18,6 +18,7 @@ from psycopg.pq import TransactionStatus
 
 from outbox.broker.database.connection import Connection
 from outbox.broker.database.executor import Executor
+from outbox.broker.database.timeouts import lock_limited
 from outbox.broker.operations import summary_sql
 
 _Row = TypeVar("_Row")
@@ -232,8 +233,9 @@ def refresh(run: Executor) -> Summary:
 
 
 def read(run: Executor, *, fresh_seconds: float = FRESH_SECONDS) -> Summary:
-    """The newest summary, or a new count where there is none that is fresh."""
-    row = run.row(summary_sql.NEWEST)
+    """The newest summary, or a new count where there is none that is fresh. Raises LockNotAvailable as `count` does."""
+    with lock_limited(run.connection):
+        row = run.row(summary_sql.NEWEST)
     if row is None:
         return replace(count(run), is_late=True)
     at, took, now, facts = row

@@ -10,6 +10,7 @@ import psycopg
 from outbox.broker.database import timeouts
 from outbox.broker.database.connection import BrokerDatabase
 from outbox.broker.database.executor import Executor
+from outbox.broker.log.failing import FailureNote, Part
 from outbox.broker.operations import summary
 from outbox.errors import BrokerUnavailable
 from outbox.periodic import BackgroundLoop
@@ -21,7 +22,7 @@ def run_once(database: BrokerDatabase) -> float:
     Raises psycopg.Error or BrokerUnavailable.
     """
     with contextlib.closing(database.open(name="outbox-summary", direct=True)) as connection:
-        if timeouts.lasts(database):
+        if timeouts.lasts(connection):
             timeouts.lift_for_session(connection)
         else:
             timeouts.lift_where_direct(connection)
@@ -30,9 +31,11 @@ def run_once(database: BrokerDatabase) -> float:
 
 def summaries(database: BrokerDatabase, *, every_seconds: float) -> BackgroundLoop:
     """A refresh at once and then every `every_seconds`, or more rarely where counting takes long, in the background."""
+    note = FailureNote(database, Part.SUMMARY)
 
     def run(stopping: Callable[[], bool]) -> float:
-        return max(every_seconds, run_once(database) / summary.SHARE)
+        with note.watching():
+            return max(every_seconds, run_once(database) / summary.SHARE)
 
     expected = (psycopg.Error, BrokerUnavailable)
     return BackgroundLoop("summary", run, every_seconds=every_seconds, first_seconds=0.0, expected=expected)

@@ -9,7 +9,7 @@ from typing import Final
 from psycopg.errors import LockNotAvailable
 
 from outbox.broker.database.executor import Executor
-from outbox.broker.database.statement import Statement
+from outbox.broker.database.timeouts import lock_limited
 from outbox.broker.operations import rules_broker, rules_groups, rules_server, rules_suspects, rules_transactions
 from outbox.broker.operations import summary as summaries
 from outbox.broker.operations.conditions import Condition, Severity, Verdict, condition, worst_first
@@ -28,8 +28,6 @@ _ROOMS: Final[Sequence[Rules]] = (
     rules_server.rules,
 )
 
-_LIMIT_WAITING: Final = Statement("SELECT set_config('lock_timeout', '1s', false)")
-
 
 @dataclass(frozen=True, slots=True)
 class Survey:
@@ -42,15 +40,16 @@ class Survey:
 def survey(run: Executor, limits: Thresholds | None = None) -> Survey:
     """All conditions that hold now, on an autocommit connection outside a transaction.
 
-    Where the tables do not fit this code, or somebody keeps them locked, that is the verdict. The session waits for
-    locks no longer than a second from now on: such a table must be reported, not waited for.
+    If the tables do not fit this code, or a session keeps them locked for more than a second, that is the verdict.
     """
     limits = limits or Thresholds()
-    run.execute(_LIMIT_WAITING)
     try:
-        check_schema(run.connection, run.schema)
+        with lock_limited(run.connection):
+            check_schema(run.connection, run.schema)
+        # A new count is a transaction of its own.
         summary = summaries.read(run)
-        return Survey(worst_first(one for rules in _ROOMS for one in rules(run, limits, summary)), summary)
+        with lock_limited(run.connection):
+            return Survey(worst_first(one for rules in _ROOMS for one in rules(run, limits, summary)), summary)
     except SchemaError as error:
         return Survey(unusable(error), None)
     except LockNotAvailable:

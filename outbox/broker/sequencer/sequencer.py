@@ -144,7 +144,8 @@ class Sequencer:
         self, database: BrokerDatabase, owner: UUID, *, batch: int = 20_000, check: CheckSettings | None = None
     ) -> None:
         self._schema = database.schema
-        self._local = not timeouts.lasts(database)
+        # Whether settings are made for one transaction each, because the connection's session may not last.
+        self._local = True
         self._owner = owner
         self._batch = batch
         self._check = check or CheckSettings()
@@ -176,6 +177,7 @@ class Sequencer:
 
     def _adopted(self, connection: Connection) -> tuple[RoundTrip, TickState]:
         if self._round_trip is None or self._connection is not connection:
+            self._local = not timeouts.lasts(connection)
             self._round_trip = RoundTrip(connection, self._schema, prepare=not self._local)
             self._state, self._connection = None, connection
         if self._state is None:

@@ -10,6 +10,7 @@ from django.db import connections
 from django.db.utils import DatabaseError
 
 from outbox.broker.database.statement import Statement
+from outbox.broker.database.timeouts import lock_limited
 from outbox.broker.operations import audit
 from outbox.broker.operations.overview import overview
 from outbox.broker.operations.verdict import survey, unusable
@@ -73,9 +74,10 @@ def state() -> State:
             found = survey(run, get_settings().thresholds)
             if found.summary is None:
                 return State(found.verdict)
-            sizes = dict(run.rows(_SIZES)) | _application_sizes()
-            verdict = with_application(found.verdict, run)
-            return State(verdict, overview(run, found.summary), found.summary, audit.last(run), sizes)
+            with lock_limited(run.connection):
+                sizes = dict(run.rows(_SIZES)) | _application_sizes()
+                verdict = with_application(found.verdict, run)
+                return State(verdict, overview(run, found.summary), found.summary, audit.last(run), sizes)
     except (BrokerUnavailable, SchemaError) as error:
         return State(unusable(error))
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from outbox.broker.database.executor import Executor
+from outbox.broker.database.timeouts import lock_limited
 from outbox.broker.operations import audit, health
 from outbox.broker.operations.conditions import Verdict
 from outbox.broker.operations.health import Health
@@ -42,7 +43,8 @@ def look() -> Look:
             found = survey(run, limits)
             if found.summary is None:
                 return Look(found.verdict, None)
-            return Look(with_application(found.verdict, run), overview(run, found.summary))
+            with lock_limited(run.connection):
+                return Look(with_application(found.verdict, run), overview(run, found.summary))
     except (BrokerUnavailable, SchemaError) as error:
         return Look(unusable(error), None)
 

@@ -235,11 +235,36 @@ def _publish_atomic(
         if producer is not None:
             check_epoch(run, producer)
         receipts, place = append_placed(run, catalog, messages, producer_group=settings.producer_group)
-    except (UndefinedTable, UndefinedFunction, InvalidSchemaName) as error:
-        raise missing(settings.schema) from error
+    except psycopg.Error as error:
+        _note_failure(error)
+        if isinstance(error, (UndefinedTable, UndefinedFunction, InvalidSchemaName)):
+            raise missing(settings.schema) from error
+        raise
+    if _has_failed:
+        _note_success()
     confirm(connection, settings, place)
     transaction.on_commit(_wake_after_commit, using=connection.alias, robust=True)
     return receipts
+
+
+# Whether an append has failed in this process since the last one that worked.
+_has_failed = False
+
+
+def _note_failure(error: psycopg.Error) -> None:
+    global _has_failed
+    broker = get_broker()
+    if isinstance(broker, PostgresBroker):
+        _has_failed = True
+        broker.publishing_failed(error)
+
+
+def _note_success() -> None:
+    global _has_failed
+    broker = get_broker()
+    if isinstance(broker, PostgresBroker):
+        _has_failed = False
+        broker.publishing_worked()
 
 
 def _wake_after_commit() -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
 from typing import Any, Final
 
+from outbox.broker.database.connection import BrokerDatabase
+from outbox.broker.log.failing import FailureNote, Part
 from outbox.broker.transaction.turns import CHECK_BACK
+from outbox.contrib.django.database.aliases import broker_database
 from outbox.contrib.django.ledger.pruning import run_prune
 from outbox.contrib.django.operations.watching import audit_when_due
 from outbox.contrib.django.publishing.checkback import check_back, is_my_turn, settle_exhausted
@@ -20,6 +24,8 @@ logger = logging.getLogger(__name__)
 PRUNE_INTERVAL_SECONDS: Final = 600.0
 # Of one turn: check-back, which has the same thread, waits no longer. What is left then is done in the turns after it.
 PRUNE_TURN_SECONDS: Final = 2.0
+
+_LEFT: Final = {"left_to": "another process, which has just begun it"}
 
 # Passes that have left something: they go on here, although they have just begun.
 _unfinished: set[str] = set()
@@ -42,7 +48,8 @@ def passes() -> list[PeriodicPass]:
     prune = _in_turn("prune", PRUNE_INTERVAL_SECONDS, lambda: asdict(run_prune(max_seconds=PRUNE_TURN_SECONDS)))
     # Asked more often than it is due: workers come and go.
     audit_seconds = min(3600.0, settings.audit_interval_seconds)
-    always = [prune, PeriodicPass(name="audit", interval_seconds=audit_seconds, run=audit_when_due)]
+    audit = PeriodicPass(name="audit", interval_seconds=audit_seconds, run=partial(_watched, "audit", audit_when_due))
+    always = [prune, audit]
     always += [_in_turn(name, seconds, work) for name, (seconds, work) in _added.items()]
     if not settings.producer_group:
         return always
@@ -63,9 +70,26 @@ def _in_turn(name: str, interval_seconds: float, work: Callable[[], Mapping[str,
 def _run(name: str, interval_seconds: float, work: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
     goes_on = name in _unfinished
     _unfinished.discard(name)
-    if not is_my_turn(name, interval_seconds, rest_seconds=0 if goes_on else None):
-        return {"left_to": "another process, which has just begun it"}
-    counts = work()
+
+    def in_turn() -> Mapping[str, Any]:
+        return work() if is_my_turn(name, interval_seconds, rest_seconds=0 if goes_on else None) else _LEFT
+
+    counts = _watched(name, in_turn)
     if counts.get("more"):
         _unfinished.add(name)
     return counts
+
+
+def _watched(name: str, work: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
+    settings = get_settings()
+    if not settings.has_database:
+        return work()
+    of = ", ".join(filter(None, (name, settings.producer_group)))
+    with _note(broker_database(settings), of).watching():
+        return work()
+
+
+@functools.cache
+def _note(database: BrokerDatabase, of: str) -> FailureNote:
+    # A pass runs rarely, so each failure counts.
+    return FailureNote(database, Part.PASS, of=of, in_a_row=1)

@@ -1,0 +1,195 @@
+"""Parts of processes that run and fail, as the broker's database is told: else such a process looks like an absent one.
+
+A part that fails twice in a row stores a note, an incident of the kind `process_failing`, by plain statements on a
+connection of its own: the broken statement, its connection or its rights need not be those of the note. It refreshes
+the note while it goes on failing. When the part works again, the note becomes one of the past, `process_failed`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from enum import StrEnum
+from typing import Final
+
+import psycopg
+
+from outbox.broker.database.connection import BrokerDatabase
+from outbox.broker.database.executor import Executor
+from outbox.broker.database.statement import Statement
+from outbox.broker.log.incidents import IncidentKind
+from outbox.errors import BrokerUnavailable
+
+logger = logging.getLogger(__name__)
+
+_REFRESH_SECONDS: Final = 10.0
+# To connect, and then for the statements.
+_SECONDS: Final = 2.0
+# Before a part stores a note it has failed so often in a row: a single error can be one of a request, or pass.
+_IN_A_ROW: Final = 2
+# The server ends or refuses sessions; `unreachable` and the processes' logs tell of that.
+_SHUTTING_DOWN: Final = "57P"
+
+
+class Part(StrEnum):
+    """What fails in a process."""
+
+    SEQUENCING = "sequencing"
+    CONSUMING = "consuming"
+    LEASES = "keeping the leases"
+    PUBLISHING = "publishing"
+    MAINTENANCE = "maintenance"
+    SUMMARY = "the summary"
+    PASS = "the pass"
+
+    @property
+    def held_seconds(self) -> float:
+        """How long a note counts that is not refreshed, because the part runs rarely or its process has ended."""
+        if self is Part.PASS:
+            # Pruning runs every ten minutes.
+            return 1500.0
+        return 300.0 if self is Part.PUBLISHING else 90.0
+
+
+_INSERT: Final = Statement("""
+INSERT INTO {schema}.incident (kind, subject, detail) VALUES (%(kind)s, %(subject)s, %(detail)s) RETURNING incident_id
+""")
+_REFRESH: Final = Statement("""
+UPDATE {schema}.incident SET detail = %(detail)s, at = clock_timestamp() WHERE incident_id = %(id)s
+""")
+_END: Final = Statement("UPDATE {schema}.incident SET kind = %(kind)s WHERE incident_id = %(id)s")
+_FAILING: Final = Statement("""
+SELECT subject, detail, extract(epoch FROM clock_timestamp() - at)::double precision
+FROM {schema}.incident
+WHERE at > clock_timestamp() - make_interval(secs => %(seconds)s) AND kind = %(kind)s
+ORDER BY at DESC LIMIT 1000
+""")
+
+
+@dataclass(frozen=True, slots=True)
+class FailingPart:
+    """A part that fails now. `of`: the groups it works for, or the name of the pass, comma-separated."""
+
+    part: Part
+    of: str
+    process: str
+    since: str
+    seen_seconds: float
+    error: str
+
+    def works_for(self, name: str) -> bool:
+        """Whether `name` is among what it works for."""
+        return name in self.of.split(", ")
+
+
+def failing(run: Executor) -> list[FailingPart]:
+    """What fails now, the last seen first."""
+    longest = max(part.held_seconds for part in Part)
+    parameters = {"seconds": longest, "kind": str(IncidentKind.PROCESS_FAILING)}
+    found = (_parsed(*row) for row in run.rows(_FAILING, parameters))
+    return [one for one in found if one.seen_seconds <= one.part.held_seconds]
+
+
+def _parsed(subject: str, detail: str, seen_seconds: float) -> FailingPart:
+    what, _, process = subject.rpartition(" in ")
+    name, _, of = what.partition(" of ")
+    since, _, error = detail.partition(": ")
+    return FailingPart(Part(name), of, process, since.removeprefix("since "), seen_seconds, error)
+
+
+class FailureNote:
+    """The note of one part of this process. Never raises; thread-safe and fork-safe.
+
+    `of`: the groups that the part works for, or the name of the pass.
+    """
+
+    def __init__(self, database: BrokerDatabase, part: Part, *, of: str = "", in_a_row: int = _IN_A_ROW) -> None:
+        self._database = database
+        self._what = f"{part} of {of}" if of else str(part)
+        self._in_a_row = in_a_row
+        self._lock = threading.Lock()
+        self._start_anew()
+
+    def _start_anew(self) -> None:
+        """Also after a fork: the note is its parent's."""
+        self._pid = os.getpid()
+        self._failures = 0
+        self._since = ""
+        self._incident_id: int | None = None
+        self._stored_at = 0.0
+
+    def failed(self, error: BaseException, *, is_last: bool = False) -> None:
+        """The part has failed once more: store that, at most every ten seconds. `is_last`: its process ends now."""
+        if _is_about_connecting(error) or not self._lock.acquire(blocking=False):
+            return
+        try:
+            if self._pid != os.getpid():
+                self._start_anew()
+            self._failures += 1
+            self._since = self._since or datetime.now(UTC).isoformat(timespec="seconds")
+            now = time.monotonic()
+            if (self._failures >= self._in_a_row or is_last) and now - self._stored_at >= _REFRESH_SECONDS:
+                self._stored_at = now
+                self._store(error)
+        finally:
+            self._lock.release()
+
+    def worked(self) -> None:
+        """The part works. Costs nothing where it has not failed."""
+        if not self._failures or not self._lock.acquire(blocking=False):
+            return
+        try:
+            incident_id, is_mine = self._incident_id, self._pid == os.getpid()
+            self._start_anew()
+            if incident_id is not None and is_mine:
+                with self._telling() as run:
+                    run.execute(_END, {"id": incident_id, "kind": str(IncidentKind.PROCESS_FAILED)}, prepare=False)
+        finally:
+            self._lock.release()
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """A block that fails if it raises, and works if it does not."""
+        try:
+            yield
+        except Exception as error:
+            self.failed(error)
+            raise
+        self.worked()
+
+    def _store(self, error: BaseException) -> None:
+        subject = f"{self._what} in process {self._pid} on {socket.gethostname()}"
+        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        detail = f"since {self._since}: {said}".replace("\x00", "")
+        with self._telling() as run:
+            refreshed = {"id": self._incident_id, "detail": detail}
+            if self._incident_id is None or not run.execute(_REFRESH, refreshed, prepare=False).rowcount:
+                logger.warning("incident %s: %s: %s", IncidentKind.PROCESS_FAILING, subject, detail)
+                stored = {"kind": str(IncidentKind.PROCESS_FAILING), "subject": subject, "detail": detail}
+                [self._incident_id] = run.one(_INSERT, stored, prepare=False)
+
+    @contextlib.contextmanager
+    def _telling(self) -> Iterator[Executor]:
+        try:
+            opened = self._database.open(name="outbox-failing", timeout_seconds=_SECONDS)
+            with contextlib.closing(opened) as connection, connection.within(time.monotonic() + _SECONDS):
+                yield Executor(connection, self._database.schema)
+        except (psycopg.Error, BrokerUnavailable) as error:
+            logger.debug("that %s fails, or works again, was not stored: %s", self._what, error)
+
+
+def _is_about_connecting(error: BaseException) -> bool:
+    """Whether the database could not be reached, or ended the session: nothing can be stored there now."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, psycopg.Error):
+        cause = cause.__cause__
+    if cause is None:
+        return isinstance(error, BrokerUnavailable)
+    return cause.sqlstate is None or cause.sqlstate.startswith(_SHUTTING_DOWN)

@@ -1,0 +1,287 @@
+"""PgBouncer in transaction mode between every process and both databases, with prepared statements and without."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+from django.contrib.auth.models import User
+from django.db import connections, transaction
+from psycopg.conninfo import make_conninfo
+
+from outbox.broker.process import run_broker
+from outbox.contrib.django import publish, subscriber
+from outbox.contrib.django.database.aliases import alias_conninfo, broker_database
+from outbox.contrib.django.engine import broker as broker_access
+from outbox.contrib.django.operations.installation import install_broker
+from outbox.contrib.django.operations.watching import look
+from outbox.contrib.django.settings.conf import get_settings
+from outbox.message import Delivery
+from tests import pooler
+from tests.django import doors
+from tests.django.conftest import BROKER_TEMPLATE, point_alias
+from tests.django.console.support import ALL, client_of, make_user
+from tests.django.processes import process
+from tests.django.shop.models import Effect, Order
+from tests.django.state import postgres_broker, stored
+from tests.django.support import sequence
+from tests.django.test_crash_workers import assert_nothing_is_wrong, expected, settled, work
+from tests.django.test_crash_workers import effects as effects_so_far
+from tests.django.test_worker import _children as children
+from tests.pooler import EVERY_VERSION, VERSIONS, Pooler, Version
+from tests.support import eventually
+
+OLD = VERSIONS["old"]
+pytestmark = pytest.mark.usefixtures("no_subscribers")
+
+
+@contextlib.contextmanager
+def behind(server_url: str, version: Version, *, size: int = 4) -> Iterator[Pooler]:
+    """Lead both aliases of this process, and of those it starts, through a pooler; the database names stay."""
+    with (
+        tempfile.TemporaryDirectory(prefix="outbox-pool-") as folder,
+        pooler.running(server_url, Path(folder), size=size, version=version) as running,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        _connect_anew()
+        for alias in ("default", "broker"):
+            for settings in (connections[alias].settings_dict, connections.settings[alias]):
+                patch.setitem(settings, "HOST", folder)
+                patch.setitem(settings, "PORT", "6432")
+        try:
+            yield running
+        finally:
+            _connect_anew()
+
+
+def pooled(running: Pooler, alias: str) -> str:
+    """The URL of the database of an alias through the pooler."""
+    return make_conninfo(running.url, dbname=connections[alias].settings_dict["NAME"])
+
+
+def _connect_anew() -> None:
+    broker_access.flusher.flush(within_seconds=5)
+    broker_access.reset_broker()
+    connections.close_all()
+
+
+@pytest.fixture
+def effects() -> Callable[[], list[str]]:
+    """Subscribe to orders; a function that names the effects."""
+
+    @subscriber("orders", group="effects", using="default")
+    def effect(delivery: Delivery) -> None:
+        Effect.objects.create(number=delivery.key)
+
+    return lambda: sorted(Effect.objects.values_list("number", flat=True))
+
+
+def place(number: str) -> None:
+    with transaction.atomic():
+        Order.objects.create(number=number)
+        publish("orders", {"number": number}, key=number)
+
+
+@pytest.mark.skipif(OLD.program is None, reason="PgBouncer is not installed")
+def test_publish_sequence_and_consume(
+    path: str, server_url: str, outbox_settings: Callable[..., None], effects: Callable[[], list[str]]
+) -> None:
+    """Every step on connections of its own, which meet what the ones before have left on the pool's."""
+    outbox_settings(LISTEN_URL="")
+    with behind(server_url, OLD, size=2):
+        for number in range(3):
+            broker_access.reset_broker()
+            place(f"n{number}")
+            sequence()
+            assert doors.say("a consumer")[0]
+            assert effects() == [f"n{one}" for one in range(number + 1)]
+    assert {one.decision for one in stored()} == {"C"}
+
+
+@pytest.mark.skipif(OLD.program is None, reason="PgBouncer is not installed")
+@pytest.mark.parametrize("listen", ["", None], ids=["named", "found-out"])
+def test_nothing_is_left_on_the_connections_of_the_pool(
+    listen: str | None,
+    databases: None,
+    server_url: str,
+    outbox_settings: Callable[..., None],
+    effects: Callable[[], list[str]],
+) -> None:
+    """Whatever is set for a session is met by the next client of the pool."""
+    outbox_settings(LISTEN_URL=listen)
+    with behind(server_url, OLD, size=2) as pool:
+        url = pooled(pool, "broker")
+        # Both connections of the pool at once.
+        with psycopg.connect(url) as one, psycopg.connect(url) as other:
+            before = _sessions(one, other)
+            for number in range(3):
+                place(f"n{number}")
+                sequence()
+                for door in ("outbox_status", "outbox_doctor", "a consumer"):
+                    doors.say(door)
+                # It leads for a moment, with the maintenance and the summary.
+                stop = threading.Event()
+                process = threading.Thread(target=run_broker, args=[broker_database(), stop])
+                process.start()
+                eventually(lambda: "no_sequencer" not in {one.name for one in look().verdict.conditions})
+                stop.set()
+                process.join()
+                assert _sessions(one, other) == before
+
+
+def _sessions(*connections: psycopg.Connection[Any]) -> list[list[tuple[Any, ...]]]:
+    """What the session of each connection has, once each has begun a transaction."""
+    state = """
+        SELECT 'setting', name, setting FROM pg_settings WHERE source = 'session' AND name <> 'application_name'
+        UNION ALL SELECT 'prepared', name, statement FROM pg_prepared_statements
+        UNION ALL SELECT 'listens', channel, '' FROM pg_listening_channels() AS channel
+        ORDER BY 1, 2
+    """
+    found = [connection.execute(state).fetchall() for connection in connections]
+    for connection in connections:
+        connection.commit()
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", EVERY_VERSION)
+def test_requests_that_nobody_waits_for(
+    version: Version, databases: None, server_url: str, outbox_settings: Callable[..., None]
+) -> None:
+    """Wake-ups and ends are pipelined, many on their way at once, from several threads beside each other."""
+    outbox_settings(LISTEN_URL="")
+    numbers = iter(range(400))
+    lock = threading.Lock()
+
+    def publish_some() -> None:
+        while True:
+            with lock:
+                number = next(numbers, None)
+            if number is None:
+                connections.close_all()
+                return
+            place(f"n{number}")
+
+    with behind(server_url, version, size=8):
+        place("first")
+        threads = [threading.Thread(target=publish_some) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        # None is lost: no check-back runs here.
+        assert {one.decision for one in stored()} == {"C"}
+        assert postgres_broker()._one_way.dropped == 0
+    assert len(stored()) == 401
+
+
+def _said(*, rounds: int) -> list[tuple[str, bool]]:
+    found: list[tuple[str, bool]] = []
+    for _ in range(rounds):
+        for door in doors.DOORS:
+            done, said = doors.say(door)
+            assert "prepared statement" not in said, f"{door}: {said}"
+            found.append((door, done))
+        broker_access.reset_broker()
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", EVERY_VERSION)
+def test_every_door_does_what_it_does_without_one(
+    version: Version,
+    databases: None,
+    server_url: str,
+    new_database: Callable[..., str],
+    outbox_settings: Callable[..., None],
+    effects: Callable[[], list[str]],
+) -> None:
+    outbox_settings(LISTEN_URL="")
+    directly = _said(rounds=2)
+    point_alias("broker", new_database(template=BROKER_TEMPLATE))
+    with behind(server_url, version):
+        assert _said(rounds=2) == directly
+
+
+# Both paths with the old version; the new one meets each of them with one of its settings.
+_PATHS = [
+    pytest.param(*one.values, broker, id=f"{one.id}-{broker}", marks=one.marks)
+    for one, broker in [
+        (EVERY_VERSION[0], "default"),
+        *zip(EVERY_VERSION, ("broker", "broker", "default"), strict=True),
+    ]
+]
+PAGES = ("", "dead-letters/", "messages/", "groups/", "topics/", "undecided/", "waiting/", "incidents/")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("version", "broker"), _PATHS)
+def test_worker_page_and_kills(
+    version: Version, broker: str, databases: None, server_url: str, outbox_settings: Callable[..., None]
+) -> None:
+    """Both paths. Killed: every process of the worker, and the pooler itself."""
+    outbox = {"LISTEN_URL": "", "BROKER": broker}
+    outbox_settings(**outbox)
+    with behind(server_url, version, size=12) as pool:
+        if broker == "default":
+            with connections["default"].cursor() as cursor:
+                # With what other tests have left there.
+                cursor.execute("DROP SCHEMA IF EXISTS outbox CASCADE")
+            install_broker(get_settings())
+        with process(["-m", "django", "outbox_worker"], outbox=outbox, quiet=True) as worker:
+            work(range(8))
+            eventually(settled, within_seconds=60, what=_state)
+            for pid in children(worker.pid):
+                os.kill(pid, signal.SIGKILL)
+            work(range(8, 16))
+            eventually(settled, within_seconds=60, what=_state)
+            pool.stop(signal.SIGKILL)
+            pool.start()
+            # As at the beginning of a request.
+            connections.close_all()
+            work(range(16, 24))
+            eventually(settled, within_seconds=60, what=_state)
+            eventually(lambda: look().verdict.conditions == [], within_seconds=30, what=_state)
+            assert doors.say("outbox_status")[0]
+            client = client_of(make_user(*ALL))
+            for page in PAGES:
+                assert client.get(f"/outbox/{page}").status_code == 200, page
+            User.objects.all().delete()
+    assert_nothing_is_wrong()
+
+
+def _state() -> str:
+    return f"{look()}\nmissing {expected() - effects_so_far()}, too many {effects_so_far() - expected()}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("straight", [True, False], ids=["listens", "finds-out"])
+@pytest.mark.skipif(OLD.program is None, reason="PgBouncer is not installed")
+def test_a_worker_with_a_direct_url_and_without_any(
+    straight: bool, databases: None, server_url: str, outbox_settings: Callable[..., None]
+) -> None:
+    """With a URL for LISTEN it sequences on a session that lasts; without any setting it finds the pooler and polls."""
+    outbox = {"LISTEN_URL": alias_conninfo("broker") if straight else None}
+    outbox_settings(**outbox)
+    with behind(server_url, OLD, size=12) as pool:
+        with process(["-m", "django", "outbox_worker"], outbox=outbox, quiet=True) as worker:
+            work(range(8))
+            eventually(settled, within_seconds=60, what=_state)
+            for pid in children(worker.pid):
+                os.kill(pid, signal.SIGKILL)
+            pool.stop(signal.SIGKILL)
+            pool.start()
+            connections.close_all()
+            work(range(8, 16))
+            eventually(settled, within_seconds=60, what=_state)
+            eventually(lambda: look().verdict.conditions == [], within_seconds=30, what=_state)
+    assert_nothing_is_wrong()

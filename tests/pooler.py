@@ -1,0 +1,141 @@
+"""Real PgBouncers in front of the test server, in transaction pooling."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psycopg
+import pytest
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
+
+from tests.support import eventually, let_in, let_through
+
+# The system's package, and the newer version that `.ci/pgbouncer` unpacks.
+PROGRAM = shutil.which("pgbouncer", path="/usr/sbin:/usr/bin:/usr/local/bin:/usr/local/sbin")
+UNPACKED = Path(__file__).parent.parent / "var" / "pgbouncer" / "pgbouncer"
+NEW_PROGRAM = os.environ.get("OUTBOX_PGBOUNCER") or (str(UNPACKED) if UNPACKED.exists() else None)
+_PORT = 6432
+_SETTINGS = """
+[databases]
+* = host={host} port={port} user={user}
+
+[pgbouncer]
+listen_addr =
+listen_port = {own_port}
+unix_socket_dir = {folder}
+auth_type = any
+pool_mode = transaction
+server_login_retry = 1
+default_pool_size = {size}
+max_client_conn = 1000
+user = {run_as}
+pidfile = {folder}/pgbouncer.pid
+"""
+
+
+@dataclass(frozen=True)
+class Version:
+    """A program, and how many prepared statements of a client it follows: None where it does not know the setting."""
+
+    program: str | None
+    prepared_statements: int | None = None
+
+    @property
+    def settings(self) -> str:
+        """What is added to the file of settings."""
+        number = self.prepared_statements
+        return "" if number is None else f"max_prepared_statements = {number}\n"
+
+
+VERSIONS = {
+    "old": Version(PROGRAM),
+    "new": Version(NEW_PROGRAM, 200),
+    "new without prepared statements": Version(NEW_PROGRAM, 0),
+}
+_MISSING = {
+    "old": "PgBouncer is not installed (Debian's package pgbouncer)",
+    "new": "there is no PgBouncer from 1.22 on (.ci/pgbouncer var/pgbouncer, or OUTBOX_PGBOUNCER)",
+}
+# For tests of every version. A run of CI leaves none out.
+EVERY_VERSION = [
+    pytest.param(
+        version,
+        id=name.replace(" ", "-"),
+        marks=pytest.mark.skipif(
+            version.program is None and "CI" not in os.environ, reason=_MISSING[name.split(maxsplit=1)[0]]
+        ),
+    )
+    for name, version in VERSIONS.items()
+]
+
+
+class Pooler:
+    """A PgBouncer whose pool has `size` connections for each database of the server of `url`."""
+
+    def __init__(self, url: str, folder: Path, *, size: int, version: Version = VERSIONS["old"]) -> None:
+        assert version.program is not None, "this PgBouncer is missing"
+        self._program = version.program
+        self._folder = folder
+        self._settings = folder / "pgbouncer.ini"
+        given = conninfo_to_dict(url)
+        run_as = Path(str(given["host"])).owner()
+        let_in(url, run_as)
+        # It refuses to run as root, so it runs as the server does: whoever may enter the folder of the server's socket.
+        let_through(folder)
+        settings = _SETTINGS.format(
+            host=given["host"], port=given.get("port", 5432), user=given.get("user", "postgres"), folder=folder,
+            own_port=_PORT, size=size, run_as=run_as,
+        )  # fmt: skip
+        self._settings.write_text(settings + version.settings)
+        self.url = make_conninfo(url, host=str(folder), port=str(_PORT))
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start it, and wait until it answers."""
+        with (self._folder / "log").open("ab") as log:
+            self._process = subprocess.Popen([self._program, str(self._settings)], stdout=log, stderr=log)
+        eventually(self._answers, what=self.log)
+
+    def stop(self, signal_number: int = signal.SIGTERM) -> None:
+        """End it; a killed one leaves its socket and its file, which would keep the next one from starting."""
+        assert self._process is not None
+        self._process.send_signal(signal_number)
+        self._process.wait()
+        for left in (self._folder / "pgbouncer.pid", self._folder / f".s.PGSQL.{_PORT}"):
+            left.unlink(missing_ok=True)
+
+    def log(self) -> str:
+        """What it has said."""
+        return (self._folder / "log").read_text()
+
+    def _answers(self) -> bool:
+        try:
+            psycopg.connect(self.url).close()
+        except psycopg.OperationalError:
+            return False
+        return True
+
+
+@contextmanager
+def pooled(url: str, folder: Path, *, size: int) -> Iterator[str]:
+    """The URL of the database `url` through a pool of `size` connections, in the system's version."""
+    with running(url, folder, size=size) as pooler:
+        yield pooler.url
+
+
+@contextmanager
+def running(url: str, folder: Path, *, size: int, version: Version = VERSIONS["old"]) -> Iterator[Pooler]:
+    """A PgBouncer that is ended after the block."""
+    pooler = Pooler(url, folder, size=size, version=version)
+    pooler.start()
+    try:
+        yield pooler
+    finally:
+        pooler.stop()
