@@ -23,6 +23,7 @@ from outbox.broker.consumer.session import Companion, ConsumerSession, ringing
 from outbox.broker.database.connection import BrokerDatabase
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.notify import RECONNECT
+from outbox.broker.dispatch.running_calls import RunningCalls
 from outbox.broker.dispatch.subscriptions import ConsumingGroup
 from outbox.broker.groups import registration
 from outbox.broker.groups.rebalance import Strategy, by_name
@@ -85,24 +86,28 @@ class ConsumerRuntime:
         cannot go on: then its queues are released already, and its process has to end.
         """
         failures = 0
+        noted_in: RunningCalls | None = None
         while not stop.is_set():
             try:
-                session = self._session(self._companion)
-                break
+                session = self._session(self._companion, noted_in)
             except BrokerUnavailable as error:
                 failures += 1
                 heartbeat.beat(ready=False)
                 logger.warning("consuming cannot begin yet, trying again: %s", error)
                 stop.wait(RECONNECT.pause_seconds(failures))
-        else:
-            return
+            else:
+                failures, noted_in = 0, session.running_calls
+                self._stay(session, stop)
+
+    def _stay(self, session: ConsumerSession, stop: threading.Event) -> None:
+        """Consume until `stop` is set, too many handlers hang, or the process has to register again."""
         with ringing(stop, session.bell):
             session.coordinator.start()
-            session.loop(until=lambda: stop.is_set() or bool(session.dispatcher.hung))
+            session.loop(until=lambda: stop.is_set() or bool(session.dispatcher.hung) or session.is_outdated)
         hung = "" if stop.is_set() else session.dispatcher.hung
         if hung:
             logger.error("%s: this process gives up its queues, finishes what does not hang, and ends", hung)
-        elif session.running_calls is not None:
+        elif session.running_calls is not None and stop.is_set():
             session.running_calls.told_to_stop()
         session.finish()
         if hung:
@@ -125,7 +130,7 @@ class ConsumerRuntime:
         counts = session.dispatcher.counts
         return ConsumeCounts(**{name: counts[name] for name in ConsumeCounts.__dataclass_fields__})
 
-    def _session(self, companion: Companion | None = None) -> ConsumerSession:
+    def _session(self, companion: Companion | None = None, noted_in: RunningCalls | None = None) -> ConsumerSession:
         with naming("the registration of consumers", self._database.schema):
             return ConsumerSession(
                 self._database,
@@ -135,6 +140,7 @@ class ConsumerRuntime:
                 lease_seconds=self._lease_seconds,
                 strategy=self._strategy,
                 companion=companion,
+                noted_in=noted_in,
             )
 
     def _register(self, run: Executor, instance: uuid.UUID) -> list[ConsumingGroup]:

@@ -39,6 +39,7 @@ _FILES: Final = {
     14: "0014_one_call.sql",
     15: "0015_lives.sql",
     16: "0016_standing_in.sql",
+    17: "0017_restores.sql",
 }
 SCHEMA_VERSION: Final = max(_FILES)
 
