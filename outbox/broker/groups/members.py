@@ -160,9 +160,7 @@ def names(
     run: Executor, group_ids: Sequence[int], topic_ids: Sequence[int]
 ) -> tuple[Mapping[int, str], Mapping[int, str]]:
     """What groups and what topics have these ids now."""
-    groups, topics = run.one(
-        _NAMES, {"group_ids": arrays.integers(group_ids), "topic_ids": arrays.integers(topic_ids)}
-    )
+    groups, topics = run.one(_NAMES, {"group_ids": arrays.integers(group_ids), "topic_ids": arrays.integers(topic_ids)})
     return {int(key): name for key, name in groups.items()}, {int(key): name for key, name in topics.items()}
 
 

@@ -1,4 +1,4 @@
-"""What runs periodically in a producer service: check-back, and pruning of ledger and inbox."""
+"""What runs periodically in a service: check-back, pruning of ledger and inbox, and comparing both with the broker."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from outbox.broker.transaction.turns import CHECK_BACK
 from outbox.contrib.django.ledger.pruning import run_prune
+from outbox.contrib.django.operations.comparing import compare_when_due
 from outbox.contrib.django.operations.watching import audit_when_due
 from outbox.contrib.django.publishing.checkback import check_back, is_my_turn
 from outbox.contrib.django.settings.conf import get_settings
@@ -18,6 +19,8 @@ from outbox.periodic import PeriodicPass
 logger = logging.getLogger(__name__)
 
 PRUNE_INTERVAL_SECONDS: Final = 600.0
+# How soon a new life of the broker is noticed; in between a pass is one look.
+_LOOK_INTERVAL_SECONDS: Final = 60.0
 
 
 def passes() -> list[PeriodicPass]:
@@ -30,10 +33,16 @@ def passes() -> list[PeriodicPass]:
     prune = _in_turn("prune", PRUNE_INTERVAL_SECONDS, lambda: asdict(run_prune()))
     # Asked more often than it is due: workers come and go.
     audit_seconds = min(3600.0, settings.audit_interval_seconds)
-    always = [prune, PeriodicPass(name="audit", interval_seconds=audit_seconds, run=audit_when_due)]
+    compare = _in_turn("compare", _LOOK_INTERVAL_SECONDS, _compared)
+    always = [compare, prune, PeriodicPass(name="audit", interval_seconds=audit_seconds, run=audit_when_due)]
     if not settings.producer_group:
         return always
     return [_in_turn(CHECK_BACK, settings.check_interval_seconds, lambda: asdict(check_back())), *always]
+
+
+def _compared() -> Mapping[str, Any]:
+    counts = compare_when_due()
+    return {} if counts is None else asdict(counts)
 
 
 def _in_turn(name: str, interval_seconds: float, work: Callable[[], Mapping[str, Any]]) -> PeriodicPass:
