@@ -143,9 +143,10 @@ class Bounds:
 
 # What a deleted topic had is removed at once.
 _BOUNDS = Statement("""
-SELECT created_at, (SELECT greatest(now() - make_interval(secs => min(retention_seconds) FILTER (WHERE deleted_at IS NULL)),
-                                    max(deleted_at))
-                    FROM {schema}.topic WHERE retry_of IS NULL)
+SELECT created_at,
+       (SELECT greatest(max(now() - make_interval(secs => retention_seconds)) FILTER (WHERE deleted_at IS NULL),
+                        max(deleted_at))
+        FROM {schema}.topic WHERE retry_of IS NULL)
 FROM {schema}.broker
 """)
 

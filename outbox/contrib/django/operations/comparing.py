@@ -37,7 +37,7 @@ from outbox.contrib.django.ledger.pruning import first_id_at
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.subscribers import inbox_entries
 from outbox.contrib.django.subscribers.handler_connections import handler_alias
-from outbox.contrib.django.subscribers.registry import Subscriber, subscribers
+from outbox.contrib.django.subscribers.registry import Subscriber, autodiscover
 from outbox.errors import LedgerUnavailable
 from outbox.filters.filter import parse_filter
 
@@ -74,10 +74,10 @@ def compare_when_due() -> CompareCounts | None:
         since = datetime.now(UTC) - timedelta(seconds=COMPARE_INTERVAL_SECONDS)
         known = {(one.kind, one.subject, one.topic, one.alias): one for one in comparisons.every(run)}
     wanted = [*_ledger_keys(), *((Kind.INBOX, *_inbox_key(item)) for item in _with_inbox())]
-    fresh = (
-        one is not None and one.life_id == life and (one.compared_at or since) > since for one in map(known.get, wanted)
-    )
-    return None if all(fresh) else run_compare()
+    for one in map(known.get, wanted):
+        if one is None or one.life_id != life or one.compared_at is None or one.compared_at < since:
+            return run_compare()
+    return None
 
 
 def run_compare(*, max_batches: int = 400) -> CompareCounts:
@@ -178,7 +178,7 @@ def _ledger_keys() -> list[tuple[Kind, str, str, str]]:
 
 
 def _with_inbox() -> list[Subscriber]:
-    return [item for item in subscribers() if item.idempotent and not item.subscription.broadcast]
+    return [item for item in autodiscover() if item.idempotent and not item.subscription.broadcast]
 
 
 def _inbox_key(item: Subscriber) -> tuple[str, str, str]:
@@ -228,16 +228,14 @@ def _compare_ledger(context: _Context, application: BaseDatabaseWrapper) -> None
     missing = MissingTransactions(run, Kind.LEDGER, context.producer_group, alias)
     # The broker may have removed what is older, and another engine may have it; pruning removes it by its age.
     oldest = max(context.bounds.installed_at, datetime.now(UTC) - context.keep, context.bounds.kept_since or _LONG_AGO)
-    is_first = (
-        known is None or known.life_id != context.life.life_id or known.state.get("ledger") != str(identity.ledger_id)
-    )
-    began = datetime.now(UTC)
+    same_ledger = known is not None and known.state.get("ledger") == str(identity.ledger_id)
+    is_first = known is None or known.life_id != context.life.life_id or not same_ledger
     if known is None or is_first or context.is_young or known.compared_at is None:
         after = first_id_at(oldest)
     else:
         after = first_id_at(max(oldest, known.compared_at - _OVERLAP))
     if known is not None and not is_first and (left := known.state.get("after")):
-        after = min(after, UUID(left))
+        after = UUID(left)
     cut = ""
     for number in range(context.max_batches):
         batch = ledger.committed_after(application, after, limit=_BATCH)
@@ -252,7 +250,7 @@ def _compare_ledger(context: _Context, application: BaseDatabaseWrapper) -> None
     unproven = _unproven(context, identity) if is_first else None
     if unproven is None and known is not None and known.unproven_to is not None:
         unproven = (known.unproven_from, known.unproven_to)
-    state = {"ledger": str(identity.ledger_id), "after": cut, "began": began.isoformat()}
+    state = {"ledger": str(identity.ledger_id), "after": cut}
     _store(context, missing, state, unproven)
 
 
@@ -262,8 +260,8 @@ _LONG_AGO: Final = datetime(1970, 1, 1, tzinfo=UTC)
 def _unproven(context: _Context, identity: ledger.Identity) -> tuple[datetime, datetime] | None:
     """The span in which transactions committed whose rows were pruned, and which the broker does not know any more.
 
-    A ledger is pruned up to a transaction that the broker showed decided. If the broker has forgotten that one since, and
-    ends before it, it was restored to before it.
+    A ledger is pruned up to a transaction that the broker showed decided. If the broker does not know that one any
+    more, and its log ends before it, it was restored to before it.
     """
     if identity.pruned_before is None or not context.is_young:
         return None
@@ -286,15 +284,13 @@ def _compare_decisions(context: _Context, application: BaseDatabaseWrapper) -> N
     after = max(before.pruned_before or _NIL, first_id_at(context.bounds.installed_at))
     canaries = [UUID(one) for one in known.state.get("canaries", ())] if known is not None else []
     same = known is not None and known.state.get("ledger") == str(before.ledger_id)
-    if (
-        known is not None
-        and same
-        and known.compared_at is not None
-        and _absent(application, canaries) <= _below(canaries, after)
-    ):
-        after = max(after, first_id_at(known.compared_at - _OVERLAP))
+    is_whole = _absent(application, canaries) <= _below(canaries, after)
+    if known is not None and same and known.compared_at is not None and is_whole:
+        left = known.state.get("after")
+        after = UUID(left) if left else max(after, first_id_at(known.compared_at - _OVERLAP))
     present: list[UUID] = []
-    for _ in range(context.max_batches):
+    cut = ""
+    for number in range(context.max_batches):
         batch = comparisons.committed_of_ledger(run, before.ledger_id, after, limit=_BATCH)
         absent = _absent(application, batch)
         # Read after the rows: pruning says first how far it goes.
@@ -306,8 +302,10 @@ def _compare_decisions(context: _Context, application: BaseDatabaseWrapper) -> N
         if len(batch) < _BATCH:
             break
         after = batch[-1]
+        cut = str(after) if number + 1 == context.max_batches else ""
     _look_again(missing, lambda ids: set(ids) - _absent(application, ids))
-    state = {"ledger": str(before.ledger_id), "canaries": [str(one) for one in present or canaries]}
+    kept = [str(one) for one in present or canaries]
+    state = {"ledger": str(before.ledger_id), "after": cut, "canaries": kept}
     _store(context, missing, state, None)
 
 

@@ -16,7 +16,7 @@ from outbox.contrib.django.operations.comparing import found, run_compare, settl
 class Command(OutboxCommand):
     """Parses, then calls run_compare, or settle."""
 
-    help = "Compare ledgers and inboxes with the broker, as a worker does every ten minutes. Exits with 2 if one lacks rows."
+    help = "Compare ledgers and inboxes with the broker. Exits with 2 if a restore has lost something."
 
     def add_arguments(self, parser: CommandParser) -> None:
         parser.add_argument("--settle", action="store_true", help="what was found is dealt with: no condition any more")
