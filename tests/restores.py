@@ -43,15 +43,21 @@ def restore_over(url: str, file: Path) -> None:
 
 
 def reload_rows(url: str, file: Path) -> None:
-    """Empty all tables of a database in use and load the rows again: tables and sessions stay."""
+    """Empty all tables of a database in use and load the rows again, at once: tables and sessions stay."""
+    rows = file.with_suffix(".sql")
+    options = ["--data-only", "--disable-triggers", "-f", str(rows)]
+    subprocess.run([_program("pg_restore"), *options, str(file)], check=True)
     with psycopg.connect(url, autocommit=True) as connection:
-        tables = connection.execute(
-            "SELECT format('%I.%I', schemaname, tablename) FROM pg_tables"
+        [names] = connection.execute(
+            "SELECT string_agg(format('%I.%I', schemaname, tablename), ', ') FROM pg_tables"
             " WHERE schemaname NOT IN ('pg_catalog', 'information_schema')"
-        ).fetchall()
-        names = sql.SQL(", ").join(sql.SQL(name) for (name,) in tables)
-        connection.execute(sql.SQL("TRUNCATE {}").format(names))
-    restore(url, file, "--data-only", "--disable-triggers", "--single-transaction")
+        ).fetchone() or ("",)
+    rows.write_text(f"TRUNCATE {names};\n{rows.read_text()}")
+    subprocess.run(
+        [_program("psql"), "-q", "-1", "-v", "ON_ERROR_STOP=1", "-d", url, "-f", str(rows)],
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )
 
 
 def recreate(url: str, file: Path) -> None:

@@ -30,7 +30,14 @@ from outbox.broker.groups.rebalance import Strategy, by_name
 from outbox.broker.schema import install
 from outbox.broker.schema.refusals import naming
 from outbox.codec import Codecs
-from outbox.errors import BrokerUnavailable, ConfigurationError, HandlersHung, InvalidSubscription
+from outbox.errors import (
+    BrokerUnavailable,
+    ConfigurationError,
+    HandlersHung,
+    InvalidSubscription,
+    SchemaError,
+    UnknownTopic,
+)
 from outbox.filters.filter import parse_filter
 from outbox.ports import AnyHandler, Invoker, call_handler
 from outbox.subscription import Subscription
@@ -86,17 +93,21 @@ class ConsumerRuntime:
         cannot go on: then its queues are released already, and its process has to end.
         """
         failures = 0
+        has_registered = False
         noted_in: RunningCalls | None = None
         while not stop.is_set():
             try:
                 session = self._session(self._companion, noted_in)
-            except BrokerUnavailable as error:
+            except (BrokerUnavailable, SchemaError, UnknownTopic) as error:
+                # A process that had registered waits for the end of a restore, which empties the tables first.
+                if not (isinstance(error, BrokerUnavailable) or has_registered):
+                    raise
                 failures += 1
                 heartbeat.beat(ready=False)
                 logger.warning("consuming cannot begin yet, trying again: %s", error)
                 stop.wait(RECONNECT.pause_seconds(failures))
             else:
-                failures, noted_in = 0, session.running_calls
+                failures, has_registered, noted_in = 0, True, session.running_calls
                 self._stay(session, stop)
 
     def _stay(self, session: ConsumerSession, stop: threading.Event) -> None:

@@ -17,13 +17,15 @@ ALTER TABLE life
 -- The last life whose beginning this comparison of log and queues has seen.
 ALTER TABLE resync ADD COLUMN life_ordinal bigint NOT NULL DEFAULT 0;
 
--- The life that lasts; none where its rows are a copy, or of another start of the server.
+-- The life that lasts; none where its rows are a copy, or of another start of the server, or where rows were loaded
+-- beside its own.
 CREATE FUNCTION lasting_life_v17() RETURNS uuid
 LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
     SELECT life_id FROM life_sign JOIN life USING (life_id)
     WHERE life_sign.server = this_server_v15() AND life.mark = life.xmin AND life.mark = life_sign.xmin
       AND life.table_oid = life.tableoid
       AND life.database_oid = (SELECT oid FROM pg_database WHERE datname = current_database())
+      AND (SELECT count(*) FROM life_sign) = 1
 $$;
 
 -- Begin a life unless one lasts; returns the life that lasts then. Not inside a transaction with an older snapshot.
@@ -44,14 +46,18 @@ BEGIN
     END IF;
     lasting := gen_random_uuid();
     PERFORM set_config('synchronous_commit', 'on', true);
-    -- A life that code of the version before began has no mark, which says nothing.
-    SELECT mark <> xmin OR table_oid <> tableoid OR database_oid <> own_oid INTO copied
-    FROM life ORDER BY ordinal DESC LIMIT 1;
+    -- Rows of lives that were copied; without marks they say so once. A life that code of the version before began has
+    -- none.
+    UPDATE life SET mark = NULL, table_oid = NULL, database_oid = NULL
+    WHERE mark <> xmin OR table_oid <> tableoid OR database_oid <> own_oid;
+    copied := FOUND;
     DELETE FROM life_sign;
     INSERT INTO life_sign (life_id, server) VALUES (lasting, this_server_v15()) RETURNING xmin INTO own_mark;
-    INSERT INTO life (life_id, server, queue_ids, heads, mark, database_oid, table_oid, is_copy, stored_until)
-    SELECT lasting, this_server_v15(), coalesce(array_agg(queue_id), '{}'), coalesce(array_agg(head), '{}'),
-           own_mark, own_oid, 'life'::regclass, coalesce(copied, false),
+    -- Not the sequence's next number: a restore takes that back too.
+    INSERT INTO life (life_id, ordinal, server, queue_ids, heads, mark, database_oid, table_oid, is_copy, stored_until)
+    OVERRIDING SYSTEM VALUE
+    SELECT lasting, (SELECT coalesce(max(ordinal), 0) + 1 FROM life), this_server_v15(), coalesce(array_agg(queue_id), '{}'), coalesce(array_agg(head), '{}'),
+           own_mark, own_oid, 'life'::regclass, copied,
            (SELECT stored_at FROM commit_log ORDER BY log_id DESC LIMIT 1)
     FROM queue_head WHERE head > 0;
     -- Owners keep their leases until the terms end: handlers of before may still be running. A restore takes epochs
@@ -204,7 +210,8 @@ BEGIN
     due_count := 0;
     -- The marks show a restore under this connection; with the server or the database the connection would have ended.
     SELECT EXISTS (SELECT FROM life_sign JOIN life USING (life_id)
-                   WHERE life_id = own_life AND life.mark = life.xmin AND life.mark = life_sign.xmin),
+                   WHERE life_id = own_life AND life.mark = life.xmin AND life.mark = life_sign.xmin)
+               AND (SELECT count(*) FROM life_sign) = 1,
            (SELECT max(tick_id) FROM tick),
            ARRAY(SELECT topic_id FROM topic WHERE 'FIFO' = ANY (message_types) ORDER BY topic_id),
            EXISTS (SELECT FROM queue WHERE closing),
