@@ -174,6 +174,13 @@ def _effects() -> list[str]:
     return sorted(Effect.objects.filter(number__startswith="n").values_list("number", flat=True))
 
 
+def _state() -> str:
+    with connections[get_settings().broker].cursor() as cursor:
+        cursor.execute("SELECT (SELECT count(*) FROM outbox.consume_queue), (SELECT count(*) FROM outbox.consumer),"
+                       " (SELECT count(*) FROM outbox.op_log), (SELECT max(error) FROM outbox.failure)")
+        return f"effects {_effects()}; queued, consumers, decided, error: {cursor.fetchone()}"
+
+
 def _names(*ranges: range) -> list[str]:
     return sorted(f"n{number}" for numbers in ranges for number in numbers)
 
@@ -186,7 +193,7 @@ BEFORE, LOST, AFTER = range(5), range(5, 12), range(12, 20)
 def test_nothing_is_lost_without_a_condition_that_names_it(cell: Cell, tmp_path: Path) -> None:
     cell.start_workers()
     cell.order(BEFORE)
-    eventually(lambda: _effects() == _names(BEFORE), within_seconds=60)
+    eventually(lambda: _effects() == _names(BEFORE), within_seconds=90, what=_state)
     assert cell.conditions() == {}
     cell.take_copy()
     if cell.workers == "stopped":
