@@ -7,13 +7,13 @@ broker's database or the application's; both paths. On the atomic path the two a
 from __future__ import annotations
 
 import contextlib
+import importlib
 import itertools
 import json
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,8 @@ from outbox.contrib.django.engine.broker import flusher, reset_broker
 from outbox.contrib.django.operations.installation import install_broker
 from outbox.contrib.django.settings.conf import get_settings
 from tests.django.conftest import point_alias
-from tests.django.processes import ROOT, child, environment
+from tests.django.effects import subscribers as effects
+from tests.django.processes import child
 from tests.django.repairs import Repair, lost
 from tests.django.shop.models import Effect, Order
 from tests.restores import Servers, base_backup, dump, recreate, restore, restore_over
@@ -107,22 +108,18 @@ class Cell:
             recreate(self.url, self.kept)
 
     def command(self, *arguments: str) -> tuple[int, Any]:
-        """A command as an operator types it: its exit code, and its JSON."""
-        done = subprocess.run(
-            [sys.executable, "-m", "django", *arguments],
-            env=environment(outbox=self.outbox),
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.stdout, done.stderr
-        return done.returncode, json.loads(done.stdout)
+        """What an operator types: its exit code, and its JSON."""
+        out, code = StringIO(), 0
+        try:
+            call_command(*arguments, "--json", stdout=out)
+        except SystemExit as ended:
+            code = int(str(ended.code))
+        return code, json.loads(out.getvalue())
 
     def conditions(self) -> dict[str, dict[str, Any]]:
         """What the status says of restores, after a comparison."""
-        self.command("outbox_compare", "--json")
-        _, found = self.command("outbox_status", "--json")
+        self.command("outbox_compare")
+        _, found = self.command("outbox_status")
         return {one["name"]: one for one in found["conditions"] if one["name"].startswith("lost_")}
 
 
@@ -130,10 +127,13 @@ class Cell:
 def cell(
     request: pytest.FixtureRequest,
     databases: None,
+    no_subscribers: None,
     new_database: Callable[..., str],
     outbox_settings: Callable[..., None],
 ) -> Iterator[Cell]:
     """The shop, with the database that is to be restored on a server of its own."""
+    # The subscribers of the worker processes, also for what this process compares.
+    importlib.reload(effects)
     before = dict(connections["default"].settings_dict)
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ob-", ignore_cleanup_errors=True)))
@@ -176,8 +176,10 @@ def _effects() -> list[str]:
 
 def _state() -> str:
     with connections[get_settings().broker].cursor() as cursor:
-        cursor.execute("SELECT (SELECT count(*) FROM outbox.consume_queue), (SELECT count(*) FROM outbox.consumer),"
-                       " (SELECT count(*) FROM outbox.op_log), (SELECT max(error) FROM outbox.failure)")
+        cursor.execute(
+            "SELECT (SELECT count(*) FROM outbox.consume_queue), (SELECT count(*) FROM outbox.consumer),"
+            " (SELECT count(*) FROM outbox.op_log), (SELECT max(error) FROM outbox.failure)"
+        )
         return f"effects {_effects()}; queued, consumers, decided, error: {cursor.fetchone()}"
 
 
@@ -249,7 +251,7 @@ def _assert_messages_are_named(
         assert outcomes == ["done"] * len(LOST)
     eventually(lambda: _effects() == _names(BEFORE, LOST, AFTER), within_seconds=60)
     assert _effects() == sorted(Order.objects.values_list("number", flat=True))
-    code, answer = cell.command("outbox_compare", "--settle", "--no-input", "--json")
+    code, answer = cell.command("outbox_compare", "--settle", "--no-input")
     assert (code, answer["settled"]) == (0, len(gone))
     assert cell.conditions() == {}
 
@@ -273,12 +275,12 @@ def _assert_commits_and_effects_are_named(
         for fact in by_topic.values():
             program, *arguments = fact["command"].split()
             assert program == "manage.py"
-            cell.command(*arguments, "--json")
+            cell.command(*arguments)
     else:
         assert "lost_effects" not in found
     # The broker still has these messages; that their orders are gone, the condition says.
     eventually(lambda: _effects() == _names(BEFORE, LOST, AFTER), within_seconds=60)
     eventually(lambda: "lost_effects" not in cell.conditions(), within_seconds=60)
-    code, answer = cell.command("outbox_compare", "--settle", "--no-input", "--json")
+    code, answer = cell.command("outbox_compare", "--settle", "--no-input")
     assert (code, answer["settled"]) == (0, len(gone))
     assert cell.conditions() == {}
