@@ -50,6 +50,7 @@ _OVERLAP: Final = timedelta(minutes=15)
 _YOUNG: Final = timedelta(hours=1)
 _BATCH: Final = 5000
 _CANARIES: Final = 20
+_CANARIES_OF_QUEUE: Final = 5
 # So many batches of a queue are read when a group is compared for the first time.
 _FIRST_LOOK: Final = 20
 _NIL: Final = UUID(int=0)
@@ -373,7 +374,8 @@ class _InboxLook:
     context: _Context
     application: BaseDatabaseWrapper
     item: Subscriber
-    present: list[UUID] = field(default_factory=list)
+    # Of each queue the newest that are there.
+    present: dict[int, list[UUID]] = field(default_factory=dict)
     missing: dict[UUID, datetime] = field(default_factory=dict)
     highest: int = -1
 
@@ -401,18 +403,23 @@ class _InboxLook:
                     self.missing[entry.message_id] = entry.queued_at
                     lowest = entry.queue_offset if lowest is None else lowest
                     self.highest = max(self.highest, entry.queue_offset)
-            self.present = [*self.present, *(one.message_id for one in entries if one.message_id in there)][-_CANARIES:]
+            if newest := [one.message_id for one in entries if one.message_id in there]:
+                self.present[queue.queue_id] = newest[-_CANARIES_OF_QUEUE:]
         return lowest
 
     def look_back(self, queue: Passed, low: int, high: int) -> int | None:
         """As `look`, from the end on, until nothing is missing for a whole batch."""
         lowest: int | None = None
+        newest: list[UUID] = []
         while high > low:
             start = max(low, high - _BATCH)
             found = self.look(queue, start, high)
+            newest = newest or self.present.get(queue.queue_id, [])
             if found is None:
                 break
             lowest, high = found, start
+        if newest:
+            self.present[queue.queue_id] = newest
         return lowest
 
     def present_from(self, queue: Passed) -> int:
@@ -424,8 +431,7 @@ class _InboxLook:
                 break
             lost = _InboxLook(self.context, self.application, self.item)
             lowest = lost.look(queue, low, high)
-            if not self.present:
-                self.present = lost.present
+            self.present = lost.present | self.present
             if lowest is not None:
                 return lost.highest + 1
             high = low
@@ -444,10 +450,11 @@ def _compare_inbox(context: _Context, application: BaseDatabaseWrapper, item: Su
     passed = comparisons.passed(context.run, group, topic)
     state = known.state if known is not None and known.state.get("filter") == subscription.filter else {}
     queues = {int(key): _Queue(*values) for key, values in state.get("queues", {}).items()}
-    canaries = [UUID(one) for one in state.get("canaries", ())]
+    canaries = {int(key): [UUID(one) for one in ids] for key, ids in state.get("canaries", {}).items()}
     look = _InboxLook(context, application, item)
     generations = range(1, max((queue.generation for queue in passed), default=1) + 1)
-    gone = set(canaries) - inbox_entries.handled(application, group, generations, canaries)
+    watched = [one for ids in canaries.values() for one in ids]
+    gone = set(watched) - inbox_entries.handled(application, group, generations, watched)
     for queue in passed:
         seen = queues.get(queue.queue_id)
         if seen is None:
@@ -469,10 +476,11 @@ def _compare_inbox(context: _Context, application: BaseDatabaseWrapper, item: Su
         found.append(look.look(queue, max(low, seen.position), queue.next_offset))
         lowest = [one for one in found if one is not None]
         seen.position, seen.look_from = queue.next_offset, min(lowest, default=None)
+    kept = {key: [one for one in ids if one not in gone] for key, ids in canaries.items()}
     stored = {
         "filter": subscription.filter,
         "queues": {str(key): [one.valid_from, one.position, one.moved, one.look_from] for key, one in queues.items()},
-        "canaries": [str(one) for one in look.present or [one for one in canaries if one not in gone]],
+        "canaries": {str(key): [str(one) for one in ids] for key, ids in (kept | look.present).items()},
     }
     times = sorted(look.missing.values())
     comparisons.store(
