@@ -141,7 +141,8 @@ def cell(
         servers = Servers(folder, SETTINGS)
         stack.callback(servers.stop)
         servers.start("restored")
-        made = Cell(*request.param, servers=servers, folder=folder, stack=stack)
+        copy, server, workers, which, path = request.param
+        made = Cell(copy, server, workers, which, path, servers, folder, stack)
         url = embedded.create_database(servers.url("restored"), "shop")
         if made.which == "broker":
             point_alias("broker", url)

@@ -248,7 +248,7 @@ def _compare_ledger(context: _Context, application: BaseDatabaseWrapper) -> None
         cut = str(after) if number + 1 == context.max_batches else ""
     _look_again(missing, lambda ids: set(ids) - unknown_transactions(run, ids))
     missing.trim(keep_seconds=2 * context.keep.total_seconds())
-    unproven = _unproven(context, identity) if is_first else None
+    unproven: tuple[datetime | None, datetime] | None = _unproven(context, identity) if is_first else None
     if unproven is None and known is not None and known.unproven_to is not None:
         unproven = (known.unproven_from, known.unproven_to)
     state = {"ledger": str(identity.ledger_id), "after": cut}
