@@ -6,6 +6,7 @@ import os
 import pwd
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -112,12 +113,12 @@ class Servers:
         embedded.start(data, settings=self._settings)
         self._lead(name, data)
 
-    def replace(self, name: str, copy: Path | None = None) -> None:
-        """Another server takes over the address: a physical copy, or an empty one."""
+    def replace(self, name: str, copy: Path | None = None, *, load: Callable[[str], None] = lambda url: None) -> None:
+        """Another server takes over the address: a physical copy, or an empty one once `load` has filled it."""
         old, new = self._data[name], self._folder / f"{name}-new"
         if copy is not None:
             copy.rename(new)
-        embedded.start(new, settings=self._settings)
+        load(embedded.start(new, settings=self._settings))
         embedded.stop(old)
         self._lead(name, new)
 
