@@ -16,6 +16,7 @@ from outbox.contrib.django import publish
 from outbox.contrib.django.database.aliases import broker_database
 from outbox.contrib.django.engine.broker import flusher, get_broker
 from outbox.contrib.django.operations.commands import switch_transactional
+from outbox.contrib.django.operations.comparing import run_compare
 from outbox.contrib.django.publishing.checkback import run_check_back
 from outbox.contrib.django.worker.periodic import passes
 from outbox.contrib.django.worker.receiving import Rounds
@@ -23,6 +24,7 @@ from outbox.errors import WrongDatabase
 from outbox.transaction import Answer, Decision, EndTransaction
 from tests.django.broker_world import NOWHERE, World, fault
 from tests.django.conftest import point_alias
+from tests.django.support import sequence
 
 
 @fault
@@ -201,6 +203,31 @@ def not_conserved(world: World) -> None:
     world.publish(2)
     world.sql("DELETE FROM outbox.consume_queue WHERE log_id = (SELECT min(log_id) FROM outbox.consume_queue)")
     assert audit.run_once(world.run).differences
+
+
+@fault
+def lost_messages(world: World) -> None:
+    """The broker's database is restored to before a message."""
+    with transaction.atomic():
+        publish("orders", {}, key="lost")
+    sequence()
+    for table in ("consume_queue", "op_log", "commit_log"):
+        world.sql(f"DELETE FROM outbox.{table}")
+    assert run_compare().lost_messages == 1
+
+
+@fault
+def lost_commits(world: World) -> None:
+    """The application's database is restored to before a transaction whose message was queued."""
+    with transaction.atomic():
+        publish("orders", {}, key="lost")
+    sequence()
+    with connections["default"].cursor() as cursor:
+        # Past the trigger that protects these rows, as a restore goes.
+        cursor.execute("SET session_replication_role = replica")
+        cursor.execute("DELETE FROM outbox_ledger")
+        cursor.execute("RESET session_replication_role")
+    assert run_compare().lost_commits == 1
 
 
 @fault

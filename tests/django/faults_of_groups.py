@@ -18,6 +18,8 @@ from outbox.broker.operations import summary, switches
 from outbox.broker.supervisor import Death
 from outbox.contrib.django import publish, run_prune, subscriber
 from outbox.contrib.django.database.aliases import broker_database
+from outbox.contrib.django.models import InboxEntry
+from outbox.contrib.django.operations.comparing import run_compare
 from outbox.contrib.django.saga import SagaProgress, SagaState
 from outbox.contrib.django.tasks.models import TaskEntry
 from outbox.contrib.django.worker.workers import consumer_runtime
@@ -206,3 +208,19 @@ def expired(world: World) -> None:
     world.publish()
     world.age(40 * 24 * 3600)
     assert retention.run_once(world.run, settings=RetentionSettings(hard_cap_seconds=1)).expired
+
+
+@fault
+def lost_effects(world: World) -> None:
+    """The handlers' database is restored to before a message was handled."""
+
+    @subscriber("payments", group="effects")
+    def effect(delivery: Delivery) -> None:
+        pass
+
+    world.publish(3, "payments")
+    consumer_runtime(groups=["effects"]).run_once()
+    assert run_compare().lost_effects == 0
+    newest = InboxEntry.objects.order_by("-handled_at").values_list("message_id", flat=True)[:2]
+    InboxEntry.objects.filter(message_id__in=list(newest)).delete()
+    assert run_compare().lost_effects == 2

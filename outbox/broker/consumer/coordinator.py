@@ -22,7 +22,7 @@ from outbox.broker.database.connection import BrokerConnection, BrokerDatabase
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.notify import Channel, notify
 from outbox.broker.dispatch.owned_queue import OwnedQueue
-from outbox.broker.dispatch.ownership import Gained, HandOver, Lost, Ownership, Stopped, Switched
+from outbox.broker.dispatch.ownership import Gained, HandOver, Lost, Ownership, Revived, Stopped, Switched
 from outbox.broker.dispatch.subscriptions import ConsumingGroup, Subscribed
 from outbox.broker.groups import leases, lives, members, offsets, outages, rebalance, send_back, suspects
 from outbox.broker.groups.leases import Lease, QueueKey, lease_clock
@@ -68,8 +68,8 @@ class Coordinator:
         self._heard_at = lease_clock()
         self._broadcast = broadcast.Follower([group for group in groups if group.broadcast])
         self._connection: BrokerConnection | None = None
+        # A new session has the timeouts of its role until they are lifted; behind a pooler they stay.
         self._is_new = True
-        # Whether the timeouts of the role hold for this session no more; behind a pooler they do.
         self._is_lifted = False
         self._life: UUID | None = None
         # Of another life, until the dispatching thread has let go: only then it is known whether handlers still run.
@@ -126,7 +126,10 @@ class Coordinator:
     def _turn(self, run: Executor) -> None:
         if self._is_new:
             self._is_lifted = timeouts.lift_where_direct(run.connection)
+            self._is_new = False
         life = self._live(run)
+        if self._ownership.is_outdated:
+            return
         if lease_clock() >= self._renew_at:
             self._renew(run)
         self._give_back(run)
@@ -140,20 +143,36 @@ class Coordinator:
             self._ownership.emit(Gained(queue))
 
     def _live(self, run: Executor) -> UUID:
-        """The life of the server. What was obtained in another one is lost: other messages may have its offsets now."""
-        if self._life is not None and not self._is_new and timeouts.lasts(run.connection):
-            # Only behind a pooler a connection outlives its server.
-            return self._life
+        """The life that lasts. Queues obtained in another one are lost: other messages may have their offsets now.
+
+        It is asked in each turn: a connection outlives a restore, and behind a pooler also its server.
+        """
         life = lives.current(run)
         if self._life is not None and life != self._life:
-            logger.warning("the broker's server has started anew: queues are taken up again from where they stand now")
+            logger.warning("the broker was restored or started anew: queues are taken up again from where they are now")
+            self._check_names(run)
+            # Members and leases are those of the copy.
+            self._renew_at = 0.0
             for lease in list(self._leases.values()):
                 self._awaited[lease.key] = lease
                 self._lose(lease)
             for lease in self._broadcast.rewind(lives.heads_since(run, self._life)):
                 self._ownership.emit(Lost(lease))
-        self._life, self._is_new = life, False
+            self._ownership.emit(Revived())
+        self._life = life
         return life
+
+    def _check_names(self, run: Executor) -> None:
+        """After a restore to before a registration, the ids that this process knows are free, or name others."""
+        groups = {group.group_id: group.name for group in self._groups.values()}
+        topics = {
+            topic_id: subscribed.subscription.topic
+            for group in self._groups.values()
+            for topic_id, subscribed in group.subscribed.items()
+        }
+        if members.names(run, list(groups), list(topics)) != (groups, topics):
+            logger.warning("the broker does not know the groups or topics of this process any more: registering again")
+            self._ownership.outdate()
 
     def _connected(self) -> BrokerConnection:
         if self._connection is None or self._connection.closed:

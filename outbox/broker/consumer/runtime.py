@@ -23,6 +23,7 @@ from outbox.broker.consumer.session import Companion, ConsumerSession, ringing
 from outbox.broker.database.connection import BrokerDatabase
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.notify import RECONNECT
+from outbox.broker.dispatch.running_calls import RunningCalls
 from outbox.broker.dispatch.subscriptions import ConsumingGroup
 from outbox.broker.groups import registration
 from outbox.broker.groups.rebalance import Strategy, by_name
@@ -30,7 +31,15 @@ from outbox.broker.log.failing import FailureNote, Part
 from outbox.broker.schema import install
 from outbox.broker.schema.refusals import naming
 from outbox.codec import Codecs
-from outbox.errors import BrokerUnavailable, ConfigurationError, HandlersHung, InvalidSubscription, OutboxError
+from outbox.errors import (
+    BrokerUnavailable,
+    ConfigurationError,
+    HandlersHung,
+    InvalidSubscription,
+    OutboxError,
+    SchemaError,
+    UnknownTopic,
+)
 from outbox.filters.filter import parse_filter
 from outbox.ports import AnyHandler, Invoker, call_handler
 from outbox.subscription import Subscription
@@ -88,11 +97,16 @@ class ConsumerRuntime:
         cannot go on: then its queues are released already, and its process has to end.
         """
         failures = 0
+        has_registered = False
+        noted_in: RunningCalls | None = None
         while not stop.is_set():
             try:
-                session = self._session(self._companion)
-                break
-            except BrokerUnavailable as error:
+                session = self._session(self._companion, noted_in)
+            except (BrokerUnavailable, SchemaError, UnknownTopic) as error:
+                # A process that had registered waits for the end of a restore, which empties the tables first.
+                if not (isinstance(error, BrokerUnavailable) or has_registered):
+                    self._note.failed(error, is_last=True)
+                    raise
                 failures += 1
                 self._note.failed(error)
                 heartbeat.beat(ready=False)
@@ -101,15 +115,19 @@ class ConsumerRuntime:
             except OutboxError as error:
                 self._note.failed(error, is_last=True)
                 raise
-        else:
-            return
+            else:
+                failures, has_registered, noted_in = 0, True, session.running_calls
+                self._stay(session, stop)
+
+    def _stay(self, session: ConsumerSession, stop: threading.Event) -> None:
+        """Consume until `stop` is set, too many handlers hang, or the process has to register again."""
         with ringing(stop, session.bell):
             session.coordinator.start()
-            session.loop(until=lambda: stop.is_set() or bool(session.dispatcher.hung))
+            session.loop(until=lambda: stop.is_set() or bool(session.dispatcher.hung) or session.is_outdated)
         hung = "" if stop.is_set() else session.dispatcher.hung
         if hung:
             logger.error("%s: this process gives up its queues, finishes what does not hang, and ends", hung)
-        elif session.running_calls is not None:
+        elif session.running_calls is not None and stop.is_set():
             session.running_calls.told_to_stop()
         session.finish()
         # A process that has ended does not fail.
@@ -134,7 +152,7 @@ class ConsumerRuntime:
         counts = session.dispatcher.counts
         return ConsumeCounts(**{name: counts[name] for name in ConsumeCounts.__dataclass_fields__})
 
-    def _session(self, companion: Companion | None = None) -> ConsumerSession:
+    def _session(self, companion: Companion | None = None, noted_in: RunningCalls | None = None) -> ConsumerSession:
         with naming("the registration of consumers", self._database.schema):
             return ConsumerSession(
                 self._database,
@@ -145,6 +163,7 @@ class ConsumerRuntime:
                 strategy=self._strategy,
                 companion=companion,
                 note=self._note,
+                noted_in=noted_in,
             )
 
     def _register(self, run: Executor, instance: uuid.UUID) -> list[ConsumingGroup]:

@@ -72,7 +72,10 @@ Register = Callable[[Executor, uuid.UUID], list[ConsumingGroup]]
 
 
 class ConsumerSession:
-    """Registers on creation; raises psycopg.Error, BrokerUnavailable, or what `register` raises."""
+    """Registers on creation; raises psycopg.Error, BrokerUnavailable, or what `register` raises.
+
+    `noted_in`: where an earlier stay of this process noted its calls; its parent gave it one file only.
+    """
 
     def __init__(
         self,
@@ -85,6 +88,7 @@ class ConsumerSession:
         strategy: Strategy | Collection[int],
         note: FailureNote,
         companion: Companion | None = None,
+        noted_in: RunningCalls | None = None,
     ) -> None:
         self._database = database
         self._note = note
@@ -112,9 +116,16 @@ class ConsumerSession:
         self.coordinator = Coordinator(
             database, instance, groups, self._ownership, lease_seconds=lease_seconds, strategy=strategy
         )
-        self.running_calls = _running_calls(instance, groups)
+        self.running_calls = noted_in or _running_calls(instance, groups)
+        if noted_in is not None:
+            noted_in.go_on_as(instance)
         caller = Caller(invoker, codecs, self._finished, self.running_calls)
         self.dispatcher = Dispatcher(instance, groups, self._ownership, caller.run)
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether this stay has to end and another has to begin: the broker was restored to before it registered."""
+        return self._ownership.is_outdated
 
     def bound(self) -> None:
         """From now on fetch only what the queues hold now."""

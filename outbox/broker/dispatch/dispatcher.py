@@ -15,14 +15,14 @@ from outbox.broker.dispatch import failures
 from outbox.broker.dispatch.calls import Calls
 from outbox.broker.dispatch.failures import Failed
 from outbox.broker.dispatch.owned_queue import OwnedQueue, Phase
-from outbox.broker.dispatch.ownership import Event, Gained, HandOver, Lost, Ownership, Stopped, Switched
+from outbox.broker.dispatch.ownership import Event, Gained, HandOver, Lost, Ownership, Revived, Stopped, Switched
 from outbox.broker.dispatch.prefetch import Prefetcher, room_of
 from outbox.broker.dispatch.results import book
 from outbox.broker.dispatch.station import Station
 from outbox.broker.dispatch.subscriptions import ConsumingGroup
 from outbox.broker.dispatch.trials import Trials
 from outbox.broker.dispatch.work import Lane, Result, Work
-from outbox.broker.groups import offsets
+from outbox.broker.groups import lives, offsets
 from outbox.broker.groups.leases import Lease, QueueKey
 from outbox.broker.log.consume_queue import heads
 from outbox.ports import Disposition
@@ -112,7 +112,11 @@ class Dispatcher:
         return self._calls.hung()
 
     def live(self, life: UUID) -> None:
-        """From now on only what was gained in this life of the server counts (groups.lives); the rest is lost."""
+        """From now on only queues gained in this life count (groups.lives); the others are lost."""
+        if life != self._life:
+            # A restore may have taken a retry queue back, and another queue may have its id now.
+            for group in self._groups.values():
+                group.retry_queues.clear()
         self._life = life
         for queue in [queue for queue in self._owned.values() if queue.lease.life != life]:
             self._lose(queue)
@@ -142,7 +146,10 @@ class Dispatcher:
 
     def _adopt(self, run: Executor) -> None:
         while (event := self._ownership.next_event()) is not None:
-            self._apply(event)
+            if isinstance(event, Revived):
+                self.live(lives.current(run))
+            else:
+                self._apply(event)
         for queue in [queue for queue in self._owned.values() if not queue.trusted()]:
             self._lose(queue)
         for queue in self._stale:

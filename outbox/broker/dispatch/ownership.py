@@ -54,7 +54,12 @@ class Stopped:
     stopped: bool
 
 
-Event = Gained | HandOver | Lost | Switched | Stopped
+@dataclass(frozen=True)
+class Revived:
+    """The coordinator has met another life of the broker: ask for the life before anything else is handled."""
+
+
+Event = Gained | HandOver | Lost | Switched | Stopped | Revived
 
 
 class Ownership:
@@ -70,6 +75,7 @@ class Ownership:
         self._handed_back: deque[Lease] = deque()
         self._lingering: set[QueueKey] = set()
         self._draining = False
+        self._is_outdated = False
 
     # -- the dispatching thread's side ----------------------------------------------------------
 
@@ -124,7 +130,17 @@ class Ownership:
         """Whether no more queues may be taken."""
         return self._draining
 
+    def outdate(self) -> None:
+        """The ids of groups and topics name others now: take no more queues; the process has to register again."""
+        self._is_outdated = self._draining = True
+        self._wake_dispatcher()
+
     # -- any thread -----------------------------------------------------------------------------
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether the process has to register again."""
+        return self._is_outdated
 
     def lingers(self, key: QueueKey) -> bool:
         """Whether handlers of an earlier lease of this queue still run here."""

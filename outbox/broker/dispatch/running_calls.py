@@ -39,8 +39,13 @@ class RunningCalls:
         # Written, not truncated to its size: touching a page that the disk has no room for would kill this process.
         os.pwrite(descriptor, bytes(size), 0)
         self._map = mmap.mmap(descriptor, size)
+        self._slots = calls
         self._free = deque(range(calls))
         _HEADER.pack_into(self._map, 0, _MAGIC, calls, self._slot_bytes, 0, instance.bytes)
+
+    def go_on_as(self, instance: UUID) -> None:
+        """The process has registered again, as another instance; nothing runs now."""
+        _HEADER.pack_into(self._map, 0, _MAGIC, self._slots, self._slot_bytes, 0, instance.bytes)
 
     def note(self, group_id: int, log_ids: Sequence[int], *, alone: bool) -> int | None:
         """A handler is called now for these; returns what to `forget` when it has come back."""

@@ -1,32 +1,49 @@
-"""The lives of the server: what is remembered of positions counts only in the life in which it was read.
+"""The lives of the broker: positions that a process remembers count only in the life in which it read them.
 
-A crash of the server takes the ticks that had not reached the disk, a failover or a restore takes more; afterwards
-other messages get their offsets. A connection ends with the life in which it was made, so whoever keeps positions in
-memory asks for the life on each new connection, and forgets what it has from another one.
+A crash of the server loses the ticks that had not reached the disk, a failover or a restore loses more; afterwards
+other messages get their offsets. A start, a crash, a promotion and a restore each begin a new life. A restore may
+leave the connections of running processes open: so each process that keeps positions asks for the life on each new
+connection, and in each turn of its coordinator.
 
-The first who asks in a new life begins it: the leases' epochs grow, so that nothing more is stored under those of
-before, and offsets that are ahead of what is there are taken back. No tick is made in a life that has not begun.
+The first process that asks in a new life begins it: the leases' epochs grow, so that nothing more is stored under those
+of before, and offsets beyond the queues' ends are taken back. No tick is made in a life that has not begun.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
 from uuid import UUID
 
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
 
-_LASTING = Statement("""
-SELECT life_id FROM {schema}.life_sign JOIN {schema}.life USING (life_id)
-WHERE life_sign.server = {schema}.this_server_v15()
-""")
-_BEGIN = Statement("SELECT {schema}.begin_life_v15()")
+_LASTING = Statement("SELECT {schema}.lasting_life_v18()")
+_BEGIN = Statement("SELECT {schema}.begin_life_v18()")
 
 
 def current(run: Executor) -> UUID:
-    """The life of the server, begun here if nobody has; on a connection in autocommit, outside a transaction."""
-    row = run.row(_LASTING) or run.one(_BEGIN)
-    life: UUID = row[0]
+    """The life that lasts, begun here if no process has; on a connection in autocommit, outside a transaction."""
+    life: UUID = run.one(_LASTING)[0] or run.one(_BEGIN)[0]
+    return life
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    """One life: when it began, and when the newest message that it began with was stored (None without any)."""
+
+    life_id: UUID
+    began_at: datetime
+    stored_until: datetime | None
+
+
+_LIFE = Statement("SELECT life_id, began_at, stored_until FROM {schema}.life WHERE life_id = %(life)s")
+
+
+def described(run: Executor) -> Life:
+    """The life that lasts, begun here if no process has."""
+    [life] = run.objects(Life, _LIFE, {"life": current(run)})
     return life
 
 

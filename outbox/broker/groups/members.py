@@ -148,6 +148,22 @@ ORDER BY c.group_id, c.topic_id, c.number
 """
 
 
+_NAMES = Statement("""
+SELECT (SELECT coalesce(jsonb_object_agg(group_id, name), '{{}}') FROM {schema}.consumer_group
+        WHERE group_id = ANY (%(group_ids)s::integer[])),
+       (SELECT coalesce(jsonb_object_agg(topic_id, name), '{{}}') FROM {schema}.topic
+        WHERE topic_id = ANY (%(topic_ids)s::integer[]))
+""")
+
+
+def names(
+    run: Executor, group_ids: Sequence[int], topic_ids: Sequence[int]
+) -> tuple[Mapping[int, str], Mapping[int, str]]:
+    """What groups and what topics have these ids now."""
+    groups, topics = run.one(_NAMES, {"group_ids": arrays.integers(group_ids), "topic_ids": arrays.integers(topic_ids)})
+    return {int(key): name for key, name in groups.items()}, {int(key): name for key, name in topics.items()}
+
+
 @dataclass(frozen=True, slots=True)
 class Look:
     """What a consumer has to know of its groups: their switches and live members by group id, their queues."""

@@ -258,6 +258,21 @@ CATALOGUE: Final[Mapping[str, Kind]] = {
         "The last audit found messages lost or doubled: an equation does not hold.",
         "`outbox_audit` again to confirm, `outbox_trace` for the newest ones, `outbox_reconcile` for all.",
     ),
+    "lost_messages": Kind(
+        "Transactions that the application has committed are unknown to the broker: a restore or a failover lost their "
+        "messages.",
+        "Reconcile that span: `outbox-reconcile plan` and `outbox_repair` publish again from the business rows; then "
+        "`outbox_compare --settle`.",
+    ),
+    "lost_commits": Kind(
+        "Messages were delivered about transactions that the application's database does not hold: it was restored.",
+        "Restore a newer copy if there is one; else `outbox_reconcile` names the messages without a row. Then "
+        "`outbox_compare --settle`.",
+    ),
+    "lost_effects": Kind(
+        "Groups have passed messages whose effects are gone: the database of their handlers was restored.",
+        "Run the `outbox_group reset` of the evidence: it delivers them again, and the inbox skips what it knows.",
+    ),
     "rejecting": Kind(
         "New transactional messages are refused, by an operator's switch.",
         "`outbox_reject off` when the reason is over.",

@@ -10,7 +10,14 @@ from psycopg.errors import LockNotAvailable
 
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.timeouts import lock_limited
-from outbox.broker.operations import rules_broker, rules_groups, rules_server, rules_suspects, rules_transactions
+from outbox.broker.operations import (
+    rules_broker,
+    rules_groups,
+    rules_restores,
+    rules_server,
+    rules_suspects,
+    rules_transactions,
+)
 from outbox.broker.operations import summary as summaries
 from outbox.broker.operations.conditions import Condition, Severity, Verdict, condition, worst_first
 from outbox.broker.operations.summary import Summary
@@ -22,6 +29,7 @@ Rules = Callable[[Executor, Thresholds, Summary], Iterator[Condition]]
 
 _ROOMS: Final[Sequence[Rules]] = (
     rules_broker.rules,
+    rules_restores.rules,
     rules_transactions.rules,
     rules_groups.rules,
     rules_suspects.rules,

@@ -51,6 +51,7 @@ _CHANGES: Final = {
     15: _Change("0015_lives.sql", ["op_log"]),
     16: _Change("0016_standing_in.sql", ["leader_lease"]),
     17: _Change("0017_pruning.sql"),
+    18: _Change("0018_restores.sql", ["life", "resync"]),
 }
 SCHEMA_VERSION: Final = max(_CHANGES)
 

@@ -74,6 +74,7 @@ class _Broker:
     fifo_topics: list[int]
     is_compared: bool
     has_foreign_ids: bool
+    is_copy: bool
 
 
 def _prepare(run: Executor, *, local: bool) -> None:
@@ -161,6 +162,8 @@ def _resync_if_needed(run: Executor, check: CheckSettings, life: UUID, *, local:
         reasons.append(f"the last tick has read up to transaction {state.snapshot.xmax}, which is in the future")
     if broker.has_foreign_ids:
         reasons.append("there are decisions with transaction ids of the future")
+    if broker.is_copy:
+        reasons.append("a restore or a copy has written the tables")
     if not broker.is_compared:
         reasons.append(f"version 0.1 began incarnation {broker.incarnation}")
     if reasons:

@@ -15,7 +15,9 @@ SELECT incarnation, system_identifier, timeline, pg_current_snapshot()::text AS 
        (SELECT snapshot::text FROM {schema}.half_scan ORDER BY scan_id DESC LIMIT 1) AS half_scan,
        ARRAY(SELECT topic_id FROM {schema}.topic WHERE 'FIFO' = ANY (message_types) ORDER BY topic_id) AS fifo_topics,
        EXISTS (SELECT FROM {schema}.resync WHERE resync.incarnation = broker.incarnation) AS is_compared,
-       EXISTS (SELECT FROM {schema}.op_log WHERE xid >= pg_snapshot_xmax(pg_current_snapshot())) AS has_foreign_ids
+       EXISTS (SELECT FROM {schema}.op_log WHERE xid >= pg_snapshot_xmax(pg_current_snapshot())) AS has_foreign_ids,
+       EXISTS (SELECT FROM {schema}.life WHERE is_copy
+               AND ordinal > (SELECT max(life_ordinal) FROM {schema}.resync)) AS is_copy
 FROM {schema}.broker
 """)
 
@@ -85,8 +87,8 @@ WHERE xid >= pg_snapshot_xmin(pg_current_snapshot()) AND NOT pg_visible_in_snaps
 """)
 
 RECORD_RESYNC: Final = Statement("""
-INSERT INTO {schema}.resync (incarnation, reason, snapshot)
-VALUES (%(incarnation)s, %(reason)s, pg_current_snapshot())
+INSERT INTO {schema}.resync (incarnation, reason, snapshot, life_ordinal)
+VALUES (%(incarnation)s, %(reason)s, pg_current_snapshot(), (SELECT coalesce(max(ordinal), 0) FROM {schema}.life))
 """)
 
 # The half scan starts anew above the current snapshot; what is undecided now becomes pending here.

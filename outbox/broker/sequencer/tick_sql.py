@@ -1,4 +1,4 @@
-"""Calling the tick, which is a function in the broker's database (outbox/broker/schema/0015_lives.sql)."""
+"""Calling the tick, which is a function in the broker's database (outbox/broker/schema/0018_restores.sql)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ROLLBACK: Final = Statement("ROLLBACK")
 TICK: Final = Statement("""
 SELECT obstacle, seen, stored, more, decision_count, appended_count, held_count, released_count, scheduled_count,
        due_count, next_due_seconds, nothing_due_before, met
-FROM {schema}.tick_v15(
+FROM {schema}.tick_v18(
     own_life => %(life)s, last_tick => %(tick_id)s, own_incarnation => %(incarnation)s,
     seen_xmax => %(xmax)s, seen_xip => %(xip)s,
     half_xmax => %(half_xmax)s, half_xip => %(half_xip)s, known_fifo => %(fifo_topics)s, known_parked => %(parked)s,

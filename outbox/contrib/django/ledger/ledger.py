@@ -16,6 +16,7 @@ from django.db.utils import DatabaseError
 
 from outbox.contrib.django.database import deadline
 
+TABLE: Final = "outbox_ledger"
 COMMITTED: Final = "C"
 ROLLED_BACK: Final = "R"
 
@@ -270,6 +271,19 @@ def ids_between(connection: BaseDatabaseWrapper, after: UUID, below: UUID, *, li
     with connection.cursor() as cursor:
         statement = f"{_SELECT_BETWEEN} {connection.ops.limit_offset_sql(0, limit)}"
         cursor.execute(statement, [_stored(connection, after), _stored(connection, below)])
+        return [_read(row[0]) for row in cursor.fetchall()]
+
+
+_SELECT_COMMITTED: Final = """
+SELECT transaction_id FROM outbox_ledger WHERE transaction_id > %s AND state = 'C' ORDER BY transaction_id
+"""
+
+
+def committed_after(connection: BaseDatabaseWrapper, after: UUID, *, limit: int) -> list[UUID]:
+    """The next committed transactions in the order of their ids."""
+    with connection.cursor() as cursor:
+        statement = f"{_SELECT_COMMITTED} {connection.ops.limit_offset_sql(0, limit)}"
+        cursor.execute(statement, [_stored(connection, after)])
         return [_read(row[0]) for row in cursor.fetchall()]
 
 

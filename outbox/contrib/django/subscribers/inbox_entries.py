@@ -39,6 +39,9 @@ _INSERT_SQLITE: Final = f"{_INSERT} ON CONFLICT DO NOTHING"
 
 _SELECT: Final = "SELECT message_id FROM outbox_inbox WHERE consumer_group = %s AND generation = %s AND message_id"
 
+# Fits the parameter limit of every database Django supports.
+_LARGEST_LIST: Final = 500
+
 _DELETE: Final = """
 DELETE FROM outbox_inbox WHERE consumer_group = %s AND generation = %s AND message_id = %s
 """
@@ -151,3 +154,19 @@ class InboxEntries:
 
     def _stored(self, message_id: UUID) -> Any:
         return message_id if self._connection.features.has_native_uuid_field else message_id.hex
+
+
+def handled(
+    connection: BaseDatabaseWrapper, group: str, generations: Sequence[int], message_ids: Sequence[UUID]
+) -> set[UUID]:
+    """Those of the messages that the group's inbox has, in any of the generations."""
+    found: set[UUID] = set()
+    native = connection.features.has_native_uuid_field
+    for start in range(0, len(message_ids), _LARGEST_LIST):
+        part = [value if native else value.hex for value in message_ids[start : start + _LARGEST_LIST]]
+        places = ", ".join(["%s"] * len(part))
+        for generation in generations:
+            with connection.cursor() as cursor:
+                cursor.execute(f"{_SELECT} IN ({places})", [group, generation, *part])
+                found.update(value if isinstance(value, UUID) else UUID(value) for (value,) in cursor.fetchall())
+    return found

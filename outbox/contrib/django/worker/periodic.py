@@ -1,4 +1,4 @@
-"""What runs periodically in a producer service: check-back, and pruning of ledger and inbox."""
+"""What runs periodically in a service: check-back, pruning of ledger and inbox, and comparing both with the broker."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from outbox.broker.log.failing import FailureNote, Part
 from outbox.broker.transaction.turns import CHECK_BACK
 from outbox.contrib.django.database.aliases import broker_database
 from outbox.contrib.django.ledger.pruning import run_prune
+from outbox.contrib.django.operations.comparing import compare_when_due
 from outbox.contrib.django.operations.watching import audit_when_due
 from outbox.contrib.django.publishing.checkback import check_back, is_my_turn, settle_exhausted
 from outbox.contrib.django.settings.conf import get_settings
@@ -24,6 +25,8 @@ logger = logging.getLogger(__name__)
 PRUNE_INTERVAL_SECONDS: Final = 600.0
 # Of one turn: check-back, which has the same thread, waits no longer. What is left then is done in the turns after it.
 PRUNE_TURN_SECONDS: Final = 2.0
+# How soon a new life of the broker is noticed; in between a pass is one look.
+_LOOK_INTERVAL_SECONDS: Final = 60.0
 
 _LEFT: Final = {"left_to": "another process, which has just begun it"}
 
@@ -49,7 +52,7 @@ def passes() -> list[PeriodicPass]:
     # Asked more often than it is due: workers come and go.
     audit_seconds = min(3600.0, settings.audit_interval_seconds)
     audit = PeriodicPass(name="audit", interval_seconds=audit_seconds, run=partial(_watched, "audit", audit_when_due))
-    always = [prune, audit]
+    always = [_in_turn("compare", _LOOK_INTERVAL_SECONDS, _compared), prune, audit]
     always += [_in_turn(name, seconds, work) for name, (seconds, work) in _added.items()]
     if not settings.producer_group:
         return always
@@ -61,6 +64,11 @@ def passes() -> list[PeriodicPass]:
 
 def _settle() -> Mapping[str, Any]:
     return asdict(settle_exhausted())
+
+
+def _compared() -> Mapping[str, Any]:
+    counts = compare_when_due()
+    return {} if counts is None else asdict(counts)
 
 
 def _in_turn(name: str, interval_seconds: float, work: Callable[[], Mapping[str, Any]]) -> PeriodicPass:

@@ -1,0 +1,309 @@
+"""What comparisons of the application's databases with the broker have found, kept where status and metrics read it.
+
+The application runs the comparisons, because it alone sees both sides (outbox.contrib.django.operations.comparing).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from enum import StrEnum
+from typing import Any, Final
+from uuid import UUID
+
+from outbox.broker.database import arrays
+from outbox.broker.database.executor import Executor
+from outbox.broker.database.statement import Statement
+
+# What a comparison names at most.
+NAMED: Final = 20
+
+
+class Kind(StrEnum):
+    """What is compared."""
+
+    LEDGER = "ledger"
+    """Committed transactions that the broker does not know: their messages are lost."""
+    DECISION = "decision"
+    """Transactions committed in the broker that the ledger does not know: their business rows are lost."""
+    INBOX = "inbox"
+    """Messages that a group has passed and its inbox does not know: their effects are lost."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    """The last comparison of one thing. `subject`: the producer group, or the consumer group on `topic`.
+
+    `state`: what the next one goes on from. `ids`: at most twenty of the `missing`, which lie between `first_at` and
+    `last_at`. Between `unproven_from` and `unproven_to` something was lost that no row proves any more.
+    """
+
+    kind: Kind
+    subject: str
+    topic: str = ""
+    alias: str
+    life_id: UUID
+    compared_at: datetime | None = None
+    state: Mapping[str, Any] = field(default_factory=dict)
+    missing: int = 0
+    first_at: datetime | None = None
+    last_at: datetime | None = None
+    ids: Sequence[UUID] = ()
+    unproven_from: datetime | None = None
+    unproven_to: datetime | None = None
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether nothing is missing, as far as can be proven."""
+        return not self.missing and self.unproven_to is None
+
+
+_COLUMNS: Final = """kind, subject, topic, alias, life_id, compared_at, state, missing, first_at, last_at, ids,
+       unproven_from, unproven_to"""
+_ALL = Statement(f"SELECT {_COLUMNS} FROM {{schema}}.comparison ORDER BY kind, subject, topic, alias")
+_STORE = Statement("""
+INSERT INTO {schema}.comparison AS known (kind, subject, topic, alias, life_id, state, missing, first_at, last_at, ids,
+                                          unproven_from, unproven_to)
+VALUES (%(kind)s, %(subject)s, %(topic)s, %(alias)s, %(life_id)s, %(state)s::text::jsonb, %(missing)s, %(first_at)s,
+        %(last_at)s, %(ids)s::uuid[], %(unproven_from)s, %(unproven_to)s)
+ON CONFLICT (kind, subject, topic, alias) DO UPDATE
+SET life_id = excluded.life_id, compared_at = now(), state = excluded.state, missing = excluded.missing,
+    first_at = excluded.first_at, last_at = excluded.last_at, ids = excluded.ids,
+    unproven_from = excluded.unproven_from, unproven_to = excluded.unproven_to
+""")
+_FORGET = Statement("""
+DELETE FROM {schema}.comparison
+WHERE kind = %(kind)s AND subject = %(subject)s AND topic = %(topic)s AND alias = %(alias)s
+""")
+
+
+def every(run: Executor) -> list[Comparison]:
+    """The last comparison of each thing."""
+    return [_read(row) for row in run.rows(_ALL)]
+
+
+def _read(row: Sequence[Any]) -> Comparison:
+    kind, subject, topic, alias, life_id, compared_at, state, missing, first_at, last_at, ids, began, ended = row
+    return Comparison(
+        kind=Kind(kind),
+        subject=subject,
+        topic=topic,
+        alias=alias,
+        life_id=life_id,
+        compared_at=compared_at,
+        state=state,
+        missing=missing,
+        first_at=first_at,
+        last_at=last_at,
+        ids=ids,
+        unproven_from=began,
+        unproven_to=ended,
+    )
+
+
+def store(run: Executor, comparison: Comparison) -> None:
+    """Keep it in place of the one before."""
+    run.execute(
+        _STORE,
+        {
+            "kind": comparison.kind.value,
+            "subject": comparison.subject,
+            "topic": comparison.topic,
+            "alias": comparison.alias,
+            "life_id": comparison.life_id,
+            "state": json.dumps(comparison.state),
+            "missing": comparison.missing,
+            "first_at": comparison.first_at,
+            "last_at": comparison.last_at,
+            "ids": arrays.uuids(list(comparison.ids)),
+            "unproven_from": comparison.unproven_from,
+            "unproven_to": comparison.unproven_to,
+        },
+    )
+
+
+def forget(run: Executor, comparison: Comparison) -> None:
+    """The next comparison of it begins anew, with what is there then."""
+    named = {"kind": comparison.kind.value, "subject": comparison.subject}
+    run.execute(_FORGET, {**named, "topic": comparison.topic, "alias": comparison.alias})
+
+
+# -- transactions -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Since when the broker must know every transaction: it is so old, or it has removed what is older."""
+
+    installed_at: datetime
+    kept_since: datetime | None
+
+
+# What a deleted topic had is removed at once.
+_BOUNDS = Statement("""
+SELECT created_at,
+       (SELECT greatest(max(now() - make_interval(secs => retention_seconds)) FILTER (WHERE deleted_at IS NULL),
+                        max(deleted_at))
+        FROM {schema}.topic WHERE retry_of IS NULL)
+FROM {schema}.broker
+""")
+
+
+def bounds(run: Executor) -> Bounds:
+    """Of the broker as it is now."""
+    return Bounds(*run.one(_BOUNDS))
+
+
+_COMMITTED_OF_LEDGER = Statement("""
+SELECT op.transaction_id FROM {schema}.op_log op
+JOIN {schema}.commit_log log ON log.message_id = op.transaction_id
+WHERE op.transaction_id > %(after)s AND op.decision = 'C' AND op.decided_by IN ('P', 'K')
+  AND log.half AND log.ledger_id = %(ledger_id)s
+ORDER BY op.transaction_id LIMIT %(limit)s
+""")
+
+
+def committed_of_ledger(run: Executor, ledger_id: UUID, after: UUID, *, limit: int) -> list[UUID]:
+    """The next transactions, in order, that were reported as committed by a service that has read its ledger."""
+    values = {"ledger_id": ledger_id, "after": after, "limit": limit}
+    return [found for (found,) in run.rows(_COMMITTED_OF_LEDGER, values)]
+
+
+_ADD_MISSING = Statement("""
+INSERT INTO {schema}.missing_transaction (transaction_id, kind, producer_group, alias, at)
+SELECT given.id, %(kind)s, %(group)s, %(alias)s, given.at
+FROM unnest(%(ids)s::uuid[], %(at)s::timestamptz[]) AS given (id, at)
+ON CONFLICT DO NOTHING
+""")
+_OPEN_MISSING = Statement("""
+SELECT transaction_id FROM {schema}.missing_transaction
+WHERE kind = %(kind)s AND producer_group = %(group)s AND alias = %(alias)s AND settled_at IS NULL
+  AND transaction_id > %(after)s
+ORDER BY transaction_id LIMIT %(limit)s
+""")
+_REMOVE_MISSING = Statement("""
+DELETE FROM {schema}.missing_transaction WHERE kind = %(kind)s AND transaction_id = ANY (%(ids)s::uuid[])
+""")
+# The ledger keeps no row of one that is so old, so no comparison meets it again.
+_TRIM_MISSING = Statement("""
+DELETE FROM {schema}.missing_transaction
+WHERE producer_group = %(group)s AND settled_at < now() - make_interval(secs => %(keep)s)
+""")
+_SUM_MISSING = Statement("""
+SELECT count(*), min(at), max(at), coalesce((array_agg(transaction_id ORDER BY transaction_id))[1:%(named)s], '{{}}')
+FROM {schema}.missing_transaction
+WHERE kind = %(kind)s AND producer_group = %(group)s AND alias = %(alias)s AND settled_at IS NULL
+""")
+_SETTLE_MISSING = Statement("""
+UPDATE {schema}.missing_transaction SET settled_at = now()
+WHERE kind = %(kind)s AND producer_group = %(group)s AND alias = %(alias)s AND settled_at IS NULL
+""")
+
+
+@dataclass(frozen=True, slots=True)
+class MissingTransactions:
+    """Those of one ledger that one side has and the other has not."""
+
+    run: Executor
+    kind: Kind
+    producer_group: str
+    alias: str
+
+    def _named(self, **more: Any) -> dict[str, Any]:
+        return {"kind": self.kind.value, "group": self.producer_group, "alias": self.alias, **more}
+
+    def add(self, found: Mapping[UUID, datetime]) -> None:
+        """Keep them, by id with their time. Settled ones stay settled."""
+        if found:
+            self.run.execute(
+                _ADD_MISSING, self._named(ids=arrays.uuids(list(found)), at=arrays.times(list(found.values())))
+            )
+
+    def open(self, after: UUID = UUID(int=0), *, limit: int) -> list[UUID]:
+        """The next ones, in order, that no operator has settled."""
+        return [one for (one,) in self.run.rows(_OPEN_MISSING, self._named(after=after, limit=limit))]
+
+    def remove(self, found: Sequence[UUID]) -> None:
+        """They are not missing any more."""
+        if found:
+            self.run.execute(_REMOVE_MISSING, {"kind": self.kind.value, "ids": arrays.uuids(list(found))})
+
+    def trim(self, *, keep_seconds: float) -> None:
+        """Remove what was settled so long ago."""
+        self.run.execute(_TRIM_MISSING, {"group": self.producer_group, "keep": keep_seconds})
+
+    def summed(self) -> tuple[int, datetime | None, datetime | None, list[UUID]]:
+        """How many are open, the first and the last time, and up to twenty ids."""
+        count, first, last, ids = self.run.one(_SUM_MISSING, self._named(named=NAMED))
+        return count, first, last, ids
+
+    def settle(self) -> int:
+        """An operator has dealt with all that are open; returns how many."""
+        return self.run.count(_SETTLE_MISSING, self._named())
+
+
+# -- inboxes ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Passed:
+    """A queue of a topic and how far a group has passed it. `moved`: what resets moved it by, all in all."""
+
+    queue_id: int
+    group_id: int
+    generation: int
+    floor: int
+    next_offset: int
+    moved: int
+
+
+_PASSED = Statement("""
+SELECT queue.queue_id, known.group_id, known.generation, queue.floor, newest.next_offset, newest.moved
+FROM {schema}.consumer_group known
+JOIN {schema}.subscription USING (group_id)
+JOIN {schema}.topic USING (topic_id)
+JOIN {schema}.queue USING (topic_id)
+CROSS JOIN LATERAL (SELECT next_offset, moved FROM {schema}.consumer_offset stored
+                    WHERE stored.group_id = known.group_id AND stored.queue_id = queue.queue_id
+                    ORDER BY epoch DESC, ordinal DESC LIMIT 1) AS newest
+WHERE known.name = %(group)s AND topic.name = %(topic)s
+ORDER BY queue.queue_id
+""")
+
+
+def passed(run: Executor, group: str, topic: str) -> list[Passed]:
+    """The queues of a topic that the group has a position on."""
+    return run.objects(Passed, _PASSED, {"group": group, "topic": topic})
+
+
+# A message that failed once may have ended without an effect: given up, skipped by on_error, or still retried.
+_ENTRIES = Statement("""
+SELECT entry.queue_offset, log.message_id, coalesce(entry.queued_at, log.stored_at) AS queued_at, log.tag,
+       coalesce(log.headers, '{{}}') AS headers
+FROM {schema}.consume_queue entry JOIN {schema}.commit_log log USING (log_id)
+WHERE entry.queue_id = %(queue_id)s AND entry.queue_offset >= %(low)s AND entry.queue_offset < %(high)s
+  AND log.stored_at > now() - make_interval(secs => %(keep)s)
+  AND NOT EXISTS (SELECT FROM {schema}.failure WHERE failure.group_id = %(group_id)s AND failure.log_id = log.log_id)
+  AND NOT EXISTS (SELECT FROM {schema}.dead_letter dead
+                  WHERE dead.group_id = %(group_id)s AND dead.log_id = log.log_id)
+ORDER BY entry.queue_offset
+""")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A message in a queue, when it was queued, and what a filter may look at."""
+
+    queue_offset: int
+    message_id: UUID
+    queued_at: datetime
+    tag: str
+    headers: Mapping[str, str]
+
+
+def finished_entries(run: Executor, queue: Passed, low: int, high: int, *, keep_seconds: float) -> list[Entry]:
+    """The messages from `low` up to `high` that never failed; without those that were stored before `keep_seconds`."""
+    values = {"queue_id": queue.queue_id, "group_id": queue.group_id, "low": low, "high": high, "keep": keep_seconds}
+    return run.objects(Entry, _ENTRIES, values)

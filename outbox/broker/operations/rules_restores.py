@@ -1,0 +1,48 @@
+"""Conditions of what a restore or a failover has lost, as the last comparison with the application found it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Final
+
+from outbox.broker.database.executor import Executor
+from outbox.broker.operations.comparisons import Comparison, Kind, every
+from outbox.broker.operations.conditions import Condition, Fact, Severity
+from outbox.broker.operations.summary import Summary
+from outbox.broker.operations.thresholds import Thresholds
+
+_NAMES: Final = {Kind.LEDGER: "lost_messages", Kind.DECISION: "lost_commits", Kind.INBOX: "lost_effects"}
+
+
+def rules(run: Executor, limits: Thresholds, summary: Summary) -> Iterator[Condition]:
+    """All of this room."""
+    found = [comparison for comparison in every(run) if not comparison.is_clean]
+    for kind, name in _NAMES.items():
+        facts = [(one.missing, _fact(one)) for one in found if one.kind is kind]
+        if facts:
+            count = sum(max(1, missing) for missing, _ in facts)
+            yield Condition(name, Severity.CRITICAL, [fact for _, fact in facts], count)
+
+
+def _fact(one: Comparison) -> Fact:
+    fact: dict[str, str | int | float | None] = {
+        ("group" if one.kind is Kind.INBOX else "producer_group"): one.subject,
+        "database": one.alias,
+        "missing": one.missing,
+    }
+    if one.missing:
+        fact |= {"first": str(one.first_at), "last": str(one.last_at), "ids": ", ".join(map(str, one.ids))}
+    if one.unproven_to is not None:
+        fact |= {"unknown_from": str(one.unproven_from), "unknown_to": str(one.unproven_to)}
+    if one.kind is Kind.INBOX:
+        fact |= {"topic": one.topic, "command": reset_command(one)}
+    return fact
+
+
+def reset_command(one: Comparison) -> str:
+    """What brings the missing effects of a group back; the inbox skips the messages that it still knows."""
+    assert one.first_at is not None
+    # A time of a command line has no parts of a microsecond.
+    at = (one.first_at - timedelta(milliseconds=1)).isoformat()
+    return f"manage.py outbox_group reset {one.subject} {one.topic} --to-time {at}"

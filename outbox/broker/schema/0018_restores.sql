@@ -1,0 +1,388 @@
+-- Change 18: a life also ends with a restore on the running server, and what a comparison finds missing is kept.
+--
+-- `life_sign` alone does not end a life there: a dump holds its row, and the server is the one of before
+-- (docs/decisions/170).
+
+-- Where the rows of a life were written. `mark`: the xmin of this row and of its row in life_sign. A row that a restore
+-- has written has another xmin, also after a TRUNCATE and a data-only restore.
+ALTER TABLE life
+    ADD COLUMN mark         xid,
+    ADD COLUMN database_oid oid,
+    ADD COLUMN table_oid    oid,
+    -- The tables were copied since the life before: by a dump, a template, or rows that were loaded again.
+    ADD COLUMN is_copy      boolean NOT NULL DEFAULT false,
+    -- When the newest message in the log was stored, as this life began.
+    ADD COLUMN stored_until timestamptz;
+
+-- The last life whose beginning this comparison of log and queues has seen.
+ALTER TABLE resync ADD COLUMN life_ordinal bigint NOT NULL DEFAULT 0;
+
+-- The life that lasts; none where its rows are a copy, or of another start of the server, or where rows were loaded
+-- beside its own.
+CREATE FUNCTION lasting_life_v18() RETURNS uuid
+LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
+    SELECT life_id FROM life_sign JOIN life USING (life_id)
+    WHERE life_sign.server = this_server_v15() AND life.mark = life.xmin AND life.mark = life_sign.xmin
+      AND life.table_oid = life.tableoid
+      AND life.database_oid = (SELECT oid FROM pg_database WHERE datname = current_database())
+      AND (SELECT count(*) FROM life_sign) = 1
+$$;
+
+-- Begin a life unless one lasts; returns the life that lasts then. Not inside a transaction with an older snapshot.
+CREATE FUNCTION begin_life_v18() RETURNS uuid
+LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
+DECLARE
+    lasting  uuid;
+    own_mark xid;
+    own_oid  oid := (SELECT oid FROM pg_database WHERE datname = current_database());
+    copied   boolean;
+BEGIN
+    -- In this order, as a reset of offsets does: a transaction that stores positions or failures under a lease of
+    -- before ends first, and a later one finds its lease gone.
+    LOCK TABLE life, queue_lease, consumer_offset, finished_ahead IN SHARE ROW EXCLUSIVE MODE;
+    lasting := lasting_life_v18();
+    IF lasting IS NOT NULL THEN
+        RETURN lasting;
+    END IF;
+    lasting := gen_random_uuid();
+    PERFORM set_config('synchronous_commit', 'on', true);
+    -- Rows of lives that were copied; without marks they say so once. A life that code of the version before began has
+    -- none.
+    UPDATE life SET mark = NULL, table_oid = NULL, database_oid = NULL
+    WHERE mark <> xmin OR table_oid <> tableoid OR database_oid <> own_oid;
+    copied := FOUND;
+    DELETE FROM life_sign;
+    INSERT INTO life_sign (life_id, server) VALUES (lasting, this_server_v15()) RETURNING xmin INTO own_mark;
+    -- Not the sequence's next number: a restore takes that back too.
+    INSERT INTO life (life_id, ordinal, server, queue_ids, heads, mark, database_oid, table_oid, is_copy, stored_until)
+    OVERRIDING SYSTEM VALUE
+    SELECT lasting, (SELECT coalesce(max(ordinal), 0) + 1 FROM life), this_server_v15(), coalesce(array_agg(queue_id), '{}'), coalesce(array_agg(head), '{}'),
+           own_mark, own_oid, 'life'::regclass, copied,
+           (SELECT stored_at FROM commit_log ORDER BY log_id DESC LIMIT 1)
+    FROM queue_head WHERE head > 0;
+    -- Owners keep their leases until the terms end: handlers of before may still be running. A restore takes epochs
+    -- back, so they continue from the clock: an epoch that a running process still holds never comes again.
+    UPDATE queue_lease
+    SET epoch = greatest(epoch + 1, (extract(epoch FROM clock_timestamp()) * 1000)::bigint);
+    -- What was stored from memory of before. `moved` keeps the counters conserved.
+    INSERT INTO consumer_offset (group_id, queue_id, epoch, ordinal, next_offset, start_offset, handled, filtered, skipped,
+                                 sent_back, dead, expired, moved)
+    SELECT group_id, queue_id, queue_lease.epoch, 0, head, least(start_offset, head), handled, filtered, skipped,
+           sent_back, dead, expired,
+           head - least(start_offset, head) - (next_offset - start_offset - moved)
+    FROM queue_lease JOIN queue_head USING (queue_id)
+    CROSS JOIN LATERAL (
+        SELECT * FROM consumer_offset stored
+        WHERE stored.group_id = queue_lease.group_id AND stored.queue_id = queue_lease.queue_id
+        ORDER BY stored.epoch DESC, stored.ordinal DESC LIMIT 1
+    ) AS newest (next_offset, former_epoch, former_ordinal, handled, filtered, skipped, sent_back, dead, expired,
+                 start_offset, moved, former_group, former_queue, stored_at)
+    WHERE next_offset > head;
+    DELETE FROM finished_ahead USING queue_head
+    WHERE queue_head.queue_id = finished_ahead.queue_id AND queue_offset >= head;
+    DELETE FROM life WHERE began_at < now() - interval '30 days' AND life_id <> lasting;
+    RETURN lasting;
+END $$;
+
+-- What comparisons of the application's databases with the broker have found, as of the last one. The application runs
+-- them, because it alone sees both; status and metrics read them here.
+CREATE TABLE comparison (
+    -- 'ledger': committed transactions that the broker does not know. 'decision': transactions committed here that the
+    -- ledger does not know. 'inbox': messages that a group has passed and the inbox does not know.
+    kind        text        NOT NULL CHECK (kind IN ('ledger', 'decision', 'inbox')),
+    -- The producer group, or the consumer group.
+    subject     text        NOT NULL,
+    -- Only of an inbox.
+    topic       text        NOT NULL DEFAULT '',
+    alias       text        NOT NULL,
+    life_id     uuid        NOT NULL,
+    compared_at timestamptz NOT NULL DEFAULT now(),
+    -- What the next comparison goes on from.
+    state       jsonb       NOT NULL DEFAULT '{}',
+    missing     bigint      NOT NULL DEFAULT 0,
+    first_at    timestamptz,
+    last_at     timestamptz,
+    -- Twenty at most.
+    ids         uuid[]      NOT NULL DEFAULT '{}',
+    -- In this span something was lost that no row can prove any more: the ledger was pruned past it.
+    unproven_from timestamptz,
+    unproven_to   timestamptz,
+    PRIMARY KEY (kind, subject, topic, alias)
+);
+
+-- Each transaction that one side has and the other has not. An operator settles them; then they are no news.
+CREATE TABLE missing_transaction (
+    transaction_id uuid        NOT NULL,
+    kind           text        NOT NULL CHECK (kind IN ('ledger', 'decision')),
+    producer_group text        NOT NULL,
+    alias          text        NOT NULL,
+    at             timestamptz NOT NULL,
+    found_at       timestamptz NOT NULL DEFAULT now(),
+    settled_at     timestamptz,
+    PRIMARY KEY (transaction_id, kind)
+);
+CREATE INDEX missing_transaction_open ON missing_transaction (kind, producer_group, alias, transaction_id)
+WHERE settled_at IS NULL;
+
+-- One tick: what was decided or is due becomes entries of queues, and how far was read is written down with them.
+--
+-- The parts for FIFO, delayed and held messages are entered only when there are any. With an `obstacle` nothing was done:
+--   life        `own_life` is over, by a start, promotion or restore: what the caller remembers may be lost
+--   overtaken   another leader has ticked since `last_tick`
+--   topics      other topics than `known_fifo` are FIFO now
+--   order       there are FIFO messages of which the caller has to say what must wait: it looks at them first
+CREATE FUNCTION tick_v18(
+    own_life        uuid,
+    last_tick       bigint,
+    own_incarnation integer,
+    -- What the last tick could not see: the transactions from `seen_xmax` on, and those of `seen_xip`.
+    seen_xmax       xid8,
+    seen_xip        xid8[],
+    -- The same for the half messages of FIFO topics that the caller knows.
+    half_xmax       xid8,
+    half_xip        xid8[],
+    known_fifo      integer[],
+    -- The newest time of parking that the caller has heard of.
+    known_parked    timestamptz,
+    -- Nothing scheduled is due before this, as far as the caller knows: there are only dead rows, which nobody can remove
+    -- while some transaction is held open.
+    due_from        timestamptz,
+    -- Whether a FIFO message is open or held, by what the caller knows.
+    is_waiting      boolean,
+    -- Whether the caller commits only after it has looked at what was `met`.
+    is_asking       boolean,
+    -- Whether the caller has looked at all FIFO messages in this transaction; then `to_hold` has those that must wait,
+    -- and `to_release` the held ones that need not any more.
+    has_looked      boolean,
+    to_hold         bigint[],
+    to_release      bigint[],
+    batch           bigint,
+    -- Write down the heads of all queues, so that the ticks before can go.
+    is_full_tick    boolean,
+    OUT obstacle         text,
+    OUT seen             text,
+    -- What this tick could see of the decisions; null without a tick, because nothing was new.
+    OUT stored           text,
+    OUT more             boolean,
+    OUT decision_count   bigint,
+    OUT appended_count   bigint,
+    OUT held_count       bigint,
+    OUT released_count   bigint,
+    OUT scheduled_count  bigint,
+    OUT due_count        bigint,
+    OUT next_due_seconds double precision,
+    OUT nothing_due_before timestamptz,
+    -- The FIFO messages decided here while any are open or held, as [log_id, topic_id, key], for a caller that is asking:
+    -- it must not commit if one of them has to wait or was waited for. Null for none.
+    OUT met              json
+)
+LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
+DECLARE
+    here         pg_snapshot := pg_current_snapshot();
+    upto         xid8 := pg_snapshot_xmax(here);
+    cut          xid8;
+    newest_tick  bigint;
+    fifo         integer[];
+    is_due       boolean;
+    is_closing   boolean;
+    closed_count bigint := 0;
+    next_due     timestamptz;
+    -- Messages by how they came to be ready for their first delivery: decided just now, or due or released after a wait.
+    decided      bigint[];
+    rolled_back  bigint[];
+    waited       bigint[] := '{}';
+    released     bigint[];
+    -- Retries that are due: message, retry queue, attempt.
+    retried      bigint[] := '{}';
+    retry_queues integer[];
+    attempts     smallint[];
+    moved_queues integer[] := '{}';
+    moved_heads  bigint[] := '{}';
+    is_alive     boolean;
+    is_relaxed   boolean;
+    few          bigint := least(batch, 10) + 1;
+BEGIN
+    seen := here;
+    appended_count := 0;
+    held_count := 0;
+    released_count := 0;
+    scheduled_count := 0;
+    due_count := 0;
+    -- The marks show a restore under this connection; with the server or the database the connection would have ended.
+    SELECT EXISTS (SELECT FROM life_sign JOIN life USING (life_id)
+                   WHERE life_id = own_life AND life.mark = life.xmin AND life.mark = life_sign.xmin)
+               AND (SELECT count(*) FROM life_sign) = 1,
+           (SELECT max(tick_id) FROM tick),
+           ARRAY(SELECT topic_id FROM topic WHERE 'FIFO' = ANY (message_types) ORDER BY topic_id),
+           EXISTS (SELECT FROM queue WHERE closing),
+           (SELECT min(due_at) FROM scheduled WHERE due_at >= due_from)
+    INTO is_alive, newest_tick, fifo, is_closing, next_due;
+    is_due := coalesce(next_due <= now(), false);
+    IF NOT is_alive THEN
+        obstacle := 'life';
+        RETURN;
+    END IF;
+    IF newest_tick <> last_tick THEN
+        obstacle := 'overtaken';
+        RETURN;
+    END IF;
+    IF fifo <> known_fifo THEN
+        obstacle := 'topics';
+        RETURN;
+    END IF;
+
+    -- The new decisions: a few at once; of more, as many as the batch allows.
+    cut := upto;
+    LOOP
+        SELECT count(*) FILTER (WHERE number = 1 OR number IS NULL),
+               coalesce(array_agg(log_id) FILTER (WHERE decision = 'C'), '{}'),
+               coalesce(array_agg(log_id) FILTER (WHERE decision = 'R'), '{}'),
+               coalesce(bool_or(relaxed IS NOT FALSE), false)
+        INTO decision_count, decided, rolled_back, is_relaxed
+        FROM ((SELECT decision, log_ids, relaxed FROM op_log WHERE xid >= seen_xmax AND xid < cut ORDER BY xid LIMIT few)
+              UNION ALL
+              SELECT decision, log_ids, relaxed FROM op_log WHERE xid = ANY (seen_xip)) AS fresh
+        LEFT JOIN LATERAL unnest(log_ids) WITH ORDINALITY AS one (log_id, number) ON true;
+        EXIT WHEN few IS NULL OR (decision_count < few AND cardinality(decided) + cardinality(rolled_back) <= batch);
+        cut := decisions_cut_v13(seen_xmax, batch);
+        few := NULL;
+    END LOOP;
+
+    IF fifo <> '{}' AND NOT has_looked THEN
+        IF EXISTS (SELECT FROM commit_log
+                   WHERE half AND xid >= half_xmax AND xid < upto AND deliver_at IS NULL AND topic_id = ANY (fifo))
+        OR EXISTS (SELECT FROM commit_log
+                   WHERE half AND xid = ANY (half_xip) AND deliver_at IS NULL AND topic_id = ANY (fifo))
+        THEN
+            obstacle := 'order';
+            RETURN;
+        END IF;
+        IF (is_waiting OR cut < upto) AND decision_count > 0 THEN
+            SELECT json_agg(json_build_array(log_id, topic_id, key)) INTO met
+            FROM unnest(decided || rolled_back) AS one (log_id)
+            CROSS JOIN LATERAL (SELECT topic_id, key FROM commit_log WHERE commit_log.log_id = one.log_id OFFSET 0) AS log
+            WHERE topic_id = ANY (fifo);
+        END IF;
+        IF met IS NOT NULL AND (cut < upto OR NOT is_asking)
+        OR is_waiting
+           AND (SELECT max(parked_at) FROM pending_check WHERE parked_at IS NOT NULL) IS DISTINCT FROM known_parked
+        THEN
+            obstacle := 'order';
+            RETURN;
+        END IF;
+        IF is_waiting AND is_due THEN
+            IF EXISTS (SELECT FROM (SELECT log_id, queue_id FROM scheduled WHERE due_at >= due_from AND due_at <= now()
+                                    ORDER BY due_at, schedule_id LIMIT batch) AS due
+                       CROSS JOIN LATERAL (SELECT topic_id FROM commit_log WHERE commit_log.log_id = due.log_id
+                                           OFFSET 0) AS log
+                       WHERE queue_id IS NULL AND topic_id = ANY (fifo))
+            THEN
+                obstacle := 'order';
+                RETURN;
+            END IF;
+        END IF;
+    END IF;
+
+    -- What has waited.
+    IF is_due THEN
+        WITH due AS (
+            DELETE FROM scheduled
+            WHERE schedule_id = ANY (ARRAY(SELECT schedule_id FROM scheduled WHERE due_at >= due_from AND due_at <= now()
+                                           ORDER BY due_at, schedule_id LIMIT batch))
+            RETURNING log_id, queue_id, attempt, due_at
+        )
+        SELECT count(*),
+               coalesce(array_agg(log_id) FILTER (WHERE queue_id IS NULL), '{}'),
+               coalesce(array_agg(log_id) FILTER (WHERE queue_id IS NOT NULL), '{}'),
+               array_agg(queue_id) FILTER (WHERE queue_id IS NOT NULL),
+               array_agg(attempt) FILTER (WHERE queue_id IS NOT NULL),
+               max(due_at)
+        INTO due_count, waited, retried, retry_queues, attempts, nothing_due_before
+        FROM due;
+    END IF;
+    IF to_release <> '{}' THEN
+        WITH gone AS (DELETE FROM held WHERE log_id = ANY (to_release) RETURNING log_id)
+        SELECT count(*), coalesce(array_agg(log_id), '{}') INTO released_count, released FROM gone;
+        waited := waited || released;
+    END IF;
+    IF to_hold <> '{}' THEN
+        INSERT INTO held (log_id, topic_id, key)
+        SELECT log_id, topic_id, key FROM unnest(to_hold) AS one (log_id) JOIN commit_log USING (log_id);
+        GET DIAGNOSTICS held_count = ROW_COUNT;
+        decided := ARRAY(SELECT unnest(decided) EXCEPT SELECT unnest(to_hold));
+        waited := ARRAY(SELECT unnest(waited) EXCEPT SELECT unnest(to_hold));
+    END IF;
+
+    -- The entries: in each queue from its head on, in the order of the log.
+    IF decided <> '{}' OR waited <> '{}' OR retried <> '{}' THEN
+        WITH placed AS MATERIALIZED (
+            SELECT log.log_id, queue.queue_id, 0::smallint AS attempt
+            FROM (SELECT unnest(decided) AS log_id, false AS has_waited
+                  UNION ALL
+                  SELECT unnest(waited), true) AS ready
+            CROSS JOIN LATERAL (SELECT log_id, topic_id, coalesce(shard, log_id) AS shard, deliver_at
+                                FROM commit_log WHERE commit_log.log_id = ready.log_id OFFSET 0) AS log
+            JOIN topic USING (topic_id)
+            JOIN queue ON queue.topic_id = topic.topic_id AND queue.generation = topic.generation
+                      AND queue.number = (log.shard % topic.queue_count)::integer
+            WHERE has_waited OR deliver_at IS NULL OR deliver_at <= now()
+            UNION ALL
+            SELECT * FROM unnest(retried, retry_queues, attempts)
+        ), head AS MATERIALIZED (
+            SELECT queue_id, coalesce(head, 0) AS head, entries
+            FROM (SELECT queue_id, count(*) AS entries FROM placed GROUP BY queue_id) AS touched
+            LEFT JOIN queue_head USING (queue_id)
+        ), entry AS (
+            INSERT INTO consume_queue (queue_offset, log_id, queue_id, attempt)
+            SELECT head + row_number() OVER (PARTITION BY queue_id ORDER BY log_id, attempt) - 1, log_id, queue_id, attempt
+            FROM placed JOIN head USING (queue_id)
+        )
+        SELECT coalesce(sum(entries), 0), coalesce(array_agg(queue_id), '{}'), coalesce(array_agg(head + entries), '{}')
+        INTO appended_count, moved_queues, moved_heads
+        FROM head;
+    END IF;
+    -- Not all of them: the others are to be delivered later.
+    IF appended_count < cardinality(decided) + cardinality(waited) + cardinality(retried) THEN
+        INSERT INTO scheduled (log_id, due_at)
+        SELECT log_id, deliver_at FROM unnest(decided) AS one (log_id) JOIN commit_log USING (log_id)
+        WHERE deliver_at > now()
+        ON CONFLICT DO NOTHING;
+        GET DIAGNOSTICS scheduled_count = ROW_COUNT;
+    END IF;
+    IF is_due OR scheduled_count > 0 THEN
+        next_due := (SELECT min(due_at) FROM scheduled WHERE due_at > now());
+    END IF;
+    IF is_closing THEN
+        UPDATE queue SET closing = false, closed_at = head
+        FROM queue_head WHERE queue.closing AND queue_head.queue_id = queue.queue_id;
+        GET DIAGNOSTICS closed_count = ROW_COUNT;
+    END IF;
+
+    more := cut < upto OR due_count = batch;
+    IF due_count < batch THEN
+        nothing_due_before := now();
+    END IF;
+    -- Who stores a retry commits a moment after its due time was set.
+    nothing_due_before := nothing_due_before - interval '1 second';
+    next_due_seconds := extract(epoch FROM next_due - now());
+    IF decision_count + due_count + released_count + held_count + closed_count > 0 THEN
+        IF is_full_tick THEN
+            SELECT coalesce(array_agg(queue_id), '{}'), coalesce(array_agg(head), '{}') INTO moved_queues, moved_heads
+            FROM queue_head WHERE head > 0;
+        END IF;
+        -- A tick that a crash takes is made again. Not so where what it acts on could be gone or taken back by then: decisions
+        -- that may be lost themselves, scheduled messages, which a recall finds again; a standby that takes over.
+        IF NOT is_relaxed AND due_count = 0 AND current_setting('synchronous_standby_names') = '' THEN
+            PERFORM set_config('synchronous_commit', 'off', true);
+        END IF;
+        stored := here;
+        IF cut < upto THEN
+            -- As if everything from the cut on were to begin yet.
+            stored := concat_ws(':', least(pg_snapshot_xmin(here), cut), cut,
+                                (SELECT coalesce(string_agg(xip::text, ',' ORDER BY xip), '')
+                                 FROM pg_snapshot_xip(here) AS xip WHERE xip < cut));
+        END IF;
+        INSERT INTO tick (tick_id, snapshot, incarnation, appended, queue_ids, heads, is_full)
+        VALUES (last_tick + 1, stored::pg_snapshot, own_incarnation, appended_count, moved_queues, moved_heads, is_full_tick);
+    END IF;
+END $$;

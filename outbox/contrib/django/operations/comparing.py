@@ -1,0 +1,500 @@
+"""Comparing the application's databases with the broker: what a restore of one side has taken from the other.
+
+Three comparisons, each of rows that commit or vanish together with what they prove:
+
+- A row 'C' of the ledger, whose transaction the broker does not know: the half message was durable before the row
+  committed, so the broker's database was restored, or a failover lost the message.
+- A transaction that the broker committed because its producer saw the row 'C', and the ledger has no row although it
+  was not pruned: the application's database was restored.
+- A message that a group has passed without a failure, and its inbox has no row: the handlers' database was restored.
+
+Each is incremental. The newest rows that both sides had are remembered; if one of them is gone, everything is compared.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime, timedelta
+from typing import Any, Final
+from uuid import UUID
+
+from django.db.backends.base.base import BaseDatabaseWrapper
+from django.db.utils import DatabaseError
+
+from outbox.broker.database.executor import Executor
+from outbox.broker.groups import lives
+from outbox.broker.groups.lives import Life
+from outbox.broker.operations import comparisons
+from outbox.broker.operations.comparisons import Bounds, Comparison, Kind, MissingTransactions, Passed
+from outbox.broker.operations.presence import unknown_transactions
+from outbox.contrib.django.database.aliases import broker_connection
+from outbox.contrib.django.ledger import ledger
+from outbox.contrib.django.ledger.ledger_checker import ledger_aliases, open_connection
+from outbox.contrib.django.ledger.pruning import first_id_at
+from outbox.contrib.django.settings.conf import get_settings
+from outbox.contrib.django.subscribers import inbox_entries
+from outbox.contrib.django.subscribers.handler_connections import handler_alias
+from outbox.contrib.django.subscribers.registry import Subscriber, autodiscover
+from outbox.errors import LedgerUnavailable
+from outbox.filters.filter import parse_filter
+
+logger = logging.getLogger(__name__)
+
+COMPARE_INTERVAL_SECONDS: Final = 600.0
+# For so long a transaction may still commit whose id is from before a comparison.
+_OVERLAP: Final = timedelta(minutes=15)
+# For so long after a life began everything is compared: transactions of before it may still commit.
+_YOUNG: Final = timedelta(hours=1)
+_BATCH: Final = 5000
+_CANARIES: Final = 20
+_CANARIES_OF_QUEUE: Final = 5
+# So many batches of a queue are read when a group is compared for the first time.
+_FIRST_LOOK: Final = 20
+_NIL: Final = UUID(int=0)
+
+
+@dataclass(frozen=True, slots=True)
+class CompareCounts:
+    """What is missing as of this pass, in all databases of the project."""
+
+    lost_messages: int = 0
+    lost_commits: int = 0
+    lost_effects: int = 0
+
+
+def compare_when_due() -> CompareCounts | None:
+    """`run_compare` if the broker began another life, or the last pass is ten minutes old; else None."""
+    if not get_settings().has_database:
+        return None
+    with broker_connection() as (connection, schema):
+        run = Executor(connection, schema)
+        life = lives.current(run)
+        since = datetime.now(UTC) - timedelta(seconds=COMPARE_INTERVAL_SECONDS)
+        known = {(one.kind, one.subject, one.topic, one.alias): one for one in comparisons.every(run)}
+    wanted = [*_ledger_keys(), *((Kind.INBOX, *_inbox_key(item)) for item in _with_inbox())]
+    for one in map(known.get, wanted):
+        if one is None or one.life_id != life or one.compared_at is None or one.compared_at < since:
+            return run_compare()
+    return None
+
+
+def run_compare(*, max_batches: int = 400) -> CompareCounts:
+    """Compare every ledger and inbox of the project with the broker, and keep what was found for status and metrics.
+
+    Raises BrokerError; or LedgerUnavailable once every database that could be compared is.
+    """
+    settings = get_settings()
+    if not settings.has_database:
+        return CompareCounts()
+    failed: dict[str, DatabaseError] = {}
+    with broker_connection() as (connection, schema):
+        run = Executor(connection, schema)
+        context = _Context(
+            run=run,
+            life=lives.described(run),
+            bounds=comparisons.bounds(run),
+            known={(one.kind, one.subject, one.topic, one.alias): one for one in comparisons.every(run)},
+            producer_group=settings.producer_group or "",
+            keep=timedelta(seconds=settings.inbox_retention_seconds),
+            max_batches=max_batches,
+        )
+        for alias, compare in _work(context):
+            try:
+                with closing(open_connection(alias)) as application:
+                    compare(application)
+            except DatabaseError as error:
+                if _has_tables(alias):
+                    failed[alias] = error
+        counts = _counts(comparisons.every(run), context.known)
+    if failed:
+        said = "; ".join(f"{alias!r}: {str(error).strip()}" for alias, error in failed.items())
+        raise LedgerUnavailable(
+            f"ledger and inbox could not be compared with the broker ({said}). Nothing is lost by that: the next pass "
+            f"tries again. Look after that database."
+        ) from next(iter(failed.values()))
+    return counts
+
+
+def settle() -> int:
+    """An operator has dealt with everything that this project's comparisons found; returns how many there were."""
+    with broker_connection() as (connection, schema):
+        run = Executor(connection, schema)
+        known = {(one.kind, one.subject, one.topic, one.alias): one for one in comparisons.every(run)}
+        settled = 0
+        for key in _ledger_keys():
+            one = known.get(key)
+            if one is not None:
+                settled += MissingTransactions(run, one.kind, one.subject, one.alias).settle()
+                nothing = {"missing": 0, "first_at": None, "last_at": None, "ids": ()}
+                comparisons.store(run, replace(one, **nothing, unproven_from=None, unproven_to=None))  # type: ignore[arg-type]
+        for item in _with_inbox():
+            one = known.get((Kind.INBOX, *_inbox_key(item)))
+            if one is not None and one.missing:
+                settled += one.missing
+                comparisons.forget(run, one)
+        return settled
+
+
+def found() -> list[Comparison]:
+    """What the last comparisons of all projects found."""
+    with broker_connection() as (connection, schema):
+        return comparisons.every(Executor(connection, schema))
+
+
+def _has_tables(alias: str) -> bool:
+    """False where the routers allow the tables and no migration made them."""
+    try:
+        with closing(open_connection(alias)) as connection:
+            return ledger.TABLE in connection.introspection.table_names()
+    except DatabaseError:
+        return True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Context:
+    """What all comparisons of a pass share."""
+
+    run: Executor
+    life: Life
+    bounds: Bounds
+    known: dict[tuple[Kind, str, str, str], Comparison]
+    producer_group: str
+    keep: timedelta
+    max_batches: int
+
+    @property
+    def is_young(self) -> bool:
+        """Whether transactions of before this life may still commit."""
+        return self.life.began_at > datetime.now(UTC) - _YOUNG
+
+
+def _ledger_keys() -> list[tuple[Kind, str, str, str]]:
+    group = get_settings().producer_group
+    if not group:
+        return []
+    return [(kind, group, "", alias) for kind in (Kind.LEDGER, Kind.DECISION) for alias in ledger_aliases(usable=True)]
+
+
+def _with_inbox() -> list[Subscriber]:
+    return [item for item in autodiscover() if item.idempotent and not item.subscription.broadcast]
+
+
+def _inbox_key(item: Subscriber) -> tuple[str, str, str]:
+    return item.subscription.group, item.subscription.topic, handler_alias(item)
+
+
+def _work(context: _Context) -> Iterator[tuple[str, Callable[[BaseDatabaseWrapper], None]]]:
+    for kind, _, _, alias in _ledger_keys():
+        compare = _compare_ledger if kind is Kind.LEDGER else _compare_decisions
+        yield alias, lambda application, compare=compare: compare(context, application)  # type: ignore[misc]
+    for item in _with_inbox():
+        yield handler_alias(item), lambda application, item=item: _compare_inbox(context, application, item)  # type: ignore[misc]
+
+
+def _counts(now: Sequence[Comparison], before: dict[tuple[Kind, str, str, str], Comparison]) -> CompareCounts:
+    for one in now:
+        known = before.get((one.kind, one.subject, one.topic, one.alias))
+        if not one.is_clean and (known is None or known.missing != one.missing or known.is_clean):
+            logger.error(
+                "%s of %s on %r: %d are missing since a restore or a failover, from %s to %s; outbox_status names them",
+                one.kind,
+                one.subject,
+                one.alias,
+                one.missing,
+                one.first_at or one.unproven_from,
+                one.last_at or one.unproven_to,
+            )
+    missing = {kind: sum(one.missing for one in now if one.kind is kind) for kind in Kind}
+    return CompareCounts(missing[Kind.LEDGER], missing[Kind.DECISION], missing[Kind.INBOX])
+
+
+# -- the ledger, and the broker's decisions -----------------------------------------------------------
+
+
+def moment_of(transaction_id: UUID) -> datetime:
+    """When an id was made."""
+    return datetime.fromtimestamp((transaction_id.int >> 80) / 1000, UTC)
+
+
+def _compare_ledger(context: _Context, application: BaseDatabaseWrapper) -> None:
+    """Committed rows of the ledger that the broker does not know."""
+    identity = ledger.identity(application)
+    if identity is None:
+        return
+    run, alias = context.run, application.alias
+    known = context.known.get((Kind.LEDGER, context.producer_group, "", alias))
+    missing = MissingTransactions(run, Kind.LEDGER, context.producer_group, alias)
+    # The broker may have removed what is older, and another engine may have it; pruning removes it by its age.
+    oldest = max(context.bounds.installed_at, datetime.now(UTC) - context.keep, context.bounds.kept_since or _LONG_AGO)
+    same_ledger = known is not None and known.state.get("ledger") == str(identity.ledger_id)
+    is_first = known is None or known.life_id != context.life.life_id or not same_ledger
+    if known is None or is_first or context.is_young or known.compared_at is None:
+        after = first_id_at(oldest)
+    else:
+        after = first_id_at(max(oldest, known.compared_at - _OVERLAP))
+    if known is not None and not is_first and (left := known.state.get("after")):
+        after = UUID(left)
+    cut = ""
+    for number in range(context.max_batches):
+        batch = ledger.committed_after(application, after, limit=_BATCH)
+        # Read after the rows: what has committed by then, the broker has had for longer.
+        missing.add({one: moment_of(one) for one in sorted(unknown_transactions(run, batch))})
+        if len(batch) < _BATCH:
+            break
+        after = batch[-1]
+        cut = str(after) if number + 1 == context.max_batches else ""
+    _look_again(missing, lambda ids: set(ids) - unknown_transactions(run, ids))
+    missing.trim(keep_seconds=2 * context.keep.total_seconds())
+    unproven: tuple[datetime | None, datetime] | None = _unproven(context, identity) if is_first else None
+    if unproven is None and known is not None and known.unproven_to is not None:
+        unproven = (known.unproven_from, known.unproven_to)
+    state = {"ledger": str(identity.ledger_id), "after": cut}
+    _store(context, missing, state, unproven)
+
+
+_LONG_AGO: Final = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+def _unproven(context: _Context, identity: ledger.Identity) -> tuple[datetime, datetime] | None:
+    """The span in which transactions committed whose rows were pruned, and which the broker does not know any more.
+
+    A ledger is pruned up to a transaction that the broker showed decided. If the broker does not know that one any
+    more, and its log ends before it, it was restored to before it.
+    """
+    if identity.pruned_before is None or not context.is_young:
+        return None
+    last = UUID(int=identity.pruned_before.int - 1)
+    until = context.life.stored_until or context.bounds.installed_at
+    oldest = max(until, context.bounds.installed_at)
+    if moment_of(last) <= oldest or not unknown_transactions(context.run, [last]):
+        return None
+    return oldest, moment_of(last)
+
+
+def _compare_decisions(context: _Context, application: BaseDatabaseWrapper) -> None:
+    """Transactions that the broker committed by the ledger's word, and that the ledger does not hold."""
+    before = ledger.identity(application)
+    if before is None or ledger.is_read_only(application):
+        return
+    run, alias = context.run, application.alias
+    known = context.known.get((Kind.DECISION, context.producer_group, "", alias))
+    missing = MissingTransactions(run, Kind.DECISION, context.producer_group, alias)
+    after = max(before.pruned_before or _NIL, first_id_at(context.bounds.installed_at))
+    canaries = [UUID(one) for one in known.state.get("canaries", ())] if known is not None else []
+    same = known is not None and known.state.get("ledger") == str(before.ledger_id)
+    is_whole = _absent(application, canaries) <= _below(canaries, after)
+    if known is not None and same and known.compared_at is not None and is_whole:
+        left = known.state.get("after")
+        after = UUID(left) if left else max(after, first_id_at(known.compared_at - _OVERLAP))
+    present: list[UUID] = []
+    cut = ""
+    for number in range(context.max_batches):
+        batch = comparisons.committed_of_ledger(run, before.ledger_id, after, limit=_BATCH)
+        absent = _absent(application, batch)
+        # Read after the rows: pruning says first how far it goes.
+        now = ledger.identity(application)
+        if now is None or now.ledger_id != before.ledger_id:
+            return
+        missing.add({one: moment_of(one) for one in sorted(absent - _below(absent, now.pruned_before or _NIL))})
+        present = [*present, *(one for one in batch if one not in absent)][-_CANARIES:]
+        if len(batch) < _BATCH:
+            break
+        after = batch[-1]
+        cut = str(after) if number + 1 == context.max_batches else ""
+    _look_again(missing, lambda ids: set(ids) - _absent(application, ids))
+    kept = [str(one) for one in present or canaries]
+    state = {"ledger": str(before.ledger_id), "after": cut, "canaries": kept}
+    _store(context, missing, state, None)
+
+
+def _absent(application: BaseDatabaseWrapper, ids: Sequence[UUID]) -> set[UUID]:
+    return set(ids).difference(ledger.states(application, ids))
+
+
+def _below(ids: Collection[UUID], bound: UUID) -> set[UUID]:
+    return {one for one in ids if one < bound}
+
+
+def _look_again(missing: MissingTransactions, known_now: Callable[[Sequence[UUID]], set[UUID]]) -> None:
+    after = _NIL
+    while batch := missing.open(after, limit=_BATCH):
+        missing.remove(sorted(known_now(batch)))
+        after = batch[-1]
+
+
+def _store(
+    context: _Context,
+    missing: MissingTransactions,
+    state: dict[str, Any],
+    unproven: tuple[datetime | None, datetime | None] | None,
+) -> None:
+    count, first, last, ids = missing.summed()
+    began, ended = unproven or (None, None)
+    comparisons.store(
+        context.run,
+        Comparison(
+            kind=missing.kind,
+            subject=missing.producer_group,
+            alias=missing.alias,
+            life_id=context.life.life_id,
+            state=state,
+            missing=count,
+            first_at=first,
+            last_at=last,
+            ids=ids,
+            unproven_from=began,
+            unproven_to=ended,
+        ),
+    )
+
+
+# -- the inbox ----------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Queue:
+    """What is known of a queue: judged are the offsets from `valid_from` on; up to `position` they were looked at.
+
+    `look_from`: the lowest offset whose effect was missing.
+    """
+
+    valid_from: int
+    position: int
+    moved: int
+    look_from: int | None = None
+
+
+@dataclass(slots=True)
+class _InboxLook:
+    """One comparison of an inbox with the queues of a topic."""
+
+    context: _Context
+    application: BaseDatabaseWrapper
+    item: Subscriber
+    # Of each queue the newest that are there.
+    present: dict[int, list[UUID]] = field(default_factory=dict)
+    missing: dict[UUID, datetime] = field(default_factory=dict)
+    highest: int = -1
+
+    def look(self, queue: Passed, low: int, high: int) -> int | None:
+        """Look at the offsets from `low` up to `high`; the lowest whose effect is missing."""
+        keep = (self.context.keep - _YOUNG).total_seconds()
+        matches = parse_filter(self.item.subscription.filter)
+        lowest: int | None = None
+        for start in range(low, high, _BATCH):
+            end = min(high, start + _BATCH)
+            entries = [
+                entry
+                for entry in comparisons.finished_entries(self.context.run, queue, start, end, keep_seconds=keep)
+                if matches.evaluate(entry.tag or "", entry.headers)
+            ]
+            # Read after the offset: an effect commits before its offset is stored.
+            there = inbox_entries.handled(
+                self.application,
+                self.item.subscription.group,
+                range(1, queue.generation + 1),
+                [entry.message_id for entry in entries],
+            )
+            for entry in entries:
+                if entry.message_id not in there:
+                    self.missing[entry.message_id] = entry.queued_at
+                    lowest = entry.queue_offset if lowest is None else lowest
+                    self.highest = max(self.highest, entry.queue_offset)
+            if newest := [one.message_id for one in entries if one.message_id in there]:
+                self.present[queue.queue_id] = newest[-_CANARIES_OF_QUEUE:]
+        return lowest
+
+    def look_back(self, queue: Passed, low: int, high: int) -> int | None:
+        """As `look`, from the end on, until nothing is missing for a whole batch."""
+        lowest: int | None = None
+        newest: list[UUID] = []
+        while high > low:
+            start = max(low, high - _BATCH)
+            found = self.look(queue, start, high)
+            newest = newest or self.present.get(queue.queue_id, [])
+            if found is None:
+                break
+            lowest, high = found, start
+        if newest:
+            self.present[queue.queue_id] = newest
+        return lowest
+
+    def present_from(self, queue: Passed) -> int:
+        """The offset from which on the inbox has every message, as far as it is worth to look."""
+        high = queue.next_offset
+        for _ in range(_FIRST_LOOK):
+            low = max(queue.floor, high - _BATCH)
+            if low >= high:
+                break
+            lost = _InboxLook(self.context, self.application, self.item)
+            lowest = lost.look(queue, low, high)
+            self.present = lost.present | self.present
+            if lowest is not None:
+                return lost.highest + 1
+            high = low
+        return high
+
+
+def _compare_inbox(context: _Context, application: BaseDatabaseWrapper, item: Subscriber) -> None:
+    """Messages that the group has passed without a failure, and whose rows the inbox does not have.
+
+    The first comparison judges nothing: the inbox may have been switched on since. It finds out from where on all rows
+    are there. Nor is judged what an operator passed over by a reset, or what another filter chose.
+    """
+    subscription = item.subscription
+    group, topic, alias = _inbox_key(item)
+    known = context.known.get((Kind.INBOX, group, topic, alias))
+    passed = comparisons.passed(context.run, group, topic)
+    state = known.state if known is not None and known.state.get("filter") == subscription.filter else {}
+    queues = {int(key): _Queue(*values) for key, values in state.get("queues", {}).items()}
+    canaries = {int(key): [UUID(one) for one in ids] for key, ids in state.get("canaries", {}).items()}
+    look = _InboxLook(context, application, item)
+    generations = range(1, max((queue.generation for queue in passed), default=1) + 1)
+    watched = [one for ids in canaries.values() for one in ids]
+    gone = set(watched) - inbox_entries.handled(application, group, generations, watched)
+    for queue in passed:
+        seen = queues.get(queue.queue_id)
+        if seen is None:
+            # A queue that is new since the last comparison is judged from its beginning.
+            begin = queue.floor if state else look.present_from(queue)
+            seen = queues[queue.queue_id] = _Queue(begin, queue.floor if state else queue.next_offset, queue.moved)
+        if queue.moved > seen.moved:
+            # Passed over by an operator.
+            seen.valid_from = seen.position = queue.next_offset
+            seen.look_from = None
+        seen.moved = queue.moved
+        seen.position = min(seen.position, queue.next_offset)
+        low = max(queue.floor, seen.valid_from)
+        found: list[int | None] = []
+        if gone:
+            found.append(look.look_back(queue, low, max(low, seen.position)))
+        if seen.look_from is not None and not gone:
+            found.append(look.look(queue, max(low, seen.look_from), max(low, seen.position)))
+        found.append(look.look(queue, max(low, seen.position), queue.next_offset))
+        lowest = [one for one in found if one is not None]
+        seen.position, seen.look_from = queue.next_offset, min(lowest, default=None)
+    kept = {key: [one for one in ids if one not in gone] for key, ids in canaries.items()}
+    stored = {
+        "filter": subscription.filter,
+        "queues": {str(key): [one.valid_from, one.position, one.moved, one.look_from] for key, one in queues.items()},
+        "canaries": {str(key): [str(one) for one in ids] for key, ids in (kept | look.present).items()},
+    }
+    times = sorted(look.missing.values())
+    comparisons.store(
+        context.run,
+        Comparison(
+            kind=Kind.INBOX,
+            subject=group,
+            topic=topic,
+            alias=alias,
+            life_id=context.life.life_id,
+            state=stored,
+            missing=len(look.missing),
+            first_at=times[0] if times else None,
+            last_at=times[-1] if times else None,
+            ids=sorted(look.missing)[: comparisons.NAMED],
+        ),
+    )
