@@ -203,7 +203,7 @@ def _grants(run: Executor, subject: str = "grants") -> Finding:
         subject,
         Severity.CRITICAL if any(is_needed for _, _, is_needed in missing) else Severity.WARNING,
         f"missing for {role}: " + "; ".join(f"{privileges} on {name}" for name, privileges, _ in missing),
-        f"Execute as the owner of the tables: {remedy};",
+        f"Execute as the owner of the tables: GRANT USAGE ON SCHEMA {schema} TO {role}; {remedy};",
     )
 
 

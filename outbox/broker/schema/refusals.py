@@ -40,8 +40,9 @@ def refused(what: str, error: psycopg.Error, schema: str) -> OutboxError:
         )
     if isinstance(error, pg.InsufficientPrivilege):
         return ConfigurationError(
-            f"{what}: not done, the role of the broker's alias lacks a right: {said}. `manage.py outbox_doctor` prints "
-            f"the GRANTs that it needs in schema {schema!r}; or connect as the owner of the tables."
+            f"{what}: not done, the role of the broker's alias lacks a right: {said}. Grant it USAGE on schema "
+            f"{schema!r} and SELECT on its tables; then `manage.py outbox_doctor` prints the other GRANTs. "
+            f"Or connect as the owner of the tables."
         )
     if isinstance(error, (pg.LockNotAvailable, pg.QueryCanceled)):
         return BrokerUnavailable(
