@@ -33,7 +33,7 @@ def test_an_address_without_brokers_is_a_warning(outbox_settings: Callable[..., 
     """What check-back gave up is in a topic that the proxy does not let clients read."""
     outbox_settings(**{**GOOD, "BROKER": "rocketmq://127.0.0.1:1"})
     (problem,) = engine_problems(get_settings())
-    assert problem.id == "outbox.W032" and "?brokers=BROKER:10911" in str(problem.hint)
+    assert problem.id == "outbox.W033" and "?brokers=BROKER:10911" in str(problem.hint)
     require_engine(get_settings())
 
 

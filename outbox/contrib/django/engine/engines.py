@@ -31,7 +31,7 @@ def engine_problems(settings: OutboxSettings) -> Iterator[CheckMessage]:
             "about cannot be read, so that a committed message may stay there.",
             hint="Append the administration port (listenPort, 10911) of every broker: "
             "'rocketmq://PROXY:8081?brokers=BROKER:10911,BROKER:10911'.",
-            id="outbox.W032",
+            id="outbox.W033",
         )
 
 
