@@ -8,7 +8,8 @@ Every function here is DataFrame -> DataFrame and knows no source.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from datetime import datetime
+from datetime import datetime, timedelta
+from decimal import Decimal
 from functools import reduce
 from typing import Final
 
@@ -31,8 +32,18 @@ UNKEYED: Final = 7
 """A business row whose key is null."""
 EFFECT: Final = contract.EFFECT_KIND
 DEAD: Final = 1000
+WAITING: Final = 2000
+"""A message of which its group shows no effect; only where each message is told apart."""
+
+ATOMIC: Final = 0
+"""Stored and decided by the transaction that wrote the row: its times are those of the transaction's start."""
+PROMPT: Final = 1
+"""Decided by its producer, right after the commit."""
+LATER: Final = 2
+"""Decided by a check-back or an operator, some time after the commit."""
 
 NUMBER: Final = DecimalType(38, 12)
+_PLACE: Final = DecimalType(38, 0)
 _BEFORE_RECALLED: Final = 2**62
 _VERSION_7: Final = "^[0-9a-f]{8}-[0-9a-f]{4}-7"
 _NO_TIME: Final = "CAST(NULL AS timestamp)"
@@ -58,8 +69,31 @@ def table_side(table: DataFrame, rule: Rule) -> DataFrame:
         F.lit(0).cast("bigint").alias("ord"),
         _bad(raw, values).alias("bad"),
         *([F.lit(0).cast("bigint").alias("owed")] if rule.has_conditional_groups else []),
+        *([F.lit(ATOMIC).alias("way")] if rule.counts_each_message else []),
         *_compared(values, rule),
     )
+
+
+def waiting_side(messages: DataFrame, rule: Rule, number: int) -> DataFrame:
+    """Messages (contract.owing) of which the rule's group `number` shows no effect, in the narrow form."""
+    nothing = F.lit(None).cast("string")
+    return messages.select(
+        F.coalesce("key", F.lit("")).alias("key"),
+        F.lit(WAITING + number).alias("kind"),
+        "at",
+        F.expr(_NO_TIME).alias("settled"),
+        _due().alias("due"),
+        F.col("log_id").alias("ord"),
+        F.lit(0).alias("bad"),
+        *([F.lit(0).cast("bigint").alias("owed")] if rule.has_conditional_groups else []),
+        F.lit(ATOMIC).alias("way"),
+        *_compared([_from_column(nothing, field) for field in rule.fields], rule),
+    )
+
+
+def _due() -> Column:
+    """From when on a message of `at` and `deliver_at` is handled."""
+    return F.greatest("at", F.coalesce("deliver_at", "at"))
 
 
 def broker_side(messages: DataFrame, rule: Rule) -> DataFrame:
@@ -88,8 +122,15 @@ def broker_side(messages: DataFrame, rule: Rule) -> DataFrame:
         F.col("log_id").alias("ord"),
         F.when(is_committed & (F.col("unreadable") | (_bad(raw, values) > 0)), 1).otherwise(0).alias("bad"),
         *([F.coalesce("owed", F.lit(0)).alias("owed")] if rule.has_conditional_groups else []),
+        *([way().alias("way")] if rule.counts_each_message else []),
         *_compared(values, rule),
     )
+
+
+def way() -> Column:
+    """How near the decision of a message is to the commit of its transaction: ATOMIC, PROMPT or LATER."""
+    is_atomic = F.coalesce(F.col("decided_at") <= F.col("at"), F.lit(True))
+    return F.when(is_atomic, ATOMIC).when(F.col("decided_by") == "P", PROMPT).otherwise(LATER)
 
 
 def _kind(rule: Rule) -> Column:
@@ -183,8 +224,11 @@ def _made_at(message_id: Column) -> Column:
     return F.when(message_id.rlike(_VERSION_7), moment)
 
 
-def gather(sides: list[DataFrame], rule: Rule) -> DataFrame:
-    """One row per key with the counts and times of all sides."""
+def gather(sides: list[DataFrame], rule: Rule, watermark: datetime) -> DataFrame:
+    """One row per key with the counts and times of all sides.
+
+    `watermark` tells messages whose limit has passed from younger ones.
+    """
     united = reduce(DataFrame.unionByName, sides)
     kind = F.col("kind")
     is_committed = kind.isin(COMMITTED, RECALLED)
@@ -192,7 +236,7 @@ def gather(sides: list[DataFrame], rule: Rule) -> DataFrame:
     is_row = kind.isin(ROW, UNKEYED)
     # The newest message is compared with the row: one that was recalled only if there is no other.
     age = F.when(kind == COMMITTED, F.col("ord") + F.lit(_BEFORE_RECALLED)).when(kind == RECALLED, F.col("ord"))
-    counts = is_row | is_committed | is_undecided | (kind >= EFFECT)
+    counts = is_row | is_committed | is_undecided | ((kind >= EFFECT) & (kind < WAITING))
     aggregates = [
         F.count_if(is_row).alias("rows"),
         F.count_if(kind == UNKEYED).alias("unkeyed"),
@@ -207,7 +251,7 @@ def gather(sides: list[DataFrame], rule: Rule) -> DataFrame:
         _earliest("settled", is_committed).alias("settled_at"),
         F.max(F.when(is_committed, F.col("due"))).alias("due_at"),
         F.max_by("hash", age).alias("message_hash"),
-        F.max_by("settled", age).alias("newest_settled_at"),
+        F.max(F.when(is_committed, F.col("settled"))).alias("newest_settled_at"),
         F.max(F.when(counts, F.greatest("at", F.coalesce("settled", "at")))).alias("touched_at"),
         F.sum("bad").alias("unreadable"),
     ]
@@ -216,6 +260,10 @@ def gather(sides: list[DataFrame], rule: Rule) -> DataFrame:
         aggregates.append(F.max(F.when(is_row, value)).alias(f"row_n{number}"))
         aggregates.append(F.max_by(value, age).alias(f"message_n{number}"))
     aggregates += [one for number in range(len(rule.groups)) for one in _of_group(rule, number)]
+    if rule.counts_each_message:
+        aggregates += _in_order_of_commit(rule)
+        for number in range(len(rule.groups)):
+            aggregates += _of_each_message(rule, number, watermark)
     # Spread by key first: a key has two or three rows, so that Spark's own partial aggregation before the shuffle would
     # combine nothing, and carry every row as a wide buffer.
     return united.repartition("key").groupBy("key").agg(*aggregates)
@@ -231,6 +279,53 @@ def _of_group(rule: Rule, number: int) -> Iterator[Column]:
     if rule.groups[number].owed_when:
         is_owed = (kind == COMMITTED) & (F.col("owed").bitwiseAND(F.lit(1 << number)) != 0)
         yield F.count_if(is_owed).alias(f"owed_{number}")
+
+
+def _in_order_of_commit(rule: Rule) -> Iterator[Column]:
+    """What the messages that may have been committed last say: by their decisions (`prompt`), and by their decisions
+    but those that came later than the commit, which count as early as can be (`early`).
+
+    Of messages that were stored by the transaction of the row the order of the log is that of the commits.
+    """
+    kind, way = F.col("kind"), F.col("way")
+    is_sent = kind.isin(COMMITTED, RECALLED)
+    yield F.count_if(is_sent & (way == ATOMIC)).alias("atomic")
+    yield F.count_if(is_sent & (way != ATOMIC)).alias("two_phase")
+    for name, time in (("prompt", F.col("settled")), ("early", F.when(way == LATER, F.col("at")).otherwise(F.col("settled")))):
+        place = F.when(is_sent, commit_place(time, F.col("ord"), kind == COMMITTED))
+        yield F.max_by("hash", place).alias(f"{name}_hash")
+        for number in range(len(rule.near_fields)):
+            yield F.max_by(f"n{number}", place).alias(f"{name}_n{number}")
+
+
+def commit_place(time: Column, log_id: Column, is_live: Column) -> Column:
+    """The greater, the later: by time, then by the log; what was recalled comes before all that was not.
+
+    A number, because Spark aggregates structs by sorting.
+    """
+    place = F.unix_micros(time).cast(DecimalType(19, 0)) * F.lit(Decimal(10**19))
+    return (place + log_id + F.when(is_live, F.lit(Decimal(10**36))).otherwise(F.lit(Decimal(0)))).cast(_PLACE)
+
+
+def _of_each_message(rule: Rule, number: int, watermark: datetime) -> Iterator[Column]:
+    """What tells whether a group has handled each message: where an effect names its message, the oldest that has no
+    effect; else the newest message, the newest whose limit has passed, and the newest effect."""
+    kind, group = F.col("kind"), rule.groups[number]
+    if group.key is None:
+        is_waiting = kind == WAITING + number
+        yield F.min(F.when(is_waiting, F.col("due"))).alias(f"waiting_{number}")
+        yield F.min_by("ord", F.when(is_waiting, F.col("due"))).alias(f"waiting_log_id_{number}")
+        return
+    is_owed = kind == COMMITTED
+    if group.owed_when:
+        is_owed = is_owed & (F.col("owed").bitwiseAND(F.lit(1 << number)) != 0)
+    due = F.when(is_owed, F.greatest("at", F.coalesce("due", "at")))
+    yield F.count_if(is_owed).alias(f"owing_{number}")
+    yield F.max(due).alias(f"newest_due_{number}")
+    overdue = due < F.lit(watermark - timedelta(seconds=group.within_seconds))
+    yield F.max(F.when(overdue, due)).alias(f"overdue_{number}")
+    yield F.max_by("ord", F.when(overdue, due)).alias(f"overdue_log_id_{number}")
+    yield F.max(F.when(kind == EFFECT + number, F.col("at"))).alias(f"newest_effect_{number}")
 
 
 def _earliest(column: str, condition: Column) -> Column:

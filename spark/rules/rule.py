@@ -47,7 +47,7 @@ class Messages(enum.StrEnum):
 
     EXACTLY_ONE = "exactly_one"
     AT_LEAST_ONE = "at_least_one"
-    """The newest is compared with the row."""
+    """The message that was committed last is compared with the row; every message owes its effects."""
 
 
 class Kind(enum.StrEnum):
@@ -158,6 +158,11 @@ class Rule:
     def has_conditional_groups(self) -> bool:
         """Whether some messages owe some groups nothing."""
         return any(group.owed_when for group in self.groups)
+
+    @property
+    def counts_each_message(self) -> bool:
+        """Whether a row may have several messages, each of which owes effects of its own."""
+        return self.messages is Messages.AT_LEAST_ONE
 
     @property
     def longest_wait(self) -> timedelta:
