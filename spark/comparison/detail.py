@@ -9,6 +9,7 @@ from pyspark.sql import functions as F
 
 from ..output import masking
 from ..rules.rule import FieldType, Rule
+from ..safe_text import told_apart
 from . import evidence
 
 DELIVERY_TEXTS: Final = {
@@ -92,9 +93,20 @@ def _differences(rule: Rule) -> Column:
         if field.tolerance is not None:
             distance = F.abs(ours.try_cast(evidence.NUMBER) - theirs.try_cast(evidence.NUMBER))
             differs = differs & F.coalesce(distance > F.lit(field.tolerance).cast(evidence.NUMBER), F.lit(True))
-        shown = (masking.shown(rule, field, _readable(value, field.type)) for value in (ours, theirs))
-        texts.append(F.when(differs, F.concat(F.lit(f"{field.column} "), *_between(*shown))))
+        if field.type in (FieldType.TEXT, FieldType.UUID) and not masking.hides(rule, field):
+            # A lambda, because Spark warns of hints that it does not know.
+            between = [F.udf(lambda *values: _told_apart(*values), "string")(F.when(differs, ours), F.when(differs, theirs), differs)]
+        else:
+            between = _between(*(masking.shown(rule, field, _readable(value, field.type)) for value in (ours, theirs)))
+        texts.append(F.when(differs, F.concat(F.lit(f"{field.column} "), *between)))
     return F.array_join(F.array_compact(F.array(*texts)), "; ") if texts else F.lit("")
+
+
+def _told_apart(ours: str | None, theirs: str | None, differs: bool | None) -> str | None:
+    if not differs:
+        return None
+    in_row, in_body, note = told_apart(ours, theirs)
+    return f"{in_row} in the row, {in_body} in the body{f' ({note})' if note else ''}"
 
 
 def _between(ours: Column, theirs: Column) -> list[Column]:

@@ -19,7 +19,9 @@ from pyspark.sql.types import DecimalType
 
 from ..output import masking
 from ..rules.rule import FieldRule, FieldType, Rule
-from . import contract
+from ..safe_text import quoted
+from ..sources import lenient
+from . import contract, json_text
 
 ROW: Final = contract.ROW_KIND
 COMMITTED: Final = 1
@@ -47,6 +49,14 @@ _PLACE: Final = DecimalType(38, 0)
 _BEFORE_RECALLED: Final = 2**62
 _VERSION_7: Final = "^[0-9a-f]{8}-[0-9a-f]{4}-7"
 _NO_TIME: Final = "CAST(NULL AS timestamp)"
+
+
+# What says of a value that looks right why it is refused.
+_BOUNDS: Final = {
+    FieldType.INTEGER: " of up to 26 digits",
+    FieldType.DECIMAL: " of up to 26 digits before the point",
+    FieldType.TIMESTAMP: " with a date",
+}
 
 
 def prepare(spark: SparkSession) -> None:
@@ -96,18 +106,24 @@ def _due() -> Column:
     return F.greatest("at", F.coalesce("deliver_at", "at"))
 
 
-def broker_side(messages: DataFrame, rule: Rule) -> DataFrame:
-    """Messages, dead letters and deliveries in the narrow form. A body that cannot be read makes the message `bad`."""
+def broker_side(messages: DataFrame, rule: Rule, *, is_exact: bool = False) -> DataFrame:
+    """Messages, dead letters and deliveries in the narrow form. A body that cannot be read makes the message `bad`.
+
+    `is_exact`, on the second look: a body that Spark's parser refuses, or that may hold more than one document, is
+    read by a parser of our own.
+    """
     # In steps, so that each body is parsed once: a step's column is computed once and used many times by the next.
     text, document = F.col("text"), F.col("document")
     parsed = messages.withColumn("text", F.col("body").cast("string")).withColumn("document", F.try_parse_json("text"))
     is_json = F.coalesce(F.col("content_type").startswith("application/json"), F.lit(False))
-    is_damaged = ~F.is_valid_utf8(text) | document.isNull()
-    if rule.fields:
-        # The parser stops after the first value: what follows an object would go unseen.
-        unreadable = ~is_json | is_damaged | ~(text.endswith("}") | F.rtrim(text, F.lit(" \t\r\n")).endswith("}"))
+    if is_exact:
+        refused = _refused(text, document, rule)
+        is_damaged = ~F.is_valid_utf8(text) | (refused != "")
+        if not rule.fields:
+            is_damaged = ~F.is_valid_utf8(text) | refused.startswith(json_text.NOT_JSON)
     else:
-        unreadable = is_json & is_damaged
+        is_damaged = ~F.is_valid_utf8(text) | _is_suspicious(text, document, rule)
+    unreadable = ~is_json | is_damaged if rule.fields else is_json & is_damaged
     texts = {f"b{n}": F.try_variant_get(document, _path(field), "string") for n, field in enumerate(rule.fields)}
     read = parsed.withColumns({"unreadable": F.coalesce(unreadable, F.lit(True)), **texts}).drop("text", "document")
     raw = [F.col(name) for name in texts]
@@ -125,6 +141,24 @@ def broker_side(messages: DataFrame, rule: Rule) -> DataFrame:
         *([way().alias("way")] if rule.counts_each_message else []),
         *_compared(values, rule),
     )
+
+
+def _is_suspicious(text: Column, document: Column, rule: Rule) -> Column:
+    """Whether a body may not be one JSON document. Without compared fields only what Spark cannot parse is."""
+    if not rule.fields:
+        return document.isNull()
+    # The parser stops after the first value: what follows an object would go unseen.
+    is_object = text.endswith("}") | F.rtrim(text, F.lit(" \t\r\n")).endswith("}")
+    return document.isNull() | ~is_object | text.contains("}{") | text.contains("}\n{")
+
+
+def _refused(text: Column, document: Column, rule: Rule) -> Column:
+    """What is wrong with a body that is suspicious, or cannot be parsed; '' if it is as it should be."""
+    is_object = bool(rule.fields)
+    why = F.udf(lambda body: None if body is None else json_text.why_refused(body, is_object=is_object), "string")
+    # A function in Python is called for every row, whatever stands around it: of the others it gets no body.
+    found = F.coalesce(why(F.when(F.is_valid_utf8(text) & _is_suspicious(text, document, rule), text)), F.lit(""))
+    return F.when(document.isNull() & (found == ""), "the body is JSON, but Spark cannot parse it").otherwise(found)
 
 
 def way() -> Column:
@@ -167,10 +201,9 @@ def why_unreadable(rule: Rule) -> Column:
     values = [_from_body(column, field) for column, field in zip(raw, rule.fields, strict=True)]
     content_type = F.concat(F.lit("its content type is "), F.coalesce("content_type", F.lit("missing")))
     reason = _why_fields(raw, values, [field.body for field in rule.fields], rule)
-    reason = F.when(document.isNull(), "the body is not JSON").otherwise(reason)
-    if rule.fields:
-        is_object = F.rtrim(text, F.lit(" \t\r\n")).endswith("}")
-        reason = F.when(document.isNotNull() & ~is_object, "the body is not one JSON object").otherwise(reason)
+    refused = _refused(text, document, rule)
+    is_refused = refused != "" if rule.fields else refused.startswith(json_text.NOT_JSON)
+    reason = F.when(is_refused, refused).otherwise(reason)
     reason = F.when(~F.is_valid_utf8(text), "the body is not UTF-8").otherwise(reason)
     reason = F.when(~is_json, content_type if rule.fields else F.lit("")).otherwise(reason)
     return F.when(F.col("state").isin("committed", "recalled"), reason).otherwise("").alias("why")
@@ -184,13 +217,14 @@ def why_row_unreadable(rule: Rule) -> Column:
 
 
 def _why_fields(raw: list[Column], values: list[Column], names: list[str], rule: Rule) -> Column:
+    quote = F.udf(lambda text: None if text is None else quoted(text), "string")
     texts = [
         F.when(
             before.isNotNull() & after.isNull(),
             F.concat(
-                F.lit(f"{name} is '"),
-                masking.shown(rule, field, F.substring(before, 1, 60)),
-                F.lit(f"', which is no {field.type.value}"),
+                F.lit(f"{name} is "),
+                masking.shown(rule, field, quote(F.when(before.isNotNull() & after.isNull(), F.substring(before, 1, 60)))),
+                F.lit(f", which is no {field.type.value}{_BOUNDS.get(field.type, '')}"),
             ),
         )
         for before, after, name, field in zip(raw, values, names, rule.fields, strict=True)
@@ -355,7 +389,7 @@ def _from_column(value: Column, field: FieldRule) -> Column:
 
 def _from_body(value: Column, field: FieldRule) -> Column:
     if field.type is FieldType.TIMESTAMP:
-        return _time(F.unix_micros(value.try_cast("timestamp")), field)
+        return _time(F.unix_micros(lenient.moment(value)), field)
     return _normal(value, field)
 
 
@@ -367,11 +401,11 @@ def _time(microseconds: Column, field: FieldRule) -> Column:
 
 def _normal(value: Column, field: FieldRule) -> Column:
     if field.type in (FieldType.INTEGER, FieldType.DECIMAL):
-        return value.try_cast(NUMBER)
+        return lenient.number(value, NUMBER)
     if field.type is FieldType.BOOLEAN:
         return value.try_cast("boolean")
     if field.type is FieldType.DATE:
-        return value.try_cast("date")
+        return lenient.date(value)
     if field.type is FieldType.UUID:
         return F.lower(value)
     return value

@@ -307,7 +307,7 @@ def _key_sides(
         ours = letters.join(messages.select("log_id"), "log_id", "left_semi").select(*broker.columns)
         broker = broker.where(~broker["state"].startswith("dead ")).unionByName(ours)
     return KeySides(
-        narrow=[evidence.broker_side(broker, rule), *narrow, *waiting],
+        narrow=[evidence.broker_side(broker, rule, is_exact=True), *narrow, *waiting],
         rows=own.where(own["kind"] == contract.ROW_KIND),
         messages=messages,
         dead_letters=broker.where(broker["state"].startswith("dead ")),

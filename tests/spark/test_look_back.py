@@ -13,7 +13,7 @@ from spark.options import LookBack
 from tests.spark.conftest import Reconciler
 from tests.spark.world import START, Order, World
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(900)
 HOUR = timedelta(hours=1)
 FAULTS = {
     ("50", "", "LOST"),

@@ -10,7 +10,7 @@ import pytest
 from tests.spark.conftest import Reconciler
 from tests.spark.world import RULES, START, Order, World
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(900)
 SECOND = timedelta(seconds=1)
 BY_ID = """
 [[rule.group]]
