@@ -42,7 +42,10 @@ def of(rule: Rule) -> Column:
         ),
         "LOST": F.when(
             acted != "",
-            F.concat(F.lit("no message has the row's key, but its effects are there: was it sent under another key? "), effects),
+            F.concat(
+                F.lit("no message has the row's key, but its effects are there: was it sent under another key? "),
+                effects,
+            ),
         ).otherwise("the row has no message"),
         "UNREADABLE": _unreadable(),
         "DUPLICATE": F.when(is_group, _counted("effects of one message by", "group", rule)).otherwise(
@@ -75,7 +78,9 @@ def shown(value: Column, kind: FieldType) -> Column:
 
 def _more(count: str, what: str) -> Column:
     """What says that a finding names one of several."""
-    return F.when(F.col(count) > 1, F.format_string(f", the oldest of %d {what} of the key", F.col(count))).otherwise("")
+    return F.when(F.col(count) > 1, F.format_string(f", the oldest of %d {what} of the key", F.col(count))).otherwise(
+        ""
+    )
 
 
 def _counted(text: str, column: str, rule: Rule) -> Column:
@@ -95,7 +100,11 @@ def _differences(rule: Rule) -> Column:
             differs = differs & F.coalesce(distance > F.lit(field.tolerance).cast(evidence.NUMBER), F.lit(True))
         if field.type in (FieldType.TEXT, FieldType.UUID) and not masking.hides(rule, field):
             # A lambda, because Spark warns of hints that it does not know.
-            between = [F.udf(lambda *values: _told_apart(*values), "string")(F.when(differs, ours), F.when(differs, theirs), differs)]
+            between = [
+                F.udf(lambda *values: _told_apart(*values), "string")(
+                    F.when(differs, ours), F.when(differs, theirs), differs
+                )
+            ]
         else:
             between = _between(*(masking.shown(rule, field, _readable(value, field.type)) for value in (ours, theirs)))
         texts.append(F.when(differs, F.concat(F.lit(f"{field.column} "), *between)))
@@ -122,7 +131,9 @@ def _readable(value: Column, kind: FieldType) -> Column:
 
 def _unreadable() -> Column:
     is_damaged = F.col("damaged_log_id").isNotNull()
-    of_message = F.when(is_damaged, F.concat(F.lit("message "), F.col("about.message_id"), F.lit(": "), F.col("about.why")))
+    of_message = F.when(
+        is_damaged, F.concat(F.lit("message "), F.col("about.message_id"), F.lit(": "), F.col("about.why"))
+    )
     of_row = F.when(F.col("row.why") != "", F.concat(F.lit("the row: "), F.col("row.why")))
     unkeyed = F.when(F.col("unkeyed") > 0, F.lit("the row's key is null"))
     texts = F.array_join(F.array_compact(F.array(unkeyed, of_message, of_row)), "; ")

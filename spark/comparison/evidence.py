@@ -223,7 +223,9 @@ def _why_fields(raw: list[Column], values: list[Column], names: list[str], rule:
             before.isNotNull() & after.isNull(),
             F.concat(
                 F.lit(f"{name} is "),
-                masking.shown(rule, field, quote(F.when(before.isNotNull() & after.isNull(), F.substring(before, 1, 60)))),
+                masking.shown(
+                    rule, field, quote(F.when(before.isNotNull() & after.isNull(), F.substring(before, 1, 60)))
+                ),
                 F.lit(f", which is no {field.type.value}{_BOUNDS.get(field.type, '')}"),
             ),
         )
@@ -325,7 +327,10 @@ def _in_order_of_commit(rule: Rule) -> Iterator[Column]:
     is_sent = kind.isin(COMMITTED, RECALLED)
     yield F.count_if(is_sent & (way == ATOMIC)).alias("atomic")
     yield F.count_if(is_sent & (way != ATOMIC)).alias("two_phase")
-    for name, time in (("prompt", F.col("settled")), ("early", F.when(way == LATER, F.col("at")).otherwise(F.col("settled")))):
+    for name, time in (
+        ("prompt", F.col("settled")),
+        ("early", F.when(way == LATER, F.col("at")).otherwise(F.col("settled"))),
+    ):
         place = F.when(is_sent, commit_place(time, F.col("ord"), kind == COMMITTED))
         yield F.max_by("hash", place).alias(f"{name}_hash")
         for number in range(len(rule.near_fields)):

@@ -77,7 +77,11 @@ def _step(expected: str, kind: str, value: str, stack: list[str]) -> str | None:
             return "name or }" if value == "{" else "value or ]"
         if kind in ("string", "number", "word"):
             return _after_value(stack)
-    if stack and value == ("}" if stack[-1] == "{" else "]") and expected in ("name or }", "value or ]", "',' or the end"):
+    if (
+        stack
+        and value == ("}" if stack[-1] == "{" else "]")
+        and expected in ("name or }", "value or ]", "',' or the end")
+    ):
         stack.pop()
         return _after_value(stack)
     if expected == "',' or the end" and value == ",":

@@ -17,8 +17,8 @@ from ..errors import RulesInvalid, UsageProblem
 from . import acknowledgements
 from .rule import (
     DEFAULT_GRACE_SECONDS,
-    DEFAULT_LOOK_BACK_EVERY_SECONDS,
     DEFAULT_LONGEST_TRANSACTION_SECONDS,
+    DEFAULT_LOOK_BACK_EVERY_SECONDS,
     DEFAULT_OUTPUT_MODE,
     DEFAULT_STUCK_AFTER_SECONDS,
     DEFAULT_WITHIN_SECONDS,

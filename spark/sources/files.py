@@ -161,7 +161,6 @@ class FileSource(FrameSource):
             f"exists. Correct path in the rules file, or export the table."
         )
 
-
     def _check_plain(self, table: str) -> None:
         """Raise UsageProblem where the files belong to a table format: which of them are its rows only its log says."""
         folder = self._database.location.rstrip("/")

@@ -51,7 +51,7 @@ def _look_back(
         seconds = options.look_back.seconds or seconds
         if seconds is None:
             raise UsageProblem(
-                f"rule {rule.name!r} does not say how far to look back: write look_back = \"7d\" in the rule, or "
+                f'rule {rule.name!r} does not say how far to look back: write look_back = "7d" in the rule, or '
                 f"--look-back 7d."
             )
         return timedelta(seconds=seconds)

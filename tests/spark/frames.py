@@ -42,7 +42,9 @@ def classified(
         evidence.table_side(spark.createDataFrame(table), rule),
         evidence.broker_side(spark.createDataFrame(broker), rule),
     ]
-    return classify.subjects(classify.with_classes(evidence.gather(sides, rule, oracle.WATERMARK), rule, WINDOW), rule, WINDOW)
+    return classify.subjects(
+        classify.with_classes(evidence.gather(sides, rule, oracle.WATERMARK), rule, WINDOW), rule, WINDOW
+    )
 
 
 def classes(

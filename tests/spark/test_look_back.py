@@ -65,7 +65,9 @@ def test_a_look_back_is_due_by_the_rule(reconcile: Reconciler, world: World) -> 
     chain(reconcile, world)
     path = reconcile.folder / "reconcile.toml"
     text = path.read_text()
-    path.write_text(text.replace('late_after = "5m"', 'late_after = "5m"\nlook_back = "24000d"\nlook_back_every = "2d"'))
+    path.write_text(
+        text.replace('late_after = "5m"', 'late_after = "5m"\nlook_back = "24000d"\nlook_back_every = "2d"')
+    )
     assert reconcile.findings(reconcile.run()) == [], "the first run has looked at everything a moment ago"
     result = json.loads((reconcile.folder / "out" / "result.json").read_text())
     result["rules"][0]["looked_back"]["at"] = (START + HOUR).isoformat()

@@ -53,7 +53,7 @@ class Command(OutboxCommand):
             nargs="?",
             const="",
             metavar="DURATION",
-            help="judge again what earlier runs have judged of the last DURATION, as in 7d (default: the rules' look_back)",
+            help="judge again what was judged of the last DURATION, as in 7d (default: the rules' look_back)",
         )
         parser.add_argument("--metrics", help="write a Prometheus textfile here, or into this folder")
         parser.add_argument(
