@@ -60,8 +60,13 @@ _BOUNDS: Final = {
 
 
 def prepare(spark: SparkSession) -> None:
-    """Bodies are read as PostgreSQL's jsonb reads them: of a key that comes twice in an object the last one counts."""
+    """Bodies are read as PostgreSQL's jsonb reads them: of a key that comes twice in an object the last one counts.
+
+    What is passed to Python is bounded.
+    """
     spark.conf.set("spark.sql.variant.allowDuplicateKeys", "true")
+    # Whole bodies go to Python on the second look: by bytes, because a batch of so many rows has no bound.
+    spark.conf.set("spark.sql.execution.arrow.maxBytesPerBatch", "8m")
 
 
 def table_side(table: DataFrame, rule: Rule) -> DataFrame:

@@ -95,7 +95,7 @@ def _keys_of(narrow: list[DataFrame]) -> DataFrame:
 def _with_details(found: DataFrame, rule: Rule, read: sides.KeySides, known: DataFrame) -> DataFrame:
     values = [F.col(f"f{number}") for number in range(len(rule.fields))]
     shown = [
-        masking.shown(rule, field, detail.shown(value, field.type)).alias(field.column)
+        masking.shown(rule, field, _cut(detail.shown(value, field.type))).alias(field.column)
         for value, field in zip(values, rule.fields, strict=True)
     ]
     row = F.to_json(F.struct(F.col("key").alias(rule.key), *shown), {"ignoreNullFields": "false"}).alias("json")
@@ -103,8 +103,11 @@ def _with_details(found: DataFrame, rule: Rule, read: sides.KeySides, known: Dat
     rows = read.rows.groupBy("key").agg(F.max(shape).alias("row"))
     found = found.join(rows, "key", "left").join(_of_key(read, rule), "key", "left")
     found = found.join(_dead(read, rule), ["key", "group"], "left").withColumn("about_id", _about(rule))
-    columns = ("message_id", "transaction_id", "log_id", "tag", "state", "decided_by", "body")
-    about = F.struct(*columns, *evidence.body_values(rule), evidence.why_unreadable(rule))
+    columns = ("message_id", "transaction_id", "log_id", "tag", "state", "decided_by")
+    # The body as it is shown: whole bodies are not carried through joins and sorts.
+    about = F.struct(
+        *columns, _shown_body(rule).alias("body"), *evidence.body_values(rule), evidence.why_unreadable(rule)
+    )
     messages = read.messages.select(F.col("log_id").alias("about_id"), about.alias("about"))
     found = found.join(messages, "about_id", "left").join(_newest(read, known), "key", "left")
     if read.deliveries is None:
@@ -235,16 +238,21 @@ def _as_findings(found: DataFrame, rule: Rule) -> DataFrame:
         F.col("about.decided_by").alias("decided_by"),
         "delivery",
         F.col("row.json").alias("row"),
-        _shown_body(rule).alias("body"),
+        F.col("about.body").alias("body"),
         _evidence(rule),
         "carry",
     )
 
 
+def _cut(value: Column) -> Column:
+    """A value of a row as a finding shows it: not longer than a body."""
+    return F.when(F.length(value) > MAX_BODY, F.concat(F.substring(value, 1, MAX_BODY), F.lit("…"))).otherwise(value)
+
+
 def _shown_body(rule: Rule) -> Column:
-    body = F.col("about.body").cast("string")
+    body = F.col("body").cast("string")
     shown = F.when(F.is_valid_utf8(body), F.substring(body, 1, MAX_BODY)).otherwise(
-        F.concat(F.lit("hex "), F.substring(F.hex(F.substring("about.body", 1, MAX_BODY)), 1, MAX_BODY))
+        F.concat(F.lit("hex "), F.substring(F.hex(F.substring("body", 1, MAX_BODY)), 1, MAX_BODY))
     )
     return masking.shown_body(rule, body, shown, MAX_BODY)
 

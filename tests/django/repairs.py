@@ -12,7 +12,7 @@ from typing import Any
 from django.core.management import call_command
 
 AT = datetime(2025, 6, 1, 12, tzinfo=UTC)
-ORDERS = {
+ORDERS: dict[str, Any] = {
     "database": "default",
     "table": '"shop_order"',
     "key": '"number"',
@@ -23,7 +23,13 @@ ORDERS = {
     "messages": "exactly_one",
     "effects": [],
 }
-EFFECTS = {"group": "logistics", "database": "other", "table": '"shop_effect"', "key": '"number"', "when": None}
+EFFECTS: dict[str, Any] = {
+    "group": "logistics",
+    "database": "other",
+    "table": '"shop_effect"',
+    "key": '"number"',
+    "when": None,
+}
 PUBLISHER = "orders=tests.django.repair_publisher.order"
 
 
