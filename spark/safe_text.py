@@ -51,7 +51,8 @@ def quoted(text: str) -> str:
 def visible(text: str) -> str:
     """A key as it is; `quoted` where something in it, or at its ends, cannot be seen."""
     shown = quoted(text)
-    return text if shown == f"'{text}'" and text.strip() == text else shown
+    is_seen = shown.replace("\\\\", "\\") == f"'{text}'" and text.strip() == text
+    return text if is_seen else shown
 
 
 def _visible(character: str) -> str:

@@ -183,8 +183,8 @@ class _Reader:
     def _rule(self, value: Any, path: TomlPath, databases: dict[str, Database], broker: str) -> Rule:
         keys = ("name", "database", "table", "key", "when", "time", "topic", "tag", "messages", "severity", "grace")
         more = ("message_when", "late_after", "stuck_after", "bucket", "allow_empty", "mask", "field", "group")
-        more = (*more, "look_back", "look_back_every")
-        table = Table(self.problem, value, path, (*keys, *more, "message_key"))
+        again = ("look_back", "look_back_every")
+        table = Table(self.problem, value, path, (*keys, *more, *again, "message_key"))
         if "message_key" in table.values:
             table.problem("message_key", *_BY_BODY)
         database = table.required("database")

@@ -168,8 +168,8 @@ def _refuse_what_was_handled(step: Step, source: Source, means: Means, connectio
     if misplaced is not None:
         raise Refusal(
             f"message {misplaced.message_id} ({misplaced.state}) has another key, and its body names this one: if it "
-            f"is the row's message, publish nothing; correct its publisher, and acknowledge the findings of both keys. If "
-            f"it is not, publish the row by hand"
+            f"is the row's message, publish nothing; correct its publisher, and acknowledge the findings of both keys. "
+            f"If it is not, publish the row by hand"
         )
     acted = [
         each.group
