@@ -16,10 +16,11 @@ from typing import Any
 from . import session
 from .errors import CLEAN, FINDINGS, INCOMPLETE, ReconcileError, UsageProblem
 from .moments import parse_moment
-from .options import RunOptions
+from .options import LookBack, RunOptions
 from .output import findings
 from .progress import Progress
 from .rules import file as rules_file
+from .rules.table import duration
 from .safe_text import for_people
 
 DESCRIPTION = """Hold business tables, messages and effects against each other.
@@ -43,6 +44,14 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument("--to", dest="until", type=_moment, help="judge rows before this time")
     run.add_argument(
         "--full", action="store_true", help="read everything again instead of what came since the last run"
+    )
+    run.add_argument(
+        "--look-back",
+        nargs="?",
+        const=LookBack(),
+        type=_look_back,
+        metavar="DURATION",
+        help="judge again what earlier runs have judged of the last DURATION, as in 7d (default: the rules' look_back)",
     )
     run.add_argument("--metrics", type=Path, help="write a Prometheus textfile here, or into this folder")
     run.add_argument("--json", action="store_true", help="print the result as JSON")
@@ -121,12 +130,15 @@ def _run(given: argparse.Namespace) -> int:
         raise UsageProblem("--from and --to belong together: give both, or neither.")
     if given.since is not None and given.since >= given.until:
         raise UsageProblem(f"--from {given.since.isoformat()} is not before --to {given.until.isoformat()}.")
+    if given.look_back is not None and (given.full or given.since is not None):
+        raise UsageProblem("--look-back is for incremental runs: --full and --from judge everything again anyway.")
     options = RunOptions(
         rules=given.rules,
         output=given.output,
         since=given.since,
         until=given.until,
         full=given.full,
+        look_back=given.look_back,
         metrics=given.metrics,
     )
     progress = Progress(quiet=given.quiet)
@@ -213,6 +225,13 @@ def _seconds(value: str) -> float:
     if not 0 <= seconds <= 86_400:
         raise argparse.ArgumentTypeError(f"{value!r} is not a number of seconds from 0 to 86400.")
     return seconds
+
+
+def _look_back(value: str) -> LookBack:
+    seconds = duration(value)
+    if not seconds:
+        raise argparse.ArgumentTypeError(f"{value!r} is not a duration: write a number and a unit, as in 7d or 12h.")
+    return LookBack(seconds)
 
 
 def _moment(value: str) -> datetime:

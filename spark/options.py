@@ -21,12 +21,20 @@ class Batch:
         return known is not None and known["query"] == self.query and known["number"] >= self.number
 
 
+@dataclass(frozen=True, slots=True)
+class LookBack:
+    """How far to look back at what earlier runs have judged; None: as far as each rule says."""
+
+    seconds: float | None = None
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunOptions:
     """The command's options as values.
 
     Without `since` and `until` a run continues where the result in `output` ended (or reads everything, the first
-    time and with `full`). With them it judges exactly that interval and nothing is carried over. `batch` is given by a
+    time and with `full`). With them it judges exactly that interval and nothing is carried over. With `look_back` it
+    judges again what earlier runs have judged, whether a look back of the rules is due or not. `batch` is given by a
     continuous reconciliation, with `no_later_than`: what came after it is left to the next batch.
     """
 
@@ -35,6 +43,7 @@ class RunOptions:
     since: datetime | None = None
     until: datetime | None = None
     full: bool = False
+    look_back: LookBack | None = None
     metrics: Path | None = None
     batch: Batch | None = None
     no_later_than: datetime | None = None

@@ -111,6 +111,7 @@ class Run:
             run = RuleRun(rule, boundary.window(rule, self._options, readings, previous))
             if horizon is not None:
                 boundary.limit_by_retention(run, horizon)
+        run.looked_back = boundary.looked_back(run, previous)
         run.notes += notes + acknowledgements.ended(self._rules.acknowledged, rule.name, self._started)
         run.notes += [
             f"group {group.name}: judged by the broker's offsets, which say whether and not when: never LATE"

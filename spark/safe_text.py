@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from typing import Final
 
 MASK: Final = "***"
@@ -36,3 +37,72 @@ def for_people(text: str) -> str:
         character if character.isprintable() or character == "\n" else ascii(character)[1:-1]
         for character in mask_passwords(text)
     )
+
+
+# Of two texts that differ no more is shown than this many characters around the place where they begin to.
+_AROUND: Final = 100
+
+
+def quoted(text: str) -> str:
+    r"""A value in quotes, so that its ends are seen, with escapes (`\u00a0`) for what cannot be seen."""
+    return f"'{''.join(_visible(character) for character in text)}'"
+
+
+def visible(text: str) -> str:
+    """A key as it is; `quoted` where something in it, or at its ends, cannot be seen."""
+    shown = quoted(text)
+    is_seen = shown.replace("\\\\", "\\") == f"'{text}'" and text.strip() == text
+    return text if is_seen else shown
+
+
+def _visible(character: str) -> str:
+    if character == "\\":
+        return "\\\\"
+    return character if character.isprintable() and not unicodedata.combining(character) else _escape(character)
+
+
+def _escape(character: str) -> str:
+    code = ord(character)
+    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+
+
+def told_apart(ours: str | None, theirs: str | None) -> tuple[str, str, str]:
+    """Two values that differ, so that they differ as shown too, and a note on how where that is hard to see."""
+    if ours is None or theirs is None:
+        return *(("null" if text is None else _cut(text, 0)) for text in (ours, theirs)), ""  # type: ignore[return-value]
+    begin = next((n for n, (one, other) in enumerate(zip(ours, theirs, strict=False)) if one != other), None)
+    begin = min(len(ours), len(theirs)) if begin is None else begin
+    if unicodedata.normalize("NFC", ours) == unicodedata.normalize("NFC", theirs):
+        note = "they differ in Unicode normalisation"
+    elif unicodedata.normalize("NFKC", ours) == unicodedata.normalize("NFKC", theirs) or _look_alike(ours, theirs):
+        note = "they look alike"
+    elif " ".join(ours.split()) == " ".join(theirs.split()):
+        note = "they differ in spaces"
+    else:
+        note = ""
+    escaped = note not in ("", "they differ in spaces")
+    shown = (_cut(text, begin, is_escaped=escaped) for text in (ours, theirs))
+    place = f"from character {begin + 1} on" if max(len(ours), len(theirs)) > 2 * _AROUND else ""
+    return *shown, "; ".join(part for part in (note, place) if part)  # type: ignore[return-value]
+
+
+def _cut(text: str, begin: int, *, is_escaped: bool = False) -> str:
+    first = max(0, begin - _AROUND) if len(text) > 2 * _AROUND else 0
+    part = text[first : first + 2 * _AROUND]
+    shown = quoted(part)
+    if is_escaped:
+        shown = "".join(character if character.isascii() else _escape(character) for character in shown)
+    before, after = "…" if first else "", "…" if first + len(part) < len(text) else ""
+    return f"{before}{shown}{after}"
+
+
+def _look_alike(ours: str, theirs: str) -> bool:
+    """Whether letters of one script stand where the other has those of another, as a Cyrillic а for a Latin a."""
+    differing = [(one, other) for one, other in zip(ours, theirs, strict=False) if one != other]
+    return len(ours) == len(theirs) and all(
+        one.isalpha() and other.isalpha() and _script(one) != _script(other) for one, other in differing
+    )
+
+
+def _script(character: str) -> str:
+    return unicodedata.name(character, "").partition(" ")[0]

@@ -144,16 +144,38 @@ def group_conditions(rule: Rule, number: int, window: Window) -> dict[FindingCla
     limit = _micros(group.within_seconds)
     overdue = F.unix_micros(F.lit(window.watermark)) - F.unix_micros(due) > limit
     nothing_known = (F.col("rows") == 0) & (F.col("committed") == 0) & (F.col("undecided") == 0)
+    unhandled, overdue_one = _unhandled(rule, number, window)
     conditions = {
         FindingClass.ORPHAN: nothing_known & (effects > 0) & window.covers(effect_at),
         FindingClass.DUPLICATE: is_sent & (effects > _live()),
         FindingClass.DEAD: (is_sent | (nothing_known & window.meets())) & (F.col(f"dead_{number}") > 0),
-        FindingClass.UNDELIVERED: expected & (effects == 0) & overdue,
+        FindingClass.UNDELIVERED: expected & (((effects == 0) & overdue) | overdue_one),
         # The broker's own view of a delivery says whether, not when.
         FindingClass.LATE: expected & has_time & (F.unix_micros(effect_at) - F.unix_micros(due) > limit),
-        FindingClass.PENDING: expected & (effects == 0) & ~overdue,
+        FindingClass.PENDING: expected & (((effects == 0) & ~overdue) | unhandled),
     }
     return {name: F.coalesce(condition, F.lit(False)) for name, condition in conditions.items()}
+
+
+def _unhandled(rule: Rule, number: int, window: Window) -> tuple[Column, Column]:
+    """Where each message counts: whether the group has not handled one of several, and whether its limit has passed.
+
+    Effects that name no message leave open whether there is one for each message or one for all of them: a message is
+    taken for unhandled where there are fewer effects than messages, and none that came after it.
+    """
+    if not rule.counts_each_message:
+        return F.lit(False), F.lit(False)
+    group = rule.groups[number]
+    if group.key is None:
+        waiting = F.col(f"waiting_{number}")
+        age = F.unix_micros(F.lit(window.watermark)) - F.unix_micros(waiting)
+        return waiting.isNotNull(), F.coalesce(age > _micros(group.within_seconds), F.lit(False))
+    effects, newest = F.col(f"effects_{number}"), F.col(f"newest_effect_{number}")
+    is_short = (effects > 0) & (effects < F.col(f"owing_{number}"))
+    return (
+        F.coalesce(is_short & (F.col(f"newest_due_{number}") > newest), F.lit(False)),
+        F.coalesce(is_short & (F.col(f"overdue_{number}") > newest), F.lit(False)),
+    )
 
 
 def _is_sent(judges: Callable[[Column], Column]) -> Column:
@@ -241,9 +263,18 @@ def _names(classes: tuple[FindingClass, ...]) -> Column:
 
 
 def _differs(rule: Rule) -> Column:
-    differs = ~F.col("row_hash").eqNullSafe(F.col("message_hash"))
+    """Whether the row differs from its message: of several, from each that may have been committed last."""
+    if not rule.counts_each_message:
+        return _differs_from("message", rule)
+    in_log = (F.col("atomic") == 0) | _differs_from("message", rule)
+    by_decision = (F.col("two_phase") == 0) | (_differs_from("prompt", rule) & _differs_from("early", rule))
+    return in_log & by_decision
+
+
+def _differs_from(message: str, rule: Rule) -> Column:
+    differs = ~F.col("row_hash").eqNullSafe(F.col(f"{message}_hash"))
     for number, field in enumerate(rule.near_fields):
-        ours, theirs = F.col(f"row_n{number}"), F.col(f"message_n{number}")
+        ours, theirs = F.col(f"row_n{number}"), F.col(f"{message}_n{number}")
         too_far = F.abs(ours - theirs) > F.lit(field.tolerance).cast("decimal(38,12)")
         differs = differs | F.coalesce(too_far, ~ours.eqNullSafe(theirs))
     return differs

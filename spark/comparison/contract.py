@@ -158,6 +158,28 @@ def owed(rule: Rule) -> str:
     return f"({' + '.join(bits)})" if bits else "0"
 
 
+def owing(rule: Rule) -> Selection:
+    """The rule's committed messages without their bodies, each of which owes effects."""
+    columns = [
+        Column("key", "key"),
+        Column("log_id", "log_id", _BIGINT),
+        Column("message_id", "message_id"),
+        Column("at", "stored_at", _TIMESTAMP),
+        Column("deliver_at", "deliver_at", _TIMESTAMP),
+        Column("owed", owed(rule), _BIGINT),
+    ]
+    return Selection(
+        table="message_v1",
+        columns=tuple(columns),
+        key="key",
+        time="stored_at",
+        conditions=(rule.message_when,) if rule.message_when else (),
+        equals=(*_topic(rule), ("state", "committed")),
+        span="log_id",
+        in_broker=True,
+    )
+
+
 def message_ids() -> Selection:
     """The ids of all messages, of other topics too: an inbox may hold messages of several."""
     names = ("message_id", "key", "topic", "tag")
@@ -187,7 +209,12 @@ def deliveries(rule: Rule) -> Selection:
     """How far each message got with each group, for the text of a finding."""
     return Selection(
         table="delivery_v1",
-        columns=(Column("key", "key"), Column("consumer_group", "consumer_group"), Column("state", "state")),
+        columns=(
+            Column("key", "key"),
+            Column("log_id", "log_id", _BIGINT),
+            Column("consumer_group", "consumer_group"),
+            Column("state", "state"),
+        ),
         key="key",
         equals=_topic(rule),
         span="log_id",
@@ -213,6 +240,9 @@ def _broker_columns(rule: Rule, given: dict[str, str], *, detailed: bool = False
         names.append("owed")
     if detailed:
         names += _DETAILS
+    elif rule.counts_each_message:
+        # Who decided says how near the decision is to the commit.
+        names.append("decided_by")
     rest = [Column(name, given.get(name, "(NULL)"), kinds.get(name, ColumnKind.TEXT)) for name in names]
     return (Column("key", "key"), Column("log_id", "log_id", _BIGINT), *rest)
 

@@ -9,6 +9,7 @@ from pyspark.sql import functions as F
 
 from ..output import masking
 from ..rules.rule import FieldType, Rule
+from ..safe_text import told_apart
 from . import evidence
 
 DELIVERY_TEXTS: Final = {
@@ -33,21 +34,30 @@ def of(rule: Rule) -> Column:
         "ORPHAN": F.when(is_group, F.concat_ws(" ", F.lit("an effect of"), of_group, F.lit("without row and message")))
         .when(acted != "", F.concat(F.lit("no row satisfies the rule, but a message was sent; "), effects))
         .otherwise(F.lit("no row satisfies the rule, but a message was sent")),
-        "HALF_STUCK": F.when(
-            F.col("parked") > 0, F.lit("the half message is parked: an operator must decide")
-        ).otherwise(F.lit("the half message is still undecided")),
-        "LOST": F.lit("the row has no message"),
+        "HALF_STUCK": F.concat(
+            F.when(F.col("parked") > 0, "the half message is parked: an operator must decide").otherwise(
+                "the half message is still undecided"
+            ),
+            _more("open_count", "undecided messages"),
+        ),
+        "LOST": F.when(
+            acted != "",
+            F.concat(
+                F.lit("no message has the row's key, but its effects are there: was it sent under another key? "),
+                effects,
+            ),
+        ).otherwise("the row has no message"),
         "UNREADABLE": _unreadable(),
         "DUPLICATE": F.when(is_group, _counted("effects of one message by", "group", rule)).otherwise(
             F.format_string(
                 "messages: %d (the oldest %s, the newest %s), rows: %d",
                 "committed",
                 "oldest_id",
-                "newest.message_id",
+                "about.message_id",
                 "rows",
             )
         ),
-        "DEAD": F.concat_ws(" ", F.lit("given up by"), of_group, F.lit("(dead letter)")),
+        "DEAD": F.concat(F.lit("given up by "), of_group, F.lit(" (dead letter)"), _more("dead_count", "dead letters")),
         "UNDELIVERED": F.concat(F.lit("no effect of "), of_group, F.lit(": "), delivery),
         "MISMATCH": F.concat(F.lit("row and body differ: "), _differences(rule)),
         "LATE": _late(rule),
@@ -66,6 +76,13 @@ def shown(value: Column, kind: FieldType) -> Column:
     return F.date_format(F.timestamp_micros(value.try_cast("bigint")), "yyyy-MM-dd'T'HH:mm:ss.SSSSSSXXX")
 
 
+def _more(count: str, what: str) -> Column:
+    """What says that a finding names one of several."""
+    return F.when(F.col(count) > 1, F.format_string(f", the oldest of %d {what} of the key", F.col(count))).otherwise(
+        ""
+    )
+
+
 def _counted(text: str, column: str, rule: Rule) -> Column:
     count = F.lit(None).cast("bigint")
     for number, group in enumerate(rule.groups):
@@ -76,14 +93,29 @@ def _counted(text: str, column: str, rule: Rule) -> Column:
 def _differences(rule: Rule) -> Column:
     texts = []
     for number, field in enumerate(rule.fields):
-        ours, theirs = F.col(f"row.v{number}"), F.col(f"newest.v{number}")
+        ours, theirs = F.col(f"row.v{number}"), F.col(f"about.v{number}")
         differs = ~ours.eqNullSafe(theirs)
         if field.tolerance is not None:
             distance = F.abs(ours.try_cast(evidence.NUMBER) - theirs.try_cast(evidence.NUMBER))
             differs = differs & F.coalesce(distance > F.lit(field.tolerance).cast(evidence.NUMBER), F.lit(True))
-        shown = (masking.shown(rule, field, _readable(value, field.type)) for value in (ours, theirs))
-        texts.append(F.when(differs, F.concat(F.lit(f"{field.column} "), *_between(*shown))))
+        if field.type in (FieldType.TEXT, FieldType.UUID) and not masking.hides(rule, field):
+            # A lambda, because Spark warns of hints that it does not know.
+            between = [
+                F.udf(lambda *values: _told_apart(*values), "string")(
+                    F.when(differs, ours), F.when(differs, theirs), differs
+                )
+            ]
+        else:
+            between = _between(*(masking.shown(rule, field, _readable(value, field.type)) for value in (ours, theirs)))
+        texts.append(F.when(differs, F.concat(F.lit(f"{field.column} "), *between)))
     return F.array_join(F.array_compact(F.array(*texts)), "; ") if texts else F.lit("")
+
+
+def _told_apart(ours: str | None, theirs: str | None, differs: bool | None) -> str | None:
+    if not differs:
+        return None
+    in_row, in_body, note = told_apart(ours, theirs)
+    return f"{in_row} in the row, {in_body} in the body{f' ({note})' if note else ''}"
 
 
 def _between(ours: Column, theirs: Column) -> list[Column]:
@@ -98,7 +130,10 @@ def _readable(value: Column, kind: FieldType) -> Column:
 
 
 def _unreadable() -> Column:
-    of_message = F.concat(F.lit("message "), F.col("damaged.message_id"), F.lit(": "), F.col("damaged.why"))
+    is_damaged = F.col("damaged_log_id").isNotNull()
+    of_message = F.when(
+        is_damaged, F.concat(F.lit("message "), F.col("about.message_id"), F.lit(": "), F.col("about.why"))
+    )
     of_row = F.when(F.col("row.why") != "", F.concat(F.lit("the row: "), F.col("row.why")))
     unkeyed = F.when(F.col("unkeyed") > 0, F.lit("the row's key is null"))
     texts = F.array_join(F.array_compact(F.array(unkeyed, of_message, of_row)), "; ")

@@ -8,7 +8,8 @@ Every function here is DataFrame -> DataFrame and knows no source.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from datetime import datetime
+from datetime import datetime, timedelta
+from decimal import Decimal
 from functools import reduce
 from typing import Final
 
@@ -18,7 +19,9 @@ from pyspark.sql.types import DecimalType
 
 from ..output import masking
 from ..rules.rule import FieldRule, FieldType, Rule
-from . import contract
+from ..safe_text import quoted
+from ..sources import lenient
+from . import contract, json_text
 
 ROW: Final = contract.ROW_KIND
 COMMITTED: Final = 1
@@ -31,16 +34,39 @@ UNKEYED: Final = 7
 """A business row whose key is null."""
 EFFECT: Final = contract.EFFECT_KIND
 DEAD: Final = 1000
+WAITING: Final = 2000
+"""A message of which its group shows no effect; only where each message is told apart."""
+
+ATOMIC: Final = 0
+"""Stored and decided by the transaction that wrote the row: its times are those of the transaction's start."""
+PROMPT: Final = 1
+"""Decided by its producer, right after the commit."""
+LATER: Final = 2
+"""Decided by a check-back or an operator, some time after the commit."""
 
 NUMBER: Final = DecimalType(38, 12)
+_PLACE: Final = DecimalType(38, 0)
 _BEFORE_RECALLED: Final = 2**62
 _VERSION_7: Final = "^[0-9a-f]{8}-[0-9a-f]{4}-7"
 _NO_TIME: Final = "CAST(NULL AS timestamp)"
 
 
+# What says of a value that looks right why it is refused.
+_BOUNDS: Final = {
+    FieldType.INTEGER: " of up to 26 digits",
+    FieldType.DECIMAL: " of up to 26 digits before the point",
+    FieldType.TIMESTAMP: " with a date",
+}
+
+
 def prepare(spark: SparkSession) -> None:
-    """Bodies are read as PostgreSQL's jsonb reads them: of a key that comes twice in an object the last one counts."""
+    """Bodies are read as PostgreSQL's jsonb reads them: of a key that comes twice in an object the last one counts.
+
+    What is passed to Python is bounded.
+    """
     spark.conf.set("spark.sql.variant.allowDuplicateKeys", "true")
+    # Whole bodies go to Python on the second look: by bytes, because a batch of so many rows has no bound.
+    spark.conf.set("spark.sql.execution.arrow.maxBytesPerBatch", "8m")
 
 
 def table_side(table: DataFrame, rule: Rule) -> DataFrame:
@@ -58,22 +84,51 @@ def table_side(table: DataFrame, rule: Rule) -> DataFrame:
         F.lit(0).cast("bigint").alias("ord"),
         _bad(raw, values).alias("bad"),
         *([F.lit(0).cast("bigint").alias("owed")] if rule.has_conditional_groups else []),
+        *([F.lit(ATOMIC).alias("way")] if rule.counts_each_message else []),
         *_compared(values, rule),
     )
 
 
-def broker_side(messages: DataFrame, rule: Rule) -> DataFrame:
-    """Messages, dead letters and deliveries in the narrow form. A body that cannot be read makes the message `bad`."""
+def waiting_side(messages: DataFrame, rule: Rule, number: int) -> DataFrame:
+    """Messages (contract.owing) of which the rule's group `number` shows no effect, in the narrow form."""
+    nothing = F.lit(None).cast("string")
+    return messages.select(
+        F.coalesce("key", F.lit("")).alias("key"),
+        F.lit(WAITING + number).alias("kind"),
+        "at",
+        F.expr(_NO_TIME).alias("settled"),
+        _due().alias("due"),
+        F.col("log_id").alias("ord"),
+        F.lit(0).alias("bad"),
+        *([F.lit(0).cast("bigint").alias("owed")] if rule.has_conditional_groups else []),
+        F.lit(ATOMIC).alias("way"),
+        *_compared([_from_column(nothing, field) for field in rule.fields], rule),
+    )
+
+
+def _due() -> Column:
+    """From when on a message of `at` and `deliver_at` is handled."""
+    return F.greatest("at", F.coalesce("deliver_at", "at"))
+
+
+def broker_side(messages: DataFrame, rule: Rule, *, is_exact: bool = False) -> DataFrame:
+    """Messages, dead letters and deliveries in the narrow form. A body that cannot be read makes the message `bad`.
+
+    `is_exact`, on the second look: a body that Spark's parser refuses, or that may hold more than one document, is
+    read by a parser of our own.
+    """
     # In steps, so that each body is parsed once: a step's column is computed once and used many times by the next.
     text, document = F.col("text"), F.col("document")
     parsed = messages.withColumn("text", F.col("body").cast("string")).withColumn("document", F.try_parse_json("text"))
     is_json = F.coalesce(F.col("content_type").startswith("application/json"), F.lit(False))
-    is_damaged = ~F.is_valid_utf8(text) | document.isNull()
-    if rule.fields:
-        # The parser stops after the first value: what follows an object would go unseen.
-        unreadable = ~is_json | is_damaged | ~(text.endswith("}") | F.rtrim(text, F.lit(" \t\r\n")).endswith("}"))
+    if is_exact:
+        refused = _refused(text, document, rule)
+        is_damaged = ~F.is_valid_utf8(text) | (refused != "")
+        if not rule.fields:
+            is_damaged = ~F.is_valid_utf8(text) | refused.startswith(json_text.NOT_JSON)
     else:
-        unreadable = is_json & is_damaged
+        is_damaged = ~F.is_valid_utf8(text) | _is_suspicious(text, document, rule)
+    unreadable = ~is_json | is_damaged if rule.fields else is_json & is_damaged
     texts = {f"b{n}": F.try_variant_get(document, _path(field), "string") for n, field in enumerate(rule.fields)}
     read = parsed.withColumns({"unreadable": F.coalesce(unreadable, F.lit(True)), **texts}).drop("text", "document")
     raw = [F.col(name) for name in texts]
@@ -88,8 +143,33 @@ def broker_side(messages: DataFrame, rule: Rule) -> DataFrame:
         F.col("log_id").alias("ord"),
         F.when(is_committed & (F.col("unreadable") | (_bad(raw, values) > 0)), 1).otherwise(0).alias("bad"),
         *([F.coalesce("owed", F.lit(0)).alias("owed")] if rule.has_conditional_groups else []),
+        *([way().alias("way")] if rule.counts_each_message else []),
         *_compared(values, rule),
     )
+
+
+def _is_suspicious(text: Column, document: Column, rule: Rule) -> Column:
+    """Whether a body may not be one JSON document. Without compared fields only what Spark cannot parse is."""
+    if not rule.fields:
+        return document.isNull()
+    # The parser stops after the first value: what follows an object would go unseen.
+    is_object = text.endswith("}") | F.rtrim(text, F.lit(" \t\r\n")).endswith("}")
+    return document.isNull() | ~is_object | text.contains("}{") | text.contains("}\n{")
+
+
+def _refused(text: Column, document: Column, rule: Rule) -> Column:
+    """What is wrong with a body that is suspicious, or cannot be parsed; '' if it is as it should be."""
+    is_object = bool(rule.fields)
+    why = F.udf(lambda body: None if body is None else json_text.why_refused(body, is_object=is_object), "string")
+    # A function in Python is called for every row, whatever stands around it: of the others it gets no body.
+    found = F.coalesce(why(F.when(F.is_valid_utf8(text) & _is_suspicious(text, document, rule), text)), F.lit(""))
+    return F.when(document.isNull() & (found == ""), "the body is JSON, but Spark cannot parse it").otherwise(found)
+
+
+def way() -> Column:
+    """How near the decision of a message is to the commit of its transaction: ATOMIC, PROMPT or LATER."""
+    is_atomic = F.coalesce(F.col("decided_at") <= F.col("at"), F.lit(True))
+    return F.when(is_atomic, ATOMIC).when(F.col("decided_by") == "P", PROMPT).otherwise(LATER)
 
 
 def _kind(rule: Rule) -> Column:
@@ -126,10 +206,9 @@ def why_unreadable(rule: Rule) -> Column:
     values = [_from_body(column, field) for column, field in zip(raw, rule.fields, strict=True)]
     content_type = F.concat(F.lit("its content type is "), F.coalesce("content_type", F.lit("missing")))
     reason = _why_fields(raw, values, [field.body for field in rule.fields], rule)
-    reason = F.when(document.isNull(), "the body is not JSON").otherwise(reason)
-    if rule.fields:
-        is_object = F.rtrim(text, F.lit(" \t\r\n")).endswith("}")
-        reason = F.when(document.isNotNull() & ~is_object, "the body is not one JSON object").otherwise(reason)
+    refused = _refused(text, document, rule)
+    is_refused = refused != "" if rule.fields else refused.startswith(json_text.NOT_JSON)
+    reason = F.when(is_refused, refused).otherwise(reason)
     reason = F.when(~F.is_valid_utf8(text), "the body is not UTF-8").otherwise(reason)
     reason = F.when(~is_json, content_type if rule.fields else F.lit("")).otherwise(reason)
     return F.when(F.col("state").isin("committed", "recalled"), reason).otherwise("").alias("why")
@@ -143,13 +222,16 @@ def why_row_unreadable(rule: Rule) -> Column:
 
 
 def _why_fields(raw: list[Column], values: list[Column], names: list[str], rule: Rule) -> Column:
+    quote = F.udf(lambda text: None if text is None else quoted(text), "string")
     texts = [
         F.when(
             before.isNotNull() & after.isNull(),
             F.concat(
-                F.lit(f"{name} is '"),
-                masking.shown(rule, field, F.substring(before, 1, 60)),
-                F.lit(f"', which is no {field.type.value}"),
+                F.lit(f"{name} is "),
+                masking.shown(
+                    rule, field, quote(F.when(before.isNotNull() & after.isNull(), F.substring(before, 1, 60)))
+                ),
+                F.lit(f", which is no {field.type.value}{_BOUNDS.get(field.type, '')}"),
             ),
         )
         for before, after, name, field in zip(raw, values, names, rule.fields, strict=True)
@@ -183,8 +265,11 @@ def _made_at(message_id: Column) -> Column:
     return F.when(message_id.rlike(_VERSION_7), moment)
 
 
-def gather(sides: list[DataFrame], rule: Rule) -> DataFrame:
-    """One row per key with the counts and times of all sides."""
+def gather(sides: list[DataFrame], rule: Rule, watermark: datetime) -> DataFrame:
+    """One row per key with the counts and times of all sides.
+
+    `watermark` tells messages whose limit has passed from younger ones.
+    """
     united = reduce(DataFrame.unionByName, sides)
     kind = F.col("kind")
     is_committed = kind.isin(COMMITTED, RECALLED)
@@ -192,7 +277,7 @@ def gather(sides: list[DataFrame], rule: Rule) -> DataFrame:
     is_row = kind.isin(ROW, UNKEYED)
     # The newest message is compared with the row: one that was recalled only if there is no other.
     age = F.when(kind == COMMITTED, F.col("ord") + F.lit(_BEFORE_RECALLED)).when(kind == RECALLED, F.col("ord"))
-    counts = is_row | is_committed | is_undecided | (kind >= EFFECT)
+    counts = is_row | is_committed | is_undecided | ((kind >= EFFECT) & (kind < WAITING))
     aggregates = [
         F.count_if(is_row).alias("rows"),
         F.count_if(kind == UNKEYED).alias("unkeyed"),
@@ -207,7 +292,7 @@ def gather(sides: list[DataFrame], rule: Rule) -> DataFrame:
         _earliest("settled", is_committed).alias("settled_at"),
         F.max(F.when(is_committed, F.col("due"))).alias("due_at"),
         F.max_by("hash", age).alias("message_hash"),
-        F.max_by("settled", age).alias("newest_settled_at"),
+        F.max(F.when(is_committed, F.col("settled"))).alias("newest_settled_at"),
         F.max(F.when(counts, F.greatest("at", F.coalesce("settled", "at")))).alias("touched_at"),
         F.sum("bad").alias("unreadable"),
     ]
@@ -216,6 +301,10 @@ def gather(sides: list[DataFrame], rule: Rule) -> DataFrame:
         aggregates.append(F.max(F.when(is_row, value)).alias(f"row_n{number}"))
         aggregates.append(F.max_by(value, age).alias(f"message_n{number}"))
     aggregates += [one for number in range(len(rule.groups)) for one in _of_group(rule, number)]
+    if rule.counts_each_message:
+        aggregates += _in_order_of_commit(rule)
+        for number in range(len(rule.groups)):
+            aggregates += _of_each_message(rule, number, watermark)
     # Spread by key first: a key has two or three rows, so that Spark's own partial aggregation before the shuffle would
     # combine nothing, and carry every row as a wide buffer.
     return united.repartition("key").groupBy("key").agg(*aggregates)
@@ -231,6 +320,56 @@ def _of_group(rule: Rule, number: int) -> Iterator[Column]:
     if rule.groups[number].owed_when:
         is_owed = (kind == COMMITTED) & (F.col("owed").bitwiseAND(F.lit(1 << number)) != 0)
         yield F.count_if(is_owed).alias(f"owed_{number}")
+
+
+def _in_order_of_commit(rule: Rule) -> Iterator[Column]:
+    """What the messages that may have been committed last say: by their decisions (`prompt`), and by their decisions
+    but those that came later than the commit, which count as early as can be (`early`).
+
+    Of messages that were stored by the transaction of the row the order of the log is that of the commits.
+    """
+    kind, way = F.col("kind"), F.col("way")
+    is_sent = kind.isin(COMMITTED, RECALLED)
+    yield F.count_if(is_sent & (way == ATOMIC)).alias("atomic")
+    yield F.count_if(is_sent & (way != ATOMIC)).alias("two_phase")
+    for name, time in (
+        ("prompt", F.col("settled")),
+        ("early", F.when(way == LATER, F.col("at")).otherwise(F.col("settled"))),
+    ):
+        place = F.when(is_sent, commit_place(time, F.col("ord"), kind == COMMITTED))
+        yield F.max_by("hash", place).alias(f"{name}_hash")
+        for number in range(len(rule.near_fields)):
+            yield F.max_by(f"n{number}", place).alias(f"{name}_n{number}")
+
+
+def commit_place(time: Column, log_id: Column, is_live: Column) -> Column:
+    """The greater, the later: by time, then by the log; what was recalled comes before all that was not.
+
+    A number, because Spark aggregates structs by sorting.
+    """
+    place = F.unix_micros(time).cast(DecimalType(19, 0)) * F.lit(Decimal(10**19))
+    return (place + log_id + F.when(is_live, F.lit(Decimal(10**36))).otherwise(F.lit(Decimal(0)))).cast(_PLACE)
+
+
+def _of_each_message(rule: Rule, number: int, watermark: datetime) -> Iterator[Column]:
+    """What tells whether a group has handled each message: where an effect names its message, the oldest that has no
+    effect; else the newest message, the newest whose limit has passed, and the newest effect."""
+    kind, group = F.col("kind"), rule.groups[number]
+    if group.key is None:
+        is_waiting = kind == WAITING + number
+        yield F.min(F.when(is_waiting, F.col("due"))).alias(f"waiting_{number}")
+        yield F.min_by("ord", F.when(is_waiting, F.col("due"))).alias(f"waiting_log_id_{number}")
+        return
+    is_owed = kind == COMMITTED
+    if group.owed_when:
+        is_owed = is_owed & (F.col("owed").bitwiseAND(F.lit(1 << number)) != 0)
+    due = F.when(is_owed, F.greatest("at", F.coalesce("due", "at")))
+    yield F.count_if(is_owed).alias(f"owing_{number}")
+    yield F.max(due).alias(f"newest_due_{number}")
+    overdue = due < F.lit(watermark - timedelta(seconds=group.within_seconds))
+    yield F.max(F.when(overdue, due)).alias(f"overdue_{number}")
+    yield F.max_by("ord", F.when(overdue, due)).alias(f"overdue_log_id_{number}")
+    yield F.max(F.when(kind == EFFECT + number, F.col("at"))).alias(f"newest_effect_{number}")
 
 
 def _earliest(column: str, condition: Column) -> Column:
@@ -260,7 +399,7 @@ def _from_column(value: Column, field: FieldRule) -> Column:
 
 def _from_body(value: Column, field: FieldRule) -> Column:
     if field.type is FieldType.TIMESTAMP:
-        return _time(F.unix_micros(value.try_cast("timestamp")), field)
+        return _time(F.unix_micros(lenient.moment(value)), field)
     return _normal(value, field)
 
 
@@ -272,11 +411,11 @@ def _time(microseconds: Column, field: FieldRule) -> Column:
 
 def _normal(value: Column, field: FieldRule) -> Column:
     if field.type in (FieldType.INTEGER, FieldType.DECIMAL):
-        return value.try_cast(NUMBER)
+        return lenient.number(value, NUMBER)
     if field.type is FieldType.BOOLEAN:
         return value.try_cast("boolean")
     if field.type is FieldType.DATE:
-        return value.try_cast("date")
+        return lenient.date(value)
     if field.type is FieldType.UUID:
         return F.lower(value)
     return value

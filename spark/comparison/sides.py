@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from functools import reduce
 from typing import Final
 
 from pyspark.sql import DataFrame, SparkSession
@@ -170,10 +171,38 @@ def of_window(rule: Rule, sources: Sources, window: classify.Window, limits: Lim
         # A row of a key that an earlier window has judged: its own message would make it look as it should.
         repeated = sources[rule.database].repeated(contract.rows(rule), start)
         tables += [] if repeated is None else [repeated]
+    by_message = []
     for source, selections in wanted.by_message:
         ids = sources.broker.read([contract.message_ids()], start, end)
-        tables.append(evidence.with_keys(source.read(selections, start, end), ids, rule, window.floor))
-    return [evidence.broker_side(messages, rule), *(evidence.table_side(table, rule) for table in tables)]
+        effects = source.read(selections, start, end)
+        by_message.append(effects)
+        tables.append(evidence.with_keys(effects, ids, rule, window.floor))
+    narrow = [evidence.broker_side(messages, rule), *(evidence.table_side(table, rule) for table in tables)]
+    if _tells_messages_apart(rule):
+        narrow += _waiting(rule, sources.broker.read([contract.owing(rule)], start, end), messages, by_message)
+    return narrow
+
+
+def _tells_messages_apart(rule: Rule) -> bool:
+    return rule.counts_each_message and any(group.key is None for group in rule.groups)
+
+
+def _waiting(rule: Rule, owing: DataFrame, broker: DataFrame, by_message: list[DataFrame]) -> list[DataFrame]:
+    """Per group whose effects name their messages: the messages of which it shows none."""
+    found = []
+    for number, group in enumerate(rule.groups):
+        if group.key is not None:
+            continue
+        owed = owing.where(F.col("owed").bitwiseAND(F.lit(1 << number)) != 0)
+        if group.table is None:
+            done = broker.where(F.col("state") == contract.effect_state(number)).select("log_id")
+            left = owed.join(done, "log_id", "left_anti")
+        else:
+            kind = F.col("kind") == contract.EFFECT_KIND + number
+            done = reduce(DataFrame.unionByName, by_message).where(kind).select(F.col("key").alias("message_id"))
+            left = owed.join(done, "message_id", "left_anti")
+        found.append(evidence.waiting_side(left, rule, number))
+    return found
 
 
 def margin(rule: Rule) -> timedelta:
@@ -188,6 +217,7 @@ class KeySides:
     narrow: list[DataFrame]
     rows: DataFrame
     messages: DataFrame
+    dead_letters: DataFrame
     deliveries: DataFrame | None
     cached: list[DataFrame]
 
@@ -197,6 +227,7 @@ def of_keys(rule: Rule, sources: Sources, keys: Sequence[str], floor: datetime |
     wanted = _tables(rule, sources, Limits(), detailed=True)
     broker = sources.broker.read_keys([(selection, keys) for selection in wanted.broker]).cache()
     tables = [source.read_keys([(each, keys) for each in selections]) for source, selections in wanted.tables]
+    by_message = []
     for source, selections in wanted.by_message:
         ids = _ids(rule, broker)
         named = [
@@ -204,10 +235,14 @@ def of_keys(rule: Rule, sources: Sources, keys: Sequence[str], floor: datetime |
             *(key for key in keys if UUID.fullmatch(key)),
         ]
         effects = source.read_keys([(each, named) for each in selections])
+        by_message.append(effects)
         tables.append(evidence.with_keys(effects, ids, rule, floor))
     has_deliveries = rule.groups and "delivery_v1" not in sources.missing
     deliveries = sources.broker.read_keys([(contract.deliveries(rule), keys)]) if has_deliveries else None
-    return _key_sides(rule, tables, broker, deliveries)
+    waiting = []
+    if _tells_messages_apart(rule):
+        waiting = _waiting(rule, sources.broker.read_keys([(contract.owing(rule), keys)]), broker, by_message)
+    return _key_sides(rule, tables, broker, deliveries, waiting)
 
 
 def of_many_keys(
@@ -221,11 +256,16 @@ def of_many_keys(
     wanted = _tables(rule, sources, Limits(), detailed=True)
     broker = only(sources.broker.read(wanted.broker, since)).cache()
     tables = [only(source.read(selections, since)) for source, selections in wanted.tables]
+    by_message = []
     for source, selections in wanted.by_message:
-        tables.append(evidence.with_keys(source.read(selections, since), _ids(rule, broker), rule, floor))
+        by_message.append(source.read(selections, since))
+        tables.append(evidence.with_keys(by_message[-1], _ids(rule, broker), rule, floor))
     has_deliveries = rule.groups and "delivery_v1" not in sources.missing
     deliveries = only(sources.broker.read([contract.deliveries(rule)], since)) if has_deliveries else None
-    return _key_sides(rule, tables, broker, deliveries)
+    waiting = []
+    if _tells_messages_apart(rule):
+        waiting = _waiting(rule, only(sources.broker.read([contract.owing(rule)], since)), broker, by_message)
+    return _key_sides(rule, tables, broker, deliveries, waiting)
 
 
 def _ids(rule: Rule, messages: DataFrame) -> DataFrame:
@@ -254,13 +294,23 @@ def real_keys(rule: Rule, sources: Sources, keys: DataFrame) -> DataFrame:
     return real.groupBy("key").agg(F.max("carried").alias("carried"), F.min("sought_at").alias("sought_at"))
 
 
-def _key_sides(rule: Rule, tables: list[DataFrame], broker: DataFrame, deliveries: DataFrame | None) -> KeySides:
+def _key_sides(
+    rule: Rule, tables: list[DataFrame], broker: DataFrame, deliveries: DataFrame | None, waiting: list[DataFrame]
+) -> KeySides:
     own = tables[0].cache()
     narrow = [evidence.table_side(table, rule) for table in (own, *tables[1:])]
+    is_message = broker["state"].isin(*contract.MESSAGE_STATES)
+    messages = broker.where(is_message)
+    if rule.message_when:
+        # A dead letter has neither headers nor body: whether it is the rule's is known by its message.
+        letters = broker.where(broker["state"].startswith("dead "))
+        ours = letters.join(messages.select("log_id"), "log_id", "left_semi").select(*broker.columns)
+        broker = broker.where(~broker["state"].startswith("dead ")).unionByName(ours)
     return KeySides(
-        narrow=[evidence.broker_side(broker, rule), *narrow],
+        narrow=[evidence.broker_side(broker, rule, is_exact=True), *narrow, *waiting],
         rows=own.where(own["kind"] == contract.ROW_KIND),
-        messages=broker.where(broker["state"].isin(*contract.MESSAGE_STATES)),
+        messages=messages,
+        dead_letters=broker.where(broker["state"].startswith("dead ")),
         deliveries=deliveries,
         cached=[own, broker],
     )

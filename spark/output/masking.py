@@ -12,7 +12,7 @@ from pyspark.sql import functions as F
 from ..rules.rule import FieldRule, Rule
 
 HIDDEN: Final = "(masked)"
-NOT_JSON: Final = "(masked: not JSON, so what is in it cannot be told apart)"
+NOT_JSON: Final = "(masked: not one readable JSON text, so what is in it cannot be told apart)"
 _SPACE: Final = " \t\r\n"
 _DECODER: Final = json.JSONDecoder()
 

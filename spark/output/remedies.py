@@ -44,7 +44,8 @@ REMEDIES: Final = {
     ),
     FindingClass.LOST: Remedy(
         "A business row without any message: no subscriber will hear of it.",
-        "was the row written past the outbox (SQL by hand, a bulk import, a restore), or its message rolled back?",
+        "was the row written past the outbox (SQL by hand, a bulk import, a restore), its message rolled back, or sent "
+        "under another key (an ORPHAN beside it)?",
         "publish it again from the row (`outbox-reconcile plan`, then `python manage.py outbox_repair`), and close the "
         "way past it.",
     ),

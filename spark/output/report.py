@@ -121,7 +121,25 @@ def _window_text(rule: Mapping[str, Any]) -> str:
     return (
         f"Judged: {since} up to <b>{_moment(rule['until'])}</b> "
         f"(both sides complete up to {_moment(rule['watermark'])}, grace {rule['grace_seconds']:g} s)."
+        + _look_back_text(rule)
         + (f" Retention: nothing before {_moment(rule['floor'])} can be judged." if rule["floor"] else "")
+    )
+
+
+def _look_back_text(rule: Mapping[str, Any]) -> str:
+    """How far changes to what an earlier run has judged are seen."""
+    last = rule.get("looked_back")
+    if rule["since"] is None:
+        return ""
+    if last is None:
+        return (
+            " Changes to rows, messages and effects of a time before that are not seen: no run has looked back (set "
+            "look_back in the rule)."
+        )
+    since = "the beginning" if last["from"] is None else _moment(last["from"])
+    return (
+        f" Changes to rows, messages and effects of a time before that are seen by a look back: the last, at "
+        f"<b>{_moment(last['at'])}</b>, reached back to <b>{since}</b>."
     )
 
 

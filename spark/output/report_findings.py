@@ -13,6 +13,7 @@ from typing import Any, Final
 from ..comparison import classify
 from ..comparison.classify import FindingClass
 from ..comparison.detail import DELIVERY_TEXTS
+from ..safe_text import visible
 from .remedies import REMEDIES
 
 _COMMAND: Final = re.compile("`([^`]+)`")
@@ -55,7 +56,7 @@ def _finding(finding: Mapping[str, Any], trace: str) -> str:
     if finding["acknowledged"]:
         detail += f" <b>acknowledged</b> <span class='dim'>{escape(finding['acknowledged'])}</span>"
     shown = (
-        f"<code>{escape(finding['key'])}</code>",
+        f"<code>{escape(visible(finding['key']))}</code>",
         escape(finding["rule"]),
         escape(finding["group"] or "–"),
         f"<span class='sev s-{escape(finding['severity'])}'>{escape(finding['severity'])}</span>",

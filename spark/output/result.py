@@ -25,6 +25,7 @@ class RuleRun:
     suspects: int = 0
     counts: scan.Counts = field(default_factory=dict)
     volume: list[tuple[datetime, int]] = field(default_factory=list)
+    looked_back: dict[str, str | None] | None = None
 
     def saw(self, *classes: classify.FindingClass) -> bool:
         """Whether the first look saw any of the classes."""
@@ -120,6 +121,7 @@ def _of_rule(run: RuleRun) -> dict[str, Any]:
         "since": None if window.since is None else window.since.isoformat(),
         "until": window.until.isoformat(),
         "floor": None if window.floor is None else window.floor.isoformat(),
+        "looked_back": run.looked_back,
         "watermark": window.watermark.isoformat(),
         "grace_seconds": rule.grace_seconds,
         "rows_read": scanned.rows,

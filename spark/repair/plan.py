@@ -17,10 +17,10 @@ from typing import Any, Final
 from ..comparison.classify import FindingClass
 from ..errors import UsageProblem
 from ..output.store import Store
-from ..rules.rule import Kind, Rule, Rules
+from ..rules.rule import GroupRule, Kind, Rule, Rules
 from ..sources import sql
 
-VERSION: Final = 1
+VERSION: Final = 2
 _SHOWN: Final = ("rule", "key", "group", "topic", "class", "message_id", "transaction_id", "detail")
 _CLOSED: Final = (FindingClass.RECOVERED.value, FindingClass.EXPIRED.value)
 
@@ -79,6 +79,19 @@ def _source(rule: Rule, rules: Rules) -> dict[str, Any]:
         "topic": rule.topic,
         "tag": rule.tag,
         "message_when": f"({rule.message_when})" if rule.message_when else None,
+        "messages": rule.messages.value,
+        "effects": [_effects(group) for group in rule.groups if group.table and group.key],
+    }
+
+
+def _effects(group: GroupRule) -> dict[str, Any]:
+    """How the effects of a key are found, which are asked before its row is published again."""
+    return {
+        "group": group.name,
+        "database": group.database,
+        "table": sql.table_name(group.table or ""),
+        "key": sql.expression(group.key or ""),
+        "when": f"({group.when})" if group.when else None,
     }
 
 
@@ -99,10 +112,15 @@ def _hindrance(finding: Mapping[str, Any], rule: Rule | None, rules: Rules) -> s
         return f"acknowledged: {finding['acknowledged']}"
     if rule is None:
         return "the rules file has no such rule any more, or another one under its name: run the reconciliation again"
+    if finding["class"] == FindingClass.DEAD.value and not finding["message_id"]:
+        return "the message of the dead letter is not there: which one should be replayed is not known"
     if finding["class"] != FindingClass.LOST.value:
         return None
     if rules.databases[rule.database].kind is not Kind.POSTGRES:
         return "the rows were read from an export: applying must read the row itself again, in its database"
+    for group in rule.groups:
+        if group.table and rules.databases[group.database].kind is not Kind.POSTGRES:
+            return f"the effects of {group.name} were read from an export: applying must ask them in their database"
     if finding["rows"] != 1:
         return f"{finding['rows']} rows have this key: which of them should be published is not known"
     return None

@@ -18,6 +18,7 @@ from . import acknowledgements
 from .rule import (
     DEFAULT_GRACE_SECONDS,
     DEFAULT_LONGEST_TRANSACTION_SECONDS,
+    DEFAULT_LOOK_BACK_EVERY_SECONDS,
     DEFAULT_OUTPUT_MODE,
     DEFAULT_STUCK_AFTER_SECONDS,
     DEFAULT_WITHIN_SECONDS,
@@ -182,7 +183,8 @@ class _Reader:
     def _rule(self, value: Any, path: TomlPath, databases: dict[str, Database], broker: str) -> Rule:
         keys = ("name", "database", "table", "key", "when", "time", "topic", "tag", "messages", "severity", "grace")
         more = ("message_when", "late_after", "stuck_after", "bucket", "allow_empty", "mask", "field", "group")
-        table = Table(self.problem, value, path, (*keys, *more, "message_key"))
+        again = ("look_back", "look_back_every")
+        table = Table(self.problem, value, path, (*keys, *more, *again, "message_key"))
         if "message_key" in table.values:
             table.problem("message_key", *_BY_BODY)
         database = table.required("database")
@@ -206,6 +208,8 @@ class _Reader:
             late_after_seconds=table.seconds("late_after", None),
             stuck_after_seconds=table.seconds("stuck_after", DEFAULT_STUCK_AFTER_SECONDS) or 0.0,
             bucket_seconds=table.seconds("bucket", None),
+            look_back_seconds=table.seconds("look_back", None),
+            look_back_every_seconds=table.seconds("look_back_every", DEFAULT_LOOK_BACK_EVERY_SECONDS) or 0.0,
             allow_empty=table.flag("allow_empty"),
             fields=tuple(self._field(item, at) for item, at in table.tables("field")),
             groups=tuple(groups),
@@ -213,6 +217,8 @@ class _Reader:
             digest=_digest(value),
         )
         self._check_bucket(table, rule)
+        if rule.look_back_seconds is None and "look_back_every" in table.values:
+            table.problem("look_back_every", "says how often a look back is due", 'add look_back = "7d", or remove it')
         for group in rule.groups:
             if rule.message_when and group.table is None:
                 text = f"the broker's deliveries know no condition, and group {group.name!r} is judged by them"
@@ -314,7 +320,10 @@ class _Reader:
                 self.problem((*path, number, "name"), f"{dotted(path)}: two are called {name!r}; rename one.")
 
 
+_NOT_JUDGED: Final = ("mask", "look_back", "look_back_every")
+
+
 def _digest(rule: Any) -> str:
-    """Changes with what is judged, not with what is shown."""
-    judged = {key: value for key, value in rule.items() if key != "mask"} if isinstance(rule, dict) else rule
+    """Changes with how something is judged, not with what is shown or when it is judged again."""
+    judged = {key: value for key, value in rule.items() if key not in _NOT_JUDGED} if isinstance(rule, dict) else rule
     return hashlib.sha256(json.dumps(judged, sort_keys=True, default=str).encode()).hexdigest()[:16]

@@ -47,7 +47,7 @@ class Messages(enum.StrEnum):
 
     EXACTLY_ONE = "exactly_one"
     AT_LEAST_ONE = "at_least_one"
-    """The newest is compared with the row."""
+    """The message that was committed last is compared with the row; every message owes its effects."""
 
 
 class Kind(enum.StrEnum):
@@ -67,6 +67,7 @@ DEFAULT_GRACE_SECONDS: Final = 60.0
 DEFAULT_STUCK_AFTER_SECONDS: Final = 15 * 60.0
 DEFAULT_WITHIN_SECONDS: Final = 15 * 60.0
 DEFAULT_LONGEST_TRANSACTION_SECONDS: Final = 3600.0
+DEFAULT_LOOK_BACK_EVERY_SECONDS: Final = 86_400.0
 DEFAULT_OUTPUT_MODE: Final = 0o600
 
 
@@ -142,6 +143,9 @@ class Rule:
     late_after_seconds: float | None = None
     stuck_after_seconds: float = DEFAULT_STUCK_AFTER_SECONDS
     bucket_seconds: float | None = None
+    look_back_seconds: float | None = None
+    """How far an incremental run looks back at what earlier ones have judged, once per `look_back_every_seconds`."""
+    look_back_every_seconds: float = DEFAULT_LOOK_BACK_EVERY_SECONDS
     allow_empty: bool = False
     fields: tuple[FieldRule, ...] = ()
     groups: tuple[GroupRule, ...] = ()
@@ -158,6 +162,11 @@ class Rule:
     def has_conditional_groups(self) -> bool:
         """Whether some messages owe some groups nothing."""
         return any(group.owed_when for group in self.groups)
+
+    @property
+    def counts_each_message(self) -> bool:
+        """Whether a row may have several messages, each of which owes effects of its own."""
+        return self.messages is Messages.AT_LEAST_ONE
 
     @property
     def longest_wait(self) -> timedelta:

@@ -74,11 +74,11 @@ class Table:
         value = self.values.get(key)
         if value is None:
             return default
-        match = _DURATION.fullmatch(value.strip()) if isinstance(value, str) else None
-        if match is None:
+        seconds = duration(value) if isinstance(value, str) else None
+        if seconds is None:
             self.problem(key, f"not a duration: {value!r}", 'write a number and a unit (ms, s, m, h, d), as in "5m"')
             return default
-        return float(match[1]) * _UNITS[match[2]]
+        return seconds
 
     def tables(self, key: str) -> list[tuple[Any, TomlPath]]:
         """The tables of an array, each with its path."""
@@ -87,6 +87,12 @@ class Table:
             self.problem(key, "must be an array of tables", f"write [[{dotted((*self.path, key))}]]")
             return []
         return [(item, (*self.path, key, number)) for number, item in enumerate(value)]
+
+
+def duration(text: str) -> float | None:
+    """The seconds of a number with a unit; None for another text."""
+    match = _DURATION.fullmatch(text.strip())
+    return None if match is None else float(match[1]) * _UNITS[match[2]]
 
 
 def dotted(path: TomlPath) -> str:

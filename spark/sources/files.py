@@ -12,11 +12,12 @@ from pyspark.errors import AnalysisException, PySparkException
 from pyspark.sql import Column as SparkColumn
 from pyspark.sql import DataFrame, DataFrameReader, SparkSession
 from pyspark.sql import functions as F
+from pyspark.sql.types import StringType
 
 from ..errors import RunIncomplete, TableMissing, UsageProblem
 from ..moments import parse_moment
 from ..rules.rule import Database, Kind
-from . import nanoseconds
+from . import lenient, nanoseconds
 from .base import Column, ColumnKind, Reading, Selection
 from .sql import is_column
 
@@ -122,7 +123,7 @@ class FrameSource:
         for name, value in selection.equals:
             frame = frame.where(F.col(name) == F.lit(value))
         if selection.time is not None:
-            time = _expression(selection.time, frame).cast("timestamp")
+            time = _moment(_expression(selection.time, frame), selection.time, frame)
             frame = frame.where(time.isNotNull() if since is None else time >= F.lit(since))
             frame = frame if until is None else frame.where(time < F.lit(until))
         return frame
@@ -145,6 +146,8 @@ class FileSource(FrameSource):
         """See FrameSource. Raises TableMissing when there is no such file."""
         suffix = self._database.kind.value
         base = f"{self._database.location.rstrip('/')}/{selection.table}"
+        if self._database.kind is Kind.PARQUET:
+            self._check_plain(selection.table)
         for path in (base, f"{base}.{suffix}"):
             try:
                 if self._database.kind is Kind.CSV:
@@ -158,7 +161,31 @@ class FileSource(FrameSource):
             f"exists. Correct path in the rules file, or export the table."
         )
 
+    def _check_plain(self, table: str) -> None:
+        """Raise UsageProblem where the files belong to a table format: which of them are its rows only its log says."""
+        folder = self._database.location.rstrip("/")
+        for part in ("", *table.split("/")):
+            folder = f"{folder}/{part}".rstrip("/")
+            for name, log in _LOGS.items():
+                if self._is_there(f"{folder}/{log}"):
+                    raise UsageProblem(
+                        f"{folder} is a table of {name} (it has {log}), and kind = 'parquet' would read the files of "
+                        f"rows that were removed or replaced too. Export the rows: read the table with {name}, and "
+                        f"write them as Parquet into a folder of their own."
+                    )
 
+    def _is_there(self, path: str) -> bool:
+        try:
+            self._spark.read.format("binaryFile").load(path)
+        except AnalysisException as error:
+            if "PATH_NOT_FOUND" in str(error):
+                return False
+            raise UsageProblem(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
+        return True
+
+
+# Table formats over Parquet, and what each has in the folder of a table.
+_LOGS: Final = {"Delta Lake": "_delta_log", "Apache Iceberg": "metadata/*.metadata.json", "Apache Hudi": ".hoodie"}
 MAX_TEXT: Final = 2**31 - 1
 # A driver that came with spark.jars is only found when it is named.
 _DRIVERS: Final = {
@@ -237,6 +264,12 @@ def _expression(source: str, frame: DataFrame) -> SparkColumn:
     return F.col(f"`{source}`")
 
 
+def _moment(value: SparkColumn, expression: str, frame: DataFrame) -> SparkColumn:
+    """A time. A text has to say its date: Spark would take today's."""
+    kind = frame.select(value).schema[0].dataType
+    return lenient.checked_moment(value, expression) if isinstance(kind, StringType) else value.cast("timestamp")
+
+
 def _column(column: Column, frame: DataFrame, *, is_csv: bool) -> SparkColumn:
     value = _expression(column.expression, frame)
     binary = value.cast("binary")
@@ -244,11 +277,13 @@ def _column(column: Column, frame: DataFrame, *, is_csv: bool) -> SparkColumn:
         # As COPY writes bytea.
         text = value.cast("string")
         binary = F.when(text.startswith("\\x"), F.unhex(F.substring(text, 3, MAX_TEXT))).otherwise(binary)
+    if column.kind in (ColumnKind.TIMESTAMP, ColumnKind.MICROSECONDS):
+        moment = _moment(value, column.expression, frame)
+        value = moment if column.kind is ColumnKind.TIMESTAMP else F.unix_micros(moment).cast("string")
+        return value.alias(column.name)
     as_kind = {
         ColumnKind.TEXT: value.cast("string"),
         ColumnKind.BIGINT: value.cast("bigint"),
-        ColumnKind.TIMESTAMP: value.cast("timestamp"),
         ColumnKind.BINARY: binary,
-        ColumnKind.MICROSECONDS: F.unix_micros(value.cast("timestamp")).cast("string"),
     }
     return as_kind[column.kind].alias(column.name)

@@ -7,7 +7,7 @@ from datetime import datetime, timedelta
 from typing import Any, Final
 
 from ..comparison.classify import Window
-from ..errors import RunIncomplete
+from ..errors import RunIncomplete, UsageProblem
 from ..options import RunOptions
 from ..output.result import RuleRun
 from ..rules.rule import Rule
@@ -37,7 +37,29 @@ def window(rule: Rule, options: RunOptions, readings: list[Reading], previous: d
         since = _end_of(previous, rule)
     if since is not None and until is None:
         boundary = max(boundary, since)
+        back = _look_back(rule, options, boundary, known_rule(previous, rule))
+        since = since if back is None else min(since, boundary - back)
     return Window(since, boundary, watermark, is_exact=until is not None)
+
+
+def _look_back(
+    rule: Rule, options: RunOptions, boundary: datetime, previous: dict[str, Any] | None
+) -> timedelta | None:
+    """How far before `boundary` rows are judged again; None where no look back is asked for, and none is due."""
+    seconds = rule.look_back_seconds
+    if options.look_back is not None:
+        seconds = options.look_back.seconds or seconds
+        if seconds is None:
+            raise UsageProblem(
+                f'rule {rule.name!r} does not say how far to look back: write look_back = "7d" in the rule, or '
+                f"--look-back 7d."
+            )
+        return timedelta(seconds=seconds)
+    last = None if previous is None else previous.get("looked_back")
+    every = timedelta(seconds=rule.look_back_every_seconds)
+    if seconds is None or (last is not None and boundary - datetime.fromisoformat(last["at"]) < every):
+        return None
+    return timedelta(seconds=seconds)
 
 
 def limit_by_retention(run: RuleRun, horizon: datetime) -> None:
@@ -55,7 +77,29 @@ def limit_by_retention(run: RuleRun, horizon: datetime) -> None:
 
 def _end_of(previous: dict[str, Any], rule: Rule) -> datetime | None:
     """Where the previous result ended for this rule; None when it is new or was changed."""
-    for known in previous["rules"]:
+    known = known_rule(previous, rule)
+    return None if known is None else datetime.fromisoformat(known["until"])
+
+
+def known_rule(previous: dict[str, Any] | None, rule: Rule) -> dict[str, Any] | None:
+    """What the previous result says of the rule; None when it is new or was changed."""
+    for known in [] if previous is None else previous["rules"]:
         if known["name"] == rule.name and known["digest"] == rule.digest:
-            return datetime.fromisoformat(known["until"])
+            found: dict[str, Any] = known
+            return found
     return None
+
+
+def looked_back(run: RuleRun, previous: dict[str, Any] | None) -> dict[str, str | None] | None:
+    """When rows that earlier runs had judged were last judged again (`at`), and from where on (`from`; None: all).
+
+    None in an interval, of which each run judges everything, and where none has looked back.
+    """
+    window, known = run.window, known_rule(previous, run.rule)
+    if window.is_exact:
+        return None
+    before = None if known is None else datetime.fromisoformat(known["until"])
+    if before is not None and window.since is not None and window.since >= before:
+        last: dict[str, str | None] | None = (known or {}).get("looked_back")
+        return last
+    return {"at": window.until.isoformat(), "from": None if window.since is None else window.since.isoformat()}

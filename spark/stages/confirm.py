@@ -13,7 +13,8 @@ from typing import Final
 from pyspark.sql import Column, DataFrame, Observation, SparkSession, Window
 from pyspark.sql import functions as F
 
-from ..comparison import classify, detail, evidence, sides, told
+from ..comparison import classify, contract, detail, evidence, sides, told
+from ..comparison.classify import FindingClass
 from ..errors import RunIncomplete
 from ..output import masking
 from ..rules.rule import Rule, Severity
@@ -53,7 +54,7 @@ def confirm(
         if read is None:
             read = sides.of_many_keys(rule, sources, keys.select("key"), window.floor)
         seen = Observation(f"seen again {rule.name}")
-        gathered = evidence.gather(read.narrow, rule).join(keys.drop("sought_at"), "key")
+        gathered = evidence.gather(read.narrow, rule, window.watermark).join(keys.drop("sought_at"), "key")
         gathered = gathered.observe(seen, F.count(F.lit(1)).alias("count"))
         bounded = replace(window, carried="carried")
         judged = classify.subjects(classify.with_classes(gathered, rule, bounded), rule, bounded)
@@ -94,32 +95,84 @@ def _keys_of(narrow: list[DataFrame]) -> DataFrame:
 def _with_details(found: DataFrame, rule: Rule, read: sides.KeySides, known: DataFrame) -> DataFrame:
     values = [F.col(f"f{number}") for number in range(len(rule.fields))]
     shown = [
-        masking.shown(rule, field, detail.shown(value, field.type)).alias(field.column)
+        masking.shown(rule, field, _cut(detail.shown(value, field.type))).alias(field.column)
         for value, field in zip(values, rule.fields, strict=True)
     ]
     row = F.to_json(F.struct(F.col("key").alias(rule.key), *shown), {"ignoreNullFields": "false"}).alias("json")
     shape = F.struct(row, *evidence.row_values(rule), evidence.why_row_unreadable(rule))
     rows = read.rows.groupBy("key").agg(F.max(shape).alias("row"))
-    rank = F.when(F.col("state") == "committed", 2).when(F.col("state") == "recalled", 1).otherwise(0)
-    newest = F.struct(rank, "log_id")
-    columns = ("message_id", "transaction_id", "log_id", "tag", "state", "decided_by", "body")
-    shape = F.struct(*columns, *evidence.body_values(rule))
-    damaged = F.when(evidence.why_unreadable(rule) != "", F.struct("message_id", evidence.why_unreadable(rule)))
-    messages = read.messages.groupBy("key").agg(
-        F.max_by(shape, newest).alias("newest"),
-        F.min_by("message_id", newest).alias("oldest_id"),
-        F.min(damaged).alias("damaged"),
+    found = found.join(rows, "key", "left").join(_of_key(read, rule), "key", "left")
+    found = found.join(_dead(read, rule), ["key", "group"], "left").withColumn("about_id", _about(rule))
+    columns = ("message_id", "transaction_id", "log_id", "tag", "state", "decided_by")
+    # The body as it is shown: whole bodies are not carried through joins and sorts.
+    about = F.struct(
+        *columns, _shown_body(rule).alias("body"), *evidence.body_values(rule), evidence.why_unreadable(rule)
     )
-    found = found.join(rows, "key", "left").join(messages, "key", "left").join(_newest(read, known), "key", "left")
+    messages = read.messages.select(F.col("log_id").alias("about_id"), about.alias("about"))
+    found = found.join(messages, "about_id", "left").join(_newest(read, known), "key", "left")
     if read.deliveries is None:
         nothing = F.lit(None).cast("string")
         return found.withColumn("delivery", nothing).withColumn("told_groups", F.lit(None))
     group = F.col("consumer_group").alias("group")
+    states = read.deliveries.select(F.col("log_id").alias("about_id"), group, F.col("state").alias("delivery"))
     deliveries = read.deliveries.groupBy("key", group).agg(F.min("state").alias("delivery"))
     told = deliveries.groupBy("key").agg(
         F.sort_array(F.collect_list(F.struct("group", "delivery"))).alias("told_groups")
     )
-    return found.join(deliveries, ["key", "group"], "left").join(told, "key", "left")
+    return found.join(states, ["about_id", "group"], "left").join(told, "key", "left")
+
+
+def _of_key(read: sides.KeySides, rule: Rule) -> DataFrame:
+    """By their log ids, of each key: the messages that a finding of the key can be about.
+
+    Without their bodies: those of one key may be more than a task can hold.
+    """
+    state, log_id = F.col("state"), F.col("log_id")
+    is_sent, is_open = state.isin("committed", "recalled"), state.isin("undecided", "parked")
+    settled = F.greatest("at", F.coalesce("decided_at", "at"))
+    newest = F.struct(F.when(state == "committed", 2).when(is_sent, 1).otherwise(0), "log_id")
+    columns = [
+        F.count_if(is_open).alias("open_count"),
+        F.min_by("message_id", F.when(is_sent, F.struct(state != "committed", "log_id"))).alias("oldest_id"),
+        F.min_by("log_id", F.when(is_open, F.struct(state != "parked", "at", "log_id"))).alias("stuck_log_id"),
+        F.min_by("log_id", F.when(is_sent, F.struct(settled, "log_id"))).alias("first_log_id"),
+        F.min(F.when(F.col("is_damaged"), log_id)).alias("damaged_log_id"),
+        F.max_by("log_id", newest).alias("newest_log_id"),
+    ]
+    if rule.counts_each_message:
+        by_decision = F.when(is_sent, F.struct(state == "committed", settled, "log_id"))
+        columns.append(F.max_by("log_id", by_decision).alias("decided_log_id"))
+    damaged = read.messages.withColumn("is_damaged", evidence.why_unreadable(rule) != "")
+    return damaged.groupBy("key").agg(*columns)
+
+
+def _dead(read: sides.KeySides, rule: Rule) -> DataFrame:
+    """Of each key and group the oldest message that is a dead letter."""
+    name = F.col("state")
+    group = F.lit(None).cast("string")
+    for declared in rule.groups:
+        group = F.when(name == contract.dead_state(declared), declared.name).otherwise(group)
+    letters = read.dead_letters.select("key", group.alias("group"), "log_id").where(F.col("group").isNotNull())
+    return letters.groupBy("key", "group").agg(
+        F.min("log_id").alias("dead_log_id"), F.count(F.lit(1)).alias("dead_count")
+    )
+
+
+def _about(rule: Rule) -> Column:
+    """The log id of the message that a finding is about."""
+    group, name = F.col("group"), F.col("class")
+    newest = F.col("newest_log_id")
+    if rule.counts_each_message:
+        newest = F.when(F.col("two_phase") > 0, F.coalesce("decided_log_id", "newest_log_id")).otherwise(newest)
+    about = F.when(name == FindingClass.HALF_STUCK, F.col("stuck_log_id"))
+    about = about.when(name == FindingClass.DEAD, F.col("dead_log_id"))
+    about = about.when((name == FindingClass.UNREADABLE) & F.col("damaged_log_id").isNotNull(), F.col("damaged_log_id"))
+    about = about.when((name == FindingClass.LATE) & (group == ""), F.col("first_log_id"))
+    for number, declared in enumerate(rule.groups) if rule.counts_each_message else ():
+        column = f"waiting_log_id_{number}" if declared.key is None else f"overdue_log_id_{number}"
+        is_of_group = (name == FindingClass.UNDELIVERED) & (group == declared.name)
+        about = about.when(is_of_group & F.col(column).isNotNull(), F.col(column))
+    return about.otherwise(newest)
 
 
 def _newest(read: sides.KeySides, known: DataFrame) -> DataFrame:
@@ -178,23 +231,28 @@ def _as_findings(found: DataFrame, rule: Rule) -> DataFrame:
         F.col("committed").alias("messages"),
         "undecided",
         effects.alias("effects"),
-        F.col("newest.message_id").alias("message_id"),
-        F.col("newest.transaction_id").alias("transaction_id"),
-        F.col("newest.log_id").alias("log_id"),
-        F.col("newest.tag").alias("tag"),
-        F.col("newest.decided_by").alias("decided_by"),
+        F.col("about.message_id").alias("message_id"),
+        F.col("about.transaction_id").alias("transaction_id"),
+        F.col("about.log_id").alias("log_id"),
+        F.col("about.tag").alias("tag"),
+        F.col("about.decided_by").alias("decided_by"),
         "delivery",
         F.col("row.json").alias("row"),
-        _shown_body(rule).alias("body"),
+        F.col("about.body").alias("body"),
         _evidence(rule),
         "carry",
     )
 
 
+def _cut(value: Column) -> Column:
+    """A value of a row as a finding shows it: not longer than a body."""
+    return F.when(F.length(value) > MAX_BODY, F.concat(F.substring(value, 1, MAX_BODY), F.lit("…"))).otherwise(value)
+
+
 def _shown_body(rule: Rule) -> Column:
-    body = F.col("newest.body").cast("string")
+    body = F.col("body").cast("string")
     shown = F.when(F.is_valid_utf8(body), F.substring(body, 1, MAX_BODY)).otherwise(
-        F.concat(F.lit("hex "), F.substring(F.hex("newest.body"), 1, MAX_BODY))
+        F.concat(F.lit("hex "), F.substring(F.hex(F.substring("body", 1, MAX_BODY)), 1, MAX_BODY))
     )
     return masking.shown_body(rule, body, shown, MAX_BODY)
 

@@ -42,7 +42,7 @@ def scan(
     spark: SparkSession, rule: Rule, sources: sides.Sources, window: classify.Window, limits: sides.Limits, target: str
 ) -> Scanned:
     """Classify every key of the window; write those that are not OK to `target` (Parquet)."""
-    gathered = evidence.gather(sides.of_window(rule, sources, window, limits), rule)
+    gathered = evidence.gather(sides.of_window(rule, sources, window, limits), rule, window.watermark)
     classified = classify.with_classes(gathered, rule, window)
     observation = Observation(f"scan {rule.name}")
     columns = {"": "holds", **{group.name: f"holds_{number}" for number, group in enumerate(rule.groups)}}

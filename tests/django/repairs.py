@@ -12,7 +12,7 @@ from typing import Any
 from django.core.management import call_command
 
 AT = datetime(2025, 6, 1, 12, tzinfo=UTC)
-ORDERS = {
+ORDERS: dict[str, Any] = {
     "database": "default",
     "table": '"shop_order"',
     "key": '"number"',
@@ -20,6 +20,15 @@ ORDERS = {
     "topic": "orders",
     "tag": None,
     "message_when": None,
+    "messages": "exactly_one",
+    "effects": [],
+}
+EFFECTS: dict[str, Any] = {
+    "group": "logistics",
+    "database": "other",
+    "table": '"shop_effect"',
+    "key": '"number"',
+    "when": None,
 }
 PUBLISHER = "orders=tests.django.repair_publisher.order"
 
@@ -48,7 +57,7 @@ class Repair:
         return self.folder / "audit.jsonl"
 
     def command(self, *steps: dict[str, Any], apply: bool = True, more: tuple[str, ...] = ()) -> list[str]:
-        head = {"plan": 1, "run": "a run", "judged_at": AT.isoformat(), "rules": {"orders": self.source}}
+        head = {"plan": 2, "run": "a run", "judged_at": AT.isoformat(), "rules": {"orders": self.source}}
         path = self.folder / "plan.jsonl"
         path.write_text("".join(f"{json.dumps(line)}\n" for line in (head, *steps)))
         options = ["--publisher", self.publisher, "--audit", str(self.audit), "--by", "ann", *more]

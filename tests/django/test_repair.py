@@ -23,7 +23,7 @@ from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.worker.workers import consumer_runtime
 from outbox.errors import PermanentError
 from tests.django.processes import process
-from tests.django.repairs import AT, Repair, finding, lost
+from tests.django.repairs import AT, EFFECTS, Repair, finding, lost
 from tests.django.shop.models import Effect, Order
 from tests.django.state import rolled_back, stored
 from tests.support import eventually
@@ -114,6 +114,51 @@ def test_a_rolled_back_message_does_not_stand_in_the_way(repair: Repair) -> None
     )
     assert repair.outcomes(lost("5")) == ["done"]
     assert [item.decision for item in stored()] == ["R", "C"]
+
+
+@pytest.mark.parametrize("body", [{"order": {"number": "7"}}, {"items": ["x", "7"]}])
+@pytest.mark.parametrize("is_handled", [True, False])
+@pytest.mark.parametrize("key_has_a_row", [True, False])
+def test_a_message_that_came_under_another_key_is_not_published_again(
+    repair: Repair, body: dict[str, Any], key_has_a_row: bool, is_handled: bool
+) -> None:
+    """Whether its group has acted on it or not: the inbox knows it by its id, and the repair would give it another."""
+    repair.source["effects"] = [EFFECTS]
+    Order.objects.create(number="7")
+    if key_has_a_row:
+        Order.objects.create(number="wrong")
+        publish("orders", {}, key="wrong")
+    receipt = publish("orders", body, key="wrong")
+    flusher.flush(within_seconds=5)
+    if is_handled:
+        Effect.objects.using("other").create(number="7")
+    for apply in (False, True):
+        ((outcome, detail),) = repair.run(lost("7"), apply=apply)
+        assert outcome == "refused" and detail.startswith(f"message {receipt.message_id} (committed) has another key")
+    assert {item.key for item in stored()} == {"wrong"}
+
+
+def test_messages_about_other_rows_do_not_stand_in_the_way(repair: Repair) -> None:
+    """They hold the key's text: as a number of things, as a part of a word, or as the key of a message of a row."""
+    repair.source["effects"] = [EFFECTS]
+    for number in ("7", "8"):
+        Order.objects.create(number=number)
+    publish("orders", {"amount": 7}, key="8")
+    publish("orders", {"order": "77", "7": "x"}, key="nobody's")
+    flusher.flush(within_seconds=5)
+    assert repair.outcomes(lost("7")) == ["done"]
+
+
+def test_a_row_on_which_a_group_has_acted_is_not_published_again(repair: Repair) -> None:
+    """Its message is gone, as after a restore: under another id the inbox would not know it."""
+    repair.source["effects"] = [EFFECTS, {**EFFECTS, "group": "points", "when": "(number LIKE 'n%')"}]
+    for number in ("7", "9"):
+        Order.objects.create(number=number)
+    Effect.objects.using("other").create(number="7")
+    refused, done = repair.run(lost("7"), lost("9"))
+    assert (refused[0], done[0]) == ("refused", "done")
+    assert refused[1].startswith("logistics acted on this key already")
+    assert [item.key for item in stored()] == ["9"]
 
 
 def test_it_waits_for_whoever_publishes_for_the_key(repair: Repair) -> None:

@@ -16,7 +16,7 @@ from pyspark.sql import SparkSession
 
 from outbox.broker import embedded
 from spark import run, session
-from spark.options import RunOptions
+from spark.options import LookBack, RunOptions
 from spark.progress import Progress
 from spark.stream.watch import Watch
 from tests.databases import drop_databases, new_name
@@ -91,12 +91,19 @@ class Reconciler:
         until: datetime | None = None,
         rules: Path | None = None,
         metrics: Path | None = None,
+        look_back: LookBack | None = None,
     ) -> dict[str, Any]:
         path = rules or self.folder / "reconcile.toml"
         if not path.exists():
             self.rules()
         options = RunOptions(
-            rules=path, output=str(self.folder / self.output), since=since, until=until, full=full, metrics=metrics
+            rules=path,
+            output=str(self.folder / self.output),
+            since=since,
+            until=until,
+            full=full,
+            metrics=metrics,
+            look_back=look_back,
         )
         return run.run(self.spark, options, Progress(self.said))
 

@@ -22,6 +22,7 @@ _BROKER = pa.schema(
         ("log_id", pa.int64()),
         ("at", _TIME),
         ("decided_at", _TIME),
+        ("decided_by", pa.string()),
         ("deliver_at", _TIME),
         ("state", pa.string()),
         ("content_type", pa.string()),
@@ -41,7 +42,9 @@ def classified(
         evidence.table_side(spark.createDataFrame(table), rule),
         evidence.broker_side(spark.createDataFrame(broker), rule),
     ]
-    return classify.subjects(classify.with_classes(evidence.gather(sides, rule), rule, WINDOW), rule, WINDOW)
+    return classify.subjects(
+        classify.with_classes(evidence.gather(sides, rule, oracle.WATERMARK), rule, WINDOW), rule, WINDOW
+    )
 
 
 def classes(
@@ -77,6 +80,7 @@ def _broker(histories: Mapping[str, oracle.History]) -> pa.Table:
                     "log_id": len(out) + 1,
                     "at": message.stored_at,
                     "decided_at": message.decided_at,
+                    "decided_by": message.decided_by,
                     "deliver_at": message.deliver_at,
                     "state": message.state,
                     "content_type": "application/json",

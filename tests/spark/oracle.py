@@ -70,6 +70,7 @@ class Sent:
     stored_at: datetime
     state: str = "committed"
     decided_at: datetime | None = None
+    decided_by: str = "P"
     deliver_at: datetime | None = None
     customer: str | None = "ann"
     total: Decimal = Decimal("12.50")
@@ -158,14 +159,30 @@ def _flags_with_row(
         return flags if undecided else flags | {"LOST"}
     if any(not m.is_readable for m in committed):
         flags.add("UNREADABLE")
-    elif _differs(rows[0], newest := (live(committed) or committed)[-1]):
-        is_final = kind is Messages.EXACTLY_ONE or (newest.settled_at < UNTIL and not undecided)
+    elif all(_differs(rows[0], message) for message in may_be_last(committed, kind)):
+        is_final = kind is Messages.EXACTLY_ONE or (max(m.settled_at for m in committed) < UNTIL and not undecided)
         flags.add("MISMATCH" if is_final else "PENDING")
     if kind is Messages.EXACTLY_ONE and max(len(live(committed)), len(rows)) > 1:
         flags.add("DUPLICATE")
     if min(m.settled_at for m in committed) - at > LATE_AFTER:
         flags.add("LATE")
     return flags
+
+
+def may_be_last(committed: Sequence[Sent], kind: Messages) -> list[Sent]:
+    """The messages that may have been committed last, in the order of the log."""
+    known = live(committed) or committed
+    atomic = [m for m in committed if m.decided_at is None or m.decided_at <= m.stored_at]
+    if kind is Messages.EXACTLY_ONE or len(atomic) == len(committed):
+        return [known[-1]]
+
+    def earliest(message: Sent) -> datetime:
+        is_late = message not in atomic and message.decided_by != "P"
+        return message.stored_at if is_late else message.settled_at
+
+    places = dict(enumerate(known))
+    found = [known[max(places, key=lambda n: (time(places[n]), n))] for time in (lambda m: m.settled_at, earliest)]
+    return [*found, *([known[-1]] if atomic else [])]
 
 
 def live(committed: Sequence[Sent]) -> list[Sent]:
@@ -192,7 +209,7 @@ def _differs(row: BusinessRow, message: Sent) -> bool:
     return abs(row.weight - message.weight) > Decimal("0.5")
 
 
-def group_flags(history: History, number: int) -> set[str]:
+def group_flags(history: History, number: int, kind: Messages = Messages.EXACTLY_ONE) -> set[str]:
     """All classes that hold for a key with one consumer group."""
     committed = [message for message in history.messages if message.is_committed]
     undecided = [message for message in history.messages if message.is_undecided]
@@ -217,6 +234,10 @@ def group_flags(history: History, number: int) -> set[str]:
         return flags
     if len(effects) > sent:
         flags.add("DUPLICATE")
+    if kind is Messages.AT_LEAST_ONE and len(effects) < sent:
+        dues = [max(m.stored_at, m.deliver_at or m.stored_at) for m in live(committed)]
+        later = [at for at in dues if at > max(effects)]
+        flags |= {"UNDELIVERED"} if any(WATERMARK - at > WITHIN for at in later) else {"PENDING"} if later else set()
     if min(effects) - due > WITHIN:
         flags.add("LATE")
     return flags
@@ -233,6 +254,6 @@ def expected(history: History, kind: Messages = Messages.EXACTLY_ONE) -> Iterato
     if found not in (None, "OK"):
         yield "", str(found)
     for number, name in enumerate(GROUPS):
-        found = first(group_flags(history, number))
+        found = first(group_flags(history, number, kind))
         if found not in (None, "OK"):
             yield name, str(found)

@@ -99,7 +99,7 @@ def test_an_original_that_arrives_after_the_repair_is_a_duplicate(
     given = ["--rules", str(reconcile.folder / "reconcile.toml"), "--output"]
     assert main(["plan", *given, str(reconcile.folder / reconcile.output)]) == 0
     (head,) = capsys.readouterr().out.splitlines()
-    assert json.loads(head)["plan"] == 1
+    assert json.loads(head)["plan"] == plan.VERSION
     assert main(["plan", *given, str(reconcile.folder / "nowhere")]) == 2
     world.send(Order(number=3, at=row[1], total=row[0]), stored_at=order.at + timedelta(seconds=1))
     world.consume_all()
@@ -134,7 +134,7 @@ def test_manage_py_writes_the_plan_beside_the_run(
 
     The plan is read as it was written by the part that applies it, which shares no code with the one that makes it.
     """
-    reconcile.rules(groups=())
+    reconcile.rules(groups=("points",))
     world.add_many(3)
     world.pay(Order(number=50, at=START + timedelta(milliseconds=20)))
     reconcile.run()
@@ -152,6 +152,8 @@ def test_manage_py_writes_the_plan_beside_the_run(
     assert (step.action, step.key, step.rule, step.finding_class) == ("publish", "50", "order-paid", "LOST")
     assert step.row_at == START + timedelta(milliseconds=20)
     assert read.sources["order-paid"].table == '"orders_order"'
+    (effects,) = read.sources["order-paid"].effects
+    assert (effects.group, effects.table, effects.key) == ("points", '"points_entry"', '"order_id"')
     assert {action.value for action in applied.Action} == {action.value for action in plan.Action}
 
 

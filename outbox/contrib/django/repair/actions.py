@@ -112,6 +112,7 @@ def derived_id(rule: str, key: str, row_at: datetime) -> UUID:
 
 
 def _publish(step: Step, means: Means, intend: Intent, dry_run: bool) -> Result:
+    assert step.row_at is not None
     source, publisher = means.sources[step.rule], means.publishers.get(step.rule)
     if publisher is None:
         raise Refusal(f"nobody says how a row is published: pass --publisher {json.dumps(step.rule)}=dotted.path")
@@ -119,12 +120,25 @@ def _publish(step: Step, means: Means, intend: Intent, dry_run: bool) -> Result:
     with transaction.atomic(using=connection.alias):
         # Held until the message is stored: who publishes for this key on a FIFO topic, and another apply, wait.
         lock_keys(connection, [(source.topic, step.key)])
-        return _publish_locked(step, source, publisher, connection, intend, dry_run)
+        result = _settled(step, source, connection)
+        if isinstance(result, Result):
+            return result
+        row, before = result
+        _refuse_what_was_handled(step, source, means, connection)
+        message_id = derived_id(step.rule, step.key, step.row_at)
+        message = _built(publisher, row, step, source, message_id)
+        if dry_run:
+            return Result(Outcome.WOULD_BE_DONE, f"publish to {source.topic!r} as {message_id}", before)
+        intend(f"publish to {source.topic!r} as {message_id}", before)
+        get_broker().send([message], committed=True)
+        point("repair.after_effect")
+        return Result(Outcome.DONE, f"published as {message_id}", before, {str(message_id): "committed"})
 
 
-def _publish_locked(
-    step: Step, source: Source, publisher: Publisher, connection: BaseDatabaseWrapper, intend: Intent, dry_run: bool
-) -> Result:
+def _settled(
+    step: Step, source: Source, connection: BaseDatabaseWrapper
+) -> Result | tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """The row and what was found; or the result, where nothing is left to be done. Raises Refusal."""
     assert step.row_at is not None
     message_id = derived_id(step.rule, step.key, step.row_at)
     rows = evidence.lock_row(connection, source, step.key)
@@ -141,13 +155,32 @@ def _publish_locked(
         raise Refusal(f"message {waiting[0].message_id} of this key is {waiting[0].state}: settle it first")
     if len(rows) > 1:
         raise Refusal("more than one row has this key")
-    message = _built(publisher, rows[0], step, source, message_id)
-    if dry_run:
-        return Result(Outcome.WOULD_BE_DONE, f"publish to {source.topic!r} as {message_id}", before)
-    intend(f"publish to {source.topic!r} as {message_id}", before)
-    get_broker().send([message], committed=True)
-    point("repair.after_effect")
-    return Result(Outcome.DONE, f"published as {message_id}", before, {str(message_id): "committed"})
+    return rows[0], before
+
+
+def _refuse_what_was_handled(step: Step, source: Source, means: Means, connection: BaseDatabaseWrapper) -> None:
+    """Raise Refusal where the row's message came under another key, or a group has acted on the row already.
+
+    The inbox knows the message by its id: under another one it would be handled a second time.
+    """
+    assert step.row_at is not None
+    misplaced = evidence.message_naming(connection, source, step, step.row_at)
+    if misplaced is not None:
+        raise Refusal(
+            f"message {misplaced.message_id} ({misplaced.state}) has another key, and its body names this one: if it "
+            f"is the row's message, publish nothing; correct its publisher, and acknowledge the findings of both keys. "
+            f"If it is not, publish the row by hand"
+        )
+    acted = [
+        each.group
+        for each in source.effects
+        if evidence.has_effect(connections[means.aliases[each.database]], each, step.key)
+    ]
+    if acted:
+        raise Refusal(
+            f"{', '.join(acted)} acted on this key already, by a message that is not there any more: published again, "
+            f"it would be handled a second time. Correct what other groups lack by hand, then acknowledge the finding"
+        )
 
 
 def _built(publisher: Publisher, row: Mapping[str, Any], step: Step, source: Source, message_id: UUID) -> Message:

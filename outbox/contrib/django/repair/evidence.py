@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any, Final
 from uuid import UUID
 
+from django.db import DataError, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
 from psycopg import sql
 
 from outbox.contrib.django.database.aliases import broker_connection
-from outbox.contrib.django.repair.plan import Source, Step
-from outbox.errors import BrokerError
+from outbox.contrib.django.repair.plan import Effects, Source, Step
+from outbox.errors import BrokerError, UsageError
 
 # A half message is older than its row's time by as much as its transaction lasted; check-back parks what is older.
 _BEFORE_ROW: Final = timedelta(hours=72)
@@ -23,6 +27,20 @@ _OF_KEY: Final = (
     "SELECT message_id, state FROM {view} WHERE topic = %(topic)s AND key = %(key)s "
     "AND (%(tag)s::text IS NULL OR tag = %(tag)s) AND stored_at >= %(since)s{when} ORDER BY log_id"
 )
+# Messages of other keys whose bodies hold the key's text somewhere: a body is parsed only then.
+_NAMING: Final = (
+    "SELECT message_id, state, key, content_type, body FROM {view} WHERE topic = %(topic)s AND key <> %(key)s "
+    "AND (%(tag)s::text IS NULL OR tag = %(tag)s) AND stored_at >= %(since)s AND state <> 'rolled_back'{when} "
+    "AND EXISTS (SELECT FROM unnest(%(texts)s::bytea[]) text WHERE position(text IN body) > 0) "
+    "ORDER BY log_id LIMIT %(most)s"
+)
+_COUNTED: Final = (
+    "SELECT key FROM {view} WHERE topic = %(topic)s AND key = ANY(%(keys)s) "
+    "AND (%(tag)s::text IS NULL OR tag = %(tag)s) AND stored_at >= %(since)s AND state <> 'rolled_back'{when} "
+    "GROUP BY key HAVING count(*) > 1"
+)
+MOST_NAMING: Final = 10_000
+_HAS_ROW: Final = "SELECT 1 FROM {table} WHERE {key} = %s AND ({key})::text = %s{when} LIMIT 1"
 _OF_IDS: Final = "SELECT message_id, state FROM {view} WHERE message_id = ANY(%(ids)s) ORDER BY log_id"
 _DEAD: Final = (
     "SELECT dead_at FROM {view} WHERE consumer_group = %(group)s AND message_id = %(message_id)s "
@@ -52,6 +70,91 @@ def messages_of(source: Source, step: Step, row_at: datetime) -> list[Known]:
     statement = _OF_KEY.replace("{when}", _and(source.message_when).replace("{", "{{").replace("}", "}}"))
     values = {"topic": source.topic, "tag": source.tag, "key": step.key, "since": row_at - _BEFORE_ROW}
     return [Known(*row) for row in _rows(statement, "message_v1", values)]
+
+
+def has_effect(connection: BaseDatabaseWrapper, effects: Effects, key: str) -> bool:
+    """Whether a group has acted on the key."""
+    return _is_there(connection, effects.table, effects.key, effects.when, key)
+
+
+def message_naming(connection: BaseDatabaseWrapper, source: Source, step: Step, row_at: datetime) -> Known | None:
+    """A message of another key whose body names the key of `step`, and which is not known to be about another row.
+
+    It is about another row if it is the message that this row has to have. None where there is none. Raises UsageError
+    when too many bodies hold the key's text.
+    """
+    statement = _NAMING.replace("{when}", _and(source.message_when).replace("{", "{{").replace("}", "}}"))
+    values = {"topic": source.topic, "tag": source.tag, "key": step.key, "since": row_at - _BEFORE_ROW}
+    found = _rows(statement, "message_v1", {**values, "texts": _written(step.key), "most": MOST_NAMING})
+    naming = [row for row in found if _names(bytes(row[4]), row[3], step.key)]
+    surplus = set() if source.messages == "at_least_one" else _with_several(source, [row[2] for row in naming], values)
+    known: dict[str, bool] = {}
+    for message_id, state, key, _, _ in naming:
+        if key not in known:
+            known[key] = _is_there(connection, source.table, source.key, source.when, key)
+        if key in surplus or not known[key]:
+            return Known(message_id, state)
+    if len(found) == MOST_NAMING:
+        raise UsageError(
+            f"more than {MOST_NAMING} messages of topic {source.topic!r} hold the text {step.key!r}, so whether one of "
+            f"them is about this row is not known. Look for it, then publish the row by hand."
+        )
+    return None
+
+
+def _with_several(source: Source, keys: Sequence[str], values: Mapping[str, Any]) -> set[str]:
+    """Those of `keys` that have more than one message."""
+    statement = _COUNTED.replace("{when}", _and(source.message_when).replace("{", "{{").replace("}", "}}"))
+    return {row[0] for row in _rows(statement, "message_v1", {**values, "keys": list(set(keys))})} if keys else set()
+
+
+def _is_there(connection: BaseDatabaseWrapper, table: str, key: str, when: str | None, value: str) -> bool:
+    statement = _HAS_ROW.format(table=_literal(table), key=_literal(key), when=_and(when))
+    # A text that cannot be a value of the column is the key of no row.
+    with suppress(DataError), transaction.atomic(using=connection.alias), connection.cursor() as cursor:
+        cursor.execute(statement, [value, value])
+        return cursor.fetchone() is not None
+    return False
+
+
+def _written(key: str) -> list[bytes]:
+    """How a body may write the key: as it is, as JSON escapes it, and a UUID without hyphens or in capitals."""
+    texts = {key, json.dumps(key)[1:-1], json.dumps(key)[1:-1].replace("/", "\\/")}
+    with suppress(ValueError):
+        identifier = UUID(key)
+        texts |= {form for text in (str(identifier), identifier.hex) for form in (text, text.upper())}
+    return [text.encode() for text in sorted(texts)]
+
+
+def _names(body: bytes, content_type: str, key: str) -> bool:
+    """Whether a value of the body is the key; of a body that is not JSON, whether a word of it is."""
+    text = body.decode("utf-8", "replace")
+    with suppress(ValueError, RecursionError):
+        if content_type.startswith("application/json"):
+            document = json.loads(text, parse_int=str, parse_float=str)
+            return any(_same(value, key) for value in _values(document))
+    words = "|".join(re.escape(form.decode()) for form in _written(key))
+    return re.search(rf"(?<!\w)(?:{words})(?!\w)", text) is not None
+
+
+def _values(document: object) -> Iterator[str]:
+    waiting = [document]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, dict):
+            waiting += value.values()
+        elif isinstance(value, list):
+            waiting += value
+        elif isinstance(value, str):
+            yield value
+
+
+def _same(value: str, key: str) -> bool:
+    if value == key:
+        return True
+    with suppress(ValueError):
+        return UUID(value) == UUID(key)
+    return False
 
 
 def message(message_id: UUID) -> Known | None:

@@ -14,7 +14,7 @@ from uuid import UUID
 
 from outbox.errors import UsageError
 
-VERSION: Final = 1
+VERSION: Final = 2
 
 
 class Action(enum.StrEnum):
@@ -27,8 +27,22 @@ class Action(enum.StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Effects:
+    """Where the effects of a rule's group are. `table`, `key` and `when` are SQL."""
+
+    group: str
+    database: str
+    table: str
+    key: str
+    when: str | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """Where a rule's row and messages are. `table`, `key`, `when` and `message_when` are SQL."""
+    """Where a rule's row and messages are. `table`, `key`, `when` and `message_when` are SQL.
+
+    `messages`: exactly_one or at_least_one, how many messages a row has.
+    """
 
     database: str
     table: str
@@ -37,6 +51,8 @@ class Source:
     topic: str
     tag: str | None
     message_when: str | None
+    messages: str
+    effects: tuple[Effects, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,8 +93,11 @@ def read(path: Path) -> Plan:
         lines = text.split("\n")
         head = json.loads(lines[0])
         if head["plan"] != VERSION:
-            raise UsageError(f"{path}: a plan of version {head['plan']}; this one reads version {VERSION}.")
-        sources = {name: Source(**source) for name, source in head["rules"].items()}
+            raise UsageError(
+                f"{path} is a plan of version {head['plan']}, and this release reads version {VERSION}. Make it again "
+                f"with `outbox-reconcile plan` of this release."
+            )
+        sources = {name: _source(source) for name, source in head["rules"].items()}
         steps = []
         for number, line in enumerate(lines[1:], start=2):  # noqa: B007 - for the error below
             if line.strip():
@@ -91,6 +110,11 @@ def read(path: Path) -> Plan:
     return Plan(
         digest=hashlib.sha256(text.encode()).hexdigest()[:16], run=head["run"], sources=sources, steps=tuple(steps)
     )
+
+
+def _source(item: Mapping[str, Any]) -> Source:
+    effects = tuple(Effects(**each) for each in item["effects"])
+    return Source(**{**item, "effects": effects})
 
 
 def _step(item: Mapping[str, Any], sources: Mapping[str, Source]) -> Step:

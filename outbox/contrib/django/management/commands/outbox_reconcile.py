@@ -48,6 +48,13 @@ class Command(OutboxCommand):
         parser.add_argument("--from", dest="since", help="judge rows from this time on (ISO 8601), with --to")
         parser.add_argument("--to", dest="until", help="judge rows before this time")
         parser.add_argument("--full", action="store_true", help="read everything again")
+        parser.add_argument(
+            "--look-back",
+            nargs="?",
+            const="",
+            metavar="DURATION",
+            help="judge again what was judged of the last DURATION, as in 7d (default: the rules' look_back)",
+        )
         parser.add_argument("--metrics", help="write a Prometheus textfile here, or into this folder")
         parser.add_argument(
             "--plan",
@@ -122,6 +129,8 @@ def arguments(options: Mapping[str, Any]) -> list[str]:
     """The arguments of `outbox-reconcile run`."""
     named = {"--rules": "rules", "--output": "output", "--from": "since", "--to": "until", "--metrics": "metrics"}
     parts = [part for flag, name in named.items() if options[name] for part in (flag, options[name])]
+    if options["look_back"] is not None:
+        parts += ["--look-back", *([options["look_back"]] if options["look_back"] else [])]
     return [*parts, *[f"--{name}" for name in ("full", "json") if options[name]]]
 
 

@@ -101,7 +101,9 @@ class Command(OutboxCommand):
 def _means(plan: Plan, options: dict[str, Any]) -> Means:
     publishers = {rule: _publisher(rule, path) for rule, path in map(_pair, options["publisher"])}
     given = dict(map(_pair, options["database"]))
-    needed = {plan.sources[step.rule].database for step in plan.steps if step.action is Action.PUBLISH}
+    sources = [plan.sources[step.rule] for step in plan.steps if step.action is Action.PUBLISH]
+    needed = {source.database for source in sources}
+    needed |= {effects.database for source in sources for effects in source.effects}
     aliases = {name: given.get(name, name) for name in needed}
     for name, alias in aliases.items():
         if alias not in connections:

@@ -1,0 +1,112 @@
+"""The command that a finding prints does what it says, as it is printed: Spark's findings of what Django published."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from django.core.management import call_command
+
+from outbox.contrib.django import publish
+from outbox.contrib.django.database.aliases import alias_conninfo
+from outbox.contrib.django.engine.broker import flusher
+from tests.django.shop.models import Effect, Order
+from tests.django.state import stored
+from tests.django.test_repair import consume, park, subscribe, undecided
+
+pytestmark = [pytest.mark.usefixtures("databases", "no_subscribers"), pytest.mark.slow, pytest.mark.timeout(900)]
+ROOT = Path(__file__).resolve().parent.parent.parent
+RULES = """
+version = 1
+[database.default]
+env = "RECONCILE_DEFAULT"
+[database.broker]
+env = "RECONCILE_BROKER"
+schema = "outbox"
+[broker]
+database = "broker"
+[[rule]]
+name = "orders"
+database = "default"
+table = "shop_order"
+key = "number"
+time = "'2025-06-01 12:00+00'::timestamptz + id * interval '1 s'"
+topic = "orders"
+messages = "at_least_one"
+grace = "0s"
+stuck_after = "0s"
+[[rule.group]]
+name = "effects"
+within = "1h"
+"""
+
+
+def findings(folder: Path) -> list[dict[str, Any]]:
+    """Of a run of the command over the databases of this test."""
+    rules = folder / "reconcile.toml"
+    rules.write_text(RULES)
+    aliases = {f"RECONCILE_{alias.upper()}": alias_conninfo(alias) for alias in ("default", "broker")}
+    variables = {**os.environ, **aliases, "SPARK_LOCAL_IP": "127.0.0.1"}
+    options = ["--output", str(folder / "out")]
+    command = [sys.executable, "-m", "spark"]
+    run = [*command, "run", "--rules", str(rules), *options, "--master", "local[1]"]
+    run += ["--conf", "spark.sql.shuffle.partitions=2", "--conf", "spark.sql.codegen.wholeStage=false"]
+    done = subprocess.run(run, cwd=ROOT, env=variables, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    plan = subprocess.run(
+        [*command, "plan", "--rules", str(rules), *options], cwd=ROOT, env=variables, capture_output=True, check=True
+    )
+    (folder / "plan.jsonl").write_bytes(plan.stdout)
+    printed = subprocess.run([*command, "findings", *options], cwd=ROOT, capture_output=True, text=True, check=True)
+    return [json.loads(line) for line in printed.stdout.splitlines()]
+
+
+def command_in(remedy: str, name: str) -> list[str]:
+    """The arguments of the command `name` that a remedy prints."""
+    (printed,) = [text for text in re.findall(r"`python manage.py ([^`]+)`", remedy) if text.startswith(name)]
+    return shlex.split(printed)
+
+
+@pytest.mark.parametrize("by", ["hand", "plan"])
+@pytest.mark.parametrize("is_parked", [False, True])
+def test_a_stuck_half_and_a_dead_letter_are_settled_as_printed(tmp_path: Path, by: str, is_parked: bool) -> None:
+    """Beside them are committed messages of the same keys, older and newer ones."""
+    subscribe()
+    Order.objects.create(number="1")
+    dead = publish("orders", {}, key="1").message_id
+    consume()
+    Effect.objects.create(number="mended")
+    publish("orders", {}, key="1")
+    Order.objects.create(number="3")
+    publish("orders", {}, key="3")
+    Order.objects.filter(number="3").delete()
+    half = undecided("3")["transaction_id"]
+    if is_parked:
+        park()
+    publish("orders", {}, key="3")
+    flusher.flush(within_seconds=5)
+    consume()
+    found = {(each["key"], each["class"]): each for each in findings(tmp_path)}
+    stuck, letter = found["3", "HALF_STUCK"], found["1", "DEAD"]
+    assert (stuck["transaction_id"], letter["message_id"]) == (half, str(dead))
+    if by == "hand":
+        for finding, name in ((stuck, "outbox_decide"), (letter, "outbox_dead_letter replay")):
+            call_command(*command_in(finding["remedy"], name), stdout=StringIO())
+    else:
+        out = StringIO()
+        call_command(
+            "outbox_repair", str(tmp_path / "plan.jsonl"), "--apply", "--audit", str(tmp_path / "a"), stdout=out
+        )
+        assert out.getvalue().count(": done: ") == 2, out.getvalue()
+    assert [item.decision for item in stored() if str(item.message_id) == half] == ["C"]
+    for _ in range(3):
+        consume()
+    assert sorted(Effect.objects.exclude(number="mended").values_list("number", flat=True)) == ["1", "1", "3", "3", "3"]

@@ -1,0 +1,178 @@
+"""What is read as something else, and what is printed so that it cannot be told apart."""
+
+from __future__ import annotations
+
+import json
+import random
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from pyspark.sql import SparkSession
+from pyspark.sql import functions as F
+
+from spark.comparison import evidence
+from spark.comparison.json_text import why_refused
+from spark.errors import RunIncomplete, UsageProblem
+from spark.rules.rule import FieldRule, FieldType, Rule
+from spark.safe_text import told_apart, visible
+from tests.spark.conftest import Reconciler
+from tests.spark.exports import export_csv, export_parquet
+from tests.spark.test_files import folders
+from tests.spark.world import START, Order, World
+
+pytestmark = pytest.mark.timeout(900)
+DEEP = '{"customer": "x", "a": ' + "[" * 1_100 + "]" * 1_100 + "}"
+BODIES = {
+    DEEP: "the body is JSON, but Spark cannot parse it: it is nested more than 1,000 levels deep",
+    '{"a": ' + "1" * 1_001 + "}": "the body is JSON, but Spark cannot parse it: a number has 1,001 characters",
+    '{"a": "\\ud800"}': "the body is JSON, but Spark cannot parse it: a text has one half of a surrogate pair",
+    '{"a": "\t"}': "the body is not JSON: the control character U+0009 stands in a text, at character 8",
+    '{"a": NaN}': "the body is not JSON: no value can begin at character 7",
+    '{"a": 1}\n{"a": 2}': "the body is not one JSON object: it goes on at character 10",
+    '{"a": 1}}': "the body is not one JSON object: it goes on at character 9",
+    '{"a": 1,}': "the body is not JSON: name is expected at character 9",
+    "[1]": "the body is not one JSON object",
+    '{"a": "}{", "a": "\\ud83d\\ude00"}': "",
+}
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_a_body_that_is_not_json_is_told_from_one_that_spark_cannot_parse(body: str) -> None:
+    assert why_refused(body, is_object=True)[: len(BODIES[body]) or None] == BODIES[body]
+
+
+def test_what_is_json_is_what_python_takes_for_it() -> None:
+    seed = random.Random().getrandbits(32)
+    chosen = random.Random(seed)
+    pieces = [*'{}[],: 10-.\n\\"', '"a"', '"b', "e3", "true", "null", '"\\u00e9"', "\x01"]
+
+    def refuse(_: str) -> None:
+        raise ValueError
+
+    for _ in range(20_000):
+        text = "".join(chosen.choices(pieces, k=chosen.randint(1, 9)))
+        try:
+            json.loads(text, parse_constant=refuse)
+            is_json = True
+        except ValueError:
+            is_json = False
+        assert (why_refused(text, is_object=False) == "") is is_json, (seed, text)
+
+
+def test_a_run_says_what_is_wrong_with_bodies_and_how_values_differ(reconcile: Reconciler, world: World) -> None:
+    """Two documents in one body, and JSON beyond Spark's limits; texts that look alike; a time of day for a time."""
+    world.add(*(Order(number=number) for number in range(1, 9)), Order(number=90, at=START + timedelta(hours=1)))
+    good = Order(number=1).body.decode()
+
+    def body(number: int, text: str) -> None:
+        world.broker.execute("UPDATE commit_log SET body = %s WHERE key = %s", [text.encode(), str(number)])
+
+    body(1, f"{good}\n{good}")
+    body(2, DEEP)
+    body(3, Order(number=3).body.decode().replace('"customer 3"', "null"))
+    world.app.execute("UPDATE orders_order SET customer = 'null' WHERE id = 3")
+    body(4, Order(number=4).body.decode().replace("customer 4", "Zo\u00eb"))
+    world.app.execute("UPDATE orders_order SET customer = %s WHERE id = 4", ["Zoe\u0308"])
+    body(5, Order(number=5).body.decode().replace("customer 5", "customer 5 "))
+    body(6, Order(number=6).body.decode().replace("customer 6", "customer\u00a06"))
+    body(7, Order(number=7).body.decode().replace(START.isoformat(), "12:30"))
+    body(8, Order(number=8).body.decode().replace("customer 1", "}{"))
+    world.app.execute("UPDATE orders_order SET customer = '}{' WHERE id = 8")
+    reconcile.rules(groups=())
+    rows = {row["key"]: row for row in reconcile.rows(reconcile.run())}
+    assert {key: row["class"] for key, row in rows.items()} == {
+        **dict.fromkeys(("1", "2", "7"), "UNREADABLE"),
+        **dict.fromkeys(("3", "4", "5", "6"), "MISMATCH"),
+    }
+    details = {key: row["detail"].partition(": ")[2] for key, row in rows.items()}
+    assert details["1"].startswith("the body is not one JSON object: it goes on at character")
+    assert details["2"] == BODIES[DEEP]
+    assert details["3"] == "customer 'null' in the row, null in the body"
+    assert details["4"] == (
+        "customer 'Zoe\\u0308' in the row, 'Zo\\u00eb' in the body (they differ in Unicode normalisation)"
+    )
+    assert details["5"] == "customer 'customer 5' in the row, 'customer 5 ' in the body (they differ in spaces)"
+    assert details["6"] == "customer 'customer 6' in the row, 'customer\\u00a06' in the body (they look alike)"
+    assert details["7"] == "paid_at is '12:30', which is no timestamp with a date"
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "shown"),
+    [
+        (None, "null", ("null", "'null'", "")),
+        ("a", "a\u200b", ("'a'", "'a\\u200b'", "")),
+        ("a\\u200b", "a\u200b", ("'a\\\\u200b'", "'a\\u200b'", "")),
+        ("\u0430bc", "abc", ("'\\u0430bc'", "'abc'", "they look alike")),
+        ("\u738b", "\u674e", ("'\u738b'", "'\u674e'", "")),
+        ("x" * 1_000 + "a", "x" * 1_000 + "b", (f"…'{'x' * 100}a'", f"…'{'x' * 100}b'", "from character 1001 on")),
+    ],
+)
+def test_two_values_that_differ_differ_as_shown(ours: str | None, theirs: str, shown: tuple[str, str, str]) -> None:
+    assert told_apart(ours, theirs) == shown
+
+
+def test_a_key_shows_what_cannot_be_seen() -> None:
+    assert [visible(key) for key in ("A-1", "A-1 ", "A\u00a01", "Zo\u00eb", "it's", "a\\b")] == [
+        "A-1", "'A-1 '", "'A\\u00a01'", "Zo\u00eb", "it's", "a\\b",
+    ]  # fmt: skip
+
+
+VALUES = {
+    FieldType.TIMESTAMP: {
+        "12:30": False, "T12:30": False, "12:30:00+02": False, "2024": False, "2024-05": False, "2024-05-06 12": False,
+        "2024-05-06": True, "2024-05-06 12:30": True, "2024-05-06T12:30:00+02:00": True, " 2024-5-6 1:02 ": True,
+        "2024-05-06 12:30:00 Europe/Berlin": True, "+12024-05-06T12:30:00": True,
+    },
+    FieldType.DATE: {
+        "2024": False, "2024-05": False, "2024-05-06 xyz": False, "2024-05-06T": False, "0044-03-15 BC": False,
+        "2024-05-06": True, "2024-5-6": True, "2024-05-06T12:30:00Z": True,
+    },
+    FieldType.DECIMAL: {"\uff11\uff12": False, "\u0663": False, "12": True, " 1e2 ": True},
+}  # fmt: skip
+
+
+def test_casts_do_not_make_up_what_a_value_does_not_say(spark_session: SparkSession) -> None:
+    for kind, values in VALUES.items():
+        rule = Rule(
+            name="r", database="d", table="t", key="id", time="at", topic="x",
+            fields=(FieldRule(column="v", body="v", type=kind),),
+        )  # fmt: skip
+        rows = [(value, json.dumps({"v": value})) for value in values]
+        frame = spark_session.createDataFrame(rows, "value string, body string")
+        found = frame.select("value", F.col("body"), *evidence.body_values(rule)).collect()
+        assert {row["value"]: row["v0"] is not None for row in found} == values
+
+
+def test_a_time_of_day_in_an_export_ends_the_run(reconcile: Reconciler, world: World, tmp_path: Path) -> None:
+    """It would be today's, so that the row were never old enough to be judged."""
+    world.add(Order(number=1))
+    export_csv(world.app, "orders_order", tmp_path / "orders_order.csv")
+    export_parquet(world.broker, "message_v1", tmp_path / "message_v1.parquet")
+    run = folders(reconcile, "csv", tmp_path)
+    assert reconcile.findings(run()) == []
+    text = (tmp_path / "orders_order.csv").read_text()
+    (tmp_path / "orders_order.csv").write_text(text.replace("2025-06-01 12:00:00+00:00", "12:30"))
+    with pytest.raises(RunIncomplete, match="paid_at is '12:30', which is no timestamp with a date"):
+        run()
+
+
+@pytest.mark.parametrize(
+    ("log", "name"),
+    [("_delta_log", "Delta Lake"), ("metadata/v1.metadata.json", "Apache Iceberg"), (".hoodie", "Apache Hudi")],
+)
+def test_a_folder_of_a_table_format_is_not_read_as_parquet(
+    reconcile: Reconciler, world: World, tmp_path: Path, log: str, name: str
+) -> None:
+    """Its removed files are still there, and only its log says which they are."""
+    for level in (tmp_path / "message_v1.parquet", tmp_path / "orders_order"):
+        level.mkdir()
+    marker = tmp_path / "orders_order" / log
+    if marker.suffix:
+        marker.parent.mkdir()
+        marker.touch()
+    else:
+        marker.mkdir()
+    run = folders(reconcile, "parquet", tmp_path)
+    with pytest.raises(UsageProblem, match=rf"orders_order is a table of {name} \(it has .*removed or replaced"):
+        run()
