@@ -25,9 +25,9 @@ from benchmarks.reconcile_data import RULES, fill_postgres
 from spark import session
 from spark.comparison import contract
 from spark.rules import file as rules_file
-from spark.rules.rule import Database
+from spark.rules.rule import DatabaseRule
 from spark.sources import adbc, sql
-from spark.sources.base import Selection
+from spark.sources.base import TableSelection
 from spark.sources.postgres import PostgresSource
 
 REPEATS = 3
@@ -97,19 +97,19 @@ def copy_to_nowhere(conninfo: str, query: str) -> None:
         connection.execute(f"COPY ({query}) TO '/dev/null' (FORMAT binary)".encode())
 
 
-def ours(source: PostgresSource, selection: Selection) -> None:
+def ours(source: PostgresSource, selection: TableSelection) -> None:
     source.open([])
     consume(source.read([selection], None))
     source.close()
 
 
-def query_of(database: Database, selection: Selection) -> str:
+def query_of(database: DatabaseRule, selection: TableSelection) -> str:
     """What is selected, as one statement."""
     schema = database.schema if selection.in_broker else None
     return sql.select(selection, sql.table_name(selection.table, schema), sql.conditions(selection, None))
 
 
-def compare(spark: Any, database: Database, selection: Selection, rows: int, jar: str) -> None:
+def compare(spark: Any, database: DatabaseRule, selection: TableSelection, rows: int, jar: str) -> None:
     """One table by all readers."""
     query = query_of(database, selection)
     conninfo = database.location

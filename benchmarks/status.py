@@ -19,7 +19,7 @@ from outbox.broker.operations import health, summary
 from outbox.broker.operations.overview import overview
 from outbox.broker.operations.verdict import survey
 from outbox.broker.schema.install import install
-from outbox.contrib.prometheus.collector import BrokerCollector, State
+from outbox.contrib.prometheus.collector import BrokerCollector, ScrapeState
 
 # (messages, topics, groups); each group subscribes to every topic, each topic has eight queues.
 SIZES = ((10_000, 20, 2), (int(os.environ.get("OUTBOX_BENCH_MESSAGES", "10000000")), 200, 20))
@@ -128,7 +128,7 @@ def measure(url: str) -> list[str]:
         def scrape() -> None:
             found = survey(run)
             assert found.summary is not None
-            state = State(found.verdict, overview(run, found.summary), found.summary)
+            state = ScrapeState(found.verdict, overview(run, found.summary), found.summary)
             collector = BrokerCollector(lambda: state)
             for metric in collector.collect():
                 assert metric.name

@@ -54,7 +54,7 @@ def busy(seconds: float) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Heart:
+class SignOfLife:
     """What a file says. `age_seconds` is None where there is none yet."""
 
     name: str
@@ -66,10 +66,10 @@ class Heart:
         return self.age_seconds is not None and self.age_seconds <= within_seconds
 
 
-def listen(path: Path) -> Heart:
+def listen(path: Path) -> SignOfLife:
     """Read one file."""
     try:
         text, written_at = path.read_text(), path.stat().st_mtime
     except OSError:
-        return Heart(path.name, None, False)
-    return Heart(path.name, max(0.0, time.time() - written_at), text == _READY)
+        return SignOfLife(path.name, None, False)
+    return SignOfLife(path.name, max(0.0, time.time() - written_at), text == _READY)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
-class Left:
+class LeftoverWork:
     """What one look found, in words: `waiting` goes away while workers run, `staying` waits for an operator.
 
     `written` is how much was ever written where it looked, for an engine that cannot look everywhere at one moment:

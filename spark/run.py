@@ -23,7 +23,7 @@ from .rules import acknowledgements, subscriptions
 from .rules import file as rules_file
 from .rules.rule import Rule
 from .sources.adbc import NAME
-from .sources.base import Reading
+from .sources.base import SourceBoundary
 from .stages import boundary, confirm, merge, prefilter, scan
 from .stages.scan import readable_errors
 
@@ -94,7 +94,7 @@ class Run:
         since, until = self._options.since, self._options.until
         return [since.isoformat(), until.isoformat()] if since is not None and until is not None else None
 
-    def _open(self, text: str) -> list[Reading]:
+    def _open(self, text: str) -> list[SourceBoundary]:
         with self._progress.step(f"stage snapshot: {text}"), readable_errors("taking snapshots"):
             readings = self._sources.open_all()
         for reading in readings:
@@ -102,7 +102,7 @@ class Run:
                 self._progress.say(f"  {reading.database}: {note}")
         return readings
 
-    def _prepared(self, rule: Rule, previous: dict[str, Any] | None, readings: list[Reading]) -> RuleRun:
+    def _prepared(self, rule: Rule, previous: dict[str, Any] | None, readings: list[SourceBoundary]) -> RuleRun:
         with readable_errors(f"checking rule {rule.name!r}"):
             horizon = sides.known_topic(rule, self._sources)
             schema = self._rules.databases[self._rules.broker].schema
@@ -122,7 +122,7 @@ class Run:
 
     def _scan(self, run: RuleRun) -> None:
         rule = run.rule
-        limits, known = sides.Limits(), None
+        limits, known = sides.ReadLimits(), None
         if rule.bucket_seconds is not None:
             with self._progress.step(f"stage checksum: rule {rule.name}"), readable_errors("comparing checksums"):
                 outcome = prefilter.compare(rule, self._rules, self._sources, run.window)
@@ -148,7 +148,7 @@ class Run:
         """Parquet without a row, which takes no job of Spark's."""
         self._store.write_table(f"runs/{self._name}/{name}/part-0.parquet", merge.empty_table(schema))
 
-    def _confirm(self, runs: list[RuleRun], previous: dict[str, Any] | None) -> list[Reading]:
+    def _confirm(self, runs: list[RuleRun], previous: dict[str, Any] | None) -> list[SourceBoundary]:
         earlier = self._earlier(previous)
         if earlier is None and not any(run.saw(*classify.FAULTS) for run in runs):
             self._progress.say("stage confirm: nothing to look at again")
@@ -194,7 +194,11 @@ class Run:
             )
 
     def _publish(
-        self, runs: list[RuleRun], previous: dict[str, Any] | None, readings: list[Reading], confirmed_at: list[Reading]
+        self,
+        runs: list[RuleRun],
+        previous: dict[str, Any] | None,
+        readings: list[SourceBoundary],
+        confirmed_at: list[SourceBoundary],
     ) -> dict[str, Any]:
         with self._progress.step("stage write: findings"), readable_errors("writing the findings"):
             findings, counted, still_open = self._write_findings(runs, self._earlier(previous))
@@ -245,7 +249,7 @@ class Run:
 
     def _write_findings(
         self, runs: list[RuleRun], earlier: DataFrame | None
-    ) -> tuple[DataFrame | None, list[merge.Counted], int]:
+    ) -> tuple[DataFrame | None, list[merge.FindingCounts], int]:
         """The written findings (None: there are none), counted; and how many subjects the next run looks at again."""
         target, still_open = self._spark_path("findings"), self._spark_path("open")
         if earlier is None and not any(run.suspects or run.saw(FindingClass.PENDING) for run in runs):
@@ -256,7 +260,7 @@ class Run:
             earlier = merge.nothing(self._spark)
         confirmed = self._confirmed(runs)
         waiting = self._suspects(runs).where("class = 'PENDING'")
-        limits = {run.rule.name: merge.Limits(run.window.until, run.window.floor) for run in runs}
+        limits = {run.rule.name: merge.RuleLimits(run.window.until, run.window.floor) for run in runs}
         pending = merge.pending(waiting, confirmed, earlier)
         findings = merge.findings(confirmed, earlier, pending, limits)
         findings = acknowledgements.applied(self._spark, findings, self._acknowledged())
@@ -279,7 +283,7 @@ class Run:
             return merge.empty(self._spark, confirm.SCHEMA)
         return self._spark.read.schema(confirm.SCHEMA).parquet(*paths)
 
-    def _count(self, runs: list[RuleRun], findings: DataFrame | None, counted: list[merge.Counted]) -> Times:
+    def _count(self, runs: list[RuleRun], findings: DataFrame | None, counted: list[merge.FindingCounts]) -> Times:
         """Counts of the result: the first look's, with its suspects counted as what the second look found.
 
         Returns the findings by class and time, for the report's timeline.

@@ -20,14 +20,14 @@ from outbox.broker.database.timeouts import lifted
 from outbox.broker.groups import suspects
 from outbox.broker.log import incidents
 from outbox.broker.log.incidents import Incident, IncidentKind
-from outbox.broker.supervisor import Death
+from outbox.broker.supervisor import ChildDeath
 from outbox.errors import BrokerUnavailable
 
 # A supervisor that stops waits for it; service managers commonly kill after 30 s, of which draining takes 20 s.
 _TIMEOUT_SECONDS: Final = 5.0
 
 
-def record(database: BrokerDatabase, death: Death) -> None:
+def record(database: BrokerDatabase, death: ChildDeath) -> None:
     """Store the death and release the leases of the dead, durably on return.
 
     Of a process that was told to stop only the leases are released: its death accuses no message.
@@ -46,7 +46,7 @@ def record(database: BrokerDatabase, death: Death) -> None:
         raise BrokerUnavailable(f"the death of {death.child} cannot be recorded now: {error}") from error
 
 
-def _record(run: Executor, death: Death) -> None:
+def _record(run: Executor, death: ChildDeath) -> None:
     left = death.left_behind
     calls = left.calls if left is not None and not death.told_to_stop else []
     who = f"{death.child} on {socket.gethostname()}"

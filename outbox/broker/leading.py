@@ -18,7 +18,7 @@ from outbox.broker.database import timeouts
 from outbox.broker.database.connection import BrokerDatabase
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.notify import Announcements, Channel, listen, unlisten
-from outbox.broker.log.failing import FailureNote, Part
+from outbox.broker.log.failing import FailureNote, ProcessPart
 from outbox.broker.process import ProcessSettings, gathers, idle_seconds, leaders_loops, tick
 from outbox.broker.sequencer.leader import LeaderLease
 from outbox.broker.sequencer.sequencer import Sequencer
@@ -38,7 +38,7 @@ class LeadingConsumer:
         self._database = database
         self._settings = settings or ProcessSettings()
         self._decided_channel = Channel.DECIDED.name_in(database.schema)
-        self._note = FailureNote(database, Part.SEQUENCING)
+        self._note = FailureNote(database, ProcessPart.SEQUENCING)
         self._loops: list[BackgroundLoop] = []
         self._leads = False
         self._decided = False

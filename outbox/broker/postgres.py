@@ -21,7 +21,7 @@ from outbox.broker.database.executor import Executor
 from outbox.broker.database.one_way import OneWay
 from outbox.broker.database.pool import Pool
 from outbox.broker.log import commit_log, recall, topics
-from outbox.broker.log.failing import FailureNote, Part
+from outbox.broker.log.failing import FailureNote, ProcessPart
 from outbox.broker.log.topics import TopicCatalog
 from outbox.broker.operations import switches
 from outbox.broker.schema.install import check_schema
@@ -63,7 +63,7 @@ class PostgresBroker:
         self._asked_for: set[str] = set()
         self._one_way = OneWay(database)
         # Of requests of an application some fail by themselves.
-        self._note = FailureNote(database, Part.PUBLISHING, in_a_row=3)
+        self._note = FailureNote(database, ProcessPart.PUBLISHING, in_a_row=3)
         self._wake = notify.announcement(database.schema, notify.Channel.DECIDED)
 
     def send(

@@ -19,7 +19,7 @@ from outbox.broker.database import timeouts
 from outbox.broker.database.connection import BrokerDatabase
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.notify import Announcements, Channel, listen, unlisten
-from outbox.broker.log.failing import FailureNote, Part
+from outbox.broker.log.failing import FailureNote, ProcessPart
 from outbox.broker.maintenance.service import maintenance
 from outbox.broker.operations.summary_service import summaries
 from outbox.broker.schema.install import check_schema
@@ -57,7 +57,7 @@ def run_broker(database: BrokerDatabase, stop: threading.Event, *, settings: Pro
     """Run until `stop` is set. Errors of the database are logged and met with a growing pause of up to 2 s."""
     settings = settings or ProcessSettings()
     owner = uuid4()
-    note = FailureNote(database, Part.SEQUENCING)
+    note = FailureNote(database, ProcessPart.SEQUENCING)
     failures = 0
     while not stop.is_set():
         started = time.monotonic()

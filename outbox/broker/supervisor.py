@@ -25,7 +25,7 @@ from typing import IO, Any, Final
 
 from outbox.backoff import Backoff
 from outbox.broker.dispatch import running_calls
-from outbox.broker.dispatch.running_calls import LeftBehind
+from outbox.broker.dispatch.running_calls import LastCalls
 from outbox.broker.process_log import always
 from outbox.errors import BrokerUnavailable
 
@@ -42,7 +42,7 @@ HUNG_EXIT_CODE: Final = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Death:
+class ChildDeath:
     """The end of a child with another exit code than 0.
 
     `left_behind` is what the child wrote down about itself; None if it cannot be read. `told_to_stop`: the child had
@@ -52,7 +52,7 @@ class Death:
     child: str
     how: str
     hung: bool
-    left_behind: LeftBehind | None
+    left_behind: LastCalls | None
     told_to_stop: bool = False
 
 
@@ -63,7 +63,7 @@ class ChildSpec:
     name: str
     argv: Sequence[str]
     environment: Mapping[str, str] = field(default_factory=dict)
-    on_death: Callable[[Death], None] | None = None
+    on_death: Callable[[ChildDeath], None] | None = None
 
 
 # The pause before a restart starts over after a child ran for 10 s.
@@ -180,7 +180,7 @@ class Supervisor:
         logger.info("child %s started, pid %d", spec.name, process.pid)
         return process.wait()
 
-    def _tell(self, name: str, on_death: Callable[[Death], None], code: int, calls: IO[bytes] | None) -> None:
+    def _tell(self, name: str, on_death: Callable[[ChildDeath], None], code: int, calls: IO[bytes] | None) -> None:
         """Call `on_death` before the child is started again: the child would handle once more what killed it.
 
         While this supervisor stops, `on_death` is called once: the service manager does not wait for more.
@@ -191,7 +191,7 @@ class Supervisor:
         if told_to_stop and left is None:
             return
         hung = code == HUNG_EXIT_CODE
-        death = Death(child=name, how=_how(code), hung=hung, left_behind=left, told_to_stop=told_to_stop)
+        death = ChildDeath(child=name, how=_how(code), hung=hung, left_behind=left, told_to_stop=told_to_stop)
         failures = 0
         while True:
             try:
@@ -225,7 +225,7 @@ def _calls_file(spec: ChildSpec) -> Iterator[IO[bytes] | None]:
         yield file
 
 
-def _left_behind(name: str, calls: IO[bytes] | None) -> LeftBehind | None:
+def _left_behind(name: str, calls: IO[bytes] | None) -> LastCalls | None:
     if calls is None:
         return None
     try:

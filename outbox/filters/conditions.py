@@ -21,7 +21,7 @@ _NUMBER: Final = re.compile(NUMBER)
 Value = str | Decimal
 
 
-class Condition(Protocol):
+class FilterNode(Protocol):
     """A node of the tree."""
 
     def evaluate(self, tag: str, headers: Mapping[str, str]) -> bool | None:
@@ -152,7 +152,7 @@ class IsNull:
 class Not:
     """`NOT condition`"""
 
-    condition: Condition
+    condition: FilterNode
 
     def evaluate(self, tag: str, headers: Mapping[str, str]) -> bool | None:
         value = self.condition.evaluate(tag, headers)
@@ -164,7 +164,7 @@ class Junction:
     """`a AND b AND …` (`word` is AND) or `a OR b OR …`."""
 
     word: str
-    conditions: tuple[Condition, ...]
+    conditions: tuple[FilterNode, ...]
 
     def evaluate(self, tag: str, headers: Mapping[str, str]) -> bool | None:
         decisive = self.word == "OR"

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from outbox.errors import InvalidFilter, InvalidName
-from outbox.filters.conditions import Condition
+from outbox.filters.conditions import FilterNode
 from outbox.filters.parser import parse_expression
 from outbox.names import check_tag
 
@@ -37,7 +37,7 @@ class Filter:
 
     text: str
     tags: tuple[str, ...] = ()
-    condition: Condition | None = None
+    condition: FilterNode | None = None
 
     @property
     def passes_all(self) -> bool:

@@ -12,7 +12,7 @@ from outbox.filters.conditions import (
     COMPARISONS,
     Between,
     Comparison,
-    Condition,
+    FilterNode,
     HeaderComparison,
     IsNull,
     Junction,
@@ -47,7 +47,7 @@ class _Token:
         return self.text.upper() if self.kind == "word" and self.text.upper() in _KEYWORDS else ""
 
 
-def parse_expression(text: str, start: int) -> Condition:
+def parse_expression(text: str, start: int) -> FilterNode:
     """The tree of `text[start:]`. Raises InvalidFilter with the column in `text` (from 1) and a caret under it."""
     if len(text) > MAX_LENGTH:
         raise InvalidFilter(f"the filter has {len(text)} characters, the limit is {MAX_LENGTH}.")
@@ -65,7 +65,7 @@ class _Parser:
         self._position = 0
         self._depth = 0
 
-    def parse(self) -> Condition:
+    def parse(self) -> FilterNode:
         condition = self._junction("OR")
         if self._token.kind != "end":
             raise self._expected("AND, OR or the end")
@@ -119,18 +119,18 @@ class _Parser:
 
     # -- grammar --------------------------------------------------------------------------------
 
-    def _junction(self, word: str) -> Condition:
+    def _junction(self, word: str) -> FilterNode:
         conditions = [self._junction("AND") if word == "OR" else self._negation()]
         while self._accept(word):
             conditions.append(self._junction("AND") if word == "OR" else self._negation())
         return conditions[0] if len(conditions) == 1 else Junction(word, tuple(conditions))
 
-    def _negation(self) -> Condition:
+    def _negation(self) -> FilterNode:
         self._depth += 1
         if self._depth > MAX_DEPTH:
             raise self._error(self._token.at, f"nested deeper than {MAX_DEPTH}")
         if self._accept("NOT"):
-            condition: Condition = Not(self._negation())
+            condition: FilterNode = Not(self._negation())
         elif self._accept("("):
             condition = self._junction("OR")
             self._require(")")
@@ -139,7 +139,7 @@ class _Parser:
         self._depth -= 1
         return condition
 
-    def _predicate(self) -> Condition:
+    def _predicate(self) -> FilterNode:
         name = self._name()
         if self._accept("IS"):
             negated = bool(self._accept("NOT"))
@@ -159,7 +159,7 @@ class _Parser:
             raise self._expected("IN, BETWEEN or LIKE after NOT")
         return self._comparison(name)
 
-    def _comparison(self, name: str) -> Condition:
+    def _comparison(self, name: str) -> FilterNode:
         token = self._token
         operator = self._accept("=", "<>", "!=", "<", "<=", ">", ">=").replace("!=", "<>")
         if operator not in COMPARISONS:
@@ -218,5 +218,5 @@ class _Parser:
         return Like(name, pattern, escape)
 
 
-def _negate(condition: Condition, negated: bool) -> Condition:
+def _negate(condition: FilterNode, negated: bool) -> FilterNode:
     return Not(condition) if negated else condition

@@ -36,7 +36,7 @@ from outbox.rocketmq.engine import ENGINE, check_topics, refuse_fencing, refuse_
 from outbox.rocketmq.exhausted import ExhaustedChecks
 from outbox.rocketmq.names import wire_name
 from outbox.rocketmq.producer import CheckingProducer
-from outbox.rocketmq.wire import Asked, to_wire
+from outbox.rocketmq.wire import CheckProperties, to_wire
 from outbox.topic import MessageType, Topic
 from outbox.transaction import (
     Answer,
@@ -197,7 +197,7 @@ class RocketMQBroker:
         claimed = self._started().claim(producer_group, limit)
         return [self._as_check(one, (now - one.born_at).total_seconds()) for one in claimed]
 
-    def _as_check(self, asked: Asked, age_seconds: float) -> Check:
+    def _as_check(self, asked: CheckProperties, age_seconds: float) -> Check:
         immunity = self._check.immunity_seconds if asked.immunity_seconds is None else asked.immunity_seconds
         return Check(
             transaction_id=asked.transaction_id,

@@ -18,7 +18,7 @@ from outbox.message import Message
 from outbox.rocketmq import stored
 from outbox.rocketmq.admin import Admin
 from outbox.rocketmq.names import wire_name
-from outbox.rocketmq.wire import Asked, asked
+from outbox.rocketmq.wire import CheckProperties, asked
 from outbox.transaction import Answer, Check, Decision, EndStatus
 
 logger = logging.getLogger(__name__)
@@ -56,14 +56,14 @@ class ExhaustedChecks:
         self,
         brokers: Sequence[Admin],
         producer_group: str,
-        as_check: Callable[[Asked, float], Check],
+        as_check: Callable[[CheckProperties, float], Check],
         publish: Callable[[Message], object],
     ) -> None:
         self._progress = [_Progress(broker) for broker in brokers]
         self._group = producer_group
         self._as_check = as_check
         self._publish = publish
-        self._claimed: dict[UUID, list[tuple[_Progress, int, Asked]]] = {}
+        self._claimed: dict[UUID, list[tuple[_Progress, int, CheckProperties]]] = {}
         self._warned: set[UUID] = set()
 
     def claim_checks(self, producer_group: str, *, limit: int = 500) -> list[Check]:
@@ -117,7 +117,7 @@ class ExhaustedChecks:
                 one.broker.store_offset(offsets_of(self._group), TOPIC, settled)
                 one.offset = settled
 
-    def _unsettled(self, one: _Progress, producer_group: str) -> Iterator[tuple[int, Asked]]:
+    def _unsettled(self, one: _Progress, producer_group: str) -> Iterator[tuple[int, CheckProperties]]:
         if one.offset is None:
             one.offset = one.broker.stored_offset(offsets_of(self._group), TOPIC)
         begins = True
@@ -130,7 +130,7 @@ class ExhaustedChecks:
                 yield offset, about
 
 
-def transactions(broker: Admin, offset: int) -> Iterator[tuple[int, Asked | None]]:
+def transactions(broker: Admin, offset: int) -> Iterator[tuple[int, CheckProperties | None]]:
     """What the broker gave up from `offset` on; None for what no producer of outbox has sent. Raises BrokerError."""
     for message in stored.read(broker, READER, TOPIC, offset):
         try:

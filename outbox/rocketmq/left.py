@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final
 
 from outbox.errors import BrokerError
-from outbox.left import Left
+from outbox.left import LeftoverWork
 from outbox.rocketmq import exhausted, stored
 from outbox.rocketmq.admin import Admin
 from outbox.rocketmq.exhausted import READER
@@ -71,7 +71,7 @@ def left(
     *,
     producer_group: str = "",
     settles: bool = True,
-) -> Left:
+) -> LeftoverWork:
     """What is left of the (group, topic) subscriptions, the topics and the producer group. Raises BrokerError.
 
     `settles`: the workers of the project decide what RocketMQ gave up asking about.
@@ -103,7 +103,7 @@ def left(
             dead[f"messages of group {group!r} are dead letters (topic %DLQ%{wire_name(group)})"] += _dead(
                 broker, group
             )
-    return Left(_said(found), _said(dead), written)
+    return LeftoverWork(_said(found), _said(dead), written)
 
 
 def _said(counts: Counter[str]) -> list[str]:

@@ -20,7 +20,7 @@ from uuid import UUID
 from outbox.errors import BrokerUnavailable
 from outbox.rocketmq import client
 from outbox.rocketmq.names import wire_name
-from outbox.rocketmq.wire import Asked, asked
+from outbox.rocketmq.wire import CheckProperties, asked
 from outbox.transaction import Decision
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ _RESOLUTIONS: Final = {
 
 
 @dataclass(frozen=True, slots=True)
-class Undecided:
+class OpenHalf:
     """A half message of the server, and what it takes to decide it."""
 
     endpoints: Any
@@ -46,11 +46,11 @@ class Undecided:
 
 
 @dataclass(frozen=True, slots=True)
-class Pushed:
+class PushedCheck:
     """One check as the server sent it, and what it takes to answer it."""
 
-    asked: Asked
-    half: Undecided
+    asked: CheckProperties
+    half: OpenHalf
     came_at: float
 
 
@@ -60,9 +60,9 @@ class CheckingProducer(client.Producer):  # type: ignore[misc]
     def __init__(self, configuration: Any, topics: Iterable[str]) -> None:
         super().__init__(configuration, [wire_name(topic) for topic in topics], checker=self)
         self._lock = threading.Lock()
-        self._pushed: defaultdict[str, list[Pushed]] = defaultdict(list)
-        self._claimed: defaultdict[UUID, list[Pushed]] = defaultdict(list)
-        self._open: OrderedDict[UUID, list[Undecided]] = OrderedDict()
+        self._pushed: defaultdict[str, list[PushedCheck]] = defaultdict(list)
+        self._claimed: defaultdict[UUID, list[PushedCheck]] = defaultdict(list)
+        self._open: OrderedDict[UUID, list[OpenHalf]] = OrderedDict()
         self.arrived = threading.Condition()
 
     # -- halves and their ends ------------------------------------------------------------------
@@ -70,19 +70,19 @@ class CheckingProducer(client.Producer):  # type: ignore[misc]
     def send_half(self, transaction_id: UUID, wire: Any) -> Any:
         """Send one half message and keep what its end needs; the library's receipt."""
         receipt = self.send(wire, self.begin_transaction())
-        half = Undecided(receipt.message_queue.endpoints, wire, receipt.transaction_id)
+        half = OpenHalf(receipt.message_queue.endpoints, wire, receipt.transaction_id)
         with self._lock:
             self._open.setdefault(transaction_id, []).append(half)
             while len(self._open) > _MAX_OPEN:
                 self._open.popitem(last=False)
         return receipt
 
-    def take_open(self, transaction_id: UUID) -> list[Undecided]:
+    def take_open(self, transaction_id: UUID) -> list[OpenHalf]:
         """The half messages under an id of ours that this process has sent, which are no longer kept."""
         with self._lock:
             return self._open.pop(transaction_id, [])
 
-    def decide(self, half: Undecided, decision: Decision, *, asked: bool = False) -> Future[Any]:
+    def decide(self, half: OpenHalf, decision: Decision, *, asked: bool = False) -> Future[Any]:
         """Send COMMIT or ROLLBACK; `asked`: as the answer to a check. The future is for `taken`.
 
         Takes no executor: at the exit of the interpreter every executor is shut down before the last ends are sent.
@@ -123,21 +123,21 @@ class CheckingProducer(client.Producer):  # type: ignore[misc]
             )
             return
         with self.arrived:
-            half = Undecided(endpoints, wire, transaction_id)
-            self._pushed[about.producer_group].append(Pushed(about, half, time.monotonic()))
+            half = OpenHalf(endpoints, wire, transaction_id)
+            self._pushed[about.producer_group].append(PushedCheck(about, half, time.monotonic()))
             self.arrived.notify_all()
 
     def pushed_groups(self) -> list[str]:
         """The producer groups that were asked about and not claimed; call it holding `arrived`."""
         return [group for group, pushed in self._pushed.items() if pushed]
 
-    def claim(self, producer_group: str, limit: int) -> list[Asked]:
+    def claim(self, producer_group: str, limit: int) -> list[CheckProperties]:
         """Checks of the group that can still be answered, one per transaction, claimed for the caller."""
         fresh_from = time.monotonic() - _ANSWERABLE_SECONDS
         with self.arrived:
             waiting = [one for one in self._pushed.pop(producer_group, []) if one.came_at >= fresh_from]
-            taken: dict[UUID, Asked] = {}
-            left: list[Pushed] = []
+            taken: dict[UUID, CheckProperties] = {}
+            left: list[PushedCheck] = []
             for one in waiting:
                 transaction_id = one.asked.transaction_id
                 if transaction_id in taken or len(taken) < limit:

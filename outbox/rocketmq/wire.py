@@ -88,7 +88,7 @@ def _check_size(message: Message, noted: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class CheckProperties:
     """What the half message of a check says about its transaction."""
 
     transaction_id: UUID
@@ -101,13 +101,13 @@ class Asked:
     checks: int
 
 
-def asked(wire: Any) -> Asked | None:
+def asked(wire: Any) -> CheckProperties | None:
     """The half message of a check that the server sent; None for one that is not ours."""
     noted = _notes(wire)
     if "transaction" not in noted:
         return None
     message = from_wire(wire)
-    return Asked(
+    return CheckProperties(
         transaction_id=UUID(noted["transaction"]),
         producer_group=noted["group"],
         ledger_id=UUID(noted["ledger"]) if "ledger" in noted else None,

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 from ..errors import RunIncomplete, UsageProblem
 from ..output.store import Store
 from ..progress import Progress
-from ..rules.rule import Kind, Rules
+from ..rules.rule import Rules, SourceKind
 from ..sources import sql
 from ..sources.base import ColumnKind
 from ..sources.postgres import PostgresSource
@@ -39,7 +39,7 @@ class Archive:
         database = rules.databases[rules.broker]
         if rules.archive is None:
             raise UsageProblem('the rules name no archive: write archive = "/var/lib/outbox-archive" in [broker].')
-        if database.kind is not Kind.POSTGRES:
+        if database.kind is not SourceKind.POSTGRES:
             raise UsageProblem("only a broker in PostgreSQL can be archived: its files are an archive already.")
         self._spark, self._progress, self._schema = spark, progress, database.schema
         self._store = Store(rules.archive, rules.output_mode)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 from ..errors import UsageProblem
 from ..output.store import Store
 from ..sources import sql
-from ..sources.base import Column, ColumnKind, Selection
+from ..sources.base import Column, ColumnKind, TableSelection
 from ..sources.postgres import PostgresSource
 
 if TYPE_CHECKING:
@@ -133,7 +133,9 @@ def read(spark: SparkSession, folders: list[str]) -> DataFrame:
     return reader.schema(selection().schema.add("day", "date")).parquet(*folders)
 
 
-def selection(*conditions: str) -> Selection:
+def selection(*conditions: str) -> TableSelection:
     """The messages that satisfy the conditions, with all that the archive keeps of them."""
     columns = tuple(Column(name, name, kind) for name, kind in KINDS.items())
-    return Selection(table=FOLDER, columns=columns, key="key", conditions=conditions, span="log_id", in_broker=True)
+    return TableSelection(
+        table=FOLDER, columns=columns, key="key", conditions=conditions, span="log_id", in_broker=True
+    )

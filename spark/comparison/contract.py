@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Final
 
 from ..rules.rule import FieldType, GroupRule, Rule
-from ..sources.base import Column, ColumnKind, Selection
+from ..sources.base import Column, ColumnKind, TableSelection
 
 # View -> column -> PostgreSQL type.
 VIEWS: Final[dict[str, dict[str, str]]] = {
@@ -77,7 +77,7 @@ _DETAILS: Final = ("message_id", "transaction_id", "tag", "decided_by")
 # (kind, key, at, f0, f1, …), or what the broker knows (key, at, log_id, decided_at, …).
 
 
-def rows(rule: Rule) -> Selection:
+def rows(rule: Rule) -> TableSelection:
     """The business rows that must have produced a message, with the compared columns as f0, f1, …"""
     fields = [
         Column(
@@ -88,7 +88,7 @@ def rows(rule: Rule) -> Selection:
         )
         for number, field in enumerate(rule.fields)
     ]
-    return Selection(
+    return TableSelection(
         table=rule.table,
         columns=(
             Column("kind", str(ROW_KIND), _BIGINT),
@@ -102,7 +102,7 @@ def rows(rule: Rule) -> Selection:
     )
 
 
-def effects(rule: Rule, number: int, *, detailed: bool = False) -> Selection:
+def effects(rule: Rule, number: int, *, detailed: bool = False) -> TableSelection:
     """The rows in which the work of the rule's group `number` shows.
 
     Without an effect table: the deliveries that the broker says are done, in the shape of messages. They have no
@@ -110,7 +110,7 @@ def effects(rule: Rule, number: int, *, detailed: bool = False) -> Selection:
     """
     group = rule.groups[number]
     if group.table is None:
-        return Selection(
+        return TableSelection(
             table="delivery_v1",
             columns=_broker_columns(rule, {"state": f"'{effect_state(number)}'"}, detailed=detailed),
             key="key",
@@ -119,7 +119,7 @@ def effects(rule: Rule, number: int, *, detailed: bool = False) -> Selection:
             span="log_id",
             in_broker=True,
         )
-    return Selection(
+    return TableSelection(
         table=group.table,
         columns=(
             Column("kind", str(EFFECT_KIND + number), _BIGINT),
@@ -133,11 +133,11 @@ def effects(rule: Rule, number: int, *, detailed: bool = False) -> Selection:
     )
 
 
-def messages(rule: Rule, *, detailed: bool = False) -> Selection:
+def messages(rule: Rule, *, detailed: bool = False) -> TableSelection:
     """The messages of the rule's topic (and tag); `detailed` adds what only a finding shows."""
     names = {"at": "stored_at", "decided_at": "decided_at", "deliver_at": "deliver_at", "state": "state"}
     more = {"content_type": "content_type", "body": "body", "owed": owed(rule), **{name: name for name in _DETAILS}}
-    return Selection(
+    return TableSelection(
         table="message_v1",
         columns=_broker_columns(rule, {**names, **more}, detailed=detailed),
         key="key",
@@ -158,7 +158,7 @@ def owed(rule: Rule) -> str:
     return f"({' + '.join(bits)})" if bits else "0"
 
 
-def owing(rule: Rule) -> Selection:
+def owing(rule: Rule) -> TableSelection:
     """The rule's committed messages without their bodies, each of which owes effects."""
     columns = [
         Column("key", "key"),
@@ -168,7 +168,7 @@ def owing(rule: Rule) -> Selection:
         Column("deliver_at", "deliver_at", _TIMESTAMP),
         Column("owed", owed(rule), _BIGINT),
     ]
-    return Selection(
+    return TableSelection(
         table="message_v1",
         columns=tuple(columns),
         key="key",
@@ -180,10 +180,10 @@ def owing(rule: Rule) -> Selection:
     )
 
 
-def message_ids() -> Selection:
+def message_ids() -> TableSelection:
     """The ids of all messages, of other topics too: an inbox may hold messages of several."""
     names = ("message_id", "key", "topic", "tag")
-    return Selection(
+    return TableSelection(
         table="message_v1",
         columns=tuple(Column(name, name) for name in names),
         key="message_id",
@@ -193,9 +193,9 @@ def message_ids() -> Selection:
     )
 
 
-def dead_letters(rule: Rule, *, detailed: bool = False) -> Selection:
+def dead_letters(rule: Rule, *, detailed: bool = False) -> TableSelection:
     """Dead letters of the topic that were not replayed, in the shape of messages."""
-    return Selection(
+    return TableSelection(
         table="dead_letter_v1",
         columns=_broker_columns(rule, {"at": "dead_at", "state": "'dead ' || consumer_group"}, detailed=detailed),
         key="key",
@@ -205,9 +205,9 @@ def dead_letters(rule: Rule, *, detailed: bool = False) -> Selection:
     )
 
 
-def deliveries(rule: Rule) -> Selection:
+def deliveries(rule: Rule) -> TableSelection:
     """How far each message got with each group, for the text of a finding."""
-    return Selection(
+    return TableSelection(
         table="delivery_v1",
         columns=(
             Column("key", "key"),

@@ -13,10 +13,10 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 from ..errors import RunIncomplete, TableMissing, UsageProblem
-from ..rules.rule import Database, Kind, Rule, Rules
+from ..rules.rule import DatabaseRule, Rule, Rules, SourceKind
 from ..sources.adbc import NAME
 from ..sources.archived import ArchivedSource
-from ..sources.base import Reading, Selection, Source
+from ..sources.base import DataSource, SourceBoundary, TableSelection
 from ..sources.files import FileSource, JdbcSource
 from ..sources.postgres import PostgresSource
 from . import classify, contract, evidence
@@ -34,24 +34,24 @@ class Sources:
     def __init__(self, spark: SparkSession, rules: Rules, name: str = NAME) -> None:
         """`name` is what the sessions in the databases are called."""
         self._rules = rules
-        self.broker: Source = _source(spark, rules.databases[rules.broker], name)
+        self.broker: DataSource = _source(spark, rules.databases[rules.broker], name)
         if rules.archive is not None and isinstance(self.broker, PostgresSource):
             self.broker = ArchivedSource(spark, rules.databases[rules.broker], rules.archive, name)
         self.missing: set[str] = set()
-        self._by_name: dict[str, Source] = {rules.broker: self.broker}
+        self._by_name: dict[str, DataSource] = {rules.broker: self.broker}
         for alias, database in rules.databases.items():
             same = _is_same(database, rules.databases[rules.broker])
             self._by_name.setdefault(alias, self.broker if same else _source(spark, database, name))
 
-    def __getitem__(self, name: str) -> Source:
+    def __getitem__(self, name: str) -> DataSource:
         return self._by_name[name]
 
-    def open_all(self) -> list[Reading]:
+    def open_all(self) -> list[SourceBoundary]:
         """Take all snapshots, in the order that leaves no gap."""
         with_rows = list(dict.fromkeys(rule.database for rule in self._rules.rules))
         with_effects = [group.database for rule in self._rules.rules for group in rule.groups if group.table]
-        readings: list[Reading] = []
-        opened: list[Source] = []
+        readings: list[SourceBoundary] = []
+        opened: list[DataSource] = []
         for name in dict.fromkeys([*with_rows, self._rules.broker, *with_effects]):
             if self[name] not in opened:
                 opened.append(self[name])
@@ -63,7 +63,7 @@ class Sources:
         for source in self._by_name.values():
             source.close()
 
-    def _timed(self, name: str) -> list[Selection]:
+    def _timed(self, name: str) -> list[TableSelection]:
         source = self[name]
         timed = [contract.rows(rule) for rule in self._rules.rules if self[rule.database] is source]
         if source is self.broker:
@@ -75,15 +75,15 @@ class Sources:
         return timed
 
 
-def _source(spark: SparkSession, database: Database, name: str) -> Source:
-    if database.kind is Kind.POSTGRES:
+def _source(spark: SparkSession, database: DatabaseRule, name: str) -> DataSource:
+    if database.kind is SourceKind.POSTGRES:
         return PostgresSource(spark, database, name)
-    if database.kind is Kind.JDBC:
+    if database.kind is SourceKind.JDBC:
         return JdbcSource(spark, database)
     return FileSource(spark, database)
 
 
-def _is_same(one: Database, other: Database) -> bool:
+def _is_same(one: DatabaseRule, other: DatabaseRule) -> bool:
     return (one.kind, one.location) == (other.kind, other.location)
 
 
@@ -114,7 +114,7 @@ def check(rule: Rule, sources: Sources) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ReadLimits:
     """What a pre-filter left to be read: conditions per side, of which () is everything, or nothing at all."""
 
     rows: tuple[str, ...] = ()
@@ -127,14 +127,14 @@ class Limits:
 class _Tables:
     """The selections of a rule by source: business tables, and what the broker knows."""
 
-    tables: list[tuple[Source, list[Selection]]]
-    by_message: list[tuple[Source, list[Selection]]]
-    broker: list[Selection]
+    tables: list[tuple[DataSource, list[TableSelection]]]
+    by_message: list[tuple[DataSource, list[TableSelection]]]
+    broker: list[TableSelection]
 
 
-def _tables(rule: Rule, sources: Sources, limits: Limits, *, detailed: bool = False) -> _Tables:
+def _tables(rule: Rule, sources: Sources, limits: ReadLimits, *, detailed: bool = False) -> _Tables:
     tables = [(sources[rule.database], [_limited(contract.rows(rule), limits.rows)])]
-    by_message: list[tuple[Source, list[Selection]]] = []
+    by_message: list[tuple[DataSource, list[TableSelection]]] = []
     broker = [_limited(contract.messages(rule, detailed=detailed), limits.messages)]
     for number, group in enumerate(rule.groups):
         selection = contract.effects(rule, number, detailed=detailed)
@@ -149,7 +149,7 @@ def _tables(rule: Rule, sources: Sources, limits: Limits, *, detailed: bool = Fa
     return _Tables(tables, by_message, broker)
 
 
-def _add(to: list[tuple[Source, list[Selection]]], source: Source, selection: Selection) -> None:
+def _add(to: list[tuple[DataSource, list[TableSelection]]], source: DataSource, selection: TableSelection) -> None:
     for known, selections in to:
         if known is source:
             selections.append(selection)
@@ -157,7 +157,7 @@ def _add(to: list[tuple[Source, list[Selection]]], source: Source, selection: Se
     to.append((source, [selection]))
 
 
-def of_window(rule: Rule, sources: Sources, window: classify.Window, limits: Limits) -> list[DataFrame]:
+def of_window(rule: Rule, sources: Sources, window: classify.Window, limits: ReadLimits) -> list[DataFrame]:
     """The narrow sides of a window. Read a little further back than it: a message may be older than its row's time.
 
     Of an exact window also only as far ahead as an answer may take; what came later is found by key.
@@ -224,7 +224,7 @@ class KeySides:
 
 def of_keys(rule: Rule, sources: Sources, keys: Sequence[str], floor: datetime | None = None) -> KeySides:
     """All sides for these keys (see `real_keys`), in any window."""
-    wanted = _tables(rule, sources, Limits(), detailed=True)
+    wanted = _tables(rule, sources, ReadLimits(), detailed=True)
     broker = sources.broker.read_keys([(selection, keys) for selection in wanted.broker]).cache()
     tables = [source.read_keys([(each, keys) for each in selections]) for source, selections in wanted.tables]
     by_message = []
@@ -253,7 +253,7 @@ def of_many_keys(
     def only(frame: DataFrame) -> DataFrame:
         return frame.join(keys, F.coalesce(frame["key"], F.lit("")) == keys["key"], "left_semi")
 
-    wanted = _tables(rule, sources, Limits(), detailed=True)
+    wanted = _tables(rule, sources, ReadLimits(), detailed=True)
     broker = only(sources.broker.read(wanted.broker, since)).cache()
     tables = [only(source.read(selections, since)) for source, selections in wanted.tables]
     by_message = []
@@ -348,10 +348,10 @@ def known_topic(rule: Rule, sources: Sources) -> datetime | None:
         raise UsageProblem(f"rule {rule.name!r}: {error}") from error
 
 
-def _limited(selection: Selection, conditions: tuple[str, ...]) -> Selection:
+def _limited(selection: TableSelection, conditions: tuple[str, ...]) -> TableSelection:
     if not conditions:
         return selection
-    return Selection(
+    return TableSelection(
         table=selection.table,
         columns=selection.columns,
         key=selection.key,

@@ -11,7 +11,7 @@ from pyspark.sql import functions as F
 from ..errors import ReconcileError
 from ..output import masking
 from ..rules.rule import Rule
-from ..sources.base import Selection
+from ..sources.base import TableSelection
 from ..sources.postgres import PostgresSource
 from .sides import UUID, Sources
 
@@ -73,7 +73,7 @@ def _text(rule: Rule, text: str) -> str:
 
 
 def _asked(broker: PostgresSource, view: str, statement: str, ids: str) -> list[tuple[Any, ...]]:
-    table = broker.table_of(Selection(table=view, columns=(), key="log_id", in_broker=True))
+    table = broker.table_of(TableSelection(table=view, columns=(), key="log_id", in_broker=True))
     try:
         return broker.attempt(statement.format(view=table, ids=ids, most=MAX_EACH), about=f"the broker's view {view}")
     except ReconcileError:

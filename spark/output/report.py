@@ -15,7 +15,7 @@ from pyspark.sql import functions as F
 
 from ..comparison import classify
 from ..comparison.classify import FindingClass
-from ..sources.base import Selection, Source
+from ..sources.base import DataSource, TableSelection
 from . import history, report_findings, report_history
 from .remedies import REMEDIES
 from .report_plot import BINS, Times, plot
@@ -29,8 +29,8 @@ _WORTH_IT: Final = 4
 
 
 def volume(
-    source: Source,
-    selection: Selection,
+    source: DataSource,
+    selection: TableSelection,
     since: datetime | None,
     span_seconds: float | None = None,
     known: tuple[int, Volume] | None = None,

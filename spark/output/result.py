@@ -9,7 +9,7 @@ from typing import Any
 from ..comparison import classify
 from ..options import Batch
 from ..rules.rule import Rule
-from ..sources.base import Reading
+from ..sources.base import SourceBoundary
 from ..stages import scan
 
 
@@ -20,7 +20,7 @@ class RuleRun:
     rule: Rule
     window: classify.Window
     notes: list[str] = field(default_factory=list)
-    scanned: scan.Scanned | None = None
+    scanned: scan.ScanResult | None = None
     skipped: int = 0
     suspects: int = 0
     counts: scan.Counts = field(default_factory=dict)
@@ -46,7 +46,11 @@ class RunHead:
 
 
 def compose(
-    head: RunHead, runs: list[RuleRun], readings: list[Reading], confirmed_at: list[Reading], still_open: int
+    head: RunHead,
+    runs: list[RuleRun],
+    readings: list[SourceBoundary],
+    confirmed_at: list[SourceBoundary],
+    still_open: int,
 ) -> dict[str, Any]:
     """The contents of `result.json`. `still_open`: subjects that the next run looks at again."""
     totals = dict.fromkeys((name.value for name in classify.CLASSES), 0)
@@ -103,7 +107,7 @@ def shown_totals(result: dict[str, Any]) -> str:
     return f"{result['status']}: {found or 'nothing judged'}{known}"
 
 
-def _plain(reading: Reading) -> dict[str, Any]:
+def _plain(reading: SourceBoundary) -> dict[str, Any]:
     return {
         name: value.isoformat() if isinstance(value, datetime) else value for name, value in asdict(reading).items()
     }

@@ -17,7 +17,7 @@ from typing import Any, Final
 from ..comparison.classify import FindingClass
 from ..errors import UsageProblem
 from ..output.store import Store
-from ..rules.rule import GroupRule, Kind, Rule, Rules
+from ..rules.rule import GroupRule, Rule, Rules, SourceKind
 from ..sources import sql
 
 VERSION: Final = 2
@@ -25,7 +25,7 @@ _SHOWN: Final = ("rule", "key", "group", "topic", "class", "message_id", "transa
 _CLOSED: Final = (FindingClass.RECOVERED.value, FindingClass.EXPIRED.value)
 
 
-class Action(enum.StrEnum):
+class RepairAction(enum.StrEnum):
     """What applying a step does."""
 
     PUBLISH = "publish"
@@ -39,9 +39,9 @@ class Action(enum.StrEnum):
 
 
 _ACTIONS: Final = {
-    FindingClass.LOST.value: Action.PUBLISH,
-    FindingClass.DEAD.value: Action.REPLAY,
-    FindingClass.HALF_STUCK.value: Action.ASK,
+    FindingClass.LOST.value: RepairAction.PUBLISH,
+    FindingClass.DEAD.value: RepairAction.REPLAY,
+    FindingClass.HALF_STUCK.value: RepairAction.ASK,
 }
 
 
@@ -97,7 +97,7 @@ def _effects(group: GroupRule) -> dict[str, Any]:
 
 def _step(finding: Mapping[str, Any], rule: Rule | None, rules: Rules) -> dict[str, Any]:
     why = _hindrance(finding, rule, rules)
-    action = Action.REPORT if why else _ACTIONS[finding["class"]]
+    action = RepairAction.REPORT if why else _ACTIONS[finding["class"]]
     named = [finding[name] or "" for name in ("rule", "class", "group", "key", "message_id")]
     step = hashlib.sha256(json.dumps(named).encode()).hexdigest()[:16]
     shown = {name: finding[name] for name in _SHOWN}
@@ -116,10 +116,10 @@ def _hindrance(finding: Mapping[str, Any], rule: Rule | None, rules: Rules) -> s
         return "the message of the dead letter is not there: which one should be replayed is not known"
     if finding["class"] != FindingClass.LOST.value:
         return None
-    if rules.databases[rule.database].kind is not Kind.POSTGRES:
+    if rules.databases[rule.database].kind is not SourceKind.POSTGRES:
         return "the rows were read from an export: applying must read the row itself again, in its database"
     for group in rule.groups:
-        if group.table and rules.databases[group.database].kind is not Kind.POSTGRES:
+        if group.table and rules.databases[group.database].kind is not SourceKind.POSTGRES:
             return f"the effects of {group.name} were read from an export: applying must ask them in their database"
     if finding["rows"] != 1:
         return f"{finding['rows']} rows have this key: which of them should be published is not known"

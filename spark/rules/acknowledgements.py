@@ -51,7 +51,7 @@ class Fault(StrEnum):
     LATE = "LATE"
 
 
-class Table(Protocol):
+class RulesTable(Protocol):
     """A table of the rules file while it is read (rules_file)."""
 
     values: dict[str, Any]
@@ -66,7 +66,7 @@ class Table(Protocol):
         """One of the kind's values."""
 
 
-def read(table: Table, rules: Sequence[str]) -> Acknowledgement:
+def read(table: RulesTable, rules: Sequence[str]) -> Acknowledgement:
     """An `[[acknowledge]]`; `rules` are the names of the file's rules."""
     rule, until = table.required("rule"), table.values.get("until")
     if rule and rule not in rules:

@@ -22,17 +22,17 @@ from .rule import (
     DEFAULT_OUTPUT_MODE,
     DEFAULT_STUCK_AFTER_SECONDS,
     DEFAULT_WITHIN_SECONDS,
-    Database,
+    DatabaseRule,
     FieldRule,
     FieldType,
+    FindingSeverity,
     GroupRule,
-    Kind,
     Messages,
     Rule,
     Rules,
-    Severity,
+    SourceKind,
 )
-from .table import Table, dotted
+from .table import TomlTable, dotted
 from .toml_lines import Path as TomlPath
 from .toml_lines import line_of, lines_by_path
 
@@ -81,13 +81,13 @@ class _Reader:
         self.problems.append((line_of(self._lines, path), text))
 
     def read(self, document: dict[str, Any]) -> Rules | None:
-        top = Table(
+        top = TomlTable(
             self.problem, document, (), ("version", "title", "database", "broker", "output", "rule", "acknowledge")
         )
         if document.get("version") != 1:
             top.problem("version", f"must be 1, got {document.get('version')!r}", "write version = 1")
         databases = self._databases(document.get("database", {}))
-        broker = Table(self.problem, document.get("broker", {}), ("broker",), ("database", "trace", "archive"))
+        broker = TomlTable(self.problem, document.get("broker", {}), ("broker",), ("database", "trace", "archive"))
         broker_name = broker.required("database")
         self._known(broker, "database", broker_name, databases)
         rules = tuple(self._rule(value, path, databases, broker_name) for value, path in top.tables("rule"))
@@ -96,7 +96,7 @@ class _Reader:
         names = [rule.name for rule in rules]
         self._unique(names, "rule")
         known = [
-            acknowledgements.read(Table(self.problem, value, path, acknowledgements.KEYS), names)
+            acknowledgements.read(TomlTable(self.problem, value, path, acknowledgements.KEYS), names)
             for value, path in top.tables("acknowledge")
         ]
         return Rules(
@@ -111,7 +111,7 @@ class _Reader:
         )
 
     def _output_mode(self, value: Any) -> int:
-        table = Table(self.problem, value, ("output",), ("mode",))
+        table = TomlTable(self.problem, value, ("output",), ("mode",))
         given = table.text("mode") if "mode" in table.values else None
         if given is None:
             return DEFAULT_OUTPUT_MODE
@@ -124,31 +124,31 @@ class _Reader:
             )
         return mode
 
-    def _databases(self, values: Any) -> dict[str, Database]:
-        section = Table(self.problem, values, ("database",), tuple(values) if isinstance(values, dict) else ())
+    def _databases(self, values: Any) -> dict[str, DatabaseRule]:
+        section = TomlTable(self.problem, values, ("database",), tuple(values) if isinstance(values, dict) else ())
         if not section.values:
             section.problem(None, "no database", "add [database.app] and [database.broker]")
         read = {name: self._database(name, value) for name, value in section.values.items()}
         return {name: self._with_primary(database, values[name], read) for name, database in read.items()}
 
-    def _with_primary(self, database: Database, value: Any, read: dict[str, Database]) -> Database:
+    def _with_primary(self, database: DatabaseRule, value: Any, read: dict[str, DatabaseRule]) -> DatabaseRule:
         primary = value.get("primary") if isinstance(value, dict) else None
         if not isinstance(primary, str):
             return database
         known = read.get(primary)
-        if known is None or known.kind is not Kind.POSTGRES or primary == database.name:
+        if known is None or known.kind is not SourceKind.POSTGRES or primary == database.name:
             text = f"database.{database.name}.primary: {primary!r} is not another PostgreSQL database of this file"
             self.problem(("database", database.name, "primary"), f"{text}; add [database.{primary}].")
         return replace(database, primary=known)
 
-    def _database(self, name: str, value: Any) -> Database:
+    def _database(self, name: str, value: Any) -> DatabaseRule:
         keys = ("kind", *_LOCATIONS, "schema", "watermark", "primary", "longest_transaction")
-        table = Table(self.problem, value, ("database", name), keys)
-        kind = table.choice("kind", Kind, Kind.POSTGRES)
+        table = TomlTable(self.problem, value, ("database", name), keys)
+        kind = table.choice("kind", SourceKind, SourceKind.POSTGRES)
         given = [key for key in _LOCATIONS if key in table.values]
         if len(given) != 1:
             table.problem(None, "needs exactly one of env, service, dsn, path", 'write env = "RECONCILE_APP"')
-        return Database(
+        return DatabaseRule(
             name=name,
             kind=kind,
             location=self._location(table, kind, given[0]) if given else "",
@@ -158,15 +158,15 @@ class _Reader:
         )
 
     @staticmethod
-    def _longest_transaction(table: Table) -> float:
+    def _longest_transaction(table: TomlTable) -> float:
         table.text("primary")
         default = DEFAULT_LONGEST_TRANSACTION_SECONDS
         seconds = table.seconds("longest_transaction", default)
         return default if seconds is None else seconds
 
-    def _location(self, table: Table, kind: Kind, given: str) -> str:
+    def _location(self, table: TomlTable, kind: SourceKind, given: str) -> str:
         value = table.text(given) or ""
-        if (given == "path") != (kind in (Kind.PARQUET, Kind.CSV)) and given != "env":
+        if (given == "path") != (kind in (SourceKind.PARQUET, SourceKind.CSV)) and given != "env":
             table.problem(given, f"does not fit kind {kind.value!r}", "parquet and csv take path, databases do not")
         if given == "dsn" and _PASSWORD.search(value):
             table.problem(
@@ -180,16 +180,16 @@ class _Reader:
             return self._environment.get(value, "")
         return value
 
-    def _rule(self, value: Any, path: TomlPath, databases: dict[str, Database], broker: str) -> Rule:
+    def _rule(self, value: Any, path: TomlPath, databases: dict[str, DatabaseRule], broker: str) -> Rule:
         keys = ("name", "database", "table", "key", "when", "time", "topic", "tag", "messages", "severity", "grace")
         more = ("message_when", "late_after", "stuck_after", "bucket", "allow_empty", "mask", "field", "group")
         again = ("look_back", "look_back_every")
-        table = Table(self.problem, value, path, (*keys, *more, *again, "message_key"))
+        table = TomlTable(self.problem, value, path, (*keys, *more, *again, "message_key"))
         if "message_key" in table.values:
             table.problem("message_key", *_BY_BODY)
         database = table.required("database")
         self._known(table, "database", database, databases)
-        severity = table.choice("severity", Severity, Severity.CRITICAL)
+        severity = table.choice("severity", FindingSeverity, FindingSeverity.CRITICAL)
         groups = [self._group(item, at, databases, database, severity) for item, at in table.tables("group")]
         self._unique([group.name for group in groups], *path, "group")
         rule = Rule(
@@ -226,7 +226,7 @@ class _Reader:
         return rule
 
     @staticmethod
-    def _mask(table: Table) -> tuple[str, ...]:
+    def _mask(table: TomlTable) -> tuple[str, ...]:
         names = table.values.get("mask", [])
         if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
             table.problem("mask", f"must be a list of names, got {names!r}", 'write mask = ["email"]')
@@ -235,7 +235,7 @@ class _Reader:
             table.problem("mask", "the key cannot be masked: findings are found by it", "remove it from mask")
         return tuple(names)
 
-    def _check_bucket(self, table: Table, rule: Rule) -> None:
+    def _check_bucket(self, table: TomlTable, rule: Rule) -> None:
         if rule.bucket_seconds is None:
             return
         if rule.bucket_seconds <= 0:
@@ -250,7 +250,7 @@ class _Reader:
             table.problem("bucket", f"a checksum knows no tolerance (field {field.column!r})", "remove one of them")
 
     def _field(self, value: Any, path: TomlPath) -> FieldRule:
-        table = Table(self.problem, value, path, ("column", "body", "type", "tolerance"))
+        table = TomlTable(self.problem, value, path, ("column", "body", "type", "tolerance"))
         kind = table.choice("type", FieldType, FieldType.TEXT)
         column = table.required("column")
         return FieldRule(
@@ -261,7 +261,7 @@ class _Reader:
         )
 
     @staticmethod
-    def _tolerance(table: Table, kind: FieldType) -> str | None:
+    def _tolerance(table: TomlTable, kind: FieldType) -> str | None:
         value = table.values.get("tolerance")
         if value is None:
             return None
@@ -280,10 +280,10 @@ class _Reader:
         return str(tolerance)
 
     def _group(
-        self, value: Any, path: TomlPath, databases: dict[str, Database], default: str, severity: Severity
+        self, value: Any, path: TomlPath, databases: dict[str, DatabaseRule], default: str, severity: FindingSeverity
     ) -> GroupRule:
         keys = ("name", "database", "table", "key", "message_id", "time", "when", "owed_when", "within", "severity")
-        table = Table(self.problem, value, path, keys)
+        table = TomlTable(self.problem, value, path, keys)
         database = table.text("database", default) or default
         self._known(table, "database", database, databases)
         effect = table.text("table")
@@ -305,11 +305,11 @@ class _Reader:
             when=table.text("when"),
             owed_when=table.text("owed_when"),
             within_seconds=table.seconds("within", DEFAULT_WITHIN_SECONDS) or 0.0,
-            severity=table.choice("severity", Severity, severity),
+            severity=table.choice("severity", FindingSeverity, severity),
         )
 
     @staticmethod
-    def _known(table: Table, key: str, name: str, databases: dict[str, Database]) -> None:
+    def _known(table: TomlTable, key: str, name: str, databases: dict[str, DatabaseRule]) -> None:
         if name and name not in databases:
             known = ", ".join(sorted(databases)) or "none"
             table.problem(key, f"no database {name!r}", f"add [database.{name}] or use one of: {known}")

@@ -34,7 +34,7 @@ class FieldType(enum.StrEnum):
         return self in (FieldType.INTEGER, FieldType.DECIMAL, FieldType.TIMESTAMP)
 
 
-class Severity(enum.StrEnum):
+class FindingSeverity(enum.StrEnum):
     """How urgent a finding is; the report sorts by it."""
 
     CRITICAL = "critical"
@@ -50,7 +50,7 @@ class Messages(enum.StrEnum):
     """The message that was committed last is compared with the row; every message owes its effects."""
 
 
-class Kind(enum.StrEnum):
+class SourceKind(enum.StrEnum):
     """Where a database's tables are read from."""
 
     POSTGRES = "postgres"
@@ -72,7 +72,7 @@ DEFAULT_OUTPUT_MODE: Final = 0o600
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Database:
+class DatabaseRule:
     """One source. `location` is a connection string, a JDBC URL or a folder; it is resolved from the environment.
 
     Of a replica `primary` says what is open; without it its transactions are taken to last no longer than
@@ -80,11 +80,11 @@ class Database:
     """
 
     name: str
-    kind: Kind
+    kind: SourceKind
     location: str = field(repr=False)
     schema: str = "public"
     watermark: str | None = None
-    primary: Database | None = None
+    primary: DatabaseRule | None = None
     longest_transaction_seconds: float = DEFAULT_LONGEST_TRANSACTION_SECONDS
 
 
@@ -118,7 +118,7 @@ class GroupRule:
     when: str | None = None
     owed_when: str | None = None
     within_seconds: float = DEFAULT_WITHIN_SECONDS
-    severity: Severity = Severity.CRITICAL
+    severity: FindingSeverity = FindingSeverity.CRITICAL
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,7 +138,7 @@ class Rule:
     tag: str | None = None
     message_when: str | None = None
     messages: Messages = Messages.EXACTLY_ONE
-    severity: Severity = Severity.CRITICAL
+    severity: FindingSeverity = FindingSeverity.CRITICAL
     grace_seconds: float = DEFAULT_GRACE_SECONDS
     late_after_seconds: float | None = None
     stuck_after_seconds: float = DEFAULT_STUCK_AFTER_SECONDS
@@ -185,7 +185,7 @@ class Rules:
     """A whole rules file."""
 
     title: str
-    databases: dict[str, Database]
+    databases: dict[str, DatabaseRule]
     broker: str
     trace: str
     rules: tuple[Rule, ...]

@@ -15,7 +15,7 @@ _UNITS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 Choice = TypeVar("Choice", bound=StrEnum)
 
 
-class Table:
+class TomlTable:
     """One TOML table while it is being read: typed access, each error at its line."""
 
     def __init__(

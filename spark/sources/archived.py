@@ -11,9 +11,9 @@ from pyspark.sql import DataFrame, SparkSession
 
 from ..archive import manifest as archive
 from ..output.store import Store
-from ..rules.rule import Database, Kind
+from ..rules.rule import DatabaseRule, SourceKind
 from . import adbc, sql
-from .base import Selection
+from .base import TableSelection
 from .files import FrameSource
 from .postgres import PostgresSource
 
@@ -21,12 +21,12 @@ from .postgres import PostgresSource
 class ArchivedSource(PostgresSource):
     """What is still in the log comes from there; what may be gone from the archive, less what is there all the same."""
 
-    def __init__(self, spark: SparkSession, database: Database, location: str, name: str = adbc.NAME) -> None:
+    def __init__(self, spark: SparkSession, database: DatabaseRule, location: str, name: str = adbc.NAME) -> None:
         super().__init__(spark, database, name)
         store = Store(location)
         self._manifest = archive.load(store)
         folders = [store.spark_path(each.folder) for each in self._manifest.passes] if self._manifest else []
-        self._files = _ArchiveFiles(spark, replace(database, kind=Kind.PARQUET, location=location), folders)
+        self._files = _ArchiveFiles(spark, replace(database, kind=SourceKind.PARQUET, location=location), folders)
         self._edges: dict[str, datetime | None] = {}
 
     def close(self) -> None:
@@ -54,7 +54,9 @@ class ArchivedSource(PostgresSource):
         edge = self._edge((("topic", topic),))
         return self._manifest is not None and edge is not None and (since is None or since < edge)
 
-    def read(self, selections: Sequence[Selection], since: datetime | None, until: datetime | None = None) -> DataFrame:
+    def read(
+        self, selections: Sequence[TableSelection], since: datetime | None, until: datetime | None = None
+    ) -> DataFrame:
         """See Source."""
         frames = [super().read(selections, since, until)]
         for selection in selections:
@@ -67,7 +69,7 @@ class ArchivedSource(PostgresSource):
             frames.append(found.select(*frames[0].columns))
         return reduce(DataFrame.unionByName, frames)
 
-    def read_keys(self, wanted: Sequence[tuple[Selection, Sequence[str]]]) -> DataFrame:
+    def read_keys(self, wanted: Sequence[tuple[TableSelection, Sequence[str]]]) -> DataFrame:
         """See Source."""
         live = super().read_keys(wanted)
         frames = [live]
@@ -80,7 +82,7 @@ class ArchivedSource(PostgresSource):
                 frames.append(found.select(*live.columns))
         return reduce(DataFrame.unionByName, frames)
 
-    def _archived_before(self, selection: Selection) -> datetime | None:
+    def _archived_before(self, selection: TableSelection) -> datetime | None:
         """Messages stored before this time are looked for in the archive too; None: nothing is."""
         if selection.table != archive.FOLDER or self._manifest is None or not self._manifest.passes:
             return None
@@ -100,10 +102,10 @@ class ArchivedSource(PostgresSource):
 class _ArchiveFiles(FrameSource):
     """The passes of the archive as the view they were taken from."""
 
-    def __init__(self, spark: SparkSession, database: Database, folders: list[str]) -> None:
+    def __init__(self, spark: SparkSession, database: DatabaseRule, folders: list[str]) -> None:
         super().__init__(spark, database)
         self._folders = folders
 
-    def table(self, selection: Selection) -> DataFrame:
+    def table(self, selection: TableSelection) -> DataFrame:
         """See FrameSource."""
         return archive.read(self._spark, self._folders)

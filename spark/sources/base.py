@@ -45,7 +45,7 @@ class Column:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Selection:
+class TableSelection:
     """What to read from one table. `time` limits it to a window; `span` is an increasing id to split it by."""
 
     table: str
@@ -64,7 +64,7 @@ class Selection:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Reading:
+class SourceBoundary:
     """Up to when a source is complete, and how that is known. Written into every result."""
 
     database: str
@@ -76,31 +76,35 @@ class Reading:
     notes: list[str] = field(default_factory=list)
 
 
-class Source(Protocol):
+class DataSource(Protocol):
     """An opened database or folder. Raises UsageProblem and RunIncomplete, never anything of a driver's own."""
 
-    def open(self, timed: Sequence[Selection]) -> Reading:
+    def open(self, timed: Sequence[TableSelection]) -> SourceBoundary:
         """Fix what is read (a snapshot, if the source has any) until `close`."""
 
     def close(self) -> None:
         """Release the snapshot. Data frames of this source that were not evaluated yet can no longer be."""
 
-    def check(self, selection: Selection) -> None:
+    def check(self, selection: TableSelection) -> None:
         """Raise UsageProblem unless table, columns and types are there and comparable."""
 
-    def is_empty(self, selection: Selection, since: datetime | None = None) -> bool:
+    def is_empty(self, selection: TableSelection, since: datetime | None = None) -> bool:
         """Whether the selection has no row (with its time from `since` on)."""
 
-    def read(self, selections: Sequence[Selection], since: datetime | None, until: datetime | None = None) -> DataFrame:
+    def read(
+        self, selections: Sequence[TableSelection], since: datetime | None, until: datetime | None = None
+    ) -> DataFrame:
         """All rows with `since <= time < until` of selections of one shape."""
 
-    def repeated(self, selection: Selection, since: datetime) -> DataFrame | None:
+    def repeated(self, selection: TableSelection, since: datetime) -> DataFrame | None:
         """Rows before `since` whose key a row from `since` on has too; None where a unique index excludes that."""
 
-    def read_keys(self, wanted: Sequence[tuple[Selection, Sequence[str]]]) -> DataFrame:
+    def read_keys(self, wanted: Sequence[tuple[TableSelection, Sequence[str]]]) -> DataFrame:
         """All rows with one of the keys beside each selection, in any window; the selections have one shape."""
 
-    def volume(self, selection: Selection, since: datetime | None, bucket_seconds: int) -> list[tuple[datetime, int]]:
+    def volume(
+        self, selection: TableSelection, since: datetime | None, bucket_seconds: int
+    ) -> list[tuple[datetime, int]]:
         """How many rows fall into each bucket of time."""
 
     def horizon(self, topic: str) -> datetime | None:

@@ -16,29 +16,29 @@ from pyspark.sql.types import StringType
 
 from ..errors import RunIncomplete, TableMissing, UsageProblem
 from ..moments import parse_moment
-from ..rules.rule import Database, Kind
+from ..rules.rule import DatabaseRule, SourceKind
 from . import lenient, nanoseconds
-from .base import Column, ColumnKind, Reading, Selection
+from .base import Column, ColumnKind, SourceBoundary, TableSelection
 from .sql import is_column
 
 
 class FrameSource:
     """A source whose tables Spark reads by itself; subclasses say how."""
 
-    def __init__(self, spark: SparkSession, database: Database) -> None:
+    def __init__(self, spark: SparkSession, database: DatabaseRule) -> None:
         self._spark, self._database = spark, database
         self._tables: dict[str, DataFrame] = {}
 
-    def _table(self, selection: Selection) -> DataFrame:
+    def _table(self, selection: TableSelection) -> DataFrame:
         if selection.table not in self._tables:
             self._tables[selection.table] = self.table(selection)
         return self._tables[selection.table]
 
-    def table(self, selection: Selection) -> DataFrame:
+    def table(self, selection: TableSelection) -> DataFrame:
         """The whole table."""
         raise NotImplementedError
 
-    def open(self, timed: Sequence[Selection]) -> Reading:
+    def open(self, timed: Sequence[TableSelection]) -> SourceBoundary:
         """See Source. Files are complete up to the configured watermark, else up to where the first table ends."""
         now = datetime.now(UTC)
         notes = []
@@ -56,11 +56,11 @@ class FrameSource:
                 f"no watermark is given: taken to be complete up to the newest time in {table!r}. Write watermark = "
                 f'"…" in [database.{self._database.name}], the start of the export'
             )
-        return Reading(
+        return SourceBoundary(
             database=self._database.name, taken_at=now, watermark=watermark, identity=self._database.kind, notes=notes
         )
 
-    def _newest(self, selection: Selection) -> datetime | None:
+    def _newest(self, selection: TableSelection) -> datetime | None:
         # Microseconds, not a timestamp: collect() would turn that into this machine's local time.
         frame = self.read([selection], None).agg(F.unix_micros(F.max("at")))
         value = frame.collect()[0][0]
@@ -70,7 +70,7 @@ class FrameSource:
         """See Source."""
         self._tables.clear()
 
-    def check(self, selection: Selection) -> None:
+    def check(self, selection: TableSelection) -> None:
         """See Source."""
         try:
             _ = self._selected(self._limited(selection, None), selection).schema
@@ -80,33 +80,37 @@ class FrameSource:
                 f"{str(error).splitlines()[0]} Correct the rules file, or the export."
             ) from error
 
-    def is_empty(self, selection: Selection, since: datetime | None = None) -> bool:
+    def is_empty(self, selection: TableSelection, since: datetime | None = None) -> bool:
         """See Source."""
         return self._limited(selection, since).isEmpty()
 
-    def read(self, selections: Sequence[Selection], since: datetime | None, until: datetime | None = None) -> DataFrame:
+    def read(
+        self, selections: Sequence[TableSelection], since: datetime | None, until: datetime | None = None
+    ) -> DataFrame:
         """See Source."""
         frames = [self._selected(self._limited(selection, since, until), selection) for selection in selections]
         return reduce(DataFrame.unionByName, frames)
 
-    def repeated(self, selection: Selection, since: datetime) -> DataFrame | None:
+    def repeated(self, selection: TableSelection, since: datetime) -> DataFrame | None:
         """See Source."""
         key = _expression(selection.key, self._table(selection)).cast("string")
         newer = self._limited(selection, since).select(key.alias("newer_key")).distinct()
         older = self._limited(selection, None, since)
         return self._selected(older.join(newer, key == F.col("newer_key"), "left_semi"), selection)
 
-    def read_keys(self, wanted: Sequence[tuple[Selection, Sequence[str]]]) -> DataFrame:
+    def read_keys(self, wanted: Sequence[tuple[TableSelection, Sequence[str]]]) -> DataFrame:
         """See Source."""
         return reduce(DataFrame.unionByName, [self._of_keys(selection, keys) for selection, keys in wanted])
 
-    def _of_keys(self, selection: Selection, keys: Sequence[str]) -> DataFrame:
+    def _of_keys(self, selection: TableSelection, keys: Sequence[str]) -> DataFrame:
         wanted = self._spark.createDataFrame([(key,) for key in keys], "wanted_key string")
         frame = self._limited(selection, None)
         key = F.coalesce(_expression(selection.key, frame).cast("string"), F.lit(""))
         return self._selected(frame.join(F.broadcast(wanted), key == F.col("wanted_key"), "left_semi"), selection)
 
-    def volume(self, selection: Selection, since: datetime | None, bucket_seconds: int) -> list[tuple[datetime, int]]:
+    def volume(
+        self, selection: TableSelection, since: datetime | None, bucket_seconds: int
+    ) -> list[tuple[datetime, int]]:
         """See Source."""
         seconds = F.floor(F.unix_seconds("at") / bucket_seconds) * bucket_seconds
         counts = self.read([selection], since).groupBy(seconds.cast("bigint").alias("bucket")).count()
@@ -116,7 +120,7 @@ class FrameSource:
         """See Source. Files are as they are: give --from where older messages were left out of an export."""
         return None
 
-    def _limited(self, selection: Selection, since: datetime | None, until: datetime | None = None) -> DataFrame:
+    def _limited(self, selection: TableSelection, since: datetime | None, until: datetime | None = None) -> DataFrame:
         frame = self._table(selection)
         for condition in selection.conditions:
             frame = frame.where(F.expr(condition))
@@ -128,8 +132,8 @@ class FrameSource:
             frame = frame if until is None else frame.where(time < F.lit(until))
         return frame
 
-    def _selected(self, frame: DataFrame, selection: Selection) -> DataFrame:
-        is_csv = self._database.kind is Kind.CSV
+    def _selected(self, frame: DataFrame, selection: TableSelection) -> DataFrame:
+        is_csv = self._database.kind is SourceKind.CSV
         return frame.select(*[_column(column, frame, is_csv=is_csv) for column in selection.columns])
 
 
@@ -142,15 +146,15 @@ _STRICT: Final = {"mode": "FAILFAST", "enforceSchema": "false", "columnPruning":
 class FileSource(FrameSource):
     """Parquet or CSV. A CSV's columns are texts; an unquoted empty one is null."""
 
-    def table(self, selection: Selection) -> DataFrame:
+    def table(self, selection: TableSelection) -> DataFrame:
         """See FrameSource. Raises TableMissing when there is no such file."""
         suffix = self._database.kind.value
         base = f"{self._database.location.rstrip('/')}/{selection.table}"
-        if self._database.kind is Kind.PARQUET:
+        if self._database.kind is SourceKind.PARQUET:
             self._check_plain(selection.table)
         for path in (base, f"{base}.{suffix}"):
             try:
-                if self._database.kind is Kind.CSV:
+                if self._database.kind is SourceKind.CSV:
                     return self._spark.read.options(**_CSV, **_STRICT).csv(path)
                 return nanoseconds.read_parquet(self._spark, path)
             except AnalysisException as error:
@@ -204,7 +208,7 @@ class JdbcSource(FrameSource):
     is read: the grace period has to be longer than the read. The driver's jar comes by `spark.jars.packages`.
     """
 
-    def table(self, selection: Selection) -> DataFrame:
+    def table(self, selection: TableSelection) -> DataFrame:
         """See FrameSource."""
         name = f"{self._database.schema}.{selection.table}" if selection.in_broker else selection.table
         try:
@@ -214,7 +218,7 @@ class JdbcSource(FrameSource):
         except (PySparkException, Exception) as error:
             raise _jdbc_problem(self._database.name, error) from error
 
-    def open(self, timed: Sequence[Selection]) -> Reading:
+    def open(self, timed: Sequence[TableSelection]) -> SourceBoundary:
         """See Source. The watermark is the server's clock."""
         try:
             row = self._reader().option("query", "SELECT current_timestamp AS now").load()
@@ -223,7 +227,9 @@ class JdbcSource(FrameSource):
             raise _jdbc_problem(self._database.name, error) from error
         moment = datetime.fromtimestamp(now / 1_000_000, UTC)
         note = "read over JDBC: its partitions share no snapshot, and open transactions are not seen"
-        return Reading(database=self._database.name, taken_at=moment, watermark=moment, identity="jdbc", notes=[note])
+        return SourceBoundary(
+            database=self._database.name, taken_at=moment, watermark=moment, identity="jdbc", notes=[note]
+        )
 
     def _reader(self) -> DataFrameReader:
         reader = self._spark.read.format("jdbc").option("url", self._database.location)

@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any, Final, Protocol
 
 from . import sql
-from .base import Selection
+from .base import TableSelection
 
 MAX_PARTITIONS: Final = 256
 PAGES_PER_PARTITION: Final = 8_192
@@ -26,21 +26,21 @@ FROM pg_class WHERE oid = to_regclass({table})
 """
 
 
-class Database(Protocol):
+class PartitionQueries(Protocol):
     """What is asked of a source."""
 
     def query(self, statement: str) -> list[tuple[Any, ...]]:
         """Rows of a small query, inside the snapshot."""
 
-    def plan(self, selection: Selection, terms: list[str]) -> list[dict[str, Any]]:
+    def plan(self, selection: TableSelection, terms: list[str]) -> list[dict[str, Any]]:
         """The nodes of PostgreSQL's plan for the selection."""
 
-    def table_of(self, selection: Selection) -> str:
+    def table_of(self, selection: TableSelection) -> str:
         """The quoted name of the selection's table."""
 
 
 @dataclass(frozen=True, slots=True)
-class Leaf:
+class TablePartition:
     """A partition: its quoted name, its size (0: not to be split), and whether an index leads to what is wanted."""
 
     name: str
@@ -48,7 +48,7 @@ class Leaf:
     is_indexed: bool
 
 
-def leaves(database: Database, selection: Selection, terms: list[str]) -> list[Leaf]:
+def leaves(database: PartitionQueries, selection: TableSelection, terms: list[str]) -> list[TablePartition]:
     """The partitions in which the wanted rows can be; empty for other tables, and where they cannot be read by name."""
     table = database.table_of(selection)
     if not database.query(_IS_PARTITIONED.format(table=sql.text(table)))[0][0]:
@@ -62,7 +62,7 @@ def leaves(database: Database, selection: Selection, terms: list[str]) -> list[L
         if "Relation Name" in node:
             name = f"{sql.name(node['Schema'])}.{sql.name(node['Relation Name'])}"
             found[name] = "Index" in node["Node Type"] or "Bitmap" in node["Node Type"]
-    return [Leaf(name, _pages(database, name), is_indexed) for name, is_indexed in found.items()]
+    return [TablePartition(name, _pages(database, name), is_indexed) for name, is_indexed in found.items()]
 
 
 def nodes(plan: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -72,7 +72,7 @@ def nodes(plan: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield from nodes(inner)
 
 
-def _pages(database: Database, table: str) -> int:
+def _pages(database: PartitionQueries, table: str) -> int:
     return int(database.query(_PAGES.format(table=sql.text(table)))[0][0])
 
 

@@ -15,9 +15,9 @@ from pyspark.sql import DataFrame, SparkSession
 
 from ..errors import ReconcileError, RunIncomplete, UsageProblem
 from ..moments import parse_moment
-from ..rules.rule import Database
+from ..rules.rule import DatabaseRule
 from . import adbc, catalogue, failures, partitions, sql, watermark
-from .base import Column, Reading, Selection
+from .base import Column, SourceBoundary, TableSelection
 
 ROWS_PER_PARTITION: Final = 500_000
 KEYS_PER_PARTITION: Final = 5_000
@@ -29,13 +29,13 @@ _REPLAY_PAUSE_SECONDS: Final = 0.1
 class PostgresSource:
     """One database. `open` takes the snapshot; all reads until `close` see exactly it."""
 
-    def __init__(self, spark: SparkSession, database: Database, name: str = adbc.NAME) -> None:
+    def __init__(self, spark: SparkSession, database: DatabaseRule, name: str = adbc.NAME) -> None:
         self._spark, self._database, self._name = spark, database, name
         self._coordinator: Any = None
         self._snapshot = ""
         self._types: dict[str, dict[str, str]] = {}
 
-    def open(self, timed: Sequence[Selection]) -> Reading:
+    def open(self, timed: Sequence[TableSelection]) -> SourceBoundary:
         """See Source."""
         self.close()
         connection = self._connect()
@@ -53,7 +53,7 @@ class PostgresSource:
         self._coordinator, self._snapshot = connection, str(exported[0])
         if self._database.watermark:
             complete = replace(complete, watermark=min(complete.watermark, parse_moment(self._database.watermark)))
-        return Reading(
+        return SourceBoundary(
             database=self._database.name,
             taken_at=activity.now,
             watermark=complete.watermark,
@@ -116,7 +116,7 @@ class PostgresSource:
                 self._coordinator.close()
             self._coordinator, self._snapshot = None, ""
 
-    def check(self, selection: Selection) -> None:
+    def check(self, selection: TableSelection) -> None:
         """See Source."""
         types = self.column_types(selection)
         for column in selection.columns:
@@ -134,12 +134,14 @@ class PostgresSource:
             f"give the field another type, or write an expression that casts the column."
         )
 
-    def is_empty(self, selection: Selection, since: datetime | None = None) -> bool:
+    def is_empty(self, selection: TableSelection, since: datetime | None = None) -> bool:
         """See Source."""
         where = sql.where(sql.conditions(selection, since))
         return not self.query(f"SELECT 1 FROM {self.table_of(selection)}{where} LIMIT 1")
 
-    def read(self, selections: Sequence[Selection], since: datetime | None, until: datetime | None = None) -> DataFrame:
+    def read(
+        self, selections: Sequence[TableSelection], since: datetime | None, until: datetime | None = None
+    ) -> DataFrame:
         """See Source."""
         queries = []
         for selection in selections:
@@ -156,7 +158,7 @@ class PostgresSource:
             queries += [self._select(selection, [*terms, *piece]) for piece in pieces]
         return self._frame(selections[0], queries)
 
-    def repeated(self, selection: Selection, since: datetime) -> DataFrame | None:
+    def repeated(self, selection: TableSelection, since: datetime) -> DataFrame | None:
         """See Source."""
         if self.is_unique(selection):
             return None
@@ -165,14 +167,14 @@ class PostgresSource:
         terms = [*sql.conditions(selection, None, since), newer]
         return self._frame(selection, [self._select(selection, terms)])
 
-    def is_unique(self, selection: Selection) -> bool:
+    def is_unique(self, selection: TableSelection) -> bool:
         """Whether an index says that no two rows have one key."""
         if not sql.is_column(selection.key):
             return False
         table, column = sql.text(self.table_of(selection)), sql.text(selection.key)
         return bool(self.attempt(catalogue.UNIQUE.format(table=table, column=column), about="the indexes"))
 
-    def read_keys(self, wanted: Sequence[tuple[Selection, Sequence[str]]]) -> DataFrame:
+    def read_keys(self, wanted: Sequence[tuple[TableSelection, Sequence[str]]]) -> DataFrame:
         """See Source."""
         queries = []
         for selection, keys in wanted:
@@ -185,7 +187,9 @@ class PostgresSource:
                 queries.append(self._select(selection, [*fixed, condition]))
         return self._frame(wanted[0][0], queries)
 
-    def volume(self, selection: Selection, since: datetime | None, bucket_seconds: int) -> list[tuple[datetime, int]]:
+    def volume(
+        self, selection: TableSelection, since: datetime | None, bucket_seconds: int
+    ) -> list[tuple[datetime, int]]:
         """See Source."""
         assert selection.time is not None
         time = f"{sql.expression(selection.time)}::timestamptz"
@@ -196,7 +200,7 @@ class PostgresSource:
         rows = self.query(f"SELECT bucket, count(*) FROM ({source}) source GROUP BY bucket ORDER BY bucket")
         return [(row[0], int(row[1])) for row in rows]
 
-    def check_finite(self, selection: Selection, since: datetime | None) -> None:
+    def check_finite(self, selection: TableSelection, since: datetime | None) -> None:
         """Raise UsageProblem when a row's time is infinite."""
         time = f"{sql.expression(selection.time or '')}::timestamptz"
         # Apart from the buckets, so that an index on the time finds none at once.
@@ -239,10 +243,10 @@ class PostgresSource:
             self._execute(self._coordinator, "ROLLBACK TO SAVEPOINT attempt")
             raise
 
-    def _select(self, selection: Selection, terms: list[str], table: str | None = None) -> str:
+    def _select(self, selection: TableSelection, terms: list[str], table: str | None = None) -> str:
         return sql.select(selection, table or self.table_of(selection), terms)
 
-    def _frame(self, selection: Selection, queries: list[str]) -> DataFrame:
+    def _frame(self, selection: TableSelection, queries: list[str]) -> DataFrame:
         self._spark.dataSource.register(adbc.PostgresDataSource)
         return (
             self._spark.read.format(adbc.FORMAT)
@@ -254,7 +258,7 @@ class PostgresSource:
             .load()
         )
 
-    def _spans(self, selection: Selection, terms: list[str], since: datetime | None) -> list[list[str]]:
+    def _spans(self, selection: TableSelection, terms: list[str], since: datetime | None) -> list[list[str]]:
         span, table = sql.name(selection.span or ""), self.table_of(selection)
         if since is None:
             first, last = (
@@ -269,13 +273,13 @@ class PostgresSource:
         edges = [first + (last - first + 1) * number // count for number in range(count + 1)]
         return [[f"{span} >= {low} AND {span} < {high}"] for low, high in pairwise(edges)]
 
-    def _pages(self, selection: Selection, terms: list[str], since: datetime | None) -> list[list[str]]:
+    def _pages(self, selection: TableSelection, terms: list[str], since: datetime | None) -> list[list[str]]:
         pages = self._page_count(selection)
         if since is not None and pages > partitions.PAGES_PER_PARTITION and self._uses_index(selection, terms):
             return [[]]
         return partitions.page_pieces(pages)
 
-    def _page_count(self, selection: Selection) -> int:
+    def _page_count(self, selection: TableSelection) -> int:
         """Pages of an ordinary table; 0 for views, which are read in one piece."""
         rows = self.query(
             "SELECT pg_relation_size(oid) / current_setting('block_size')::bigint FROM pg_class "
@@ -283,13 +287,13 @@ class PostgresSource:
         )
         return int(rows[0][0]) if rows else 0
 
-    def _uses_index(self, selection: Selection, terms: list[str]) -> bool:
+    def _uses_index(self, selection: TableSelection, terms: list[str]) -> bool:
         nodes = self.plan(selection, terms)
         return any("Index" in node["Node Type"] for node in nodes) and all(
             "Seq Scan" not in node["Node Type"] for node in nodes
         )
 
-    def plan(self, selection: Selection, terms: list[str]) -> list[dict[str, Any]]:
+    def plan(self, selection: TableSelection, terms: list[str]) -> list[dict[str, Any]]:
         """The nodes of PostgreSQL's plan for the selection."""
         import adbc_driver_manager
 
@@ -304,7 +308,7 @@ class PostgresSource:
                 raise failures.translated(self._database.name, error, "the database") from error
         return list(partitions.nodes(json.loads(text)[0]["Plan"]))
 
-    def column_types(self, selection: Selection) -> dict[str, str]:
+    def column_types(self, selection: TableSelection) -> dict[str, str]:
         """PostgreSQL type by column of the selection's table."""
         table = self.table_of(selection)
         if table not in self._types:
@@ -312,10 +316,10 @@ class PostgresSource:
             self._types[table] = {str(row[0]): str(row[1]) for row in rows}
         return self._types[table]
 
-    def _schema_of(self, selection: Selection) -> str | None:
+    def _schema_of(self, selection: TableSelection) -> str | None:
         return self._database.schema if selection.in_broker else None
 
-    def table_of(self, selection: Selection) -> str:
+    def table_of(self, selection: TableSelection) -> str:
         """The quoted name of the selection's table."""
         return sql.table_name(selection.table, self._schema_of(selection))
 

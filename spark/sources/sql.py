@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import Final
 
-from .base import Column, ColumnKind, Selection
+from .base import Column, ColumnKind, TableSelection
 
 _NAME: Final = re.compile(r"[A-Za-z_]\w*")
 _INTEGER: Final = re.compile(r"0|-?[1-9]\d{0,18}")
@@ -63,7 +63,7 @@ def column(wanted: Column) -> str:
     return f"{as_kind[wanted.kind]} AS {name(wanted.name)}"
 
 
-def conditions(selection: Selection, since: datetime | None, until: datetime | None = None) -> list[str]:
+def conditions(selection: TableSelection, since: datetime | None, until: datetime | None = None) -> list[str]:
     """The WHERE clause's terms."""
     terms = [f"({condition})" for condition in selection.conditions]
     terms += [f"{name(key)} = {text(value)}" for key, value in selection.equals]
@@ -75,7 +75,7 @@ def conditions(selection: Selection, since: datetime | None, until: datetime | N
     return terms
 
 
-def select(selection: Selection, table: str, terms: Sequence[str]) -> str:
+def select(selection: TableSelection, table: str, terms: Sequence[str]) -> str:
     """SELECT … FROM … WHERE …; `table` is quoted."""
     items = ", ".join(column(wanted) for wanted in selection.columns)
     return f"SELECT {items} FROM {table}{where(terms)}"

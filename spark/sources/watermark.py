@@ -11,7 +11,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
 from ..errors import RunIncomplete, UsageProblem
-from ..rules.rule import Database
+from ..rules.rule import DatabaseRule
 from . import adbc
 
 # When a prepared transaction began is not known, only when it was prepared.
@@ -66,7 +66,7 @@ def of_row(row: tuple[Any, ...]) -> Activity:
     return Activity(*row)
 
 
-def of_server(database: Database, activity: Activity) -> Completeness:
+def of_server(database: DatabaseRule, activity: Activity) -> Completeness:
     """Of a server that is written to. Raises RunIncomplete when it cannot be known: a guess would make findings of
     what is under way."""
     if activity.hidden and not database.watermark:
@@ -89,7 +89,7 @@ def of_server(database: Database, activity: Activity) -> Completeness:
     return Completeness(watermark, notes)
 
 
-def of_replica(database: Database, activity: Activity, primary: Completeness | None) -> Completeness:
+def of_replica(database: DatabaseRule, activity: Activity, primary: Completeness | None) -> Completeness:
     """Of a replica that has replayed all that had ended on its primary, whose completeness is `primary`.
 
     None: the primary is not given, or ahead. Then how long its transactions may be open is what the rules say.
@@ -112,7 +112,7 @@ def of_replica(database: Database, activity: Activity, primary: Completeness | N
     return Completeness(replayed - longest, [note])
 
 
-def check_primary(database: Database, primary: Activity, replica: Activity, identities: tuple[str, str]) -> None:
+def check_primary(database: DatabaseRule, primary: Activity, replica: Activity, identities: tuple[str, str]) -> None:
     """Raise UsageProblem unless `primary` is the primary of `replica`; unknown identities ('') are believed."""
     assert database.primary is not None
     ours, theirs = identities

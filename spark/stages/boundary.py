@@ -11,13 +11,13 @@ from ..errors import RunIncomplete, UsageProblem
 from ..options import RunOptions
 from ..output.result import RuleRun
 from ..rules.rule import Rule
-from ..sources.base import Reading
+from ..sources.base import SourceBoundary
 
 # How much older than its row's time a half message is taken to be at most, where retention has removed messages.
 HALF_AGE: Final = timedelta(seconds=60)
 
 
-def window(rule: Rule, options: RunOptions, readings: list[Reading], previous: dict[str, Any] | None) -> Window:
+def window(rule: Rule, options: RunOptions, readings: list[SourceBoundary], previous: dict[str, Any] | None) -> Window:
     """The rule's window. Raises RunIncomplete for an interval that is not over yet, or when nothing tells the time."""
     known = [reading.watermark for reading in readings if reading.watermark is not None]
     if not known:

@@ -17,7 +17,7 @@ from ..comparison import classify, contract, detail, evidence, sides, told
 from ..comparison.classify import FindingClass
 from ..errors import RunIncomplete
 from ..output import masking
-from ..rules.rule import Rule, Severity
+from ..rules.rule import FindingSeverity, Rule
 from .scan import readable_errors, write
 
 MAX_KEYS: Final = 50_000
@@ -259,4 +259,4 @@ def _shown_body(rule: Rule) -> Column:
 
 def severity_order(severity: str) -> int:
     """Position in a report: the most urgent first."""
-    return list(Severity).index(Severity(severity))
+    return list(FindingSeverity).index(FindingSeverity(severity))

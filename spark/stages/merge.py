@@ -25,14 +25,14 @@ FINDINGS_SCHEMA: Final = (
 _FAULTS: Final = [name.value for name in classify.FAULTS]
 
 
-class Limits(NamedTuple):
+class RuleLimits(NamedTuple):
     """Of a rule: the time its new findings get, and the one before which nothing can be judged any more."""
 
     boundary: datetime
     floor: datetime | None
 
 
-class Counted(NamedTuple):
+class FindingCounts(NamedTuple):
     """Findings of one rule, group ('' for the message), class and bucket of time (its start in seconds since 1970)."""
 
     rule: str
@@ -69,7 +69,9 @@ def empty_table(schema: str) -> pa.Table:
     return to_arrow_schema(columns, timezone="UTC").empty_table()
 
 
-def findings(confirmed: DataFrame, earlier: DataFrame, pending: DataFrame, limits: Mapping[str, Limits]) -> DataFrame:
+def findings(
+    confirmed: DataFrame, earlier: DataFrame, pending: DataFrame, limits: Mapping[str, RuleLimits]
+) -> DataFrame:
     """The findings of this run, and what became of each earlier finding that is none any more.
 
     `first_seen` is when a finding was first made, `was` the class it had in the previous result (null: it is new).
@@ -102,13 +104,13 @@ def in_order(findings: DataFrame) -> DataFrame:
     return findings.select(*[column.split()[0].strip("`") for column in FINDINGS_SCHEMA.split(", ")])
 
 
-def counted(findings: DataFrame, bucket_seconds: int) -> list[Counted]:
+def counted(findings: DataFrame, bucket_seconds: int) -> list[FindingCounts]:
     """The written findings, in one pass over them."""
     bucket = (F.floor(F.unix_seconds("at") / bucket_seconds) * bucket_seconds).cast("bigint")
     is_fault, is_known = F.col("class").isin(_FAULTS), F.col("acknowledged").isNotNull()
     is_new = ~is_known & F.col("was").isNull()
     columns = [bucket.alias("bucket"), (is_fault & is_known).alias("is_known"), (is_fault & is_new).alias("is_new")]
-    return [Counted(*row) for row in findings.groupBy("rule", "group", "class", *columns).count().collect()]
+    return [FindingCounts(*row) for row in findings.groupBy("rule", "group", "class", *columns).count().collect()]
 
 
 def judgeable(floor: Column) -> Column:

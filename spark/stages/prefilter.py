@@ -15,9 +15,9 @@ from typing import Any
 
 from ..comparison import contract
 from ..comparison.classify import Window
-from ..comparison.sides import Limits, Sources
+from ..comparison.sides import ReadLimits, Sources
 from ..errors import ReconcileError
-from ..rules.rule import FieldType, Kind, Messages, Rule, Rules
+from ..rules.rule import FieldType, Messages, Rule, Rules, SourceKind
 from ..sources import sql
 from ..sources.archived import ArchivedSource
 from ..sources.postgres import PostgresSource
@@ -25,7 +25,7 @@ from . import values
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class PrefilterResult:
     """`skipped_rows` are proven equal; `limits` is what remains to be read.
 
     `volume`: the seconds of a bucket, and the rows of each; None where nothing was summed up, or not by whole seconds.
@@ -33,7 +33,7 @@ class Outcome:
 
     note: str
     skipped_rows: int = 0
-    limits: Limits = field(default_factory=Limits)
+    limits: ReadLimits = field(default_factory=ReadLimits)
     volume: tuple[int, list[tuple[datetime, int]]] | None = None
 
 
@@ -44,24 +44,26 @@ class _Buckets:
     sums: dict[int | None, tuple[Any, ...]]
 
 
-def compare(rule: Rule, rules: Rules, sources: Sources, window: Window) -> Outcome:
+def compare(rule: Rule, rules: Rules, sources: Sources, window: Window) -> PrefilterResult:
     """Which buckets of the window are equal on all sides, and conditions that select the others."""
     reason = _inapplicable(rule, rules, sources)
     if reason is not None:
-        return Outcome(f"checksum: not used, {reason}")
+        return PrefilterResult(f"checksum: not used, {reason}")
     ours, broker = sources[rule.database], sources.broker
     assert isinstance(ours, PostgresSource) and isinstance(broker, PostgresSource)
     if isinstance(broker, ArchivedSource) and broker.is_needed(rule.topic, window.since):
-        return Outcome("checksum: not used, a part of the window is in the archive")
+        return PrefilterResult("checksum: not used, a part of the window is in the archive")
     filter_ = _Prefilter(rule, ours, broker, window)
     try:
         return filter_.outcome()
     except ReconcileError as error:
-        return Outcome(f"checksum: not used, the database could not compute it ({' '.join(str(error).split())[:200]})")
+        return PrefilterResult(
+            f"checksum: not used, the database could not compute it ({' '.join(str(error).split())[:200]})"
+        )
 
 
 def _inapplicable(rule: Rule, rules: Rules, sources: Sources) -> str | None:
-    if any(rules.databases[name].kind is not Kind.POSTGRES for name in (rule.database, rules.broker)):
+    if any(rules.databases[name].kind is not SourceKind.POSTGRES for name in (rule.database, rules.broker)):
         return "both sides must be PostgreSQL"
     if rule.messages is not Messages.EXACTLY_ONE:
         return "it needs messages = 'exactly_one'"
@@ -83,13 +85,13 @@ class _Prefilter:
         self._width = max(1, round((rule.bucket_seconds or 0) * 1_000_000))
         self._timed = next(item for item in rule.fields if (item.column, item.type) == (rule.time, FieldType.TIMESTAMP))
 
-    def outcome(self) -> Outcome:
+    def outcome(self) -> PrefilterResult:
         if not self._keys_are_unique():
-            return Outcome("checksum: not used, two rows have one key, or a row has none")
+            return PrefilterResult("checksum: not used, two rows have one key, or a row has none")
         rows, messages = self._rows(), self._messages()
         effects = [self._effects(number) for number in range(len(self._rule.groups))]
         if None in messages.sums or any(None in side.sums for side in effects):
-            return Outcome("checksum: not used, messages or effects are there that belong to no row's bucket")
+            return PrefilterResult("checksum: not used, messages or effects are there that belong to no row's bucket")
         suspicious = {bucket for bucket, sums in messages.sums.items() if sums[2]} | self._dead()
         for bucket in set(rows.sums) | set(messages.sums):
             if rows.sums.get(bucket, (0, 0, 0))[:2] != messages.sums.get(bucket, (0, 0, 0))[:2]:
@@ -103,7 +105,7 @@ class _Prefilter:
         known = len(set(rows.sums) | set(messages.sums))
         note = f"checksum: {known - len(suspicious)} of {known} buckets are equal, {skipped} rows were not read"
         limits = self._limits({bucket for bucket in suspicious if bucket is not None})
-        return Outcome(note, skipped, limits, self._volume(rows))
+        return PrefilterResult(note, skipped, limits, self._volume(rows))
 
     def _volume(self, rows: _Buckets) -> tuple[int, list[tuple[datetime, int]]] | None:
         seconds, rest = divmod(self._width, 1_000_000)
@@ -238,10 +240,10 @@ class _Prefilter:
         read = f"SELECT {time}::timestamptz AS at FROM {self._ours.table_of(mine)}{where}"
         return set(self._sums(self._ours, "count(*)", read).sums)
 
-    def _limits(self, buckets: set[int]) -> Limits:
+    def _limits(self, buckets: set[int]) -> ReadLimits:
         rule = self._rule
         if not buckets:
-            return Limits(is_nothing=True)
+            return ReadLimits(is_nothing=True)
         ranges = _ranges(buckets)
         rows = self._within(sql.expression(rule.time), ranges)
         topic = self._topic()
@@ -251,7 +253,7 @@ class _Prefilter:
         table = self._ours.table_of(contract.rows(rule))
         keys = f"(SELECT {sql.expression(rule.key)}::text FROM {table}{where})"
         effects = tuple((f"{sql.expression(group.key or '')}::text IN {keys}",) for group in rule.groups)
-        return Limits((rows,), (messages,), effects)
+        return ReadLimits((rows,), (messages,), effects)
 
     def _within(self, time: str, ranges: list[tuple[int, int]]) -> str:
         parts = []

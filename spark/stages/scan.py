@@ -26,7 +26,7 @@ Counts = dict[str, dict[str, int]]
 
 
 @dataclass(frozen=True, slots=True)
-class Scanned:
+class ScanResult:
     """What the first look at a rule found. `counts`: subject ('' or a group) -> class -> keys.
 
     `span_seconds` lie between the oldest and the newest row; None without rows.
@@ -39,8 +39,13 @@ class Scanned:
 
 
 def scan(
-    spark: SparkSession, rule: Rule, sources: sides.Sources, window: classify.Window, limits: sides.Limits, target: str
-) -> Scanned:
+    spark: SparkSession,
+    rule: Rule,
+    sources: sides.Sources,
+    window: classify.Window,
+    limits: sides.ReadLimits,
+    target: str,
+) -> ScanResult:
     """Classify every key of the window; write those that are not OK to `target` (Parquet)."""
     gathered = evidence.gather(sides.of_window(rule, sources, window, limits), rule, window.watermark)
     classified = classify.with_classes(gathered, rule, window)
@@ -64,12 +69,12 @@ def scan(
     for subject, column in columns.items():
         counts[subject]["OK"] = int(seen[column] or 0) - sum(counts[subject].values())
     span = None if seen["span"] is None else seen["span"] / 1_000_000
-    return Scanned(int(seen["rows"] or 0), int(seen["messages"] or 0), counts, span)
+    return ScanResult(int(seen["rows"] or 0), int(seen["messages"] or 0), counts, span)
 
 
-def nothing(rule: Rule) -> Scanned:
+def nothing(rule: Rule) -> ScanResult:
     """Of a rule that checksums have shown to be equal: a plan of a scan's size costs seconds over empty tables too."""
-    return Scanned(0, 0, _no_counts(rule))
+    return ScanResult(0, 0, _no_counts(rule))
 
 
 def _no_counts(rule: Rule) -> Counts:

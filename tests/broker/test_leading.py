@@ -14,12 +14,12 @@ from outbox.broker import deaths
 from outbox.broker.consumer import session
 from outbox.broker.consumer.session import ConsumerSession
 from outbox.broker.database.connection import BrokerConnection, BrokerDatabase
-from outbox.broker.dispatch.running_calls import LeftBehind
+from outbox.broker.dispatch.running_calls import LastCalls
 from outbox.broker.leading import LeadingConsumer
 from outbox.broker.postgres import PostgresBroker
 from outbox.broker.process import ProcessSettings
 from outbox.broker.sequencer.leader import LeaderLease
-from outbox.broker.supervisor import Death
+from outbox.broker.supervisor import ChildDeath
 from outbox.message import Delivery, Message
 from outbox.retry import RetryPolicy
 from outbox.subscription import Subscription
@@ -165,8 +165,8 @@ def test_without_listen_it_leaves_leading_to_who_stands_in(bench: ConsumptionBen
 def test_of_a_dead_leader_nobody_waits_for_the_lease(database: BrokerDatabase, connection: BrokerConnection) -> None:
     owner = uuid.uuid4()
     assert LeaderLease("outbox", owner, term_seconds=600).hold(connection) == 0.0
-    left = LeftBehind(instance=owner, told_to_stop=False, calls=[])
-    deaths.record(database, Death(child="consumer-1", how="signal SIGKILL", hung=False, left_behind=left))
+    left = LastCalls(instance=owner, told_to_stop=False, calls=[])
+    deaths.record(database, ChildDeath(child="consumer-1", how="signal SIGKILL", hung=False, left_behind=left))
     assert LeaderLease("outbox", uuid.uuid4()).hold(connection) == 0.0
 
 

@@ -9,7 +9,7 @@ import psycopg
 import pytest
 from django.db import connections, transaction
 
-from outbox.broker.log.failing import FailureNote, Part
+from outbox.broker.log.failing import FailureNote, ProcessPart
 from outbox.broker.operations import audit, summary
 from outbox.broker.transaction.turns import CHECK_BACK
 from outbox.contrib.django import publish
@@ -19,7 +19,7 @@ from outbox.contrib.django.operations.commands import switch_transactional
 from outbox.contrib.django.operations.comparing import run_compare
 from outbox.contrib.django.publishing.checkback import run_check_back
 from outbox.contrib.django.worker.periodic import passes
-from outbox.contrib.django.worker.receiving import Rounds
+from outbox.contrib.django.worker.receiving import ReceiverHeartbeat
 from outbox.errors import WrongDatabase
 from outbox.transaction import Answer, Decision, EndTransaction
 from tests.django.broker_world import NOWHERE, World, fault
@@ -48,7 +48,7 @@ def no_sequencer(world: World) -> None:
 @fault
 def process_failing(world: World) -> None:
     """A process leads, and the server refuses its statements."""
-    note = FailureNote(broker_database(), Part.SEQUENCING)
+    note = FailureNote(broker_database(), ProcessPart.SEQUENCING)
     for _ in range(2):
         with contextlib.suppress(psycopg.Error), note.watching():
             world.sql("SELECT outbox.tick_v0()")
@@ -80,7 +80,7 @@ def check_back_late(world: World) -> None:
 @fault
 def receiver_late(world: World) -> None:
     """A receiver is stopped, or its source does not answer."""
-    Rounds("partner").note()
+    ReceiverHeartbeat("partner").note()
     world.sql("UPDATE outbox.periodic_pass SET began_at = began_at - interval '5 minutes'")
 
 

@@ -10,12 +10,12 @@ from django.utils import timezone
 
 from outbox import Delivery
 from outbox.broker import deaths
-from outbox.broker.dispatch.running_calls import LeftBehind
+from outbox.broker.dispatch.running_calls import LastCalls
 from outbox.broker.groups.suspects import RunningCall
 from outbox.broker.maintenance import retention
 from outbox.broker.maintenance.retention import RetentionSettings
 from outbox.broker.operations import summary, switches
-from outbox.broker.supervisor import Death
+from outbox.broker.supervisor import ChildDeath
 from outbox.contrib.django import publish, run_prune, subscriber
 from outbox.contrib.django.database.aliases import broker_database
 from outbox.contrib.django.models import InboxEntry
@@ -113,9 +113,9 @@ def hung_handlers(world: World) -> None:
     world.subscribe()
     world.publish()
     [(group_id, log_id)] = world.sql("SELECT group_id, log_id FROM outbox.consumer_group, outbox.commit_log")
-    left = LeftBehind(instance=uuid4(), told_to_stop=False, calls=[RunningCall(group_id, [log_id], alone=False)])
+    left = LastCalls(instance=uuid4(), told_to_stop=False, calls=[RunningCall(group_id, [log_id], alone=False)])
     # What the supervisor does with such an end; broker/consumer/test_suspects.py has processes that hang.
-    deaths.record(broker_database(), Death(child="consumer-1", how="exit code 3", hung=True, left_behind=left))
+    deaths.record(broker_database(), ChildDeath(child="consumer-1", how="exit code 3", hung=True, left_behind=left))
 
 
 @fault

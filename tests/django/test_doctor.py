@@ -20,7 +20,7 @@ from outbox import Delivery
 from outbox.broker.database.connection import BrokerDatabase
 from outbox.broker.database.executor import Executor
 from outbox.broker.operations.conditions import Severity
-from outbox.broker.operations.diagnosis import Finding, diagnose
+from outbox.broker.operations.diagnosis import Diagnosis, diagnose
 from outbox.contrib.django import publish, subscriber
 from outbox.contrib.django.database.aliases import alias_conninfo
 from outbox.contrib.django.operations.doctor import examine
@@ -40,7 +40,7 @@ def world(databases: None, outbox_settings: Callable[..., None]) -> Iterator[Wor
         yield world
 
 
-def found() -> dict[str, Finding]:
+def found() -> dict[str, Diagnosis]:
     """What is not well, by subject."""
     return {one.subject: one for one in examine() if one.severity}
 

@@ -29,7 +29,7 @@ from outbox.contrib.django.worker import probes
 from outbox.contrib.django.worker.periodic import passes
 from outbox.contrib.django.worker.workers import consumer_runtime
 from outbox.contrib.prometheus import collector, rules
-from outbox.contrib.prometheus.collector import BrokerCollector, State
+from outbox.contrib.prometheus.collector import BrokerCollector, ScrapeState
 from outbox.contrib.prometheus.recorder import MOST_PAIRS, MOST_TOPICS, OTHERS, PrometheusRecorder
 from tests.django.broker_world import NOWHERE, World, new_world
 from tests.django.conftest import point_alias
@@ -147,7 +147,7 @@ def test_pairs_are_bounded_and_nothing_is_left_out(world: World, monkeypatch: py
     ]  # fmt: skip
     summary = Summary(0.0, 0.0, 0.0, groups, [], [], [], [])
     registry = CollectorRegistry()
-    BrokerCollector(lambda: State(now.verdict, None, summary), registry)
+    BrokerCollector(lambda: ScrapeState(now.verdict, None, summary), registry)
     lags = {name: value for name, value in samples(registry).items() if name.startswith("outbox_lag_messages")}
     assert sum(lags.values()) == 10
     assert len(lags) <= 4 + 2 and any(OTHERS in name for name in lags)
@@ -163,7 +163,7 @@ def test_topics_above_the_bound_are_counted_as_others(world: World, monkeypatch:
     facts = {"topics": {f"t{number}": {"sent": 1} for number in range(5)}, "groups": {}}
     registry = CollectorRegistry()
     summary = replace(now.summary, topics=topics)
-    BrokerCollector(lambda: State(now.verdict, None, summary, replace(audited, facts=facts)), registry)
+    BrokerCollector(lambda: ScrapeState(now.verdict, None, summary, replace(audited, facts=facts)), registry)
     found = samples(registry)
     queued = {name: value for name, value in found.items() if name.startswith("outbox_queued_messages_total")}
     assert sum(queued.values()) == 5 and len(queued) == 3
@@ -178,7 +178,9 @@ def test_the_age_of_what_waits_is_absent_where_it_is_not_known(world: World) -> 
         for topic, lag in (("waits", 1), ("empty", 0))
     ]  # fmt: skip
     registry = CollectorRegistry()
-    BrokerCollector(lambda: State(state().verdict, None, Summary(0.0, 0.0, 0.0, groups, [], [], [], [])), registry)
+    BrokerCollector(
+        lambda: ScrapeState(state().verdict, None, Summary(0.0, 0.0, 0.0, groups, [], [], [], [])), registry
+    )
     found = {name: value for name, value in samples(registry).items() if name.startswith("outbox_lag_seconds")}
     assert found == {'outbox_lag_seconds{group="g",topic="empty"}': 0.0}
 

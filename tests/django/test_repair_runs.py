@@ -11,7 +11,7 @@ from django.core.management.base import CommandError
 
 from outbox.contrib.django.database.aliases import alias_conninfo
 from outbox.contrib.django.repair import audit
-from outbox.contrib.django.repair.apply import Pace
+from outbox.contrib.django.repair.apply import RateLimiter
 from tests.django.conftest import point_alias
 from tests.django.repairs import Repair, finding, lost
 from tests.django.shop.models import Order
@@ -42,7 +42,7 @@ def test_steps_are_spaced_and_unused_slots_are_not_saved_up() -> None:
         waited.append(round(seconds, 3))
         now[0] += seconds
 
-    pace = Pace(4, clock=lambda: now[0], wait=wait)
+    pace = RateLimiter(4, clock=lambda: now[0], wait=wait)
     for _ in range(3):
         pace.turn()
     assert waited == [0.25, 0.25]

@@ -15,7 +15,7 @@ from django.db import connections
 
 from outbox import Answer, Check, Decision, Delivery
 from outbox.contrib.django import publish
-from outbox.contrib.django.database.blocks import BlockWatch, Halves
+from outbox.contrib.django.database.blocks import BlockHalves, BlockWatch
 from outbox.contrib.django.engine.broker import flusher
 from outbox.contrib.django.publishing import checkback, decorators, ends
 from outbox.contrib.django.publishing import publish as publishing
@@ -84,7 +84,7 @@ def report_every_commit(patch: pytest.MonkeyPatch) -> None:
 def an_absent_row_is_a_rollback(patch: pytest.MonkeyPatch) -> None:
     """A ledger row that is not there is reported as ROLLBACK."""
 
-    def after_commit(alias: str, half: HalfTransaction, halves: Halves) -> None:
+    def after_commit(alias: str, half: HalfTransaction, halves: BlockHalves) -> None:
         is_there = half.transaction_id in ends._in_ledger(connections[alias], halves)
         ends._end_soon(half, Decision.COMMIT if is_there else Decision.ROLLBACK)
 

@@ -12,7 +12,7 @@ from outbox import fence
 from outbox.broker.operations.verdict import survey
 from outbox.contrib.sinks.formats import format_named
 from outbox.contrib.sinks.forwarder import Forwarder, RawCodecs, subscription
-from outbox.contrib.sinks.sink import NotYet, Outgoing, Rejected
+from outbox.contrib.sinks.sink import EarlierNotAcknowledged, Outgoing, Rejected
 from outbox.errors import LeaseLost, PartialFailure, ServiceUnavailable
 from outbox.message import Delivery, Message
 from tests.broker.bench import ConsumptionBench, keyed
@@ -71,7 +71,12 @@ def test_what_is_behind_a_refused_message_of_its_key_is_not_sent(sink: ListSink)
     given = [delivery(key, body=body) for key, body in (("a", b"1"), ("a", b"2"), ("a", b"3"), ("b", b"4"))]
     sink.refuse = {b"2"}
     errors = errors_of(sink, given)
-    assert [type(errors.get(one.message_id)) for one in given] == [type(None), Rejected, NotYet, type(None)]
+    assert [type(errors.get(one.message_id)) for one in given] == [
+        type(None),
+        Rejected,
+        EarlierNotAcknowledged,
+        type(None),
+    ]
     assert sink.sent == [b"1", b"4"]
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from outbox.contrib.sources.receiver import Poison, Received, Receiver
+from outbox.contrib.sources.receiver import Received, Receiver, UnstorableMessage
 from outbox.contrib.sources.source import Incoming, message_id_of
 from outbox.errors import ConfigurationError, MessageTypeMismatch, ServiceUnavailable, UnknownTopic
 from outbox.message import Message
@@ -149,7 +149,7 @@ BAD = [
 @pytest.mark.parametrize("bad", BAD, ids=["no-id", "key", "nul", "long", "surrogate"])
 def test_poison_stops_the_receiver_unless_there_is_a_place_for_it(bench: ConsumptionBench, bad: Incoming) -> None:
     source = ListSource(incoming("a", b"before"), bad, incoming("c", b"after"))
-    with pytest.raises(Poison, match="cannot be stored in topic 'orders'"):
+    with pytest.raises(UnstorableMessage, match="cannot be stored in topic 'orders'"):
         receiver(bench, source).run_once()
     assert source.messages[1] is bad, "it was not acknowledged"
     assert receiver(bench, source, poison_topic="poison").run_once() == Received(stored=2, put_aside=1)

@@ -14,7 +14,7 @@ from psycopg import sql
 from spark.comparison import contract
 from spark.errors import RunIncomplete, UsageProblem
 from spark.output.store import Store
-from spark.rules.rule import Database, Kind
+from spark.rules.rule import DatabaseRule, SourceKind
 from spark.sources import watermark
 from tests.spark.conftest import Reconciler
 from tests.spark.world import RULES, START, Order, World
@@ -59,7 +59,7 @@ def test_a_role_that_may_not_see_other_sessions_is_told_so(
 
 
 def test_what_holds_the_watermark_back() -> None:
-    database, at = Database(name="app", kind=Kind.POSTGRES, location=""), now()
+    database, at = DatabaseRule(name="app", kind=SourceKind.POSTGRES, location=""), now()
     free = watermark.Activity(at, None, 0, 0, None, False, None, "shop")
     assert watermark.of_server(database, free) == watermark.Completeness(at, [])
     prepared = watermark.of_server(database, replace(free, prepared=at - HOUR))

@@ -56,7 +56,7 @@ def test_checksums_say_when_they_do_not_help(reconcile: Reconciler, world: World
         outcome = prefilter.compare(rules.rules[0], rules, sources, classify.Window(None, now(), now()))
         sources.close_all()
         assert reason in outcome.note
-        assert (outcome.skipped_rows, outcome.limits) == (0, sides.Limits())
+        assert (outcome.skipped_rows, outcome.limits) == (0, sides.ReadLimits())
 
 
 @pytest.mark.soak

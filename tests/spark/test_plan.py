@@ -154,7 +154,7 @@ def test_manage_py_writes_the_plan_beside_the_run(
     assert read.sources["order-paid"].table == '"orders_order"'
     (effects,) = read.sources["order-paid"].effects
     assert (effects.group, effects.table, effects.key) == ("points", '"points_entry"', '"order_id"')
-    assert {action.value for action in applied.Action} == {action.value for action in plan.Action}
+    assert {action.value for action in applied.RepairAction} == {action.value for action in plan.RepairAction}
 
 
 def test_every_class_of_faults_has_an_action_or_is_reported() -> None:

@@ -9,7 +9,7 @@ import pytest
 from spark import cli
 from spark.errors import RulesInvalid, UsageProblem
 from spark.rules import file as rules_file
-from spark.rules.rule import FieldType, Kind, Messages, Severity
+from spark.rules.rule import FieldType, FindingSeverity, Messages, SourceKind
 from tests.spark.world import RULES, group_rules
 
 ENVIRONMENT = {"RECONCILE_APP": "dbname=app", "RECONCILE_BROKER": "dbname=broker"}
@@ -31,10 +31,10 @@ def test_everything_that_is_declared_arrives() -> None:
     rules = rules_file.parse(TEXT, environment=ENVIRONMENT)
     rule = rules.rules[0]
     assert (rules.title, rules.broker, rules.databases["broker"].schema) == ("Orders", "broker", "outbox")
-    assert (rules.databases["app"].kind, rules.databases["app"].location) == (Kind.POSTGRES, "dbname=app")
+    assert (rules.databases["app"].kind, rules.databases["app"].location) == (SourceKind.POSTGRES, "dbname=app")
     assert (rule.topic, rule.tag, rule.key, rule.when) == ("order.paid", "eu", "id", "paid_at IS NOT NULL")
     assert (rule.grace_seconds, rule.late_after_seconds, rule.stuck_after_seconds) == (30, 300, 900)
-    assert (rule.bucket_seconds, rule.messages, rule.severity) == (3600, Messages.EXACTLY_ONE, Severity.CRITICAL)
+    assert (rule.bucket_seconds, rule.messages, rule.severity) == (3600, Messages.EXACTLY_ONE, FindingSeverity.CRITICAL)
     assert [(field.column, field.body, field.type) for field in rule.fields] == [
         ("total", "total", FieldType.DECIMAL),
         ("customer", "customer", FieldType.TEXT),

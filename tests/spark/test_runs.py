@@ -213,7 +213,7 @@ def test_row_updated_and_rows_committed_between_the_two_snapshots(reconcile: Rec
         sources.broker.open([])
         window = classify.Window(None, now(), now())
         target = str(reconcile.folder / "suspects")
-        scan.scan(reconcile.spark, rule, sources, window, sides.Limits(), target)
+        scan.scan(reconcile.spark, rule, sources, window, sides.ReadLimits(), target)
         suspects = reconcile.spark.read.parquet(target).where("class <> 'PENDING'")
         assert {(row["key"], row["class"]) for row in suspects.collect()} == {("2", "MISMATCH"), ("60", "ORPHAN")}
         world.app.execute("UPDATE orders_order SET paid_at = %s WHERE id = 2", [START])

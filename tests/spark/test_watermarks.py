@@ -15,22 +15,22 @@ import pytest
 
 from outbox.broker import embedded
 from spark.errors import UsageProblem
-from spark.rules.rule import Database, Kind
+from spark.rules.rule import DatabaseRule, SourceKind
 from spark.sources import adbc, postgres
-from spark.sources.base import Column, Reading, Selection
+from spark.sources.base import Column, SourceBoundary, TableSelection
 from spark.sources.postgres import PostgresSource
 from tests import pooler
 from tests.spark import replica
 from tests.support import eventually
 
-SELECTION = Selection(table="orders", columns=(Column("key", "id"),), key="id")
+SELECTION = TableSelection(table="orders", columns=(Column("key", "id"),), key="id")
 
 
 @contextmanager
-def opened(url: str, primary: str | None = None) -> Iterator[tuple[PostgresSource, Reading]]:
+def opened(url: str, primary: str | None = None) -> Iterator[tuple[PostgresSource, SourceBoundary]]:
     """A source with its snapshot; nothing here reads through Spark."""
-    above = None if primary is None else Database(name="app_primary", kind=Kind.POSTGRES, location=primary)
-    database = Database(name="app", kind=Kind.POSTGRES, location=url, primary=above)
+    above = None if primary is None else DatabaseRule(name="app_primary", kind=SourceKind.POSTGRES, location=primary)
+    database = DatabaseRule(name="app", kind=SourceKind.POSTGRES, location=url, primary=above)
     source = PostgresSource(cast(Any, None), database, "outbox-reconcile x")
     try:
         yield source, source.open([])

@@ -30,7 +30,7 @@ _OF_THE_SENDER: Final = ("retry", "retry_policy", "timeout", "confirm_timeout")
 _RECONNECT: Final = {"max_retries": 1, "interval_start": 0, "interval_step": 0, "interval_max": 0}
 
 
-class Recorder(Producer):
+class TaskRecorder(Producer):
     """Stands in for the producer of one call: keeps the task's message instead of sending it."""
 
     def __init__(self, app: Celery) -> None:
@@ -131,14 +131,14 @@ def record_what_waits(app: Celery) -> None:
             bound = signature_of(send).bind(name, *args, **options).arguments
             options = {key: value for key, value in bound.items() if key not in ("name", "options")}
             options |= bound.get("options", {})
-        if isinstance(options.get("producer"), Recorder) or _is_running(options.get("task_id")):
+        if isinstance(options.get("producer"), TaskRecorder) or _is_running(options.get("task_id")):
             return send(name, **options)
         task = _recorded_task(app, name, options)
         if task is None or not task._record_now(name):
             return send(name, **options)
         with task._recording():
             _refuse_what_cannot_wait(app, name, options)
-            recorder = Recorder(app)
+            recorder = TaskRecorder(app)
             # One that the caller has given would send at once.
             result = send(name, **{**options, "producer": recorder, "publisher": None})
             assert recorder.recorded is not None
@@ -255,7 +255,7 @@ def hand_over(app: Celery, recorded: Mapping[str, Any]) -> None:
 
 def record(task: Task, args: Any, *, task_id: str) -> Mapping[str, Any]:
     """The message of a call, not sent."""
-    recorder = Recorder(task._get_app())
+    recorder = TaskRecorder(task._get_app())
     Task.apply_async(task, args, task_id=task_id, producer=recorder, add_to_parent=False)
     assert recorder.recorded is not None
     return recorder.recorded

@@ -7,7 +7,7 @@ import select
 import socket
 
 
-class Bell:
+class WakeUp:
     """`ring` makes `socket` readable until `answer`. Ringing again before that costs nothing."""
 
     def __init__(self) -> None:

@@ -29,7 +29,7 @@ ORDER BY topic_id, generation, number
 """)
 
 
-class Follower:
+class BroadcastQueues:
     """Finds the queues of broadcast groups, new ones too, one layout of a topic after the other."""
 
     def __init__(self, groups: Sequence[ConsumingGroup]) -> None:

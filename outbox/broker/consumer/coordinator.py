@@ -22,13 +22,21 @@ from outbox.broker.database.connection import BrokerConnection, BrokerDatabase
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.notify import Channel, notify
 from outbox.broker.dispatch.owned_queue import OwnedQueue
-from outbox.broker.dispatch.ownership import Gained, HandOver, Lost, Ownership, Revived, Stopped, Switched
+from outbox.broker.dispatch.ownership import (
+    GroupChanged,
+    LifeChanged,
+    Ownership,
+    QueueAcquired,
+    QueueHandOver,
+    QueueLost,
+    QueueStopped,
+)
 from outbox.broker.dispatch.subscriptions import ConsumingGroup, Subscribed
 from outbox.broker.groups import leases, lives, members, offsets, outages, rebalance, send_back, suspects
 from outbox.broker.groups.leases import Lease, QueueKey, lease_clock
-from outbox.broker.groups.members import GroupState, Look, QueueState
+from outbox.broker.groups.members import GroupSnapshot, GroupState, QueueState
 from outbox.broker.log.consume_queue import floors
-from outbox.broker.log.failing import FailureNote, Part
+from outbox.broker.log.failing import FailureNote, ProcessPart
 from outbox.errors import BrokerUnavailable
 
 logger = logging.getLogger(__name__)
@@ -59,14 +67,14 @@ class Coordinator:
         self._ownership = ownership
         self._term = lease_seconds
         self._strategy = strategy
-        self._note = FailureNote(database, Part.LEASES, of=", ".join(sorted(group.name for group in groups)))
+        self._note = FailureNote(database, ProcessPart.LEASES, of=", ".join(sorted(group.name for group in groups)))
         self._leases: dict[QueueKey, Lease] = {}
         self._leaving: set[QueueKey] = set()
-        self._switches: dict[int, Switched] = {}
+        self._switches: dict[int, GroupChanged] = {}
         self._queues: dict[QueueKey, OwnedQueue] = {}
         self._renew_at = 0.0
         self._heard_at = lease_clock()
-        self._broadcast = broadcast.Follower([group for group in groups if group.broadcast])
+        self._broadcast = broadcast.BroadcastQueues([group for group in groups if group.broadcast])
         self._connection: BrokerConnection | None = None
         # A new session has the timeouts of its role until they are lifted; behind a pooler they stay.
         self._is_new = True
@@ -140,7 +148,7 @@ class Coordinator:
         self._follow(run, look.groups)
         self._rebalance(run, life, look, stopped)
         for queue in self._broadcast.gained(run, life, self._ownership.lingers):
-            self._ownership.emit(Gained(queue))
+            self._ownership.emit(QueueAcquired(queue))
 
     def _live(self, run: Executor) -> UUID:
         """The life that lasts. Queues obtained in another one are lost: other messages may have their offsets now.
@@ -157,8 +165,8 @@ class Coordinator:
                 self._awaited[lease.key] = lease
                 self._lose(lease)
             for lease in self._broadcast.rewind(lives.heads_since(run, self._life)):
-                self._ownership.emit(Lost(lease))
-            self._ownership.emit(Revived())
+                self._ownership.emit(QueueLost(lease))
+            self._ownership.emit(LifeChanged())
         self._life = life
         return life
 
@@ -234,7 +242,7 @@ class Coordinator:
 
     def _lose(self, lease: Lease) -> None:
         self._forget(lease)
-        self._ownership.emit(Lost(lease))
+        self._ownership.emit(QueueLost(lease))
 
     def _forget(self, lease: Lease) -> None:
         if self._leases.get(lease.key) is lease:
@@ -245,12 +253,12 @@ class Coordinator:
     def _follow(self, run: Executor, states: Mapping[int, GroupState]) -> None:
         suspected = suspects.of_groups(run, [group_id for group_id, state in states.items() if state.suspicious])
         for group_id, state in states.items():
-            switched = Switched(group_id, state.paused, state.generation, suspected.get(group_id, {}))
+            switched = GroupChanged(group_id, state.paused, state.generation, suspected.get(group_id, {}))
             if self._switches.get(group_id) != switched:
                 self._switches[group_id] = switched
                 self._ownership.emit(switched)
 
-    def _rebalance(self, run: Executor, life: UUID, look: Look, stopped: Collection[QueueKey]) -> None:
+    def _rebalance(self, run: Executor, life: UUID, look: GroupSnapshot, stopped: Collection[QueueKey]) -> None:
         if not self._shared_groups or self._ownership.is_draining:
             return
         self._compare(look.queues, stopped)
@@ -281,12 +289,12 @@ class Coordinator:
             if queue.epoch != lease.epoch or queue.owner != self._instance:
                 self._lose(lease)
             elif (queue.stopped is not None) != (queue.key in stopped):
-                self._ownership.emit(Stopped(queue.key, queue.stopped is not None))
+                self._ownership.emit(QueueStopped(queue.key, queue.stopped is not None))
 
     def _let_go(self, key: QueueKey) -> None:
         if key not in self._leaving:
             self._leaving.add(key)
-            self._ownership.emit(HandOver(self._leases[key]))
+            self._ownership.emit(QueueHandOver(self._leases[key]))
 
     def _acquire(self, run: Executor, group: ConsumingGroup, free: Sequence[QueueState], life: UUID) -> None:
         queue_ids = sorted(queue.key[1] for queue in free)
@@ -323,7 +331,7 @@ class Coordinator:
                 queue.stop()
             self._leases[lease.key] = lease
             self._queues[lease.key] = queue
-            self._ownership.emit(Gained(queue))
+            self._ownership.emit(QueueAcquired(queue))
 
     def _leave(self) -> None:
         """Release everything; what was not handed back is drained or lost by now."""

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from outbox import heartbeat
-from outbox.broker.consumer.session import Companion, ConsumerSession, ringing
+from outbox.broker.consumer.session import ConsumerSession, SessionTask, ringing
 from outbox.broker.database.connection import BrokerDatabase
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.notify import RECONNECT
@@ -27,7 +27,7 @@ from outbox.broker.dispatch.running_calls import RunningCalls
 from outbox.broker.dispatch.subscriptions import ConsumingGroup
 from outbox.broker.groups import registration
 from outbox.broker.groups.rebalance import Strategy, by_name
-from outbox.broker.log.failing import FailureNote, Part
+from outbox.broker.log.failing import FailureNote, ProcessPart
 from outbox.broker.schema import install
 from outbox.broker.schema.refusals import naming
 from outbox.codec import Codecs
@@ -74,7 +74,7 @@ class ConsumerRuntime:
         codecs: Codecs | None = None,
         lease_seconds: float = 10.0,
         strategy: str | Strategy = "averagely",
-        companion: Companion | None = None,
+        companion: SessionTask | None = None,
     ) -> None:
         if lease_seconds <= 0:
             raise ConfigurationError(f"lease_seconds must be positive, got {lease_seconds}.")
@@ -87,7 +87,7 @@ class ConsumerRuntime:
         self._strategy = by_name(strategy) if isinstance(strategy, str) else strategy
         self._companion = companion
         groups = sorted({subscription.group for subscription, _ in subscriptions})
-        self._note = FailureNote(database, Part.CONSUMING, of=", ".join(groups))
+        self._note = FailureNote(database, ProcessPart.CONSUMING, of=", ".join(groups))
 
     def run(self, stop: threading.Event) -> None:
         """Consume until `stop` is set; then start nothing more, finish what runs, store, release, leave.
@@ -152,7 +152,7 @@ class ConsumerRuntime:
         counts = session.dispatcher.counts
         return ConsumeCounts(**{name: counts[name] for name in ConsumeCounts.__dataclass_fields__})
 
-    def _session(self, companion: Companion | None = None, noted_in: RunningCalls | None = None) -> ConsumerSession:
+    def _session(self, companion: SessionTask | None = None, noted_in: RunningCalls | None = None) -> ConsumerSession:
         with naming("the registration of consumers", self._database.schema):
             return ConsumerSession(
                 self._database,

@@ -13,7 +13,7 @@ from typing import Final, Protocol
 import psycopg
 
 from outbox import heartbeat
-from outbox.broker.consumer.bell import Bell
+from outbox.broker.consumer.bell import WakeUp
 from outbox.broker.consumer.coordinator import Coordinator
 from outbox.broker.database import timeouts
 from outbox.broker.database.connection import BrokerDatabase
@@ -25,7 +25,7 @@ from outbox.broker.dispatch.invocation import Caller
 from outbox.broker.dispatch.ownership import Ownership
 from outbox.broker.dispatch.running_calls import RunningCalls
 from outbox.broker.dispatch.subscriptions import ConsumingGroup
-from outbox.broker.dispatch.work import Work
+from outbox.broker.dispatch.work import HandlerCall
 from outbox.broker.dispatch.worker_pool import STUCK_LIMIT
 from outbox.broker.groups import lives
 from outbox.broker.groups.rebalance import Strategy
@@ -42,7 +42,7 @@ _POLL_SECONDS: Final = 1.0
 _THREADS_SECONDS: Final = 2.0
 
 
-class Companion(Protocol):
+class SessionTask(Protocol):
     """What a process does beside consuming: in its dispatching thread, on the connection on which that listens."""
 
     def begin(self, run: Executor, instance: uuid.UUID) -> None:
@@ -87,14 +87,14 @@ class ConsumerSession:
         lease_seconds: float,
         strategy: Strategy | Collection[int],
         note: FailureNote,
-        companion: Companion | None = None,
+        companion: SessionTask | None = None,
         noted_in: RunningCalls | None = None,
     ) -> None:
         self._database = database
         self._note = note
         self._lease_seconds = lease_seconds
         self._poll_seconds = _POLL_SECONDS
-        self.bell = Bell()
+        self.bell = WakeUp()
         self._run: Executor | None = None
         self._announcements: Announcements | None = None
         self._polled_at = 0.0
@@ -177,7 +177,7 @@ class ConsumerSession:
         self._disconnect()
         self.bell.close()
 
-    def _finished(self, work: Work) -> None:
+    def _finished(self, work: HandlerCall) -> None:
         if self.dispatcher.finished(work):
             self.bell.ring()
 
@@ -285,7 +285,7 @@ def _running_calls(instance: uuid.UUID, groups: Sequence[ConsumingGroup]) -> Run
 
 
 @contextlib.contextmanager
-def ringing(stop: threading.Event, bell: Bell) -> Iterator[None]:
+def ringing(stop: threading.Event, bell: WakeUp) -> Iterator[None]:
     """Ring when `stop` is set: nobody can wait for an event and a socket at once."""
     ended = threading.Event()
 

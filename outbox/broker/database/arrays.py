@@ -29,7 +29,7 @@ _NULL: Final = b"\xff\xff\xff\xff"
 _INT4, _INT8, _TEXT, _BYTEA, _UUID, _TIMESTAMPTZ, _JSONB, _XID8, _FLOAT8 = 23, 20, 25, 17, 2950, 1184, 3802, 5069, 701
 
 
-class Packed(bytes):
+class BinaryValue(bytes):
     """The binary form of a value whose type the statement names with a cast."""
 
 
@@ -47,7 +47,7 @@ def cursor_on(connection: Connection) -> psycopg.Cursor[tuple[Any, ...]]:
     """A server-side-binding cursor with plain tuples, whatever the application's connection prefers."""
     cursor = psycopg.Cursor(connection, row_factory=tuple_row)
     cursor.format = pq.Format.BINARY
-    cursor.adapters.register_dumper(Packed, PackedDumper)
+    cursor.adapters.register_dumper(BinaryValue, PackedDumper)
     return cursor
 
 
@@ -55,48 +55,48 @@ def raw_cursor_on(connection: Connection) -> psycopg.RawCursor[tuple[Any, ...]]:
     """The same for statements with numbered parameters (see Statement.numbered)."""
     cursor = psycopg.RawCursor(connection, row_factory=tuple_row)
     cursor.format = pq.Format.BINARY
-    cursor.adapters.register_dumper(Packed, PackedDumper)
+    cursor.adapters.register_dumper(BinaryValue, PackedDumper)
     return cursor
 
 
-def uuids(values: Sequence[UUID]) -> Packed:
+def uuids(values: Sequence[UUID]) -> BinaryValue:
     """uuid[]"""
     return _array(_UUID, len(values), b"".join([b"\x00\x00\x00\x10" + value.bytes for value in values]))
 
 
-def texts(values: Iterable[str]) -> Packed:
+def texts(values: Iterable[str]) -> BinaryValue:
     """text[]"""
     return blobs([value.encode() for value in values], _TEXT)
 
 
-def blobs(values: Sequence[bytes], oid: int = _BYTEA) -> Packed:
+def blobs(values: Sequence[bytes], oid: int = _BYTEA) -> BinaryValue:
     """bytea[]"""
     return _array(oid, len(values), b"".join([part for value in values for part in (_LENGTH(len(value)), value)]))
 
 
-def integers(values: Sequence[int]) -> Packed:
+def integers(values: Sequence[int]) -> BinaryValue:
     """integer[]"""
     return _array(_INT4, len(values), struct.pack(f"!{2 * len(values)}i", *_interleaved(4, values)))
 
 
-def bigints(values: Sequence[int]) -> Packed:
+def bigints(values: Sequence[int]) -> BinaryValue:
     """bigint[]"""
     return _array(_INT8, len(values), struct.pack("!" + "iq" * len(values), *_interleaved(8, values)))
 
 
-def xids(values: Sequence[int]) -> Packed:
+def xids(values: Sequence[int]) -> BinaryValue:
     """xid8[]"""
     return _array(_XID8, len(values), struct.pack("!" + "iQ" * len(values), *_interleaved(8, values)))
 
 
-def optional_integers(values: Sequence[int | None]) -> Packed:
+def optional_integers(values: Sequence[int | None]) -> BinaryValue:
     """integer[]; empty when all are null, which unnest() pads with nulls."""
     if None not in values:
         return integers([value for value in values if value is not None])
     return _optional(_INT4, [None if value is None else struct.pack("!i", value) for value in values])
 
 
-def times(values: Sequence[datetime | None]) -> Packed:
+def times(values: Sequence[datetime | None]) -> BinaryValue:
     """timestamptz[]; empty when all are null."""
     return _optional(
         _TIMESTAMPTZ,
@@ -104,12 +104,12 @@ def times(values: Sequence[datetime | None]) -> Packed:
     )
 
 
-def durations(values: Sequence[timedelta | None]) -> Packed:
+def durations(values: Sequence[timedelta | None]) -> BinaryValue:
     """float8[] of seconds; empty when all are null."""
     return _optional(_FLOAT8, [None if value is None else struct.pack("!d", value.total_seconds()) for value in values])
 
 
-def header_maps(values: Sequence[Mapping[str, str]]) -> Packed:
+def header_maps(values: Sequence[Mapping[str, str]]) -> BinaryValue:
     """jsonb[], null for no headers; empty when all are null."""
     return _optional(_JSONB, [b"\x01" + dump_headers(value).encode() if value else None for value in values])
 
@@ -123,14 +123,14 @@ def _interleaved(size: int, values: Sequence[int]) -> Iterable[int]:
     return chain.from_iterable(zip(repeat(size), values))
 
 
-def _optional(oid: int, values: Sequence[bytes | None]) -> Packed:
+def _optional(oid: int, values: Sequence[bytes | None]) -> BinaryValue:
     if not any(value is not None for value in values):
         return _array(oid, 0, b"")
     parts = [_NULL if value is None else _LENGTH(len(value)) + value for value in values]
     return _array(oid, len(values), b"".join(parts), has_nulls=True)
 
 
-def _array(oid: int, count: int, elements: bytes, *, has_nulls: bool = False) -> Packed:
+def _array(oid: int, count: int, elements: bytes, *, has_nulls: bool = False) -> BinaryValue:
     if not count:
-        return Packed(struct.pack("!iiI", 0, 0, oid))
-    return Packed(_HEADER.pack(1, int(has_nulls), oid, count, 1) + elements)
+        return BinaryValue(struct.pack("!iiI", 0, 0, oid))
+    return BinaryValue(_HEADER.pack(1, int(has_nulls), oid, count, 1) + elements)

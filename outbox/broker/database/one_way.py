@@ -67,7 +67,7 @@ class Request:
 
 
 @dataclass(slots=True)
-class _Errand:
+class _PendingRequest:
     request: Request
     times_sent: int = 0
 
@@ -87,8 +87,8 @@ class OneWay:
         """Also after a fork: what was queued before it is the parent's to send."""
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._queued: deque[_Errand] = deque()
-        self._unanswered: deque[_Errand] = deque()
+        self._queued: deque[_PendingRequest] = deque()
+        self._unanswered: deque[_PendingRequest] = deque()
         self._pgconn: PGconn | None = None
         self._connecting: PQGenConn[PGconn] | None = None
         self._wanted: tuple[int, waiting.Wait] | None = None
@@ -109,7 +109,7 @@ class OneWay:
         if len(self._queued) + len(requests) > MAX_QUEUED:
             self._drop(len(requests), "the server does not keep up")
             return
-        self._queued.extend(map(_Errand, requests))
+        self._queued.extend(map(_PendingRequest, requests))
         # Whoever finds the connection free writes what everybody has queued, and looks again when it is free once more:
         # nobody waits for it, and nothing is left behind.
         while self._queued and self._lock.acquire(blocking=False):
@@ -205,7 +205,7 @@ class OneWay:
             pgconn.flush()
         return True
 
-    def _write_one(self, pgconn: PGconn, errand: _Errand) -> None:
+    def _write_one(self, pgconn: PGconn, errand: _PendingRequest) -> None:
         """Noted as unanswered once it is written: for the answer to what never was, the reader would wait for ever."""
         errand.times_sent += 1
         try:

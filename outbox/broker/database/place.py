@@ -24,7 +24,7 @@ from outbox.errors import BrokerUnavailable
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ServerIdentity:
     """A database, and since when its server runs (seconds since 1970): another server or a restart is another place."""
 
     started_at: Decimal
@@ -63,7 +63,7 @@ def marked(database: BrokerDatabase, *, timeout_seconds: float) -> Iterator[int]
         yield key
 
 
-def find_mark(connection: Connection, key: int) -> Place | None:
+def find_mark(connection: Connection, key: int) -> ServerIdentity | None:
     """Where this connection is, if the lock of `marked` is seen through it; None if it is elsewhere.
 
     The connection is in a transaction of any isolation level: locks are not part of its snapshot. Never waits.
@@ -72,12 +72,12 @@ def find_mark(connection: Connection, key: int) -> Place | None:
     with cursor_on(connection) as cursor:
         row = cursor.execute(_SEEN, [key]).fetchone()
     assert row is not None
-    return Place(*row[1:]) if row[0] else None
+    return ServerIdentity(*row[1:]) if row[0] else None
 
 
-def here(connection: Connection) -> Place:
+def here(connection: Connection) -> ServerIdentity:
     """Where this connection is. Raises psycopg.Error."""
     with cursor_on(connection) as cursor:
         row = cursor.execute(_HERE).fetchone()
     assert row is not None
-    return Place(*row)
+    return ServerIdentity(*row)

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 from outbox.broker.dispatch.owned_queue import OwnedQueue, Phase
-from outbox.broker.dispatch.station import Station
-from outbox.broker.dispatch.work import NOT_STARTED, Item, Result, Work
+from outbox.broker.dispatch.station import SubscriptionRunner
+from outbox.broker.dispatch.work import NOT_STARTED, FetchedEntry, HandlerCall, Result
 from outbox.broker.dispatch.worker_pool import STUCK_LIMIT
 from outbox.errors import HandlerTimedOut
 from outbox.ports import Disposition
@@ -21,18 +21,18 @@ COLLECT_SECONDS: Final = 0.05
 class Calls:
     """Part of the dispatching thread, but for `finished`. `stations` by (group id, topic id)."""
 
-    def __init__(self, stations: Mapping[tuple[int, int], Station]) -> None:
+    def __init__(self, stations: Mapping[tuple[int, int], SubscriptionRunner]) -> None:
         self._stations = stations
-        self._running: set[Work] = set()
-        self._stuck: dict[Work, list[Item]] = {}
-        self._finished: deque[Work] = deque()
+        self._running: set[HandlerCall] = set()
+        self._stuck: dict[HandlerCall, list[FetchedEntry]] = {}
+        self._finished: deque[HandlerCall] = deque()
         # Until when the dispatching thread sleeps if nobody wakes it, and when it looks for results by itself.
         self._asleep_until = 0.0
         self._collect_at = 0.0
         # Whether the dispatching thread wants to know at once of each call that is over; it says so itself.
         self.watched = False
 
-    def finished(self, work: Work) -> bool:
+    def finished(self, work: HandlerCall) -> bool:
         """A call is over; returns whether the dispatching thread is to be woken. The handlers' threads call this.
 
         A message that was handled while there is enough to do only moves the offset. It is collected when that thread
@@ -52,7 +52,7 @@ class Calls:
         # Looked at after that: who finishes a call from here on sees for how long this thread sleeps.
         return 0.0 if self._finished and not (looks and not self.watched) else seconds
 
-    def _is_awaited(self, work: Work) -> bool:
+    def _is_awaited(self, work: HandlerCall) -> bool:
         """Whether something goes on only with this result: its line, its attempt, the threads, whoever watches."""
         if self.watched or work.abandoned or work.subscribed.ordered or len(work.items) > 1:
             return True
@@ -83,7 +83,7 @@ class Calls:
         started = [item.offset for work in self._running for item in work.items if item.queue is queue]
         return max(started, default=-1) + 1
 
-    def submit(self, work: Work) -> None:
+    def submit(self, work: HandlerCall) -> None:
         """Call the handler as soon as a thread is free."""
         for item in work.items:
             item.queue.started()
@@ -93,23 +93,23 @@ class Calls:
             self._collect_at = now + COLLECT_SECONDS
         self._stations[work.subscribed.key].pool.submit(work)
 
-    def hold(self, work: Work) -> None:
+    def hold(self, work: HandlerCall) -> None:
         """Count it as running, but call its handler only when it is `start`ed, or `refuse` that."""
         for item in work.items:
             item.queue.started()
         self._running.add(work)
         self._stations[work.subscribed.key].pool.reserve()
 
-    def start(self, work: Work) -> None:
+    def start(self, work: HandlerCall) -> None:
         """Call the handler of a work that was held."""
         self._stations[work.subscribed.key].pool.start(work)
 
-    def refuse(self, work: Work, result: Result) -> None:
+    def refuse(self, work: HandlerCall, result: Result) -> None:
         """A work is over before its handler was called."""
         work.results = [result] * len(work.items)
         self._finished.append(work)
 
-    def runs_beside(self, work: Work) -> bool:
+    def runs_beside(self, work: HandlerCall) -> bool:
         """Whether another handler runs that still counts."""
         return len(self._running) > 1 or (bool(self._running) and work not in self._running)
 
@@ -137,7 +137,7 @@ class Calls:
                 return f"a handler of group {work.subscribed.group.name!r} has held up its line for {seconds:g} s"
         return ""
 
-    def over(self) -> Iterator[tuple[Work, Sequence[Result]]]:
+    def over(self) -> Iterator[tuple[HandlerCall, Sequence[Result]]]:
         """Calls to be booked with their results: those that are over, then those that ran too long."""
         while self._finished:
             work = self._finished.popleft()
@@ -153,13 +153,13 @@ class Calls:
             error = HandlerTimedOut(f"{work.abandoned}; the attempt counts as failed and its late result is ignored.")
             yield work, [error] * len(work.items)
 
-    def keep_until_returned(self, work: Work, back: list[Item]) -> None:
+    def keep_until_returned(self, work: HandlerCall, back: list[FetchedEntry]) -> None:
         """One at a time: the next attempt at these waits until the stuck call has returned."""
         self._stuck[work] = back
 
-    def _overdue(self) -> list[Work]:
+    def _overdue(self) -> list[HandlerCall]:
         now = time.monotonic()
-        overdue: list[Work] = []
+        overdue: list[HandlerCall] = []
         for work in self._running:
             limit = work.subscribed.subscription.timeout_seconds
             if work.started_at is not None and now - work.started_at >= limit and not work.results:
@@ -167,7 +167,7 @@ class Calls:
                 overdue.append(work)
         return overdue
 
-    def _returned_late(self, work: Work) -> None:
+    def _returned_late(self, work: HandlerCall) -> None:
         """A call that was given up has returned: its result does not count, but its line may go on."""
         self._stations[work.subscribed.key].pool.unstuck()
         back = self._stuck.pop(work, None)

@@ -15,13 +15,22 @@ from outbox.broker.dispatch import failures
 from outbox.broker.dispatch.calls import Calls
 from outbox.broker.dispatch.failures import Failed
 from outbox.broker.dispatch.owned_queue import OwnedQueue, Phase
-from outbox.broker.dispatch.ownership import Event, Gained, HandOver, Lost, Ownership, Revived, Stopped, Switched
+from outbox.broker.dispatch.ownership import (
+    Event,
+    GroupChanged,
+    LifeChanged,
+    Ownership,
+    QueueAcquired,
+    QueueHandOver,
+    QueueLost,
+    QueueStopped,
+)
 from outbox.broker.dispatch.prefetch import Prefetcher, room_of
 from outbox.broker.dispatch.results import book
-from outbox.broker.dispatch.station import Station
+from outbox.broker.dispatch.station import SubscriptionRunner
 from outbox.broker.dispatch.subscriptions import ConsumingGroup
-from outbox.broker.dispatch.trials import Trials
-from outbox.broker.dispatch.work import Lane, Result, Work
+from outbox.broker.dispatch.trials import QuarantineRunner
+from outbox.broker.dispatch.work import HandlerCall, Lane, Result
 from outbox.broker.groups import lives, offsets
 from outbox.broker.groups.leases import Lease, QueueKey
 from outbox.broker.log.consume_queue import heads
@@ -39,19 +48,21 @@ class Dispatcher:
     """One step after another, each bounded. A step that raises leaves everything as it was or done."""
 
     def __init__(
-        self, instance: UUID, groups: Sequence[ConsumingGroup], ownership: Ownership, run: Callable[[Work], None]
+        self, instance: UUID, groups: Sequence[ConsumingGroup], ownership: Ownership, run: Callable[[HandlerCall], None]
     ) -> None:
         self._instance = instance
         self._groups = {group.group_id: group for group in groups}
         self._stations = {
-            subscribed.key: Station(subscribed, run) for group in groups for subscribed in group.subscribed.values()
+            subscribed.key: SubscriptionRunner(subscribed, run)
+            for group in groups
+            for subscribed in group.subscribed.values()
         }
         self._ownership = ownership
         self._life: UUID | None = None
         self._owned: dict[QueueKey, OwnedQueue] = {}
         self._stale: list[OwnedQueue] = []
         self._calls = Calls(self._stations)
-        self._trials = Trials(instance, self._calls)
+        self._trials = QuarantineRunner(instance, self._calls)
         # Called by the handlers' threads; whether this one is to be woken.
         self.finished: Final = self._calls.finished
         self._dirty: set[OwnedQueue] = set()
@@ -146,7 +157,7 @@ class Dispatcher:
 
     def _adopt(self, run: Executor) -> None:
         while (event := self._ownership.next_event()) is not None:
-            if isinstance(event, Revived):
+            if isinstance(event, LifeChanged):
                 self.live(lives.current(run))
             else:
                 self._apply(event)
@@ -159,13 +170,13 @@ class Dispatcher:
 
     def _apply(self, event: Event) -> None:
         match event:
-            case Gained(queue) if queue.lease.life != self._life:
+            case QueueAcquired(queue) if queue.lease.life != self._life:
                 # Positions of another life of the server, which not both threads have met yet.
                 self._ownership.hand_back(queue.lease)
-            case Gained(queue) if self._ownership.lingers(queue.key):
+            case QueueAcquired(queue) if self._ownership.lingers(queue.key):
                 # Lost and taken again in one breath: what runs of it would run a second time beside itself.
                 self._ownership.hand_back(queue.lease)
-            case Gained(queue):
+            case QueueAcquired(queue):
                 if self._bounded:
                     # Such a pass takes what there was when it began.
                     queue.rest()
@@ -177,16 +188,16 @@ class Dispatcher:
                     self._dirty.add(queue)
                 if self._draining:
                     self._begin_hand_over(queue)
-            case HandOver(lease):
+            case QueueHandOver(lease):
                 if (current := self._current(lease)) is not None:
                     self._begin_hand_over(current)
-            case Lost(lease):
+            case QueueLost(lease):
                 if (current := self._current(lease)) is not None:
                     self._lose(current)
-            case Switched(group_id, paused, generation, suspects):
+            case GroupChanged(group_id, paused, generation, suspects):
                 group = self._groups[group_id]
                 group.paused, group.generation, group.suspects = paused, generation, suspects
-            case Stopped(key, stopped):
+            case QueueStopped(key, stopped):
                 self._stop_or_resume(self._owned.get(key), stopped)
 
     def _current(self, lease: Lease) -> OwnedQueue | None:
@@ -260,7 +271,7 @@ class Dispatcher:
         if over:
             self._conclude(run, over, failed)
 
-    def _absorb(self, work: Work, results: Sequence[Result], failed: list[Failed]) -> set[int]:
+    def _absorb(self, work: HandlerCall, results: Sequence[Result], failed: list[Failed]) -> set[int]:
         """Book the results of a call; returns the ids of items that go back to their lane."""
         # First: the queue may be lost below, and then what still runs of it decides whether its key lingers.
         counted = Counter(item.queue for item in work.items)
@@ -276,7 +287,7 @@ class Dispatcher:
         self._dirty.update(queue for queue in counted if queue.phase is not Phase.LOST)
         return booked.again
 
-    def _conclude(self, run: Executor, over: Sequence[tuple[Work, set[int]]], failed: Sequence[Failed]) -> None:
+    def _conclude(self, run: Executor, over: Sequence[tuple[HandlerCall, set[int]]], failed: Sequence[Failed]) -> None:
         """Settle all failures in one statement, then give each lane back what is to be tried here again.
 
         In this order: a lane whose call is settled hands out its next messages, and a failed one must be back before
@@ -310,7 +321,7 @@ class Dispatcher:
                 continue
             for lane in station.lanes:
                 while not self._trials.silent and station.admits(now) and (items := lane.take(now)):
-                    self._submit(run, Work(station.subscribed, lane, items))
+                    self._submit(run, HandlerCall(station.subscribed, lane, items))
             station.backlog = station.pool.room == 0
         self._calls.watched = self._watches()
 
@@ -325,7 +336,7 @@ class Dispatcher:
             or any(queue.phase is not Phase.ACTIVE for queue in self._owned.values())
         )
 
-    def _submit(self, run: Executor, work: Work) -> None:
+    def _submit(self, run: Executor, work: HandlerCall) -> None:
         if any(item.row is None for item in work.items):
             self._prefetcher.load(run, work)
         if not work.items:

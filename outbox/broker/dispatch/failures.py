@@ -15,11 +15,11 @@ from outbox import faults, log_context
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.notify import Channel, notify
 from outbox.broker.dispatch.fetch import KEY, LOG_ID, MESSAGE_ID, TOPIC_ID, TRANSACTION_ID, Row
-from outbox.broker.dispatch.owned_queue import Outcome
+from outbox.broker.dispatch.owned_queue import EntryOutcome
 from outbox.broker.dispatch.subscriptions import ConsumingGroup, Subscribed
-from outbox.broker.dispatch.work import Item
+from outbox.broker.dispatch.work import FetchedEntry
 from outbox.broker.groups import leases, retry_queues, send_back
-from outbox.broker.groups.send_back import Failure, Judgement, Verdict
+from outbox.broker.groups.send_back import Failure, FailureAction, FailurePlan
 from outbox.errors import KillsItsProcess, LeaseLost, OutboxError
 
 logger = logging.getLogger(__name__)
@@ -32,11 +32,11 @@ class Failed:
     """A message whose attempt failed."""
 
     subscribed: Subscribed
-    item: Item
+    item: FetchedEntry
     error: BaseException
 
 
-def settle(run: Executor, instance: UUID, failures: Sequence[Failed]) -> list[Item]:
+def settle(run: Executor, instance: UUID, failures: Sequence[Failed]) -> list[FetchedEntry]:
     """Afterwards every message is finished, stopped, or due again: the failures of one collection, together.
 
     Records them and finishes what was sent away; returns the messages to try here again, with their due time.
@@ -54,19 +54,19 @@ def settle(run: Executor, instance: UUID, failures: Sequence[Failed]) -> list[It
     except (psycopg.Error, OutboxError) as error:
         logger.warning("%d failed messages could not be sent back and are tried here again: %s", len(judged), error)
         return [_again(failed.item, _LOCAL_RETRY_SECONDS) for failed, _ in judged]
-    again: list[Item] = []
+    again: list[FetchedEntry] = []
     for failed, judgement in judged:
         if failed.subscribed.group.broadcast or failed.item.queue.key in kept:
             again += _conclude(failed, judgement)
     return again
 
 
-def send_on(run: Executor, instance: UUID, foreign: Sequence[tuple[Item, Row]]) -> None:
+def send_on(run: Executor, instance: UUID, foreign: Sequence[tuple[FetchedEntry, Row]]) -> None:
     """Move retried messages of topics that this process does not subscribe to into the queues of these topics.
 
     Attempts stay uncounted. Such messages come from the queue of all topics, which version 0.1 fills.
     """
-    judgement = Judgement(Verdict.SEND_BACK)
+    judgement = FailurePlan(FailureAction.SEND_BACK)
     error = "delivered to an instance of the group that does not subscribe to the message's topic"
     failures = {
         (item.queue.key[0], row[LOG_ID]): Failure(
@@ -86,17 +86,17 @@ def send_on(run: Executor, instance: UUID, foreign: Sequence[tuple[Item, Row]]) 
     send_back.record(run, instance, list(failures.values()))
     for item, row in foreign:
         logger.info("message %s: %s; it goes to the retry queue of its topic", row[MESSAGE_ID], error)
-        item.queue.window.finish(item.offset, Outcome.SENT_BACK)
+        item.queue.window.finish(item.offset, EntryOutcome.SENT_BACK)
 
 
-def _judge(failed: Failed) -> Judgement:
+def _judge(failed: Failed) -> FailurePlan:
     item, error = failed.item, failed.error
     if isinstance(error, KillsItsProcess):
         # Whatever the subscription makes of errors: this one did not come from the handler.
-        return Judgement(Verdict.DEAD)
+        return FailurePlan(FailureAction.DEAD)
     if isinstance(error, LeaseLost):
         # The fence stopped it: not the handler's fault. If the lease is ours all the same, try again soon.
-        return Judgement(Verdict.IN_PLACE, _LOCAL_RETRY_SECONDS)
+        return FailurePlan(FailureAction.IN_PLACE, _LOCAL_RETRY_SECONDS)
     return send_back.judge(
         failed.subscribed.subscription,
         error,
@@ -106,7 +106,7 @@ def _judge(failed: Failed) -> Judgement:
     )
 
 
-def _record(run: Executor, instance: UUID, judged: Sequence[tuple[Failed, Judgement]]) -> set[leases.QueueKey]:
+def _record(run: Executor, instance: UUID, judged: Sequence[tuple[Failed, FailurePlan]]) -> set[leases.QueueKey]:
     """The keys of queues that are still ours. One message twice (also retried) takes two statements."""
     kept: set[leases.QueueKey] = set()
     rounds: list[dict[tuple[int, int], Failure]] = []
@@ -123,41 +123,41 @@ def _record(run: Executor, instance: UUID, judged: Sequence[tuple[Failed, Judgem
     for failed, judgement in judged:
         if failed.item.queue.key in kept:
             failed.item.queue.swept()
-        if judgement.verdict is Verdict.STOP and not failed.subscribed.group.broadcast:
+        if judgement.verdict is FailureAction.STOP and not failed.subscribed.group.broadcast:
             reason = send_back.describe(failed.error)
             leases.stop(run, instance, failed.item.queue.lease, reason)
-    if any(judgement.verdict is Verdict.SEND_BACK for _, judgement in judged):
+    if any(judgement.verdict is FailureAction.SEND_BACK for _, judgement in judged):
         # The sequencer knows when the next scheduled message was due before this one.
         notify(run, Channel.DECIDED)
     return kept
 
 
-def _conclude(failed: Failed, judgement: Judgement) -> list[Item]:
+def _conclude(failed: Failed, judgement: FailurePlan) -> list[FetchedEntry]:
     """Only once the failure is recorded: a message finished before that would be lost with a crash in between."""
     item = failed.item
     queue = item.queue
-    if judgement.verdict is Verdict.IN_PLACE:
+    if judgement.verdict is FailureAction.IN_PLACE:
         return [_again(item, judgement.delay_seconds)]
-    if judgement.verdict is Verdict.STOP:
+    if judgement.verdict is FailureAction.STOP:
         # Not finished: the offset stays at it, and it is fetched again when an operator resumes the group.
         queue.stop()
         return []
-    outcome = Outcome.DEAD if judgement.verdict is Verdict.DEAD else Outcome.SENT_BACK
+    outcome = EntryOutcome.DEAD if judgement.verdict is FailureAction.DEAD else EntryOutcome.SENT_BACK
     queue.window.finish(item.offset, outcome)
     return []
 
 
-def _again(item: Item, delay_seconds: float) -> Item:
+def _again(item: FetchedEntry, delay_seconds: float) -> FetchedEntry:
     item.in_place += 1
     item.due = time.monotonic() + delay_seconds
     return item
 
 
-def _failure(run: Executor, failed: Failed, judgement: Judgement) -> Failure:
+def _failure(run: Executor, failed: Failed, judgement: FailurePlan) -> Failure:
     item = failed.item
     assert item.row is not None
     group, (_, topic_id) = failed.subscribed.group, failed.subscribed.key
-    sent_back = judgement.verdict is Verdict.SEND_BACK
+    sent_back = judgement.verdict is FailureAction.SEND_BACK
     return Failure(
         lease=item.queue.lease,
         offset=item.offset,
@@ -178,10 +178,10 @@ def _retry_queue(run: Executor, group: ConsumingGroup, topic_id: int) -> int:
     return group.retry_queues[topic_id]
 
 
-def _report(failed: Failed, judgement: Judgement) -> None:
+def _report(failed: Failed, judgement: FailurePlan) -> None:
     item = failed.item
     assert item.row is not None
-    level = logging.ERROR if judgement.verdict in (Verdict.DEAD, Verdict.STOP) else logging.WARNING
+    level = logging.ERROR if judgement.verdict in (FailureAction.DEAD, FailureAction.STOP) else logging.WARNING
     logger.log(
         level,
         "group %s: attempt %d at message %s of %s failed: %s",
@@ -206,8 +206,8 @@ def _about(failed: Failed, row: Row) -> dict[str, str]:
 
 
 _CONSEQUENCES: Final = {
-    Verdict.SEND_BACK: "it is sent back for another attempt in {:g} s",
-    Verdict.IN_PLACE: "it is tried here again in {:g} s",
-    Verdict.DEAD: "it is given up",
-    Verdict.STOP: "its queue is stopped until an operator resumes the group",
+    FailureAction.SEND_BACK: "it is sent back for another attempt in {:g} s",
+    FailureAction.IN_PLACE: "it is tried here again in {:g} s",
+    FailureAction.DEAD: "it is given up",
+    FailureAction.STOP: "its queue is stopped until an operator resumes the group",
 }

@@ -13,7 +13,7 @@ from outbox.filters.conditions import (
     TAG_NAME,
     Between,
     Comparison,
-    Condition,
+    FilterNode,
     HeaderComparison,
     IsNull,
     Junction,
@@ -64,7 +64,7 @@ class FilterSql:
         kind = sql.SQL("{}::numeric" if isinstance(value, Decimal) else "{}::text")
         return kind.format(self._bind(value))
 
-    def _render(self, node: Condition) -> sql.Composable:
+    def _render(self, node: FilterNode) -> sql.Composable:
         match node:
             case Comparison(name, operator, value):
                 return sql.SQL("({} {} {})").format(

@@ -12,7 +12,7 @@ from outbox import faults, fence, log_context, measures, tracing
 from outbox.broker.dispatch.fetch import LOG_ID, deliver, restore
 from outbox.broker.dispatch.running_calls import RunningCalls
 from outbox.broker.dispatch.subscriptions import Subscribed
-from outbox.broker.dispatch.work import NOT_STARTED, Result, Work
+from outbox.broker.dispatch.work import NOT_STARTED, HandlerCall, Result
 from outbox.codec import Codecs
 from outbox.errors import OutboxError, UndecodableBody
 from outbox.message import Delivery
@@ -28,7 +28,7 @@ class Caller:
         self,
         invoker: Invoker,
         codecs: Codecs,
-        finished: Callable[[Work], None],
+        finished: Callable[[HandlerCall], None],
         running: RunningCalls | None = None,
     ) -> None:
         self._invoker = invoker
@@ -39,7 +39,7 @@ class Caller:
         # dispatching thread, which otherwise waits for one switch interval per decoding thread.
         self._decoding = threading.Lock()
 
-    def run(self, work: Work) -> None:
+    def run(self, work: HandlerCall) -> None:
         """Call the handler for those messages that may be started now."""
         try:
             work.results = self._call(work)
@@ -49,7 +49,7 @@ class Caller:
             work.results = [error] * len(work.items)
         self._finished(work)
 
-    def _call(self, work: Work) -> list[Result]:
+    def _call(self, work: HandlerCall) -> list[Result]:
         work.start()
         faults.point("consumer.before_handler")
         results: list[Result] = [NOT_STARTED] * len(work.items)
@@ -86,7 +86,7 @@ class Caller:
         return outcomes
 
     @contextlib.contextmanager
-    def _noted(self, work: Work, places: Sequence[int]) -> Iterator[None]:
+    def _noted(self, work: HandlerCall, places: Sequence[int]) -> Iterator[None]:
         """While the handler runs, this process's parent can see what it is about."""
         if self._running is None:
             yield
@@ -99,7 +99,7 @@ class Caller:
             if slot is not None:
                 self._running.forget(slot)
 
-    def _deliveries(self, work: Work, results: list[Result]) -> tuple[list[Delivery], list[int]]:
+    def _deliveries(self, work: HandlerCall, results: list[Result]) -> tuple[list[Delivery], list[int]]:
         """Deliveries and their places in the work; the results of those that are not called are filled in."""
         group, topic = work.subscribed.group.name, work.subscribed.subscription.topic
         decode = self._codecs.decode

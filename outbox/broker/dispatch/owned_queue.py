@@ -11,7 +11,7 @@ from outbox.broker.groups.leases import Lease, QueueKey
 from outbox.broker.groups.offsets import OffsetRow, Position
 
 
-class Outcome(enum.IntEnum):
+class EntryOutcome(enum.IntEnum):
     """How an entry was finished; the counters of `consumer_offset`."""
 
     HANDLED = 0
@@ -35,7 +35,7 @@ class Phase(enum.Enum):
     """Another owner may have it: start nothing, record nothing."""
 
 
-class Window:
+class OffsetWindow:
     """Which offsets from the lowest unfinished one on are finished. The stored offset is that lowest one."""
 
     __slots__ = ("_finished", "_gaps", "base", "counts", "moved", "start_offset")
@@ -52,10 +52,10 @@ class Window:
             position.dead,
             position.expired,
         ]
-        self._finished: dict[int, Outcome] = {}
+        self._finished: dict[int, EntryOutcome] = {}
         self._gaps: dict[int, int] = {}
 
-    def finish(self, offset: int, outcome: Outcome) -> None:
+    def finish(self, offset: int, outcome: EntryOutcome) -> None:
         """`offset` is done with. Call `advance` after a group of these."""
         self._finished[offset] = outcome
 
@@ -82,7 +82,7 @@ class Window:
                 base += 1
             elif base in self._gaps:
                 end = self._gaps.pop(base)
-                counts[Outcome.EXPIRED] += end - base
+                counts[EntryOutcome.EXPIRED] += end - base
                 base = end
             else:
                 break
@@ -131,7 +131,7 @@ class OwnedQueue:
         # None for a retry queue: each of its messages goes to the subscription of its own topic.
         self.subscribed: Final = subscribed
         self.name: Final = name
-        self.window: Final = Window(position)
+        self.window: Final = OffsetWindow(position)
         self.phase = Phase.ACTIVE
         # The next offset to fetch; whether there may be more; entries in memory; those of them in running calls.
         self.fetch_from = position.next_offset
@@ -221,7 +221,7 @@ class OwnedQueue:
         """A former owner sent these messages away (the value: into the dead letters) and could not store its offset."""
         ahead = {offset: is_dead for offset, is_dead in offsets.items() if offset >= self.fetch_from}
         for offset, is_dead in ahead.items():
-            self.window.finish(offset, Outcome.DEAD if is_dead else Outcome.SENT_BACK)
+            self.window.finish(offset, EntryOutcome.DEAD if is_dead else EntryOutcome.SENT_BACK)
         self._refetched_below = max(ahead, default=-1) + 1
         self.window.advance()
         self.fetch_from = max(self.fetch_from, self.window.base)

@@ -12,42 +12,42 @@ from dataclasses import dataclass
 
 from outbox.broker.dispatch.owned_queue import OwnedQueue
 from outbox.broker.groups.leases import Lease, QueueKey
-from outbox.broker.groups.suspects import Suspect
+from outbox.broker.groups.suspects import QuarantinedMessage
 
 
 @dataclass(frozen=True)
-class Gained:
+class QueueAcquired:
     """A queue to consume from its position on."""
 
     queue: OwnedQueue
 
 
 @dataclass(frozen=True)
-class HandOver:
+class QueueHandOver:
     """Finish what runs of this queue, store its offset, then call `Ownership.hand_back`."""
 
     lease: Lease
 
 
 @dataclass(frozen=True)
-class Lost:
+class QueueLost:
     """The lease is over: start and record nothing of it any more."""
 
     lease: Lease
 
 
 @dataclass(frozen=True)
-class Switched:
+class GroupChanged:
     """A group was paused or resumed, has another inbox generation, or other suspects."""
 
     group_id: int
     paused: bool
     generation: int
-    suspects: Mapping[int, Suspect]
+    suspects: Mapping[int, QuarantinedMessage]
 
 
 @dataclass(frozen=True)
-class Stopped:
+class QueueStopped:
     """A queue is stopped, or was resumed."""
 
     key: QueueKey
@@ -55,11 +55,11 @@ class Stopped:
 
 
 @dataclass(frozen=True)
-class Revived:
+class LifeChanged:
     """The coordinator has met another life of the broker: ask for the life before anything else is handled."""
 
 
-Event = Gained | HandOver | Lost | Switched | Stopped | Revived
+Event = QueueAcquired | QueueHandOver | QueueLost | GroupChanged | QueueStopped | LifeChanged
 
 
 class Ownership:

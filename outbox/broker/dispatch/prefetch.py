@@ -10,9 +10,9 @@ from uuid import UUID
 from outbox.broker.database.executor import Executor
 from outbox.broker.dispatch import failures
 from outbox.broker.dispatch.fetch import BODY, KEY, OFFSET, PASSES, RETRIES, SLOT, TOPIC_ID, Fetcher, Row, load
-from outbox.broker.dispatch.owned_queue import Outcome, OwnedQueue, Phase
-from outbox.broker.dispatch.station import Station
-from outbox.broker.dispatch.work import Item, Work
+from outbox.broker.dispatch.owned_queue import EntryOutcome, OwnedQueue, Phase
+from outbox.broker.dispatch.station import SubscriptionRunner
+from outbox.broker.dispatch.work import FetchedEntry, HandlerCall
 from outbox.broker.groups.leases import QueueKey
 from outbox.errors import BrokerError
 
@@ -42,7 +42,7 @@ class Prefetcher:
     def __init__(
         self,
         instance: UUID,
-        stations: Mapping[tuple[int, int], Station],
+        stations: Mapping[tuple[int, int], SubscriptionRunner],
         dirty: set[OwnedQueue],
         counts: Counter[str],
     ) -> None:
@@ -55,7 +55,7 @@ class Prefetcher:
         # Of what is consumed here: what may have more to fetch. In the order in which it was heard of.
         self._hungry: dict[OwnedQueue, None] = {}
         # Retried messages of topics that this process does not subscribe to.
-        self._foreign: list[tuple[Item, Row]] = []
+        self._foreign: list[tuple[FetchedEntry, Row]] = []
 
     def hear(self, owned: Mapping[QueueKey, OwnedQueue], grown: Collection[int] | None) -> None:
         """Queues with these ids have grown; of None, any may have."""
@@ -95,7 +95,7 @@ class Prefetcher:
 
     def _ingest(self, queue: OwnedQueue, rows: Sequence[Row], *, more: bool) -> None:
         """Take the next entries of a queue into its window and its lanes."""
-        items: list[Item] = []
+        items: list[FetchedEntry] = []
         expected, window = queue.fetch_from, queue.window
         for row in rows:
             offset = row[OFFSET]
@@ -105,9 +105,9 @@ class Prefetcher:
                 window.skip(expected, offset)
             expected = offset + 1
             if row[PASSES]:
-                items.append(Item(queue, offset, row[RETRIES], row[KEY], row))
+                items.append(FetchedEntry(queue, offset, row[RETRIES], row[KEY], row))
             else:
-                window.finish(offset, Outcome.EXPIRED if row[TOPIC_ID] is None else Outcome.FILTERED)
+                window.finish(offset, EntryOutcome.EXPIRED if row[TOPIC_ID] is None else EntryOutcome.FILTERED)
         if len(items) < len(rows):
             self._counts["filtered"] += len(rows) - len(items)
             self._dirty.add(queue)
@@ -122,7 +122,7 @@ class Prefetcher:
         else:
             self._offer_returned(queue, items)
 
-    def _offer_returned(self, queue: OwnedQueue, items: Sequence[Item]) -> None:
+    def _offer_returned(self, queue: OwnedQueue, items: Sequence[FetchedEntry]) -> None:
         """Messages of the retry queue go to the subscription of the topic they were published to."""
         for item in items:
             assert item.row is not None
@@ -143,7 +143,7 @@ class Prefetcher:
             self._dirty.add(item.queue)
         self._foreign.clear()
 
-    def load(self, run: Executor, work: Work) -> None:
+    def load(self, run: Executor, work: HandlerCall) -> None:
         """Fill in the messages of a work that are not in memory; those that retention removed leave it.
 
         On an error the work goes back to its lane.
@@ -162,14 +162,14 @@ class Prefetcher:
                 item.shed = False
                 item.queue.buffer()
             if item.row is None:
-                item.queue.window.finish(item.offset, Outcome.EXPIRED)
+                item.queue.window.finish(item.offset, EntryOutcome.EXPIRED)
                 item.queue.unbuffer()
                 self._dirty.add(item.queue)
         work.expired = [item for item in missing if item.row is None]
         work.items = [item for item in work.items if item.row is not None]
 
 
-def _leave_out_large(items: Sequence[Item]) -> None:
+def _leave_out_large(items: Sequence[FetchedEntry]) -> None:
     """A row that came without its body is of no use yet."""
     for item in items:
         if item.row is not None and item.row[BODY] is None:

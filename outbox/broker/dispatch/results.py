@@ -14,8 +14,8 @@ from typing import Final
 
 from outbox.broker.dispatch.failures import Failed
 from outbox.broker.dispatch.outage import Outage
-from outbox.broker.dispatch.owned_queue import Outcome, OwnedQueue, Phase
-from outbox.broker.dispatch.work import Item, Postponed, Result, Work, divide
+from outbox.broker.dispatch.owned_queue import EntryOutcome, OwnedQueue, Phase
+from outbox.broker.dispatch.work import FetchedEntry, HandlerCall, Postponed, Result, divide
 from outbox.broker.groups.send_back import describe
 from outbox.errors import HandlerNotStarted, KillsItsProcess, LeaseLost, RetryLater, ServiceUnavailable, UndecodableBody
 from outbox.ports import Disposition
@@ -23,11 +23,11 @@ from outbox.subscription import OnError, Subscription
 
 logger = logging.getLogger(__name__)
 
-_OUTCOMES: Final = {Disposition.HANDLED: Outcome.HANDLED, Disposition.SKIPPED: Outcome.SKIPPED}
+_OUTCOMES: Final = {Disposition.HANDLED: EntryOutcome.HANDLED, Disposition.SKIPPED: EntryOutcome.SKIPPED}
 
 
 @dataclass
-class Booked:
+class CallOutcome:
     """What a call leaves to be done. `again`: the ids of items that are to be handed out here again, attempts unused.
 
     `lost`: queues whose lease was found to be over.
@@ -38,10 +38,10 @@ class Booked:
     lost: list[OwnedQueue] = field(default_factory=list)
 
 
-def book(work: Work, results: Sequence[Result], outage: Outage) -> Booked:
+def book(work: HandlerCall, results: Sequence[Result], outage: Outage) -> CallOutcome:
     """Finish in its window what was handled, and sort the rest."""
-    booked = Booked()
-    errors: list[tuple[Item, BaseException]] = []
+    booked = CallOutcome()
+    errors: list[tuple[FetchedEntry, BaseException]] = []
     for item, result in zip(work.items, results, strict=True):
         queue = item.queue
         if queue.phase is Phase.LOST or queue in booked.lost:
@@ -65,7 +65,9 @@ def book(work: Work, results: Sequence[Result], outage: Outage) -> Booked:
     return booked
 
 
-def _book_failure(work: Work, errors: Sequence[tuple[Item, BaseException]], outage: Outage, booked: Booked) -> None:
+def _book_failure(
+    work: HandlerCall, errors: Sequence[tuple[FetchedEntry, BaseException]], outage: Outage, booked: CallOutcome
+) -> None:
     """Of a call that did nothing else: whose fault it was, if that can be said."""
     undecodable = [Failed(work.subscribed, item, error) for item, error in errors if isinstance(error, UndecodableBody)]
     booked.failed += undecodable
@@ -95,7 +97,7 @@ def _book_failure(work: Work, errors: Sequence[tuple[Item, BaseException]], outa
             _keep(item, 0.0, booked)
 
 
-def _outage(work: Work, items: Sequence[Item], error: BaseException, outage: Outage) -> float | None:
+def _outage(work: HandlerCall, items: Sequence[FetchedEntry], error: BaseException, outage: Outage) -> float | None:
     now = time.monotonic()
     text = describe(error)
     if isinstance(error, HandlerNotStarted):
@@ -135,7 +137,7 @@ def _violates_a_constraint(error: BaseException) -> bool:
     return any(kind.__name__ == "IntegrityError" for kind in type(error).__mro__)
 
 
-def _keep(item: Item, due: float, booked: Booked) -> None:
+def _keep(item: FetchedEntry, due: float, booked: CallOutcome) -> None:
     if item.queue.phase is not Phase.STOPPED:
         # A stopped queue is fetched again when it is resumed.
         item.due = due

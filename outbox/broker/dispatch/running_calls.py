@@ -82,7 +82,7 @@ def inherited(instance: UUID, *, calls: int, batch: int) -> RunningCalls | None:
 
 
 @dataclass(frozen=True, slots=True)
-class LeftBehind:
+class LastCalls:
     """What a process says of itself after its death."""
 
     instance: UUID
@@ -90,7 +90,7 @@ class LeftBehind:
     calls: Sequence[RunningCall]
 
 
-def read(descriptor: int) -> LeftBehind | None:
+def read(descriptor: int) -> LastCalls | None:
     """The parent's side; None when the child never began to consume. Raises ValueError when it is unreadable."""
     content = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
     if not content.strip(b"\0"):
@@ -103,7 +103,7 @@ def read(descriptor: int) -> LeftBehind | None:
         calls = [call for start in starts if (call := _read_call(content, start, slot_bytes)) is not None]
     except struct.error as error:
         raise ValueError(str(error)) from error
-    return LeftBehind(UUID(bytes=instance), bool(told_to_stop), calls)
+    return LastCalls(UUID(bytes=instance), bool(told_to_stop), calls)
 
 
 def _read_call(content: bytes, start: int, slot_bytes: int) -> RunningCall | None:

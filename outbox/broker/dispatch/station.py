@@ -12,16 +12,16 @@ from outbox.broker.dispatch.lanes.key_ordered import KeyOrderedLane
 from outbox.broker.dispatch.lanes.orderly import OrderlyLane
 from outbox.broker.dispatch.outage import Outage
 from outbox.broker.dispatch.subscriptions import Subscribed
-from outbox.broker.dispatch.work import Lane, Work
+from outbox.broker.dispatch.work import HandlerCall, Lane
 from outbox.broker.dispatch.worker_pool import WorkerPool
 from outbox.broker.groups import outages
 from outbox.subscription import Mode, Subscription
 
 
-class Station:
+class SubscriptionRunner:
     """The lanes and the worker pool of a subscription; the dispatching thread's alone."""
 
-    def __init__(self, subscribed: Subscribed, run: Callable[[Work], None]) -> None:
+    def __init__(self, subscribed: Subscribed, run: Callable[[HandlerCall], None]) -> None:
         subscription = subscribed.subscription
         self.subscribed: Final = subscribed
         self.lane: Final = _lane(subscription)

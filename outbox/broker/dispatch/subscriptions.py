@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from outbox.broker.groups.suspects import Suspect
+from outbox.broker.groups.suspects import QuarantinedMessage
 from outbox.filters.filter import parse_filter
 from outbox.ports import AnyHandler
 from outbox.subscription import Mode, Subscription
@@ -32,7 +32,7 @@ class ConsumingGroup:
     subscribed: dict[int, Subscribed] = field(default_factory=dict)
     paused: bool = False
     generation: int = 1
-    suspects: Mapping[int, Suspect] = field(default_factory=dict)
+    suspects: Mapping[int, QuarantinedMessage] = field(default_factory=dict)
 
     def subscribe(self, subscription: Subscription, handler: AnyHandler, topic_id: int) -> Subscribed:
         """Consume a topic for this group."""

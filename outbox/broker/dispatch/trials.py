@@ -21,7 +21,7 @@ from outbox.broker.database.executor import Executor
 from outbox.broker.dispatch.calls import Calls
 from outbox.broker.dispatch.fetch import LOG_ID
 from outbox.broker.dispatch.owned_queue import Phase
-from outbox.broker.dispatch.work import NOT_STARTED, Item, Postponed, Result, Work, divide
+from outbox.broker.dispatch.work import NOT_STARTED, FetchedEntry, HandlerCall, Postponed, Result, divide
 from outbox.broker.groups import suspects
 from outbox.broker.groups.send_back import describe
 from outbox.errors import HandlerTimedOut, KillsItsProcess
@@ -46,14 +46,14 @@ class _Granted:
 _GRANTED: Final = _Granted()
 
 
-class Trials:
+class QuarantineRunner:
     """Part of the dispatching thread: at most one trial at a time."""
 
     def __init__(self, instance: UUID, calls: Calls) -> None:
         self._instance = instance
         self._host = socket.gethostname()
         self._calls = calls
-        self._held: Work | None = None
+        self._held: HandlerCall | None = None
         self._stage = _Stage.HELD
         self._hung = False
         self._draining = False
@@ -74,7 +74,7 @@ class Trials:
         """Begin no more trials."""
         self._draining = True
 
-    def takes(self, run: Executor, work: Work) -> bool:
+    def takes(self, run: Executor, work: HandlerCall) -> bool:
         """Whether a call is not to be made as it is, because there are suspects in it; then it is dealt with here.
 
         On an error it has gone back to its lane.
@@ -98,7 +98,7 @@ class Trials:
             self._calls.hold(work)
         return True
 
-    def _wait_seconds(self, run: Executor, work: Work) -> float:
+    def _wait_seconds(self, run: Executor, work: HandlerCall) -> float:
         """Asked before this process becomes silent for nothing."""
         group = work.subscribed.group
         try:
@@ -123,7 +123,7 @@ class Trials:
             self._stage = _Stage.REFUSED
             self._calls.refuse(work, refusal)
 
-    def _refusal(self, run: Executor, work: Work) -> Result | _Granted:
+    def _refusal(self, run: Executor, work: HandlerCall) -> Result | _Granted:
         """Note that the trial begins; or the result of a call that is not made."""
         now = time.monotonic()
         if self._draining:
@@ -138,7 +138,7 @@ class Trials:
             return KillsItsProcess(f"tried alone, it has killed or hung its process {trial.convicted}")
         return Postponed(now + trial.wait_seconds) if trial.wait_seconds else _GRANTED
 
-    def over(self, work: Work, results: Sequence[Result], excused: Collection[int]) -> None:
+    def over(self, work: HandlerCall, results: Sequence[Result], excused: Collection[int]) -> None:
         """A call is over; if it was the trial, others may go on.
 
         `excused`: the ids of items that are to be called again here, for no fault of theirs.
@@ -155,7 +155,9 @@ class Trials:
             self._verdicts[0](run)
             self._verdicts.pop(0)
 
-    def _verdict(self, work: Work, results: Sequence[Result], excused: Collection[int]) -> Callable[[Executor], None]:
+    def _verdict(
+        self, work: HandlerCall, results: Sequence[Result], excused: Collection[int]
+    ) -> Callable[[Executor], None]:
         group, log_ids, items = work.subscribed.group, _log_ids(work), work.items
         hangs = [result for result in results if isinstance(result, HandlerTimedOut)] if work.abandoned else []
         is_undecided = all(result is NOT_STARTED or isinstance(result, Postponed) for result in results)
@@ -174,12 +176,12 @@ class Trials:
         return write
 
 
-def _is_finished(item: Item) -> bool:
+def _is_finished(item: FetchedEntry) -> bool:
     window = item.queue.window
     return item.queue.phase is not Phase.LOST and (item.offset < window.base or window.is_finished(item.offset))
 
 
-def _set_apart(items: Sequence[Item], found: set[int], size: int) -> None:
+def _set_apart(items: Sequence[FetchedEntry], found: set[int], size: int) -> None:
     """Divide a call into runs of suspects, no longer than `size`, and runs of others."""
     start = 0
     for end in range(1, len(items) + 1):
@@ -189,17 +191,17 @@ def _set_apart(items: Sequence[Item], found: set[int], size: int) -> None:
             start = end
 
 
-def _put_back(work: Work, due: float) -> None:
+def _put_back(work: HandlerCall, due: float) -> None:
     for item in work.items:
         item.due = due
     work.lane.settle([*work.items, *work.expired], work.items)
 
 
-def _log_id(item: Item) -> int:
+def _log_id(item: FetchedEntry) -> int:
     assert item.row is not None
     log_id: int = item.row[LOG_ID]
     return log_id
 
 
-def _log_ids(work: Work) -> list[int]:
+def _log_ids(work: HandlerCall) -> list[int]:
     return [_log_id(item) for item in work.items]

@@ -29,7 +29,7 @@ Result = Disposition | BaseException | Postponed | None
 _parts: Final = itertools.count(1)
 
 
-class Item:
+class FetchedEntry:
     """One fetched entry. `retries` is how often it was sent back before, `in_place` how often it was tried here since.
 
     `row` is what was fetched (`fetch.Row`); None while it is not kept in memory, because the body is
@@ -57,7 +57,7 @@ class Item:
         return self.retries + self.in_place + 1
 
 
-def divide(items: Sequence[Item], size: int) -> None:
+def divide(items: Sequence[FetchedEntry], size: int) -> None:
     """From now on no call takes more than `size` of these together, and none of them with others."""
     for start in range(0, len(items), size):
         part = next(_parts)
@@ -65,12 +65,12 @@ def divide(items: Sequence[Item], size: int) -> None:
             item.part = part
 
 
-def take_run(waiting: deque[Item], most: int) -> list[Item]:
+def take_run(waiting: deque[FetchedEntry], most: int) -> list[FetchedEntry]:
     """Take up to `most` of the first items that belong to one part of a batch, or to none."""
     if not waiting:
         return []
     part = waiting[0].part
-    run: list[Item] = []
+    run: list[FetchedEntry] = []
     while waiting and len(run) < most and waiting[0].part == part:
         run.append(waiting.popleft())
     return run
@@ -79,13 +79,13 @@ def take_run(waiting: deque[Item], most: int) -> list[Item]:
 class Lane(Protocol):
     """Keeps fetched messages and says which of them may be handled next."""
 
-    def offer(self, items: Sequence[Item]) -> None:
+    def offer(self, items: Sequence[FetchedEntry]) -> None:
         """Take fetched messages, in queue order."""
 
-    def take(self, now: float) -> list[Item]:
+    def take(self, now: float) -> list[FetchedEntry]:
         """The messages of the next call; empty when there is none."""
 
-    def settle(self, items: Sequence[Item], again: Sequence[Item]) -> None:
+    def settle(self, items: Sequence[FetchedEntry], again: Sequence[FetchedEntry]) -> None:
         """What one `take` gave is over; those in `again` are to be tried here again when they are due."""
 
     def drop(self, queue: OwnedQueue, from_offset: int = 0) -> None:
@@ -98,17 +98,17 @@ class Lane(Protocol):
         """When something that is held up goes on, if anything is."""
 
 
-class Work:
+class HandlerCall:
     """One call of a handler: some items, and once it is over a result for each."""
 
     __slots__ = ("abandoned", "alone", "expired", "items", "lane", "results", "started_at", "subscribed")
 
-    def __init__(self, subscribed: Subscribed, lane: Lane, items: list[Item]) -> None:
+    def __init__(self, subscribed: Subscribed, lane: Lane, items: list[FetchedEntry]) -> None:
         self.subscribed = subscribed
         self.lane = lane
         self.items = items
         # Taken from the lane with the others, but removed by retention before they could be loaded.
-        self.expired: list[Item] = []
+        self.expired: list[FetchedEntry] = []
         self.results: Sequence[Result] = ()
         # A suspect's trial, while nothing else runs here.
         self.alone = False

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import Final
 
-from outbox.broker.dispatch.work import Work
+from outbox.broker.dispatch.work import HandlerCall
 
 logger = logging.getLogger(__name__)
 
@@ -27,12 +27,12 @@ IDLE_SECONDS: Final = 30.0
 class WorkerPool:
     """Up to `threads` threads, started as they are needed, ended when they are not. Used by one dispatching thread."""
 
-    def __init__(self, name: str, threads: int, run: Callable[[Work], None], *, batches: bool) -> None:
+    def __init__(self, name: str, threads: int, run: Callable[[HandlerCall], None], *, batches: bool) -> None:
         self._name = name
         self._threads = threads
         self._run = run
         self._capacity = threads * (1 + (_AHEAD_BATCH if batches else _AHEAD_SINGLE))
-        self._queue: SimpleQueue[Work | None] = SimpleQueue()
+        self._queue: SimpleQueue[HandlerCall | None] = SimpleQueue()
         self._started: list[threading.Thread] = []
         self._numbers = itertools.count(1)
         # Held by a thread that finds nothing to do and ends, and by the one that looks whether there are enough.
@@ -62,7 +62,7 @@ class WorkerPool:
         """How many works were submitted and are not over."""
         return self._in_hand
 
-    def submit(self, work: Work) -> None:
+    def submit(self, work: HandlerCall) -> None:
         """Run a work as soon as a thread is free."""
         self.reserve()
         self.start(work)
@@ -71,14 +71,14 @@ class WorkerPool:
         """A work counts as submitted; it is started later, or `collected` without that."""
         self._in_hand += 1
 
-    def start(self, work: Work) -> None:
+    def start(self, work: HandlerCall) -> None:
         """Run a work that was reserved for."""
         self._queue.put(work)
         self._staff()
 
-    def withdraw(self) -> list[Work]:
+    def withdraw(self) -> list[HandlerCall]:
         """Works that were submitted and that no thread has taken."""
-        waiting: list[Work] = []
+        waiting: list[HandlerCall] = []
         with contextlib.suppress(Empty):
             while (work := self._queue.get_nowait()) is not None:
                 waiting.append(work)
@@ -127,7 +127,7 @@ class WorkerPool:
             if work.abandoned:
                 return
 
-    def _next(self) -> Work | None:
+    def _next(self) -> HandlerCall | None:
         """The next work; None where the pool stops, or where there is none for so long that the thread ends."""
         while True:
             with contextlib.suppress(Empty):

@@ -165,7 +165,7 @@ def names(
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class GroupSnapshot:
     """What a consumer has to know of its groups: their switches and live members by group id, their queues."""
 
     groups: Mapping[int, GroupState]
@@ -181,11 +181,11 @@ SELECT (SELECT coalesce(jsonb_agg(to_jsonb(found)), '[]') FROM ({_SWITCHES}) AS 
 """)
 
 
-def look(run: Executor, group_ids: Sequence[int]) -> Look:
+def look(run: Executor, group_ids: Sequence[int]) -> GroupSnapshot:
     """All of it at one moment. Members come in an order all of them agree on; queues are those to consume now."""
     states, alive, queues = run.one(_LOOK, {"group_ids": arrays.integers(group_ids)})
     found: dict[int, list[Member]] = {group_id: [] for group_id in group_ids}
     for row in alive:
         found[row["group_id"]].append(Member(UUID(row["instance_id"]), frozenset(row["topics"])))
     owned = [QueueState(**row | {"owner": UUID(row["owner"]) if row["owner"] else None}) for row in queues]
-    return Look({row["group_id"]: GroupState(**row) for row in states}, found, owned)
+    return GroupSnapshot({row["group_id"]: GroupState(**row) for row in states}, found, owned)

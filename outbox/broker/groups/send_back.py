@@ -25,7 +25,7 @@ MAX_ERROR_CHARACTERS: Final = 4000
 _LAST_COUNTED: Final = 30_000  # of attempts: the column is a smallint
 
 
-class Verdict(enum.Enum):
+class FailureAction(enum.Enum):
     """What to do with a message whose attempt failed."""
 
     SEND_BACK = "send_back"
@@ -39,16 +39,16 @@ class Verdict(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Judgement:
+class FailurePlan:
     """A verdict and, for the two that try again, the wait in seconds."""
 
-    verdict: Verdict
+    verdict: FailureAction
     delay_seconds: float = 0.0
 
 
 def judge(
     subscription: Subscription, error: BaseException, *, retries: int, in_place: int, returned: bool
-) -> Judgement:
+) -> FailurePlan:
     """What to do after an attempt raised `error`.
 
     `retries` counts the attempts before this one that were sent back, `in_place` those repeated here since then.
@@ -57,20 +57,20 @@ def judge(
     """
     reaction = subscription.reaction(error)
     if reaction is OnError.STOP:
-        return Judgement(Verdict.STOP)
+        return FailurePlan(FailureAction.STOP)
     if reaction is OnError.DEAD_LETTER:
-        return Judgement(Verdict.DEAD)
+        return FailurePlan(FailureAction.DEAD)
     if reaction is OnError.RETRY and not returned and subscription.mode is not Mode.CONCURRENT:
         if subscription.max_suspends is not None and in_place >= subscription.max_suspends:
-            return Judgement(Verdict.DEAD)
+            return FailurePlan(FailureAction.DEAD)
         chosen = isinstance(error, RetryLater)
         delay = subscription.retry_delay_seconds(error, 1) if chosen else subscription.suspend_seconds
-        return Judgement(Verdict.IN_PLACE, delay)
+        return FailurePlan(FailureAction.IN_PLACE, delay)
     attempts = (in_place if subscription.broadcast else retries) + 1
     if subscription.retry.exhausted(attempts):
-        return Judgement(Verdict.DEAD)
-    verdict = Verdict.IN_PLACE if subscription.broadcast else Verdict.SEND_BACK
-    return Judgement(verdict, subscription.retry_delay_seconds(error, attempts))
+        return FailurePlan(FailureAction.DEAD)
+    verdict = FailureAction.IN_PLACE if subscription.broadcast else FailureAction.SEND_BACK
+    return FailurePlan(verdict, subscription.retry_delay_seconds(error, attempts))
 
 
 def describe(error: BaseException) -> str:
@@ -98,7 +98,7 @@ class Failure:
     log_id: int
     attempts: int
     error: str
-    judgement: Judgement
+    judgement: FailurePlan
     retry_queue_id: int
     next_attempt: int
 

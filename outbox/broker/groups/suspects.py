@@ -42,7 +42,7 @@ class RunningCall:
 
 
 @dataclass(frozen=True, slots=True)
-class Suspect:
+class QuarantinedMessage:
     """A suspect, as the instances of its group need to know it: see the columns of the table."""
 
     group_id: int
@@ -52,7 +52,7 @@ class Suspect:
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class QuarantineAttempt:
     """Whether a suspect may be tried now: `wait_seconds` until one may ask again, 0 for now; or why never again."""
 
     wait_seconds: float = 0.0
@@ -112,12 +112,12 @@ SELECT group_id, log_id, call_size, hung FROM {schema}.suspect WHERE group_id = 
 """)
 
 
-def of_groups(run: Executor, group_ids: Sequence[int]) -> dict[int, dict[int, Suspect]]:
+def of_groups(run: Executor, group_ids: Sequence[int]) -> dict[int, dict[int, QuarantinedMessage]]:
     """Suspects by group id and log id."""
-    found: dict[int, dict[int, Suspect]] = {group_id: {} for group_id in group_ids}
+    found: dict[int, dict[int, QuarantinedMessage]] = {group_id: {} for group_id in group_ids}
     if not found:
         return found
-    for suspect in run.objects(Suspect, _OF_GROUPS, {"group_ids": arrays.integers(group_ids)}):
+    for suspect in run.objects(QuarantinedMessage, _OF_GROUPS, {"group_ids": arrays.integers(group_ids)}):
         found[suspect.group_id][suspect.log_id] = suspect
     return found
 
@@ -173,7 +173,7 @@ WHERE group_id = %(group_id)s AND log_id = ANY(%(log_ids)s::bigint[])
 
 def begin_trial(
     run: Executor, instance: UUID, host: str, group_id: int, log_ids: Sequence[int], *, by_all: bool = False
-) -> Trial:
+) -> QuarantineAttempt:
     """Note, durably on return, that this instance tries these now; or say why it may not.
 
     `by_all`: every instance has to handle them (broadcast), so that they need not wait for each other.
@@ -188,22 +188,24 @@ def begin_trial(
     return trial
 
 
-def ask(run: Executor, instance: UUID, group_id: int, log_ids: Sequence[int], *, by_all: bool = False) -> Trial:
+def ask(
+    run: Executor, instance: UUID, group_id: int, log_ids: Sequence[int], *, by_all: bool = False
+) -> QuarantineAttempt:
     """What `begin_trial` would say now, as far as can be seen; nothing is noted."""
     values = {"group_id": group_id, "log_ids": arrays.bigints(log_ids), "instance": instance}
     return _judge(run, values, by_all=by_all)
 
 
-def _judge(run: Executor, values: Mapping[str, object], *, by_all: bool) -> Trial:
+def _judge(run: Executor, values: Mapping[str, object], *, by_all: bool) -> QuarantineAttempt:
     standing = run.rows(_STANDING, values)
     for deaths, evidence, _ in standing:
         if deaths >= DEATHS_TO_CONVICT:
-            return Trial(convicted=f"{deaths} times; the last time: {evidence}")
+            return QuarantineAttempt(convicted=f"{deaths} times; the last time: {evidence}")
     seconds = max((seconds for _, _, seconds in standing), default=0.0)
     [elsewhere] = run.one(_TRIED_ELSEWHERE, values)
     if seconds > 0 or (elsewhere and not by_all):
-        return Trial(wait_seconds=max(seconds, _LOOK_AGAIN_SECONDS))
-    return Trial()
+        return QuarantineAttempt(wait_seconds=max(seconds, _LOOK_AGAIN_SECONDS))
+    return QuarantineAttempt()
 
 
 _CLEAR = Statement("""
@@ -251,7 +253,7 @@ def forget_the_old(run: Executor) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class SuspectStatus:
+class QuarantineStatus:
     """A suspect for people. `hosts`: where instances vanished while they tried it; `tried_on`: who tries it now."""
 
     group: str
@@ -290,6 +292,6 @@ LIMIT %(limit)s
 """)
 
 
-def list_suspects(run: Executor, *, limit: int = 100) -> Sequence[SuspectStatus]:
+def list_suspects(run: Executor, *, limit: int = 100) -> Sequence[QuarantineStatus]:
     """Those with most deaths first."""
-    return run.objects(SuspectStatus, _LIST, {"limit": limit})
+    return run.objects(QuarantineStatus, _LIST, {"limit": limit})

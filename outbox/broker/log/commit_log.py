@@ -15,7 +15,7 @@ from psycopg.errors import UniqueViolation
 
 from outbox.broker.database import arrays
 from outbox.broker.database.executor import Executor
-from outbox.broker.database.place import Place, here
+from outbox.broker.database.place import ServerIdentity, here
 from outbox.broker.database.statement import Statement
 from outbox.broker.log.topics import Prepared, TopicCatalog
 from outbox.errors import InvalidMessage, SendFailed, TransactionalMessagesRejected
@@ -126,7 +126,7 @@ def append_placed(
     *,
     producer_group: str = "",
     transactional: bool | None = True,
-) -> tuple[list[SendReceipt], Place]:
+) -> tuple[list[SendReceipt], ServerIdentity]:
     """Like `append_decided`, for at least one message; also tells in which database of which server they were put.
 
     That is for the atomic path, where the caller's connection need not lead where it led before.
@@ -147,19 +147,21 @@ def append_placed(
     return _receipts(run, messages, log_ids, half=False), place
 
 
-def _append_one(run: Executor, row: Prepared, producer_group: str, transactional: bool) -> tuple[list[int], Place]:
+def _append_one(
+    run: Executor, row: Prepared, producer_group: str, transactional: bool
+) -> tuple[list[int], ServerIdentity]:
     found = run.call(_DECIDED_ONE, (*_one(row), producer_group, transactional))
     assert found is not None
     log_id, started_at, database = found
-    return [] if log_id is None else [log_id], Place(started_at, database)
+    return [] if log_id is None else [log_id], ServerIdentity(started_at, database)
 
 
 def _append_all(
     run: Executor, rows: Sequence[Prepared], producer_group: str, transactional: bool
-) -> tuple[list[int], Place]:
+) -> tuple[list[int], ServerIdentity]:
     parameters = _many(rows) | {"producer_group": producer_group, "transactional": transactional}
     row = run.row(_DECIDED, parameters, prepare=True)
-    return (row[0], Place(*row[1:])) if row is not None else ([], here(run.connection))
+    return (row[0], ServerIdentity(*row[1:])) if row is not None else ([], here(run.connection))
 
 
 def append_half(run: Executor, catalog: TopicCatalog, half: HalfTransaction) -> list[SendReceipt]:

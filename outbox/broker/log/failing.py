@@ -38,7 +38,7 @@ _IN_A_ROW: Final = 2
 _SHUTTING_DOWN: Final = "57P"
 
 
-class Part(StrEnum):
+class ProcessPart(StrEnum):
     """What fails in a process."""
 
     SEQUENCING = "sequencing"
@@ -52,10 +52,10 @@ class Part(StrEnum):
     @property
     def held_seconds(self) -> float:
         """How long a note counts that is not refreshed, because the part runs rarely or its process has ended."""
-        if self is Part.PASS:
+        if self is ProcessPart.PASS:
             # Pruning runs every ten minutes.
             return 1500.0
-        return 300.0 if self is Part.PUBLISHING else 90.0
+        return 300.0 if self is ProcessPart.PUBLISHING else 90.0
 
 
 _INSERT: Final = Statement("""
@@ -77,7 +77,7 @@ ORDER BY at DESC LIMIT 1000
 class FailingPart:
     """A part that fails now. `of`: the groups it works for, or the name of the pass, comma-separated."""
 
-    part: Part
+    part: ProcessPart
     of: str
     process: str
     since: str
@@ -91,7 +91,7 @@ class FailingPart:
 
 def failing(run: Executor) -> list[FailingPart]:
     """What fails now, the last seen first."""
-    longest = max(part.held_seconds for part in Part)
+    longest = max(part.held_seconds for part in ProcessPart)
     parameters = {"seconds": longest, "kind": str(IncidentKind.PROCESS_FAILING)}
     found = (_parsed(*row) for row in run.rows(_FAILING, parameters))
     return [one for one in found if one.seen_seconds <= one.part.held_seconds]
@@ -101,7 +101,7 @@ def _parsed(subject: str, detail: str, seen_seconds: float) -> FailingPart:
     what, _, process = subject.rpartition(" in ")
     name, _, of = what.partition(" of ")
     since, _, error = detail.partition(": ")
-    return FailingPart(Part(name), of, process, since.removeprefix("since "), seen_seconds, error)
+    return FailingPart(ProcessPart(name), of, process, since.removeprefix("since "), seen_seconds, error)
 
 
 class FailureNote:
@@ -110,7 +110,7 @@ class FailureNote:
     `of`: the groups that the part works for, or the name of the pass.
     """
 
-    def __init__(self, database: BrokerDatabase, part: Part, *, of: str = "", in_a_row: int = _IN_A_ROW) -> None:
+    def __init__(self, database: BrokerDatabase, part: ProcessPart, *, of: str = "", in_a_row: int = _IN_A_ROW) -> None:
         self._database = database
         self._what = f"{part} of {of}" if of else str(part)
         self._in_a_row = in_a_row

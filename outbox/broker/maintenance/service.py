@@ -10,7 +10,7 @@ import psycopg
 from outbox.broker.database import timeouts
 from outbox.broker.database.connection import BrokerDatabase
 from outbox.broker.database.executor import Executor
-from outbox.broker.log.failing import FailureNote, Part
+from outbox.broker.log.failing import FailureNote, ProcessPart
 from outbox.broker.maintenance import retention
 from outbox.broker.maintenance.retention import RetentionCounts
 from outbox.broker.transaction import checks, parking
@@ -48,7 +48,7 @@ def _remove(run: Executor) -> RetentionCounts:
 
 def maintenance(database: BrokerDatabase, check: CheckSettings, *, every_seconds: float) -> BackgroundLoop:
     """A pass every `every_seconds`, in the background."""
-    note = FailureNote(database, Part.MAINTENANCE)
+    note = FailureNote(database, ProcessPart.MAINTENANCE)
 
     def run(stopping: Callable[[], bool]) -> float:
         with note.watching():

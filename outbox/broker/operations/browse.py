@@ -20,7 +20,7 @@ from outbox.safe_text import MASK, masked_value
 
 
 @dataclass(frozen=True, slots=True)
-class Browsed:
+class StoredMessage:
     """A stored message. `state`: committed, rolled back, recalled, parked or undecided; only the first is delivered."""
 
     log_id: int
@@ -42,7 +42,7 @@ class Browsed:
         except UnicodeDecodeError:
             return "base64:" + base64.b64encode(self.body).decode()
 
-    def without(self, names: Collection[str]) -> Browsed:
+    def without(self, names: Collection[str]) -> StoredMessage:
         """With *** for the fields of these names. A body that is no JSON is left out: they cannot be found in it."""
         try:
             body = json.dumps(masked_value(json.loads(self.body), names), ensure_ascii=False)
@@ -78,11 +78,11 @@ def browse(
     since: datetime | None = None,
     after: int | None = None,
     limit: int = 100,
-) -> list[Browsed]:
+) -> list[StoredMessage]:
     """A page of what is stored of a topic, the newest first, stored since then (None: in the last day).
 
     Committed messages; with `uncommitted` also those that are undecided, rolled back or recalled, each with its state.
     The next page is `after` the last log id of this one. Reads what was stored in that time, of all topics.
     """
     values = {"topic": topic, "uncommitted": uncommitted, "since": since, "after": after, "limit": limit}
-    return run.objects(Browsed, _BROWSE, values, prepare=False)
+    return run.objects(StoredMessage, _BROWSE, values, prepare=False)

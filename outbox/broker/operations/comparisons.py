@@ -21,7 +21,7 @@ from outbox.broker.database.statement import Statement
 NAMED: Final = 20
 
 
-class Kind(StrEnum):
+class ComparisonKind(StrEnum):
     """What is compared."""
 
     LEDGER = "ledger"
@@ -33,14 +33,14 @@ class Kind(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Comparison:
+class DatabaseComparison:
     """The last comparison of one thing. `subject`: the producer group, or the consumer group on `topic`.
 
     `state`: what the next one goes on from. `ids`: at most twenty of the `missing`, which lie between `first_at` and
     `last_at`. Between `unproven_from` and `unproven_to` something was lost that no row proves any more.
     """
 
-    kind: Kind
+    kind: ComparisonKind
     subject: str
     topic: str = ""
     alias: str
@@ -79,15 +79,15 @@ WHERE kind = %(kind)s AND subject = %(subject)s AND topic = %(topic)s AND alias 
 """)
 
 
-def every(run: Executor) -> list[Comparison]:
+def every(run: Executor) -> list[DatabaseComparison]:
     """The last comparison of each thing."""
     return [_read(row) for row in run.rows(_ALL)]
 
 
-def _read(row: Sequence[Any]) -> Comparison:
+def _read(row: Sequence[Any]) -> DatabaseComparison:
     kind, subject, topic, alias, life_id, compared_at, state, missing, first_at, last_at, ids, began, ended = row
-    return Comparison(
-        kind=Kind(kind),
+    return DatabaseComparison(
+        kind=ComparisonKind(kind),
         subject=subject,
         topic=topic,
         alias=alias,
@@ -103,7 +103,7 @@ def _read(row: Sequence[Any]) -> Comparison:
     )
 
 
-def store(run: Executor, comparison: Comparison) -> None:
+def store(run: Executor, comparison: DatabaseComparison) -> None:
     """Keep it in place of the one before."""
     run.execute(
         _STORE,
@@ -124,7 +124,7 @@ def store(run: Executor, comparison: Comparison) -> None:
     )
 
 
-def forget(run: Executor, comparison: Comparison) -> None:
+def forget(run: Executor, comparison: DatabaseComparison) -> None:
     """The next comparison of it begins anew, with what is there then."""
     named = {"kind": comparison.kind.value, "subject": comparison.subject}
     run.execute(_FORGET, {**named, "topic": comparison.topic, "alias": comparison.alias})
@@ -207,7 +207,7 @@ class MissingTransactions:
     """Those of one ledger that one side has and the other has not."""
 
     run: Executor
-    kind: Kind
+    kind: ComparisonKind
     producer_group: str
     alias: str
 
@@ -293,7 +293,7 @@ ORDER BY entry.queue_offset
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class QueuedMessage:
     """A message in a queue, when it was queued, and what a filter may look at."""
 
     queue_offset: int
@@ -303,7 +303,7 @@ class Entry:
     headers: Mapping[str, str]
 
 
-def finished_entries(run: Executor, queue: Passed, low: int, high: int, *, keep_seconds: float) -> list[Entry]:
+def finished_entries(run: Executor, queue: Passed, low: int, high: int, *, keep_seconds: float) -> list[QueuedMessage]:
     """The messages from `low` up to `high` that never failed; without those that were stored before `keep_seconds`."""
     values = {"queue_id": queue.queue_id, "group_id": queue.group_id, "low": low, "high": high, "keep": keep_seconds}
-    return run.objects(Entry, _ENTRIES, values)
+    return run.objects(QueuedMessage, _ENTRIES, values)

@@ -35,12 +35,12 @@ class DeadLetter:
     log_id: int
 
     @property
-    def place(self) -> Place:
+    def place(self) -> PagePosition:
         """Where it stands in the list."""
-        return Place(self.dead_at, self.log_id)
+        return PagePosition(self.dead_at, self.log_id)
 
 
-class Place(NamedTuple):
+class PagePosition(NamedTuple):
     """A place in the list of dead letters, the newest first. A page goes on after one, whatever was settled since."""
 
     dead_at: datetime
@@ -51,7 +51,7 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Selection:
+class LetterSelection:
     """Which dead letters: those that meet all that is given; all of them when nothing is.
 
     `error` is contained in the last error, whatever its case; `error_type` is the name of its type; `since` (inclusive)
@@ -69,7 +69,7 @@ class Selection:
     @property
     def is_all(self) -> bool:
         """Whether it leaves none out."""
-        return self == Selection()
+        return self == LetterSelection()
 
     def parameters(self) -> dict[str, Any]:
         """For the statements here."""
@@ -84,7 +84,7 @@ class Selection:
         }
 
 
-ALL: Final = Selection()
+ALL: Final = LetterSelection()
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,10 +131,10 @@ FETCH FIRST %(limit)s ROWS WITH TIES
 def list_dead_letters(
     run: Executor,
     group: str | None = None,
-    selection: Selection = ALL,
+    selection: LetterSelection = ALL,
     *,
     settled: bool = False,
-    after: Place | None = None,
+    after: PagePosition | None = None,
     limit: int = 100,
 ) -> Sequence[DeadLetter]:
     """A page of the dead letters of one group or of all, the newest first; `settled` includes the settled ones.
@@ -198,7 +198,7 @@ ON CONFLICT DO NOTHING
 )
 
 
-def replay(run: Executor, group: str, selection: Selection = ALL, *, limit: int = 10_000) -> int:
+def replay(run: Executor, group: str, selection: LetterSelection = ALL, *, limit: int = 10_000) -> int:
     """Deliver dead letters again through the group's retry queues, with a new series of attempts; returns how many.
 
     Up to `limit`, oldest first. One that fails for good again is a dead letter again. Announce Channel.DECIDED
@@ -228,7 +228,7 @@ SELECT count(*) FROM marked
 )
 
 
-def discard(run: Executor, group: str, selection: Selection, *, limit: int = 10_000) -> int:
+def discard(run: Executor, group: str, selection: LetterSelection, *, limit: int = 10_000) -> int:
     """Give dead letters up for good, up to `limit`, oldest first; returns how many. The group counts them.
 
     Retention removes them with their messages. Raises UnknownGroup.

@@ -23,7 +23,7 @@ CLOCK_SECONDS: Final = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class Diagnosis:
     """One thing that was looked at, how bad it is, and what to do; without a remedy when it is well."""
 
     subject: str
@@ -92,7 +92,7 @@ ORDER BY name
 """)
 
 
-def diagnose(run: Executor, database: BrokerDatabase) -> Iterator[Finding]:
+def diagnose(run: Executor, database: BrokerDatabase) -> Iterator[Diagnosis]:
     """Everything, well or not. The connection is in autocommit, to `database`, with the tables installed."""
     yield from _server(run)
     yield _pooler(run, database)
@@ -104,7 +104,7 @@ def diagnose(run: Executor, database: BrokerDatabase) -> Iterator[Finding]:
     yield from _declared(run)
 
 
-def holding(run: Executor, limits: Thresholds) -> Iterator[Finding]:
+def holding(run: Executor, limits: Thresholds) -> Iterator[Diagnosis]:
     """The conditions that hold now, as `outbox_status` shows them.
 
     Call it last: from here on the session waits for a lock for a second at most.
@@ -113,10 +113,10 @@ def holding(run: Executor, limits: Thresholds) -> Iterator[Finding]:
         facts = [", ".join(f"{name} {value}" for name, value in fact.items()) for fact in one.evidence[:3] if fact]
         more = f"; {one.count} in all" if one.count > len(facts) > 0 else ""
         text = one.meaning + (f" ({'; '.join(facts)}{more})" if facts else "")
-        yield Finding(f"condition {one.name}", one.severity, text, one.next_step)
+        yield Diagnosis(f"condition {one.name}", one.severity, text, one.next_step)
 
 
-def _server(run: Executor) -> Iterator[Finding]:
+def _server(run: Executor) -> Iterator[Diagnosis]:
     found: dict[str, str] = dict(run.rows(_SETTINGS))
     version = int(found["server_version_num"])
     yield _judged(
@@ -141,32 +141,32 @@ def _server(run: Executor) -> Iterator[Finding]:
     yield _judged("connections", used < 0.8 * most, f"{used} of {most} in use", remedy, Severity.WARNING)
 
 
-def _pooler(run: Executor, database: BrokerDatabase) -> Finding:
+def _pooler(run: Executor, database: BrokerDatabase) -> Diagnosis:
     """A pooler tells its clients a process id of its own making."""
     if database.listen_conninfo:
         return _listen_url(database)
     told = run.connection.info.backend_pid
     [pid, _] = run.one(_PID)
     if told == pid:
-        return Finding("pooler", Severity.OK, "none in between")
+        return Diagnosis("pooler", Severity.OK, "none in between")
     remedy = "Give OUTBOX['LISTEN_URL'] a direct URL, so that workers need not poll, or '' if polling is wanted."
     text = "a pooler is in between, so workers poll"
     return _judged("pooler", database.listen_conninfo is not None, text, remedy, Severity.WARNING)
 
 
-def _listen_url(database: BrokerDatabase) -> Finding:
+def _listen_url(database: BrokerDatabase) -> Diagnosis:
     try:
         with contextlib.closing(database.open(name="outbox-doctor", direct=True)) as connection:
             leads_straight = connection.is_direct
     except BrokerUnavailable as error:
         remedy = "Correct OUTBOX['LISTEN_URL']: workers need it to sequence and to consume."
-        return Finding("pooler", Severity.CRITICAL, f"LISTEN_URL leads nowhere: {error}", remedy)
+        return Diagnosis("pooler", Severity.CRITICAL, f"LISTEN_URL leads nowhere: {error}", remedy)
     text = "LISTEN_URL leads straight to the server" if leads_straight else "LISTEN_URL leads through a pooler"
     remedy = "Let OUTBOX['LISTEN_URL'] name the server itself: through a pooler workers poll."
     return _judged("pooler", leads_straight, text, remedy, Severity.WARNING)
 
 
-def _clock(run: Executor) -> Finding:
+def _clock(run: Executor) -> Diagnosis:
     before = time.time()
     [_, there] = run.one(_PID)
     skew = there - (before + time.time()) / 2
@@ -174,17 +174,17 @@ def _clock(run: Executor) -> Finding:
     return _judged("clock", abs(skew) < CLOCK_SECONDS, f"{skew:+.3f} s from here", remedy, Severity.WARNING)
 
 
-def _timeouts(run: Executor) -> Iterator[Finding]:
+def _timeouts(run: Executor) -> Iterator[Diagnosis]:
     found = [f"{setting} ({role}, {database})" for role, database, setting in run.rows(_TIMEOUTS)]
     remedy = "They hold for sends and handlers, not for the broker itself. Make sure that handlers fit into them."
     yield _judged("timeouts of roles", not found, ", ".join(found) or "none", remedy, Severity.WARNING)
 
 
-def _grants(run: Executor, subject: str = "grants") -> Finding:
+def _grants(run: Executor, subject: str = "grants") -> Diagnosis:
     """Of the role of this connection."""
     missing = run.rows(_GRANTS)
     if not missing:
-        return Finding(subject, Severity.OK, "complete")
+        return Diagnosis(subject, Severity.OK, "complete")
     role, schema = run.one(_ROLE, {"schema": run.schema})
     # The default privileges are for what a later version adds.
     remedy = "; ".join(
@@ -199,7 +199,7 @@ def _grants(run: Executor, subject: str = "grants") -> Finding:
             (f"ALTER DEFAULT PRIVILEGES IN SCHEMA {schema}", f"ON {later}"),
         )
     )
-    return Finding(
+    return Diagnosis(
         subject,
         Severity.CRITICAL if any(is_needed for _, _, is_needed in missing) else Severity.WARNING,
         f"missing for {role}: " + "; ".join(f"{privileges} on {name}" for name, privileges, _ in missing),
@@ -207,7 +207,7 @@ def _grants(run: Executor, subject: str = "grants") -> Finding:
     )
 
 
-def _direct_grants(database: BrokerDatabase) -> Iterator[Finding]:
+def _direct_grants(database: BrokerDatabase) -> Iterator[Diagnosis]:
     """Ticks and retention run on the direct connection, which may have another role."""
     if not database.listen_conninfo:
         return
@@ -217,16 +217,16 @@ def _direct_grants(database: BrokerDatabase) -> Iterator[Finding]:
             yield _grants(Executor(connection, database.schema), subject)
     except (BrokerUnavailable, psycopg.Error) as error:
         remedy = "Correct OUTBOX['LISTEN_URL'], or let its role connect: without it nothing is sequenced."
-        yield Finding(subject, Severity.CRITICAL, str(error).strip(), remedy)
+        yield Diagnosis(subject, Severity.CRITICAL, str(error).strip(), remedy)
 
 
-def _sees_sessions(run: Executor) -> Finding:
+def _sees_sessions(run: Executor) -> Diagnosis:
     [sees] = run.one(_SEES_SESSIONS)
     remedy = "GRANT pg_read_all_stats to it: the status cannot name sessions of other roles that hold locks."
     return _judged("sessions", sees, "visible" if sees else "of other roles are hidden", remedy, Severity.WARNING)
 
 
-def _declared(run: Executor) -> Iterator[Finding]:
+def _declared(run: Executor) -> Iterator[Diagnosis]:
     lonely = [name for (name,) in run.rows(_TOPICS)]
     remedy = "Nobody reads them: a subscriber is missing or misspells the topic, or the topic can go."
     yield _judged("topics without a group", not lonely, ", ".join(lonely) or "none", remedy, Severity.WARNING)
@@ -235,5 +235,5 @@ def _declared(run: Executor) -> Iterator[Finding]:
     yield _judged("groups without a consumer", not idle, ", ".join(idle) or "none", remedy, Severity.WARNING)
 
 
-def _judged(subject: str, well: bool, text: str, remedy: str, bad: Severity = Severity.CRITICAL) -> Finding:
-    return Finding(subject, Severity.OK, text) if well else Finding(subject, bad, text, remedy)
+def _judged(subject: str, well: bool, text: str, remedy: str, bad: Severity = Severity.CRITICAL) -> Diagnosis:
+    return Diagnosis(subject, Severity.OK, text) if well else Diagnosis(subject, bad, text, remedy)

@@ -95,7 +95,7 @@ class ErrorGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class WaitingMessage:
     """A message that waits for its time: its delivery time (`group` is None), or a group's next attempt."""
 
     schedule_id: int
@@ -155,14 +155,14 @@ def list_waiting(
     delayed: bool = False,
     after: tuple[datetime, int] | None = None,
     limit: int = 100,
-) -> list[Waiting]:
+) -> list[WaitingMessage]:
     """A page of what waits for its time, the next due first: retries (of one group), or `delayed` ones only.
 
     The next page begins `after` the last one's `due_at` and `schedule_id`.
     """
     after_at, after_id = after or (None, None)
     values = {"group": group, "topic": topic, "delayed": delayed, "after_at": after_at, "after_id": after_id}
-    return run.objects(Waiting, _WAITING, values | {"limit": limit})
+    return run.objects(WaitingMessage, _WAITING, values | {"limit": limit})
 
 
 def list_consumers(run: Executor, group: str, *, limit: int = 200) -> list[Consumer]:

@@ -8,7 +8,7 @@ from typing import Final
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
 from outbox.broker.log import failing as failing_parts
-from outbox.broker.log.failing import FailingPart, Part
+from outbox.broker.log.failing import FailingPart, ProcessPart
 from outbox.broker.operations import audit, health, pruning
 from outbox.broker.operations.conditions import Condition, Fact, Judged, Severity, condition
 from outbox.broker.operations.status import open_since_resync
@@ -66,7 +66,7 @@ def rules(run: Executor, limits: Thresholds, summary: Summary) -> Iterator[Condi
     failing = failing_parts.failing(run)
     yield from _failing(failing)
     leader, gone_seconds, snapshot, tick_seconds, overdue_seconds, rejects = run.one(_BROKER)
-    if leader is None and any(one.part is Part.SEQUENCING for one in failing):
+    if leader is None and any(one.part is ProcessPart.SEQUENCING for one in failing):
         # `process_failing` says why no process leads; to start another would not help.
         pass
     elif leader is None:
@@ -129,7 +129,7 @@ def _passes_late(run: Executor, limits: Thresholds, failing: Sequence[FailingPar
     passes: list[Judged] = []
     receivers: list[Judged] = []
     for group, name, seconds_ago, period in run.rows(_PASSES):
-        if any(one.part is Part.PASS and one.works_for(name) and one.works_for(group) for one in failing):
+        if any(one.part is ProcessPart.PASS and one.works_for(name) and one.works_for(group) for one in failing):
             continue
         severity = limits.pass_late_periods.judge(seconds_ago / max(period, 1.0))
         fact: Fact = {"producer_group": group, "last_run_seconds": seconds_ago, "period_seconds": period}

@@ -8,7 +8,7 @@ from typing import Final
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
 from outbox.broker.log import failing as failing_parts
-from outbox.broker.log.failing import Part
+from outbox.broker.log.failing import ProcessPart
 from outbox.broker.operations import summary as summaries
 from outbox.broker.operations.conditions import EVIDENCE, Condition, Fact, Judged, Severity, condition
 from outbox.broker.operations.summary import GroupProgress, Summary
@@ -74,7 +74,11 @@ def _no_worker(run: Executor, limits: Thresholds, groups: Iterable[GroupProgress
     by_group: dict[str, dict[str, float | None]] = {}
     rows = run.rows(_NO_WORKER)
     # If a consumer runs and fails, `process_failing` says so: another worker would not help.
-    failing = [one for one in failing_parts.failing(run) if one.part in (Part.CONSUMING, Part.LEASES)] if rows else []
+    failing = (
+        [one for one in failing_parts.failing(run) if one.part in (ProcessPart.CONSUMING, ProcessPart.LEASES)]
+        if rows
+        else []
+    )
     for group, topic, seconds in rows:
         if not any(one.works_for(group) for one in failing):
             by_group.setdefault(group, {})[topic] = seconds

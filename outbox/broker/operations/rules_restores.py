@@ -7,12 +7,16 @@ from datetime import timedelta
 from typing import Final
 
 from outbox.broker.database.executor import Executor
-from outbox.broker.operations.comparisons import Comparison, Kind, every
+from outbox.broker.operations.comparisons import ComparisonKind, DatabaseComparison, every
 from outbox.broker.operations.conditions import Condition, Fact, Severity
 from outbox.broker.operations.summary import Summary
 from outbox.broker.operations.thresholds import Thresholds
 
-_NAMES: Final = {Kind.LEDGER: "lost_messages", Kind.DECISION: "lost_commits", Kind.INBOX: "lost_effects"}
+_NAMES: Final = {
+    ComparisonKind.LEDGER: "lost_messages",
+    ComparisonKind.DECISION: "lost_commits",
+    ComparisonKind.INBOX: "lost_effects",
+}
 
 
 def rules(run: Executor, limits: Thresholds, summary: Summary) -> Iterator[Condition]:
@@ -25,9 +29,9 @@ def rules(run: Executor, limits: Thresholds, summary: Summary) -> Iterator[Condi
             yield Condition(name, Severity.CRITICAL, [fact for _, fact in facts], count)
 
 
-def _fact(one: Comparison) -> Fact:
+def _fact(one: DatabaseComparison) -> Fact:
     fact: dict[str, str | int | float | None] = {
-        ("group" if one.kind is Kind.INBOX else "producer_group"): one.subject,
+        ("group" if one.kind is ComparisonKind.INBOX else "producer_group"): one.subject,
         "database": one.alias,
         "missing": one.missing,
     }
@@ -35,12 +39,12 @@ def _fact(one: Comparison) -> Fact:
         fact |= {"first": str(one.first_at), "last": str(one.last_at), "ids": ", ".join(map(str, one.ids))}
     if one.unproven_to is not None:
         fact |= {"unknown_from": str(one.unproven_from), "unknown_to": str(one.unproven_to)}
-    if one.kind is Kind.INBOX:
+    if one.kind is ComparisonKind.INBOX:
         fact |= {"topic": one.topic, "command": reset_command(one)}
     return fact
 
 
-def reset_command(one: Comparison) -> str:
+def reset_command(one: DatabaseComparison) -> str:
     """What brings the missing effects of a group back; the inbox skips the messages that it still knows."""
     assert one.first_at is not None
     # A time of a command line has no parts of a microsecond.

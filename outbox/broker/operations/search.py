@@ -12,7 +12,7 @@ from outbox.broker.database.statement import Statement
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundMessage:
     """A stored message. `state`: committed, rolled back, recalled, parked or undecided."""
 
     log_id: int
@@ -55,7 +55,7 @@ def find_messages(
     until: datetime | None = None,
     before: int | None = None,
     limit: int = 100,
-) -> list[Found]:
+) -> list[FoundMessage]:
     """A page of the messages with a key, of a topic, or of all, the newest first.
 
     Stored `since` then (None: in the last day) and not from `until` on. The next page is `before` the last log id of
@@ -63,4 +63,4 @@ def find_messages(
     """
     values = {"key": key, "topic": topic, "since": since, "until": until, "before": before, "limit": limit}
     # Not prepared: the plan must see how long the time is.
-    return run.objects(Found, _FOUND, values, prepare=False)
+    return run.objects(FoundMessage, _FOUND, values, prepare=False)

@@ -108,7 +108,7 @@ class GroupStatus:
 
 
 @dataclass(frozen=True, slots=True)
-class OpenTransaction:
+class SessionSinceResync:
     """A publishing transaction from before the last resynchronisation that has not ended yet.
 
     Nobody waits for it but its own messages. `age_seconds` is None where the role of the status may not see it.
@@ -148,7 +148,7 @@ class BrokerStatus:
     topics: list[TopicStatus]
     groups: list[GroupStatus]
     incidents: list[dict[str, str]]
-    open_since_resync: list[OpenTransaction] = field(default_factory=list)
+    open_since_resync: list[SessionSinceResync] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
@@ -198,13 +198,13 @@ def broker_status(run: Executor) -> BrokerStatus:
     )
 
 
-def open_since_resync(run: Executor) -> list[OpenTransaction]:
+def open_since_resync(run: Executor) -> list[SessionSinceResync]:
     """Publishing transactions from before the last resynchronisation that have not ended, the oldest first."""
-    return run.objects(OpenTransaction, status_sql.OPEN_SINCE_RESYNC)
+    return run.objects(SessionSinceResync, status_sql.OPEN_SINCE_RESYNC)
 
 
 def _problems(
-    broker: _BrokerRow, topics: list[TopicStatus], groups: list[GroupStatus], still_open: list[OpenTransaction]
+    broker: _BrokerRow, topics: list[TopicStatus], groups: list[GroupStatus], still_open: list[SessionSinceResync]
 ) -> list[str]:
     problems = [f"topic {topic.name!r}: {text}" for topic in topics for text in topic.totals.differences()]
     problems += [

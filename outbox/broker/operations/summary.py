@@ -146,7 +146,7 @@ class Growth:
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
+class SummaryPoint:
     """One kept summary in short, of a group or of all. The counters are totals.
 
     `stored` counts the log ids that were drawn: one for each stored message. An insert that was rolled back has drawn
@@ -269,19 +269,19 @@ def growth(run: Executor, *, window_seconds: float) -> list[Growth]:
     ]
 
 
-def history(run: Executor, group: str | None = None) -> list[Moment]:
+def history(run: Executor, group: str | None = None) -> list[SummaryPoint]:
     """What the kept summaries (a quarter of an hour) say of one group, or of all together; the oldest first."""
     return [_moment(at, totals, group) for at, totals in reversed(run.rows(summary_sql.HISTORY))]
 
 
-def _moment(at: float, totals: Mapping[str, Any], group: str | None) -> Moment:
+def _moment(at: float, totals: Mapping[str, Any], group: str | None) -> SummaryPoint:
     rows = [row for name, row in totals["groups"].items() if group in (None, name)]
     handled, sent_back, dead, lag = (sum(row[place] for row in rows) for place in range(4))
     oldest = max((row[4] for row in rows), default=0.0)
     if group is not None:
-        return Moment(at, None, None, handled, sent_back, dead, lag, oldest)
+        return SummaryPoint(at, None, None, handled, sent_back, dead, lag, oldest)
     # Summaries of older code say nothing of the log.
-    return Moment(at, totals.get("stored"), totals["queued"], handled, sent_back, dead, lag, oldest)
+    return SummaryPoint(at, totals.get("stored"), totals["queued"], handled, sent_back, dead, lag, oldest)
 
 
 def _totals(summary: Summary) -> dict[str, Any]:

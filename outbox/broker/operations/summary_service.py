@@ -10,7 +10,7 @@ import psycopg
 from outbox.broker.database import timeouts
 from outbox.broker.database.connection import BrokerDatabase
 from outbox.broker.database.executor import Executor
-from outbox.broker.log.failing import FailureNote, Part
+from outbox.broker.log.failing import FailureNote, ProcessPart
 from outbox.broker.operations import summary
 from outbox.errors import BrokerUnavailable
 from outbox.periodic import BackgroundLoop
@@ -31,7 +31,7 @@ def run_once(database: BrokerDatabase) -> float:
 
 def summaries(database: BrokerDatabase, *, every_seconds: float) -> BackgroundLoop:
     """A refresh at once and then every `every_seconds`, or more rarely where counting takes long, in the background."""
-    note = FailureNote(database, Part.SUMMARY)
+    note = FailureNote(database, ProcessPart.SUMMARY)
 
     def run(stopping: Callable[[], bool]) -> float:
         with note.watching():

@@ -12,7 +12,7 @@ _GIBIBYTE: Final = 2.0**30
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class Threshold:
     """A warning from `warning` on, critical from `critical` on; None: never."""
 
     warning: float | None
@@ -43,22 +43,22 @@ class Thresholds:
     `replica_lag`: WAL not replayed by a replica, or kept for one that is away.
     """
 
-    no_sequencer_seconds: Limits = Limits(0, 15)
-    no_worker_seconds: Limits = Limits(10, 30)
-    tick_late_seconds: Limits = Limits(10, 60)
-    pass_late_periods: Limits = Limits(3, 10)
-    unanswered_seconds: Limits = Limits(120, 900)
-    parked_messages: Limits = Limits(1, 100)
-    lag_seconds: Limits = Limits(60, 600)
-    lag_messages: Limits = Limits(10_000, 1_000_000)
-    dead_letters: Limits = Limits(1, 1000)
-    retry_share: Limits = Limits(0.5, 0.9)
-    retry_messages: Limits = Limits(100, 100)
-    retention_behind_seconds: Limits = Limits(3600, _DAY)
-    transaction_seconds: Limits = Limits(300, 3600)
-    lock_seconds: Limits = Limits(5, 60)
-    space_bytes: Limits = Limits(50 * _GIBIBYTE, None)
-    xid_age: Limits = Limits(1e9, 1.8e9)
-    sequence_share: Limits = Limits(0.5, 0.9)
-    replica_lag_bytes: Limits = Limits(_GIBIBYTE / 4, 4 * _GIBIBYTE)
-    window_seconds: Limits = Limits(_DAY, _DAY)
+    no_sequencer_seconds: Threshold = Threshold(0, 15)
+    no_worker_seconds: Threshold = Threshold(10, 30)
+    tick_late_seconds: Threshold = Threshold(10, 60)
+    pass_late_periods: Threshold = Threshold(3, 10)
+    unanswered_seconds: Threshold = Threshold(120, 900)
+    parked_messages: Threshold = Threshold(1, 100)
+    lag_seconds: Threshold = Threshold(60, 600)
+    lag_messages: Threshold = Threshold(10_000, 1_000_000)
+    dead_letters: Threshold = Threshold(1, 1000)
+    retry_share: Threshold = Threshold(0.5, 0.9)
+    retry_messages: Threshold = Threshold(100, 100)
+    retention_behind_seconds: Threshold = Threshold(3600, _DAY)
+    transaction_seconds: Threshold = Threshold(300, 3600)
+    lock_seconds: Threshold = Threshold(5, 60)
+    space_bytes: Threshold = Threshold(50 * _GIBIBYTE, None)
+    xid_age: Threshold = Threshold(1e9, 1.8e9)
+    sequence_share: Threshold = Threshold(0.5, 0.9)
+    replica_lag_bytes: Threshold = Threshold(_GIBIBYTE / 4, 4 * _GIBIBYTE)
+    window_seconds: Threshold = Threshold(_DAY, _DAY)

@@ -19,7 +19,7 @@ from outbox.broker.operations import (
     rules_transactions,
 )
 from outbox.broker.operations import summary as summaries
-from outbox.broker.operations.conditions import Condition, Severity, Verdict, condition, worst_first
+from outbox.broker.operations.conditions import Condition, ConditionReport, Severity, condition, worst_first
 from outbox.broker.operations.summary import Summary
 from outbox.broker.operations.thresholds import Thresholds
 from outbox.broker.schema.install import check_schema
@@ -41,7 +41,7 @@ _ROOMS: Final[Sequence[Rules]] = (
 class Survey:
     """A verdict, and the summary that it rests on; None where the tables could not be read."""
 
-    verdict: Verdict
+    verdict: ConditionReport
     summary: Summary | None
 
 
@@ -64,7 +64,7 @@ def survey(run: Executor, limits: Thresholds | None = None) -> Survey:
         return Survey(worst_first(rules_server.shut_out(run), is_complete=False), None)
 
 
-def unusable(error: Exception) -> Verdict:
+def unusable(error: Exception) -> ConditionReport:
     """The verdict where the broker cannot even be asked: a SchemaError, or an error of the connection."""
     name = "schema_version" if isinstance(error, SchemaError) else "unreachable"
     return worst_first(condition(name, [(Severity.CRITICAL, {"error": str(error).strip()})]), is_complete=False)

@@ -42,7 +42,7 @@ _DEFAULT_INTERVAL_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class Unasked:
+class IdleProducerGroup:
     """A producer group that is to be asked about undecided transactions, and does not ask.
 
     `last_pass_seconds`: since when no pass has begun; None where none ever has.
@@ -82,6 +82,6 @@ def forget(run: Executor, name: str) -> int:
     return run.count(_FORGET, {"name": name})
 
 
-def unasked(run: Executor) -> list[Unasked]:
+def unasked(run: Executor) -> list[IdleProducerGroup]:
     """The producer groups whose check-back is absent while transactions wait for it."""
-    return run.objects(Unasked, _UNASKED, {"name": CHECK_BACK, "interval": _DEFAULT_INTERVAL_SECONDS})
+    return run.objects(IdleProducerGroup, _UNASKED, {"name": CHECK_BACK, "interval": _DEFAULT_INTERVAL_SECONDS})

@@ -16,14 +16,14 @@ class LedgerEntry(models.Model):
     row 'R' is a tombstone: written by a check-back that found nothing, it makes a late 'C' collide.
     """
 
-    class State(models.TextChoices):
+    class LedgerState(models.TextChoices):
         """What a row says about its local transaction."""
 
         COMMITTED = "C", "committed"
         ROLLED_BACK = "R", "rolled back"
 
     transaction_id = models.UUIDField(primary_key=True)
-    state = models.CharField(max_length=1, choices=State)
+    state = models.CharField(max_length=1, choices=LedgerState)
     created_at = models.DateTimeField(db_default=Now())
 
     class Meta:

@@ -48,7 +48,7 @@ from outbox.errors import ConfigurationError, TransactionUsageError, UsageError
 from outbox.retry import RetryPolicy
 from outbox.subscription import Subscription
 
-__all__ = ["WAIT", "Answer", "Saga", "SagaProgress", "SagaState", "Step", "StepRefused"]
+__all__ = ["WAIT", "Saga", "SagaProgress", "SagaState", "Step", "StepAnswer", "StepRefused"]
 
 logger = logging.getLogger(__name__)
 
@@ -60,13 +60,13 @@ class StepRefused(Exception):
     """
 
 
-class Answer(Enum):
+class StepAnswer(Enum):
     """What a step may return beside None (done)."""
 
     WAIT = "wait"
 
 
-WAIT: Final = Answer.WAIT
+WAIT: Final = StepAnswer.WAIT
 
 
 Record = TypeVar("Record", bound=models.Model)
@@ -81,7 +81,7 @@ class Step(Generic[Record]):
     """One step: what it does, what takes that back, and how long it waits at most after returning WAIT."""
 
     name: str
-    work: Callable[[Record], Answer | None]
+    work: Callable[[Record], StepAnswer | None]
     undo: Callable[[Record], None] | None
     within: timedelta | None
 

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from outbox.broker.operations.audit import Audit
-from outbox.broker.operations.conditions import CATALOGUE, Verdict
+from outbox.broker.operations.conditions import CATALOGUE, ConditionReport
 from outbox.broker.operations.overview import Overview
 from outbox.broker.operations.summary import GroupProgress, Summary
 from outbox.contrib.prometheus.recorder import OTHERS
@@ -23,10 +23,10 @@ _KEPT_SECONDS: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class ScrapeState:
     """What a scrape shows. Without a broker to ask, the verdict alone."""
 
-    verdict: Verdict
+    verdict: ConditionReport
     overview: Overview | None = None
     summary: Summary | None = None
     audit: Audit | None = None
@@ -37,10 +37,10 @@ class State:
 class BrokerCollector:
     """Asks at most once in five seconds, however many scrape."""
 
-    def __init__(self, look: Callable[[], State], registry: CollectorRegistry | None = None) -> None:
+    def __init__(self, look: Callable[[], ScrapeState], registry: CollectorRegistry | None = None) -> None:
         self._look = look
         self._lock = threading.Lock()
-        self._kept: tuple[float, State] | None = None
+        self._kept: tuple[float, ScrapeState] | None = None
         if registry is not None:
             registry.register(self)
 
@@ -65,7 +65,7 @@ class BrokerCollector:
             "outbox_table_bytes", "Size on disk with indexes.", ["table"], [([t], b) for t, b in state.sizes.items()]
         )
 
-    def _state(self) -> State:
+    def _state(self) -> ScrapeState:
         with self._lock:
             now = time.monotonic()
             if self._kept is None or now - self._kept[0] > _KEPT_SECONDS:
@@ -87,7 +87,7 @@ def _total(name: str, text: str, labels: Sequence[str], rows: Sequence[tuple[Seq
     return family
 
 
-def _conditions(state: State) -> Iterator[Metric]:
+def _conditions(state: ScrapeState) -> Iterator[Metric]:
     held = {condition.name: int(condition.severity) for condition in state.verdict.conditions}
     # An unknown condition has no sample. A 0 would resolve its alert while the broker is away.
     known = CATALOGUE if state.verdict.is_complete else held
@@ -135,7 +135,7 @@ def _lag_seconds(summary: Summary, of: Sequence[GroupProgress]) -> float | None:
     return max(known) if known else None if any(one.lag for one in of) else 0.0
 
 
-def _groups(state: State) -> Iterator[Metric]:
+def _groups(state: ScrapeState) -> Iterator[Metric]:
     assert state.summary is not None
     rests = state.summary.rests
     yield _family("outbox_dead_letters", "Unsettled dead letters.", ["group"], [([r.group], r.dead) for r in rests])

@@ -12,7 +12,7 @@ from uuid import UUID
 
 from outbox import fence
 from outbox.codec import Codecs
-from outbox.contrib.sinks.sink import NotYet, Outgoing, Rejected, Sink
+from outbox.contrib.sinks.sink import EarlierNotAcknowledged, Outgoing, Rejected, Sink
 from outbox.errors import PartialFailure, ServiceUnavailable
 from outbox.faults import point
 from outbox.message import Delivery
@@ -94,7 +94,9 @@ def _waiting(lines: Iterable[Sequence[Delivery]]) -> int:
 def _hold_back(line: deque[Delivery], behind: Delivery, failed: dict[UUID, Exception]) -> None:
     while line:
         later = line.popleft()
-        failed[later.message_id] = NotYet(f"waits behind message {behind.message_id} of its key {behind.key!r}")
+        failed[later.message_id] = EarlierNotAcknowledged(
+            f"waits behind message {behind.message_id} of its key {behind.key!r}"
+        )
 
 
 def _verdict(deliveries: Sequence[Delivery], failed: dict[UUID, Exception]) -> Exception:

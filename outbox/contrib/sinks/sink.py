@@ -14,7 +14,7 @@ class Rejected(HandlerError):
     """The endpoint refuses this message; the same message will be refused again."""
 
 
-class NotYet(HandlerError):
+class EarlierNotAcknowledged(HandlerError):
     """An earlier message of the same key was not acknowledged, so this one was not sent."""
 
 

@@ -37,7 +37,7 @@ _AGAIN: Final = Backoff(first_seconds=0.5, longest_seconds=30.0, healthy_seconds
 _SHOWN_CHARACTERS: Final = 1000
 
 
-class Poison(OutboxError):
+class UnstorableMessage(OutboxError):
     """A message was received that cannot be stored as one of its topic; nothing after it is received."""
 
 
@@ -78,7 +78,7 @@ class Receiver:
         self._batch = batch
 
     def run(self, stop: threading.Event, *, on_round: Callable[[], None] | None = None) -> None:
-        """Receive until `stop`; what is away is waited for. Raises Poison, or what says that it cannot work so.
+        """Receive until `stop`, and wait while source or broker is away. Raises UnstorableMessage, or a usage error.
 
         `on_round` is called after each round in which source and broker did what they should, also if nothing came.
         """
@@ -132,7 +132,7 @@ class Receiver:
             raise
         except (InvalidMessage, InvalidName, ValueError) as error:
             if self._poison_topic is None:
-                raise Poison(
+                raise UnstorableMessage(
                     f"receiving {self._name!r}: {one.where} cannot be stored in topic {self._topic!r}: {error} It was "
                     f"not acknowledged. Mend its sender and remove it there, or declare a poison_topic."
                 ) from error

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from outbox.broker.consumer.bell import Bell
+from outbox.broker.consumer.bell import WakeUp
 
 
 class RungMeanwhile:
     """A socket during whose first `recv` somebody rings: it lets other threads run."""
 
-    def __init__(self, bell: Bell, real: socket.socket) -> None:
+    def __init__(self, bell: WakeUp, real: socket.socket) -> None:
         self._bell, self._real, self._first = bell, real, True
 
     def recv(self, size: int) -> bytes:
@@ -30,7 +30,7 @@ class RungMeanwhile:
 
 @pytest.mark.parametrize("rung_before", [False, True])
 def test_a_ring_while_the_last_one_is_answered_does_not_mute_the_next(rung_before: bool) -> None:
-    bell = Bell()
+    bell = WakeUp()
     real = bell.socket
     if rung_before:
         bell.ring()

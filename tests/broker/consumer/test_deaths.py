@@ -13,8 +13,8 @@ import pytest
 
 from outbox.backoff import Backoff
 from outbox.broker import deaths
-from outbox.broker.dispatch.running_calls import LeftBehind
-from outbox.broker.supervisor import Death, Supervisor
+from outbox.broker.dispatch.running_calls import LastCalls
+from outbox.broker.supervisor import ChildDeath, Supervisor
 from outbox.subscription import Subscription
 from tests.broker.bench import FIFO, ConsumptionBench, Seen
 from tests.broker.consumer.test_suspects import messages, working
@@ -87,6 +87,6 @@ def test_a_recorded_death_is_on_the_disk(bench: ConsumptionBench) -> None:
         CREATE CONSTRAINT TRIGGER note_setting AFTER INSERT ON outbox.incident DEFERRABLE INITIALLY DEFERRED
         FOR EACH ROW EXECUTE FUNCTION note_setting();
     """)
-    left = LeftBehind(instance=uuid4(), told_to_stop=False, calls=[])
-    deaths.record(bench.database, Death(child="consumer-1", how="signal SIGKILL", hung=False, left_behind=left))
+    left = LastCalls(instance=uuid4(), told_to_stop=False, calls=[])
+    deaths.record(bench.database, ChildDeath(child="consumer-1", how="signal SIGKILL", hung=False, left_behind=left))
     assert bench.rows("SELECT setting FROM committed_with") == [("on",)]

@@ -13,7 +13,7 @@ from outbox.broker.database.connection import BrokerConnection, BrokerDatabase
 from outbox.broker.database.executor import Executor
 from outbox.broker.dispatch.fetch import Fetcher, Row
 from outbox.broker.dispatch.owned_queue import OwnedQueue
-from outbox.broker.log.failing import FailureNote, Part
+from outbox.broker.log.failing import FailureNote, ProcessPart
 from outbox.codec import Codecs
 from outbox.ports import call_handler
 from outbox.subscription import Subscription
@@ -37,7 +37,7 @@ def test_a_connection_on_which_listening_failed_is_closed(
             codecs=Codecs(),
             lease_seconds=10,
             strategy=(),
-            note=FailureNote(database, Part.CONSUMING),
+            note=FailureNote(database, ProcessPart.CONSUMING),
         )
     sessions = (
         "SELECT count(*) FROM pg_stat_activity "

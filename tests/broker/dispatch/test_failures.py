@@ -209,7 +209,7 @@ def test_replay_from_dlq_starts_a_new_series_of_attempts(orders: ConsumptionBenc
     orders.publish([message(n) for n in range(3)])
     orders.run_until_idle(subscribe(), handle)
     letters = dead_letters.list_dead_letters(orders.run, "g")
-    assert dead_letters.replay(orders.run, "g", dead_letters.Selection(message_ids=[letters[0].message_id])) == 1
+    assert dead_letters.replay(orders.run, "g", dead_letters.LetterSelection(message_ids=[letters[0].message_id])) == 1
     orders.sequence()
     orders.run_until_idle(subscribe(), handle)
     assert len(dead_letters.list_dead_letters(orders.run, "g")) == 3

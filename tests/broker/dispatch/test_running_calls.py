@@ -17,7 +17,7 @@ from outbox.backoff import Backoff
 from outbox.broker.dispatch import running_calls
 from outbox.broker.dispatch.running_calls import RunningCalls
 from outbox.broker.groups.suspects import RunningCall
-from outbox.broker.supervisor import ChildSpec, Death, Supervisor
+from outbox.broker.supervisor import ChildDeath, ChildSpec, Supervisor
 from outbox.errors import BrokerUnavailable
 from tests.support import eventually
 
@@ -86,9 +86,9 @@ def supervised(program: str, told: Any) -> Supervisor:
 
 def test_the_supervisor_tells_before_it_restarts_and_again_until_it_is_heard() -> None:
     """While the broker's database is away the child is not started: it would run into the same message."""
-    deaths: list[Death] = []
+    deaths: list[ChildDeath] = []
 
-    def told(death: Death) -> None:
+    def told(death: ChildDeath) -> None:
         deaths.append(death)
         if len(deaths) < 3:
             raise BrokerUnavailable
@@ -111,7 +111,7 @@ def test_the_supervisor_tells_before_it_restarts_and_again_until_it_is_heard() -
     ],
 )
 def test_a_death_that_says_nothing_is_told_all_the_same(program: str) -> None:
-    deaths: list[Death] = []
+    deaths: list[ChildDeath] = []
     supervisor = supervised(program, deaths.append)
     supervisor.start()
     eventually(lambda: len(deaths) >= 2)
@@ -122,7 +122,7 @@ def test_a_death_that_says_nothing_is_told_all_the_same(program: str) -> None:
 def test_a_listener_that_is_broken_does_not_keep_the_child_down(tmp_path: Path) -> None:
     mark = tmp_path / "runs"
 
-    def told(death: Death) -> None:
+    def told(death: ChildDeath) -> None:
         raise RuntimeError("told wrongly")
 
     supervisor = supervised(f"open({str(mark)!r}, 'a').write('x'); exit(7)", told)
@@ -132,7 +132,7 @@ def test_a_listener_that_is_broken_does_not_keep_the_child_down(tmp_path: Path) 
 
 
 def test_a_child_that_drained_died_of_nothing(tmp_path: Path) -> None:
-    deaths: list[Death] = []
+    deaths: list[ChildDeath] = []
     mark = tmp_path / "runs"
     supervisor = supervised(f"open({str(mark)!r}, 'a').write('x')", deaths.append)
     supervisor.start()

@@ -10,9 +10,9 @@ import pytest
 
 from outbox.broker.dispatch.calls import Calls
 from outbox.broker.dispatch.owned_queue import OwnedQueue
-from outbox.broker.dispatch.station import Station
+from outbox.broker.dispatch.station import SubscriptionRunner
 from outbox.broker.dispatch.subscriptions import ConsumingGroup
-from outbox.broker.dispatch.work import Item, Work
+from outbox.broker.dispatch.work import FetchedEntry, HandlerCall
 from outbox.broker.groups.leases import Lease, lease_clock
 from outbox.broker.groups.offsets import Position
 from outbox.message import Delivery
@@ -34,14 +34,14 @@ class Line:
             Lease((1, 1), 1, lease_clock() + 60, UUID(int=0)), self.group, self.subscribed, "t/0", Position(0, 0)
         )
         self.over = threading.Event()
-        self.station = Station(self.subscribed, self._run)
+        self.station = SubscriptionRunner(self.subscribed, self._run)
         self.calls = Calls({self.subscribed.key: self.station})
 
-    def _run(self, _: Work) -> None:
+    def _run(self, _: HandlerCall) -> None:
         self.over.wait(60)
 
-    def submitted(self) -> Work:
-        work = Work(self.subscribed, self.station.lane, [Item(self.queue, 0, 0, "", ())])
+    def submitted(self) -> HandlerCall:
+        work = HandlerCall(self.subscribed, self.station.lane, [FetchedEntry(self.queue, 0, 0, "", ())])
         self.calls.submit(work)
         return work
 
@@ -59,7 +59,7 @@ def line(monkeypatch: pytest.MonkeyPatch) -> Iterator[Line]:
     line.station.pool.stop(within_seconds=10)
 
 
-def handled(work: Work) -> Work:
+def handled(work: HandlerCall) -> HandlerCall:
     work.results = [Disposition.HANDLED]
     return work
 

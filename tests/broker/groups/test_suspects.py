@@ -8,7 +8,7 @@ from uuid import UUID, uuid4
 import pytest
 
 from outbox.broker.groups import leases, members, suspects
-from outbox.broker.groups.suspects import RunningCall, Trial
+from outbox.broker.groups.suspects import QuarantineAttempt, RunningCall
 from outbox.message import Delivery, Message
 from outbox.subscription import Mode, OnError, Subscription
 from tests.broker.bench import AT_ONCE, ConsumptionBench
@@ -52,7 +52,7 @@ class Case:
         )
         suspects.clear(self.run, self.group_id, [7])
 
-    def tries(self, instance: UUID, host: str = "here") -> Trial:
+    def tries(self, instance: UUID, host: str = "here") -> QuarantineAttempt:
         """Try it now, whatever pause there is."""
         trial = suspects.begin_trial(self.run, instance, host, self.group_id, [self.log_id])
         if trial.wait_seconds:
@@ -85,16 +85,16 @@ def test_only_deaths_alone_count_and_the_pause_grows(case: Case) -> None:
     assert case.row() == (0, 0, 0)
     for deaths, pause in [(1, 1), (2, 4)]:
         instance = case.instance()
-        assert case.tries(instance) == Trial()
+        assert case.tries(instance) == QuarantineAttempt()
         case.die(instance, case.alone)
         assert case.row() == (deaths, 0, pause)
     instance = case.instance()
-    assert case.tries(instance) == Trial()
+    assert case.tries(instance) == QuarantineAttempt()
     # Beside another call, be it one that hangs since before: whose fault it was is not known.
     case.die(instance, case.alone, RunningCall(case.group_id, [case.log_ids[1]], False))
     assert case.row()[0] == 2
     instance = case.instance()
-    assert case.tries(instance) == Trial()
+    assert case.tries(instance) == QuarantineAttempt()
     case.die(instance, case.alone)
     assert case.tries(case.instance()).convicted == "3 times; the last time: c1 on here died"
 
@@ -112,27 +112,27 @@ def test_one_of_a_group_is_tried_at_a_time(case: Case) -> None:
     first, second = case.instance(), case.instance()
     case.accuse()
     case.die(case.instance(), RunningCall(case.group_id, [case.log_ids[1]], False))
-    assert case.tries(first) == Trial()
+    assert case.tries(first) == QuarantineAttempt()
     assert suspects.begin_trial(case.run, second, "there", case.group_id, [case.log_ids[1]]).wait_seconds > 0
     # Asking again after an error of the connection is the same trial.
-    assert case.tries(first) == Trial()
+    assert case.tries(first) == QuarantineAttempt()
     suspects.clear(case.run, case.group_id, [case.log_id])
-    assert suspects.begin_trial(case.run, second, "there", case.group_id, [case.log_ids[1]]) == Trial()
+    assert suspects.begin_trial(case.run, second, "there", case.group_id, [case.log_ids[1]]) == QuarantineAttempt()
 
 
 def test_vanishing_alone_counts_only_on_two_hosts(case: Case) -> None:
     case.accuse()
     for vanished, pause in [(1, 1), (2, 4), (3, 16), (4, 64)]:
         instance = case.instance()
-        assert case.tries(instance, "here") == Trial()
+        assert case.tries(instance, "here") == QuarantineAttempt()
         case.vanish(instance)
         instance = case.instance()
-        assert case.tries(instance, "here") == Trial()
+        assert case.tries(instance, "here") == QuarantineAttempt()
         suspects.end_trials(case.run, instance)
         assert case.row()[:2] == (0, vanished)
         assert case.row()[2] in (pause, 0)
     instance = case.instance()
-    assert case.tries(instance, "there") == Trial()
+    assert case.tries(instance, "there") == QuarantineAttempt()
     case.vanish(instance)
     assert case.tries(case.instance()).convicted.startswith("5 times")
 
@@ -142,22 +142,22 @@ def test_an_instance_that_is_heard_of_again_has_not_vanished(case: Case) -> None
     gone = []
     for host in ("here", "there", "here"):
         gone.append(instance := case.instance())
-        assert case.tries(instance, host) == Trial()
+        assert case.tries(instance, host) == QuarantineAttempt()
         case.vanish(instance)
     suspects.begin_trial(case.run, case.instance(), "here", case.group_id, [case.log_id])
     assert case.row()[:2] == (0, 3)
     suspects.heard_again(case.run, gone[1])
     assert case.row()[:2] == (0, 2)
-    assert case.tries(case.instance()) == Trial()
+    assert case.tries(case.instance()) == QuarantineAttempt()
 
 
 def test_what_a_parent_saw_is_not_counted_as_vanishing_too(case: Case) -> None:
     case.accuse()
     instance = case.instance()
-    assert case.tries(instance) == Trial()
+    assert case.tries(instance) == QuarantineAttempt()
     case.vanish(instance)
     other = case.instance()
-    assert case.tries(other) == Trial()
+    assert case.tries(other) == QuarantineAttempt()
     suspects.end_trials(case.run, other)
     case.die(instance, case.alone)
     assert case.row()[:2] == (1, 0)
@@ -166,16 +166,16 @@ def test_what_a_parent_saw_is_not_counted_as_vanishing_too(case: Case) -> None:
 def test_a_trial_that_never_began_or_was_not_alone_proves_nothing(case: Case) -> None:
     case.accuse()
     instance = case.instance()
-    assert case.tries(instance) == Trial()
+    assert case.tries(instance) == QuarantineAttempt()
     # It died between the note and the call, or after the call had come back.
     case.die(instance)
     assert case.row() == (0, 0, 0)
     # Tried as one of several.
     case.die(case.instance(), RunningCall(case.group_id, case.log_ids, False))
     instance = case.instance()
-    assert suspects.begin_trial(case.run, instance, "here", case.group_id, case.log_ids[:2]) == Trial()
+    assert suspects.begin_trial(case.run, instance, "here", case.group_id, case.log_ids[:2]) == QuarantineAttempt()
     case.vanish(instance)
-    assert case.tries(case.instance()) == Trial()
+    assert case.tries(case.instance()) == QuarantineAttempt()
     assert case.row()[:2] == (0, 0)
 
 

@@ -6,7 +6,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from outbox.broker.operations.dead_letters import Selection, discard, list_dead_letters, replay
+from outbox.broker.operations.dead_letters import LetterSelection, discard, list_dead_letters, replay
 from outbox.broker.operations.reset import reset
 from outbox.broker.operations.trace import trace
 from outbox.subscription import Start
@@ -21,7 +21,7 @@ def orders(bench: ConsumptionBench) -> ConsumptionBench:
 
 
 def _dead(bench: ConsumptionBench, **selection: object) -> list[str]:
-    return sorted(letter.key for letter in list_dead_letters(bench.run, "g", Selection(**selection)))  # type: ignore[arg-type]
+    return sorted(letter.key for letter in list_dead_letters(bench.run, "g", LetterSelection(**selection)))  # type: ignore[arg-type]
 
 
 def test_they_are_chosen_by_error_type_key_topic_and_time(orders: ConsumptionBench) -> None:
@@ -45,9 +45,9 @@ def test_they_are_chosen_by_error_type_key_topic_and_time(orders: ConsumptionBen
 def test_discarded_ones_are_counted_and_gone_for_good(orders: ConsumptionBench) -> None:
     poison, *_ = publish(orders, "bad 1", "bad 2", "bad 3", "good")
     consume(orders)
-    assert discard(orders.run, "g", Selection(message_ids=[poison.message_id])) == 1
-    assert discard(orders.run, "g", Selection(error="bad 2")) == 1
-    assert discard(orders.run, "g", Selection(error="bad 2")) == 0, "once"
+    assert discard(orders.run, "g", LetterSelection(message_ids=[poison.message_id])) == 1
+    assert discard(orders.run, "g", LetterSelection(error="bad 2")) == 1
+    assert discard(orders.run, "g", LetterSelection(error="bad 2")) == 0, "once"
     group = group_of(orders)
     assert (group.handled, group.dead, group.discarded) == (1, 1, 2)
     found = trace(orders.run, poison.message_id)
@@ -67,7 +67,7 @@ def test_discarded_ones_are_counted_and_gone_for_good(orders: ConsumptionBench) 
 def test_a_discarded_one_that_fails_again_after_a_rewind_is_a_dead_letter_again(orders: ConsumptionBench) -> None:
     publish(orders, "bad 1")
     consume(orders)
-    discard(orders.run, "g", Selection())
+    discard(orders.run, "g", LetterSelection())
     reset(orders.run, "g", "orders", Start.EARLIEST)
     consume(orders)
     assert _dead(orders) == ["bad 1"]
@@ -82,10 +82,10 @@ def test_what_is_stuck_does_not_block_retention_behind_it(orders: ConsumptionBen
     age(orders, 4)
     clean(orders, batch=3)
     assert len(keys(orders)) == 8
-    discard(orders.run, "g", Selection(key="bad and settled"))
+    discard(orders.run, "g", LetterSelection(key="bad and settled"))
     clean(orders, batch=3)
     assert keys(orders) == [f"bad {n}" for n in range(7)]
-    discard(orders.run, "g", Selection())
+    discard(orders.run, "g", LetterSelection())
     clean(orders, batch=3)
     assert keys(orders) == []
     assert group_of(orders).discarded == 8
@@ -95,13 +95,13 @@ def test_what_waits_in_a_retry_queue_is_kept(orders: ConsumptionBench) -> None:
     publish(orders, "bad 1", "bad 2")
     consume(orders)
     age(orders, 4)
-    replay(orders.run, "g", Selection(key="bad 1"))
+    replay(orders.run, "g", LetterSelection(key="bad 1"))
     clean(orders)
     assert keys(orders) == ["bad 1", "bad 2"], "scheduled, dead"
     orders.sequence()
     clean(orders)
     assert keys(orders) == ["bad 1", "bad 2"], "queued for retry, dead"
     consume(orders)
-    discard(orders.run, "g", Selection())
+    discard(orders.run, "g", LetterSelection())
     clean(orders)
     assert keys(orders) == []

@@ -14,7 +14,7 @@ from outbox.broker.consumer.runtime import ConsumerRuntime
 from outbox.broker.database.connection import BrokerConnection, BrokerDatabase
 from outbox.broker.database.executor import Executor
 from outbox.broker.operations.conditions import Severity
-from outbox.broker.operations.diagnosis import Finding, diagnose, holding
+from outbox.broker.operations.diagnosis import Diagnosis, diagnose, holding
 from outbox.broker.operations.thresholds import Thresholds
 from outbox.broker.postgres import PostgresBroker
 from outbox.broker.process import ProcessSettings
@@ -40,7 +40,7 @@ def limited(database: BrokerDatabase, connection: BrokerConnection) -> Iterator[
     connection.execute(sql.SQL("DROP ROLE {}").format(role))
 
 
-def examined(database: BrokerDatabase) -> dict[str, Finding]:
+def examined(database: BrokerDatabase) -> dict[str, Diagnosis]:
     """What the doctor finds, by subject."""
     with contextlib.closing(database.open()) as opened:
         return {one.subject: one for one in diagnose(Executor(opened, database.schema), database)}

@@ -3,7 +3,7 @@ from __future__ import annotations
 from datetime import timedelta
 
 from outbox.contrib.django import publish
-from outbox.contrib.django.saga import WAIT, Answer, Saga, StepRefused
+from outbox.contrib.django.saga import WAIT, Saga, StepAnswer, StepRefused
 from tests.django.hotel.models import Booking, Room
 
 booking = Saga("booking", Booking, topic="bookings")
@@ -27,7 +27,7 @@ def refund(record: Booking) -> None:
 
 
 @booking.step(undo=refund, within=timedelta(minutes=30))
-def ask_for_payment(record: Booking) -> Answer:
+def ask_for_payment(record: Booking) -> StepAnswer:
     publish("invoices", {"booking": record.pk, "guest": record.guest}, key=record.guest)
     return WAIT
 

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from outbox.broker.dispatch.owned_queue import OwnedQueue
-from outbox.broker.dispatch.work import Item, take_run
+from outbox.broker.dispatch.work import FetchedEntry, take_run
 
 
 class ConcurrentLane:
@@ -16,22 +16,22 @@ class ConcurrentLane:
 
     def __init__(self, batch: int) -> None:
         self._batch = batch
-        self._ready: deque[Item] = deque()
-        self._later: list[tuple[float, int, Item]] = []
+        self._ready: deque[FetchedEntry] = deque()
+        self._later: list[tuple[float, int, FetchedEntry]] = []
         self._numbers = itertools.count()
 
-    def offer(self, items: Sequence[Item]) -> None:
+    def offer(self, items: Sequence[FetchedEntry]) -> None:
         """Take fetched messages, in queue order."""
         self._ready.extend(items)
 
-    def take(self, now: float) -> list[Item]:
+    def take(self, now: float) -> list[FetchedEntry]:
         """The messages of the next call; empty when there is none."""
         ready = self._ready
         while self._later and self._later[0][0] <= now:
             ready.append(heapq.heappop(self._later)[2])
         return take_run(ready, self._batch)
 
-    def settle(self, items: Sequence[Item], again: Sequence[Item]) -> None:
+    def settle(self, items: Sequence[FetchedEntry], again: Sequence[FetchedEntry]) -> None:
         """What one `take` gave is over; those in `again` are to be tried here again when they are due."""
         for item in again:
             heapq.heappush(self._later, (item.due, next(self._numbers), item))
@@ -39,7 +39,7 @@ class ConcurrentLane:
     def drop(self, queue: OwnedQueue, from_offset: int = 0) -> None:
         """Forget the waiting messages of a queue from an offset on."""
 
-        def stays(item: Item) -> bool:
+        def stays(item: FetchedEntry) -> bool:
             return item.queue is not queue or item.offset < from_offset
 
         self._ready = deque(filter(stays, self._ready))

@@ -7,20 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-from outbox.broker.dispatch.lanes.ordered import Line, OrderedLane
-from outbox.broker.dispatch.work import Item, take_run
+from outbox.broker.dispatch.lanes.ordered import OrderedLane, SerialQueue
+from outbox.broker.dispatch.work import FetchedEntry, take_run
 
 
 class KeyOrderedLane(OrderedLane):
     """A line per queue and key."""
 
-    def line_name(self, item: Item) -> Hashable:
+    def line_name(self, item: FetchedEntry) -> Hashable:
         """The queue (the object: one that was lost and came back is another) and the key."""
         return (id(item.queue), item.key)
 
-    def fill(self) -> list[Item]:
+    def fill(self) -> list[FetchedEntry]:
         """Runs of as many ready keys as it takes, or the ready keys of one part of a divided batch."""
-        call: list[Item] = []
+        call: list[FetchedEntry] = []
         part = self._ready[0].items[0].part
         while self._ready and len(call) < self._batch and self._ready[0].items[0].part == part:
             line = self._ready.popleft()
@@ -28,7 +28,7 @@ class KeyOrderedLane(OrderedLane):
             call += take_run(line.items, self._batch - len(call))
         return call
 
-    def shed(self, line: Line) -> None:
+    def shed(self, line: SerialQueue) -> None:
         """Keep only the first message of a line that is held up: the others are loaded again when it goes on."""
         for item in list(line.items)[1:]:
             if not item.shed:

@@ -12,17 +12,17 @@ from collections import deque
 from collections.abc import Hashable, Sequence
 
 from outbox.broker.dispatch.owned_queue import OwnedQueue
-from outbox.broker.dispatch.work import Item
+from outbox.broker.dispatch.work import FetchedEntry
 
 
-class Line:
+class SerialQueue:
     """Messages to be handled one after the other."""
 
     __slots__ = ("busy", "items", "name", "suspended_until")
 
     def __init__(self, name: Hashable) -> None:
         self.name = name
-        self.items: deque[Item] = deque()
+        self.items: deque[FetchedEntry] = deque()
         self.busy = False
         self.suspended_until: float | None = None
 
@@ -37,40 +37,40 @@ class OrderedLane:
 
     def __init__(self, batch: int) -> None:
         self._batch = batch
-        self._lines: dict[Hashable, Line] = {}
-        self._ready: deque[Line] = deque()
-        self._later: list[tuple[float, int, Line]] = []
+        self._lines: dict[Hashable, SerialQueue] = {}
+        self._ready: deque[SerialQueue] = deque()
+        self._later: list[tuple[float, int, SerialQueue]] = []
         self._numbers = itertools.count()
 
-    def line_name(self, item: Item) -> Hashable:
+    def line_name(self, item: FetchedEntry) -> Hashable:
         """Messages with one name are handled one at a time."""
         raise NotImplementedError
 
-    def offer(self, items: Sequence[Item]) -> None:
+    def offer(self, items: Sequence[FetchedEntry]) -> None:
         """Take fetched messages, in queue order."""
         for item in items:
             name = self.line_name(item)
             line = self._lines.get(name)
             if line is None:
-                line = self._lines[name] = Line(name)
+                line = self._lines[name] = SerialQueue(name)
             if not line.items and line.idle:
                 self._ready.append(line)
             line.items.append(item)
             if line.suspended_until is not None:
                 self.shed(line)
 
-    def take(self, now: float) -> list[Item]:
+    def take(self, now: float) -> list[FetchedEntry]:
         """The messages of the next call; empty when there is none."""
         self._resume(now)
         return self.fill() if self._ready else []
 
-    def fill(self) -> list[Item]:
+    def fill(self) -> list[FetchedEntry]:
         """A call from the ready lines, of which there is at least one."""
         raise NotImplementedError
 
-    def settle(self, items: Sequence[Item], again: Sequence[Item]) -> None:
+    def settle(self, items: Sequence[FetchedEntry], again: Sequence[FetchedEntry]) -> None:
         """What one `take` gave is over; those in `again` go back to the front of their lines until they are due."""
-        returned: dict[Hashable, list[Item]] = {}
+        returned: dict[Hashable, list[FetchedEntry]] = {}
         for item in again:
             returned.setdefault(self.line_name(item), []).append(item)
         for name in dict.fromkeys(map(self.line_name, items)):
@@ -78,7 +78,7 @@ class OrderedLane:
             if line is not None:
                 self._settle(line, returned.get(name, []))
 
-    def _settle(self, line: Line, again: Sequence[Item]) -> None:
+    def _settle(self, line: SerialQueue, again: Sequence[FetchedEntry]) -> None:
         line.busy = False
         if again:
             at = max(item.due for item in again)
@@ -91,7 +91,7 @@ class OrderedLane:
         else:
             del self._lines[line.name]
 
-    def shed(self, line: Line) -> None:
+    def shed(self, line: SerialQueue) -> None:
         """A line is held up: a chance to give up memory for what waits in it."""
 
     def drop(self, queue: OwnedQueue, from_offset: int = 0) -> None:

@@ -12,7 +12,7 @@ from django.db import router
 from django.utils import timezone
 
 from outbox.broker.database.executor import Executor
-from outbox.broker.operations.dead_letters import Place
+from outbox.broker.operations.dead_letters import PagePosition
 from outbox.broker.operations.listings import bounded
 from outbox.contrib.django.database import deadline
 from outbox.contrib.django.database.aliases import broker_connection
@@ -99,7 +99,7 @@ def moment(given: Mapping[str, str], name: str) -> datetime | None:
         raise UsageError(f"{name}: {value!r} is no time: write it like 2026-01-31T08:00.") from None
 
 
-def place(given: Mapping[str, str]) -> Place | None:
+def place(given: Mapping[str, str]) -> PagePosition | None:
     """Where a page of a list by time begins: `after` and `after_id`. Raises UsageError."""
     at, row = moment(given, "after"), number(given, "after_id")
-    return None if at is None or row is None else Place(at, row)
+    return None if at is None or row is None else PagePosition(at, row)

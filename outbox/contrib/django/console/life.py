@@ -26,7 +26,7 @@ class Event:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class GroupDelivery:
     """Where one group is with the message. `due_at`: its next attempt; failed attempts are (number, time, seconds since
     it was queued, error).
     """
@@ -181,7 +181,7 @@ def _newest_entries(trace: Trace, message: TracedMessage) -> dict[str, TracedEnt
     return {entry.group: entry for entry in trace.entries if entry.log_id == message.log_id and entry.group}
 
 
-def parts(trace: Trace, message: TracedMessage) -> list[Part]:
+def parts(trace: Trace, message: TracedMessage) -> list[GroupDelivery]:
     """Every group that has to do with the message, by name; the newest queue entry says where it is."""
     newest = _newest_entries(trace, message)
     queued = {
@@ -202,7 +202,7 @@ def parts(trace: Trace, message: TracedMessage) -> list[Part]:
         place = f"queue {entry.queue} of {entry.topic}, offset {entry.offset}"
         attempts = len(failures) + (entry.state in (EntryState.HANDLED, EntryState.PASSED))
         tone = _TONES.get(entry.state, "plain")
-        found.append(Part(group, str(entry.state), tone, place, attempts, due.get(group), failures))
+        found.append(GroupDelivery(group, str(entry.state), tone, place, attempts, due.get(group), failures))
     return found
 
 

@@ -15,7 +15,7 @@ _UNREADABLE: Final = 4 * 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
+class ShownContent:
     """A content for people. `note` says what is not shown of the body, and why."""
 
     content_type: str
@@ -25,14 +25,14 @@ class Shown:
     note: str
 
 
-def shown(content: Content, masked: Mapping[str, frozenset[str]]) -> Shown:
+def shown(content: Content, masked: Mapping[str, frozenset[str]]) -> ShownContent:
     """The body and headers as text, harmless, without masked fields, and no longer than a page bears."""
     names = masked_names(masked, content.topic)
     body, note = _body(content, names)
     if len(body) > SHOWN:
         body, note = body[:SHOWN], f"Only the first {SHOWN:,} characters are shown. {note}".strip()
     headers = json.dumps(masked_value(content.headers, names), indent=2, ensure_ascii=False) if content.headers else ""
-    return Shown(content.content_type, content.size, _harmless(body), _harmless(headers), note)
+    return ShownContent(content.content_type, content.size, _harmless(body), _harmless(headers), note)
 
 
 def _body(content: Content, names: Collection[str]) -> tuple[str, str]:

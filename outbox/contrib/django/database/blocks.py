@@ -35,7 +35,7 @@ _QUOTES: Final = re.compile(r"['\"$]")
 
 
 @dataclass(slots=True)
-class Halves:
+class BlockHalves:
     """The half transactions of one run of a block, and (once it was looked up) which of them the ledger has."""
 
     ids: list[UUID] = field(default_factory=list)
@@ -62,7 +62,7 @@ class BlockWatch:
         self._started = False
         self._ended = ""
         self._bound_to = ""
-        self.halves = Halves()
+        self.halves = BlockHalves()
 
     def __call__(self, execute: Callable[..., Any], sql: Any, params: Any, many: bool, context: dict[str, Any]) -> Any:
         """See Django's database instrumentation."""

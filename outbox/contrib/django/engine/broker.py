@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias, cast
 
 from django.db.backends.base.base import BaseDatabaseWrapper
 
-from outbox.broker.database.place import Place
+from outbox.broker.database.place import ServerIdentity
 from outbox.broker.log.topics import TopicCatalog
 from outbox.broker.postgres import PostgresBroker
 from outbox.codec import Codec, Codecs
@@ -40,7 +40,7 @@ class _Current:
         )
         self.broker = self._made()
         # For every alias, by where it leads: the place where the atomic path was proven, or None for two-phase.
-        self.paths: dict[tuple[object, ...], Place | None] = {}
+        self.paths: dict[tuple[object, ...], ServerIdentity | None] = {}
         # When it was last recorded that an alias leads elsewhere (time.monotonic).
         self.path_reports: dict[str, float] = {}
 
@@ -137,7 +137,7 @@ def let_go_of_test_databases(sender: object, connection: BaseDatabaseWrapper, **
         reset_broker()
 
 
-def remembered_paths() -> dict[tuple[object, ...], Place | None]:
+def remembered_paths() -> dict[tuple[object, ...], ServerIdentity | None]:
     """What this process has decided about paths (see the module `path`), until the settings change."""
     return _get().paths
 

@@ -17,7 +17,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.utils import DatabaseError, InterfaceError
 
 from outbox.broker.database.executor import Executor
-from outbox.broker.database.place import Place, find_mark, marked
+from outbox.broker.database.place import ServerIdentity, find_mark, marked
 from outbox.broker.log import incidents
 from outbox.broker.log.incidents import Incident, IncidentKind
 from outbox.contrib.django.database.aliases import broker_database, place_named_by
@@ -55,7 +55,7 @@ def takes_atomic_path(connection: BaseDatabaseWrapper, settings: OutboxSettings)
     return paths[named] is not None
 
 
-def confirm(connection: BaseDatabaseWrapper, settings: OutboxSettings, place: Place) -> None:
+def confirm(connection: BaseDatabaseWrapper, settings: OutboxSettings, place: ServerIdentity) -> None:
     """Make sure that what this connection has just written, at `place`, lies in the broker's own database.
 
     Costs nothing while the place is the proven one. Where it is another (the server was restarted, or the
@@ -71,7 +71,7 @@ def confirm(connection: BaseDatabaseWrapper, settings: OutboxSettings, place: Pl
     paths[named] = place
 
 
-def prove(connection: BaseDatabaseWrapper, settings: OutboxSettings) -> Place | None:
+def prove(connection: BaseDatabaseWrapper, settings: OutboxSettings) -> ServerIdentity | None:
     """Where this connection is, if that is the broker's own database; None if it is not.
 
     Raises BrokerUnavailable when the broker, and SendFailed when this connection cannot be asked.

@@ -30,7 +30,7 @@ class Handled:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class HandledPosition:
     """A place in the order of time: at the rows of the moment `at`, or, if `is_behind`, behind all of them."""
 
     at: Any
@@ -44,7 +44,9 @@ _IN_UTC: Final = {"postgresql": "handled_at AT TIME ZONE 'UTC'"}
 _FROM_UTC: Final = {"postgresql": "(%s::timestamp AT TIME ZONE 'UTC')"}
 
 
-def oldest(connection: BaseDatabaseWrapper, place: Place | None, *, older_than: datetime, limit: int) -> list[Handled]:
+def oldest(
+    connection: BaseDatabaseWrapper, place: HandledPosition | None, *, older_than: datetime, limit: int
+) -> list[Handled]:
     """The next rows from a place on (None: from the first), handled before `older_than`, in the order of time."""
     parameters: list[Any] = [connection.ops.adapt_datetimefield_value(for_column(older_than, connection.alias))]
     statement = _SELECT.format(at=_IN_UTC.get(connection.vendor, "handled_at"))
@@ -60,16 +62,16 @@ def oldest(connection: BaseDatabaseWrapper, place: Place | None, *, older_than: 
         ]
 
 
-def place_behind(batch: Sequence[Handled], *, is_stuck: bool) -> Place:
+def place_behind(batch: Sequence[Handled], *, is_stuck: bool) -> HandledPosition:
     """Where to go on after a batch: at its last moment, of which there may be more rows.
 
     `is_stuck`: all rows of the batch are of one moment and stay. Those of that moment that did not fit wait until the
     inbox is read from its beginning again.
     """
-    return Place(batch[-1].at, is_behind=is_stuck and batch[0].at == batch[-1].at)
+    return HandledPosition(batch[-1].at, is_behind=is_stuck and batch[0].at == batch[-1].at)
 
 
-def moment_of(place: Place) -> datetime:
+def moment_of(place: HandledPosition) -> datetime:
     """The time of a place, aware."""
     at = parse_datetime(place.at) if isinstance(place.at, str) else place.at
     assert isinstance(at, datetime)

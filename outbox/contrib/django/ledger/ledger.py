@@ -33,7 +33,7 @@ class Identity:
 
 
 @dataclass(frozen=True, slots=True)
-class Entered:
+class LedgerWrite:
     """Where the row of a local transaction went.
 
     `xid`: the database's own id of that transaction, by which `is_rolled_back` asks later; '' where it has none.
@@ -57,7 +57,7 @@ RETURNING pg_current_xact_id()::text, (SELECT ledger_id FROM outbox_ledger_ident
 """
 
 
-def insert_committed(connection: BaseDatabaseWrapper, transaction_id: UUID) -> Entered:
+def insert_committed(connection: BaseDatabaseWrapper, transaction_id: UUID) -> LedgerWrite:
     """Write the row of the local transaction that is open on `connection`, and say which ledger it went to.
 
     Raises IntegrityError if a tombstone is there.
@@ -65,11 +65,11 @@ def insert_committed(connection: BaseDatabaseWrapper, transaction_id: UUID) -> E
     with connection.cursor() as cursor:
         if connection.vendor == "postgresql":
             cursor.execute(_INSERT_COMMITTED_POSTGRESQL, [transaction_id])
-            return Entered(*cursor.fetchone())
+            return LedgerWrite(*cursor.fetchone())
         cursor.execute(_INSERT_COMMITTED, [_stored(connection, transaction_id)])
         cursor.execute(_SELECT_LEDGER_ID)
         row = cursor.fetchone()
-        return Entered(xid="", ledger_id=None if row is None else _read(row[0]))
+        return LedgerWrite(xid="", ledger_id=None if row is None else _read(row[0]))
 
 
 _CURRENT_XID: Final = "SELECT pg_current_xact_id()::text"

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from django.db.utils import DatabaseError
 
 from outbox.broker.database.executor import Executor
-from outbox.broker.operations.conditions import Condition, Severity, Verdict, condition, worst_first
+from outbox.broker.operations.conditions import Condition, ConditionReport, Severity, condition, worst_first
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ def add_rule(name: str, rule: Rule) -> None:
     _rules[name] = rule
 
 
-def with_application(verdict: Verdict, run: Executor) -> Verdict:
+def with_application(verdict: ConditionReport, run: Executor) -> ConditionReport:
     """The verdict on the broker, and the conditions of the application's tables."""
     return worst_first([*verdict.conditions, *_all(run)])
 

@@ -13,7 +13,7 @@ from outbox.broker.database.executor import Executor
 from outbox.broker.log import recall
 from outbox.broker.log.topics import TopicCatalog, list_topics
 from outbox.broker.operations import dead_letters, switches
-from outbox.broker.operations.dead_letters import Selection
+from outbox.broker.operations.dead_letters import LetterSelection
 from outbox.broker.operations.deletion import Loss
 from outbox.broker.operations.queue_status import QueueStatus, list_queues
 from outbox.broker.postgres import PostgresBroker
@@ -98,7 +98,7 @@ def _declare(topic: Topic) -> None:
     broker.declare([topic])
 
 
-def replay_dead_letters(group: str, selection: Selection, *, limit: int, dry_run: bool) -> int:
+def replay_dead_letters(group: str, selection: LetterSelection, *, limit: int, dry_run: bool) -> int:
     """Deliver dead letters of a group again; returns how many.
 
     Raises UnknownGroup, and UsageError when one of the ids is no dead letter of the group: then none is replayed.
@@ -111,13 +111,13 @@ def replay_dead_letters(group: str, selection: Selection, *, limit: int, dry_run
     return count
 
 
-def discard_dead_letters(group: str, selection: Selection, *, limit: int, dry_run: bool) -> int:
+def discard_dead_letters(group: str, selection: LetterSelection, *, limit: int, dry_run: bool) -> int:
     """Give dead letters of a group up for good; returns how many. Raises as `replay_dead_letters`."""
     return _settle(dead_letters.discard, "discarded", group, selection, limit=limit, dry_run=dry_run)
 
 
 def _settle(
-    settle: Callable[..., int], done: str, group: str, selection: Selection, *, limit: int, dry_run: bool
+    settle: Callable[..., int], done: str, group: str, selection: LetterSelection, *, limit: int, dry_run: bool
 ) -> int:
     with broker_connection() as (connection, schema):
         with connection.transaction(force_rollback=dry_run):

@@ -28,7 +28,7 @@ from outbox.broker.database.executor import Executor
 from outbox.broker.groups import lives
 from outbox.broker.groups.lives import Life
 from outbox.broker.operations import comparisons
-from outbox.broker.operations.comparisons import Bounds, Comparison, Kind, MissingTransactions, Passed
+from outbox.broker.operations.comparisons import Bounds, ComparisonKind, DatabaseComparison, MissingTransactions, Passed
 from outbox.broker.operations.presence import unknown_transactions
 from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.ledger import ledger
@@ -74,7 +74,7 @@ def compare_when_due() -> CompareCounts | None:
         life = lives.current(run)
         since = datetime.now(UTC) - timedelta(seconds=COMPARE_INTERVAL_SECONDS)
         known = {(one.kind, one.subject, one.topic, one.alias): one for one in comparisons.every(run)}
-    wanted = [*_ledger_keys(), *((Kind.INBOX, *_inbox_key(item)) for item in _with_inbox())]
+    wanted = [*_ledger_keys(), *((ComparisonKind.INBOX, *_inbox_key(item)) for item in _with_inbox())]
     for one in map(known.get, wanted):
         if one is None or one.life_id != life or one.compared_at is None or one.compared_at < since:
             return run_compare()
@@ -131,14 +131,14 @@ def settle() -> int:
                 nothing = {"missing": 0, "first_at": None, "last_at": None, "ids": ()}
                 comparisons.store(run, replace(one, **nothing, unproven_from=None, unproven_to=None))  # type: ignore[arg-type]
         for item in _with_inbox():
-            one = known.get((Kind.INBOX, *_inbox_key(item)))
+            one = known.get((ComparisonKind.INBOX, *_inbox_key(item)))
             if one is not None and one.missing:
                 settled += one.missing
                 comparisons.forget(run, one)
         return settled
 
 
-def found() -> list[Comparison]:
+def found() -> list[DatabaseComparison]:
     """What the last comparisons of all projects found."""
     with broker_connection() as (connection, schema):
         return comparisons.every(Executor(connection, schema))
@@ -160,7 +160,7 @@ class _Context:
     run: Executor
     life: Life
     bounds: Bounds
-    known: dict[tuple[Kind, str, str, str], Comparison]
+    known: dict[tuple[ComparisonKind, str, str, str], DatabaseComparison]
     producer_group: str
     keep: timedelta
     max_batches: int
@@ -171,11 +171,15 @@ class _Context:
         return self.life.began_at > datetime.now(UTC) - _YOUNG
 
 
-def _ledger_keys() -> list[tuple[Kind, str, str, str]]:
+def _ledger_keys() -> list[tuple[ComparisonKind, str, str, str]]:
     group = get_settings().producer_group
     if not group:
         return []
-    return [(kind, group, "", alias) for kind in (Kind.LEDGER, Kind.DECISION) for alias in ledger_aliases(usable=True)]
+    return [
+        (kind, group, "", alias)
+        for kind in (ComparisonKind.LEDGER, ComparisonKind.DECISION)
+        for alias in ledger_aliases(usable=True)
+    ]
 
 
 def _with_inbox() -> list[Subscriber]:
@@ -188,13 +192,15 @@ def _inbox_key(item: Subscriber) -> tuple[str, str, str]:
 
 def _work(context: _Context) -> Iterator[tuple[str, Callable[[BaseDatabaseWrapper], None]]]:
     for kind, _, _, alias in _ledger_keys():
-        compare = _compare_ledger if kind is Kind.LEDGER else _compare_decisions
+        compare = _compare_ledger if kind is ComparisonKind.LEDGER else _compare_decisions
         yield alias, lambda application, compare=compare: compare(context, application)  # type: ignore[misc]
     for item in _with_inbox():
         yield handler_alias(item), lambda application, item=item: _compare_inbox(context, application, item)  # type: ignore[misc]
 
 
-def _counts(now: Sequence[Comparison], before: dict[tuple[Kind, str, str, str], Comparison]) -> CompareCounts:
+def _counts(
+    now: Sequence[DatabaseComparison], before: dict[tuple[ComparisonKind, str, str, str], DatabaseComparison]
+) -> CompareCounts:
     for one in now:
         known = before.get((one.kind, one.subject, one.topic, one.alias))
         if not one.is_clean and (known is None or known.missing != one.missing or known.is_clean):
@@ -207,8 +213,10 @@ def _counts(now: Sequence[Comparison], before: dict[tuple[Kind, str, str, str], 
                 one.first_at or one.unproven_from,
                 one.last_at or one.unproven_to,
             )
-    missing = {kind: sum(one.missing for one in now if one.kind is kind) for kind in Kind}
-    return CompareCounts(missing[Kind.LEDGER], missing[Kind.DECISION], missing[Kind.INBOX])
+    missing = {kind: sum(one.missing for one in now if one.kind is kind) for kind in ComparisonKind}
+    return CompareCounts(
+        missing[ComparisonKind.LEDGER], missing[ComparisonKind.DECISION], missing[ComparisonKind.INBOX]
+    )
 
 
 # -- the ledger, and the broker's decisions -----------------------------------------------------------
@@ -225,8 +233,8 @@ def _compare_ledger(context: _Context, application: BaseDatabaseWrapper) -> None
     if identity is None:
         return
     run, alias = context.run, application.alias
-    known = context.known.get((Kind.LEDGER, context.producer_group, "", alias))
-    missing = MissingTransactions(run, Kind.LEDGER, context.producer_group, alias)
+    known = context.known.get((ComparisonKind.LEDGER, context.producer_group, "", alias))
+    missing = MissingTransactions(run, ComparisonKind.LEDGER, context.producer_group, alias)
     # The broker may have removed what is older, and another engine may have it; pruning removes it by its age.
     oldest = max(context.bounds.installed_at, datetime.now(UTC) - context.keep, context.bounds.kept_since or _LONG_AGO)
     same_ledger = known is not None and known.state.get("ledger") == str(identity.ledger_id)
@@ -280,8 +288,8 @@ def _compare_decisions(context: _Context, application: BaseDatabaseWrapper) -> N
     if before is None or ledger.is_read_only(application):
         return
     run, alias = context.run, application.alias
-    known = context.known.get((Kind.DECISION, context.producer_group, "", alias))
-    missing = MissingTransactions(run, Kind.DECISION, context.producer_group, alias)
+    known = context.known.get((ComparisonKind.DECISION, context.producer_group, "", alias))
+    missing = MissingTransactions(run, ComparisonKind.DECISION, context.producer_group, alias)
     after = max(before.pruned_before or _NIL, first_id_at(context.bounds.installed_at))
     canaries = [UUID(one) for one in known.state.get("canaries", ())] if known is not None else []
     same = known is not None and known.state.get("ledger") == str(before.ledger_id)
@@ -335,7 +343,7 @@ def _store(
     began, ended = unproven or (None, None)
     comparisons.store(
         context.run,
-        Comparison(
+        DatabaseComparison(
             kind=missing.kind,
             subject=missing.producer_group,
             alias=missing.alias,
@@ -446,7 +454,7 @@ def _compare_inbox(context: _Context, application: BaseDatabaseWrapper, item: Su
     """
     subscription = item.subscription
     group, topic, alias = _inbox_key(item)
-    known = context.known.get((Kind.INBOX, group, topic, alias))
+    known = context.known.get((ComparisonKind.INBOX, group, topic, alias))
     passed = comparisons.passed(context.run, group, topic)
     state = known.state if known is not None and known.state.get("filter") == subscription.filter else {}
     queues = {int(key): _Queue(*values) for key, values in state.get("queues", {}).items()}
@@ -485,8 +493,8 @@ def _compare_inbox(context: _Context, application: BaseDatabaseWrapper, item: Su
     times = sorted(look.missing.values())
     comparisons.store(
         context.run,
-        Comparison(
-            kind=Kind.INBOX,
+        DatabaseComparison(
+            kind=ComparisonKind.INBOX,
             subject=group,
             topic=topic,
             alias=alias,

@@ -12,7 +12,7 @@ from outbox.broker.database.executor import Executor
 from outbox.broker.log.topics import list_topics
 from outbox.broker.maintenance.retention import DEFAULT_HARD_CAP_SECONDS
 from outbox.broker.operations.conditions import Severity
-from outbox.broker.operations.diagnosis import Finding, diagnose, holding
+from outbox.broker.operations.diagnosis import Diagnosis, diagnose, holding
 from outbox.contrib.django.database.aliases import broker_connection, broker_database
 from outbox.contrib.django.ledger import ledger
 from outbox.contrib.django.ledger.ledger_checker import ledger_aliases, open_connection
@@ -26,7 +26,7 @@ from outbox.subscription import Subscription
 from outbox.topic import Topic
 
 
-def examine() -> list[Finding]:
+def examine() -> list[Diagnosis]:
     """Everything that was looked at, well or not. A broker that cannot be asked is a finding too."""
     found = list(_system_checks())
     try:
@@ -38,19 +38,19 @@ def examine() -> list[Finding]:
             found += _retention(settings, list_topics(run))
             found += holding(run, settings.thresholds)
     except OutboxError as error:
-        found.append(Finding("broker", Severity.CRITICAL, str(error), "See the text."))
+        found.append(Diagnosis("broker", Severity.CRITICAL, str(error), "See the text."))
     return found
 
 
-def _system_checks() -> Iterator[Finding]:
+def _system_checks() -> Iterator[Diagnosis]:
     """What `manage.py check` says of outbox, databases included."""
     aliases = {*ledger_aliases(), *_broker_alias()}
     messages = [*checks.check_settings(), *check_databases(databases=aliases)]
     for message in messages:
         bad = Severity.CRITICAL if message.level >= django_checks.ERROR else Severity.WARNING
-        yield Finding(f"check {message.id}", bad, message.msg, message.hint or "See the text.")
+        yield Diagnosis(f"check {message.id}", bad, message.msg, message.hint or "See the text.")
     if not messages:
-        yield Finding("settings and aliases", Severity.OK, f"checked for {', '.join(sorted(aliases))}")
+        yield Diagnosis("settings and aliases", Severity.OK, f"checked for {', '.join(sorted(aliases))}")
 
 
 def _broker_alias() -> list[str]:
@@ -60,7 +60,7 @@ def _broker_alias() -> list[str]:
         return []
 
 
-def _ledgers() -> Iterator[Finding]:
+def _ledgers() -> Iterator[Diagnosis]:
     """Every alias has a ledger of its own, with an identity."""
     owners: dict[object, str] = {}
     for alias in ledger_aliases():
@@ -69,35 +69,35 @@ def _ledgers() -> Iterator[Finding]:
                 identity = ledger.identity(connection)
         except DatabaseError as error:
             remedy = f"Run `manage.py migrate --database={alias}`, or leave the alias out of DATABASES."
-            yield Finding(f"ledger of {alias!r}", Severity.WARNING, str(error).strip(), remedy)
+            yield Diagnosis(f"ledger of {alias!r}", Severity.WARNING, str(error).strip(), remedy)
             continue
         if identity is None:
             remedy = f"Run `manage.py migrate --database={alias}`: it gives the ledger an identity."
-            yield Finding(f"ledger of {alias!r}", Severity.CRITICAL, "has no identity", remedy)
+            yield Diagnosis(f"ledger of {alias!r}", Severity.CRITICAL, "has no identity", remedy)
         elif identity.ledger_id in owners:
             remedy = "If one database is a copy of the other, give it an identity of its own (docs/operations.md)."
             text = f"has the identity of {owners[identity.ledger_id]!r}: the same database, or a copy of it"
-            yield Finding(f"ledger of {alias!r}", Severity.WARNING, text, remedy)
+            yield Diagnosis(f"ledger of {alias!r}", Severity.WARNING, text, remedy)
         else:
             owners[identity.ledger_id] = alias
-            yield Finding(f"ledger of {alias!r}", Severity.OK, f"is {identity.ledger_id}")
+            yield Diagnosis(f"ledger of {alias!r}", Severity.OK, f"is {identity.ledger_id}")
 
 
-def _retention(settings: OutboxSettings, topics: list[Topic]) -> Iterator[Finding]:
+def _retention(settings: OutboxSettings, topics: list[Topic]) -> Iterator[Diagnosis]:
     """Decisions must outlive the ledger rows they allow to remove, and the inbox what may be delivered again."""
     short = [topic.name for topic in topics if topic.retention_seconds < 2 * LEDGER_KEEP_SECONDS]
     remedy = f"Keep them for {2 * LEDGER_KEEP_SECONDS:.0f} s: ledger rows go once the broker shows their decision."
     text = f"too short for the ledger: {', '.join(short)}" if short else "outlives the ledger's rows"
-    yield Finding("retention of topics", *((Severity.WARNING, text, remedy) if short else (Severity.OK, text)))
+    yield Diagnosis("retention of topics", *((Severity.WARNING, text, remedy) if short else (Severity.OK, text)))
     yield _inbox_retention(settings, topics)
     horizon = settings.check.max_age_seconds
     early = [topic.name for topic in topics if topic.retention_seconds < horizon]
     remedy = f"Keep them for {horizon:.0f} s (MAX_CHECK_AGE_SECONDS), or ask for less long."
     text = f"decisions go before check-back ends: {', '.join(early)}" if early else "decisions outlive check-back"
-    yield Finding("check horizon", *((Severity.WARNING, text, remedy) if early else (Severity.OK, text)))
+    yield Diagnosis("check horizon", *((Severity.WARNING, text, remedy) if early else (Severity.OK, text)))
 
 
-def _inbox_retention(settings: OutboxSettings, topics: list[Topic]) -> Finding:
+def _inbox_retention(settings: OutboxSettings, topics: list[Topic]) -> Diagnosis:
     """Rows of messages that the log has stay anyway. Of the others a restored broker may deliver some again."""
     name, kept = "retention of the inbox", settings.inbox_retention_seconds
     longest = max((topic.retention_seconds for topic in topics), default=0)
@@ -109,14 +109,14 @@ def _inbox_retention(settings: OutboxSettings, topics: list[Topic]) -> Finding:
             f"Set OUTBOX['INBOX_RETENTION_SECONDS'] to {needed:.0f} at least: a message that a restored broker "
             f"delivers again, or that is sent again with its id, may take effect twice."
         )
-        return Finding(name, Severity.WARNING, f"{kept:.0f} s, but messages are delivered for {needed:.0f} s", remedy)
+        return Diagnosis(name, Severity.WARNING, f"{kept:.0f} s, but messages are delivered for {needed:.0f} s", remedy)
     if kept < cap:
         text = (
             f"outlives usual deliveries, which end after {needed:.0f} s; the log keeps what a group has not consumed "
             f"for {cap:.0f} s, and rows of messages in the log are not pruned"
         )
-        return Finding(name, Severity.OK, text)
-    return Finding(name, Severity.OK, f"outlives the log, which keeps what a group has not consumed for {cap:.0f} s")
+        return Diagnosis(name, Severity.OK, text)
+    return Diagnosis(name, Severity.OK, f"outlives the log, which keeps what a group has not consumed for {cap:.0f} s")
 
 
 def _retry_seconds(subscription: Subscription) -> float:

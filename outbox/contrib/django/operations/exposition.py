@@ -22,7 +22,7 @@ from outbox.contrib.django.settings.conf import get_settings
 from outbox.errors import BrokerUnavailable, SchemaError
 
 if TYPE_CHECKING:
-    from outbox.contrib.prometheus.collector import BrokerCollector, State
+    from outbox.contrib.prometheus.collector import BrokerCollector, ScrapeState
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -65,21 +65,21 @@ def render() -> bytes:
     return generate_latest(REGISTRY) + generate_latest(registry)
 
 
-def state() -> State:
+def state() -> ScrapeState:
     """What the broker's tables say now."""
-    from outbox.contrib.prometheus.collector import State
+    from outbox.contrib.prometheus.collector import ScrapeState
 
     try:
         with asking() as run:
             found = survey(run, get_settings().thresholds)
             if found.summary is None:
-                return State(found.verdict)
+                return ScrapeState(found.verdict)
             with lock_limited(run.connection):
                 sizes = dict(run.rows(_SIZES)) | _application_sizes()
                 verdict = with_application(found.verdict, run)
-                return State(verdict, overview(run, found.summary), found.summary, audit.last(run), sizes)
+                return ScrapeState(verdict, overview(run, found.summary), found.summary, audit.last(run), sizes)
     except (BrokerUnavailable, SchemaError) as error:
-        return State(unusable(error))
+        return ScrapeState(unusable(error))
 
 
 def _application_sizes() -> dict[str, Any]:

@@ -19,7 +19,7 @@ from outbox.contrib.django.ledger.pruning import first_id_at
 from outbox.contrib.django.settings.conf import OutboxSettings
 from outbox.contrib.django.subscribers.registry import subscribers
 from outbox.errors import UsageError
-from outbox.left import Left
+from outbox.left import LeftoverWork
 from outbox.rocketmq.admin import brokers_of, parse_address
 from outbox.rocketmq.left import Timers
 from outbox.rocketmq.left import left as left_on_rocketmq
@@ -72,7 +72,7 @@ def undelivered(status: BrokerStatus) -> Iterator[str]:
         yield from _of_group(group, _MOVING_OF_GROUP + _STUCK_OF_GROUP)
 
 
-def left_here(settings: OutboxSettings, brokers: Sequence[str] = (), *, timers: Timers | None = None) -> Left:
+def left_here(settings: OutboxSettings, brokers: Sequence[str] = (), *, timers: Timers | None = None) -> LeftoverWork:
     """What OUTBOX['BROKER'] has not finished of the project's topics and groups, for a project that moves away from it.
 
     `brokers`: the administration ports (HOST:PORT) of every broker of RocketMQ, where BROKER does not name them.
@@ -95,7 +95,7 @@ def left_here(settings: OutboxSettings, brokers: Sequence[str] = (), *, timers: 
     require_database(settings)
     with broker_database(settings).connect(name="outbox-left") as connection:
         status = broker_status(Executor(connection, settings.schema))
-    found = Left()
+    found = LeftoverWork()
     groups = {group for group, _ in wanted}
     for topic in status.topics:
         if topic.name in topics:

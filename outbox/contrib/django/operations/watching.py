@@ -11,7 +11,7 @@ from typing import Any
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.timeouts import lock_limited
 from outbox.broker.operations import audit, health
-from outbox.broker.operations.conditions import Verdict
+from outbox.broker.operations.conditions import ConditionReport
 from outbox.broker.operations.health import Health
 from outbox.broker.operations.overview import Overview, overview
 from outbox.broker.operations.verdict import survey, unusable
@@ -24,10 +24,10 @@ from outbox.errors import BrokerUnavailable, OutboxError, SchemaError
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class BrokerView:
     """The verdict, and the broker at a glance; without the latter where it cannot be asked."""
 
-    verdict: Verdict
+    verdict: ConditionReport
     overview: Overview | None
 
     def as_json(self) -> dict[str, Any]:
@@ -35,18 +35,18 @@ class Look:
         return {**self.verdict.as_json(), "broker": self.overview.as_json() if self.overview else None}
 
 
-def look() -> Look:
+def look() -> BrokerView:
     """Look at everything once. A broker that cannot be asked is a verdict too. Raises ConfigurationError."""
     limits = get_settings().thresholds
     try:
         with asking() as run:
             found = survey(run, limits)
             if found.summary is None:
-                return Look(found.verdict, None)
+                return BrokerView(found.verdict, None)
             with lock_limited(run.connection):
-                return Look(with_application(found.verdict, run), overview(run, found.summary))
+                return BrokerView(with_application(found.verdict, run), overview(run, found.summary))
     except (BrokerUnavailable, SchemaError) as error:
-        return Look(unusable(error), None)
+        return BrokerView(unusable(error), None)
 
 
 def probe() -> Health:

@@ -25,7 +25,7 @@ from outbox.contrib.django.publishing.ends import (
     require_marked,
 )
 from outbox.contrib.django.publishing.messages import message, messages_of, wait_of
-from outbox.contrib.django.publishing.parts import NOT_GIVEN, RESULT, Part, arguments_of, part
+from outbox.contrib.django.publishing.parts import NOT_GIVEN, RESULT, MessagePart, arguments_of, part
 from outbox.contrib.django.publishing.publish import publish_bound
 from outbox.contrib.django.publishing.publish_refusals import check_immunity
 from outbox.contrib.django.subscribers.callables import (
@@ -255,7 +255,7 @@ class _Call:
     decorator: _Decorator
     name: str
     signature: inspect.Signature
-    parts: Mapping[str, Part]
+    parts: Mapping[str, MessagePart]
     checker: str
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

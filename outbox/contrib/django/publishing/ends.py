@@ -21,7 +21,7 @@ from psycopg import Error as DriverError
 from outbox import log_context, tracing
 from outbox.broker.database.executor import Executor
 from outbox.broker.transaction.decisions import standing_decisions
-from outbox.contrib.django.database.blocks import Halves, in_pipeline, lost, require_whole, sync_pipeline, watch_of
+from outbox.contrib.django.database.blocks import BlockHalves, in_pipeline, lost, require_whole, sync_pipeline, watch_of
 from outbox.contrib.django.database.database_errors import naming
 from outbox.contrib.django.engine.broker import flusher, get_broker
 from outbox.contrib.django.ledger import ledger
@@ -53,7 +53,7 @@ def report_after_commit(connection: BaseDatabaseWrapper, half: HalfTransaction) 
     transaction.on_commit(partial(_after_commit, connection.alias, half, halves), using=connection.alias, robust=True)
 
 
-def _after_commit(alias: str, half: HalfTransaction, halves: Halves) -> None:
+def _after_commit(alias: str, half: HalfTransaction, halves: BlockHalves) -> None:
     point("producer.after_local_commit")
     if half.ledger_id is not None and half.transaction_id in _in_ledger(connections[alias], halves):
         _end_soon(half, Decision.COMMIT)
@@ -61,7 +61,7 @@ def _after_commit(alias: str, half: HalfTransaction, halves: Halves) -> None:
         _check_soon(half.transaction_id)
 
 
-def _in_ledger(connection: BaseDatabaseWrapper, halves: Halves) -> set[UUID]:
+def _in_ledger(connection: BaseDatabaseWrapper, halves: BlockHalves) -> set[UUID]:
     """Looked up once for all that the block published, on the connection that wrote it."""
     if halves.in_ledger is None:
         try:

@@ -21,7 +21,7 @@ _COLLECTING: Final = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KE
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class MessagePart:
     """One property of the message: a value, or a function and the names of the arguments it wants.
 
     `optional` are those it has a default for. `others` names the `**kwargs` of the decorated function, where a name
@@ -56,13 +56,13 @@ class Part:
         return self.value(**{wanted: known[wanted] for wanted in names if wanted in known})
 
 
-def part(function: Callable[..., Any], what: str, value: Any, *, may_yield: bool = False) -> Part:
+def part(function: Callable[..., Any], what: str, value: Any, *, may_yield: bool = False) -> MessagePart:
     """The part `what` of the messages of `function`. Raises ConfigurationError for one that could not be called.
 
     `may_yield`: it may be a generator, which is run to its end when the messages are built.
     """
     if not callable(value):
-        return Part(what, value)
+        return MessagePart(what, value)
     name = name_of(function)
     if is_asynchronous(value) or (is_generator(value) and not may_yield):
         raise ConfigurationError(
@@ -81,7 +81,7 @@ def part(function: Callable[..., Any], what: str, value: Any, *, may_yield: bool
             raise _unknown(name, what, parameter, parameters)
         if can_be_given:
             (wanted if parameter.default is parameter.empty else optional).append(parameter.name)
-    return Part(what, value, tuple(wanted), tuple(optional), others)
+    return MessagePart(what, value, tuple(wanted), tuple(optional), others)
 
 
 def _parameters(name: str, what: str, value: Callable[..., Any]) -> list[inspect.Parameter]:

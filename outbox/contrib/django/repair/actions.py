@@ -14,12 +14,12 @@ from uuid import UUID
 from django.db import DataError, ProgrammingError, connections, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
 
-from outbox.broker.operations.dead_letters import Selection
+from outbox.broker.operations.dead_letters import LetterSelection
 from outbox.contrib.django.engine.broker import get_broker
 from outbox.contrib.django.operations.commands import decide, replay_dead_letters
 from outbox.contrib.django.publishing.locks import lock_keys
 from outbox.contrib.django.repair import evidence
-from outbox.contrib.django.repair.plan import Action, Source, Step
+from outbox.contrib.django.repair.plan import RepairAction, RepairStep, RuleSource
 from outbox.errors import OutboxError, UsageError
 from outbox.faults import point
 from outbox.message import Message
@@ -32,7 +32,7 @@ _LIVE: Final = ("committed", "recalled")
 _OPEN: Final = ("undecided", "parked")
 
 
-class Outcome(enum.StrEnum):
+class StepOutcome(enum.StrEnum):
     """What became of a step."""
 
     DONE = "done"
@@ -52,7 +52,7 @@ class Outcome(enum.StrEnum):
 class Result:
     """The outcome of a step, and the evidence before and after it."""
 
-    outcome: Outcome
+    outcome: StepOutcome
     detail: str
     before: Mapping[str, Any] = field(default_factory=dict)
     after: Mapping[str, Any] = field(default_factory=dict)
@@ -66,10 +66,10 @@ class Intent(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Means:
+class PublishSources:
     """What steps to publish need: the rules' sources, the alias of each of their databases, publishers by rule."""
 
-    sources: Mapping[str, Source]
+    sources: Mapping[str, RuleSource]
     aliases: Mapping[str, str]
     publishers: Mapping[str, Publisher]
 
@@ -78,22 +78,22 @@ class Refusal(Exception):
     """The step cannot be done; the text says why."""
 
 
-def take(step: Step, means: Means, *, intend: Intent, dry_run: bool) -> Result:
+def take(step: RepairStep, means: PublishSources, *, intend: Intent, dry_run: bool) -> Result:
     """Verify one step and, unless `dry_run`, do it. What the broker or a database refuses is an outcome."""
     try:
-        if step.action is Action.PUBLISH:
+        if step.action is RepairAction.PUBLISH:
             return _publish(step, means, intend, dry_run)
-        if step.action is Action.REPLAY:
+        if step.action is RepairAction.REPLAY:
             return _replay(step, intend, dry_run)
-        if step.action is Action.ASK:
+        if step.action is RepairAction.ASK:
             return _ask(step, intend, dry_run)
-        return Result(Outcome.REPORTED, step.why or "")
+        return Result(StepOutcome.REPORTED, step.why or "")
     except Refusal as refusal:
-        return Result(Outcome.REFUSED, str(refusal))
+        return Result(StepOutcome.REFUSED, str(refusal))
     except UsageError as error:
-        return Result(Outcome.REFUSED, str(error))
+        return Result(StepOutcome.REFUSED, str(error))
     except (DataError, ProgrammingError) as error:
-        return Result(Outcome.REFUSED, f"the row cannot be read as the rule says: {str(error).strip()}")
+        return Result(StepOutcome.REFUSED, f"the row cannot be read as the rule says: {str(error).strip()}")
 
 
 # -- LOST: published again -----------------------------------------------------------------------------
@@ -111,7 +111,7 @@ def derived_id(rule: str, key: str, row_at: datetime) -> UUID:
     return UUID(int=milliseconds << 80 | 0x7 << 76 | high << 64 | 0b10 << 62 | low)
 
 
-def _publish(step: Step, means: Means, intend: Intent, dry_run: bool) -> Result:
+def _publish(step: RepairStep, means: PublishSources, intend: Intent, dry_run: bool) -> Result:
     assert step.row_at is not None
     source, publisher = means.sources[step.rule], means.publishers.get(step.rule)
     if publisher is None:
@@ -128,15 +128,15 @@ def _publish(step: Step, means: Means, intend: Intent, dry_run: bool) -> Result:
         message_id = derived_id(step.rule, step.key, step.row_at)
         message = _built(publisher, row, step, source, message_id)
         if dry_run:
-            return Result(Outcome.WOULD_BE_DONE, f"publish to {source.topic!r} as {message_id}", before)
+            return Result(StepOutcome.WOULD_BE_DONE, f"publish to {source.topic!r} as {message_id}", before)
         intend(f"publish to {source.topic!r} as {message_id}", before)
         get_broker().send([message], committed=True)
         point("repair.after_effect")
-        return Result(Outcome.DONE, f"published as {message_id}", before, {str(message_id): "committed"})
+        return Result(StepOutcome.DONE, f"published as {message_id}", before, {str(message_id): "committed"})
 
 
 def _settled(
-    step: Step, source: Source, connection: BaseDatabaseWrapper
+    step: RepairStep, source: RuleSource, connection: BaseDatabaseWrapper
 ) -> Result | tuple[Mapping[str, Any], Mapping[str, Any]]:
     """The row and what was found; or the result, where nothing is left to be done. Raises Refusal."""
     assert step.row_at is not None
@@ -145,11 +145,11 @@ def _settled(
     known = evidence.messages_of(source, step, step.row_at)
     before = {"rows": len(rows), "messages": {str(item.message_id): item.state for item in known}}
     if any(item.message_id == message_id and item.state in _LIVE for item in known):
-        return Result(Outcome.SETTLED, f"published already, as {message_id}", before)
+        return Result(StepOutcome.SETTLED, f"published already, as {message_id}", before)
     if any(item.state in _LIVE for item in known):
-        return Result(Outcome.SETTLED, "a message of this key has come since", before)
+        return Result(StepOutcome.SETTLED, "a message of this key has come since", before)
     if not rows:
-        return Result(Outcome.SETTLED, "the row is gone, or no longer satisfies the rule", before)
+        return Result(StepOutcome.SETTLED, "the row is gone, or no longer satisfies the rule", before)
     waiting = [item for item in known if item.state in _OPEN]
     if waiting:
         raise Refusal(f"message {waiting[0].message_id} of this key is {waiting[0].state}: settle it first")
@@ -158,7 +158,9 @@ def _settled(
     return rows[0], before
 
 
-def _refuse_what_was_handled(step: Step, source: Source, means: Means, connection: BaseDatabaseWrapper) -> None:
+def _refuse_what_was_handled(
+    step: RepairStep, source: RuleSource, means: PublishSources, connection: BaseDatabaseWrapper
+) -> None:
     """Raise Refusal where the row's message came under another key, or a group has acted on the row already.
 
     The inbox knows the message by its id: under another one it would be handled a second time.
@@ -183,7 +185,9 @@ def _refuse_what_was_handled(step: Step, source: Source, means: Means, connectio
         )
 
 
-def _built(publisher: Publisher, row: Mapping[str, Any], step: Step, source: Source, message_id: UUID) -> Message:
+def _built(
+    publisher: Publisher, row: Mapping[str, Any], step: RepairStep, source: RuleSource, message_id: UUID
+) -> Message:
     try:
         message = publisher(row)
     except OutboxError:
@@ -203,39 +207,39 @@ def _built(publisher: Publisher, row: Mapping[str, Any], step: Step, source: Sou
 # -- DEAD: replayed ------------------------------------------------------------------------------------
 
 
-def _replay(step: Step, intend: Intent, dry_run: bool) -> Result:
+def _replay(step: RepairStep, intend: Intent, dry_run: bool) -> Result:
     assert step.message_id is not None
     dead_at = evidence.dead_since(step.group, step.message_id)
     if dead_at is None:
-        return Result(Outcome.SETTLED, "it is no dead letter any more")
+        return Result(StepOutcome.SETTLED, "it is no dead letter any more")
     what, before = f"deliver {step.message_id} to {step.group!r} again", {"dead_at": dead_at}
     if dry_run:
-        return Result(Outcome.WOULD_BE_DONE, what, before)
+        return Result(StepOutcome.WOULD_BE_DONE, what, before)
     intend(what, before)
-    replay_dead_letters(step.group, Selection(message_ids=[step.message_id]), limit=1, dry_run=False)
+    replay_dead_letters(step.group, LetterSelection(message_ids=[step.message_id]), limit=1, dry_run=False)
     point("repair.after_effect")
-    return Result(Outcome.DONE, "it is delivered again", before, {"dead_at": None})
+    return Result(StepOutcome.DONE, "it is delivered again", before, {"dead_at": None})
 
 
 # -- HALF_STUCK: asked again ---------------------------------------------------------------------------
 
 
-def _ask(step: Step, intend: Intent, dry_run: bool) -> Result:
+def _ask(step: RepairStep, intend: Intent, dry_run: bool) -> Result:
     assert step.transaction_id is not None
     # A transaction has the id of its first message.
     half = evidence.message(step.transaction_id)
     if half is None or half.state not in _OPEN:
         state = "gone" if half is None else half.state
-        return Result(Outcome.SETTLED, f"the half message is {state}", {"state": state})
+        return Result(StepOutcome.SETTLED, f"the half message is {state}", {"state": state})
     what, before = f"ask the ledger about {step.transaction_id}", {"state": half.state}
     if dry_run:
-        return Result(Outcome.WOULD_BE_DONE, what, before)
+        return Result(StepOutcome.WOULD_BE_DONE, what, before)
     intend(what, before)
     decision, answers = _asked(step.transaction_id)
     point("repair.after_effect")
     if decision is None:
         raise Refusal(f"its ledger cannot say how it ended: {answers}")
-    return Result(Outcome.DONE, f"{decision.name}, as its ledger proves", before, {"decision": decision.value})
+    return Result(StepOutcome.DONE, f"{decision.name}, as its ledger proves", before, {"decision": decision.value})
 
 
 def _asked(transaction_id: UUID) -> tuple[Decision | None, str]:

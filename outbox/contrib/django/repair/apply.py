@@ -8,21 +8,21 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from outbox.contrib.django.repair.actions import Means, Outcome, Result, take
-from outbox.contrib.django.repair.audit import Audit
-from outbox.contrib.django.repair.plan import Action, Plan, Step
+from outbox.contrib.django.repair.actions import PublishSources, Result, StepOutcome, take
+from outbox.contrib.django.repair.audit import RepairLog
+from outbox.contrib.django.repair.plan import RepairAction, RepairPlan, RepairStep
 from outbox.faults import point
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ApplyLimits:
     """At most so many steps that have an effect, and at most so many of them per second."""
 
     most: int
     per_second: float
 
 
-class Pace:
+class RateLimiter:
     """Spaces calls evenly: `turn` returns when the next may start. Clock and waiting are given, for tests."""
 
     def __init__(
@@ -44,28 +44,32 @@ class Pace:
 
 
 def apply(
-    plan: Plan, means: Means, limits: Limits, audit: Audit | None, pace: Pace | None = None
-) -> Iterator[tuple[Step, Result]]:
+    plan: RepairPlan,
+    means: PublishSources,
+    limits: ApplyLimits,
+    audit: RepairLog | None,
+    pace: RateLimiter | None = None,
+) -> Iterator[tuple[RepairStep, Result]]:
     """Each step with what became of it, as it happens. Without `audit` nothing is done, only verified.
 
     Raises BrokerError or a database's error when one cannot be reached; what was done until then is in the audit.
     """
-    pace = pace or Pace(limits.per_second)
+    pace = pace or RateLimiter(limits.per_second)
     acted = 0
     for step in plan.steps:
-        if step.action is Action.REPORT:
+        if step.action is RepairAction.REPORT:
             yield step, take(step, means, intend=_nothing, dry_run=True)
             continue
         if acted >= limits.most:
-            yield step, Result(Outcome.LEFT, f"--most {limits.most} was reached")
+            yield step, Result(StepOutcome.LEFT, f"--most {limits.most} was reached")
             continue
         pace.turn()
         result = _taken(step, means, audit)
-        acted += result.outcome in (Outcome.DONE, Outcome.WOULD_BE_DONE)
+        acted += result.outcome in (StepOutcome.DONE, StepOutcome.WOULD_BE_DONE)
         yield step, result
 
 
-def _taken(step: Step, means: Means, audit: Audit | None) -> Result:
+def _taken(step: RepairStep, means: PublishSources, audit: RepairLog | None) -> Result:
     if audit is None:
         return take(step, means, intend=_nothing, dry_run=True)
 
@@ -88,7 +92,7 @@ def _taken(step: Step, means: Means, audit: Audit | None) -> Result:
 
 
 @contextmanager
-def _failure_written(step: Step, audit: Audit) -> Iterator[None]:
+def _failure_written(step: RepairStep, audit: RepairLog) -> Iterator[None]:
     """An error that ends the run is in the audit too: whether the step had an effect is known by running it again."""
     try:
         yield
@@ -97,7 +101,7 @@ def _failure_written(step: Step, audit: Audit) -> Iterator[None]:
         raise
 
 
-def _named(step: Step) -> dict[str, str]:
+def _named(step: RepairStep) -> dict[str, str]:
     return {
         "step": step.step,
         "action": step.action.value,

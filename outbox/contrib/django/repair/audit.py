@@ -14,7 +14,7 @@ from typing import Any
 from outbox.errors import UsageError
 
 
-class Audit:
+class RepairLog:
     """Writes lines: who, when, which plan, and what the caller says."""
 
     def __init__(self, descriptor: int, *, by: str, plan: str) -> None:
@@ -29,7 +29,7 @@ class Audit:
 
 
 @contextmanager
-def opened(path: Path, *, by: str, plan: str) -> Iterator[Audit]:
+def opened(path: Path, *, by: str, plan: str) -> Iterator[RepairLog]:
     """The audit in `path`, made for this user alone if it is not there; nobody else applies with it meanwhile.
 
     Raises UsageError when it cannot be written, or when another process applies a plan with it.
@@ -44,7 +44,7 @@ def opened(path: Path, *, by: str, plan: str) -> Iterator[Audit]:
         except BlockingIOError:
             raise UsageError(f"another process applies a plan with the audit {path}. Nothing was done.") from None
         _end_torn_line(descriptor)
-        yield Audit(descriptor, by=by, plan=plan)
+        yield RepairLog(descriptor, by=by, plan=plan)
     finally:
         os.close(descriptor)
 

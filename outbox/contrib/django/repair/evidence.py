@@ -16,7 +16,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from psycopg import sql
 
 from outbox.contrib.django.database.aliases import broker_connection
-from outbox.contrib.django.repair.plan import Effects, Source, Step
+from outbox.contrib.django.repair.plan import Effects, RepairStep, RuleSource
 from outbox.errors import BrokerError, UsageError
 
 # A half message is older than its row's time by as much as its transaction lasted; check-back parks what is older.
@@ -49,14 +49,14 @@ _DEAD: Final = (
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class BrokerMessage:
     """A message of the broker. `state` as in message_v1."""
 
     message_id: UUID
     state: str
 
 
-def lock_row(connection: BaseDatabaseWrapper, source: Source, key: str) -> list[dict[str, Any]]:
+def lock_row(connection: BaseDatabaseWrapper, source: RuleSource, key: str) -> list[dict[str, Any]]:
     """The rows of the key that satisfy the rule (two at most), kept from change until the transaction ends."""
     statement = _ROW.format(table=_literal(source.table), key=_literal(source.key), when=_and(source.when))
     with connection.cursor() as cursor:
@@ -65,11 +65,11 @@ def lock_row(connection: BaseDatabaseWrapper, source: Source, key: str) -> list[
         return [dict(zip(names, row, strict=True)) for row in cursor.fetchall()]
 
 
-def messages_of(source: Source, step: Step, row_at: datetime) -> list[Known]:
+def messages_of(source: RuleSource, step: RepairStep, row_at: datetime) -> list[BrokerMessage]:
     """What the broker has of the rule's messages with the key of `step`."""
     statement = _OF_KEY.replace("{when}", _and(source.message_when).replace("{", "{{").replace("}", "}}"))
     values = {"topic": source.topic, "tag": source.tag, "key": step.key, "since": row_at - _BEFORE_ROW}
-    return [Known(*row) for row in _rows(statement, "message_v1", values)]
+    return [BrokerMessage(*row) for row in _rows(statement, "message_v1", values)]
 
 
 def has_effect(connection: BaseDatabaseWrapper, effects: Effects, key: str) -> bool:
@@ -77,7 +77,9 @@ def has_effect(connection: BaseDatabaseWrapper, effects: Effects, key: str) -> b
     return _is_there(connection, effects.table, effects.key, effects.when, key)
 
 
-def message_naming(connection: BaseDatabaseWrapper, source: Source, step: Step, row_at: datetime) -> Known | None:
+def message_naming(
+    connection: BaseDatabaseWrapper, source: RuleSource, step: RepairStep, row_at: datetime
+) -> BrokerMessage | None:
     """A message of another key whose body names the key of `step`, and which is not known to be about another row.
 
     It is about another row if it is the message that this row has to have. None where there is none. Raises UsageError
@@ -93,7 +95,7 @@ def message_naming(connection: BaseDatabaseWrapper, source: Source, step: Step, 
         if key not in known:
             known[key] = _is_there(connection, source.table, source.key, source.when, key)
         if key in surplus or not known[key]:
-            return Known(message_id, state)
+            return BrokerMessage(message_id, state)
     if len(found) == MOST_NAMING:
         raise UsageError(
             f"more than {MOST_NAMING} messages of topic {source.topic!r} hold the text {step.key!r}, so whether one of "
@@ -102,7 +104,7 @@ def message_naming(connection: BaseDatabaseWrapper, source: Source, step: Step, 
     return None
 
 
-def _with_several(source: Source, keys: Sequence[str], values: Mapping[str, Any]) -> set[str]:
+def _with_several(source: RuleSource, keys: Sequence[str], values: Mapping[str, Any]) -> set[str]:
     """Those of `keys` that have more than one message."""
     statement = _COUNTED.replace("{when}", _and(source.message_when).replace("{", "{{").replace("}", "}}"))
     return {row[0] for row in _rows(statement, "message_v1", {**values, "keys": list(set(keys))})} if keys else set()
@@ -157,10 +159,10 @@ def _same(value: str, key: str) -> bool:
     return False
 
 
-def message(message_id: UUID) -> Known | None:
+def message(message_id: UUID) -> BrokerMessage | None:
     """One message; None when the broker has none of this id (any more)."""
     rows = _rows(_OF_IDS, "message_v1", {"ids": [message_id]})
-    return Known(*rows[0]) if rows else None
+    return BrokerMessage(*rows[0]) if rows else None
 
 
 def dead_since(group: str, message_id: UUID) -> datetime | None:

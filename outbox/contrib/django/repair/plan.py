@@ -17,7 +17,7 @@ from outbox.errors import UsageError
 VERSION: Final = 2
 
 
-class Action(enum.StrEnum):
+class RepairAction(enum.StrEnum):
     """What a step asks for."""
 
     PUBLISH = "publish"
@@ -38,7 +38,7 @@ class Effects:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Source:
+class RuleSource:
     """Where a rule's row and messages are. `table`, `key`, `when` and `message_when` are SQL.
 
     `messages`: exactly_one or at_least_one, how many messages a row has.
@@ -56,11 +56,11 @@ class Source:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Step:
+class RepairStep:
     """One finding and what is to be done about it; `why` is given for those that are only reported."""
 
     step: str
-    action: Action
+    action: RepairAction
     rule: str
     key: str
     group: str
@@ -73,16 +73,16 @@ class Step:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
+class RepairPlan:
     """A whole plan. `digest` names its text in the audit."""
 
     digest: str
     run: str
-    sources: Mapping[str, Source]
-    steps: tuple[Step, ...]
+    sources: Mapping[str, RuleSource]
+    steps: tuple[RepairStep, ...]
 
 
-def read(path: Path) -> Plan:
+def read(path: Path) -> RepairPlan:
     """The plan in a file. Raises UsageError, naming the line, for what is no plan."""
     try:
         text = path.read_text(encoding="utf-8")
@@ -107,19 +107,19 @@ def read(path: Path) -> Plan:
             f"{path}:{number}: not a line of a plan ({type(error).__name__}: {error}). Make it with `outbox-reconcile "
             f"plan`; steps may be taken out, the first line must stay."
         ) from error
-    return Plan(
+    return RepairPlan(
         digest=hashlib.sha256(text.encode()).hexdigest()[:16], run=head["run"], sources=sources, steps=tuple(steps)
     )
 
 
-def _source(item: Mapping[str, Any]) -> Source:
+def _source(item: Mapping[str, Any]) -> RuleSource:
     effects = tuple(Effects(**each) for each in item["effects"])
-    return Source(**{**item, "effects": effects})
+    return RuleSource(**{**item, "effects": effects})
 
 
-def _step(item: Mapping[str, Any], sources: Mapping[str, Source]) -> Step:
-    action = Action(item["action"])
-    step = Step(
+def _step(item: Mapping[str, Any], sources: Mapping[str, RuleSource]) -> RepairStep:
+    action = RepairAction(item["action"])
+    step = RepairStep(
         step=item["step"],
         action=action,
         rule=item["rule"],
@@ -132,10 +132,14 @@ def _step(item: Mapping[str, Any], sources: Mapping[str, Source]) -> Step:
         row_at=datetime.fromisoformat(item["row_at"]) if item["row_at"] else None,
         why=item["why"],
     )
-    needed = {Action.PUBLISH: step.row_at, Action.REPLAY: step.message_id, Action.ASK: step.transaction_id}
+    needed = {
+        RepairAction.PUBLISH: step.row_at,
+        RepairAction.REPLAY: step.message_id,
+        RepairAction.ASK: step.transaction_id,
+    }
     if action in needed and needed[action] is None:
         raise ValueError(f"a step to {action} without what it is about")
-    if action is Action.PUBLISH and step.rule not in sources:
+    if action is RepairAction.PUBLISH and step.rule not in sources:
         raise ValueError(f"the first line does not know the rule {step.rule!r}")
     return step
 

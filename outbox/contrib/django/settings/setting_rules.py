@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from outbox import names
 from outbox.broker.database.conninfo import read_conninfo
 from outbox.broker.database.statement import check_schema_name
-from outbox.broker.operations.thresholds import Limits, Thresholds
+from outbox.broker.operations.thresholds import Threshold, Thresholds
 from outbox.errors import ConfigurationError, InvalidName
 from outbox.safe_text import mask_passwords
 
@@ -114,13 +114,13 @@ def thresholds(where: str, value: Any) -> Thresholds:
     return Thresholds(**{known[key]: limits(f"{where}[{key!r}]", pair) for key, pair in value.items()})
 
 
-def limits(where: str, value: Any) -> Limits:
+def limits(where: str, value: Any) -> Threshold:
     if not isinstance(value, (list, tuple)) or len(value) != 2:
         raise wrong(where, value, "a pair (warning, critical) of numbers, None for never")
     for one in value:
         if one is not None and (isinstance(one, bool) or not isinstance(one, (int, float)) or one < 0):
             raise wrong(where, value, "a pair (warning, critical) of numbers from 0 on, None for never")
-    return Limits(*value)
+    return Threshold(*value)
 
 
 def masked_fields(where: str, value: Any) -> Mapping[str, frozenset[str]]:

@@ -13,7 +13,7 @@ from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.subscribers.registry import autodiscover
 from outbox.contrib.django.worker.workers import run_all
 from outbox.errors import BrokerUnavailable
-from outbox.left import Left
+from outbox.left import LeftoverWork
 from outbox.rocketmq.left import Timers
 
 logger = logging.getLogger(__name__)
@@ -23,7 +23,7 @@ _LOOK_SECONDS: Final = 5.0
 _REST_FACTOR: Final = 5
 
 
-def run_until_drained(stop: threading.Event, brokers: Sequence[str] = ()) -> Left:
+def run_until_drained(stop: threading.Event, brokers: Sequence[str] = ()) -> LeftoverWork:
     """Run all roles until nothing waits on OUTBOX['BROKER'] any more, or until `stop`; returns the last look.
 
     Nobody may publish there any more, but for handlers of this project that run there. `brokers`: see `left_here`,
@@ -32,7 +32,7 @@ def run_until_drained(stop: threading.Event, brokers: Sequence[str] = ()) -> Lef
     autodiscover()
     settings = get_settings()
     timers = Timers()
-    last: list[Left] = [left_here(settings, brokers, timers=timers)]
+    last: list[LeftoverWork] = [left_here(settings, brokers, timers=timers)]
     failed: list[BaseException] = []
 
     def watch() -> None:
@@ -52,16 +52,16 @@ def run_until_drained(stop: threading.Event, brokers: Sequence[str] = ()) -> Lef
     return last[-1]
 
 
-def _until_nothing_waits(stop: threading.Event, look: Callable[[], Left]) -> Left:
+def _until_nothing_waits(stop: threading.Event, look: Callable[[], LeftoverWork]) -> LeftoverWork:
     """Two looks in a row that find nothing, with nothing written in between; the last look when `stop` comes first."""
-    before, said = Left(["nothing was looked at"]), ""
+    before, said = LeftoverWork(["nothing was looked at"]), ""
     while True:
         began = time.monotonic()
         try:
             found = look()
         except BrokerUnavailable as error:
             logger.warning("what is left cannot be seen: %s", error)
-            found = Left(["the broker could not be asked"])
+            found = LeftoverWork(["the broker could not be asked"])
         if not found.waiting and before == found:
             return found
         if (text := "; ".join(found.waiting)) != said:

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, Final
 
 from outbox.broker.database.connection import BrokerDatabase
-from outbox.broker.log.failing import FailureNote, Part
+from outbox.broker.log.failing import FailureNote, ProcessPart
 from outbox.broker.transaction.turns import CHECK_BACK
 from outbox.contrib.django.database.aliases import broker_database
 from outbox.contrib.django.ledger.pruning import run_prune
@@ -100,4 +100,4 @@ def _watched(name: str, work: Callable[[], Mapping[str, Any]]) -> Mapping[str, A
 @functools.cache
 def _note(database: BrokerDatabase, of: str) -> FailureNote:
     # A pass runs rarely, so each failure counts.
-    return FailureNote(database, Part.PASS, of=of, in_a_row=1)
+    return FailureNote(database, ProcessPart.PASS, of=of, in_a_row=1)

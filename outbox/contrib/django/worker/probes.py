@@ -54,7 +54,7 @@ def ready() -> Health:
     return Health((*live().problems, *waiting))
 
 
-def _hearts() -> list[heartbeat.Heart]:
+def _hearts() -> list[heartbeat.SignOfLife]:
     folder = get_settings().health_directory
     return [heartbeat.listen(path) for path in sorted(Path(folder).glob(f"*{signs.SUFFIX}"))] if folder else []
 

@@ -42,7 +42,7 @@ def run_receive(stop: threading.Event, *, names: Sequence[str] = ()) -> None:
     refuse_processes_in_tests()
     failed: list[BaseException] = []
 
-    def receive(receiver: Receiver, rounds: Rounds) -> None:
+    def receive(receiver: Receiver, rounds: ReceiverHeartbeat) -> None:
         try:
             receiver.run(stop, on_round=rounds.note)
         except BaseException as error:
@@ -50,7 +50,7 @@ def run_receive(stop: threading.Event, *, names: Sequence[str] = ()) -> None:
             stop.set()
 
     with probes.alone("receive"), receiving(names) as receivers:
-        rounds = {name: Rounds(name) for name in receivers}
+        rounds = {name: ReceiverHeartbeat(name) for name in receivers}
         threads = [
             threading.Thread(target=receive, args=[one, rounds[name]], name=f"receive-{name}")
             for name, one in receivers.items()
@@ -65,7 +65,7 @@ def run_receive(stop: threading.Event, *, names: Sequence[str] = ()) -> None:
         raise failed[0]
 
 
-class Rounds:
+class ReceiverHeartbeat:
     """Says that a receiver goes round: to this process's probe, and now and then to the broker (`receiver_late`)."""
 
     def __init__(self, name: str) -> None:

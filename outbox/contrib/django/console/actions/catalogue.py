@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Final
 
 from outbox.contrib.django.console.actions import dead_letters, groups, transactions, waiting
-from outbox.contrib.django.console.actions.plan import Action
+from outbox.contrib.django.console.actions.plan import PageAction
 
-ACTIONS: Final[Mapping[str, Action]] = {
+ACTIONS: Final[Mapping[str, PageAction]] = {
     action.name: action for room in (transactions, dead_letters, waiting, groups) for action in room.ACTIONS
 }

@@ -8,8 +8,8 @@ from typing import Any, Final
 
 from django.http import QueryDict
 
-from outbox.broker.operations.dead_letters import Selection
-from outbox.contrib.django.console.actions.plan import Action, Plan
+from outbox.broker.operations.dead_letters import LetterSelection
+from outbox.contrib.django.console.actions.plan import ActionPlan, PageAction
 from outbox.contrib.django.console.asking import as_uuid, moment, required, text
 from outbox.contrib.django.operations import commands as operations
 from outbox.errors import UsageError
@@ -19,7 +19,7 @@ LIMIT: Final = 10_000
 _Settle = Callable[..., int]
 
 
-def _replay(given: QueryDict) -> Plan:
+def _replay(given: QueryDict) -> ActionPlan:
     return _settle(
         given,
         operations.replay_dead_letters,
@@ -28,7 +28,7 @@ def _replay(given: QueryDict) -> Plan:
     )
 
 
-def _discard(given: QueryDict) -> Plan:
+def _discard(given: QueryDict) -> ActionPlan:
     return _settle(
         given,
         operations.discard_dead_letters,
@@ -37,7 +37,7 @@ def _discard(given: QueryDict) -> Plan:
     )
 
 
-def _settle(given: QueryDict, settle: _Settle, effect: str, caution: str) -> Plan:
+def _settle(given: QueryDict, settle: _Settle, effect: str, caution: str) -> ActionPlan:
     group = required(given, "group")
     # Those that come after this page was shown were not meant.
     until = moment(given, "until") or datetime.now(UTC)
@@ -49,7 +49,7 @@ def _settle(given: QueryDict, settle: _Settle, effect: str, caution: str) -> Pla
     def do() -> Mapping[str, Any]:
         return {"settled": settle(group, selection, limit=LIMIT, dry_run=False)}
 
-    return Plan(
+    return ActionPlan(
         subject=f"dead letters of group {group}",
         effect=effect.format(count=count, group=group, which=which) + more,
         caution=caution,
@@ -60,12 +60,12 @@ def _settle(given: QueryDict, settle: _Settle, effect: str, caution: str) -> Pla
     )
 
 
-def _selection(given: QueryDict, until: datetime) -> Selection:
+def _selection(given: QueryDict, until: datetime) -> LetterSelection:
     ids = [as_uuid(value) for value in given.getlist("message")]
     wanted = [one for one in ids if one is not None]
     if len(wanted) != len(ids):
         raise UsageError("One of the messages is no message id.")
-    selection = Selection(
+    selection = LetterSelection(
         message_ids=wanted or None,
         topic=text(given, "topic"),
         key=text(given, "key"),
@@ -73,12 +73,12 @@ def _selection(given: QueryDict, until: datetime) -> Selection:
         error_type=text(given, "error_type"),
         until=until,
     )
-    if selection == Selection(until=until) and given.get("all") != "yes":
+    if selection == LetterSelection(until=until) and given.get("all") != "yes":
         raise UsageError("Nothing is chosen: tick dead letters, or choose all of an error.")
     return selection
 
 
-def _described(selection: Selection) -> str:
+def _described(selection: LetterSelection) -> str:
     if selection.message_ids is not None:
         return f" ({', '.join(map(str, selection.message_ids[:20]))}{' …' if len(selection.message_ids) > 20 else ''})"
     given = {
@@ -91,6 +91,6 @@ def _described(selection: Selection) -> str:
 
 
 ACTIONS = (
-    Action("replay", "Deliver dead letters again", _replay),
-    Action("discard", "Discard dead letters", _discard),
+    PageAction("replay", "Deliver dead letters again", _replay),
+    PageAction("discard", "Discard dead letters", _discard),
 )

@@ -12,7 +12,7 @@ from outbox.broker.database.executor import Executor
 from outbox.broker.operations import switches
 from outbox.broker.operations.listings import group_now
 from outbox.broker.operations.reset import QueueReset, reset
-from outbox.contrib.django.console.actions.plan import Action, Plan
+from outbox.contrib.django.console.actions.plan import ActionPlan, PageAction
 from outbox.contrib.django.console.asking import moment, number, reading, required
 from outbox.contrib.django.database.aliases import broker_connection
 from outbox.errors import UsageError
@@ -22,7 +22,7 @@ from outbox.subscription import Start
 _NOTED: Final = 200
 
 
-def _pause(given: QueryDict) -> Plan:
+def _pause(given: QueryDict) -> ActionPlan:
     group = required(given, "group")
     paused = _is_paused(group)
 
@@ -31,7 +31,7 @@ def _pause(given: QueryDict) -> Plan:
             switches.pause(Executor(connection, schema), group)
         return {"paused": _is_paused(group)}
 
-    return Plan(
+    return ActionPlan(
         subject=f"group {group}",
         effect=f"Group {group} starts no more handlers; those that run finish. Its messages wait for it, and its "
         f"positions stay.",
@@ -41,7 +41,7 @@ def _pause(given: QueryDict) -> Plan:
     )
 
 
-def _resume(given: QueryDict) -> Plan:
+def _resume(given: QueryDict) -> ActionPlan:
     group = required(given, "group")
 
     def do() -> Mapping[str, Any]:
@@ -49,7 +49,7 @@ def _resume(given: QueryDict) -> Plan:
             released = switches.resume(Executor(connection, schema), group)
         return {"paused": _is_paused(group), "released_queues": released}
 
-    return Plan(
+    return ActionPlan(
         subject=f"group {group}",
         effect=f"Group {group} goes on where it is, on queues that an on_error policy stopped, too.",
         before={"paused": _is_paused(group)},
@@ -57,7 +57,7 @@ def _resume(given: QueryDict) -> Plan:
     )
 
 
-def _rewind(given: QueryDict) -> Plan:
+def _rewind(given: QueryDict) -> ActionPlan:
     group, topic = required(given, "group"), required(given, "topic")
     target, words = _target(given)
     queue, again = number(given, "queue"), given.get("reprocess") == "yes"
@@ -71,7 +71,7 @@ def _rewind(given: QueryDict) -> Plan:
     back = sum(max(0, one.from_offset - one.to_offset) for one in planned)
     over = sum(max(0, one.to_offset - one.from_offset) for one in planned)
     inbox = "and processes again what its inbox has" if again else "and its inbox skips what it has handled"
-    return Plan(
+    return ActionPlan(
         subject=f"group {group} on topic {topic}",
         effect=f"Move group {group} on topic {topic} {words}: {len(planned)} queues move. It gets {back} messages "
         f"again, {inbox}; it never gets {over} that it has not handled.",
@@ -106,7 +106,7 @@ def _is_paused(group: str) -> bool:
 
 
 ACTIONS = (
-    Action("pause", "Pause a group", _pause),
-    Action("resume", "Resume a group", _resume),
-    Action("rewind", "Move a group on a topic", _rewind),
+    PageAction("pause", "Pause a group", _pause),
+    PageAction("resume", "Resume a group", _resume),
+    PageAction("rewind", "Move a group on a topic", _rewind),
 )

@@ -19,7 +19,7 @@ class Option:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
+class ActionPlan:
     """What would be done. Made anew, from the same parameters, when it is confirmed.
 
     `subject`: what it is about, as the audit names it. `effect`: what will happen, in words. `caution`: what cannot be
@@ -38,7 +38,7 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class Action:
+class PageAction:
     """One kind of action: its name in addresses and in the audit, a title, and how it is planned from a form.
 
     Planning changes nothing; it raises UsageError for what cannot be done.
@@ -46,4 +46,4 @@ class Action:
 
     name: str
     title: str
-    plan: Callable[[QueryDict], Plan]
+    plan: Callable[[QueryDict], ActionPlan]

@@ -10,7 +10,7 @@ from django.http import QueryDict
 
 from outbox.broker.operations.open_transactions import open_transaction
 from outbox.broker.operations.trace import trace
-from outbox.contrib.django.console.actions.plan import Action, Option, Plan
+from outbox.contrib.django.console.actions.plan import ActionPlan, Option, PageAction
 from outbox.contrib.django.console.asking import reading, required, uuid
 from outbox.contrib.django.operations import commands as operations
 from outbox.errors import UsageError
@@ -29,7 +29,7 @@ _EFFECTS = {
 }
 
 
-def _decide(given: QueryDict) -> Plan:
+def _decide(given: QueryDict) -> ActionPlan:
     transaction_id = _transaction(given)
     word = required(given, "decision")
     if word not in ("commit", "rollback"):
@@ -43,7 +43,7 @@ def _decide(given: QueryDict) -> Plan:
         status = operations.decide(transaction_id, decision, force=force)
         return {"status": str(status), "without_ledger": force, **_known(transaction_id)}
 
-    return Plan(
+    return ActionPlan(
         subject=f"transaction {transaction_id}",
         effect=f"{word.capitalize()} transaction {transaction_id}. {_EFFECTS[decision]}",
         caution=f"The first decision stands for ever. The ledger says now: {said}",
@@ -53,7 +53,7 @@ def _decide(given: QueryDict) -> Plan:
     )
 
 
-def _ask(given: QueryDict) -> Plan:
+def _ask(given: QueryDict) -> ActionPlan:
     transaction_id = _transaction(given)
     known = _known(transaction_id)
     if known.get("decision") is not None:
@@ -63,7 +63,7 @@ def _ask(given: QueryDict) -> Plan:
         operations.ask_again([transaction_id], dry_run=False)
         return _known(transaction_id)
 
-    return Plan(
+    return ActionPlan(
         subject=f"transaction {transaction_id}",
         effect=f"The check of transaction {transaction_id} is due now: the next check-back pass of its producer group "
         f"asks about it. What the answer was then stands on the message's page.",
@@ -72,10 +72,10 @@ def _ask(given: QueryDict) -> Plan:
     )
 
 
-def _ask_group(given: QueryDict) -> Plan:
+def _ask_group(given: QueryDict) -> ActionPlan:
     group = required(given, "producer_group")
     count = len(operations.ask_again(group=group, parked=True, dry_run=True))
-    return Plan(
+    return ActionPlan(
         subject=f"producer group {group}",
         effect=f"The checks of {count} parked transactions of producer group {group} are due now.",
         before={"parked": count},
@@ -84,23 +84,23 @@ def _ask_group(given: QueryDict) -> Plan:
     )
 
 
-def _reject(given: QueryDict) -> Plan:
+def _reject(given: QueryDict) -> ActionPlan:
     return _switch(
         True, "New transactional messages are refused: every transaction that publishes one fails and rolls back."
     )
 
 
-def _accept(given: QueryDict) -> Plan:
+def _accept(given: QueryDict) -> ActionPlan:
     return _switch(False, "New transactional messages are accepted again.")
 
 
-def _switch(rejecting: bool, effect: str) -> Plan:
+def _switch(rejecting: bool, effect: str) -> ActionPlan:
     now, _ = operations.switch_transactional(None, dry_run=True)
 
     def do() -> Mapping[str, Any]:
         return {"rejecting": operations.switch_transactional(rejecting, dry_run=False)[0]}
 
-    return Plan(subject="the broker", effect=effect, before={"rejecting": now}, do=do, nothing=now is rejecting)
+    return ActionPlan(subject="the broker", effect=effect, before={"rejecting": now}, do=do, nothing=now is rejecting)
 
 
 def _transaction(given: QueryDict) -> UUID:
@@ -137,9 +137,9 @@ def _known(transaction_id: UUID) -> Mapping[str, Any]:
 
 
 ACTIONS = (
-    Action("decide", "Decide a transaction", _decide),
-    Action("ask", "Ask about a transaction again", _ask),
-    Action("ask_group", "Ask about all parked transactions again", _ask_group),
-    Action("reject", "Refuse transactional messages", _reject),
-    Action("accept", "Accept transactional messages", _accept),
+    PageAction("decide", "Decide a transaction", _decide),
+    PageAction("ask", "Ask about a transaction again", _ask),
+    PageAction("ask_group", "Ask about all parked transactions again", _ask_group),
+    PageAction("reject", "Refuse transactional messages", _reject),
+    PageAction("accept", "Accept transactional messages", _accept),
 )

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from django.http import QueryDict
 
-from outbox.contrib.django.console.actions.plan import Action, Plan
+from outbox.contrib.django.console.actions.plan import ActionPlan, PageAction
 from outbox.contrib.django.console.asking import as_uuid, text
 from outbox.contrib.django.operations import commands as operations
 from outbox.errors import UsageError
@@ -17,7 +17,7 @@ from outbox.recall import Recall
 _NOTED: Final = 100
 
 
-def _recall(given: QueryDict) -> Plan:
+def _recall(given: QueryDict) -> ActionPlan:
     ids = [found for value in given.getlist("message") if (found := as_uuid(value)) is not None]
     topic, key = text(given, "topic"), text(given, "key")
     if not ids and (topic is None or key is None):
@@ -33,7 +33,7 @@ def _recall(given: QueryDict) -> Plan:
     def do() -> Mapping[str, Any]:
         return _counted(outcomes(dry_run=False))
 
-    return Plan(
+    return ActionPlan(
         subject=f"messages {', '.join(map(str, ids[:20]))}" if ids else f"key {key} of topic {topic}",
         effect=f"Take back {count} messages that wait for their delivery time or a retry: nobody gets them (again).",
         caution="This cannot be undone." + (f" Not taken back: {'; '.join(left[:20])}." if left else ""),
@@ -50,4 +50,4 @@ def _counted(outcomes: list[Recall]) -> Mapping[str, Any]:
     )
 
 
-ACTIONS = (Action("recall", "Take back messages", _recall),)
+ACTIONS = (PageAction("recall", "Take back messages", _recall),)

@@ -10,7 +10,7 @@ from django.http import HttpRequest, HttpResponse
 from django.shortcuts import redirect
 
 from outbox.contrib.django.console.access import acting
-from outbox.contrib.django.console.actions.plan import Action
+from outbox.contrib.django.console.actions.plan import PageAction
 from outbox.contrib.django.console.asking import ACTION_SECONDS
 from outbox.contrib.django.console.audit import recorded
 from outbox.contrib.django.console.rendering import render
@@ -19,7 +19,7 @@ from outbox.contrib.django.database import deadline
 _NOT_PASSED_ON: Final = frozenset({"csrfmiddlewaretoken", "confirmed", "why"})
 
 
-def view_of(action: Action) -> Callable[..., HttpResponse]:
+def view_of(action: PageAction) -> Callable[..., HttpResponse]:
     """The view of an action: without a confirmation it says what would happen, with it and a reason it does it."""
 
     # What is written to the audit stands, whatever becomes of the request.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from django.http import HttpRequest, HttpResponse
 
-from outbox.broker.operations.dead_letters import Selection, list_dead_letters
+from outbox.broker.operations.dead_letters import LetterSelection, list_dead_letters
 from outbox.broker.operations.listings import COUNTED, MOST_ERRORS, list_errors
 from outbox.contrib.django.console.access import seeing
 from outbox.contrib.django.console.asking import place, reading, text
@@ -32,7 +32,7 @@ def dead_letters(request: HttpRequest) -> HttpResponse:
 def letters(request: HttpRequest) -> HttpResponse:
     """The letters of a group, the newest first; of an error, a topic or a key, if wanted."""
     given = request.GET
-    selection = Selection(
+    selection = LetterSelection(
         topic=text(given, "topic"),
         key=text(given, "key"),
         error=text(given, "error"),

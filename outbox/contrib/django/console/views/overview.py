@@ -12,8 +12,8 @@ from django.http import HttpRequest, HttpResponse, JsonResponse
 from django.urls import reverse
 
 from outbox.broker.operations import summary
-from outbox.broker.operations.conditions import Condition, Fact, Severity, Verdict
-from outbox.broker.operations.summary import Moment
+from outbox.broker.operations.conditions import Condition, ConditionReport, Fact, Severity
+from outbox.broker.operations.summary import SummaryPoint
 from outbox.contrib.django.console.access import seeing
 from outbox.contrib.django.console.asking import as_uuid, reading, text
 from outbox.contrib.django.console.rendering import render
@@ -39,7 +39,7 @@ _OK: Final = "Everything is in order"
 
 
 @dataclass(frozen=True, slots=True)
-class Clue:
+class EvidenceItem:
     """One fact of a condition's evidence, with the page it leads to."""
 
     name: str
@@ -48,12 +48,12 @@ class Clue:
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
+class ConditionCard:
     """A condition as the page shows it."""
 
     condition: Condition
     severity: str
-    clues: list[list[Clue]]
+    clues: list[list[EvidenceItem]]
     url: str
     link: str
 
@@ -93,7 +93,7 @@ def history(request: HttpRequest) -> HttpResponse:
     )
 
 
-def _rate(before: Moment, after: Moment, name: str) -> float | None:
+def _rate(before: SummaryPoint, after: SummaryPoint, name: str) -> float | None:
     old, new = getattr(before, name), getattr(after, name)
     if old is None or new is None:
         return None
@@ -101,7 +101,7 @@ def _rate(before: Moment, after: Moment, name: str) -> float | None:
     return round(float(max(0, new - old)) / max(0.001, after.at - before.at), 3)
 
 
-def _sentence(verdict: Verdict) -> str:
+def _sentence(verdict: ConditionReport) -> str:
     counts = {
         severity: sum(one.severity is severity for one in verdict.conditions)
         for severity in (Severity.CRITICAL, Severity.WARNING)
@@ -114,21 +114,21 @@ def _plural(word: str, count: int) -> str:
     return "warnings" if word == "warning" and count > 1 else word
 
 
-def _shown(condition: Condition) -> Shown:
+def _shown(condition: Condition) -> ConditionCard:
     page, query, link = _PLACES.get(condition.name, ("", "", ""))
     url = f"{reverse(f'outbox:{page}')}?{query}".rstrip("?") if page else ""
-    return Shown(
+    return ConditionCard(
         condition, condition.severity.name.lower(), [list(_clues(fact)) for fact in condition.evidence], url, link
     )
 
 
-def _clues(fact: Fact) -> Iterator[Clue]:
+def _clues(fact: Fact) -> Iterator[EvidenceItem]:
     for name, value in fact.items():
         if value in (None, ""):
             continue
         is_span = name.endswith("seconds") and isinstance(value, (int, float))
         shown = duration(float(value)) if is_span and value is not None else str(value)
-        yield Clue(name.removesuffix("_seconds").replace("_", " "), shown, _url(name, str(value)))
+        yield EvidenceItem(name.removesuffix("_seconds").replace("_", " "), shown, _url(name, str(value)))
 
 
 def _url(name: str, value: str) -> str:

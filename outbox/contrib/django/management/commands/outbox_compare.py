@@ -8,7 +8,7 @@ from typing import Any
 
 from django.core.management.base import CommandParser
 
-from outbox.broker.operations.comparisons import Comparison
+from outbox.broker.operations.comparisons import DatabaseComparison
 from outbox.contrib.django.management.output import OutboxCommand
 from outbox.contrib.django.operations.comparing import found, run_compare, settle
 
@@ -50,5 +50,5 @@ class Command(OutboxCommand):
             sys.exit(2)
 
 
-def _as_json(one: Comparison) -> dict[str, Any]:
+def _as_json(one: DatabaseComparison) -> dict[str, Any]:
     return {name: value for name, value in asdict(one).items() if name != "state"}

@@ -11,7 +11,7 @@ from django.core.management.base import CommandError, CommandParser
 
 from outbox.broker.database.executor import Executor
 from outbox.broker.groups.registration import group_id_of
-from outbox.broker.operations.dead_letters import Place, Selection, failed_attempts, list_dead_letters
+from outbox.broker.operations.dead_letters import LetterSelection, PagePosition, failed_attempts, list_dead_letters
 from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.management.output import OutboxCommand, first_line, moment, positive
 from outbox.contrib.django.operations.commands import discard_dead_letters, replay_dead_letters
@@ -100,7 +100,7 @@ class Command(OutboxCommand):
         with broker_connection() as (connection, schema):
             run = Executor(connection, schema)
             group_id_of(run, group)
-            letters = list_dead_letters(run, group, Selection(message_ids=[message_id]), settled=True)
+            letters = list_dead_letters(run, group, LetterSelection(message_ids=[message_id]), settled=True)
             failures = failed_attempts(run, group, message_id)
         if not letters:
             raise CommandError(
@@ -117,11 +117,11 @@ class Command(OutboxCommand):
                 self.say(f"    {line}")
 
 
-def _place(text: str) -> Place:
+def _place(text: str) -> PagePosition:
     moment_text, _, log_id = text.partition("/")
     if not log_id.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is no place: the end of a page says what to write")
-    return Place(moment(moment_text), int(log_id))
+    return PagePosition(moment(moment_text), int(log_id))
 
 
 def _add_selection(parser: CommandParser) -> None:
@@ -133,12 +133,12 @@ def _add_selection(parser: CommandParser) -> None:
     parser.add_argument("--until", type=moment, help="given up before this time")
 
 
-def _selection(options: dict[str, Any]) -> Selection:
+def _selection(options: dict[str, Any]) -> LetterSelection:
     fields = ("error", "error_type", "topic", "key", "since", "until")
-    return Selection(message_ids=options.get("ids") or None, **{name: options[name] for name in fields})
+    return LetterSelection(message_ids=options.get("ids") or None, **{name: options[name] for name in fields})
 
 
-def _chosen(options: dict[str, Any]) -> Selection:
+def _chosen(options: dict[str, Any]) -> LetterSelection:
     """What an action is about; nobody settles all of them by leaving something out."""
     selection = _selection(options)
     if selection.is_all != options["all"]:

@@ -15,14 +15,14 @@ from django.db import Error, connections
 
 from outbox.contrib.django.management.output import OutboxCommand, first_line
 from outbox.contrib.django.repair import audit
-from outbox.contrib.django.repair.actions import Means, Outcome, Publisher
-from outbox.contrib.django.repair.apply import Limits, apply
-from outbox.contrib.django.repair.plan import Action, Plan, read
+from outbox.contrib.django.repair.actions import Publisher, PublishSources, StepOutcome
+from outbox.contrib.django.repair.apply import ApplyLimits, apply
+from outbox.contrib.django.repair.plan import RepairAction, RepairPlan, read
 from outbox.contrib.django.settings.conf import imported
 from outbox.errors import BrokerError, ConfigurationError, UsageError
 
 _OPEN, _USAGE, _INCOMPLETE = 1, 2, 3
-_FOR_PEOPLE = (Outcome.REFUSED, Outcome.REPORTED, Outcome.LEFT)
+_FOR_PEOPLE = (StepOutcome.REFUSED, StepOutcome.REPORTED, StepOutcome.LEFT)
 
 
 class Command(OutboxCommand):
@@ -76,8 +76,8 @@ class Command(OutboxCommand):
         if any(outcomes[name.value] for name in _FOR_PEOPLE):
             raise SystemExit(_OPEN)
 
-    def _applied(self, plan: Plan, means: Means, options: dict[str, Any]) -> Counter[str]:
-        limits = Limits(options["most"], options["per_second"])
+    def _applied(self, plan: RepairPlan, means: PublishSources, options: dict[str, Any]) -> Counter[str]:
+        limits = ApplyLimits(options["most"], options["per_second"])
         if not options["apply"]:
             return self._steps(plan, means, limits, None, options)
         by = options["by"] or getpass.getuser()
@@ -85,7 +85,12 @@ class Command(OutboxCommand):
             return self._steps(plan, means, limits, log, options)
 
     def _steps(
-        self, plan: Plan, means: Means, limits: Limits, log: audit.Audit | None, options: dict[str, Any]
+        self,
+        plan: RepairPlan,
+        means: PublishSources,
+        limits: ApplyLimits,
+        log: audit.RepairLog | None,
+        options: dict[str, Any],
     ) -> Counter[str]:
         outcomes: Counter[str] = Counter()
         for step, result in apply(plan, means, limits, log):
@@ -98,10 +103,10 @@ class Command(OutboxCommand):
         return outcomes
 
 
-def _means(plan: Plan, options: dict[str, Any]) -> Means:
+def _means(plan: RepairPlan, options: dict[str, Any]) -> PublishSources:
     publishers = {rule: _publisher(rule, path) for rule, path in map(_pair, options["publisher"])}
     given = dict(map(_pair, options["database"]))
-    sources = [plan.sources[step.rule] for step in plan.steps if step.action is Action.PUBLISH]
+    sources = [plan.sources[step.rule] for step in plan.steps if step.action is RepairAction.PUBLISH]
     needed = {source.database for source in sources}
     needed |= {effects.database for source in sources for effects in source.effects}
     aliases = {name: given.get(name, name) for name in needed}
@@ -113,7 +118,7 @@ def _means(plan: Plan, options: dict[str, Any]) -> Means:
             )
         if connections[alias].vendor != "postgresql":
             raise UsageError(f"the alias {alias!r} is no PostgreSQL database, but that of {name!r} in the rules is.")
-    return Means(sources=plan.sources, aliases=aliases, publishers=publishers)
+    return PublishSources(sources=plan.sources, aliases=aliases, publishers=publishers)
 
 
 def _publisher(rule: str, path: str) -> Publisher:

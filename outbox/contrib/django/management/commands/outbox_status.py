@@ -11,7 +11,7 @@ from django.core.management.base import CommandParser
 from outbox.broker.operations.conditions import Condition, Severity
 from outbox.broker.operations.overview import Overview
 from outbox.contrib.django.management.output import OutboxCommand, as_facts, duration, first_line
-from outbox.contrib.django.operations.watching import Look, look
+from outbox.contrib.django.operations.watching import BrokerView, look
 
 
 class Command(OutboxCommand):
@@ -37,7 +37,7 @@ class Command(OutboxCommand):
         if found.verdict.severity:
             sys.exit(int(found.verdict.severity))
 
-    def _show(self, as_json: bool) -> Look:
+    def _show(self, as_json: bool) -> BrokerView:
         found = look()
         if as_json:
             self.print_json(found.as_json())
