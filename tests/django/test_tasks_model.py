@@ -94,7 +94,7 @@ def choose(state: State, handler: Handler) -> Handler:
     return replace(handler, phase="commit", runs=message.entry, locks=(message.entry,))
 
 
-def choose_as_version_0_1(state: State, handler: Handler) -> Handler:
+def choose_and_mark_the_own_entry(state: State, handler: Handler) -> Handler:
     """The own entry is marked as due, which locks it, before a more urgent one is run. No message is sent again."""
     message, own = handler.message, state.own(handler.message)
     marks = own is not None and not own.due and message.entry not in state.locked()
@@ -198,7 +198,7 @@ def test_every_ready_entry_has_a_message_at_every_moment(entries: tuple[Entry, .
 
 
 @pytest.mark.parametrize(
-    ("control", "entries"), [(choose_as_version_0_1, MIXED), (choose_without_announcing, PRIORITIES)]
+    ("control", "entries"), [(choose_and_mark_the_own_entry, MIXED), (choose_without_announcing, PRIORITIES)]
 )
 def test_the_alternatives_strand_entries(control: Choose, entries: tuple[Entry, ...]) -> None:
     _, stuck = explore(entries, control)

@@ -180,7 +180,7 @@ def test_two_workers_that_are_killed_run_every_task_once(databases: None) -> Non
 
 
 def test_an_entry_without_a_message_is_named_and_gets_one_again(databases: None) -> None:
-    """Of one whose message the broker has lost, one whose message was consumed, and one of version 0.1."""
+    """Of one whose message the broker has lost, one whose message was consumed, and one from before migration 0002."""
     lost, consumed, old, waits = (tasks.note.enqueue(str(number)) for number in range(4))
     settle()
     _lose(lost.id)

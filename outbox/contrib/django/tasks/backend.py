@@ -124,7 +124,7 @@ class OutboxBackend(BaseTaskBackend):
         """
         if deliver_at is not None and timezone.is_naive(deliver_at):
             deliver_at = timezone.make_aware(deliver_at)
-        # Version 0.1 reads the priority.
+        # Code from before migration 0002 reads the priority.
         body = {"task": str(entry.id), "attempts": entry.attempts, "priority": entry.priority, "waits": waits}
         receipt = publish(
             self.settings.topic, body, key=entry.id, tag=entry.queue_name, deliver_at=deliver_at, using=using

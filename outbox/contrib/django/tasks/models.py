@@ -38,7 +38,7 @@ class TaskEntry(models.Model):
     # False until the message of a postponed attempt has arrived: the broker's clock alone says when it is due. Only
     # its own message runs an entry that is not due.
     is_due = models.BooleanField(default=True)
-    # Null in entries that version 0.1 has written.
+    # Null in entries from before migration 0002.
     message_id = models.UUIDField(null=True, editable=False)
     announced_at = models.DateTimeField(null=True, editable=False)
     attempts = models.PositiveSmallIntegerField(default=0)

@@ -1,7 +1,8 @@
 """Entries that are READY while no message will run them: found, named as a condition, and given a message again.
 
 The handlers leave none (running.py). An entry can lose its message all the same: the broker's database was restored,
-retention removed a message that was never consumed, an operator moved the offset past it, or version 0.1 consumed it.
+retention removed a message that was never consumed, an operator moved the offset past it, or code from before
+migration 0002 consumed it.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ def mend() -> Mapping[str, Any]:
 
 def _oldest(count: int, *, using: str, offset: int = 0) -> list[TaskEntry]:
     before = timezone.now() - _GRACE
-    # What version 0.1 has written has no message that is known; while it is not due, its message has not arrived.
+    # Entries from before migration 0002 name no message. While one is not due, its message has not arrived.
     unknown = Q(announced_at__isnull=True, enqueued_at__lt=before, is_due=True)
     ready = TaskEntry.objects.using(using).filter(Q(announced_at__lt=before) | unknown, status=Status.READY)
     return list(ready.order_by("announced_at", "pk")[offset : offset + count])
