@@ -80,7 +80,9 @@ def test_what_is_published_after_a_restore_is_handled(
     broker.close()
     with contextlib.closing(database.open()) as connection:
         assert_gapless(connection)
-        [reason] = connection.execute("SELECT reason FROM outbox.resync ORDER BY incarnation DESC LIMIT 1").fetchone()
+        [(reason,)] = connection.execute(
+            "SELECT reason FROM outbox.resync ORDER BY incarnation DESC LIMIT 1"
+        ).fetchall()
         assert "a restore or a copy" in reason
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
+from typing import Any
 from uuid import UUID
 
 import pytest
@@ -37,7 +38,7 @@ def _publish(*keys: str, topic: str = "payments", tag: str = "") -> list[UUID]:
     return ids
 
 
-def _broker(statement: str, *parameters: object) -> None:
+def _broker(statement: str, *parameters: Any) -> None:
     with connections["broker"].cursor() as cursor:
         cursor.execute(statement, parameters)
 
