@@ -80,8 +80,10 @@ def test_what_is_published_after_a_restore_is_handled(
     broker.close()
     with contextlib.closing(database.open()) as connection:
         assert_gapless(connection)
-        resyncs = connection.execute("SELECT reason FROM outbox.resync ORDER BY incarnation DESC LIMIT 1").fetchall()
-        assert "a restore or a copy" in resyncs[0][0]
+        [(reason,)] = connection.execute(
+            "SELECT reason FROM outbox.resync ORDER BY incarnation DESC LIMIT 1"
+        ).fetchall()
+        assert "a restore or a copy" in reason
 
 
 @pytest.mark.parametrize("restored", [restore_over, reload_rows])

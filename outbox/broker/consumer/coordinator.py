@@ -80,6 +80,7 @@ class Coordinator:
         self._is_new = True
         self._is_lifted = False
         self._life: UUID | None = None
+        self._asks_life = True
         # Of another life, until the dispatching thread has let go: only then it is known whether handlers still run.
         self._awaited: dict[QueueKey, Lease] = {}
         self._thread: threading.Thread | None = None
@@ -145,6 +146,11 @@ class Coordinator:
         # Before the database is asked: a queue that was stopped here by then is stopped there.
         stopped = {key for key, queue in self._queues.items() if queue.is_stopped}
         look = members.look(run, list(self._groups))
+        if look.life != life:
+            # Restored under this connection: the next turn begins with that.
+            self._asks_life = True
+            self._ownership.wake_coordinator()
+            return
         self._follow(run, look.groups)
         self._rebalance(run, life, look, stopped)
         for queue in self._broadcast.gained(run, life, self._ownership.lingers):
@@ -153,9 +159,13 @@ class Coordinator:
     def _live(self, run: Executor) -> UUID:
         """The life that lasts. Queues obtained in another one are lost: other messages may have their offsets now.
 
-        It is asked in each turn: a connection outlives a restore, and behind a pooler also its server.
+        It is asked on each new connection, and when a look shows another one: a connection outlives a restore, and
+        behind a pooler also its server.
         """
+        if self._life is not None and not self._asks_life:
+            return self._life
         life = lives.current(run)
+        self._asks_life = False
         if self._life is not None and life != self._life:
             logger.warning("the broker was restored or started anew: queues are taken up again from where they are now")
             self._check_names(run)
@@ -187,6 +197,7 @@ class Coordinator:
             self._connection = self._database.open(name="outbox-coordinator", timeout_seconds=self._term, direct=True)
             self._renew_at = 0.0
             self._is_new = True
+            self._asks_life = True
         return self._connection
 
     def _disconnect(self) -> None:

@@ -166,26 +166,31 @@ def names(
 
 @dataclass(frozen=True, slots=True)
 class GroupSnapshot:
-    """What a consumer has to know of its groups: their switches and live members by group id, their queues."""
+    """What a consumer has to know of its groups: their switches and live members by group id, their queues.
+
+    `life`: the life that lasts (groups.lives); None where no process has begun it.
+    """
 
     groups: Mapping[int, GroupState]
     members: Mapping[int, Sequence[Member]]
     queues: Sequence[QueueState]
+    life: UUID | None
 
 
 # One statement, for it is asked every second by every consumer process, and nothing has changed as a rule.
 _LOOK = Statement(f"""
 SELECT (SELECT coalesce(jsonb_agg(to_jsonb(found)), '[]') FROM ({_SWITCHES}) AS found),
        (SELECT coalesce(jsonb_agg(to_jsonb(found)), '[]') FROM ({_LIVE}) AS found),
-       (SELECT coalesce(jsonb_agg(to_jsonb(found)), '[]') FROM ({_SHARED}) AS found)
+       (SELECT coalesce(jsonb_agg(to_jsonb(found)), '[]') FROM ({_SHARED}) AS found),
+       {{schema}}.lasting_life_v17()
 """)
 
 
 def look(run: Executor, group_ids: Sequence[int]) -> GroupSnapshot:
     """All of it at one moment. Members come in an order all of them agree on; queues are those to consume now."""
-    states, alive, queues = run.one(_LOOK, {"group_ids": arrays.integers(group_ids)})
+    states, alive, queues, life = run.one(_LOOK, {"group_ids": arrays.integers(group_ids)})
     found: dict[int, list[Member]] = {group_id: [] for group_id in group_ids}
     for row in alive:
         found[row["group_id"]].append(Member(UUID(row["instance_id"]), frozenset(row["topics"])))
     owned = [QueueState(**row | {"owner": UUID(row["owner"]) if row["owner"] else None}) for row in queues]
-    return GroupSnapshot({row["group_id"]: GroupState(**row) for row in states}, found, owned)
+    return GroupSnapshot({row["group_id"]: GroupState(**row) for row in states}, found, owned, life)
