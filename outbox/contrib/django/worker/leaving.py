@@ -14,7 +14,6 @@ from outbox.contrib.django.subscribers.registry import autodiscover
 from outbox.contrib.django.worker.workers import run_all
 from outbox.errors import BrokerUnavailable
 from outbox.left import LeftoverWork
-from outbox.rocketmq.left import Timers
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +30,12 @@ def run_until_drained(stop: threading.Event, brokers: Sequence[str] = ()) -> Lef
     """
     autodiscover()
     settings = get_settings()
-    timers = Timers()
+    timers = None
+    if settings.is_rocketmq:
+        # It needs the extra `rocketmq`.
+        from outbox.rocketmq.left import Timers
+
+        timers = Timers()
     last: list[LeftoverWork] = [left_here(settings, brokers, timers=timers)]
     failed: list[BaseException] = []
 
