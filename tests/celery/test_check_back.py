@@ -168,7 +168,7 @@ def test_check_and_status_name_absent_check_back(shop: Project) -> None:
     shop.python(AN_HOUR_LATER)
     said = shop.shell(look)
     assert "(outbox.W030) producer group 'shop': 2 undecided transactions wait for check-back" in said
-    assert " unanswered: Half messages are undecided and nobody of their producer group answers." in said
+    assert " unanswered: Half messages are undecided, and no process of their producer group answers." in said
     assert "ended with" in said
     shop.shell("python manage.py outbox_check")
     said = shop.shell(look)

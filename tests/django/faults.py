@@ -29,7 +29,7 @@ from tests.django.support import sequence
 
 @fault
 def unreachable(world: World) -> None:
-    """The broker's database is gone."""
+    """The broker's database is down."""
     point_alias("broker", NOWHERE)
 
 
@@ -71,7 +71,7 @@ def summary_late(world: World) -> None:
 
 @fault
 def check_back_late(world: World) -> None:
-    """Nothing drives check-back of a service any more."""
+    """No process runs check-back of a service."""
     [check_back] = [one for one in passes() if one.name == CHECK_BACK]
     check_back.run()
     world.sql("UPDATE outbox.periodic_pass SET began_at = began_at - interval '5 minutes'")
@@ -93,7 +93,7 @@ def unanswered(world: World) -> None:
 
 @fault
 def parked(world: World) -> None:
-    """Check-back cannot find out what became of a transaction."""
+    """Check-back cannot find out the outcome of a transaction."""
     world.change_settings(MAX_CHECKS=1)
     world.half()
     claimed = get_broker().claim_checks("shop")
@@ -112,7 +112,7 @@ def contradicted(world: World) -> None:
 
 @fault
 def refused(world: World) -> None:
-    """An end is reported for a transaction nobody knows."""
+    """An end is reported for an unknown transaction."""
     get_broker().end([EndTransaction(transaction_id=uuid4(), decision=Decision.COMMIT, producer_group="shop")])
 
 
@@ -136,7 +136,7 @@ def checker_disagrees(world: World) -> None:
 
 @fault
 def transaction_open(world: World) -> None:
-    """A session forgets its transaction."""
+    """A session leaves its transaction open."""
     world.limits(TRANSACTION_SECONDS=(0, None))
     session = world.session("a report")
     session.execute("BEGIN")
@@ -145,7 +145,7 @@ def transaction_open(world: World) -> None:
 
 @fault
 def lock_held(world: World) -> None:
-    """A migration locks a table, and readers are kept out too."""
+    """A migration locks a table for writers and readers."""
     session = world.session("a migration")
     session.execute("BEGIN")
     session.execute("LOCK TABLE outbox.consumer_group IN ACCESS EXCLUSIVE MODE")
@@ -191,7 +191,7 @@ def replica_lag(world: World) -> None:
 
 @fault
 def path_flipped(world: World) -> None:
-    """A process is led to another database than the one it must write to."""
+    """A connection reaches another database than the broker's."""
     world.change_settings(PATH="atomic")
     with pytest.raises(WrongDatabase), transaction.atomic():
         publish("orders", {})
@@ -232,5 +232,5 @@ def lost_commits(world: World) -> None:
 
 @fault
 def rejecting(world: World) -> None:
-    """An operator refuses transactional messages and forgets it."""
+    """An operator refuses transactional messages and does not end it."""
     switch_transactional(True, dry_run=False)

@@ -80,7 +80,7 @@ def stopped_queue(world: World) -> None:
 
 @fault
 def group_paused(world: World) -> None:
-    """An operator pauses a group and forgets it."""
+    """An operator pauses a group and does not resume it."""
     world.subscribe()
     switches.pause(world.run, "effects")
     world.publish()
@@ -120,7 +120,7 @@ def hung_handlers(world: World) -> None:
 
 @fault
 def outage(world: World) -> None:
-    """What a handler needs is away."""
+    """A service that a handler needs is down."""
 
     @subscriber("orders", group="effects")
     def effect(delivery: Delivery) -> None:
@@ -137,7 +137,7 @@ def outage(world: World) -> None:
 
 @fault
 def dead_letters(world: World) -> None:
-    """A handler gives a message up."""
+    """A handler fails for good, and its message becomes a dead letter."""
 
     @subscriber("orders", group="effects")
     def effect(delivery: Delivery) -> None:
@@ -149,7 +149,7 @@ def dead_letters(world: World) -> None:
 
 @fault
 def retry_storm(world: World) -> None:
-    """A handler fails on everything, and all of it is sent back."""
+    """A handler fails on every message, and each is sent back."""
 
     @subscriber("orders", group="effects")
     def effect(delivery: Delivery) -> None:
@@ -184,7 +184,7 @@ def task_stranded(world: World) -> None:
 
 @fault
 def retention_behind(world: World) -> None:
-    """Nothing removes what is consumed and old."""
+    """No process removes old consumed messages."""
 
     @subscriber("orders", group="effects")
     def effect(delivery: Delivery) -> None:
@@ -203,7 +203,7 @@ def pruning_behind(world: World) -> None:
 
 @fault
 def expired(world: World) -> None:
-    """A group is away for longer than messages are kept."""
+    """A group does not run for longer than messages are kept."""
     world.subscribe()
     world.publish()
     world.age(40 * 24 * 3600)

@@ -1,4 +1,4 @@
-"""Conditions: what an operator should know of, in one vocabulary for command, exit code, metric, alert and page."""
+"""Conditions: the problems an operator should see. Command, exit code, metric, alert and page all render them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-# What a condition names at most; `count` says how much there is.
+# A condition lists at most this many facts; `count` has the total.
 EVIDENCE: Final = 20
 
 Fact = Mapping[str, str | int | float | None]
@@ -16,18 +16,18 @@ Judged = tuple["Severity | None", Fact]
 
 
 class Severity(enum.IntEnum):
-    """How bad; also the exit code of the status command and the value of the metric."""
+    """The severity of a condition; also the exit code of the status command and the value of the metric."""
 
     OK = 0
     WARNING = 1
-    """It needs attention, but every promise is kept in time."""
+    """An operator should look at it; every promise is still kept in time."""
     CRITICAL = 2
     """Messages wait, or a promise is in danger."""
 
 
 @dataclass(frozen=True, slots=True)
 class ConditionKind:
-    """What a condition of this name means, and what to do."""
+    """The meaning of a condition, and the next step for the operator."""
 
     meaning: str
     next_step: str
@@ -35,7 +35,7 @@ class ConditionKind:
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """One that holds. `evidence` names groups, queues, messages or sessions, at most twenty of `count`."""
+    """A condition that holds. `evidence` names at most twenty of `count` groups, queues, messages or sessions."""
 
     name: str
     severity: Severity
@@ -44,12 +44,12 @@ class Condition:
 
     @property
     def meaning(self) -> str:
-        """What it means, in a sentence."""
+        """One to three sentences for the operator."""
         return CATALOGUE[self.name].meaning
 
     @property
     def next_step(self) -> str:
-        """What to do."""
+        """What the operator does next."""
         return CATALOGUE[self.name].next_step
 
     def as_json(self) -> dict[str, Any]:
@@ -66,7 +66,7 @@ class Condition:
 class ConditionReport:
     """All conditions that hold, the worst first.
 
-    `is_complete` is False if the broker could not be asked: then a condition that is not listed is unknown.
+    `is_complete` is False if the broker did not answer. A condition that is not listed is then unknown.
     """
 
     conditions: Sequence[Condition]
@@ -74,7 +74,7 @@ class ConditionReport:
 
     @property
     def severity(self) -> Severity:
-        """The worst."""
+        """The worst severity of all conditions."""
         return max((condition.severity for condition in self.conditions), default=Severity.OK)
 
     def as_json(self) -> dict[str, Any]:
@@ -87,7 +87,7 @@ class ConditionReport:
 
 
 def condition(name: str, judged: Iterable[Judged]) -> list[Condition]:
-    """One condition of all that was judged to be bad, the worst first; none when nothing was."""
+    """One condition with all facts that have a severity, the worst first; an empty list if no fact has one."""
     bad = [(severity, fact) for severity, fact in judged if severity]
     if not bad:
         return []
@@ -96,185 +96,212 @@ def condition(name: str, judged: Iterable[Judged]) -> list[Condition]:
 
 
 def worst_first(conditions: Iterable[Condition], *, is_complete: bool = True) -> ConditionReport:
-    """A verdict of them."""
+    """The report of these conditions."""
     return ConditionReport(sorted(conditions, key=lambda one: (-one.severity, one.name)), is_complete)
 
 
 CATALOGUE: Final[Mapping[str, ConditionKind]] = {
     "unreachable": ConditionKind(
-        "The broker's database does not answer: on the two-phase path publishing fails.",
-        "Check that its PostgreSQL runs, and the connection in DATABASES.",
+        "The broker's database does not answer. On the two-phase path, publishing fails.",
+        "Check that its PostgreSQL server runs. Check the connection in DATABASES.",
     ),
     "schema_version": ConditionKind(
-        "The broker's tables and this code do not fit together.",
-        "Run `manage.py migrate --database=ALIAS` with the broker's alias, or upgrade the package; the evidence says.",
+        "The version of the broker's tables does not fit the version of this code.",
+        "The evidence says which one to upgrade. Run `manage.py migrate --database=ALIAS` with the broker's alias, or "
+        "upgrade the package.",
     ),
     "no_sequencer": ConditionKind(
-        "No process sequences: what is published is stored, but reaches nobody.",
+        "No process sequences. The broker stores published messages, but no consumer gets them.",
         "Start a worker: `celery -A app worker --outbox` or `manage.py outbox_worker`.",
     ),
     "process_failing": ConditionKind(
-        "A process runs, but its work on the broker's database fails again and again: messages wait, or are refused.",
-        "Mend what the error names (a missing right, a changed table, a timeout of the role, a pooler), or restart "
-        "the process with its older version; the process's log has the whole error, `outbox_doctor` looks at the rest.",
+        "A process runs, but its work on the broker's database fails repeatedly. Messages wait, or the broker refuses "
+        "them.",
+        "Fix the cause that the error names (a missing right, a changed table, a timeout of the role, a pooler), or "
+        "restart the process with its older version. The log of the process has the whole error; `outbox_doctor` "
+        "checks the rest.",
     ),
     "ticks_late": ConditionKind(
-        "Decided or due messages wait for the sequencer longer than they should.",
-        "Look at the broker process's log, at `lock_held`, and at the load of the database.",
+        "Decided or due messages wait for the sequencer longer than the threshold.",
+        "Check the log of the broker process, the condition `lock_held`, and the load of the database.",
     ),
     "summary_late": ConditionKind(
-        "The leading process does not refresh the summary: lag and counts are old or cost more to read.",
-        "Look at the broker process's log; a worker of an older version may be leading.",
+        "The leader does not refresh the summary. Lag and counts are old, or cost more to read.",
+        "Check the log of the broker process. The leader may be a worker of an older version.",
     ),
     "check_back_late": ConditionKind(
-        "Check-back or pruning of a producer group has not begun for several periods: undecided messages stay open.",
-        "Start `celery worker --outbox` or `outbox_worker` in that service; its log says why a pass fails.",
+        "Check-back or pruning of a producer group has not started for several periods. Undecided messages stay "
+        "undecided.",
+        "Start `celery worker --outbox` or `outbox_worker` in that service. Its log says why a pass fails.",
     ),
     "receiver_late": ConditionKind(
-        "A receiver of OUTBOX['RECEIVE'] has not been answered by its source for several periods: nothing comes in.",
-        "Start `outbox_receive`, or bring back what its log names; `outbox_receive --forget NAME` if it is gone.",
+        "A receiver of OUTBOX['RECEIVE'] has had no answer from its source for several periods. No messages come in.",
+        "Start `outbox_receive`, or restore the server that its log names. If the receiver is gone for good, run "
+        "`outbox_receive --forget NAME`.",
     ),
     "unanswered": ConditionKind(
-        "Half messages are undecided and nobody of their producer group answers.",
-        "Start the producer service with check-back; if the group is gone for good, settle them with `outbox_decide`.",
+        "Half messages are undecided, and no process of their producer group answers.",
+        "Start the producer service with check-back. If the producer group is gone for good, decide them with "
+        "`outbox_decide`.",
     ),
     "parked": ConditionKind(
-        "Transactions are undecided past the limits of check-back. On FIFO topics they hold up their keys.",
-        "`outbox_trace ID` shows every answer; `outbox_decide ID commit|rollback` settles it, asking the ledger first.",
+        "Transactions are still undecided past the limits of check-back. On FIFO topics they block their keys.",
+        "`outbox_trace ID` shows every answer. `outbox_decide ID commit` or `outbox_decide ID rollback` asks the "
+        "ledger, then decides.",
     ),
     "contradicted": ConditionKind(
-        "Somebody reported the other outcome of a decided transaction; the first decision stands.",
-        "Compare the business row with `outbox_trace ID`; look for a producer group that two services share.",
+        "A process reported the opposite outcome of a decided transaction. The first decision stands.",
+        "Compare the business row with `outbox_trace ID`. Check whether two services share one producer group.",
     ),
     "refused": ConditionKind(
-        "Ends were reported for transactions that are unknown or another group's.",
-        "Look for two services with one PRODUCER_GROUP, or for a restored broker database.",
+        "A process reported the end of a transaction that is unknown or belongs to another producer group.",
+        "Check whether two services have one PRODUCER_GROUP, or whether the broker's database was restored.",
     ),
     "wrong_ledger": ConditionKind(
-        "A checker cannot use the ledger that a half message names: emptied, pruned past it, or another service's.",
-        "Point the alias to the right database; if that ledger is gone, settle them with `outbox_decide --force`.",
+        "Check-back cannot use the ledger that a half message names. The ledger was emptied, was pruned past the "
+        "message, or belongs to another service.",
+        "Point the alias to the right database. If that ledger is gone, decide the transactions with `outbox_decide "
+        "--force`.",
     ),
     "checker_disagrees": ConditionKind(
-        "A look-up given as check= contradicts the ledger, which decided.",
-        "Mend the look-up; compare the business row with `outbox_trace ID`.",
+        "A look-up function given as check= contradicts the ledger. The ledger decided.",
+        "Fix the look-up function. Compare the business row with `outbox_trace ID`.",
     ),
     "no_worker": ConditionKind(
         "No consumer runs for a group that subscribes to these topics.",
-        "Start a worker of that service (CONSUMER_PROCESSES above 0).",
+        "Start a worker of that service with CONSUMER_PROCESSES above 0.",
     ),
     "lag": ConditionKind(
-        "A group is behind: messages wait too long, or too many.",
-        "`outbox_group offsets GROUP` shows where; add consumers, or mend the slow or blocked handler.",
+        "A group is behind: its messages wait too long, or too many wait.",
+        "`outbox_group offsets GROUP` shows which queues are behind. Add consumers, or fix the slow or blocked "
+        "handler.",
     ),
     "blocked_queue": ConditionKind(
-        "An ordered handler keeps failing on one message; the queue behind it waits.",
-        "Mend the handler, let its on_error policy skip or dead-letter the error, or move the queue past it.",
+        "An ordered handler fails on one message again and again. The messages behind it wait.",
+        "Fix the handler, let its on_error policy skip or dead-letter the error, or move the queue's offset past the "
+        "message.",
     ),
     "stopped_queue": ConditionKind(
-        "A handler's on_error policy stopped its queue.",
-        "Mend the cause, then `outbox_group resume GROUP`.",
+        "The on_error policy of a handler stopped its queue.",
+        "Fix the cause, then run `outbox_group resume GROUP`.",
     ),
     "group_paused": ConditionKind(
-        "A group is paused and messages wait for it.",
-        "`outbox_group resume GROUP` when the reason is over.",
+        "A group is paused, and messages wait for it.",
+        "When the reason for the pause is gone, run `outbox_group resume GROUP`.",
     ),
     "crash_loop": ConditionKind(
         "A process of a worker has died three times or more within ten minutes.",
-        "Look at its log, `suspects` and new dead letters; the evidence says how it died (signal 9: often no memory).",
+        "Check its log, the condition `suspects` and new dead letters. The evidence says how the process died (signal "
+        "9 often means out of memory).",
     ),
     "suspects": ConditionKind(
-        "Messages were being handled when their process died; they are tried alone, the third death ends it.",
-        "`outbox_trace ID` shows the message; mend the handler before it is a dead letter, or replay it then.",
+        "A process died while it handled these messages. Consumers now handle each of them alone. After the third "
+        "death the message becomes a dead letter.",
+        "`outbox_trace ID` shows the message. Fix the handler before the message becomes a dead letter, or replay it "
+        "afterwards.",
     ),
     "hung_handlers": ConditionKind(
-        "Handlers run past their time and do not return.",
-        "Find what they wait for (a lock, a call without a timeout), and give that a timeout.",
+        "Handlers run past their timeout and do not return.",
+        "Find the lock or the call without a timeout that they wait for. Give it a timeout.",
     ),
     "outage": ConditionKind(
-        "A subscription pauses: its handlers fail one after the other with the same error, as if something were away.",
-        "Bring back what the error names; the group goes on by itself.",
+        "A subscription pauses. Its handlers fail one after another with the same error, as if a service they need "
+        "were down.",
+        "Restore the service that the error names. The group then resumes by itself.",
     ),
     "dead_letters": ConditionKind(
-        "Groups gave up messages lately.",
-        "`outbox_dead_letter list GROUP` shows the errors; mend the handler, then replay.",
+        "Messages of these groups have recently become dead letters.",
+        "`outbox_dead_letter list GROUP` shows the errors. Fix the handler, then replay the dead letters.",
     ),
     "saga_stalled": ConditionKind(
-        "Sagas stand still: the message of their step, or of a deadline that has passed, will not come.",
-        "Replay what is a dead letter: `outbox_dead_letter list GROUP`; lost messages are published again in a minute.",
+        "Sagas make no progress. The message of their step, or of a deadline that has passed, will not arrive.",
+        "Replay their dead letters: `outbox_dead_letter list GROUP`. The role `check` publishes lost messages again "
+        "within a minute.",
     ),
     "task_stranded": ConditionKind(
         "Django tasks are READY, but the broker has no message left that would run them.",
-        "The role `check` publishes their messages again within a minute; delete the entry of one that must not run.",
+        "The role `check` publishes their messages again within a minute. If a task must not run, delete its entry.",
     ),
     "retry_storm": ConditionKind(
-        "A group sends back most of what it handles.",
-        "Something that its handler needs is down: look at the errors, or pause the group until it is back.",
+        "A group sends most of its messages back for another attempt.",
+        "Probably a service that its handler needs is down. Check the errors, or pause the group until the service is "
+        "back.",
     ),
     "retention_behind": ConditionKind(
-        "Consumed messages past their retention time are still stored.",
-        "Look at the broker process's log, and at `transaction_open` and `lock_held`: its deletes may fail or wait.",
+        "The broker still stores consumed messages that are past their retention time.",
+        "Check the log of the broker process and the conditions `transaction_open` and `lock_held`. Its deletes may "
+        "fail or wait.",
     ),
     "pruning_behind": ConditionKind(
-        "A service does not remove the rows of its ledger or inbox in time: the table grows.",
-        "Look at the log of that service's worker, at `check_back_late`, and for transactions that are open for long.",
+        "A service does not remove old rows of its ledger or inbox in time. The table grows.",
+        "Check the log of that service's worker and the condition `check_back_late`. Look for transactions that are "
+        "open for long.",
     ),
     "expired": ConditionKind(
         "Retention removed messages that a group had not consumed.",
-        "Find out why the group was away; `outbox_reconcile` says what it missed.",
+        "Find out why the group did not consume. `outbox_reconcile` lists the messages that it missed.",
     ),
     "transaction_open": ConditionKind(
-        "A session's transaction has been open for long: vacuum cannot remove what it might still see.",
-        "End it: `SELECT pg_terminate_backend(PID)`, or COMMIT or ROLLBACK PREPARED what is prepared.",
+        "A session's transaction has been open for long. Vacuum cannot remove rows that this transaction might still "
+        "see.",
+        "End the session: `SELECT pg_terminate_backend(PID)`. End a prepared transaction with COMMIT PREPARED or "
+        "ROLLBACK PREPARED.",
     ),
     "lock_held": ConditionKind(
         "A session holds a lock that the broker's sessions wait for.",
-        "End the blocking session or its transaction: `SELECT pg_terminate_backend(PID)`.",
+        "End the blocking transaction, or its session: `SELECT pg_terminate_backend(PID)`.",
     ),
     "open_since_resync": ConditionKind(
-        "A publishing transaction is open since before the last resynchronisation; only its own messages wait for it.",
-        "If it is forgotten, end it; what it published is delivered once it commits.",
+        "A publishing transaction has been open since before the last resynchronisation. Only its own messages wait "
+        "for it.",
+        "If the transaction was forgotten, end it. If it commits, the broker delivers its messages.",
     ),
     "space": ConditionKind(
-        "The broker's tables are larger than they should be.",
-        "Look at `retention_behind`, `lag` and `transaction_open`; shorten retention_seconds, or raise the limit.",
+        "The broker's tables are larger than the threshold SPACE_BYTES.",
+        "Check `retention_behind`, `lag` and `transaction_open`. Shorten retention_seconds, or raise the threshold.",
     ),
     "xid_age": ConditionKind(
-        "The database approaches the wrap-around of transaction ids: PostgreSQL will refuse writes.",
-        "End old transactions (`transaction_open`), drop unused slots, then VACUUM FREEZE.",
+        "The database approaches the wrap-around of transaction ids. PostgreSQL will refuse writes.",
+        "End old transactions (`transaction_open`), drop unused replication slots, then run VACUUM FREEZE.",
     ),
     "sequence_age": ConditionKind(
-        "An identity column approaches the end of its type.",
-        "Plan a new broker schema; `outbox_doctor` names the column.",
+        "An identity column approaches the largest value of its type.",
+        "Plan a new broker schema. `outbox_doctor` names the column.",
     ),
     "replica_lag": ConditionKind(
-        "A replica is behind, or WAL is kept for one that is away: the disk fills, and a failover would lose commits.",
-        "Look at the replica; drop the slot of one that is gone: `SELECT pg_drop_replication_slot(NAME)`.",
+        "A replica is behind, or the server keeps WAL for a replica that is gone. The disk fills, and a failover "
+        "would lose commits.",
+        "Check the replica. If it is gone, drop its slot: `SELECT pg_drop_replication_slot(NAME)`.",
     ),
     "path_flipped": ConditionKind(
-        "A process found the broker elsewhere than it had proven: its publishing fails until both lead to one place.",
-        "Finish the failover; restart the process if the broker moved for good.",
+        "A database connection of a process no longer reaches the broker's database. Publishing through it fails "
+        "until it and the broker's alias lead to the same primary.",
+        "Finish the failover. If the broker moved for good, restart the process.",
     ),
     "not_conserved": ConditionKind(
-        "The last audit found messages lost or doubled: an equation does not hold.",
-        "`outbox_audit` again to confirm, `outbox_trace` for the newest ones, `outbox_reconcile` for all.",
+        "The last audit found lost or duplicated messages: an equation does not hold.",
+        "Run `outbox_audit` again to confirm it. Use `outbox_trace` for the newest messages and `outbox_reconcile` "
+        "for all.",
     ),
     "lost_messages": ConditionKind(
-        "Transactions that the application has committed are unknown to the broker: a restore or a failover lost their "
+        "The broker does not know transactions that the application has committed. A restore or a failover lost their "
         "messages.",
-        "Reconcile that span: `outbox-reconcile plan` and `outbox_repair` publish again from the business rows; then "
-        "`outbox_compare --settle`.",
+        "Reconcile that time span: `outbox-reconcile plan` and `outbox_repair` publish the messages again from the "
+        "business rows. Then run `outbox_compare --settle`.",
     ),
     "lost_commits": ConditionKind(
-        "Messages were delivered about transactions that the application's database does not hold: it was restored.",
-        "Restore a newer copy if there is one; else `outbox_reconcile` names the messages without a row. Then "
-        "`outbox_compare --settle`.",
+        "The broker delivered messages of transactions that the application's database does not hold. That database "
+        "was restored.",
+        "If there is a newer copy, restore it. Otherwise `outbox_reconcile` names the messages without a row. Then "
+        "run `outbox_compare --settle`.",
     ),
     "lost_effects": ConditionKind(
-        "Groups have passed messages whose effects are gone: the database of their handlers was restored.",
-        "Run the `outbox_group reset` of the evidence: it delivers them again, and the inbox skips what it knows.",
+        "Groups have passed messages whose effects are missing. The database of their handlers was restored.",
+        "Run the `outbox_group reset` command of the evidence. It delivers the messages again, and the inbox skips "
+        "those that it knows.",
     ),
     "rejecting": ConditionKind(
-        "New transactional messages are refused, by an operator's switch.",
-        "`outbox_reject off` when the reason is over.",
+        "An operator has set the broker to refuse new transactional messages.",
+        "When the reason is gone, run `outbox_reject off`.",
     ),
 }

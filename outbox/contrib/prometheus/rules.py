@@ -1,7 +1,6 @@
-"""Alert rules and a Grafana dashboard, made from the catalogue of conditions and the metrics' names.
+"""Alert rules and a Grafana dashboard, generated from the catalogue of conditions and the names of the metrics.
 
-`alerts.yml` and `dashboard.json` beside this module are what they render; `python -m outbox.contrib.prometheus.rules`
-writes them anew.
+`python -m outbox.contrib.prometheus.rules` writes `alerts.yml` and `dashboard.json` into the folder of this module.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from outbox.broker.operations.conditions import CATALOGUE
 ALERTS: Final = Path(__file__).with_name("alerts.yml")
 DASHBOARD: Final = Path(__file__).with_name("dashboard.json")
 
-# An alert of a condition that has become unknown goes on for so long.
+# An alert keeps firing for this long after its condition has become unknown.
 _REMEMBERED: Final = "1h"
 _SEVERITY: Final = "{{ if ge $value 2.0 }}critical{{ else }}warning{{ end }}"
 
@@ -26,9 +25,9 @@ def alert_name(condition: str) -> str:
 
 
 def alerts() -> str:
-    """The rules as YAML, of which JSON's strings are a part."""
+    """The rules as YAML. Strings are written as JSON, which is valid YAML."""
     lines = [
-        "# One alert per condition; outbox_status, with the same names, has the evidence.",
+        "# One alert per condition. outbox_status shows the evidence under the same names.",
         "groups:",
         "  - name: outbox",
         "    rules:",
@@ -47,7 +46,7 @@ def alerts() -> str:
 
 
 def _holds(name: str) -> str:
-    """A condition that holds, or that held when it was last known: while the broker is away no alert resolves."""
+    """True if the condition holds, or held when last known: no alert resolves while the broker is down."""
     now = f'max by (name) (outbox_condition{{name="{name}"}})'
     last = f'max by (name) (last_over_time(outbox_condition{{name="{name}"}}[{_REMEMBERED}]))'
     return f"{now} > 0 or ({last} > 0 unless on (name) {now})"
@@ -74,11 +73,11 @@ def _quantiles(metric: str, by: str) -> list[tuple[str, str]]:
 
 
 def _summed(of_group_and_topic: str) -> str:
-    """Per group, of what the broker's tables say. Each worker and web process exports that, so it counts once."""
+    """A sum per group. Each worker and web process exports the same value, so `max` counts it once."""
     return f"sum by (group) (max by (group, topic) ({of_group_and_topic}))"
 
 
-# Title, unit, and per line an expression with its legend.
+# Title, unit, and the expressions with their legends.
 PANELS: Final[list[tuple[str, str, list[tuple[str, str]]]]] = [
     ("Conditions (1 warning, 2 critical)", "none", [("max by (name) (outbox_condition) > 0", "{{name}}")]),
     ("A process sequences", "none", [("max(outbox_leader)", "leader")]),
@@ -131,7 +130,7 @@ PANELS: Final[list[tuple[str, str, list[tuple[str, str]]]]] = [
 
 
 def dashboard() -> str:
-    """The dashboard as Grafana imports it; the data source is chosen there."""
+    """The dashboard as Grafana imports it. The user chooses the data source in Grafana."""
     return json.dumps(
         {
             "title": "outbox",
