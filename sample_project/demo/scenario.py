@@ -181,7 +181,8 @@ def _migrate(stage: Stage) -> None:
 
 
 def _employ_operator(stage: Stage) -> None:
-    """Somebody who may see the operations page and act there; from an earlier run there may be one."""
+    """Create the user of the operations page. With your own PostgreSQL an earlier run may have left one."""
+    stage.display.step("creating the user of the operations page: operator, with the password operator")
     stage.services.run(
         "operator",
         "sample_project.manage",
@@ -230,16 +231,19 @@ def _sell(stage: Stage, celery: int, orders: psycopg.Connection, broker: psycopg
     """Let the customers in; meanwhile the fault points kill web processes, and we who sequences."""
     options, display = stage.options, stage.display
     display.step(f"{options.orders} customers, {options.shoppers} at a time, at {stage.site}")
+    display.note(f"the operations page: {stage.site}operations/ (operator, with the password operator)")
     crowd = Crowd(stage.port, orders=options.orders, shoppers=options.shoppers)
     told: set[str] = set()
-    killed = False
+    killed = first_told = False
     pause = threading.Event()
     display.open()
     crowd.start()
     try:
         while not crowd.done():
             stage.services.check_alive()
-            display.show(crowd.answers.total, stage.figures(orders, broker))
+            found = stage.figures(orders, broker)
+            display.show(crowd.answers.total, found)
+            first_told = first_told or _tell_first_order(stage, found, orders)
             _tell_kills(stage, told)
             if not killed and crowd.answers.total >= options.orders // 2:
                 killed = _kill_leader(stage, celery)
@@ -249,6 +253,17 @@ def _sell(stage: Stage, celery: int, orders: psycopg.Connection, broker: psycopg
         display.close()
     _tell_kills(stage, told)
     return crowd, killed or _kill_leader(stage, celery)
+
+
+def _tell_first_order(stage: Stage, found: Figures, orders: psycopg.Connection) -> bool:
+    """Show where the first order can be seen, once it is paid and shipped; returns whether it is."""
+    if not found.shipments:
+        return False
+    order = figures.first_shipped(orders)
+    stage.display.step(f"the first order has arrived: order {order} was paid, and its message created the shipment")
+    if stage.rocketmq is None:
+        stage.display.note(f"its messages: {stage.site}operations/messages/?q={order}")
+    return True
 
 
 def _tell_kills(stage: Stage, told: set[str]) -> None:
@@ -309,7 +324,11 @@ def _of_crashes(stage: Stage, *, leader_killed: bool) -> list[Verdict]:
 
 
 def _reconcile(stage: Stage, paid: int) -> list[Verdict]:
-    stage.display.step("Spark holds the tables against the broker's log")
+    if not reconcile.is_installed():
+        stage.display.step("installing Spark for the report: some 600 MB to download, once")
+        with stage.display.waiting("pip installs Spark; the shop stays open meanwhile"):
+            reconcile.install(stage.services)
+    stage.display.step("Spark compares the orders with the broker's messages and with the effects of the subscribers")
     with stage.display.waiting("Spark starts, reads both databases and writes its report"):
         report = reconcile.run(
             stage.services, stage.directory, orders_url=stage.orders_url, broker_url=stage.broker_url
