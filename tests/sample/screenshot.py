@@ -1,0 +1,28 @@
+"""The picture of the README: `make demo KEEP=1`, then `python -m tests.sample.screenshot ADDRESS docs/images/operations.png`.
+
+ADDRESS is that of the demo's shop, with the slash at its end.
+"""
+
+from __future__ import annotations
+
+import base64
+import sys
+from pathlib import Path
+
+from tests.sample.browser import Browser
+
+
+def take(address: str, target: Path) -> None:
+    """Log in as the demo's operator and store a picture of the operations page."""
+    with Browser(width=1100, height=760, timeout=60) as browser:
+        browser.goto(f"{address}login/")
+        browser.evaluate("document.querySelector('[name=username]').value = 'operator'")
+        browser.evaluate("document.querySelector('[name=password]').value = 'operator'")
+        browser.click("form button")
+        browser.goto(f"{address}operations/")
+        answer = browser.command("Page.captureScreenshot", format="png")
+        target.write_bytes(base64.b64decode(answer["data"]))
+
+
+if __name__ == "__main__":
+    take(sys.argv[1], Path(sys.argv[2]))
