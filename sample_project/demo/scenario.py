@@ -75,7 +75,6 @@ def run(options: Options, display: Display, directory: Path) -> None:
         _stage(options, display, directory, broker_server) as stage,
     ):
         _migrate(stage)
-        _employ_operator(stage)
         celery = _open_shop(stage)
         with (
             psycopg.connect(stage.orders_url, autocommit=True) as orders,
@@ -171,25 +170,11 @@ def _uninterrupted() -> Iterator[None]:
 
 
 def _migrate(stage: Stage) -> None:
-    stage.display.step("creating the tables")
-    stage.services.run("migrate", "sample_project.manage", "migrate", "--no-input", "--verbosity=1")
-    if stage.two_phase:
-        stage.services.run("migrate-broker", "sample_project.manage", "migrate", "--no-input", "--database=broker")
+    stage.display.step("creating the tables and the user of the operations page")
+    stage.services.run("migrate", "sample_project.demo.tables", "default", *(["broker"] if stage.two_phase else []))
     if stage.rocketmq is not None:
         address = f"{stage.rocketmq.admin.host}:{stage.rocketmq.admin.port}"
         stage.services.run("topics", "sample_project.manage", "outbox_rocketmq", f"--create={address}")
-
-
-def _employ_operator(stage: Stage) -> None:
-    """Create the user of the operations page. With your own PostgreSQL an earlier run may have left one."""
-    stage.display.step("creating the user of the operations page: operator, with the password operator")
-    stage.services.run(
-        "operator",
-        "sample_project.manage",
-        *("createsuperuser", "--no-input", "--username=operator", "--email=operator@localhost"),
-        environment={"DJANGO_SUPERUSER_PASSWORD": "operator"},
-        accept=(0, 1),
-    )
 
 
 def _open_shop(stage: Stage) -> int:

@@ -1,6 +1,6 @@
-"""The picture of the README: `make demo KEEP=1`, then `python -m tests.sample.screenshot ADDRESS docs/images/operations.png`.
+"""Makes the screenshot of the README: `python -m tests.sample.screenshot ADDRESS docs/images/operations.png`.
 
-ADDRESS is that of the demo's shop, with the slash at its end.
+ADDRESS is that of the shop that `make demo KEEP=1` leaves open, with the slash at its end.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from tests.sample.browser import Browser
 
 def take(address: str, target: Path) -> None:
     """Log in as the demo's operator and store a picture of the operations page."""
-    with Browser(width=1100, height=760, timeout=60) as browser:
+    with Browser(width=1280, height=760, timeout=60) as browser:
         browser.goto(f"{address}login/")
         browser.evaluate("document.querySelector('[name=username]').value = 'operator'")
         browser.evaluate("document.querySelector('[name=password]').value = 'operator'")
         browser.click("form button")
         browser.goto(f"{address}operations/")
+        browser.wait_for("document.querySelectorAll('.uplot canvas').length >= 2")
         answer = browser.command("Page.captureScreenshot", format="png")
         target.write_bytes(base64.b64decode(answer["data"]))
 
