@@ -215,7 +215,7 @@ def _faults(stage: Stage) -> str:
 def _sell(stage: Stage, celery: int, orders: psycopg.Connection, broker: psycopg.Connection) -> tuple[Crowd, bool]:
     """Let the customers in; meanwhile the fault points kill web processes, and we who sequences."""
     options, display = stage.options, stage.display
-    display.step(f"{options.orders} customers, {options.shoppers} at a time, at {stage.site}")
+    display.step(f"{options.orders} customers come to {stage.site}; the first one alone, until the worker has started")
     display.note(f"the operations page: {stage.site}operations/ (operator, with the password operator)")
     crowd = Crowd(stage.port, orders=options.orders, shoppers=options.shoppers)
     told: set[str] = set()
@@ -228,7 +228,10 @@ def _sell(stage: Stage, celery: int, orders: psycopg.Connection, broker: psycopg
             stage.services.check_alive()
             found = stage.figures(orders, broker)
             display.show(crowd.answers.total, found)
-            first_told = first_told or _tell_first_order(stage, found, orders)
+            if not first_told and found.shipments:
+                first_told = True
+                _tell_first_order(stage, orders)
+                crowd.start_others()
             _tell_kills(stage, told)
             if not killed and crowd.answers.total >= options.orders // 2:
                 killed = _kill_leader(stage, celery)
@@ -240,15 +243,13 @@ def _sell(stage: Stage, celery: int, orders: psycopg.Connection, broker: psycopg
     return crowd, killed or _kill_leader(stage, celery)
 
 
-def _tell_first_order(stage: Stage, found: Figures, orders: psycopg.Connection) -> bool:
-    """Show where the first order can be seen, once it is paid and shipped; returns whether it is."""
-    if not found.shipments:
-        return False
+def _tell_first_order(stage: Stage, orders: psycopg.Connection) -> None:
     order = figures.first_shipped(orders)
     stage.display.step(f"the first order has arrived: order {order} was paid, and its message created the shipment")
     if stage.rocketmq is None:
         stage.display.note(f"its messages: {stage.site}operations/messages/?q={order}")
-    return True
+    if stage.options.shoppers > 1:
+        stage.display.step(f"{stage.options.shoppers} customers at a time from now on; processes are killed meanwhile")
 
 
 def _tell_kills(stage: Stage, told: set[str]) -> None:
