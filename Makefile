@@ -3,6 +3,9 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+# The demo needs less than the tests, so it has a stamp of its own. A full installation is enough for it, too.
+DEMO   := $(VENV)/.installed-demo
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 # Page tests need a browser; where there is none, make says so and leaves only them out.
 BROWSER := $(firstword $(shell command -v chromium chromium-browser google-chrome 2>/dev/null))
 # The tests of the RocketMQ engine and of Kafka run real servers, whose programs Maven brings.
@@ -20,13 +23,22 @@ help: ## Show this list
 
 install: $(STAMP) ## Create the virtual environment and install the project into it
 
-$(STAMP): setup.py pyproject.toml
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --editable '.[dev]'
-	touch $@
+$(BIN)/python:
+	@echo 'Creating a virtual environment in $(VENV).'
+	@$(PYTHON) -m venv $(VENV)
 
-demo: $(STAMP) ## An order service on real parts: orders flow, crashes are survived, a report proves it (KEEP=1 leaves the site up, ENGINE=rocketmq takes another broker)
-	KEEP='$(KEEP)' ENGINE='$(ENGINE)' $(BIN)/python -m sample_project.demo
+$(STAMP): setup.py pyproject.toml | $(BIN)/python
+	@echo 'Installing the project and all tools into $(VENV): some 650 MB to download, most of it for Spark.'
+	@$(PIP) --editable '.[dev]'
+	@touch $(DEMO) $@
+
+$(DEMO): setup.py pyproject.toml | $(BIN)/python
+	@echo 'Installing what the demo needs into $(VENV): Django, Celery, a private PostgreSQL (some 60 MB to download).'
+	@$(PIP) --editable '.[demo]'
+	@touch $@
+
+demo: $(DEMO) ## An order service on real parts: orders flow, crashes are survived, a report proves it (KEEP=1 leaves the site up, ENGINE=rocketmq takes another broker)
+	@KEEP='$(KEEP)' ENGINE='$(ENGINE)' $(BIN)/python -m sample_project.demo
 
 test: $(STAMP) ## Every guarantee, on real servers and processes
 	$(if $(BROWSER),,@echo 'No Chromium on the PATH: the page tests are left out.')

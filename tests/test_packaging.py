@@ -1,4 +1,4 @@
-"""The README is true: its program runs, on the wheel, in an environment that has nothing of this checkout."""
+"""The program of docs/quickstart.md runs on the wheel, in an environment that has nothing of this checkout."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from packaging.specifiers import SpecifierSet
 
 from tests.wheel import ROOT, Environments, metadata, run
 
+PAGE = ROOT / "docs" / "quickstart.md"
+
 
 def quickstart() -> str:
-    match = re.search(r"<!-- quickstart -->\n```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    match = re.search(r"<!-- quickstart -->\n```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     assert match is not None
     return match[1]
 
@@ -85,8 +87,8 @@ def test_changelog_begins_with_the_version_of_the_wheel(wheel: Path) -> None:
 
 
 def test_quick_start_runs_on_the_wheel(environments: Environments, tmp_path: Path) -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    install = re.search(r"^pip install '(.+)'$", readme.partition("<!-- quickstart -->")[0], re.MULTILINE)
+    page = PAGE.read_text(encoding="utf-8")
+    install = re.search(r"^pip install '(.+)'$", page.partition("<!-- quickstart -->")[0], re.MULTILINE)
     assert install is not None
     python = str(environments.with_installed(install[1]) / "python")
     (tmp_path / "quickstart.py").write_text(quickstart())
@@ -115,3 +117,11 @@ def test_make_targets_of_the_readme_exist() -> None:
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     named = set(re.findall(r"`?make ([a-z]+)", (ROOT / "README.md").read_text()))
     assert {"demo", "test", "help"} <= named <= targets
+
+
+def test_the_readme_is_short_and_its_links_lead_to_files() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(readme.splitlines()) <= 120
+    links = {link.partition("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", readme) if "://" not in link}
+    assert "docs/quickstart.md" in links
+    assert sorted(link for link in links if not (ROOT / link).exists()) == []

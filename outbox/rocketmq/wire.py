@@ -18,7 +18,6 @@ from uuid import UUID
 from outbox import names
 from outbox.errors import InvalidMessage
 from outbox.message import Message
-from outbox.rocketmq.client import WireMessage
 from outbox.rocketmq.names import wire_name
 from outbox.transaction import HalfTransaction
 
@@ -31,6 +30,9 @@ _FOREIGN: Final = uuid.UUID("5b0d3a52-2f4e-5c0e-9a55-6a1b9d1f0c11")
 
 def to_wire(message: Message, *, fifo: bool, half: HalfTransaction | None = None) -> Any:
     """A message to send. Raises InvalidMessage for what RocketMQ cannot carry."""
+    # Only sending needs the client library: projects without it read messages here, through `left` and `exhausted`.
+    from outbox.rocketmq.client import WireMessage
+
     if not message.body:
         raise InvalidMessage(f"message {message.message_id} for topic {message.topic!r}: RocketMQ takes no empty body.")
     noted = _noted(message, half)

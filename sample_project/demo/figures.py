@@ -27,6 +27,8 @@ FULL JOIN cart_clearance c ON c.order_id = coalesce(o.id, s.order_id, p.order_id
 
 _PAID: Final[LiteralString] = "SELECT id FROM orders_order WHERE paid_at IS NOT NULL"
 
+_FIRST_SHIPPED: Final[LiteralString] = "SELECT min(order_id) FROM logistics_shipment"
+
 _LEFT_IN_CARTS: Final[LiteralString] = """
 SELECT count(*) FROM cart_item i JOIN orders_order o ON o.id = i.order_id WHERE o.paid_at IS NOT NULL
 """
@@ -124,6 +126,11 @@ def _of_log(log: Path | None) -> dict[str, Any]:
 def paid_orders(orders: psycopg.Connection) -> set[int]:
     """The numbers of the orders that are paid."""
     return {order_id for (order_id,) in orders.execute(_PAID)}
+
+
+def first_shipped(orders: psycopg.Connection) -> int:
+    """The lowest number of an order that has a shipment."""
+    return _row(orders, _FIRST_SHIPPED)[0]
 
 
 def _row(connection: psycopg.Connection, statement: LiteralString) -> tuple[int, ...]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shutil
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from sample_project.demo.processes import Services
+from sample_project.demo.processes import DemoFailed, Services
 
 _RULES: Final = Path(__file__).resolve().parent.parent / "reconcile.toml"
 _PAID_ORDERS: Final = "paid orders"
@@ -16,6 +18,7 @@ _PAID_ORDERS: Final = "paid orders"
 _REPORTED: Final = (0, 1)
 # Half a minute on a machine of one's own; several times that on a busy one.
 _TIMEOUT_SECONDS: Final = 300.0
+_INSTALL_TIMEOUT_SECONDS: Final = 1200.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +36,24 @@ class Report:
 def output(directory: Path) -> Path:
     """Where the report is written, and the shop's page finds it."""
     return directory / "reconcile"
+
+
+def is_installed() -> bool:
+    """Whether this environment has Spark."""
+    return importlib.util.find_spec("pyspark") is not None
+
+
+def install(services: Services) -> None:
+    """Install Spark into this virtual environment. Raises DemoFailed outside of one, and if pip fails."""
+    if sys.prefix == sys.base_prefix:
+        raise DemoFailed(
+            "Spark is not installed, and the demo installs nothing outside of a virtual environment: "
+            "run `make demo`, or leave out the report with --no-reconcile"
+        )
+    options = ("--quiet", "--disable-pip-version-check", "--no-compile")
+    services.run(
+        "install-spark", "pip", "install", *options, "--editable", ".[spark]", timeout_seconds=_INSTALL_TIMEOUT_SECONDS
+    )
 
 
 def run(services: Services, directory: Path, *, orders_url: str, broker_url: str) -> Report:

@@ -75,7 +75,6 @@ def run(options: Options, display: Display, directory: Path) -> None:
         _stage(options, display, directory, broker_server) as stage,
     ):
         _migrate(stage)
-        _employ_operator(stage)
         celery = _open_shop(stage)
         with (
             psycopg.connect(stage.orders_url, autocommit=True) as orders,
@@ -171,24 +170,11 @@ def _uninterrupted() -> Iterator[None]:
 
 
 def _migrate(stage: Stage) -> None:
-    stage.display.step("creating the tables")
-    stage.services.run("migrate", "sample_project.manage", "migrate", "--no-input", "--verbosity=1")
-    if stage.two_phase:
-        stage.services.run("migrate-broker", "sample_project.manage", "migrate", "--no-input", "--database=broker")
+    stage.display.step("creating the tables and the user of the operations page")
+    stage.services.run("migrate", "sample_project.demo.tables", "default", *(["broker"] if stage.two_phase else []))
     if stage.rocketmq is not None:
         address = f"{stage.rocketmq.admin.host}:{stage.rocketmq.admin.port}"
         stage.services.run("topics", "sample_project.manage", "outbox_rocketmq", f"--create={address}")
-
-
-def _employ_operator(stage: Stage) -> None:
-    """Somebody who may see the operations page and act there; from an earlier run there may be one."""
-    stage.services.run(
-        "operator",
-        "sample_project.manage",
-        *("createsuperuser", "--no-input", "--username=operator", "--email=operator@localhost"),
-        environment={"DJANGO_SUPERUSER_PASSWORD": "operator"},
-        accept=(0, 1),
-    )
 
 
 def _open_shop(stage: Stage) -> int:
@@ -229,17 +215,23 @@ def _faults(stage: Stage) -> str:
 def _sell(stage: Stage, celery: int, orders: psycopg.Connection, broker: psycopg.Connection) -> tuple[Crowd, bool]:
     """Let the customers in; meanwhile the fault points kill web processes, and we who sequences."""
     options, display = stage.options, stage.display
-    display.step(f"{options.orders} customers, {options.shoppers} at a time, at {stage.site}")
+    display.step(f"{options.orders} customers come to {stage.site}; the first one alone, until the worker has started")
+    display.note(f"the operations page: {stage.site}operations/ (operator, with the password operator)")
     crowd = Crowd(stage.port, orders=options.orders, shoppers=options.shoppers)
     told: set[str] = set()
-    killed = False
+    killed = first_told = False
     pause = threading.Event()
     display.open()
     crowd.start()
     try:
         while not crowd.done():
             stage.services.check_alive()
-            display.show(crowd.answers.total, stage.figures(orders, broker))
+            found = stage.figures(orders, broker)
+            display.show(crowd.answers.total, found)
+            if not first_told and found.shipments:
+                first_told = True
+                _tell_first_order(stage, orders)
+                crowd.start_others()
             _tell_kills(stage, told)
             if not killed and crowd.answers.total >= options.orders // 2:
                 killed = _kill_leader(stage, celery)
@@ -249,6 +241,15 @@ def _sell(stage: Stage, celery: int, orders: psycopg.Connection, broker: psycopg
         display.close()
     _tell_kills(stage, told)
     return crowd, killed or _kill_leader(stage, celery)
+
+
+def _tell_first_order(stage: Stage, orders: psycopg.Connection) -> None:
+    order = figures.first_shipped(orders)
+    stage.display.step(f"the first order has arrived: order {order} was paid, and its message created the shipment")
+    if stage.rocketmq is None:
+        stage.display.note(f"its messages: {stage.site}operations/messages/?q={order}")
+    if stage.options.shoppers > 1:
+        stage.display.step(f"{stage.options.shoppers} customers at a time from now on; processes are killed meanwhile")
 
 
 def _tell_kills(stage: Stage, told: set[str]) -> None:
@@ -309,7 +310,11 @@ def _of_crashes(stage: Stage, *, leader_killed: bool) -> list[Verdict]:
 
 
 def _reconcile(stage: Stage, paid: int) -> list[Verdict]:
-    stage.display.step("Spark holds the tables against the broker's log")
+    if not reconcile.is_installed():
+        stage.display.step("installing Spark for the report: some 600 MB to download, once")
+        with stage.display.waiting("pip installs Spark; the shop stays open meanwhile"):
+            reconcile.install(stage.services)
+    stage.display.step("Spark compares the orders with the broker's messages and with the effects of the subscribers")
     with stage.display.waiting("Spark starts, reads both databases and writes its report"):
         report = reconcile.run(
             stage.services, stage.directory, orders_url=stage.orders_url, broker_url=stage.broker_url

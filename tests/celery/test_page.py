@@ -1,4 +1,4 @@
-"""docs/celery.md names tests that exist, and the README shows the project that is on the page."""
+"""docs/celery.md names tests that exist."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import re
 import subprocess
 import sys
 
-import pytest
-
-from tests.celery.project import PAGE, ROOT, blocks, files_of_the_page
+from tests.celery.project import PAGE, ROOT
 
 NAMED = re.compile(r"`(test_\w+\.py::[^`]+)`")
 
@@ -28,18 +26,3 @@ def test_every_row_names_tests_that_are_there() -> None:
     for row in _rows():
         assert NAMED.search(row.split("|")[-2]), f"no test shows this: {row}"
     assert [name for row in _rows() for name in NAMED.findall(row) if name not in there] == []
-
-
-@pytest.mark.parametrize("path", ["shop/settings.py", "shop/celery.py", "shop/__init__.py"])
-def test_the_readme_shows_the_project_that_is_tested(path: str) -> None:
-    readme = (ROOT / "README.md").read_text("utf-8")
-    assert files_of_the_page()[path] in readme
-
-
-def test_the_readme_has_the_commands_that_are_tested() -> None:
-    install, migrate, worker, _ = blocks("sh")
-    readme = (ROOT / "README.md").read_text("utf-8")
-    commands = [
-        line for block in (install, migrate, worker) for line in block.splitlines() if "makemigrations" not in line
-    ]
-    assert [line for line in commands if line not in readme] == []

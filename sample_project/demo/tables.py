@@ -1,0 +1,29 @@
+"""Create the sample's tables and the user of its operations page: `python -m sample_project.demo.tables ALIAS...`.
+
+One process for all of it: each one more would load Django again before the first order.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+
+import django
+from django.core.management import call_command
+
+OPERATOR = "operator"
+
+
+def create(aliases: Iterable[str]) -> None:
+    """Migrate the databases, then create the user. With your own PostgreSQL an earlier run may have left one."""
+    django.setup()
+    for alias in aliases:
+        call_command("migrate", database=alias, interactive=False)
+    from django.contrib.auth.models import User
+
+    if not User.objects.filter(username=OPERATOR).exists():
+        User.objects.create_superuser(OPERATOR, f"{OPERATOR}@localhost", OPERATOR)
+
+
+if __name__ == "__main__":
+    create(sys.argv[1:])
