@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Final
+from typing import Final
 from uuid import UUID
 
 from django.db import connections
@@ -21,9 +21,8 @@ from outbox.contrib.django.subscribers.registry import subscribers
 from outbox.errors import UsageError
 from outbox.left import LeftoverWork
 from outbox.rocketmq.admin import brokers_of, parse_address
-
-if TYPE_CHECKING:
-    from outbox.rocketmq.left import Timers
+from outbox.rocketmq.left import Timers
+from outbox.rocketmq.left import left as left_on_rocketmq
 
 _SAMPLE: Final = 100
 
@@ -82,9 +81,6 @@ def left_here(settings: OutboxSettings, brokers: Sequence[str] = (), *, timers: 
     wanted = [(item.subscription.group, item.subscription.topic) for item in subscribers()]
     topics = {*settings.topics, *(topic for _, topic in wanted)}
     if settings.is_rocketmq:
-        # It needs the extra `rocketmq`.
-        from outbox.rocketmq.left import Timers, left
-
         named = brokers_of(settings.broker)
         admins = [parse_address(text) for text in brokers] or named
         if not admins:
@@ -93,7 +89,7 @@ def left_here(settings: OutboxSettings, brokers: Sequence[str] = (), *, timers: 
                 "--rocketmq-broker HOST:10911, or in OUTBOX['BROKER'] by ?brokers=HOST:10911."
             )
         producer_group = settings.producer_group
-        return left(
+        return left_on_rocketmq(
             admins, wanted, sorted(topics), timers or Timers(), producer_group=producer_group, settles=bool(named)
         )
     require_database(settings)

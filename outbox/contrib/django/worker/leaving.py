@@ -14,6 +14,7 @@ from outbox.contrib.django.subscribers.registry import autodiscover
 from outbox.contrib.django.worker.workers import run_all
 from outbox.errors import BrokerUnavailable
 from outbox.left import LeftoverWork
+from outbox.rocketmq.left import Timers
 
 logger = logging.getLogger(__name__)
 
@@ -30,12 +31,7 @@ def run_until_drained(stop: threading.Event, brokers: Sequence[str] = ()) -> Lef
     """
     autodiscover()
     settings = get_settings()
-    timers = None
-    if settings.is_rocketmq:
-        # It needs the extra `rocketmq`.
-        from outbox.rocketmq.left import Timers
-
-        timers = Timers()
+    timers = Timers()
     last: list[LeftoverWork] = [left_here(settings, brokers, timers=timers)]
     failed: list[BaseException] = []
 
