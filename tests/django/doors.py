@@ -93,6 +93,7 @@ CHANGING: Final = (
     "outbox_audit",
     "outbox_check",
     "outbox_check --parked",
+    "outbox_compare",
     f"outbox_dead_letter show effects {SOME}",
     "outbox_dead_letter replay effects --all",
     "outbox_dead_letter discard effects --all --no-input",

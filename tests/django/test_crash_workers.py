@@ -40,6 +40,8 @@ WORKERS: Final = {
 RESYNC: Final = "sequencer.mid_resync"
 # tests/sinks and test_receive.py kill there.
 FORWARDED, RECEIVED = "forward.after_acknowledgement", "receive.after_send"
+# test_group_rename.py kills there.
+RENAME_STEPS: Final = [point for point in faults.POINTS if point.startswith("rename.")]
 # test_repair.py kills there.
 REPAIR_STEPS: Final = [point for point in faults.POINTS if point.startswith("repair.")]
 WORKER_STEPS: Final = [point for point in faults.POINTS if point.split(".")[0] in WORKERS and point != RESYNC]
@@ -51,7 +53,8 @@ def worker(name: str, specification: str = "") -> AbstractContextManager[subproc
 
 
 def test_every_fault_point_is_armed() -> None:
-    assert sorted([*PRODUCER_STEPS, *WORKER_STEPS, *REPAIR_STEPS, RESYNC, FORWARDED, RECEIVED]) == sorted(faults.POINTS)
+    elsewhere = [*RENAME_STEPS, *REPAIR_STEPS, RESYNC, FORWARDED, RECEIVED]
+    assert sorted([*PRODUCER_STEPS, *WORKER_STEPS, *elsewhere]) == sorted(faults.POINTS)
 
 
 @contextlib.contextmanager

@@ -176,7 +176,7 @@ def test_who_may_not_look_is_told_what_to_grant(led: None) -> None:
             connection.execute(f'GRANT USAGE ON SCHEMA outbox TO "{name}"'.encode())
             connection.execute(f'GRANT SELECT ON outbox.schema_version TO "{name}"'.encode())
             entry["OPTIONS"] = {**options, "options": f"-c role={name}"}
-            with pytest.raises(ConfigurationError, match="Grant it SELECT"):
+            with pytest.raises(ConfigurationError, match="and SELECT on its table"):
                 look()
         finally:
             entry["USER"], entry["OPTIONS"] = user, options

@@ -63,16 +63,16 @@ def wait_until_named(part: str, error: str) -> Condition:
 
 def test_a_leader_whose_ticks_fail(databases: None) -> None:
     """It holds the lease now and then: with and without it nothing says that a worker is missing."""
-    sql("ALTER FUNCTION outbox.tick_v15 RENAME TO away")
+    sql("ALTER FUNCTION outbox.tick_v18 RENAME TO away")
     with child("broker", quiet=True) as process:
-        named = wait_until_named("sequencing", "function outbox.tick_v15")
+        named = wait_until_named("sequencing", "function outbox.tick_v18")
         assert named.severity is Severity.CRITICAL
         assert str(process.pid) in str(named.evidence[0]["process"])
         sql("UPDATE outbox.leader_lease SET expires_at = '-infinity'")
         assert "no_sequencer" not in conditions()
         _, said = say("outbox_status")
         assert "process_failing" in said and "Start a worker" not in said
-        sql("ALTER FUNCTION outbox.away RENAME TO tick_v15")
+        sql("ALTER FUNCTION outbox.away RENAME TO tick_v18")
         eventually(lambda: conditions() == {}, what=lambda: str(look()))
     assert [kind for kind, _ in incidents()] == ["process_failed"]
 

@@ -21,6 +21,7 @@ FROM unnest(ARRAY['statement_timeout', 'lock_timeout', 'transaction_timeout', 'i
                   'idle_session_timeout']) AS name
 WHERE current_setting(name, true) IS NOT NULL
 """
+_LIFT_WHERE_DIRECT: Final = f"{_LIFT} AND pg_backend_pid() = %(told)s"
 _LIMIT: Final = "SELECT set_config('lock_timeout', '1s', true)"
 # To send together with other statements.
 LIFT: Final = Statement(_LIFT)
@@ -32,11 +33,14 @@ def lift_for_session(connection: Connection) -> None:
 
 
 def lift_where_direct(connection: Connection) -> bool:
-    """As `lift_for_session` if no pooler is in between; returns whether it was done. Else use `lifted`."""
-    if not lasts(connection):
-        return False
-    lift_for_session(connection)
-    return True
+    """As `lift_for_session` if no pooler is in between; returns whether it was done. Else use `lifted`.
+
+    The server is asked, not the settings: with LISTEN_URL = "" a direct connection is taken for one through a pooler,
+    and its session has the timeouts of its role all the same.
+    """
+    with cursor_on(connection) as cursor:
+        cursor.execute(_LIFT_WHERE_DIRECT, {"local": False, "told": connection.info.backend_pid})
+        return cursor.rowcount > 0
 
 
 def lift_for_transaction(connection: Connection) -> None:
