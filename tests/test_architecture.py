@@ -11,6 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "architecture.md"
 PAGES = [PAGE, *sorted((ROOT / "docs" / "internals").glob("*.md"))]
+LINKING = [path for folder in ("", "docs", "docs/internals", "docs/decisions") for path in (ROOT / folder).glob("*.md")]
 # The tests that the pages name are looked for in test_states.py.
 NAMED = re.compile(r"`((?:outbox|spark|sample_project)/[^`\s]*\.py)(?:::([A-Za-z_.]+))?`")
 
@@ -54,7 +55,7 @@ def test_architecture_stays_short_and_lines_fit() -> None:
     assert [line for line in long if not line.startswith("| ")] == []
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "docs" / "glossary.md", ROOT / "CONTRIBUTING.md"])
+@pytest.mark.parametrize("page", LINKING, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_links_lead_to_files_and_headings(page: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
         if "://" in target:
@@ -70,6 +71,36 @@ def test_links_lead_to_files_and_headings(page: Path) -> None:
 def slug(heading: str) -> str:
     """The anchor that GitHub makes of a heading."""
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+def test_the_index_of_the_decisions_lists_the_files() -> None:
+    folder = ROOT / "docs" / "decisions"
+    in_force, _, removed = (folder / "README.md").read_text(encoding="utf-8").partition("\n## Removed\n")
+    listed = re.findall(r"^\| \[(\d{3})\]\(([^)]+)\) \| [^|]+ \| in force[^|]* \|$", in_force, re.MULTILINE)
+    assert listed == [(path.name[:3], path.name) for path in sorted(folder.glob("[0-9]*.md"))]
+    gone = re.findall(r"^\| (\d{3}) \| [^|]+ \| [^|]+ \|$", removed, re.MULTILINE)
+    assert gone and set(gone).isdisjoint(number for number, _ in listed)
+
+
+def test_what_points_to_a_decision_finds_it() -> None:
+    kept = {path.name[:3] for path in (ROOT / "docs" / "decisions").glob("[0-9]*.md")}
+    files = [path for folder in ("outbox", "spark", "tests", "docs") for path in (ROOT / folder).rglob("*")]
+    named = {
+        (path.relative_to(ROOT).as_posix(), number)
+        for path in files
+        if path.suffix in (".py", ".sql", ".md") and path.name != "README.md"
+        for number in re.findall(r"\b[Dd]ecisions?[ /](\d{3})\b", path.read_text(encoding="utf-8"))
+    }
+    assert len(named) > 20
+    assert {(path, number) for path, number in named if number not in kept} == set()
+
+
+def test_the_index_answers_the_questions_of_a_newcomer() -> None:
+    page = PAGE.read_text(encoding="utf-8").split("\n## Where is ...\n", 1)[1]
+    questions = " ".join(re.findall(r"^\| ([^|]+\?) \|", page, re.MULTILINE))
+    asked = ["half parked", "killed its process", "add a sink", "add a condition", "tick's SQL", "column to the log"]
+    asked += ["which lock", "setting validated", "inbox row", "both engines", "operator action"]
+    assert [words for words in asked if words not in questions] == []
 
 
 def test_the_index_answers_its_questions_with_code() -> None:
