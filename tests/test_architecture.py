@@ -95,6 +95,13 @@ def test_what_points_to_a_decision_finds_it() -> None:
     assert {(path, number) for path, number in named if number not in kept} == set()
 
 
+def test_the_glossary_is_in_alphabetical_order() -> None:
+    page = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
+    terms = re.findall(r"^\| ([^|]+) \| [^|]+ \|$", page.split("\n## Terms\n", 1)[1].split("\n## ")[0], re.MULTILINE)
+    terms = [term.replace("`", "").lower() for term in terms if term != "term"]
+    assert len(terms) > 80 and terms == sorted(set(terms))
+
+
 def test_the_index_answers_the_questions_of_a_newcomer() -> None:
     page = PAGE.read_text(encoding="utf-8").split("\n## Where is ...\n", 1)[1]
     questions = " ".join(re.findall(r"^\| ([^|]+\?) \|", page, re.MULTILINE))
