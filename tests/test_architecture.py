@@ -1,4 +1,4 @@
-"""docs/architecture.md names modules and what is in them: all of it is there."""
+"""docs/architecture.md and docs/internals/ name modules and what they define: all of it exists."""
 
 from __future__ import annotations
 
@@ -10,13 +10,19 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "architecture.md"
-# The tests that the page names are looked for in test_states.py.
+PAGES = [PAGE, *sorted((ROOT / "docs" / "internals").glob("*.md"))]
+LINKING = [path for folder in ("", "docs", "docs/internals", "docs/decisions") for path in (ROOT / folder).glob("*.md")]
+# The tests that the pages name are looked for in test_states.py.
 NAMED = re.compile(r"`((?:outbox|spark|sample_project)/[^`\s]*\.py)(?:::([A-Za-z_.]+))?`")
 
 
-def named() -> list[tuple[str, str]]:
-    """(path, name within it or ''), each once."""
-    return sorted(set(NAMED.findall(PAGE.read_text(encoding="utf-8"))))
+def named() -> list[tuple[str, str, str]]:
+    """(page, path, name within it or ''), each once."""
+    return sorted(
+        (page.relative_to(ROOT).as_posix(), path, name)
+        for page in PAGES
+        for path, name in set(NAMED.findall(page.read_text(encoding="utf-8")))
+    )
 
 
 def defines(module: ast.AST, name: str) -> bool:
@@ -28,18 +34,80 @@ def defines(module: ast.AST, name: str) -> bool:
     return False
 
 
-@pytest.mark.parametrize(("path", "name"), named())
-def test_what_the_page_names_is_there(path: str, name: str) -> None:
-    assert (ROOT / path).is_file(), f"docs/architecture.md names {path}, which is not there"
+@pytest.mark.parametrize(("page", "path", "name"), named())
+def test_what_a_page_names_is_there(page: str, path: str, name: str) -> None:
+    assert (ROOT / path).is_file(), f"{page} names {path}, which does not exist"
     if name:
         assert defines(ast.parse((ROOT / path).read_text(encoding="utf-8")), name), f"{path} has no {name}"
 
 
-def test_every_path_on_the_page_is_checked() -> None:
-    paths = set(re.findall(r"`(\w+/[\w/]+\.py)\b", PAGE.read_text(encoding="utf-8")))
-    paths = {path for path in paths if not path.startswith("tests/")}
-    assert paths - {path for path, _ in named()} == set()
+def test_every_path_on_the_pages_is_checked() -> None:
+    text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
+    paths = {path for path in re.findall(r"`(\w+/[\w/]+\.py)\b", text) if not path.startswith("tests/")}
+    assert paths - {path for _, path, _ in named()} == set()
     assert {path.split("/")[0] for path in paths} == {"outbox", "spark"}
+
+
+def test_architecture_stays_short_and_lines_fit() -> None:
+    assert len(PAGE.read_text(encoding="utf-8").splitlines()) <= 250, "move details to docs/internals/"
+    # A row of a table cannot be broken.
+    long = [line for page in PAGES for line in page.read_text(encoding="utf-8").splitlines() if len(line) > 120]
+    assert [line for line in long if not line.startswith("| ")] == []
+
+
+@pytest.mark.parametrize("page", LINKING, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_lead_to_files_and_headings(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        if "://" in target:
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists(), f"{page.name} links to {target}"
+        if anchor:
+            headings = re.findall(r"^#+ (.+)$", file.read_text(encoding="utf-8"), re.MULTILINE)
+            assert anchor in {slug(heading) for heading in headings}, f"{page.name} links to {target}"
+
+
+def slug(heading: str) -> str:
+    """The anchor that GitHub makes of a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+def test_the_index_of_the_decisions_lists_the_files() -> None:
+    folder = ROOT / "docs" / "decisions"
+    in_force, _, removed = (folder / "README.md").read_text(encoding="utf-8").partition("\n## Removed\n")
+    listed = re.findall(r"^\| \[(\d{3})\]\(([^)]+)\) \| [^|]+ \| in force[^|]* \|$", in_force, re.MULTILINE)
+    assert listed == [(path.name[:3], path.name) for path in sorted(folder.glob("[0-9]*.md"))]
+    gone = re.findall(r"^\| (\d{3}) \| [^|]+ \| [^|]+ \|$", removed, re.MULTILINE)
+    assert gone and set(gone).isdisjoint(number for number, _ in listed)
+
+
+def test_what_points_to_a_decision_finds_it() -> None:
+    kept = {path.name[:3] for path in (ROOT / "docs" / "decisions").glob("[0-9]*.md")}
+    files = [path for folder in ("outbox", "spark", "tests", "docs") for path in (ROOT / folder).rglob("*")]
+    named = {
+        (path.relative_to(ROOT).as_posix(), number)
+        for path in files
+        if path.suffix in (".py", ".sql", ".md") and path.name != "README.md"
+        for number in re.findall(r"\b[Dd]ecisions?[ /](\d{3})\b", path.read_text(encoding="utf-8"))
+    }
+    assert len(named) > 20
+    assert {(path, number) for path, number in named if number not in kept} == set()
+
+
+def test_the_glossary_is_in_alphabetical_order() -> None:
+    page = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
+    terms = re.findall(r"^\| ([^|]+) \| [^|]+ \|$", page.split("\n## Terms\n", 1)[1].split("\n## ")[0], re.MULTILINE)
+    terms = [term.replace("`", "").lower() for term in terms if term != "term"]
+    assert len(terms) > 80 and terms == sorted(set(terms))
+
+
+def test_the_index_answers_the_questions_of_a_newcomer() -> None:
+    page = PAGE.read_text(encoding="utf-8").split("\n## Where is ...\n", 1)[1]
+    questions = " ".join(re.findall(r"^\| ([^|]+\?) \|", page, re.MULTILINE))
+    asked = ["half parked", "killed its process", "add a sink", "add a condition", "tick's SQL", "column to the log"]
+    asked += ["which lock", "setting validated", "inbox row", "both engines", "operator action"]
+    assert [words for words in asked if words not in questions] == []
 
 
 def test_the_index_answers_its_questions_with_code() -> None:

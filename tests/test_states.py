@@ -1,6 +1,6 @@
-"""docs/architecture.md names every state a message can be in, who ends it and the tests that show it.
+"""docs/internals/states.md names every state of a message, the actor that ends it and the tests that show it.
 
-Held against the tests that are there, and against the tables in which something about a message is kept.
+Compared with the tests, and with the tables in which something about a message is kept.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import pytest
 from tests.test_conformance import functions
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "internals" / "states.md").read_text(encoding="utf-8")
 SCHEMA = "\n".join(path.read_text() for path in sorted((ROOT / "outbox" / "broker" / "schema").glob("*.sql")))
-SECTION = "Every state has an end"
-COLUMNS = ["state", "where", "who ends it", "within", "test"]
+SECTION = "States of a message"
+COLUMNS = ["state", "where", "ended by", "within", "test"]
 # What is only remembered about a message, and no state of it.
 HISTORIES = {"failure", "check_history"}
 
@@ -51,7 +51,7 @@ ROWS = table(PAGE)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row["state"])
-def test_every_state_says_who_ends_it_and_when_and_is_tested(row: dict[str, str]) -> None:
+def test_every_state_says_what_ends_it_and_when_and_is_tested(row: dict[str, str]) -> None:
     assert all(row.values())
     tests = named_tests(row["test"])
     assert tests and ", ".join(f"`{test}`" for test in tests) == row["test"]

@@ -123,7 +123,7 @@ WHERE queue_id IN (SELECT queue_id FROM {schema}.queue JOIN {schema}.topic USING
                    WHERE retry_of = %(group_id)s)
 """
 _FORGET_GROUP = [
-    # Of topics it subscribed to once. Leases before offsets, as everywhere (docs/architecture.md, Locks).
+    # Of topics it subscribed to once. Leases before offsets, as everywhere (docs/internals/storage.md, Locks).
     Statement("DELETE FROM {schema}.queue_lease WHERE group_id = %(group_id)s"),
     Statement("DELETE FROM {schema}.scheduled" + _ITS_RETRY_QUEUES),
     Statement("DELETE FROM {schema}.consume_queue" + _ITS_RETRY_QUEUES),
