@@ -45,6 +45,9 @@ LOCAL_SETTINGS: Final = {
     "spark.ui.showConsoleProgress": "false",
     "spark.driver.memory": "3g",
     "spark.sql.shuffle.partitions": "32",
+    # Java's streams keep what they have read until they are reset, which by default is after a hundred objects. Of what
+    # is cached on disk an object is up to 4 MiB, or one row if that is wider.
+    "spark.serializer.objectStreamReset": "1",
     "spark.sql.execution.arrow.maxRecordsPerBatch": "50000",
     # Where in our code a column was made is of no use to who reads an error, and costs a stack for each of them.
     "spark.python.sql.dataFrameDebugging.enabled": "false",

@@ -40,17 +40,18 @@ Path("came.json").write_text(json.dumps([states, passed["reconcile"]]))
 
 
 @pytest.mark.soak
-def test_the_crontab_reports_what_is_not_clean(world: World, tmp_path: Path) -> None:
-    """Its line is run by sh with what cron gives: HOME, the crontab's own variables, and nothing else."""
+@pytest.mark.parametrize("number", [0, 1])
+def test_the_crontab_reports_what_is_not_clean(world: World, tmp_path: Path, number: int) -> None:
+    """Each of its lines is run by sh with what cron gives: HOME, the crontab's own variables, and nothing else."""
     write_rules(tmp_path, groups=())
     world.add_many(5)
     world.app.execute("DELETE FROM orders_order WHERE id = 3")
-    variables, command = crontab(tmp_path)
+    variables, commands = crontab(tmp_path)
     values = {name: value for name, value in environment(world).items() if name.startswith(("RECONCILE_", "J", "SP"))}
     exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in values.items())
     (tmp_path / "reconcile.env").write_text(exports)
     (tmp_path / "node_exporter").mkdir()
-    small = command.replace("run --quiet", f"run --quiet {shlex.join(SMALL)}")
+    small = commands[number].replace(" --quiet", f" --quiet {shlex.join(SMALL)}")
     done = subprocess.run(
         ["/bin/sh", "-c", small],
         env={"HOME": str(tmp_path), **variables},
@@ -66,17 +67,17 @@ def test_the_crontab_reports_what_is_not_clean(world: World, tmp_path: Path) -> 
     assert (tmp_path / "node_exporter" / "outbox_reconcile_reconcile.prom").exists()
 
 
-def crontab(folder: Path) -> tuple[Mapping[str, str], str]:
-    """The example's variables and command, in `folder` instead of the system's folders."""
+def crontab(folder: Path) -> tuple[Mapping[str, str], list[str]]:
+    """The example's variables and commands, in `folder` instead of the system's folders."""
     text = (EXAMPLES / "outbox-reconcile.crontab").read_text()
     text = text.replace("/opt/outbox/bin", str(Path(sys.executable).parent))
     text = text.replace("/etc/outbox", str(folder)).replace("/var/lib", str(folder))
     lines = [line for line in text.splitlines() if line and not line.startswith("#")]
-    variables = dict(line.split("=", 1) for line in lines[:-1])
-    schedule = lines[-1].split(None, 5)
-    assert schedule[:5] == ["*/10", "*", "*", "*", "*"]
-    assert "%" not in schedule[5], "cron would cut the command there"
-    return variables, schedule[5]
+    variables = dict(line.split("=", 1) for line in lines[:-2])
+    often, nightly = (line.split(None, 5) for line in lines[-2:])
+    assert (often[:5], nightly[:5]) == (["*/10", "*", "*", "*", "*"], ["30", "3", "*", "*", "*"])
+    assert "%" not in often[5] + nightly[5], "cron would cut the command there"
+    return variables, [often[5], nightly[5]]
 
 
 @pytest.mark.skipif(not AIRFLOW, reason="Airflow is not installed (pip install apache-airflow, or AIRFLOW_PYTHON)")
