@@ -17,7 +17,7 @@ from outbox.broker.database.connection import BrokerDatabase
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.notify import Channel, notify
 from outbox.broker.database.timeouts import lifted
-from outbox.broker.groups import suspects
+from outbox.broker.groups import quarantine
 from outbox.broker.log import incidents
 from outbox.broker.log.incidents import Incident, IncidentKind
 from outbox.broker.supervisor import ChildDeath
@@ -61,6 +61,6 @@ def _record(run: Executor, death: ChildDeath) -> None:
             from outbox.broker.sequencer import leader
 
             leader.release_dead(run, left.instance)
-            suspects.record_death(run, left.instance, calls, evidence=f"{who} {what}", hung=death.hung)
+            quarantine.record_death(run, left.instance, calls, evidence=f"{who} {what}", hung=death.hung)
     # After the commit: inside the transaction, the announcement would let that commit return before the disk has it.
     notify(run, Channel.SHARED)

@@ -207,7 +207,7 @@ def test_a_poisoned_key_keeps_no_bodies_in_memory(steps: ConsumptionBench, monke
             queues: set[OwnedQueue] = {item.queue for line in self._lines.values() for item in line.items}
             most.append(max((queue.buffered for queue in queues), default=0))
 
-    monkeypatch.setattr("outbox.broker.dispatch.station.KeyOrderedLane", Watching)
+    monkeypatch.setattr("outbox.broker.dispatch.subscription_runner.KeyOrderedLane", Watching)
     with steps.running((subscribe(Mode.KEY_ORDERED, topic="single", suspend_seconds=0.2), harness)):
         eventually(lambda: len(harness.handled["good"]) == 100)
         assert max(most) < 400

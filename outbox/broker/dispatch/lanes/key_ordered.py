@@ -1,6 +1,7 @@
-"""Key-ordered mode: one call at a time per key, in queue order; a failing message holds up its key only.
+"""Key-ordered mode: one call at a time per key, in queue order; a failing message blocks only its key.
 
-Messages without a key form a line of their own per queue. A batch takes from several keys, and of each key a run.
+All messages of a queue without a key form one serial queue. A batch takes messages of several keys, and of each key a
+run.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ from outbox.broker.dispatch.work import FetchedEntry, take_run
 
 
 class KeyOrderedLane(OrderedLane):
-    """A line per queue and key."""
+    """One serial queue per queue and key."""
 
     def line_name(self, item: FetchedEntry) -> Hashable:
-        """The queue (the object: one that was lost and came back is another) and the key."""
+        """Return the queue (the object, because a queue lost and acquired again is another one) and the key."""
         return (id(item.queue), item.key)
 
     def fill(self) -> list[FetchedEntry]:
-        """Runs of as many ready keys as it takes, or the ready keys of one part of a divided batch."""
+        """Return runs of as many ready keys as fit, or the ready keys of one part of a divided batch."""
         call: list[FetchedEntry] = []
         part = self._ready[0].items[0].part
         while self._ready and len(call) < self._batch and self._ready[0].items[0].part == part:
@@ -29,7 +30,7 @@ class KeyOrderedLane(OrderedLane):
         return call
 
     def shed(self, line: SerialQueue) -> None:
-        """Keep only the first message of a line that is held up: the others are loaded again when it goes on."""
+        """Keep only the first message of a blocked serial queue: the others are loaded again when it continues."""
         for item in list(line.items)[1:]:
             if not item.shed:
                 item.row = None

@@ -1,7 +1,8 @@
-"""What the two ordered modes share: lines of messages, of which one call at a time takes the first ones.
+"""The common part of the two ordered modes: serial queues; one call at a time takes their first messages.
 
-Orderly: a line is a queue. Key-ordered: a line is a key within a queue. A key lives in one queue and a queue in one
-process, so lines keep their order across processes as long as queues are handed over with nothing in flight.
+In orderly mode a serial queue is a queue. In key-ordered mode it is a key within a queue. A key belongs to one queue,
+and a queue to one process. So the order holds across processes, as long as queues are handed over with nothing in
+flight.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ class SerialQueue:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing of it is running and nothing holds it up."""
+        """Whether none of its messages is running and nothing blocks it."""
         return not self.busy and self.suspended_until is None
 
 
 class OrderedLane:
-    """Lines by name. Subclasses say which line a message belongs to and how a call is filled."""
+    """Serial queues by name. Subclasses define a message's serial queue and how a call is filled."""
 
     def __init__(self, batch: int) -> None:
         self._batch = batch
@@ -43,7 +44,7 @@ class OrderedLane:
         self._numbers = itertools.count()
 
     def line_name(self, item: FetchedEntry) -> Hashable:
-        """Messages with one name are handled one at a time."""
+        """Return the name of a message's serial queue: messages of one name are handled one at a time."""
         raise NotImplementedError
 
     def offer(self, items: Sequence[FetchedEntry]) -> None:
@@ -60,16 +61,16 @@ class OrderedLane:
                 self.shed(line)
 
     def take(self, now: float) -> list[FetchedEntry]:
-        """The messages of the next call; empty when there is none."""
+        """Return the messages of the next call; empty when there is none."""
         self._resume(now)
         return self.fill() if self._ready else []
 
     def fill(self) -> list[FetchedEntry]:
-        """A call from the ready lines, of which there is at least one."""
+        """Return a call from the ready serial queues, of which there is at least one."""
         raise NotImplementedError
 
     def settle(self, items: Sequence[FetchedEntry], again: Sequence[FetchedEntry]) -> None:
-        """What one `take` gave is over; those in `again` go back to the front of their lines until they are due."""
+        """End one `take`; the items in `again` go back to the front of their serial queues until they are due."""
         returned: dict[Hashable, list[FetchedEntry]] = {}
         for item in again:
             returned.setdefault(self.line_name(item), []).append(item)
@@ -92,10 +93,10 @@ class OrderedLane:
             del self._lines[line.name]
 
     def shed(self, line: SerialQueue) -> None:
-        """A line is held up: a chance to give up memory for what waits in it."""
+        """Free memory of waiting messages when a serial queue is blocked."""
 
     def drop(self, queue: OwnedQueue, from_offset: int = 0) -> None:
-        """Forget the waiting messages of a queue from an offset on, and lines that hold nothing then."""
+        """Forget the waiting messages of a queue from an offset on, and serial queues that are then empty."""
         for line in list(self._lines.values()):
             if line.items and line.items[0].queue is queue:
                 line.items = deque(item for item in line.items if item.offset < from_offset)
@@ -106,11 +107,11 @@ class OrderedLane:
         heapq.heapify(self._later)
 
     def has_ready(self, queue: OwnedQueue) -> bool:
-        """Whether messages of a queue wait that nothing holds up."""
+        """Whether a queue has waiting messages that are not blocked."""
         return any(line.items[0].queue is queue for line in self._ready)
 
     def next_at(self) -> float | None:
-        """When a line that is held up goes on, if one is."""
+        """Return when the first blocked serial queue continues, if there is one."""
         return self._later[0][0] if self._later else None
 
     def _resume(self, now: float) -> None:
