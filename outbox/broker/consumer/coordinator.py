@@ -173,7 +173,7 @@ class Coordinator:
         return life
 
     def _check_names(self, run: Executor) -> None:
-        """Detect a restore to a time before the registration: the ids that this process knows are then free, or reused."""
+        """Detect a restore to a time before the registration: the ids that this process knows are free or reused."""
         groups = {group.group_id: group.name for group in self._groups.values()}
         topics = {
             topic_id: subscribed.subscription.topic

@@ -280,7 +280,7 @@ def _running_calls(instance: uuid.UUID, groups: Sequence[ConsumingGroup]) -> Run
     try:
         return running_calls.inherited(instance, calls=calls, batch=max(one.batch for one in subscriptions))
     except OSError as error:
-        logger.warning("a message that kills this process will not be identified, its calls cannot be noted: %s", error)
+        logger.warning("a message that kills this process stays unknown, its calls cannot be noted: %s", error)
         return None
 
 

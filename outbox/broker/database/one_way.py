@@ -195,26 +195,26 @@ class OneWay:
                 return False
             count = min(room, len(self._queued))
             ahead = [self._queued[position] for position in range(count)]
-            last = {errand.request: errand for errand in ahead if errand.request.is_said_once}
+            last = {pending.request: pending for pending in ahead if pending.request.is_said_once}
             for _ in range(count):
-                errand = self._queued.popleft()
-                if last.get(errand.request, errand) is errand:
-                    self._write_one(pgconn, errand)
+                pending = self._queued.popleft()
+                if last.get(pending.request, pending) is pending:
+                    self._write_one(pgconn, pending)
             # The rest, for which the socket's buffer has no room, goes out with the next use.
             pgconn.flush()
         return True
 
-    def _write_one(self, pgconn: PGconn, errand: _PendingRequest) -> None:
-        """The request counts as unanswered once it is written. Otherwise the reader would wait forever for its answer."""
-        errand.times_sent += 1
+    def _write_one(self, pgconn: PGconn, pending: _PendingRequest) -> None:
+        """A request counts as unanswered once it is written. Otherwise the reader would wait forever."""
+        pending.times_sent += 1
         try:
-            pgconn.send_query_params(errand.request.text, list(errand.request.values))
+            pgconn.send_query_params(pending.request.text, list(pending.request.values))
             pgconn.pipeline_sync()
         except _BROKEN:
             # Sent once more, like the unanswered requests.
-            self._unanswered.append(errand)
+            self._unanswered.append(pending)
             raise
-        self._unanswered.append(errand)
+        self._unanswered.append(pending)
 
     def _has_caught_up(self, pgconn: PGconn) -> bool:
         if self._is_stalled:
@@ -262,7 +262,7 @@ class OneWay:
         if self._pgconn is not None:
             self._pgconn.finish()
         self._pgconn = self._connecting = None
-        again = [errand for errand in self._unanswered if errand.times_sent < _MAX_SENT]
+        again = [pending for pending in self._unanswered if pending.times_sent < _MAX_SENT]
         if lost := len(self._unanswered) - len(again):
             self._drop(lost, str(error).strip())
         self._unanswered.clear()

@@ -120,7 +120,7 @@ class Dispatcher:
 
     @property
     def hung(self) -> str:
-        """Return why this process has to end, so that another continues with its hanging messages; '' if it need not."""
+        """Return why this process has to end, so that another handles its hanging messages; '' if it need not."""
         return self._calls.hung()
 
     def enter_life(self, life: UUID) -> None:

@@ -134,7 +134,7 @@ class Ownership:
         return self._draining
 
     def outdate(self) -> None:
-        """Acquire no more queues, because the ids of groups and topics are reused; the process has to register again."""
+        """Acquire no more queues, because ids of groups and topics are reused; the process has to register again."""
         self._is_outdated = self._draining = True
         self._wake_dispatcher()
 

@@ -1,4 +1,4 @@
-"""Removing what everybody has read, in bounded passes behind the readers."""
+"""Remove messages that all readers have passed, in bounded passes."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _INCIDENTS_KEEP_SECONDS: Final = 90 * 24 * 3600.0
 
 @dataclass(frozen=True, slots=True)
 class RetentionSettings:
-    """`hard_cap_seconds`: a message that a group has not consumed is kept that long at least, then it expires.
+    """`hard_cap_seconds`: an unconsumed message is kept at least this long, then it expires.
 
-    Consumed messages are kept for their topic's `retention_seconds`. `batch` bounds the rows of one statement.
+    Consumed messages are kept for their topic's `retention_seconds`. `batch` limits the rows of one statement.
     """
 
     hard_cap_seconds: float = DEFAULT_HARD_CAP_SECONDS
@@ -29,7 +29,10 @@ class RetentionSettings:
 
 @dataclass(frozen=True, slots=True)
 class RetentionCounts:
-    """What one pass removed; `expired` messages were not consumed by every group. `more`: a batch was full."""
+    """The rows removed by one pass.
+
+    `expired`: removed messages that some group had not consumed. `more`: a batch was full.
+    """
 
     messages: int = 0
     retries: int = 0
@@ -42,7 +45,7 @@ class RetentionCounts:
 
 @dataclass(frozen=True, slots=True)
 class _Limit:
-    """How far a queue may be cleared; `consumed` is None where no group reads it: nobody misses anything."""
+    """How far a queue may be cleared. `consumed` is None without a reading group: then no group misses a message."""
 
     queue_id: int
     floor: int
@@ -52,23 +55,23 @@ class _Limit:
 
     @property
     def entries(self) -> int:
-        """How many entries are cleared."""
+        """The number of entries to clear."""
         return self.limit - self.floor
 
     @property
     def expired(self) -> int:
-        """How many of them some group has not consumed."""
+        """The number of them that some group has not consumed."""
         return 0 if self.consumed is None else max(0, self.limit - max(self.floor, self.consumed))
 
 
 def run_once(run: Executor, *, settings: RetentionSettings | None = None) -> RetentionCounts:
-    """One bounded pass over all queues, on an autocommit connection. Undecided and parked messages always stay.
+    """Run one bounded pass over all queues, on an autocommit connection. Undecided and parked messages always stay.
 
-    A queue with nothing to remove costs a look at its oldest entry.
+    A queue with nothing to remove costs one look at its oldest entry.
     """
     settings = settings or RetentionSettings()
     batch = {"batch": settings.batch}
-    # What was kept below a floor first: it goes as soon as nothing refers to it.
+    # First the rows kept below a floor: they are removed as soon as no row refers to them.
     [kept] = run.one(retention_sql.CLEAR_KEPT, batch)
     limits = run.objects(_Limit, retention_sql.LIMITS, batch | {"cap": settings.hard_cap_seconds})
     retries = sum(_clear_retries(run, limit) for limit in limits if limit.is_retry)
@@ -97,7 +100,7 @@ def run_once(run: Executor, *, settings: RetentionSettings | None = None) -> Ret
 
 
 def _chunks(limits: Sequence[_Limit], batch: int) -> Iterator[list[_Limit]]:
-    """Queues to be cleared by one statement: none has more than `batch` entries, and together they have no more."""
+    """Group queues for one statement: at most `batch` entries per queue, and at most `batch` together."""
     chunk: list[_Limit] = []
     for limit in limits:
         if chunk and sum(one.entries for one in chunk) + limit.entries > batch:
@@ -109,7 +112,7 @@ def _chunks(limits: Sequence[_Limit], batch: int) -> Iterator[list[_Limit]]:
 
 
 def _clear(run: Executor, limits: Sequence[_Limit], settings: RetentionSettings) -> int:
-    """Remove entries up to the limits of their queues, and what they alone refer to; returns how many."""
+    """Remove entries up to the limits of their queues, and the rows that only they refer to; returns how many."""
     parameters = {
         "queue_ids": integers([limit.queue_id for limit in limits]),
         "floors": bigints([limit.floor for limit in limits]),
@@ -130,7 +133,7 @@ def _report_expired(run: Executor, limit: _Limit) -> None:
     topic, number, groups = run.one(retention_sql.BEHIND, {"queue_id": limit.queue_id, "limit": limit.limit})
     detail = (
         f"{limit.expired} messages of queue {number} have expired: they were removed at the hard cap, and "
-        f"{', '.join(map(repr, groups)) or 'some group'} had not consumed them. Groups that do not run any more should "
-        f"be deleted (outbox_group delete)."
+        f"{', '.join(map(repr, groups)) or 'some group'} had not consumed them. Delete groups that no longer run "
+        f"(outbox_group delete)."
     )
     incidents.record(run, [Incident(IncidentKind.EXPIRED, topic, detail)])

@@ -1,4 +1,4 @@
-"""What the order of FIFO keys needs to know, read in the snapshot of the tick that follows."""
+"""SQL that reads the input for the order of FIFO keys, in the snapshot of the following tick."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ WITH edge AS MATERIALIZED (
 )
 SELECT 'h', log_id, topic_id, key, transaction_id FROM half JOIN fifo USING (topic_id)
 WHERE deliver_at IS NULL
-  -- Decided and read already, and met only now because its transaction id comes from before a restore.
+  -- It was decided and read already, and appears only now because its transaction id comes from before a restore.
   AND NOT EXISTS (SELECT FROM {schema}.op_log op
                   WHERE op.transaction_id = half.transaction_id
                     AND pg_visible_in_snapshot(op.xid, %(snapshot)s::pg_snapshot))
@@ -59,10 +59,11 @@ JOIN fifo USING (topic_id)
 WHERE due.queue_id IS NULL
 """)
 
-# When a transaction was parked last, of those that still are.
+# The last time at which one of the now parked transactions was parked.
 NEWEST_PARKED: Final = Statement("SELECT max(parked_at) FROM {schema}.pending_check WHERE parked_at IS NOT NULL")
 
-# Of the transactions parked since then, and of these: the parked ones whose topics let later messages of the key go on.
+# Of the transactions parked since then, and of these: the parked ones on topics that let later messages of the key
+# pass.
 RELEASED_BY_PARKING: Final = Statement("""
 WITH pending AS (
     SELECT transaction_id, log_id FROM {schema}.pending_check

@@ -1,4 +1,4 @@
-"""Taking over as the sequencer: from the stored tick, after checking that its transaction ids still mean anything."""
+"""Take over as the sequencer: start from the stored tick, after a check that its transaction ids are still valid."""
 
 from __future__ import annotations
 
@@ -24,21 +24,22 @@ from outbox.transaction import CheckSettings
 
 logger = logging.getLogger(__name__)
 
-# Comparing all decisions with all queues takes minutes at most; who was taken for hung meanwhile would never get done.
+# Comparing all decisions with all queues takes minutes at most. If another process took over meanwhile, because this
+# one seems to hang, the comparison would never finish.
 _RESYNC_SECONDS: Final = 3600.0
 
 
 @dataclass
 class TickState:
-    """Where the sequencer stands: the last tick, and the order of FIFO keys.
+    """The sequencer's position: the last tick, and the order of FIFO keys.
 
-    `life`: the life of the server in which all this was read. `half_snapshot` says which FIFO half rows `order` knows;
+    `life`: the life of the server in which all this was read. `half_snapshot`: the FIFO half rows that `order` knows;
     it can be ahead of the tick's `snapshot`. `fifo_topics`: the topics whose half rows `order` knows. `newest_parked`:
-    when a transaction was parked last, by the last look at all that block a key. `due_from`: nothing scheduled is due
-    before, but for what was stored late and is looked for from time to time. `is_entangled`: the last look found FIFO
-    messages that wait, or may be waited for; the next tick begins with one. `meets_fifo`: the last messages were FIFO
-    ones; the next tick, if any are open or held, asks before it commits. `names_queues`: what the ticks before have
-    appended is announced, so that the next announcement need name only the queues of its own tick.
+    the time of the last parking, by the last look at all transactions that block a key. `due_from`: no scheduled
+    message is due earlier, except those stored late, for which the sequencer looks from time to time. `is_entangled`:
+    the last look found FIFO messages that wait, or may be waited for; the next tick begins with a look. `meets_fifo`:
+    the last messages were FIFO ones; if any are open or held, the next tick asks before it commits. `names_queues`: all
+    entries of earlier ticks are announced, so the next notification names only the queues of its own tick.
     """
 
     tick_id: int
@@ -57,7 +58,7 @@ class TickState:
     names_queues: bool = False
 
     def must_look(self, now: float) -> bool:
-        """Whether held messages may be free although the next tick meets nothing new of their keys."""
+        """Whether held messages may be free although the next tick meets no new message of their keys."""
         order = self.order
         return order.has_releasable or (
             order.has_held and (order.has_new_blockers or now >= self.look_at_all_parked_at)
@@ -78,7 +79,7 @@ class _Broker:
 
 
 def _prepare(run: Executor, *, local: bool) -> None:
-    """Settings of the sequencer's statements: for the session, or for one transaction as its first statement."""
+    """Apply the sequencer's settings: for the session, or for one transaction as its first statement."""
     if local:
         timeouts.lift_for_transaction(run.connection)
     else:
@@ -87,16 +88,16 @@ def _prepare(run: Executor, *, local: bool) -> None:
 
 
 def adopt(run: Executor, check: CheckSettings, *, local: bool = False) -> TickState:
-    """Read where the sequencer stands; resynchronise first when transaction ids started over (restore, failover).
+    """Read the sequencer's position; resynchronise first if transaction ids started over (restore, failover).
 
     `local`: the connection's session may not last (see `_prepare`).
     """
     if not local:
         _prepare(run, local=False)
-    # First: before a tick is made, what was remembered in another life of the server has to be void.
+    # First: positions remembered in another life of the server must be invalid before a tick is made.
     life = lives.current(run)
     if _broker(run).fifo_topics:
-        # Then only what the scan has found undecided must be read below, not the whole log.
+        # Then the following reads only the transactions that the scan found undecided, not the whole log.
         checks.scan(run, settings=check)
     _resync_if_needed(run, check, life, local=local)
     _begin(run, local=local)
@@ -108,7 +109,7 @@ def adopt(run: Executor, check: CheckSettings, *, local: bool = False) -> TickSt
     if broker.fifo_topics:
         for log_id, topic_id, key, transaction_id in run.rows(takeover_sql.OPEN_HALVES, _open_since(state, broker)):
             state.order.open(log_id, (topic_id, key), transaction_id)
-    # What was decided between the last tick and now may have freed a held message; the next tick finds out.
+    # A decision between the last tick and now may have freed a held message; the next tick finds out.
     state.order.reconsider()
     run.execute(tick_sql.COMMIT)
     logger.info("sequencing from tick %d, incarnation %d", state.tick_id, state.incarnation)
@@ -149,7 +150,7 @@ def _open_since(state: TickState, broker: _Broker) -> dict[str, object]:
 
 
 def _resync_if_needed(run: Executor, check: CheckSettings, life: UUID, *, local: bool) -> None:
-    # The tick first: another leader may tick meanwhile, and a snapshot taken before it would look overtaken.
+    # The tick first: another leader may tick meanwhile, and an earlier snapshot would look overtaken.
     state = _last_tick(run, _broker(run), life)
     broker = _broker(run)
     reached = reached_server(run.connection)
@@ -172,14 +173,15 @@ def _resync_if_needed(run: Executor, check: CheckSettings, life: UUID, *, local:
 
 
 def _resync(run: Executor, check: CheckSettings, reached: ReachedServer, reason: str, *, local: bool) -> None:
-    """Compare all decisions with all queues once, and go on from the current snapshot in a new incarnation.
+    """Compare all decisions with all queues once, and continue from the current snapshot in a new incarnation.
 
-    One transaction, which waits for no publisher: what a transaction in progress now, prepared ones included, commits
-    later is not in this snapshot and is read by a later tick, whatever incarnation it carries (docs/decisions/024).
+    It uses one transaction, which waits for no publisher. A transaction in progress now, prepared ones included, may
+    commit later. It is not in this snapshot, and a later tick reads it, whatever incarnation it carries
+    (docs/decisions/024).
     """
     _begin(run, local=local)
     [tick_id, _] = run.one(takeover_sql.LAST_TICK)
-    # Everything is read: the sequencer's own settings would do it by index.
+    # This reads everything; the sequencer's own settings would do it by index.
     run.connection.execute("SET LOCAL enable_seqscan = on")
     [incarnation] = run.one(
         takeover_sql.RAISE_INCARNATION,

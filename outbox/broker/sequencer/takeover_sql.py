@@ -1,4 +1,4 @@
-"""Taking over from the stored tick, and comparing everything once when transaction ids started over."""
+"""Statements for a takeover from the stored tick, and for the comparison after transaction ids started over."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from outbox.broker.transaction.pending import insert_pending
 
 LAST_TICK: Final = Statement("SELECT tick_id, snapshot::text FROM {schema}.tick ORDER BY tick_id DESC LIMIT 1")
 
-# A row that is visible has an id below the snapshot's end, unless another server gave it.
+# A visible row has an id below the snapshot's end, unless another server gave the id.
 BROKER: Final = Statement("""
 SELECT incarnation, system_identifier, timeline, pg_current_snapshot()::text AS snapshot,
        (SELECT snapshot::text FROM {schema}.half_scan ORDER BY scan_id DESC LIMIT 1) AS half_scan,
@@ -24,7 +24,7 @@ FROM {schema}.broker
 HELD: Final = Statement("SELECT log_id, topic_id, key FROM {schema}.held")
 
 # Open: visible, FIFO, not delayed, and without a decision that the last tick has read. Candidates are the half rows
-# the scan found undecided, those it has not read, and all rows decided since the last tick.
+# that the scan found undecided, those that it has not read, and all rows decided since the last tick.
 OPEN_HALVES: Final = Statement("""
 WITH candidate AS (
     SELECT log.log_id, pending.parked_at
@@ -52,7 +52,7 @@ WHERE log.deliver_at IS NULL AND 'FIFO' = ANY (message_types)
       WHERE op.transaction_id = log.transaction_id AND pg_visible_in_snapshot(op.xid, %(snapshot)s::pg_snapshot))
 """)
 
-# -- transaction ids started over ---------------------------------------------------------------------------
+# -- after transaction ids started over -------------------------------------------------------------------------
 
 RAISE_INCARNATION: Final = Statement("""
 UPDATE {schema}.broker SET incarnation = incarnation + 1, system_identifier = %(system_identifier)s,
@@ -60,7 +60,7 @@ UPDATE {schema}.broker SET incarnation = incarnation + 1, system_identifier = %(
 RETURNING incarnation
 """)
 
-# By log id, not by transaction id: what was committed and is nowhere is held, and released by the next tick.
+# By log id, not by transaction id: a committed message that is in no queue becomes held, and the next tick releases it.
 HOLD_LOST: Final = Statement("""
 WITH lost AS (
     SELECT log.log_id, log.topic_id, log.key, log.deliver_at
@@ -78,9 +78,10 @@ INSERT INTO {schema}.held (log_id, topic_id, key)
 SELECT log_id, topic_id, key FROM lost WHERE deliver_at IS NULL OR deliver_at <= now()
 """)
 
-# Ids that another server gave, of decisions compared above: visible, though by its id the snapshot could not see it.
-# Out of the way, or they would be read again when this server's ids get there. 2 is PostgreSQL's own "frozen". After a
-# failover or a physical restore ids go on and there are none; after a logical one nearly all rows are such.
+# Transaction ids of decisions compared above that another server gave: their rows are visible although, by its id, the
+# snapshot could not see them. Replace these ids, or the rows would be read again when this server's ids reach them. 2
+# is PostgreSQL's own "frozen". After a failover or a physical restore ids continue and there are none. After a logical
+# restore nearly all rows have such ids.
 FREEZE_FOREIGN: Final = Statement("""
 UPDATE {schema}.op_log SET xid = '2'
 WHERE xid >= pg_snapshot_xmin(pg_current_snapshot()) AND NOT pg_visible_in_snapshot(xid, pg_current_snapshot())
@@ -91,7 +92,7 @@ INSERT INTO {schema}.resync (incarnation, reason, snapshot, life_ordinal)
 VALUES (%(incarnation)s, %(reason)s, pg_current_snapshot(), (SELECT coalesce(max(ordinal), 0) FROM {schema}.life))
 """)
 
-# The half scan starts anew above the current snapshot; what is undecided now becomes pending here.
+# The half scan starts anew above the current snapshot; transactions that are undecided now become pending here.
 RESET_HALF_SCAN: Final = Statement(
     f"""
 WITH moved AS ({insert_pending("{schema}.commit_log AS half_row", "half AND message_id = transaction_id")}
