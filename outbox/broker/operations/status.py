@@ -2,8 +2,8 @@
 
 Conservation: `sent = committed + rolled back + undecided + parked`, `committed = unsequenced + held + scheduled +
 recalled + queued`, and per group `queued = handled + skipped + filtered + lag + retrying + dead + discarded + expired +
-recalled` (running handlers are part of the lag; a retry can be recalled). A broken equation is a lost or doubled
-message.
+recalled` (running handlers are part of the lag; a retry can be recalled). A broken equation means that a message is
+lost or doubled.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from outbox.broker.operations import status_sql
 
 @dataclass(slots=True)
 class TopicTotals:
-    """Messages of a topic since it exists, by state; what retention removed is included."""
+    """Messages of a topic since its creation, by state; messages that retention removed are included."""
 
     sent: int = 0
     committed: int = 0
@@ -36,7 +36,7 @@ class TopicTotals:
     queued: int = 0
 
     def differences(self) -> list[str]:
-        """The equations that do not hold, in words."""
+        """Return the equations that do not hold, in words."""
         decided = self.committed + self.rolled_back + self.undecided + self.parked
         placed = self.unsequenced + self.held + self.scheduled + self.recalled + self.queued
         found = []
@@ -61,10 +61,10 @@ class TopicStatus:
 
 @dataclass(frozen=True, slots=True)
 class GroupStatus:
-    """One consumer group over its topics. `lag` is what is queued and not finished, without what is `retrying`.
+    """One consumer group over its topics. `lag`: queued and unfinished messages, without the `retrying` ones.
 
-    `discarded`: dead letters an operator gave up. `expired`: what retention removed before the group had consumed it;
-    of these `missed` ones lie before a consumer that has not come back yet.
+    `discarded`: dead letters that an operator discarded. `expired`: messages that retention removed before the group
+    had consumed them. `missed`: expired messages of a consumer that has not run since.
     """
 
     name: str
@@ -85,7 +85,7 @@ class GroupStatus:
     recalled: int = 0
 
     def differences(self) -> list[str]:
-        """The equation that does not hold, in words. A broadcast group has no stored positions to count."""
+        """Return the equation that does not hold, in words. A broadcast group has no stored positions to count."""
         if self.broadcast:
             return []
         ended = self.handled + self.skipped + self.filtered + self.dead + self.discarded + self.expired + self.recalled
@@ -98,12 +98,12 @@ class GroupStatus:
         ]
 
     def conditions(self) -> list[str]:
-        """What needs attention although no message is unaccounted for, in words."""
+        """Return conditions that need attention although every message is accounted for, in words."""
         if not self.missed or self.broadcast:
             return []
         return [
-            f"{self.missed} messages have expired while no consumer of it ran: start its consumers, which go on behind "
-            f"them, or delete what is not wanted any more (`outbox_group delete {self.name}`)"
+            f"{self.missed} messages have expired while no consumer of it ran: start its consumers, which continue "
+            f"behind them, or delete the group if it is no longer needed (`outbox_group delete {self.name}`)"
         ]
 
 
@@ -111,7 +111,7 @@ class GroupStatus:
 class SessionSinceResync:
     """A publishing transaction from before the last resynchronisation that has not ended yet.
 
-    Nobody waits for it but its own messages. `age_seconds` is None where the role of the status may not see it.
+    Only its own messages wait for it. `age_seconds` is None if the role of the status may not see it.
     """
 
     who: str
@@ -123,7 +123,7 @@ class SessionSinceResync:
         age = "" if self.age_seconds is None else f", for {self.age_seconds:.0f} s"
         return (
             f"{self.who} ({self.application or 'no application name'}, {self.state}{age}) is open since before the "
-            f"last resynchronisation: what it published is delivered once it commits; if it is forgotten, end it"
+            f"last resynchronisation: its messages are delivered once it commits; if it is forgotten, end it"
         )
 
 
@@ -131,9 +131,9 @@ class SessionSinceResync:
 class BrokerStatus:
     """A broker in one snapshot. Ages in seconds; None where there is nothing.
 
-    `leader` is the process that sequences, None when nobody does. `oldest_pending_seconds`: the oldest half
-    transaction that waits for a check. `problems` is empty when everything is accounted for and somebody sequences;
-    what else needs attention are the conditions (operations/verdict.py).
+    `leader`: the process that sequences, None without one. `oldest_pending_seconds`: the oldest half transaction that
+    waits for a check. `problems` is empty when every message is accounted for and a process sequences. Other faults are
+    the conditions (operations/verdict.py).
     """
 
     broker_id: str
@@ -152,7 +152,7 @@ class BrokerStatus:
     problems: list[str] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values for json.dumps."""
+        """Return plain values for json.dumps."""
         return dataclasses.asdict(self)
 
 
@@ -173,9 +173,10 @@ class _BrokerRow:
 
 
 def broker_status(run: Executor) -> BrokerStatus:
-    """The state of a broker, all terms from one snapshot. Counts every retained row: an audit, not a health probe.
+    """Return the state of a broker, all terms from one snapshot.
 
-    The connection must be in autocommit and outside a transaction.
+    It counts every retained row: it is an audit, not a health probe. The connection must be in autocommit and outside a
+    transaction.
     """
     with _one_snapshot(run.connection):
         [row] = run.objects(_BrokerRow, status_sql.BROKER)
@@ -199,7 +200,7 @@ def broker_status(run: Executor) -> BrokerStatus:
 
 
 def open_since_resync(run: Executor) -> list[SessionSinceResync]:
-    """Publishing transactions from before the last resynchronisation that have not ended, the oldest first."""
+    """Return open publishing transactions from before the last resynchronisation, the oldest first."""
     return run.objects(SessionSinceResync, status_sql.OPEN_SINCE_RESYNC)
 
 

@@ -1,4 +1,4 @@
-"""The counts of the status report. Each term is counted from rows of its own, never as the rest of another."""
+"""The counts of the status report. Each term is counted from its own rows, never as the rest of another."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ SELECT broker_id::text, incarnation, reject_transactional,
 FROM {schema}.broker
 """)
 
-# Publishing transactions (they hold a lock on op_log) that were in progress when the broker last resynchronised. Locks
-# are seen by every role; of another role's session PostgreSQL shows neither state nor age without pg_read_all_stats.
+# Publishing transactions (they hold a lock on op_log) that were in progress when the broker last resynchronised. Every
+# role sees locks. Without pg_read_all_stats, PostgreSQL shows neither state nor age of another role's session.
 OPEN_SINCE_RESYNC: Final = Statement("""
 SELECT CASE WHEN written.pid IS NOT NULL THEN 'session ' || written.pid
             ELSE 'prepared transaction ' || coalesce(quote_literal(prepared.gid), held.transactionid::text) END AS who,
@@ -52,8 +52,8 @@ SELECT topic_id, name, message_types, queue_count, generation, retention_seconds
 FROM {schema}.topic WHERE retry_of IS NULL ORDER BY name
 """)
 
-# One row per topic and term. `sent` counts log rows; `committed` and `rolled_back` what decisions list; `unsequenced`
-# the decisions that the last tick could not see; the others rows of the table they are named after.
+# One row per topic and term. `sent` counts log rows. `committed` and `rolled back` count what decisions list.
+# `unsequenced` counts decisions that the last tick could not see. The other terms count rows of the table of that name.
 TERMS: Final = Statement("""
 WITH decided AS MATERIALIZED (
     SELECT log.topic_id, op.decision,
@@ -88,9 +88,9 @@ FROM {schema}.pruned CROSS JOIN LATERAL (VALUES ('sent', sent), ('committed', co
 GROUP BY topic_id, term
 """)
 
-# Per group and topic. `queued` comes from the heads that ticks carry and from where the group began; `lag` counts
-# entries; the retry queue's part of a topic is what came from there, so retries are counted by the message's topic.
-# `missed`: what retention removed from before a group's position, which counts it when its consumers come back.
+# Per group and topic. `queued` comes from the heads that ticks carry and from the group's start. `lag` counts entries.
+# The retry queue's part of a topic is what came from there, so retries are counted by the message's topic. `missed`:
+# messages removed by retention before a group's position; the group counts them when its consumers return.
 GROUPS: Final = Statement("""
 WITH heads AS MATERIALIZED (
     SELECT DISTINCT ON (queue_id) queue_id, head

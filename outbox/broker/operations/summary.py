@@ -1,8 +1,7 @@
-"""The summary: what takes long to count, counted in the background and read as one row.
+"""The summary: numbers that take long to count, counted in the background and read as one row.
 
-The leading broker process refreshes it (`summary_service`). Who reads it gets its age with it; where nobody has
-refreshed it lately, because nobody leads, it is counted at once instead. Times are seconds since 1970 by the
-database's clock.
+The leading broker process refreshes it (`summary_service`). Readers get its age with it. If no process has refreshed it
+lately, because none leads, the reader counts at once instead. Times are seconds since 1970 by the database's clock.
 """
 
 from __future__ import annotations
@@ -23,20 +22,20 @@ from outbox.broker.operations import summary_sql
 
 _Row = TypeVar("_Row")
 
-# A summary older than this is not read: its writer is gone.
+# A summary older than this is not read: its writer has stopped.
 FRESH_SECONDS: Final = 60.0
-# Counting in the background takes at most this share of the time: where it takes long, it is done more rarely.
+# The most time that counting in the background takes: if one count takes long, counts are rarer.
 SHARE: Final = 0.05
 _BLOCKED_NAMED: Final = 20
 
 
 @dataclass(frozen=True, slots=True)
 class GroupProgress:
-    """A consumer group on one topic, or on its retry queue. `lag` counts what is queued and not finished.
+    """A consumer group on one topic, or on its retry queue. `lag` counts queued and unfinished messages.
 
-    `oldest_at`: since when the first unfinished message could be consumed. `queued` and the counters that follow are
-    totals since the group's start. `blocked` and `stopped` count queues. A broadcast group has none: it stores no
-    positions.
+    `oldest_at`: the time since which the first unfinished message could be consumed. `queued` and the counters that
+    follow are totals since the group's start. `blocked` and `stopped` count queues. A broadcast group has no such row:
+    it stores no positions.
     """
 
     group: str
@@ -59,7 +58,7 @@ class GroupProgress:
 
 @dataclass(frozen=True, slots=True)
 class GroupRest:
-    """What a group has beside its queues: unsettled dead letters, and messages that wait for their next attempt."""
+    """A group's data outside its queues: unsettled dead letters, and messages that wait for their next attempt."""
 
     group: str
     paused: bool
@@ -71,7 +70,7 @@ class GroupRest:
 
 @dataclass(frozen=True, slots=True)
 class ProducerProgress:
-    """A producer group's half transactions without a decision. `due_since`: since when the oldest check is due."""
+    """A producer group's undecided half transactions. `due_since`: the time since which the oldest check is due."""
 
     group: str
     undecided: int
@@ -83,7 +82,10 @@ class ProducerProgress:
 
 @dataclass(frozen=True, slots=True)
 class TopicProgress:
-    """A topic: messages ever `queued`, and those that are not. `behind_since`: what retention should have removed."""
+    """A topic: messages ever `queued`, and unqueued ones. `behind_since`:
+
+    the oldest message that retention is to remove.
+    """
 
     topic: str
     queues: int
@@ -109,11 +111,11 @@ class BlockedQueue:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """All of it. `at`: when it was counted; `now`: when it was read. `blocked` names the first twenty.
+    """The whole summary. `at`: time of counting; `now`: time of reading. `blocked` names the first twenty.
 
-    `drawn`: how many log ids had been drawn when it was counted; None where the role may not see it, and in a summary
-    that was stored. `stored_age_seconds`: how old the newest stored one is, None without any; `is_late` when it had to
-    be counted anew.
+    `drawn`: the number of log ids drawn at the time of counting. It is None if the role may not see it, and in a stored
+    summary. `stored_age_seconds`: the age of the newest stored summary, None without any. `is_late`: it had to be
+    counted anew.
     """
 
     at: float
@@ -130,13 +132,13 @@ class Summary:
 
     @property
     def age_seconds(self) -> float:
-        """How old the counts are."""
+        """The age of the counts."""
         return max(0.0, self.now - self.at)
 
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """What a group did in a window of time, in messages."""
+    """A group's progress in a window of time, in messages."""
 
     group: str
     seconds: float
@@ -147,12 +149,11 @@ class Growth:
 
 @dataclass(frozen=True, slots=True)
 class SummaryPoint:
-    """One kept summary in short, of a group or of all. The counters are totals.
+    """One stored summary in short, of a group or of all. The counters are totals.
 
-    `stored` counts the log ids that were drawn: one for each stored message. An insert that was rolled back has drawn
-    one, too. `stored` and `queued` are None for a group alone.
-    `oldest_seconds`: how long the oldest unfinished message had waited; 0 without one. Retries are left out of it, and
-    of `lag`.
+    `stored` counts the drawn log ids: one for each stored message. An insert that was rolled back has drawn one, too.
+    `stored` and `queued` are None for a single group. `oldest_seconds`: the waiting time of the oldest unfinished
+    message; 0 without one. It and `lag` do not count retries.
     """
 
     at: float
@@ -180,10 +181,10 @@ _LIMITS: Final = "SET LOCAL jit = off; SET LOCAL lock_timeout = '1s'"
 
 
 def count(run: Executor) -> Summary:
-    """Count now, all parts from one snapshot; within the caller's transaction, or else in one of its own.
+    """Count now, all parts from one snapshot; in the caller's transaction, or else in a separate one.
 
-    Reads every position and every unsettled message: seconds may pass at the largest sizes. Raises LockNotAvailable
-    where somebody keeps a table locked.
+    It reads every position and every unsettled message: at the largest sizes it takes seconds. Raises LockNotAvailable
+    when a session keeps a table locked.
     """
     started = time.monotonic()
     with _limited(run.connection):
@@ -209,8 +210,8 @@ def count(run: Executor) -> Summary:
 
 @contextmanager
 def _limited(connection: Connection) -> Iterator[None]:
-    # A wait for a lock would pass for work, after which the next count is put off; `lock_held` names the session that
-    # is waited for. Several statements in one message cannot be prepared.
+    # Without the limit, the wait for a lock would count as work, and the next count would come later. `lock_held` names
+    # the session that holds the lock. Several statements in one message cannot be prepared.
     if connection.info.transaction_status is not TransactionStatus.IDLE:
         with connection.transaction():
             connection.execute(_LIMITS, prepare=False)
@@ -233,13 +234,13 @@ def refresh(run: Executor) -> Summary:
 
 
 def read(run: Executor, *, fresh_seconds: float = FRESH_SECONDS) -> Summary:
-    """The newest summary, or a new count where there is none that is fresh. Raises LockNotAvailable as `count` does."""
+    """Return the newest summary, or a new count if none is fresh. Raises LockNotAvailable as `count` does."""
     with lock_limited(run.connection):
         row = run.row(summary_sql.NEWEST)
     if row is None:
         return replace(count(run), is_late=True)
     at, took, now, facts = row
-    # Where counting takes long it is done more rarely.
+    # If counting takes long, it is done more rarely.
     if now - at > max(fresh_seconds, 2 * took / SHARE):
         return replace(count(run), is_late=True, stored_age_seconds=now - at)
     parts: dict[str, Any] = {name: _unpacked(row_type, facts[name]) for name, row_type in _PARTS.items()}
@@ -253,7 +254,7 @@ def read(run: Executor, *, fresh_seconds: float = FRESH_SECONDS) -> Summary:
 
 
 def growth(run: Executor, *, window_seconds: float) -> list[Growth]:
-    """What every group did between the newest summary and the youngest one that is `window_seconds` old; or nothing."""
+    """Return each group's progress between the newest summary and one `window_seconds` older; or nothing."""
     rows = run.rows(summary_sql.TOTALS, {"window": window_seconds})
     if len(rows) < 2:
         return []
@@ -270,7 +271,7 @@ def growth(run: Executor, *, window_seconds: float) -> list[Growth]:
 
 
 def history(run: Executor, group: str | None = None) -> list[SummaryPoint]:
-    """What the kept summaries (a quarter of an hour) say of one group, or of all together; the oldest first."""
+    """Return the stored summaries (a quarter of an hour) of one group, or of all together; the oldest first."""
     return [_moment(at, totals, group) for at, totals in reversed(run.rows(summary_sql.HISTORY))]
 
 
@@ -280,12 +281,12 @@ def _moment(at: float, totals: Mapping[str, Any], group: str | None) -> SummaryP
     oldest = max((row[4] for row in rows), default=0.0)
     if group is not None:
         return SummaryPoint(at, None, None, handled, sent_back, dead, lag, oldest)
-    # Summaries of older code say nothing of the log.
+    # Summaries of older code do not count the log.
     return SummaryPoint(at, totals.get("stored"), totals["queued"], handled, sent_back, dead, lag, oldest)
 
 
 def _totals(summary: Summary) -> dict[str, Any]:
-    """What `Growth` and `Moment` need: what was queued at all; per group three counters, the lag, and its age."""
+    """Return the data for `Growth` and `SummaryPoint`: total queued; per group three counters, lag, and its age."""
     found: dict[str, list[float]] = {}
     for one in summary.groups:
         known = found.setdefault(one.group, [0, 0, 0, 0, 0.0])

@@ -1,4 +1,4 @@
-"""What the summary counts. Each statement may read much: they run in the background, not when somebody asks."""
+"""The statements of the summary. Each may read many rows: they run in the background, not for a reader."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from outbox.broker.database.statement import Statement
 
 # Per group and topic (or the group's retry queue). Newest positions are read once from end to end: a look-up for each
 # of the 32,000 pairs of 200 topics and 20 groups takes several times as long. Heads are looked up, one per queue.
-# `oldest_at`: since when the first message that is not finished could be consumed.
+# `oldest_at`: the time since which the first unfinished message could be consumed.
 _GROUPS: Final = """
 WITH newest AS MATERIALIZED (
     SELECT DISTINCT ON (group_id, queue_id) *
@@ -34,7 +34,8 @@ WITH newest AS MATERIALIZED (
     WHERE NOT broadcast
 ), waiting AS MATERIALIZED (
     SELECT pair.group_id, pair.queue_id,
-           -- Sent back, it could be consumed again later; failing in place, it still waits since it came.
+           -- After a send-back it could be consumed again only later. If it fails in place, it waits since it was
+           -- queued.
            greatest(log.stored_at, log.deliver_at, op.decided_at, CASE WHEN is_retry THEN failed.newest END)
                AS oldest_at,
            NOT is_retry AND mode <> 'concurrent' AND failed.newest IS NOT NULL AS blocked
@@ -42,7 +43,7 @@ WITH newest AS MATERIALIZED (
     CROSS JOIN LATERAL (SELECT log_id FROM {schema}.consume_queue entry
                         WHERE entry.queue_id = pair.queue_id AND queue_offset >= next_offset
                         ORDER BY queue_offset LIMIT 1) AS first
-    -- OFFSET 0: one look-up each by its key, whatever the statistics of tables that grow by the second say.
+    -- OFFSET 0: one look-up by key each, regardless of the statistics of fast-growing tables.
     CROSS JOIN LATERAL (SELECT half, transaction_id, stored_at, deliver_at FROM {schema}.commit_log
                         WHERE log_id = first.log_id OFFSET 0) AS log
     LEFT JOIN LATERAL (SELECT decided_at FROM {schema}.op_log WHERE transaction_id = log.transaction_id OFFSET 0) AS op
@@ -68,7 +69,7 @@ GROUP BY consumer_group.group_id, topic.topic_id, pair.is_retry
 ORDER BY consumer_group.name, pair.is_retry, topic.name
 """
 
-# Per group what has rows of its own: dead letters that nobody has settled, and retries that wait for their time.
+# Per group the data with separate rows: unsettled dead letters, and retries that wait for their time.
 _RESTS: Final = """
 SELECT consumer_group.name AS group, consumer_group.paused, consumer_group.broadcast,
        coalesce(letters.dead, 0) AS dead, extract(epoch FROM letters.newest)::double precision AS newest_dead_at,
@@ -82,7 +83,7 @@ LEFT JOIN (SELECT retry_of AS group_id, count(*) AS waiting
 ORDER BY consumer_group.name
 """
 
-# Per producer group: half transactions nobody has decided. `unanswered` are those whose check was due `late` ago.
+# Per producer group: undecided half transactions. `unanswered`: those whose check has been due for `late`.
 _PRODUCERS: Final = """
 SELECT producer_group AS group, count(*) FILTER (WHERE parked_at IS NULL) AS undecided,
        count(*) FILTER (WHERE parked_at IS NOT NULL) AS parked,
@@ -94,7 +95,8 @@ WHERE NOT EXISTS (SELECT FROM {schema}.op_log WHERE op_log.transaction_id = pend
 GROUP BY producer_group ORDER BY producer_group
 """
 
-# Per topic; `behind_since`: the oldest message that every group has consumed passed its retention time then.
+# Per topic; `behind_since`: the time at which the oldest message that every group has consumed passed its retention
+# time.
 _TOPICS: Final = """
 WITH newest AS MATERIALIZED (
     SELECT DISTINCT ON (group_id, queue_id) group_id, queue_id, next_offset
@@ -132,8 +134,8 @@ WHERE topic.retry_of IS NULL
 GROUP BY topic.topic_id ORDER BY topic.name
 """
 
-# All of the above, when, and how many log ids were drawn: each of them would cost a round trip every few seconds though
-# nothing happens.
+# All of the above, the time, and the number of drawn log ids in one statement: separate ones would cost round trips
+# every few seconds, even when nothing happens.
 COUNT: Final = Statement(f"""
 SELECT extract(epoch FROM clock_timestamp())::double precision,
        (SELECT CASE WHEN has_sequence_privilege(ids, 'SELECT, USAGE') THEN coalesce(pg_sequence_last_value(ids), 0) END
@@ -162,7 +164,7 @@ WHERE mode <> 'concurrent' AND NOT broadcast AND failed.since IS NOT NULL
 ORDER BY failed.since LIMIT %(limit)s
 """)
 
-# Kept are enough for the rates of the last quarter of an hour.
+# Enough summaries are kept for the rates of the last quarter of an hour.
 STORE: Final = Statement("""
 WITH trimmed AS (
     DELETE FROM {schema}.summary WHERE at < clock_timestamp() - interval '15 minutes'
@@ -178,7 +180,7 @@ SELECT extract(epoch FROM at)::double precision, took_seconds,
 FROM {schema}.summary ORDER BY summary_id DESC LIMIT 1
 """)
 
-# The totals of the youngest summary that is at least so old, and of the newest.
+# The totals of the youngest summary of at least this age, and of the newest.
 TOTALS: Final = Statement("""
 (SELECT extract(epoch FROM at)::double precision, totals FROM {schema}.summary
  WHERE at <= clock_timestamp() - make_interval(secs => %(window)s) ORDER BY summary_id DESC LIMIT 1)
