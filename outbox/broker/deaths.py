@@ -49,18 +49,18 @@ def record(database: BrokerDatabase, death: ChildDeath) -> None:
 def _record(run: Executor, death: ChildDeath) -> None:
     left = death.left_behind
     calls = left.calls if left is not None and not death.told_to_stop else []
-    who = f"{death.child} on {socket.gethostname()}"
-    what = f"ended itself because handlers hang ({death.how})" if death.hung else f"died ({death.how})"
+    process = f"{death.child} on {socket.gethostname()}"
+    event = f"ended itself because handlers hang ({death.how})" if death.hung else f"died ({death.how})"
     with lifted(run.connection):
         if not death.told_to_stop:
             running = sum(len(call.log_ids) for call in calls)
-            incident = Incident(IncidentKind.PROCESS_DIED, who, f"{what} while it handled {running} messages")
+            incident = Incident(IncidentKind.PROCESS_DIED, process, f"{event} while it handled {running} messages")
             incidents.record(run, [incident])
         if left is not None:
             # Imported here: only a supervisor that has seen a death needs the sequencer's modules.
             from outbox.broker.sequencer import leader
 
             leader.release_dead(run, left.instance)
-            quarantine.record_death(run, left.instance, calls, evidence=f"{who} {what}", hung=death.hung)
+            quarantine.record_death(run, left.instance, calls, evidence=f"{process} {event}", hung=death.hung)
     # After the commit: inside the transaction, the notification could let that commit return before it is on the disk.
     notify(run, Channel.SHARED)

@@ -66,7 +66,7 @@ WITH place AS (
 SELECT queue_id, floor, "limit", consumed, is_retry FROM bounded WHERE "limit" > floor ORDER BY queue_id
 """)
 
-# Who has not consumed a queue up to an offset.
+# The groups that have not consumed a queue up to an offset.
 BEHIND: Final = Statement("""
 SELECT topic.name AS topic, queue.number, ARRAY(
     SELECT consumer_group.name

@@ -191,8 +191,8 @@ def refuse_live(run: Executor, *, group_id: int | None = None, topic: str | None
     """Raise UsageError if consumers of a group (None: of all) that consume a topic (None: any) are alive."""
     live = run.rows(_LIVE, {"group_id": group_id, "topic": topic})
     if live:
-        who = "; ".join(f"{group!r} on {host} (pid {pid})" for group, host, pid in live[:5])
-        raise UsageError(f"{len(live)} consumers are alive: {who}. Stop them first: they would go on without it.")
+        consumers = "; ".join(f"{group!r} on {host} (pid {pid})" for group, host, pid in live[:5])
+        raise UsageError(f"{len(live)} consumers are alive: {consumers}. Stop them first: they would continue without it.")
 
 
 def _unsubscribe(run: Executor, group: str, group_id: int, topic: str, topic_id: int, *, whole: bool = False) -> Loss:

@@ -82,7 +82,7 @@ SELECT 'replica ' || coalesce(nullif(application_name, ''), 'pid ' || pid), coal
        pg_wal_lsn_diff(head.lsn, replay_lsn)::double precision
 FROM pg_stat_replication, head
 UNION ALL
-SELECT 'slot ' || slot_name, CASE WHEN active THEN 'active' ELSE 'nobody reads it' END,
+SELECT 'slot ' || slot_name, CASE WHEN active THEN 'active' ELSE 'has no reader' END,
        pg_wal_lsn_diff(head.lsn, restart_lsn)::double precision
 FROM pg_replication_slots, head WHERE restart_lsn IS NOT NULL AND NOT active
 """)
@@ -95,9 +95,9 @@ def rules(run: Executor, limits: Thresholds, summary: Summary) -> Iterator[Condi
         [
             (
                 limits.transaction_seconds.judge(age),
-                {"session": who, "application": application, "state": state, "query_start": began, "age_seconds": age},
+                {"session": session, "application": application, "state": state, "query_start": began, "age_seconds": age},
             )
-            for who, application, state, began, age in run.rows(_OPEN)
+            for session, application, state, began, age in run.rows(_OPEN)
         ],
     )
     yield from _locks(run, limits)
@@ -106,8 +106,8 @@ def rules(run: Executor, limits: Thresholds, summary: Summary) -> Iterator[Condi
     yield from condition(
         "replica_lag",
         [
-            (limits.replica_lag_bytes.judge(behind), {"replica": who, "state": state, "bytes_behind": behind})
-            for who, state, behind in run.rows(_REPLICAS)
+            (limits.replica_lag_bytes.judge(behind), {"replica": session, "state": state, "bytes_behind": behind})
+            for session, state, behind in run.rows(_REPLICAS)
         ],
     )
 
@@ -130,11 +130,11 @@ def _locks(run: Executor, limits: Thresholds) -> Iterator[Condition]:
 
 def _waiting(run: Executor) -> Iterator[tuple[float, Fact]]:
     """Return the sessions that wait for a lock here, for how long, and the sessions that hold it."""
-    for who, application, state, began, age, waiting, waiting_name, waited in run.rows(_LOCKS):
+    for session, application, state, began, age, waiting, waiting_name, waited in run.rows(_LOCKS):
         yield (
             waited,
             {
-                "session": who or "a prepared transaction",
+                "session": session or "a prepared transaction",
                 "application": application,
                 "state": state,
                 "query_start": began,

@@ -169,12 +169,12 @@ def _incidents(run: Executor, ends: Sequence[EndTransaction], statuses: Sequence
 
 
 def _incident(end: EndTransaction, status: EndStatus, stored: tuple[str, bool] | None) -> Incident:
-    who = f"{end.decided_by.name} of group {end.producer_group!r} reported {end.decision.name}"
+    report = f"{end.decided_by.name} of group {end.producer_group!r} reported {end.decision.name}"
     if status is EndStatus.CONTRADICTED:
-        detail = f"{who}, but the other decision stood already and still stands"
+        detail = f"{report}, but the other decision stood already and still stands"
         return Incident(IncidentKind.CONTRADICTED, str(end.transaction_id), detail)
     if stored is None or not stored[1]:
         reason = "there is no such half message"
     else:
         reason = f"the half message belongs to group {stored[0]!r}"
-    return Incident(IncidentKind.REFUSED, str(end.transaction_id), f"{who}, refused: {reason}")
+    return Incident(IncidentKind.REFUSED, str(end.transaction_id), f"{report}, refused: {reason}")
