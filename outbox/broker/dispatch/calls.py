@@ -137,7 +137,9 @@ class Calls:
         for work in self._stuck:
             seconds = 2 * work.subscribed.subscription.timeout_seconds
             if work.started_at is not None and now - work.started_at >= seconds:
-                return f"a handler of group {work.subscribed.group.name!r} has held up its line for {seconds:g} s"
+                return (
+                    f"a handler of group {work.subscribed.group.name!r} has blocked its queue or key for {seconds:g} s"
+                )
         return ""
 
     def over(self) -> Iterator[tuple[HandlerCall, Sequence[Result]]]:

@@ -8,8 +8,7 @@ from uuid import UUID
 
 from outbox.broker.database.executor import Executor
 from outbox.broker.dispatch.lanes.concurrent import ConcurrentLane
-from outbox.broker.dispatch.lanes.key_ordered import KeyOrderedLane
-from outbox.broker.dispatch.lanes.orderly import OrderlyLane
+from outbox.broker.dispatch.lanes.ordered import KeyOrderedLane, OrderlyLane
 from outbox.broker.dispatch.outage import Outage
 from outbox.broker.dispatch.subscriptions import Subscribed
 from outbox.broker.dispatch.work import HandlerCall, Lane

@@ -192,7 +192,8 @@ def refuse_live(run: Executor, *, group_id: int | None = None, topic: str | None
     live = run.rows(_LIVE, {"group_id": group_id, "topic": topic})
     if live:
         consumers = "; ".join(f"{group!r} on {host} (pid {pid})" for group, host, pid in live[:5])
-        raise UsageError(f"{len(live)} consumers are alive: {consumers}. Stop them first: they would continue without it.")
+        text = f"{len(live)} consumers are alive: {consumers}. Stop them, then run this again. Nothing was changed."
+        raise UsageError(text)
 
 
 def _unsubscribe(run: Executor, group: str, group_id: int, topic: str, topic_id: int, *, whole: bool = False) -> Loss:

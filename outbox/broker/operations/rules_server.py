@@ -95,7 +95,13 @@ def rules(run: Executor, limits: Thresholds, summary: Summary) -> Iterator[Condi
         [
             (
                 limits.transaction_seconds.judge(age),
-                {"session": session, "application": application, "state": state, "query_start": began, "age_seconds": age},
+                {
+                    "session": session,
+                    "application": application,
+                    "state": state,
+                    "query_start": began,
+                    "age_seconds": age,
+                },
             )
             for session, application, state, began, age in run.rows(_OPEN)
         ],
