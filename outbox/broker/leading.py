@@ -121,7 +121,7 @@ class LeadingConsumer:
         return counts.appended > 0
 
     def _take_the_lead(self, run: Executor, now: float) -> None:
-        logger.info("leading the broker in schema %r beside consuming", run.schema)
+        logger.info("leading the broker in schema %r, in a consumer process", run.schema)
         listen(run, Channel.DECIDED)
         self._loops = leaders_loops(self._database, self._settings)
         for loop in self._loops:
@@ -154,7 +154,7 @@ class LeadingConsumer:
             logger.debug("the lead was not released: %s", further)
         expected = isinstance(error, psycopg.Error | OutboxError)
         logger.warning(
-            "sequencing beside consuming is interrupted, trying again in %.1f s: %s",
+            "sequencing in a consumer process is interrupted, trying again in %.1f s: %s",
             pause,
             str(error).strip() or type(error).__name__,
             exc_info=None if expected else error,

@@ -144,7 +144,7 @@ def test_sequencing_that_fails_ends_no_consuming(bench: ConsumptionBench, caplog
     bench.connection.execute("ALTER TABLE outbox.tick RENAME TO tick_gone")
     with bench.running((Subscription(topic="orders", group="readers"), seen), session_task=leading(bench)):
         eventually(lambda: len(seen.ns) == 1)
-        eventually(lambda: "sequencing beside consuming is interrupted" in caplog.text)
+        eventually(lambda: "sequencing in a consumer process is interrupted" in caplog.text)
         assert leader(bench) is None, "others may lead"
         bench.broker.send(keyed("orders", 1, 1))
         bench.connection.execute("ALTER TABLE outbox.tick_gone RENAME TO tick")

@@ -112,7 +112,7 @@ def test_a_rollback_of_the_consumer_takes_no_plan_of_the_tick(
         eventually(lambda: 2 in came)
         bench.connection.execute("DROP FUNCTION refuse CASCADE")
         eventually(lambda: sorted(came) == [0, 1, 2])
-    assert "sequencing beside consuming is interrupted" not in caplog.text
+    assert "sequencing in a consumer process is interrupted" not in caplog.text
 
 
 def test_ticks_that_break_the_connection_end_no_consuming(

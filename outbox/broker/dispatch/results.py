@@ -110,7 +110,7 @@ def _outage(work: HandlerCall, items: Sequence[FetchedEntry], error: BaseExcepti
         return None
     if until is not None:
         logger.warning(
-            "group %s: %d messages of %s wait %.1f s, attempts uncounted, because what they need seems to be away: %s",
+            "group %s: %d messages of %s wait %.1f s, attempts uncounted, because a service seems to be down: %s",
             work.subscribed.group.name,
             len(items),
             work.subscribed.subscription.topic,

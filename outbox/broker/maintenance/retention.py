@@ -12,12 +12,12 @@ from outbox.broker.database.statement import Statement
 from outbox.broker.log import incidents
 from outbox.broker.log.incidents import Incident, IncidentKind
 
-# The queues that can be cleared, and how far: past the retention time, and consumed by every group or past the cap.
-# The cap counts from when a message was queued; entries that do not say (of before it was stored) are as old as what
-# happened last to their message. What a deleted topic had queued goes at once.
-# `consumed` is the least position of the groups that read the queue; without a group nothing is consumed yet.
-# Broadcast groups store no positions and hold nothing back.
-# Read in the order of the queue up to the first entry that stays, so a queue without anything to do costs one entry.
+# The queues that can be cleared, and how far: past the retention time, and consumed by every group or past the cap. The
+# cap counts from the time of queueing. Entries without that time (stored by old versions) are as old as the last event
+# of their message. Entries of a deleted topic are cleared at once. `consumed` is the least position of the groups that
+# read the queue; without a group nothing is consumed yet. Broadcast groups store no positions and hold nothing back.
+# The statement reads in the order of the queue up to the first entry that stays, so a queue without cleared entries
+# costs one entry.
 _LIMITS: Final = Statement("""
 WITH place AS (
     SELECT queue.queue_id, queue.floor, topic.topic_id, topic.retry_of, topic.retention_seconds, topic.deleted_at,
@@ -88,10 +88,10 @@ SELECT topic.name AS topic, queue.number, ARRAY(
 FROM {schema}.queue JOIN {schema}.topic USING (topic_id) WHERE queue_id = %(queue_id)s
 """)
 
-# Kept although cleared: messages that are dead, to be retried, or waiting in a retry queue. Their entries stay below
-# the floor as proof that they were queued, and go with them later.
-# Given `candidate`: what waits or is dead is read once and grouped with the candidates. A join here, planned with the
-# statistics of yesterday, would compare each with each; so would the deletions of errors and letters without IS TRUE.
+# Messages kept although their entries are cleared: dead, to be retried, or waiting in a retry queue. Their entries stay
+# below the floor as proof of queueing, and are removed later with the messages. Given `candidate`: waiting and dead
+# messages are read once and grouped with the candidates. A join, planned with old statistics, would compare each pair;
+# so would the deletions of errors and letters without IS TRUE.
 _FREE: Final = """
 , waiting AS (
     SELECT entry.log_id
@@ -145,7 +145,7 @@ _FREE: Final = """
 )
 """
 
-# Some queues up to their limits, no more than `batch` entries in all.
+# Clear some queues up to their limits, at most `batch` entries together.
 _CLEAR: Final = Statement(
     """
 WITH given AS (
@@ -168,7 +168,8 @@ SELECT count(*) FROM free
 """
 )
 
-# What is kept below the floors and nothing keeps any more. All of it is looked at: what is stuck blocks nothing behind.
+# Messages kept below the floors that have no reason to stay any more. All of them are looked at, so one that must stay
+# blocks none behind it.
 _CLEAR_KEPT: Final = Statement(
     """
 WITH candidate AS (
@@ -193,8 +194,8 @@ WITH entries AS (
 SELECT count(*) FROM entries
 """)
 
-# Messages that never were queued: rolled back, or recalled before they were due. A rollback stays until the sequencer
-# has read it, which lets the key of an old message go on.
+# Messages that were never queued: rolled back, or recalled before they were due. A rollback stays until the sequencer
+# has read it, because reading it unblocks the key of an old message.
 _CLEAR_UNQUEUED: Final = Statement("""
 WITH ended AS (
     (SELECT transaction_id, log_ids, 'R' AS what FROM {schema}.op_log

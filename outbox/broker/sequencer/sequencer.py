@@ -401,7 +401,7 @@ class Sequencer:
 
     def _advance(self, state: TickState, ticked: _Ticked, plan: _Plan) -> TickCounts:
         if ticked.obstacle == "life":
-            raise _Outdated("the server has started anew")
+            raise _Outdated("the server has restarted")
         if ticked.obstacle == "overtaken":
             raise _Outdated(f"another leader ticked: {state.tick_id} is not the newest tick any more")
         if ticked.obstacle == "topics":

@@ -111,7 +111,7 @@ INSERT INTO {schema}.resync (incarnation, reason, snapshot, life_ordinal)
 VALUES (%(incarnation)s, %(reason)s, pg_current_snapshot(), (SELECT coalesce(max(ordinal), 0) FROM {schema}.life))
 """)
 
-# The half scan starts anew above the current snapshot; transactions that are undecided now become pending here.
+# The half scan starts again above the current snapshot; transactions that are undecided now become pending here.
 _RESET_HALF_SCAN: Final = Statement(
     f"""
 WITH moved AS ({insert_pending("{schema}.commit_log AS half_row", "half AND message_id = transaction_id")}
