@@ -1,7 +1,7 @@
 """`python -m outbox.broker`: one broker process without Django, until SIGTERM or SIGINT.
 
-The database comes from --database or $OUTBOX_BROKER_URL. Any number may run on one database: a lease decides
-which one leads.
+The database comes from --database or $OUTBOX_BROKER_URL. Any number may run on one database: a lease decides which one
+leads.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from outbox.safe_text import for_people
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run until told to stop. Exit codes: 0 drained, 2 wrong usage."""
+    """Run until stopped. Exit codes: 0 drained, 2 wrong usage."""
     parser = argparse.ArgumentParser(prog="python -m outbox.broker", description=__doc__)
     parser.add_argument(
         "--database", default=os.environ.get("OUTBOX_BROKER_URL"), help="libpq URL of the broker's database"

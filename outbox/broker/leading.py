@@ -1,7 +1,8 @@
-"""Leading from a consumer's process: it ticks on the session on which it then fetches what the tick has queued.
+"""Lead from a consumer process: it ticks on the session on which it then fetches the queued messages.
 
-From commit to handler that is a process, an announcement and two cold sessions less. A worker with one consumer process
-does it so; the broker's process beside it stands in while this one does not lead (docs/decisions/163).
+Compared with a separate broker process, the way from commit to handler has one process, one notification and two cold
+sessions less. A worker with one consumer process leads like this. Its broker process stands in while the consumer does
+not lead (docs/decisions/163).
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from outbox.periodic import BackgroundLoop
 
 logger = logging.getLogger(__name__)
 
-# Meanwhile somebody else leads: whoever stands in for this process.
+# Meanwhile another process leads: the stand-in for this one.
 _REST: Final = Backoff(first_seconds=1.0, longest_seconds=30.0, healthy_seconds=10.0)
 
 
 class LeadingConsumer:
-    """What consumer.session.Companion is for. Never ends consuming: what goes wrong here is logged, and it rests."""
+    """The SessionTask that leads. It never ends consuming: it logs its failures and pauses."""
 
     def __init__(self, database: BrokerDatabase, *, settings: ProcessSettings | None = None) -> None:
         self._database = database
@@ -42,7 +43,7 @@ class LeadingConsumer:
         self._loops: list[BackgroundLoop] = []
         self._leads = False
         self._decided = False
-        # When to act next if nothing is announced; until when more announcements are gathered, or a failure rests.
+        # The time of the next action without a notification; the time until which it gathers notifications, or pauses.
         self._look_at = 0.0
         self._gathers_until = 0.0
         self._rests_until = 0.0
@@ -50,7 +51,7 @@ class LeadingConsumer:
         self._led_at = 0.0
 
     def begin(self, run: Executor, instance: UUID) -> None:
-        """On each new connection, which listens: anything read on another one is forgotten."""
+        """Start on a new, listening connection: forget everything read on another one."""
         timeouts.lift_for_session(run.connection)
         settings = self._settings
         self._lease = LeaderLease(run.schema, instance, term_seconds=settings.lease_term_seconds)
@@ -58,9 +59,9 @@ class LeadingConsumer:
         self._look_at = self._gathers_until = 0.0
 
     def turn(self, run: Executor, announcements: Announcements, *, decided: bool) -> bool:
-        """Tick if this process leads and it is time to; whether queues have grown. `decided`: something may be new.
+        """Tick if this process leads and a tick is due; returns whether queues have grown.
 
-        Raises psycopg.Error when the connection is gone.
+        `decided`: there may be new decisions. Raises psycopg.Error when the connection is lost.
         """
         now = time.monotonic()
         self._decided |= decided
@@ -70,7 +71,7 @@ class LeadingConsumer:
         try:
             return self._lead(run, announcements, now)
         except Exception as error:
-            pause = self._rest()
+            pause = self._pause_seconds()
             self._note.failed(error)
             if run.connection.closed:
                 raise psycopg.OperationalError(f"the connection ended while it sequenced: {error}") from error
@@ -78,22 +79,22 @@ class LeadingConsumer:
             return False
 
     def wait_seconds(self) -> float:
-        """How long there is nothing to do here unless something is announced."""
+        """Return how long there is no work here without a notification."""
         return max(0.0, self._act_at() - time.monotonic())
 
     @property
     def is_gathering(self) -> bool:
-        """Whether announcements had better wait for a moment."""
+        """Whether the caller should wait a moment before it reads notifications."""
         return time.monotonic() < self._gathers_until
 
     def interrupted(self) -> None:
-        """The connection is gone."""
+        """Note that the connection is lost."""
         self._leads = False
         while self._loops:
             self._loops.pop().stop()
 
     def end(self, run: Executor) -> None:
-        """Let others lead, at once. Raises psycopg.Error."""
+        """Let another process lead at once. Raises psycopg.Error."""
         if self._leads:
             self.interrupted()
             self._lease.release(run.connection)
@@ -120,7 +121,7 @@ class LeadingConsumer:
         return counts.appended > 0
 
     def _take_the_lead(self, run: Executor, now: float) -> None:
-        logger.info("leading the broker in schema %r beside consuming", run.schema)
+        logger.info("leading the broker in schema %r, in a consumer process", run.schema)
         listen(run, Channel.DECIDED)
         self._loops = leaders_loops(self._database, self._settings)
         for loop in self._loops:
@@ -133,8 +134,11 @@ class LeadingConsumer:
             self.interrupted()
             unlisten(run, Channel.DECIDED)
 
-    def _rest(self) -> float:
-        """Also on the next connection: to break one after another would end consuming. For so many seconds."""
+    def _pause_seconds(self) -> float:
+        """Pause for `seconds`, also on the next connection:
+
+        failing on one connection after another would end consuming.
+        """
         now = time.monotonic()
         self._failures = _REST.failures_in_a_row(self._failures, ran_seconds=now - self._led_at if self._leads else 0.0)
         pause = _REST.pause_seconds(self._failures)
@@ -150,7 +154,7 @@ class LeadingConsumer:
             logger.debug("the lead was not released: %s", further)
         expected = isinstance(error, psycopg.Error | OutboxError)
         logger.warning(
-            "sequencing beside consuming is interrupted, trying again in %.1f s: %s",
+            "sequencing in a consumer process is interrupted, trying again in %.1f s: %s",
             pause,
             str(error).strip() or type(error).__name__,
             exc_info=None if expected else error,

@@ -1,4 +1,4 @@
-"""The bundled broker as the core's port: sends, ends and checks over a small pool of connections."""
+"""The bundled broker behind the core's port: sends, ends and checks over a small pool of connections."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _Result = TypeVar("_Result")
 _ATTEMPTS: Final = 3
 _BACKOFF: Final = Backoff(first_seconds=0.1, longest_seconds=1.0, factor=10)
 _CHECK_SECONDS: Final = 60.0
-# The connection broke, the server goes down or comes up, or two statements met: a repetition can succeed.
+# The connection broke, the server stops or starts, or two statements collided: a repetition can succeed.
 _TRANSIENT: Final = (psycopg.OperationalError, psycopg.InterfaceError, pg.SerializationFailure, pg.DeadlockDetected)
 # Part of OperationalError in psycopg, but repeating does not help.
 _LASTING: Final = (pg.DiskFull, pg.OutOfMemory, pg.ProgramLimitExceeded)
@@ -48,8 +48,8 @@ _LASTING: Final = (pg.DiskFull, pg.OutOfMemory, pg.ProgramLimitExceeded)
 class PostgresBroker:
     """A broker in a PostgreSQL database (implements outbox.ports.Broker). Thread-safe and fork-safe.
 
-    A request is attempted up to three times within its deadline, with the same message ids, so that a lost
-    acknowledgement or a restart of the server neither loses nor doubles a message.
+    A request is attempted up to three times within its deadline, with the same message ids. So a lost acknowledgement
+    or a restart of the server neither loses nor doubles a message.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class PostgresBroker:
         self._schema_known = False
         self._asked_for: set[str] = set()
         self._one_way = OneWay(database)
-        # Of requests of an application some fail by themselves.
+        # Some failures belong to one request of an application.
         self._note = FailureNote(database, ProcessPart.PUBLISHING, in_a_row=3)
         self._wake = notify.announcement(database.schema, notify.Channel.DECIDED)
 
@@ -91,7 +91,8 @@ class PostgresBroker:
 
     def send_half(self, half: HalfTransaction, *, timeout_seconds: float = 3.0) -> list[SendReceipt]:
         if half.immunity_seconds is None:
-            # Stored with the half: whoever scans it, under whatever settings, gives it the same immunity.
+            # Stored with the half message: every scan gives it the same immunity, regardless of the scanning process's
+            # settings.
             half = replace(half, immunity_seconds=self._check.immunity_seconds)
         return self._publish(timeout_seconds, lambda run: self._append_half(run, half), half.messages)
 
@@ -106,7 +107,7 @@ class PostgresBroker:
 
     def take_over(self, producer_group: str, transactional_id: str, *, timeout_seconds: float = 3.0) -> ProducerEpoch:
         return self._attempt(
-            # The server counts the wait; beyond it the answer has to come back.
+            # The server limits the wait; the client's deadline adds time for the answer.
             timeout_seconds + 3.0,
             lambda run: fencing.take_over(run, producer_group, transactional_id, timeout_seconds=timeout_seconds),
             what=f"taking over producer {transactional_id!r}",
@@ -131,7 +132,10 @@ class PostgresBroker:
         return statuses
 
     def claim_checks(self, producer_group: str, *, limit: int = 500) -> list[Check]:
-        """Also looks for new undecided half messages first. The first call of a process asks about parked ones too."""
+        """Claim due checks, after a scan for new undecided half messages.
+
+        The first call of a process asks about parked ones too.
+        """
         starts = producer_group not in self._asked_for
         claimed = self._attempt(
             _CHECK_SECONDS,
@@ -167,7 +171,7 @@ class PostgresBroker:
         return statuses
 
     def hint_checks(self, transaction_ids: Sequence[UUID]) -> None:
-        """Ask for an early, read-only check of these half transactions; errors are logged and ignored."""
+        """Request an early, read-only check of these half transactions; logs and ignores errors."""
         try:
             self._attempt(
                 3.0,
@@ -206,7 +210,7 @@ class PostgresBroker:
         )
 
     def declare(self, declared: Sequence[Topic], *, timeout_seconds: float = 10.0) -> None:
-        """Create topics or change them to what is declared (see topics.declare_topics)."""
+        """Create topics or change them to the declaration (see topics.declare_topics)."""
         self._attempt(
             timeout_seconds,
             lambda run: topics.declare_topics(run, declared),
@@ -214,7 +218,7 @@ class PostgresBroker:
         )
 
     def topic(self, name: str, *, timeout_seconds: float = 3.0) -> Topic:
-        """The topic as the broker knows it, from the catalog where that is fresh. Raises UnknownTopic."""
+        """Return the topic as the broker knows it, from the catalog if that is fresh. Raises UnknownTopic."""
         return self._attempt(
             timeout_seconds,
             lambda run: self.catalog.get(run.connection, name).topic,
@@ -226,9 +230,10 @@ class PostgresBroker:
         self._one_way.send(self._wake)
 
     def end_one_way(self, end: EndTransaction) -> None:
-        """A producer's own end message, sent without waiting for the answer; returns at once, never fails.
+        """Send a producer's own end message without waiting for the answer; returns at once, never fails.
 
-        What it meets leaves the same incidents as with `end`. It may be lost: then check-back finds out.
+        Contradictions and refusals leave the same incidents as with `end`. The message may be lost: then check-back
+        decides.
         """
         self._one_way.send(decisions.end_request(self.database.schema, end), self._wake)
 
@@ -237,21 +242,21 @@ class PostgresBroker:
         self._one_way.send(half_scan.hint_request(self.database.schema, transaction_id, settings=self._check))
 
     def flush(self, *, within_seconds: float) -> bool:
-        """Wait until what was sent one way was answered; False when time ran out first."""
+        """Wait for the answers to one-way requests; False when time ran out first."""
         return self._one_way.flush(within_seconds=within_seconds)
 
     def close(self) -> None:
-        """Flush what was sent one way and close idle connections. Used again, it connects for each call."""
+        """Flush one-way requests and close idle connections. The next call connects again."""
         self._one_way.close()
         self._pool.close()
         self._note.worked()
 
     def publishing_failed(self, error: Exception) -> None:
-        """An append was refused, here or on the application's connection: after three in a row the status names it."""
+        """Record a refused append, also on the application's connection; the status shows three in a row."""
         self._note.failed(error)
 
     def publishing_worked(self) -> None:
-        """Something was appended. Costs nothing where nothing has failed."""
+        """Record a successful append. Costs nothing if no append has failed."""
         self._note.worked()
 
     def _publish(
@@ -275,7 +280,7 @@ class PostgresBroker:
                         self._schema_known = True
                     return request(Executor(connection, self.database.schema))
             except (BrokerUnavailable, *_TRANSIENT) as error:
-                # Connections of before a restart are all broken.
+                # All connections from before a restart are broken.
                 self._pool.clear()
                 pause_seconds = _BACKOFF.pause_seconds(attempt)
                 out_of_time = time.monotonic() + pause_seconds >= deadline
@@ -289,7 +294,7 @@ class PostgresBroker:
 
     def _refused(self, what: str, error: psycopg.Error) -> BrokerError:
         named = refused(what, error, self.database.schema)
-        # What a producer's request meets is told by what became of its message.
+        # The result of its message already reports the failure of a producer's request.
         return named if isinstance(named, (SchemaError, BrokerUnavailable)) else SendFailed(str(named))
 
 
@@ -307,6 +312,6 @@ def _unavailable(what: str, error: Exception) -> BrokerError:
             f"{what}: the disk of the broker's database is full ({error}). Nothing was stored; free space."
         )
     return BrokerUnavailable(
-        f"{what}: not carried out within the deadline: {str(error).strip()}. It may still have been stored; "
-        f"sending it again with the same message ids is safe."
+        f"{what}: not completed within the deadline: {str(error).strip()}. It may still have been stored; "
+        f"send it again with the same message ids: a repeated id stores nothing twice."
     )

@@ -1,11 +1,11 @@
-"""Running PostgreSQL on a data directory so that only the user who starts it gets in.
+"""Run PostgreSQL on a data directory so that only the user who starts it has access.
 
-- It listens on no port. Its socket lies in the data directory or, where that path is too long for a socket, in a
+- The server listens on no port. Its socket is in the data directory. If that path is too long for a socket, it is in a
   folder of the temporary directory that only the server's user may enter.
-- It asks the kernel who connects (`peer`): the user who started it is let in, as any role, and nobody else, whatever
-  the permissions of the folders say. So there is no password that could be read.
-- PostgreSQL refuses to run as root. For root it runs as a user of its own, who is given the right to pass through
-  the folders above the data directory, not to list them.
+- The server asks the kernel for the connecting user (`peer`). It accepts the user who started it, as any role, and no
+  other user, regardless of the permissions of the folders. So there is no password to steal.
+- PostgreSQL refuses to run as root. For root it runs under a separate user account. That account gets the right to pass
+  through the folders above the data directory, not to list them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from urllib.parse import quote
 import psycopg
 
 _SOCKET: Final = ".s.PGSQL.5432"
-# The shortest limit of the systems we run on (macOS), without the closing NUL.
+# The shortest limit of the supported systems (macOS), without the closing NUL.
 _LONGEST_SOCKET_PATH: Final = 103
 _MARK: Final = "# settings of outbox.broker.embedded"
 _REMEMBERED: Final = "socket_directory"
@@ -43,14 +43,14 @@ _SETTLE_SECONDS: Final = 10.0
 
 @dataclass(frozen=True)
 class PrivateServer:
-    """PostgreSQL's programs in `binaries`, a data directory, and the account the server runs as."""
+    """PostgreSQL's programs in `binaries`, a data directory, and the account that runs the server."""
 
     binaries: Path
     data: Path
     account: pwd.struct_passwd
 
     def start(self, settings: Mapping[str, str]) -> str:
-        """Start or join the server; its URL. Raises OSError or subprocess.SubprocessError."""
+        """Start or join the server and return its URL. Raises OSError or subprocess.SubprocessError."""
         self._prepare()
         with self._locked():
             if not (self.data / "PG_VERSION").exists():
@@ -75,7 +75,7 @@ class PrivateServer:
         (self.data / _REMEMBERED).unlink(missing_ok=True)
 
     def url(self) -> str:
-        """Where the running server listens."""
+        """The URL of the running server."""
         folder = (self.data / "postmaster.pid").read_text(encoding="utf-8").splitlines()[4]
         return f"postgresql://postgres@/postgres?host={quote(folder, safe='/')}"
 
@@ -95,7 +95,7 @@ class PrivateServer:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """Of several processes that start it at once, one does."""
+        """Let only one of several processes start the server."""
         descriptor = os.open(self.data, os.O_RDONLY)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -108,7 +108,7 @@ class PrivateServer:
         self._run("initdb", *access, "--encoding=utf8", "-U", "postgres", "-D", str(self.data))
 
     def _restrict(self) -> bool:
-        """Let in nobody but us; whether somebody else was let in before."""
+        """Accept only this user; returns whether another user was accepted before."""
         user = pwd.getpwuid(os.geteuid()).pw_name
         wanted = {self.data / name: text.format(user=user) for name, text in _ACCESS.items()}
         changed = [path for path, text in wanted.items() if path.read_text(encoding="utf-8") != text]
@@ -142,9 +142,9 @@ class PrivateServer:
         return made
 
     def _remembered(self) -> Path | None:
-        """The folder of the last start, as long as it is the server's own.
+        """Return the folder of the last start, as long as it belongs to the server.
 
-        Processes that know the URL find the server there again after it was killed.
+        Processes that know the URL then find the server there again after it was killed.
         """
         try:
             folder = Path((self.data / _REMEMBERED).read_text(encoding="utf-8"))
@@ -156,7 +156,7 @@ class PrivateServer:
     # -- the server -----------------------------------------------------------------------------
 
     def _is_up(self) -> bool:
-        """Whether it runs and answers; one that is just ending is waited for."""
+        """Whether it runs and answers; waits for a server that is just stopping."""
         deadline = time.monotonic() + _SETTLE_SECONDS
         while self._is_running() and time.monotonic() < deadline:
             with contextlib.suppress(psycopg.OperationalError, OSError, IndexError):

@@ -1,4 +1,4 @@
-"""The broker's process: leads when it can, sequences when woken, and survives whatever its database does."""
+"""The broker process: it tries to lead, sequences after wake-ups, and survives database failures."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from outbox.transaction import CheckSettings
 logger = logging.getLogger(__name__)
 
 _BACKOFF: Final = Backoff(first_seconds=0.1, longest_seconds=2.0, healthy_seconds=2.0)
-# How often a waiting process looks at its stop event; it does not query the database for that.
+# The interval at which a waiting process looks at its stop event; it does not query the database for that.
 _STOP_SECONDS: Final = 0.2
 
 
@@ -41,7 +41,7 @@ class ProcessSettings:
     """Times of the broker process, in seconds.
 
     `poll`: the longest wait between two looks at the database. `pace`: the least time between two ticks under load
-    (`gathers`). `stands_in`: leads only while no process does that beside consuming (outbox/broker/leading.py).
+    (`gathers`). `stands_in`: leads only while no consumer process leads (outbox/broker/leading.py).
     """
 
     lease_term_seconds: float = DEFAULT_TERM_SECONDS
@@ -54,7 +54,7 @@ class ProcessSettings:
 
 
 def run_broker(database: BrokerDatabase, stop: threading.Event, *, settings: ProcessSettings | None = None) -> None:
-    """Run until `stop` is set. Errors of the database are logged and met with a growing pause of up to 2 s."""
+    """Run until `stop` is set. Logs database errors and pauses after each, increasingly up to 2 s."""
     settings = settings or ProcessSettings()
     owner = uuid4()
     note = FailureNote(database, ProcessPart.SEQUENCING)
@@ -80,7 +80,7 @@ def run_broker(database: BrokerDatabase, stop: threading.Event, *, settings: Pro
         heartbeat.beat(ready=False)
         logger.warning("sequencing is interrupted, trying again in %.1f s: %s", pause, problem)
         stop.wait(pause)
-    # A process that has ended does not fail.
+    # A process that ends on purpose does not count as a failing one.
     note.worked()
 
 
@@ -114,7 +114,10 @@ def _serve(
 
 @contextlib.contextmanager
 def _background(database: BrokerDatabase, stop: threading.Event, settings: ProcessSettings) -> Iterator[None]:
-    """The leader's other work. Who has lost the lead does not wait for its end: it may have to lead again at once."""
+    """The leader's other work. After losing leadership, do not join the background loops:
+
+    this process may become leader again immediately.
+    """
     loops = leaders_loops(database, settings)
     for loop in loops:
         loop.start()
@@ -128,7 +131,7 @@ def _background(database: BrokerDatabase, stop: threading.Event, settings: Proce
 
 
 def leaders_loops(database: BrokerDatabase, settings: ProcessSettings) -> list[BackgroundLoop]:
-    """What the leader does beside ticks, not started yet."""
+    """Return the leader's loops beside ticks, not started yet."""
     return [
         maintenance(database, settings.check, every_seconds=settings.maintenance_seconds),
         summaries(database, every_seconds=settings.summary_seconds),
@@ -159,7 +162,7 @@ def _lead(
         heartbeat.beat(ready=True)
         if lease.hold(run.connection):
             if settings.stands_in:
-                logger.info("a consumer's process leads; this one stands in for it")
+                logger.info("a consumer process leads; this one stands in for it")
             else:
                 logger.warning("another process leads now")
             return
@@ -176,27 +179,27 @@ def _lead(
 
 
 def tick(run: Executor, lease: LeaderLease, sequencer: Sequencer) -> TickCounts:
-    """One tick of who leads, measured; after a collision it asks whether it leads still."""
+    """Run one tick and record its duration. After a collision, check the leader lease again."""
     started = time.monotonic()
     counts = sequencer.run_once(run.connection)
     if counts.collided:
-        lease.doubt()
+        lease.ask_again()
     if counts.ticked and measures.recorder is not None:
         measures.recorder.ticked(time.monotonic() - started, counts.appended)
     return counts
 
 
 def gathers(counts: TickCounts) -> bool:
-    """Whether the next tick, if it is asked for by now, had better wait for more decisions, a few milliseconds.
+    """Whether the next tick should wait some milliseconds for more decisions.
 
-    Under load, that is: a tick for each message costs several times as much as one for some. Single messages that come
-    while a tick runs are no load, and each would wait for the next.
+    That is so under load: one tick per message costs several times as much as one tick for some messages. Single
+    messages that arrive during a tick are no load; waiting would delay each until the next tick.
     """
     return counts.decisions > 1 and not counts.more
 
 
 def idle_seconds(counts: TickCounts, settings: ProcessSettings) -> float:
-    """How long after a tick the next one is made though nothing was announced."""
+    """Return how long after a tick the next one runs without a notification."""
     waits = [settings.poll_seconds, settings.lease_term_seconds / 3]
     if counts.next_due_seconds is not None:
         waits.append(max(0.0, counts.next_due_seconds))

@@ -1,4 +1,4 @@
-"""Where a supervised process writes its log: where the worker that started it writes, with time, level and pid."""
+"""Log of a supervised process: to the log of the worker that started it, with time, level and pid."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LOG_LEVEL_VARIABLE: Final = "OUTBOX_LOG_LEVEL"
 
 
 class _Formatter(logging.Formatter):
-    """Keeps passwords and control characters out, and ends the line with the message it is about."""
+    """Removes passwords and control characters, and ends the line with the id of its message."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
         return super().formatMessage(record) + suffix(record)
@@ -25,19 +25,19 @@ class _Formatter(logging.Formatter):
 
 
 def told_to_children(*, level: int, file: str | None) -> Mapping[str, str]:
-    """The environment that makes children write as this process does; without a file, to standard error."""
+    """Return the environment that makes children log like this process; without a file, to standard error."""
     return {LOG_LEVEL_VARIABLE: str(level), **({LOG_FILE_VARIABLE: file} if file else {})}
 
 
 def always(logger: logging.Logger, text: str) -> None:
-    """Log a line at INFO, also where the logger lets only warnings pass, as Celery's worker does unless it is told."""
+    """Log a line at INFO, also if the logger passes only warnings, as Celery's worker does by default."""
     if logger.disabled:
         return
     logger.handle(logger.makeRecord(logger.name, logging.INFO, __file__, 0, text, (), None))
 
 
 def write_log(process_name: str) -> None:
-    """Log to the worker's file, or to standard error where the project has configured nothing itself.
+    """Log to the worker's file, or to standard error if the project has configured no logging.
 
     Each line is one write at the end of the file, so that processes can share it.
     """

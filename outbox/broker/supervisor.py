@@ -1,12 +1,12 @@
-"""Keeps the broker's processes alive: starts fresh children, restarts dead ones, drains all on stop.
+"""Keep the broker's processes alive: start fresh children, restart dead ones, drain all on stop.
 
-Of a child with `on_death` the supervisor learns which handler calls were running when it died
-(`outbox.broker.dispatch.running_calls`), and tells before it starts the child again. It also tells of a child that
-was killed while it drained: nothing else would release that child's leases before their term ends.
+If a child with `on_death` dies, the supervisor reads which handler calls were running
+(`outbox.broker.dispatch.running_calls`). It calls `on_death` before it starts the child again. It also calls it for a
+child that was killed while it drained: otherwise that child's leases would last until their term ends.
 
-A child is a new interpreter (never a fork of a process with threads and connections), leads a session of
-its own so that a Ctrl-C at the terminal reaches only the supervisor, and ends itself when its parent is
-gone (`stop_with_parent`), even if the parent was killed with SIGKILL.
+A child is a new interpreter, never a fork of a process with threads and connections. It leads its own session, so that
+a Ctrl-C at the terminal reaches only the supervisor. It ends itself when its parent is gone (`stop_with_parent`), even
+if the parent was killed with SIGKILL.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 PARENT_VARIABLE: Final = "OUTBOX_PARENT_PID"
 _PARENT_POLL_SECONDS: Final = 0.25
-# Leaves room within the 30 s that service managers commonly give before they kill.
+# Leaves time within the 30 s that service managers commonly give before they kill.
 DRAIN_SECONDS: Final = 20.0
 
 
@@ -45,8 +45,8 @@ HUNG_EXIT_CODE: Final = 3
 class ChildDeath:
     """The end of a child with another exit code than 0.
 
-    `left_behind` is what the child wrote down about itself; None if it cannot be read. `told_to_stop`: the child had
-    been asked to end, or this supervisor killed it. Then its running calls are not the reason of its death.
+    `left_behind`: the child's notes about itself; None if they cannot be read. `told_to_stop`: the child had been asked
+    to end, or this supervisor killed it. Then its running calls are not the cause of its death.
     """
 
     child: str
@@ -58,7 +58,7 @@ class ChildDeath:
 
 @dataclass(frozen=True, kw_only=True)
 class ChildSpec:
-    """One process to keep alive. `on_death` is told of its deaths; BrokerUnavailable has it told again, later."""
+    """One process to keep alive. `on_death` is called for its deaths, and again later after BrokerUnavailable."""
 
     name: str
     argv: Sequence[str]
@@ -66,7 +66,7 @@ class ChildSpec:
     on_death: Callable[[ChildDeath], None] | None = None
 
 
-# The pause before a restart starts over after a child ran for 10 s.
+# After a child has run for 10 s, the pause before a restart starts over.
 _TELL_AGAIN: Final = Backoff(first_seconds=0.5, longest_seconds=10.0)
 RESTART: Final = Backoff(first_seconds=0.2, longest_seconds=30.0, healthy_seconds=10.0)
 
@@ -74,8 +74,8 @@ RESTART: Final = Backoff(first_seconds=0.2, longest_seconds=30.0, healthy_second
 class Supervisor:
     """Runs children until `stop`. One thread per child waits for it and restarts it.
 
-    `environment` is added to that of every child. `drain_seconds` is what they have to finish once they are stopped.
-    `consumes`: topics and groups, for the line that is logged at the start.
+    `environment` is added to that of every child. `drain_seconds`: the time for children to finish after a stop.
+    `consumes`: topics and groups, for the log line at the start.
     """
 
     def __init__(
@@ -109,12 +109,12 @@ class Supervisor:
             thread.start()
 
     def pids(self) -> dict[str, int]:
-        """The process ids of the children that run now, by name."""
+        """Return the process ids of the children that run now, by name."""
         with self._lock:
             return {name: process.pid for name, process in self._processes.items() if process.poll() is None}
 
     def drain(self) -> None:
-        """Ask all children to finish what they hold and to end (SIGTERM); returns at once."""
+        """Ask all children to finish their work and to end (SIGTERM); returns at once."""
         if self._drain_until is None:
             self._drain_until = time.monotonic() + self._drain_seconds
             self._stopping.set()
@@ -122,7 +122,7 @@ class Supervisor:
             self._signal_all(signal.SIGTERM)
 
     def stop(self) -> None:
-        """Drain, wait, and kill what is left when the time to drain is over."""
+        """Drain, wait, and kill the remaining children when the time to drain is over."""
         self.drain()
         deadline = self._drain_until or 0.0
         for thread in self._threads:
@@ -135,7 +135,7 @@ class Supervisor:
                 thread.join()
 
     def kill(self) -> None:
-        """End all children at once (SIGKILL). What they held is delivered again."""
+        """Kill all children at once (SIGKILL). Their messages are delivered again."""
         self._stopping.set()
         self._signal_all(signal.SIGKILL)
 
@@ -165,7 +165,7 @@ class Supervisor:
         descriptors = [calls.fileno()] if calls is not None else []
         if descriptors:
             environment[running_calls.VARIABLE] = str(descriptors[0])
-        # Not under the lock: starting a process waits for the new program, and `stop` must not wait for that.
+        # Without the lock: starting a process waits for the new program, and `stop` must not wait for that.
         process = subprocess.Popen(
             list(spec.argv),
             env=environment,
@@ -181,7 +181,9 @@ class Supervisor:
         return process.wait()
 
     def _tell(self, name: str, on_death: Callable[[ChildDeath], None], code: int, calls: IO[bytes] | None) -> None:
-        """Call `on_death` before the child is started again: the child would handle once more what killed it.
+        """Call `on_death` before the child starts again:
+
+        otherwise the child would handle the message that killed it again.
 
         While this supervisor stops, `on_death` is called once: the service manager does not wait for more.
         """
@@ -199,20 +201,20 @@ class Supervisor:
                 return
             except BrokerUnavailable as error:
                 if self._stopping.is_set():
-                    logger.warning("child %s died, and its leases last until their end: %s", name, error)
+                    logger.warning("child %s died, and its leases last until their term ends: %s", name, error)
                     return
-                # The child could consume nothing now, either.
+                # Without the database the child could not consume either.
                 failures += 1
                 logger.warning("child %s waits for its restart: %s", name, error)
                 self._stopping.wait(_TELL_AGAIN.pause_seconds(failures))
             except Exception:
-                logger.exception("what child %s was doing when it died (%s) could not be recorded", name, death.how)
+                logger.exception("the running calls of dead child %s (%s) could not be recorded", name, death.how)
                 return
 
 
 @contextlib.contextmanager
 def _calls_file(spec: ChildSpec) -> Iterator[IO[bytes] | None]:
-    """The file in which a child notes its running calls. Without a name: nothing has to be cleaned up, ever."""
+    """Make the file in which a child notes its running calls. It has no name, so it needs no clean-up."""
     if spec.on_death is None:
         yield None
         return
@@ -221,7 +223,9 @@ def _calls_file(spec: ChildSpec) -> Iterator[IO[bytes] | None]:
         try:
             file = stack.enter_context(tempfile.TemporaryFile())
         except OSError as error:
-            logger.warning("what kills child %s will not be found out, its calls cannot be noted: %s", spec.name, error)
+            logger.warning(
+                "calls of child %s cannot be noted, messages that kill it stay unknown: %s", spec.name, error
+            )
         yield file
 
 
@@ -231,7 +235,7 @@ def _left_behind(name: str, calls: IO[bytes] | None) -> LastCalls | None:
     try:
         return running_calls.read(calls.fileno())
     except (OSError, ValueError) as error:
-        logger.warning("what child %s was doing when it died cannot be read: %s", name, error)
+        logger.warning("the running calls of dead child %s cannot be read: %s", name, error)
         return None
 
 
@@ -240,10 +244,10 @@ def _how(code: int) -> str:
 
 
 def stop_on_signals(stop: threading.Event) -> dict[signal.Signals, Any]:
-    """Set `stop` on SIGTERM and SIGINT; returns the handlers there were. Call it in the main thread.
+    """Set `stop` on SIGTERM and SIGINT; returns the previous handlers. Call it in the main thread.
 
-    Not in the handler itself: it runs in the middle of whatever the main thread does, which may be a wait for this
-    very event with its lock held. A second Ctrl-C does not wait any longer: it raises KeyboardInterrupt.
+    A helper thread sets it, not the handler itself. The handler interrupts the main thread at any point, perhaps in a
+    wait for this very event with its lock held. A second Ctrl-C does not wait: it raises KeyboardInterrupt.
     """
 
     def handle(*_: object) -> None:
@@ -254,10 +258,10 @@ def stop_on_signals(stop: threading.Event) -> dict[signal.Signals, Any]:
 
 
 def stop_with_parent(stop: threading.Event, *, grace_seconds: float = 10.0) -> None:
-    """In a child: set `stop` when the supervising process is gone, and end for good `grace_seconds` later.
+    """In a child: set `stop` when the supervising process is gone, and exit `grace_seconds` later.
 
-    Does nothing when this process was not started by a Supervisor. The parent is recognised by its pid, which
-    the kernel changes for orphans; a pipe would stay open in processes the parent forked.
+    Does nothing when this process was not started by a Supervisor. It recognises the parent by its pid, which the
+    kernel changes for orphans. A pipe would stay open in processes that the parent forked.
     """
     parent = os.environ.get(PARENT_VARIABLE)
     if not parent:
@@ -277,7 +281,7 @@ def stop_with_parent(stop: threading.Event, *, grace_seconds: float = 10.0) -> N
 
 
 def end_within(seconds: float, code: int) -> None:
-    """End this process for good after so long, should the ordinary end wait for threads that hang."""
+    """End this process after `seconds`, if its ordinary end waits for hanging threads."""
 
     def watch() -> None:
         threading.Event().wait(seconds)

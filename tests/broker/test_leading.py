@@ -76,7 +76,7 @@ def test_a_consumer_that_leads_needs_no_broker_process(bench: ConsumptionBench) 
     retry = RetryPolicy(delays_seconds=[0.1])
     with (
         bench.running(
-            (Subscription(topic="orders", group="readers", retry=retry), fails_first), companion=leading(bench)
+            (Subscription(topic="orders", group="readers", retry=retry), fails_first), session_task=leading(bench)
         ),
         bench.running((Subscription(topic="elsewhere", group="others"), other)),
     ):
@@ -101,8 +101,10 @@ def test_a_message_costs_two_round_trips_from_commit_to_handler(
     bench.declare("orders")
     seen = Seen()
     settings = ProcessSettings(lease_term_seconds=3600.0, poll_seconds=3600.0)
-    companion = LeadingConsumer(bench.database, settings=settings)
-    with bench.running((Subscription(topic="orders", group="readers"), seen), companion=companion, lease_seconds=60.0):
+    leading_task = LeadingConsumer(bench.database, settings=settings)
+    with bench.running(
+        (Subscription(topic="orders", group="readers"), seen), session_task=leading_task, lease_seconds=60.0
+    ):
         for count in range(1, 9):
             # Then psycopg has prepared what is executed often, and all queues were looked at.
             bench.broker.send(keyed("orders", 1, 1))
@@ -127,7 +129,7 @@ def test_the_broker_process_stands_in_and_gives_way(bench: ConsumptionBench) -> 
             eventually(lambda: len(seen.ns) == 5)
             assert not led_by_consumer(bench)
         for stay in (2, 3):
-            with bench.running((subscription, seen), companion=leading(bench)):
+            with bench.running((subscription, seen), session_task=leading(bench)):
                 eventually(lambda: led_by_consumer(bench), within_seconds=5, what="it takes the lead at once")
                 bench.broker.send(keyed("orders", 5, 1))
                 eventually(lambda stay=stay: len(seen.ns) == 5 * stay)  # type: ignore[misc]
@@ -140,9 +142,9 @@ def test_sequencing_that_fails_ends_no_consuming(bench: ConsumptionBench, caplog
     seen = Seen()
     bench.publish(keyed("orders", 1, 1))
     bench.connection.execute("ALTER TABLE outbox.tick RENAME TO tick_gone")
-    with bench.running((Subscription(topic="orders", group="readers"), seen), companion=leading(bench)):
+    with bench.running((Subscription(topic="orders", group="readers"), seen), session_task=leading(bench)):
         eventually(lambda: len(seen.ns) == 1)
-        eventually(lambda: "sequencing beside consuming is interrupted" in caplog.text)
+        eventually(lambda: "sequencing in a consumer process is interrupted" in caplog.text)
         assert leader(bench) is None, "others may lead"
         bench.broker.send(keyed("orders", 1, 1))
         bench.connection.execute("ALTER TABLE outbox.tick_gone RENAME TO tick")
@@ -155,7 +157,7 @@ def test_without_listen_it_leaves_leading_to_who_stands_in(bench: ConsumptionBen
     seen = Seen()
     with (
         process(bench.database, STANDING_IN),
-        bench.running((Subscription(topic="orders", group="readers"), seen), companion=leading(bench)),
+        bench.running((Subscription(topic="orders", group="readers"), seen), session_task=leading(bench)),
     ):
         bench.broker.send(keyed("orders", 5, 1))
         eventually(lambda: len(seen.ns) == 5)

@@ -45,8 +45,10 @@ def test_what_is_decided_while_it_ticks_is_ticked_next(
 
     monkeypatch.setattr(Sequencer, "run_once", run_once_meanwhile)
     settings = ProcessSettings(lease_term_seconds=3600.0, poll_seconds=3600.0)
-    companion = LeadingConsumer(bench.database, settings=settings)
-    with bench.running((Subscription(topic="orders", group="readers"), Seen()), companion=companion, lease_seconds=60):
+    leading_task = LeadingConsumer(bench.database, settings=settings)
+    with bench.running(
+        (Subscription(topic="orders", group="readers"), Seen()), session_task=leading_task, lease_seconds=60
+    ):
         eventually(lambda: led_by_consumer(bench))
         bench.broker.send(keyed("elsewhere", 1, 1))
         eventually(lambda: len(appended) >= 20)
@@ -68,7 +70,7 @@ def test_who_cannot_consume_does_not_lead(
     monkeypatch.setattr(Dispatcher, "step", failing)
     with (
         process(bench.database, STANDING_IN),
-        bench.running((Subscription(topic="orders", group="readers"), Seen()), companion=leading(bench)),
+        bench.running((Subscription(topic="orders", group="readers"), Seen()), session_task=leading(bench)),
     ):
         eventually(lambda: led_by_consumer(bench))
         steps.set()
@@ -98,7 +100,7 @@ def test_a_rollback_of_the_consumer_takes_no_plan_of_the_tick(
     bench.connection.execute(
         "CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RAISE 'no retry queue now'; END $$"
     )
-    with bench.running((subscription, handle), companion=leading(bench)):
+    with bench.running((subscription, handle), session_task=leading(bench)):
         bench.broker.send(keyed("orders", 1, 1))
         eventually(lambda: came == [0])
         bench.connection.execute(
@@ -110,7 +112,7 @@ def test_a_rollback_of_the_consumer_takes_no_plan_of_the_tick(
         eventually(lambda: 2 in came)
         bench.connection.execute("DROP FUNCTION refuse CASCADE")
         eventually(lambda: sorted(came) == [0, 1, 2])
-    assert "sequencing beside consuming is interrupted" not in caplog.text
+    assert "sequencing in a consumer process is interrupted" not in caplog.text
 
 
 def test_ticks_that_break_the_connection_end_no_consuming(
@@ -128,7 +130,7 @@ def test_ticks_that_break_the_connection_end_no_consuming(
     monkeypatch.setattr(Sequencer, "run_once", breaking)
     with (
         process(bench.database, STANDING_IN),
-        bench.running((Subscription(topic="orders", group="readers"), seen), companion=leading(bench)),
+        bench.running((Subscription(topic="orders", group="readers"), seen), session_task=leading(bench)),
     ):
         for count in (5, 10, 15):
             bench.broker.send(keyed("orders", 5, 1))
@@ -138,7 +140,7 @@ def test_ticks_that_break_the_connection_end_no_consuming(
 def test_it_rests_longer_and_longer(bench: ConsumptionBench, caplog: pytest.LogCaptureFixture) -> None:
     bench.declare("orders")
     bench.connection.execute("ALTER TABLE outbox.leader_lease RENAME TO gone")
-    with bench.running((Subscription(topic="orders", group="readers"), Seen()), companion=leading(bench)):
+    with bench.running((Subscription(topic="orders", group="readers"), Seen()), session_task=leading(bench)):
         eventually(lambda: "trying again in 1.0 s" in caplog.text and "trying again in 2.0 s" in caplog.text)
         bench.connection.execute("ALTER TABLE outbox.gone RENAME TO leader_lease")
         eventually(lambda: led_by_consumer(bench))
@@ -151,7 +153,7 @@ def test_who_stands_in_waits_for_no_background_pass(bench: ConsumptionBench, mon
     bench.declare("orders")
     with process(bench.database, STANDING_IN):
         eventually(lambda: leader(bench) is not None)
-        with bench.running((Subscription(topic="orders", group="readers"), Seen()), companion=leading(bench)):
+        with bench.running((Subscription(topic="orders", group="readers"), Seen()), session_task=leading(bench)):
             eventually(lambda: led_by_consumer(bench))
         eventually(lambda: leader(bench) is not None, within_seconds=3, what="it waits 5 s for its threads otherwise")
         counted_to_the_end.set()

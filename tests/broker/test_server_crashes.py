@@ -123,9 +123,9 @@ def consuming(
 ) -> Iterator[None]:
     """A consumer in a thread, which also sequences if it `leads`; its leases outlast a restart of the server."""
     stop = threading.Event()
-    companion = LeadingConsumer(database) if leads else None
+    session_task = LeadingConsumer(database) if leads else None
     runtime = ConsumerRuntime(
-        database, [(subscription, handler)], invoker=invoker, lease_seconds=30.0, companion=companion
+        database, [(subscription, handler)], invoker=invoker, lease_seconds=30.0, session_task=session_task
     )
     thread = threading.Thread(target=runtime.run, args=(stop,))
     thread.start()

@@ -11,7 +11,7 @@ from django.utils import timezone
 from outbox import Delivery
 from outbox.broker import deaths
 from outbox.broker.dispatch.running_calls import LastCalls
-from outbox.broker.groups.suspects import RunningCall
+from outbox.broker.groups.quarantine import RunningCall
 from outbox.broker.maintenance import retention
 from outbox.broker.maintenance.retention import RetentionSettings
 from outbox.broker.operations import summary, switches
@@ -114,7 +114,7 @@ def hung_handlers(world: World) -> None:
     world.publish()
     [(group_id, log_id)] = world.sql("SELECT group_id, log_id FROM outbox.consumer_group, outbox.commit_log")
     left = LastCalls(instance=uuid4(), told_to_stop=False, calls=[RunningCall(group_id, [log_id], alone=False)])
-    # What the supervisor does with such an end; broker/consumer/test_suspects.py has processes that hang.
+    # What the supervisor does with such an end; broker/consumer/test_quarantine.py has processes that hang.
     deaths.record(broker_database(), ChildDeath(child="consumer-1", how="exit code 3", hung=True, left_behind=left))
 
 

@@ -74,7 +74,7 @@ def test_sessions_in_the_way_are_named_and_patience_is_given() -> None:
             CommandError, match=rf"not dropped: for \d+ s.*session {pid} \(report\): idle in transaction"
         ):
             call_command("outbox_install", "--drop", "--force", "--patience", "0.1", stdout=out)
-        assert f"in the way of the broker's tables in schema 'outbox': session {pid} (report)" in out.getvalue()
+        assert f"block the change of the broker's tables in schema 'outbox': session {pid} (report)" in out.getvalue()
         assert watching.execute("SELECT to_regclass('outbox.commit_log') IS NOT NULL").fetchone() == (True,)
     for wrong in ("-1", "inf", "soon"):
         with pytest.raises(CommandError, match="--patience"):
@@ -107,7 +107,7 @@ def test_what_is_undelivered_is_named_and_kept() -> None:
 def test_what_is_not_the_brokers_is_kept() -> None:
     with broker_database().connect() as connection:
         connection.execute("CREATE TABLE outbox.mine (id integer)")
-    with pytest.raises(CommandError, match=r"also holds what is not the broker's \(mine\).*Nothing was dropped"):
+    with pytest.raises(CommandError, match=r"also holds objects of others \(mine\).*Nothing was dropped"):
         call("--drop", "--force")
     assert "outbox.commit_log" in tables()
 

@@ -1,1 +1,1 @@
-"""The only modules of the broker that import Celery: they wire, the work is done elsewhere."""
+"""The only modules of the broker that import Celery: they connect it to the code of other modules."""

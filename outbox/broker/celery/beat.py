@@ -1,8 +1,8 @@
-"""The periodic work of a producer service as Celery tasks, for services none of whose workers has `--outbox`.
+"""The periodic work of a producer service as Celery tasks, for services without a worker with `--outbox`.
 
-A worker with `--outbox` runs the passes itself, and what beat sends then finds that it is not its turn. The tasks go to
-the default queue (`task_routes` can choose another), which some worker consumes, and do not expire: one that waited
-behind a backlog is the one that runs.
+A worker with `--outbox` runs the passes itself; a task that beat sends then finds that it is not its turn. The tasks go
+to the default queue (`task_routes` can choose another one), and a worker must consume it. They do not expire: a task
+that waited behind a backlog still runs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from outbox.periodic import PeriodicPass
 def install(app: Celery, passes: Callable[[], list[PeriodicPass]]) -> None:
     """Register one task and one beat entry per pass, named `outbox.<name>`: at once, or when the app is finalised.
 
-    `passes` is asked for then, and not before: a Celery module may be imported before the settings can be read.
+    `passes` is called only then: a Celery module may be imported before the settings can be read.
     """
     if app.finalized:
         _add(app, passes())

@@ -1,4 +1,4 @@
-"""`celery -A app worker --outbox`: the worker supervises the broker's and the consumers' processes."""
+"""`celery -A app worker --outbox`: the worker supervises the processes of the broker and the consumers."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from outbox.broker.process_log import told_to_children
 from outbox.broker.supervisor import Supervisor
 
 _CONF_KEY: Final = "outbox_supervisor"
-# psycopg waits with select.poll, which eventlet takes away: nothing of outbox works in such a process.
+# psycopg waits with select.poll, which eventlet removes: outbox cannot work in such a process.
 _REFUSED_POOLS: Final = ("eventlet",)
 
 
 class MakeSupervisor(Protocol):
-    """Makes what supervises the processes for the given roles; none given are all."""
+    """Makes the supervisor of the processes for the given roles; no roles mean all."""
 
     def __call__(self, roles: Sequence[str], *, environment: Mapping[str, str]) -> Supervisor: ...
 
@@ -27,7 +27,7 @@ class MakeSupervisor(Protocol):
 def install(app: Celery, make_supervisor: MakeSupervisor, *, roles: Sequence[str] = ()) -> None:
     """Give a Celery app the worker options `--outbox` and `--outbox-roles`. A second call changes nothing.
 
-    `make_supervisor` is called when such a worker starts; `roles` are those that may be asked for.
+    `make_supervisor` is called when such a worker starts; `roles` are the allowed ones.
     """
     if OutboxStep in app.steps["worker"]:
         return
@@ -37,7 +37,7 @@ def install(app: Celery, make_supervisor: MakeSupervisor, *, roles: Sequence[str
 
 
 def flush_at_end(flush: Callable[[], object]) -> None:
-    """Call `flush` when a process of a worker's pool ends, which leaves out what Python does at exit."""
+    """Call `flush` when a process of a worker's pool ends, because such a process skips Python's atexit handlers."""
     signals.worker_process_shutdown.connect(lambda **_: flush(), weak=False, dispatch_uid="outbox.flush")
 
 
@@ -60,7 +60,7 @@ def _options(known: Sequence[str]) -> list[click.Option]:
 
 
 class OutboxStep(bootsteps.StartStopStep):  # type: ignore[misc]
-    """Starts a Supervisor with the worker, if the worker was given `--outbox`, and drains it with the worker."""
+    """Starts a Supervisor with the worker if it was given `--outbox`, and drains it with the worker."""
 
     requires: ClassVar[set[str]] = {"celery.worker.components:Pool"}
 
@@ -91,15 +91,15 @@ class OutboxStep(bootsteps.StartStopStep):  # type: ignore[misc]
             self.supervisor = None
 
     def terminate(self, worker: Any) -> None:
-        """End the children at once: a cold shutdown waits for nothing."""
+        """Kill the children at once: a cold shutdown does not wait."""
         if self.supervisor is not None:
             self.supervisor.kill()
             self.stop(worker)
 
     def _hurry(self, how: str = "", **_: Any) -> None:
-        """A second Ctrl-C or SIGQUIT, also while draining.
+        """Handle a second Ctrl-C or SIGQUIT, also while draining.
 
-        Called in a signal handler: the main thread may hold the supervisor's lock.
+        This runs in a signal handler: the main thread may hold the supervisor's lock.
         """
         if how == "Cold" and self.supervisor is not None:
             threading.Thread(target=self.supervisor.kill, name="outbox-hurry", daemon=True).start()
@@ -109,6 +109,6 @@ def _refuse_pool(worker: Any) -> None:
     pool = worker.pool_cls if isinstance(worker.pool_cls, str) else worker.pool_cls.__module__
     if (name := pool.rpartition(".")[2]) in _REFUSED_POOLS:
         raise click.ClickException(
-            f"outbox cannot work in the pool {name!r}, which takes select.poll away from the PostgreSQL driver: every "
+            f"outbox cannot work in the pool {name!r}, which removes select.poll from the PostgreSQL driver: every "
             f"publish would fail. Start the worker with --pool prefork, threads, solo or gevent."
         )

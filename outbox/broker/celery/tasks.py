@@ -1,7 +1,7 @@
-"""Task messages that are written down first and handed to Celery's broker later, as Celery itself has built them.
+"""Task messages that are stored first and handed to Celery's broker later, exactly as Celery has built them.
 
-What is written down is what Celery would have sent (body, headers, properties, exchange, routing key), so that nothing
-of it can change on the way: task id, eta, priority, queue, headers, links, the rest of a chain, the body of a chord.
+The stored message has everything that Celery would have sent (body, headers, properties, exchange, routing key). So
+task id, eta, priority, queue, headers, links, the rest of a chain and the body of a chord stay the same.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from kombu.serialization import dumps
 
 from outbox.errors import UsageError
 
-# How the sender meets a broker that is away. What is handed over is tried again until it is there.
+# The sender's settings for an unreachable broker. A message is handed over again until the broker has it.
 _OF_THE_SENDER: Final = ("retry", "retry_policy", "timeout", "confirm_timeout")
-# A connection that has gone stale is opened again at once; a broker that is away is the retry queue's business.
+# kombu reopens a stale connection at once. If the broker is down, the retry queue repeats the attempt.
 _RECONNECT: Final = {"max_retries": 1, "interval_start": 0, "interval_step": 0, "interval_max": 0}
 
 
 class TaskRecorder(Producer):
-    """Stands in for the producer of one call: keeps the task's message instead of sending it."""
+    """Replaces the producer of one call: keeps the task's message instead of sending it."""
 
     def __init__(self, app: Celery) -> None:
-        # Lazy: nothing is connected unless a result backend insists.
+        # Lazy: it connects only if a result backend needs it.
         super().__init__(app.connection_for_write(), auto_declare=False)  # type: ignore[no-untyped-call]
         self.recorded: dict[str, Any] | None = None
 
     def publish(self, body: Any, *_: Any, **options: Any) -> None:
-        """Keep the first message: an event of Celery's monitoring may follow, which would be early."""
+        """Keep the first message. An event of Celery's monitoring may follow; it would be too early."""
         if self.recorded is not None:
             return
         content_type, content_encoding, payload = dumps(  # type: ignore[no-untyped-call]
@@ -64,32 +64,32 @@ class TaskRecorder(Producer):
 
 
 class RecordedTask(Task):  # type: ignore[misc]
-    """Base of tasks whose messages can be written down. `_record_now` and `_store` say when and where.
+    """Base class of tasks whose messages can be stored. `_record_now` and `_store` define when and where.
 
-    `_recording` surrounds it, so that a call that fails can take its transaction along.
+    `_recording` surrounds the call, so that a failed call can roll its transaction back.
     """
 
     abstract = True
 
     @classmethod
     def on_bound(cls, app: Celery) -> None:
-        """From now on the app writes down what has to wait, also what it sends by a task's name."""
+        """From now on the app stores messages that have to wait, also for calls by a task's name."""
         super().on_bound(app)
         record_what_waits(app)
 
     def apply_async(self, *args: Any, **kwargs: Any) -> Any:
-        """Like Celery's; written down where `_record_now` says so. Returns the AsyncResult of the task to come."""
-        # A subclass may have an `on_bound` of its own, which does not call this one's.
+        """Like Celery's, but stores the message if `_record_now` says so. Returns the AsyncResult of the later task."""
+        # A subclass may have an `on_bound` that does not call this class's one.
         record_what_waits(self._get_app())
         return super().apply_async(*args, **kwargs)
 
     def retry(self, *args: Any, **kwargs: Any) -> Any:
-        """Like Celery's, at once: the exception that follows would roll back what is written down."""
+        """Like Celery's, at once: the exception that follows would roll a stored message back."""
         with _at_once():
             return super().retry(*args, **kwargs)
 
     def replace(self, sig: Any, *args: Any, **kwargs: Any) -> Any:
-        """Like Celery's, at once: the exception that follows would roll back what is written down."""
+        """Like Celery's, at once: the exception that follows would roll a stored message back."""
         with _at_once():
             return super().replace(sig, *args, **kwargs)
 
@@ -116,10 +116,10 @@ def _at_once() -> Iterator[None]:
 
 
 def record_what_waits(app: Celery) -> None:
-    """Let `app.send_task`, through which Celery sends every task, write down the calls of recorded tasks.
+    """Make `app.send_task`, through which Celery sends every task, store the calls of recorded tasks.
 
-    A call is one of a recorded task if its message names one: as the task, as that of map, starmap or chunks, or in
-    a chain, chord, link or link_error. A second call changes nothing.
+    A call belongs to a recorded task if its message names one: as the task, as the task of map, starmap or chunks, or
+    in a chain, chord, link or link_error. A second call changes nothing.
     """
     send = app.send_task
     if getattr(send, "records", False):
@@ -139,7 +139,7 @@ def record_what_waits(app: Celery) -> None:
         with task._recording():
             _refuse_what_cannot_wait(app, name, options)
             recorder = TaskRecorder(app)
-            # One that the caller has given would send at once.
+            # A producer given by the caller would send at once.
             result = send(name, **{**options, "producer": recorder, "publisher": None})
             assert recorder.recorded is not None
             task._store(name, recorder.recorded)
@@ -150,13 +150,13 @@ def record_what_waits(app: Celery) -> None:
 
 
 def _is_running(task_id: str | None) -> bool:
-    """Whether this is a retry or a replacement of the task that runs, which leaves its block by an exception."""
+    """Whether this call is a retry or replacement of the running task, which ends its block by an exception."""
     running = current_task.request.id if current_task else None
     return _goes_on.get() or (task_id is not None and task_id == running)
 
 
 def _recorded_task(app: Celery, name: str, options: Mapping[str, Any]) -> RecordedTask | None:
-    """The recorded task that a call names; None where it names ordinary ones alone."""
+    """Return the recorded task that a call names; None if it names only ordinary tasks."""
     known: Any = options.get("task_type")
     if isinstance(known, RecordedTask):
         return known
@@ -167,18 +167,18 @@ def _recorded_task(app: Celery, name: str, options: Mapping[str, Any]) -> Record
         if isinstance(found := _task(app, named), RecordedTask):
             return found
     if _task(app, name) is None and issubclass(app.Task, RecordedTask):
-        # A task of another program: all that this app sends is written down.
+        # A task of another program: this app stores all messages that it sends.
         unknown: RecordedTask = app.Task()
         return unknown
     return None
 
 
-# Celery's own tasks that call others; the signature of those is an argument.
+# Celery's own tasks that call others, with the argument that holds the other task's signature.
 _OF_SIGNATURES: Final = ("celery.map", "celery.starmap", "celery.chunks")
 
 
 def _names_in(value: Any) -> Iterator[str]:
-    """The names of the tasks in signatures and lists of them."""
+    """Return the names of the tasks in signatures and lists of them."""
     if isinstance(value, Mapping):
         if isinstance(name := value.get("task"), str):
             yield name
@@ -186,7 +186,7 @@ def _names_in(value: Any) -> Iterator[str]:
             for key in ("chain", "chord", "link", "link_error"):
                 yield from _names_in(options.get(key))
             if value.get("subtask_type"):
-                # What a canvas is made of.
+                # The parts of a canvas.
                 for key in ("task", "tasks", "header", "body"):
                     yield from _names_in(kwargs.get(key))
         else:
@@ -201,7 +201,7 @@ def _names_in(value: Any) -> Iterator[str]:
 
 
 def _task(app: Celery, name: str) -> Any:
-    """The task of a name, also where no module of tasks was imported yet; None where this project has none."""
+    """Return the task of a name, also before its module was imported; None if this project has none."""
     found = app.tasks.get(name)
     if found is None and not getattr(app, "outbox_has_imported", False):
         app.outbox_has_imported = True
@@ -217,7 +217,7 @@ def _refuse_what_cannot_wait(app: Celery, name: str, options: Mapping[str, Any])
             f"transaction, and handed to the broker that the Celery app names. Leave out connection=, or call the task "
             f"outside of the transaction."
         )
-    # Without a counting backend Celery has already sent a task that waits for the chord, for ever if need be.
+    # Without a counting backend, Celery has already sent a task that polls for the chord, without a time limit.
     counts = type(app.backend).apply_chord is not Backend.apply_chord
     if options.get("chord") and not counts and not isinstance(app.tasks["celery.chord_unlock"], RecordedTask):
         raise UsageError(
@@ -228,13 +228,13 @@ def _refuse_what_cannot_wait(app: Celery, name: str, options: Mapping[str, Any])
 
 
 def hand_over(app: Celery, recorded: Mapping[str, Any]) -> None:
-    """Give a written-down message to Celery's broker, and return when the broker has it. Raises what kombu raises.
+    """Give a stored message to Celery's broker, and return when the broker has it. Raises kombu's errors.
 
-    May be called again with the same message: the task's id is the same.
+    It may be called again with the same message: the task's id is the same.
     """
     connection = app.connection_for_write()
     if connection.transport.driver_type == "amqp":
-        # Without it RabbitMQ acknowledges nothing, and what was in flight when the connection broke is lost.
+        # Without it RabbitMQ acknowledges nothing, and messages in flight are lost when the connection breaks.
         options = {**(app.conf.broker_transport_options or {}), "confirm_publish": True}
         connection = app.connection_for_write(transport_options=options)
     known = app.amqp.queues
@@ -254,7 +254,7 @@ def hand_over(app: Celery, recorded: Mapping[str, Any]) -> None:
 
 
 def record(task: Task, args: Any, *, task_id: str) -> Mapping[str, Any]:
-    """The message of a call, not sent."""
+    """Return the message of a call without sending it."""
     recorder = TaskRecorder(task._get_app())
     Task.apply_async(task, args, task_id=task_id, producer=recorder, add_to_parent=False)
     assert recorder.recorded is not None

@@ -1,9 +1,9 @@
 """Broadcast groups: every instance handles every message.
 
-There is nothing to share out and nothing to fence, so there are no leases, and positions live in memory: an instance
-begins where its subscription's `start` says **each time it starts** - FIRST reads again all that is retained (to build
-a cache), LAST sees only what comes while it runs. A failed message is retried in place by the instance that failed,
-after the delays of its retry policy, and given up with a logged error after the last attempt: the group has no retry
+Queues are neither shared nor fenced, so there are no leases, and positions are kept in memory. An instance begins at
+its subscription's `start` **each time it starts**. FIRST reads all retained messages again (to build a cache). LAST
+sees only messages that arrive while it runs. The instance on which a message failed retries it in place, after the
+delays of its retry policy. After the last attempt it logs an error and gives the message up. The group has no retry
 queue and no dead letters, since those would reach one instance only.
 """
 
@@ -30,19 +30,20 @@ ORDER BY topic_id, generation, number
 
 
 class BroadcastQueues:
-    """Finds the queues of broadcast groups, new ones too, one layout of a topic after the other."""
+    """Finds the queues of broadcast groups, new ones too, one generation of a topic after the other."""
 
     def __init__(self, groups: Sequence[ConsumingGroup]) -> None:
         self._groups = groups
         self._owned: dict[tuple[int, int], OwnedQueue] = {}
-        # Where to begin, by group and topic or, after an interruption, by group and queue.
+        # The start by group and topic or, after an interruption, by group and queue.
         self._started: dict[tuple[int, int], dict[int, int]] = {}
         self._interrupted: dict[QueueKey, int] = {}
 
     def rewind(self, lives: Sequence[Mapping[int, int]]) -> list[Lease]:
-        """The server has begun further lives, with these heads: what is lost for now, to be gained again.
+        """Return the leases of queues to give up, because the server has begun further lives with these heads.
 
-        Offsets from such a head on belong to other messages than those that may have been handled.
+        The queues can be taken again afterwards. Offsets from such a head on belong to other messages than those that
+        may have been handled.
         """
         lost = [queue.lease for queue in self._owned.values()]
         for lease in lost:
@@ -56,14 +57,14 @@ class BroadcastQueues:
         return lost
 
     def returned(self, lease: Lease) -> None:
-        """A queue is not consumed any more; it is to be gained again, from where it stands."""
+        """Record that a queue is no longer consumed; it can be taken again from its present position."""
         queue = self._owned.get(lease.key)
         if queue is not None and queue.lease is lease:
             del self._owned[lease.key]
             self._interrupted[lease.key] = queue.next_offset
 
-    def gained(self, run: Executor, life: UUID, lingers: Callable[[QueueKey], bool]) -> list[OwnedQueue]:
-        """Queues that are consumed from now on; not those of which handlers of before still run."""
+    def gained(self, run: Executor, life: UUID, is_blocked: Callable[[QueueKey], bool]) -> list[OwnedQueue]:
+        """Return the queues to consume from now on, except those whose earlier handlers still run."""
         topic_ids = {topic_id for group in self._groups for topic_id in group.subscribed}
         if not topic_ids:
             return []
@@ -75,7 +76,7 @@ class BroadcastQueues:
                 if place not in self._started:
                     self._started[place] = starting_offsets(run, topic_id, subscribed.subscription.start)
                 of_topic = [row[1:] for row in rows if row[0] == topic_id]
-                found += self._next_layout(group, topic_id, of_topic, life, lingers)
+                found += self._next_layout(group, topic_id, of_topic, life, is_blocked)
         return found
 
     def _next_layout(
@@ -84,7 +85,7 @@ class BroadcastQueues:
         topic_id: int,
         rows: Sequence[tuple[int, int, int, int | None]],
         life: UUID,
-        lingers: Callable[[QueueKey], bool],
+        is_blocked: Callable[[QueueKey], bool],
     ) -> list[OwnedQueue]:
         subscribed = group.subscribed[topic_id]
         starts = self._started[group.group_id, topic_id]
@@ -98,7 +99,7 @@ class BroadcastQueues:
             if closed_at is not None and at >= closed_at:
                 continue
             turn = layout if turn is None else turn
-            if owned is None and layout == turn and not lingers(key):
+            if owned is None and layout == turn and not is_blocked(key):
                 lease = Lease(key, 0, math.inf, life)
                 name = f"{subscribed.subscription.topic}/{number}"
                 queue = OwnedQueue(lease, group, subscribed, name, Position(start, start))

@@ -1,7 +1,8 @@
 """Keeps this process in its groups: heartbeats, leases, and its share of the queues.
 
-It runs in a thread with a connection of its own, so that neither a long handler nor a long fetch lets a lease run
-out. It decides what to own; the dispatching thread learns of it by events and says when a queue may be let go.
+It runs in a thread with its own connection, so neither a long handler nor a long fetch lets a lease expire. It decides
+which queues to own and tells the dispatching thread by events. The dispatching thread says when a queue may be
+released.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from outbox.broker.dispatch.ownership import (
     QueueStopped,
 )
 from outbox.broker.dispatch.subscriptions import ConsumingGroup, Subscribed
-from outbox.broker.groups import leases, lives, members, offsets, outages, rebalance, send_back, suspects
+from outbox.broker.groups import leases, lives, members, offsets, outages, quarantine, rebalance, send_back
 from outbox.broker.groups.leases import Lease, QueueKey, lease_clock
 from outbox.broker.groups.members import GroupSnapshot, GroupState, QueueState
 from outbox.broker.log.consume_queue import floors
@@ -45,9 +46,9 @@ _LOOK_SECONDS: Final = 1.0
 
 
 class Coordinator:
-    """Heartbeats, renews, shares out; `ownership` is its line to the dispatching thread.
+    """Sends heartbeats, renews leases and shares out queues; `ownership` connects it to the dispatching thread.
 
-    Everything but `start` and `stop` runs in its own thread, or in that of the caller of `run_once` before the start.
+    Everything but `start` and `stop` runs in its own thread, or before the start in the thread that calls `run_once`.
     """
 
     def __init__(
@@ -81,7 +82,8 @@ class Coordinator:
         self._is_lifted = False
         self._life: UUID | None = None
         self._asks_life = True
-        # Of another life, until the dispatching thread has let go: only then it is known whether handlers still run.
+        # Leases of another life, until the dispatching thread has released them: only then is it known that no handler
+        # runs.
         self._awaited: dict[QueueKey, Lease] = {}
         self._thread: threading.Thread | None = None
         self._stopping = threading.Event()
@@ -92,7 +94,7 @@ class Coordinator:
         self._thread.start()
 
     def stop(self) -> None:
-        """Release what is owned and leave the groups."""
+        """Release all queues and leave the groups."""
         self._stopping.set()
         self._ownership.wake_coordinator()
         if self._thread is not None:
@@ -117,17 +119,17 @@ class Coordinator:
                 self._drop_untrusted()
             except Exception as error:
                 self._note.failed(error)
-                # A coordinator that died would leave its process without queues, and nobody would notice.
+                # If the coordinator's thread died, its process would stay without queues, and no log would show it.
                 logger.exception("keeping the leases failed, trying again")
                 self._disconnect()
                 self._drop_untrusted()
             self._ownership.wait(min(_LOOK_SECONDS, self._term / 3))
 
     def run_once(self) -> None:
-        """One turn: heartbeat and renewal if due, give back, and take what is this process's share.
+        """Run one turn: heartbeat and renew if due, release, and acquire this process's share.
 
-        Raises BrokerUnavailable when the database does not answer within a term, be it for somebody's lock: waiting in
-        silence would lose the leases without a word.
+        Raises BrokerUnavailable when the database does not answer within a term, even if it only waits for a lock: a
+        silent wait would lose the leases unnoticed.
         """
         with self._connected().within(time.monotonic() + self._term) as connection:
             self._turn(Executor(connection, self._database.schema))
@@ -136,14 +138,14 @@ class Coordinator:
         if self._is_new:
             self._is_lifted = timeouts.lift_where_direct(run.connection)
             self._is_new = False
-        life = self._live(run)
+        life = self._current_life(run)
         if self._ownership.is_outdated:
             return
         if lease_clock() >= self._renew_at:
             self._renew(run)
         self._give_back(run)
         self._drop_untrusted()
-        # Before the database is asked: a queue that was stopped here by then is stopped there.
+        # Before the query: a queue that a handler had stopped here by then is stopped in the database, too.
         stopped = {key for key, queue in self._queues.items() if queue.is_stopped}
         look = members.look(run, list(self._groups))
         if look.life != life:
@@ -153,23 +155,23 @@ class Coordinator:
             return
         self._follow(run, look.groups)
         self._rebalance(run, life, look, stopped)
-        for queue in self._broadcast.gained(run, life, self._ownership.lingers):
+        for queue in self._broadcast.gained(run, life, self._ownership.is_blocked):
             self._ownership.emit(QueueAcquired(queue))
 
-    def _live(self, run: Executor) -> UUID:
-        """The life that lasts. Queues obtained in another one are lost: other messages may have their offsets now.
+    def _current_life(self, run: Executor) -> UUID:
+        """Return the present life. Queues from another life are lost: other messages may have their offsets now.
 
-        It is asked on each new connection, and when a look shows another one: a connection outlives a restore, and
-        behind a pooler also its server.
+        It is read on each new connection, and when a look shows another life: a connection survives a restore and,
+        behind a pooler, also its server.
         """
         if self._life is not None and not self._asks_life:
             return self._life
         life = lives.current(run)
         self._asks_life = False
         if self._life is not None and life != self._life:
-            logger.warning("the broker was restored or started anew: queues are taken up again from where they are now")
+            logger.warning("the broker was restored or restarted: consuming continues from the present positions")
             self._check_names(run)
-            # Members and leases are those of the copy.
+            # Members and leases come from the copy.
             self._renew_at = 0.0
             for lease in list(self._leases.values()):
                 self._awaited[lease.key] = lease
@@ -181,7 +183,7 @@ class Coordinator:
         return life
 
     def _check_names(self, run: Executor) -> None:
-        """After a restore to before a registration, the ids that this process knows are free, or name others."""
+        """Detect a restore to a time before the registration: the ids that this process knows are free or reused."""
         groups = {group.group_id: group.name for group in self._groups.values()}
         topics = {
             topic_id: subscribed.subscription.topic
@@ -189,7 +191,7 @@ class Coordinator:
             for topic_id, subscribed in group.subscribed.items()
         }
         if members.names(run, list(groups), list(topics)) != (groups, topics):
-            logger.warning("the broker does not know the groups or topics of this process any more: registering again")
+            logger.warning("the broker no longer knows the groups or topics of this process: registering again")
             self._ownership.outdate()
 
     def _connected(self) -> BrokerConnection:
@@ -220,16 +222,16 @@ class Coordinator:
             for lease in [lease for key, lease in self._leases.items() if key not in kept]:
                 self._lose(lease)
         if started - self._heard_at > self._term:
-            suspects.heard_again(run, self._instance)
+            quarantine.withdraw_vanished(run, self._instance)
         self._heard_at = started
         self._renew_at = started + self._term / 3
         if first:
             members.forget_the_dead(run)
-            suspects.forget_the_old(run)
+            quarantine.forget_the_old(run)
             notify(run, Channel.SHARED)
 
     def _without_timeouts(self, run: Executor) -> contextlib.AbstractContextManager[None]:
-        """A statement that the timeouts of the role must not cancel: without it, leases would be lost."""
+        """A statement that the role's timeouts must not cancel: otherwise leases would be lost."""
         return contextlib.nullcontext() if self._is_lifted else timeouts.lifted(run.connection)
 
     def _give_back(self, run: Executor) -> None:
@@ -238,7 +240,7 @@ class Coordinator:
             return
         with self._without_timeouts(run):
             leases.release(run, self._instance, returned)
-        # Not before: what an error left unreleased would have no owner until its term is over.
+        # Not earlier: after an error, an unreleased queue would have no owner until its term ends.
         self._ownership.released(len(returned))
         for lease in returned:
             self._forget(lease)
@@ -262,7 +264,7 @@ class Coordinator:
             self._queues.pop(lease.key, None)
 
     def _follow(self, run: Executor, states: Mapping[int, GroupState]) -> None:
-        suspected = suspects.of_groups(run, [group_id for group_id, state in states.items() if state.suspicious])
+        suspected = quarantine.of_groups(run, [group_id for group_id, state in states.items() if state.has_quarantined])
         for group_id, state in states.items():
             switched = GroupChanged(group_id, state.paused, state.generation, suspected.get(group_id, {}))
             if self._switches.get(group_id) != switched:
@@ -284,15 +286,15 @@ class Coordinator:
                 if queue.key in mine
                 and queue.key not in self._leases
                 and queue.key not in self._awaited
-                and not self._ownership.lingers(queue.key)
-                # Our own without a lease here: of another life of the server.
+                and not self._ownership.is_blocked(queue.key)
+                # Owned by this instance without a lease here: it comes from another life of the server.
                 and (queue.owner in (None, self._instance) or queue.expired)
             ]
             if free:
                 self._acquire(run, self._groups[group_id], free, life)
 
     def _compare(self, queues: Sequence[QueueState], stopped: Collection[QueueKey]) -> None:
-        """Notice leases that were fenced (an offset reset) and queues that an operator resumed."""
+        """Detect leases that were fenced (an offset reset) and queues that an operator resumed."""
         for queue in queues:
             lease = self._leases.get(queue.key)
             if lease is None:
@@ -315,7 +317,7 @@ class Coordinator:
         try:
             self._take_up(run, group, obtained, {queue.key: queue for queue in free})
         except BaseException:
-            # Held by us in the database only: nobody would consume them until their term is over.
+            # This process holds them only in the database: otherwise no process would consume them until the term ends.
             self._ownership.hand_back_unused([lease for lease in obtained if lease.key not in self._leases])
             raise
 
@@ -326,7 +328,7 @@ class Coordinator:
         obtained: Sequence[Lease],
         states: Mapping[QueueKey, QueueState],
     ) -> None:
-        # A reset may have raised the generation since it was read; what is gained now belongs to the new one.
+        # A reset may have raised the generation since it was read; queues acquired now belong to the new one.
         self._follow(run, members.groups(run, list(self._groups)))
         queue_ids = [lease.key[1] for lease in obtained]
         positions = offsets.load(run, group.group_id, queue_ids)
@@ -345,7 +347,7 @@ class Coordinator:
             self._ownership.emit(QueueAcquired(queue))
 
     def _leave(self) -> None:
-        """Release everything; what was not handed back is drained or lost by now."""
+        """Release everything; queues that were not handed back are drained or lost by now."""
         for lease in self._ownership.handed_back():
             self._leases.setdefault(lease.key, lease)
         with self._connected().within(time.monotonic() + self._term) as connection:
@@ -354,17 +356,17 @@ class Coordinator:
                 leases.release(run, self._instance, list(self._leases.values()))
                 self._leases.clear()
             outages.forget(run, self._instance)
-            suspects.end_trials(run, self._instance)
+            quarantine.end_attempts(run, self._instance)
             members.leave(run, self._instance)
             notify(run, Channel.SHARED)
 
 
 def subscribed_of(group: ConsumingGroup, state: QueueState) -> Subscribed | None:
-    """The subscription to a queue's topic; None for a retry queue."""
+    """Return the subscription to a queue's topic; None for a retry queue."""
     by_topic = {subscribed.subscription.topic: subscribed for subscribed in group.subscribed.values()}
     return by_topic[state.topic] if state.topic is not None else None
 
 
 def queue_name(group: ConsumingGroup, state: QueueState) -> str:
-    """What deliveries call the queue."""
+    """Return the queue's name in deliveries."""
     return f"%RETRY%{group.name}" if state.topic is None else f"{state.topic}/{state.number}"

@@ -3,10 +3,10 @@
     handler threads  <->  dispatching thread (`run`)  <->  coordinator (leases)
                                fetches, stores offsets        heartbeats, rebalances
 
-Delivery is at least once: what a killed process had handled but not stored (at most 50 ms of it, and per queue what
-lies beyond its lowest unfinished message) is delivered again. The inbox of an `Invoker` makes effects happen once.
-A handler that runs past its timeout cannot be stopped: its attempt counts as failed and is sent back, its thread is
-replaced, its late result is ignored, and `outbox.fence.check` lets the invoker roll its effects back.
+Delivery is at least once. If a process is killed, the messages that it had handled but not stored are delivered again:
+at most 50 ms of them, and per queue those beyond its lowest unfinished message. The inbox of an `Invoker` makes effects
+happen once. A handler that runs past its timeout cannot be stopped. Its attempt counts as failed and is sent back, its
+thread is replaced, and its late result is ignored. `outbox.fence.check` lets the invoker roll its effects back.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from outbox import heartbeat
-from outbox.broker.consumer.session import ConsumerSession, SessionTask, ringing
+from outbox.broker.consumer.session import ConsumerSession, SessionTask, woken_by
 from outbox.broker.database.connection import BrokerDatabase
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.notify import RECONNECT
@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ConsumeCounts:
-    """What a bounded pass did: results of handlers, and what was filtered out."""
+    """The results of a bounded pass: outcomes of handlers, and the number of filtered messages."""
 
     handled: int = 0
     skipped: int = 0
@@ -58,11 +58,11 @@ class ConsumeCounts:
 
 
 class ConsumerRuntime:
-    """Consumes for its subscriptions until told to stop. Raises UsageErrors for subscriptions that cannot be right.
+    """Consumes for its subscriptions until it is stopped. Raises UsageErrors for invalid subscriptions.
 
-    `lease_seconds` is how long after a crash or freeze of this process others take over its queues; `strategy` how
-    queues are shared: averagely, circle, consistent_hash, config:NUMBERS, or a function (groups.rebalance). What
-    `companion` does is done by `run` (outbox.broker.leading).
+    `lease_seconds`: the time after a crash or freeze of this process until others take over its queues. `strategy`: how
+    queues are shared: averagely, circle, consistent_hash, config:NUMBERS, or a function (groups.rebalance).
+    `session_task`: further work that `run` does (outbox.broker.leading).
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class ConsumerRuntime:
         codecs: Codecs | None = None,
         lease_seconds: float = 10.0,
         strategy: str | Strategy = "averagely",
-        companion: SessionTask | None = None,
+        session_task: SessionTask | None = None,
     ) -> None:
         if lease_seconds <= 0:
             raise ConfigurationError(f"lease_seconds must be positive, got {lease_seconds}.")
@@ -85,23 +85,23 @@ class ConsumerRuntime:
         self._codecs = codecs or Codecs()
         self._lease_seconds = lease_seconds
         self._strategy = by_name(strategy) if isinstance(strategy, str) else strategy
-        self._companion = companion
+        self._session_task = session_task
         groups = sorted({subscription.group for subscription, _ in subscriptions})
         self._note = FailureNote(database, ProcessPart.CONSUMING, of=", ".join(groups))
 
     def run(self, stop: threading.Event) -> None:
-        """Consume until `stop` is set; then start nothing more, finish what runs, store, release, leave.
+        """Consume until `stop` is set. Then start no more handlers, wait for running ones, store, release and leave.
 
-        The broker's database being away is waited out. Raises UnknownTopic, InvalidSubscription, InvalidFilter or
-        SchemaError when the subscriptions cannot be registered, and HandlersHung when so many handlers hang that it
-        cannot go on: then its queues are released already, and its process has to end.
+        While the broker's database is down, it waits. Raises UnknownTopic, InvalidSubscription, InvalidFilter or
+        SchemaError when the subscriptions cannot be registered. Raises HandlersHung when too many handlers hang; its
+        queues are then released already, and its process has to end.
         """
         failures = 0
         has_registered = False
         noted_in: RunningCalls | None = None
         while not stop.is_set():
             try:
-                session = self._session(self._companion, noted_in)
+                session = self._session(self._session_task, noted_in)
             except (BrokerUnavailable, SchemaError, UnknownTopic) as error:
                 # A process that had registered waits for the end of a restore, which empties the tables first.
                 if not (isinstance(error, BrokerUnavailable) or has_registered):
@@ -121,7 +121,7 @@ class ConsumerRuntime:
 
     def _stay(self, session: ConsumerSession, stop: threading.Event) -> None:
         """Consume until `stop` is set, too many handlers hang, or the process has to register again."""
-        with ringing(stop, session.bell):
+        with woken_by(stop, session.wake_up):
             session.coordinator.start()
             session.loop(until=lambda: stop.is_set() or bool(session.dispatcher.hung) or session.is_outdated)
         hung = "" if stop.is_set() else session.dispatcher.hung
@@ -130,15 +130,15 @@ class ConsumerRuntime:
         elif session.running_calls is not None and stop.is_set():
             session.running_calls.told_to_stop()
         session.finish()
-        # A process that has ended does not fail.
+        # A process that ends on purpose does not count as a failing one.
         self._note.worked()
         if hung:
             raise HandlersHung(f"{hung}; start the process again, the messages that hang are tried one by one.")
 
     def run_once(self) -> ConsumeCounts:
-        """One bounded pass: join, take this process's share, handle what its queues hold now, leave.
+        """Run one bounded pass: join, acquire this process's share, handle what its queues hold now, leave.
 
-        Failed messages that are due later are not waited for. Raises what `run` raises, and BrokerError.
+        It does not wait for failed messages that are due later. Raises the errors of `run`, and BrokerError.
         """
         session = self._session()
         try:
@@ -152,7 +152,9 @@ class ConsumerRuntime:
         counts = session.dispatcher.counts
         return ConsumeCounts(**{name: counts[name] for name in ConsumeCounts.__dataclass_fields__})
 
-    def _session(self, companion: SessionTask | None = None, noted_in: RunningCalls | None = None) -> ConsumerSession:
+    def _session(
+        self, session_task: SessionTask | None = None, noted_in: RunningCalls | None = None
+    ) -> ConsumerSession:
         with naming("the registration of consumers", self._database.schema):
             return ConsumerSession(
                 self._database,
@@ -161,7 +163,7 @@ class ConsumerRuntime:
                 codecs=self._codecs,
                 lease_seconds=self._lease_seconds,
                 strategy=self._strategy,
-                companion=companion,
+                session_task=session_task,
                 note=self._note,
                 noted_in=noted_in,
             )
@@ -180,10 +182,10 @@ class ConsumerRuntime:
 
 
 def tune_garbage_collector() -> None:
-    """Fit Python's collector to a process that does nothing but consume; call it once the application is loaded.
+    """Tune Python's garbage collector for a pure consumer process; call it once the application is loaded.
 
-    Thousands of fetched messages are alive at any time. With Python's thresholds every 700 new objects they are looked
-    through for cycles they do not have, a fifth of such a process's time (docs/decisions/008).
+    Thousands of fetched messages are alive at any time. With Python's thresholds the collector searches them for cycles
+    after every 700 new objects and finds none. That takes a fifth of such a process's time (docs/decisions/008).
     """
     gc.collect()
     gc.freeze()

@@ -1,4 +1,4 @@
-"""One stay of a process in its consumer groups: the connection, the loop around the dispatcher, and the way out."""
+"""One membership of a process in its groups: the connection, the loop around the dispatcher, and the end."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Final, Protocol
 import psycopg
 
 from outbox import heartbeat
-from outbox.broker.consumer.bell import WakeUp
 from outbox.broker.consumer.coordinator import Coordinator
+from outbox.broker.consumer.wake_up import WakeUp
 from outbox.broker.database import timeouts
 from outbox.broker.database.connection import BrokerDatabase
 from outbox.broker.database.executor import Executor
@@ -36,45 +36,45 @@ from outbox.ports import Invoker
 
 logger = logging.getLogger(__name__)
 
-# How often queues are looked at though nobody has announced anything: where announcements come, and where they do not.
+# The interval of looking at the queues without a notification: with LISTEN, and without it.
 _LISTENING_POLL_SECONDS: Final = 3.0
 _POLL_SECONDS: Final = 1.0
 _THREADS_SECONDS: Final = 2.0
 
 
 class SessionTask(Protocol):
-    """What a process does beside consuming: in its dispatching thread, on the connection on which that listens."""
+    """Further work of a consumer process: in its dispatching thread, on that thread's listening connection."""
 
     def begin(self, run: Executor, instance: uuid.UUID) -> None:
-        """The connection is a new one."""
+        """Start on a new connection."""
 
     def turn(self, run: Executor, announcements: Announcements, *, decided: bool) -> bool:
-        """Do what is due, bounded; whether queues have grown by it. `decided`: Channel.DECIDED was announced.
+        """Do the due work, bounded; returns whether queues have grown. `decided`: Channel.DECIDED was announced.
 
-        Raises psycopg.Error where the connection is gone, and nothing else.
+        Raises only psycopg.Error, when the connection is lost.
         """
 
     def wait_seconds(self) -> float:
-        """How long nothing is due unless something is announced."""
+        """Return how long no work is due without a notification."""
 
     @property
     def is_gathering(self) -> bool:
-        """Whether announcements had better wait for a moment."""
+        """Whether the caller should wait a moment before it reads notifications."""
 
     def interrupted(self) -> None:
-        """The connection is gone."""
+        """Note that the connection is lost."""
 
     def end(self, run: Executor) -> None:
-        """Let others go on with it, at once: the process stops, or its connection is given up. Raises psycopg.Error."""
+        """Let another process continue at once: this one stops, or gives up its connection. Raises psycopg.Error."""
 
 
 Register = Callable[[Executor, uuid.UUID], list[ConsumingGroup]]
 
 
 class ConsumerSession:
-    """Registers on creation; raises psycopg.Error, BrokerUnavailable, or what `register` raises.
+    """Registers on creation; raises psycopg.Error, BrokerUnavailable, or the errors of `register`.
 
-    `noted_in`: where an earlier stay of this process noted its calls; its parent gave it one file only.
+    `noted_in`: the file in which an earlier session of this process noted its calls. Its parent gave it only one file.
     """
 
     def __init__(
@@ -87,32 +87,32 @@ class ConsumerSession:
         lease_seconds: float,
         strategy: Strategy | Collection[int],
         note: FailureNote,
-        companion: SessionTask | None = None,
+        session_task: SessionTask | None = None,
         noted_in: RunningCalls | None = None,
     ) -> None:
         self._database = database
         self._note = note
         self._lease_seconds = lease_seconds
         self._poll_seconds = _POLL_SECONDS
-        self.bell = WakeUp()
+        self.wake_up = WakeUp()
         self._run: Executor | None = None
         self._announcements: Announcements | None = None
         self._polled_at = 0.0
-        # Of the queues that have grown the ids; None where it may be any.
+        # The ids of the queues that have grown; None if it may be any queue.
         self._grown: set[int] | None = None
         self._is_new = True
         self._decided = False
-        # On this connection. Before that it is not known whether consuming works, and others may lead.
+        # On this connection. Until then it is unknown whether consuming works here, so another process may lead.
         self._has_stepped = False
-        self._companion = companion
+        self._session_task = session_task
         self._instance = instance = uuid.uuid4()
         try:
             groups = register(self._connected(), instance)
         except BaseException:
             self._disconnect()
-            self.bell.close()
+            self.wake_up.close()
             raise
-        self._ownership = Ownership(self.bell.ring)
+        self._ownership = Ownership(self.wake_up.set)
         self.coordinator = Coordinator(
             database, instance, groups, self._ownership, lease_seconds=lease_seconds, strategy=strategy
         )
@@ -124,15 +124,15 @@ class ConsumerSession:
 
     @property
     def is_outdated(self) -> bool:
-        """Whether this stay has to end and another has to begin: the broker was restored to before it registered."""
+        """Whether a new session is needed: the broker was restored to a time before this one registered."""
         return self._ownership.is_outdated
 
     def bound(self) -> None:
-        """From now on fetch only what the queues hold now."""
-        self.dispatcher.bound(self._living())
+        """From now on, fetch only what the queues hold now."""
+        self.dispatcher.bound(self._run_in_current_life())
 
     def loop(self, until: Callable[[], bool], *, patient: bool = True) -> None:
-        """Step and wait until `until` says so after a step. Errors of the database are waited out when `patient`."""
+        """Step and wait until `until` is true after a step. If `patient`, wait for the database after an error."""
         failures = 0
         while True:
             try:
@@ -154,20 +154,20 @@ class ConsumerSession:
                 self._note.failed(error)
                 pause = RECONNECT.pause_seconds(failures)
                 logger.warning("consuming is interrupted, trying again in %.1f s: %s", pause, error)
-                self.bell.wait(pause)
-                self.bell.answer()
+                self.wake_up.wait(pause)
+                self.wake_up.clear()
 
     def finish(self) -> None:
-        """Drain: finish what runs (at most its timeout), store, release the leases, leave the groups."""
-        companion, self._companion = self._companion, None
-        if companion is not None and self._run is not None:
+        """Drain: let running handlers finish (at most their timeout), store, release the leases, leave the groups."""
+        session_task, self._session_task = self._session_task, None
+        if session_task is not None and self._run is not None:
             with contextlib.suppress(psycopg.Error):
-                companion.end(self._run)
+                session_task.end(self._run)
         self.dispatcher.drain()
         give_up_at = time.monotonic() + self._lease_seconds
 
         def over() -> bool:
-            # Without a database there is nothing to store into: the leases will run out.
+            # Without a database nothing can be stored: the leases will expire.
             lost = self._run is None and time.monotonic() > give_up_at
             return self.dispatcher.is_drained or (lost and not self.dispatcher.is_running)
 
@@ -175,14 +175,14 @@ class ConsumerSession:
         self.coordinator.stop()
         self.dispatcher.stop_threads(within_seconds=_THREADS_SECONDS)
         self._disconnect()
-        self.bell.close()
+        self.wake_up.close()
 
     def _finished(self, work: HandlerCall) -> None:
         if self.dispatcher.finished(work):
-            self.bell.ring()
+            self.wake_up.set()
 
     def _step(self) -> None:
-        run = self._living()
+        run = self._run_in_current_life()
         if self._has_stepped:
             self._accompany(run)
         now = time.monotonic()
@@ -193,69 +193,69 @@ class ConsumerSession:
         self._has_stepped = True
 
     def _accompany(self, run: Executor) -> None:
-        if self._companion is None or self._announcements is None:
+        if self._session_task is None or self._announcements is None:
             return
         decided, self._decided = self._decided, False
-        if self._companion.turn(run, self._announcements, decided=decided):
-            # What it has announced came with its answer, unless that was refused.
+        if self._session_task.turn(run, self._announcements, decided=decided):
+            # Its own notifications came with its answer, unless that was refused.
             arrived = self._announcements.wait(0)
             if Channel.QUEUED.name_in(self._database.schema) not in arrived:
                 self._grown = None
-            self._hear(arrived)
+            self._note_announcements(arrived)
 
     def _wait(self, longest: float) -> None:
-        """Until somebody rings or announces, or something is due."""
-        # Without LISTEN it would be late, so it does nothing: another process does its work.
-        companion = self._companion if self._announcements is not None else None
-        if companion is not None:
-            longest = 0.0 if self._decided else min(longest, companion.wait_seconds())
+        """Wait until a wake-up or a notification arrives, or work is due."""
+        # Without LISTEN this process would lead too slowly, so it does not lead: another process does.
+        session_task = self._session_task if self._announcements is not None else None
+        if session_task is not None:
+            longest = 0.0 if self._decided else min(longest, session_task.wait_seconds())
         seconds = self.dispatcher.wait_seconds(max(0.0, longest))
-        if self._announcements is None or (companion is not None and companion.is_gathering):
-            self.bell.wait(seconds)
+        if self._announcements is None or (session_task is not None and session_task.is_gathering):
+            self.wake_up.wait(seconds)
         else:
-            self._hear(self._announcements.wait(seconds, self.bell.socket))
-        self.bell.answer()
+            self._note_announcements(self._announcements.wait(seconds, self.wake_up.socket))
+        self.wake_up.clear()
 
-    def _hear(self, arrived: Mapping[str, Collection[str]]) -> None:
+    def _note_announcements(self, arrived: Mapping[str, Collection[str]]) -> None:
         schema = self._database.schema
         if Channel.SHARED.name_in(schema) in arrived:
             self._ownership.wake_coordinator()
         self._decided |= Channel.DECIDED.name_in(schema) in arrived
         for queue_ids in arrived.get(Channel.QUEUED.name_in(schema), ()):
-            # Anybody may notify: what is no list of ids names no queues.
+            # Any session may notify: ignore a payload that is not a list of ids.
             if self._grown is None or not queue_ids.replace(" ", "").isdecimal():
                 self._grown = None
             else:
                 self._grown.update(map(int, queue_ids.split()))
 
-    def _living(self) -> Executor:
-        """The connection, once the dispatcher has forgotten what it has from another life of the server."""
+    def _run_in_current_life(self) -> Executor:
+        """Return the connection, after the dispatcher has dropped its data from another life of the server."""
         run = self._connected()
-        # Behind a pooler, where LISTEN is off, a connection outlives its server.
+        # Behind a pooler, where LISTEN is off, a connection may outlive its server.
         if self._is_new or self._announcements is None:
-            self.dispatcher.live(lives.current(run))
+            self.dispatcher.enter_life(lives.current(run))
             self._is_new = False
         return run
 
     def _connected(self) -> Executor:
-        """The connection for everything the dispatching thread does; it listens unless a pooler is in between."""
+        """Return the dispatching thread's connection; it listens unless a pooler is in between."""
         if self._run is None:
             connection = self._database.connect(name="outbox-consumer", direct=True)
             listening = timeouts.lasts(connection)
             self._poll_seconds = _LISTENING_POLL_SECONDS if listening else _POLL_SECONDS
             try:
-                # It idles for seconds where nothing is published, and must not be ended for that.
+                # The session idles for seconds when nothing is published; a timeout must not end it.
                 timeouts.lift_where_direct(connection)
                 if listening:
                     announcements = Announcements(connection)
                     listen(Executor(connection, self._database.schema), Channel.QUEUED, Channel.SHARED)
                     self._announcements = announcements
-                    if self._companion is not None:
-                        self._companion.begin(Executor(connection, self._database.schema), self._instance)
+                    if self._session_task is not None:
+                        self._session_task.begin(Executor(connection, self._database.schema), self._instance)
             except BaseException:
                 connection.close()
                 raise
-            # What was announced meanwhile is lost.
+            # Notifications from the time without a connection are lost.
             self._grown = None
             self._run = Executor(connection, self._database.schema)
             self._is_new = True
@@ -264,35 +264,35 @@ class ConsumerSession:
     def _disconnect(self) -> None:
         run, self._run, self._announcements = self._run, None, None
         self._has_stepped = False
-        if self._companion is not None:
+        if self._session_task is not None:
             if run is not None and not run.connection.closed:
                 with contextlib.suppress(psycopg.Error):
-                    self._companion.end(run)
-            self._companion.interrupted()
+                    self._session_task.end(run)
+            self._session_task.interrupted()
         if run is not None:
             run.connection.close()
 
 
 def _running_calls(instance: uuid.UUID, groups: Sequence[ConsumingGroup]) -> RunningCalls | None:
     subscriptions = [subscribed.subscription for group in groups for subscribed in group.subscribed.values()]
-    # Beside the threads those that hang, of which there is one more than the limit at the end.
+    # Slots for the threads and for hanging calls, of which there is one more than the limit at the end.
     calls = sum(subscription.threads * (1 + STUCK_LIMIT) + 1 for subscription in subscriptions)
     try:
         return running_calls.inherited(instance, calls=calls, batch=max(one.batch for one in subscriptions))
     except OSError as error:
-        logger.warning("a message that kills this process will not be found out, its calls cannot be noted: %s", error)
+        logger.warning("a message that kills this process stays unknown, its calls cannot be noted: %s", error)
         return None
 
 
 @contextlib.contextmanager
-def ringing(stop: threading.Event, bell: WakeUp) -> Iterator[None]:
-    """Ring when `stop` is set: nobody can wait for an event and a socket at once."""
+def woken_by(stop: threading.Event, wake_up: WakeUp) -> Iterator[None]:
+    """Wake the thread when `stop` is set: a thread cannot wait for an event and a socket at once."""
     ended = threading.Event()
 
     def watch() -> None:
         stop.wait()
         if not ended.is_set():
-            bell.ring()
+            wake_up.set()
 
     thread = threading.Thread(target=watch, name="outbox-stop", daemon=True)
     thread.start()

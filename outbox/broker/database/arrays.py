@@ -1,7 +1,7 @@
-"""Columns of a batch as PostgreSQL arrays in binary form.
+"""Encode the columns of a batch as PostgreSQL arrays in binary form.
 
-Packed by hand because psycopg's general list dumper costs more per element than PostgreSQL needs to store it.
-Format: src/backend/utils/adt/arrayfuncs.c, array_recv.
+The code packs the arrays by hand: psycopg's general list dumper costs more per element than PostgreSQL needs to store
+it. The format is described in src/backend/utils/adt/arrayfuncs.c, array_recv.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _INT4, _INT8, _TEXT, _BYTEA, _UUID, _TIMESTAMPTZ, _JSONB, _XID8, _FLOAT8 = 23, 2
 
 
 class BinaryValue(bytes):
-    """The binary form of a value whose type the statement names with a cast."""
+    """The binary form of a value. A cast in the statement names its type."""
 
 
 class PackedDumper(Dumper):
-    """Sends `Packed` as it is."""
+    """Sends a `BinaryValue` unchanged."""
 
     format = pq.Format.BINARY
     oid = 0
@@ -44,7 +44,7 @@ class PackedDumper(Dumper):
 
 
 def cursor_on(connection: Connection) -> psycopg.Cursor[tuple[Any, ...]]:
-    """A server-side-binding cursor with plain tuples, whatever the application's connection prefers."""
+    """Return a cursor that binds on the server and returns plain tuples, regardless of the application's settings."""
     cursor = psycopg.Cursor(connection, row_factory=tuple_row)
     cursor.format = pq.Format.BINARY
     cursor.adapters.register_dumper(BinaryValue, PackedDumper)
@@ -52,7 +52,7 @@ def cursor_on(connection: Connection) -> psycopg.Cursor[tuple[Any, ...]]:
 
 
 def raw_cursor_on(connection: Connection) -> psycopg.RawCursor[tuple[Any, ...]]:
-    """The same for statements with numbered parameters (see Statement.numbered)."""
+    """Like `cursor_on`, for statements with numbered parameters (see Statement.numbered)."""
     cursor = psycopg.RawCursor(connection, row_factory=tuple_row)
     cursor.format = pq.Format.BINARY
     cursor.adapters.register_dumper(BinaryValue, PackedDumper)
@@ -90,14 +90,14 @@ def xids(values: Sequence[int]) -> BinaryValue:
 
 
 def optional_integers(values: Sequence[int | None]) -> BinaryValue:
-    """integer[]; empty when all are null, which unnest() pads with nulls."""
+    """integer[]; empty when all values are null, because unnest() fills missing elements with nulls."""
     if None not in values:
         return integers([value for value in values if value is not None])
     return _optional(_INT4, [None if value is None else struct.pack("!i", value) for value in values])
 
 
 def times(values: Sequence[datetime | None]) -> BinaryValue:
-    """timestamptz[]; empty when all are null."""
+    """timestamptz[]; empty when all values are null."""
     return _optional(
         _TIMESTAMPTZ,
         [None if value is None else struct.pack("!q", (value - _EPOCH) // _MICROSECOND) for value in values],
@@ -105,17 +105,17 @@ def times(values: Sequence[datetime | None]) -> BinaryValue:
 
 
 def durations(values: Sequence[timedelta | None]) -> BinaryValue:
-    """float8[] of seconds; empty when all are null."""
+    """float8[] of seconds; empty when all values are null."""
     return _optional(_FLOAT8, [None if value is None else struct.pack("!d", value.total_seconds()) for value in values])
 
 
 def header_maps(values: Sequence[Mapping[str, str]]) -> BinaryValue:
-    """jsonb[], null for no headers; empty when all are null."""
+    """jsonb[], null for a message without headers; empty when all values are null."""
     return _optional(_JSONB, [b"\x01" + dump_headers(value).encode() if value else None for value in values])
 
 
 def dump_headers(headers: Mapping[str, str]) -> str:
-    """Headers as stored."""
+    """Return the headers in the form in which they are stored."""
     return json.dumps(dict(headers), ensure_ascii=False, separators=(",", ":"))
 
 

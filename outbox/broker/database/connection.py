@@ -1,4 +1,4 @@
-"""Where a broker lives, and connections to it whose waiting has an end."""
+"""The address of a broker's database, and connections to it that never wait past a deadline."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from outbox.broker.database.conninfo import read_conninfo, without_secrets
 from outbox.broker.database.statement import check_schema_name
 from outbox.errors import BrokerUnavailable
 
-# Any psycopg connection: ours, or the application's own on the atomic path.
+# A psycopg connection: the broker's own, or the application's connection on the atomic path.
 Connection: TypeAlias = psycopg.Connection[Any]
 
 _Result = TypeVar("_Result")
 
-# How long a server may take to cancel a statement.
+# Seconds that a server may take to cancel a statement.
 CANCEL_SECONDS: Final = 1.0
 _KEEPALIVE: Final = {"keepalives_idle": 10, "keepalives_interval": 5, "keepalives_count": 3, "tcp_user_timeout": 15_000}
 
@@ -30,11 +30,11 @@ _KEEPALIVE: Final = {"keepalives_idle": 10, "keepalives_interval": 5, "keepalive
 class BrokerConnection(psycopg.Connection[TupleRow]):
     """A connection whose statements can be given one common deadline.
 
-    The deadline is kept on this side: neither a frozen server nor a cut cable can make a caller wait longer,
-    and nothing depends on a server setting that a connection pooler would pass on to others.
+    The client enforces the deadline. A frozen server or a broken network therefore cannot make a caller wait longer. No
+    server setting is used, because a connection pooler would pass such a setting on to other clients.
 
-    `is_direct`: the session lasts as long as the connection. Where it is False, a pooler may give each transaction
-    another session: the connection prepares no statement, does not LISTEN and sets nothing for its session.
+    `is_direct`: the session lasts as long as the connection. If it is False, a pooler may give each transaction another
+    session. The connection then prepares no statement, does not LISTEN and sets nothing for its session.
     """
 
     deadline: float | None = None
@@ -45,8 +45,9 @@ class BrokerConnection(psycopg.Connection[TupleRow]):
     def within(self, deadline: float, *, cancel: bool = False) -> Iterator[Self]:
         """Close the connection and raise BrokerUnavailable when a statement waits past `deadline` (monotonic).
 
-        With `cancel` the server is asked first to cancel the statement, which then raises psycopg's QueryCanceled; the
-        connection is closed a second later. A statement that is left alone goes on waiting for its lock.
+        With `cancel`, the client first asks the server to cancel the statement, which then raises psycopg's
+        QueryCanceled. The connection is closed one second later. Without `cancel`, the server may go on waiting for the
+        statement's lock.
         """
         self.deadline, self._cancels = deadline, cancel and psycopg.capabilities.has_cancel_safe()
         try:
@@ -55,7 +56,7 @@ class BrokerConnection(psycopg.Connection[TupleRow]):
             self.deadline, self._cancels = None, False
 
     def wait(self, gen: PQGen[_Result], interval: float = 0.1, *args: Any, **kwargs: Any) -> _Result:
-        """Wait for the server as psycopg does, but no longer than the deadline."""
+        """Wait for the server as psycopg does, but not past the deadline."""
         if self.deadline is None:
             return super().wait(gen, interval, *args, **kwargs)
         left = self.deadline - time.monotonic()
@@ -64,12 +65,12 @@ class BrokerConnection(psycopg.Connection[TupleRow]):
         except TimeoutError:
             self.close()
             raise BrokerUnavailable(
-                "the broker's database did not answer within the deadline. The request may still have been carried "
-                "out; sending it again with the same message ids is safe."
+                "the broker's database did not answer within the deadline. The server may still have executed the "
+                "request. Send it again with the same message ids: a repeated id stores nothing twice."
             ) from None
 
     def _until_deadline(self, gen: PQGen[_Result]) -> PQGen[_Result]:
-        """What `gen` does, for psycopg's own loop, which comes back here at least once per interval."""
+        """Run `gen` for psycopg's own loop and check the deadline, at least once per interval."""
         try:
             wanted = next(gen)
             while True:
@@ -86,13 +87,13 @@ class BrokerConnection(psycopg.Connection[TupleRow]):
             raise TimeoutError
         with contextlib.suppress(psycopg.Error):
             self.cancel_safe(timeout=CANCEL_SECONDS)
-        # For the answer to the cancelled statement, and for the ROLLBACK after it.
+        # The new deadline covers the answer to the cancelled statement and the ROLLBACK after it.
         self.deadline, self._cancels = time.monotonic() + CANCEL_SECONDS, False
 
 
 @dataclass(frozen=True, slots=True)
 class ReachedServer:
-    """Which database of which server a connection really reaches, whatever its settings say."""
+    """The server and the database that a connection really reaches, regardless of its settings."""
 
     system_identifier: str
     timeline: int
@@ -103,9 +104,9 @@ class ReachedServer:
 class BrokerDatabase:
     """A broker: the libpq connection string of its database and the schema of its tables.
 
-    `listen_conninfo` is a direct connection for LISTEN and for the broker process, where `conninfo` goes through a
-    pooler in transaction mode. None: the same as `conninfo`. Empty: every connection goes through a pooler; LISTEN is
-    off, everything polls.
+    `listen_conninfo` is a direct connection for LISTEN and for the broker process. It is needed when `conninfo` goes
+    through a pooler in transaction mode. None means the same as `conninfo`. An empty string means that every connection
+    goes through a pooler: LISTEN is off and every process polls.
     """
 
     conninfo: str
@@ -123,16 +124,15 @@ class BrokerDatabase:
 
     @property
     def direct_conninfo(self) -> str:
-        """The connection string to use where a session must last."""
+        """The connection string for sessions that must last."""
         return self.listen_conninfo or self.conninfo
 
     def connect(
         self, *, timeout_seconds: float = 3.0, name: str = "outbox", direct: bool = False
     ) -> psycopg.Connection[TupleRow]:
-        """A new autocommit connection, within `timeout_seconds` per host (at least 2, libpq's least).
+        """Open an autocommit connection, within `timeout_seconds` per host (at least 2, libpq's minimum).
 
-        Statements on it have no deadline of their own but for a dead network, which is noticed within 15 s.
-        Raises BrokerUnavailable.
+        Statements on it have no deadline. A dead network is noticed within 15 s. Raises BrokerUnavailable.
         """
         return self.open(timeout_seconds=timeout_seconds, name=name, direct=direct)
 
@@ -147,7 +147,7 @@ class BrokerDatabase:
         except psycopg.OperationalError as error:
             raise _unreachable(error) from error
         if self._names_pooler(direct=direct) or not _leads_straight(connection, timeout_seconds):
-            # psycopg would prepare what it executes for the sixth time, and what asks for it at once.
+            # Otherwise psycopg would prepare each statement on its sixth execution, or at once if asked to.
             connection.prepare_threshold = None
         else:
             connection.is_direct = True
@@ -158,7 +158,10 @@ class BrokerDatabase:
         return self.listen_conninfo == "" or (self.listen_conninfo is not None and not direct)
 
     def session_conninfo(self, name: str, *, direct: bool = False) -> str:
-        """The connection string of a session called `name`, unless it names itself, that notices a dead network."""
+        """Return the connection string of a session called `name`, unless the string names the session itself.
+
+        Its keepalive settings make the client notice a dead network.
+        """
         target = self.direct_conninfo if direct else self.conninfo
         given = conninfo_to_dict(target)
         defaults = {key: value for key, value in _KEEPALIVE.items() if key not in given}
@@ -166,12 +169,12 @@ class BrokerDatabase:
 
 
 def _leads_straight(connection: BrokerConnection, timeout_seconds: float) -> bool:
-    """Whether no pooler is in between: a pooler tells its clients a process id of its own making.
+    """Whether no pooler is in between: a pooler reports an invented process id to its clients.
 
-    A pooler accepts clients while its server is away, so this is part of connecting. Raises BrokerUnavailable.
+    A pooler accepts clients while its server is down, so this check is part of connecting. Raises BrokerUnavailable.
     """
     try:
-        # At least as long as libpq waits for a connection: a pooler makes one to its server now.
+        # Wait at least as long as libpq waits for a connection: a pooler connects to its server only now.
         with connection.within(time.monotonic() + max(2.0, timeout_seconds)):
             row = connection.execute("SELECT pg_backend_pid()").fetchone()
     except psycopg.Error as error:
@@ -181,7 +184,7 @@ def _leads_straight(connection: BrokerConnection, timeout_seconds: float) -> boo
 
 
 def _unreachable(error: psycopg.Error) -> BrokerUnavailable:
-    # libpq's hints stand on lines of their own; a table shows the first line.
+    # libpq puts its hints on separate lines, but a table shows only the first line.
     said = " ".join(str(error).split()).rstrip("?.")
     return BrokerUnavailable(
         f"the broker's database cannot be reached: {said}. Nothing was published; "
@@ -198,7 +201,7 @@ SELECT (SELECT system_identifier::text FROM pg_control_system()),
 
 
 def reached_server(connection: Connection) -> ReachedServer:
-    """Which database of which server this connection really reaches."""
+    """Return the server and the database that this connection really reaches."""
     with psycopg.Cursor(connection, row_factory=psycopg.rows.tuple_row) as cursor:
         row = cursor.execute(_REACHED).fetchone()
     assert row is not None

@@ -1,4 +1,4 @@
-"""Reading libpq connection strings without ever repeating what they hold."""
+"""Read libpq connection strings without repeating their contents in an error."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ _REMEDY: Final = (
     "password."
 )
 _SECRET: Final = re.compile(r"password|secret|scram_.*_key")
-# What libpq quotes is a piece of the string, perhaps of the password.
+# libpq quotes parts of the string in its errors, and a part may belong to the password.
 _QUOTED: Final = re.compile(r'".*"', re.DOTALL)
-# What libpq takes for the user's part of a URL, then what it takes for hosts and database.
+# The part of a URL that libpq reads as the user, then the part that it reads as hosts and database.
 _URL: Final = re.compile(r"postgres(?:ql)?://(?:[^@/]*@)?([^?]*)")
 
 
 def read_conninfo(text: str, what: str) -> dict[str, Any]:
-    """The parameters of a connection string or URL.
+    """Return the parameters of a connection string or URL.
 
-    Raises ConfigurationError, which begins with `what`, for one that cannot be read, and for one that can but means
-    something else than was meant: an unescaped @ or / in a password makes libpq take a piece of it for the host, the
-    port or the database, and name it in its errors.
+    Raises ConfigurationError, whose text begins with `what`, for a string that cannot be read. It raises the same error
+    for a string with an unescaped @ or / in the password: libpq would read a part of that password as host, port or
+    database and name it in its errors.
     """
     try:
         found = conninfo_to_dict(text)
@@ -44,7 +44,7 @@ def read_conninfo(text: str, what: str) -> dict[str, Any]:
 
 
 def without_secrets(text: str) -> str:
-    """A connection string that can be read, with *** for its secrets."""
+    """Return a readable connection string with *** in place of its secrets."""
     shown: dict[str, Any] = {
         name: MASK if _SECRET.search(name) else value for name, value in conninfo_to_dict(text).items()
     }

@@ -1,4 +1,4 @@
-"""A connection and the schema of the broker's tables on it, bound once instead of carried as a pair."""
+"""A connection together with the schema of the broker's tables on it."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _Row = TypeVar("_Row")
 
 
 class Executor:
-    """Executes the broker's statements; whatever factories the application's connection prefers, rows are plain tuples.
+    """Executes the broker's statements. Rows are plain tuples, regardless of the application's row factory.
 
-    Parameters are bound by the server, results are binary. Not thread-safe beyond what the connection is.
+    The server binds the parameters; results are binary. An Executor is as thread-safe as its connection.
     """
 
     __slots__ = ("connection", "schema")
@@ -33,20 +33,22 @@ class Executor:
     ) -> psycopg.Cursor[tuple[Any, ...]]:
         """Execute a statement; the cursor has its rows and its `rowcount`.
 
-        `prepare`: None leaves it to psycopg, which prepares what is executed often; False plans with the values.
+        `prepare`: None leaves the decision to psycopg, which prepares frequent statements. False makes PostgreSQL plan
+        with the actual values.
         """
         return cursor_on(self.connection).execute(statement.on(self.schema), parameters, prepare=prepare)
 
     def row(
         self, statement: Statement, parameters: Mapping[str, Any] | None = None, *, prepare: bool | None = None
     ) -> tuple[Any, ...] | None:
-        """The first row, None without one."""
+        """Return the first row, or None if there is none."""
         return self.execute(statement, parameters, prepare=prepare).fetchone()
 
     def call(self, statement: Statement, values: Sequence[Any]) -> tuple[Any, ...] | None:
-        """The first row of a statement with numbered parameters, for hot paths: one with names is translated first.
+        """Return the first row of a statement with numbered parameters; for hot paths.
 
-        It is prepared where the connection prepares anything.
+        psycopg translates named parameters on each execution, numbered ones need no translation. The statement is
+        prepared if the connection prepares statements.
         """
         cursor = psycopg.RawCursor(self.connection, row_factory=tuple_row)
         cursor.format = Format.BINARY
@@ -55,7 +57,7 @@ class Executor:
     def one(
         self, statement: Statement, parameters: Mapping[str, Any] | None = None, *, prepare: bool | None = None
     ) -> tuple[Any, ...]:
-        """The row of a statement that always has one."""
+        """Return the row of a statement that always has one."""
         found = self.row(statement, parameters, prepare=prepare)
         assert found is not None
         return found
@@ -63,7 +65,7 @@ class Executor:
     def rows(
         self, statement: Statement, parameters: Mapping[str, Any] | None = None, *, prepare: bool | None = None
     ) -> list[tuple[Any, ...]]:
-        """All rows."""
+        """Return all rows."""
         return self.execute(statement, parameters, prepare=prepare).fetchall()
 
     def objects(
@@ -74,13 +76,13 @@ class Executor:
         *,
         prepare: bool | None = None,
     ) -> list[_Row]:
-        """All rows as objects whose fields are named like the columns. Not for hot paths: names cost."""
+        """Return all rows as objects with fields named like the columns. Not for hot paths: names cost time."""
         cursor = self.execute(statement, parameters, prepare=prepare)
-        # Fetched first: on an application's connection in pipeline mode a result is described only when it is here.
+        # Fetch first: on a connection in pipeline mode the result's description arrives with the result.
         rows = cursor.fetchall()
         names = [column.name for column in cursor.description or ()]
         return [row_type(**dict(zip(names, row, strict=True))) for row in rows]
 
     def count(self, statement: Statement, parameters: Mapping[str, Any] | None = None) -> int:
-        """How many rows it changed."""
+        """Return the number of rows that the statement changed."""
         return self.execute(statement, parameters).rowcount

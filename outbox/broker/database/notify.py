@@ -1,7 +1,7 @@
-"""Wake-ups between processes. They only save waiting: everything also works by slow polling.
+"""Notifications between processes. They only shorten waits: everything also works by slow polling.
 
-A NOTIFY takes a lock on all of PostgreSQL's notification queue at commit, so it is always a statement of its
-own after the commit it announces, and a burst becomes one.
+A NOTIFY takes a lock on PostgreSQL's whole notification queue at commit. So it is always a separate statement after the
+commit that it announces, and one NOTIFY stands for a burst of commits.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ from outbox.errors import BrokerUnavailable
 
 logger = logging.getLogger(__name__)
 
-# For whoever has lost its connection to the broker's database.
+# Pause of a process that has lost its connection to the broker's database.
 RECONNECT: Final = Backoff(first_seconds=0.1, longest_seconds=5.0)
 
 
 class Channel(enum.StrEnum):
-    """What is announced."""
+    """The subjects of notifications."""
 
     DECIDED = "decided"
-    """Producers to the sequencer: something may be ready to be queued."""
+    """From producers to the sequencer: messages may be ready for their queues."""
     QUEUED = "queued"
-    """The sequencer to consumers: queues have grown. With their ids, or with nothing where they are many."""
+    """From the sequencer to consumers: queues have grown. Carries their ids, or nothing if there are many."""
     SHARED = "shared"
-    """Consumers to consumers: a group's members, leases or switches have changed."""
+    """From consumers to consumers: a group's members, leases or switches have changed."""
 
     def name_in(self, schema: str) -> str:
-        """The PostgreSQL channel of a broker."""
+        """Return the PostgreSQL channel of a broker."""
         return f"{schema}_{self.value}"
 
 
-# Nothing is lost with a lost notification, so its commit does not wait for the disk.
+# A lost notification loses no message, so its commit does not wait for the disk.
 _NOTIFY = Statement("SELECT set_config('synchronous_commit', 'off', true), pg_notify(%(channel)s, '')")
 
 
 def notify(run: Executor, channel: Channel) -> bool:
-    """Announce on an autocommit connection. An error is logged and ignored; returns whether it was sent."""
+    """Send a notification on an autocommit connection. Logs and ignores an error; returns whether it was sent."""
     try:
         run.execute(_NOTIFY, {"channel": channel.name_in(run.schema)}, prepare=True)
     except (psycopg.Error, BrokerUnavailable) as error:
@@ -58,7 +58,7 @@ def notify(run: Executor, channel: Channel) -> bool:
 
 
 def announcement(schema: str, channel: Channel) -> Request:
-    """The same for a connection whose answers nobody waits for."""
+    """Return the notification as a request for a connection that does not wait for answers."""
     text, _ = _NOTIFY.numbered(schema)
     return Request(text, (channel.name_in(schema).encode(),), "a wake-up", is_said_once=True)
 
@@ -70,12 +70,12 @@ def listen(run: Executor, *channels: Channel) -> None:
 
 
 def unlisten(run: Executor, channel: Channel) -> None:
-    """Hear no more of a channel: each announcement on one costs every session that listens a little."""
+    """Stop listening on a channel: each notification costs every listening session a little."""
     run.connection.execute(sql.SQL("UNLISTEN {}").format(sql.Identifier(channel.name_in(run.schema))))
 
 
 class Announcements:
-    """The announcements that arrive on one listening connection, also while it runs other statements."""
+    """Notifications that arrive on one listening connection, also while it executes other statements."""
 
     def __init__(self, connection: Connection) -> None:
         self._pgconn = connection.pgconn
@@ -84,22 +84,22 @@ class Announcements:
         self._poll.register(self._pgconn.socket, select.POLLIN)
         connection.add_notify_handler(lambda notification: self._add(notification.channel, notification.payload))
 
-    def wait(self, timeout: float | None, bell: socket.socket | None = None) -> dict[str, set[str]]:
-        """What was announced since the last call, by channel: at once if there is any, else within `timeout` seconds.
+    def wait(self, timeout: float | None, wake_up: socket.socket | None = None) -> dict[str, set[str]]:
+        """Return the notifications since the last call by channel, or wait up to `timeout` seconds for one.
 
-        Also returns when `bell` becomes readable. Raises psycopg.OperationalError when the connection is gone.
+        Also returns when `wake_up` becomes readable. Raises psycopg.OperationalError when the connection is lost.
         """
         self._consume()
         if not self._arrived:
-            if bell is not None:
-                self._poll.register(bell, select.POLLIN)
+            if wake_up is not None:
+                self._poll.register(wake_up, select.POLLIN)
             self._poll.poll(None if timeout is None else timeout * 1000)
             self._consume()
         arrived, self._arrived = self._arrived, {}
         return arrived
 
     def pending(self, channel: str) -> bool:
-        """Whether something was announced on a channel since the last `wait`."""
+        """Whether a notification has arrived on a channel since the last `wait`."""
         self._consume()
         return channel in self._arrived
 

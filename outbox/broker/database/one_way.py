@@ -1,9 +1,8 @@
-"""Requests whose answers nobody waits for: wake-ups and ends.
+"""Send requests without waiting for the answers: notifications and end messages.
 
-The thread that has one writes it and goes on; the answer is read when the connection is used next. libpq's pipeline
-carries any number of them, so that none has to wait for the answer to the one before, and the last one is on its way
-like the first. No thread takes part: there is none to start after a fork or to fight with for the interpreter's lock,
-and a server of web processes needs no switch for threads.
+The sending thread writes the request and continues. It reads the answer when it uses the connection again. libpq's
+pipeline carries any number of requests, so no request waits for the answer to an earlier one. No background thread is
+used: none has to be restarted after a fork, and none competes for the interpreter's lock.
 """
 
 from __future__ import annotations
@@ -28,16 +27,16 @@ from outbox.broker.database.connection import BrokerDatabase
 
 logger = logging.getLogger(__name__)
 
-# Some megabytes; a server that leaves so much undone stands still.
+# Some megabytes. A server with so much unfinished work is stuck.
 MAX_QUEUED: Final = 10_000
-# A socket has room for some 270 answers that nobody has read; behind that the server would wait for us.
+# A socket has room for about 270 unread answers. Beyond that the server would wait for this client.
 _MAX_UNANSWERED: Final = 100
-# How long a sender lets a server that is so far behind catch up: once, until there are answers again.
+# Seconds that a sender gives a slow server to catch up: once, until answers arrive again.
 _CATCH_UP_SECONDS: Final = 0.1
-# A request that was on its way when the connection broke is sent once more.
+# A request that was under way when the connection broke is sent once more.
 _MAX_SENT: Final = 2
-# A new connection takes some milliseconds. One that takes longer is gone on with at the next use: publishing itself
-# waits for such a server, too.
+# A new connection takes some milliseconds. If it takes longer, the next use continues with it: publishing itself would
+# wait for such a server, too.
 _CONNECT_WAIT_SECONDS: Final = 1.0
 _CONNECT_SECONDS: Final = 3.0
 _RECONNECT: Final = Backoff(first_seconds=0.1, longest_seconds=5.0)
@@ -45,19 +44,19 @@ _RECONNECT: Final = Backoff(first_seconds=0.1, longest_seconds=5.0)
 _READ_ONLY: Final = b"25006"
 _GOOD: Final = (ExecStatus.TUPLES_OK, ExecStatus.COMMAND_OK)
 
-# A socket that was closed under us is told by the system, or refused by poll.
+# The operating system reports a socket that was closed under this code, or poll refuses it.
 _BROKEN: Final = (psycopg.Error, OSError, ValueError)
 
-# Connections inherited by fork are kept, not closed: closing would end the parent's session.
+# Connections inherited by fork are kept open: closing one would end the parent's session.
 _inherited: Final[list[object]] = []
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A statement with numbered parameters, given as text; a transaction of its own.
+    """A statement with numbered parameters, given as text; it is a transaction of its own.
 
-    It may be executed twice. `what` is for the log; `is_said_once`: of equal ones that are written together the last
-    will do.
+    It may be executed twice. `what` is for the log. `is_said_once`: of equal requests that are written together, only
+    the last one is sent.
     """
 
     text: bytes
@@ -73,9 +72,9 @@ class _PendingRequest:
 
 
 class OneWay:
-    """One connection of this process, made when first needed. Thread-safe and fork-safe.
+    """One connection of this process, made at its first use. Thread-safe and fork-safe.
 
-    What does not get through is dropped and logged: the senders' requests only save others a wait.
+    A request that cannot be sent is dropped and logged: without it, another process only waits longer.
     """
 
     def __init__(self, database: BrokerDatabase, *, name: str = "outbox-one-way") -> None:
@@ -84,7 +83,7 @@ class OneWay:
         self._start_anew()
 
     def _start_anew(self) -> None:
-        """Also after a fork: what was queued before it is the parent's to send."""
+        """Start with empty queues, also after a fork: the parent sends what it had queued before."""
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._queued: deque[_PendingRequest] = deque()
@@ -99,19 +98,19 @@ class OneWay:
         self.dropped = 0
 
     def send(self, *requests: Request) -> None:
-        """Write the requests, in this order, and return at once; no state of server or network makes it fail.
+        """Write the requests in this order and return at once. No state of server or network makes it fail.
 
-        Only a new connection takes a moment (1 s where the server hangs, and then not again for some seconds), and a
-        server that is a hundred requests behind is given 0.1 s, once, to catch up. What is queued then goes with the
-        next use.
+        Two cases wait for a moment. A new connection waits up to 1 s if the server hangs; the next attempt follows some
+        seconds later. A server that is a hundred requests behind gets 0.1 s, once, to catch up. What is still queued
+        then goes out with the next use.
         """
         self._notice_fork()
         if len(self._queued) + len(requests) > MAX_QUEUED:
             self._drop(len(requests), "the server does not keep up")
             return
         self._queued.extend(map(_PendingRequest, requests))
-        # Whoever finds the connection free writes what everybody has queued, and looks again when it is free once more:
-        # nobody waits for it, and nothing is left behind.
+        # The thread that finds the connection free writes the requests of all threads. It looks again when it has
+        # released the connection. So no thread waits for the connection, and no request stays in the queue.
         while self._queued and self._lock.acquire(blocking=False):
             try:
                 can_write = self._write()
@@ -121,7 +120,7 @@ class OneWay:
                 return
 
     def flush(self, *, within_seconds: float) -> bool:
-        """Wait until everything was answered; False when time ran out first, or nothing could be sent."""
+        """Wait for all answers; False when the time ran out or nothing could be sent."""
         self._notice_fork()
         deadline = time.monotonic() + within_seconds
         while self._queued or self._unanswered:
@@ -139,7 +138,7 @@ class OneWay:
         return True
 
     def close(self, *, within_seconds: float = 2.0) -> None:
-        """Flush and disconnect. Used again, it connects again."""
+        """Flush and disconnect. The next use connects again."""
         if self._pid != os.getpid():
             return
         self.flush(within_seconds=within_seconds)
@@ -158,17 +157,17 @@ class OneWay:
     def _drop(self, number: int, why: str) -> None:
         before, self.dropped = self.dropped, self.dropped + number
         if before == 0 or before // MAX_QUEUED < self.dropped // MAX_QUEUED:
-            logger.warning("%d wake-ups and end messages dropped so far (%s); others make good", self.dropped, why)
+            logger.warning("dropped %d wake-ups and end messages (%s); polling makes up for them", self.dropped, why)
 
-    # -- what follows is called with the lock -----------------------------------------------------------
+    # -- the caller of the following methods holds the lock ----------------------------------------------
 
     def _write(self) -> bool:
-        """Write what is queued, having read the answers that are there; whether more could be written."""
+        """Read the answers that have arrived, then write what is queued; returns whether more could be written."""
         try:
             return self._read_and_write()
         except BaseException as error:
-            # Of a request that cannot be written, or raised into this by a signal handler (a time limit): how much of
-            # what was written, and which answers were read, is not known any more.
+            # A signal handler (a time limit) may have raised an exception in here, or a request could not be written.
+            # It is then unknown how much was written and which answers were read.
             self._lose(error)
             raise
 
@@ -176,7 +175,7 @@ class OneWay:
         try:
             self._read()
         except _BROKEN as error:
-            # The server was restarted, or has ended the session: at once again.
+            # The server was restarted or has ended the session: connect again at once.
             self._lose(error)
         try:
             if not self._is_connected():
@@ -196,26 +195,26 @@ class OneWay:
                 return False
             count = min(room, len(self._queued))
             ahead = [self._queued[position] for position in range(count)]
-            last = {errand.request: errand for errand in ahead if errand.request.is_said_once}
+            last = {pending.request: pending for pending in ahead if pending.request.is_said_once}
             for _ in range(count):
-                errand = self._queued.popleft()
-                if last.get(errand.request, errand) is errand:
-                    self._write_one(pgconn, errand)
-            # What does not fit into the socket's buffer goes with the next use.
+                pending = self._queued.popleft()
+                if last.get(pending.request, pending) is pending:
+                    self._write_one(pgconn, pending)
+            # The rest, for which the socket's buffer has no room, goes out with the next use.
             pgconn.flush()
         return True
 
-    def _write_one(self, pgconn: PGconn, errand: _PendingRequest) -> None:
-        """Noted as unanswered once it is written: for the answer to what never was, the reader would wait for ever."""
-        errand.times_sent += 1
+    def _write_one(self, pgconn: PGconn, pending: _PendingRequest) -> None:
+        """A request counts as unanswered once it is written. Otherwise the reader would wait forever."""
+        pending.times_sent += 1
         try:
-            pgconn.send_query_params(errand.request.text, list(errand.request.values))
+            pgconn.send_query_params(pending.request.text, list(pending.request.values))
             pgconn.pipeline_sync()
         except _BROKEN:
-            # Sent once more, like what it has not answered.
-            self._unanswered.append(errand)
+            # Sent once more, like the unanswered requests.
+            self._unanswered.append(pending)
             raise
-        self._unanswered.append(errand)
+        self._unanswered.append(pending)
 
     def _has_caught_up(self, pgconn: PGconn) -> bool:
         if self._is_stalled:
@@ -231,7 +230,7 @@ class OneWay:
         pgconn.consume_input()
         self._take_answers(pgconn)
         if not self._unanswered:
-            # A server that ends the session says so first; the end itself is behind that.
+            # A server that ends a session sends its reason first; the end of the connection follows.
             pgconn.consume_input()
 
     def _take_answers(self, pgconn: PGconn) -> None:
@@ -253,24 +252,24 @@ class OneWay:
     def _refused(self, result: PGresult) -> None:
         said = (result.error_message or b"").decode(errors="replace").strip()
         if result.error_field(DiagnosticField.SQLSTATE) == _READ_ONLY:
-            # It was the primary; the next connection may lead to the one of now.
+            # The server was the primary; the next connection may reach the present primary.
             raise psycopg.OperationalError(said)
-        logger.warning("%s was not done, others make good: %s", self._unanswered[0].request.what, said)
+        logger.warning("%s was not done; polling makes up for it: %s", self._unanswered[0].request.what, said)
 
     def _lose(self, error: BaseException) -> None:
-        """The connection is gone; what it had not answered is queued again."""
-        logger.info("the connection of wake-ups and ends broke: %s", str(error).strip())
+        """The connection is lost: queue its unanswered requests again."""
+        logger.info("the connection for wake-ups and end messages broke: %s", str(error).strip())
         if self._pgconn is not None:
             self._pgconn.finish()
         self._pgconn = self._connecting = None
-        again = [errand for errand in self._unanswered if errand.times_sent < _MAX_SENT]
+        again = [pending for pending in self._unanswered if pending.times_sent < _MAX_SENT]
         if lost := len(self._unanswered) - len(again):
             self._drop(lost, str(error).strip())
         self._unanswered.clear()
         self._queued.extendleft(reversed(again))
 
     def _is_connected(self) -> bool:
-        """Connect where that is due, without waiting long."""
+        """Connect if a connection is due, without waiting long."""
         if self._pgconn is not None:
             return True
         now = time.monotonic()
@@ -306,7 +305,7 @@ class OneWay:
 
 
 def _wait(pgconn: PGconn, seconds: float) -> bool:
-    """Until something arrives, and whether; what is still to be written may have to go first."""
+    """Wait for data and return whether any arrived; unsent data may have to go out first."""
     wanted = waiting.READY_RW if pgconn.flush() else waiting.READY_R
     return _poll(pgconn.socket, wanted, seconds)
 
@@ -319,7 +318,7 @@ def _poll(descriptor: int, ready: waiting.Ready, seconds: float) -> bool:
 
 
 def _warned(result: PGresult) -> None:
-    """What the functions of the schema have to say beside their answers."""
+    """Log the warnings that the functions of the schema return beside their answers."""
     if result.error_field(DiagnosticField.SEVERITY_NONLOCALIZED) == b"WARNING":
         logger.warning("%s", (result.error_field(DiagnosticField.MESSAGE_PRIMARY) or b"").decode(errors="replace"))
 

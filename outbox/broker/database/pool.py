@@ -1,4 +1,4 @@
-"""A small pool of connections, safe to inherit by fork."""
+"""A small pool of connections that is safe to inherit by fork."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from psycopg.pq import TransactionStatus
 from outbox.broker.database.connection import BrokerConnection, BrokerDatabase
 from outbox.errors import UsageError
 
-# Connections inherited by fork are kept, not closed: closing would end the parent's session.
+# Connections inherited by fork are kept open: closing one would end the parent's session.
 _inherited: Final[list[object]] = []
 
 
 class Pool:
-    """Idle connections for reuse. Thread-safe; a forked child starts with none and never touches its parent's."""
+    """Idle connections for reuse. Thread-safe. A forked child starts with none and never uses its parent's."""
 
     def __init__(self, database: BrokerDatabase, *, keep: int = 8) -> None:
         self._database = database
@@ -36,13 +36,16 @@ class Pool:
 
     @contextmanager
     def connection(self, deadline: float) -> Iterator[BrokerConnection]:
-        """A connection in autocommit whose statements end by `deadline` (monotonic). A broken one is not kept."""
+        """Lend an autocommit connection whose statements end by `deadline` (monotonic).
+
+        The pool does not keep a broken connection.
+        """
         connection = self._take() or self._database.open(timeout_seconds=deadline - time.monotonic())
         try:
             with connection.within(deadline):
                 yield connection
         except UsageError:
-            # Refused before or by a statement that is over: the connection is as good as before.
+            # The server refused a statement that is over: the connection can be used again.
             self._give_back(connection)
             raise
         except BaseException:
@@ -81,15 +84,15 @@ class Pool:
             connection.close()
 
     def close(self) -> None:
-        """Close the idle connections, and from now on each that is given back: another thread may be using one."""
+        """Close the idle connections. Later, close each one that another thread gives back."""
         self._is_closed = True
         self.clear()
 
 
 def _is_ended(connection: BrokerConnection) -> bool:
-    """Whether the server has ended this idle session (idle_session_timeout, a restart). Asks the socket alone."""
+    """Whether the server has ended this idle session (idle_session_timeout, a restart). Asks only the socket."""
     try:
-        # Twice: the first call reads the server's reason, the second one finds the end behind it.
+        # Twice: the first call reads the server's reason, the second one finds the end of the connection.
         for _ in range(2):
             poll = select.poll()
             poll.register(connection.pgconn.socket, select.POLLIN)

@@ -1,7 +1,7 @@
-"""Several statements sent together and answered together, for paths on which the client's own work counts.
+"""Send several statements together, and read their answers together, for paths where client CPU counts.
 
-psycopg's pipeline costs a client more than a small statement costs the server; this speaks to libpq's, which lies below
-it. Values go and come as text: whoever uses it knows its few types.
+psycopg's pipeline costs a client more than a small statement costs the server. This module uses libpq's pipeline
+directly. Values travel as text: the caller converts the few types it uses.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _ANSWERED: Final = (ExecStatus.TUPLES_OK, ExecStatus.COMMAND_OK)
 
 
 def array(values: Sequence[int]) -> bytes:
-    """An array of integers or transaction ids."""
+    """Return the text of an array of integers or transaction ids."""
     return b"{%s}" % ",".join(map(str, values)).encode()
 
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    """A statement on its way; `text` and `name` if this one prepares it."""
+    """A statement under way; `text` and `name` are set if this one prepares it."""
 
     text: bytes = b""
     name: bytes = b""
@@ -41,8 +41,9 @@ class _Sent:
 class RoundTrip:
     """One connection in autocommit, outside psycopg's own pipeline mode. Not thread-safe.
 
-    `prepare`: whether statements may be prepared, which a pooler in transaction mode does not allow. `prepared`: what
-    the connection has prepared before, for one that outlives this object; it is kept up to date.
+    `prepare`: whether statements may be prepared; a pooler in transaction mode does not allow it. `prepared`: the
+    statements that the connection has prepared already, for a connection that outlives this object. This object keeps
+    it up to date.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class RoundTrip:
         self._sent: list[_Sent] = []
 
     def send(self, statement: Statement, parameters: Mapping[str, bytes | None] | None = None) -> int:
-        """Add a statement; it is sent with the others at the latest when they are finished. Its number among them."""
+        """Add a statement and return its number. `finish` sends it at the latest."""
         pgconn = self._pipeline()
         text, names = statement.numbered(self._schema)
         values = [parameters[name] for name in names] if parameters is not None else []
@@ -64,7 +65,7 @@ class RoundTrip:
         else:
             name = self._prepared.get(text)
             if name is None:
-                # No other process has it: behind a pooler that nobody knew of nothing else is executed by this name.
+                # The name is unique to this process: behind an unknown pooler no other statement has this name.
                 name = b"outbox_%s" % uuid.uuid4().hex.encode()
                 pgconn.send_prepare(name, text)
                 self._sent.append(_Sent(text, name))
@@ -73,16 +74,16 @@ class RoundTrip:
         return sum(not sent.name for sent in self._sent) - 1
 
     def discard_prepared(self) -> None:
-        """Take back what is prepared, a statement each: plans made anew see tables as they are by then."""
+        """Drop the prepared statements, each with its own command: later plans then see the current tables."""
         for name in self._prepared.values():
             self._pipeline().send_query_params(b"DEALLOCATE " + name, [])
             self._sent.append(_Sent())
         self._prepared.clear()
 
     def finish(self) -> list[list[Row]]:
-        """Wait for the answers: the rows of each statement. What came after one that failed was not executed.
+        """Wait for the answers and return the rows of each statement. Statements after a failed one were not executed.
 
-        Raises the error of the first that failed as psycopg has it.
+        Raises psycopg's error for the first statement that failed.
         """
         found, error = self.finish_all()
         if error is not None:
@@ -90,7 +91,7 @@ class RoundTrip:
         return found
 
     def finish_all(self) -> tuple[list[list[Row]], psycopg.Error | None]:
-        """The same for who wants to know what was done before an error."""
+        """Like `finish`, but also returns the results that came before an error."""
         pgconn, sent, self._sent = self._connection.pgconn, self._sent, []
         pgconn.pipeline_sync()
         rows: list[list[Row]] = []
@@ -108,7 +109,7 @@ class RoundTrip:
         return rows, error
 
     def abandon(self) -> None:
-        """Take back what was not finished, as far as the server has not executed it; a transaction stays open."""
+        """Drop the unfinished statements that the server has not executed yet; a transaction stays open."""
         if self._sent and self._connection.pgconn.status == ConnStatus.OK:
             self.finish_all()
         self._sent = []
@@ -119,7 +120,7 @@ class RoundTrip:
         return self._connection.pgconn
 
     def _results(self) -> list[PGresult]:
-        """All of them, up to the synchronisation point."""
+        """Return all results up to the synchronisation point."""
         pgconn = self._connection.pgconn
         results: list[PGresult] = []
         self._wait(writing=True)
@@ -132,7 +133,7 @@ class RoundTrip:
                 if result.status == ExecStatus.PIPELINE_SYNC:
                     return results
                 results.append(result)
-            # Else the None that follows the results of each statement.
+            # Otherwise this is the None that follows the results of each statement.
             if pgconn.status != ConnStatus.OK:
                 return results
 
@@ -142,7 +143,7 @@ class RoundTrip:
         poll.register(pgconn.socket, select.POLLIN)
         if writing:
             while pgconn.flush():
-                # What arrives has to be read, or both sides would wait for each other.
+                # Read what arrives, or both sides would wait for each other.
                 poll.modify(pgconn.socket, select.POLLIN | select.POLLOUT)
                 poll.poll()
                 pgconn.consume_input()

@@ -1,4 +1,4 @@
-"""PostgreSQL's snapshots as values: which transactions a reader could see."""
+"""PostgreSQL's snapshots as values: the transactions that a reader could see."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Self
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Transactions below `xmax` were visible but for those `in_progress`; none at or above it was."""
+    """All transactions below `xmax` were visible except those `in_progress`; none from `xmax` on was."""
 
     xmin: int
     xmax: int
@@ -16,7 +16,7 @@ class Snapshot:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """From the text form of pg_snapshot, `xmin:xmax:xip,…`."""
+        """Parse the text form of pg_snapshot, `xmin:xmax:xip,…`."""
         xmin, xmax, in_progress = text.split(":")
         return cls(int(xmin), int(xmax), tuple(map(int, in_progress.split(","))) if in_progress else ())
 

@@ -1,4 +1,4 @@
-"""SQL texts with the broker's schema still open."""
+"""SQL texts with a placeholder for the broker's schema."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from psycopg import sql
 
 from outbox.errors import ConfigurationError
 
-# Channel names are made of the schema's name and must fit PostgreSQL's 63 bytes.
+# Channel names contain the schema's name and must fit into PostgreSQL's 63 bytes.
 _SCHEMA: Final = re.compile(r"[a-z_][a-z0-9_]{0,47}")
 _PARAMETER: Final = re.compile(rb"%(?:\((\w+)\)s|%)")
 
@@ -25,7 +25,7 @@ class Statement:
         self._numbered: dict[str, tuple[bytes, tuple[str, ...]]] = {}
 
     def on(self, schema: str) -> bytes:
-        """The statement for one schema. Raises ConfigurationError when the schema's name is not allowed."""
+        """Return the statement for one schema. Raises ConfigurationError when the schema's name is not allowed."""
         text = self._cache.get(schema)
         if text is None:
             text = sql.SQL(self._text).format(schema=sql.Identifier(check_schema_name(schema))).as_bytes(None)
@@ -33,7 +33,7 @@ class Statement:
         return text
 
     def numbered(self, schema: str) -> tuple[bytes, tuple[str, ...]]:
-        """The statement for a raw cursor, with `$1` for `%(name)s`, and the names in that order.
+        """Return the statement for a raw cursor, with `$1` for `%(name)s`, and the names in that order.
 
         psycopg translates a statement of more than 4 KB anew on every execution.
         """

@@ -1,7 +1,7 @@
-"""Lifting the timeouts that a role or database sets for statements, locks and transactions; and a limit of our own.
+"""Lift the timeouts that a role or database sets for statements, locks and transactions; set own limits.
 
-The first are meant for applications. Under them a long backlog could never be worked off: the pass that is cut short is
-tried again from its beginning. What the broker waits for has limits of its own.
+Such timeouts are meant for applications. Under them the broker could never finish a long backlog: each attempt would be
+interrupted and start again from the beginning. The broker's own waits have their own limits.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from outbox.broker.database.arrays import cursor_on
 from outbox.broker.database.connection import BrokerConnection, Connection
 from outbox.broker.database.statement import Statement
 
-# transaction_timeout came with PostgreSQL 17.
+# PostgreSQL 17 introduced transaction_timeout.
 _LIFT: Final = """
 SELECT set_config(name, '0', %(local)s)
 FROM unnest(ARRAY['statement_timeout', 'lock_timeout', 'transaction_timeout', 'idle_in_transaction_session_timeout',
@@ -23,20 +23,20 @@ WHERE current_setting(name, true) IS NOT NULL
 """
 _LIFT_WHERE_DIRECT: Final = f"{_LIFT} AND pg_backend_pid() = %(told)s"
 _LIMIT: Final = "SELECT set_config('lock_timeout', '1s', true)"
-# To send together with other statements.
+# To be sent together with other statements.
 LIFT: Final = Statement(_LIFT)
 
 
 def lift_for_session(connection: Connection) -> None:
-    """For a direct connection: a pooler in transaction mode would pass the settings on to others."""
+    """Lift them for a direct connection. A pooler in transaction mode would pass the settings on to other clients."""
     _lift(connection, local=False)
 
 
 def lift_where_direct(connection: Connection) -> bool:
-    """As `lift_for_session` if no pooler is in between; returns whether it was done. Else use `lifted`.
+    """Like `lift_for_session` if no pooler is in between; returns whether it was done. Otherwise use `lifted`.
 
-    The server is asked, not the settings: with LISTEN_URL = "" a direct connection is taken for one through a pooler,
-    and its session has the timeouts of its role all the same.
+    The server is asked, not the settings. With LISTEN_URL = "" a direct connection counts as one through a pooler, but
+    its session still has the timeouts of its role.
     """
     with cursor_on(connection) as cursor:
         cursor.execute(_LIFT_WHERE_DIRECT, {"local": False, "told": connection.info.backend_pid})
@@ -44,13 +44,13 @@ def lift_where_direct(connection: Connection) -> bool:
 
 
 def lift_for_transaction(connection: Connection) -> None:
-    """For the open transaction only, and safe behind a pooler. Make it the first statement."""
+    """Lift them for the open transaction only; safe behind a pooler. Make it the first statement."""
     _lift(connection, local=True)
 
 
 @contextlib.contextmanager
 def lifted(connection: Connection) -> Iterator[None]:
-    """A transaction (or savepoint) of the broker's own without timeouts; safe behind a pooler."""
+    """Open a transaction (or savepoint) of the broker without timeouts; safe behind a pooler."""
     with connection.transaction():
         lift_for_transaction(connection)
         yield
@@ -58,9 +58,9 @@ def lifted(connection: Connection) -> Iterator[None]:
 
 @contextlib.contextmanager
 def lock_limited(connection: Connection) -> Iterator[None]:
-    """A transaction (or savepoint) that waits for a lock no longer than a second; safe behind a pooler.
+    """Open a transaction (or savepoint) that waits at most one second for a lock; safe behind a pooler.
 
-    Its statements raise LockNotAvailable: a table that is kept locked must be reported, not waited for.
+    Its statements raise LockNotAvailable: the caller reports a table that stays locked instead of waiting for it.
     """
     with connection.transaction():
         connection.execute(_LIMIT)
@@ -68,7 +68,7 @@ def lock_limited(connection: Connection) -> Iterator[None]:
 
 
 def lasts(connection: Connection) -> bool:
-    """Whether the connection keeps its session; a pooler in transaction mode may give each transaction another one."""
+    """Whether the connection keeps its session. A pooler in transaction mode may change it with each transaction."""
     return isinstance(connection, BrokerConnection) and connection.is_direct
 
 

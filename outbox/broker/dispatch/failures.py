@@ -1,4 +1,4 @@
-"""What the dispatching thread does with failed attempts: judge them, record them at once, and say what is left here."""
+"""Judge failed attempts, record them at once, and return the messages to try again here."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ class Failed:
 
 
 def settle(run: Executor, instance: UUID, failures: Sequence[Failed]) -> list[FetchedEntry]:
-    """Afterwards every message is finished, stopped, or due again: the failures of one collection, together.
+    """Record the failures of one collection; each message is then finished, stopped, or due again.
 
-    Records them and finishes what was sent away; returns the messages to try here again, with their due time.
+    Finishes the messages that were sent away; returns the messages to try here again, with their due time.
 
-    If recording fails, nothing was sent away: the messages are tried here again, so none is lost and no offset
-    passes them.
+    If recording fails, no message was sent away. All are then tried here again, so none is lost and no offset passes
+    them.
     """
     judged = [(failed, _judge(failed)) for failed in failures]
     for failed, judgement in judged:
@@ -62,9 +62,9 @@ def settle(run: Executor, instance: UUID, failures: Sequence[Failed]) -> list[Fe
 
 
 def send_on(run: Executor, instance: UUID, foreign: Sequence[tuple[FetchedEntry, Row]]) -> None:
-    """Move retried messages of topics that this process does not subscribe to into the queues of these topics.
+    """Move retried messages of topics without a subscription here into the queues of these topics.
 
-    Attempts stay uncounted. Such messages come from the queue of all topics, which version 0.1 fills.
+    Their attempts are not counted. Such messages come from the queue of all topics, which version 0.1 fills.
     """
     judgement = FailurePlan(FailureAction.SEND_BACK)
     error = "delivered to an instance of the group that does not subscribe to the message's topic"
@@ -92,10 +92,10 @@ def send_on(run: Executor, instance: UUID, foreign: Sequence[tuple[FetchedEntry,
 def _judge(failed: Failed) -> FailurePlan:
     item, error = failed.item, failed.error
     if isinstance(error, KillsItsProcess):
-        # Whatever the subscription makes of errors: this one did not come from the handler.
+        # Regardless of the subscription's error rules: the handler did not raise this error.
         return FailurePlan(FailureAction.DEAD)
     if isinstance(error, LeaseLost):
-        # The fence stopped it: not the handler's fault. If the lease is ours all the same, try again soon.
+        # The fence stopped it, which is not the handler's fault. If this process still holds the lease, try again soon.
         return FailurePlan(FailureAction.IN_PLACE, _LOCAL_RETRY_SECONDS)
     return send_back.judge(
         failed.subscribed.subscription,
@@ -107,7 +107,7 @@ def _judge(failed: Failed) -> FailurePlan:
 
 
 def _record(run: Executor, instance: UUID, judged: Sequence[tuple[Failed, FailurePlan]]) -> set[leases.QueueKey]:
-    """The keys of queues that are still ours. One message twice (also retried) takes two statements."""
+    """Return the keys of queues that this process still holds. A message that occurs twice needs two statements."""
     kept: set[leases.QueueKey] = set()
     rounds: list[dict[tuple[int, int], Failure]] = []
     for failed, judgement in judged:
@@ -127,19 +127,19 @@ def _record(run: Executor, instance: UUID, judged: Sequence[tuple[Failed, Failur
             reason = send_back.describe(failed.error)
             leases.stop(run, instance, failed.item.queue.lease, reason)
     if any(judgement.verdict is FailureAction.SEND_BACK for _, judgement in judged):
-        # The sequencer knows when the next scheduled message was due before this one.
+        # The sequencer may have expected the next scheduled message at a later time than this one.
         notify(run, Channel.DECIDED)
     return kept
 
 
 def _conclude(failed: Failed, judgement: FailurePlan) -> list[FetchedEntry]:
-    """Only once the failure is recorded: a message finished before that would be lost with a crash in between."""
+    """Only after recording: a message finished earlier would be lost in a crash in between."""
     item = failed.item
     queue = item.queue
     if judgement.verdict is FailureAction.IN_PLACE:
         return [_again(item, judgement.delay_seconds)]
     if judgement.verdict is FailureAction.STOP:
-        # Not finished: the offset stays at it, and it is fetched again when an operator resumes the group.
+        # Not finished: the offset stays at it. It is fetched again when an operator resumes the group.
         queue.stop()
         return []
     outcome = EntryOutcome.DEAD if judgement.verdict is FailureAction.DEAD else EntryOutcome.SENT_BACK

@@ -1,7 +1,7 @@
-"""Fetching messages for all owned queues in one statement.
+"""Fetch messages for all owned queues in one statement.
 
-The plan must not depend on statistics of tables that grow by the second: each step is a correlated subquery that
-can only be answered by its primary key, entries by (queue, offset), then messages by log id.
+The plan must not depend on statistics of fast-growing tables. So each step is a correlated subquery that only the
+primary key can answer: entries by (queue, offset), then messages by log id.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from outbox.broker.dispatch.subscriptions import Subscribed
 from outbox.message import Delivery, Message
 
 Row = tuple[Any, ...]
-# The columns of _FETCH and of _LOAD in their order; `restore` takes the rest of them apart. By position: this is done
-# for every message.
+# The columns of _FETCH and of _LOAD in their order; `restore` unpacks the rest of them. By position, because this code
+# runs for every message.
 SLOT, OFFSET, RETRIES, LOG_ID, TOPIC_ID, PASSES, BODY, MESSAGE_ID, KEY = range(9)
-# The last column, NULL where it is the message's own id, as that of a message published alone is.
+# The last column; NULL if it equals the message's own id, as for a message published alone.
 TRANSACTION_ID: Final = -1
 
-# Larger bodies are not buffered: they are loaded when their handler is about to be called.
+# Larger bodies are not buffered: they are loaded right before their handler is called.
 LARGEST_BUFFERED_BODY: Final = 16 * 1024
 
 _FETCH: Final = """
@@ -51,7 +51,7 @@ LEFT JOIN LATERAL (
 
 
 class Fetcher:
-    """The fetch statement for the filters of some subscriptions, which it refers to by number, 0 for none."""
+    """The fetch statement for the filters of some subscriptions. It numbers the filters; 0 means no filter."""
 
     def __init__(self, subscriptions: Iterable[Subscribed]) -> None:
         builder = FilterSql()
@@ -63,10 +63,10 @@ class Fetcher:
         passes = (
             sql.SQL("CASE w.filter {} ELSE true END").format(sql.SQL(" ").join(cases)) if cases else sql.SQL("true")
         )
-        # Values in filters are parameters: what is put in here has no braces that a Statement could take for its own.
+        # Values in filters are parameters: the inserted text has no braces that a Statement could replace.
         self._statement = Statement(_FETCH.replace("{passes}", passes.as_string(None)))
         self._parameters: dict[str, Any] = {**builder.parameters, "largest": LARGEST_BUFFERED_BODY}
-        # What the rest of them was made for: while little arrives, the same queues are asked again and again.
+        # The wanted queues of the last call: while few messages arrive, the same queues are asked for again and again.
         self._wanted: Sequence[tuple[OwnedQueue, int]] = ()
         self._numbers: dict[Subscribed | None, int] = {
             subscribed: number for number, subscribed in enumerate(filtered, start=1)
@@ -75,11 +75,11 @@ class Fetcher:
         self._cursor: psycopg.RawCursor[Row] | None = None
 
     def fetch(self, run: Executor, wanted: Sequence[tuple[OwnedQueue, int]]) -> list[Row]:
-        """Up to so many entries of each queue from its `fetch_from` on; queue by queue, in queue order.
+        """Fetch entries of each queue from its `fetch_from` on; queue by queue, in queue order.
 
-        `SLOT` counts `wanted` from 1: one queue may be wanted by several groups of this process.
-        A row without `TOPIC_ID` refers to a message that retention removed; one with `PASSES` false was filtered; one
-        that passes and has no body has a large one, to be had from `load`.
+        `SLOT` counts `wanted` from 1, because several groups of this process may want one queue. A row without
+        `TOPIC_ID` refers to a message that retention removed. A row with `PASSES` false was filtered. A row that passes
+        and has no body has a large one; `load` returns it.
         """
         if wanted != self._wanted:
             self._wanted = wanted
@@ -110,7 +110,7 @@ CROSS JOIN LATERAL (SELECT * FROM {schema}.commit_log l WHERE l.log_id = e.log_i
 
 
 def load(run: Executor, places: Sequence[tuple[int, int]]) -> dict[tuple[int, int], Row]:
-    """Rows by (queue id, offset), with their bodies whatever their size; removed ones are missing."""
+    """Return rows by (queue id, offset), with bodies of any size; removed ones are missing."""
     parameters = {
         "queue_ids": arrays.integers([queue_id for queue_id, _ in places]),
         "offsets": arrays.bigints([offset for _, offset in places]),
@@ -121,8 +121,8 @@ def load(run: Executor, places: Sequence[tuple[int, int]]) -> dict[tuple[int, in
 _NO_HEADERS: Final[Mapping[str, str]] = MappingProxyType({})
 _new = object.__new__
 
-# The slots are set directly: the constructors would check again what was checked when the message was sent, at
-# several times the cost of fetching it.
+# The slots are set directly: the constructors would repeat the checks of the sender, at several times the cost of
+# fetching.
 _message_slots = Message.__dict__
 _set_topic = _message_slots["topic"].__set__
 _set_body = _message_slots["body"].__set__
@@ -138,7 +138,7 @@ _set_born_at = _message_slots["born_at"].__set__
 
 
 def restore(row: Row, topic: str) -> Message:
-    """The message of a row."""
+    """Return the message of a row."""
     message: Message = _new(Message)
     _, _, _, _, _, _, body, message_id, key, tag, headers, content_type, born_at, deliver_at, shard, _ = row
     _set_topic(message, topic)
@@ -166,7 +166,7 @@ _set_transaction_id = _delivery_slots["transaction_id"].__set__
 
 
 def deliver(row: Row, message: Message, body: Any, group: str, queue: str, offset: int, attempt: int) -> Delivery:
-    """A delivery of a row's message with its decoded body."""
+    """Return a delivery of a row's message with its decoded body."""
     delivery: Delivery = _new(Delivery)
     _set_message(delivery, message)
     _set_decoded(delivery, body)

@@ -1,4 +1,4 @@
-"""Filters as SQL, evaluated where the messages are: the same tree as `outbox.filters.filter` evaluates in Python."""
+"""Filters as SQL, evaluated in the database; `outbox.filters.filter` evaluates the same tree in Python."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _NUMBER_PATTERN: Final = f"^({NUMBER})$"
 
 @dataclass
 class FilterSql:
-    """Builds conditions over the log row `l`; the values end up in `parameters`, named after `prefix`."""
+    """Builds conditions over the log row `l`; puts the values into `parameters`, named after `prefix`."""
 
     prefix: str = "f"
     parameters: dict[str, Any] = field(default_factory=dict)
 
     def condition(self, wanted: Filter) -> sql.Composable:
-        """A boolean that is never NULL."""
+        """Return a boolean that is never NULL."""
         if wanted.tags:
             return sql.SQL("l.tag = ANY({}::text[])").format(self._bind(list(wanted.tags)))
         if wanted.condition is None:
@@ -55,7 +55,7 @@ class FilterSql:
     def _operand(self, name: str, like: Value) -> sql.Composable:
         if not isinstance(like, Decimal):
             return self._text(name)
-        # CASE guarantees that the cast only sees texts that are numbers.
+        # CASE guarantees that the cast sees only texts that are numbers.
         return sql.SQL("CASE WHEN {} ~ {}::text THEN ({})::numeric END").format(
             self._text(name), self._bind(_NUMBER_PATTERN), self._text(name)
         )

@@ -1,4 +1,4 @@
-"""Calling a handler: in a thread of the pool, with decoded bodies, fenced, and never raising."""
+"""Call a handler in a thread of the pool, with decoded bodies and fenced; errors become results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class Caller:
-    """Runs works: fills in their results and hands them to `finished`."""
+    """Runs calls: fills in their results and hands them to `finished`."""
 
     def __init__(
         self,
@@ -35,8 +35,8 @@ class Caller:
         self._codecs = codecs
         self._finished = finished
         self._running = running
-        # Decoding needs the interpreter lock all the time: threads that wait for each other here leave it to the
-        # dispatching thread, which otherwise waits for one switch interval per decoding thread.
+        # Decoding holds the interpreter lock all the time. With this lock, only one thread decodes; otherwise the
+        # dispatching thread would wait one switch interval for each decoding thread.
         self._decoding = threading.Lock()
 
     def run(self, work: HandlerCall) -> None:
@@ -44,7 +44,7 @@ class Caller:
         try:
             work.results = self._call(work)
         except BaseException as error:
-            # An error of ours or of the invoker must not end the thread: the attempt failed.
+            # An error of this code or of the invoker must not end the thread: the attempt failed.
             logger.exception("calling the handler of group %r failed", work.subscribed.subscription.group)
             work.results = [error] * len(work.items)
         self._finished(work)
@@ -87,7 +87,7 @@ class Caller:
 
     @contextlib.contextmanager
     def _noted(self, work: HandlerCall, places: Sequence[int]) -> Iterator[None]:
-        """While the handler runs, this process's parent can see what it is about."""
+        """Note the call while the handler runs, for this process's parent."""
         if self._running is None:
             yield
             return
@@ -100,10 +100,10 @@ class Caller:
                 self._running.forget(slot)
 
     def _deliveries(self, work: HandlerCall, results: list[Result]) -> tuple[list[Delivery], list[int]]:
-        """Deliveries and their places in the work; the results of those that are not called are filled in."""
+        """Return the deliveries and their places in the call; fill in the results of those that are not called."""
         group, topic = work.subscribed.group.name, work.subscribed.subscription.topic
         decode = self._codecs.decode
-        # Asked after the fault point: a process frozen there finds its lease over before any handler starts.
+        # Check after the fault point: a process frozen there finds its lease over before any handler starts.
         startable = {queue: queue.may_start() for queue in {item.queue for item in work.items}}
         deliveries: list[Delivery] = []
         places: list[int] = []
@@ -129,7 +129,10 @@ class Caller:
 
 
 def _waits(deliveries: Sequence[Delivery], now: float) -> list[float]:
-    """How long messages have waited for their first call, since they were published or due, by this machine's clock."""
+    """Return how long messages have waited for their first call.
+
+    The time counts from publishing or from the due time, by this machine's clock.
+    """
     since = [
         max(filter(None, (delivery.message.born_at, delivery.message.deliver_at)))
         for delivery in deliveries

@@ -1,12 +1,12 @@
-"""Telling a poison message from a world that is away: identical errors in a row, of different messages.
+"""Tell a poison message from a service that is down, by identical errors in a row on different messages.
 
-A database or a service that is away fails every message, each after its own timeout, until the last one is in the dead
-letters. So after three failures with the same error, of calls that share no message and without a success between
-them, the subscription is taken to be in an **outage**: it pauses, its failed messages stay where they are and use up no
-attempt, and after the pause one call at a time tries whether it is over. The first success ends it.
+If a database or a service is down, every message fails, each after its own timeout, until the last one is a dead
+letter. So three failures with the same error, of calls without a common message and without a success in between, count
+as an **outage**. The subscription pauses. Its failed messages stay in place and use up no attempt. After the pause one
+call at a time tests whether the outage is over. The first success ends it.
 
-A few poison messages with nothing else to try look the same. Therefore an outage is believed only as long as one
-message's own series of attempts would take; after that attempts count again, so that everything ends.
+A few poison messages without other messages look the same. So an outage is assumed only as long as one message's own
+series of attempts would take. After that, attempts count again, so every message comes to an end.
 """
 
 from __future__ import annotations
@@ -23,38 +23,38 @@ _PAUSES: Final = Backoff(first_seconds=1.0, longest_seconds=60.0)
 
 
 class Outage:
-    """What is known of one subscription's failures in a row. Times are of time.monotonic; one thread uses it."""
+    """The failures in a row of one subscription. Times are of time.monotonic; one thread uses it."""
 
     def __init__(self, subscription: Subscription) -> None:
         self._subscription = subscription
         self._error = ""
-        # Calls that failed with it in a row, as what they were about; no two of them share a message.
+        # The messages of calls in a row that failed with this error; no two calls share a message.
         self._failed: list[frozenset[Hashable]] = []
         self._pauses = 0
         self._began = 0.0
-        self._doubted = False
-        # Whether the handler has said how long the pause is to be.
+        self._is_over_time = False
+        # Whether the handler has set the length of the pause.
         self._asked = False
         self.resume_at: float | None = None
 
     @property
     def error(self) -> str:
-        """The error it is about; '' while there is none."""
+        """The error of the outage; '' without one."""
         return self._error if self.resume_at is not None else ""
 
     @property
     def pauses(self) -> int:
-        """How often it has paused in this outage; 0 without one."""
+        """The number of pauses in this outage; 0 without one."""
         return self._pauses if self.resume_at is not None else 0
 
     def admits(self, now: float, *, running: bool) -> bool:
-        """Whether a call may be started: always, but in an outage one at a time, after the pause."""
+        """Whether a call may be started: always, except in an outage; then one at a time, after the pause."""
         return self.resume_at is None or (now >= self.resume_at and not running)
 
     def succeeded(self, now: float = math.inf) -> None:
-        """A handler did its work: whatever failed before is the fault of what failed.
+        """A handler succeeded: earlier failures are the fault of their messages.
 
-        But a pause that was asked for lasts as long as that: the call may have begun before it.
+        A pause that a handler has requested still lasts its full time: the successful call may have begun before it.
         """
         if self._asked and self.resume_at is not None and now < self.resume_at:
             return
@@ -62,15 +62,15 @@ class Outage:
         self._error = ""
         self._failed = []
         self._pauses = 0
-        self._doubted = False
+        self._is_over_time = False
         self.resume_at = None
 
     def not_started(self, error: str, now: float, pause_seconds: float | None = None) -> float:
-        """A call failed through no message's fault; returns when to go on, after so many seconds if that was said."""
+        """Record a call that failed through no message's fault; returns when to continue."""
         return self._pause(error, now, pause_seconds)
 
     def failed(self, messages: Iterable[Hashable], error: str, now: float) -> float | None:
-        """A call about these failed. None: by itself, as far as is known; else it is an outage until then."""
+        """Record a failed call about these messages. Returns None for an ordinary failure, or the end of the pause."""
         if error != self._error:
             self.succeeded(now)
             self._error = error
@@ -78,13 +78,13 @@ class Outage:
         self._failed = [other for other in self._failed if other.isdisjoint(call)]
         if len(self._failed) < _IN_A_ROW:
             self._failed.append(call)
-        if self._doubted or (len(self._failed) < _IN_A_ROW and self.resume_at is None):
+        if self._is_over_time or (len(self._failed) < _IN_A_ROW and self.resume_at is None):
             return None
         if self.resume_at is None:
             self._began = now
         if now - self._began >= self._believed_seconds():
-            # Nothing pauses any more, and nothing is forgiven, until something succeeds.
-            self._doubted, self.resume_at = True, None
+            # Until a success there are no more pauses, and every attempt counts.
+            self._is_over_time, self.resume_at = True, None
             return None
         return self._pause(error, now)
 
@@ -94,7 +94,7 @@ class Outage:
         if self.resume_at is None:
             self._began = now
         elif now < self.resume_at:
-            # Of a call that ran already when the pause began.
+            # The call already ran when the pause began.
             self.resume_at = max(self.resume_at, now + (wished_seconds or 0.0))
             return self.resume_at
         self._pauses += 1

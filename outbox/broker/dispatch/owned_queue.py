@@ -1,4 +1,4 @@
-"""A queue as its present owner sees it: what is fetched, what is unfinished, what became of the rest."""
+"""A queue as its present owner sees it: fetched entries, unfinished entries, and outcomes of the rest."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from outbox.broker.groups.offsets import OffsetRow, Position
 
 
 class EntryOutcome(enum.IntEnum):
-    """How an entry was finished; the counters of `consumer_offset`."""
+    """The outcome of a finished entry; the counters of `consumer_offset`."""
 
     HANDLED = 0
     FILTERED = 1
@@ -23,20 +23,20 @@ class EntryOutcome(enum.IntEnum):
 
 
 class Phase(enum.Enum):
-    """What this process does with a queue it owns."""
+    """The phase of a queue in the process that owns it."""
 
     ACTIVE = "active"
     """Fetch and handle."""
     STOPPED = "stopped"
-    """An on_error=STOP handler stopped it: keep the lease, start nothing until an operator resumes it."""
+    """A handler with on_error=STOP stopped it: keep the lease, start nothing until an operator resumes it."""
     DRAINING = "draining"
-    """To be handed over: fetch nothing; finish what runs and what waits before it, store the offset, release."""
+    """The queue is being handed over: fetch nothing, finish running and earlier messages, store the offset, release."""
     LOST = "lost"
     """Another owner may have it: start nothing, record nothing."""
 
 
 class OffsetWindow:
-    """Which offsets from the lowest unfinished one on are finished. The stored offset is that lowest one."""
+    """The finished offsets from the lowest unfinished one on. That lowest one is the stored offset."""
 
     __slots__ = ("_finished", "_gaps", "base", "counts", "moved", "start_offset")
 
@@ -56,11 +56,11 @@ class OffsetWindow:
         self._gaps: dict[int, int] = {}
 
     def finish(self, offset: int, outcome: EntryOutcome) -> None:
-        """`offset` is done with. Call `advance` after a group of these."""
+        """Mark `offset` as finished. Call `advance` after a group of these."""
         self._finished[offset] = outcome
 
     def skip(self, start: int, end: int) -> None:
-        """Offsets `start` to before `end` were removed by retention before they were fetched."""
+        """Mark offsets `start` to before `end` as removed by retention before they were fetched."""
         self._gaps[start] = end
 
     @property
@@ -73,7 +73,7 @@ class OffsetWindow:
         return offset in self._finished
 
     def advance(self) -> None:
-        """Move the base past everything that is finished without a gap."""
+        """Move the base past all finished offsets without a gap."""
         base, finished, counts = self.base, self._finished, self.counts
         while True:
             outcome = finished.pop(base, None)
@@ -89,7 +89,7 @@ class OffsetWindow:
         self.base = base
 
     def position(self) -> Position:
-        """The position to store."""
+        """Return the position to store."""
         handled, filtered, skipped, sent_back, dead, expired = self.counts
         return Position(self.base, self.start_offset, handled, filtered, skipped, sent_back, dead, expired, self.moved)
 
@@ -97,9 +97,9 @@ class OffsetWindow:
 class OwnedQueue:
     """A queue that this process consumes for a group, under a lease.
 
-    The coordinator's thread creates it and gives it away with `Gained`. From then on the dispatching thread alone
-    calls its methods, but for those that say "any thread": they read single values that are written whole.
-    Whoever else uses it reads its fields, and changes them by these methods only.
+    The coordinator's thread creates it and passes it on with `QueueAcquired`. From then on only the dispatching thread
+    calls its methods, except those marked "any thread", which read single values that are written whole. Other code
+    reads its fields, and changes them only by these methods.
     """
 
     __slots__ = (
@@ -138,11 +138,11 @@ class OwnedQueue:
         self.hungry = True
         self.buffered = 0
         self.running = 0
-        # While it is drained: until when messages may still be started.
+        # While it is drained: the time until which messages may still be started.
         self.start_until = 0.0
         # A bounded pass fetches up to here.
         self.end: int | None = None
-        # What is noted of messages sent away before it is removed.
+        # Notes of messages sent away before this offset are removed.
         self.swept_offset = 0
         self._refetched_below = 0
         self._ordinal = 0
@@ -160,7 +160,7 @@ class OwnedQueue:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether an on_error=STOP handler stopped it. Any thread."""
+        """Whether a handler with on_error=STOP stopped it. Any thread."""
         return self.phase is Phase.STOPPED
 
     @property
@@ -174,25 +174,25 @@ class OwnedQueue:
         return self.window.base
 
     def swept(self) -> None:
-        """What was noted of messages sent away before the stored offset is removed."""
+        """Record that the notes of messages sent away before the stored offset are removed."""
         self.swept_offset = self._stored_base
 
     # -- phases ---------------------------------------------------------------------------------
 
     def stop(self) -> None:
-        """Start nothing until it is resumed; one that is drained or lost goes on to be that."""
+        """Start nothing until it is resumed; a drained or lost queue keeps its phase."""
         if self.phase is Phase.ACTIVE:
             self.phase = Phase.STOPPED
 
     def resume(self) -> None:
-        """Go on after a stop: fetch again from the lowest unfinished entry; what is finished beyond it stays so."""
+        """Continue after a stop: fetch again from the lowest unfinished entry; later finished entries stay finished."""
         self.phase = Phase.ACTIVE
         self._refetched_below = max(self._refetched_below, self.fetch_from)
         self.fetch_from = self.window.base
         self.hungry = True
 
     def drain(self, *, start_until: float) -> None:
-        """Fetch nothing more; what waits before started messages may be started until then (time.monotonic)."""
+        """Fetch nothing more; messages before started ones may be started until `start_until` (time.monotonic)."""
         self.phase = Phase.DRAINING
         self.start_until = start_until
 
@@ -207,18 +207,21 @@ class OwnedQueue:
         self.hungry = True
 
     def bound(self, end: int) -> None:
-        """Fetch only what lies before `end`."""
+        """Fetch only entries before `end`."""
         self.end = end
 
     def skip_to(self, floor: int) -> None:
-        """Retention removed everything below `floor`."""
+        """Skip everything below `floor`, which retention has removed."""
         if floor > self.fetch_from:
             self.window.skip(self.fetch_from, floor)
             self.window.advance()
             self.fetch_from = floor
 
     def sent_away_before(self, offsets: Mapping[int, bool]) -> None:
-        """A former owner sent these messages away (the value: into the dead letters) and could not store its offset."""
+        """Take the notes about messages that a former owner sent away without storing its offset.
+
+        The value says whether a message became a dead letter.
+        """
         ahead = {offset: is_dead for offset, is_dead in offsets.items() if offset >= self.fetch_from}
         for offset, is_dead in ahead.items():
             self.window.finish(offset, EntryOutcome.DEAD if is_dead else EntryOutcome.SENT_BACK)
@@ -228,11 +231,11 @@ class OwnedQueue:
 
     @property
     def fetches_again(self) -> bool:
-        """Whether some of what is fetched next may be finished: fetched before a stop, or by a former owner."""
+        """Whether the next entries to fetch may be finished: fetched before a stop, or by a former owner."""
         return self.fetch_from < self._refetched_below
 
     def fetched(self, next_offset: int, *, more: bool) -> None:
-        """Everything before `next_offset` was fetched; `more` if there may be more."""
+        """Record that everything before `next_offset` was fetched; `more` if there may be more."""
         self.fetch_from = next_offset
         self.hungry = more
 
@@ -243,35 +246,35 @@ class OwnedQueue:
     # -- what is in memory and what runs ----------------------------------------------------------
 
     def buffer(self, count: int = 1) -> None:
-        """So many more entries are in memory."""
+        """Count entries that are now in memory."""
         self.buffered += count
 
     def unbuffer(self, count: int = 1) -> None:
-        """So many entries left memory without a call."""
+        """Count entries that left memory without a call."""
         self.buffered -= count
 
     def unbuffer_waiting(self) -> None:
-        """Only what runs is still in memory."""
+        """Count only the running entries as in memory."""
         self.buffered = self.running
 
     def started(self) -> None:
-        """One more entry is in a running call."""
+        """Count one more entry in a running call."""
         self.running += 1
 
     def returned(self, count: int) -> None:
-        """So many entries came back from a call; those that are kept here are buffered again."""
+        """Count entries that came back from a call; those that stay here are buffered again."""
         self.running -= count
         self.buffered -= count
 
     # -- offsets --------------------------------------------------------------------------------
 
     def next_row(self) -> OffsetRow | None:
-        """The row to store, if the position moved since the last one."""
+        """Return the row to store if the position has moved since the last one."""
         if self.window.base == self._stored_base:
             return None
         self._ordinal += 1
         return OffsetRow(self.key, self.lease.epoch, self._ordinal, self.window.position())
 
     def stored(self, row: OffsetRow) -> None:
-        """A row was stored."""
+        """Record that a row was stored."""
         self._stored_base = row.position.next_offset

@@ -1,6 +1,6 @@
-"""What the coordinator's thread and the dispatching thread tell each other about the queues this process owns.
+"""Messages between the coordinator's thread and the dispatching thread about owned queues.
 
-The coordinator decides what to own and says so by events; the dispatching thread says when a queue may be let go.
+The coordinator decides which queues to own, and sends events. The dispatching thread says when a queue may be released.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from outbox.broker.dispatch.owned_queue import OwnedQueue
 from outbox.broker.groups.leases import Lease, QueueKey
-from outbox.broker.groups.suspects import QuarantinedMessage
+from outbox.broker.groups.quarantine import QuarantinedMessage
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class QueueAcquired:
 
 @dataclass(frozen=True)
 class QueueHandOver:
-    """Finish what runs of this queue, store its offset, then call `Ownership.hand_back`."""
+    """Finish the running calls of this queue, store its offset, then call `Ownership.hand_back`."""
 
     lease: Lease
 
@@ -38,12 +38,12 @@ class QueueLost:
 
 @dataclass(frozen=True)
 class GroupChanged:
-    """A group was paused or resumed, has another inbox generation, or other suspects."""
+    """A group was paused or resumed, or has another inbox generation or other messages in quarantine."""
 
     group_id: int
     paused: bool
     generation: int
-    suspects: Mapping[int, QuarantinedMessage]
+    quarantined: Mapping[int, QuarantinedMessage]
 
 
 @dataclass(frozen=True)
@@ -56,14 +56,14 @@ class QueueStopped:
 
 @dataclass(frozen=True)
 class LifeChanged:
-    """The coordinator has met another life of the broker: ask for the life before anything else is handled."""
+    """The coordinator has seen another life of the broker: ask for the life before handling anything else."""
 
 
 Event = QueueAcquired | QueueHandOver | QueueLost | GroupChanged | QueueStopped | LifeChanged
 
 
 class Ownership:
-    """All state that both threads touch. No locks: each field is written whole or is a thread-safe container.
+    """All state that both threads use. No locks: each field is written whole or is a thread-safe container.
 
     `wake_dispatcher` is called after each event.
     """
@@ -73,65 +73,68 @@ class Ownership:
         self._coordinator_wanted = threading.Event()
         self._events: deque[Event] = deque()
         self._handed_back: deque[Lease] = deque()
-        self._lingering: set[QueueKey] = set()
+        self._blocked: set[QueueKey] = set()
         self._draining = False
         self._is_outdated = False
 
     # -- the dispatching thread's side ----------------------------------------------------------
 
     def next_event(self) -> Event | None:
-        """The oldest event not yet taken."""
+        """Return the oldest event not yet taken."""
         return self._events.popleft() if self._events else None
 
     def hand_back(self, lease: Lease) -> None:
-        """The queue is drained, or its lease was found to be over: let it go."""
+        """Give the queue back: it is drained, or its lease was found to be over."""
         self._handed_back.append(lease)
         self._coordinator_wanted.set()
 
-    def linger(self, key: QueueKey) -> None:
-        """Handlers of a lost lease still run: taking the queue again now would let two calls run at once."""
-        self._lingering.add(key)
+    def block(self, key: QueueKey) -> None:
+        """Block the queue:
 
-    def linger_no_more(self, key: QueueKey) -> None:
-        """The handlers of the lost lease have returned."""
-        self._lingering.discard(key)
+        handlers of its lost lease still run, and a second owner thread here would run them twice at once.
+        """
+        self._blocked.add(key)
+
+    def unblock(self, key: QueueKey) -> None:
+        """Unblock the queue: the handlers of its lost lease have returned."""
+        self._blocked.discard(key)
 
     def drain(self) -> None:
-        """Take no more queues: what is handed back from now on is for others."""
+        """Acquire no more queues: queues handed back from now on are for other instances."""
         self._draining = True
 
     # -- the coordinator's side -----------------------------------------------------------------
 
     def emit(self, event: Event) -> None:
-        """Tell the dispatching thread."""
+        """Send an event to the dispatching thread."""
         self._events.append(event)
         self._wake_dispatcher()
 
     def handed_back(self) -> list[Lease]:
-        """Leases to be released, oldest first. They stay until they are `released`."""
+        """Return the leases to be released, oldest first. They stay until they are `released`."""
         return list(self._handed_back)
 
     def released(self, count: int) -> None:
-        """So many of the oldest `handed_back` were released."""
+        """Remove this many of the oldest `handed_back` leases: they were released."""
         for _ in range(count):
             self._handed_back.popleft()
 
     def hand_back_unused(self, leases: Iterable[Lease]) -> None:
-        """Leases that were obtained but never became queues."""
+        """Give back acquired leases whose queues were never used."""
         self._handed_back.extend(leases)
 
     def wait(self, seconds: float) -> None:
-        """Until something is handed back or `wake_coordinator` is called, at most so long."""
+        """Wait until a queue is handed back or `wake_coordinator` is called, at most `seconds`."""
         self._coordinator_wanted.wait(seconds)
         self._coordinator_wanted.clear()
 
     @property
     def is_draining(self) -> bool:
-        """Whether no more queues may be taken."""
+        """Whether no more queues may be acquired."""
         return self._draining
 
     def outdate(self) -> None:
-        """The ids of groups and topics name others now: take no more queues; the process has to register again."""
+        """Acquire no more queues, because ids of groups and topics are reused; the process has to register again."""
         self._is_outdated = self._draining = True
         self._wake_dispatcher()
 
@@ -142,10 +145,10 @@ class Ownership:
         """Whether the process has to register again."""
         return self._is_outdated
 
-    def lingers(self, key: QueueKey) -> bool:
+    def is_blocked(self, key: QueueKey) -> bool:
         """Whether handlers of an earlier lease of this queue still run here."""
-        return key in self._lingering
+        return key in self._blocked
 
     def wake_coordinator(self) -> None:
-        """Something may have changed: look now, not at the next turn."""
+        """Wake the coordinator now instead of at its next turn, because something may have changed."""
         self._coordinator_wanted.set()

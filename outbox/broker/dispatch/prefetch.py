@@ -1,4 +1,4 @@
-"""Bringing messages into memory ahead of their handlers: fetching what there is room for, loading what was left out."""
+"""Bring messages into memory ahead of their handlers: fetch within the buffer's limits, load omitted bodies."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from outbox.broker.database.executor import Executor
 from outbox.broker.dispatch import failures
 from outbox.broker.dispatch.fetch import BODY, KEY, OFFSET, PASSES, RETRIES, SLOT, TOPIC_ID, Fetcher, Row, load
 from outbox.broker.dispatch.owned_queue import EntryOutcome, OwnedQueue, Phase
-from outbox.broker.dispatch.station import SubscriptionRunner
+from outbox.broker.dispatch.subscription_runner import SubscriptionRunner
 from outbox.broker.dispatch.work import FetchedEntry, HandlerCall
 from outbox.broker.groups.leases import QueueKey
 from outbox.errors import BrokerError
@@ -21,7 +21,7 @@ _RETRY_SPAN: Final = 4_000
 
 
 def room_of(queue: OwnedQueue) -> int:
-    """How many entries to fetch of a queue now; 0 while it has enough."""
+    """Return how many entries of a queue to fetch now; 0 while it has enough."""
     subscribed = queue.subscribed
     size = subscribed.fetch_size if subscribed is not None else _RETRY_FETCH_SIZE
     span = subscribed.span if subscribed is not None else _RETRY_SPAN
@@ -34,31 +34,31 @@ def room_of(queue: OwnedQueue) -> int:
 
 
 class Prefetcher:
-    """Part of the dispatching thread. `dirty` collects queues whose position may have moved, `counts` what passed.
+    """Part of the dispatching thread. `dirty` collects queues whose position may have moved.
 
-    `stations` by (group id, topic id).
+    `counts` counts the filtered messages. `runners` by (group id, topic id).
     """
 
     def __init__(
         self,
         instance: UUID,
-        stations: Mapping[tuple[int, int], SubscriptionRunner],
+        runners: Mapping[tuple[int, int], SubscriptionRunner],
         dirty: set[OwnedQueue],
         counts: Counter[str],
     ) -> None:
         self._instance = instance
-        self._stations = stations
-        self._group_ids = {group_id for group_id, _ in stations}
+        self._runners = runners
+        self._group_ids = {group_id for group_id, _ in runners}
         self._dirty = dirty
         self._counts = counts
-        self._fetcher = Fetcher(station.subscribed for station in stations.values())
-        # Of what is consumed here: what may have more to fetch. In the order in which it was heard of.
+        self._fetcher = Fetcher(runner.subscribed for runner in runners.values())
+        # The consumed queues that may have more to fetch, in the order of the notifications.
         self._hungry: dict[OwnedQueue, None] = {}
         # Retried messages of topics that this process does not subscribe to.
         self._foreign: list[tuple[FetchedEntry, Row]] = []
 
-    def hear(self, owned: Mapping[QueueKey, OwnedQueue], grown: Collection[int] | None) -> None:
-        """Queues with these ids have grown; of None, any may have."""
+    def mark_grown(self, owned: Mapping[QueueKey, OwnedQueue], grown: Collection[int] | None) -> None:
+        """Note that queues with these ids have grown; with None, any may have."""
         if grown is None:
             found = list(owned.values())
         else:
@@ -68,7 +68,7 @@ class Prefetcher:
             self.look_at(queue)
 
     def look_at(self, queue: OwnedQueue) -> None:
-        """There may be more to fetch of it."""
+        """Note that there may be more to fetch of a queue."""
         queue.grown()
         self._hungry[queue] = None
 
@@ -94,7 +94,7 @@ class Prefetcher:
             self._send_on(run)
 
     def _ingest(self, queue: OwnedQueue, rows: Sequence[Row], *, more: bool) -> None:
-        """Take the next entries of a queue into its window and its lanes."""
+        """Put the next entries of a queue into its window and its lanes."""
         items: list[FetchedEntry] = []
         expected, window = queue.fetch_from, queue.window
         for row in rows:
@@ -112,29 +112,29 @@ class Prefetcher:
             self._counts["filtered"] += len(rows) - len(items)
             self._dirty.add(queue)
         if queue.fetches_again:
-            # Again, after a stop: what was finished beyond the stopped message stays so.
+            # Fetched again after a stop: messages finished beyond the stopped one stay finished.
             items = [item for item in items if not window.is_finished(item.offset)]
         queue.fetched(expected, more=more)
         queue.buffer(len(items))
         if queue.subscribed is not None:
             _leave_out_large(items)
-            self._stations[queue.subscribed.key].lane.offer(items)
+            self._runners[queue.subscribed.key].lane.offer(items)
         else:
             self._offer_returned(queue, items)
 
     def _offer_returned(self, queue: OwnedQueue, items: Sequence[FetchedEntry]) -> None:
-        """Messages of the retry queue go to the subscription of the topic they were published to."""
+        """Give messages of the retry queue to the subscription of the topic to which they were published."""
         for item in items:
             assert item.row is not None
-            station = self._stations.get((queue.group.group_id, item.row[TOPIC_ID]))
-            if station is not None:
+            runner = self._runners.get((queue.group.group_id, item.row[TOPIC_ID]))
+            if runner is not None:
                 _leave_out_large([item])
-                station.retry_lane.offer([item])
+                runner.retry_lane.offer([item])
             else:
                 self._foreign.append((item, item.row))
 
     def _send_on(self, run: Executor) -> None:
-        """Retried messages of a topic this process does not subscribe to: another instance of the group may."""
+        """Send on retried messages of topics without a subscription here: another instance may have one."""
         foreign = [(item, row) for item, row in self._foreign if item.queue.phase is Phase.ACTIVE]
         if foreign:
             failures.send_on(run, self._instance, foreign)
@@ -144,9 +144,9 @@ class Prefetcher:
         self._foreign.clear()
 
     def load(self, run: Executor, work: HandlerCall) -> None:
-        """Fill in the messages of a work that are not in memory; those that retention removed leave it.
+        """Load the messages of a call that are not in memory; those that retention removed leave the call.
 
-        On an error the work goes back to its lane.
+        On an error the call's messages go back to their lane.
         """
         missing = [item for item in work.items if item.row is None]
         try:
@@ -170,7 +170,7 @@ class Prefetcher:
 
 
 def _leave_out_large(items: Sequence[FetchedEntry]) -> None:
-    """A row that came without its body is of no use yet."""
+    """Drop a row that came without its body: it cannot be handled yet."""
     for item in items:
         if item.row is not None and item.row[BODY] is None:
             item.row = None

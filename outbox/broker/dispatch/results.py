@@ -1,7 +1,7 @@
-"""Booking a call that is over: what is finished, what failed, and what stays here as if it had never been tried.
+"""Book a finished call: finished messages, failed ones, and those that stay here as if never tried.
 
-A failed batch says nothing about its messages but that one of them may be guilty. It is halved, and its halves are
-called again, until the guilty one is alone; only then has an attempt failed.
+The failure of a batch does not show which message caused it. The batch is halved, and its halves are called again,
+until the message is alone. Only then an attempt has failed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _OUTCOMES: Final = {Disposition.HANDLED: EntryOutcome.HANDLED, Disposition.SKIPP
 
 @dataclass
 class CallOutcome:
-    """What a call leaves to be done. `again`: the ids of items that are to be handed out here again, attempts unused.
+    """The work that a call leaves. `again`: ids of items to be handed out here again, attempts unused.
 
     `lost`: queues whose lease was found to be over.
     """
@@ -39,23 +39,23 @@ class CallOutcome:
 
 
 def book(work: HandlerCall, results: Sequence[Result], outage: Outage) -> CallOutcome:
-    """Finish in its window what was handled, and sort the rest."""
+    """Mark handled messages as finished in their window, and sort the rest."""
     booked = CallOutcome()
     errors: list[tuple[FetchedEntry, BaseException]] = []
     for item, result in zip(work.items, results, strict=True):
         queue = item.queue
         if queue.phase is Phase.LOST or queue in booked.lost:
-            # Its next owner delivers it again: neither a success nor a failure of it is ours to record.
+            # The next owner delivers it again, so this process records neither success nor failure.
             continue
         if isinstance(result, Disposition):
             queue.window.finish(item.offset, _OUTCOMES[result])
         elif isinstance(result, BaseException):
             errors.append((item, result))
         elif isinstance(result, Postponed) or queue.trusted():
-            # Not started, maybe because trust had ended for a moment and was renewed meanwhile: back to its place.
+            # Not started, perhaps because trust had ended for a moment and was renewed since: back to its place.
             _keep(item, result.until if isinstance(result, Postponed) else 0.0, booked)
         elif queue.phase is not Phase.STOPPED:
-            # Now, not when it is next looked at: a renewal until then would leave a hole where this message was.
+            # Now, not at the next look: a renewal in between would leave a gap at this message.
             booked.lost.append(queue)
     if any(isinstance(result, Disposition) for result in results):
         outage.succeeded(time.monotonic())
@@ -68,7 +68,7 @@ def book(work: HandlerCall, results: Sequence[Result], outage: Outage) -> CallOu
 def _book_failure(
     work: HandlerCall, errors: Sequence[tuple[FetchedEntry, BaseException]], outage: Outage, booked: CallOutcome
 ) -> None:
-    """Of a call that did nothing else: whose fault it was, if that can be said."""
+    """Book a failed call whose messages all failed; decide which message caused it, if that is known."""
     undecodable = [Failed(work.subscribed, item, error) for item, error in errors if isinstance(error, UndecodableBody)]
     booked.failed += undecodable
     called = [(item, error) for item, error in errors if not isinstance(error, UndecodableBody)]
@@ -76,7 +76,7 @@ def _book_failure(
         return
     items, error = [item for item, _ in called], called[0][1]
     if any(other is not error for _, other in called) or isinstance(error, (LeaseLost, KillsItsProcess)):
-        # The handler named a culprit for each, or the fence stopped it.
+        # The handler named the cause for each message, or the fence stopped the call.
         booked.failed += [Failed(work.subscribed, item, other) for item, other in called]
         return
     until = _outage(work, items, error, outage)
@@ -110,7 +110,7 @@ def _outage(work: HandlerCall, items: Sequence[FetchedEntry], error: BaseExcepti
         return None
     if until is not None:
         logger.warning(
-            "group %s: %d messages of %s wait %.1f s, attempts uncounted, because what they need seems to be away: %s",
+            "group %s: %d messages of %s wait %.1f s, attempts uncounted, because a service seems to be down: %s",
             work.subscribed.group.name,
             len(items),
             work.subscribed.subscription.topic,
@@ -121,9 +121,9 @@ def _outage(work: HandlerCall, items: Sequence[FetchedEntry], error: BaseExcepti
 
 
 def _is_unexplained(subscription: Subscription, error: BaseException) -> bool:
-    """Whether the error may mean that a service is away: neither handler nor subscription has said what it means.
+    """Whether the error may mean that a service is down: neither handler nor subscription has classified it.
 
-    A database that refuses a row by a constraint has answered, so it is not away.
+    A database that refuses a row by a constraint has answered, so it is not down.
     """
     return (
         subscription.reaction(error) is OnError.RETRY
@@ -133,7 +133,7 @@ def _is_unexplained(subscription: Subscription, error: BaseException) -> bool:
 
 
 def _violates_a_constraint(error: BaseException) -> bool:
-    """Whether it is the IntegrityError of a database driver (PEP 249 gives it that name) or of Django."""
+    """Whether it is an IntegrityError of a database driver (PEP 249 defines that name) or of Django."""
     return any(kind.__name__ == "IntegrityError" for kind in type(error).__mro__)
 
 

@@ -1,8 +1,8 @@
-"""Which handler calls run in this process, in a file that its parent reads after its death.
+"""The running handler calls of this process, in a file that its parent reads after its death.
 
-The parent makes the file and hands its descriptor down; the child maps it, so that noting a call costs a copy in
-memory, and what was noted outlives the child however it dies. The file has no name: it is gone when both are.
-A process without such a parent notes nothing, and a message that kills it is not found out.
+The parent makes the file and passes its descriptor to the child. The child maps it into memory, so noting a call costs
+one copy in memory, and the notes survive any death of the child. The file has no name: it disappears with both
+processes. A process without such a parent notes nothing, and a message that kills it is not identified.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Final
 from uuid import UUID
 
-from outbox.broker.groups.suspects import RunningCall
+from outbox.broker.groups.quarantine import RunningCall
 
 VARIABLE: Final = "OUTBOX_RUNNING_CALLS_FD"
 _MAGIC: Final = b"outbox-1"
@@ -30,13 +30,13 @@ _LOG_ID_BYTES: Final = 8
 
 
 class RunningCalls:
-    """The child's side. Handlers' threads note and forget; without a free slot a call goes unnoted."""
+    """The child's side. Handlers' threads note and forget calls; without a free slot a call is not noted."""
 
     def __init__(self, descriptor: int, instance: UUID, *, calls: int, batch: int) -> None:
-        """For so many calls at a time of up to `batch` messages. Raises OSError where there is no room for the file."""
+        """Make room for `calls` calls at a time of up to `batch` messages. Raises OSError if the disk is full."""
         self._slot_bytes = _CALL.size + batch * _LOG_ID_BYTES
         size = _HEADER.size + calls * self._slot_bytes
-        # Written, not truncated to its size: touching a page that the disk has no room for would kill this process.
+        # Written, not truncated to its size: touching a page without disk space would kill this process.
         os.pwrite(descriptor, bytes(size), 0)
         self._map = mmap.mmap(descriptor, size)
         self._slots = calls
@@ -44,34 +44,34 @@ class RunningCalls:
         _HEADER.pack_into(self._map, 0, _MAGIC, calls, self._slot_bytes, 0, instance.bytes)
 
     def go_on_as(self, instance: UUID) -> None:
-        """The process has registered again, as another instance; nothing runs now."""
+        """Continue as another instance, after a new registration; no call runs now."""
         _HEADER.pack_into(self._map, 0, _MAGIC, self._slots, self._slot_bytes, 0, instance.bytes)
 
     def note(self, group_id: int, log_ids: Sequence[int], *, alone: bool) -> int | None:
-        """A handler is called now for these; returns what to `forget` when it has come back."""
+        """Note that a handler is called now for these messages; returns the argument for `forget`."""
         try:
             slot = self._free.popleft()
         except IndexError:
             return None
         start = _HEADER.size + slot * self._slot_bytes
         struct.pack_into(f"={len(log_ids)}q", self._map, start + _CALL.size, *log_ids)
-        # Last: a slot counts once it says how many messages it has.
+        # Last: a slot counts once it holds the number of messages.
         _CALL.pack_into(self._map, start, len(log_ids), alone, group_id)
         return slot
 
     def forget(self, slot: int) -> None:
-        """The call has come back."""
+        """Remove the note: the call has returned."""
         _CALL.pack_into(self._map, _HEADER.size + slot * self._slot_bytes, 0, False, 0)
         self._free.append(slot)
 
     def told_to_stop(self) -> None:
-        """However this process ends from now on, it is not the fault of what runs."""
+        """Note the request to stop: however this process ends, its running calls are not the cause."""
         struct.pack_into("=I", self._map, _TOLD_TO_STOP_AT, 1)
 
 
 def inherited(instance: UUID, *, calls: int, batch: int) -> RunningCalls | None:
-    """The file that this process's parent made; None where there is none (any more). Raises OSError."""
-    # Taken, so that processes started from here do not think it is theirs.
+    """Return the file that this process's parent made; None without one. Raises OSError."""
+    # Remove the variable, so that processes started from here do not use the file.
     descriptor = os.environ.pop(VARIABLE, "")
     if not descriptor.isdecimal():
         return None
@@ -83,7 +83,7 @@ def inherited(instance: UUID, *, calls: int, batch: int) -> RunningCalls | None:
 
 @dataclass(frozen=True, slots=True)
 class LastCalls:
-    """What a process says of itself after its death."""
+    """The notes of a process, read after its death."""
 
     instance: UUID
     told_to_stop: bool
@@ -91,7 +91,7 @@ class LastCalls:
 
 
 def read(descriptor: int) -> LastCalls | None:
-    """The parent's side; None when the child never began to consume. Raises ValueError when it is unreadable."""
+    """Read the file in the parent; None if the child never began to consume. Raises ValueError if it is unreadable."""
     content = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
     if not content.strip(b"\0"):
         return None

@@ -1,4 +1,4 @@
-"""What this process consumes: its groups and their subscriptions. Plain data, on which all of dispatching stands."""
+"""The groups of this process and their subscriptions: plain data that all of dispatching uses."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from outbox.broker.groups.suspects import QuarantinedMessage
+from outbox.broker.groups.quarantine import QuarantinedMessage
 from outbox.filters.filter import parse_filter
 from outbox.ports import AnyHandler
 from outbox.subscription import Mode, Subscription
@@ -19,10 +19,10 @@ _SPAN: Final = {Mode.CONCURRENT: 4_000, Mode.ORDERLY: 4_000, Mode.KEY_ORDERED: 5
 
 @dataclass
 class ConsumingGroup:
-    """A consumer group in this process. `subscribed` by topic id, and so are its retry queues, as far as known here.
+    """A consumer group in this process. `subscribed` is by topic id, and includes known retry queues.
 
-    `paused`, `generation` (of the inbox) and `suspects` (by log id) follow the database; the dispatching thread changes
-    them.
+    `paused`, `generation` (of the inbox) and `quarantined` (by log id) follow the database. The dispatching thread
+    changes them.
     """
 
     group_id: int
@@ -32,7 +32,7 @@ class ConsumingGroup:
     subscribed: dict[int, Subscribed] = field(default_factory=dict)
     paused: bool = False
     generation: int = 1
-    suspects: Mapping[int, QuarantinedMessage] = field(default_factory=dict)
+    quarantined: Mapping[int, QuarantinedMessage] = field(default_factory=dict)
 
     def subscribe(self, subscription: Subscription, handler: AnyHandler, topic_id: int) -> Subscribed:
         """Consume a topic for this group."""
@@ -41,7 +41,7 @@ class ConsumingGroup:
 
 
 class Subscribed:
-    """A subscription of this process: its handler, its filter, and how much of a queue is fetched for it."""
+    """A subscription of this process: its handler, its filter, and how much of a queue to fetch for it."""
 
     __slots__ = ("fetch_size", "filter", "group", "handler", "key", "ordered", "span", "subscription")
 

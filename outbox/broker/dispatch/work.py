@@ -1,4 +1,4 @@
-"""What dispatching moves about: fetched entries, the lanes they wait in, and the calls they are handled by."""
+"""The data of dispatching: fetched entries, the lanes in which they wait, and the calls that handle them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from outbox.broker.dispatch.subscriptions import Subscribed
 from outbox.ports import Disposition
 
 NOT_STARTED = None
-"""The result of a delivery whose handler was not called, because its queue was lost or is being handed over."""
+"""The result of a delivery whose handler was not called: its queue was lost or is being handed over."""
 
 
 @dataclass(frozen=True, slots=True)
 class Postponed:
-    """The result of a delivery whose handler was not called because it is not its turn; `until` is time.monotonic."""
+    """The result of a delivery whose handler is to be called later; `until` is time.monotonic."""
 
     until: float
 
@@ -30,11 +30,11 @@ _parts: Final = itertools.count(1)
 
 
 class FetchedEntry:
-    """One fetched entry. `retries` is how often it was sent back before, `in_place` how often it was tried here since.
+    """One fetched entry. `retries` counts how often it was sent back, `in_place` the attempts here since then.
 
-    `row` is what was fetched (`fetch.Row`); None while it is not kept in memory, because the body is
-    large or because the entry waits behind a key that is held up (`shed`). It is loaded when its turn comes.
-    `part` numbers the part of a divided batch it belongs to, 0 for none: a call takes one part, and nothing else.
+    `row` is the fetched row (`fetch.Row`). It is None while it is not kept in memory: the body is large, or the entry
+    waits behind a blocked key (`shed`). It is then loaded before its call. `part` numbers the part of a divided batch,
+    0 for none: a call takes entries of one part only.
     """
 
     __slots__ = ("due", "in_place", "key", "offset", "part", "queue", "retries", "row", "shed")
@@ -53,12 +53,12 @@ class FetchedEntry:
 
     @property
     def attempt(self) -> int:
-        """The number of the attempt that is next or running, from 1."""
+        """The number of the next or running attempt, from 1."""
         return self.retries + self.in_place + 1
 
 
 def divide(items: Sequence[FetchedEntry], size: int) -> None:
-    """From now on no call takes more than `size` of these together, and none of them with others."""
+    """Limit later calls to `size` of these entries together, and to none of the others."""
     for start in range(0, len(items), size):
         part = next(_parts)
         for item in items[start : start + size]:
@@ -77,29 +77,29 @@ def take_run(waiting: deque[FetchedEntry], most: int) -> list[FetchedEntry]:
 
 
 class Lane(Protocol):
-    """Keeps fetched messages and says which of them may be handled next."""
+    """Keeps fetched messages and decides which of them may be handled next."""
 
     def offer(self, items: Sequence[FetchedEntry]) -> None:
         """Take fetched messages, in queue order."""
 
     def take(self, now: float) -> list[FetchedEntry]:
-        """The messages of the next call; empty when there is none."""
+        """Return the messages of the next call; empty when there is none."""
 
     def settle(self, items: Sequence[FetchedEntry], again: Sequence[FetchedEntry]) -> None:
-        """What one `take` gave is over; those in `again` are to be tried here again when they are due."""
+        """End one `take`; the items in `again` are to be tried here again when they are due."""
 
     def drop(self, queue: OwnedQueue, from_offset: int = 0) -> None:
         """Forget the waiting messages of a queue from an offset on."""
 
     def has_ready(self, queue: OwnedQueue) -> bool:
-        """Whether messages of a queue wait that nothing holds up."""
+        """Whether a queue has waiting messages that are not blocked."""
 
     def next_at(self) -> float | None:
-        """When something that is held up goes on, if anything is."""
+        """Return when the first blocked message continues, if there is one."""
 
 
 class HandlerCall:
-    """One call of a handler: some items, and once it is over a result for each."""
+    """One call of a handler: some items and, once it is over, a result for each."""
 
     __slots__ = ("abandoned", "alone", "expired", "items", "lane", "results", "started_at", "subscribed")
 
@@ -110,18 +110,18 @@ class HandlerCall:
         # Taken from the lane with the others, but removed by retention before they could be loaded.
         self.expired: list[FetchedEntry] = []
         self.results: Sequence[Result] = ()
-        # A suspect's trial, while nothing else runs here.
+        # A quarantined message is handled, and nothing else runs here.
         self.alone = False
         self.started_at: float | None = None
-        # Why the attempt does not count any more; set by the dispatching thread, read by the handler's.
+        # Why the attempt no longer counts; set by the dispatching thread, read by the handler's.
         self.abandoned = ""
 
     def start(self) -> None:
-        """The handler is being called now."""
+        """Record that the handler is being called now."""
         self.started_at = time.monotonic()
 
     def fence_reason(self) -> str:
-        """Why effects of this attempt must not be stored, or '' (see outbox.fence)."""
+        """Return why effects of this attempt must not be stored, or '' (see outbox.fence)."""
         if self.abandoned:
             return self.abandoned
         for queue in {id(item.queue): item.queue for item in self.items}.values():

@@ -1,15 +1,15 @@
-"""Queue leases: who may consume a queue for a group, for how long, and how a former owner is recognised.
+"""Queue leases: the right of one consumer process to consume a queue for a group, for a limited time.
 
-A lease is a row with an owner, an epoch and an end on the database's clock. Its **epoch** is the fencing token: it
-grows with every change of owner, every offset carries it, and what an older epoch writes never wins.
+A lease is a row with an owner, an epoch and an end on the database's clock. Its **epoch** is the fencing token. It
+grows with every change of owner, and every offset carries it. A write with an older epoch never wins.
 
-- Term: `lease_seconds`; renewed every third of it by a thread and connection of its own, so that a long handler
-  keeps its queue.
-- Trust: the owner believes in its lease until `lease_seconds` after the moment *before* the last successful renewal
-  was sent, on a monotonic clock that also counts while the machine sleeps. The database's end is never earlier.
-- Failure: an owner that cannot renew stops starting handlers when its trust ends; a frozen one finds its trust
-  over as soon as it runs again. What it was doing at that moment may still take effect: that is what the inbox is
-  for, whose row collides, and `outbox.fence.check`, which an invoker calls before it commits.
+- Term: `lease_seconds`. A separate thread and connection renew it every third of the term, so a long handler keeps its
+  queue.
+- Trust: the owner trusts its lease until `lease_seconds` after the moment *before* it sent the last successful renewal.
+  It measures on a monotonic clock that also counts while the machine sleeps. The database's end is never earlier.
+- Failure: an owner that cannot renew stops starting handlers when its trust ends. A frozen owner finds its trust over
+  as soon as it runs again. Handlers that ran at that moment may still take effect. Two checks guard against this: the
+  inbox row collides, and an invoker calls `outbox.fence.check` before it commits.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ QueueKey = tuple[int, int]
 
 
 def _clock() -> Callable[[], float]:
-    """Seconds that never jump back and include suspended time, where the system has such a clock."""
+    """Return a clock that never jumps back and includes suspended time, if the system has one."""
     boottime = getattr(time, "CLOCK_BOOTTIME", None)
     return time.monotonic if boottime is None else lambda: time.clock_gettime(boottime)
 
@@ -39,7 +39,7 @@ lease_clock: Final = _clock()
 
 @dataclass(slots=True)
 class Lease:
-    """A lease this process holds, of one `life` of the server. Only the renewing thread moves `trusted_until` on."""
+    """A lease of this process, in one `life` of the server. Only the renewing thread extends `trusted_until`."""
 
     key: QueueKey
     epoch: int
@@ -66,9 +66,9 @@ RETURNING queue_id, epoch
 def acquire(
     run: Executor, owner: UUID, group_id: int, queue_ids: Sequence[int], *, life: UUID, term_seconds: float
 ) -> list[Lease]:
-    """The leases obtained: those that were free or expired, or that the owner has itself and does not act on any more.
+    """Acquire leases that are free, expired, or held by this owner without being used; returns the acquired ones.
 
-    The others are somebody's and are left alone.
+    Leases of other owners stay unchanged.
     """
     sent = lease_clock()
     rows = run.execute(
@@ -78,7 +78,7 @@ def acquire(
     return [Lease((group_id, queue_id), epoch, sent + term_seconds, life) for queue_id, epoch in rows]
 
 
-# Those of the named leases that are still the owner's; locked in one order, so that two statements cannot deadlock.
+# Those of the named leases that the owner still holds. They are locked in one order, so two statements cannot deadlock.
 _THAT_ARE_OURS: Final = """
 FROM (
     SELECT * FROM unnest(%(group_ids)s::integer[], %(queue_ids)s::integer[], %(epochs)s::bigint[])
@@ -102,7 +102,7 @@ SET expires_at = clock_timestamp() + make_interval(secs => %(term)s)
 
 
 def renew(run: Executor, owner: UUID, held: Sequence[Lease], *, term_seconds: float) -> set[QueueKey]:
-    """Prolong leases and the trust in them; returns the keys that were still ours. The others are lost."""
+    """Prolong leases and the trust in them; returns the keys that this owner still holds. The others are lost."""
     sent = lease_clock()
     rows = run.execute(_RENEW, _named(owner, held) | {"term": term_seconds})
     kept = {(group_id, queue_id) for group_id, queue_id in rows}
@@ -118,7 +118,7 @@ _RELEASE = Statement(
 
 
 def release(run: Executor, owner: UUID, held: Sequence[Lease]) -> int:
-    """Give leases back, so that others need not wait for their end. The epoch stays and is raised by the next owner."""
+    """Release leases, so that other owners need not wait for the end. The epoch stays; the next owner raises it."""
     return run.count(_RELEASE, _named(owner, held))
 
 
@@ -128,7 +128,7 @@ UPDATE {schema}.queue_lease SET owner = NULL, expires_at = clock_timestamp() WHE
 
 
 def release_all(run: Executor, owner: UUID) -> int:
-    """Give back what an owner had that is certainly dead."""
+    """Release all leases of an owner that is certainly dead."""
     return run.count(_RELEASE_ALL, {"owner": owner})
 
 
@@ -139,7 +139,7 @@ WHERE group_id = %(group_id)s AND queue_id = %(queue_id)s AND epoch = %(epoch)s 
 
 
 def stop(run: Executor, owner: UUID, lease: Lease, reason: str) -> bool:
-    """Mark a queue as stopped by a handler's on_error=STOP; False when the lease is not ours any more."""
+    """Mark a queue as stopped by a handler's on_error=STOP; False if this owner has lost the lease."""
     parameters = {
         "reason": reason,
         "group_id": lease.key[0],

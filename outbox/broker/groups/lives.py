@@ -1,12 +1,13 @@
-"""The lives of the broker: positions that a process remembers count only in the life in which it read them.
+"""Lives of the broker: a process may use a remembered position only in the life in which it read it.
 
-A crash of the server loses the ticks that had not reached the disk, a failover or a restore loses more; afterwards
-other messages get their offsets. A start, a crash, a promotion and a restore each begin a new life. A restore may
-leave the connections of running processes open: so each process that keeps positions asks for the life on each new
-connection, and in each turn of its coordinator.
+A crash of the server loses the ticks that had not reached the disk. A failover or a restore loses more. Afterwards
+other messages get the lost offsets. So a start, a crash, a promotion and a restore each begin a new life. A restore may
+leave the connections of running processes open. Therefore each process that keeps positions asks for the life on each
+new connection, and in each turn of its coordinator.
 
-The first process that asks in a new life begins it: the leases' epochs grow, so that nothing more is stored under those
-of before, and offsets beyond the queues' ends are taken back. No tick is made in a life that has not begun.
+The first process that asks in a new life begins it. It raises the leases' epochs, so that no process can store anything
+under an older one. It also takes back offsets beyond the queues' ends. The leader makes no tick before the new life has
+begun.
 """
 
 from __future__ import annotations
@@ -24,14 +25,17 @@ _BEGIN = Statement("SELECT {schema}.begin_life_v18()")
 
 
 def current(run: Executor) -> UUID:
-    """The life that lasts, begun here if no process has; on a connection in autocommit, outside a transaction."""
+    """Return the present life, and begin it if no process has.
+
+    The connection is in autocommit, outside a transaction.
+    """
     life: UUID = run.one(_LASTING)[0] or run.one(_BEGIN)[0]
     return life
 
 
 @dataclass(frozen=True, slots=True)
 class Life:
-    """One life: when it began, and when the newest message that it began with was stored (None without any)."""
+    """One life: when it began, and when the newest message at its beginning was stored (None without any)."""
 
     life_id: UUID
     began_at: datetime
@@ -42,7 +46,7 @@ _LIFE = Statement("SELECT life_id, began_at, stored_until FROM {schema}.life WHE
 
 
 def described(run: Executor) -> Life:
-    """The life that lasts, begun here if no process has."""
+    """Return the present life, and begin it if no process has."""
     [life] = run.objects(Life, _LIFE, {"life": current(run)})
     return life
 
@@ -54,9 +58,9 @@ WHERE ordinal > coalesce((SELECT known.ordinal FROM {schema}.life known WHERE kn
 
 
 def heads_since(run: Executor, life: UUID) -> Sequence[Mapping[int, int]]:
-    """The next offsets by queue id with which each later life began; a queue that is missing had none: 0.
+    """Return the next offsets by queue id at the beginning of each later life; a missing queue had none: 0.
 
-    Of a life that is not known any more all that are: too many rather than too few.
+    For an unknown life it returns those of all lives: too many are safe, too few are not.
     """
     rows = run.rows(_HEADS_SINCE, {"life": life})
     return [dict(zip(queue_ids, heads, strict=True)) for queue_ids, heads in rows]

@@ -1,4 +1,4 @@
-"""Who is alive in a consumer group, and what there is to share out: the input of a rebalance."""
+"""The live members of a consumer group and its queues: the input of a rebalance."""
 
 from __future__ import annotations
 
@@ -25,19 +25,20 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class GroupState:
-    """What an operator can change about a group while it runs, and whether there are suspects (groups.suspects)."""
+    """The switches that an operator can change while a group runs, and whether it has messages in quarantine."""
 
     group_id: int
     paused: bool
     generation: int
-    suspicious: bool
+    has_quarantined: bool
 
 
 @dataclass(frozen=True, slots=True)
 class QueueState:
     """A queue of a group as the database shows it.
 
-    `topic` is None for a retry queue, whose `retried_topic` says of which topic: None for that of all topics.
+    `topic` is None for a retry queue. `retried_topic` then names the topic whose messages it carries; None for all
+    topics.
     """
 
     group_id: int
@@ -67,7 +68,7 @@ ON CONFLICT (instance_id, group_id) DO UPDATE SET expires_at = excluded.expires_
 
 
 def heartbeat(run: Executor, instance: UUID, topics: Mapping[int, Sequence[str]], *, term_seconds: float) -> None:
-    """Say that this instance lives for another term; `topics` are those it subscribes to, by group id."""
+    """Prolong this instance's membership by one term; `topics` are its subscribed topics by group id."""
     parameters = {
         "instance": instance,
         "group_ids": arrays.integers(list(topics)),
@@ -83,7 +84,7 @@ _LEAVE = Statement("DELETE FROM {schema}.consumer WHERE instance_id = %(instance
 
 
 def leave(run: Executor, instance: UUID) -> None:
-    """Say that this instance is gone, so that the others share its queues at once."""
+    """Remove this instance, so that the other members share its queues at once."""
     run.execute(_LEAVE, {"instance": instance})
 
 
@@ -91,7 +92,7 @@ _FORGET = Statement("DELETE FROM {schema}.consumer WHERE expires_at < clock_time
 
 
 def forget_the_dead(run: Executor) -> None:
-    """Remove rows of instances that died without leaving, long after they stopped to count."""
+    """Remove rows of instances that died without leaving, one day after they expired."""
     run.execute(_FORGET)
 
 
@@ -103,20 +104,20 @@ ORDER BY group_id, instance_id
 
 _SWITCHES: Final = """
 SELECT group_id, paused, generation,
-       EXISTS (SELECT FROM {schema}.suspect s WHERE s.group_id = g.group_id) AS suspicious
+       EXISTS (SELECT FROM {schema}.suspect s WHERE s.group_id = g.group_id) AS has_quarantined
 FROM {schema}.consumer_group g WHERE group_id = ANY(%(group_ids)s::integer[])
 """
 _GROUPS = Statement(_SWITCHES)
 
 
 def groups(run: Executor, group_ids: Sequence[int]) -> dict[int, GroupState]:
-    """The groups' switches by group id."""
+    """Return the groups' switches by group id."""
     states = run.objects(GroupState, _GROUPS, {"group_ids": arrays.integers(group_ids)})
     return {state.group_id: state for state in states}
 
 
-# A queue counts once the group has consumed all queues of older layouts of its topic (column `generation`). Those
-# older ones are left out when they are consumed, so one layout at a time is shared out.
+# A queue is shared out once the group has consumed all queues of older generations of its topic (column `generation`).
+# Consumed queues of older generations are left out, so one generation at a time is shared out.
 _SHARED: Final = """
 WITH wanted AS (
     SELECT s.group_id, s.topic_id, t.name FROM {schema}.subscription s JOIN {schema}.topic t USING (topic_id)
@@ -159,16 +160,16 @@ SELECT (SELECT coalesce(jsonb_object_agg(group_id, name), '{{}}') FROM {schema}.
 def names(
     run: Executor, group_ids: Sequence[int], topic_ids: Sequence[int]
 ) -> tuple[Mapping[int, str], Mapping[int, str]]:
-    """What groups and what topics have these ids now."""
+    """Return the names of the groups and the topics that have these ids now."""
     groups, topics = run.one(_NAMES, {"group_ids": arrays.integers(group_ids), "topic_ids": arrays.integers(topic_ids)})
     return {int(key): name for key, name in groups.items()}, {int(key): name for key, name in topics.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class GroupSnapshot:
-    """What a consumer has to know of its groups: their switches and live members by group id, their queues.
+    """The data that a consumer needs about its groups: switches and live members by group id, and queues.
 
-    `life`: the life that lasts (groups.lives); None where no process has begun it.
+    `life`: the present life (groups.lives); None if no process has begun it.
     """
 
     groups: Mapping[int, GroupState]
@@ -177,7 +178,7 @@ class GroupSnapshot:
     life: UUID | None
 
 
-# One statement, for it is asked every second by every consumer process, and nothing has changed as a rule.
+# One statement, because every consumer process executes it every second, and normally nothing has changed.
 _LOOK = Statement(f"""
 SELECT (SELECT coalesce(jsonb_agg(to_jsonb(found)), '[]') FROM ({_SWITCHES}) AS found),
        (SELECT coalesce(jsonb_agg(to_jsonb(found)), '[]') FROM ({_LIVE}) AS found),
@@ -187,7 +188,7 @@ SELECT (SELECT coalesce(jsonb_agg(to_jsonb(found)), '[]') FROM ({_SWITCHES}) AS 
 
 
 def look(run: Executor, group_ids: Sequence[int]) -> GroupSnapshot:
-    """All of it at one moment. Members come in an order all of them agree on; queues are those to consume now."""
+    """Read all of it at one moment. All members see the same order of members; the queues are those to consume now."""
     states, alive, queues, life = run.one(_LOOK, {"group_ids": arrays.integers(group_ids)})
     found: dict[int, list[Member]] = {group_id: [] for group_id in group_ids}
     for row in alive:

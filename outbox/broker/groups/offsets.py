@@ -1,12 +1,12 @@
-"""Consumer offsets: an append-only ledger, of which per group and queue the greatest (epoch, ordinal) counts.
+"""Consumer offsets: an append-only table. Per group and queue the row with the greatest (epoch, ordinal) counts.
 
-Nothing is updated, so a reader's snapshot never makes rows pile up on the hot path. A row says how far the group is
-(`next_offset`) and what became of everything before that; for every row
+No row is updated, so dead rows never pile up on the hot path while a reader holds a snapshot. A row holds the group's
+position (`next_offset`) and the outcomes of all entries before it. For every row
 
     next_offset - start_offset = handled + filtered + skipped + sent_back + dead + expired + moved
 
-holds, each term counted by itself (`moved`: what offset resets passed over or rewound). A former owner may still
-append under its old epoch; such a row never counts.
+holds. Each term is counted on its own (`moved`: entries that offset resets passed over or rewound). A former owner may
+still append rows under its old epoch; such a row never counts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from outbox.broker.groups.leases import QueueKey
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """How far a group is on a queue, and its totals there since `start_offset`."""
+    """A group's position on a queue, and its totals there since `start_offset`."""
 
     next_offset: int
     start_offset: int
@@ -61,7 +61,7 @@ LEFT JOIN LATERAL (
 
 
 def load(run: Executor, group_id: int, queue_ids: Sequence[int]) -> dict[int, Position]:
-    """Position by queue id. A queue the group has no row for is newer than the group: it starts at 0."""
+    """Return the positions by queue id. A queue without a row is newer than the group and starts at 0."""
     rows = run.rows(_LOAD, {"group_id": group_id, "queue_ids": arrays.integers(queue_ids)})
     # The columns after the id are named and ordered as the fields of Position.
     return {queue_id: Position(*position) for queue_id, *position in rows}
@@ -81,8 +81,8 @@ _GIVEN = """
                 dead, expired, moved)
 """
 
-# Losing the newest offsets in a crash of the server costs a redelivery, nothing else, as losing them in a crash of
-# the consumer does; so their commit does not wait for the disk. set_config(…, true) ends with the statement.
+# If a crash of the server loses the newest offsets, the messages are delivered again, as after a crash of the consumer.
+# Nothing else is lost, so the commit does not wait for the disk. set_config(…, true) ends with the statement.
 _STORE = Statement(
     "WITH relaxed AS MATERIALIZED (SELECT set_config('synchronous_commit', 'off', true))"
     + _INSERT
@@ -101,7 +101,7 @@ _COLUMNS = ("next_offset", "start_offset", "handled", "filtered", "skipped", "se
 
 
 def store(run: Executor, owner: UUID, rows: Sequence[OffsetRow]) -> set[QueueKey]:
-    """Store positions in one statement; returns the keys whose lease is still ours. The others are lost.
+    """Store positions in one statement; returns the keys whose lease this owner still holds. The others are lost.
 
     Every call needs new ordinals: after a lost acknowledgement the row may be stored already.
     """
@@ -109,7 +109,7 @@ def store(run: Executor, owner: UUID, rows: Sequence[OffsetRow]) -> set[QueueKey
 
 
 def place(run: Executor, rows: Sequence[OffsetRow]) -> None:
-    """Store positions under epochs that the caller has just raised himself."""
+    """Store positions under epochs that the caller has just raised."""
     run.execute(_PLACE, _parameters(rows))
 
 
@@ -122,7 +122,7 @@ ON CONFLICT DO NOTHING
 
 
 def store_starts(run: Executor, group_id: int, starts: Mapping[int, int]) -> None:
-    """Let a group that has no position on these queues begin here."""
+    """Set the start of a group that has no position on these queues yet."""
     run.execute(
         _STORE_STARTS,
         {

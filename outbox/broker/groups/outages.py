@@ -1,4 +1,4 @@
-"""Which subscriptions pause because what their handlers need is away: for people, written when it begins and ends."""
+"""Rows for operators about subscriptions that pause because a service their handlers need is down."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ON CONFLICT (instance_id, group_id, topic_id) DO UPDATE SET error = excluded.err
 
 
 def report(run: Executor, instance: UUID, group_id: int, topic_id: int, error: str) -> None:
-    """A subscription of this instance pauses, or a call after a pause has failed again."""
+    """Record that a subscription of this instance pauses, or that a call after a pause has failed again."""
     run.execute(_REPORT, {"instance": instance, "group_id": group_id, "topic_id": topic_id, "error": error})
 
 
@@ -26,7 +26,7 @@ WHERE instance_id = %(instance)s AND group_id = %(group_id)s AND topic_id = %(to
 
 
 def end(run: Executor, instance: UUID, group_id: int, topic_id: int) -> None:
-    """It goes on."""
+    """Record that the subscription continues."""
     run.execute(_END, {"instance": instance, "group_id": group_id, "topic_id": topic_id})
 
 
@@ -37,5 +37,5 @@ WHERE o.instance_id = %(instance)s OR o.seen_at < clock_timestamp() - interval '
 
 
 def forget(run: Executor, instance: UUID) -> None:
-    """This instance leaves; what it paused is over. So is what nobody has said anything about for a day."""
+    """Delete the rows of an instance that leaves, and rows that no instance has updated for a day."""
     run.execute(_FORGET, {"instance": instance})

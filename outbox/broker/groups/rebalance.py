@@ -1,7 +1,8 @@
-"""Which instance of a group should consume which queue. Pure functions of what everybody sees.
+"""Compute which instance of a group consumes which queue. Pure functions of data that all instances see.
 
-Every instance computes the whole assignment from the same members and queues and takes its own share, so there is
-no coordinator. While views differ two instances may want one queue; the lease decides, and nothing else depends on it.
+Every instance computes the whole assignment from the same members and queues and takes its own share, so no central
+coordinator is needed. While their views differ, two instances may want one queue. Then the lease decides, and
+correctness does not depend on the assignment.
 """
 
 from __future__ import annotations
@@ -16,25 +17,25 @@ from outbox.broker.groups.members import Member, QueueState
 from outbox.errors import ConfigurationError
 
 Strategy = Callable[[Sequence[UUID], Sequence[QueueState]], "dict[QueueKey, UUID]"]
-"""Sorted instances and the sorted queues of one topic -> who consumes which. What is left out, nobody consumes."""
+"""Maps sorted instances and the sorted queues of one topic to owners. No instance consumes a queue that is left out."""
 
 _VIRTUAL_NODES = 64
 
 
 def averagely(instances: Sequence[UUID], queues: Sequence[QueueState]) -> dict[QueueKey, UUID]:
-    """Neighbouring queues in blocks of nearly equal size; the first instances get one more."""
+    """Give neighbouring queues to instances in blocks of nearly equal size; the first instances get one more."""
     size, larger = divmod(len(queues), len(instances))
     owners = [instance for index, instance in enumerate(instances) for _ in range(size + (index < larger))]
     return {queue.key: owner for queue, owner in zip(queues, owners, strict=True)}
 
 
 def circle(instances: Sequence[UUID], queues: Sequence[QueueState]) -> dict[QueueKey, UUID]:
-    """Queues dealt out in turn."""
+    """Deal the queues out in turn."""
     return {queue.key: instances[index % len(instances)] for index, queue in enumerate(queues)}
 
 
 def consistent_hash(instances: Sequence[UUID], queues: Sequence[QueueState]) -> dict[QueueKey, UUID]:
-    """A hash ring: few queues move when an instance joins or leaves, at the price of uneven shares."""
+    """Use a hash ring: few queues move when an instance joins or leaves, but the shares are uneven."""
     ring = sorted((_hash(f"{instance}#{node}"), instance) for instance in instances for node in range(_VIRTUAL_NODES))
     points = [point for point, _ in ring]
     return {
@@ -48,10 +49,10 @@ def _hash(text: str) -> int:
 
 
 def by_name(name: str) -> Strategy | Collection[int]:
-    """The strategy of a setting: averagely, circle, consistent_hash, or `config:0,2,5`.
+    """Return the strategy for a setting: averagely, circle, consistent_hash, or `config:0,2,5`.
 
-    `config` lists the queue numbers that this process consumes, of every topic; retry queues go by `averagely`.
-    All processes of the group must be configured, and their lists should not overlap. Raises ConfigurationError.
+    `config` lists the queue numbers that this process consumes, of every topic; retry queues use `averagely`. All
+    processes of the group must be configured, and their lists should not overlap. Raises ConfigurationError.
     """
     strategies: dict[str, Strategy] = {
         "averagely": averagely,
@@ -71,9 +72,9 @@ def by_name(name: str) -> Strategy | Collection[int]:
 def share(
     me: UUID, strategy: Strategy | Collection[int], members: Sequence[Member], queues: Sequence[QueueState]
 ) -> set[QueueKey]:
-    """The keys among `queues` (of one group) that instance `me` should consume.
+    """Return the keys among `queues` (of one group) that instance `me` should consume.
 
-    A queue goes to members that subscribe to its topic, and so does the retry queue of a topic.
+    Only members that subscribe to a topic get its queues and its retry queue.
     """
     mine: set[QueueKey] = set()
     for topic in dict.fromkeys(queue.topic for queue in queues):
@@ -93,9 +94,10 @@ def share(
 def _owners_of_retries(
     assign: Strategy, members: Sequence[Member], queues: Sequence[QueueState]
 ) -> dict[QueueKey, UUID]:
-    """All over the members with the most topics, as version 0.1 does; but what one of them does not know, to another.
+    """Share all retry queues among the members with the most topics, as version 0.1 does.
 
-    So while both versions run they agree wherever all members have the same topics, and no queue is left to nobody.
+    A queue whose topic its owner does not know goes to another member. So while both versions run, they agree if all
+    members have the same topics, and every queue has an owner.
     """
     topics = {member.instance_id: member.topics for member in members}
     most = max(map(len, topics.values()), default=0)

@@ -1,4 +1,4 @@
-"""Registering a subscription: its group, and where it begins. Retry queues are made when something fails."""
+"""Register a subscription with its group and its start. Retry queues are made at the first failure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from outbox.subscription import Subscription
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """What a subscription is in the broker."""
+    """A subscription as the broker stores it."""
 
     group_id: int
     topic_id: int
@@ -52,11 +52,11 @@ ORDER BY joined_at LIMIT 1
 
 
 def register(run: Executor, subscription: Subscription, *, instance: UUID | None = None) -> Registration:
-    """Make the subscription known, with its group and first offsets; idempotent, one transaction.
+    """Register the subscription with its group and first offsets; idempotent, one transaction.
 
-    `instance` is the caller's own membership, which does not count as another. Raises InvalidFilter, UnknownTopic,
-    and InvalidSubscription when a live instance of the group has subscribed to the topic in another way; a definition
-    that only dead instances used is replaced.
+    `instance` is the caller's own membership, which does not count as another. Raises InvalidFilter and UnknownTopic.
+    Raises InvalidSubscription when a live instance of the group has subscribed to the topic in another way. A
+    definition that only dead instances used is replaced.
     """
     parse_filter(subscription.filter)
     topic = TopicCatalog(run.schema).get(run.connection, subscription.topic)
@@ -87,7 +87,7 @@ def register(run: Executor, subscription: Subscription, *, instance: UUID | None
 def _added_and_locked(run: Executor, values: dict[str, Any]) -> tuple[Any, ...]:
     while True:
         run.execute(_ADD_GROUP, values)
-        # None: it was there and was deleted while we waited for its row.
+        # None: the group existed and was deleted while this transaction waited for its row.
         if (row := run.row(_LOCK_GROUP, values)) is not None:
             return row
 
@@ -113,7 +113,7 @@ def _one(row: tuple[Any, ...] | None) -> tuple[Any, ...]:
 
 
 def group_id_of(run: Executor, group: str) -> int:
-    """The id of a group, whose row is locked until the transaction ends. Raises UnknownGroup."""
+    """Return the id of a group and lock its row until the transaction ends. Raises UnknownGroup."""
     row = run.row(_LOCK_GROUP, {"name": group})
     if row is None:
         raise unknown_group(group)
@@ -121,7 +121,7 @@ def group_id_of(run: Executor, group: str) -> int:
 
 
 def unknown_group(group: str) -> UnknownGroup:
-    """The error for a name no consumer has registered."""
+    """Return the error for a group that no consumer has registered."""
     return UnknownGroup(
         f"the consumer group {group!r} is not known to the broker: check its name; a group is created when its first "
         f"consumer starts."

@@ -1,8 +1,8 @@
 """The retry queues of a group: one per topic, made at the first failure of one of its messages.
 
-Processes of one group may subscribe to different topics. A queue of its own lets each topic's retries go to a process
-that knows the topic. The queues stand in the group's retry topic, numbered by the topic they are for. Number 0 carries
-all topics: version 0.1 made and filled it, and it is drained as it is (docs/decisions/071).
+Processes of one group may subscribe to different topics. With one retry queue per topic, each topic's retries go to a
+process that knows the topic. The queues belong to the group's retry topic; their number is the id of the topic they
+serve. Number 0 carries all topics: version 0.1 made and filled it. Consumers drain it unchanged (docs/decisions/071).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from outbox.broker.database.statement import Statement
 from outbox.broker.groups import offsets
 from outbox.errors import UnknownGroup
 
-# Whoever makes queues of a group, or registers with it, waits here for the others.
+# A process that makes queues of a group, or registers with it, waits here for the others.
 _LOCK_GROUP = Statement("SELECT name FROM {schema}.consumer_group WHERE group_id = %(group_id)s FOR NO KEY UPDATE")
 _ADD_TOPIC = Statement("""
 INSERT INTO {schema}.topic (name, message_types, queue_count, retry_of)
@@ -32,7 +32,7 @@ WHERE topic.retry_of = %(group_id)s AND queue.number = %(of_topic)s
 
 
 def ensure(run: Executor, group_id: int, topic_id: int) -> int:
-    """The id of the queue that carries the group's retries of a topic, made now if there is none.
+    """Return the id of the queue for the group's retries of a topic, and make it if there is none.
 
     Raises UnknownGroup when the group was deleted meanwhile.
     """

@@ -1,7 +1,7 @@
-"""What becomes of a failed message, and recording it: one statement, fenced by the lease, for all failures at hand.
+"""Judge failed messages and record the results: one statement, fenced by the lease, for all present failures.
 
-RocketMQ's consumerSendMsgBack: the message is scheduled into the group's retry queue after its delay level, or given
-up into the dead letters after the last attempt. Every failed attempt leaves a `failure` row with its error.
+This is RocketMQ's consumerSendMsgBack. The message is scheduled into the group's retry queue after its delay level.
+After the last attempt it becomes a dead letter. Every failed attempt leaves a `failure` row with its error.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ _LAST_COUNTED: Final = 30_000  # of attempts: the column is a smallint
 
 
 class FailureAction(enum.Enum):
-    """What to do with a message whose attempt failed."""
+    """The handling of a message whose attempt failed."""
 
     SEND_BACK = "send_back"
-    """Schedule it into the retry queue; the consumer goes on."""
+    """Schedule the message into the retry queue; the consumer continues."""
     IN_PLACE = "in_place"
-    """Keep it and try again here."""
+    """Keep the message and try it again here."""
     DEAD = "dead"
-    """Give it up into the dead letters."""
+    """Make the message a dead letter."""
     STOP = "stop"
-    """Stop its queue; it stays the next one."""
+    """Stop the queue; the message stays its next one."""
 
 
 @dataclass(frozen=True, slots=True)
 class FailurePlan:
-    """A verdict and, for the two that try again, the wait in seconds."""
+    """An action and, for the two that try again, the wait in seconds."""
 
     verdict: FailureAction
     delay_seconds: float = 0.0
@@ -49,11 +49,11 @@ class FailurePlan:
 def judge(
     subscription: Subscription, error: BaseException, *, retries: int, in_place: int, returned: bool
 ) -> FailurePlan:
-    """What to do after an attempt raised `error`.
+    """Return what to do after an attempt raised `error`.
 
     `retries` counts the attempts before this one that were sent back, `in_place` those repeated here since then.
-    `returned` says that the message comes from the retry queue: it has given up its order already and is never
-    retried in place. A broadcast group has no retry queue: there everything is retried in place.
+    `returned` says that the message comes from the retry queue. Such a message has given up its order already and is
+    never retried in place. A broadcast group has no retry queue, so every message is retried in place.
     """
     reaction = subscription.reaction(error)
     if reaction is OnError.STOP:
@@ -74,7 +74,7 @@ def judge(
 
 
 def describe(error: BaseException) -> str:
-    """The error as it is stored: its type, its text, and where it was raised."""
+    """Return the error in its stored form: its type, its text, and where it was raised."""
     lines = [f"{type(error).__name__}: {shown_text(error)}"]
     frames = traceback.extract_tb(error.__traceback__)
     if frames:
@@ -87,8 +87,8 @@ def describe(error: BaseException) -> str:
 class Failure:
     """One failed attempt. `attempts` counts the attempts made, this one included.
 
-    `offset` is its place in its queue, whose stored offset is `stored_offset`. Notes of messages sent away that lie
-    before `swept_offset` are removed already.
+    `offset` is its position in its queue, whose stored offset is `stored_offset`. Notes of messages sent away before
+    `swept_offset` are removed already.
     """
 
     lease: Lease
@@ -148,7 +148,7 @@ WITH failed AS MATERIALIZED (
         FROM failed GROUP BY group_id, queue_id
     ) queue
     WHERE ahead.group_id = queue.group_id AND ahead.queue_id = queue.queue_id
-      -- From where the last one ended: what it removed is read again for as long as somebody holds a snapshot.
+      -- Start where the last removal ended: rows removed there would be read again while a session holds a snapshot.
       AND ahead.queue_offset >= queue.swept_offset AND ahead.queue_offset < queue.stored_offset
 )
 SELECT DISTINCT group_id, queue_id FROM failed
@@ -156,10 +156,10 @@ SELECT DISTINCT group_id, queue_id FROM failed
 
 
 def record(run: Executor, owner: UUID, failures: Sequence[Failure]) -> set[QueueKey]:
-    """Store failures and their consequences; returns the keys of queues whose lease is still ours.
+    """Store failures and their consequences; returns the keys of queues whose lease this owner still holds.
 
-    A failure of a queue we lost leaves no trace: its next owner decides about the message. One message appears at
-    most once. Recording twice is recording once.
+    A failure on a lost queue leaves no trace: the next owner decides about the message. One message appears at most
+    once. Recording twice has the effect of recording once.
     """
     parameters = {
         "owner": owner,
@@ -187,7 +187,7 @@ WHERE group_id = %(group_id)s AND queue_id = ANY (%(queue_ids)s::integer[])
 
 
 def sent_away(run: Executor, group_id: int, queue_ids: Sequence[int]) -> dict[int, dict[int, bool]]:
-    """Per queue the offsets whose messages a former owner sent away, and whether into the dead letters."""
+    """Return per queue the offsets that a former owner sent away; the value says whether as dead letters."""
     found: dict[int, dict[int, bool]] = {queue_id: {} for queue_id in queue_ids}
     for queue_id, offset, is_dead in run.rows(
         _SENT_AWAY, {"group_id": group_id, "queue_ids": arrays.integers(queue_ids)}
@@ -203,5 +203,5 @@ WHERE group_id = %(group_id)s AND queue_id = ANY (%(queue_ids)s::integer[])
 
 
 def forget_sent_away(run: Executor, group_id: int, queue_ids: Sequence[int]) -> None:
-    """An operator has these queues delivered anew."""
+    """Delete these notes, because an operator has the queues delivered again."""
     run.execute(_FORGET, {"group_id": group_id, "queue_ids": arrays.integers(queue_ids)})

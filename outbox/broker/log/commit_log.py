@@ -1,7 +1,7 @@
-"""Appending messages to the commit log: decided ones and half ones, one statement each.
+"""Append decided and half messages to the commit log, with one statement per call.
 
-A resent message id stores nothing again. Rows are inserted in the order of the call, which is the order that
-messages of one key keep; their ids are ascending, so concurrent resends of one call cannot deadlock.
+A message id that is sent again stores nothing. Rows are inserted in the order of the call, and messages of one key keep
+this order. Their ids are ascending, so concurrent resends of one call cannot deadlock.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from psycopg.errors import UniqueViolation
 
 from outbox.broker.database import arrays
 from outbox.broker.database.executor import Executor
-from outbox.broker.database.place import ServerIdentity, here
+from outbox.broker.database.server_identity import ServerIdentity, here
 from outbox.broker.database.statement import Statement
 from outbox.broker.log.topics import Prepared, TopicCatalog
 from outbox.errors import InvalidMessage, SendFailed, TransactionalMessagesRejected
@@ -24,7 +24,8 @@ from outbox.transaction import Decision, HalfTransaction
 
 _Value = TypeVar("_Value")
 
-# Columns that are equal in all rows of a call travel once: the array stays empty and coalesce() takes over.
+# A column that is equal in all rows of a call travels once: the array stays empty and coalesce() takes the single
+# value.
 _DECIDED: Final = Statement("""
 WITH stored AS (
     INSERT INTO {schema}.commit_log (born_at, deliver_at, transaction_id, message_id, topic_id, shard, half,
@@ -46,7 +47,7 @@ FROM stored HAVING count(*) > 0
 RETURNING log_ids, extract(epoch FROM pg_postmaster_start_time())::numeric, current_database()::text
 """)
 
-# Numbered, because a statement with names is translated for each execution.
+# Numbered parameters, because psycopg translates named ones on each execution.
 _DECIDED_ONE: Final = Statement("""
 SELECT * FROM {schema}.append_one_v14($1, $2, $3, $4, $5, $6, $7, $8::text::jsonb, $9, $10, $11, $12, $13)
 """)
@@ -107,12 +108,13 @@ def append_decided(
     producer_group: str = "",
     transactional: bool | None = False,
 ) -> list[SendReceipt]:
-    """Store messages together with the decision COMMIT, in whatever transaction the connection is in.
+    """Store messages together with the decision COMMIT, in the connection's present transaction.
 
-    In the application's own transaction (`transactional`) they share its fate; in autocommit they are visible at once.
-    None stands for a local transaction that has committed before. Raises what TopicCatalog.prepare raises,
-    InvalidMessage when a message id was used for something else, and, where `transactional`,
-    TransactionalMessagesRejected when the operator has switched those off.
+    In the application's own transaction (`transactional`), the messages commit or roll back with it. In autocommit they
+    are visible at once. None stands for a local transaction that has committed before.
+
+    Raises the errors of TopicCatalog.prepare. Raises InvalidMessage when a message id belongs to another call. If
+    `transactional`, raises TransactionalMessagesRejected when the operator has switched such messages off.
     """
     if not messages:
         return []
@@ -127,9 +129,9 @@ def append_placed(
     producer_group: str = "",
     transactional: bool | None = True,
 ) -> tuple[list[SendReceipt], ServerIdentity]:
-    """Like `append_decided`, for at least one message; also tells in which database of which server they were put.
+    """Like `append_decided`, for at least one message; also returns the database and server that stored it.
 
-    That is for the atomic path, where the caller's connection need not lead where it led before.
+    The atomic path needs this: the caller's connection may reach another server than before.
     """
     rows = catalog.prepare(run.connection, messages, transactional=transactional)
     try:
@@ -165,9 +167,10 @@ def _append_all(
 
 
 def append_half(run: Executor, catalog: TopicCatalog, half: HalfTransaction) -> list[SendReceipt]:
-    """Store the messages of a half transaction, invisible until it is decided. The connection is in autocommit.
+    """Store the messages of a half transaction. They stay invisible until it is decided.
 
-    Raises TransactionalMessagesRejected when the operator has switched half messages off.
+    The connection is in autocommit. Raises TransactionalMessagesRejected when the operator has switched half messages
+    off.
     """
     rows = catalog.prepare(run.connection, half.messages, transactional=True)
     if len(rows) == 1:
@@ -198,7 +201,7 @@ def _check_not_rejecting(run: Executor, messages: Sequence[Message]) -> None:
 
 
 def _one(row: Prepared) -> tuple[Any, ...]:
-    """The first eleven parameters of the statements for one message."""
+    """Return the first eleven parameters of the statements for one message."""
     message = row.message
     return (
         message.message_id,
@@ -246,7 +249,7 @@ def _unless_equal(values: list[_Value]) -> tuple[list[_Value], _Value]:
 def _receipts(run: Executor, messages: Sequence[Message], log_ids: Sequence[int], *, half: bool) -> list[SendReceipt]:
     transaction_id = messages[0].message_id
     if len(log_ids) == len(messages):
-        # Ids are drawn in the order of the call.
+        # The ids were drawn in the order of the call.
         return [
             SendReceipt(
                 message_id=message.message_id, transaction_id=transaction_id, topic=message.topic, position=log_id
@@ -270,7 +273,7 @@ def _existing(message: Message, stored: _Stored | None, half_of: UUID | None) ->
             f"message {message.message_id} is stored already, as a {kind} message: give the new message a new id."
         )
     if half and stored.decision is not None:
-        # Its transaction is over: a second local transaction could not change what becomes of the message.
+        # The transaction is over: a second local transaction could not change the message's decision.
         raise InvalidMessage(
             f"half message {message.message_id} for topic {message.topic!r} was sent before and is decided "
             f"({Decision(stored.decision).name}): build a new message for another transaction."

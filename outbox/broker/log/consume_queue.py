@@ -1,4 +1,4 @@
-"""Where queues begin and end: their floors, their heads, and the offset at which a group starts."""
+"""The ends of queues: their floors, their heads, and the offset at which a new group starts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ WHERE q.queue_id = ANY(%(queue_ids)s::integer[])
 
 
 def heads(run: Executor, queue_ids: Iterable[int]) -> dict[int, int]:
-    """The next offset of each queue. Retention raises a queue's floor with what it removes: rows and floor suffice."""
+    """Return the next offset of each queue. Retention raises a queue's floor when it removes rows:
+
+    rows and floor suffice.
+    """
     return dict(run.rows(_HEADS, {"queue_ids": integers(list(queue_ids))}))
 
 
@@ -30,14 +33,14 @@ _FLOORS = Statement("SELECT queue_id, floor FROM {schema}.queue WHERE queue_id =
 
 
 def floors(run: Executor, queue_ids: Iterable[int]) -> dict[int, int]:
-    """The oldest offset each queue still has."""
+    """Return the oldest offset that each queue still has."""
     return dict(run.rows(_FLOORS, {"queue_ids": integers(list(queue_ids))}))
 
 
 _FLOORS_OF_TOPIC = Statement("SELECT queue_id, floor FROM {schema}.queue WHERE topic_id = %(topic_id)s")
 
-# The first entry queued at or after the time, by halving what lies between floor and head: entries are queued in the
-# order of their offsets, and from the floor on there are no gaps. An entry that retention has just removed was before.
+# Binary search between floor and head for the first entry queued at or after the time. Entries are queued in the order
+# of their offsets, and there are no gaps from the floor on. An entry that retention has just removed was earlier.
 _QUEUED_SINCE = Statement("""
 WITH RECURSIVE search (queue_id, low, high) AS (
     SELECT queue_id, low, high
@@ -55,8 +58,8 @@ WITH RECURSIVE search (queue_id, low, high) AS (
 SELECT queue_id, low FROM search WHERE low >= high
 """)
 
-# Entries from before queued_at was stored: the earliest moment at which each can have been queued. They are not in the
-# order of these moments, so all of them are read; they go with the retention of their topic.
+# Entries from before the column queued_at existed: use the earliest moment at which each can have been queued. They are
+# not in the order of these moments, so all of them are read. Retention removes them with time.
 _OLD_SINCE = Statement("""
 SELECT entry.queue_id, min(entry.queue_offset)
 FROM {schema}.consume_queue entry
@@ -77,10 +80,10 @@ LIMIT 1
 
 
 def starting_offsets(run: Executor, topic_id: int, start: Start | datetime) -> dict[int, int]:
-    """The offset by queue id at which a group that starts so begins, for the queues the topic has now.
+    """Return the start offset of a new group by queue id, for the queues that the topic has now.
 
-    A time is that of queueing: nothing that consumers could first see at or after it is left out, however much earlier
-    it was stored (delayed, decided late, held).
+    A start time means the time of queueing. The group receives every message that became visible to consumers at or
+    after it, even if the message was stored much earlier (delayed, decided late, held).
     """
     begins: dict[int, int] = dict(run.rows(_FLOORS_OF_TOPIC, {"topic_id": topic_id}))
     if start is Start.EARLIEST:

@@ -1,8 +1,8 @@
-"""Parts of processes that run and fail, as the broker's database is told: else such a process looks like an absent one.
+"""Notes in the broker's database about running processes with a failing part; without one the process looks absent.
 
-A part that fails twice in a row stores a note, an incident of the kind `process_failing`, by plain statements on a
-connection of its own: the broken statement, its connection or its rights need not be those of the note. It refreshes
-the note while it goes on failing. When the part works again, the note becomes one of the past, `process_failed`.
+A part that fails twice in a row stores a note, an incident of the kind `process_failing`. It uses plain statements on
+its own connection: a broken statement, connection or privilege of the part need not break the note. It refreshes the
+note while it keeps failing. When the part works again, the note becomes `process_failed`.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from outbox.errors import BrokerUnavailable
 logger = logging.getLogger(__name__)
 
 _REFRESH_SECONDS: Final = 10.0
-# To connect, and then for the statements.
+# The limit for connecting, and then for the statements.
 _SECONDS: Final = 2.0
-# Before a part stores a note it has failed so often in a row: a single error can be one of a request, or pass.
+# A part stores a note after this many failures in a row: one error may belong to one request or pass.
 _IN_A_ROW: Final = 2
-# The server ends or refuses sessions; `unreachable` and the processes' logs tell of that.
+# Errors of a server that ends or refuses sessions; `unreachable` and the processes' logs report these.
 _SHUTTING_DOWN: Final = "57P"
 
 
 class ProcessPart(StrEnum):
-    """What fails in a process."""
+    """The parts of a process that can fail."""
 
     SEQUENCING = "sequencing"
     CONSUMING = "consuming"
@@ -51,7 +51,7 @@ class ProcessPart(StrEnum):
 
     @property
     def held_seconds(self) -> float:
-        """How long a note counts that is not refreshed, because the part runs rarely or its process has ended."""
+        """Return how long a note counts without a refresh: the part may run rarely, or its process may have ended."""
         if self is ProcessPart.PASS:
             # Pruning runs every ten minutes.
             return 1500.0
@@ -75,7 +75,7 @@ ORDER BY at DESC LIMIT 1000
 
 @dataclass(frozen=True, slots=True)
 class FailingPart:
-    """A part that fails now. `of`: the groups it works for, or the name of the pass, comma-separated."""
+    """A part that fails now. `of`: the groups that it works for, or the name of the pass, comma-separated."""
 
     part: ProcessPart
     of: str
@@ -85,12 +85,12 @@ class FailingPart:
     error: str
 
     def works_for(self, name: str) -> bool:
-        """Whether `name` is among what it works for."""
+        """Whether the part works for `name`."""
         return name in self.of.split(", ")
 
 
 def failing(run: Executor) -> list[FailingPart]:
-    """What fails now, the last seen first."""
+    """Return the parts that fail now, the last seen first."""
     longest = max(part.held_seconds for part in ProcessPart)
     parameters = {"seconds": longest, "kind": str(IncidentKind.PROCESS_FAILING)}
     found = (_parsed(*row) for row in run.rows(_FAILING, parameters))
@@ -118,7 +118,7 @@ class FailureNote:
         self._start_anew()
 
     def _start_anew(self) -> None:
-        """Also after a fork: the note is its parent's."""
+        """Start without a note, also after a fork: the note belongs to the parent."""
         self._pid = os.getpid()
         self._failures = 0
         self._since = ""
@@ -126,7 +126,7 @@ class FailureNote:
         self._stored_at = 0.0
 
     def failed(self, error: BaseException, *, is_last: bool = False) -> None:
-        """The part has failed once more: store that, at most every ten seconds. `is_last`: its process ends now."""
+        """Record one more failure, at most every ten seconds. `is_last`: the process ends now."""
         if _is_about_connecting(error) or not self._lock.acquire(blocking=False):
             return
         try:
@@ -142,7 +142,7 @@ class FailureNote:
             self._lock.release()
 
     def worked(self) -> None:
-        """The part works. Costs nothing where it has not failed."""
+        """Record that the part works. Costs nothing if it has not failed."""
         if not self._failures or not self._lock.acquire(blocking=False):
             return
         try:
@@ -156,7 +156,7 @@ class FailureNote:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """A block that fails if it raises, and works if it does not."""
+        """Record a failure if the block raises, and success if it does not."""
         try:
             yield
         except Exception as error:
@@ -182,11 +182,11 @@ class FailureNote:
             with contextlib.closing(opened) as connection, connection.within(time.monotonic() + _SECONDS):
                 yield Executor(connection, self._database.schema)
         except (psycopg.Error, BrokerUnavailable) as error:
-            logger.debug("that %s fails, or works again, was not stored: %s", self._what, error)
+            logger.debug("the note that %s fails, or works again, was not stored: %s", self._what, error)
 
 
 def _is_about_connecting(error: BaseException) -> bool:
-    """Whether the database could not be reached, or ended the session: nothing can be stored there now."""
+    """Whether the database was unreachable or ended the session: then it cannot store a note."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, psycopg.Error):
         cause = cause.__cause__

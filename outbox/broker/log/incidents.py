@@ -1,4 +1,4 @@
-"""What somebody should look at: contradicting or refused ends, wrong ledgers, parked transactions."""
+"""Incidents for the operator: contradicting or refused ends, wrong ledgers, parked transactions and others."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ logger = logging.getLogger(__name__)
 
 
 class IncidentKind(enum.StrEnum):
-    """Why an incident was recorded."""
+    """The reason why an incident was recorded."""
 
     CONTRADICTED = "contradicted"
-    """A second decision differed from the first, which stands."""
+    """A second decision differed from the first. The first one stands."""
     REFUSED = "refused"
-    """An end for a transaction that is unknown or of another producer group."""
+    """An end message named an unknown transaction, or one of another producer group."""
     PARKED = "parked"
-    """A transaction is past its check limits and waits for an operator or a late end."""
+    """A transaction has exceeded its check limits and waits for an operator or a late end."""
     ALARM = "alarm"
-    """A checker reported something wrong, such as another ledger."""
+    """A checker reported a fault, such as another ledger."""
     RESYNC = "resync"
-    """The broker's transaction ids started over; it compared its log with its queues."""
+    """The broker's transaction ids started over; the broker compared its log with its queues."""
     PATH = "path"
-    """A process found the broker elsewhere than it had proven."""
+    """A process found the broker on another server or database than it had proven."""
     EXPIRED = "expired"
     """Retention removed messages that a consumer group had not consumed."""
     PROCESS_DIED = "process_died"
     """A supervised consumer process died, or ended itself because its handlers hang."""
     PROCESS_FAILING = "process_failing"
-    """A part of a process runs and fails; `at` is when it was seen to fail last."""
+    """A part of a running process fails; `at` is the time of the last failure."""
     PROCESS_FAILED = "process_failed"
     """A part of a process failed, and works again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Incident:
-    """One recorded incident; `subject` is what it is about, as text. A stored one has a time and an id."""
+    """One recorded incident. `subject` names its object as text. A stored incident has a time and an id."""
 
     kind: str
     subject: str
@@ -82,5 +82,8 @@ def record(run: Executor, incidents: Sequence[Incident]) -> None:
 def recent(
     run: Executor, kind: str | None = None, *, before: int | None = None, limit: int = 20
 ) -> list[Incident]:  # fmt: skip
-    """A page of the incidents of a kind, or of all, the newest first. The next one is `before` the last one's id."""
+    """Return a page of the incidents of a kind, or of all, the newest first.
+
+    The next page is `before` the last one's id.
+    """
     return run.objects(Incident, _RECENT, {"kind": kind, "before": before, "limit": limit})

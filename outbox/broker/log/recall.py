@@ -1,6 +1,6 @@
-"""Recalling messages that wait for their delivery time or for a retry.
+"""Recall messages that wait for their delivery time or for a retry.
 
-Whoever deletes the scheduled row decides: the sequencer queues the message, or a recall takes it back.
+The process that deletes the scheduled row decides: the sequencer queues the message, or a recall removes it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
 from outbox.recall import Recall, RecallStatus
 
-# Of the rows `wanted` (log_id): take back what is scheduled, and say of each message what became of it.
+# For the rows `wanted` (log_id): delete their scheduled rows, and return the outcome for each message.
 _TAKE: Final = """, taken AS (
     DELETE FROM {schema}.scheduled WHERE log_id IN (SELECT log_id FROM wanted)
     RETURNING log_id, queue_id, attempt
@@ -57,7 +57,7 @@ WITH wanted AS MATERIALIZED (
     + _TAKE
 )
 
-# From what is scheduled, not from the log: it grows.
+# Start from the scheduled rows, not from the log, which keeps growing.
 _BY_KEY: Final = Statement(
     """
 WITH wanted AS MATERIALIZED (
@@ -87,14 +87,14 @@ class _Row:
 
 
 def recall(run: Executor, message_ids: Sequence[UUID]) -> list[Recall]:
-    """Take back what waits for its delivery time, or for a retry of some group; one outcome per id, in order."""
+    """Recall messages that wait for their delivery time or for a group's retry; one outcome per id, in order."""
     found = {row.message_id: row.recall() for row in run.objects(_Row, _BY_ID, {"ids": uuids(list(message_ids))})}
     unknown = RecallStatus.UNKNOWN
     return [found.get(one, Recall(message_id=one, status=unknown)) for one in message_ids]
 
 
 def recall_key(run: Executor, topic: str, key: str) -> list[Recall]:
-    """Take back every message of the topic and key that waits; what was taken, in the order of the log."""
+    """Recall every waiting message of the topic and key; returns the recalled ones in the order of the log."""
     outcomes = [row.recall() for row in run.objects(_Row, _BY_KEY, {"topic": topic, "key": key})]
-    # What the sequencer took in the same moment is none of them.
+    # Leave out those that the sequencer took at the same moment.
     return [one for one in outcomes if one.status is RecallStatus.RECALLED]

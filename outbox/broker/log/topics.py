@@ -1,4 +1,4 @@
-"""Topics: declaring them, and knowing them while sending."""
+"""Declare topics, and look them up while sending."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class _TopicRow:
 
 @dataclass(frozen=True, slots=True)
 class KnownTopic:
-    """A topic as the broker has it."""
+    """A topic as the broker stores it."""
 
     topic_id: int
     topic: Topic
@@ -85,7 +85,7 @@ class KnownTopic:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A message that its topic accepts, with what the log stores beside it."""
+    """A message that its topic accepts, with the values that the log stores beside it."""
 
     message: Message
     topic_id: int
@@ -93,7 +93,7 @@ class Prepared:
 
 
 def declare_topics(run: Executor, topics: Sequence[Topic]) -> None:
-    """Create topics or change them to what is declared, deleted ones too; idempotent, in one transaction.
+    """Create topics or change them to the declaration, deleted ones too; idempotent, in one transaction.
 
     Another queue count starts a new generation of queues; consumer groups drain the old ones first.
     """
@@ -118,7 +118,7 @@ def _columns(topic: Topic) -> dict[str, object]:
 
 
 def list_topics(run: Executor) -> list[Topic]:
-    """Every topic but the retry topics of consumer groups, by name."""
+    """Return every topic except the retry topics of consumer groups, by name."""
     return [known.topic for _, known in sorted(_read(run).items())]
 
 
@@ -127,7 +127,7 @@ def _read(run: Executor) -> dict[str, KnownTopic]:
 
 
 class TopicCatalog:
-    """The declared topics, read once and again every 30 s or when a name is new.
+    """The declared topics, read at the first use, then every 30 s and for each unknown name.
 
     `auto_create` declares unknown topics with the defaults; `selectors` choose shards per topic. Thread-safe.
     """
@@ -143,14 +143,14 @@ class TopicCatalog:
         self._stale_at = 0.0
 
     def get(self, connection: Connection, name: str) -> KnownTopic:
-        """The topic `name`. Raises UnknownTopic with the nearest names."""
+        """Return the topic `name`. Raises UnknownTopic with the nearest names."""
         known = self._known.get(name)
         if known is not None and time.monotonic() < self._stale_at:
             return known
         topics = self._refresh(connection)
         if name not in topics and self._auto_create:
             declare_topics(Executor(connection, self._schema), [Topic(name=name)])
-            # A topic created within the caller's transaction may still roll back: it is not remembered yet.
+            # Do not remember a topic that the caller's transaction has created: it may still roll back.
             if connection.info.transaction_status != pq.TransactionStatus.IDLE:
                 return _read(Executor(connection, self._schema))[name]
             topics = self._refresh(connection)
@@ -162,7 +162,7 @@ class TopicCatalog:
     def prepare(
         self, connection: Connection, messages: Iterable[Message], *, transactional: bool | None
     ) -> list[Prepared]:
-        """Messages with topic ids and shards, checked against their topics (see Topic.check_accepts).
+        """Check messages against their topics (see Topic.check_accepts) and add topic ids and shards.
 
         Raises UnknownTopic, MessageTypeMismatch or InvalidMessage.
         """

@@ -1,8 +1,8 @@
-"""Reading what is new in the log by snapshots: rows whose transaction the last reader could not see.
+"""SQL fragments that read new log rows by snapshots: rows whose transaction the last reader could not see.
 
-An id cursor would lose transactions that commit late, and the oldest running transaction as a limit would stall behind
-any open one. Readers bind the upper end of their last snapshot as `%(xmax)s` and its running transactions as `%(xip)s`:
-as functions inside one OR they would cost a scan of the whole table. Pieces of SQL, to be composed with a statement's.
+A cursor over ids would lose transactions that commit late. Using the oldest running transaction as a limit would stall
+behind any open one. Readers bind the upper end of their last snapshot as `%(xmax)s` and its running transactions as
+`%(xip)s`: as functions inside one OR they would cost a scan of the whole table.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import Final, LiteralString
 
 
 def cut(table: LiteralString, messages: LiteralString, only: LiteralString = "") -> LiteralString:
-    """A query for the transaction id, as `cut`, at which a long backlog is cut; the snapshot's end for a short one.
+    """Return a query for `cut`, the transaction id up to which to read: inside a long backlog, else the snapshot's end.
 
-    About `%(batch)s` messages are below it: `messages` counts those of a row, and one transaction's rows stay together.
-    `only` begins the condition and ends with AND. Bounded by the current snapshot, because rows of before a restore
-    may carry ids of the future.
+    About `%(batch)s` messages are below it. `messages` is the SQL for the number of messages of a row. The rows of one
+    transaction stay together. `only` begins the condition and ends with AND. The current snapshot bounds the query,
+    because rows from before a restore may carry higher ids than the present ones.
     """
     return f"""
     SELECT coalesce(
@@ -34,7 +34,7 @@ def cut(table: LiteralString, messages: LiteralString, only: LiteralString = "")
 """
 
 
-# What to store after reading up to `cut`: the current snapshot, in which everything from there on is unread.
+# The snapshot to store after reading up to `cut`: the current one, with everything from `cut` on unread.
 SNAPSHOT_UP_TO_CUT: Final = """
 (least(pg_snapshot_xmin(pg_current_snapshot()), cut)::text || ':' || cut::text || ':' ||
  coalesce((SELECT string_agg(xip::text, ',' ORDER BY xip)

@@ -1,4 +1,4 @@
-"""Removing what everybody has read, in bounded passes behind the readers."""
+"""Remove messages that all readers have passed, in bounded passes."""
 
 from __future__ import annotations
 
@@ -8,9 +8,261 @@ from typing import Final
 
 from outbox.broker.database.arrays import bigints, integers
 from outbox.broker.database.executor import Executor
+from outbox.broker.database.statement import Statement
 from outbox.broker.log import incidents
 from outbox.broker.log.incidents import Incident, IncidentKind
-from outbox.broker.maintenance import retention_sql
+
+# The queues that can be cleared, and how far: past the retention time, and consumed by every group or past the cap. The
+# cap counts from the time of queueing. Entries without that time (stored by old versions) are as old as the last event
+# of their message. Entries of a deleted topic are cleared at once. `consumed` is the least position of the groups that
+# read the queue; without a group nothing is consumed yet. Broadcast groups store no positions and hold nothing back.
+# The statement reads in the order of the queue up to the first entry that stays, so a queue without cleared entries
+# costs one entry.
+_LIMITS: Final = Statement("""
+WITH place AS (
+    SELECT queue.queue_id, queue.floor, topic.topic_id, topic.retry_of, topic.retention_seconds, topic.deleted_at,
+           now() - make_interval(secs => topic.retention_seconds) AS kept_since,
+           now() - make_interval(secs => greatest(topic.retention_seconds, %(cap)s)) AS capped
+    FROM {schema}.queue JOIN {schema}.topic USING (topic_id)
+), reader AS (
+    SELECT place.queue_id, group_id
+    FROM place JOIN {schema}.subscription USING (topic_id) JOIN {schema}.consumer_group USING (group_id)
+    WHERE NOT broadcast
+    UNION ALL
+    SELECT queue_id, retry_of FROM place WHERE retry_of IS NOT NULL
+), consumed AS (
+    SELECT reader.queue_id, min(coalesce(newest.next_offset, 0)) AS position
+    FROM reader LEFT JOIN LATERAL (
+        SELECT next_offset FROM {schema}.consumer_offset
+        WHERE consumer_offset.group_id = reader.group_id AND consumer_offset.queue_id = reader.queue_id
+        ORDER BY epoch DESC, ordinal DESC LIMIT 1) newest ON true
+    GROUP BY reader.queue_id
+), bounded AS (
+    SELECT place.queue_id, place.floor, consumed.position AS consumed, place.retry_of IS NOT NULL AS is_retry,
+           coalesce(
+               (SELECT entry.queue_offset
+                FROM (SELECT queue_offset, log_id, queued_at FROM {schema}.consume_queue
+                      WHERE consume_queue.queue_id = place.queue_id AND queue_offset >= place.floor
+                      ORDER BY queue_offset LIMIT %(batch)s) AS entry
+                LEFT JOIN LATERAL (SELECT transaction_id, stored_at, deliver_at FROM {schema}.commit_log
+                                   WHERE commit_log.log_id = entry.log_id OFFSET 0) AS log ON true
+                WHERE (CASE WHEN stored_at IS NULL THEN queue_offset < consumed.position
+                            WHEN queued_at <= deleted_at THEN true
+                            WHEN stored_at >= kept_since THEN false
+                            WHEN queue_offset < consumed.position OR deleted_at IS NOT NULL THEN true
+                            WHEN stored_at >= capped THEN false
+                            WHEN queued_at IS NOT NULL THEN queued_at < capped
+                            ELSE greatest(
+                                deliver_at,
+                                (SELECT decided_at FROM {schema}.op_log op
+                                 WHERE op.transaction_id = log.transaction_id),
+                                (SELECT max(failed_at) FROM {schema}.failure
+                                 WHERE failure.group_id = place.retry_of AND failure.log_id = entry.log_id),
+                                (SELECT max(replayed_at) FROM {schema}.dead_letter dead
+                                 WHERE dead.group_id = place.retry_of AND dead.log_id = entry.log_id)) < capped
+                       END) IS NOT TRUE
+                ORDER BY entry.queue_offset LIMIT 1),
+               (SELECT max(queue_offset) + 1
+                FROM (SELECT queue_offset FROM {schema}.consume_queue
+                      WHERE consume_queue.queue_id = place.queue_id AND queue_offset >= place.floor
+                      ORDER BY queue_offset LIMIT %(batch)s) AS entry),
+               place.floor) AS "limit"
+    FROM place LEFT JOIN consumed USING (queue_id)
+)
+SELECT queue_id, floor, "limit", consumed, is_retry FROM bounded WHERE "limit" > floor ORDER BY queue_id
+""")
+
+# The groups that have not consumed a queue up to an offset.
+_BEHIND: Final = Statement("""
+SELECT topic.name AS topic, queue.number, ARRAY(
+    SELECT consumer_group.name
+    FROM {schema}.consumer_group
+    LEFT JOIN LATERAL (SELECT next_offset FROM {schema}.consumer_offset stored
+                       WHERE stored.group_id = consumer_group.group_id AND stored.queue_id = queue.queue_id
+                       ORDER BY epoch DESC, ordinal DESC LIMIT 1) AS newest ON true
+    WHERE NOT broadcast AND coalesce(newest.next_offset, 0) < %(limit)s
+      AND (group_id = topic.retry_of
+           OR EXISTS (SELECT FROM {schema}.subscription known
+                      WHERE known.group_id = consumer_group.group_id AND known.topic_id = topic.topic_id))
+    ORDER BY consumer_group.name) AS groups
+FROM {schema}.queue JOIN {schema}.topic USING (topic_id) WHERE queue_id = %(queue_id)s
+""")
+
+# Messages kept although their entries are cleared: dead, to be retried, or waiting in a retry queue. Their entries stay
+# below the floor as proof of queueing, and are removed later with the messages. Given `candidate`: waiting and dead
+# messages are read once and grouped with the candidates. A join, planned with old statistics, would compare each pair;
+# so would the deletions of errors and letters without IS TRUE.
+_FREE: Final = """
+, waiting AS (
+    SELECT entry.log_id
+    FROM {schema}.topic retry JOIN {schema}.queue USING (topic_id)
+    CROSS JOIN LATERAL (
+        SELECT greatest(queue.floor, coalesce((
+            SELECT next_offset FROM {schema}.consumer_offset newest
+            WHERE newest.group_id = retry.retry_of AND newest.queue_id = queue.queue_id
+            ORDER BY epoch DESC, ordinal DESC LIMIT 1), 0)) AS first) AS position
+    CROSS JOIN LATERAL (SELECT log_id FROM {schema}.consume_queue
+                        WHERE consume_queue.queue_id = queue.queue_id AND queue_offset >= position.first
+                        OFFSET 0) AS entry
+    WHERE retry.retry_of IS NOT NULL
+), unkept AS MATERIALIZED (
+    SELECT log_id, max(queue_id) AS queue_id, max(queue_offset) AS queue_offset
+    FROM (SELECT log_id, queue_id, queue_offset FROM candidate
+          UNION ALL SELECT log_id, NULL, NULL FROM waiting
+          UNION ALL SELECT log_id, NULL, NULL FROM {schema}.dead_letter WHERE replayed_at IS NULL) AS known
+    GROUP BY log_id HAVING every(queue_id IS NOT NULL)
+), free AS MATERIALIZED (
+    SELECT unkept.*, log.topic_id, log.transaction_id
+    FROM unkept
+    CROSS JOIN LATERAL (SELECT topic_id, transaction_id FROM {schema}.commit_log
+                        WHERE commit_log.log_id = unkept.log_id OFFSET 0) AS log
+    WHERE NOT EXISTS (SELECT FROM {schema}.scheduled WHERE scheduled.log_id = unkept.log_id OFFSET 0)
+      AND NOT EXISTS (SELECT FROM {schema}.held WHERE held.log_id = unkept.log_id OFFSET 0)
+    LIMIT %(batch)s
+), entries AS (
+    DELETE FROM {schema}.consume_queue USING free
+    WHERE consume_queue.queue_id = free.queue_id AND consume_queue.queue_offset = free.queue_offset
+), messages AS (
+    DELETE FROM {schema}.commit_log USING free WHERE commit_log.log_id = free.log_id
+), errors AS (
+    DELETE FROM {schema}.failure WHERE (log_id IN (SELECT log_id FROM free)) IS TRUE
+), letters AS (
+    DELETE FROM {schema}.dead_letter WHERE (log_id IN (SELECT log_id FROM free)) IS TRUE
+), recalled AS (
+    DELETE FROM {schema}.recalled_retry USING free WHERE recalled_retry.log_id = free.log_id
+), checks AS (
+    DELETE FROM {schema}.check_history USING free WHERE check_history.transaction_id = free.transaction_id
+), pending AS (
+    DELETE FROM {schema}.pending_check USING free WHERE pending_check.transaction_id = free.transaction_id
+), decisions AS (
+    DELETE FROM {schema}.op_log op
+    WHERE op.transaction_id IN (SELECT transaction_id FROM free)
+      AND NOT EXISTS (SELECT FROM unnest(op.log_ids) AS one (log_id) JOIN {schema}.commit_log log USING (log_id)
+                      WHERE one.log_id NOT IN (SELECT log_id FROM free))
+), totals AS (
+    INSERT INTO {schema}.pruned (topic_id, sent, committed, queued)
+    SELECT topic_id, count(*), count(*), count(*) FROM free GROUP BY topic_id
+)
+"""
+
+# Clear some queues up to their limits, at most `batch` entries together.
+_CLEAR: Final = Statement(
+    """
+WITH given AS (
+    SELECT * FROM unnest(%(queue_ids)s::integer[], %(floors)s::bigint[], %(limits)s::bigint[])
+        AS given (queue_id, floor, upper)
+), candidate AS (
+    SELECT given.queue_id, entry.queue_offset, entry.log_id
+    FROM given
+    CROSS JOIN LATERAL (SELECT queue_offset, log_id FROM {schema}.consume_queue
+                        WHERE consume_queue.queue_id = given.queue_id
+                          AND queue_offset >= given.floor AND queue_offset < given.upper OFFSET 0) AS entry
+)"""
+    + _FREE
+    + """
+, floor AS (
+    UPDATE {schema}.queue SET floor = given.upper
+    FROM given WHERE queue.queue_id = given.queue_id AND queue.floor < given.upper
+)
+SELECT count(*) FROM free
+"""
+)
+
+# Messages kept below the floors that have no reason to stay any more. All of them are looked at, so one that must stay
+# blocks none behind it.
+_CLEAR_KEPT: Final = Statement(
+    """
+WITH candidate AS (
+    SELECT queue.queue_id, entry.queue_offset, entry.log_id
+    FROM {schema}.queue
+    CROSS JOIN LATERAL (SELECT queue_offset, log_id FROM {schema}.consume_queue
+                        WHERE consume_queue.queue_id = queue.queue_id AND queue_offset < queue.floor
+                        OFFSET 0) AS entry
+)"""
+    + _FREE
+    + "SELECT count(*) FROM free"
+)
+
+_CLEAR_RETRY: Final = Statement("""
+WITH entries AS (
+    DELETE FROM {schema}.consume_queue
+    WHERE queue_id = %(queue_id)s AND queue_offset >= %(first)s AND queue_offset < %(limit)s
+    RETURNING 1
+), floor AS (
+    UPDATE {schema}.queue SET floor = %(limit)s WHERE queue_id = %(queue_id)s AND floor < %(limit)s
+)
+SELECT count(*) FROM entries
+""")
+
+# Messages that were never queued: rolled back, or recalled before they were due. A rollback stays until the sequencer
+# has read it, because reading it unblocks the key of an old message.
+_CLEAR_UNQUEUED: Final = Statement("""
+WITH ended AS (
+    (SELECT transaction_id, log_ids, 'R' AS what FROM {schema}.op_log
+     WHERE decision = 'R' AND decided_at < now()
+       AND pg_visible_in_snapshot(xid, (SELECT snapshot FROM {schema}.tick ORDER BY tick_id DESC LIMIT 1))
+     ORDER BY decided_at LIMIT %(batch)s)
+    UNION ALL
+    (SELECT log.transaction_id, ARRAY[log_id], 'T' FROM {schema}.recalled JOIN {schema}.commit_log log USING (log_id)
+     WHERE recalled_at < now() LIMIT %(batch)s)
+), free AS MATERIALIZED (
+    SELECT log.log_id, log.topic_id, log.transaction_id, ended.what
+    FROM ended CROSS JOIN LATERAL unnest(log_ids) AS one (log_id) JOIN {schema}.commit_log log USING (log_id)
+    JOIN {schema}.topic USING (topic_id)
+    WHERE log.stored_at < now() - make_interval(secs => topic.retention_seconds)
+), messages AS (
+    DELETE FROM {schema}.commit_log USING free WHERE commit_log.log_id = free.log_id
+), recalls AS (
+    DELETE FROM {schema}.recalled USING free WHERE recalled.log_id = free.log_id
+), checks AS (
+    DELETE FROM {schema}.check_history USING free WHERE check_history.transaction_id = free.transaction_id
+), pending AS (
+    DELETE FROM {schema}.pending_check USING free WHERE pending_check.transaction_id = free.transaction_id
+), decisions AS (
+    DELETE FROM {schema}.op_log op
+    WHERE op.transaction_id IN (SELECT transaction_id FROM free)
+      AND NOT EXISTS (SELECT FROM unnest(op.log_ids) AS one (log_id) JOIN {schema}.commit_log log USING (log_id)
+                      WHERE one.log_id NOT IN (SELECT log_id FROM free))
+), totals AS (
+    INSERT INTO {schema}.pruned (topic_id, sent, committed, rolled_back, recalled)
+    SELECT topic_id, count(*), count(*) FILTER (WHERE what = 'T'), count(*) FILTER (WHERE what = 'R'),
+           count(*) FILTER (WHERE what = 'T')
+    FROM free GROUP BY topic_id
+)
+SELECT count(*) FROM free
+""")
+
+_MERGE_TOTALS: Final = Statement("""
+WITH parts AS (
+    DELETE FROM {schema}.pruned RETURNING *
+)
+INSERT INTO {schema}.pruned (topic_id, sent, committed, rolled_back, recalled, queued)
+SELECT topic_id, sum(sent), sum(committed), sum(rolled_back), sum(recalled), sum(queued) FROM parts GROUP BY topic_id
+""")
+
+_TRIM_OFFSETS: Final = Statement("""
+DELETE FROM {schema}.consumer_offset WHERE ctid = ANY (ARRAY(
+    SELECT older.ctid FROM {schema}.consumer_offset older
+    WHERE EXISTS (SELECT FROM {schema}.consumer_offset newer
+                  WHERE newer.group_id = older.group_id AND newer.queue_id = older.queue_id
+                    AND (newer.epoch, newer.ordinal) > (older.epoch, older.ordinal))
+    LIMIT %(batch)s))
+""")
+
+_TRIM_TICKS: Final = Statement("""
+DELETE FROM {schema}.tick WHERE tick_id = ANY (ARRAY(
+    SELECT tick_id FROM {schema}.tick WHERE tick_id < (SELECT max(tick_id) FROM {schema}.tick WHERE is_full)
+    ORDER BY tick_id LIMIT %(batch)s))
+""")
+
+_TRIM_SCANS: Final = Statement("""
+DELETE FROM {schema}.half_scan WHERE scan_id < (SELECT max(scan_id) FROM {schema}.half_scan)
+""")
+
+_TRIM_INCIDENTS: Final = Statement("""
+DELETE FROM {schema}.incident WHERE at < now() - make_interval(secs => %(keep)s)
+""")
+
 
 DEFAULT_HARD_CAP_SECONDS: Final = 30 * 24 * 3600.0
 _INCIDENTS_KEEP_SECONDS: Final = 90 * 24 * 3600.0
@@ -18,9 +270,9 @@ _INCIDENTS_KEEP_SECONDS: Final = 90 * 24 * 3600.0
 
 @dataclass(frozen=True, slots=True)
 class RetentionSettings:
-    """`hard_cap_seconds`: a message that a group has not consumed is kept that long at least, then it expires.
+    """`hard_cap_seconds`: an unconsumed message is kept at least this long, then it expires.
 
-    Consumed messages are kept for their topic's `retention_seconds`. `batch` bounds the rows of one statement.
+    Consumed messages are kept for their topic's `retention_seconds`. `batch` limits the rows of one statement.
     """
 
     hard_cap_seconds: float = DEFAULT_HARD_CAP_SECONDS
@@ -29,7 +281,10 @@ class RetentionSettings:
 
 @dataclass(frozen=True, slots=True)
 class RetentionCounts:
-    """What one pass removed; `expired` messages were not consumed by every group. `more`: a batch was full."""
+    """The rows removed by one pass.
+
+    `expired`: removed messages that some group had not consumed. `more`: a batch was full.
+    """
 
     messages: int = 0
     retries: int = 0
@@ -42,7 +297,7 @@ class RetentionCounts:
 
 @dataclass(frozen=True, slots=True)
 class _Limit:
-    """How far a queue may be cleared; `consumed` is None where no group reads it: nobody misses anything."""
+    """How far a queue may be cleared. `consumed` is None without a reading group: then no group misses a message."""
 
     queue_id: int
     floor: int
@@ -52,38 +307,38 @@ class _Limit:
 
     @property
     def entries(self) -> int:
-        """How many entries are cleared."""
+        """The number of entries to clear."""
         return self.limit - self.floor
 
     @property
     def expired(self) -> int:
-        """How many of them some group has not consumed."""
+        """The number of them that some group has not consumed."""
         return 0 if self.consumed is None else max(0, self.limit - max(self.floor, self.consumed))
 
 
 def run_once(run: Executor, *, settings: RetentionSettings | None = None) -> RetentionCounts:
-    """One bounded pass over all queues, on an autocommit connection. Undecided and parked messages always stay.
+    """Run one bounded pass over all queues, on an autocommit connection. Undecided and parked messages always stay.
 
-    A queue with nothing to remove costs a look at its oldest entry.
+    A queue with nothing to remove costs one look at its oldest entry.
     """
     settings = settings or RetentionSettings()
     batch = {"batch": settings.batch}
-    # What was kept below a floor first: it goes as soon as nothing refers to it.
-    [kept] = run.one(retention_sql.CLEAR_KEPT, batch)
-    limits = run.objects(_Limit, retention_sql.LIMITS, batch | {"cap": settings.hard_cap_seconds})
+    # First the rows kept below a floor: they are removed as soon as no row refers to them.
+    [kept] = run.one(_CLEAR_KEPT, batch)
+    limits = run.objects(_Limit, _LIMITS, batch | {"cap": settings.hard_cap_seconds})
     retries = sum(_clear_retries(run, limit) for limit in limits if limit.is_retry)
     messages = kept + sum(
         _clear(run, chunk, settings) for chunk in _chunks([one for one in limits if not one.is_retry], settings.batch)
     )
     for limit in limits:
         _report_expired(run, limit)
-    [unqueued] = run.one(retention_sql.CLEAR_UNQUEUED, batch)
-    offsets = run.count(retention_sql.TRIM_OFFSETS, batch)
-    ticks = run.count(retention_sql.TRIM_TICKS, batch)
-    run.execute(retention_sql.TRIM_SCANS)
-    run.execute(retention_sql.TRIM_INCIDENTS, {"keep": _INCIDENTS_KEEP_SECONDS})
+    [unqueued] = run.one(_CLEAR_UNQUEUED, batch)
+    offsets = run.count(_TRIM_OFFSETS, batch)
+    ticks = run.count(_TRIM_TICKS, batch)
+    run.execute(_TRIM_SCANS)
+    run.execute(_TRIM_INCIDENTS, {"keep": _INCIDENTS_KEEP_SECONDS})
     if unqueued or messages:
-        run.execute(retention_sql.MERGE_TOTALS)
+        run.execute(_MERGE_TOTALS)
     return RetentionCounts(
         messages=messages,
         retries=retries,
@@ -97,7 +352,7 @@ def run_once(run: Executor, *, settings: RetentionSettings | None = None) -> Ret
 
 
 def _chunks(limits: Sequence[_Limit], batch: int) -> Iterator[list[_Limit]]:
-    """Queues to be cleared by one statement: none has more than `batch` entries, and together they have no more."""
+    """Group queues for one statement: at most `batch` entries per queue, and at most `batch` together."""
     chunk: list[_Limit] = []
     for limit in limits:
         if chunk and sum(one.entries for one in chunk) + limit.entries > batch:
@@ -109,28 +364,28 @@ def _chunks(limits: Sequence[_Limit], batch: int) -> Iterator[list[_Limit]]:
 
 
 def _clear(run: Executor, limits: Sequence[_Limit], settings: RetentionSettings) -> int:
-    """Remove entries up to the limits of their queues, and what they alone refer to; returns how many."""
+    """Remove entries up to the limits of their queues, and the rows that only they refer to; returns how many."""
     parameters = {
         "queue_ids": integers([limit.queue_id for limit in limits]),
         "floors": bigints([limit.floor for limit in limits]),
         "limits": bigints([limit.limit for limit in limits]),
         "batch": settings.batch,
     }
-    return int(run.one(retention_sql.CLEAR, parameters)[0])
+    return int(run.one(_CLEAR, parameters)[0])
 
 
 def _clear_retries(run: Executor, limit: _Limit) -> int:
     parameters = {"queue_id": limit.queue_id, "first": limit.floor, "limit": limit.limit}
-    return int(run.one(retention_sql.CLEAR_RETRY, parameters)[0])
+    return int(run.one(_CLEAR_RETRY, parameters)[0])
 
 
 def _report_expired(run: Executor, limit: _Limit) -> None:
     if not limit.expired:
         return
-    topic, number, groups = run.one(retention_sql.BEHIND, {"queue_id": limit.queue_id, "limit": limit.limit})
+    topic, number, groups = run.one(_BEHIND, {"queue_id": limit.queue_id, "limit": limit.limit})
     detail = (
         f"{limit.expired} messages of queue {number} have expired: they were removed at the hard cap, and "
-        f"{', '.join(map(repr, groups)) or 'some group'} had not consumed them. Groups that do not run any more should "
-        f"be deleted (outbox_group delete)."
+        f"{', '.join(map(repr, groups)) or 'some group'} had not consumed them. Delete groups that no longer run "
+        f"(outbox_group delete)."
     )
     incidents.record(run, [Incident(IncidentKind.EXPIRED, topic, detail)])

@@ -1,4 +1,4 @@
-"""Maintenance beside the sequencer: half scan, parking, retention; a pass every so often while this process leads."""
+"""Maintenance by the leader at intervals: half scan, parking, retention."""
 
 from __future__ import annotations
 
@@ -22,11 +22,10 @@ from outbox.transaction import CheckSettings
 def run_once(
     database: BrokerDatabase, check: CheckSettings, *, stopping: Callable[[], bool] = lambda: False
 ) -> RetentionCounts:
-    """One pass on a connection of its own: scan for undecided halves, park what is overdue, then remove until no batch
-    is full any more.
+    """Run one pass on a separate connection: scan for undecided halves, park overdue ones, then remove rows.
 
-    Everything is timed by the database's clock. Returns what the last round of retention removed; `more` is left only
-    when `stopping` cut it short. Raises psycopg.Error or BrokerUnavailable.
+    It removes until no batch is full any more. The database's clock times everything. Returns the counts of the last
+    round of retention. `more` is left only when `stopping` cut it short. Raises psycopg.Error or BrokerUnavailable.
     """
     with contextlib.closing(database.open(name="outbox-maintenance", direct=True)) as connection:
         run = Executor(connection, database.schema)
@@ -38,7 +37,7 @@ def run_once(
 
 
 def _remove(run: Executor) -> RetentionCounts:
-    """One round of retention. It has a statement per queue: timeouts are lifted once for all of them."""
+    """Run one round of retention. It has a statement per queue, so timeouts are lifted once for all of them."""
     if timeouts.lasts(run.connection):
         timeouts.lift_for_session(run.connection)
         return retention.run_once(run)
@@ -47,7 +46,7 @@ def _remove(run: Executor) -> RetentionCounts:
 
 
 def maintenance(database: BrokerDatabase, check: CheckSettings, *, every_seconds: float) -> BackgroundLoop:
-    """A pass every `every_seconds`, in the background."""
+    """Run a pass every `every_seconds`, in the background."""
     note = FailureNote(database, ProcessPart.MAINTENANCE)
 
     def run(stopping: Callable[[], bool]) -> float:

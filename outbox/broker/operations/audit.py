@@ -1,4 +1,4 @@
-"""The audit of conservation: every message counted, each term from its own rows, and the result kept."""
+"""The audit of conservation: count every message, each term from its own rows, and keep the result."""
 
 from __future__ import annotations
 
@@ -41,9 +41,10 @@ class Audit:
 
 
 def run_once(run: Executor) -> Audit:
-    """Count every retained message, compare, and keep the result. An autocommit connection outside a transaction.
+    """Count every retained message, compare, and store the result, on an autocommit connection.
 
-    Takes about a second per million messages; nothing waits for it, but it holds one snapshot meanwhile.
+    The connection is outside a transaction. It takes about a second per million messages. No other process waits for
+    it, but it holds one snapshot meanwhile.
     """
     started = time.monotonic()
     status = broker_status(run)
@@ -66,12 +67,12 @@ def run_once(run: Executor) -> Audit:
 
 
 def found_differences(status: BrokerStatus) -> list[str]:
-    """The equations that do not hold, with the topic or group they are about."""
+    """Return the equations that do not hold, with their topic or group."""
     found = [f"topic {topic.name!r}: {text}" for topic in status.topics for text in topic.totals.differences()]
     return found + [f"group {group.name!r}: {text}" for group in status.groups for text in group.differences()]
 
 
 def last(run: Executor) -> Audit | None:
-    """The newest kept result; None before the first audit."""
+    """Return the newest stored result; None before the first audit."""
     found = run.objects(Audit, _LAST)
     return found[0] if found else None

@@ -1,6 +1,6 @@
-"""Browsing what is stored of a topic, for people who look: page by page, undecided messages too where wanted.
+"""Browse the stored messages of a topic page by page, for operators; undecided ones too, on request.
 
-Consumers have no such way: what is undecided or rolled back never reaches a queue.
+Consumers cannot do this: undecided or rolled-back messages never reach a queue.
 """
 
 from __future__ import annotations
@@ -36,14 +36,17 @@ class StoredMessage:
     state: str
 
     def text(self) -> str:
-        """The body to look at: as it is where it is UTF-8, else base64 after `base64:`."""
+        """Return the body for display: the text if it is UTF-8, else base64 after `base64:`."""
         try:
             return self.body.decode()
         except UnicodeDecodeError:
             return "base64:" + base64.b64encode(self.body).decode()
 
     def without(self, names: Collection[str]) -> StoredMessage:
-        """With *** for the fields of these names. A body that is no JSON is left out: they cannot be found in it."""
+        """Return the message with *** for the fields of these names.
+
+        A body that is not JSON is left out, because fields cannot be found in it.
+        """
         try:
             body = json.dumps(masked_value(json.loads(self.body), names), ensure_ascii=False)
         except (ValueError, RecursionError):
@@ -51,11 +54,11 @@ class StoredMessage:
         return replace(self, body=body.encode(), headers=masked_value(self.headers, names))
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values but for ids and times."""
+        """Return plain values except for ids and times."""
         return {name: getattr(self, name) for name in self.__slots__ if name != "body"} | {"body": self.text()}
 
 
-# There is no index by topic either (see search): the time narrows what is read, and the newest come first.
+# There is no index by topic either (see search): the time limits the rows to read, and the newest come first.
 _BROWSE: Final = Statement(f"""
 SELECT log.log_id, log.message_id, log.transaction_id, log.key, log.tag, coalesce(log.headers, '{{{{}}}}') AS headers,
        log.content_type, log.body, log.stored_at, log.deliver_at, {STATE} AS state
@@ -79,10 +82,11 @@ def browse(
     after: int | None = None,
     limit: int = 100,
 ) -> list[StoredMessage]:
-    """A page of what is stored of a topic, the newest first, stored since then (None: in the last day).
+    """Return a page of the stored messages of a topic, the newest first.
 
-    Committed messages; with `uncommitted` also those that are undecided, rolled back or recalled, each with its state.
-    The next page is `after` the last log id of this one. Reads what was stored in that time, of all topics.
+    `since` limits them by time; None means the last day. It returns committed messages. `uncommitted` adds undecided,
+    rolled back and recalled ones, each with its state. The next page is `after` the last log id of this one. It reads
+    the messages of all topics in that time.
     """
     values = {"topic": topic, "uncommitted": uncommitted, "since": since, "after": after, "limit": limit}
     return run.objects(StoredMessage, _BROWSE, values, prepare=False)

@@ -1,6 +1,6 @@
-"""What comparisons of the application's databases with the broker have found, kept where status and metrics read it.
+"""Results of comparing the application's databases with the broker, stored for status and metrics.
 
-The application runs the comparisons, because it alone sees both sides (outbox.contrib.django.operations.comparing).
+The application runs the comparisons, because only it can reach both sides (outbox.contrib.django.operations.comparing).
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from outbox.broker.database import arrays
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
 
-# What a comparison names at most.
+# The most ids that a comparison names.
 NAMED: Final = 20
 
 
 class ComparisonKind(StrEnum):
-    """What is compared."""
+    """The data that a comparison covers."""
 
     LEDGER = "ledger"
     """Committed transactions that the broker does not know: their messages are lost."""
@@ -34,10 +34,10 @@ class ComparisonKind(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DatabaseComparison:
-    """The last comparison of one thing. `subject`: the producer group, or the consumer group on `topic`.
+    """The last comparison of one subject: a producer group, or a consumer group on `topic`.
 
-    `state`: what the next one goes on from. `ids`: at most twenty of the `missing`, which lie between `first_at` and
-    `last_at`. Between `unproven_from` and `unproven_to` something was lost that no row proves any more.
+    `state`: the start of the next comparison. `ids`: at most twenty of the `missing` ones, which lie between `first_at`
+    and `last_at`. Between `unproven_from` and `unproven_to` data was lost for which no proof is left.
     """
 
     kind: ComparisonKind
@@ -56,7 +56,7 @@ class DatabaseComparison:
 
     @property
     def is_clean(self) -> bool:
-        """Whether nothing is missing, as far as can be proven."""
+        """Whether nothing is missing, as far as the rows prove."""
         return not self.missing and self.unproven_to is None
 
 
@@ -80,7 +80,7 @@ WHERE kind = %(kind)s AND subject = %(subject)s AND topic = %(topic)s AND alias 
 
 
 def every(run: Executor) -> list[DatabaseComparison]:
-    """The last comparison of each thing."""
+    """Return the last comparison of each subject."""
     return [_read(row) for row in run.rows(_ALL)]
 
 
@@ -104,7 +104,7 @@ def _read(row: Sequence[Any]) -> DatabaseComparison:
 
 
 def store(run: Executor, comparison: DatabaseComparison) -> None:
-    """Keep it in place of the one before."""
+    """Store the comparison in place of the previous one."""
     run.execute(
         _STORE,
         {
@@ -125,7 +125,7 @@ def store(run: Executor, comparison: DatabaseComparison) -> None:
 
 
 def forget(run: Executor, comparison: DatabaseComparison) -> None:
-    """The next comparison of it begins anew, with what is there then."""
+    """Delete the comparison: the next one starts with the data at that time."""
     named = {"kind": comparison.kind.value, "subject": comparison.subject}
     run.execute(_FORGET, {**named, "topic": comparison.topic, "alias": comparison.alias})
 
@@ -135,13 +135,13 @@ def forget(run: Executor, comparison: DatabaseComparison) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Since when the broker must know every transaction: it is so old, or it has removed what is older."""
+    """The time since which the broker must know every transaction: its installation, or the retention limit."""
 
     installed_at: datetime
     kept_since: datetime | None
 
 
-# What a deleted topic had is removed at once.
+# Retention removes the messages of a deleted topic at once.
 _BOUNDS = Statement("""
 SELECT created_at,
        (SELECT greatest(max(now() - make_interval(secs => retention_seconds)) FILTER (WHERE deleted_at IS NULL),
@@ -152,7 +152,7 @@ FROM {schema}.broker
 
 
 def bounds(run: Executor) -> Bounds:
-    """Of the broker as it is now."""
+    """Return the bounds of the broker as it is now."""
     return Bounds(*run.one(_BOUNDS))
 
 
@@ -166,7 +166,7 @@ ORDER BY op.transaction_id LIMIT %(limit)s
 
 
 def committed_of_ledger(run: Executor, ledger_id: UUID, after: UUID, *, limit: int) -> list[UUID]:
-    """The next transactions, in order, that were reported as committed by a service that has read its ledger."""
+    """Return the next transactions, in order, that a service has reported as committed after reading its ledger."""
     values = {"ledger_id": ledger_id, "after": after, "limit": limit}
     return [found for (found,) in run.rows(_COMMITTED_OF_LEDGER, values)]
 
@@ -186,7 +186,7 @@ ORDER BY transaction_id LIMIT %(limit)s
 _REMOVE_MISSING = Statement("""
 DELETE FROM {schema}.missing_transaction WHERE kind = %(kind)s AND transaction_id = ANY (%(ids)s::uuid[])
 """)
-# The ledger keeps no row of one that is so old, so no comparison meets it again.
+# The ledger keeps no row of a transaction this old, so no later comparison finds it.
 _TRIM_MISSING = Statement("""
 DELETE FROM {schema}.missing_transaction
 WHERE producer_group = %(group)s AND settled_at < now() - make_interval(secs => %(keep)s)
@@ -204,7 +204,7 @@ WHERE kind = %(kind)s AND producer_group = %(group)s AND alias = %(alias)s AND s
 
 @dataclass(frozen=True, slots=True)
 class MissingTransactions:
-    """Those of one ledger that one side has and the other has not."""
+    """The transactions of one ledger that one side has and the other has not."""
 
     run: Executor
     kind: ComparisonKind
@@ -215,32 +215,32 @@ class MissingTransactions:
         return {"kind": self.kind.value, "group": self.producer_group, "alias": self.alias, **more}
 
     def add(self, found: Mapping[UUID, datetime]) -> None:
-        """Keep them, by id with their time. Settled ones stay settled."""
+        """Store them by id with their time. Settled ones stay settled."""
         if found:
             self.run.execute(
                 _ADD_MISSING, self._named(ids=arrays.uuids(list(found)), at=arrays.times(list(found.values())))
             )
 
     def open(self, after: UUID = UUID(int=0), *, limit: int) -> list[UUID]:
-        """The next ones, in order, that no operator has settled."""
+        """Return the next ones, in order, that no operator has settled."""
         return [one for (one,) in self.run.rows(_OPEN_MISSING, self._named(after=after, limit=limit))]
 
     def remove(self, found: Sequence[UUID]) -> None:
-        """They are not missing any more."""
+        """Remove them, because they are no longer missing."""
         if found:
             self.run.execute(_REMOVE_MISSING, {"kind": self.kind.value, "ids": arrays.uuids(list(found))})
 
     def trim(self, *, keep_seconds: float) -> None:
-        """Remove what was settled so long ago."""
+        """Remove transactions that were settled before this age."""
         self.run.execute(_TRIM_MISSING, {"group": self.producer_group, "keep": keep_seconds})
 
     def summed(self) -> tuple[int, datetime | None, datetime | None, list[UUID]]:
-        """How many are open, the first and the last time, and up to twenty ids."""
+        """Return the number of open ones, their first and last time, and up to twenty ids."""
         count, first, last, ids = self.run.one(_SUM_MISSING, self._named(named=NAMED))
         return count, first, last, ids
 
     def settle(self) -> int:
-        """An operator has dealt with all that are open; returns how many."""
+        """Mark all open ones as settled by an operator; returns how many."""
         return self.run.count(_SETTLE_MISSING, self._named())
 
 
@@ -249,7 +249,7 @@ class MissingTransactions:
 
 @dataclass(frozen=True, slots=True)
 class Passed:
-    """A queue of a topic and how far a group has passed it. `moved`: what resets moved it by, all in all."""
+    """A queue of a topic and a group's position on it. `moved`: the sum of all resets."""
 
     queue_id: int
     group_id: int
@@ -274,11 +274,11 @@ ORDER BY queue.queue_id
 
 
 def passed(run: Executor, group: str, topic: str) -> list[Passed]:
-    """The queues of a topic that the group has a position on."""
+    """Return the queues of a topic on which the group has a position."""
     return run.objects(Passed, _PASSED, {"group": group, "topic": topic})
 
 
-# A message that failed once may have ended without an effect: given up, skipped by on_error, or still retried.
+# A message that failed once may have ended without an effect: dead, skipped by on_error, or still retried.
 _ENTRIES = Statement("""
 SELECT entry.queue_offset, log.message_id, coalesce(entry.queued_at, log.stored_at) AS queued_at, log.tag,
        coalesce(log.headers, '{{}}') AS headers
@@ -294,7 +294,7 @@ ORDER BY entry.queue_offset
 
 @dataclass(frozen=True, slots=True)
 class QueuedMessage:
-    """A message in a queue, when it was queued, and what a filter may look at."""
+    """A message in a queue, its time of queueing, and the values that a filter may read."""
 
     queue_offset: int
     message_id: UUID
@@ -304,6 +304,6 @@ class QueuedMessage:
 
 
 def finished_entries(run: Executor, queue: Passed, low: int, high: int, *, keep_seconds: float) -> list[QueuedMessage]:
-    """The messages from `low` up to `high` that never failed; without those that were stored before `keep_seconds`."""
+    """Return the messages from `low` up to `high` that never failed, except those stored before `keep_seconds`."""
     values = {"queue_id": queue.queue_id, "group_id": queue.group_id, "low": low, "high": high, "keep": keep_seconds}
     return run.objects(QueuedMessage, _ENTRIES, values)

@@ -1,4 +1,4 @@
-"""What a message says: its body and headers. Apart from everything else, for not everybody may see them."""
+"""A message's body and headers. A separate module, because only some operators may see them."""
 
 from __future__ import annotations
 
@@ -28,6 +28,6 @@ class Content:
 
 
 def content_of(run: Executor, message_id: UUID) -> Content | None:
-    """The content; None when the broker does not have the message (any more)."""
+    """Return the content; None when the broker does not have the message (any more)."""
     found = run.objects(Content, _CONTENT, {"id": message_id})
     return found[0] if found else None

@@ -1,4 +1,4 @@
-"""Dead letters: messages a group gave up, with every attempt's error; delivering them once more, or discarding them."""
+"""Dead letters: messages that a group gave up, with every attempt's error; replay or discard them."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from outbox.broker.groups.registration import group_id_of
 
 @dataclass(frozen=True, slots=True)
 class DeadLetter:
-    """A message a group gave up after so many attempts.
+    """A message that a group gave up after `attempts` attempts.
 
-    `replayed_at` is set when it was delivered again, `discarded_at` when an operator gave it up for good.
+    `replayed_at` is set when it was delivered again, `discarded_at` when an operator discarded it.
     """
 
     group: str
@@ -36,12 +36,15 @@ class DeadLetter:
 
     @property
     def place(self) -> PagePosition:
-        """Where it stands in the list."""
+        """The letter's position in the list."""
         return PagePosition(self.dead_at, self.log_id)
 
 
 class PagePosition(NamedTuple):
-    """A place in the list of dead letters, the newest first. A page goes on after one, whatever was settled since."""
+    """A position in the list of dead letters, newest first.
+
+    The next page starts after one, even if letters were settled since.
+    """
 
     dead_at: datetime
     log_id: int
@@ -52,10 +55,10 @@ class PagePosition(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LetterSelection:
-    """Which dead letters: those that meet all that is given; all of them when nothing is.
+    """A selection of dead letters: those that meet all given criteria; all of them without criteria.
 
-    `error` is contained in the last error, whatever its case; `error_type` is the name of its type; `since` (inclusive)
-    and `until` (exclusive) are about when it was given up.
+    `error` is contained in the last error, ignoring case. `error_type` is the name of its type. `since` (inclusive) and
+    `until` (exclusive) limit the time at which it was given up.
     """
 
     message_ids: Sequence[UUID] | None = None
@@ -68,11 +71,11 @@ class LetterSelection:
 
     @property
     def is_all(self) -> bool:
-        """Whether it leaves none out."""
+        """Whether it selects all letters."""
         return self == LetterSelection()
 
     def parameters(self) -> dict[str, Any]:
-        """For the statements here."""
+        """Return the parameters for the statements here."""
         return {
             "message_ids": None if self.message_ids is None else uuids(self.message_ids),
             "topic": self.topic,
@@ -137,10 +140,10 @@ def list_dead_letters(
     after: PagePosition | None = None,
     limit: int = 100,
 ) -> Sequence[DeadLetter]:
-    """A page of the dead letters of one group or of all, the newest first; `settled` includes the settled ones.
+    """Return a page of the dead letters of one group or of all, the newest first.
 
-    The next page is `after` the place of the last one. Groups that gave up one message at the same instant share a
-    place and are not torn apart, so a page may be that much longer than `limit`.
+    `settled` includes the settled ones. The next page is `after` the place of the last one. Groups that gave up one
+    message at the same instant share a place and stay on one page, so a page may be longer than `limit`.
     """
     values = selection.parameters() | {"group": group, "settled": settled, "limit": limit}
     place = {"after": after and after.dead_at, "after_id": after and after.log_id}
@@ -158,7 +161,7 @@ ORDER BY f.attempt
 
 
 def failed_attempts(run: Executor, group: str, message_id: UUID) -> Sequence[FailedAttempt]:
-    """Every failed attempt of a group at a message, first to last."""
+    """Return every failed attempt of a group at a message, first to last."""
     values = {"group": group, "message_id": message_id}
     return run.objects(FailedAttempt, _ATTEMPTS, values)
 
@@ -199,10 +202,10 @@ ON CONFLICT DO NOTHING
 
 
 def replay(run: Executor, group: str, selection: LetterSelection = ALL, *, limit: int = 10_000) -> int:
-    """Deliver dead letters again through the group's retry queues, with a new series of attempts; returns how many.
+    """Deliver dead letters again through the group's retry queues, with new attempts; returns how many.
 
-    Up to `limit`, oldest first. One that fails for good again is a dead letter again. Announce Channel.DECIDED
-    afterwards to have them at once. Raises UnknownGroup.
+    It takes up to `limit`, oldest first. A letter that fails all attempts again becomes a dead letter again. Announce
+    Channel.DECIDED afterwards to deliver them at once. Raises UnknownGroup.
     """
     with run.connection.transaction():
         values = selection.parameters() | {"group_id": group_id_of(run, group), "limit": limit}
@@ -229,7 +232,7 @@ SELECT count(*) FROM marked
 
 
 def discard(run: Executor, group: str, selection: LetterSelection, *, limit: int = 10_000) -> int:
-    """Give dead letters up for good, up to `limit`, oldest first; returns how many. The group counts them.
+    """Discard up to `limit` dead letters, oldest first; returns how many. The group counts them.
 
     Retention removes them with their messages. Raises UnknownGroup.
     """

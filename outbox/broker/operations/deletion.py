@@ -1,7 +1,7 @@
-"""Deleting what is not used any more: a consumer group, its subscription to one topic, or a topic.
+"""Delete a consumer group, its subscription to one topic, or a topic.
 
-Nobody consumes meanwhile: consumers that live are refused, those that start wait for the group's row. What is lost is
-counted first, with the same statements for a dry run.
+No consumer may run meanwhile: the deletion refuses if one is alive, and a starting one waits for the group's row. The
+deletion first counts what is lost. A dry run uses the same statements.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from outbox.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """What goes with a group's subscription to a topic.
+    """The data that is deleted with a group's subscription to a topic.
 
-    `lag` messages it has not consumed, `retrying` ones that wait for another attempt, and `dead` letters.
+    `lag`: messages it has not consumed. `retrying`: messages that wait for another attempt. `dead`: dead letters.
     """
 
     group: str
@@ -34,7 +34,7 @@ class Loss:
 
 @dataclass(frozen=True, slots=True)
 class TopicLoss:
-    """What goes with a topic: per group what it has not finished; `undelivered` messages are in no queue yet."""
+    """The data deleted with a topic: unfinished messages per group; `undelivered` messages are in no queue yet."""
 
     topic: str
     undelivered: int
@@ -79,7 +79,7 @@ SELECT (SELECT count(*) FROM {schema}.held WHERE topic_id = %(topic_id)s)
           AND NOT EXISTS (SELECT FROM {schema}.op_log op WHERE op.transaction_id = pending.transaction_id))
 """)
 
-# Number 0 carries retries of all topics: it goes with the group's last subscription.
+# Number 0 carries retries of all topics: it is deleted with the group's last subscription.
 _RETRY_QUEUES = Statement("""
 SELECT queue_id, number,
        EXISTS (SELECT FROM {schema}.consume_queue entry WHERE entry.queue_id = queue.queue_id)
@@ -94,7 +94,7 @@ DELETE FROM {schema}.queue_lease WHERE group_id = %(group_id)s
   AND queue_id IN (SELECT queue_id FROM {schema}.queue WHERE topic_id = %(topic_id)s
                    UNION ALL SELECT unnest(%(retry_queues)s::integer[]))
 """),
-    # The sequencer may be about to queue these: its tick ends first, and what it queued is seen by the next statement.
+    # The sequencer may be about to queue these. Its tick ends first, and the next statement sees what it queued.
     Statement("DELETE FROM {schema}.scheduled WHERE queue_id = ANY (%(retry_queues)s::integer[])"),
     Statement("DELETE FROM {schema}.consume_queue WHERE queue_id = ANY (%(retry_queues)s::integer[])"),
     Statement("""
@@ -123,7 +123,7 @@ WHERE queue_id IN (SELECT queue_id FROM {schema}.queue JOIN {schema}.topic USING
                    WHERE retry_of = %(group_id)s)
 """
 _FORGET_GROUP = [
-    # Of topics it subscribed to once. Leases before offsets, as everywhere (docs/internals/storage.md, Locks).
+    # Of topics to which it once subscribed. Leases before offsets, as everywhere (docs/internals/storage.md, Locks).
     Statement("DELETE FROM {schema}.queue_lease WHERE group_id = %(group_id)s"),
     Statement("DELETE FROM {schema}.scheduled" + _ITS_RETRY_QUEUES),
     Statement("DELETE FROM {schema}.consume_queue" + _ITS_RETRY_QUEUES),
@@ -144,10 +144,10 @@ _MARK = Statement("UPDATE {schema}.topic SET deleted_at = now() WHERE topic_id =
 
 
 def delete_group(run: Executor, group: str, *, topic: str | None = None, dry_run: bool = False) -> list[Loss]:
-    """Delete a group, or its subscription to `topic` alone; returns what was (or would be) lost, by topic.
+    """Delete a group, or only its subscription to `topic`; returns by topic what was (or would be) lost.
 
-    What its inbox holds stays in the application's database, and is known to a later group of the same name. Raises
-    UnknownGroup, and UsageError when consumers of it live or it has no such subscription.
+    Its inbox rows stay in the application's database, and a later group of the same name finds them. Raises
+    UnknownGroup. Raises UsageError when its consumers are alive or it has no such subscription.
     """
     with run.connection.transaction(force_rollback=dry_run):
         group_id = group_id_of(run, group)
@@ -171,14 +171,14 @@ def delete_group(run: Executor, group: str, *, topic: str | None = None, dry_run
 def delete_topic(run: Executor, topic: str, *, dry_run: bool = False) -> TopicLoss:
     """Delete a topic with all subscriptions to it; returns what was (or would be) lost.
 
-    Publishing to it is refused as soon as a process reads the topics again (30 s). Retention removes its messages.
-    Declaring it again takes it back. Raises UnknownTopic, and UsageError when consumers of it live.
+    A process refuses to publish to it after it has read the topics again (within 30 s). Retention removes its messages.
+    Another declaration restores the topic. Raises UnknownTopic, and UsageError when its consumers are alive.
     """
     topic_id = TopicCatalog(run.schema).get(run.connection, topic).topic_id
     values = {"topic_id": topic_id}
     with run.connection.transaction(force_rollback=dry_run):
         run.execute(_LOCK_TOPIC, values)
-        # Groups before their members are looked at: whoever is about to join waits for the group's row.
+        # Lock groups before reading their members: a consumer that is about to join waits for the group's row.
         groups = {name: group_id_of(run, name) for (name,) in run.rows(_GROUPS_OF, values)}
         refuse_live(run, topic=topic)
         [undelivered] = run.one(_UNDELIVERED, values)
@@ -188,11 +188,12 @@ def delete_topic(run: Executor, topic: str, *, dry_run: bool = False) -> TopicLo
 
 
 def refuse_live(run: Executor, *, group_id: int | None = None, topic: str | None = None) -> None:
-    """Raise UsageError where consumers of a group (None: of all) live that consume a topic (None: any)."""
+    """Raise UsageError if consumers of a group (None: of all) that consume a topic (None: any) are alive."""
     live = run.rows(_LIVE, {"group_id": group_id, "topic": topic})
     if live:
-        who = "; ".join(f"{group!r} on {host} (pid {pid})" for group, host, pid in live[:5])
-        raise UsageError(f"{len(live)} consumers are alive: {who}. Stop them first: they would go on without it.")
+        consumers = "; ".join(f"{group!r} on {host} (pid {pid})" for group, host, pid in live[:5])
+        text = f"{len(live)} consumers are alive: {consumers}. Stop them, then run this again. Nothing was changed."
+        raise UsageError(text)
 
 
 def _unsubscribe(run: Executor, group: str, group_id: int, topic: str, topic_id: int, *, whole: bool = False) -> Loss:
@@ -206,7 +207,7 @@ def _unsubscribe(run: Executor, group: str, group_id: int, topic: str, topic_id:
 
 
 def _retry_queues_of(run: Executor, group: str, values: dict[str, Any], *, whole: bool) -> list[int]:
-    """Those that go with the subscription: of its topic, and that of all topics with the last one."""
+    """Return the retry queues deleted with the subscription: its topic's and, with the last one, that of all topics."""
     is_last = whole or len(run.rows(_SUBSCRIBED, values)) == 1
     found = []
     for queue_id, number, was_used in run.rows(_RETRY_QUEUES, values):
@@ -214,7 +215,7 @@ def _retry_queues_of(run: Executor, group: str, values: dict[str, Any], *, whole
             found.append(queue_id)
         elif number == 0 and was_used:
             raise UsageError(
-                f"group {group!r} has a retry queue of version 0.1 that has carried messages of all its topics, which "
-                f"cannot be told apart: delete the whole group, or its other subscriptions too."
+                f"group {group!r} has a retry queue of version 0.1 with messages of all its topics, which cannot be "
+                f"separated: delete the whole group, or its other subscriptions too."
             )
     return found

@@ -1,4 +1,4 @@
-"""What is wrong with server, role and declarations before anything fails: the broker's part of the doctor."""
+"""Find faults of server, role and declarations before anything fails: the broker's part of the doctor."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CLOCK_SECONDS: Final = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """One thing that was looked at, how bad it is, and what to do; without a remedy when it is well."""
+    """One checked item, its severity, and the remedy; without a remedy if it is well."""
 
     subject: str
     severity: Severity
@@ -38,7 +38,7 @@ SELECT name, current_setting(name) FROM unnest(ARRAY['server_version_num', 'fsyn
 """)
 _CONNECTIONS: Final = Statement("SELECT count(*) FROM pg_stat_activity WHERE backend_type = 'client backend'")
 
-# What roles and databases set, as it reaches this session.
+# The settings of roles and databases, as they reach this session.
 _TIMEOUTS: Final = Statement("""
 SELECT coalesce(role.rolname, 'every role'), coalesce(datname, 'every database'), setting
 FROM pg_db_role_setting
@@ -51,8 +51,8 @@ WHERE (setrole = 0 OR role.rolname = current_user) AND (setdatabase = 0 OR datna
 ORDER BY 3
 """)
 
-# Everything in the schema that the broker's own work uses. Functions run with the rights of their caller, so that the
-# caller needs the views that they read, too. Those to publish from SQL are for other roles.
+# Everything in the schema that the broker's own work uses. Functions run with the rights of their caller, so the caller
+# also needs the views that they read. The functions for publishing from SQL are for other roles.
 _GRANTS: Final = Statement("""
 SELECT name, string_agg(privilege, ', ' ORDER BY privilege), bool_and(is_needed)
 FROM (
@@ -93,7 +93,7 @@ ORDER BY name
 
 
 def diagnose(run: Executor, database: BrokerDatabase) -> Iterator[Diagnosis]:
-    """Everything, well or not. The connection is in autocommit, to `database`, with the tables installed."""
+    """Run all checks. The connection is in autocommit, to `database`, with the tables installed."""
     yield from _server(run)
     yield _pooler(run, database)
     yield _clock(run)
@@ -105,9 +105,9 @@ def diagnose(run: Executor, database: BrokerDatabase) -> Iterator[Diagnosis]:
 
 
 def holding(run: Executor, limits: Thresholds) -> Iterator[Diagnosis]:
-    """The conditions that hold now, as `outbox_status` shows them.
+    """Return the conditions that hold now, as `outbox_status` shows them.
 
-    Call it last: from here on the session waits for a lock for a second at most.
+    Call it last: afterwards the session waits for a lock for a second at most.
     """
     for one in survey(run, limits).verdict.conditions:
         facts = [", ".join(f"{name} {value}" for name, value in fact.items()) for fact in one.evidence[:3] if fact]
@@ -142,7 +142,7 @@ def _server(run: Executor) -> Iterator[Diagnosis]:
 
 
 def _pooler(run: Executor, database: BrokerDatabase) -> Diagnosis:
-    """A pooler tells its clients a process id of its own making."""
+    """Whether a pooler is in between: it reports an invented process id to its clients."""
     if database.listen_conninfo:
         return _listen_url(database)
     told = run.connection.info.backend_pid
@@ -170,7 +170,7 @@ def _clock(run: Executor) -> Diagnosis:
     before = time.time()
     [_, there] = run.one(_PID)
     skew = there - (before + time.time()) / 2
-    remedy = "Synchronise the clocks (NTP): ids, delays and ages are reckoned with both."
+    remedy = "Synchronise the clocks (NTP): ids, delays and ages are computed with both."
     return _judged("clock", abs(skew) < CLOCK_SECONDS, f"{skew:+.3f} s from here", remedy, Severity.WARNING)
 
 
@@ -181,12 +181,12 @@ def _timeouts(run: Executor) -> Iterator[Diagnosis]:
 
 
 def _grants(run: Executor, subject: str = "grants") -> Diagnosis:
-    """Of the role of this connection."""
+    """Check the grants of this connection's role."""
     missing = run.rows(_GRANTS)
     if not missing:
         return Diagnosis(subject, Severity.OK, "complete")
     role, schema = run.one(_ROLE, {"schema": run.schema})
-    # The default privileges are for what a later version adds.
+    # The default privileges cover the tables of later versions.
     remedy = "; ".join(
         f"{how} GRANT {rights} {kind} TO {role}".lstrip()
         for rights, every, later in (
@@ -208,7 +208,7 @@ def _grants(run: Executor, subject: str = "grants") -> Diagnosis:
 
 
 def _direct_grants(database: BrokerDatabase) -> Iterator[Diagnosis]:
-    """Ticks and retention run on the direct connection, which may have another role."""
+    """Check the role of the direct connection, which may be another one: ticks and retention run on it."""
     if not database.listen_conninfo:
         return
     subject = "grants of LISTEN_URL"
@@ -228,7 +228,7 @@ def _sees_sessions(run: Executor) -> Diagnosis:
 
 def _declared(run: Executor) -> Iterator[Diagnosis]:
     lonely = [name for (name,) in run.rows(_TOPICS)]
-    remedy = "Nobody reads them: a subscriber is missing or misspells the topic, or the topic can go."
+    remedy = "No group reads them: a subscriber is missing or misspells the topic, or the topic can be deleted."
     yield _judged("topics without a group", not lonely, ", ".join(lonely) or "none", remedy, Severity.WARNING)
     idle = [name for (name,) in run.rows(_GROUPS)]
     remedy = "Start a worker of that service. What a group without one does not consume is kept for it up to 30 days."

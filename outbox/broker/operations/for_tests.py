@@ -1,4 +1,4 @@
-"""What the tests of an application do with a broker of their own: look at what it would deliver, and begin anew."""
+"""For tests of applications with a real broker: see what it would deliver, and start with empty tables."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TRUNCATE {schema}.topic, {schema}.queue, {schema}.commit_log, {schema}.op_log, {
 RESTART IDENTITY
 """)
 
-# The tables of the versions' numbers and of the broker's identity stay as they are; of these two the newest row counts.
+# The tables of the version numbers and of the broker's identity stay unchanged. Of these two, the newest row counts.
 _REWIND_TICKS = Statement("""
 WITH newest AS (DELETE FROM {schema}.tick RETURNING tick_id, snapshot, incarnation)
 INSERT INTO {schema}.tick (tick_id, snapshot, incarnation, appended, queue_ids, heads, is_full)
@@ -38,14 +38,14 @@ SELECT tick_id + 1, snapshot, incarnation, 0, '{{}}', '{{}}', true FROM newest O
 
 
 def visible(run: Executor, topic: str) -> list[Message]:
-    """What consumers of a topic can see: queue by queue, in queue order."""
+    """Return the messages that consumers of a topic can see: queue by queue, in queue order."""
     return run.objects(Message, _VISIBLE, {"topic": topic})
 
 
 def empty(run: Executor) -> None:
     """Remove all messages, topics, groups and positions, as if the tables had just been installed.
 
-    Nobody may be working with them: a consumer or leader goes on from positions that are gone.
+    No process may use them meanwhile: a consumer or leader would continue from positions that no longer exist.
     """
     with run.connection.transaction():
         run.execute(_EMPTY)

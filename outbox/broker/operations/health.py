@@ -1,4 +1,4 @@
-"""A cheap probe: does the broker answer, and does it move? Two look-ups by index, at any size of the log."""
+"""A cheap probe: the broker answers and makes progress. Two look-ups by index, at any size of the log."""
 
 from __future__ import annotations
 
@@ -30,26 +30,26 @@ FROM (
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """Healthy when there is no problem; each is a sentence."""
+    """Healthy when there is no problem; each problem is a sentence."""
 
     problems: tuple[str, ...] = ()
 
     @property
     def is_healthy(self) -> bool:
-        """Whether messages move."""
+        """Whether the broker makes progress."""
         return not self.problems
 
 
 def unread_seconds(run: Executor, snapshot: str) -> float | None:
-    """How long the oldest decision waits that the tick with this snapshot could not see; None without one."""
+    """Return how long the oldest decision waits that the tick with this snapshot could not see; None without one."""
     seen = Snapshot.parse(snapshot)
-    # Not prepared: the plan must see the values, or it reads the whole table.
+    # Not prepared: without the values, the plan would read the whole table.
     [seconds] = run.one(_UNREAD, {"xmax": str(seen.xmax), "xip": xids(seen.in_progress)}, prepare=False)
     return None if seconds is None else float(seconds)
 
 
 def probe(run: Executor, limits: Thresholds | None = None) -> Health:
-    """Whether somebody sequences, and in time. Raises psycopg.Error."""
+    """Check that a process sequences, and in time. Raises psycopg.Error."""
     limits = limits or Thresholds()
     leader, snapshot = run.one(LEADER)
     if leader is None:

@@ -1,4 +1,4 @@
-"""Lists to look through, page by page: what waits for its time, who consumes, which errors dead letters have."""
+"""Lists page by page: scheduled messages, consumers, and errors of dead letters."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
 from outbox.broker.groups.registration import unknown_group
 
-# Dead letters can be as many as messages: the errors of a group are counted over its newest so many.
+# Dead letters can be as many as messages: the errors of a group are counted over this many of its newest letters.
 COUNTED: Final = 10_000
-# So many errors are listed at most, of all groups together.
+# The most errors listed, for all groups together.
 MOST_ERRORS: Final = 200
 
 _BOUND: Final = Statement("""
@@ -80,7 +80,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class ErrorGroup:
-    """Unsettled dead letters of a group whose last error is of one type, and the newest error as an example.
+    """Unsettled dead letters of a group whose last error has one type, with the newest error as an example.
 
     `is_cut`: the group has more than COUNTED unsettled dead letters, and only the newest COUNTED were read.
     """
@@ -96,7 +96,7 @@ class ErrorGroup:
 
 @dataclass(frozen=True, slots=True)
 class WaitingMessage:
-    """A message that waits for its time: its delivery time (`group` is None), or a group's next attempt."""
+    """A scheduled message: for its delivery time (`group` is None), or for a group's next attempt."""
 
     schedule_id: int
     due_at: datetime
@@ -109,7 +109,7 @@ class WaitingMessage:
 
 @dataclass(frozen=True, slots=True)
 class Consumer:
-    """A live process of a consumer group; `queues`: how many it holds the lease of."""
+    """A live process of a consumer group; `queues`: the number of its leases."""
 
     instance_id: UUID
     host: str
@@ -122,9 +122,10 @@ class Consumer:
 
 @contextmanager
 def bounded(run: Executor, *, seconds: float) -> Iterator[None]:
-    """A read-only transaction whose statements end with psycopg's QueryCanceled after `seconds`, and wait for no lock.
+    """Open a read-only transaction with limits: `seconds` per statement, and no waiting for locks.
 
-    Of that transaction alone: behind a pooler the next one on the session has its own settings again.
+    A statement past the limit raises psycopg's QueryCanceled. The limits apply only to this transaction: behind a
+    pooler the next one on the session has its own settings.
     """
     with run.connection.transaction():
         run.execute(_BOUND, {"milliseconds": str(round(seconds * 1000))})
@@ -132,7 +133,7 @@ def bounded(run: Executor, *, seconds: float) -> Iterator[None]:
 
 
 def group_now(run: Executor, group: str) -> Group:
-    """The group. Raises UnknownGroup."""
+    """Return the group. Raises UnknownGroup."""
     found = run.objects(Group, _GROUP, {"group": group})
     if not found:
         raise unknown_group(group)
@@ -140,9 +141,9 @@ def group_now(run: Executor, group: str) -> Group:
 
 
 def list_errors(run: Executor, group: str | None = None) -> list[ErrorGroup]:
-    """The unsettled dead letters by group and type of error, the most frequent first; at most MOST_ERRORS of them.
+    """Return the unsettled dead letters by group and type of error, the most frequent first.
 
-    Of each group the newest COUNTED are read.
+    It returns at most MOST_ERRORS rows, and reads the newest COUNTED letters of each group.
     """
     return run.objects(ErrorGroup, _ERRORS, {"group": group, "limit": COUNTED, "most": MOST_ERRORS})
 
@@ -156,7 +157,7 @@ def list_waiting(
     after: tuple[datetime, int] | None = None,
     limit: int = 100,
 ) -> list[WaitingMessage]:
-    """A page of what waits for its time, the next due first: retries (of one group), or `delayed` ones only.
+    """Return a page of scheduled messages, the next due first: retries (of one group), or `delayed` ones only.
 
     The next page begins `after` the last one's `due_at` and `schedule_id`.
     """
@@ -166,5 +167,5 @@ def list_waiting(
 
 
 def list_consumers(run: Executor, group: str, *, limit: int = 200) -> list[Consumer]:
-    """The live processes of a group."""
+    """Return the live processes of a group."""
     return run.objects(Consumer, _MEMBERS, {"group": group, "limit": limit})

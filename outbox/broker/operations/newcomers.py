@@ -1,4 +1,4 @@
-"""Consumer groups that are about to begin on a topic with a history."""
+"""Consumer groups that are about to start on a topic with a history."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from outbox.broker.database.statement import Statement
 
 @dataclass(frozen=True, slots=True)
 class Newcomer:
-    """A group without a subscription to a topic, of which the log has about `messages` in its queues.
+    """A group without a subscription to a topic that has about `messages` messages in its queues.
 
-    Some of those the groups `handled_by` have handled. No consumer of the groups `without_consumers`, which are among
-    them, is alive.
+    The groups `handled_by` have handled some of them. The groups `without_consumers` are those among them whose
+    consumers are not alive.
     """
 
     group: str
@@ -25,7 +25,7 @@ class Newcomer:
     without_consumers: list[str]
 
 
-# Of every queue the ends are read, and the position of each group: as much work on a long topic as on a short one.
+# It reads the ends of every queue, and the position of each group: as much work on a long topic as on a short one.
 _NEWCOMERS = Statement("""
 WITH wanted AS (
     SELECT given.consumer_group, topic.topic_id, topic.name
@@ -63,7 +63,7 @@ ORDER BY wanted.consumer_group, wanted.name
 
 
 def newcomers(run: Executor, wanted: Sequence[tuple[str, str]]) -> list[Newcomer]:
-    """Of groups and topics those that are new to each other, where other groups have handled messages of the topic."""
+    """Return the pairs of group and topic that are new to each other, if other groups have handled the topic."""
     if not wanted:
         return []
     groups, topics = zip(*wanted, strict=True)

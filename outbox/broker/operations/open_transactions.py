@@ -1,7 +1,7 @@
-"""Transactions that are open in the broker: stored halves without a decision, whoever sent them.
+"""Open transactions in the broker: stored halves without a decision, from any sender.
 
-There are no others: what a `message_transaction()` without a local transaction has gathered is in its process only, and
-nobody waits for an open one but the keys it has on FIFO topics.
+There are no others. The messages of a `message_transaction()` without a local transaction exist only in its process. An
+open transaction blocks only its keys on FIFO topics.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ class OpenTransaction:
     """A half transaction without a decision.
 
     `state`: new (no check has looked for it yet), waiting (its group is asked at `due_at`) or parked. `is_immune`: its
-    immunity has not ended.
-    `transactional_id` and `epoch` are those of a fenced producer, else None; `fenced`: a newer instance took its place.
-    `key` is that of the first message, empty without one.
+    immunity has not ended. `transactional_id` and `epoch` belong to a fenced producer, else None. `fenced`: a newer
+    instance has replaced the producer. `key` is that of the first message, empty without one.
     """
 
     transaction_id: UUID
@@ -46,7 +45,7 @@ class OpenTransaction:
 
     @property
     def may_run(self) -> str:
-        """Why its local transaction may still run; empty where nothing says so. A parked one is past all limits."""
+        """Return why its local transaction may still run; empty without a reason. A parked one is past all limits."""
         if self.state == "parked":
             return ""
         if self.state == "new":
@@ -60,7 +59,7 @@ class OpenTransaction:
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """An open transaction with its messages, and what its checks were answered."""
+    """An open transaction with its messages and the answers to its checks."""
 
     transaction: OpenTransaction
     messages: list[TracedMessage]
@@ -69,7 +68,7 @@ class Description:
 
 _LAST_SCAN: Final = Statement("SELECT snapshot::text FROM {schema}.half_scan ORDER BY scan_id DESC LIMIT 1")
 
-# What the half scan has not read yet is found as it would find it: by the snapshot of the last one.
+# Find rows that the half scan has not read yet as the scan would: by the snapshot of the last scan.
 _NEW: Final = """
     SELECT transaction_id, log_id, NULL::timestamptz AS parked_at, 0 AS checks, NULL::timestamptz AS due_at,
            NULL::text AS last_answer, true AS is_immune, true AS new
@@ -120,23 +119,22 @@ def list_open(
     after: UUID | None = None,
     limit: int = 100,
 ) -> list[OpenTransaction]:
-    """A page of open transactions, the oldest first: of one producer group or transactional id, or of all.
+    """Return a page of open transactions, the oldest first: of a producer group or transactional id, or of all.
 
-    `parked`: only those that are past the limits of checks.
-
-    The next page begins after the last transaction id of this one. Changes nothing.
+    `parked`: only those past the limits of checks. The next page begins after the last transaction id of this one.
+    Changes nothing.
     """
     return _find(run, group=group, transactional_id=transactional_id, parked=parked, after=after, limit=limit)
 
 
 def open_transaction(run: Executor, transaction_id: UUID) -> OpenTransaction | None:
-    """One open transaction; None where there is none of that id: it is decided, or was never here."""
+    """Return one open transaction; None if it is decided or unknown."""
     found = _find(run, transaction_id=transaction_id, limit=1)
     return found[0] if found else None
 
 
 def describe(run: Executor, transaction_id: UUID) -> Description | None:
-    """One open transaction with its messages and answers; None where there is none of that id."""
+    """Return one open transaction with its messages and answers; None if it is decided or unknown."""
     found = open_transaction(run, transaction_id)
     traced = trace(run, transaction_id) if found else None
     if found is None or traced is None:
@@ -165,5 +163,5 @@ def _find(
         "after": after or UUID(int=0),
         "limit": limit,
     }
-    # Not prepared: the plan must see the snapshot, or it reads the whole log.
+    # Not prepared: without the snapshot's values, the plan would read the whole log.
     return run.objects(OpenTransaction, _OPEN, values, prepare=False)

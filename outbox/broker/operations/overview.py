@@ -1,4 +1,4 @@
-"""The broker at a glance: who leads, and per topic and group what the summary knows."""
+"""An overview of the broker: the leader, and the summary's numbers per topic and group."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WHERE expires_at > clock_timestamp() GROUP BY name
 
 @dataclass(frozen=True, slots=True)
 class GroupOverview:
-    """One consumer group over all its topics; `retrying` counts what waits for another attempt, queued or not."""
+    """One consumer group over all its topics; `retrying`: messages that wait for another attempt, queued or not."""
 
     name: str
     topics: int
@@ -44,7 +44,7 @@ class GroupOverview:
 
 @dataclass(frozen=True, slots=True)
 class Overview:
-    """All of it; `counted_seconds_ago`: how old the numbers of topics and groups are."""
+    """The whole overview; `counted_seconds_ago`: the age of the numbers of topics and groups."""
 
     broker_id: str
     incarnation: int
@@ -57,12 +57,12 @@ class Overview:
     groups: Sequence[GroupOverview]
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return plain values."""
         return dataclasses.asdict(self)
 
 
 def overview(run: Executor, summary: Summary) -> Overview:
-    """Two small statements beside the summary."""
+    """Read the overview: two small statements beside the summary."""
     broker_id, incarnation, change, leader, tick, tick_seconds = run.one(_BROKER)
     consumers: dict[str, int] = dict(run.rows(_CONSUMERS))
     places: dict[str, list[GroupProgress]] = {}

@@ -1,4 +1,4 @@
-"""What a broker knows of a project: its groups, its messages, its transactions."""
+"""The broker's knowledge of a project: its groups, its messages, its transactions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SELECT EXISTS (SELECT FROM {schema}.consumer_group WHERE name = ANY (%(groups)s:
 
 
 def is_used_by(run: Executor, *, producer_group: str, consumer_groups: Sequence[str]) -> bool:
-    """Whether one of the consumer groups is known here, or messages of the producer group are still stored."""
+    """Whether the broker knows one of the consumer groups, or still stores messages of the producer group."""
     parameters = {"producer_group": producer_group, "groups": arrays.texts(list(consumer_groups))}
     return bool(run.one(_IS_USED_BY, parameters)[0])
 
@@ -32,11 +32,11 @@ WHERE NOT EXISTS (SELECT FROM {schema}.op_log o WHERE o.transaction_id = given.i
 
 
 def unknown_transactions(run: Executor, ids: Sequence[UUID]) -> set[UUID]:
-    """Those of which there is neither a half message nor a decision here."""
+    """Return those for which the broker has neither a half message nor a decision."""
     return {found for (found,) in run.rows(_UNKNOWN, {"ids": arrays.uuids(ids)})}
 
 
-# What waits in a queue, for a retry, for its key or for an operator is in the log: retention keeps it there.
+# Messages that wait in a queue, for a retry, for their key or for an operator are in the log: retention keeps them.
 _DELIVERABLE = Statement("""
 SELECT given.place
 FROM unnest(%(groups)s::text[], %(generations)s::integer[], %(ids)s::uuid[])
@@ -47,11 +47,11 @@ WHERE EXISTS (SELECT FROM {schema}.commit_log log WHERE log.message_id = given.m
 
 
 def deliverable(run: Executor, handled: Sequence[tuple[str, int, UUID]]) -> set[int]:
-    """Which of the messages that groups have handled those groups can be given again, by place in `handled`.
+    """Return which of the handled messages the broker could deliver again, by position in `handled`.
 
-    Each is a consumer group, its generation then, and a message id. Retention removes a message from the log once no
-    group waits for it, so what is not in the log is not delivered. An operator may move a group back to any message
-    that is. A group that the broker does not know gets nothing, and no group goes back to an older generation.
+    Each entry is a consumer group, its generation at that time, and a message id. Retention removes a message from the
+    log once no group waits for it, so a message that is not in the log is not delivered. An operator may move a group
+    back to any message in the log. An unknown group gets no messages, and no group returns to an older generation.
     """
     values = {
         "groups": arrays.texts([group for group, _, _ in handled]),

@@ -1,4 +1,4 @@
-"""How far the services have pruned their ledgers and inboxes, which lie in databases that the broker cannot read."""
+"""How far the services have pruned their ledgers and inboxes, which are in databases that the broker cannot read."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ DELETE FROM {schema}.pruned_table WHERE producer_group = %(group)s AND alias <> 
 
 
 def forget_other_aliases(run: Executor, producer_group: str, aliases: Sequence[str]) -> int:
-    """Remove the rows of databases that the service does not have any more; returns how many there were."""
+    """Remove the rows of databases that the service no longer has; returns how many there were."""
     return run.count(_FORGET, {"group": producer_group, "aliases": texts(list(aliases))})
 
 
@@ -66,8 +66,8 @@ FROM {schema}.pruned_table ORDER BY seconds DESC
 
 
 def behind(run: Executor) -> list[Behind]:
-    """Every table that any service has reported, the one that is furthest behind first.
+    """Return every table that any service has reported, the one furthest behind first.
 
-    Where the passes fail or do not run, `seconds` grows.
+    If the passes fail or do not run, `seconds` grows.
     """
     return run.objects(Behind, _BEHIND)

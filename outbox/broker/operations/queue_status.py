@@ -1,4 +1,4 @@
-"""How far consumer groups are: queue by queue, with what holds them up."""
+"""Positions of consumer groups: queue by queue, with the reasons that block them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from outbox.broker.database.statement import Statement
 class QueueStatus:
     """A group on one queue. `lag` counts entries from the offset to the end, running ones included.
 
-    A retry queue's topic is `%RETRY%group/topic`. `layout` numbers the topic's layouts: a change of its queue count
-    starts another. `floor` is the oldest offset the broker still has: what was not consumed below it is `expired`.
-    `blocked_by` is the id of the next message if an attempt at it failed, with its last error and since when.
-    `owner` is None when nobody holds a live lease. `stopped` is the error that stopped the queue, if one did.
+    A retry queue's topic is `%RETRY%group/topic`. `layout` is the topic's generation: a change of its queue count
+    starts another. `floor` is the oldest offset that the broker still has; unconsumed entries below it are `expired`.
+    `blocked_by` is the id of the next message if an attempt at it failed, with its last error and the time since then.
+    `owner` is None if no process holds a live lease. `stopped` is the error that stopped the queue, if one did.
     """
 
     group: str
@@ -43,7 +43,7 @@ class QueueStatus:
 
     @property
     def lag(self) -> int:
-        """Entries not finished. What retention removed is expired, not waited for."""
+        """The number of unfinished entries. Entries that retention removed count as expired."""
         return max(0, self.head - max(self.next_offset, self.floor))
 
 
@@ -95,7 +95,7 @@ ORDER BY g.name, t.retry_of NULLS FIRST, t.name, q.generation, q.number
 
 
 def list_queues(run: Executor, group: str | None = None, topic: str | None = None) -> Sequence[QueueStatus]:
-    """Every queue of one group or of all, of one topic (with its retries) or of all; retry queues last.
+    """Return every queue of one group or of all, of one topic (with its retries) or of all; retry queues last.
 
     Broadcast groups have no stored positions.
     """

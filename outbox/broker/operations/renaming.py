@@ -1,7 +1,7 @@
-"""Renaming a consumer group. All that the broker has of a group refers to its id, so two names change.
+"""Rename a consumer group. All broker rows of a group refer to its id, so only two names change.
 
-What its inbox knows lies in the databases of the application and is copied between the two steps here. Until the second
-one the former name is valid, and the new one belongs to a paused group that has nothing.
+The inbox rows are in the databases of the application; they are copied between the two steps here. Until the second
+step the old name is valid, and the new name belongs to a paused, empty group.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from outbox.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class Reserved:
-    """A rename that has begun. Whoever consumes for the group raises an epoch, so that `epochs` are different then."""
+    """A rename that has begun. A consumer of the group would raise an epoch, so `epochs` would differ then."""
 
     epochs: str
 
@@ -28,7 +28,7 @@ class Reserved:
 _LOCK = Statement("""
 SELECT name, group_id FROM {schema}.consumer_group WHERE name IN (%(old)s, %(new)s) ORDER BY group_id FOR NO KEY UPDATE
 """)
-# Its counters are stored with its offsets; a message that fails leaves a row at once.
+# Its counters are stored with its offsets; a failed message leaves a row at once.
 _HAS_WORKED = Statement("""
 SELECT EXISTS (SELECT FROM {schema}.consumer_offset
                WHERE group_id = %(group_id)s AND handled + skipped + sent_back + dead > 0)
@@ -40,7 +40,7 @@ INSERT INTO {schema}.consumer_group AS known (name, broadcast, paused)
 SELECT %(new)s, broadcast, true FROM {schema}.consumer_group WHERE name = %(old)s
 ON CONFLICT (name) DO UPDATE SET paused = true
 """)
-# As with a change of owner: what a former owner stores under an older epoch does not count.
+# As with a change of owner: rows that a former owner stores under an older epoch do not count.
 _FENCE = Statement("""
 UPDATE {schema}.queue_lease held SET owner = NULL, epoch = held.epoch + 1, expires_at = clock_timestamp()
 FROM (SELECT queue_id FROM {schema}.queue_lease WHERE group_id = %(group_id)s ORDER BY queue_id FOR UPDATE) AS its
@@ -57,7 +57,7 @@ UPDATE {schema}.topic SET name = '%%RETRY%%' || %(new)s::text WHERE retry_of = %
 
 
 def is_renamed(run: Executor, old: str, new: str) -> bool:
-    """Whether the broker knows the new name only. Raises UnknownGroup when it knows neither."""
+    """Whether the broker knows only the new name. Raises UnknownGroup when it knows neither."""
     known = {name for name, _ in run.rows(_LOCK, {"old": old, "new": new})}
     if not known:
         raise unknown_group(old)
@@ -65,10 +65,11 @@ def is_renamed(run: Executor, old: str, new: str) -> bool:
 
 
 def reserve(run: Executor, old: str, new: str, *, dry_run: bool = False) -> Reserved:
-    """The first step: take the queues from former owners, and keep the new name for this group.
+    """The first step: take the queues from former owners, and reserve the new name for this group.
 
-    A consumer that starts under the new name from now on is paused. To be called again after an interruption. Raises
-    UnknownGroup, and UsageError where consumers of either live, or a group of the new name has worked already.
+    A consumer that starts under the new name from now on is paused. Call it again after an interruption. Raises
+    UnknownGroup. Raises UsageError if consumers of either group are alive, or a group of the new name has worked
+    already.
     """
     names.check_group(new)
     if old == new:
@@ -83,16 +84,17 @@ def reserve(run: Executor, old: str, new: str, *, dry_run: bool = False) -> Rese
 
 
 def rename(run: Executor, old: str, new: str, reserved: Reserved) -> None:
-    """The second step: the group has the new name. Raises as `reserve`, and UsageError where it was consumed meanwhile.
+    """The second step: give the group its new name.
 
-    The group of the new name, which was paused from the first step on, is deleted.
+    Raises the errors of `reserve`, and UsageError if the group was consumed meanwhile. It deletes the group of the new
+    name, which was paused from the first step on.
     """
     with run.connection.transaction():
         group_id, other_id = _locked(run, old, new)
         if run.one(_EPOCHS, {"group_id": group_id})[0] != reserved.epochs:
             raise UsageError(
-                f"consumers of {old!r} ran meanwhile, so that its inbox may have rows that were not copied. {old!r} "
-                f"has its name still: stop its workers and run this again."
+                f"consumers of {old!r} ran meanwhile, so its inbox may have rows that were not copied. {old!r} "
+                f"still has its name: stop its workers and run this again."
             )
         if other_id is not None:
             _refuse_worked(run, old, new, other_id)
@@ -103,7 +105,7 @@ def rename(run: Executor, old: str, new: str, reserved: Reserved) -> None:
 
 
 def _locked(run: Executor, old: str, new: str) -> tuple[int, int | None]:
-    """The ids of both groups, of which no consumer lives nor starts until the transaction ends."""
+    """Return the ids of both groups; no consumer of them is alive or starts until the transaction ends."""
     ids = dict(run.rows(_LOCK, {"old": old, "new": new}))
     if old not in ids:
         raise unknown_group(old)

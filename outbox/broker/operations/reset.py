@@ -1,8 +1,8 @@
-"""Moving a group's offsets: to the first message, the end, a time or a number.
+"""Move a group's offsets: to the first message, the end, a time or a number.
 
-A reset fences whoever consumes a queue: it raises the lease's epoch and stores the new offset under it. The former
-owner finds its lease gone, drops what it fetched, and takes the queue again from the new offset. Calls that ran at
-that moment may take effect once more or, without an inbox, twice.
+A reset fences the owner of a queue: it raises the lease's epoch and stores the new offset under it. The former owner
+detects that its lease is lost, drops its fetched messages, and acquires the queue again at the new offset. Calls that
+ran at that moment may take effect once more or, without an inbox, twice.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from outbox.subscription import Start
 
 @dataclass(frozen=True, slots=True)
 class QueueReset:
-    """What a reset did, or would do, to one queue."""
+    """The change that a reset made, or would make, to one queue."""
 
     topic: str
     generation: int
@@ -51,7 +51,7 @@ RETURNING queue_id, epoch
 
 
 def moved_to(position: Position, target: int) -> Position:
-    """The position after a reset: the counters go on, and `moved` keeps them conserved."""
+    """Return the position after a reset: the counters continue, and `moved` keeps the equation true."""
     start = min(position.start_offset, target)
     counted = position.next_offset - position.start_offset - position.moved
     return replace(position, next_offset=target, start_offset=start, moved=target - start - counted)
@@ -67,15 +67,16 @@ def reset(
     reprocess: bool = False,
     dry_run: bool = False,
 ) -> Sequence[QueueReset]:
-    """Move a group on a topic, or on its queue `number` alone; returns the queues that move, from where and to where.
+    """Move a group on a topic, or only on its queue `number`; returns the queues that move, with both offsets.
 
-    Start.LATEST is the end; a number is limited to what the broker still has. Going back delivers messages again, which
-    the inbox skips unless `reprocess` raises the group's generation. Counters go on; what was passed over or
-    rewound is counted as `moved`.
-    `dry_run` only says what would happen. Raises UnknownGroup, UnknownTopic, or UsageError when the group does not
-    consume the topic or the topic has no such queue.
+    Start.LATEST is the end. A number is limited to the messages that the broker still has. Moving back delivers
+    messages again. The inbox skips them unless `reprocess` raises the group's generation. Counters continue; entries
+    that were passed over or rewound are counted as `moved`.
+
+    `dry_run` returns the result without a change. Raises UnknownGroup and UnknownTopic. Raises UsageError when the
+    group does not consume the topic or the topic has no such queue.
     """
-    # Before anything is locked: finding a time may read the topic once.
+    # Before the first lock: finding a time may read the topic once.
     targets = _targets(run, topic, target)
     with run.connection.transaction():
         group_id = group_id_of(run, group)
@@ -92,7 +93,7 @@ def reset(
 def _move(run: Executor, group_id: int, targets: dict[int, int]) -> None:
     values = {"group_id": group_id, "queue_ids": integers(list(targets))}
     epochs = dict(run.execute(_FENCE, values).fetchall())
-    # Read under the fence: what the former owner stored up to now is in, nothing after it counts.
+    # Read under the fence: it includes all that the former owner has stored until now, and nothing later counts.
     positions = offsets.load(run, group_id, list(targets))
     rows = [
         OffsetRow((group_id, queue_id), epochs[queue_id], 0, moved_to(positions[queue_id], target))
@@ -103,7 +104,7 @@ def _move(run: Executor, group_id: int, targets: dict[int, int]) -> None:
 
 
 def _targets(run: Executor, topic: str, target: Start | datetime | int) -> dict[int, int]:
-    """Where to go, by queue id; a number is not limited yet."""
+    """Return the target offsets by queue id; a number is not limited yet."""
     topic_id = TopicCatalog(run.schema).get(run.connection, topic).topic_id
     if isinstance(target, int):
         floors = starting_offsets(run, topic_id, Start.EARLIEST)
@@ -118,7 +119,7 @@ def _plan(run: Executor, group: str, topic: str, targets: Mapping[int, int], num
     if number is not None and number not in {queue.number for queue in queues}:
         raise UsageError(f"topic {topic!r} has no queue {number}: its queues are 0 to {max(q.number for q in queues)}.")
     moves = [
-        # A queue added since the targets were found is new to the group: it stays where it is.
+        # A queue added since the targets were found is new to the group: its position stays.
         QueueReset(q.topic, q.layout, q.number, q.queue_id, q.next_offset, min(targets[q.queue_id], q.head))
         for q in queues
         if q.queue_id in targets and number in (None, q.number)

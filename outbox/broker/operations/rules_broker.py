@@ -1,4 +1,4 @@
-"""Conditions of the broker as a whole: leader, ticks, summary, audit, and what was recorded as an incident."""
+"""Conditions of the broker as a whole: leader, ticks, summary, audit, and recorded incidents."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ _OF_INCIDENT: Final = {
 
 
 def rules(run: Executor, limits: Thresholds, summary: Summary) -> Iterator[Condition]:
-    """All of this room."""
+    """Return all conditions of this module."""
     failing = failing_parts.failing(run)
     yield from _failing(failing)
     leader, gone_seconds, snapshot, tick_seconds, overdue_seconds, rejects = run.one(_BROKER)
     if leader is None and any(one.part is ProcessPart.SEQUENCING for one in failing):
-        # `process_failing` says why no process leads; to start another would not help.
+        # `process_failing` gives the reason why no process leads; another process would not help.
         pass
     elif leader is None:
         fact = {"without_leader_seconds": gone_seconds, "last_tick_seconds": tick_seconds}
@@ -95,7 +95,7 @@ def rules(run: Executor, limits: Thresholds, summary: Summary) -> Iterator[Condi
 
 
 def _without_leader(limits: Thresholds, seconds: float | None) -> Severity | None:
-    """Critical, too, where no process has ever led."""
+    """Also critical if no process has ever led."""
     return Severity.CRITICAL if seconds is None else limits.no_sequencer_seconds.judge(seconds)
 
 
@@ -149,7 +149,7 @@ def _pruning(one: pruning.Behind, limits: Thresholds) -> Judged:
         "behind_seconds": one.seconds,
         "keep_seconds": one.keep_seconds,
     }
-    # Rows that are kept for too long cost space, and break no promise.
+    # Rows that are kept for too long take space, but break no promise.
     return limits.retention_behind_seconds.judge(one.seconds) and Severity.WARNING, fact
 
 

@@ -1,4 +1,4 @@
-"""Conditions of consumer groups: nobody there, behind, stuck, failing; and of what retention leaves behind."""
+"""Conditions of consumer groups: no consumer, lag, blocked, failing; and of messages that retention leaves."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from outbox.broker.operations.thresholds import Thresholds
 
 _RATE_WINDOW_SECONDS: Final = 60.0
 
-# Broadcast groups store nothing: where none of them runs, nothing waits. A consumer that leaves releases its leases,
-# and their `expires_at` is that moment; it is null where the group has never consumed the topic.
+# Broadcast groups store no positions: if none of their instances runs, no message waits. A consumer that leaves
+# releases its leases, and their `expires_at` is that moment; it is null if the group has never consumed the topic.
 _NO_WORKER: Final = Statement("""
 WITH alive AS MATERIALIZED (
     SELECT DISTINCT group_id, unnest(topics) AS topic FROM {schema}.consumer WHERE expires_at > clock_timestamp()
@@ -44,7 +44,7 @@ WHERE stopped IS NOT NULL ORDER BY 1, 2, 3
 
 
 def rules(run: Executor, limits: Thresholds, summary: Summary) -> Iterator[Condition]:
-    """All of this room."""
+    """Return all conditions of this module."""
     yield from _no_worker(run, limits, summary.groups)
     yield from _lag(limits, summary)
     yield from condition(
@@ -73,7 +73,7 @@ def _no_worker(run: Executor, limits: Thresholds, groups: Iterable[GroupProgress
     lags = {(one.group, one.topic): one.lag for one in groups}
     by_group: dict[str, dict[str, float | None]] = {}
     rows = run.rows(_NO_WORKER)
-    # If a consumer runs and fails, `process_failing` says so: another worker would not help.
+    # If a consumer runs and fails, `process_failing` reports it: another worker would not help.
     failing = (
         [one for one in failing_parts.failing(run) if one.part in (ProcessPart.CONSUMING, ProcessPart.LEASES)]
         if rows
@@ -154,5 +154,5 @@ def _retry_storms(run: Executor, limits: Thresholds) -> Iterator[Condition]:
 
 
 def _age(summary: Summary, since: float | None) -> float | None:
-    """Seconds up to when it was counted: what has been consumed since then must not grow older."""
+    """Return the age in seconds at the time of counting: messages consumed since then must not grow older."""
     return None if since is None else max(0.0, summary.at - since)

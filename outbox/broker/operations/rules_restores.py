@@ -1,4 +1,4 @@
-"""Conditions of what a restore or a failover has lost, as the last comparison with the application found it."""
+"""Conditions of data lost by a restore or a failover, from the last comparison with the application."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NAMES: Final = {
 
 
 def rules(run: Executor, limits: Thresholds, summary: Summary) -> Iterator[Condition]:
-    """All of this room."""
+    """Return all conditions of this module."""
     found = [comparison for comparison in every(run) if not comparison.is_clean]
     for kind, name in _NAMES.items():
         facts = [(one.missing, _fact(one)) for one in found if one.kind is kind]
@@ -45,8 +45,8 @@ def _fact(one: DatabaseComparison) -> Fact:
 
 
 def reset_command(one: DatabaseComparison) -> str:
-    """What brings the missing effects of a group back; the inbox skips the messages that it still knows."""
+    """Return the command that repeats a group's missing effects; the inbox skips the messages that it still knows."""
     assert one.first_at is not None
-    # A time of a command line has no parts of a microsecond.
+    # The time on a command line has whole microseconds.
     at = (one.first_at - timedelta(milliseconds=1)).isoformat()
     return f"manage.py outbox_group reset {one.subject} {one.topic} --to-time {at}"

@@ -1,4 +1,4 @@
-"""Conditions of the PostgreSQL that the broker lives in: old transactions, locks, space, ages, replicas."""
+"""Conditions of the broker's PostgreSQL: old transactions, locks, space, ages, replicas."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from outbox.broker.operations.conditions import Condition, Fact, Severity, condi
 from outbox.broker.operations.summary import Summary
 from outbox.broker.operations.thresholds import Thresholds
 
-# Sessions and prepared transactions that hold back vacuum here. Of another role's session PostgreSQL shows no
-# more than its id without pg_read_all_stats.
+# Sessions and prepared transactions that hold back vacuum here. Without pg_read_all_stats, PostgreSQL shows only the id
+# of another role's session.
 _OPEN: Final = Statement("""
 SELECT 'session ' || pid, application_name, coalesce(state, 'not visible'), query_start::text,
        extract(epoch FROM clock_timestamp() - xact_start)::double precision
 FROM pg_stat_activity
 WHERE (datname = current_database() OR backend_type = 'walsender') AND pid <> pg_backend_pid()
   AND (backend_xmin IS NOT NULL OR backend_xid IS NOT NULL) AND xact_start IS NOT NULL
-  -- Vacuum itself holds back nobody.
+  -- Vacuum itself does not hold back vacuum.
   AND backend_type <> 'autovacuum worker'
 UNION ALL
 SELECT 'prepared transaction ' || quote_literal(gid), owner::text, 'prepared', NULL,
@@ -28,7 +28,7 @@ FROM pg_prepared_xacts WHERE database = current_database()
 ORDER BY 5 DESC
 """)
 
-# Who waits for whom, where the one who waits uses the broker's tables or is one of its sessions.
+# Blocked and blocking sessions, if the blocked one uses the broker's tables or belongs to the broker.
 _LOCKS: Final = Statement("""
 SELECT 'session ' || blocker.pid, blocker.application_name, coalesce(blocker.state, 'not visible'),
        blocker.query_start::text, extract(epoch FROM clock_timestamp() - blocker.xact_start)::double precision,
@@ -45,7 +45,7 @@ WHERE waiting.datname = current_database() AND waiting.wait_event_type = 'Lock'
 ORDER BY 8 DESC
 """)
 
-# Who keeps even readers out.
+# Sessions whose locks block even readers.
 _EXCLUSIVE: Final = Statement("""
 SELECT DISTINCT 'session ' || lock.pid, application_name, coalesce(state, 'not visible'), query_start::text,
        extract(epoch FROM clock_timestamp() - xact_start)::double precision, relname::text
@@ -73,7 +73,7 @@ WHERE schemaname = (SELECT nspname FROM pg_namespace WHERE oid = '{schema}'::reg
 ORDER BY 2 DESC
 """)
 
-# On a replica the end of the log is what it has received.
+# On a replica the end of the log is the end of the received log.
 _REPLICAS: Final = Statement("""
 WITH head AS (
     SELECT CASE WHEN pg_is_in_recovery() THEN pg_last_wal_receive_lsn() ELSE pg_current_wal_lsn() END AS lsn
@@ -82,22 +82,28 @@ SELECT 'replica ' || coalesce(nullif(application_name, ''), 'pid ' || pid), coal
        pg_wal_lsn_diff(head.lsn, replay_lsn)::double precision
 FROM pg_stat_replication, head
 UNION ALL
-SELECT 'slot ' || slot_name, CASE WHEN active THEN 'active' ELSE 'nobody reads it' END,
+SELECT 'slot ' || slot_name, CASE WHEN active THEN 'active' ELSE 'has no reader' END,
        pg_wal_lsn_diff(head.lsn, restart_lsn)::double precision
 FROM pg_replication_slots, head WHERE restart_lsn IS NOT NULL AND NOT active
 """)
 
 
 def rules(run: Executor, limits: Thresholds, summary: Summary) -> Iterator[Condition]:
-    """All of this room, which needs no summary."""
+    """Return all conditions of this module, which needs no summary."""
     yield from condition(
         "transaction_open",
         [
             (
                 limits.transaction_seconds.judge(age),
-                {"session": who, "application": application, "state": state, "query_start": began, "age_seconds": age},
+                {
+                    "session": session,
+                    "application": application,
+                    "state": state,
+                    "query_start": began,
+                    "age_seconds": age,
+                },
             )
-            for who, application, state, began, age in run.rows(_OPEN)
+            for session, application, state, began, age in run.rows(_OPEN)
         ],
     )
     yield from _locks(run, limits)
@@ -106,14 +112,17 @@ def rules(run: Executor, limits: Thresholds, summary: Summary) -> Iterator[Condi
     yield from condition(
         "replica_lag",
         [
-            (limits.replica_lag_bytes.judge(behind), {"replica": who, "state": state, "bytes_behind": behind})
-            for who, state, behind in run.rows(_REPLICAS)
+            (limits.replica_lag_bytes.judge(behind), {"replica": session, "state": state, "bytes_behind": behind})
+            for session, state, behind in run.rows(_REPLICAS)
         ],
     )
 
 
 def shut_out(run: Executor) -> Iterator[Condition]:
-    """For who could not even read the broker's tables: the sessions that keep them locked, or wait to do so."""
+    """Return the sessions that keep the broker's tables locked, or wait to lock them.
+
+    It works for a session that cannot even read these tables.
+    """
     names = ("session", "application", "state", "query_start", "age_seconds", "table")
     facts: list[Fact] = [dict(zip(names, row, strict=True)) for row in run.rows(_EXCLUSIVE)]
     facts += [fact for _, fact in _waiting(run)]
@@ -126,12 +135,12 @@ def _locks(run: Executor, limits: Thresholds) -> Iterator[Condition]:
 
 
 def _waiting(run: Executor) -> Iterator[tuple[float, Fact]]:
-    """Who waits for a lock here, for how long, and who holds it."""
-    for who, application, state, began, age, waiting, waiting_name, waited in run.rows(_LOCKS):
+    """Return the sessions that wait for a lock here, for how long, and the sessions that hold it."""
+    for session, application, state, began, age, waiting, waiting_name, waited in run.rows(_LOCKS):
         yield (
             waited,
             {
-                "session": who or "a prepared transaction",
+                "session": session or "a prepared transaction",
                 "application": application,
                 "state": state,
                 "query_start": began,

@@ -1,4 +1,4 @@
-"""Conditions of handlers that kill or hang their process, or pause because what they need is away."""
+"""Conditions of handlers that kill or hang their process, or pause because a service they need is down."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from outbox.broker.operations.conditions import EVIDENCE, Condition, Fact, Judge
 from outbox.broker.operations.summary import Summary
 from outbox.broker.operations.thresholds import Thresholds
 
-# A process that dies so often within so many seconds is in a crash loop; there is an incident per death.
+# A process that dies this often within this many seconds is in a crash loop; there is an incident per death.
 _DEATHS: Final = 3
 _DEATHS_SECONDS: Final = 600.0
 _CRASH_LOOPS: Final = Statement("""
@@ -22,7 +22,7 @@ FROM (SELECT * FROM {schema}.incident
 GROUP BY subject HAVING count(*) >= %(deaths)s ORDER BY 2 DESC
 """)
 
-# The first of each kind: many that kill their process do not hide one that hangs.
+# The first of each kind: many messages that kill their process do not hide one that hangs.
 _SUSPECTS: Final = Statement("""
 SELECT hung, consumer_group.name, log.message_id::text, log.key, deaths,
        extract(epoch FROM clock_timestamp() - suspected_at)::double precision, evidence, total
@@ -45,7 +45,7 @@ GROUP BY 1, 2 ORDER BY 4 DESC
 
 
 def rules(run: Executor, limits: Thresholds, summary: Summary) -> Iterator[Condition]:
-    """All of this room, which needs neither limits nor summary."""
+    """Return all conditions of this module, which needs neither limits nor summary."""
     yield from condition(
         "crash_loop",
         [

@@ -1,4 +1,4 @@
-"""Conditions of undecided transactions: nobody answers for them, or nobody could."""
+"""Conditions of undecided transactions: no producer answers for them, or none knows the answer."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from outbox.broker.operations.conditions import EVIDENCE, Condition, Fact, Judge
 from outbox.broker.operations.summary import Summary
 from outbox.broker.operations.thresholds import Thresholds
 
-# The first few of a producer group whose check is due. At most two hundred rows are looked at. Behind a backlog of
-# checks that were decided meanwhile, the condition names the command that lists them instead of examples.
+# The first few of a producer group whose check is due. At most two hundred rows are read. Behind a backlog of checks
+# that were decided meanwhile, the condition names the command that lists them instead of examples.
 _UNANSWERED: Final = Statement("""
 SELECT transaction_id::text
 FROM (SELECT transaction_id FROM {schema}.pending_check WHERE producer_group = %(group)s AND parked_at IS NULL
@@ -32,7 +32,7 @@ ORDER BY parked_at LIMIT %(limit)s
 
 
 def rules(run: Executor, limits: Thresholds, summary: Summary) -> Iterator[Condition]:
-    """All of this room."""
+    """Return all conditions of this module."""
     unanswered: list[Judged] = []
     for group in summary.producers:
         due_seconds = None if group.due_since is None else max(0.0, summary.at - group.due_since)

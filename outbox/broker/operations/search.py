@@ -1,4 +1,4 @@
-"""Finding messages by business key, topic and time."""
+"""Find messages by business key, topic and time."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class FoundMessage:
     state: str
 
 
-# What became of the stored message `log`, beside its decision, check and recall.
+# The state of the stored message `log`, from its decision, check and recall.
 STATE: Final = """CASE WHEN recalled.log_id IS NOT NULL THEN 'recalled' WHEN op.decision = 'C' THEN 'committed'
             WHEN op.decision = 'R' THEN 'rolled back' WHEN pending.parked_at IS NOT NULL THEN 'parked'
             ELSE 'undecided' END"""
 
-# There is no index by key: it would cost every message. Within a stretch of time the index by time finds the blocks.
+# There is no index by key: it would cost every message. For a span of time, the index by time finds the blocks.
 _FOUND: Final = Statement(f"""
 SELECT log.log_id, log.message_id, log.transaction_id, topic.name AS topic, log.key, log.tag, log.stored_at,
        {STATE} AS state
@@ -56,11 +56,11 @@ def find_messages(
     before: int | None = None,
     limit: int = 100,
 ) -> list[FoundMessage]:
-    """A page of the messages with a key, of a topic, or of all, the newest first.
+    """Return a page of the messages with a key, of a topic, or of all, the newest first.
 
-    Stored `since` then (None: in the last day) and not from `until` on. The next page is `before` the last log id of
-    this one. Reads what was stored in that time: seconds per ten million.
+    `since` (None: the last day) is inclusive and `until` exclusive; both are times of storing. The next page is
+    `before` the last log id of this one. It reads all messages stored in that time: seconds per ten million.
     """
     values = {"key": key, "topic": topic, "since": since, "until": until, "before": before, "limit": limit}
-    # Not prepared: the plan must see how long the time is.
+    # Not prepared: the plan must see the length of the time.
     return run.objects(FoundMessage, _FOUND, values, prepare=False)

@@ -2,8 +2,8 @@
 
 Conservation: `sent = committed + rolled back + undecided + parked`, `committed = unsequenced + held + scheduled +
 recalled + queued`, and per group `queued = handled + skipped + filtered + lag + retrying + dead + discarded + expired +
-recalled` (running handlers are part of the lag; a retry can be recalled). A broken equation is a lost or doubled
-message.
+recalled` (running handlers are part of the lag; a retry can be recalled). A broken equation means that a message is
+lost or doubled.
 """
 
 from __future__ import annotations
@@ -12,17 +12,152 @@ import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from outbox.broker.database.connection import Connection
 from outbox.broker.database.executor import Executor
+from outbox.broker.database.statement import Statement
 from outbox.broker.log import incidents
-from outbox.broker.operations import status_sql
+
+_BROKER: Final = Statement("""
+SELECT broker_id::text, incarnation, reject_transactional,
+       (SELECT max(change) FROM {schema}.schema_version) AS schema_version,
+       (SELECT max(tick_id) FROM {schema}.tick) AS last_tick,
+       (SELECT extract(epoch FROM now() - at)::double precision
+        FROM {schema}.tick ORDER BY tick_id DESC LIMIT 1) AS last_tick_age_seconds,
+       (SELECT owner::text FROM {schema}.leader_lease
+        WHERE role = 'sequencer' AND expires_at > clock_timestamp()) AS leader,
+       (SELECT extract(epoch FROM now() - min(stored_at))::double precision FROM {schema}.pending_check
+        WHERE parked_at IS NULL
+          AND NOT EXISTS (SELECT FROM {schema}.op_log WHERE op_log.transaction_id = pending_check.transaction_id))
+           AS oldest_pending_seconds,
+       (SELECT count(*) FROM {schema}.incident WHERE at > now() - interval '1 day') AS incidents_last_day,
+       (SELECT snapshot::text FROM {schema}.tick ORDER BY tick_id DESC LIMIT 1) AS snapshot
+FROM {schema}.broker
+""")
+
+# Publishing transactions (they hold a lock on op_log) that were in progress when the broker last resynchronised. Every
+# role sees locks. Without pg_read_all_stats, PostgreSQL shows neither state nor age of another role's session.
+_OPEN_SINCE_RESYNC: Final = Statement("""
+SELECT CASE WHEN written.pid IS NOT NULL THEN 'session ' || written.pid
+            ELSE 'prepared transaction ' || coalesce(quote_literal(prepared.gid), held.transactionid::text) END AS who,
+       coalesce(application_name, '') AS application,
+       CASE WHEN written.pid IS NULL THEN 'prepared'
+            ELSE coalesce(activity.state, 'not visible to this role') END AS state,
+       extract(epoch FROM clock_timestamp() - coalesce(prepared.prepared, activity.xact_start))::double precision
+           AS age_seconds
+FROM pg_locks written
+JOIN pg_locks held ON held.locktype = 'transactionid' AND held.granted AND held.mode = 'ExclusiveLock'
+    AND held.virtualtransaction = written.virtualtransaction AND held.pid IS NOT DISTINCT FROM written.pid
+LEFT JOIN pg_stat_activity activity ON activity.pid = written.pid
+LEFT JOIN pg_prepared_xacts prepared ON written.pid IS NULL AND prepared.transaction = held.transactionid
+WHERE written.relation = '{schema}.op_log'::regclass AND written.mode = 'RowExclusiveLock'
+  AND written.database = (SELECT oid FROM pg_database WHERE datname = current_database())
+  -- Its savepoints' locks are not in the snapshot.
+  AND held.transactionid IN (
+      SELECT pg_snapshot_xip(snapshot)::xid
+      FROM {schema}.resync WHERE incarnation = (SELECT max(incarnation) FROM {schema}.resync))
+ORDER BY age_seconds DESC NULLS LAST
+""")
+
+_TOPICS: Final = Statement("""
+SELECT topic_id, name, message_types, queue_count, generation, retention_seconds
+FROM {schema}.topic WHERE retry_of IS NULL ORDER BY name
+""")
+
+# One row per topic and term. `sent` counts log rows. `committed` and `rolled back` count what decisions list.
+# `unsequenced` counts decisions that the last tick could not see. The other terms count rows of the table of that name.
+_TERMS: Final = Statement("""
+WITH decided AS MATERIALIZED (
+    SELECT log.topic_id, op.decision,
+           NOT pg_visible_in_snapshot(op.xid, %(snapshot)s::pg_snapshot) AS unread
+    FROM {schema}.op_log op CROSS JOIN LATERAL unnest(op.log_ids) AS one (log_id)
+    JOIN {schema}.commit_log log USING (log_id)
+), open AS MATERIALIZED (
+    SELECT log.topic_id, pending.parked_at IS NOT NULL AS parked
+    FROM {schema}.commit_log log LEFT JOIN {schema}.pending_check pending USING (transaction_id)
+    WHERE half AND NOT EXISTS (SELECT FROM {schema}.op_log op WHERE op.transaction_id = log.transaction_id)
+)
+SELECT topic_id, 'sent', count(*) FROM {schema}.commit_log GROUP BY topic_id
+UNION ALL SELECT topic_id, 'committed', count(*) FROM decided WHERE decision = 'C' GROUP BY topic_id
+UNION ALL SELECT topic_id, 'rolled_back', count(*) FROM decided WHERE decision = 'R' GROUP BY topic_id
+UNION ALL SELECT topic_id, 'unsequenced', count(*) FROM decided WHERE decision = 'C' AND unread GROUP BY topic_id
+UNION ALL SELECT topic_id, 'undecided', count(*) FROM open WHERE NOT parked GROUP BY topic_id
+UNION ALL SELECT topic_id, 'parked', count(*) FROM open WHERE parked GROUP BY topic_id
+UNION ALL SELECT topic_id, 'held', count(*) FROM {schema}.held GROUP BY topic_id
+UNION ALL
+SELECT topic_id, 'scheduled', count(*)
+FROM {schema}.scheduled JOIN {schema}.commit_log USING (log_id) WHERE queue_id IS NULL GROUP BY topic_id
+UNION ALL
+SELECT topic_id, 'recalled', count(*) FROM {schema}.recalled JOIN {schema}.commit_log USING (log_id) GROUP BY topic_id
+UNION ALL
+SELECT topic_id, 'queued', count(*)
+FROM {schema}.consume_queue JOIN {schema}.queue USING (queue_id) JOIN {schema}.topic USING (topic_id)
+WHERE retry_of IS NULL GROUP BY topic_id
+UNION ALL
+SELECT topic_id, term, sum(pruned)
+FROM {schema}.pruned CROSS JOIN LATERAL (VALUES ('sent', sent), ('committed', committed),
+    ('rolled_back', rolled_back), ('recalled', recalled), ('queued', queued)) AS terms (term, pruned)
+GROUP BY topic_id, term
+""")
+
+# Per group and topic. `queued` comes from the heads that ticks carry and from the group's start. `lag` counts entries.
+# The retry queue's part of a topic is what came from there, so retries are counted by the message's topic. `missed`:
+# messages removed by retention before a group's position; the group counts them when its consumers return.
+_GROUPS: Final = Statement("""
+WITH heads AS MATERIALIZED (
+    SELECT DISTINCT ON (queue_id) queue_id, head
+    FROM {schema}.tick CROSS JOIN LATERAL unnest(queue_ids, heads) AS moved (queue_id, head)
+    WHERE tick_id >= (SELECT max(tick_id) FROM {schema}.tick WHERE is_full)
+    ORDER BY queue_id, tick_id DESC
+), place AS (
+    SELECT group_id, topic_id, false AS is_retry FROM {schema}.subscription
+    UNION ALL
+    SELECT retry_of, topic_id, true FROM {schema}.topic WHERE retry_of IS NOT NULL
+), counted AS (
+    SELECT place.group_id, place.is_retry, coalesce(heads.head, 0) AS head, newest.*,
+           greatest(0, queue.floor - newest.next_offset) AS missed,
+           (SELECT count(*) FROM {schema}.consume_queue entry
+            WHERE entry.queue_id = queue.queue_id
+              AND entry.queue_offset >= greatest(newest.next_offset, queue.floor)) AS waiting,
+           (SELECT count(*) FROM {schema}.scheduled WHERE scheduled.queue_id = queue.queue_id) AS scheduled
+    FROM place JOIN {schema}.queue USING (topic_id)
+    LEFT JOIN heads USING (queue_id)
+    CROSS JOIN LATERAL (
+        SELECT start_offset, next_offset, handled, filtered, skipped, expired, moved
+        FROM (SELECT * FROM {schema}.consumer_offset stored
+              WHERE stored.group_id = place.group_id AND stored.queue_id = queue.queue_id
+              ORDER BY epoch DESC, ordinal DESC LIMIT 1) AS stored
+        UNION ALL
+        SELECT 0, 0, 0, 0, 0, 0, 0
+        WHERE NOT EXISTS (SELECT FROM {schema}.consumer_offset stored
+                          WHERE stored.group_id = place.group_id AND stored.queue_id = queue.queue_id)) AS newest
+)
+SELECT consumer_group.name, consumer_group.paused, consumer_group.broadcast,
+       ARRAY(SELECT name FROM {schema}.subscription JOIN {schema}.topic USING (topic_id)
+             WHERE subscription.group_id = consumer_group.group_id ORDER BY name) AS topics,
+       (SELECT count(*) FROM {schema}.consumer
+        WHERE consumer.group_id = consumer_group.group_id AND expires_at > clock_timestamp()) AS live_consumers,
+       coalesce(sum(head - start_offset - moved) FILTER (WHERE NOT is_retry), 0)::bigint AS queued,
+       coalesce(sum(handled), 0)::bigint AS handled, coalesce(sum(skipped), 0)::bigint AS skipped,
+       coalesce(sum(filtered), 0)::bigint AS filtered,
+       coalesce(sum(waiting) FILTER (WHERE NOT is_retry), 0)::bigint AS lag,
+       coalesce(sum(scheduled + waiting) FILTER (WHERE is_retry), 0)::bigint AS retrying,
+       (SELECT count(*) FROM {schema}.dead_letter
+        WHERE dead_letter.group_id = consumer_group.group_id AND replayed_at IS NULL) AS dead,
+       coalesce((SELECT sum(discarded) FROM {schema}.subscription
+                 WHERE subscription.group_id = consumer_group.group_id), 0)::bigint AS discarded,
+       coalesce(sum(expired + missed), 0)::bigint AS expired, coalesce(sum(missed), 0)::bigint AS missed,
+       (SELECT coalesce(sum(recalled), 0)::bigint FROM {schema}.subscription
+        WHERE subscription.group_id = consumer_group.group_id) AS recalled
+FROM {schema}.consumer_group LEFT JOIN counted USING (group_id)
+GROUP BY consumer_group.group_id ORDER BY consumer_group.name
+""")
 
 
 @dataclass(slots=True)
 class TopicTotals:
-    """Messages of a topic since it exists, by state; what retention removed is included."""
+    """Messages of a topic since its creation, by state; messages that retention removed are included."""
 
     sent: int = 0
     committed: int = 0
@@ -36,7 +171,7 @@ class TopicTotals:
     queued: int = 0
 
     def differences(self) -> list[str]:
-        """The equations that do not hold, in words."""
+        """Return the equations that do not hold, in words."""
         decided = self.committed + self.rolled_back + self.undecided + self.parked
         placed = self.unsequenced + self.held + self.scheduled + self.recalled + self.queued
         found = []
@@ -61,10 +196,10 @@ class TopicStatus:
 
 @dataclass(frozen=True, slots=True)
 class GroupStatus:
-    """One consumer group over its topics. `lag` is what is queued and not finished, without what is `retrying`.
+    """One consumer group over its topics. `lag`: queued and unfinished messages, without the `retrying` ones.
 
-    `discarded`: dead letters an operator gave up. `expired`: what retention removed before the group had consumed it;
-    of these `missed` ones lie before a consumer that has not come back yet.
+    `discarded`: dead letters that an operator discarded. `expired`: messages that retention removed before the group
+    had consumed them. `missed`: expired messages of a consumer that has not run since.
     """
 
     name: str
@@ -85,7 +220,7 @@ class GroupStatus:
     recalled: int = 0
 
     def differences(self) -> list[str]:
-        """The equation that does not hold, in words. A broadcast group has no stored positions to count."""
+        """Return the equation that does not hold, in words. A broadcast group has no stored positions to count."""
         if self.broadcast:
             return []
         ended = self.handled + self.skipped + self.filtered + self.dead + self.discarded + self.expired + self.recalled
@@ -98,12 +233,12 @@ class GroupStatus:
         ]
 
     def conditions(self) -> list[str]:
-        """What needs attention although no message is unaccounted for, in words."""
+        """Return conditions that need attention although every message is accounted for, in words."""
         if not self.missed or self.broadcast:
             return []
         return [
-            f"{self.missed} messages have expired while no consumer of it ran: start its consumers, which go on behind "
-            f"them, or delete what is not wanted any more (`outbox_group delete {self.name}`)"
+            f"{self.missed} messages have expired while no consumer of it ran: start its consumers, which continue "
+            f"behind them, or delete the group if it is no longer needed (`outbox_group delete {self.name}`)"
         ]
 
 
@@ -111,7 +246,7 @@ class GroupStatus:
 class SessionSinceResync:
     """A publishing transaction from before the last resynchronisation that has not ended yet.
 
-    Nobody waits for it but its own messages. `age_seconds` is None where the role of the status may not see it.
+    Only its own messages wait for it. `age_seconds` is None if the role of the status may not see it.
     """
 
     who: str
@@ -123,7 +258,7 @@ class SessionSinceResync:
         age = "" if self.age_seconds is None else f", for {self.age_seconds:.0f} s"
         return (
             f"{self.who} ({self.application or 'no application name'}, {self.state}{age}) is open since before the "
-            f"last resynchronisation: what it published is delivered once it commits; if it is forgotten, end it"
+            f"last resynchronisation: its messages are delivered once it commits; if it is forgotten, end it"
         )
 
 
@@ -131,9 +266,9 @@ class SessionSinceResync:
 class BrokerStatus:
     """A broker in one snapshot. Ages in seconds; None where there is nothing.
 
-    `leader` is the process that sequences, None when nobody does. `oldest_pending_seconds`: the oldest half
-    transaction that waits for a check. `problems` is empty when everything is accounted for and somebody sequences;
-    what else needs attention are the conditions (operations/verdict.py).
+    `leader`: the process that sequences, None without one. `oldest_pending_seconds`: the oldest half transaction that
+    waits for a check. `problems` is empty when every message is accounted for and a process sequences. Other faults are
+    the conditions (operations/verdict.py).
     """
 
     broker_id: str
@@ -152,7 +287,7 @@ class BrokerStatus:
     problems: list[str] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values for json.dumps."""
+        """Return plain values for json.dumps."""
         return dataclasses.asdict(self)
 
 
@@ -173,14 +308,15 @@ class _BrokerRow:
 
 
 def broker_status(run: Executor) -> BrokerStatus:
-    """The state of a broker, all terms from one snapshot. Counts every retained row: an audit, not a health probe.
+    """Return the state of a broker, all terms from one snapshot.
 
-    The connection must be in autocommit and outside a transaction.
+    It counts every retained row: it is an audit, not a health probe. The connection must be in autocommit and outside a
+    transaction.
     """
     with _one_snapshot(run.connection):
-        [row] = run.objects(_BrokerRow, status_sql.BROKER)
+        [row] = run.objects(_BrokerRow, _BROKER)
         topics = _topics(run, row.snapshot)
-        groups = run.objects(GroupStatus, status_sql.GROUPS)
+        groups = run.objects(GroupStatus, _GROUPS)
         recent = [
             {"kind": one.kind, "subject": one.subject, "detail": one.detail, "at": one.at.isoformat() if one.at else ""}
             for one in incidents.recent(run)
@@ -199,8 +335,8 @@ def broker_status(run: Executor) -> BrokerStatus:
 
 
 def open_since_resync(run: Executor) -> list[SessionSinceResync]:
-    """Publishing transactions from before the last resynchronisation that have not ended, the oldest first."""
-    return run.objects(SessionSinceResync, status_sql.OPEN_SINCE_RESYNC)
+    """Return open publishing transactions from before the last resynchronisation, the oldest first."""
+    return run.objects(SessionSinceResync, _OPEN_SINCE_RESYNC)
 
 
 def _problems(
@@ -220,12 +356,12 @@ def _problems(
 
 def _topics(run: Executor, snapshot: str) -> list[TopicStatus]:
     totals: dict[int, TopicTotals] = {}
-    for topic_id, term, count in run.rows(status_sql.TERMS, {"snapshot": snapshot}):
+    for topic_id, term, count in run.rows(_TERMS, {"snapshot": snapshot}):
         topic = totals.setdefault(topic_id, TopicTotals())
         setattr(topic, term, getattr(topic, term) + int(count))
     return [
         TopicStatus(name, types, queue_count, generation, retention_seconds, totals.get(topic_id, TopicTotals()))
-        for topic_id, name, types, queue_count, generation, retention_seconds in run.rows(status_sql.TOPICS)
+        for topic_id, name, types, queue_count, generation, retention_seconds in run.rows(_TOPICS)
     ]
 
 

@@ -1,8 +1,7 @@
-"""The summary: what takes long to count, counted in the background and read as one row.
+"""The summary: numbers that take long to count, counted in the background and read as one row.
 
-The leading broker process refreshes it (`summary_service`). Who reads it gets its age with it; where nobody has
-refreshed it lately, because nobody leads, it is counted at once instead. Times are seconds since 1970 by the
-database's clock.
+The leading broker process refreshes it (`summary_service`). Readers get its age with it. If no process has refreshed it
+lately, because none leads, the reader counts at once instead. Times are seconds since 1970 by the database's clock.
 """
 
 from __future__ import annotations
@@ -18,25 +17,212 @@ from psycopg.pq import TransactionStatus
 
 from outbox.broker.database.connection import Connection
 from outbox.broker.database.executor import Executor
+from outbox.broker.database.statement import Statement
 from outbox.broker.database.timeouts import lock_limited
-from outbox.broker.operations import summary_sql
+
+# Per group and topic (or the group's retry queue). Newest positions are read once from end to end: a look-up for each
+# of the 32,000 pairs of 200 topics and 20 groups takes several times as long. Heads are looked up, one per queue.
+# `oldest_at`: the time since which the first unfinished message could be consumed.
+_GROUPS: Final = """
+WITH newest AS MATERIALIZED (
+    SELECT DISTINCT ON (group_id, queue_id) *
+    FROM {schema}.consumer_offset
+    ORDER BY group_id DESC, queue_id DESC, epoch DESC, ordinal DESC
+), head AS MATERIALIZED (
+    SELECT queue_id, queue.topic_id, queue.number,
+           greatest(queue.floor, coalesce(
+               (SELECT queue_offset + 1 FROM {schema}.consume_queue entry WHERE entry.queue_id = queue.queue_id
+                ORDER BY queue_offset DESC LIMIT 1), 0)) AS head
+    FROM {schema}.queue
+), place AS (
+    SELECT group_id, topic_id, mode, false AS is_retry FROM {schema}.subscription
+    UNION ALL
+    SELECT retry_of, topic_id, 'concurrent', true FROM {schema}.topic WHERE retry_of IS NOT NULL
+), pair AS MATERIALIZED (
+    SELECT place.group_id, place.topic_id, place.mode, place.is_retry, head.queue_id, head.head,
+           coalesce(newest.next_offset, 0) AS next_offset, newest.start_offset, newest.moved, newest.handled,
+           newest.filtered, newest.skipped, newest.sent_back, newest.dead, newest.expired, lease.stopped
+    FROM place JOIN {schema}.consumer_group USING (group_id) JOIN head USING (topic_id)
+    LEFT JOIN newest USING (group_id, queue_id)
+    LEFT JOIN {schema}.queue_lease lease USING (group_id, queue_id)
+    WHERE NOT broadcast
+), waiting AS MATERIALIZED (
+    SELECT pair.group_id, pair.queue_id,
+           -- After a send-back it could be consumed again only later. If it fails in place, it waits since it was
+           -- queued.
+           greatest(log.stored_at, log.deliver_at, op.decided_at, CASE WHEN is_retry THEN failed.newest END)
+               AS oldest_at,
+           NOT is_retry AND mode <> 'concurrent' AND failed.newest IS NOT NULL AS blocked
+    FROM pair
+    CROSS JOIN LATERAL (SELECT log_id FROM {schema}.consume_queue entry
+                        WHERE entry.queue_id = pair.queue_id AND queue_offset >= next_offset
+                        ORDER BY queue_offset LIMIT 1) AS first
+    -- OFFSET 0: one look-up by key each, regardless of the statistics of fast-growing tables.
+    CROSS JOIN LATERAL (SELECT half, transaction_id, stored_at, deliver_at FROM {schema}.commit_log
+                        WHERE log_id = first.log_id OFFSET 0) AS log
+    LEFT JOIN LATERAL (SELECT decided_at FROM {schema}.op_log WHERE transaction_id = log.transaction_id OFFSET 0) AS op
+      ON log.half
+    LEFT JOIN LATERAL (SELECT max(failed_at) AS newest FROM {schema}.failure
+                       WHERE failure.group_id = pair.group_id AND failure.log_id = first.log_id) AS failed
+      ON mode <> 'concurrent' OR is_retry
+    WHERE head > next_offset
+)
+SELECT consumer_group.name AS group, topic.name AS topic, pair.is_retry, consumer_group.paused,
+       count(*) AS queues, sum(greatest(0, head - next_offset))::bigint AS lag,
+       extract(epoch FROM min(oldest_at))::double precision AS oldest_at,
+       sum(coalesce(head - start_offset - moved, head))::bigint AS queued,
+       coalesce(sum(handled), 0)::bigint AS handled, coalesce(sum(filtered), 0)::bigint AS filtered,
+       coalesce(sum(skipped), 0)::bigint AS skipped, coalesce(sum(sent_back), 0)::bigint AS sent_back,
+       coalesce(sum(dead), 0)::bigint AS dead, coalesce(sum(expired), 0)::bigint AS expired,
+       count(*) FILTER (WHERE blocked) AS blocked, count(stopped) AS stopped
+FROM pair
+JOIN {schema}.consumer_group USING (group_id)
+JOIN {schema}.topic USING (topic_id)
+LEFT JOIN waiting USING (group_id, queue_id)
+GROUP BY consumer_group.group_id, topic.topic_id, pair.is_retry
+ORDER BY consumer_group.name, pair.is_retry, topic.name
+"""
+
+# Per group the data with separate rows: unsettled dead letters, and retries that wait for their time.
+_RESTS: Final = """
+SELECT consumer_group.name AS group, consumer_group.paused, consumer_group.broadcast,
+       coalesce(letters.dead, 0) AS dead, extract(epoch FROM letters.newest)::double precision AS newest_dead_at,
+       coalesce(retries.waiting, 0) AS retrying
+FROM {schema}.consumer_group
+LEFT JOIN (SELECT group_id, count(*) AS dead, max(dead_at) AS newest FROM {schema}.dead_letter
+           WHERE replayed_at IS NULL GROUP BY group_id) AS letters USING (group_id)
+LEFT JOIN (SELECT retry_of AS group_id, count(*) AS waiting
+           FROM {schema}.scheduled JOIN {schema}.queue USING (queue_id) JOIN {schema}.topic USING (topic_id)
+           WHERE retry_of IS NOT NULL GROUP BY retry_of) AS retries USING (group_id)
+ORDER BY consumer_group.name
+"""
+
+# Per producer group: undecided half transactions. `unanswered`: those whose check has been due for `late`.
+_PRODUCERS: Final = """
+SELECT producer_group AS group, count(*) FILTER (WHERE parked_at IS NULL) AS undecided,
+       count(*) FILTER (WHERE parked_at IS NOT NULL) AS parked,
+       extract(epoch FROM min(stored_at) FILTER (WHERE parked_at IS NULL))::double precision AS oldest_at,
+       extract(epoch FROM min(due_at) FILTER (WHERE parked_at IS NULL))::double precision AS due_since,
+       extract(epoch FROM min(stored_at) FILTER (WHERE parked_at IS NOT NULL))::double precision AS oldest_parked_at
+FROM {schema}.pending_check pending
+WHERE NOT EXISTS (SELECT FROM {schema}.op_log WHERE op_log.transaction_id = pending.transaction_id)
+GROUP BY producer_group ORDER BY producer_group
+"""
+
+# Per topic; `behind_since`: the time at which the oldest message that every group has consumed passed its retention
+# time.
+_TOPICS: Final = """
+WITH newest AS MATERIALIZED (
+    SELECT DISTINCT ON (group_id, queue_id) group_id, queue_id, next_offset
+    FROM {schema}.consumer_offset
+    ORDER BY group_id DESC, queue_id DESC, epoch DESC, ordinal DESC
+), reader AS (
+    SELECT group_id, topic_id FROM {schema}.subscription JOIN {schema}.consumer_group USING (group_id)
+    WHERE NOT broadcast
+), consumed AS MATERIALIZED (
+    SELECT queue_id, min(coalesce(newest.next_offset, 0)) AS position
+    FROM reader JOIN {schema}.queue USING (topic_id) LEFT JOIN newest USING (group_id, queue_id) GROUP BY queue_id
+), of_queue AS (
+    SELECT queue.topic_id,
+           greatest(queue.floor, coalesce(
+               (SELECT queue_offset + 1 FROM {schema}.consume_queue entry WHERE entry.queue_id = queue.queue_id
+                ORDER BY queue_offset DESC LIMIT 1), 0)) AS head,
+           (SELECT log.stored_at
+            FROM {schema}.consume_queue entry JOIN {schema}.commit_log log USING (log_id)
+            WHERE entry.queue_id = queue.queue_id AND entry.queue_offset = queue.floor
+              AND queue.floor < consumed.position) AS oldest_consumed
+    FROM {schema}.queue LEFT JOIN consumed USING (queue_id)
+), undecided AS (
+    SELECT topic_id, count(*) FILTER (WHERE parked_at IS NULL) AS undecided, count(parked_at) AS parked
+    FROM {schema}.pending_check pending JOIN {schema}.commit_log USING (log_id)
+    WHERE NOT EXISTS (SELECT FROM {schema}.op_log WHERE op_log.transaction_id = pending.transaction_id)
+    GROUP BY topic_id
+)
+SELECT topic.name AS topic, count(*) AS queues, sum(head)::bigint AS queued,
+       coalesce(min(undecided.undecided), 0) AS undecided, coalesce(min(undecided.parked), 0) AS parked,
+       (SELECT count(*) FROM {schema}.held WHERE held.topic_id = topic.topic_id) AS held,
+       extract(epoch FROM min(oldest_consumed) + make_interval(secs => topic.retention_seconds))::double precision
+           AS behind_since
+FROM of_queue JOIN {schema}.topic USING (topic_id) LEFT JOIN undecided USING (topic_id)
+WHERE topic.retry_of IS NULL
+GROUP BY topic.topic_id ORDER BY topic.name
+"""
+
+# All of the above, the time, and the number of drawn log ids in one statement: separate ones would cost round trips
+# every few seconds, even when nothing happens.
+_COUNT: Final = Statement(f"""
+SELECT extract(epoch FROM clock_timestamp())::double precision,
+       (SELECT CASE WHEN has_sequence_privilege(ids, 'SELECT, USAGE') THEN coalesce(pg_sequence_last_value(ids), 0) END
+        FROM CAST(pg_get_serial_sequence('{{schema}}.commit_log', 'log_id') AS regclass) AS ids),
+       (SELECT coalesce(jsonb_agg(to_jsonb(counted)), '[]') FROM ({_GROUPS}) AS counted),
+       (SELECT coalesce(jsonb_agg(to_jsonb(counted)), '[]') FROM ({_RESTS}) AS counted),
+       (SELECT coalesce(jsonb_agg(to_jsonb(counted)), '[]') FROM ({_PRODUCERS}) AS counted),
+       (SELECT coalesce(jsonb_agg(to_jsonb(counted)), '[]') FROM ({_TOPICS}) AS counted)
+""")
+
+# The blocked queues by name: an ordered group's next message has failed.
+_BLOCKED: Final = Statement("""
+SELECT consumer_group.name AS group, topic.name AS topic, queue.number AS queue, log.message_id::text AS message,
+       log.key, failed.error, extract(epoch FROM failed.since)::double precision AS since
+FROM {schema}.subscription JOIN {schema}.consumer_group USING (group_id)
+JOIN {schema}.topic USING (topic_id) JOIN {schema}.queue USING (topic_id)
+CROSS JOIN LATERAL (SELECT next_offset FROM {schema}.consumer_offset stored
+                    WHERE stored.group_id = subscription.group_id AND stored.queue_id = queue.queue_id
+                    ORDER BY epoch DESC, ordinal DESC LIMIT 1) AS newest
+JOIN {schema}.consume_queue entry ON entry.queue_id = queue.queue_id AND entry.queue_offset = newest.next_offset
+JOIN {schema}.commit_log log USING (log_id)
+CROSS JOIN LATERAL (SELECT min(failed_at) AS since, (array_agg(error ORDER BY attempt DESC))[1] AS error
+                    FROM {schema}.failure
+                    WHERE failure.group_id = subscription.group_id AND failure.log_id = log.log_id) AS failed
+WHERE mode <> 'concurrent' AND NOT broadcast AND failed.since IS NOT NULL
+ORDER BY failed.since LIMIT %(limit)s
+""")
+
+# Enough summaries are kept for the rates of the last quarter of an hour.
+_STORE: Final = Statement("""
+WITH trimmed AS (
+    DELETE FROM {schema}.summary WHERE at < clock_timestamp() - interval '15 minutes'
+      AND summary_id < (SELECT max(summary_id) FROM {schema}.summary)
+)
+INSERT INTO {schema}.summary (took_seconds, facts, totals)
+VALUES (%(took)s, %(facts)s::text::jsonb, %(totals)s::text::jsonb)
+""")
+
+_NEWEST: Final = Statement("""
+SELECT extract(epoch FROM at)::double precision, took_seconds,
+       extract(epoch FROM clock_timestamp())::double precision, facts
+FROM {schema}.summary ORDER BY summary_id DESC LIMIT 1
+""")
+
+# The totals of the youngest summary of at least this age, and of the newest.
+_TOTALS: Final = Statement("""
+(SELECT extract(epoch FROM at)::double precision, totals FROM {schema}.summary
+ WHERE at <= clock_timestamp() - make_interval(secs => %(window)s) ORDER BY summary_id DESC LIMIT 1)
+UNION ALL
+(SELECT extract(epoch FROM at)::double precision, totals FROM {schema}.summary ORDER BY summary_id DESC LIMIT 1)
+""")
+
+_HISTORY: Final = Statement("""
+SELECT extract(epoch FROM at)::double precision, totals FROM {schema}.summary ORDER BY summary_id DESC LIMIT 200
+""")
+
 
 _Row = TypeVar("_Row")
 
-# A summary older than this is not read: its writer is gone.
+# A summary older than this is not read: its writer has stopped.
 FRESH_SECONDS: Final = 60.0
-# Counting in the background takes at most this share of the time: where it takes long, it is done more rarely.
+# The most time that counting in the background takes: if one count takes long, counts are rarer.
 SHARE: Final = 0.05
 _BLOCKED_NAMED: Final = 20
 
 
 @dataclass(frozen=True, slots=True)
 class GroupProgress:
-    """A consumer group on one topic, or on its retry queue. `lag` counts what is queued and not finished.
+    """A consumer group on one topic, or on its retry queue. `lag` counts queued and unfinished messages.
 
-    `oldest_at`: since when the first unfinished message could be consumed. `queued` and the counters that follow are
-    totals since the group's start. `blocked` and `stopped` count queues. A broadcast group has none: it stores no
-    positions.
+    `oldest_at`: the time since which the first unfinished message could be consumed. `queued` and the counters that
+    follow are totals since the group's start. `blocked` and `stopped` count queues. A broadcast group has no such row:
+    it stores no positions.
     """
 
     group: str
@@ -59,7 +245,7 @@ class GroupProgress:
 
 @dataclass(frozen=True, slots=True)
 class GroupRest:
-    """What a group has beside its queues: unsettled dead letters, and messages that wait for their next attempt."""
+    """A group's data outside its queues: unsettled dead letters, and messages that wait for their next attempt."""
 
     group: str
     paused: bool
@@ -71,7 +257,7 @@ class GroupRest:
 
 @dataclass(frozen=True, slots=True)
 class ProducerProgress:
-    """A producer group's half transactions without a decision. `due_since`: since when the oldest check is due."""
+    """A producer group's undecided half transactions. `due_since`: the time since which the oldest check is due."""
 
     group: str
     undecided: int
@@ -83,7 +269,10 @@ class ProducerProgress:
 
 @dataclass(frozen=True, slots=True)
 class TopicProgress:
-    """A topic: messages ever `queued`, and those that are not. `behind_since`: what retention should have removed."""
+    """A topic: messages ever `queued`, and unqueued ones. `behind_since`:
+
+    the oldest message that retention is to remove.
+    """
 
     topic: str
     queues: int
@@ -109,11 +298,11 @@ class BlockedQueue:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """All of it. `at`: when it was counted; `now`: when it was read. `blocked` names the first twenty.
+    """The whole summary. `at`: time of counting; `now`: time of reading. `blocked` names the first twenty.
 
-    `drawn`: how many log ids had been drawn when it was counted; None where the role may not see it, and in a summary
-    that was stored. `stored_age_seconds`: how old the newest stored one is, None without any; `is_late` when it had to
-    be counted anew.
+    `drawn`: the number of log ids drawn at the time of counting. It is None if the role may not see it, and in a stored
+    summary. `stored_age_seconds`: the age of the newest stored summary, None without any. `is_late`: it had to be
+    counted anew.
     """
 
     at: float
@@ -130,13 +319,13 @@ class Summary:
 
     @property
     def age_seconds(self) -> float:
-        """How old the counts are."""
+        """The age of the counts."""
         return max(0.0, self.now - self.at)
 
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """What a group did in a window of time, in messages."""
+    """A group's progress in a window of time, in messages."""
 
     group: str
     seconds: float
@@ -147,12 +336,11 @@ class Growth:
 
 @dataclass(frozen=True, slots=True)
 class SummaryPoint:
-    """One kept summary in short, of a group or of all. The counters are totals.
+    """One stored summary in short, of a group or of all. The counters are totals.
 
-    `stored` counts the log ids that were drawn: one for each stored message. An insert that was rolled back has drawn
-    one, too. `stored` and `queued` are None for a group alone.
-    `oldest_seconds`: how long the oldest unfinished message had waited; 0 without one. Retries are left out of it, and
-    of `lag`.
+    `stored` counts the drawn log ids: one for each stored message. An insert that was rolled back has drawn one, too.
+    `stored` and `queued` are None for a single group. `oldest_seconds`: the waiting time of the oldest unfinished
+    message; 0 without one. It and `lag` do not count retries.
     """
 
     at: float
@@ -174,26 +362,26 @@ _PARTS: Final[Mapping[str, type[Any]]] = {
 }
 
 
-# In the order of `summary_sql.COUNT`.
+# In the order of `_COUNT`.
 _COUNTED: Final[Sequence[type[Any]]] = (GroupProgress, GroupRest, ProducerProgress, TopicProgress)
 _LIMITS: Final = "SET LOCAL jit = off; SET LOCAL lock_timeout = '1s'"
 
 
 def count(run: Executor) -> Summary:
-    """Count now, all parts from one snapshot; within the caller's transaction, or else in one of its own.
+    """Count now, all parts from one snapshot; in the caller's transaction, or else in a separate one.
 
-    Reads every position and every unsettled message: seconds may pass at the largest sizes. Raises LockNotAvailable
-    where somebody keeps a table locked.
+    It reads every position and every unsettled message: at the largest sizes it takes seconds. Raises LockNotAvailable
+    when a session keeps a table locked.
     """
     started = time.monotonic()
     with _limited(run.connection):
-        now, drawn, *counted = run.one(summary_sql.COUNT, prepare=False)
+        now, drawn, *counted = run.one(_COUNT, prepare=False)
         groups, rests, producers, topics = (
             [row_type(**row) for row in rows] for row_type, rows in zip(_COUNTED, counted, strict=True)
         )
         blocked: list[BlockedQueue] = []
         if any(group.blocked for group in groups):
-            blocked = run.objects(BlockedQueue, summary_sql.BLOCKED, {"limit": _BLOCKED_NAMED})
+            blocked = run.objects(BlockedQueue, _BLOCKED, {"limit": _BLOCKED_NAMED})
     return Summary(
         at=now,
         now=now,
@@ -209,8 +397,8 @@ def count(run: Executor) -> Summary:
 
 @contextmanager
 def _limited(connection: Connection) -> Iterator[None]:
-    # A wait for a lock would pass for work, after which the next count is put off; `lock_held` names the session that
-    # is waited for. Several statements in one message cannot be prepared.
+    # Without the limit, the wait for a lock would count as work, and the next count would come later. `lock_held` names
+    # the session that holds the lock. Several statements in one message cannot be prepared.
     if connection.info.transaction_status is not TransactionStatus.IDLE:
         with connection.transaction():
             connection.execute(_LIMITS, prepare=False)
@@ -228,18 +416,18 @@ def refresh(run: Executor) -> Summary:
     summary = count(run)
     facts = {name: _packed(row_type, getattr(summary, name)) for name, row_type in _PARTS.items()}
     values = {"took": summary.took_seconds, "facts": json.dumps(facts), "totals": json.dumps(_totals(summary))}
-    run.execute(summary_sql.STORE, values)
+    run.execute(_STORE, values)
     return summary
 
 
 def read(run: Executor, *, fresh_seconds: float = FRESH_SECONDS) -> Summary:
-    """The newest summary, or a new count where there is none that is fresh. Raises LockNotAvailable as `count` does."""
+    """Return the newest summary, or a new count if none is fresh. Raises LockNotAvailable as `count` does."""
     with lock_limited(run.connection):
-        row = run.row(summary_sql.NEWEST)
+        row = run.row(_NEWEST)
     if row is None:
         return replace(count(run), is_late=True)
     at, took, now, facts = row
-    # Where counting takes long it is done more rarely.
+    # If counting takes long, it is done more rarely.
     if now - at > max(fresh_seconds, 2 * took / SHARE):
         return replace(count(run), is_late=True, stored_age_seconds=now - at)
     parts: dict[str, Any] = {name: _unpacked(row_type, facts[name]) for name, row_type in _PARTS.items()}
@@ -253,8 +441,8 @@ def read(run: Executor, *, fresh_seconds: float = FRESH_SECONDS) -> Summary:
 
 
 def growth(run: Executor, *, window_seconds: float) -> list[Growth]:
-    """What every group did between the newest summary and the youngest one that is `window_seconds` old; or nothing."""
-    rows = run.rows(summary_sql.TOTALS, {"window": window_seconds})
+    """Return each group's progress between the newest summary and one `window_seconds` older; or nothing."""
+    rows = run.rows(_TOTALS, {"window": window_seconds})
     if len(rows) < 2:
         return []
     (began, before), (ended, after) = rows
@@ -270,8 +458,8 @@ def growth(run: Executor, *, window_seconds: float) -> list[Growth]:
 
 
 def history(run: Executor, group: str | None = None) -> list[SummaryPoint]:
-    """What the kept summaries (a quarter of an hour) say of one group, or of all together; the oldest first."""
-    return [_moment(at, totals, group) for at, totals in reversed(run.rows(summary_sql.HISTORY))]
+    """Return the stored summaries (a quarter of an hour) of one group, or of all together; the oldest first."""
+    return [_moment(at, totals, group) for at, totals in reversed(run.rows(_HISTORY))]
 
 
 def _moment(at: float, totals: Mapping[str, Any], group: str | None) -> SummaryPoint:
@@ -280,12 +468,12 @@ def _moment(at: float, totals: Mapping[str, Any], group: str | None) -> SummaryP
     oldest = max((row[4] for row in rows), default=0.0)
     if group is not None:
         return SummaryPoint(at, None, None, handled, sent_back, dead, lag, oldest)
-    # Summaries of older code say nothing of the log.
+    # Summaries of older code do not count the log.
     return SummaryPoint(at, totals.get("stored"), totals["queued"], handled, sent_back, dead, lag, oldest)
 
 
 def _totals(summary: Summary) -> dict[str, Any]:
-    """What `Growth` and `Moment` need: what was queued at all; per group three counters, the lag, and its age."""
+    """Return the data for `Growth` and `SummaryPoint`: total queued; per group three counters, lag, and its age."""
     found: dict[str, list[float]] = {}
     for one in summary.groups:
         known = found.setdefault(one.group, [0, 0, 0, 0, 0.0])

@@ -1,4 +1,4 @@
-"""Refreshing the summary while this process leads, at a pace that the counting itself sets."""
+"""Refresh the summary while this process leads, at a pace that depends on the duration of counting."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from outbox.periodic import BackgroundLoop
 
 
 def run_once(database: BrokerDatabase) -> float:
-    """One refresh on a connection of its own; returns how long counting took, in seconds.
+    """Refresh once on a separate connection; returns how long counting took, in seconds.
 
     Raises psycopg.Error or BrokerUnavailable.
     """
@@ -30,7 +30,7 @@ def run_once(database: BrokerDatabase) -> float:
 
 
 def summaries(database: BrokerDatabase, *, every_seconds: float) -> BackgroundLoop:
-    """A refresh at once and then every `every_seconds`, or more rarely where counting takes long, in the background."""
+    """Refresh at once and then every `every_seconds`, or more rarely if counting takes long, in the background."""
     note = FailureNote(database, ProcessPart.SUMMARY)
 
     def run(stopping: Callable[[], bool]) -> float:

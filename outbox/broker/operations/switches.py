@@ -1,4 +1,4 @@
-"""What an operator switches: a consumer group (pause, resume, inbox generation), and transactional messages."""
+"""Switches of the operator: a consumer group (pause, resume, inbox generation), and transactional messages."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _REJECTS = Statement("SELECT reject_transactional FROM {schema}.broker")
 
 
 def rejects_transactional(run: Executor) -> bool:
-    """Whether new transactional messages are refused."""
+    """Whether the broker refuses new transactional messages."""
     [rejecting] = run.one(_REJECTS)
     return bool(rejecting)
 
 
 def reject_transactional(run: Executor, rejecting: bool) -> bool:
-    """Refuse new transactional messages on both paths, or take them again; returns whether that changed anything."""
+    """Refuse new transactional messages on both paths, or accept them again; returns whether that was a change."""
     changed = run.count(_REJECT, {"rejecting": rejecting}) > 0
     if changed:
         logger.warning("transactional messages are %s from now on", "refused" if rejecting else "accepted")
@@ -41,14 +41,14 @@ def reject_transactional(run: Executor, rejecting: bool) -> bool:
 
 
 def pause(run: Executor, group: str) -> None:
-    """Let the group start no more handlers, within a second or so; positions stay. Raises UnknownGroup."""
+    """Stop the group from starting handlers, within about a second; positions stay. Raises UnknownGroup."""
     if run.row(_PAUSE, {"name": group, "paused": True}) is None:
         raise unknown_group(group)
     notify(run, Channel.SHARED)
 
 
 def resume(run: Executor, group: str) -> int:
-    """Undo `pause` and let queues go on that on_error=STOP stopped; returns how many. Raises UnknownGroup."""
+    """Undo `pause` and continue queues that on_error=STOP stopped; returns how many. Raises UnknownGroup."""
     with run.connection.transaction():
         row = run.row(_PAUSE, {"name": group, "paused": False})
         if row is None:
@@ -59,7 +59,7 @@ def resume(run: Executor, group: str) -> int:
 
 
 def raise_generation(run: Executor, group: str) -> int:
-    """Start a new inbox generation, so that messages the inbox knows are processed again; returns it."""
+    """Start a new inbox generation and return it. Messages that the inbox knows are then processed again."""
     row = run.row(_RAISE_GENERATION, {"name": group})
     if row is None:
         raise unknown_group(group)

@@ -1,4 +1,4 @@
-"""From where on something is worth a warning, and from where on it is critical."""
+"""Values from which on a condition is a warning, and from which on it is critical."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Threshold:
     critical: float | None
 
     def judge(self, value: float | None) -> Severity | None:
-        """How bad a value is; None when it is within the limits, or unknown."""
+        """Return the severity of a value; None when it is within the limits, or unknown."""
         if value is None:
             return None
         if self.critical is not None and value >= self.critical:
@@ -31,7 +31,7 @@ class Threshold:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Thresholds:
-    """All limits. Units are in the names; `window_seconds`: for how long an event (an incident, a death) is news.
+    """All limits. Names have the units; `window_seconds`: how long an event (an incident, a death) is shown.
 
     `no_sequencer`: since the last process led. `no_worker`: since the last consumer of the group left or its lease
     expired; an ordinary restart takes less. `tick_late`: a decided or due message that is in no queue yet.
@@ -39,8 +39,8 @@ class Thresholds:
     topic. `retry_share`: of the messages that a group finished in the last minute, those sent back for another attempt
     (from `retry_messages` on). `retention_behind`: past the retention time, in the log, the ledgers and the inboxes.
     `transaction`: a session whose transaction holds back vacuum. `lock`: a session of the broker that waits. `space`:
-    the broker's tables. `xid_age`: towards the wrap-around at 2^31; `sequence_share`: of an identity column.
-    `replica_lag`: WAL not replayed by a replica, or kept for one that is away.
+    the broker's tables. `xid_age`: towards the wrap-around at 2^31. `sequence_share`: of an identity column.
+    `replica_lag`: WAL that a replica has not replayed, or that is kept for a disconnected replica.
     """
 
     no_sequencer_seconds: Threshold = Threshold(0, 15)

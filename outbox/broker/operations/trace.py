@@ -1,4 +1,4 @@
-"""The way of one transaction through the broker: half, decision, queue entries, and where each group is with it."""
+"""The path of one transaction through the broker: half, decision, queue entries, and each group's state."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ WHERE log_id = ANY (%(log_ids)s) ORDER BY dead_at
 
 @dataclass(frozen=True, slots=True)
 class TracedMessage:
-    """A stored message; times are ISO-like text, None where it does not apply."""
+    """A stored message; times are ISO-like text, None where they do not apply."""
 
     log_id: int
     message_id: str
@@ -115,7 +115,7 @@ class TracedMessage:
 
 @dataclass(frozen=True, slots=True)
 class TracedDecision:
-    """The decision that stands: C or R, reported by P (producer), K (check-back) or O (operator)."""
+    """The standing decision: C or R, reported by P (producer), K (check-back) or O (operator)."""
 
     decision: str
     decided_by: str
@@ -146,7 +146,7 @@ class TracedAnswer:
 
 @dataclass(frozen=True, slots=True)
 class TracedEntry:
-    """A queue entry, when it was queued (None: before that was stored), and one group's state on it."""
+    """A queue entry, its time of queueing (None: stored by an old version), and one group's state on it."""
 
     log_id: int
     topic: str
@@ -195,7 +195,7 @@ class TracedDeath:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Everything the broker knows about one transaction."""
+    """Everything that the broker knows about one transaction."""
 
     messages: list[TracedMessage]
     decision: TracedDecision | None
@@ -207,12 +207,12 @@ class Trace:
     dead_letters: list[TracedDeath]
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values for json.dumps."""
+        """Return plain values for json.dumps."""
         return dataclasses.asdict(self)
 
 
 def trace(run: Executor, message_or_transaction_id: UUID) -> Trace | None:
-    """The way of a message and the others of its transaction; None when the broker does not have it (any more)."""
+    """Return the path of a message and the others of its transaction; None if the broker does not have it."""
     messages = run.objects(TracedMessage, _MESSAGES, {"id": message_or_transaction_id})
     if not messages:
         return None
@@ -238,7 +238,7 @@ def _entries(
     facts: Sequence[EntryFacts], retries: Sequence[TracedRetry], letters: Sequence[TracedDeath]
 ) -> list[TracedEntry]:
     retrying = {(retry.log_id, retry.group) for retry in retries}
-    # A discarded letter has a note of its own; its last entry ended as a dead one all the same.
+    # A discarded letter has its own note; its last entry still ended as a dead one.
     dead = {(letter.log_id, letter.group) for letter in letters if letter.replayed_at is None}
     found = []
     for index, entry in enumerate(facts):

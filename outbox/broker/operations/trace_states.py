@@ -1,4 +1,4 @@
-"""What became of a queue entry for a group, from all that is known about its message."""
+"""The outcome of a queue entry for a group, derived from all data about its message."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from outbox.filters.filter import parse_filter
 
 
 class EntryState(enum.StrEnum):
-    """Where a group is with a queue entry."""
+    """A group's state on a queue entry."""
 
     NO_GROUP = "no group"
-    """Nobody has subscribed to the topic."""
+    """No group has subscribed to the topic."""
     WAITING = "waiting"
     """The group has not finished it."""
     EXPIRED = "expired"
     """Retention removed it before the group had consumed it."""
     BEFORE_START = "before its start"
-    """The group began behind it."""
+    """The group began after it."""
     FILTERED = "filtered"
-    """The group's filter, as it is now, does not let it pass."""
+    """The group's present filter excludes it."""
     SENT_BACK = "sent back"
     """It failed and was put into the group's retry queue."""
     DEAD = "dead"
@@ -30,7 +30,10 @@ class EntryState(enum.StrEnum):
     HANDLED = "handled"
     """A handler has finished it."""
     PASSED = "handled or skipped"
-    """The group skipped some of this queue (the inbox knew them, or a reset passed over them); which is not kept."""
+    """The group skipped some of this queue; which entries is not stored.
+
+    Either the inbox knew the messages, or a reset passed over them.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +64,7 @@ class EntryFacts:
 
     @property
     def is_filtered(self) -> bool:
-        """Whether the group's filter keeps it out. Retries are not filtered again."""
+        """Whether the group's filter excludes it. Retries are not filtered again."""
         headers = json.loads(self.headers) if self.headers else {}
         return not self.is_retry and not parse_filter(self.filter).evaluate(self.tag, headers)
 
@@ -72,13 +75,14 @@ def state_of(
     retrying: Collection[tuple[int, str | None]],
     dead: Collection[tuple[int, str | None]],
 ) -> EntryState:
-    """The state of an entry. `later`: further entries of its message for the group; a replayed dead letter begins anew.
+    """Return the state of an entry. `later`: further entries of its message for the group.
 
-    `retrying` and `dead` hold (log id, group) of what waits for another attempt, and of dead letters not replayed.
+    A replayed dead letter starts again. `retrying` and `dead` hold (log id, group) of messages that wait for another
+    attempt, and of dead letters not replayed.
     """
     if entry.group is None:
         return EntryState.NO_GROUP
-    # A group finishes messages ahead of its stored offset: what is known of this one is said first.
+    # A group finishes messages ahead of its stored offset, so data about this entry comes first.
     if not later and entry.place in dead:
         return EntryState.DEAD
     if not later and entry.place in retrying:

@@ -1,4 +1,4 @@
-"""The verdict on a broker: every rule asked once. Command, exit code, metric, alert and page are renderings of it."""
+"""The verdict on a broker: evaluate each rule once. Command, exit code, metric, alert and page render it."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ _ROOMS: Final[Sequence[Rules]] = (
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """A verdict, and the summary that it rests on; None where the tables could not be read."""
+    """A verdict, and the summary that it is based on; None if the tables could not be read."""
 
     verdict: ConditionReport
     summary: Summary | None
 
 
 def survey(run: Executor, limits: Thresholds | None = None) -> Survey:
-    """All conditions that hold now, on an autocommit connection outside a transaction.
+    """Return all conditions that hold now, on an autocommit connection outside a transaction.
 
     If the tables do not fit this code, or a session keeps them locked for more than a second, that is the verdict.
     """
@@ -54,7 +54,7 @@ def survey(run: Executor, limits: Thresholds | None = None) -> Survey:
     try:
         with lock_limited(run.connection):
             check_schema(run.connection, run.schema)
-        # A new count is a transaction of its own.
+        # A new count is a separate transaction.
         summary = summaries.read(run)
         with lock_limited(run.connection):
             return Survey(worst_first(one for rules in _ROOMS for one in rules(run, limits, summary)), summary)
@@ -65,6 +65,6 @@ def survey(run: Executor, limits: Thresholds | None = None) -> Survey:
 
 
 def unusable(error: Exception) -> ConditionReport:
-    """The verdict where the broker cannot even be asked: a SchemaError, or an error of the connection."""
+    """Return the verdict on a broker that cannot be asked: a SchemaError, or an error of the connection."""
     name = "schema_version" if isinstance(error, SchemaError) else "unreachable"
     return worst_first(condition(name, [(Severity.CRITICAL, {"error": str(error).strip()})]), is_complete=False)

@@ -1,4 +1,4 @@
-"""Which of some messages a consumer group can still be given."""
+"""Find out which of some messages a consumer group can still receive."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from outbox.broker.database.statement import Statement
 
 
 class Whereabouts(enum.StrEnum):
-    """Where a message is for one consumer group."""
+    """A message's place for one consumer group."""
 
     WAITING = "waiting"
     """It is undecided, not queued yet, scheduled, held, queued before the group's offset, or waits for a retry."""
@@ -26,7 +26,7 @@ class Whereabouts(enum.StrEnum):
     """The broker does not have it: it expired, its database was restored, or its transaction was rolled back."""
 
 
-# A decided message without an entry has not been sequenced yet, or retention has removed the entry before the message.
+# A decided message without an entry is not sequenced yet, or retention has removed the entry before the message.
 _UNSEQUENCED_SECONDS: Final = 3600
 
 _WHEREABOUTS: Final = Statement("""
@@ -67,7 +67,7 @@ LEFT JOIN {schema}.dead_letter dead ON dead.log_id = asked.log_id AND dead.group
 
 
 def whereabouts(run: Executor, group: str, message_ids: Sequence[UUID]) -> dict[UUID, Whereabouts]:
-    """Where each of these messages is for the group, in one statement."""
+    """Return the place of each of these messages for the group, in one statement."""
     parameters = {"ids": list(message_ids), "group": group, "unsequenced": _UNSEQUENCED_SECONDS}
     found = {message_id: Whereabouts(where) for message_id, where in run.rows(_WHEREABOUTS, parameters)}
     return {message_id: found.get(message_id, Whereabouts.GONE) for message_id in message_ids}

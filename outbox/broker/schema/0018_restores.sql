@@ -1,23 +1,24 @@
--- Change 18: a life also ends with a restore on the running server, and what a comparison finds missing is kept.
+-- Change 18: a restore on the running server also begins a new life; the missing rows that a comparison finds are
+-- stored.
 --
--- `life_sign` alone does not end a life there: a dump holds its row, and the server is the one of before
+-- `life_sign` alone cannot show such a restore: a dump holds its row, and the server is the same as before
 -- (docs/decisions/170).
 
--- Where the rows of a life were written. `mark`: the xmin of this row and of its row in life_sign. A row that a restore
--- has written has another xmin, also after a TRUNCATE and a data-only restore.
+-- Where the rows of a life were written. `mark`: the xmin of this row and of its row in life_sign. A row written by a
+-- restore has another xmin, also after a TRUNCATE and a data-only restore.
 ALTER TABLE life
     ADD COLUMN mark         xid,
     ADD COLUMN database_oid oid,
     ADD COLUMN table_oid    oid,
-    -- The tables were copied since the life before: by a dump, a template, or rows that were loaded again.
+    -- The tables were copied since the previous life: by a dump, a template, or rows that were loaded again.
     ADD COLUMN is_copy      boolean NOT NULL DEFAULT false,
-    -- When the newest message in the log was stored, as this life began.
+    -- The time at which the newest message in the log was stored, at the beginning of this life.
     ADD COLUMN stored_until timestamptz;
 
 -- The last life whose beginning this comparison of log and queues has seen.
 ALTER TABLE resync ADD COLUMN life_ordinal bigint NOT NULL DEFAULT 0;
 
--- The life that lasts; none where its rows are a copy, or of another start of the server, or where rows were loaded
+-- The present life. None if its rows are a copy, or belong to another start of the server, or if other rows were loaded
 -- beside its own.
 CREATE FUNCTION lasting_life_v18() RETURNS uuid
 LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
@@ -28,7 +29,7 @@ LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
       AND (SELECT count(*) FROM life_sign) = 1
 $$;
 
--- Begin a life unless one lasts; returns the life that lasts then. Not inside a transaction with an older snapshot.
+-- Begin a life unless one is present; returns the present life. Do not call it in a transaction with an older snapshot.
 CREATE FUNCTION begin_life_v18() RETURNS uuid
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 DECLARE
@@ -37,8 +38,8 @@ DECLARE
     own_oid  oid := (SELECT oid FROM pg_database WHERE datname = current_database());
     copied   boolean;
 BEGIN
-    -- In this order, as a reset of offsets does: a transaction that stores positions or failures under a lease of
-    -- before ends first, and a later one finds its lease gone.
+    -- In this order, as a reset of offsets does. A transaction that stores positions or failures under an older lease
+    -- ends first, and a later one finds its lease gone.
     LOCK TABLE life, queue_lease, consumer_offset, finished_ahead IN SHARE ROW EXCLUSIVE MODE;
     lasting := lasting_life_v18();
     IF lasting IS NOT NULL THEN
@@ -46,8 +47,7 @@ BEGIN
     END IF;
     lasting := gen_random_uuid();
     PERFORM set_config('synchronous_commit', 'on', true);
-    -- Rows of lives that were copied; without marks they say so once. A life that code of the version before began has
-    -- none.
+    -- Rows of copied lives; without marks they report the copy only once. A life that older code began has no marks.
     UPDATE life SET mark = NULL, table_oid = NULL, database_oid = NULL
     WHERE mark <> xmin OR table_oid <> tableoid OR database_oid <> own_oid;
     copied := FOUND;
@@ -60,11 +60,11 @@ BEGIN
            own_mark, own_oid, 'life'::regclass, copied,
            (SELECT stored_at FROM commit_log ORDER BY log_id DESC LIMIT 1)
     FROM queue_head WHERE head > 0;
-    -- Owners keep their leases until the terms end: handlers of before may still be running. A restore takes epochs
-    -- back, so they continue from the clock: an epoch that a running process still holds never comes again.
+    -- Owners keep their leases until the terms end, because earlier handlers may still be running. A restore takes
+    -- epochs back, so new ones continue from the clock: an epoch that a running process still holds never occurs again.
     UPDATE queue_lease
     SET epoch = greatest(epoch + 1, (extract(epoch FROM clock_timestamp()) * 1000)::bigint);
-    -- What was stored from memory of before. `moved` keeps the counters conserved.
+    -- Positions stored from memory of an earlier life. `moved` keeps the sum of the counters true.
     INSERT INTO consumer_offset (group_id, queue_id, epoch, ordinal, next_offset, start_offset, handled, filtered, skipped,
                                  sent_back, dead, expired, moved)
     SELECT group_id, queue_id, queue_lease.epoch, 0, head, least(start_offset, head), handled, filtered, skipped,
@@ -84,8 +84,8 @@ BEGIN
     RETURN lasting;
 END $$;
 
--- What comparisons of the application's databases with the broker have found, as of the last one. The application runs
--- them, because it alone sees both; status and metrics read them here.
+-- Results of the last comparison of the application's databases with the broker. The application runs comparisons,
+-- because only it can reach both sides. Status and metrics read the results here.
 CREATE TABLE comparison (
     -- 'ledger': committed transactions that the broker does not know. 'decision': transactions committed here that the
     -- ledger does not know. 'inbox': messages that a group has passed and the inbox does not know.
@@ -97,20 +97,20 @@ CREATE TABLE comparison (
     alias       text        NOT NULL,
     life_id     uuid        NOT NULL,
     compared_at timestamptz NOT NULL DEFAULT now(),
-    -- What the next comparison goes on from.
+    -- The start of the next comparison.
     state       jsonb       NOT NULL DEFAULT '{}',
     missing     bigint      NOT NULL DEFAULT 0,
     first_at    timestamptz,
     last_at     timestamptz,
     -- Twenty at most.
     ids         uuid[]      NOT NULL DEFAULT '{}',
-    -- In this span something was lost that no row can prove any more: the ledger was pruned past it.
+    -- In this span data was lost for which no proof is left: the ledger was pruned past it.
     unproven_from timestamptz,
     unproven_to   timestamptz,
     PRIMARY KEY (kind, subject, topic, alias)
 );
 
--- Each transaction that one side has and the other has not. An operator settles them; then they are no news.
+-- Each transaction that one side has and the other has not. The status leaves out those that an operator has settled.
 CREATE TABLE missing_transaction (
     transaction_id uuid        NOT NULL,
     kind           text        NOT NULL CHECK (kind IN ('ledger', 'decision')),
@@ -124,44 +124,44 @@ CREATE TABLE missing_transaction (
 CREATE INDEX missing_transaction_open ON missing_transaction (kind, producer_group, alias, transaction_id)
 WHERE settled_at IS NULL;
 
--- One tick: what was decided or is due becomes entries of queues, and how far was read is written down with them.
+-- One tick: decided and due messages become entries of queues, and the tick records how far it has read.
 --
--- The parts for FIFO, delayed and held messages are entered only when there are any. With an `obstacle` nothing was done:
---   life        `own_life` is over, by a start, promotion or restore: what the caller remembers may be lost
+-- The parts for FIFO, delayed and held messages run only if there are any. With an `obstacle` nothing was done:
+--   life        `own_life` is over, by a start, promotion or restore: data in the caller's memory may be lost
 --   overtaken   another leader has ticked since `last_tick`
 --   topics      other topics than `known_fifo` are FIFO now
---   order       there are FIFO messages of which the caller has to say what must wait: it looks at them first
+--   order       there are FIFO messages: the caller first looks at them and names those that must wait
 CREATE FUNCTION tick_v18(
     own_life        uuid,
     last_tick       bigint,
     own_incarnation integer,
-    -- What the last tick could not see: the transactions from `seen_xmax` on, and those of `seen_xip`.
+    -- The transactions that the last tick could not see: from `seen_xmax` on, and those of `seen_xip`.
     seen_xmax       xid8,
     seen_xip        xid8[],
     -- The same for the half messages of FIFO topics that the caller knows.
     half_xmax       xid8,
     half_xip        xid8[],
     known_fifo      integer[],
-    -- The newest time of parking that the caller has heard of.
+    -- The newest time of parking that the caller knows.
     known_parked    timestamptz,
-    -- Nothing scheduled is due before this, as far as the caller knows: there are only dead rows, which nobody can remove
-    -- while some transaction is held open.
+    -- As far as the caller knows, no scheduled message is due before this time. Only dead rows are there, which vacuum
+    -- cannot remove while a transaction is held open.
     due_from        timestamptz,
-    -- Whether a FIFO message is open or held, by what the caller knows.
+    -- Whether a FIFO message is open or held, as far as the caller knows.
     is_waiting      boolean,
-    -- Whether the caller commits only after it has looked at what was `met`.
+    -- Whether the caller commits only after a look at the messages in `met`.
     is_asking       boolean,
-    -- Whether the caller has looked at all FIFO messages in this transaction; then `to_hold` has those that must wait,
-    -- and `to_release` the held ones that need not any more.
+    -- Whether the caller has looked at all FIFO messages in this transaction. Then `to_hold` has those that must wait,
+    -- and `to_release` the held ones that need not wait any more.
     has_looked      boolean,
     to_hold         bigint[],
     to_release      bigint[],
     batch           bigint,
-    -- Write down the heads of all queues, so that the ticks before can go.
+    -- Store the heads of all queues, so that earlier ticks can be removed.
     is_full_tick    boolean,
     OUT obstacle         text,
     OUT seen             text,
-    -- What this tick could see of the decisions; null without a tick, because nothing was new.
+    -- The decisions that this tick could see; null without a tick, because there was no new work.
     OUT stored           text,
     OUT more             boolean,
     OUT decision_count   bigint,
@@ -172,8 +172,8 @@ CREATE FUNCTION tick_v18(
     OUT due_count        bigint,
     OUT next_due_seconds double precision,
     OUT nothing_due_before timestamptz,
-    -- The FIFO messages decided here while any are open or held, as [log_id, topic_id, key], for a caller that is asking:
-    -- it must not commit if one of them has to wait or was waited for. Null for none.
+    -- The FIFO messages decided here while any are open or held, as [log_id, topic_id, key], for a caller that is
+    -- asking. It must not commit if one of them has to wait or other messages waited for it. Null for none.
     OUT met              json
 )
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
@@ -187,7 +187,7 @@ DECLARE
     is_closing   boolean;
     closed_count bigint := 0;
     next_due     timestamptz;
-    -- Messages by how they came to be ready for their first delivery: decided just now, or due or released after a wait.
+    -- Messages by how they became ready for their first delivery: decided just now, or due or released after a wait.
     decided      bigint[];
     rolled_back  bigint[];
     waited       bigint[] := '{}';
@@ -208,7 +208,7 @@ BEGIN
     released_count := 0;
     scheduled_count := 0;
     due_count := 0;
-    -- The marks show a restore under this connection; with the server or the database the connection would have ended.
+    -- The marks show a restore under this connection; a restart of the server would have ended the connection.
     SELECT EXISTS (SELECT FROM life_sign JOIN life USING (life_id)
                    WHERE life_id = own_life AND life.mark = life.xmin AND life.mark = life_sign.xmin)
                AND (SELECT count(*) FROM life_sign) = 1,
@@ -231,7 +231,7 @@ BEGIN
         RETURN;
     END IF;
 
-    -- The new decisions: a few at once; of more, as many as the batch allows.
+    -- The new decisions: a few at once; if there are more, as many as the batch allows.
     cut := upto;
     LOOP
         SELECT count(*) FILTER (WHERE number = 1 OR number IS NULL),
@@ -283,7 +283,7 @@ BEGIN
         END IF;
     END IF;
 
-    -- What has waited.
+    -- Scheduled messages that are due.
     IF is_due THEN
         WITH due AS (
             DELETE FROM scheduled
@@ -313,7 +313,7 @@ BEGIN
         waited := ARRAY(SELECT unnest(waited) EXCEPT SELECT unnest(to_hold));
     END IF;
 
-    -- The entries: in each queue from its head on, in the order of the log.
+    -- The entries: each queue from its head on, in the order of the log.
     IF decided <> '{}' OR waited <> '{}' OR retried <> '{}' THEN
         WITH placed AS MATERIALIZED (
             SELECT log.log_id, queue.queue_id, 0::smallint AS attempt
@@ -341,7 +341,7 @@ BEGIN
         INTO appended_count, moved_queues, moved_heads
         FROM head;
     END IF;
-    -- Not all of them: the others are to be delivered later.
+    -- The others are to be delivered later.
     IF appended_count < cardinality(decided) + cardinality(waited) + cardinality(retried) THEN
         INSERT INTO scheduled (log_id, due_at)
         SELECT log_id, deliver_at FROM unnest(decided) AS one (log_id) JOIN commit_log USING (log_id)
@@ -362,7 +362,7 @@ BEGIN
     IF due_count < batch THEN
         nothing_due_before := now();
     END IF;
-    -- Who stores a retry commits a moment after its due time was set.
+    -- A transaction that stores a retry commits a moment after it set the due time.
     nothing_due_before := nothing_due_before - interval '1 second';
     next_due_seconds := extract(epoch FROM next_due - now());
     IF decision_count + due_count + released_count + held_count + closed_count > 0 THEN
@@ -370,14 +370,15 @@ BEGIN
             SELECT coalesce(array_agg(queue_id), '{}'), coalesce(array_agg(head), '{}') INTO moved_queues, moved_heads
             FROM queue_head WHERE head > 0;
         END IF;
-        -- A tick that a crash takes is made again. Not so where what it acts on could be gone or taken back by then: decisions
-        -- that may be lost themselves, scheduled messages, which a recall finds again; a standby that takes over.
+        -- A tick that a crash loses is made again. The commit waits for the disk if the tick's input could be lost by
+        -- then: decisions that may be lost themselves, scheduled messages, which a recall would find again, or a
+        -- standby that takes over.
         IF NOT is_relaxed AND due_count = 0 AND current_setting('synchronous_standby_names') = '' THEN
             PERFORM set_config('synchronous_commit', 'off', true);
         END IF;
         stored := here;
         IF cut < upto THEN
-            -- As if everything from the cut on were to begin yet.
+            -- As if all transactions from the cut on had not begun yet.
             stored := concat_ws(':', least(pg_snapshot_xmin(here), cut), cut,
                                 (SELECT coalesce(string_agg(xip::text, ',' ORDER BY xip), '')
                                  FROM pg_snapshot_xip(here) AS xip WHERE xip < cut));

@@ -1,4 +1,4 @@
-"""Installing the broker's tables, and refusing to work with tables of another age."""
+"""Install and upgrade the broker's tables, and refuse to work with tables of an unsuitable version."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """A file, and the tables of earlier files that it locks against others; a test compares."""
+    """A schema file, and the tables of earlier files that it locks; a test compares the list with the file."""
 
     file: str
     tables: Sequence[str] = ()
@@ -55,25 +55,26 @@ _CHANGES: Final = {
 }
 SCHEMA_VERSION: Final = max(_CHANGES)
 
-# UNIQUE NULLS NOT DISTINCT came with it.
+# PostgreSQL 15 introduced UNIQUE NULLS NOT DISTINCT.
 MINIMUM_POSTGRESQL: Final = 15
 
 # Seconds for which one change is tried.
 DEFAULT_PATIENCE_SECONDS: Final = 60.0
-# So many attempts do not wait for a lock, and stall no other transaction. Later ones wait, each a little longer.
+# This many attempts do not wait for a lock, and so delay no other transaction. Later attempts wait, each a little
+# longer.
 _ATTEMPTS_WITHOUT_WAIT: Final = 20
 _FIRST_WAIT_SECONDS: Final = 0.01
 _WAIT_GROWTH: Final = 2.0
-# Shorter than PostgreSQL's deadlock_timeout (1 s): no other transaction is ended because it waits behind this one.
+# Shorter than PostgreSQL's deadlock_timeout (1 s): no transaction that waits behind this one is ended as a deadlock.
 _LONGEST_WAIT_SECONDS: Final = 0.8
-# What holds a table for longer than this is named before the first attempt; others will be gone by themselves.
+# A transaction that holds a table for longer than this is named before the first attempt. Younger ones will end soon.
 _NAMED_AFTER_SECONDS: Final = 1.0
 _REPORT_EVERY_SECONDS: Final = 10.0
 _NAMED: Final = 5
 
 _LOCK = Statement("SELECT pg_advisory_xact_lock(hashtextextended('outbox.install', 0))")
 _EXISTS = Statement("SELECT to_regclass(%(table)s) IS NOT NULL")
-# The column came with the second change.
+# The second change added the column.
 _VERSION = Statement("""
 SELECT coalesce(max(version), 0), coalesce(max((to_jsonb(known) ->> 'change')::integer), max(version), 0)
 FROM {schema}.schema_version known
@@ -88,7 +89,7 @@ _RECORD = Statement("UPDATE {schema}.schema_version SET change = %(version)s")
 
 @dataclass(frozen=True, slots=True)
 class _Installed:
-    """What the tables say of themselves: the version that code must know, and the last change applied."""
+    """The versions in the tables: the version that code must know, and the last change applied."""
 
     needs: int
     change: int
@@ -96,7 +97,10 @@ class _Installed:
 
 @dataclass(frozen=True, slots=True)
 class Planned(Generic[T]):
-    """A change of the tables: those to lock before it, and what does it then and returns."""
+    """A change of the tables:
+
+    the tables to lock before it, and the function that makes the change and returns its result.
+    """
 
     tables: Sequence[str]
     change: Callable[[], T]
@@ -109,13 +113,14 @@ def install(
     patience_seconds: float = DEFAULT_PATIENCE_SECONDS,
     report: Callable[[str], None] = logger.warning,
 ) -> int:
-    """Create or upgrade the broker's tables; returns the version reached. Safe to run at any time, by many at once.
+    """Create or upgrade the broker's tables and return the version reached. Several processes may call it at any time.
 
-    Code of the version before goes on working on the upgraded tables: upgrade them first, then deploy the code. Each
-    change is a transaction of its own, so that it holds few tables for a short time; an interrupted upgrade is finished
-    by the next call. `report` is told which sessions are in the way. Raises SchemaError when this code is too old for
-    the tables, or when other transactions used the tables of one change for `patience_seconds` without a gap, and
-    ConfigurationError when the server is too old.
+    Code of the previous version keeps working on the upgraded tables: upgrade the tables first, then deploy the code.
+    Each change is a separate transaction, so that it holds few tables for a short time. The next call finishes an
+    interrupted upgrade. `report` receives the sessions that block the upgrade.
+
+    Raises SchemaError when this code is too old for the tables, or when other transactions used the tables of one
+    change for `patience_seconds` without a gap. Raises ConfigurationError when the server is too old.
     """
     check_schema_name(schema)
     check_server(connection.info.server_version)
@@ -136,10 +141,11 @@ def change_tables(
     patience_seconds: float = DEFAULT_PATIENCE_SECONDS,
     report: Callable[[str], None] = logger.warning,
 ) -> T:
-    """Do the planned change in a transaction of its own, as soon as no other transaction uses its tables.
+    """Make the planned change in one transaction, as soon as no other transaction uses its tables.
 
     `plan` is called in the transaction, with the lock of all installations. Raises SchemaError after
-    `patience_seconds`; nothing of the change is done then. `what` says what the tables were not.
+    `patience_seconds`; then nothing of the change is done. `what` is the participle for the error text, such as
+    "dropped".
     """
     began, attempt, reported_at = time.monotonic(), 0, -math.inf
     tables: Sequence[str] = ()
@@ -162,7 +168,7 @@ def change_tables(
         logger.debug("tables %s are in use for %.1f s: %s", ", ".join(tables), passed, met)
         if time.monotonic() - reported_at > _REPORT_EVERY_SECONDS:
             reported_at = _report_holders(run, tables, report, reported_at)
-        # At random, so as not to keep step with transactions that come at intervals; and longer than the wait was.
+        # A random pause does not fall into step with periodic transactions. It is longer than the wait was.
         time.sleep(random.uniform(2, 6) * max(wait_seconds, _FIRST_WAIT_SECONDS))
         attempt += 1
 
@@ -175,9 +181,9 @@ def _wait_seconds(attempt: int) -> float:
 
 
 def _report_holders(run: Executor, tables: Sequence[str], report: Callable[[str], None], reported_at: float) -> float:
-    """Name what has used the tables for long; returns when that was last done."""
+    """Name the transactions that have long used the tables; returns the time of the last report."""
     if found := table_locks.holders(run, tables, at_least_seconds=_NAMED_AFTER_SECONDS):
-        report(f"in the way of the broker's tables in schema {run.schema!r}: {_named(found)}")
+        report(f"these transactions block the change of the broker's tables in schema {run.schema!r}: {_named(found)}")
         return time.monotonic()
     return reported_at
 
@@ -209,15 +215,15 @@ def recreate(run: Executor, *, after: int = 0) -> None:
 
 
 def installed_version(connection: Connection, schema: str = "outbox") -> int:
-    """The last change applied to the tables, whatever this code knows; 0 where there are none."""
+    """Return the last change applied to the tables, even one that this code does not know; 0 without tables."""
     return _installed(Executor(connection, schema)).change
 
 
 def check_schema(connection: Connection, schema: str = "outbox") -> int:
-    """The version of the installed tables, this code's or a later one that serves it too.
+    """Return the version of the installed tables: this code's, or a later one that this code can use.
 
-    Raises SchemaError when they are missing, lack a change that this code needs, or are too new for it, and
-    ConfigurationError when the server is too old.
+    Raises SchemaError when the tables are missing, lack a change that this code needs, or are too new for this code.
+    Raises ConfigurationError when the server is too old.
     """
     check_server(connection.info.server_version)
     installed = _installed(Executor(connection, schema))
@@ -235,7 +241,7 @@ def check_schema(connection: Connection, schema: str = "outbox") -> int:
 
 
 def check_server(server_version: int) -> None:
-    """Raise ConfigurationError unless PostgreSQL of this version (`server_version_num`, such as 150004) will do."""
+    """Raise ConfigurationError if this PostgreSQL version (`server_version_num`, such as 150004) is too old."""
     if server_version < MINIMUM_POSTGRESQL * 10_000:
         raise ConfigurationError(
             f"the broker needs PostgreSQL {MINIMUM_POSTGRESQL} or newer; this server is {server_version // 10_000}."
@@ -244,7 +250,7 @@ def check_server(server_version: int) -> None:
 
 
 def missing(schema: str) -> SchemaError:
-    """The error for a database without the broker's tables."""
+    """Return the error for a database without the broker's tables."""
     return SchemaError(
         f"the broker's tables are not installed in schema {schema!r} of this database: run `manage.py migrate "
         f"--database=ALIAS` with the alias of the broker (outside Django: outbox.broker.schema.install), or "
@@ -268,7 +274,7 @@ def _installed(run: Executor) -> _Installed:
 
 
 def _plan_next(run: Executor) -> Planned[int]:
-    """The first change that is missing; it returns the number of the last one that is there then."""
+    """Plan the first missing change; it returns the number of the last change applied afterwards."""
     installed = _installed(run)
     if installed.needs > SCHEMA_VERSION:
         raise _too_new(run.schema, installed)
@@ -289,7 +295,7 @@ def _apply(run: Executor, version: int) -> None:
     text = resources.files("outbox.broker.schema").joinpath(_CHANGES[version].file).read_text("utf-8")
     [before] = run.one(_GET_SEARCH_PATH)
     run.execute(_SEARCH_PATH)
-    # Many statements at once, so without parameters and in text form.
+    # The file has many statements, so it is sent without parameters and in text form.
     run.connection.execute(text.encode())
     run.execute(_SET_SEARCH_PATH, {"path": before})
     if version == 1:

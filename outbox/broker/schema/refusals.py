@@ -1,4 +1,4 @@
-"""What the broker's database refuses, as errors that say what was not done, why, and what to do next."""
+"""Turn refusals of the broker's database into errors that say what was not done, why, and what to do next."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FULL: Final = (pg.DiskFull, pg.OutOfMemory, pg.TooManyConnections)
 
 @contextmanager
 def naming(what: str, schema: str) -> Iterator[None]:
-    """Let no error of the driver out: it is raised as an error of outbox that names `what` was not done."""
+    """Raise each error of the driver as an outbox error that names `what` was not done."""
     try:
         yield
     except psycopg.Error as error:
@@ -25,13 +25,13 @@ def naming(what: str, schema: str) -> Iterator[None]:
 
 
 def refused(what: str, error: psycopg.Error, schema: str) -> OutboxError:
-    """The error of outbox for an error of the driver."""
+    """Return the outbox error for an error of the driver."""
     said = error.diag.message_primary or str(error).strip()
     if isinstance(error, _NOT_THERE):
         return SchemaError(
             f"{what}: not done, the broker's tables in schema {schema!r} are not as they were installed ({said}). "
-            f"Where all are missing, run `manage.py migrate --database=ALIAS` with the alias of the broker; where some "
-            f"are, somebody dropped or changed them: restore the database from a backup (docs/operations.md)."
+            f"If all are missing, run `manage.py migrate --database=ALIAS` with the alias of the broker. If only some "
+            f"are missing or changed, restore the database from a backup (docs/operations.md)."
         )
     if isinstance(error, pg.ReadOnlySqlTransaction):
         return BrokerUnavailable(
@@ -46,19 +46,19 @@ def refused(what: str, error: psycopg.Error, schema: str) -> OutboxError:
         )
     if isinstance(error, (pg.LockNotAvailable, pg.QueryCanceled)):
         return BrokerUnavailable(
-            f"{what}: not done, {said} (lock_timeout, statement_timeout, or cancelled by somebody). Nothing was "
-            f"stored; run it again, and raise the limit where that does not help."
+            f"{what}: not done, {said} (lock_timeout, statement_timeout, or cancelled by another session). Nothing was "
+            f"stored; run it again, and raise the limit if that does not help."
         )
     if isinstance(error, _FULL):
         return BrokerUnavailable(
             f"{what}: not done, the server of the broker's database is short of disk, memory or connections "
-            f"({said}). Nothing was stored; give it some, then run it again."
+            f"({said}). Nothing was stored; add capacity, then run it again."
         )
     if isinstance(error, (psycopg.OperationalError, psycopg.InterfaceError)):
         return BrokerUnavailable(
             f"{what}: interrupted, the connection to the broker's database broke: {said}. It may still have been "
-            f"done; look, then run it again."
+            f"done; check, then run it again."
         )
     return BrokerError(
-        f"{what}: not done, the broker's database refused it: {said}. Nothing was stored; mend what it names."
+        f"{what}: not done, the broker's database refused it: {said}. Nothing was stored; correct that, then retry."
     )

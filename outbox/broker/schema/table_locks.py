@@ -1,14 +1,14 @@
-"""Locking the tables of a change: all of them, or none, and never as a part of a deadlock.
+"""Lock all tables of a schema change at once, without taking part in a deadlock.
 
-A change of the tables needs ACCESS EXCLUSIVE locks beside running transactions. Two rules keep those transactions
-whole:
+A change of the tables needs ACCESS EXCLUSIVE locks while other transactions run. Two rules protect those transactions:
 
-- All locks of a change are taken by one message, before the change does anything else. Only the first lock is waited
-  for, and while it is waited for, nothing else is held. The others are taken NOWAIT.
-- What waits for the first lock lets every later transaction wait behind it. So the first attempts do not wait at all;
-  the wait then grows from some milliseconds on, and the pauses between the attempts are longer than the waits.
+- One message takes all locks of a change, before the change does anything else. Only the first lock is waited for.
+  During that wait the transaction holds no other lock. The other locks are taken NOWAIT.
+- While a change waits for the first lock, every later transaction waits behind it. So the first attempts do not wait at
+  all. Later attempts wait, at first for some milliseconds, then longer. The pauses between attempts are longer than the
+  waits.
 
-The tables have one order, the busiest first: the busiest table has no gap that an attempt without a wait could hit.
+The tables have one order, the busiest first: an attempt without a wait would hardly find a gap in the busiest table.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from outbox.broker.database import arrays
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
 
-# The order of all tables: these, then the others by name.
+# The order of all tables: these first, then the others by name.
 _BUSIEST: Final = (
     "commit_log",
     "op_log",
@@ -38,20 +38,21 @@ _BUSIEST: Final = (
     "consumer_group",
 )
 
-# What else a change needs (rows of the catalogue, tables that a view reads) is free as a rule.
+# Other locks that a change needs (rows of the catalogue, tables that a view reads) are normally free.
 _REST_MILLISECONDS: Final = 100
 
 
 def in_order(tables: Iterable[str]) -> list[str]:
-    """The order in which tables are locked."""
+    """Return the tables in the order in which they are locked."""
     places = {name: place for place, name in enumerate(_BUSIEST)}
     return sorted(tables, key=lambda name: (places.get(name, len(places)), name))
 
 
 def take(run: Executor, tables: Iterable[str], *, wait_seconds: float) -> None:
-    """Lock the tables for this transaction, which holds no table yet; wait so long for the first one, 0: not at all.
+    """Lock the tables for this transaction, which must hold no table lock yet.
 
-    Raises LockNotAvailable if one of them is in use; the transaction has to be rolled back then.
+    It waits up to `wait_seconds` for the first table; 0 means no wait. Raises LockNotAvailable if one of them is in
+    use; then the caller must roll the transaction back.
     """
     first, *others = in_order(tables)
     statements = [sql.SQL("SET LOCAL lock_timeout = {}").format(sql.Literal(f"{max(1, round(wait_seconds * 1000))}ms"))]
@@ -59,7 +60,7 @@ def take(run: Executor, tables: Iterable[str], *, wait_seconds: float) -> None:
     if others:
         statements.append(_lock(run.schema, others, waits=False))
     statements.append(sql.SQL("SET LOCAL lock_timeout = {}").format(sql.Literal(f"{_REST_MILLISECONDS}ms")))
-    # One message: between two messages a transaction that has waited for the first table would take another one.
+    # One message: between two messages, a transaction that has waited for the first table could lock another one.
     run.connection.execute(sql.SQL("; ").join(statements))
 
 
@@ -71,7 +72,7 @@ def _lock(schema: str, tables: Sequence[str], *, waits: bool) -> sql.Composed:
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """A transaction that uses one of the tables. PostgreSQL shows a session of another role only in part."""
+    """A transaction that uses one of the tables. PostgreSQL shows only a part of another role's session."""
 
     session: str
     application: str | None
@@ -109,14 +110,14 @@ LEFT JOIN pg_stat_activity activity ON activity.pid = used.pid
 LEFT JOIN pg_locks own ON used.pid IS NULL AND own.pid IS NULL AND own.locktype = 'transactionid'
                       AND own.virtualtransaction = used.virtualtransaction
 LEFT JOIN pg_prepared_xacts prepared ON prepared.transaction = own.transactionid
--- It has ended since its locks were read.
+-- The session has ended since its locks were read.
 WHERE activity.state IS DISTINCT FROM 'idle'
 ORDER BY age_seconds DESC NULLS LAST
 """)
 
 
 def holders(run: Executor, tables: Iterable[str], *, at_least_seconds: float = 0.0) -> list[Holder]:
-    """The transactions that use these tables now and are at least so old, the oldest first."""
+    """Return the transactions that use these tables now and have at least this age, the oldest first."""
     values = {"schema": run.schema, "tables": arrays.texts(list(tables))}
     found = run.objects(Holder, _HOLDERS, values)
     return [one for one in found if one.age_seconds is None or one.age_seconds >= at_least_seconds]

@@ -1,4 +1,4 @@
-"""Removing the broker's tables, and nothing that is not the broker's."""
+"""Remove the broker's tables, and nothing else."""
 
 from __future__ import annotations
 
@@ -43,10 +43,12 @@ def uninstall(
     patience_seconds: float = DEFAULT_PATIENCE_SECONDS,
     report: Callable[[str], None] = logger.warning,
 ) -> None:
-    """Drop the schema with the broker's tables and all that is in them; what others built on them goes along.
+    """Drop the schema with the broker's tables and their contents.
 
-    Raises SchemaError when the tables are not there, are of another version than this code, share the schema with
-    something else, or were in use for `patience_seconds` without a gap; then nothing was changed.
+    Objects of others that depend on them are dropped too.
+
+    Raises SchemaError, and changes nothing, in four cases: the tables are missing; they have another version than this
+    code; the schema also holds other objects; or the tables were in use for `patience_seconds` without a gap.
     """
     run = Executor(connection, schema)
 
@@ -62,7 +64,7 @@ def uninstall(
         foreign = sorted(_names(run) - own)
         if foreign:
             raise SchemaError(
-                f"the schema {schema!r} also holds what is not the broker's ({', '.join(foreign[:5])}): move it to "
+                f"the schema {schema!r} also holds objects of others ({', '.join(foreign[:5])}): move them to "
                 f"another schema first. Nothing was dropped."
             )
         # A transaction that uses a view or a sequence uses a table, too.
@@ -73,7 +75,7 @@ def uninstall(
 
 
 def _names_of_a_fresh_one(connection: Connection) -> set[str]:
-    """Known by making one beside it, and taking it back."""
+    """Install the tables in a scratch schema, list their names, and roll back."""
     scratch = Executor(connection, _SCRATCH)
     with connection.transaction(force_rollback=True):
         scratch.execute(_CREATE_SCHEMA)

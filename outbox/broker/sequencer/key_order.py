@@ -1,7 +1,8 @@
-"""Order per key on FIFO topics: which decided messages must wait for an earlier one of their key.
+"""Order per key on FIFO topics: find the decided messages that must wait for an earlier one of their key.
 
-A value in memory, without a database, so that its rules can be tested by themselves. A decided message waits
-("held") while an earlier row of its topic and key is open: visible, half, and neither decided nor let go.
+This is a value in memory without a database, so that tests can check its rules alone. A decided message waits ("held")
+while an earlier row of its topic and key is open. Open means visible, half, undecided, and not released by an operator
+or the topic's settings.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ class KeyOrder:
     _open: dict[int, tuple[Key, UUID]] = field(default_factory=dict)
     _open_by_key: dict[Key, list[int]] = field(default_factory=dict)
     _held_by_key: dict[Key, list[int]] = field(default_factory=dict)
-    # When a key began to wait (monotonic seconds), and whose check was asked for already.
+    # The time since which a key waits (monotonic seconds), and the keys whose check was requested already.
     _waiting_since: dict[Key, float] = field(default_factory=dict)
     _hinted: set[UUID] = field(default_factory=set)
-    # Waiting keys whose first open row may be another one than when it was looked at last: for `new_blockers`, and for
-    # `hints` (a heap, the longest waiting first). What has not changed costs nothing, however many keys wait.
+    # Waiting keys whose first open row may have changed since the last look: for `new_blockers`, and for `hints` (a
+    # heap, the longest waiting first). Unchanged keys cost nothing, however many keys wait.
     _reblocked: set[Key] = field(default_factory=set)
     _to_hint: list[tuple[float, Key]] = field(default_factory=list)
     # Keys whose held messages may have become free.
@@ -53,14 +54,14 @@ class KeyOrder:
         return False
 
     def open(self, log_id: int, key: Key, transaction_id: UUID) -> None:
-        """A half row became visible."""
+        """Add a half row that became visible."""
         if log_id not in self._open:
             self._open[log_id] = (key, transaction_id)
             heapq.heappush(self._open_by_key.setdefault(key, []), log_id)
             self._note_blocker(key)
 
     def settle(self, log_ids: Iterable[int]) -> None:
-        """Rows were decided, or their keys let go: they block nobody any more."""
+        """Remove rows that were decided, or whose keys may continue: they block no message any more."""
         for log_id in log_ids:
             opened = self._open.pop(log_id, None)
             if opened is not None:
@@ -68,14 +69,14 @@ class KeyOrder:
                 self._note_blocker(opened[0])
 
     def hold(self, log_id: int, key: Key, now: float) -> None:
-        """A decided message waits."""
+        """Add a decided message that waits."""
         heapq.heappush(self._held_by_key.setdefault(key, []), log_id)
         if key not in self._waiting_since:
             self._waiting_since[key] = now
             self._note_blocker(key)
 
     def reconsider(self) -> None:
-        """Look at every held message again in the next `release`, as after taking over."""
+        """Make the next `release` look at every held message, as after a takeover."""
         self._unsettled.update(self._held_by_key)
 
     def must_wait(self, log_id: int, key: Key) -> bool:
@@ -87,11 +88,11 @@ class KeyOrder:
         return first is not None and first < log_id
 
     def is_apart(self, log_id: int, key: Key) -> bool:
-        """Whether a decided message neither has to wait nor was waited for."""
+        """Whether a decided message need not wait and no message waited for it."""
         return log_id not in self._open and not self.must_wait(log_id, key)
 
     def release(self, limit: int) -> list[int]:
-        """Take up to `limit` held messages that nothing blocks any more."""
+        """Take up to `limit` held messages that are no longer blocked."""
         released: list[int] = []
         for key in list(self._unsettled):
             held = self._held_by_key.get(key, [])
@@ -112,13 +113,13 @@ class KeyOrder:
         return bool(self._unsettled)
 
     def new_blockers(self) -> list[UUID]:
-        """The transactions at the head of keys with held messages, where that may have changed since it was asked."""
+        """Return the transactions that block keys with held messages, if they may have changed since the last call."""
         keys, self._reblocked = self._reblocked, set()
         found = (self._first_open(key) for key in keys if key in self._held_by_key)
         return list({self._open[log_id][1] for log_id in found if log_id is not None})
 
     def hints(self, now: float, after_seconds: float) -> Sequence[UUID]:
-        """Blockers that others have waited for that long, each once."""
+        """Return the blockers that messages have awaited for `seconds`, each once."""
         overdue = []
         while self._to_hint and now - self._to_hint[0][0] >= after_seconds:
             _, key = heapq.heappop(self._to_hint)

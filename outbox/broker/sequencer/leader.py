@@ -1,8 +1,8 @@
-"""Who leads a role of the broker.
+"""Leader election for a role of the broker.
 
-The lease only saves work: two sequencers at once are safe, because they collide on the tick. It expires by the
-database's clock; when to renew it the owner reckons on its own monotonic clock, from before the last renewal was sent.
-A candidate that stands in leads while nobody else wants to: from it the lease is taken at any time.
+The lease only saves work. Two sequencers at once are safe, because they collide on the tick. The lease expires by the
+database's clock. The owner decides when to renew it by its own monotonic clock, counted from before the last renewal
+was sent. A stand-in candidate leads only while no other candidate wants to: another one may take its lease at any time.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from outbox.broker.database.statement import Statement
 DEFAULT_TERM_SECONDS: Final = 3.0
 SEQUENCER: Final = "sequencer"
 
-# Who does not lead reads first: followers that only look write nothing.
+# A candidate that does not lead reads first, so it writes nothing while another one leads.
 _REMAINING = Statement("""
 SELECT CASE WHEN owner IS NULL OR owner = %(owner)s OR (stands_in AND NOT %(stands_in)s) THEN 0
             ELSE greatest(0, extract(epoch FROM expires_at - clock_timestamp())) END::double precision
 FROM {schema}.leader_lease WHERE role = %(role)s
 """)
 
-# A lost renewal costs a change of leaders at most: its commit does not wait for the disk.
+# A lost renewal costs at most a change of leaders, so its commit does not wait for the disk.
 _ACQUIRE = Statement("""
 INSERT INTO {schema}.leader_lease AS held (role, owner, epoch, expires_at, stands_in)
 SELECT %(role)s, %(owner)s, 1, clock_timestamp() + make_interval(secs => %(term)s), %(stands_in)s
@@ -46,7 +46,7 @@ WHERE role = %(role)s AND owner = %(owner)s
 
 
 def release_dead(run: Executor, owner: UUID) -> None:
-    """Who is known to be dead leads no longer, whatever its lease says."""
+    """Release the lease of a dead process before its end."""
     run.execute(_RELEASE, {"role": SEQUENCER, "owner": owner})
 
 
@@ -68,7 +68,7 @@ class LeaderLease:
         self._renew_at = 0.0
 
     def hold(self, connection: Connection) -> float:
-        """Acquire or renew when it is time. 0.0: this candidate leads; else the seconds until it is worth asking."""
+        """Acquire or renew the lease if it is time. Returns 0.0 for the leader, else seconds until the next attempt."""
         asked_at = time.monotonic()
         if asked_at < self._renew_at and not self._was_taken(connection):
             return 0.0
@@ -84,7 +84,7 @@ class LeaderLease:
         return 0.0
 
     def _was_taken(self, connection: Connection) -> bool:
-        """Whether a consumer's process has taken the lead from this one, which stands in: it may do so at any time.
+        """Whether a consumer process has taken the lease from this stand-in; it may do so at any time.
 
         A tick of both would collide, and PostgreSQL would log an error each time a worker starts.
         """
@@ -93,11 +93,11 @@ class LeaderLease:
         others = Executor(connection, self._schema).row(_REMAINING, self._parameters, prepare=True)
         return others is not None and others[0] > 0
 
-    def doubt(self) -> None:
-        """Somebody else acts as if it led: ask at the next `hold`."""
+    def ask_again(self) -> None:
+        """Ask again at the next `hold`, because another process acts as the leader."""
         self._renew_at = 0.0
 
     def release(self, connection: Connection) -> None:
-        """Let another candidate lead at once."""
+        """Release the lease, so that another candidate leads at once."""
         self._renew_at = 0.0
         Executor(connection, self._schema).execute(_RELEASE, self._parameters)

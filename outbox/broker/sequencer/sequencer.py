@@ -1,8 +1,8 @@
 """The sequencer: the only writer of the queues.
 
-It reads decisions by snapshot (an id cursor would lose transactions that commit late, an xmin horizon would
-stall behind any open one) and appends their messages with gapless offsets, in one transaction with a tick that
-says how far it has read. Any number may run: all but one collide on the tick's number and roll back whole.
+It reads decisions by snapshot: an id cursor would lose transactions that commit late, and an xmin horizon would stall
+behind any open one. It appends their messages with gapless offsets, in one transaction with a tick that records how far
+it has read. Any number of sequencers may run: all but one collide on the tick's number and roll back completely.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from outbox.broker.database.connection import BrokerDatabase, Connection
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.round_trip import RoundTrip, Row, array
 from outbox.broker.database.snapshot import Snapshot
-from outbox.broker.sequencer import key_order_sql, tick_sql
+from outbox.broker.database.statement import Statement
+from outbox.broker.sequencer import tick_sql
 from outbox.broker.sequencer.key_order import Key
 from outbox.broker.sequencer.takeover import TickState, adopt
 from outbox.broker.transaction import half_scan
@@ -32,23 +33,98 @@ from outbox.transaction import CheckSettings
 
 logger = logging.getLogger(__name__)
 
+# Which FIFO messages the next tick will meet, in the same snapshot: rows (what, log_id, topic_id, key, transaction_id).
+#   h: a half row that became visible   c, r: a message decided COMMIT (and due now) or ROLLBACK   d: a due delayed one
+_READ_FIFO: Final = Statement("""
+WITH edge AS MATERIALIZED (
+    SELECT {schema}.decisions_cut_v13(%(xmax)s::xid8, %(batch)s::bigint) AS cut
+), fifo AS MATERIALIZED (
+    SELECT topic_id FROM {schema}.topic WHERE 'FIFO' = ANY (message_types)
+), fresh AS (
+    SELECT decision, log_ids FROM {schema}.op_log
+    WHERE xid >= %(xmax)s::xid8 AND xid < (SELECT cut FROM edge)
+    UNION ALL
+    SELECT decision, log_ids FROM {schema}.op_log WHERE xid = ANY (%(xip)s::xid8[])
+), due AS (
+    SELECT log_id, queue_id FROM {schema}.scheduled WHERE due_at >= %(due_from)s AND due_at <= now()
+    ORDER BY due_at, schedule_id LIMIT %(batch)s
+), half AS (
+    SELECT * FROM {schema}.commit_log
+    WHERE half AND xid >= %(half_xmax)s::xid8 AND xid < pg_snapshot_xmax(pg_current_snapshot())
+    UNION ALL
+    SELECT * FROM {schema}.commit_log WHERE half AND xid = ANY (%(half_xip)s::xid8[])
+), beyond AS (
+    SELECT log_ids FROM {schema}.op_log
+    WHERE xid >= greatest((SELECT cut FROM edge), %(half_xmax)s::xid8) AND xid < pg_snapshot_xmax(pg_current_snapshot())
+      AND decision = 'C'
+    UNION ALL
+    SELECT log_ids FROM {schema}.op_log
+    WHERE xid = ANY (%(half_xip)s::xid8[]) AND xid >= (SELECT cut FROM edge) AND decision = 'C'
+)
+SELECT 'h', log_id, topic_id, key, transaction_id FROM half JOIN fifo USING (topic_id)
+WHERE deliver_at IS NULL
+  -- It was decided and read already, and appears only now because its transaction id comes from before a restore.
+  AND NOT EXISTS (SELECT FROM {schema}.op_log op
+                  WHERE op.transaction_id = half.transaction_id
+                    AND pg_visible_in_snapshot(op.xid, %(snapshot)s::pg_snapshot))
+UNION ALL
+SELECT 'h', log.log_id, topic_id, key, transaction_id
+FROM beyond CROSS JOIN LATERAL unnest(log_ids) AS one (log_id)
+CROSS JOIN LATERAL (SELECT * FROM {schema}.commit_log WHERE log_id = one.log_id AND NOT half OFFSET 0) AS log
+JOIN fifo USING (topic_id)
+WHERE deliver_at IS NULL
+UNION ALL
+SELECT CASE decision WHEN 'C' THEN 'c' ELSE 'r' END, log.log_id, topic_id, key, transaction_id
+FROM fresh CROSS JOIN LATERAL unnest(log_ids) AS one (log_id)
+CROSS JOIN LATERAL (SELECT * FROM {schema}.commit_log WHERE log_id = one.log_id OFFSET 0) AS log
+JOIN fifo USING (topic_id)
+WHERE decision = 'R' OR deliver_at IS NULL OR deliver_at <= now()
+UNION ALL
+SELECT 'd', log.log_id, topic_id, key, transaction_id
+FROM due CROSS JOIN LATERAL (SELECT * FROM {schema}.commit_log WHERE log_id = due.log_id OFFSET 0) AS log
+JOIN fifo USING (topic_id)
+WHERE due.queue_id IS NULL
+""")
+
+# The last time at which one of the now parked transactions was parked.
+_NEWEST_PARKED: Final = Statement("SELECT max(parked_at) FROM {schema}.pending_check WHERE parked_at IS NOT NULL")
+
+# Of the transactions parked since then, and of these: the parked ones on topics that let later messages of the key
+# pass.
+_RELEASED_BY_PARKING: Final = Statement("""
+WITH pending AS (
+    SELECT transaction_id, log_id FROM {schema}.pending_check
+    WHERE parked_at IS NOT NULL AND parked_at >= %(since)s::timestamptz
+    UNION
+    SELECT transaction_id, log_id FROM {schema}.pending_check
+    WHERE parked_at IS NOT NULL AND transaction_id = ANY (%(ids)s::uuid[])
+)
+SELECT log.log_id
+FROM pending
+CROSS JOIN LATERAL (SELECT xid FROM {schema}.commit_log WHERE log_id = pending.log_id OFFSET 0) AS first
+CROSS JOIN LATERAL (SELECT log_id, topic_id FROM {schema}.commit_log
+                    WHERE half AND xid = first.xid AND transaction_id = pending.transaction_id OFFSET 0) AS log
+JOIN {schema}.topic ON topic.topic_id = log.topic_id
+WHERE on_park = 'release'
+""")
+
+
 FULL_EVERY: Final = 500
 HINT_AFTER_SECONDS: Final = 1.0
-# Whoever parks a transaction while another is being parked may commit second with the earlier time, which is not seen
-# as something new.
+# Two processes may park transactions at once. The second commit may have the earlier time, which would not look new.
 LOOK_AT_ALL_PARKED_SECONDS: Final = 10.0
-# The same for what is stored with a due time that a tick has passed a second ago.
+# The same for a row stored with a due time that a tick has passed a second ago.
 LOOK_AT_ALL_DUE_SECONDS: Final = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class TickCounts:
-    """What one pass did.
+    """The results of one pass.
 
-    `decisions` read (of both kinds), `appended` queue entries, messages `held` behind an undecided one and
-    `released`, `scheduled` for later, `due` scheduled ones taken. `more`: a backlog is left. `collided`: nothing was
-    done, because another leader was faster or other topics are FIFO now. `next_due_seconds`: when the next scheduled
-    message is due, None without one.
+    `decisions`: read decisions (of both kinds). `appended`: queue entries. `held`: messages behind an undecided one.
+    `released`: held messages that became free. `scheduled`: messages for later. `due`: scheduled ones taken. `more`: a
+    backlog is left. `collided`: no work was done, because another leader was faster or other topics are FIFO now.
+    `next_due_seconds`: the time until the next scheduled message is due, None without one.
     """
 
     ticked: bool = False
@@ -65,7 +141,7 @@ class TickCounts:
 
 @dataclass
 class _Plan:
-    """What was found out about FIFO messages before a tick."""
+    """The findings about FIFO messages before a tick."""
 
     has_looked: bool = False
     hold: list[int] = field(default_factory=list)
@@ -74,7 +150,7 @@ class _Plan:
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """A FIFO message that the next tick will meet; `what` as in key_order_sql.READ_FIFO."""
+    """A FIFO message that the next tick will meet; `what` as in _READ_FIFO."""
 
     what: str
     log_id: int
@@ -89,7 +165,7 @@ class _Seen:
 
 @dataclass(frozen=True, slots=True)
 class _Ticked:
-    """The answer of tick_sql.TICK; `met`: the log ids and keys of FIFO messages decided in it that nobody looked at."""
+    """The answer of tick_sql.TICK. `met`: log ids and keys of FIFO messages that it decided without a look at them."""
 
     obstacle: str | None
     seen: str
@@ -131,20 +207,20 @@ class _MustLook(Exception):
 
 
 class _Outdated(Exception):
-    """What is in memory is not how it stands any more: another leader has ticked, or other topics are FIFO now."""
+    """The data in memory is outdated: another leader has ticked, or other topics are FIFO now."""
 
 
 class Sequencer:
-    """Ticks for one broker. Not thread-safe; its position in memory lives and dies with the connection used.
+    """Runs ticks for one broker. Not thread-safe; its position in memory belongs to the connection.
 
-    `batch` bounds the messages of a tick (softly: one transaction's decisions stay together).
+    `batch` limits the messages of a tick, except that one transaction's decisions stay together.
     """
 
     def __init__(
         self, database: BrokerDatabase, owner: UUID, *, batch: int = 20_000, check: CheckSettings | None = None
     ) -> None:
         self._schema = database.schema
-        # Whether settings are made for one transaction each, because the connection's session may not last.
+        # Whether settings apply to one transaction each, because the connection's session may not last.
         self._local = True
         self._owner = owner
         self._batch = batch
@@ -154,9 +230,9 @@ class Sequencer:
         self._state: TickState | None = None
 
     def run_once(self, connection: Connection) -> TickCounts:
-        """One bounded tick on an autocommit connection; does nothing when nothing is new.
+        """Run one bounded tick on an autocommit connection; does nothing if there is no new work.
 
-        Errors of the connection are the caller's to handle; the next call starts from the stored tick.
+        The caller handles errors of the connection. The next call starts from the stored tick.
         """
         try:
             trip, state = self._adopted(connection)
@@ -166,7 +242,7 @@ class Sequencer:
             self._hint(connection, state)
             return counts
         except (UniqueViolation, SerializationFailure, DeadlockDetected, InvalidSqlStatementName, _Outdated) as error:
-            # Expected when another process has just taken the lead. PostgreSQL's text goes on with the statement.
+            # Expected when another process has just become leader. PostgreSQL's text continues with the statement.
             reason = str(error).partition("\n")[0]
             logger.debug("sequencer %s reads the stored position again: %s", self._owner, reason)
             self._forget(connection)
@@ -185,13 +261,13 @@ class Sequencer:
         return self._round_trip, self._state
 
     def _forget(self, connection: Connection) -> None:
-        # What is in memory may be ahead of what was committed: the next call reads the stored tick.
+        # The data in memory may be ahead of the committed data: the next call reads the stored tick.
         trip, self._round_trip, self._state = self._round_trip, None, None
         if not connection.closed:
             try:
                 if trip is not None:
                     trip.abandon()
-                # psycopg takes back all prepared statements with it.
+                # psycopg then drops all prepared statements, too.
                 connection.rollback()
             except psycopg.Error:
                 connection.close()
@@ -208,7 +284,10 @@ class Sequencer:
         return self._tick_in_order(trip, connection, state)
 
     def _tick_at_once(self, trip: RoundTrip, state: TickState) -> TickCounts:
-        """One round trip; two where FIFO messages are met while some wait, because who waits for whom is known here."""
+        """Tick in one round trip, or in two if FIFO messages appear while others wait:
+
+        only this process knows the order.
+        """
         asks = state.meets_fifo and not state.order.is_idle
         self._begin(trip)
         tick = self._append(trip, state, _Plan(), asks=asks)
@@ -225,10 +304,10 @@ class Sequencer:
         return self._advance(state, ticked, _Plan())
 
     def _tick_in_order(self, trip: RoundTrip, connection: Connection, state: TickState) -> TickCounts:
-        """Two round trips in one snapshot: look at the FIFO messages, then tick with what must wait."""
+        """Tick in two round trips in one snapshot: read the FIFO messages, then tick with the list of held ones."""
         self._begin(trip)
-        trip.send(key_order_sql.READ_FIFO, self._reading(state))
-        trip.send(key_order_sql.NEWEST_PARKED)
+        trip.send(_READ_FIFO, self._reading(state))
+        trip.send(_NEWEST_PARKED)
         *_, rows, [(newest_parked,)] = trip.finish()
         messages = [_Seen.parse(row) for row in rows]
         state.is_entangled = any(one.what == "h" or not state.order.is_apart(one.log_id, one.key) for one in messages)
@@ -261,7 +340,7 @@ class Sequencer:
         return trip.send(tick_sql.TICK, parameters)
 
     def _commit(self, trip: RoundTrip, state: TickState) -> list[list[Row]]:
-        """All answers of this round trip, once the tick is committed. That it is announced is wanted, not needed."""
+        """Read all answers of this round trip after the tick's commit. The notification may fail without harm."""
         commit = trip.send(tick_sql.COMMIT)
         announced = {
             "tick_id": b"%d" % state.tick_id,
@@ -302,14 +381,14 @@ class Sequencer:
             return []
         run = Executor(connection, self._schema)
         parameters = {"since": since or "infinity", "ids": uuids(blockers)}
-        return [log_id for (log_id,) in run.rows(key_order_sql.RELEASED_BY_PARKING, parameters)]
+        return [log_id for (log_id,) in run.rows(_RELEASED_BY_PARKING, parameters)]
 
     def _plan(self, state: TickState, messages: list[_Seen], let_go: list[int]) -> _Plan:
         order, now = state.order, time.monotonic()
         for one in messages:
             if one.what == "h":
                 order.open(one.log_id, one.key, one.transaction_id)
-        # All of this tick's decisions first: a message decided here must not wait for another decided here.
+        # First add all of this tick's decisions: a message decided here must not wait for another one decided here.
         order.settle(one.log_id for one in messages if one.what in "cr")
         order.settle(let_go)
         plan = _Plan(has_looked=True, release=order.release(self._batch))
@@ -322,7 +401,7 @@ class Sequencer:
 
     def _advance(self, state: TickState, ticked: _Ticked, plan: _Plan) -> TickCounts:
         if ticked.obstacle == "life":
-            raise _Outdated("the server has started anew")
+            raise _Outdated("the server has restarted")
         if ticked.obstacle == "overtaken":
             raise _Outdated(f"another leader ticked: {state.tick_id} is not the newest tick any more")
         if ticked.obstacle == "topics":
@@ -330,7 +409,7 @@ class Sequencer:
         if ticked.obstacle is not None:
             raise _MustLook
         if plan.has_looked or not ticked.counts.more:
-            # Else what is beyond the cut has not been looked at.
+            # Otherwise the rows beyond the cut have not been looked at.
             state.half_snapshot = Snapshot.parse(ticked.seen)
         state.due_from = ticked.nothing_due_before.encode()
         if ticked.stored is not None:

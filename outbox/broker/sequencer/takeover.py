@@ -1,4 +1,4 @@
-"""Taking over as the sequencer: from the stored tick, after checking that its transaction ids still mean anything."""
+"""Take over as the sequencer: start from the stored tick, after a check that its transaction ids are still valid."""
 
 from __future__ import annotations
 
@@ -14,31 +14,139 @@ from outbox.broker.database.arrays import xids
 from outbox.broker.database.connection import ReachedServer, reached_server
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.snapshot import Snapshot
+from outbox.broker.database.statement import Statement
 from outbox.broker.groups import lives
 from outbox.broker.log import incidents
 from outbox.broker.log.incidents import Incident, IncidentKind
-from outbox.broker.sequencer import takeover_sql, tick_sql
+from outbox.broker.sequencer import tick_sql
 from outbox.broker.sequencer.key_order import KeyOrder
 from outbox.broker.transaction import checks
+from outbox.broker.transaction.pending import insert_pending
 from outbox.transaction import CheckSettings
 
 logger = logging.getLogger(__name__)
 
-# Comparing all decisions with all queues takes minutes at most; who was taken for hung meanwhile would never get done.
+_LAST_TICK: Final = Statement("SELECT tick_id, snapshot::text FROM {schema}.tick ORDER BY tick_id DESC LIMIT 1")
+
+# A visible row has an id below the snapshot's end, unless another server gave the id.
+_BROKER: Final = Statement("""
+SELECT incarnation, system_identifier, timeline, pg_current_snapshot()::text AS snapshot,
+       (SELECT snapshot::text FROM {schema}.half_scan ORDER BY scan_id DESC LIMIT 1) AS half_scan,
+       ARRAY(SELECT topic_id FROM {schema}.topic WHERE 'FIFO' = ANY (message_types) ORDER BY topic_id) AS fifo_topics,
+       EXISTS (SELECT FROM {schema}.resync WHERE resync.incarnation = broker.incarnation) AS is_compared,
+       EXISTS (SELECT FROM {schema}.op_log WHERE xid >= pg_snapshot_xmax(pg_current_snapshot())) AS has_foreign_ids,
+       EXISTS (SELECT FROM {schema}.life WHERE is_copy
+               AND ordinal > (SELECT max(life_ordinal) FROM {schema}.resync)) AS is_copy
+FROM {schema}.broker
+""")
+
+_HELD: Final = Statement("SELECT log_id, topic_id, key FROM {schema}.held")
+
+# Open: visible, FIFO, not delayed, and without a decision that the last tick has read. Candidates are the half rows
+# that the scan found undecided, those that it has not read, and all rows decided since the last tick.
+_OPEN_HALVES: Final = Statement("""
+WITH candidate AS (
+    SELECT log.log_id, pending.parked_at
+    FROM {schema}.pending_check pending
+    JOIN {schema}.commit_log first ON first.log_id = pending.log_id
+    JOIN {schema}.commit_log log ON log.half AND log.xid = first.xid AND log.transaction_id = pending.transaction_id
+    UNION
+    SELECT log_id, NULL FROM {schema}.commit_log
+    WHERE half AND xid >= %(scan_xmax)s::xid8 AND xid < pg_snapshot_xmax(pg_current_snapshot())
+    UNION
+    SELECT log_id, NULL FROM {schema}.commit_log WHERE half AND xid = ANY (%(scan_xip)s::xid8[])
+    UNION
+    SELECT unnest(log_ids), NULL FROM {schema}.op_log WHERE xid >= %(xmax)s::xid8
+    UNION
+    SELECT unnest(log_ids), NULL FROM {schema}.op_log WHERE xid = ANY (%(xip)s::xid8[])
+)
+SELECT log.log_id, log.topic_id, log.key, log.transaction_id
+FROM (SELECT log_id, max(parked_at) AS parked_at FROM candidate GROUP BY log_id) AS one
+JOIN {schema}.commit_log log USING (log_id)
+JOIN {schema}.topic USING (topic_id)
+WHERE log.deliver_at IS NULL AND 'FIFO' = ANY (message_types)
+  AND NOT (on_park = 'release' AND parked_at IS NOT NULL)
+  AND NOT EXISTS (
+      SELECT FROM {schema}.op_log op
+      WHERE op.transaction_id = log.transaction_id AND pg_visible_in_snapshot(op.xid, %(snapshot)s::pg_snapshot))
+""")
+
+# -- after transaction ids started over -------------------------------------------------------------------------
+
+_RAISE_INCARNATION: Final = Statement("""
+UPDATE {schema}.broker SET incarnation = incarnation + 1, system_identifier = %(system_identifier)s,
+    timeline = %(timeline)s
+RETURNING incarnation
+""")
+
+# By log id, not by transaction id: a committed message that is in no queue becomes held, and the next tick releases it.
+_HOLD_LOST: Final = Statement("""
+WITH lost AS (
+    SELECT log.log_id, log.topic_id, log.key, log.deliver_at
+    FROM (SELECT unnest(log_ids) AS log_id FROM {schema}.op_log WHERE decision = 'C') AS decided
+    JOIN {schema}.commit_log log USING (log_id)
+    WHERE NOT EXISTS (SELECT FROM {schema}.consume_queue entry WHERE entry.log_id = log.log_id)
+      AND NOT EXISTS (SELECT FROM {schema}.scheduled WHERE scheduled.log_id = log.log_id)
+      AND NOT EXISTS (SELECT FROM {schema}.held WHERE held.log_id = log.log_id)
+      AND NOT EXISTS (SELECT FROM {schema}.recalled WHERE recalled.log_id = log.log_id)
+), later AS (
+    INSERT INTO {schema}.scheduled (log_id, due_at) SELECT log_id, deliver_at FROM lost WHERE deliver_at > now()
+    ON CONFLICT DO NOTHING
+)
+INSERT INTO {schema}.held (log_id, topic_id, key)
+SELECT log_id, topic_id, key FROM lost WHERE deliver_at IS NULL OR deliver_at <= now()
+""")
+
+# Transaction ids of decisions compared above that another server gave: their rows are visible although, by its id, the
+# snapshot could not see them. Replace these ids, or the rows would be read again when this server's ids reach them. 2
+# is PostgreSQL's own "frozen". After a failover or a physical restore ids continue and there are none. After a logical
+# restore nearly all rows have such ids.
+_FREEZE_FOREIGN: Final = Statement("""
+UPDATE {schema}.op_log SET xid = '2'
+WHERE xid >= pg_snapshot_xmin(pg_current_snapshot()) AND NOT pg_visible_in_snapshot(xid, pg_current_snapshot())
+""")
+
+_RECORD_RESYNC: Final = Statement("""
+INSERT INTO {schema}.resync (incarnation, reason, snapshot, life_ordinal)
+VALUES (%(incarnation)s, %(reason)s, pg_current_snapshot(), (SELECT coalesce(max(ordinal), 0) FROM {schema}.life))
+""")
+
+# The half scan starts again above the current snapshot; transactions that are undecided now become pending here.
+_RESET_HALF_SCAN: Final = Statement(
+    f"""
+WITH moved AS ({insert_pending("{schema}.commit_log AS half_row", "half AND message_id = transaction_id")}
+    ON CONFLICT (transaction_id) DO NOTHING
+    RETURNING 1
+)
+INSERT INTO {{schema}}.half_scan (scan_id, snapshot, moved)
+SELECT (SELECT max(scan_id) + 1 FROM {{schema}}.half_scan), pg_current_snapshot(), (SELECT count(*) FROM moved)
+"""
+)
+
+_RESYNC_TICK: Final = Statement("""
+INSERT INTO {schema}.tick (tick_id, snapshot, incarnation, appended, queue_ids, heads, is_full)
+SELECT %(tick_id)s + 1, pg_current_snapshot(), %(incarnation)s, 0, coalesce(array_agg(queue_id), '{{}}'),
+       coalesce(array_agg(head), '{{}}'), true
+FROM {schema}.queue_head WHERE head > 0
+""")
+
+
+# Comparing all decisions with all queues takes minutes at most. If another process took over meanwhile, because this
+# one seems to hang, the comparison would never finish.
 _RESYNC_SECONDS: Final = 3600.0
 
 
 @dataclass
 class TickState:
-    """Where the sequencer stands: the last tick, and the order of FIFO keys.
+    """The sequencer's position: the last tick, and the order of FIFO keys.
 
-    `life`: the life of the server in which all this was read. `half_snapshot` says which FIFO half rows `order` knows;
+    `life`: the life of the server in which all this was read. `half_snapshot`: the FIFO half rows that `order` knows;
     it can be ahead of the tick's `snapshot`. `fifo_topics`: the topics whose half rows `order` knows. `newest_parked`:
-    when a transaction was parked last, by the last look at all that block a key. `due_from`: nothing scheduled is due
-    before, but for what was stored late and is looked for from time to time. `is_entangled`: the last look found FIFO
-    messages that wait, or may be waited for; the next tick begins with one. `meets_fifo`: the last messages were FIFO
-    ones; the next tick, if any are open or held, asks before it commits. `names_queues`: what the ticks before have
-    appended is announced, so that the next announcement need name only the queues of its own tick.
+    the time of the last parking, by the last look at all transactions that block a key. `due_from`: no scheduled
+    message is due earlier, except those stored late, for which the sequencer looks from time to time. `is_entangled`:
+    the last look found FIFO messages that wait, or may be waited for; the next tick begins with a look. `meets_fifo`:
+    the last messages were FIFO ones; if any are open or held, the next tick asks before it commits. `names_queues`: all
+    entries of earlier ticks are announced, so the next notification names only the queues of its own tick.
     """
 
     tick_id: int
@@ -57,7 +165,7 @@ class TickState:
     names_queues: bool = False
 
     def must_look(self, now: float) -> bool:
-        """Whether held messages may be free although the next tick meets nothing new of their keys."""
+        """Whether held messages may be free although the next tick meets no new message of their keys."""
         order = self.order
         return order.has_releasable or (
             order.has_held and (order.has_new_blockers or now >= self.look_at_all_parked_at)
@@ -78,7 +186,7 @@ class _Broker:
 
 
 def _prepare(run: Executor, *, local: bool) -> None:
-    """Settings of the sequencer's statements: for the session, or for one transaction as its first statement."""
+    """Apply the sequencer's settings: for the session, or for one transaction as its first statement."""
     if local:
         timeouts.lift_for_transaction(run.connection)
     else:
@@ -87,28 +195,28 @@ def _prepare(run: Executor, *, local: bool) -> None:
 
 
 def adopt(run: Executor, check: CheckSettings, *, local: bool = False) -> TickState:
-    """Read where the sequencer stands; resynchronise first when transaction ids started over (restore, failover).
+    """Read the sequencer's position; resynchronise first if transaction ids started over (restore, failover).
 
     `local`: the connection's session may not last (see `_prepare`).
     """
     if not local:
         _prepare(run, local=False)
-    # First: before a tick is made, what was remembered in another life of the server has to be void.
+    # First: positions remembered in another life of the server must be invalid before a tick is made.
     life = lives.current(run)
     if _broker(run).fifo_topics:
-        # Then only what the scan has found undecided must be read below, not the whole log.
+        # Then the following reads only the transactions that the scan found undecided, not the whole log.
         checks.scan(run, settings=check)
     _resync_if_needed(run, check, life, local=local)
     _begin(run, local=local)
     broker = _broker(run)
     state = _last_tick(run, broker, life)
-    for log_id, topic_id, key in run.rows(takeover_sql.HELD):
+    for log_id, topic_id, key in run.rows(_HELD):
         state.order.hold(log_id, (topic_id, key), time.monotonic())
     state.fifo_topics = broker.fifo_topics
     if broker.fifo_topics:
-        for log_id, topic_id, key, transaction_id in run.rows(takeover_sql.OPEN_HALVES, _open_since(state, broker)):
+        for log_id, topic_id, key, transaction_id in run.rows(_OPEN_HALVES, _open_since(state, broker)):
             state.order.open(log_id, (topic_id, key), transaction_id)
-    # What was decided between the last tick and now may have freed a held message; the next tick finds out.
+    # A decision between the last tick and now may have freed a held message; the next tick finds out.
     state.order.reconsider()
     run.execute(tick_sql.COMMIT)
     logger.info("sequencing from tick %d, incarnation %d", state.tick_id, state.incarnation)
@@ -122,12 +230,12 @@ def _begin(run: Executor, *, local: bool) -> None:
 
 
 def _broker(run: Executor) -> _Broker:
-    [broker] = run.objects(_Broker, takeover_sql.BROKER)
+    [broker] = run.objects(_Broker, _BROKER)
     return broker
 
 
 def _last_tick(run: Executor, broker: _Broker, life: UUID) -> TickState:
-    tick_id, snapshot = run.one(takeover_sql.LAST_TICK)
+    tick_id, snapshot = run.one(_LAST_TICK)
     return TickState(
         tick_id=tick_id,
         snapshot=Snapshot.parse(snapshot),
@@ -149,7 +257,7 @@ def _open_since(state: TickState, broker: _Broker) -> dict[str, object]:
 
 
 def _resync_if_needed(run: Executor, check: CheckSettings, life: UUID, *, local: bool) -> None:
-    # The tick first: another leader may tick meanwhile, and a snapshot taken before it would look overtaken.
+    # The tick first: another leader may tick meanwhile, and an earlier snapshot would look overtaken.
     state = _last_tick(run, _broker(run), life)
     broker = _broker(run)
     reached = reached_server(run.connection)
@@ -172,24 +280,25 @@ def _resync_if_needed(run: Executor, check: CheckSettings, life: UUID, *, local:
 
 
 def _resync(run: Executor, check: CheckSettings, reached: ReachedServer, reason: str, *, local: bool) -> None:
-    """Compare all decisions with all queues once, and go on from the current snapshot in a new incarnation.
+    """Compare all decisions with all queues once, and continue from the current snapshot in a new incarnation.
 
-    One transaction, which waits for no publisher: what a transaction in progress now, prepared ones included, commits
-    later is not in this snapshot and is read by a later tick, whatever incarnation it carries (docs/decisions/024).
+    It uses one transaction, which waits for no publisher. A transaction in progress now, prepared ones included, may
+    commit later. It is not in this snapshot, and a later tick reads it, whatever incarnation it carries
+    (docs/decisions/024).
     """
     _begin(run, local=local)
-    [tick_id, _] = run.one(takeover_sql.LAST_TICK)
-    # Everything is read: the sequencer's own settings would do it by index.
+    [tick_id, _] = run.one(_LAST_TICK)
+    # This reads everything; the sequencer's own settings would do it by index.
     run.connection.execute("SET LOCAL enable_seqscan = on")
     [incarnation] = run.one(
-        takeover_sql.RAISE_INCARNATION,
+        _RAISE_INCARNATION,
         {"system_identifier": reached.system_identifier, "timeline": reached.timeline},
     )
-    lost = run.count(takeover_sql.HOLD_LOST)
-    foreign = run.count(takeover_sql.FREEZE_FOREIGN)
-    run.execute(takeover_sql.RECORD_RESYNC, {"incarnation": incarnation, "reason": reason})
-    run.execute(takeover_sql.RESET_HALF_SCAN, {"immunity": check.immunity_seconds})
-    run.execute(takeover_sql.RESYNC_TICK, {"tick_id": tick_id, "incarnation": incarnation})
+    lost = run.count(_HOLD_LOST)
+    foreign = run.count(_FREEZE_FOREIGN)
+    run.execute(_RECORD_RESYNC, {"incarnation": incarnation, "reason": reason})
+    run.execute(_RESET_HALF_SCAN, {"immunity": check.immunity_seconds})
+    run.execute(_RESYNC_TICK, {"tick_id": tick_id, "incarnation": incarnation})
     detail = (
         f"{reason}: incarnation {incarnation} begins, {lost} decided messages were not in any queue, "
         f"{foreign} decisions had transaction ids of another server"

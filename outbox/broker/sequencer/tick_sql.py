@@ -1,4 +1,4 @@
-"""Calling the tick, which is a function in the broker's database (outbox/broker/schema/0018_restores.sql)."""
+"""Call the tick, a function in the broker's database (outbox/broker/schema/0018_restores.sql)."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Final
 from outbox.broker.database.notify import Channel
 from outbox.broker.database.statement import Statement
 
-# Planning a tick would take longer than running it, so its statements are planned once, with bound values: without
-# sequential scans and with the log behind OFFSET 0, the plans that read only what is new are the only ones there are,
-# also on tables that have grown since and were never analysed (docs/decisions/130).
-# `local`: for one transaction only, where a pooler would pass the settings on to others.
+# Planning a tick would take longer than running it, so its statements are planned once, with bound values. Without
+# sequential scans and with the log behind OFFSET 0, only the plans that read just the new rows are possible. This also
+# holds on tables that have grown since and were never analysed (docs/decisions/130). `local`: for one transaction only,
+# where a pooler would pass the settings on to other clients.
 SETTINGS: Final = Statement("""
 SELECT set_config('plan_cache_mode', 'force_generic_plan', %(local)s), set_config('enable_seqscan', 'off', %(local)s),
        set_config('jit', 'off', %(local)s), set_config('enable_mergejoin', 'off', %(local)s),
@@ -34,9 +34,10 @@ FROM {schema}.tick_v18(
     batch => %(batch)s, is_full_tick => %(is_full)s)
 """)
 
-# After the tick's COMMIT, in a transaction of its own that does not wait for the disk: whoever commits a notification
-# waits for all others that do. Announces what the tick has appended, nothing otherwise, and names the queues where they
-# are few: who owns none of them need not look. A full tick has the heads of all queues in its row.
+# Executed after the tick's COMMIT, in a separate transaction that does not wait for the disk: a commit with a
+# notification waits for all other commits with one. It announces entries that the tick has appended, if there are any.
+# If the queues are few it names them, so that only the owners of these queues look. The row of a full tick has the
+# heads of all queues.
 ANNOUNCE: Final = Statement("""
 SELECT set_config('synchronous_commit', 'off', true),
        pg_notify(%(channel)s, CASE WHEN %(names_queues)s::boolean AND NOT is_full AND cardinality(queue_ids) <= 50
@@ -46,5 +47,5 @@ FROM {schema}.tick WHERE tick_id = %(tick_id)s::bigint + 1 AND appended > 0
 
 
 def queued_channel(schema: str) -> bytes:
-    """Where consumers listen."""
+    """Return the channel on which consumers listen."""
     return Channel.QUEUED.name_in(schema).encode()

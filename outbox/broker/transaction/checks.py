@@ -1,4 +1,4 @@
-"""Check-back on the broker's side: which half transactions are due, and what became of the answers."""
+"""Check-back on the broker's side: find the half transactions that are due, and apply the answers."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ SELECT log.transaction_id, coalesce(log.producer_group, '') AS producer_group, l
        topic.name AS topic, log.body, log.key, log.tag, log.headers, log.content_type, log.deliver_at, log.shard,
        log.born_at, """
 
-# Rows decided meanwhile are dropped here instead of when they are decided: an end message touches no row that
-# a check may hold. A hinted check before immunity ends comes again when it has ended. Parked ones come last, in what
-# room is left: however many there are, they do not delay others.
+# This statement drops the rows of transactions that were decided meanwhile. The decision itself does not, so an end
+# message touches no row that a check may hold. A check that was hinted before immunity ends is due again afterwards.
+# Parked transactions come last and fill the rest of the batch, so any number of them delays no other check.
 _CLAIM = Statement(
     """
 WITH pending AS MATERIALIZED (
@@ -79,7 +79,7 @@ ORDER BY claimed.stored_at
 """
 )
 
-# As in _CLAIM, of one transaction, parked or not, claiming nothing.
+# Like _CLAIM for one transaction, parked or not; it claims nothing.
 _UNDECIDED = Statement(
     _ASKED_ABOUT
     + """log.stored_at, extract(epoch FROM now() - log.stored_at)::double precision AS age_seconds,
@@ -92,7 +92,7 @@ WHERE log.message_id = %(id)s AND log.half
 """
 )
 
-# Only answers that count park here; by age it is done without an answer (parking.park_overdue).
+# Only answers that count park a transaction here; parking.park_overdue parks by age, without an answer.
 _POSTPONE = Statement("""
 WITH answer AS (
     SELECT transaction_id, counted = 1 AS counts, detail
@@ -173,7 +173,7 @@ class _CheckRow:
 
 
 def scan(run: Executor, *, settings: CheckSettings, batch: int = half_scan.DEFAULT_BATCH) -> ScanCounts:
-    """Scan for new undecided half transactions until there is no backlog, at most 100 passes."""
+    """Scan for new undecided half transactions until no backlog is left, at most 100 passes."""
     scanned = moved = 0
     for _ in range(_MAX_SCANS):
         counts = half_scan.scan_halves(run, immunity_seconds=settings.immunity_seconds, batch=batch)
@@ -187,10 +187,10 @@ def scan(run: Executor, *, settings: CheckSettings, batch: int = half_scan.DEFAU
 def claim_checks(
     run: Executor, producer_group: str, *, limit: int, settings: CheckSettings, starts: bool = False
 ) -> list[Check]:
-    """Scan, then claim up to `limit` due checks of the group: nobody else gets them before the recheck time.
+    """Scan, then claim up to `limit` due checks of the group. No other process gets them before the recheck time.
 
-    `starts`: this process asks for the group for the first time. Then, and when the group had been away, its parked
-    transactions are due at once, unless they were asked about a moment ago.
+    `starts`: this process asks for the group for the first time. On a start, and when the group had been away, its
+    parked transactions are due at once, except those asked about a moment ago.
     """
     scan(run, settings=settings)
     was_away = parking.note_asking(run, producer_group)
@@ -204,16 +204,16 @@ def claim_checks(
     }
     while True:
         with lifted(run.connection):
-            # Not prepared: the plan must see the values, as that of the half scan.
+            # Not prepared: the plan must see the values, like that of the half scan.
             rows = run.objects(_CheckRow, _CLAIM, parameters, prepare=False)
         checks = [row.check() for row in rows if row.transaction_id is not None]
-        # When all that was due had been decided meanwhile there may be more behind it.
+        # If all due transactions had been decided meanwhile, more may be due behind them.
         if checks or not rows[0].dropped:
             return checks
 
 
 def find_undecided(run: Executor, transaction_id: UUID) -> Check | None:
-    """An undecided half transaction as a check that may write, for an operator; None when there is no such."""
+    """Return an undecided half transaction as a check that may write, for an operator; None if there is none."""
     found = run.objects(_CheckRow, _UNDECIDED, {"id": transaction_id})
     return found[0].check() if found else None
 
@@ -221,9 +221,10 @@ def find_undecided(run: Executor, transaction_id: UUID) -> Check | None:
 def report_answers(
     run: Executor, producer_group: str, answers: Sequence[Answer], *, settings: CheckSettings
 ) -> list[EndStatus | None]:
-    """Apply what a checker said, in one transaction; one status per answer, None for UNKNOWN.
+    """Apply a checker's answers in one transaction; returns one status per answer, None for UNKNOWN.
 
-    UNKNOWN uses up a check when the answer counts and immunity is over; `max_checks` of them park it.
+    UNKNOWN uses up a check if the answer counts and immunity is over. After `max_checks` of them the transaction is
+    parked.
     """
     with lifted(run.connection):
         known = [answer for answer in answers if answer.decision is not Decision.UNKNOWN]

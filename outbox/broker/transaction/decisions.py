@@ -1,4 +1,4 @@
-"""End messages: recording decisions in the op log. The first decision of a transaction stands, once."""
+"""End messages: record decisions in the op log. The first decision of a transaction stands."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from outbox.broker.log.incidents import Incident, IncidentKind
 from outbox.errors import UsageError
 from outbox.transaction import DecidedBy, Decision, EndStatus, EndTransaction
 
-# The log ids are looked up here, in a statement that starts after the local answer is known: what the caller
-# remembers cannot add or omit a message. Sorted by key: inserts that may conflict must not meet crosswise.
+# The statement looks up the log ids, and it starts after the local answer is known: the caller's memory can neither add
+# nor omit a message. It sorts by key: inserts that may conflict must lock in one order.
 _DECIDE = Statement("""
 WITH given AS (
     SELECT * FROM unnest(%(ids)s::uuid[], %(decisions)s::text[], %(deciders)s::text[], %(groups)s::text[])
@@ -30,7 +30,7 @@ WITH given AS (
     INSERT INTO {schema}.op_log (transaction_id, incarnation, decision, decided_by, relaxed, log_ids)
     SELECT known.transaction_id, (SELECT incarnation FROM {schema}.broker), known.decision::"char",
            known.decided_by::"char",
-           -- A crash that takes the end is met by the ledger's answer, which is the same.
+           -- If a crash loses the end message, the ledger gives the same answer.
            (known.decided_by <> 'P' OR known.ledger_id IS NULL)
                AND current_setting('synchronous_commit') NOT IN ('on', 'remote_apply'),
            ARRAY(SELECT log_id FROM {schema}.commit_log rows
@@ -50,13 +50,13 @@ CROSS JOIN (SELECT set_config(
 ) AS synchronous_commit) AS durability
 """)
 
-# For one end message that nobody waits for: the function records what it meets, and says whether its commit waits for
-# the disk, as above.
+# For one end message whose sender does not wait. The function records contradictions and refusals, and decides whether
+# its commit waits for the disk, as above.
 _END_ONE = Statement("""
 SELECT {schema}.end_one_v15(%(transaction_id)s, %(decision)s, %(producer_group)s)
 """)
 
-# One look-up for each id, however many: OFFSET 0 keeps the planner from reading the whole table for some thousands.
+# One index look-up per id: OFFSET 0 keeps the planner from reading the whole table for some thousand ids.
 _STANDING = Statement("""
 SELECT transaction_id, decision::text
 FROM unnest(%(ids)s::uuid[]) AS given (id)
@@ -83,10 +83,10 @@ class _Outcome:
 
 
 def record_ends(run: Executor, ends: Sequence[EndTransaction]) -> list[EndStatus]:
-    """Record decisions; one status per end, in order. Contradicting and refused ones leave an incident."""
+    """Record decisions and return one status per end, in order. Contradicting and refused ends leave an incident."""
     if not ends:
         return []
-    # Per group: an intruder's end in the same batch must not stand in the way of the owner's.
+    # Per group: another group's end in the same batch must not block the owner's.
     firsts: dict[_Key, EndTransaction] = {}
     for end in ends:
         if end.decision is Decision.UNKNOWN:
@@ -101,14 +101,14 @@ def record_ends(run: Executor, ends: Sequence[EndTransaction]) -> list[EndStatus
 
 
 def end_request(schema: str, end: EndTransaction) -> Request:
-    """The end message of a producer as a request whose answer nobody waits for."""
+    """Return a producer's end message as a request without an awaited answer."""
     text, _ = _END_ONE.numbered(schema)
     values = (str(end.transaction_id).encode(), end.decision.encode(), end.producer_group.encode())
     return Request(text, values, f"the end message of transaction {end.transaction_id}")
 
 
 def standing_decisions(run: Executor, ids: Sequence[UUID]) -> dict[UUID, Decision]:
-    """The decisions that stand, of those transactions that are decided."""
+    """Return the standing decisions of the decided transactions among these."""
     if not ids:
         return {}
     rows = run.rows(_STANDING, {"ids": uuids(ids)})
@@ -119,9 +119,9 @@ _FLUSH = Statement("SELECT set_config('synchronous_commit', 'on', true), pg_logi
 
 
 def flush(run: Executor) -> None:
-    """Wait until everything that was seen so far is on the disk: ends and ticks do not wait themselves.
+    """Wait until all data seen so far is on the disk: end messages and ticks themselves do not wait for it.
 
-    For who removes elsewhere what a crash of the broker's server would have it ask for again.
+    Call it before you remove rows elsewhere that the broker would ask for again after a crash of its server.
     """
     run.execute(_FLUSH)
 
@@ -132,8 +132,8 @@ def _decide(run: Executor, ends: Sequence[EndTransaction]) -> dict[_Key, _Outcom
         "decisions": texts([end.decision for end in ends]),
         "deciders": texts([end.decided_by for end in ends]),
         "groups": texts([end.producer_group for end in ends]),
-        # A producer's end is one-way, and a check-back finds out from the ledger what a crash of the server took: its
-        # commit does not wait for the disk. Without a ledger the answer may be another one, so there it does.
+        # A producer's end message is one-way, and after a crash of the server a check-back asks the ledger again. So
+        # its commit does not wait for the disk. Without a ledger the answer may differ, so the commit waits.
         "durable": any(end.decided_by is not DecidedBy.PRODUCER for end in ends),
     }
     rows = run.rows(_DECIDE, parameters, prepare=True)
@@ -169,12 +169,12 @@ def _incidents(run: Executor, ends: Sequence[EndTransaction], statuses: Sequence
 
 
 def _incident(end: EndTransaction, status: EndStatus, stored: tuple[str, bool] | None) -> Incident:
-    who = f"{end.decided_by.name} of group {end.producer_group!r} reported {end.decision.name}"
+    report = f"{end.decided_by.name} of group {end.producer_group!r} reported {end.decision.name}"
     if status is EndStatus.CONTRADICTED:
-        detail = f"{who}, but the other decision stood already and still stands"
+        detail = f"{report}, but the other decision stood already and still stands"
         return Incident(IncidentKind.CONTRADICTED, str(end.transaction_id), detail)
     if stored is None or not stored[1]:
         reason = "there is no such half message"
     else:
         reason = f"the half message belongs to group {stored[0]!r}"
-    return Incident(IncidentKind.REFUSED, str(end.transaction_id), f"{who}, refused: {reason}")
+    return Incident(IncidentKind.REFUSED, str(end.transaction_id), f"{report}, refused: {reason}")

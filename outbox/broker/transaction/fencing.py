@@ -1,9 +1,9 @@
 """Producers with a transactional id: the newest instance fences the older ones.
 
-Each instance that takes an id over raises its epoch. Whatever is sent under the id is checked in the transaction that
-stores it, under a shared lock that a newer instance waits for: once it has its epoch, nothing of an older one can
-still become visible on the way where log and local transaction are one. A half message that was stored before stays
-what it is, and its ledger decides; `leftovers` lists those a newer instance waits for.
+Each instance that takes over an id raises its epoch. The transaction that stores messages under the id checks the epoch
+under a shared lock, and a newer instance waits for this lock. Once it has its epoch, no message of an older instance
+can become visible, if log and local transaction are one. A half message that was stored before keeps its state, and its
+ledger decides. `leftovers` lists the ones that a newer instance waits for.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from outbox.broker.transaction.half_scan import hint_checks
 from outbox.errors import LeftoversUndecided, ProducerFenced
 from outbox.transaction import CheckSettings, ProducerEpoch
 
-# Beside the row's lock, because that one is not fair: transactions that overlap would share it for ever, past whoever
-# wants to raise the epoch.
+# Needed in addition to the row's lock, which is not fair: overlapping transactions would share it forever, and an
+# instance that wants to raise the epoch would never get it.
 _LOCK_NAME: Final = "hashtextextended(%(producer_group)s || chr(31) || %(transactional_id)s, 20)"
 
 _SHARE = Statement(f"SELECT pg_advisory_xact_lock_shared({_LOCK_NAME})")
 _EXCLUDE = Statement(f"SELECT pg_advisory_xact_lock({_LOCK_NAME})")
 _LIMIT_WAITING = Statement("SELECT set_config('lock_timeout', %(milliseconds)s || 'ms', true)")
 
-# FOR SHARE reads the newest version, whatever snapshot the transaction has, or fails.
+# FOR SHARE reads the newest version regardless of the transaction's snapshot, or fails.
 _EPOCH = Statement("""
 SELECT epoch FROM {schema}.producer_epoch
 WHERE producer_group = %(producer_group)s AND transactional_id = %(transactional_id)s
@@ -43,11 +43,11 @@ ON CONFLICT (producer_group, transactional_id) DO UPDATE SET epoch = known.epoch
 RETURNING epoch
 """)
 
-# Undecided halves are never removed from the log; decided ones are, some day, with their decisions.
+# Retention never removes undecided halves from the log; it removes decided ones with their decisions.
 _UNDECIDED: Final = """EXISTS (SELECT FROM {schema}.commit_log half WHERE half.message_id = noted.transaction_id)
     AND NOT EXISTS (SELECT FROM {schema}.op_log WHERE op_log.transaction_id = noted.transaction_id)"""
 
-# What is decided by now needs no row any more: an id has few open halves, so the table stays small.
+# Decided halves need no row any more. An id has few open halves, so the table stays small.
 _NOTE = Statement(f"""
 WITH forgotten AS (
     DELETE FROM {{schema}}.fenced_half noted
@@ -73,10 +73,10 @@ WHERE transaction_id = ANY(%(ids)s::uuid[]) AND parked_at IS NULL
 
 
 def take_over(run: Executor, producer_group: str, transactional_id: str, *, timeout_seconds: float) -> ProducerEpoch:
-    """Raise the epoch of a transactional id: from now on, what carries an older one is refused.
+    """Raise the epoch of a transactional id: from now on, messages with an older epoch are refused.
 
-    Waits for transactions that are about to commit messages under an older one on this server, at most so long.
-    Raises LeftoversUndecided when they did not end; nothing has changed then.
+    It waits up to `timeout_seconds` for transactions on this server that are about to commit messages under an older
+    epoch. Raises LeftoversUndecided if they did not end; then nothing has changed.
     """
     producer = {"producer_group": producer_group, "transactional_id": transactional_id}
     try:
@@ -94,7 +94,7 @@ def take_over(run: Executor, producer_group: str, transactional_id: str, *, time
 
 
 def check_epoch(run: Executor, producer: ProducerEpoch) -> None:
-    """Inside the transaction that stores messages: raise ProducerFenced unless `producer` is the newest instance.
+    """Raise ProducerFenced unless `producer` is the newest instance; call it in the transaction that stores messages.
 
     The answer holds until the transaction ends.
     """
@@ -103,7 +103,7 @@ def check_epoch(run: Executor, producer: ProducerEpoch) -> None:
     try:
         found = run.row(_EPOCH, parameters)
     except pg.SerializationFailure as error:
-        # The row was changed after the snapshot of this REPEATABLE READ transaction: the epoch was raised.
+        # The row changed after the snapshot of this REPEATABLE READ transaction: the epoch was raised.
         raise _fenced(producer, "a newer one") from error
     if found is None:
         raise ProducerFenced(
@@ -115,7 +115,7 @@ def check_epoch(run: Executor, producer: ProducerEpoch) -> None:
 
 
 def note_half(run: Executor, producer: ProducerEpoch, transaction_id: UUID) -> None:
-    """Beside a half message that was stored under `producer`: a newer instance will wait until it is decided."""
+    """Note a half message that was stored under `producer`: a newer instance will wait for its decision."""
     run.execute(
         _NOTE,
         {
@@ -128,10 +128,10 @@ def note_half(run: Executor, producer: ProducerEpoch, transaction_id: UUID) -> N
 
 
 def leftovers(run: Executor, producer: ProducerEpoch, *, settings: CheckSettings) -> list[UUID]:
-    """The undecided half transactions of older instances; each is made due for a check, immune or not.
+    """Return the undecided half transactions of older instances; each becomes due for a check, immune or not.
 
-    Immunity spares a check that asks too early. These were given up by whoever sent them, and the ledger's barrier
-    answers UNKNOWN while one of them is still running.
+    Immunity avoids checks that ask too early. The senders of these transactions have given them up, and the ledger's
+    barrier answers UNKNOWN while one of them is still running.
     """
     rows = run.rows(
         _LEFTOVERS,

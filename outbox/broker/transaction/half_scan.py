@@ -1,6 +1,6 @@
-"""Finding half messages that nobody decided, at a cost that follows the undecided ones.
+"""Find undecided half messages, at a cost proportional to the number of undecided ones.
 
-The scan reads new half rows by pairs of snapshots (log/unread.py): those whose transaction the last scan could not see.
+The scan reads new half rows by pairs of snapshots (log/unread.py): rows whose transaction the last scan could not see.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ DEFAULT_BATCH: Final = 200_000
 
 _LAST = Statement("SELECT scan_id, snapshot::text FROM {schema}.half_scan ORDER BY scan_id DESC LIMIT 1")
 
-# `edge`: where a long backlog is cut; the new snapshot then says that everything from there on is unread.
+# `edge`: the cut in a long backlog; the new snapshot then says that everything from there on is unread.
 _SCAN = Statement(
     f"""
 WITH edge AS ({unread.cut("commit_log", messages="1", only="half AND")}
@@ -53,7 +53,7 @@ SELECT fresh, moved, more FROM found
 """
 )
 
-# Ids begin with a time, so their order is that of the transactions, near enough.
+# Ids begin with a time, so their order is nearly that of the transactions.
 _WAITING = Statement("""
 SELECT transaction_id FROM {schema}.pending_check pending
 WHERE (%(group)s::text IS NULL OR producer_group = %(group)s) AND (NOT %(parked)s::boolean OR parked_at IS NOT NULL)
@@ -85,7 +85,7 @@ ON CONFLICT (transaction_id) DO UPDATE SET due_at = least(pending.due_at, now())
 
 @dataclass(frozen=True, slots=True)
 class ScanCounts:
-    """What one scan pass did; `more` says that a backlog is left, or may be left."""
+    """The work of one scan pass; `more` says that a backlog is left, or may be left."""
 
     scanned: int = 0
     moved: int = 0
@@ -93,9 +93,9 @@ class ScanCounts:
 
 
 def scan_halves(run: Executor, *, immunity_seconds: int, batch: int = DEFAULT_BATCH) -> ScanCounts:
-    """One bounded scan pass: new undecided half transactions get a pending_check row, due when immunity ends.
+    """Run one bounded scan pass: new undecided half transactions get a pending_check row, due when immunity ends.
 
-    Any number may run at once: two that read the same part collide on the scan's id, and one gives up.
+    Any number of scans may run at once. If two read the same part, they collide on the scan's id, and one gives up.
     """
     scan_id, text = run.one(_LAST)
     snapshot = Snapshot.parse(text)
@@ -107,17 +107,17 @@ def scan_halves(run: Executor, *, immunity_seconds: int, batch: int = DEFAULT_BA
         "immunity": immunity_seconds,
     }
     try:
-        # Not prepared: the plan must see the values, or it reads the whole log.
+        # Not prepared: without the values, the plan would read the whole log.
         with lifted(run.connection):
             scanned, moved, more = run.one(_SCAN, parameters, prepare=False)
     except UniqueViolation:
-        # What the other one has left, if anything, is not known here.
+        # Whether the other scan has left a backlog is unknown here.
         return ScanCounts(more=True)
     return ScanCounts(scanned=scanned, moved=moved, more=more)
 
 
 def drop_decided_parked(run: Executor) -> int:
-    """Forget parked transactions that a late end or an operator has decided; returns how many."""
+    """Delete the pending rows of parked transactions that are decided now; returns how many."""
     with lifted(run.connection):
         return run.count(_DROP_DECIDED_PARKED)
 
@@ -131,29 +131,29 @@ class Undecided:
 
 
 def undecided_below(run: Executor, ledger_id: UUID, below: UUID, *, limit: int) -> list[Undecided]:
-    """The first undecided transactions of a ledger by id, parked ones included. What is not scanned is not seen."""
+    """Return the first undecided transactions of a ledger by id, parked ones included. Only scanned halves are seen."""
     return run.objects(Undecided, _UNDECIDED_BELOW, {"ledger_id": ledger_id, "below": below, "limit": limit})
 
 
 def hint_checks(run: Executor, ids: Sequence[UUID], *, settings: CheckSettings) -> int:
     """Make undecided half transactions, parked ones too, due for a check now; returns how many.
 
-    Before immunity ends such a check only reads.
+    Before immunity ends, such a check only reads.
     """
     return run.count(_HINT, {"ids": uuids(ids), "immunity": settings.immunity_seconds})
 
 
 def list_waiting(run: Executor, group: str | None = None, *, parked: bool = False, limit: int) -> list[UUID]:
-    """Up to `limit` undecided transactions that the scan has found, the oldest first.
+    """Return up to `limit` undecided transactions that the scan has found, the oldest first.
 
-    Of a producer group (None: of all), and only the `parked` ones, if wanted.
+    `group` limits them to a producer group, None means all. `parked` limits them to parked ones.
     """
     values = {"group": group, "parked": parked, "limit": limit}
     return [transaction_id for (transaction_id,) in run.rows(_WAITING, values)]
 
 
 def hint_request(schema: str, transaction_id: UUID, *, settings: CheckSettings) -> Request:
-    """The same for one transaction, as a request whose answer nobody waits for."""
+    """Like `hint_checks` for one transaction, as a request without an awaited answer."""
     text, names = _HINT.numbered(schema)
     given = {"ids": b"{%s}" % str(transaction_id).encode(), "immunity": b"%d" % settings.immunity_seconds}
     return Request(text, tuple(given[name] for name in names), f"the hint to check {transaction_id}")

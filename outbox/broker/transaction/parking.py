@@ -1,4 +1,4 @@
-"""Parking: an undecided half transaction that check-back has not settled in time, and how it gets out again.
+"""Parking: an undecided half transaction that check-back has not settled in time, and how it is decided later.
 
           scan                 claimed by its group, immunity over
 HALF ───────────► PENDING ◄──────────────────────────────────┐
@@ -9,7 +9,7 @@ HALF ───────────► PENDING ◄─────────
                    │ or max_age_seconds after immunity (park_overdue):      reason `unanswered` or `age`
                    ▼
                  PARKED ── asked: every parked_recheck_seconds; when its group comes back; when a process of the
-                   │       group starts; when somebody says so (resume_checks, hint_checks). UNKNOWN: stays parked
+                   │       group starts; on request (resume_checks, hint_checks). UNKNOWN: stays parked
                    ▼
     from every state, once: COMMIT or ROLLBACK by an end message, a check, or an operator ──► DECIDED
 """
@@ -30,8 +30,9 @@ from outbox.transaction import GROUP_AWAY_SECONDS, CheckSettings, ParkReason
 
 _BATCH: Final = 1000
 
-# Not by age alone: a transaction that was given a long immunity has its time. Rows that a check holds are skipped, and
-# met by the next pass. What nobody answered is due at once: whoever comes first asks about it.
+# Age counts from the end of immunity, so a long immunity is respected. The statement skips rows that a check holds; the
+# next pass sees them. A transaction whose group never answered is due at once: the first process of the group asks
+# about it.
 _PARK_OVERDUE = Statement("""
 WITH overdue AS MATERIALIZED (
     SELECT transaction_id, coalesce(seen_at < now() - make_interval(secs => %(away)s), true) AS unanswered, seen_at
@@ -48,7 +49,7 @@ FROM overdue WHERE pending.transaction_id = overdue.transaction_id
 RETURNING pending.transaction_id, pending.producer_group, park_reason AS reason, checks, last_answer, seen_at
 """)
 
-# A note every ten seconds is exact enough, and processes of one group do not wait for each other's.
+# One note per ten seconds is exact enough, and processes of one group do not wait for each other's.
 _NOTE_ASKING = Statement("""
 WITH before AS (
     SELECT seen_at FROM {schema}.producer_group WHERE name = %(group)s
@@ -60,7 +61,7 @@ WITH before AS (
 SELECT coalesce((SELECT seen_at FROM before) < now() - make_interval(secs => %(away)s), true)
 """)
 
-# `lately`: one that was asked about within so many seconds waits for its turn; 0 asks about all.
+# `lately`: a transaction asked about within this many seconds waits for its turn; 0 asks about all.
 _ASK_PARKED = Statement("""
 WITH chosen AS (
     SELECT transaction_id FROM {schema}.pending_check pending
@@ -92,8 +93,8 @@ class _Parked:
             )
         else:
             why = (
-                f"age: group {self.producer_group!r} asks, but cannot say; {self.checks} answers counted, the last one "
-                f"was: {self.last_answer or 'none'}"
+                f"age: group {self.producer_group!r} asks, but its checker does not know the answer; {self.checks} "
+                f"answers counted, the last one was: {self.last_answer or 'none'}"
             )
         return Incident(
             IncidentKind.PARKED, str(self.transaction_id), f"{why}. A late end or an operator also decides it"
@@ -101,9 +102,10 @@ class _Parked:
 
 
 def park_overdue(run: Executor, *, settings: CheckSettings) -> int:
-    """Park what is undecided `max_age_seconds` after its immunity, with an incident that says why; returns how many.
+    """Park transactions still undecided `max_age_seconds` after their immunity; returns how many.
 
-    A pass of maintenance: it needs no producer, so a transaction whose group nobody runs is named all the same.
+    Each one leaves an incident with the reason. This is a pass of maintenance. It needs no producer, so it also reports
+    a transaction whose group has no running process.
     """
     parameters = {
         "away": GROUP_AWAY_SECONDS,
@@ -122,7 +124,7 @@ def park_overdue(run: Executor, *, settings: CheckSettings) -> int:
 
 
 def note_asking(run: Executor, producer_group: str) -> bool:
-    """Remember that somebody of the group asks for checks now; returns whether the group had been away."""
+    """Record that a process of the group asks for checks now; returns whether the group had been away."""
     with lifted(run.connection):
         [was_away] = run.one(_NOTE_ASKING, {"group": producer_group, "away": GROUP_AWAY_SECONDS})
     return bool(was_away)
@@ -131,7 +133,7 @@ def note_asking(run: Executor, producer_group: str) -> bool:
 def ask_parked(run: Executor, producer_group: str, *, lately_seconds: float = 0.0) -> int:
     """Make the parked transactions of a group due for a check now; returns how many.
 
-    Those that were asked about within `lately_seconds` are left.
+    It leaves out those that were asked about within `lately_seconds`.
     """
     with lifted(run.connection):
         return run.count(_ASK_PARKED, {"group": producer_group, "lately": lately_seconds})

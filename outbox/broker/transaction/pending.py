@@ -1,6 +1,7 @@
-"""The pending row: an undecided half transaction that waits for its check. Composed here for all who write one.
+"""The pending row: an undecided half transaction that waits for its check. All writers use this SQL.
 
-Immunity is what the half carries, else the setting of whoever finds it; it counts from when the half was stored.
+Immunity is the value of the half message, else the setting of the process that finds it. It counts from the time at
+which the half message was stored.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ _IMMUNE_UNTIL: Final = "stored_at + make_interval(secs => coalesce(immunity_seco
 
 
 def insert_pending(source: LiteralString, where: LiteralString, *, due: LiteralString = _IMMUNE_UNTIL) -> LiteralString:
-    """Insert a pending row for each undecided transaction of half rows; due when immunity ends, unless said otherwise.
+    """Return the INSERT of a pending row for each undecided transaction, due when immunity ends or at `due`.
 
-    `source` has the log's columns and the alias `half_row`. Sorted: inserts that may conflict must not meet crosswise.
+    `source` has the log's columns and the alias `half_row`. The rows are sorted: inserts that may conflict must lock in
+    one order.
     """
     return f"""
 INSERT INTO {{schema}}.pending_check AS pending

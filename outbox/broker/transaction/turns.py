@@ -1,4 +1,4 @@
-"""Whose turn a periodic pass is: of all processes that could run it now, one does."""
+"""Turns of periodic passes: of all processes that could run a pass now, one runs it."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
 
 CHECK_BACK = "check_back"
-# Begins the name of a pass that is a receiver's round: nothing is undecided when it is late, but nobody receives.
+# Begins the name of a receiver's pass. If it is late, no transaction stays undecided, but messages are not received.
 RECEIVE = "receive:"
 
-# The clock and not now(): who waited for the row has to see the time at which it is compared.
+# clock_timestamp() and not now(): after waiting for the row, the comparison must use the present time.
 _TAKE_TURN = Statement("""
 INSERT INTO {schema}.periodic_pass AS known (producer_group, name, interval_seconds, began_at)
 VALUES (%(group)s, %(name)s, %(interval)s, clock_timestamp())
 ON CONFLICT (producer_group, name) DO UPDATE
 SET interval_seconds = excluded.interval_seconds, began_at = clock_timestamp()
--- A time to come is that of another clock, before a failover.
+-- A time in the future comes from another server's clock, before a failover.
 WHERE known.began_at NOT BETWEEN clock_timestamp() - make_interval(secs => %(rest)s) AND clock_timestamp()
 RETURNING 1
 """)
 
-# Due since several intervals: a check that is claimed is due again only after its recheck time.
+# Overdue by several intervals: a claimed check is due again only after its recheck time.
 _UNASKED = Statement("""
 SELECT pending.producer_group, count(*) AS transactions,
        extract(epoch FROM now() - min(pending.due_at))::double precision AS overdue_seconds,
@@ -43,9 +43,9 @@ _DEFAULT_INTERVAL_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True)
 class IdleProducerGroup:
-    """A producer group that is to be asked about undecided transactions, and does not ask.
+    """A producer group that has undecided transactions to check and does not ask for them.
 
-    `last_pass_seconds`: since when no pass has begun; None where none ever has.
+    `last_pass_seconds`: the time since the last pass began; None if none ever did.
     """
 
     producer_group: str
@@ -58,16 +58,16 @@ class IdleProducerGroup:
         return (
             f"producer group {self.producer_group!r}: {self.transactions} undecided transactions wait for check-back "
             f"(overdue by {self.overdue_seconds:.0f} s), which {last}: start a worker of that service (celery worker "
-            f"--outbox, or outbox_worker), and see why none runs"
+            f"--outbox, or outbox_worker), and find out why none runs"
         )
 
 
 def take_turn(
     run: Executor, producer_group: str, name: str, *, interval_seconds: float, rest_seconds: float | None = None
 ) -> bool:
-    """Whether the caller is to run the pass now: not when it has begun less than `rest_seconds` ago, elsewhere.
+    """Whether the caller is to run the pass now: no, if another process began it less than `rest_seconds` ago.
 
-    By default that is half of `interval_seconds`, so that of several drivers one suffices and none has to be punctual.
+    The default is half of `interval_seconds`, so that one of several drivers suffices and none has to be punctual.
     """
     rest = interval_seconds / 2 if rest_seconds is None else rest_seconds
     parameters = {"group": producer_group, "name": name, "interval": interval_seconds, "rest": rest}
@@ -78,10 +78,10 @@ _FORGET = Statement("DELETE FROM {schema}.periodic_pass WHERE name = %(name)s")
 
 
 def forget(run: Executor, name: str) -> int:
-    """Nobody runs the pass any more, and nobody is to miss it; returns how many groups had it."""
+    """Delete the pass, because no process runs it any more; returns how many groups had it."""
     return run.count(_FORGET, {"name": name})
 
 
 def unasked(run: Executor) -> list[IdleProducerGroup]:
-    """The producer groups whose check-back is absent while transactions wait for it."""
+    """Return the producer groups without check-back whose transactions wait for it."""
     return run.objects(IdleProducerGroup, _UNASKED, {"name": CHECK_BACK, "interval": _DEFAULT_INTERVAL_SECONDS})

@@ -100,7 +100,7 @@ def main() -> None:
         invoker=invoker,
         lease_seconds=options.get("lease_seconds", 1.5),
         strategy=options.get("strategy", "averagely"),
-        companion=LeadingConsumer(database, settings=leads) if leads else None,
+        session_task=LeadingConsumer(database, settings=leads) if leads else None,
     ).run(stop)
 
 

@@ -17,7 +17,7 @@ from outbox.broker.dispatch.running_calls import LastCalls
 from outbox.broker.supervisor import ChildDeath, Supervisor
 from outbox.subscription import Subscription
 from tests.broker.bench import FIFO, ConsumptionBench, Seen
-from tests.broker.consumer.test_suspects import messages, working
+from tests.broker.consumer.test_quarantine import messages, working
 from tests.support import eventually
 
 # Far longer than this test waits for anything: only a release lets another consumer have the queues.

@@ -124,7 +124,7 @@ def test_a_whole_worker_keeps_its_sessions_and_leases(
         database,
         [(Subscription(group="g", topic="orders"), lambda delivery: handled.append(delivery.message_id))],
         lease_seconds=3.0,
-        companion=LeadingConsumer(database) if leads else None,
+        session_task=LeadingConsumer(database) if leads else None,
     )
     consumer = threading.Thread(target=runtime.run, args=(stop,))
     renewed = "SELECT min(expires_at) FROM outbox.queue_lease HAVING count(owner) = count(*)"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from outbox.broker.database.executor import Executor
-from outbox.broker.dispatch.lanes.key_ordered import KeyOrderedLane
+from outbox.broker.dispatch.lanes.ordered import KeyOrderedLane
 from outbox.broker.dispatch.owned_queue import OwnedQueue
 from outbox.broker.operations import dead_letters, queue_status
 from outbox.errors import PermanentError, RetryLater
@@ -204,10 +204,10 @@ def test_a_poisoned_key_keeps_no_bodies_in_memory(steps: ConsumptionBench, monke
         def settle(self, items: Any, again: Any) -> None:
             lanes.append(self)
             original(self, items, again)
-            queues: set[OwnedQueue] = {item.queue for line in self._lines.values() for item in line.items}
+            queues: set[OwnedQueue] = {item.queue for serial in self._serials.values() for item in serial.items}
             most.append(max((queue.buffered for queue in queues), default=0))
 
-    monkeypatch.setattr("outbox.broker.dispatch.station.KeyOrderedLane", Watching)
+    monkeypatch.setattr("outbox.broker.dispatch.subscription_runner.KeyOrderedLane", Watching)
     with steps.running((subscribe(Mode.KEY_ORDERED, topic="single", suspend_seconds=0.2), harness)):
         eventually(lambda: len(harness.handled["good"]) == 100)
         assert max(most) < 400

@@ -16,7 +16,7 @@ import pytest
 from outbox.backoff import Backoff
 from outbox.broker.dispatch import running_calls
 from outbox.broker.dispatch.running_calls import RunningCalls
-from outbox.broker.groups.suspects import RunningCall
+from outbox.broker.groups.quarantine import RunningCall
 from outbox.broker.supervisor import ChildDeath, ChildSpec, Supervisor
 from outbox.errors import BrokerUnavailable
 from tests.support import eventually

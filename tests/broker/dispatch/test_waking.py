@@ -10,7 +10,7 @@ import pytest
 
 from outbox.broker.dispatch.calls import Calls
 from outbox.broker.dispatch.owned_queue import OwnedQueue
-from outbox.broker.dispatch.station import SubscriptionRunner
+from outbox.broker.dispatch.subscription_runner import SubscriptionRunner
 from outbox.broker.dispatch.subscriptions import ConsumingGroup
 from outbox.broker.dispatch.work import FetchedEntry, HandlerCall
 from outbox.broker.groups.leases import Lease, lease_clock
@@ -24,7 +24,7 @@ SOON, LONG = 100.0, 1000.0
 
 
 class Line:
-    """One station, whose handlers return when they are let."""
+    """One runner, whose handlers return when they are let."""
 
     def __init__(self, mode: Mode = Mode.CONCURRENT) -> None:
         subscription = Subscription(group="g", topic="t", mode=mode, threads=2)
@@ -34,14 +34,14 @@ class Line:
             Lease((1, 1), 1, lease_clock() + 60, UUID(int=0)), self.group, self.subscribed, "t/0", Position(0, 0)
         )
         self.over = threading.Event()
-        self.station = SubscriptionRunner(self.subscribed, self._run)
-        self.calls = Calls({self.subscribed.key: self.station})
+        self.runner = SubscriptionRunner(self.subscribed, self._run)
+        self.calls = Calls({self.subscribed.key: self.runner})
 
     def _run(self, _: HandlerCall) -> None:
         self.over.wait(60)
 
     def submitted(self) -> HandlerCall:
-        work = HandlerCall(self.subscribed, self.station.lane, [FetchedEntry(self.queue, 0, 0, "", ())])
+        work = HandlerCall(self.subscribed, self.runner.lane, [FetchedEntry(self.queue, 0, 0, "", ())])
         self.calls.submit(work)
         return work
 
@@ -56,7 +56,7 @@ def line(monkeypatch: pytest.MonkeyPatch) -> Iterator[Line]:
     line = Line()
     yield line
     line.over.set()
-    line.station.pool.stop(within_seconds=10)
+    line.runner.pool.stop(within_seconds=10)
 
 
 def handled(work: HandlerCall) -> HandlerCall:
@@ -96,10 +96,10 @@ def test_a_failure_wakes_at_once(line: Line) -> None:
 def test_threads_that_have_nothing_to_do_soon_wake_at_once_if_messages_wait(line: Line) -> None:
     works = [line.submitted() for _ in range(8)]
     line.calls.sleep(LONG)
-    line.station.backlog = True
-    assert line.station.pool.waiting > 2
+    line.runner.backlog = True
+    assert line.runner.pool.waiting > 2
     assert not line.calls.finished(handled(works[0]))
-    line.station.pool.withdraw()
+    line.runner.pool.withdraw()
     assert line.calls.finished(handled(works[1]))
 
 
@@ -117,4 +117,4 @@ def test_a_line_in_order_goes_on_at_once() -> None:
     line.calls.sleep(LONG)
     assert line.calls.finished(handled(work))
     line.over.set()
-    line.station.pool.stop(within_seconds=10)
+    line.runner.pool.stop(within_seconds=10)

@@ -12,7 +12,7 @@ from outbox.broker.dispatch.work import FetchedEntry, take_run
 
 
 class ConcurrentLane:
-    """Hands out fetched messages in the order they came; failed ones kept here again when they are due."""
+    """Hands out fetched messages in the order of arrival, and failed ones again when they are due."""
 
     def __init__(self, batch: int) -> None:
         self._batch = batch
@@ -25,14 +25,14 @@ class ConcurrentLane:
         self._ready.extend(items)
 
     def take(self, now: float) -> list[FetchedEntry]:
-        """The messages of the next call; empty when there is none."""
+        """Return the messages of the next call; empty when there is none."""
         ready = self._ready
         while self._later and self._later[0][0] <= now:
             ready.append(heapq.heappop(self._later)[2])
         return take_run(ready, self._batch)
 
     def settle(self, items: Sequence[FetchedEntry], again: Sequence[FetchedEntry]) -> None:
-        """What one `take` gave is over; those in `again` are to be tried here again when they are due."""
+        """End one `take`; the items in `again` are to be tried here again when they are due."""
         for item in again:
             heapq.heappush(self._later, (item.due, next(self._numbers), item))
 
@@ -47,9 +47,9 @@ class ConcurrentLane:
         heapq.heapify(self._later)
 
     def has_ready(self, queue: OwnedQueue) -> bool:
-        """Whether messages of a queue wait that nothing holds up."""
+        """Whether a queue has waiting messages that are not blocked."""
         return any(item.queue is queue for item in self._ready)
 
     def next_at(self) -> float | None:
-        """When a message kept here is due, if one is."""
+        """Return when the first failed message kept here is due, if there is one."""
         return self._later[0][0] if self._later else None

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias, cast
 
 from django.db.backends.base.base import BaseDatabaseWrapper
 
-from outbox.broker.database.place import ServerIdentity
+from outbox.broker.database.server_identity import ServerIdentity
 from outbox.broker.log.topics import TopicCatalog
 from outbox.broker.postgres import PostgresBroker
 from outbox.codec import Codec, Codecs

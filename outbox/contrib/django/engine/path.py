@@ -1,7 +1,8 @@
 """Which path a publish call takes: proven once per alias and process, and looked after with every message.
 
-The proof is live (outbox.broker.database.place): a lock taken on the broker's way is seen through the application's
-connection. What it found stays for the life of the process, so that a failover never changes the path silently.
+The proof is live (outbox.broker.database.server_identity): a lock taken on the broker's way is seen through the
+application's connection. What it found stays for the life of the process, so that a failover never changes the
+path silently.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.utils import DatabaseError, InterfaceError
 
 from outbox.broker.database.executor import Executor
-from outbox.broker.database.place import ServerIdentity, find_mark, marked
+from outbox.broker.database.server_identity import ServerIdentity, find_mark, marked
 from outbox.broker.log import incidents
 from outbox.broker.log.incidents import Incident, IncidentKind
 from outbox.contrib.django.database.aliases import broker_database, place_named_by

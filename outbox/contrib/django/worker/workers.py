@@ -70,7 +70,7 @@ def consumer_runtime(
         invoker=InboxInvoker(lease_seconds=settings.lease_seconds, masked_fields=settings.masked_fields),
         codecs=get_codecs(),
         lease_seconds=settings.lease_seconds,
-        companion=LeadingConsumer(database, settings=ProcessSettings(check=settings.check)) if leads else None,
+        session_task=LeadingConsumer(database, settings=ProcessSettings(check=settings.check)) if leads else None,
     )
 
 

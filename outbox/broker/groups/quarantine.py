@@ -1,14 +1,15 @@
-"""Messages that may kill or hang their process: found by evidence, tried alone, then cleared or given up.
+"""Quarantine of messages that may kill or hang their process: handled alone, then cleared or given up.
 
-Evidence is what a process leaves behind: its parent sees it die and knows which calls were running. One of them is
-guilty, so all of them become suspects. A suspect is tried alone in its process, one of a group at a time, after a note
-that is committed first. What comes back, with a result or an error, is cleared. A process that dies while it handles
-nothing but one suspect convicts it a little: the third such death makes it a dead letter.
+The evidence comes from the parent process. It sees its child die and knows which calls were running. One of their
+messages is a poison message, so all of them go into quarantine. The table is named `suspect`. A quarantined message is
+handled alone in its process, one per group at a time. Before that the process commits a note. A message that returns,
+with a result or an error, is cleared. If a process dies while it handles only this message, one death is counted
+against the message. The third such death makes it a dead letter.
 
-Where a whole host goes, nobody has seen anything. Then the note tells that an instance has vanished while it tried a
-suspect alone; this counts once it has happened on two hosts, and is withdrawn when the instance is heard of again (it
-was frozen or cut off). A message is convicted wrongly only if its process is killed from outside in each of three
-trials; it can be replayed from the dead letters.
+If a whole host fails, no parent has seen the death. The note then shows that an instance has vanished during an
+attempt. Vanished instances count once they are on two hosts. The note is withdrawn if the instance returns (it was
+frozen or cut off). An innocent message is given up only if its process is killed from outside in each of three
+attempts. It can be replayed from the dead letters.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
 from outbox.broker.groups import leases, members, outages
 
-DEATHS_TO_CONVICT: Final = 3
-# While another instance tries a suspect of the group.
+DEATHS_TO_GIVE_UP: Final = 3
+# The wait while another instance handles a quarantined message of the group.
 _LOOK_AGAIN_SECONDS: Final = 0.5
 
-# Seconds to wait after so many deaths and vanishings: 0, 1, 4, 16, … up to ten minutes.
+# Seconds to wait after so many deaths and vanished instances: 0, 1, 4, 16, … up to ten minutes.
 _PAUSE: Final = "CASE WHEN {0} > 0 THEN least(600, power(4, least({0}, 10) - 1)) ELSE 0 END"
 
 
@@ -43,7 +44,7 @@ class RunningCall:
 
 @dataclass(frozen=True, slots=True)
 class QuarantinedMessage:
-    """A suspect, as the instances of its group need to know it: see the columns of the table."""
+    """A quarantined message as the instances of its group need it: see the columns of the table."""
 
     group_id: int
     log_id: int
@@ -53,13 +54,16 @@ class QuarantinedMessage:
 
 @dataclass(frozen=True, slots=True)
 class QuarantineAttempt:
-    """Whether a suspect may be tried now: `wait_seconds` until one may ask again, 0 for now; or why never again."""
+    """Whether a quarantined message may be handled now.
+
+    `wait_seconds`: the time until the caller may ask again, 0 for now. `deaths`: why the message is given up.
+    """
 
     wait_seconds: float = 0.0
-    convicted: str = ""
+    deaths: str = ""
 
 
-_ACCUSE = Statement(
+_QUARANTINE = Statement(
     """
 INSERT INTO {schema}.suspect AS known (group_id, log_id, call_size, deaths, hung, evidence, due_at)
 SELECT DISTINCT ON (group_id, log_id) group_id, log_id, call_size, deaths, %(hung)s, %(evidence)s,
@@ -76,32 +80,32 @@ SET call_size = excluded.call_size, deaths = known.deaths + excluded.deaths, hun
     + _PAUSE.format("known.deaths + excluded.deaths")
     + ")"
 )
-_END_TRIALS_OF = Statement("UPDATE {schema}.suspect SET tried_by = NULL, tried_on = NULL WHERE tried_by = %(instance)s")
+_END_ATTEMPTS = Statement("UPDATE {schema}.suspect SET tried_by = NULL, tried_on = NULL WHERE tried_by = %(instance)s")
 _WITHDRAW = Statement("DELETE FROM {schema}.suspect_vanished WHERE instance_id = %(instance)s")
 
 
 def record_death(run: Executor, instance: UUID, calls: Sequence[RunningCall], *, evidence: str, hung: bool) -> None:
-    """An instance is certainly dead, and these calls were running: accuse their messages, let its queues go at once.
+    """Record that an instance is dead while these calls ran: quarantine their messages and release its queues.
 
-    A single message that ran alone has one more death; `hung` says that the process ended itself because of them.
+    A single message that ran alone gets one more death. `hung` says that the process ended itself because of the calls.
     The caller announces Channel.SHARED after its commit.
     """
     alone = not hung and len(calls) == 1 and calls[0].alone and len(calls[0].log_ids) == 1
-    accused = [(call.group_id, log_id, len(call.log_ids)) for call in calls for log_id in call.log_ids]
+    quarantined = [(call.group_id, log_id, len(call.log_ids)) for call in calls for log_id in call.log_ids]
     with run.connection.transaction():
-        # What its parent saw counts, and not a second time that it has vanished.
+        # The parent saw the death, so it does not count a second time as a vanished instance.
         run.execute(_WITHDRAW, {"instance": instance})
-        run.execute(_END_TRIALS_OF, {"instance": instance})
-        if accused:
+        run.execute(_END_ATTEMPTS, {"instance": instance})
+        if quarantined:
             parameters = {
-                "group_ids": arrays.integers([group_id for group_id, _, _ in accused]),
-                "log_ids": arrays.bigints([log_id for _, log_id, _ in accused]),
-                "sizes": arrays.integers([size for _, _, size in accused]),
-                "deaths": arrays.integers([int(alone)] * len(accused)),
+                "group_ids": arrays.integers([group_id for group_id, _, _ in quarantined]),
+                "log_ids": arrays.bigints([log_id for _, log_id, _ in quarantined]),
+                "sizes": arrays.integers([size for _, _, size in quarantined]),
+                "deaths": arrays.integers([int(alone)] * len(quarantined)),
                 "hung": hung,
                 "evidence": evidence,
             }
-            run.execute(_ACCUSE, parameters)
+            run.execute(_QUARANTINE, parameters)
         leases.release_all(run, instance)
         outages.forget(run, instance)
         members.leave(run, instance)
@@ -113,7 +117,7 @@ SELECT group_id, log_id, call_size, hung FROM {schema}.suspect WHERE group_id = 
 
 
 def of_groups(run: Executor, group_ids: Sequence[int]) -> dict[int, dict[int, QuarantinedMessage]]:
-    """Suspects by group id and log id."""
+    """Return the quarantined messages by group id and log id."""
     found: dict[int, dict[int, QuarantinedMessage]] = {group_id: {} for group_id in group_ids}
     if not found:
         return found
@@ -122,10 +126,10 @@ def of_groups(run: Executor, group_ids: Sequence[int]) -> dict[int, dict[int, Qu
     return found
 
 
-# One trial at a time in a group: whoever wants to begin one waits for the others who want to.
+# One attempt at a time in a group: an instance that wants to begin one waits for this row.
 _LOCK_GROUP = Statement("SELECT 1 FROM {schema}.consumer_group WHERE group_id = %(group_id)s FOR UPDATE")
 
-# A trial of several messages, or beside others, proves nothing by its end.
+# An attempt with several messages, or with other calls running, proves nothing if the instance vanishes.
 _NOTE_VANISHED = Statement(
     """
 WITH gone AS (
@@ -165,33 +169,33 @@ SELECT EXISTS (SELECT FROM {schema}.suspect s
                JOIN {schema}.consumer c ON c.instance_id = s.tried_by AND c.group_id = s.group_id
                WHERE s.group_id = %(group_id)s AND s.tried_by <> %(instance)s AND c.expires_at > clock_timestamp())
 """)
-_BEGIN_TRIAL = Statement("""
+_BEGIN_ATTEMPT = Statement("""
 UPDATE {schema}.suspect SET tried_by = %(instance)s, tried_on = %(host)s
 WHERE group_id = %(group_id)s AND log_id = ANY(%(log_ids)s::bigint[])
 """)
 
 
-def begin_trial(
+def begin_attempt(
     run: Executor, instance: UUID, host: str, group_id: int, log_ids: Sequence[int], *, by_all: bool = False
 ) -> QuarantineAttempt:
-    """Note, durably on return, that this instance tries these now; or say why it may not.
+    """Note, durably on return, that this instance handles these messages now; or return why it may not.
 
-    `by_all`: every instance has to handle them (broadcast), so that they need not wait for each other.
+    `by_all`: every instance handles them (broadcast), so instances do not wait for each other.
     """
     values = {"group_id": group_id, "log_ids": arrays.bigints(log_ids), "instance": instance, "host": host}
     with run.connection.transaction():
         run.execute(_LOCK_GROUP, values)
         run.execute(_NOTE_VANISHED, values)
-        trial = _judge(run, values, by_all=by_all)
-        if not trial.convicted and not trial.wait_seconds:
-            run.execute(_BEGIN_TRIAL, values)
-    return trial
+        attempt = _judge(run, values, by_all=by_all)
+        if not attempt.deaths and not attempt.wait_seconds:
+            run.execute(_BEGIN_ATTEMPT, values)
+    return attempt
 
 
 def ask(
     run: Executor, instance: UUID, group_id: int, log_ids: Sequence[int], *, by_all: bool = False
 ) -> QuarantineAttempt:
-    """What `begin_trial` would say now, as far as can be seen; nothing is noted."""
+    """Return what `begin_attempt` would presumably return now, without storing a note."""
     values = {"group_id": group_id, "log_ids": arrays.bigints(log_ids), "instance": instance}
     return _judge(run, values, by_all=by_all)
 
@@ -199,8 +203,8 @@ def ask(
 def _judge(run: Executor, values: Mapping[str, object], *, by_all: bool) -> QuarantineAttempt:
     standing = run.rows(_STANDING, values)
     for deaths, evidence, _ in standing:
-        if deaths >= DEATHS_TO_CONVICT:
-            return QuarantineAttempt(convicted=f"{deaths} times; the last time: {evidence}")
+        if deaths >= DEATHS_TO_GIVE_UP:
+            return QuarantineAttempt(deaths=f"{deaths} times; the last time: {evidence}")
     seconds = max((seconds for _, _, seconds in standing), default=0.0)
     [elsewhere] = run.one(_TRIED_ELSEWHERE, values)
     if seconds > 0 or (elsewhere and not by_all):
@@ -214,7 +218,7 @@ DELETE FROM {schema}.suspect WHERE group_id = %(group_id)s AND log_id = ANY(%(lo
 
 
 def clear(run: Executor, group_id: int, log_ids: Sequence[int]) -> None:
-    """These came back alive, or are given up: nobody suspects them any more."""
+    """Remove messages from quarantine: they returned, or they are given up."""
     run.execute(_CLEAR, {"group_id": group_id, "log_ids": arrays.bigints(log_ids)})
 
 
@@ -230,17 +234,17 @@ WHERE group_id = %(group_id)s AND log_id = ANY(%(log_ids)s::bigint[])
 
 
 def record_hang(run: Executor, group_id: int, log_ids: Sequence[int], evidence: str) -> None:
-    """A suspect that was tried has hung; like a death."""
+    """Count a hang of a quarantined message like a death."""
     run.execute(_HANG, {"group_id": group_id, "log_ids": arrays.bigints(log_ids), "evidence": evidence})
 
 
-def end_trials(run: Executor, instance: UUID) -> None:
-    """Whatever this instance wanted to try was not started, or it leaves."""
-    run.execute(_END_TRIALS_OF, {"instance": instance})
+def end_attempts(run: Executor, instance: UUID) -> None:
+    """Delete this instance's notes: its attempts were not started, or it leaves."""
+    run.execute(_END_ATTEMPTS, {"instance": instance})
 
 
-def heard_again(run: Executor, instance: UUID) -> None:
-    """This instance may have been taken for vanished; it was frozen or cut off."""
+def withdraw_vanished(run: Executor, instance: UUID) -> None:
+    """Withdraw the notes that this instance has vanished: it was frozen or cut off."""
     run.execute(_WITHDRAW, {"instance": instance})
 
 
@@ -248,13 +252,19 @@ _FORGET = Statement("DELETE FROM {schema}.suspect WHERE seen_at < clock_timestam
 
 
 def forget_the_old(run: Executor) -> None:
-    """Suspects nobody came across for a week: skipped by a reset, expired, or of a group that nobody runs."""
+    """Delete messages that no instance has met for a week:
+
+    skipped by a reset, expired, or of a group that does not run.
+    """
     run.execute(_FORGET)
 
 
 @dataclass(frozen=True, slots=True)
 class QuarantineStatus:
-    """A suspect for people. `hosts`: where instances vanished while they tried it; `tried_on`: who tries it now."""
+    """A quarantined message for operators.
+
+    `hosts`: where instances vanished while they handled it. `tried_on`: the host that handles it now.
+    """
 
     group: str
     message_id: UUID
@@ -274,7 +284,7 @@ class QuarantineStatus:
         vanished = f", instances vanished with it on {', '.join(self.hosts)}" if self.hosts else ""
         return (
             f"group {self.group!r}: message {self.message_id} (topic {self.topic!r}, key {self.key!r}) is suspected of "
-            f"{what}: {self.deaths} of {DEATHS_TO_CONVICT} deaths alone{vanished}, {now}; {self.evidence}"
+            f"{what}: {self.deaths} of {DEATHS_TO_GIVE_UP} deaths alone{vanished}, {now}; {self.evidence}"
         )
 
 
@@ -292,6 +302,6 @@ LIMIT %(limit)s
 """)
 
 
-def list_suspects(run: Executor, *, limit: int = 100) -> Sequence[QuarantineStatus]:
-    """Those with most deaths first."""
+def list_quarantined(run: Executor, *, limit: int = 100) -> Sequence[QuarantineStatus]:
+    """Return the quarantined messages, those with most deaths first."""
     return run.objects(QuarantineStatus, _LIST, {"limit": limit})

@@ -18,7 +18,7 @@ import pytest
 
 from outbox.backoff import Backoff
 from outbox.broker import deaths
-from outbox.broker.groups import suspects
+from outbox.broker.groups import quarantine
 from outbox.broker.operations import dead_letters
 from outbox.broker.supervisor import ChildSpec, Supervisor
 from outbox.errors import HandlersHung
@@ -131,7 +131,7 @@ def test_a_killer_is_tried_alone_and_given_up_after_three_deaths(
     assert_innocents_took_effect_once(orders, sent, [9])
     if mode != "concurrent":
         assert_in_order(orders)
-    assert suspects.list_suspects(orders.run) == []
+    assert quarantine.list_quarantined(orders.run) == []
     orders.assert_conserved("g")
 
 
@@ -183,7 +183,7 @@ def test_an_innocent_killed_from_outside_is_cleared(orders: ConsumptionBench, tm
             eventually(lambda dead=dead: workers.deaths() == dead, within_seconds=LONG)  # type: ignore[misc]
         assert orders.rows("SELECT max(deaths) <= 1 FROM outbox.suspect") in ([(True,)], [(None,)])
         eventually(lambda: is_done(orders), within_seconds=LONG)
-        eventually(lambda: suspects.list_suspects(orders.run) == [], within_seconds=LONG)
+        eventually(lambda: quarantine.list_quarantined(orders.run) == [], within_seconds=LONG)
     assert letters(orders) == []
     assert_innocents_took_effect_once(orders, sent, [])
 
@@ -198,7 +198,7 @@ def test_a_killer_that_was_mended_is_cleared_and_takes_effect(orders: Consumptio
         eventually(lambda: workers.deaths() == 2, within_seconds=LONG)
         armed.unlink()
         eventually(lambda: is_done(orders) and orders.effect_count() == 10, within_seconds=LONG)
-        eventually(lambda: suspects.list_suspects(orders.run) == [], within_seconds=LONG)
+        eventually(lambda: quarantine.list_quarantined(orders.run) == [], within_seconds=LONG)
     assert letters(orders) == []
 
 
@@ -210,7 +210,7 @@ def test_an_end_that_was_ordered_accuses_nobody(orders: ConsumptionBench, tmp_pa
         eventually(lambda: len(workers.calls()) == 4, within_seconds=LONG)
         # By the supervisor's order …
         workers.supervisor.stop()
-    assert (workers.deaths(), suspects.list_suspects(orders.run)) == (0, [])
+    assert (workers.deaths(), quarantine.list_quarantined(orders.run)) == (0, [])
     with working(orders, tmp_path, drain_seconds=0.2) as workers:
         # … and by somebody else's, who kills it later.
         pid = eventually(lambda: workers.supervisor.pids().get("c1", 0), within_seconds=LONG)
@@ -219,7 +219,7 @@ def test_an_end_that_was_ordered_accuses_nobody(orders: ConsumptionBench, tmp_pa
         eventually(lambda: len(orders.owners()) == 1, within_seconds=LONG)
         os.kill(pid, signal.SIGKILL)
         eventually(lambda: workers.supervisor.pids().get("c1", pid) != pid, within_seconds=LONG)
-        assert (workers.deaths(), suspects.list_suspects(orders.run)) == (0, [])
+        assert (workers.deaths(), quarantine.list_quarantined(orders.run)) == (0, [])
         workers.supervisor.stop()
 
 

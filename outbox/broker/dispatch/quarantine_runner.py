@@ -1,11 +1,11 @@
-"""Trying suspects (groups.suspects): alone in this process, so that its death or its life proves something.
+"""Handle quarantined messages (groups.quarantine) alone in this process, so that its death proves something.
 
     found in a call ──► divided ──► held ──► tried ──► cleared, sent back, tried again later, or given up
                       from others    │ until nothing else runs here and nothing else is started;
-                                     │ then a note is committed that it is tried
+                                     │ then a note about the attempt is committed
 
-Its queue or key waits for the verdict where order matters; in concurrent mode only the message itself does. A suspect
-that has hung and killed nothing needs no silence: others run beside it.
+In ordered modes its queue or key waits for the result. In concurrent mode only the message itself waits. A message that
+has hung but killed no process need not run alone: other calls run at the same time.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from outbox.broker.dispatch.calls import Calls
 from outbox.broker.dispatch.fetch import LOG_ID
 from outbox.broker.dispatch.owned_queue import Phase
 from outbox.broker.dispatch.work import NOT_STARTED, FetchedEntry, HandlerCall, Postponed, Result, divide
-from outbox.broker.groups import suspects
+from outbox.broker.groups import quarantine
 from outbox.broker.groups.send_back import describe
 from outbox.errors import HandlerTimedOut, KillsItsProcess
 
-# Until a suspect is looked at again while another one is tried here, and while this process drains.
+# The waits before the next look: while another message is tried here, and while this process drains.
 _ANOTHER_SECONDS: Final = 0.1
 _DRAINING_SECONDS: Final = 3600.0
 
 
 class _Stage(enum.Enum):
-    """Of the trial at hand."""
+    """The stage of the held call."""
 
     HELD = "held"
     BEGUN = "begun"
@@ -40,14 +40,14 @@ class _Stage(enum.Enum):
 
 
 class _Granted:
-    """The note is committed: the handler is to be called."""
+    """The note is committed: call the handler."""
 
 
 _GRANTED: Final = _Granted()
 
 
 class QuarantineRunner:
-    """Part of the dispatching thread: at most one trial at a time."""
+    """Part of the dispatching thread: at most one attempt at a time."""
 
     def __init__(self, instance: UUID, calls: Calls) -> None:
         self._instance = instance
@@ -57,29 +57,29 @@ class QuarantineRunner:
         self._stage = _Stage.HELD
         self._hung = False
         self._draining = False
-        # What a finished trial leaves to be written down.
+        # The results of finished attempts that are still to be stored.
         self._verdicts: list[Callable[[Executor], None]] = []
 
     @property
     def silent(self) -> bool:
-        """Whether nothing else may be started now."""
+        """Whether no other call may be started now."""
         return self._held is not None and not self._hung
 
     @property
     def pending(self) -> bool:
-        """Whether a trial runs, or waits for what runs."""
+        """Whether an attempt runs, or waits for running calls."""
         return self._held is not None
 
     def drain(self) -> None:
-        """Begin no more trials."""
+        """Begin no more attempts."""
         self._draining = True
 
     def takes(self, run: Executor, work: HandlerCall) -> bool:
-        """Whether a call is not to be made as it is, because there are suspects in it; then it is dealt with here.
+        """Whether this runner takes a call over, because it has quarantined messages.
 
-        On an error it has gone back to its lane.
+        On an error the call's messages have gone back to their lane.
         """
-        known = work.subscribed.group.suspects
+        known = work.subscribed.group.quarantined
         found = [item for item in work.items if _log_id(item) in known]
         if not found:
             return False
@@ -99,10 +99,10 @@ class QuarantineRunner:
         return True
 
     def _wait_seconds(self, run: Executor, work: HandlerCall) -> float:
-        """Asked before this process becomes silent for nothing."""
+        """Ask before this process stops starting other calls in vain."""
         group = work.subscribed.group
         try:
-            return suspects.ask(
+            return quarantine.ask(
                 run, self._instance, group.group_id, _log_ids(work), by_all=group.broadcast
             ).wait_seconds
         except BaseException:
@@ -110,7 +110,7 @@ class QuarantineRunner:
             raise
 
     def proceed(self, run: Executor) -> None:
-        """Begin the trial that is held, if it is its time. An error leaves it held."""
+        """Begin the held attempt if it may begin now. After an error it stays held."""
         work = self._held
         if work is None or self._stage is not _Stage.HELD or (self.silent and self._calls.runs_beside(work)):
             return
@@ -124,33 +124,33 @@ class QuarantineRunner:
             self._calls.refuse(work, refusal)
 
     def _refusal(self, run: Executor, work: HandlerCall) -> Result | _Granted:
-        """Note that the trial begins; or the result of a call that is not made."""
+        """Note that the attempt begins; or return the result of a call that is not made."""
         now = time.monotonic()
         if self._draining:
             return Postponed(now + _DRAINING_SECONDS)
         group = work.subscribed.group
         if group.paused or not all(item.queue.may_start() for item in work.items):
             return NOT_STARTED
-        trial = suspects.begin_trial(
+        attempt = quarantine.begin_attempt(
             run, self._instance, self._host, group.group_id, _log_ids(work), by_all=group.broadcast
         )
-        if trial.convicted:
-            return KillsItsProcess(f"tried alone, it has killed or hung its process {trial.convicted}")
-        return Postponed(now + trial.wait_seconds) if trial.wait_seconds else _GRANTED
+        if attempt.deaths:
+            return KillsItsProcess(f"tried alone, it has killed or hung its process {attempt.deaths}")
+        return Postponed(now + attempt.wait_seconds) if attempt.wait_seconds else _GRANTED
 
     def over(self, work: HandlerCall, results: Sequence[Result], excused: Collection[int]) -> None:
-        """A call is over; if it was the trial, others may go on.
+        """Record a finished call; if it was the attempt, other calls may continue.
 
-        `excused`: the ids of items that are to be called again here, for no fault of theirs.
+        `excused`: the ids of items that are to be called again here, through no fault of theirs.
         """
         if work is not self._held:
             return
         self._held = None
-        # Of a refused one too: an error may have hidden that its note was committed.
+        # Also for a refused call: an error may have hidden that its note was committed.
         self._verdicts.append(self._verdict(work, results, excused))
 
     def settle(self, run: Executor) -> None:
-        """Write down the verdicts, before an offset passes their messages."""
+        """Store the results, before an offset passes their messages."""
         while self._verdicts:
             self._verdicts[0](run)
             self._verdicts.pop(0)
@@ -164,14 +164,14 @@ class QuarantineRunner:
 
         def write(run: Executor) -> None:
             if is_undecided or (hangs and excused):
-                suspects.end_trials(run, self._instance)
+                quarantine.end_attempts(run, self._instance)
             elif hangs:
-                suspects.record_hang(run, group.group_id, log_ids, describe(hangs[0]))
+                quarantine.record_hang(run, group.group_id, log_ids, describe(hangs[0]))
             elif not any(isinstance(result, KillsItsProcess) for result in results):
-                suspects.clear(run, group.group_id, log_ids)
+                quarantine.clear(run, group.group_id, log_ids)
             elif not group.broadcast and all(map(_is_finished, items)):
-                # Given up by this group; of a broadcast group each instance has to come to that.
-                suspects.clear(run, group.group_id, log_ids)
+                # This group has given it up. In a broadcast group each instance has to reach this result itself.
+                quarantine.clear(run, group.group_id, log_ids)
 
         return write
 
@@ -182,7 +182,7 @@ def _is_finished(item: FetchedEntry) -> bool:
 
 
 def _set_apart(items: Sequence[FetchedEntry], found: set[int], size: int) -> None:
-    """Divide a call into runs of suspects, no longer than `size`, and runs of others."""
+    """Divide a call into runs of quarantined messages, no longer than `size`, and runs of others."""
     start = 0
     for end in range(1, len(items) + 1):
         if end == len(items) or (id(items[end]) in found) != (id(items[start]) in found):

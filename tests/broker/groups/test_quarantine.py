@@ -7,8 +7,8 @@ from uuid import UUID, uuid4
 
 import pytest
 
-from outbox.broker.groups import leases, members, suspects
-from outbox.broker.groups.suspects import QuarantineAttempt, RunningCall
+from outbox.broker.groups import leases, members, quarantine
+from outbox.broker.groups.quarantine import QuarantineAttempt, RunningCall
 from outbox.message import Delivery, Message
 from outbox.subscription import Mode, OnError, Subscription
 from tests.broker.bench import AT_ONCE, ConsumptionBench
@@ -43,22 +43,22 @@ class Case:
         )
 
     def die(self, instance: UUID, *calls: RunningCall, hung: bool = False) -> None:
-        suspects.record_death(self.run, instance, calls, evidence="c1 on here died", hung=hung)
+        quarantine.record_death(self.run, instance, calls, evidence="c1 on here died", hung=hung)
 
     def accuse(self) -> None:
         """By a death among others."""
         self.die(
             self.instance(), RunningCall(self.group_id, [self.log_id], False), RunningCall(self.group_id, [7], False)
         )
-        suspects.clear(self.run, self.group_id, [7])
+        quarantine.clear(self.run, self.group_id, [7])
 
     def tries(self, instance: UUID, host: str = "here") -> QuarantineAttempt:
         """Try it now, whatever pause there is."""
-        trial = suspects.begin_trial(self.run, instance, host, self.group_id, [self.log_id])
-        if trial.wait_seconds:
+        attempt = quarantine.begin_attempt(self.run, instance, host, self.group_id, [self.log_id])
+        if attempt.wait_seconds:
             self.bench.connection.execute("UPDATE outbox.suspect SET due_at = now()")
-            trial = suspects.begin_trial(self.run, instance, host, self.group_id, [self.log_id])
-        return trial
+            attempt = quarantine.begin_attempt(self.run, instance, host, self.group_id, [self.log_id])
+        return attempt
 
     @property
     def alone(self) -> RunningCall:
@@ -96,7 +96,7 @@ def test_only_deaths_alone_count_and_the_pause_grows(case: Case) -> None:
     instance = case.instance()
     assert case.tries(instance) == QuarantineAttempt()
     case.die(instance, case.alone)
-    assert case.tries(case.instance()).convicted == "3 times; the last time: c1 on here died"
+    assert case.tries(case.instance()).deaths == "3 times; the last time: c1 on here died"
 
 
 def test_a_death_lets_the_queues_of_the_dead_go_at_once(case: Case) -> None:
@@ -113,11 +113,11 @@ def test_one_of_a_group_is_tried_at_a_time(case: Case) -> None:
     case.accuse()
     case.die(case.instance(), RunningCall(case.group_id, [case.log_ids[1]], False))
     assert case.tries(first) == QuarantineAttempt()
-    assert suspects.begin_trial(case.run, second, "there", case.group_id, [case.log_ids[1]]).wait_seconds > 0
+    assert quarantine.begin_attempt(case.run, second, "there", case.group_id, [case.log_ids[1]]).wait_seconds > 0
     # Asking again after an error of the connection is the same trial.
     assert case.tries(first) == QuarantineAttempt()
-    suspects.clear(case.run, case.group_id, [case.log_id])
-    assert suspects.begin_trial(case.run, second, "there", case.group_id, [case.log_ids[1]]) == QuarantineAttempt()
+    quarantine.clear(case.run, case.group_id, [case.log_id])
+    assert quarantine.begin_attempt(case.run, second, "there", case.group_id, [case.log_ids[1]]) == QuarantineAttempt()
 
 
 def test_vanishing_alone_counts_only_on_two_hosts(case: Case) -> None:
@@ -128,13 +128,13 @@ def test_vanishing_alone_counts_only_on_two_hosts(case: Case) -> None:
         case.vanish(instance)
         instance = case.instance()
         assert case.tries(instance, "here") == QuarantineAttempt()
-        suspects.end_trials(case.run, instance)
+        quarantine.end_attempts(case.run, instance)
         assert case.row()[:2] == (0, vanished)
         assert case.row()[2] in (pause, 0)
     instance = case.instance()
     assert case.tries(instance, "there") == QuarantineAttempt()
     case.vanish(instance)
-    assert case.tries(case.instance()).convicted.startswith("5 times")
+    assert case.tries(case.instance()).deaths.startswith("5 times")
 
 
 def test_an_instance_that_is_heard_of_again_has_not_vanished(case: Case) -> None:
@@ -144,9 +144,9 @@ def test_an_instance_that_is_heard_of_again_has_not_vanished(case: Case) -> None
         gone.append(instance := case.instance())
         assert case.tries(instance, host) == QuarantineAttempt()
         case.vanish(instance)
-    suspects.begin_trial(case.run, case.instance(), "here", case.group_id, [case.log_id])
+    quarantine.begin_attempt(case.run, case.instance(), "here", case.group_id, [case.log_id])
     assert case.row()[:2] == (0, 3)
-    suspects.heard_again(case.run, gone[1])
+    quarantine.withdraw_vanished(case.run, gone[1])
     assert case.row()[:2] == (0, 2)
     assert case.tries(case.instance()) == QuarantineAttempt()
 
@@ -158,7 +158,7 @@ def test_what_a_parent_saw_is_not_counted_as_vanishing_too(case: Case) -> None:
     case.vanish(instance)
     other = case.instance()
     assert case.tries(other) == QuarantineAttempt()
-    suspects.end_trials(case.run, other)
+    quarantine.end_attempts(case.run, other)
     case.die(instance, case.alone)
     assert case.row()[:2] == (1, 0)
 
@@ -173,7 +173,7 @@ def test_a_trial_that_never_began_or_was_not_alone_proves_nothing(case: Case) ->
     # Tried as one of several.
     case.die(case.instance(), RunningCall(case.group_id, case.log_ids, False))
     instance = case.instance()
-    assert suspects.begin_trial(case.run, instance, "here", case.group_id, case.log_ids[:2]) == QuarantineAttempt()
+    assert quarantine.begin_attempt(case.run, instance, "here", case.group_id, case.log_ids[:2]) == QuarantineAttempt()
     case.vanish(instance)
     assert case.tries(case.instance()) == QuarantineAttempt()
     assert case.row()[:2] == (0, 0)
@@ -181,7 +181,7 @@ def test_a_trial_that_never_began_or_was_not_alone_proves_nothing(case: Case) ->
 
 def test_the_status_names_suspects(case: Case) -> None:
     case.accuse()
-    (problem,) = [text for text in map(str, suspects.list_suspects(case.run)) if "suspected" in text]
+    (problem,) = [text for text in map(str, quarantine.list_quarantined(case.run)) if "suspected" in text]
     assert "group 'g'" in problem and "killing its process: 0 of 3 deaths alone" in problem
     assert "c1 on here died" in problem
 
@@ -215,7 +215,7 @@ def test_every_instance_of_a_broadcast_group_comes_to_the_verdict(bench: Consump
     ((group_id, log_id),) = bench.rows(
         "SELECT group_id, min(log_id) FROM outbox.consumer_group, outbox.commit_log GROUP BY 1"
     )
-    suspects.record_death(bench.run, uuid4(), [RunningCall(group_id, [log_id], False)], evidence="died", hung=False)
+    quarantine.record_death(bench.run, uuid4(), [RunningCall(group_id, [log_id], False)], evidence="died", hung=False)
     bench.connection.execute("UPDATE outbox.suspect SET deaths = 3")
     for _ in range(2):
         seen.clear()

@@ -1,8 +1,8 @@
-"""Whether two connections end in one database of one running server: tried, not compared.
+"""Find out by a lock whether two connections reach the same database of the same running server.
 
-A physical copy of a server has its system identifier and its database names. What no copy shares is the lock table
-of a running server: a lock taken through one connection is seen through the other, or is not. The locks are those
-of a transaction, so a pooler in transaction mode may be in between on either side.
+A physical copy of a server has the same system identifier and the same database names. Only the lock table of a running
+server is unique: a lock that one connection takes is visible to the other one, or it is not. The locks belong to a
+transaction, so a pooler in transaction mode may be in between on either side.
 """
 
 from __future__ import annotations
@@ -25,13 +25,16 @@ from outbox.errors import BrokerUnavailable
 
 @dataclass(frozen=True, slots=True)
 class ServerIdentity:
-    """A database, and since when its server runs (seconds since 1970): another server or a restart is another place."""
+    """A database, and the start time of its server (seconds since 1970).
+
+    Another server, or a restart, makes it another identity.
+    """
 
     started_at: Decimal
     database: str
 
 
-# The epoch does not depend on the session's time zone, nor on how the application loads timestamps.
+# The epoch depends neither on the session's time zone nor on how the application loads timestamps.
 _LOCK: Final = "SELECT pg_advisory_xact_lock(%s::bigint)"
 _SEEN: Final = """
 SELECT NOT pg_try_advisory_xact_lock(%s::bigint),
@@ -42,16 +45,16 @@ _HERE: Final = "SELECT extract(epoch FROM pg_postmaster_start_time())::numeric, 
 
 @contextmanager
 def marked(database: BrokerDatabase, *, timeout_seconds: float) -> Iterator[int]:
-    """Hold a lock with a random key (64 bits: nobody else's) in the broker's database during the block.
+    """Hold a lock with a random 64-bit key in the broker's database during the block.
 
-    On a connection opened for it: one that was kept may lead to where the broker was. Raises BrokerUnavailable.
+    It uses a new connection: a pooled one may reach the server that the broker had before. Raises BrokerUnavailable.
     """
     key = secrets.randbits(64) - (1 << 63)
     deadline = time.monotonic() + timeout_seconds
     with (
         database.open(timeout_seconds=timeout_seconds, name="outbox-path") as connection,
         connection.within(deadline),
-        # The block is the application's to leave: no timeout may end this session meanwhile.
+        # The application decides when the block ends, so no timeout may end this session.
         lifted(connection),
     ):
         try:
@@ -64,9 +67,9 @@ def marked(database: BrokerDatabase, *, timeout_seconds: float) -> Iterator[int]
 
 
 def find_mark(connection: Connection, key: int) -> ServerIdentity | None:
-    """Where this connection is, if the lock of `marked` is seen through it; None if it is elsewhere.
+    """Return where this connection is if it sees the lock of `marked`; None if it is elsewhere.
 
-    The connection is in a transaction of any isolation level: locks are not part of its snapshot. Never waits.
+    The connection may be in a transaction of any isolation level: locks are not part of its snapshot. Never waits.
     Raises psycopg.Error.
     """
     with cursor_on(connection) as cursor:
@@ -76,7 +79,7 @@ def find_mark(connection: Connection, key: int) -> ServerIdentity | None:
 
 
 def here(connection: Connection) -> ServerIdentity:
-    """Where this connection is. Raises psycopg.Error."""
+    """Return where this connection is. Raises psycopg.Error."""
     with cursor_on(connection) as cursor:
         row = cursor.execute(_HERE).fetchone()
     assert row is not None
