@@ -1,4 +1,4 @@
-"""How long a handler may take, and the messages that are kept from others meanwhile."""
+"""The time limit of a handler, and the messages that stay invisible to other consumers meanwhile."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from typing import Any
 
 @dataclass(slots=True)
 class Attempt:
-    """One call of the handler, and how long it may take."""
+    """One call of the handler, with its time limit."""
 
     seconds: float
     ends_at: float = 0.0
 
     def begin(self) -> None:
-        """Give it the full time from now on."""
+        """Start the time limit again."""
         self.ends_at = time.monotonic() + self.seconds
 
     def is_over(self) -> bool:
-        """Whether its time is up."""
+        """Whether the time limit has passed."""
         return time.monotonic() >= self.ends_at
 
     def lost(self) -> str:
-        """Why its effects do not count any more, or ''."""
+        """Why the attempt's effects no longer count, or ''."""
         return f"the handler ran longer than {self.seconds:g} s" if self.is_over() else ""
 
 
 @dataclass(slots=True)
 class Extended:
-    """A message whose invisible time is extended while its attempt lasts, or until it is released."""
+    """A message whose invisible time is extended until its attempt ends or it is released."""
 
     wire: Any
     attempt: Attempt

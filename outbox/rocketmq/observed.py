@@ -1,4 +1,4 @@
-"""What a process says about the handlers that it calls: log lines with their message, spans, and figures."""
+"""A process's reports about its handlers: log lines with the message, spans, and figures."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from outbox.subscription import Subscription
 
 
 def observed(invoker: Invoker) -> Invoker:
-    """`invoker`, of which every call is seen as one on the bundled broker is."""
+    """`invoker`, with every call reported as on the bundled broker."""
 
     def invoke(
         subscription: Subscription, handler: AnyHandler, deliveries: Sequence[Delivery], *, generation: int

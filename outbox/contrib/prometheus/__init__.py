@@ -1,1 +1,4 @@
-"""Metrics for Prometheus: what each process measures, and what the broker's tables say. Needs `prometheus-client`."""
+"""Metrics for Prometheus:
+
+each process's own figures, and figures from the broker's tables. Needs `prometheus-client`.
+"""

@@ -1,7 +1,7 @@
-"""Alert rules and a Grafana dashboard, made from the catalogue of conditions and the metrics' names.
+"""Renders alert rules and a Grafana dashboard from the conditions and the metrics' names.
 
-`alerts.yml` and `dashboard.json` beside this module are what they render; `python -m outbox.contrib.prometheus.rules`
-writes them anew.
+`alerts.yml` and `dashboard.json` beside this module are the rendered files. `python -m outbox.contrib.prometheus.rules`
+writes them again.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from outbox.broker.operations.conditions import CATALOGUE
 ALERTS: Final = Path(__file__).with_name("alerts.yml")
 DASHBOARD: Final = Path(__file__).with_name("dashboard.json")
 
-# An alert of a condition that has become unknown goes on for so long.
+# The alert of a condition that has become unknown continues for this long.
 _REMEMBERED: Final = "1h"
 _SEVERITY: Final = "{{ if ge $value 2.0 }}critical{{ else }}warning{{ end }}"
 
@@ -26,7 +26,7 @@ def alert_name(condition: str) -> str:
 
 
 def alerts() -> str:
-    """The rules as YAML, of which JSON's strings are a part."""
+    """The rules as YAML. Strings are written as JSON, which is valid YAML."""
     lines = [
         "# One alert per condition; outbox_status, with the same names, has the evidence.",
         "groups:",
@@ -47,7 +47,10 @@ def alerts() -> str:
 
 
 def _holds(name: str) -> str:
-    """A condition that holds, or that held when it was last known: while the broker is away no alert resolves."""
+    """The expression of a condition that holds, or that held when last known.
+
+    Alerts do not resolve while the broker is unreachable.
+    """
     now = f'max by (name) (outbox_condition{{name="{name}"}})'
     last = f'max by (name) (last_over_time(outbox_condition{{name="{name}"}}[{_REMEMBERED}]))'
     return f"{now} > 0 or ({last} > 0 unless on (name) {now})"
@@ -74,11 +77,11 @@ def _quantiles(metric: str, by: str) -> list[tuple[str, str]]:
 
 
 def _summed(of_group_and_topic: str) -> str:
-    """Per group, of what the broker's tables say. Each worker and web process exports that, so it counts once."""
+    """A figure per group from the broker's tables. Every worker and web process exports it, so it is counted once."""
     return f"sum by (group) (max by (group, topic) ({of_group_and_topic}))"
 
 
-# Title, unit, and per line an expression with its legend.
+# Title, unit, and for each line an expression with its legend.
 PANELS: Final[list[tuple[str, str, list[tuple[str, str]]]]] = [
     ("Conditions (1 warning, 2 critical)", "none", [("max by (name) (outbox_condition) > 0", "{{name}}")]),
     ("A process sequences", "none", [("max(outbox_leader)", "leader")]),
@@ -131,7 +134,7 @@ PANELS: Final[list[tuple[str, str, list[tuple[str, str]]]]] = [
 
 
 def dashboard() -> str:
-    """The dashboard as Grafana imports it; the data source is chosen there."""
+    """The dashboard for import into Grafana; the data source is chosen there."""
     return json.dumps(
         {
             "title": "outbox",

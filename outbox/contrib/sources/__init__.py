@@ -1,1 +1,4 @@
-"""Where messages of others come from: queues of RabbitMQ, topics of Kafka. Without Django; an extra for each."""
+"""The sources that messages are received from:
+
+queues of RabbitMQ, topics of Kafka. Without Django; one extra for each.
+"""

@@ -1,4 +1,4 @@
-"""The addresses of the operations page; an action's are made from the catalogue."""
+"""The addresses of the operations page; those of actions come from the catalogue."""
 
 from __future__ import annotations
 

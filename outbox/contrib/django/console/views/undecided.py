@@ -1,4 +1,4 @@
-"""Transactions that wait for their outcome: open ones that nobody has asked about yet, and parked ones, too."""
+"""Undecided transactions: open ones that are not checked yet, and parked ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from outbox.contrib.django.console.rendering import PER_PAGE, paged, render
 
 @seeing
 def undecided(request: HttpRequest) -> HttpResponse:
-    """The oldest first."""
+    """Undecided transactions, oldest first."""
     group, parked = text(request.GET, "group"), request.GET.get("parked") == "yes"
     with reading() as run:
         rows = list_open(run, group, parked=parked, after=uuid(request.GET, "after"), limit=PER_PAGE + 1)

@@ -1,4 +1,4 @@
-"""What waits for its time: delayed messages, and retries."""
+"""Waiting messages: delayed ones, and retries."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from outbox.contrib.django.console.rendering import PER_PAGE, paged, render
 
 @seeing
 def waiting(request: HttpRequest) -> HttpResponse:
-    """The next due first."""
+    """Waiting messages, the next due first."""
     given = request.GET
     group, topic, delayed = text(given, "group"), text(given, "topic"), given.get("delayed") == "yes"
     with reading() as run:
