@@ -13,7 +13,7 @@ from django.views.decorators.http import require_GET
 
 from sample_project.income.models import ShownMinute
 
-# How far back the page looks.
+# The period that the page shows.
 SHOWN = timedelta(hours=2)
 
 

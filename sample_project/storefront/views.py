@@ -29,14 +29,14 @@ CARDS = {
 
 @require_GET
 def shop(request: HttpRequest) -> HttpResponse:
-    """What is for sale."""
+    """The articles for sale."""
     return render(request, "storefront/shop.html", {"products": Product.objects.all()})
 
 
 @require_GET
 @never_cache
 def cart_page(request: HttpRequest) -> HttpResponse:
-    """What the visitor is about to order."""
+    """The items that the visitor is about to order."""
     customer = customers.known(request)
     items = list(cart.open_items(customer))
     total = sum(item.unit_price * item.quantity for item in items)
@@ -46,7 +46,7 @@ def cart_page(request: HttpRequest) -> HttpResponse:
 
 @require_POST
 def add_to_cart(request: HttpRequest) -> HttpResponse:
-    """Put one article into the cart."""
+    """Add one article to the cart."""
     product = get_object_or_404(Product, slug=request.POST.get("product", ""))
     cart.add(customers.identify(request), product.slug, product.name, product.price)
     messages.success(request, f"{product.name} is in your cart.")
@@ -55,7 +55,7 @@ def add_to_cart(request: HttpRequest) -> HttpResponse:
 
 @require_POST
 def remove_from_cart(request: HttpRequest) -> HttpResponse:
-    """Take one article out of the cart."""
+    """Remove one article from the cart."""
     item = request.POST.get("item", "")
     if item.isdecimal():
         cart.remove(customers.known(request), int(item))
@@ -83,7 +83,7 @@ def orders_page(request: HttpRequest) -> HttpResponse:
 @require_GET
 @never_cache
 def order_page(request: HttpRequest, order_id: int) -> HttpResponse:
-    """One order: its lines, how to pay it, and the four states arriving."""
+    """One order: its lines, its payment, and the arrival of the four states."""
     order = _own_order(request, order_id)
     context = {"order": order, "progress": progress(order), "cards": CARDS}
     return render(request, "storefront/order.html", context)
@@ -99,7 +99,7 @@ def order_progress(request: HttpRequest, order_id: int) -> HttpResponse:
 
 @require_POST
 def pay_order(request: HttpRequest, order_id: int) -> HttpResponse:
-    """Pay with one of the two cards; whatever fails leaves the order as it was."""
+    """Pay with one of the two cards; a failure leaves the order as it was."""
     order = _own_order(request, order_id)
     card, _ = CARDS.get(request.POST.get("card", ""), CARDS["empty"])
     try:
@@ -120,7 +120,7 @@ def pay_order(request: HttpRequest, order_id: int) -> HttpResponse:
 @require_GET
 @never_cache
 def report_page(request: HttpRequest) -> HttpResponse:
-    """The newest report of the reconciliation, which writes it as one file."""
+    """The newest report of the reconciliation, which is one file."""
     try:
         return HttpResponse(_report().read_bytes())
     except FileNotFoundError as error:
@@ -132,5 +132,5 @@ def _report() -> Path:
 
 
 def _own_order(request: HttpRequest, order_id: int) -> Order:
-    # An unknown visitor is '' and no order has that customer.
+    # An unknown visitor is '', and no order has that customer.
     return get_object_or_404(Order, pk=order_id, customer=customers.known(request))
