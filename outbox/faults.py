@@ -93,9 +93,9 @@ def point(name: str) -> None:
 
 
 def arm(specification: str) -> None:
-    """Arm faults from a specification (see the module's docstring);
+    """Arm faults from a specification (see the module's docstring). An empty one disarms all.
 
-    an empty one disarms all. Raises ConfigurationError.
+    Raises ConfigurationError.
     """
     armed = dict(_parse(entry.strip()) for entry in specification.split(";") if entry.strip())
     _armed.clear()

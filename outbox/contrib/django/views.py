@@ -40,9 +40,9 @@ def health(request: HttpRequest) -> HttpResponse:
 @never_cache
 @require_safe
 def status(request: HttpRequest) -> HttpResponse:
-    """Verdict and overview as JSON:
+    """Verdict and overview as JSON. The status is 200, or 503 if the verdict is critical.
 
-    200, or 503 if the verdict is critical. Needs the page's permission or the token.
+    Needs the page's permission or the token.
     """
     if not _may_see(request):
         return JsonResponse({"error": _REFUSED}, status=403)

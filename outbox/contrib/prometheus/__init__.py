@@ -1,4 +1,1 @@
-"""Metrics for Prometheus:
-
-each process's own figures, and figures from the broker's tables. Needs `prometheus-client`.
-"""
+"""Metrics for Prometheus: figures of each process, and of the broker's tables. Needs `prometheus-client`."""

@@ -1,4 +1,1 @@
-"""The sinks that messages are forwarded to:
-
-webhooks, RabbitMQ, Redis, SQS, Kafka. Without Django; one extra for each.
-"""
+"""The sinks for forwarded messages: webhooks, RabbitMQ, Redis, SQS, Kafka. Without Django; one extra for each."""

@@ -1,4 +1,1 @@
-"""The sources that messages are received from:
-
-queues of RabbitMQ, topics of Kafka. Without Django; one extra for each.
-"""
+"""The sources of received messages: queues of RabbitMQ, topics of Kafka. Without Django; one extra for each."""

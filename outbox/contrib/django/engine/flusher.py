@@ -85,9 +85,9 @@ class FlushingThread:
         os.register_at_fork(after_in_child=self._reset)
 
     def _reset(self) -> None:
-        """Start empty, also after a fork:
+        """Start empty, also after a fork.
 
-        the parent's thread is not in the child, and the parent sends its own messages.
+        The parent's thread is not in the child, and the parent sends its own messages.
         """
         # Not queue.Queue: gevent replaces it by one that a thread cannot wait for.
         self._queue: deque[_Item] = deque()

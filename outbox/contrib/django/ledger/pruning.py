@@ -1,7 +1,4 @@
-"""Pruning:
-
-removes ledger rows of transactions that the broker shows as decided, and inbox rows past their retention.
-"""
+"""Removes ledger rows of transactions that the broker shows as decided, and inbox rows past their retention."""
 
 from __future__ import annotations
 

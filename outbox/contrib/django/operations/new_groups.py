@@ -1,6 +1,6 @@
-"""Finds consumer groups that are new to a topic whose messages other groups have handled:
+"""Finds consumer groups that are new to a topic whose messages other groups have handled.
 
-a new group, or a renamed one?
+Such a group is either new, or a renamed one that would handle the messages again.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""`@transactional_message`:
-
-a function, method or view whose local transaction and message commit together or not at all.
-"""
+"""`@transactional_message`: a function's local transaction and its message commit together or not at all."""
 
 from __future__ import annotations
 

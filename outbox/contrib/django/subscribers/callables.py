@@ -68,9 +68,9 @@ def path_of(function: Any) -> str:
 
 
 def has_a_name(function: Any) -> bool:
-    """Whether the name is its own:
+    """Whether the name is its own.
 
-    not copied from its parts, and not the function on which Django tries a decorator.
+    It is not if it is copied from its parts, or if this is the function on which Django tries a decorator.
     """
     return hasattr(function, "__qualname__") and not is_stand_in(function)
 

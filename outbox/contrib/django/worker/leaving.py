@@ -53,9 +53,9 @@ def run_until_drained(stop: threading.Event, brokers: Sequence[str] = ()) -> Lef
 
 
 def _until_nothing_waits(stop: threading.Event, look: Callable[[], LeftoverWork]) -> LeftoverWork:
-    """Wait for two looks in a row that find nothing, with nothing written in between;
+    """Wait for two looks in a row that find nothing, with nothing written in between.
 
-    returns the last look, also on `stop`.
+    Returns the last look, also on `stop`.
     """
     before, said = LeftoverWork(["the broker was not examined"]), ""
     while True:
