@@ -13,11 +13,11 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
 
-from outbox import fence
+from outbox import fence, log_context, measures, tracing
 from outbox.backoff import Backoff
 from outbox.codec import Codecs
 from outbox.errors import (
@@ -32,10 +32,8 @@ from outbox.filters.filter import parse_filter
 from outbox.message import Delivery, Message
 from outbox.ports import AnyHandler, Disposition, Invoker, call_handler
 from outbox.rocketmq import client
-from outbox.rocketmq.attempts import Attempt, Extended
 from outbox.rocketmq.engine import ENGINE
 from outbox.rocketmq.names import wire_name
-from outbox.rocketmq.observed import observed
 from outbox.rocketmq.wire import from_wire
 from outbox.safe_text import shown_text
 from outbox.subscription import OnError, Subscription
@@ -61,6 +59,36 @@ class _Held:
 
     wire: Any
     delivery: Delivery
+
+
+@dataclass(slots=True)
+class Attempt:
+    """One call of the handler, with its time limit."""
+
+    seconds: float
+    ends_at: float = 0.0
+
+    def begin(self) -> None:
+        """Start the time limit again."""
+        self.ends_at = time.monotonic() + self.seconds
+
+    def is_over(self) -> bool:
+        """Whether the time limit has passed."""
+        return time.monotonic() >= self.ends_at
+
+    def lost(self) -> str:
+        """Why the attempt's effects no longer count, or ''."""
+        return f"the handler ran longer than {self.seconds:g} s" if self.is_over() else ""
+
+
+@dataclass(slots=True)
+class Extended:
+    """A message whose invisible time is extended until its attempt ends or it is released."""
+
+    wire: Any
+    attempt: Attempt
+    released: bool = False
+    extending: threading.Lock = field(default_factory=threading.Lock)
 
 
 class RocketMQConsumers:
@@ -331,3 +359,31 @@ class _Poller:
         if held is not None:
             with held.extending:
                 held.released = True
+
+
+def observed(invoker: Invoker) -> Invoker:
+    """`invoker`, with log lines, spans and figures for every call, as on the bundled broker."""
+
+    def invoke(
+        subscription: Subscription, handler: AnyHandler, deliveries: Sequence[Delivery], *, generation: int
+    ) -> Sequence[Disposition | Exception]:
+        started = time.time()
+        with log_context.handling(deliveries):
+            if tracing.tracer is None:
+                results = invoker(subscription, handler, deliveries, generation=generation)
+            else:
+                with tracing.tracer.handling(deliveries) as conclude:
+                    results = invoker(subscription, handler, deliveries, generation=generation)
+                    conclude(results)
+        if measures.recorder is not None:
+            failed = sum(isinstance(result, BaseException) for result in results)
+            waited = [started - _ready_at(delivery) for delivery in deliveries if delivery.attempt == 1]
+            took = time.time() - started
+            measures.recorder.handled(subscription.group, subscription.topic, waited, took, failed=failed)
+        return results
+
+    return invoke
+
+
+def _ready_at(delivery: Delivery) -> float:
+    return (delivery.message.deliver_at or delivery.message.born_at).timestamp()

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 from django.conf import settings
 from django.contrib import messages
 from django.http import Http404, HttpRequest, HttpResponse
 from django.shortcuts import get_object_or_404, redirect, render
+from django.utils import timezone
 from django.views.decorators.cache import never_cache
 from django.views.decorators.http import require_GET, require_POST
 
 from outbox.errors import BrokerError
 from sample_project.cart import services as cart
 from sample_project.catalogue.models import Product
+from sample_project.income.models import ShownMinute
 from sample_project.orders import gateway
 from sample_project.orders.models import Order
 from sample_project.orders.services import AlreadyPaid, pay
@@ -25,6 +29,8 @@ CARDS = {
     "good": (gateway.GOOD_CARD, "Card that pays"),
     "empty": (gateway.EMPTY_CARD, "Card that is declined"),
 }
+# The period of the income page.
+SHOWN_INCOME = timedelta(hours=2)
 
 
 @require_GET
@@ -134,3 +140,21 @@ def _report() -> Path:
 def _own_order(request: HttpRequest, order_id: int) -> Order:
     # An unknown visitor is '', and no order has that customer.
     return get_object_or_404(Order, pk=order_id, customer=customers.known(request))
+
+
+@require_GET
+@never_cache
+def income_page(request: HttpRequest) -> HttpResponse:
+    """The last hours as a plot and as a table."""
+    minutes = list(ShownMinute.objects.filter(minute__gte=timezone.now() - SHOWN_INCOME, revision__gt=0))
+    return render(request, "storefront/income.html", {"minutes": minutes, "plot": _plot(minutes)})
+
+
+def _plot(minutes: list[ShownMinute]) -> dict[str, list[Any]]:
+    """Columns for the plot: seconds since 1970 and euro; a minute between two others without an order is 0."""
+    by_minute = {minute.minute: float(minute.income) for minute in minutes}
+    if not by_minute:
+        return {"times": [], "income": []}
+    first, last = min(by_minute), max(by_minute)
+    times = [first + timedelta(minutes=step) for step in range(int((last - first) / timedelta(minutes=1)) + 1)]
+    return {"times": [int(time.timestamp()) for time in times], "income": [by_minute.get(time, 0.0) for time in times]}
