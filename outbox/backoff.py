@@ -9,7 +9,7 @@ from dataclasses import dataclass
 class Backoff:
     """Pauses in seconds: `first_seconds`, then `factor` times as long each time, up to `longest_seconds`.
 
-    What ran for `healthy_seconds` before it failed starts over with the first pause.
+    A failure after a run of at least `healthy_seconds` starts again with the first pause.
     """
 
     first_seconds: float
@@ -19,9 +19,9 @@ class Backoff:
 
     def pause_seconds(self, failures: int) -> float:
         """The pause after this many failures in a row (from 1)."""
-        # Bounded, because a float power overflows long before a process that cannot start is given up.
+        # Limit the exponent: the float power overflows after about a thousand failures in a row.
         return float(min(self.longest_seconds, self.first_seconds * self.factor ** min(failures - 1, 30)))
 
     def failures_in_a_row(self, before: int, *, ran_seconds: float) -> int:
-        """How many failures in a row there are with one more, of something that ran for `ran_seconds` this time."""
+        """The number of failures in a row, this one included, after a run of `ran_seconds`."""
         return 1 if ran_seconds >= self.healthy_seconds else before + 1

@@ -1,6 +1,7 @@
-"""What a broker's engine can do, and what a project asks of it: refused where it is declared, never dropped.
+"""What an engine can do, and the refusals for what a project asks beyond that.
 
-Beyond the port's protocol, which every engine has. docs/engines.md shows the engines side by side.
+A refusal is raised where the project declares the topic or subscription. Nothing is dropped silently. Capabilities are
+what engines differ in, beyond the port's protocol. docs/engines.md compares the engines.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from outbox.topic import MessageType, Topic
 
 
 class Capability(enum.StrEnum):
-    """Something that engines differ in."""
+    """A feature that some engines lack."""
 
     FIFO_TRANSACTIONS = "transactional messages on FIFO topics"
     DELAYED_TRANSACTIONS = "transactional messages with a delivery time"
@@ -40,28 +41,34 @@ class Capability(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """The name of an engine, as errors say it, and what it can do."""
+    """An engine's name, as errors write it, and its capabilities."""
 
     name: str
     capabilities: frozenset[Capability]
 
     def require(self, capability: Capability, what: str, instead: str) -> None:
-        """Raise NotSupported unless the engine can do it; `instead` is the way that works."""
+        """Raise NotSupported if the engine lacks the capability; `instead` names the alternative."""
         if capability not in self.capabilities:
             raise NotSupported(f"{what}: the engine {self.name} has no {capability}. {instead}")
 
     def topic_refusals(self, topic: Topic) -> Iterator[str]:
-        """What of a declared topic the engine cannot do, each with the way that works."""
+        """Yield a refusal for each property of a topic that the engine lacks, with the alternative."""
         asked = [
             (
                 {MessageType.FIFO, MessageType.TRANSACTION},
                 Capability.FIFO_TRANSACTIONS,
-                "Keep this topic on PostgreSQL, or declare it without FIFO and let the handler order by what it reads.",
+                (
+                    "Keep this topic on PostgreSQL. Or declare it without FIFO and let the handler order messages by "
+                    "their content."
+                ),
             ),
             (
                 {MessageType.DELAY, MessageType.TRANSACTION},
                 Capability.DELAYED_TRANSACTIONS,
-                "Declare two topics, and publish delayed messages outside of transactions; or keep it on PostgreSQL.",
+                (
+                    "Declare two topics and publish delayed messages outside of transactions. Or keep this topic on "
+                    "PostgreSQL."
+                ),
             ),
             ({MessageType.FIFO, MessageType.DELAY}, Capability.FIFO_DELAY, "Declare two topics."),
         ]
@@ -70,7 +77,10 @@ class Engine:
                 yield f"topic {topic.name!r}: the engine {self.name} has no {capability}. {instead}"
 
     def subscription_refusals(self, wanted: Subscription, topic: Topic | None, *, inbox: bool = True) -> Iterator[str]:
-        """What of a subscription the engine cannot do, each with the way that works. `topic`: as declared, if it is."""
+        """Yield a refusal for each property of a subscription that the engine lacks, with the alternative.
+
+        `topic` is the declared topic, or None if it is not declared.
+        """
         ordered = wanted.mode is not Mode.CONCURRENT
         asked = [
             (
@@ -86,7 +96,10 @@ class Engine:
             (
                 wanted.start is not Start.EARLIEST,
                 Capability.START_POSITION,
-                "Leave start out, and position the group with the server's own tool (mqadmin resetOffsetByTime).",
+                (
+                    "Leave start out, and set the group's position with the server's own tool (mqadmin "
+                    "resetOffsetByTime)."
+                ),
             ),
             (
                 OnError.STOP in wanted.on_error.values(),
@@ -96,7 +109,10 @@ class Engine:
             (
                 not inbox,
                 Capability.RUN_WITHOUT_INBOX,
-                "The server delivers copies: leave idempotent=False out, so that the inbox removes them.",
+                (
+                    "The server may deliver a message twice: leave idempotent=False out, so that the inbox removes "
+                    "duplicates."
+                ),
             ),
         ]
         where = f"group {wanted.group!r} on topic {wanted.topic!r}"

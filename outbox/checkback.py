@@ -1,4 +1,4 @@
-"""Check-back: asking the application for the outcome of half messages nobody reported."""
+"""Check-back: asks the application for the outcome of half messages without a reported decision."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _TAKEN = (EndStatus.APPLIED, EndStatus.ACCEPTED)
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """What was asked at once, and when."""
+    """The checks of one batch, and the time at which the checker was asked."""
 
     checks: Mapping[UUID, Check]
     at_ns: int
 
 
 class CheckBack:
-    """Asks back for one producer group. Any number of instances may run at once, anywhere in the group."""
+    """Runs check-back for one producer group. Any number of instances may run at once in the group's processes."""
 
     def __init__(self, broker: Broker, producer_group: str, checker: Checker, *, batch: int = 500) -> None:
         self._broker = broker
@@ -36,7 +36,7 @@ class CheckBack:
         self._batch = batch
 
     def run_once(self, *, max_batches: int = 100) -> CheckCounts:
-        """Claim and answer what is due, at most `max_batches` times `batch` checks. Returns what was done."""
+        """Claim and answer due checks, at most `max_batches` times `batch`. Returns the counts."""
         total = CheckCounts()
         for _ in range(max_batches):
             checks = self._broker.claim_checks(self._group, limit=self._batch)
@@ -73,7 +73,7 @@ class CheckBack:
 
 
 def _ask(checker: Checker, checks: Sequence[Check]) -> Iterator[Answer]:
-    """Every check answered exactly once, whatever the checker does."""
+    """Yield exactly one answer per check, even if the checker fails or leaves checks out."""
     open_checks = {check.transaction_id for check in checks}
     problem = "the checker gave no answer"
     try:
@@ -82,7 +82,9 @@ def _ask(checker: Checker, checks: Sequence[Check]) -> Iterator[Answer]:
                 open_checks.discard(answer.transaction_id)
                 yield answer
     except Exception as error:
-        logger.exception("the checker failed; %d half messages stay undecided", len(open_checks))
+        logger.exception(
+            "the checker failed; %d half messages stay undecided and are checked again later", len(open_checks)
+        )
         problem = f"the checker raised {type(error).__name__}: {error}"
     for transaction_id in open_checks:
         yield Answer(transaction_id=transaction_id, decision=Decision.UNKNOWN, detail=problem)

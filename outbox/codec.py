@@ -1,4 +1,4 @@
-"""How bodies become bytes and back. JSON by default, one codec per content type, never pickle."""
+"""Encode bodies to bytes and decode them: JSON by default, one codec per content type, never pickle."""
 
 from __future__ import annotations
 
@@ -15,33 +15,34 @@ _raw_decode: Final = json.JSONDecoder().raw_decode
 
 
 class Codec(Protocol):
-    """Encodes the bodies of one content type."""
+    """Encodes and decodes the bodies of one content type."""
 
     @property
     def content_type(self) -> str:
         """The content type stored with every message this codec encodes."""
 
     def encode(self, body: Any) -> bytes:
-        """Bytes of `body`; TypeError or ValueError when it cannot be encoded."""
+        """Encode `body`. Raises TypeError or ValueError if it cannot be encoded."""
 
     def decode(self, data: bytes) -> Any:
-        """The value that `data` encodes; ValueError when it is damaged."""
+        """Decode `data`. Raises ValueError if it is damaged."""
 
 
 class JsonCodec:
     """Compact UTF-8 JSON. Decimal, UUID, datetime, date, time and timedelta are strings (the last four in ISO 8601).
 
-    They come back as strings: a consumer in another language sees the same message.
+    Decoding leaves them as strings, so a consumer in another language sees the same message.
     """
 
     content_type = "application/json"
 
     def encode(self, body: Any) -> bytes:
-        """See Codec. NaN and infinities are refused: they are not JSON."""
+        """See Codec. Raises ValueError for NaN and infinities, which JSON does not have."""
         return _encode(body).encode()
 
     def decode(self, data: bytes) -> Any:
-        # json.loads guesses the encoding and skips white space at both ends, a third of its time for a small body.
+        # Decode directly. json.loads also detects the encoding and skips white space at both ends, which is a third of
+        # its time for a small body.
         try:
             text = data.decode()
             value, end = _raw_decode(text)
@@ -51,7 +52,7 @@ class JsonCodec:
 
 
 class BytesCodec:
-    """Bodies that are bytes already."""
+    """For bodies that are already bytes."""
 
     content_type = "application/octet-stream"
 
@@ -83,12 +84,12 @@ def _duration(value: timedelta) -> str:
     return f"{sign}P{value.days}DT{hours:02}H{minutes:02}M{seconds:02}{fraction}S"
 
 
-# json.dumps would build it for every body.
+# Keep one encoder: json.dumps with these options would create an encoder for every body.
 _encode: Final = json.JSONEncoder(default=_plain, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
 
 
 class Codecs:
-    """The codecs an application knows: a default, and others per topic."""
+    """The codecs of an application: a default, and one per topic where declared."""
 
     def __init__(self, default: Codec | None = None, *, by_topic: dict[str, Codec] | None = None) -> None:
         self._default: Codec = default or JsonCodec()

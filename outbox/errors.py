@@ -1,7 +1,7 @@
-"""Every error of the project, in one tree.
+"""All errors of the project, in one class hierarchy.
 
-The docstring of a class is its default message. A message says what happened, to which message or
-setting, and what to do next; raise with a text of that shape wherever there is something to name.
+The docstring of a class is its default message. A message says what happened (with the message id or setting), why, and
+what to do next. Raise with such a text wherever there is an id or a name to give.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ class OutboxError(Exception):
         super().__init__(message or inspect.getdoc(type(self)) or type(self).__name__)
 
 
-# -- what the caller wrote is wrong -----------------------------------------------------------------
+# -- errors of the caller ------------------------------------------------------------------------------
 
 
 class UsageError(OutboxError):
-    """The call cannot be right as it is written."""
+    """The call is invalid as written."""
 
 
 class ConfigurationError(UsageError):
@@ -74,10 +74,10 @@ class NotSupported(UsageError):
 
 
 class TransactionUsageError(UsageError):
-    """The transaction a publish call belongs to cannot be determined, or cannot be used."""
+    """The transaction of a publish call cannot be determined or cannot be used."""
 
 
-# -- the broker did not do it -----------------------------------------------------------------------
+# -- errors of the broker ------------------------------------------------------------------------------
 
 
 class BrokerError(OutboxError):
@@ -93,23 +93,23 @@ class SendFailed(BrokerError):
 
 
 class OutcomeUnknown(SendFailed):
-    """The broker may or may not have stored the message, and cannot be asked: a resend may be a second copy."""
+    """The broker may have stored the message and does not answer: sending it again may store a second copy."""
 
 
 class TransactionalMessagesRejected(BrokerError):
-    """The broker's operator has switched off new transactional messages."""
+    """The operator has switched off new transactional messages on the broker."""
 
 
 class ProducerFenced(BrokerError):
-    """A newer instance of this producer has taken its transactional id; this one may not send any more."""
+    """A newer instance of this producer has taken its transactional id. This instance may not send any more."""
 
 
 class LeftoversUndecided(BrokerError):
-    """What an older instance of this producer left behind was not decided in time; try again."""
+    """Transactions of an older instance of this producer were not decided in time. Try again."""
 
 
 class TransactionTimedOut(BrokerError):
-    """The transaction was open for longer than it may be; nothing of it was published."""
+    """The transaction was open longer than the limit allows. None of its messages was published."""
 
 
 class SchemaError(BrokerError):
@@ -117,27 +117,27 @@ class SchemaError(BrokerError):
 
 
 class WrongDatabase(BrokerError):
-    """The database is not the one that was expected."""
+    """The connection leads to another database than expected."""
 
 
 class LedgerUnavailable(OutboxError):
-    """A database of the application that has a ledger could not be asked or changed."""
+    """An application database with a ledger could not be read or changed."""
 
 
 class TransactionAlreadyRolledBack(OutboxError):
-    """A check-back already decided that this transaction never committed, so it must not commit now."""
+    """A check-back has already decided that this transaction rolled back, so it must not commit now."""
 
 
 class LocalTransactionRolledBack(OutboxError):
-    """Raised by a local transaction that certainly did not commit: its messages are rolled back at once."""
+    """Raise it if the local transaction certainly did not commit: its messages are rolled back at once."""
 
 
 class LeaseLost(BrokerError):
-    """The lease ran out or was taken over; the work done under it must not be recorded."""
+    """The lease expired or another consumer took it over. The work done under it must not be recorded."""
 
 
 class HandlerNotStarted(OutboxError):
-    """What must be there before the handler can be called is not (its database); no attempt is used up.
+    """A precondition of the handler, such as its database, is not available. This does not count as an attempt.
 
     An invoker returns it for deliveries whose handler it did not call; the reason is its cause.
     """
@@ -148,18 +148,18 @@ class HandlerTimedOut(OutboxError):
 
 
 class HandlersHung(OutboxError):
-    """More handlers hang than threads can be replaced for: this process has given up its queues and has to end."""
+    """Too many handlers hang for their threads to be replaced. This process has released its queues and must end."""
 
 
 class KillsItsProcess(OutboxError):
-    """The process of the handler died again and again while it handled nothing but this message."""
+    """The handler's process died repeatedly while it handled only this message."""
 
 
-# -- what a handler may raise -----------------------------------------------------------------------
+# -- errors that a handler may raise -------------------------------------------------------------------
 
 
 class HandlerError(OutboxError):
-    """Base of the errors by which a handler steers what happens to its message."""
+    """Base of the errors with which a handler chooses what happens to its message."""
 
 
 class PermanentError(HandlerError):
@@ -178,9 +178,11 @@ class RetryLater(HandlerError):
 
 
 class ServiceUnavailable(HandlerError):
-    """What the handler needs takes nothing now, whatever the message: the subscription pauses, no attempt is used up.
+    """A resource the handler needs is down, for every message: the subscription pauses.
 
-    The pause grows from one second on while the handler goes on raising it; `pause_seconds` asks for another one.
+    This does not count as an attempt.
+
+    The pause starts at one second and grows while the handler raises it again. `pause_seconds` sets another pause.
     """
 
     def __init__(self, message: str | None = None, *, pause_seconds: float | None = None) -> None:
@@ -189,10 +191,10 @@ class ServiceUnavailable(HandlerError):
 
 
 class PartialFailure(HandlerError):
-    """Some messages of a batch failed; the others took effect.
+    """Some messages of a batch failed; the effects of the others stand.
 
-    `errors` maps the message ids that failed to their errors. The handler must have undone the effects of
-    those itself (a savepoint per message).
+    `errors` maps the ids of the failed messages to their errors. The handler must have undone the effects of the failed
+    messages itself, for example with a savepoint per message.
     """
 
     def __init__(self, errors: Mapping[UUID, Exception]) -> None:

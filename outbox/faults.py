@@ -1,13 +1,14 @@
 """Fault points: named steps at which a test or the demo can kill, stop, delay or fail this process.
 
-Off unless the environment variable OUTBOX_FAULTS is set when the process starts (or `arm` is called); then
-`point` is one failed dictionary look-up. The syntax is `name=action[@n][?file]`, separated by `;`:
+Fault points are off unless the environment variable OUTBOX_FAULTS is set when the process starts, or `arm` is called.
+While they are off, `point` costs one failed dictionary look-up. The syntax is `name=action[@n][?file]`, with `;`
+between entries:
 
     OUTBOX_FAULTS="producer.after_local_commit=kill@3;sequencer.before_tick=delay:0.2"
 
-Actions: `kill` (SIGKILL), `stop` (SIGSTOP), `raise` (FaultInjected), `delay:SECONDS`. `@n` acts on the n-th
-visit only (default: on every visit). `?file` acts only for the process that creates the file, so that one of
-many processes is hit once.
+Actions: `kill` (SIGKILL), `stop` (SIGSTOP), `raise` (FaultInjected), `delay:SECONDS`. With `@n` the action runs on the
+n-th visit only; without it, on every visit. With `?file` the action runs only in the process that creates the file, so
+that one of many processes is hit once.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Final
 
 from outbox.errors import ConfigurationError, OutboxError
 
-# Every step a fault can be put on, in the order a message passes them.
+# All fault points, in the order in which a message passes them.
 POINTS: Final = (
     "producer.before_ledger",
     "producer.after_ledger",
@@ -60,7 +61,7 @@ POINTS: Final = (
 
 
 class FaultInjected(OutboxError):
-    """A fault point was told to raise here."""
+    """A fault point raised this error because a test or the demo asked for it."""
 
 
 @dataclass
@@ -76,7 +77,7 @@ _lock = threading.Lock()
 
 
 def point(name: str) -> None:
-    """Act if a fault is armed at this step; otherwise return at once."""
+    """Run the action armed for this step; return at once if there is none."""
     if not _armed:
         return
     fault = _armed.get(name)
@@ -92,7 +93,10 @@ def point(name: str) -> None:
 
 
 def arm(specification: str) -> None:
-    """Arm faults from a specification (see the module's text); an empty one disarms all. Raises ConfigurationError."""
+    """Arm faults from a specification (see the module's docstring). An empty one disarms all.
+
+    Raises ConfigurationError.
+    """
     armed = dict(_parse(entry.strip()) for entry in specification.split(";") if entry.strip())
     _armed.clear()
     _armed.update(armed)
@@ -107,7 +111,7 @@ def _parse(entry: str) -> tuple[str, _Fault]:
     rest, _, marker = rest.partition("?")
     action, _, visit = rest.partition("@")
     if visit and not visit.isdigit():
-        raise ConfigurationError(f"OUTBOX_FAULTS: {entry!r}: after '@' comes the number of the visit, not {visit!r}.")
+        raise ConfigurationError(f"OUTBOX_FAULTS: {entry!r}: write the number of the visit after '@', not {visit!r}.")
     return name, _Fault(_action(entry, action), int(visit) if visit else None, marker or None)
 
 
@@ -116,7 +120,7 @@ def _action(entry: str, action: str) -> Callable[[str], None]:
     if kind == "kill":
         return lambda _: os.kill(os.getpid(), signal.SIGKILL)
     if kind == "stop":
-        # To this thread: of a signal to the process another thread may be told, and this one runs on meanwhile.
+        # Signal this thread: another thread could receive a signal to the process, while this thread runs on.
         return lambda _: signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
     if kind == "raise":
         return _raise

@@ -1,8 +1,8 @@
-"""Lets an invoker ask, right before it commits, whether the attempt it runs still counts.
+"""Lets an invoker check, directly before it commits, whether its attempt still counts.
 
 A handler can outlive its attempt: it ran past `timeout_seconds`, or its process was frozen until the queue's lease
-was over. The consumer cannot stop it, but it can tell: call `check` as the last step before COMMIT. What passes the
-check may still lose a race by the length of that commit; the inbox's unique row settles it.
+expired. The consumer cannot stop such a handler, but it can refuse its effects: call `check` as the last step before
+COMMIT. The lease can still expire between the check and the end of COMMIT. The inbox's unique row settles that race.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ _reason: ContextVar[Callable[[], str] | None] = ContextVar("outbox_fence", defau
 
 
 def check() -> None:
-    """Raise LeaseLost when the attempt that calls this does not count any more. Outside a consumer: nothing."""
+    """Raise LeaseLost if the caller's attempt no longer counts. Outside a consumer it does nothing."""
     if reason := _why():
-        raise LeaseLost(f"{reason}; its effects must be rolled back, the message is delivered again.")
+        raise LeaseLost(f"{reason}; roll back its effects, because the message is delivered again.")
 
 
 def is_lost() -> bool:
@@ -35,7 +35,7 @@ def _why() -> str:
 
 @contextmanager
 def attempt(reason: Callable[[], str]) -> Iterator[None]:
-    """Run an attempt: `reason` says why it does not count any more, or ''."""
+    """Run an attempt; `reason` returns why it no longer counts, or '' while it counts."""
     token = _reason.set(reason)
     try:
         yield

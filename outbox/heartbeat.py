@@ -1,7 +1,7 @@
-"""A sign of life in a file: what a process's own loop writes, and what a probe reads without asking anybody.
+"""A heartbeat file: a process's own loop writes it, and a probe reads it without a request to the process.
 
-A thread beside the loop would go on while the loop hangs, so the loop itself beats. The file's time says when it last
-did, its text whether it could work. Off, and free, unless the environment names a file.
+The loop itself writes it, because a separate thread would continue while the loop hangs. The file's time is the last
+heartbeat; its text says whether the loop could work. It is off, and costs nothing, unless the environment names a file.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _last: tuple[float, bool] = (0.0, False)
 
 
 def beat(*, ready: bool) -> None:
-    """Say that the loop goes round, at most once a second. `ready`: the broker answers and there is work it can do.
+    """Write a heartbeat, at most once a second. `ready`: the broker answers and the loop has work it can do.
 
     Never raises: a full disk must not stop messages.
     """
@@ -42,7 +42,7 @@ def beat(*, ready: bool) -> None:
 
 
 def busy(seconds: float) -> None:
-    """Say that the loop does something long now, and beats again within `seconds`: it must not be taken for hung."""
+    """Announce a long step: the next heartbeat comes within `seconds`, and until then the loop counts as alive."""
     global _last
     path = os.environ.get(VARIABLE)
     if not path:
@@ -55,19 +55,19 @@ def busy(seconds: float) -> None:
 
 @dataclass(frozen=True, slots=True)
 class SignOfLife:
-    """What a file says. `age_seconds` is None where there is none yet."""
+    """The content of a heartbeat file. `age_seconds` is None if the loop has not written one."""
 
     name: str
     age_seconds: float | None
     is_ready: bool
 
     def is_alive(self, *, within_seconds: float) -> bool:
-        """Whether the loop went round lately."""
+        """Whether the last heartbeat is recent enough."""
         return self.age_seconds is not None and self.age_seconds <= within_seconds
 
 
 def listen(path: Path) -> SignOfLife:
-    """Read one file."""
+    """Read one heartbeat file."""
     try:
         text, written_at = path.read_text(), path.stat().st_mtime
     except OSError:

@@ -1,4 +1,4 @@
-"""What a broker has not finished yet: asked by whoever moves away from it."""
+"""What a broker has not finished, checked before a project moves to another engine."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class LeftoverWork:
-    """What one look found, in words: `waiting` goes away while workers run, `staying` waits for an operator.
+    """The findings of one look, as texts. Workers finish `waiting` by themselves; `staying` needs an operator.
 
-    `written` is how much was ever written where it looked, for an engine that cannot look everywhere at one moment:
-    where two looks found nothing and it is the same, nothing was under way between the places. 0 for one snapshot.
+    `written` is the count of all messages ever written to the places that were read. An engine without a snapshot
+    compares it between two looks: if both found nothing and it did not change, no message moved between the places
+    meanwhile. It is 0 for an engine that reads one snapshot.
     """
 
     waiting: list[str] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Which message a log record is about: what is logged while a handler runs, and the framework's own records.
+"""Adds the message's id, key and topic to log records: those of a handler, and those of the framework.
 
     LOGGING = {
         "filters": {"outbox": {"()": "outbox.log_context.MessageFilter"}},
@@ -6,7 +6,7 @@
         "handlers": {"console": {"class": "logging.StreamHandler", "filters": ["outbox"], "formatter": "line"}},
         …
 
-A handler's filter, because those of a logger do not see what its children log.
+Attach the filter to a log handler: a logger's filter does not see the records of its child loggers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PREFIX: Final = "outbox_"
 # The attributes of a record, without the prefix.
 FIELDS: Final = ("message_id", "transaction_id", "group", "topic", "key")
 
-# So many of a batch are named.
+# The number of messages of a batch that a record names.
 _NAMED: Final = 5
 
 # A context variable follows the handler into asyncio tasks and into threads that asgiref starts for it.
@@ -35,11 +35,12 @@ _handled: ContextVar[Sequence[Delivery]] = ContextVar("outbox_handled", default=
 class MessageFilter(logging.Filter):
     """Gives every record the attributes `outbox_message_id`, `…transaction_id`, `…group`, `…topic` and `…key`.
 
-    Texts, empty where the record is about no message; of a batch the first few, separated by commas.
+    They are texts, and empty if the record is about no message. For a batch they hold the first few, separated by
+    commas.
     """
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Adds, and lets everything pass."""
+        """Add the attributes; every record passes."""
         values = _of_deliveries(deliveries) if (deliveries := _handled.get()) else {}
         for field in FIELDS:
             name = PREFIX + field
@@ -56,18 +57,18 @@ def about(
     topic: str = "",
     key: str = "",
 ) -> dict[str, str]:
-    """The `extra=` of a record that is about a message or a transaction; `group` is the consumer or producer group."""
+    """The `extra=` of a record about a message or a transaction; `group` is the consumer or producer group."""
     values = (message_id or "", transaction_id or "", group, topic, key)
     return {PREFIX + field: str(value) for field, value in zip(FIELDS, values, strict=True)}
 
 
 def about_half(half: HalfTransaction) -> dict[str, str]:
-    """Of a transaction, by its first message."""
+    """The `extra=` of a record about a transaction, from its first message."""
     return _about_transaction(half.producer_group, half.messages[0])
 
 
 def about_check(check: Check) -> dict[str, str]:
-    """As above."""
+    """The `extra=` of a record about a half transaction."""
     return _about_transaction(check.producer_group, check.message)
 
 
@@ -82,14 +83,14 @@ def _about_transaction(group: str, first: Message) -> dict[str, str]:
 
 
 def suffix(record: logging.LogRecord) -> str:
-    """What the filter has added, for the end of a line: ` [key=o-1 …]`, or nothing."""
+    """The attributes that the filter has added, for the end of a line: ` [key=o-1 …]`, or an empty text."""
     found = [f"{field}={value}" for field in FIELDS if (value := getattr(record, PREFIX + field, ""))]
     return f" [{' '.join(found)}]" if found else ""
 
 
 @contextmanager
 def handling(deliveries: Sequence[Delivery]) -> Iterator[None]:
-    """What is logged in here is about these deliveries."""
+    """Log records written inside this context are about these deliveries."""
     token = _handled.set(deliveries)
     try:
         yield
@@ -109,7 +110,7 @@ def _of_deliveries(deliveries: Sequence[Delivery]) -> dict[str, str]:
 
 
 def _named(values: Iterable[object]) -> str:
-    """Each of them once, in order, the first few."""
+    """The distinct values in order, at most the first few."""
     texts = list(dict.fromkeys(str(value) for value in values if value))
     more = [f"+{len(texts) - _NAMED}"] if len(texts) > _NAMED else []
     return ",".join(texts[:_NAMED] + more)

@@ -1,4 +1,4 @@
-"""The values that travel: messages, receipts, deliveries."""
+"""The value types of messages, receipts and deliveries."""
 
 from __future__ import annotations
 
@@ -22,14 +22,13 @@ def _now() -> datetime:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Message:
-    """One message as it is sent: an encoded body and where it belongs.
+    """One message to send: an encoded body, its topic and its routing.
 
-    `message_id` is the idempotency key of a send: storing the same id twice stores one message.
-    `key` orders messages on FIFO topics and names the business object elsewhere. `shard` chooses the
-    queue (shard modulo queue count); None spreads messages evenly. `deliver_at` (aware) is the
-    earliest time of delivery, by the broker's clock; `delay` asks for that long after the broker has stored the
-    message, whatever the sender's clock says: a delivered message has `deliver_at`. Raises InvalidName,
-    InvalidMessage or BodyTooLarge when it cannot be sent.
+    `message_id` is the idempotency key of a send: storing the same id twice stores one message. `key` orders messages
+    on FIFO topics and names the business object elsewhere. `shard` chooses the queue (shard modulo queue count); None
+    spreads messages evenly. `deliver_at` (aware) is the earliest time of delivery, by the broker's clock. `delay`
+    counts from the moment the broker stores the message, whatever the sender's clock says; the delivered message then
+    has `deliver_at`. Raises InvalidName, InvalidMessage or BodyTooLarge if it cannot be sent.
     """
 
     topic: str
@@ -63,7 +62,7 @@ class Message:
 
     @property
     def is_delayed(self) -> bool:
-        """Whether it has a time of delivery."""
+        """Whether it has a delivery time."""
         return self.deliver_at is not None or self.delay is not None
 
 
@@ -73,7 +72,7 @@ def _check_deliver_at(topic: str, moment: object) -> None:
     if moment.tzinfo is None:
         raise InvalidMessage(
             f"deliver_at={moment!r} for topic {topic!r} has no time zone: pass an aware datetime "
-            f"(django.utils.timezone.now(), datetime.now(UTC))."
+            "(django.utils.timezone.now(), datetime.now(UTC))."
         )
     try:
         moment.astimezone(UTC)
@@ -83,7 +82,7 @@ def _check_deliver_at(topic: str, moment: object) -> None:
 
 def _check_delay(topic: str, delay: object, deliver_at: datetime | None) -> None:
     if deliver_at is not None:
-        raise InvalidMessage(f"a message for topic {topic!r} has a delay and deliver_at: give one of them.")
+        raise InvalidMessage(f"a message for topic {topic!r} has both delay and deliver_at: give only one of them.")
     if not isinstance(delay, timedelta):
         raise InvalidMessage(f"delay={delay!r:.80} for topic {topic!r} must be a timedelta.")
     if delay < timedelta(0):
@@ -91,15 +90,15 @@ def _check_delay(topic: str, delay: object, deliver_at: datetime | None) -> None
     try:
         _now() + delay
     except OverflowError:
-        raise InvalidMessage(f"delay={delay!r} for topic {topic!r} leads beyond the year 9999.") from None
+        raise InvalidMessage(f"delay={delay!r} for topic {topic!r} ends after the year 9999.") from None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SendReceipt:
     """Proof that the broker stored a message.
 
-    `position` is the broker's own address of it, opaque (the bundled broker's log id, a text elsewhere), or None
-    where the broker gives none.
+    `position` is the message's address in the broker. It is opaque: the bundled broker gives its log id, another broker
+    a text, and None means that the broker gives none.
     """
 
     message_id: UUID
@@ -112,9 +111,9 @@ class SendReceipt:
 class Delivery:
     """One message handed to one handler.
 
-    `body` is decoded by the codec of the message's content type. `attempt` counts from 1. `queue` and
-    `offset` say where the consumer group found it. `transaction_id` is that of the publish call (see SendReceipt);
-    None where the broker does not tell.
+    `body` is decoded by the codec of the message's content type. `attempt` counts from 1. The consumer group read the
+    message at `offset` of `queue`. `transaction_id` is that of the publish call (see SendReceipt), or None if the
+    broker does not give it.
     """
 
     message: Message
@@ -127,22 +126,22 @@ class Delivery:
 
     @property
     def message_id(self) -> UUID:
-        """The id the producer gave the message; the same on every attempt."""
+        """The id that the producer gave the message; it is the same on every attempt."""
         return self.message.message_id
 
     @property
     def topic(self) -> str:
-        """The topic it was published to, also when it arrives from a retry queue."""
+        """The topic it was published to, even if it arrives from a retry queue."""
         return self.message.topic
 
     @property
     def key(self) -> str:
-        """The message's key, empty when it has none."""
+        """The message's key, or an empty text."""
         return self.message.key
 
     @property
     def tag(self) -> str:
-        """The message's tag, empty when it has none."""
+        """The message's tag, or an empty text."""
         return self.message.tag
 
     @property

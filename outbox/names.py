@@ -1,4 +1,4 @@
-"""Which names and sizes are allowed, checked before anything is stored."""
+"""The allowed names and sizes, checked before anything is stored."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _TAG = re.compile(r"[^\s|\x00-\x1f]+")
 
 
 def check_topic(name: str) -> str:
-    """Return `name`, or raise InvalidName. Names that begin with `%` belong to the broker."""
+    """Return `name`, or raise InvalidName. Names that begin with `%` are reserved for the broker."""
     return _check_identifier("topic", name)
 
 
 def check_group(name: str) -> str:
-    """Return a consumer or producer group's name, or raise InvalidName."""
+    """Return the name of a consumer or producer group, or raise InvalidName."""
     return _check_identifier("group", name)
 
 
@@ -38,7 +38,7 @@ def _check_identifier(what: str, name: object) -> str:
 
 
 def check_tag(tag: str) -> str:
-    """Return `tag`, or raise InvalidName. A tag has no white space and no `|` (which separates tags in filters)."""
+    """Return `tag`, or raise InvalidName. A tag has no white space and no `|`, which separates tags in filters."""
     if not isinstance(tag, str) or (tag and (len(tag) > MAX_TAG or not _TAG.fullmatch(tag) or not _is_text(tag))):
         raise InvalidName(f"tag {tag!r:.80} is not allowed: use up to {MAX_TAG} characters without white space or '|'.")
     return tag
@@ -54,7 +54,7 @@ def check_key(key: str) -> str:
 
 
 def check_headers(headers: Mapping[str, str]) -> Mapping[str, str]:
-    """Return `headers`, or raise InvalidName naming the first header that is not allowed."""
+    """Return `headers`, or raise InvalidName for the first header that is not allowed."""
     if not isinstance(headers, Mapping):
         raise InvalidName(f"headers must be a mapping of names to strings, got {headers!r:.80}.")
     if len(headers) > MAX_HEADERS:
@@ -73,7 +73,7 @@ def check_headers(headers: Mapping[str, str]) -> Mapping[str, str]:
 
 
 def _is_text(value: str) -> bool:
-    """Whether a database can store it: no NUL, no lone surrogate."""
+    """Whether PostgreSQL can store the text: it has no NUL and no lone surrogate."""
     try:
         return b"\x00" not in value.encode()
     except UnicodeEncodeError:

@@ -1,4 +1,4 @@
-"""Periodic work of a service, whoever runs it: Celery beat, or a loop of its own."""
+"""Periodic work of a service, run by Celery beat or by a loop of its own."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PeriodicPass:
-    """A bounded pass to run every `interval_seconds`; `run` returns what it counted.
+    """A bounded pass that runs every `interval_seconds`; `run` returns its counts.
 
-    A true count `more` says that the pass has left something: it is run again at once, after other passes that are due.
+    If the count `more` is true, the pass has left work. It runs again at once, after other passes that are due.
     """
 
     name: str
@@ -24,11 +24,12 @@ class PeriodicPass:
 
 
 class BackgroundLoop:
-    """Runs a pass again and again in a thread of its own, from `start` to `stop`.
+    """Runs a pass repeatedly in its own thread, from `start` to `stop`.
 
-    `run` is given a function that tells whether to stop early, and returns the seconds until the next pass;
-    `every_seconds` is the wait after one that failed, `first_seconds` before the first. Of `expected` errors one line
-    is logged. Any other would end the thread, and with it the service: it is logged in full, and the loop goes on.
+    `run` receives a function that says whether to stop early, and returns the seconds until the next pass.
+    `first_seconds` is the wait before the first pass, `every_seconds` the wait after a failed one. One of the
+    `expected` errors is logged in one line. Any other error is logged in full; it must not end the thread, and the loop
+    continues.
     """
 
     def __init__(
@@ -49,15 +50,15 @@ class BackgroundLoop:
         self._thread = threading.Thread(target=self._loop, name=f"outbox-{name}", daemon=True)
 
     def start(self) -> None:
-        """Begin; the first pass comes after `first_seconds`."""
+        """Start the thread; the first pass runs after `first_seconds`."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Begin no pass more, and cut the one that runs short; returns at once."""
+        """Start no further pass, ask the running one to stop early, and return at once."""
         self._ended.set()
 
     def join(self) -> None:
-        """Wait for the pass that runs, at most 5 s."""
+        """Wait for the running pass, at most 5 s."""
         self._thread.join(timeout=5)
 
     def _loop(self) -> None:
@@ -67,6 +68,6 @@ class BackgroundLoop:
             try:
                 pause = self._run(self._ended.is_set)
             except self._expected as error:
-                logger.warning("%s comes again in %.0f s: %s", self._name, pause, error)
+                logger.warning("%s failed and runs again in %.0f s: %s", self._name, pause, error)
             except Exception:
                 logger.exception("%s failed", self._name)

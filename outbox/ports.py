@@ -1,8 +1,8 @@
-"""What the core asks of a broker, and what a broker asks of an application.
+"""The ports: what the core needs from a broker, and what a broker needs from an application.
 
-Implemented by `outbox.memory.broker.InMemoryBroker`, `outbox.broker.postgres.PostgresBroker` and
-`outbox.rocketmq.broker.RocketMQBroker`. One contract suite runs over all; what they differ in is declared
-(outbox/capabilities.py, docs/engines.md).
+`outbox.memory.broker.InMemoryBroker`, `outbox.broker.postgres.PostgresBroker` and
+`outbox.rocketmq.broker.RocketMQBroker` implement them. One contract suite runs over all of them. Each engine declares
+its differences (outbox/capabilities.py, docs/engines.md).
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ AnyHandler = Handler | BatchHandler
 
 
 class Broker(Protocol):
-    """Stores messages, hides half ones until they are decided, and asks back.
+    """Stores messages, hides half messages until they are decided, and asks for missing decisions.
 
-    Every call either did what it says or raised a BrokerError. `timeout_seconds` is one total deadline for
-    connecting, sending and waiting; a call that ran into it may still be stored, which is safe because the
-    message id makes a resend idempotent and check-back settles a half nobody waits for.
+    Every call either succeeds or raises a BrokerError. `timeout_seconds` is one total deadline for connecting, sending
+    and waiting. A call that exceeds it may still have stored the message. That is safe: the message id makes a resend
+    idempotent, and check-back settles a half whose caller gave up.
     """
 
     def send(
@@ -41,44 +41,50 @@ class Broker(Protocol):
     ) -> list[SendReceipt]:
         """Store messages, visible at once: all or none. Raises ProducerFenced for an older instance of a producer.
 
-        `committed`: their local transaction has committed before (a repair), so that topics take them whose messages
-        must be bound to one.
+        `committed` says that their local transaction has already committed (a repair). Topics that require a local
+        transaction then accept them.
         """
 
     def send_half(self, half: HalfTransaction, *, timeout_seconds: float = 3.0) -> list[SendReceipt]:
         """Store messages invisibly until `end` decides them: all or none, durable on return."""
 
     def take_over(self, producer_group: str, transactional_id: str, *, timeout_seconds: float = 3.0) -> ProducerEpoch:
-        """Make the caller the newest instance of a transactional id. Raises LeftoversUndecided where that lasts."""
+        """Make the caller the newest instance of a transactional id.
+
+        Raises LeftoversUndecided if the older instances' transactions are still undecided at the deadline.
+        """
 
     def leftovers(self, producer: ProducerEpoch) -> list[UUID]:
-        """The undecided half transactions of its older instances; also makes them due for a check at once."""
+        """The undecided half transactions of its older instances. The call also makes them due for a check at once."""
 
     def end(self, ends: Sequence[EndTransaction], *, timeout_seconds: float = 3.0) -> list[EndStatus]:
-        """Record decisions. The first decision of a transaction stands; one status per end, in order."""
+        """Record decisions and return one status per decision, in order. A transaction's first decision stands."""
 
     def hint_checks(self, transaction_ids: Sequence[UUID]) -> None:
-        """Ask for an early check of half transactions; one-way, so a broker that cannot take it raises nothing."""
+        """Ask for an early check of half transactions. It is one-way: a broker that cannot take it raises nothing."""
 
     def claim_checks(self, producer_group: str, *, limit: int = 500) -> list[Check]:
-        """Undecided half messages of the group that are due to be asked about, claimed for this caller."""
+        """Claim for this caller the group's undecided half messages that are due for a check."""
 
     def report_answers(self, producer_group: str, answers: Sequence[Answer]) -> list[EndStatus | None]:
-        """Record what a checker said: decisions are applied, UNKNOWN is rescheduled (None) or parked."""
+        """Record the answers of a checker and return one status per answer.
+
+        A decision is applied. UNKNOWN reschedules the check (status None) or parks the transaction.
+        """
 
     def resume_checks(self, producer_group: str) -> int:
-        """Make the group's parked transactions due for a check now; returns how many."""
+        """Make the group's parked transactions due for a check now; returns their number."""
 
     def recall(self, message_ids: Sequence[UUID], *, timeout_seconds: float = 3.0) -> list[Recall]:
-        """Take back messages that wait for their delivery time or for a retry; one outcome per id, in order."""
+        """Recall messages that wait for their delivery time or for a retry; one outcome per id, in order."""
 
     def recall_key(self, topic: str, key: str, *, timeout_seconds: float = 10.0) -> list[Recall]:
-        """Take back every message of the topic and key that waits so; what was taken. Raises UnknownTopic."""
+        """Recall every waiting message of the topic and key; returns the recalled ones. Raises UnknownTopic."""
 
     def reject_transactional(self, rejecting: bool, *, timeout_seconds: float = 3.0) -> bool:
-        """Refuse new transactional messages (True), or take them again; returns whether that changed anything.
+        """Refuse new transactional messages (True) or accept them again (False); returns whether the state changed.
 
-        What is stored already goes on: it is decided, checked and delivered.
+        Stored messages continue: they are decided, checked and delivered.
         """
 
 
@@ -86,39 +92,39 @@ class Checker(Protocol):
     """Answers check-backs from the application's own data (checkLocalTransaction)."""
 
     def check_local_transactions(self, checks: Sequence[Check]) -> Iterable[Answer]:
-        """One answer per check, in any order, each as soon as it is known.
+        """Yield one answer per check, in any order, each as soon as it is known.
 
-        An exception counts as UNKNOWN for all checks not answered yet, and is recorded with its text.
+        An exception counts as UNKNOWN for all unanswered checks and is recorded with its text.
         """
 
 
 class Disposition(enum.StrEnum):
-    """What became of a delivery whose handler did not fail."""
+    """The result of a delivery whose handler did not fail."""
 
     HANDLED = "handled"
     """The handler ran and its effects are stored."""
     SKIPPED = "skipped"
-    """The inbox already had it: an earlier delivery took effect."""
+    """The inbox already had the message: an earlier delivery took effect."""
 
 
 class Invoker(Protocol):
-    """Calls a handler, with whatever must surround it (the inbox, a transaction, connection care)."""
+    """Calls a handler inside what it needs: the inbox, a transaction, and connection care."""
 
     def __call__(
         self, subscription: Subscription, handler: AnyHandler, deliveries: Sequence[Delivery], *, generation: int
     ) -> Sequence[Disposition | Exception]:
-        """One result per delivery, in order; an exception says that this delivery failed.
+        """Return one result per delivery, in order; an exception says that this delivery failed.
 
-        A handler of `batch` > 1 gets the list, any other one delivery. `generation` is the inbox generation
-        of the consumer group. Never raises for an error of the handler. HandlerNotStarted says that the handler was
-        not called and that this is no attempt at the message.
+        A handler of `batch` > 1 gets the list, any other handler gets one delivery. `generation` is the inbox
+        generation of the consumer group. An error of the handler is returned, not raised. HandlerNotStarted says that
+        the handler was not called; the delivery then counts as no attempt.
         """
 
 
 def call_handler(
     subscription: Subscription, handler: AnyHandler, deliveries: Sequence[Delivery], *, generation: int
 ) -> Sequence[Disposition | Exception]:
-    """The plain Invoker: no inbox, so effects may happen again when a delivery is repeated."""
+    """The plain Invoker, without an inbox: a repeated delivery repeats the handler's effects."""
     try:
         handler(deliveries if subscription.batch > 1 else deliveries[0])  # type: ignore[arg-type]
     except PartialFailure as partial:

@@ -1,4 +1,4 @@
-"""The framework-free producers: plain sends, and transactional ones in RocketMQ's form."""
+"""The framework-free producers: plain sends, and transactional sends in RocketMQ's form."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 class TransactionListener(Protocol):
-    """The application's two sides of a transactional message."""
+    """The application's two parts of a transactional message."""
 
     def execute_local_transaction(self, message: Message, arg: Any) -> Decision | None:
         """Run the local transaction and say how it ended; None counts as UNKNOWN."""
@@ -30,7 +30,7 @@ class TransactionListener(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TransactionReceipt:
-    """The outcome of a transactional send: where the half message is, and how the local transaction ended."""
+    """The result of a transactional send: the half message's receipt and the decision of the local transaction."""
 
     receipt: SendReceipt
     decision: Decision
@@ -56,9 +56,9 @@ class Producer:
 class TransactionProducer:
     """Sends half messages around local transactions and answers check-backs for its group.
 
-    A group belongs to one set of listeners: every producer of the group must be able to answer for every
-    other. RocketMQ's sample reports ROLLBACK for any exception; here only LocalTransactionRolledBack does,
-    because an error out of COMMIT proves nothing.
+    All producers of a group share one set of listeners, because every producer must be able to answer for every other.
+    RocketMQ's sample reports ROLLBACK for any exception. Here only LocalTransactionRolledBack does, because an error
+    from COMMIT does not prove a rollback.
     """
 
     def __init__(
@@ -74,9 +74,9 @@ class TransactionProducer:
     ) -> TransactionReceipt:
         """Send a half message, run the local transaction, report its decision.
 
-        If the half cannot be stored, the local transaction is not run and a BrokerError is raised. An
-        exception out of the local transaction is raised again: LocalTransactionRolledBack is reported as
-        ROLLBACK, any other is left to check-back, and so is a report that got lost.
+        If the half cannot be stored, the local transaction does not run and a BrokerError is raised. An exception from
+        the local transaction is raised again. LocalTransactionRolledBack is reported as ROLLBACK. For any other
+        exception, and for a lost report, check-back finds the outcome.
         """
         with tracing.publishing([message]) as traced:
             half = HalfTransaction(producer_group=self._group, messages=traced, immunity_seconds=immunity_seconds)
@@ -94,7 +94,7 @@ class TransactionProducer:
         return TransactionReceipt(receipt=receipt, decision=decision)
 
     def check_back(self) -> CheckCounts:
-        """Answer what the broker asks this group now; run it periodically in some producer of the group."""
+        """Answer the broker's due checks for this group. Run it periodically in at least one producer of the group."""
         return CheckBack(self._broker, self._group, _ListenerChecker(self._listener)).run_once()
 
     def _end(self, half: HalfTransaction, decision: Decision) -> None:
@@ -106,7 +106,7 @@ class TransactionProducer:
         try:
             self._broker.end([end], timeout_seconds=self._timeout_seconds)
         except BrokerError as error:
-            # One-way by protocol: the local transaction stands, check-back will find out.
+            # The report is one-way by protocol: the local transaction stands, and check-back finds its outcome.
             logger.warning(
                 "the end of %s could not be reported, check-back will settle it: %s",
                 half.transaction_id,

@@ -1,4 +1,4 @@
-"""Recalling: taking back a message that waits for its time, before it is delivered or delivered again."""
+"""Recalling: taking back a message that waits for its delivery time or for a retry."""
 
 from __future__ import annotations
 
@@ -8,27 +8,30 @@ from uuid import UUID
 
 
 class RecallStatus(enum.StrEnum):
-    """What became of a message that was to be recalled."""
+    """The outcome of a recall for one message."""
 
     RECALLED = "recalled"
-    """Taken back now: it waited for its delivery time, or for the retries of groups."""
+    """Recalled now: it waited for its delivery time, or for the retries of groups."""
     REPEATED = "recalled before"
-    """Taken back by an earlier call."""
+    """Recalled by an earlier call."""
     DELIVERED = "delivered"
-    """Too late: it is in its queue, and no retry of it waits."""
+    """Too late: it is in its queue, and none of its retries is waiting."""
     WAITING = "waiting"
-    """Decided, but not placed yet or held behind another of its key: try again in a moment."""
+    """Decided, but not placed yet, or held behind another message of its key: try again in a moment."""
     UNDECIDED = "undecided"
-    """Its transaction is not decided: while it runs, it can still roll back; a parked one an operator can decide."""
+    """Its transaction is undecided. A running one can still roll back; an operator can decide a parked one."""
     ROLLED_BACK = "rolled back"
-    """Nobody gets it anyway."""
+    """Its transaction rolled back, so no group gets it."""
     UNKNOWN = "unknown"
-    """The broker has no such message (any more)."""
+    """The broker has no such message, or has deleted it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recall:
-    """The outcome for one message. `groups`: those whose retry was taken back; none where it waited for its time."""
+    """The outcome for one message.
+
+    `groups` are those whose retry was recalled. It is empty if the message waited for its delivery time.
+    """
 
     message_id: UUID
     status: RecallStatus
@@ -38,5 +41,5 @@ class Recall:
 
     @property
     def is_recalled(self) -> bool:
-        """Whether it was taken back, now or before."""
+        """Whether it is recalled, by this call or an earlier one."""
         return self.status in (RecallStatus.RECALLED, RecallStatus.REPEATED)

@@ -15,8 +15,8 @@ DEFAULT_DELAYS_SECONDS = (10, 30, 60, 120, 180, 240, 300, 360, 420, 480, 540, 60
 class RetryPolicy:
     """Delay levels and the number of attempts.
 
-    `delays_seconds[i]` is the wait before attempt i + 2; past its end the last delay repeats.
-    `max_attempts` counts the first delivery; None retries without limit.
+    `delays_seconds[i]` is the wait before attempt i + 2; after its end the last delay repeats. `max_attempts` includes
+    the first delivery; None retries without limit.
     """
 
     delays_seconds: Sequence[float] = DEFAULT_DELAYS_SECONDS
@@ -38,7 +38,7 @@ class RetryPolicy:
             )
 
     def exhausted(self, attempt: int) -> bool:
-        """Whether `attempt` (from 1) was the last one allowed."""
+        """Whether `attempt` (from 1) was the last allowed one."""
         return self.max_attempts is not None and attempt >= self.max_attempts
 
     def delay_seconds(self, attempt: int) -> float:
@@ -46,5 +46,5 @@ class RetryPolicy:
         return self.level_seconds(attempt)
 
     def level_seconds(self, level: int) -> float:
-        """The wait of a delay level (from 1); levels past the last are the last."""
+        """The wait of a delay level (from 1); a level past the end is the last level."""
         return self.delays_seconds[min(max(level, 1), len(self.delays_seconds)) - 1]

@@ -1,4 +1,4 @@
-"""What may be shown: texts without passwords and masked fields, and without characters that steer a terminal."""
+"""Makes texts safe to show: masks passwords and fields, and escapes characters that control a terminal."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Final
 
 MASK: Final = "***"
-# Up to the last @ of the line: in a malformed URL the password may itself hold any character.
+# Match up to the last @ of the line: in a malformed URL the password itself may contain any character.
 _URL: Final = re.compile(r"(://[^\s:/@]*:)[^\n]*@")
 _URL_WITHOUT_HOST: Final = re.compile(r"(://[^\s:/@]*:)(?!\d+(?:[/?\s]|$)|\*)[^\s/@]+")
 _NAMED: Final = re.compile(
@@ -18,14 +18,14 @@ _NAMED: Final = re.compile(
 
 
 def mask_passwords(text: str) -> str:
-    """`text` with *** for every password in a URL, malformed ones too, or after a name such as `password=`."""
+    """`text` with *** for every password in a URL, malformed or not, or after a name such as `password=`."""
     text = _URL.sub(rf"\1{MASK}@", text)
     text = _URL_WITHOUT_HOST.sub(rf"\1{MASK}", text)
     return _NAMED.sub(rf"\1{MASK}", text)
 
 
 def masked_names(masked: Mapping[str, frozenset[str]], topic: str) -> frozenset[str]:
-    """The names of the fields that are masked on a topic, in lower case; '*' names those of all topics."""
+    """The names of the fields masked on a topic, in lower case; '*' holds those of all topics."""
     return masked.get("*", frozenset()) | masked.get(topic, frozenset())
 
 
@@ -39,10 +39,10 @@ def masked_value(value: Any, names: Collection[str]) -> Any:
 
 
 def masked_text(text: str, values: Collection[Any], names: Collection[str]) -> str:
-    """A text about messages with *** for what their masked fields hold.
+    """A text about messages with *** for the values of their masked fields.
 
-    `values` are the messages' decoded bodies and headers. A value of fewer than three characters is masked only behind
-    the name of its field: it would be found in the middle of words, too.
+    `values` are the messages' decoded bodies and headers. A value of fewer than three characters is masked only after
+    its field's name, because it could also stand in the middle of a word.
     """
     held = {str(found) for value in values for found in _held(value, names)}
     for one in sorted((one for one in held if len(one) >= _SHORTEST), key=len, reverse=True):
@@ -53,7 +53,7 @@ def masked_text(text: str, values: Collection[Any], names: Collection[str]) -> s
 
 
 def show_as(error: BaseException, text: str) -> None:
-    """From now on `shown_text` gives this text for the error: what is stored and logged of it."""
+    """Make `shown_text` return this text for the error: it is stored and logged in place of the error's own."""
     error.outbox_shown_text = text  # type: ignore[attr-defined]
 
 
@@ -68,7 +68,7 @@ _FIELD: Final = r"""(\b{}['"]?\s*[:=]\s*)(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|
 
 
 def _held(value: Any, names: Collection[str], *, below: bool = False) -> Iterator[Any]:
-    """The scalars that fields of these names hold, at any depth; all of `value` if it is `below` such a field."""
+    """The scalars in fields of these names, at any depth; all scalars of `value` if it is `below` such a field."""
     if isinstance(value, Mapping):
         for name, one in value.items():
             yield from _held(one, names, below=below or str(name).lower() in names)
@@ -80,10 +80,10 @@ def _held(value: Any, names: Collection[str], *, below: bool = False) -> Iterato
 
 
 def inert(text: str, *, keep: str = "") -> str:
-    r"""`text` with escapes (`\x1b`) for what is no printable character, `keep` excepted.
+    r"""`text` with escapes (`\x1b`) for unprintable characters, except those in `keep`.
 
-    Keys, tags, headers and errors come from outside: shown as they are they could clear the screen, rewrite lines
-    above, or turn the direction of what follows.
+    Keys, tags, headers and errors come from outside. Unescaped, they could clear the screen, rewrite lines above, or
+    reverse the direction of the text that follows.
     """
     if text.isprintable():
         return text
@@ -93,5 +93,5 @@ def inert(text: str, *, keep: str = "") -> str:
 
 
 def for_people(text: str) -> str:
-    """A text of several lines, for a terminal or a log: without passwords, inert."""
+    """A text of several lines for a terminal or a log: passwords masked, control characters escaped."""
     return inert(mask_passwords(text), keep="\n")

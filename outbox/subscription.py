@@ -1,4 +1,4 @@
-"""What a consumer group wants from a topic, and what happens when its handler fails."""
+"""What a consumer group consumes from a topic, and what happens if its handler fails."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class OnError(enum.StrEnum):
     RETRY = "retry"
     """Concurrent: to the retry queue after a delay. Ordered modes: suspend and try again in place."""
     SKIP = "skip"
-    """To the retry queue, letting later messages pass (in ordered modes this gives up its order)."""
+    """To the retry queue. Later messages pass it, so an ordered mode loses its order here."""
     DEAD_LETTER = "dead_letter"
     """To the dead letters now."""
     STOP = "stop"
@@ -38,25 +38,25 @@ class OnError(enum.StrEnum):
 
 
 class Start(enum.StrEnum):
-    """Where a consumer group that is new to a topic begins."""
+    """Where a consumer group starts that is new to a topic."""
 
     EARLIEST = "earliest"
-    """At the oldest message the broker still has: nothing published before the first worker is missed."""
+    """At the oldest message in the broker: messages published before the first worker starts are included."""
     LATEST = "latest"
-    """At messages that arrive from now on."""
+    """At the messages that arrive from now on."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Subscription:
-    """One consumer group's wish for one topic.
+    """One consumer group's subscription to one topic.
 
-    `filter` selects by tags (`"paid || refunded"`) or, after `sql:`, by an expression over headers; empty
-    means all. `start` applies once, when the group is new to the topic; a datetime starts at that time.
-    `batch` > 1 hands lists of up to that many deliveries to the handler. `on_error` maps exception types
-    to what happens; the most specific type wins, and what is not listed is retried. `retry` applies to
-    the retry queue; `suspend_seconds` is the pause before an ordered mode tries again in place, without
-    limit unless `max_suspends` is given. `timeout_seconds` bounds one handler call: beyond it the
-    attempt counts as failed. `broadcast` gives every consumer instance all messages.
+    `filter` selects by tags (`"paid || refunded"`) or, after `sql:`, by an expression over headers; empty means all.
+    `start` applies once, when the group is new to the topic; a datetime starts at that time. With `batch` > 1 the
+    handler gets lists of up to that many deliveries. `on_error` maps exception types to reactions. The most specific
+    type wins, and an unlisted type is retried. `retry` applies to the retry queue. `suspend_seconds` is the pause
+    before an ordered mode tries again in place; it does so without limit unless `max_suspends` is given.
+    `timeout_seconds` bounds one handler call; beyond it the attempt counts as failed. `broadcast` gives every consumer
+    instance all messages.
     """
 
     group: str
@@ -98,10 +98,10 @@ class Subscription:
             yield f"broadcast={self.broadcast!r} must be True or False"
 
     def reaction(self, error: BaseException) -> OnError:
-        """What to do about `error`: the entry of its most specific listed type.
+        """The reaction to `error`: the entry of its most specific listed type.
 
-        Not listed: PermanentError and a body that cannot be decoded go to the dead letters, everything else is
-        retried.
+        If no type is listed, PermanentError and a body that cannot be decoded go to the dead letters. Every other error
+        is retried.
         """
         for kind in type(error).__mro__:
             if kind in self.on_error:

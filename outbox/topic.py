@@ -1,4 +1,4 @@
-"""Declared topics: which types of message they take and how many queues they have."""
+"""Declared topics: the message types they take and their number of queues."""
 
 from __future__ import annotations
 
@@ -17,27 +17,30 @@ MAX_QUEUE_COUNT = 1024
 
 
 class MessageType(enum.StrEnum):
-    """What a topic may carry. A message can be several at once, except that NORMAL excludes FIFO and DELAY."""
+    """A kind of message that a topic may carry.
+
+    A message can be several kinds at once, but NORMAL excludes FIFO and DELAY.
+    """
 
     NORMAL = "NORMAL"
-    """No order, delivered at once."""
+    """Unordered, delivered at once."""
     FIFO = "FIFO"
-    """Ordered by key; every message of the topic needs one."""
+    """Ordered by key; every message of the topic needs a key."""
     DELAY = "DELAY"
     """May carry a delivery time."""
     TRANSACTION = "TRANSACTION"
-    """May be sent as a half message, bound to a local transaction. Alone: must be."""
+    """May be sent as a half message, bound to a local transaction. If it is the only type, it must be."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Topic:
     """A declared topic.
 
-    `queue_count` bounds how many instances of a group can consume it at once; 1 gives a global order.
-    `key_lock` (FIFO): publish takes a lock per key within the local transaction, so that queue order is
-    the order of local commits; without it order holds only between transactions that do not overlap.
-    `on_park` (FIFO): 'hold' keeps later messages of a key waiting behind a parked one, 'release' does not.
-    `retention_seconds`: how long consumed messages are kept. Raises ConfigurationError.
+    `queue_count` limits how many instances of a group can consume it at once; 1 gives a global order. `key_lock`
+    (FIFO): publish takes a lock per key within the local transaction, so that queue order is the order of local
+    commits. Without it, only transactions that do not overlap are ordered. `on_park` (FIFO): 'hold' keeps later
+    messages of a key waiting behind a parked one; 'release' delivers them. `retention_seconds`: how long consumed
+    messages are kept. Raises ConfigurationError.
     """
 
     name: str
@@ -69,13 +72,14 @@ class Topic:
 
     @property
     def needs_transaction(self) -> bool:
-        """Whether it takes nothing but transactional messages."""
+        """Whether it takes transactional messages only."""
         return self.types == {MessageType.TRANSACTION}
 
     def check_accepts(self, message: Message, *, transactional: bool | None) -> None:
-        """Raise MessageTypeMismatch or InvalidMessage unless the topic takes this message sent this way.
+        """Raise MessageTypeMismatch or InvalidMessage unless the topic accepts this message sent this way.
 
-        `transactional`: bound to a local transaction that is open; None when that one has committed before (repair).
+        `transactional` says whether the message is bound to an open local transaction. None: its local transaction has
+        already committed (a repair).
         """
         if transactional and MessageType.TRANSACTION not in self.types:
             raise self._mismatch("a transactional message", MessageType.TRANSACTION)
@@ -111,9 +115,9 @@ Selector = Callable[[Message, int], int]
 def select_shard(
     message: Message, selector: Selector | None = None, queue_count: int = DEFAULT_QUEUE_COUNT
 ) -> int | None:
-    """The shard of a message: what `selector(message, queue_count)` says, else a stable hash of its key, else None.
+    """The shard of a message: `selector(message, queue_count)` if given, else a stable hash of its key, else None.
 
-    The hash is CRC-32 of the UTF-8 key: the same in every process, language and release.
+    The hash is CRC-32 of the UTF-8 key, so it is the same in every process, language and release.
     """
     if message.shard is not None:
         return message.shard

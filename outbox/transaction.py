@@ -1,4 +1,4 @@
-"""The words of the transactional-message protocol: decisions, halves, ends, checks, answers."""
+"""The types of the transactional-message protocol: decisions, halves, ends, checks, answers."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class Decision(enum.StrEnum):
     COMMIT = "C"
     """It committed: its messages are delivered."""
     ROLLBACK = "R"
-    """It did not and never will: nobody sees its messages."""
+    """It did not commit and never will: its messages are never delivered."""
     UNKNOWN = "?"
     """Not known yet: ask again later. Never stored as an outcome."""
 
 
 class DecidedBy(enum.StrEnum):
-    """Who reported a decision."""
+    """The source of a decision."""
 
     PRODUCER = "P"
     CHECK = "K"
@@ -35,7 +35,8 @@ class DecidedBy(enum.StrEnum):
 class ProducerEpoch:
     """One instance of a logical producer: of those with the same transactional id, only the newest may send.
 
-    The id stands for itself within its producer group. Kafka's words, but the epoch stands in the broker's database.
+    The transactional id is unique within its producer group. The terms are Kafka's, but the broker's database holds the
+    epoch.
     """
 
     producer_group: str
@@ -45,13 +46,13 @@ class ProducerEpoch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HalfTransaction:
-    """The messages of one publish call, to be stored invisibly until the local transaction is decided.
+    """The messages of one publish call, stored invisibly until the local transaction is decided.
 
-    `transaction_id` is the id of the first message (as in RocketMQ). `producer_group` names the
-    interchangeable producers that can answer a check-back; `ledger_id` the table of local transactions
-    the answer must come from (None: there is none); `checker` the registered look-up to run, if any.
-    `immunity_seconds` is the minimum age before the first check that may write (None: broker default).
-    `producer` is the instance that sends it, where the producer has a transactional id: an older one is refused.
+    `transaction_id` is the id of the first message (as in RocketMQ). `producer_group` names the interchangeable
+    producers that can answer a check-back. `ledger_id` names the table of local transactions that the answer must come
+    from (None: there is none). `checker` names the registered look-up to run, if any. `immunity_seconds` is the minimum
+    age before the first check that may write (None: broker default). `producer` is the sending instance, if the
+    producer has a transactional id: the broker refuses an older instance.
     """
 
     producer_group: str
@@ -78,39 +79,39 @@ class EndTransaction:
 
 
 class ParkReason(enum.StrEnum):
-    """Why an undecided transaction was parked: named in the status, and asked about only now and then."""
+    """Why an undecided transaction was parked. The status lists parked transactions; checks for them are rare."""
 
     CHECKS = "checks"
     """Its producer group was asked MAX_CHECKS times, and no answer that counts was a decision."""
     UNANSWERED = "unanswered"
-    """Past the age limit, and no producer of its group asks for checks: nobody runs that group."""
+    """Past the age limit, and no process of its producer group asks for checks: the group is not running."""
     AGE = "age"
-    """Past the age limit; its group asks, but no answer counted (still running, ledger out of reach or unknown)."""
+    """Past the age limit. Its group asks, but no answer counted (still running, ledger unreachable or unknown)."""
 
 
 class EndStatus(enum.StrEnum):
     """What the broker did with an end message."""
 
     APPLIED = "applied"
-    """The first decision for its transaction; it stands."""
+    """This was the first decision for its transaction, and it stands."""
     REPEATED = "repeated"
-    """The same decision stood already; nothing changed."""
+    """The same decision already stood; nothing changed."""
     CONTRADICTED = "contradicted"
-    """The other decision stood already; it still stands, and an incident is recorded."""
+    """The opposite decision already stood and still stands; an incident is recorded."""
     REFUSED = "refused"
-    """No such half message, or one of another producer group; an incident is recorded."""
+    """There is no such half message, or it belongs to another producer group; an incident is recorded."""
     ACCEPTED = "accepted"
-    """The engine took it and does not say more: where a decision stood already, that one or this one holds."""
+    """The engine accepted it and reports no more. If a decision already stood, one of the two holds."""
     LEFT_TO_CHECK = "left to check"
-    """The engine cannot take it here and now: check-back settles the transaction."""
+    """The engine cannot take it now: check-back settles the transaction."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Check:
-    """A half message the broker asks its producer group about.
+    """A half message that the broker asks its producer group about.
 
-    `age_seconds` is measured by the broker's clock. `may_write` is False before immunity ends: then a
-    checker only reads. `message` is the first message of the transaction.
+    `age_seconds` is measured by the broker's clock. `may_write` is False before immunity ends; until then a checker
+    only reads. `message` is the first message of the transaction.
     """
 
     transaction_id: UUID
@@ -126,10 +127,10 @@ class Check:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """What a checker says about one check.
+    """A checker's answer to one check.
 
-    `counts` is False when the question could not really be asked (no checker, wrong ledger, the local
-    transaction is still running): then no check is used up. `alarm` asks for an incident to be recorded.
+    `counts` is False if the outcome could not be looked up (no checker, wrong ledger, the local transaction still
+    runs). Such an answer does not use up a check. `alarm` asks the broker to record an incident.
     """
 
     transaction_id: UUID
@@ -140,12 +141,12 @@ class Answer:
 
 
 STILL_RUNNING: Final = "still running"
-"""How the detail of an answer begins that found the local transaction open."""
+"""The beginning of an answer's detail if the local transaction was found open."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckCounts:
-    """What one check-back pass did."""
+    """The counts of one check-back pass."""
 
     claimed: int = 0
     committed: int = 0
@@ -155,12 +156,12 @@ class CheckCounts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckSettings:
-    """When half messages are asked about (design: RocketMQ's defaults, the longer pair where sources differ).
+    """When half messages are checked. The defaults are RocketMQ's, the longer where its sources differ.
 
-    `immunity_seconds`: minimum age before the first check, unless the half carries its own.
-    `recheck_seconds`: wait after an UNKNOWN. So many answers that count and are UNKNOWN (`max_checks`) park it; so does
-    the broker's maintenance, whoever answered or did not, `max_age_seconds` after immunity ended. A parked one is asked
-    about every `parked_recheck_seconds`, and when its group comes back.
+    `immunity_seconds`: minimum age before the first check, unless the half carries its own. `recheck_seconds`: wait
+    after an UNKNOWN. `max_checks`: this many UNKNOWN answers that count park the transaction. `max_age_seconds`: the
+    broker's maintenance parks it this long after immunity ended, with or without answers. A parked transaction is
+    checked every `parked_recheck_seconds`, and when its group returns.
     """
 
     immunity_seconds: int = 6
@@ -171,5 +172,8 @@ class CheckSettings:
 
 
 GROUP_AWAY_SECONDS: Final = 300.0
-"""A producer group that has not asked for checks for so long is away. When it comes back, and when a new process of it
-starts, its parked transactions are asked about at once, but none more often than this."""
+"""A producer group that has not asked for checks for this long is away.
+
+When it returns, or when one of its processes starts, its parked transactions are checked at once, but at most once in
+this interval.
+"""

@@ -1,6 +1,6 @@
 """The Celery app: `celery -A sample_project worker --outbox --without-gossip --without-mingle`.
 
-The last two options are for the default transport, which cannot broadcast.
+The last two options are needed for the default transport, which cannot broadcast.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How gunicorn serves the site: several processes with several threads each."""
+"""Gunicorn's settings for the site: several processes with several threads each."""
 
 from __future__ import annotations
 
@@ -13,5 +13,5 @@ threads = 4
 graceful_timeout = 5
 timeout = 30
 if any(setting.name == "control_socket_disable" for setting in KNOWN_SETTINGS):
-    # Its default place is shared by all sites of a user, and nothing here uses it.
+    # Its default place is shared by all sites of a user, and this sample does not use it.
     control_socket_disable = True

@@ -28,13 +28,13 @@ SETTINGS: Final = {"max_connections": "200", "max_wal_size": "1GB"}
 
 
 def directory() -> Path:
-    """Where the sample keeps its database, logs and other files."""
+    """The folder of the sample's database, logs and other files."""
     named = os.environ.get(DIRECTORY_VARIABLE)
     return Path(named).resolve() if named else Path(__file__).resolve().parent.parent / "var"
 
 
 def start() -> str:
-    """Start the server, or join it where it runs, and return its URL; child processes find it too.
+    """Start the server, or join the running one, and return its URL; child processes find it too.
 
     The embedded one runs until `stop`. Settings do not call this, so that importing them starts nothing.
     """
@@ -54,23 +54,23 @@ def create_databases() -> None:
 
 
 def create_queues() -> None:
-    """Create Celery's queues, before its first start.
+    """Create Celery's queues before its first start.
 
-    Of a worker and a beat that both find a queue missing, kombu's SQLAlchemy transport ends one. In a process of its
-    own, because kombu leaves a transaction open.
+    If a worker and a beat both find a queue missing, kombu's SQLAlchemy transport ends one of them. It runs in a
+    process of its own, because kombu leaves a transaction open.
     """
     subprocess.run([sys.executable, "-m", "sample_project.server"], check=True)
 
 
 def drop_databases() -> None:
-    """Drop the databases of the sample, whoever is connected to them."""
+    """Drop the databases of the sample, even with open connections."""
     with psycopg.connect(url(), autocommit=True) as connection:
         for name in (ORDERS, BROKER, CELERY):
             connection.execute(sql.SQL("DROP DATABASE IF EXISTS {} WITH (FORCE)").format(sql.Identifier(name)))
 
 
 def stop() -> None:
-    """Stop the embedded server; a server of one's own is left alone."""
+    """Stop the embedded server; a server from $OUTBOX_POSTGRES_URL keeps running."""
     if embedded.URL_VARIABLE not in os.environ:
         embedded.stop(directory() / "postgres")
 
@@ -81,7 +81,7 @@ def celery_url(server_url: str) -> str:
     parts.pop("dbname", None)
     login = ":".join(parts.pop(name) for name in ("user", "password") if name in parts)
     port = f":{parts.pop('port')}" if "port" in parts else ""
-    # A socket's directory cannot stand where a host's name does, so the host goes with the other parameters.
+    # A socket's directory is not valid as a URL's host name, so the host goes with the other parameters.
     query = "&".join(f"{name}={value}" for name, value in parts.items())
     return f"sqla+postgresql+psycopg://{login}{'@' if login else ''}{port}/{CELERY}?{query}"
 

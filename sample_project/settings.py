@@ -1,15 +1,15 @@
 """Settings of the sample: two databases on one server, so that publishing takes the two-phase path.
 
 Environment variables, all optional:
-SAMPLE_PATH=atomic              the broker lives in the orders database, publishing takes the atomic path
+SAMPLE_PATH=atomic              the broker is in the orders database, publishing takes the atomic path
 OUTBOX_POSTGRES_URL             a PostgreSQL server to use instead of the embedded one
-OUTBOX_DEMO_DIR                 where the embedded server and the logs live (default: var/ of the checkout)
+OUTBOX_DEMO_DIR                 the folder of the embedded server and the logs (default: var/ of the checkout)
 SAMPLE_BROKER                   another broker: rocketmq://HOST:8081 (docs/engines.md; default: PostgreSQL)
 SAMPLE_CELERY_BROKER            Celery's transport, e.g. redis://localhost (default: a database of its own)
-SAMPLE_CHECK_INTERVAL_SECONDS   how often beat runs check-back (default 30)
+SAMPLE_CHECK_INTERVAL_SECONDS   the interval of beat's check-back (default 30)
 SAMPLE_IMMUNITY_SECONDS         minimum age of a half message before its first check (default 6)
-SAMPLE_CHECK_RETRY_SECONDS      how long until one that could not be answered is asked again (default 60)
-SAMPLE_RECONCILE_OUTPUT         where outbox-reconcile writes its report (default: reconcile)
+SAMPLE_CHECK_RETRY_SECONDS      the wait before another check after an UNKNOWN answer (default 60)
+SAMPLE_RECONCILE_OUTPUT         the folder of outbox-reconcile's report (default: reconcile)
 SAMPLE_SECRET_KEY, SAMPLE_ALLOWED_HOSTS, SAMPLE_DEBUG=1
 """
 
@@ -68,7 +68,7 @@ TEMPLATES = [
 ]
 ROOT_URLCONF = "sample_project.urls"
 WSGI_APPLICATION = "sample_project.wsgi.application"
-# A visitor is a name in a signed cookie: no account and no session table. Who operates the shop logs in.
+# A visitor is a name in a signed cookie, without account or session table. An operator of the shop logs in.
 SESSION_ENGINE = "django.contrib.sessions.backends.signed_cookies"
 SESSION_COOKIE_SAMESITE = "Lax"
 LOGIN_URL = "storefront:login"
@@ -102,7 +102,7 @@ OUTBOX = {
     "CHECK_RETRY_SECONDS": int(os.environ.get("SAMPLE_CHECK_RETRY_SECONDS", "60")),
 }
 
-# Where outbox-reconcile writes; the page of the messages links the report that is there.
+# The folder of outbox-reconcile's reports; the page of the messages links to the newest one.
 RECONCILE_OUTPUT = os.environ.get("SAMPLE_RECONCILE_OUTPUT", "reconcile")
 
 CELERY_BROKER_URL = os.environ.get("SAMPLE_CELERY_BROKER") or server.celery_url(_SERVER)

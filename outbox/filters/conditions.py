@@ -1,4 +1,4 @@
-"""The conditions of the SQL92 subset: the tree that `parser` makes, and its three-valued evaluation.
+"""The conditions of the SQL92 subset: the tree that `parser` builds, and its three-valued evaluation.
 
 `outbox.broker.dispatch.filter_sql` writes the same tree as SQL.
 """
@@ -12,7 +12,7 @@ from decimal import Decimal
 from typing import Final, Protocol
 
 TAG_NAME: Final = "TAGS"
-# What a header must look like to count as a number. No exponents: they would let a short text overflow the server.
+# The form of a header that counts as a number. No exponents: a short text could overflow the server's numbers.
 NUMBER: Final = r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)"
 COMPARISONS: Final = frozenset({"=", "<>", "<", "<=", ">", ">="})
 
@@ -29,17 +29,17 @@ class FilterNode(Protocol):
 
 
 def lookup(name: str, tag: str, headers: Mapping[str, str]) -> str | None:
-    """The value a name stands for."""
+    """The value of a name."""
     return (tag or None) if name == TAG_NAME else headers.get(name)
 
 
 def as_number(value: str) -> Decimal | None:
-    """The number a header spells, if it spells one."""
+    """The number in a header's text, or None."""
     return Decimal(value) if _NUMBER.fullmatch(value) else None
 
 
 def _operand(name: str, like: Value, tag: str, headers: Mapping[str, str]) -> Value | None:
-    """The header as the type of what it is compared with."""
+    """The header, converted to the type of the value it is compared with."""
     value = lookup(name, tag, headers)
     return as_number(value) if value is not None and isinstance(like, Decimal) else value
 
@@ -49,7 +49,7 @@ def _compare(left: Value, operator: str, right: Value) -> bool:
         return left == right
     if operator == "<>":
         return left != right
-    # Both are of one type: _operand saw to it.
+    # _operand has made both the same type.
     below, equal = left < right, left == right  # type: ignore[operator]
     return {"<": below, "<=": below or equal, ">": not below and not equal, ">=": not below}[operator]
 
@@ -120,8 +120,9 @@ class Like:
         return None if value is None else re.fullmatch(self._expression(), value, re.DOTALL) is not None
 
     def _expression(self) -> str:
-        # Between two % a part may take its first place and keep it: what follows has the most room then. The atomic
-        # groups say so; without them a value that does not match costs time exponential in the number of %.
+        # A part between two % may take its first match and keep it, because that leaves the most text for the rest. The
+        # atomic groups enforce this; without them a value that does not match costs time exponential in the number of
+        # %.
         parts = [""]
         characters = iter(self.pattern)
         for character in characters:

@@ -1,19 +1,19 @@
-"""Which messages of a topic a subscription wants: by tag (`"paid || refunded"`) or by header (`"sql: …"`).
+"""Which messages of a topic a subscription gets: by tag (`"paid || refunded"`) or by header (`"sql: …"`).
 
 The expression after `sql:` is a subset of SQL92 over the headers of a message, with its three-valued logic:
 
     sql: region IN ('eu', 'uk') AND amount BETWEEN 10 AND 99.5 AND NOT (origin LIKE 'test%' OR trace IS NULL)
 
 - A name is a header; a missing header is NULL, and a comparison with NULL is neither true nor false.
-  `TAGS` is the message's tag (NULL when it has none). A name that is also a keyword is written in double quotes.
-- Header values are strings. Compared with a number they count as the number they spell (`-12`, `3.50`); one that
-  spells none is NULL. Compared with a string they are compared as strings, by Unicode code point.
+  `TAGS` is the message's tag (NULL if it has none). A name that is also a keyword is written in double quotes.
+- Header values are strings. Compared with a number, a value is the number in its text (`-12`, `3.50`), or NULL if
+  it has none. Compared with a string, values are compared as strings, by Unicode code point.
 - `= <> != < <= > >=`, `[NOT] IN (…)`, `[NOT] BETWEEN … AND …`, `[NOT] LIKE '…' [ESCAPE 'c']`, `IS [NOT] NULL`, `AND`,
   `OR`, `NOT`, parentheses. Two headers can be compared with `=` and `<>`, as strings.
 
-A message passes when the expression is true. The broker evaluates the same tree as SQL
-(`outbox.broker.dispatch.filter_sql`), so that what does not pass is never transferred; a property test holds both to
-the same answer.
+A message passes if the expression is true. The broker evaluates the same tree as SQL
+(`outbox.broker.dispatch.filter_sql`), so that messages that do not pass are never transferred. A property test compares
+both evaluations.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _ALL = "*"
 
 @dataclass(frozen=True, slots=True)
 class Filter:
-    """A parsed filter: `tags` (any of them) or `condition`, or neither, which lets everything pass."""
+    """A parsed filter: `tags` (any of them) or `condition`; without either, every message passes."""
 
     text: str
     tags: tuple[str, ...] = ()
@@ -41,7 +41,7 @@ class Filter:
 
     @property
     def passes_all(self) -> bool:
-        """Whether there is nothing to evaluate."""
+        """Whether every message passes."""
         return not self.tags and self.condition is None
 
     def evaluate(self, tag: str, headers: Mapping[str, str]) -> bool:
@@ -53,7 +53,7 @@ class Filter:
 
 @lru_cache(maxsize=256)
 def parse_filter(text: str) -> Filter:
-    """The filter `text` says. Raises InvalidFilter naming the column."""
+    """Parse a filter's text. Raises InvalidFilter with the column."""
     stripped = text.strip()
     if not stripped or stripped == _ALL:
         return Filter(text)

@@ -1,4 +1,4 @@
-"""From the text of a filter to its conditions: tokens, and recursive descent over them (see outbox.filters.filter)."""
+"""Parses a filter's text into conditions: tokens, then recursive descent (see outbox.filters.filter)."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class _Token:
 
 
 def parse_expression(text: str, start: int) -> FilterNode:
-    """The tree of `text[start:]`. Raises InvalidFilter with the column in `text` (from 1) and a caret under it."""
+    """Parse `text[start:]`. Raises InvalidFilter with the column in `text` (from 1) and a caret under it."""
     if len(text) > MAX_LENGTH:
         raise InvalidFilter(f"the filter has {len(text)} characters, the limit is {MAX_LENGTH}.")
     if any("\ud800" <= character <= "\udfff" for character in text):
@@ -97,7 +97,7 @@ class _Parser:
         return token
 
     def _accept(self, *words: str) -> str:
-        """The keyword or symbol that comes next, consumed, if it is one of `words`; else ''."""
+        """Consume and return the next keyword or symbol if it is one of `words`; else return ''."""
         token = self._token
         found = token.keyword or (token.text if token.kind == "symbol" else "")
         if found not in words:

@@ -1,7 +1,7 @@
-"""A broker in memory, for tests of applications: the protocol of the real one, without durability.
+"""A broker in memory, for tests of applications: the real broker's protocol, without durability.
 
-It passes the same contract suite as the PostgreSQL broker (tests/contract). It has no atomic path, since
-it has no database to share a transaction with, and it lives in one process.
+It passes the same contract suite as the PostgreSQL broker (tests/contract). It has no atomic path, because it has no
+database to share a transaction with. It works within one process only.
 """
 
 from outbox.memory.broker import InMemoryBroker

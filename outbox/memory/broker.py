@@ -1,4 +1,4 @@
-"""The in-memory broker itself: it takes messages and ends, asks back, and hands over to its log and its consumers."""
+"""The in-memory broker: stores messages and decisions, asks for missing decisions, and runs consumers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from outbox.transaction import (
 class InMemoryBroker:
     """Implements `ports.Broker`; `subscribe` and `drain` run handlers in the calling thread.
 
-    Time is a parameter: `clock` tells it (default: the real time), `advance` moves it on.
+    Time is a parameter: `clock` gives it (default: the real time), and `advance` adds to it.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class InMemoryBroker:
         return self._clock() + self._advanced
 
     def advance(self, seconds: float) -> None:
-        """Move the broker's time on."""
+        """Add to the broker's time."""
         self._advanced += timedelta(seconds=seconds)
 
     # -- sending --------------------------------------------------------------------------------
@@ -101,8 +101,8 @@ class InMemoryBroker:
             transaction = self._log.store(half.messages, half=half, immune_until=immune_until)
             if transaction.decision is not Decision.UNKNOWN:
                 raise InvalidMessage(
-                    f"half message {half.transaction_id} was sent before and is decided ({transaction.decision.name}): "
-                    f"build a new message for another transaction."
+                    f"half message {half.transaction_id} was sent before and is decided "
+                    f"({transaction.decision.name}): create a new message for another transaction."
                 )
             return self._log.receipts(half.messages)
 
@@ -127,8 +127,9 @@ class InMemoryBroker:
         newest = self._epochs[producer.producer_group, producer.transactional_id]
         if producer.epoch != newest:
             raise ProducerFenced(
-                f"producer {producer.transactional_id!r} of group {producer.producer_group!r}: this instance has "
-                f"epoch {producer.epoch}, epoch {newest} has taken its place. Nothing was published."
+                f"producer {producer.transactional_id!r} of group {producer.producer_group!r} is fenced: this "
+                f"instance has epoch {producer.epoch}, and a newer instance has epoch {newest}. Nothing was "
+                "published."
             )
 
     # -- deciding -------------------------------------------------------------------------------
@@ -186,7 +187,7 @@ class InMemoryBroker:
         self._checks.postpone(transaction, answer)
         return None
 
-    # -- what an operator does ------------------------------------------------------------------
+    # -- operator actions ---------------------------------------------------------------------------
 
     def recall(self, message_ids: Sequence[UUID], *, timeout_seconds: float = 3.0) -> list[Recall]:
         with self._log.lock:
@@ -211,15 +212,15 @@ class InMemoryBroker:
         changed, self._rejecting = rejecting != self._rejecting, rejecting
         return changed
 
-    # -- looking --------------------------------------------------------------------------------
+    # -- queries ------------------------------------------------------------------------------------
 
     def undecided(self) -> list[UUID]:
-        """Half transactions that nobody has decided, oldest first."""
+        """Undecided half transactions, oldest first."""
         with self._log.lock:
             return [transaction.transaction_id for transaction in self._log.undecided()]
 
     def parked(self) -> dict[UUID, ParkReason]:
-        """Transactions past the check limits, with the reason: a late end or answer still decides them."""
+        """Parked transactions, past the check limits, with the reason: a late decision or answer still decides them."""
         with self._log.lock:
             self._checks.park_overdue()
             return {one.transaction_id: one.parked for one in self._log.undecided() if one.parked is not None}
@@ -228,24 +229,24 @@ class InMemoryBroker:
 
     @property
     def dead_letters(self) -> list[DeadLetter]:
-        """What groups gave up, oldest first."""
+        """The dead letters of all groups, oldest first."""
         return self._consumers.dead_letters
 
     def subscribe(self, subscription: Subscription, handler: AnyHandler) -> None:
-        """Register a handler; it sees what is delivered by the next `drain`."""
+        """Register a handler; the next `drain` delivers to it."""
         self._consumers.subscribe(subscription, handler)
 
     def visible(self, topic: str) -> list[Message]:
-        """What consumers of a topic can see: queue by queue, in queue order."""
+        """The messages that consumers of a topic can see: queue by queue, in queue order."""
         with self._log.lock:
             self._checks.park_overdue()
             self._log.sequence()
             return [entry.message for _, queue in self._log.queues_of(topic) for entry in queue]
 
     def drain(self) -> int:
-        """Run handlers until nothing is deliverable now; returns how many deliveries were handled.
+        """Run handlers until no message is deliverable now; returns the number of handled deliveries.
 
-        Failed messages wait for their retry delay: `advance` the time to see them again.
+        A failed message waits for its retry delay: call `advance` to make it deliverable.
         """
         return self._consumers.drain()
 

@@ -1,4 +1,4 @@
-"""Check-back on the side of the in-memory broker: what is due to be asked about, what the answers lead to, parking.
+"""The in-memory broker's check-back: claims due checks, applies answers, parks transactions.
 
 Callers hold the log's lock.
 """
@@ -14,7 +14,7 @@ from outbox.transaction import GROUP_AWAY_SECONDS, Answer, Check, CheckSettings,
 
 
 class CheckBackSide:
-    """The undecided transactions of a log, as the bundled broker keeps them (outbox/broker/transaction)."""
+    """The undecided transactions of a log, with the bundled broker's rules (outbox/broker/transaction)."""
 
     def __init__(
         self, log: Log, settings: CheckSettings, *, now: Callable[[], datetime], report: Callable[[str], None]
@@ -26,18 +26,18 @@ class CheckBackSide:
         self._seen_at: dict[str, datetime] = {}
 
     def first_due(self, immunity_seconds: int | None) -> datetime:
-        """When a half message stored now is immune no more."""
+        """When the immunity of a half message stored now ends."""
         immunity = self._settings.immunity_seconds if immunity_seconds is None else immunity_seconds
         return self._in(immunity)
 
     def hint(self, transaction_ids: Sequence[UUID]) -> None:
-        """Make them due now."""
+        """Make the transactions due for a check now."""
         for transaction in map(self._log.find, transaction_ids):
             if transaction is not None and transaction.due_at is not None:
                 transaction.due_at = min(transaction.due_at, self._now())
 
     def claim(self, producer_group: str, limit: int) -> list[Check]:
-        """What is due of the group, parked ones last; the group's coming back makes those due."""
+        """Claim the group's due transactions, parked ones last. If the group was away, its parked ones are due."""
         if self._is_away(producer_group):
             self.ask_parked(producer_group, lately_seconds=GROUP_AWAY_SECONDS)
         self._seen_at[producer_group] = self._now()
@@ -56,7 +56,7 @@ class CheckBackSide:
         return self._in(self._settings.recheck_seconds)
 
     def ask_parked(self, producer_group: str, *, lately_seconds: float = 0.0) -> int:
-        """Make the group's parked transactions due now, but those asked about lately; returns how many."""
+        """Make the group's parked transactions due now, except those checked recently; returns their number."""
         not_since = self._in(-lately_seconds)
         parked = [t for t in self._of(producer_group) if t.parked is not None]
         chosen = [t for t in parked if not lately_seconds or t.asked_at is None or t.asked_at < not_since]
@@ -65,13 +65,13 @@ class CheckBackSide:
         return len(chosen)
 
     def postpone(self, transaction: Transaction, answer: Answer) -> None:
-        """Nobody knows yet: count the answer, and park what was asked about often enough."""
+        """Count an UNKNOWN answer, and park the transaction at the limit."""
         transaction.checks += answer.counts and self._now() >= transaction.immune_until
         if transaction.parked is None and transaction.checks >= self._settings.max_checks:
             self._park(transaction, ParkReason.CHECKS, self._in(self._settings.parked_recheck_seconds))
 
     def park_overdue(self) -> None:
-        """Park what is past the age limit, answered or not, as maintenance does."""
+        """Park the transactions past the age limit, with or without answers, as maintenance does."""
         for transaction in self._log.undecided():
             over_at = transaction.immune_until + timedelta(seconds=self._settings.max_age_seconds)
             if transaction.half is None or transaction.parked is not None or self._now() <= over_at:
@@ -85,7 +85,7 @@ class CheckBackSide:
         transaction.parked = reason
         transaction.due_at = due_at
         self._report(f"parked {transaction.transaction_id}: {reason}, after {transaction.checks} checks")
-        # A topic may let later messages of the key pass a parked one.
+        # A topic with on_park='release' lets later messages of the key pass a parked one.
         self._log.sequence()
 
     def _of(self, producer_group: str) -> list[Transaction]:

@@ -1,4 +1,4 @@
-"""The consumers of the in-memory broker: handlers called in the caller's thread, with retries and dead letters."""
+"""The in-memory broker's consumers: handlers run in the caller's thread, with retries and dead letters."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from outbox.subscription import OnError, Start, Subscription
 
 @dataclass(frozen=True)
 class DeadLetter:
-    """A message a group gave up, with the error of every attempt."""
+    """A dead letter of a group, with the error of every attempt."""
 
     group: str
     message: Message
@@ -38,7 +38,7 @@ class _Consumer:
 
 @dataclass(frozen=True)
 class _Retry:
-    """A failed message and when it comes again; `number` counts the retries of all."""
+    """A failed message and the time of its next attempt; `number` counts the retries of all messages."""
 
     due_at: datetime
     number: int
@@ -49,7 +49,7 @@ class _Retry:
 
 @dataclass(frozen=True)
 class _Fetched:
-    """A message that is handed out now."""
+    """A message on its way to a handler."""
 
     entry: Entry
     attempt: int
@@ -58,7 +58,7 @@ class _Fetched:
 
 
 class Consumers:
-    """Everybody who has subscribed, how far they are, and what is to be tried again."""
+    """All subscriptions, their offsets, and their waiting retries."""
 
     def __init__(self, log: Log, *, codecs: Codecs, invoker: Invoker, now: Callable[[], datetime]) -> None:
         self.dead_letters: list[DeadLetter] = []
@@ -72,7 +72,7 @@ class Consumers:
         self._errors: defaultdict[tuple[str, UUID], list[str]] = defaultdict(list)
 
     def subscribe(self, subscription: Subscription, handler: AnyHandler) -> None:
-        """Register a handler; it begins where its subscription says."""
+        """Register a handler; it starts where its subscription says."""
         with self._log.lock:
             self._log.topic(subscription.topic)
             consumer = _Consumer(subscription, handler, parse_filter(subscription.filter))
@@ -83,7 +83,7 @@ class Consumers:
             self._consumers.append(consumer)
 
     def recall(self, message_id: UUID) -> tuple[str, ...]:
-        """Take back the retries of a message; returns the groups that had one."""
+        """Recall the retries of a message; returns the groups that had one."""
         taken = [retry for retry in self._retries if retry.entry.message.message_id == message_id]
         for retry in taken:
             self._retries.remove(retry)
@@ -91,11 +91,11 @@ class Consumers:
         return tuple(sorted(retry.consumer.subscription.group for retry in taken))
 
     def retrying(self) -> list[Message]:
-        """What waits for a retry."""
+        """The messages that wait for a retry."""
         return [retry.entry.message for retry in self._retries]
 
     def drain(self) -> int:
-        """Run handlers until nothing is deliverable now; returns how many deliveries were handled."""
+        """Run handlers until no message is deliverable now; returns the number of handled deliveries."""
         handled = 0
         while (round_handled := sum(self._drain_one(consumer) for consumer in list(self._consumers))) > 0:
             handled += round_handled
@@ -109,7 +109,7 @@ class Consumers:
         return count
 
     def _fetch(self, consumer: _Consumer) -> list[_Fetched]:
-        """Up to `batch` messages, due retries first; the consumer's offsets move past what was looked at."""
+        """Up to `batch` messages, due retries first. The consumer's offsets move past all messages read."""
         subscription = consumer.subscription
         with self._log.lock:
             self._log.sequence()
@@ -156,7 +156,7 @@ class Consumers:
             results = self._invoke(consumer, deliveries)
         first = results[0]
         if len(results) > 1 and isinstance(first, Exception) and all(result is first for result in results):
-            # As the broker does: halved until the guilty one is alone.
+            # Halve the batch until the failing message is alone, as the real broker does.
             middle = (len(deliveries) + 1) // 2
             self._call(consumer, deliveries[:middle])
             self._call(consumer, deliveries[middle:])
@@ -193,7 +193,7 @@ class Consumers:
 
 
 def _offset_of(start: Start | datetime, queue: list[Entry]) -> int:
-    """Where a group that starts so begins: a time is that of queueing."""
+    """The offset at which a group with this start begins; a time is compared with the time of queueing."""
     if not isinstance(start, datetime):
         return len(queue)
     return sum(entry.queued_at is not None and entry.queued_at < start for entry in queue)

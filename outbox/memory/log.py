@@ -1,4 +1,4 @@
-"""What the in-memory broker stores: messages, the decisions about them, and the queues of what consumers may see."""
+"""The in-memory broker's storage: messages, the decisions about them, and the queues that consumers read."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from outbox.transaction import Decision, HalfTransaction, ParkReason
 
 @dataclass
 class Entry:
-    """One stored message and its place in the log; `queued_at` once consumers can see it."""
+    """One stored message and its place in the log; `queued_at` is set once consumers can see it."""
 
     log_id: int
     message: Message
@@ -31,7 +31,7 @@ class Entry:
 
 @dataclass
 class Transaction:
-    """Messages that are decided together; `half` is None where they were sent decided."""
+    """Messages that are decided together; `half` is None if they were sent without a half message."""
 
     transaction_id: UUID
     half: HalfTransaction | None
@@ -46,7 +46,7 @@ class Transaction:
 
 
 class Log:
-    """Messages in the order they came, and what has become of them. Callers hold `lock`; `now` tells the time."""
+    """Messages in order of arrival, and their states. Callers hold `lock`; `now` returns the time."""
 
     def __init__(self, topics: Iterable[Topic], *, auto_create_topics: bool, now: Callable[[], datetime]) -> None:
         self.lock = threading.RLock()
@@ -67,15 +67,17 @@ class Log:
         self._topics.update((topic.name, topic) for topic in topics)
 
     def topic(self, name: str) -> Topic:
-        """The topic, made now if topics are made at their first message. Raises UnknownTopic."""
+        """The topic; an undeclared one is created if that is allowed. Raises UnknownTopic."""
         if name not in self._topics:
             if not self._auto_create:
-                raise UnknownTopic(f"topic {name!r} is not declared; declared are: {', '.join(sorted(self._topics))}.")
+                raise UnknownTopic(
+                    f"topic {name!r} is not declared. Declare it, or use one of: {', '.join(sorted(self._topics))}."
+                )
             self._topics[name] = Topic(name=name)
         return self._topics[name]
 
     def check_accepts(self, messages: Sequence[Message], *, transactional: bool | None) -> None:
-        """Raise InvalidMessage, UnknownTopic or MessageTypeMismatch unless all of them can be stored."""
+        """Raise InvalidMessage, UnknownTopic or MessageTypeMismatch unless all messages can be stored."""
         if not messages:
             raise InvalidMessage("there is no message to send: pass at least one.")
         for message in messages:
@@ -84,7 +86,7 @@ class Log:
     def store(
         self, messages: Sequence[Message], *, half: HalfTransaction | None, immune_until: datetime | None = None
     ) -> Transaction:
-        """Store messages as one transaction, asked about from `immune_until` on. A repetition changes nothing."""
+        """Store messages as one transaction, first checked at `immune_until`. A repetition changes nothing."""
         known = self._entries.get(messages[0].message_id)
         if known is not None:
             return known.transaction
@@ -100,7 +102,7 @@ class Log:
         return transaction
 
     def receipts(self, messages: Sequence[Message]) -> list[SendReceipt]:
-        """One per message, in their order."""
+        """One receipt per message, in order."""
         entries = [self._entries[message.message_id] for message in messages]
         return [
             SendReceipt(
@@ -117,17 +119,17 @@ class Log:
         return self._entries[message_id]
 
     def find(self, transaction_id: UUID) -> Transaction | None:
-        """The transaction, if there is one."""
+        """The transaction, or None."""
         return self._transactions.get(transaction_id)
 
     def undecided(self) -> list[Transaction]:
-        """Oldest first."""
+        """The undecided transactions, oldest first."""
         return [t for t in self._transactions.values() if t.decision is Decision.UNKNOWN]
 
-    # -- deciding, and what it lets into the queues -----------------------------------------------
+    # -- deciding and queueing -----------------------------------------------------------------------
 
     def decide(self, transaction: Transaction, decision: Decision) -> None:
-        """Decide what is undecided; COMMIT lets its messages into their queues, each at its time and in its turn."""
+        """Decide an undecided transaction. COMMIT queues its messages, each at its time and in its order."""
         transaction.decision = decision
         if decision is Decision.COMMIT:
             for entry in transaction.entries:
@@ -139,7 +141,7 @@ class Log:
         self.sequence()
 
     def sequence(self) -> None:
-        """Append what is decided, in log order, unless an earlier message of its key is undecided."""
+        """Queue the decided messages in log order, unless an earlier message of the key is undecided."""
         while self._scheduled and self._scheduled[0][0] <= self._now():
             self._held.append(heapq.heappop(self._scheduled)[2])
         waiting, self._held = sorted(self._held, key=lambda entry: entry.log_id), []
@@ -156,7 +158,7 @@ class Log:
             self._queues[topic.name, number].append(entry)
 
     def recall(self, message_id: UUID) -> RecallStatus:
-        """Take back a message that waits for its delivery time."""
+        """Recall a message that waits for its delivery time."""
         entry = self._entries.get(message_id)
         if entry is None:
             return RecallStatus.UNKNOWN
@@ -176,16 +178,16 @@ class Log:
         return RecallStatus.WAITING if entry in self._held else RecallStatus.DELIVERED
 
     def find_message(self, message_id: UUID) -> Message | None:
-        """The stored message, if there is one."""
+        """The stored message, or None."""
         entry = self._entries.get(message_id)
         return entry.message if entry is not None else None
 
     def scheduled(self) -> list[Message]:
-        """What waits for its delivery time."""
+        """The messages that wait for their delivery time."""
         return [entry.message for _, _, entry in self._scheduled]
 
     def _oldest_undecided_by_key(self) -> dict[tuple[str, str], int]:
-        # Backwards, so that the oldest is written last and stays.
+        # Go backwards, so that the oldest entry is written last and stays.
         return {
             (entry.message.topic, entry.message.key): entry.log_id
             for transaction in reversed(self.undecided())

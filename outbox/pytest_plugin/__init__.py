@@ -1,7 +1,7 @@
 """The pytest plugin: fixtures for the tests of applications, on top of pytest-django.
 
-pytest loads this in every run of an environment that has the package, so it imports nothing before a test asks for it.
-The fixtures are the context managers of `outbox.contrib.django.testing`.
+pytest loads it in every run of an environment that has the package, so it imports nothing until a test asks for a
+fixture. The fixtures are the context managers of `outbox.contrib.django.testing`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def outbox(db: None) -> Iterator[InMemoryOutbox]:
     """A fresh broker in memory, which respects rollbacks; `drain()` runs the project's subscribers.
 
-    With any kind of `django_db` mark.
+    It works with any kind of `django_db` mark.
     """
     from outbox.contrib.django.testing import in_memory_outbox
 
@@ -31,8 +31,8 @@ def outbox(db: None) -> Iterator[InMemoryOutbox]:
 def outbox_broker(transactional_db: None) -> Iterator[BrokerOutbox]:
     """The broker on its test database, empty; `drain()` runs the project's subscribers in threads, as a worker does.
 
-    Needs no mark where the messages are published on `default`; otherwise `django_db(transaction=True, databases=…)`
-    names the databases, the broker's alias among them.
+    It needs no mark if the messages are published on `default`. Otherwise name the databases, the broker's alias
+    included, in `django_db(transaction=True, databases=…)`.
     """
     from outbox.contrib.django.testing import broker_outbox
 
@@ -42,7 +42,10 @@ def outbox_broker(transactional_db: None) -> Iterator[BrokerOutbox]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Let tests with `outbox_broker` use the broker's database; before pytest-django sorts by what they use."""
+    """Let tests with `outbox_broker` use the broker's database.
+
+    Runs before pytest-django sorts the tests by database use.
+    """
     for item in items:
         if "outbox_broker" in getattr(item, "fixturenames", ()) and item.get_closest_marker("django_db") is None:
             item.add_marker(pytest.mark.django_db(transaction=True, databases=_databases()))

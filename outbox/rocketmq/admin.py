@@ -1,7 +1,7 @@
-"""What RocketMQ's gRPC clients cannot do: create topics and consumer groups, over the broker's administration port.
+"""Creates RocketMQ's topics and consumer groups over the administration port, which gRPC clients cannot.
 
-RocketMQ's remoting protocol in JSON: a frame of two lengths, a header and a body. An operator may use `mqadmin`
-instead; this is for tests, the demonstration and `manage.py outbox_rocketmq`.
+It speaks RocketMQ's remoting protocol in JSON: a frame of two lengths, a header and a body. An operator may use
+`mqadmin` instead; this module serves tests, the demonstration and `manage.py outbox_rocketmq`.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ _NOT_SUPPORTED: Final = 3
 _NOT_FOUND: Final = 22
 _READ_AND_WRITE: Final = 6
 _NO_LIMIT: Final = 1_000_000
-# What RocketMQ itself refuses to read (com.rocketmq.remoting.frameMaxLength).
+# RocketMQ refuses longer frames itself (com.rocketmq.remoting.frameMaxLength).
 _LARGEST_FRAME: Final = 16 * 1024 * 1024
 
 
 def message_type(topic: Topic) -> str:
-    """The one message type a topic has in RocketMQ; MIXED where ours has several."""
+    """The one message type of a topic in RocketMQ; MIXED if the declared topic has several types."""
     return next(iter(topic.types)).upper() if len(topic.types) == 1 else "MIXED"
 
 
 def parse_address(text: str) -> Admin:
-    """The administration port that HOST:PORT names. Raises UsageError."""
+    """The administration port in a text HOST:PORT. Raises UsageError."""
     host, _, port = text.rpartition(":")
     if not host or not port.isdigit():
         raise UsageError(f"{text!r} must be the HOST:PORT of a broker's administration port (listenPort, 10911).")
@@ -49,13 +49,13 @@ def parse_address(text: str) -> Admin:
 def brokers_of(url: str) -> list[Admin]:
     """The administration ports in the address of RocketMQ, `rocketmq://HOST:8081?brokers=HOST:10911,HOST:10911`.
 
-    [] where it names none. Raises ConfigurationError.
+    Empty if the address has none. Raises ConfigurationError.
     """
     given = parse_qs(urlsplit(url).query, keep_blank_values=True)
     if unknown := sorted(set(given) - {"brokers"}):
         raise ConfigurationError(
-            f"the address of RocketMQ has no option {', '.join(map(repr, unknown))}: there is "
-            f"rocketmq://HOST:8081?brokers=HOST:10911,HOST:10911."
+            f"the address of RocketMQ has an unknown option {', '.join(map(repr, unknown))}: the form is "
+            "rocketmq://HOST:8081?brokers=HOST:10911,HOST:10911."
         )
     try:
         return [parse_address(text) for value in given.get("brokers", ()) for text in value.split(",")]
@@ -72,7 +72,7 @@ class Admin:
     timeout_seconds: float = 10.0
 
     def create_topic(self, topic: Topic) -> None:
-        """Create the topic, or change it to this."""
+        """Create the topic, or update it."""
         self._ask(
             (self.host, self.port),
             _UPDATE_TOPIC,
@@ -89,10 +89,10 @@ class Admin:
         )
 
     def create_group(self, subscription: Subscription, topic: Topic) -> None:
-        """Create the subscription's group, or change it to this, and have it begin at the oldest message.
+        """Create the subscription's group, or update it, and start it at the oldest message.
 
-        Without a stored offset RocketMQ begins near the newest. Ordered modes are orderly in RocketMQ. The server's own
-        limit of attempts is out of the way: the subscription's counts.
+        Without a stored offset RocketMQ starts near the newest message. An ordered mode is an orderly group in
+        RocketMQ. The server's own limit of attempts is set out of reach, because the subscription's limit counts.
         """
         group = wire_name(subscription.group)
         body = {
@@ -109,27 +109,27 @@ class Admin:
                 self._ask((self.host, self.port), _UPDATE_OFFSET, {**queue, "commitOffset": 0})
 
     def stored_offset(self, group: str, topic: str, queue: int = 0) -> int:
-        """What a group of ours has stored for a queue, by their names in RocketMQ; 0 where that is nothing."""
+        """The offset that a group has stored for a queue, by their names in RocketMQ; 0 if there is none."""
         return self._offset({"consumerGroup": group, "topic": topic, "queueId": queue})
 
     def store_offset(self, group: str, topic: str, offset: int, queue: int = 0) -> None:
-        """Store it; the group is created where it is missing."""
+        """Store the offset; a missing group is created."""
         fields = {"consumerGroup": group, "topic": topic, "queueId": queue, "commitOffset": offset}
         self._ask((self.host, self.port), _UPDATE_GROUP, {}, json.dumps({"groupName": group}).encode())
         self._ask((self.host, self.port), _UPDATE_OFFSET, fields)
 
     def _offset(self, queue: Mapping[str, Any]) -> int:
-        """What the group has stored for a queue; 0 where that is nothing."""
+        """The offset that the group has stored for a queue; 0 if there is none."""
         code, answer, _ = self._exchange((self.host, self.port), _QUERY_OFFSET, queue, b"")
         return 0 if code == _NOT_FOUND else int(answer.get("extFields", {}).get("offset", 0))
 
     def is_registered(self, name_server: tuple[str, int], cluster: str) -> bool:
         """Whether the name server knows a broker of the cluster."""
-        # Not parsed: RocketMQ writes the numbers of brokers as keys without quotes.
+        # Search the text: RocketMQ writes the numbers of brokers as keys without quotes, which is not JSON.
         return f'"clusterAddrTable":{{"{cluster}":["'.encode() in self._ask(name_server, _CLUSTERS, {})
 
     def ask(self, code: int, fields: Mapping[str, Any]) -> tuple[int, Mapping[str, Any], bytes]:
-        """What the broker answers to a question: its code (0 is success), its header and its body."""
+        """The broker's answer to a request: its code (0 is success), its header and its body."""
         return self._exchange((self.host, self.port), code, fields, b"")
 
     def _ask(self, address: tuple[str, int], code: int, fields: Mapping[str, Any], body: bytes = b"") -> bytes:
@@ -163,15 +163,15 @@ class Admin:
         except (ValueError, KeyError, TypeError) as error:
             raise _no_broker(where) from error
         if status == _NOT_SUPPORTED:
-            # A name server speaks the same protocol, but knows none of a broker's requests.
+            # A name server speaks the same protocol, but does not know the requests of a broker.
             raise _no_broker(where)
         return status, answer, rest
 
 
 def _answer(connection: socket.socket) -> tuple[int, Mapping[str, Any], bytes]:
-    """One frame. Raises OSError; ValueError, KeyError or TypeError where it is none of RocketMQ's."""
+    """Read one frame. Raises OSError; or ValueError, KeyError or TypeError if it is not a frame of RocketMQ."""
     total, length = struct.unpack(">II", _exactly(connection, 8))
-    # Its highest byte says how the header is written.
+    # The highest byte is the encoding of the header.
     length &= 0xFFFFFF
     if not 4 + length <= total <= _LARGEST_FRAME:
         raise ValueError(f"a frame of {total} bytes with a header of {length}")
@@ -181,8 +181,8 @@ def _answer(connection: socket.socket) -> tuple[int, Mapping[str, Any], bytes]:
 
 def _no_broker(where: str) -> BrokerUnavailable:
     return BrokerUnavailable(
-        f"{where} does not answer as a RocketMQ broker does: give its administration port (listenPort, 10911), not the "
-        f"proxy's (8081) or the name server's."
+        f"{where} does not answer like a RocketMQ broker: give its administration port (listenPort, 10911), not the "
+        "proxy's (8081) or the name server's."
     )
 
 

@@ -1,7 +1,7 @@
-"""The thread of a producing process that answers what the server asks.
+"""The thread of a producing process that answers the server's checks.
 
-RocketMQ asks any producer that has used the topic, whichever process it is, and counts what is not answered; so no
-process may leave it to a worker.
+RocketMQ sends a check to any producer that has used the topic, in any process, and counts unanswered checks. So each
+producing process must answer; it cannot leave the checks to a worker.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _LOOK_SECONDS: Final = 5.0
 
 
 class AnsweringThread:
-    """Runs check-back for every producer group the producer is asked about and `checker` can answer for.
+    """Runs check-back for every producer group that the server asks about and `checker` can answer for.
 
-    `producer_group` is ours; a question about another group's message is a mistake of two services that share a
-    topic, and says so: each uses up the other's checks.
+    `producer_group` is this process's group. A check for another group's message is a configuration error: two services
+    share a topic and use up each other's checks. A log line says so.
     """
 
     def __init__(
@@ -47,11 +47,11 @@ class AnsweringThread:
         self._thread = threading.Thread(target=self._run, name="outbox-rocketmq-checks", daemon=True)
 
     def start(self) -> None:
-        """Begin."""
+        """Start the thread."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Have it end; does not wait for an answer that is being looked up."""
+        """Ask the thread to end; does not wait for an answer in progress."""
         with self._producer.arrived:
             self._stop = True
             self._producer.arrived.notify_all()
@@ -74,19 +74,19 @@ class AnsweringThread:
                 self._answer(group)
 
     def _note_routes(self) -> None:
-        """Log each change of the topics about which this process cannot be asked."""
+        """Log each change of the topics that RocketMQ cannot ask this process about."""
         before, self._unrouted = self._unrouted, client.unrouted(self._producer)
         if self._unrouted and self._unrouted != before:
             logger.error(
-                "This process is not asked about topics %s: RocketMQ's proxy at %s does not answer, or has no such "
-                "topic. RocketMQ counts checks that no process answers. The process asks again every %.0f s; start the "
-                "proxy, or create the topics with `manage.py outbox_rocketmq --create`.",
+                "RocketMQ cannot ask this process about topics %s: RocketMQ's proxy at %s does not answer, or has "
+                "no such topic. RocketMQ counts checks that no process answers. The process tries again every %.0f "
+                "s; start the proxy, or create the topics with `manage.py outbox_rocketmq --create`.",
                 ", ".join(self._unrouted),
                 self._producer.client_configuration.rpc_endpoints,
                 _LOOK_SECONDS,
             )
         elif before and not self._unrouted:
-            logger.warning("RocketMQ asks this process about topics %s now.", ", ".join(before))
+            logger.warning("RocketMQ can ask this process about topics %s now.", ", ".join(before))
 
     def _answer(self, group: str) -> None:
         if group != self._group:
@@ -98,17 +98,17 @@ class AnsweringThread:
             logger.exception("answering checks of group %r failed; RocketMQ asks again", group)
 
     def _complain(self, group: str) -> None:
-        """UNKNOWN: only that group can tell. Said once per process."""
+        """Answer UNKNOWN, because only the message's own group can answer. Log it once per process."""
         asked = self._producer.claim(group, 500)
         for one in asked:
-            # Which sends nothing.
+            # UNKNOWN is not sent.
             self._producer.answer(one.transaction_id, Decision.UNKNOWN)
         if group not in self._complained and asked:
             self._complained.add(group)
             logger.error(
-                "RocketMQ asked this service (producer group %r) about a message of group %r on topic %r. Two services "
-                "publish transactional messages on one topic and use up each other's checks, so that RocketMQ gives "
-                "messages up: give each transactional topic one producer group.",
+                "RocketMQ asked this service (producer group %r) about a message of group %r on topic %r. Two "
+                "services publish transactional messages on one topic and use up each other's checks, so that "
+                "RocketMQ stops asking: give each transactional topic one producer group.",
                 self._group,
                 group,
                 asked[0].message.topic,

@@ -1,6 +1,6 @@
-"""Apache RocketMQ 5 as the core's port (implements outbox.ports.Broker). What it cannot do is refused by name.
+"""Apache RocketMQ 5 behind the core's port (implements outbox.ports.Broker). Unsupported features raise NotSupported.
 
-The contract, and what does not carry over from the bundled broker: docs/engines.md and docs/decisions/120.
+docs/engines.md and docs/decisions/120 describe the contract and the differences from the bundled broker.
 """
 
 from __future__ import annotations
@@ -55,16 +55,16 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 _THREADS: Final = 16
-# No caller waits for it.
+# No caller waits for these requests.
 _AGAIN_SECONDS: Final = 10.0
 
 
 class RocketMQBroker:
     """One producer of this process, started at its first use. Thread-safe; a fork of a used one is refused.
 
-    `topics` are all that may be used, as they are declared. `answering` makes the checker of check-back for
-    `producer_group`: the server asks any process that has used a topic, so each process that produces answers. Raises
-    ConfigurationError for an address or topics that cannot be.
+    `topics` are all topics that may be used, as declared. `answering` creates the checker of check-back for
+    `producer_group`: the server asks any process that has used a topic, so each producing process answers. Raises
+    ConfigurationError for an invalid address or topic.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class RocketMQBroker:
         committed: bool = False,
         producer: ProducerEpoch | None = None,
     ) -> list[SendReceipt]:
-        """Raises OutcomeUnknown where the message may have been stored: a resend would be a second copy."""
+        """Send messages. Raises OutcomeUnknown if a message may have been stored: a resend would be a second copy."""
         if producer is not None:
             refuse_fencing()
         if len(messages) > 1:
@@ -121,7 +121,8 @@ class RocketMQBroker:
     @staticmethod
     def _plainly(producer: CheckingProducer, topic: Topic, wire: Any) -> Any:
         if topic.types == {MessageType.TRANSACTION}:
-            # A repair: its local transaction has committed, and the server takes nothing else on this topic.
+            # A repair: its local transaction has committed, and the server accepts only transactional messages on this
+            # topic.
             opened = producer.begin_transaction()
             receipt = producer.send(wire, opened)
             opened.commit()
@@ -129,7 +130,7 @@ class RocketMQBroker:
         return producer.send(wire)
 
     def send_half(self, half: HalfTransaction, *, timeout_seconds: float = 3.0) -> list[SendReceipt]:
-        """One transaction of the server's per message, all under our transaction id. Raises as `send` does."""
+        """Open one server transaction per message, all under one transaction id. Raises as `send` does."""
         if half.producer is not None:
             refuse_fencing()
         for message in half.messages:
@@ -159,14 +160,15 @@ class RocketMQBroker:
             raise
         except FutureTimeout:
             raise OutcomeUnknown(
-                f"{what} was not acknowledged within {seconds:g} s: whether it is stored is unknown. A transaction "
-                f"that rolls back now is settled by check-back; a plain message sent again may be there twice."
+                f"{what} was not acknowledged within {seconds:g} s: RocketMQ may or may not have stored it. Roll "
+                "back the transaction, and check-back settles it. A plain message that is sent again may be stored "
+                "twice."
             ) from None
         except Exception as error:
             if "route" in str(error):
                 raise self._unrouted(message.topic, error) from error
             raise OutcomeUnknown(
-                f"{what}: RocketMQ's proxy failed ({client.described(error)}), whether it is stored is unknown."
+                f"{what}: RocketMQ's proxy failed ({client.described(error)}) and may or may not have stored it."
             ) from error
 
     def _unrouted(self, topic: str, error: Exception) -> Exception:
@@ -181,7 +183,7 @@ class RocketMQBroker:
     # -- deciding -------------------------------------------------------------------------------
 
     def end(self, ends: Sequence[EndTransaction], *, timeout_seconds: float = 3.0) -> list[EndStatus]:
-        """ACCEPTED where the server took it; LEFT_TO_CHECK where this process does not hold the half message."""
+        """ACCEPTED if the server took the decision; LEFT_TO_CHECK if this process does not hold the half message."""
         if not ends:
             return []
         producer = self._started()
@@ -189,10 +191,10 @@ class RocketMQBroker:
         return [_end_status(producer, end, decisions) for end, decisions in sent]
 
     def hint_checks(self, transaction_ids: Sequence[UUID]) -> None:
-        """Nothing: when RocketMQ asks is its own affair (transactionTimeOut, transactionCheckInterval)."""
+        """Do nothing: RocketMQ alone decides when it asks (transactionTimeOut, transactionCheckInterval)."""
 
     def claim_checks(self, producer_group: str, *, limit: int = 500) -> list[Check]:
-        """What the server has asked this process about and can still be told."""
+        """The checks that this process has received and can still answer."""
         now = datetime.now(UTC)
         claimed = self._started().claim(producer_group, limit)
         return [self._as_check(one, (now - one.born_at).total_seconds()) for one in claimed]
@@ -212,7 +214,7 @@ class RocketMQBroker:
         )
 
     def report_answers(self, producer_group: str, answers: Sequence[Answer]) -> list[EndStatus | None]:
-        """UNKNOWN is not sent, and counts all the same: after too many the server asks no more (`settle_exhausted`)."""
+        """UNKNOWN is not sent, but the server counts the check: after too many it stops asking (`settle_exhausted`)."""
         producer = self._started()
         for answer in answers:
             if answer.alarm:
@@ -223,7 +225,8 @@ class RocketMQBroker:
     def settle_exhausted(self, producer_group: str, checker: Checker) -> CheckCounts:
         """Ask `checker` about the transactions that RocketMQ gave up, and publish the committed ones again.
 
-        Nothing where the address names no brokers: the proxy does not give them. Raises BrokerError.
+        It does nothing if the address names no brokers, because the proxy does not give these transactions. Raises
+        BrokerError.
         """
         if self._exhausted is None:
             brokers = brokers_of(self.url)
@@ -245,7 +248,7 @@ class RocketMQBroker:
     def _publish_again(self, message: Message) -> None:
         self.send([message], timeout_seconds=_AGAIN_SECONDS, committed=True)
 
-    # -- what RocketMQ has no part for ------------------------------------------------------------
+    # -- what RocketMQ does not have ------------------------------------------------------------------
 
     def take_over(self, producer_group: str, transactional_id: str, *, timeout_seconds: float = 3.0) -> ProducerEpoch:
         refuse_fencing()
@@ -254,7 +257,7 @@ class RocketMQBroker:
         refuse_fencing()
 
     def resume_checks(self, producer_group: str) -> int:
-        """0: nothing is parked. What the server gave up is read from its system topic (`settle_exhausted`)."""
+        """Return 0: nothing is parked. What the server gave up is read from its system topic (`settle_exhausted`)."""
         return 0
 
     def recall(self, message_ids: Sequence[UUID], *, timeout_seconds: float = 3.0) -> list[Recall]:
@@ -274,23 +277,23 @@ class RocketMQBroker:
     # -- the producer ---------------------------------------------------------------------------
 
     def topic(self, name: str) -> Topic:
-        """The topic as it is declared. Raises UnknownTopic."""
+        """The declared topic. Raises UnknownTopic."""
         try:
             return self._topics[name]
         except KeyError:
             raise UnknownTopic(
-                f"topic {name!r} is not declared: with RocketMQ every topic is, because its checks come only to "
-                f"producers that know it. Add it to the declared topics (Django: OUTBOX['TOPICS'])."
+                f"topic {name!r} is not declared: RocketMQ sends a topic's checks only to producers that declare it. "
+                "Add it to the declared topics (Django: OUTBOX['TOPICS'])."
             ) from None
 
     def topic_problems(self) -> Iterator[str]:
-        """What is wrong on the server with the declared topics, each with what to do. Raises BrokerUnavailable."""
+        """What is wrong with the declared topics on the server, and what to do about each. Raises BrokerUnavailable."""
         producer = self._started()
         for topic in self._topics.values():
             yield from topic_problems(topic, producer.accepted_types(topic.name))
 
     def unrouted(self) -> list[str]:
-        """The topics about which RocketMQ cannot ask this process yet; [] also before the producer's first use."""
+        """The topics that RocketMQ cannot ask this process about yet; empty before the producer's first use."""
         with self._lock:
             producer = self._producer
         missing = set() if producer is None else set(client.unrouted(producer))
@@ -334,7 +337,7 @@ class RocketMQBroker:
             return self._threads
 
     def _forget(self) -> None:
-        """In a forked child: the parent's threads and sockets are not ours."""
+        """Drop the parent's producer in a forked child: its threads and sockets belong to the parent."""
         self._lock = threading.Lock()
         self._producer = self._answerer = self._threads = None
 
@@ -349,7 +352,7 @@ def _receipt(message: Message, transaction_id: UUID, receipt: Any) -> SendReceip
 
 
 def _decided(producer: CheckingProducer, end: EndTransaction) -> Iterator[Future[Any]]:
-    """Send the decision about each half message of the transaction that this process holds."""
+    """Send the decision for each half message of the transaction that this process holds."""
     for half in producer.take_open(end.transaction_id):
         yield producer.decide(half, end.decision)
 

@@ -1,8 +1,8 @@
-"""The RocketMQ client library, as this engine uses it: the one module that imports it.
+"""The RocketMQ client library for this engine: the only module that imports it.
 
-Two habits of the library are kept from the application: at import it opens a log file in the home directory and closes
-the application's log handlers (`logging.config.dictConfig`), so it is given a logger of ours instead; and its event
-loop does not survive a fork, where it would wait for ever, so that a use after a fork is refused (`refuse_after_fork`).
+Two habits of the library are kept from the application. At import it opens a log file in the home directory and closes
+the application's log handlers (`logging.config.dictConfig`); so it gets a logger of this package instead. Its event
+loop does not survive a fork and would wait for ever; so a use after a fork is refused (`refuse_after_fork`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ DEFAULT_PORT: Final = 8081
 
 def _import_client() -> None:
     quiet = types.ModuleType("rocketmq.v5.log")
-    # Its errors are ours to report, with what was being done.
+    # This package reports the library's errors itself, with the failed operation.
     theirs = logging.getLogger("outbox.rocketmq.library")
     theirs.setLevel(logging.CRITICAL)
     quiet.logger = theirs  # type: ignore[attr-defined]
@@ -88,7 +88,7 @@ __all__ = [
     "unrouted",
 ]
 
-# The server, or the library before it asks the server, said no: nothing was stored by this attempt or an earlier one.
+# The server, or the library before it asks the server, refused: no attempt has stored anything.
 REFUSALS: Final = (
     BadRequestException,
     ForbiddenException,
@@ -112,7 +112,7 @@ _started_in: int | None = None
 def configuration(url: str, *, timeout_seconds: float = 3.0) -> Any:
     """The library's configuration for `rocketmq://[ACCESS_KEY:SECRET@]HOST:PORT`. Raises ConfigurationError.
 
-    The brokers that the address may name are for their administration ports only (outbox.rocketmq.admin.brokers_of).
+    Broker addresses in it are for their administration ports only (outbox.rocketmq.admin.brokers_of).
     """
     parts = urlsplit(url)
     try:
@@ -123,40 +123,41 @@ def configuration(url: str, *, timeout_seconds: float = 3.0) -> Any:
         raise ConfigurationError("the address of RocketMQ's proxy must be rocketmq://HOST:PORT (8081 unless named).")
     brokers_of(url)
     credentials = Credentials(parts.username or "", parts.password or "")
-    # Whole seconds, and for every request.
+    # Whole seconds; they apply to every request.
     return ClientConfiguration(f"{parts.hostname}:{port}", credentials, request_timeout=math.ceil(timeout_seconds))
 
 
 def refuse_after_fork() -> None:
-    """Raise BrokerUnavailable in a process that was forked from one in which the library had been started."""
+    """Raise BrokerUnavailable in a process forked from one that had started the library."""
     global _started_in
     if _started_in is None:
         _started_in = os.getpid()
     elif _started_in != os.getpid():
         raise BrokerUnavailable(
-            f"RocketMQ's client was started in process {_started_in}, of which this one ({os.getpid()}) is a fork: it "
-            f"would wait for ever here. Publish nothing before the fork (at import, in a preloaded server)."
+            f"RocketMQ's client was started in process {_started_in}, and this process ({os.getpid()}) is a fork of "
+            "it: the client would wait for ever here. Publish nothing before the fork (at import, in a preloaded "
+            "server)."
         )
 
 
 class KnownConsumer(SimpleConsumer):  # type: ignore[misc]
-    """The library's consumer, which can wait until the proxy knows it: before, every receive is an error there."""
+    """The library's consumer, extended to wait until the proxy knows it: before that, every receive is an error."""
 
     def wait_until_known(self) -> None:
-        """At most some seconds; what comes too early is tried again."""
+        """Wait at most some seconds; a receive that comes too early is tried again."""
         self._init_settings_event.wait(_KNOWN_SECONDS)
 
 
 def keep_known(started: Any) -> None:
-    """Tell the proxies again who this client is, as one that was restarted has to be; to be called every few seconds.
+    """Announce this client to the proxies again; call it every few seconds, because a proxy may have been restarted.
 
-    The library does so every five minutes only. Until then a restarted proxy hands out no messages and sends no checks,
-    which the server counts all the same. The library asks for the route of a topic once, at its start, and drops a
-    failure: a topic without a route has no proxies to tell, so the route is asked for first.
+    The library announces itself only every five minutes. Until then a restarted proxy delivers no messages and sends no
+    checks, which the server counts all the same. The library asks for the route of a topic once, at its start, and
+    drops a failure. Without a route there is no proxy to announce to, so this asks for the route first.
     """
     deadline = time.monotonic() + _ROUTES_SECONDS
     for topic in unrouted(started):
-        # False after a timeout, which each topic would wait for.
+        # It returns False after a timeout; stop here, because each further topic would wait as long.
         if not started.route_manager.update_topic_route(topic) and time.monotonic() > deadline:
             break
     for endpoints in list(started.route_manager.get_all_endpoints().values()):
@@ -164,16 +165,16 @@ def keep_known(started: Any) -> None:
             settings = started.sync_setting_req(endpoints)
             started.rpc_client.telemetry_write_async(endpoints, settings).result(_TELL_SECONDS)
         except TimeoutError:
-            # The stream waits for the proxy, and will tell it.
+            # The stream waits for the proxy and announces the client itself.
             continue
         except Exception as error:
-            logger.debug("the stream to %s is made anew: %s", endpoints, described(error))
+            logger.debug("the stream to %s is opened again: %s", endpoints, described(error))
             started.on_new_endpoints(endpoints)
 
 
 def unrouted(started: Any) -> list[str]:
-    """The topics, by their names in RocketMQ, whose route the client does not know: no check about them comes here."""
-    # The library keeps the routes in a private map and has no question that reads it without asking the server.
+    """The topics without a known route, by their names in RocketMQ: the client receives no checks about them."""
+    # The library keeps the routes in a private map; its public functions would ask the server.
     known = set(started.route_manager._ClientRouteManager__topic_route_cache.keys())
     return sorted(set(started.topics) - known)
 

@@ -1,9 +1,9 @@
 """Consuming from RocketMQ: messages are received, handled through the invoker, and acknowledged one by one.
 
-A received message is invisible to others for a while, which is extended as long as its handler runs; a consumer that
-dies lets it come back. The server counts attempts. A retry is a longer invisible time, the last failure goes to the
-group's dead letters (%DLQ%GROUP). Every thread of a subscription receives for itself, so nothing is held that nobody
-handles.
+A received message is invisible to other consumers for a time, which is extended while its handler runs. If the consumer
+dies, the message becomes visible again. The server counts attempts. A retry is a longer invisible time; after the last
+failure the message goes to the group's dead letters (%DLQ%GROUP). Every thread of a subscription receives for itself,
+so each message held has a thread that handles it.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
 
-from outbox import fence
+from outbox import fence, log_context, measures, tracing
 from outbox.backoff import Backoff
 from outbox.codec import Codecs
 from outbox.errors import (
@@ -32,10 +32,8 @@ from outbox.filters.filter import parse_filter
 from outbox.message import Delivery, Message
 from outbox.ports import AnyHandler, Disposition, Invoker, call_handler
 from outbox.rocketmq import client
-from outbox.rocketmq.attempts import Attempt, Extended
 from outbox.rocketmq.engine import ENGINE
 from outbox.rocketmq.names import wire_name
-from outbox.rocketmq.observed import observed
 from outbox.rocketmq.wire import from_wire
 from outbox.safe_text import shown_text
 from outbox.subscription import OnError, Subscription
@@ -43,7 +41,7 @@ from outbox.topic import Topic
 
 logger = logging.getLogger(__name__)
 
-# The proxy takes no shorter waits for messages than 5 s, and no shorter invisible time than 10 s.
+# The proxy refuses waits for messages below 5 s and invisible times below 10 s.
 _WAIT_SECONDS: Final = 5
 INVISIBLE_SECONDS: Final = 15
 _RENEW_SECONDS: Final = INVISIBLE_SECONDS / 3
@@ -51,22 +49,52 @@ _KNOWN_SECONDS: Final = 5.0
 _AWAY_SECONDS: Final = 1.0
 _LONGEST_SECONDS: Final = 12 * 3600
 _BACKOFF: Final = Backoff(first_seconds=0.2, longest_seconds=10.0, factor=2)
-# The inbox of a project that moves from one engine to the other stays valid.
+# The same generation on both engines: the inbox stays valid when a project moves.
 _GENERATION: Final = 1
 
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """A message that was received, is decoded, and has to be let go one way or the other."""
+    """A received and decoded message, which must be acknowledged, retried or given up."""
 
     wire: Any
     delivery: Delivery
 
 
+@dataclass(slots=True)
+class Attempt:
+    """One call of the handler, with its time limit."""
+
+    seconds: float
+    ends_at: float = 0.0
+
+    def begin(self) -> None:
+        """Start the time limit again."""
+        self.ends_at = time.monotonic() + self.seconds
+
+    def is_over(self) -> bool:
+        """Whether the time limit has passed."""
+        return time.monotonic() >= self.ends_at
+
+    def lost(self) -> str:
+        """Why the attempt's effects no longer count, or ''."""
+        return f"the handler ran longer than {self.seconds:g} s" if self.is_over() else ""
+
+
+@dataclass(slots=True)
+class Extended:
+    """A message whose invisible time is extended until its attempt ends or it is released."""
+
+    wire: Any
+    attempt: Attempt
+    released: bool = False
+    extending: threading.Lock = field(default_factory=threading.Lock)
+
+
 class RocketMQConsumers:
     """The subscriptions of one process. Raises ConfigurationError for one that RocketMQ cannot serve.
 
-    `invoker` has to bring an inbox: the server delivers copies (docs/engines.md).
+    `invoker` must include an inbox: the server may deliver a message twice (docs/engines.md).
     """
 
     def __init__(
@@ -91,7 +119,7 @@ class RocketMQConsumers:
         ]
 
     def run(self, stop: threading.Event) -> None:
-        """Consume until `stop`, then finish what is held. Raises BrokerUnavailable where it cannot begin."""
+        """Consume until `stop`, then finish the held messages. Raises BrokerUnavailable if it cannot start."""
         client.refuse_after_fork()
         started: list[_Poller] = []
         try:
@@ -113,7 +141,7 @@ class RocketMQConsumers:
 
 
 class _Poller:
-    """One subscription: its client of the library, its threads, and the thread that extends what they hold."""
+    """One subscription: its client of the library, its threads, and the thread that extends their messages."""
 
     def __init__(
         self, configuration: Any, subscription: Subscription, handler: AnyHandler, invoker: Invoker, codecs: Codecs
@@ -134,7 +162,7 @@ class _Poller:
     # -- threads --------------------------------------------------------------------------------
 
     def start(self, stop: threading.Event) -> None:
-        """Begin. Raises BrokerUnavailable."""
+        """Start the threads. Raises BrokerUnavailable."""
         self._stopping = stop
         topic, group = wire_name(self._subscription.topic), wire_name(self._subscription.group)
         everything = {topic: client.FilterExpression()}
@@ -157,7 +185,7 @@ class _Poller:
         client.keep_known(self._consumer)
 
     def finish(self) -> None:
-        """Wait for what is being handled, and stop. A handler past its timeout is not waited for."""
+        """Wait for the running handlers, and stop. It does not wait for a handler past its timeout."""
         deadline = time.monotonic() + self._subscription.timeout_seconds + _WAIT_SECONDS
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
@@ -172,10 +200,10 @@ class _Poller:
                 failures = 0
             except Exception as error:
                 failures += 1
-                # Said once per thread and outage.
+                # Logged once per thread and outage.
                 logger.log(
                     logging.WARNING if failures == 1 else logging.DEBUG,
-                    "group %r cannot receive from %r, it tries again: %s",
+                    "group %r cannot receive from %r and tries again: %s",
                     self._subscription.group,
                     self._subscription.topic,
                     client.described(error),
@@ -186,7 +214,7 @@ class _Poller:
                 self._handle(received)
 
     def _renew(self) -> None:
-        """Extend what is being handled, until its time is over."""
+        """Extend the messages of running handlers, until their time limit."""
         while not self._finished.wait(_RENEW_SECONDS):
             with self._lock:
                 held = list(self._held.values())
@@ -199,7 +227,7 @@ class _Poller:
         try:
             self._consumer.change_invisible_duration(wire, INVISIBLE_SECONDS)
         except Exception as error:
-            logger.info("message %s may come again: %s", wire.message_id, client.described(error))
+            logger.info("message %s may be delivered again: %s", wire.message_id, client.described(error))
 
     # -- handling -------------------------------------------------------------------------------
 
@@ -213,14 +241,14 @@ class _Poller:
                 with fence.attempt(attempt.lost):
                     self._call(held, attempt)
         except Exception:
-            # Whatever was not let go comes back by itself.
+            # A message that is still held becomes visible again by itself.
             logger.exception("group %r failed at %r", self._subscription.group, self._subscription.topic)
         finally:
             for wire in received:
                 self._release(wire)
 
     def _decoded(self, wire: Any) -> _Held | None:
-        """The delivery; None where the message is let go already."""
+        """The delivery; None if the message is already released."""
         try:
             message = from_wire(wire)
         except Exception as error:
@@ -228,7 +256,7 @@ class _Poller:
             return None
         limit = self._subscription.retry.max_attempts
         if limit is not None and (wire.delivery_attempt or 1) > limit:
-            # Its last attempt ended with the process, which could not say so.
+            # Its last attempt ended with the process, which could not report it.
             self._let_go(wire, KillsItsProcess(), wire.delivery_attempt, str(message.message_id))
             return None
         if not self._filter.evaluate(message.tag, message.headers):
@@ -247,7 +275,7 @@ class _Poller:
             body=body,
             group=self._subscription.group,
             queue=self._subscription.topic,
-            # The library does not tell.
+            # The library does not report it.
             offset=-1,
             attempt=wire.delivery_attempt or 1,
         )
@@ -256,7 +284,7 @@ class _Poller:
         results = self._invoked([one.delivery for one in held], attempt)
         first = results[0]
         if len(results) > 1 and isinstance(first, Exception) and all(result is first for result in results):
-            # Halved until the guilty one is alone.
+            # Halve the batch until the failing message is alone.
             middle = (len(held) + 1) // 2
             self._call(held[:middle], attempt)
             self._call(held[middle:], attempt)
@@ -268,7 +296,10 @@ class _Poller:
                 self._let_go(one.wire, result, one.delivery.attempt, str(one.delivery.message_id))
 
     def _invoked(self, deliveries: Sequence[Delivery], attempt: Attempt) -> Sequence[Disposition | Exception]:
-        """What became of them. While a database or a service is away they are kept: coming again uses an attempt up."""
+        """Settle the messages by their results.
+
+        While a database or a service is down they stay held, because a new delivery would use up an attempt.
+        """
         while True:
             results = self._invoker(self._subscription, self._handler, deliveries, generation=_GENERATION)
             away = results[0]
@@ -281,7 +312,7 @@ class _Poller:
             attempt.begin()
 
     def _let_go(self, wire: Any, error: Exception, attempt: int, what: str) -> None:
-        """Have a message that failed come again after its delay, or give it up."""
+        """Schedule a failed message again after its delay, or give it up."""
         subscription = self._subscription
         reaction = subscription.reaction(error)
         text = f"{type(error).__name__}: {shown_text(error)}"
@@ -314,17 +345,45 @@ class _Poller:
         client.MessagingResultChecker.check(answer.status)
 
     def _quietly(self, wire: Any, request: Callable[[], object]) -> None:
-        """Let a message go by a request that may be lost: then it comes again, and the inbox knows it."""
+        """Release a message by a request that may be lost. Then it is delivered again, and the inbox recognises it."""
         self._release(wire)
         try:
             request()
         except Exception as error:
-            logger.info("message %s comes again: %s", wire.message_id, client.described(error))
+            logger.info("message %s is delivered again: %s", wire.message_id, client.described(error))
 
     def _release(self, wire: Any) -> None:
-        """Have it extended no more: an extension replaces the receipt that letting go needs."""
+        """Stop extending a message: an extension replaces the receipt that its release needs."""
         with self._lock:
             held = self._held.pop(id(wire), None)
         if held is not None:
             with held.extending:
                 held.released = True
+
+
+def observed(invoker: Invoker) -> Invoker:
+    """`invoker`, with log lines, spans and figures for every call, as on the bundled broker."""
+
+    def invoke(
+        subscription: Subscription, handler: AnyHandler, deliveries: Sequence[Delivery], *, generation: int
+    ) -> Sequence[Disposition | Exception]:
+        started = time.time()
+        with log_context.handling(deliveries):
+            if tracing.tracer is None:
+                results = invoker(subscription, handler, deliveries, generation=generation)
+            else:
+                with tracing.tracer.handling(deliveries) as conclude:
+                    results = invoker(subscription, handler, deliveries, generation=generation)
+                    conclude(results)
+        if measures.recorder is not None:
+            failed = sum(isinstance(result, BaseException) for result in results)
+            waited = [started - _ready_at(delivery) for delivery in deliveries if delivery.attempt == 1]
+            took = time.time() - started
+            measures.recorder.handled(subscription.group, subscription.topic, waited, took, failed=failed)
+        return results
+
+    return invoke
+
+
+def _ready_at(delivery: Delivery) -> float:
+    return (delivery.message.deliver_at or delivery.message.born_at).timestamp()

@@ -1,4 +1,4 @@
-"""What RocketMQ can do behind the port, and what it needs of topics. Imports no client library."""
+"""RocketMQ's capabilities and its requirements for topics. Imports no client library."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from outbox.rocketmq.names import collisions
 from outbox.topic import MessageType, Topic
 
 ENGINE: Final = Engine("RocketMQ", frozenset())
-"""It has none of what engines differ in: the port's protocol, retries, dead letters, filters and FIFO topics only."""
+"""No capability: it has the port's protocol, retries, dead letters, filters and FIFO topics only."""
 
 _TYPES: Final = {MessageType.NORMAL: 1, MessageType.FIFO: 2, MessageType.DELAY: 3, MessageType.TRANSACTION: 4}
 
 
 def check_topics(topics: Iterable[Topic]) -> dict[str, Topic]:
-    """The topics by name. Raises ConfigurationError for what RocketMQ cannot have."""
+    """The topics by name. Raises ConfigurationError for one that RocketMQ does not support."""
     known = {topic.name: topic for topic in topics}
     refused = [text for topic in known.values() for text in ENGINE.topic_refusals(topic)]
     if refused := [*refused, *collisions(known)]:
@@ -27,7 +27,7 @@ def check_topics(topics: Iterable[Topic]) -> dict[str, Topic]:
 
 
 def topic_problems(topic: Topic, accepted: frozenset[int] | None) -> Iterator[str]:
-    """What is wrong with a topic of the server that takes these types of its own; None: the server has none."""
+    """What is wrong with a server's topic of these types; None: the server does not have the topic."""
     if accepted is None:
         yield (
             f"RocketMQ has no topic {topic.name!r}: create it with message.type={message_type(topic)} and "
@@ -48,5 +48,5 @@ def refuse_fencing() -> NoReturn:
 
 def refuse_recall() -> NoReturn:
     """Raise NotSupported."""
-    ENGINE.require(Capability.RECALL, "recall", "Let the handler look whether the message still counts.")
+    ENGINE.require(Capability.RECALL, "recall", "Let the handler check whether the message still counts.")
     raise AssertionError

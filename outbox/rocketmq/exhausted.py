@@ -1,7 +1,7 @@
-"""Transactions that RocketMQ gave up asking about: the ledger decides them, and the committed ones are published again.
+"""The transactions that RocketMQ gave up: the ledger decides them, and the committed ones are published again.
 
 After `transactionCheckMax` checks (15), or after `fileReservedTime` (72 h), the broker moves an undecided half message
-to the system topic TRANS_CHECK_MAX_TIME_TOPIC and asks no more. Each broker has one queue of it, for all services.
+to the system topic TRANS_CHECK_MAX_TIME_TOPIC and stops asking. Each broker has one queue of it, for all services.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from outbox.transaction import Answer, Check, Decision, EndStatus
 logger = logging.getLogger(__name__)
 
 TOPIC: Final = "TRANS_CHECK_MAX_TIME_TOPIC"
-# Every broker has this group; reading needs one and stores nothing for it.
+# Every broker has this group. Reading needs a group and stores nothing for it.
 READER: Final = "TOOLS_CONSUMER"
 
 
 def offsets_of(producer_group: str) -> str:
-    """The consumer group under which RocketMQ keeps how far this service has settled the topic."""
+    """The consumer group under which RocketMQ stores how far this service has settled the topic."""
     return f"outbox-exhausted-{wire_name(producer_group)}"
 
 
 @dataclass(slots=True)
 class _Progress:
-    """How far one broker's queue is settled: everything below `offset`, and `done` above it.
+    """How far one broker's queue is settled: all offsets below `offset`, and those in `done` above it.
 
     `first` is the oldest message that the broker still has.
     """
@@ -47,7 +47,7 @@ class _Progress:
 
 
 class ExhaustedChecks:
-    """The transactions of one producer group that the brokers gave up; the part of the port that check-back uses.
+    """The transactions of one producer group that the brokers gave up; the port's functions that check-back uses.
 
     A transaction that cannot be decided yet, or whose message cannot be published, stays and is read again.
     """
@@ -67,7 +67,7 @@ class ExhaustedChecks:
         self._warned: set[UUID] = set()
 
     def claim_checks(self, producer_group: str, *, limit: int = 500) -> list[Check]:
-        """What the brokers hold of the group and is not settled, one check per transaction. Raises BrokerError."""
+        """The group's unsettled messages on the brokers, as one check per transaction. Raises BrokerError."""
         self._claimed = {}
         for one in self._progress:
             for offset, about in self._unsettled(one, producer_group):
@@ -78,7 +78,7 @@ class ExhaustedChecks:
         return [self._as_check(about, (now - about.born_at).total_seconds()) for about in found]
 
     def report_answers(self, producer_group: str, answers: Sequence[Answer]) -> list[EndStatus | None]:
-        """COMMIT publishes the messages again, under their ids."""
+        """For COMMIT, publish the messages again under their ids."""
         return [self._settle(answer) for answer in answers]
 
     def _settle(self, answer: Answer) -> EndStatus | None:
@@ -100,8 +100,8 @@ class ExhaustedChecks:
         if transaction_id not in self._warned:
             self._warned.add(transaction_id)
             logger.warning(
-                "RocketMQ gave up asking about transaction %s, and %s. It is looked at again until RocketMQ deletes it "
-                "(fileReservedTime, 72 h).",
+                "RocketMQ gave up asking about transaction %s, and %s. The worker tries again until RocketMQ "
+                "deletes it (fileReservedTime, 72 h).",
                 transaction_id,
                 why,
             )
@@ -131,7 +131,7 @@ class ExhaustedChecks:
 
 
 def transactions(broker: Admin, offset: int) -> Iterator[tuple[int, CheckProperties | None]]:
-    """What the broker gave up from `offset` on; None for what no producer of outbox has sent. Raises BrokerError."""
+    """What the broker gave up from `offset` on; None for messages that outbox did not send. Raises BrokerError."""
     for message in stored.read(broker, READER, TOPIC, offset):
         try:
             yield message.offset, asked(message)
@@ -141,7 +141,7 @@ def transactions(broker: Admin, offset: int) -> Iterator[tuple[int, CheckPropert
 
 
 def waiting(broker: Admin, producer_group: str) -> int:
-    """How many messages of the group this broker gave up that are not settled yet. Raises BrokerError."""
+    """The number of the group's messages that this broker gave up and that are unsettled. Raises BrokerError."""
     begin = broker.stored_offset(offsets_of(producer_group), TOPIC)
     found = (about for _, about in transactions(broker, begin))
     return sum(about is not None and about.producer_group == producer_group for about in found)

@@ -1,7 +1,7 @@
-"""What a RocketMQ broker has not finished yet, by its administration port: whoever leaves it has to know.
+"""What a RocketMQ broker has not finished, read from its administration port before a project moves away.
 
-Undecided half messages, and messages that are held by a consumer or wait for a retry, can be counted for the whole
-broker only, other services' included: RocketMQ keeps both in queues of its own.
+Undecided half messages, and messages held by a consumer or waiting for a retry, can be counted only for the whole
+broker, with those of other services: RocketMQ keeps both in queues of its own.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ _HALVES: Final = "RMQ_SYS_TRANS_HALF_TOPIC"
 _CHECKER: Final = "CID_RMQ_SYS_TRANS"
 _REVIVE: Final = "rmq_sys_REVIVE_LOG_"
 _TIMERS: Final = "rmq_sys_wheel_timer"
-# A map that has queues as keys, which RocketMQ writes as objects: no JSON.
+# A map with queues as keys, which RocketMQ writes as objects: not JSON.
 _QUEUES: Final = re.compile(rb"(\{[^{}]*\}):(\{[^{}]*\})")
 
 
 class Timers:
-    """What the brokers deliver later, from the messages that they keep for it. Keep one for all looks.
+    """The delayed messages of the brokers, read from their own queue. Use one instance for all looks.
 
-    RocketMQ's own counts (GET_TIMER_METRICS) are stored every ten seconds. After a crash they miss what came and went
-    since then, for ever: they fall below zero, or never reach it.
+    RocketMQ's own counts (GET_TIMER_METRICS) are stored every ten seconds. After a crash they permanently miss the
+    changes since then: they fall below zero, or never reach it.
     """
 
     def __init__(self) -> None:
@@ -47,11 +47,11 @@ class Timers:
         self._waiting: dict[Admin, list[tuple[int, str]]] = {}
 
     def waiting(self, broker: Admin) -> Counter[str]:
-        """How many messages wait, by the names of their topics in RocketMQ. Raises BrokerError."""
+        """The number of waiting messages, by the names of their topics in RocketMQ. Raises BrokerError."""
         status, answer, body = broker.ask(_TIMER_PROGRESS, {})
         if status:
-            raise BrokerError(f"RocketMQ does not say what it delays: {answer.get('remark') or status}.")
-        # Everything that was due before is delivered.
+            raise BrokerError(f"RocketMQ does not report what it delays: {answer.get('remark') or status}.")
+        # All messages due before this one are delivered.
         (reached,) = struct.unpack_from(">q", body)
         waiting = [one for one in self._waiting.get(broker, ()) if one[0] >= reached]
         for message in stored.read(broker, READER, _TIMERS, self._read[broker]):
@@ -74,7 +74,7 @@ def left(
 ) -> LeftoverWork:
     """What is left of the (group, topic) subscriptions, the topics and the producer group. Raises BrokerError.
 
-    `settles`: the workers of the project decide what RocketMQ gave up asking about.
+    `settles`: the project's workers decide the transactions that RocketMQ gave up.
     """
     found = Counter[str]()
     dead = Counter[str]()
@@ -83,10 +83,10 @@ def left(
         groups.setdefault(group, set()).add(topic)
     written = 0
     for broker in brokers:
-        # Against the stream: what moves on while we look is met again, or seen in `written`.
+        # Against the stream: a message that moves on during the look is met again, or shows in `written`.
         halves, undecided = _halves(broker)
         written += halves
-        found["half messages are undecided, or were not looked at yet (of all services)"] += undecided
+        found["half messages are undecided, or not examined yet (of all services)"] += undecided
         given_up = exhausted.waiting(broker, producer_group) if producer_group else 0
         (found if settles else dead)[
             "messages were given up by RocketMQ's check-back, and the ledger was not asked"
@@ -111,20 +111,20 @@ def _said(counts: Counter[str]) -> list[str]:
 
 
 def _halves(broker: Admin) -> tuple[int, int]:
-    """How many half messages there ever were, and how many the server has not seen decided."""
+    """The number of half messages ever written, and the number still undecided on the server."""
     queue = {"topic": _HALVES, "queueId": 0}
     end = _number(broker, _MAX_OFFSET, queue)
     return end, end - _number(broker, _CONSUMER_OFFSET, {"consumerGroup": _CHECKER, **queue})
 
 
 def _number(broker: Admin, code: int, fields: dict[str, Any]) -> int:
-    # Neither there yet: 0.
+    # 0 while neither topic exists.
     status, answer, _ = broker.ask(code, fields)
     return int(answer.get("extFields", {}).get("offset", 0)) if status == 0 else 0
 
 
 def _group(broker: Admin, group: str, topics: Iterable[str]) -> tuple[int, int]:
-    """How much there ever was for the group, and how much of it is not acknowledged; what came back included."""
+    """The number of messages ever written for the group, and of those unacknowledged; redelivered ones included."""
     status, answer, body = broker.ask(_CONSUMER_STATISTICS, {"consumerGroup": wire_name(group)})
     if status:
         raise BrokerError(f"RocketMQ does not know group {group!r}: {answer.get('remark') or status}.")

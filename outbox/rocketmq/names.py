@@ -1,4 +1,4 @@
-"""The names of topics and groups as RocketMQ allows them."""
+"""The names of topics and groups that RocketMQ allows."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Iterable, Iterator
 def wire_name(name: str) -> str:
     """A topic's or group's name without the dots that RocketMQ refuses: `order.paid` is `order-paid` there.
 
-    No escape by `%`, which its schema lets through and its proxy takes for the end of a namespace.
+    `%` cannot serve as an escape: RocketMQ's schema allows it, but its proxy reads it as the end of a namespace.
     """
     return name.replace(".", "-")
 
 
 def collisions(names: Iterable[str]) -> Iterator[str]:
-    """What is wrong with names that are one in RocketMQ."""
+    """The complaints about names that are the same in RocketMQ."""
     known: dict[str, str] = {}
     for name in names:
         other = known.setdefault(wire_name(name), name)

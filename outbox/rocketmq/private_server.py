@@ -1,9 +1,9 @@
-"""A RocketMQ of one's own: name server, broker and proxy as two processes of the machine, in a folder, for trying out.
+"""A private RocketMQ server: name server, broker and proxy as two processes on this machine, in a folder.
 
-Tests, benchmarks and the demonstration run it; production has a cluster. The programs come from Maven (`mvn` and
-Java 11 or newer are wanted, nothing is installed); they listen on free ports of 127.0.0.1 and need about 800 MB.
-`kill` is a crash (SIGKILL): what the broker has acknowledged is still there after the next `start`, which keeps the
-ports. `python -m outbox.rocketmq.private_server FOLDER` runs one until Ctrl-C.
+Tests, benchmarks and the demonstration run it; production has a cluster. Maven fetches the programs (`mvn` and Java 11
+or newer are needed, nothing is installed). They listen on free ports of 127.0.0.1 and need about 800 MB of memory.
+`kill` is a crash (SIGKILL): the broker still has what it acknowledged after the next `start`, which keeps the ports.
+`python -m outbox.rocketmq.private_server FOLDER` runs one until Ctrl-C.
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ CLUSTER: Final = "DefaultCluster"
 _START_SECONDS: Final = 300.0
 _ENDS: Final = frozenset({signal.SIGINT, signal.SIGTERM})
 _HEAP: Final = ("-Xms128m", "-Xmx256m", "-XX:MaxDirectMemorySize=256m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1")
-# Netty and RocketMQ reach into the JDK.
+# Netty and RocketMQ use internals of the JDK.
 _OPENS: Final = tuple(
     f"--add-{how}=java.base/{package}=ALL-UNNAMED"
     for how, package in [("exports", "sun.nio.ch"), ("opens", "java.nio"), ("opens", "java.lang")]
 )
 _ARTEFACTS: Final = ("rocketmq-namesrv", "rocketmq-broker", "rocketmq-proxy")
 
-# Sizes for one small machine, and what the engine needs of a broker: topics of mixed types (see docs/engines.md).
+# Sizes for one small machine, and the broker settings that the engine needs: topics of mixed types (see
+# docs/engines.md).
 _BROKER: Final[Mapping[str, object]] = {
     "brokerClusterName": CLUSTER,
     "brokerName": "private",
@@ -54,12 +55,12 @@ _BROKER: Final[Mapping[str, object]] = {
 
 
 def programs_missing() -> str:
-    """What a server of one's own lacks on this machine; '' when nothing does."""
+    """What a private server lacks on this machine; '' if nothing."""
     return " and ".join(name for name in ("java", "mvn") if shutil.which(name) is None)
 
 
 def fetch_programs(folder: Path) -> Path:
-    """The folder of the server's jars, fetched by Maven where they are not there yet. Raises ConfigurationError."""
+    """The folder of the server's jars; Maven fetches missing ones. Raises ConfigurationError."""
     # Maven and Java run in folders of their own.
     jars = folder.resolve() / f"rocketmq-{VERSION}"
     if (jars / "complete").exists():
@@ -71,7 +72,7 @@ def fetch_programs(folder: Path) -> Path:
 
 
 def fetch(jars: Path, artefacts: Mapping[str, str]) -> None:
-    """Have Maven bring RocketMQ's artefacts (name to version) with what they need. Raises ConfigurationError."""
+    """Let Maven fetch RocketMQ's artefacts (name to version) with their dependencies. Raises ConfigurationError."""
     if (jars / "complete").exists():
         return
     jars.mkdir(parents=True, exist_ok=True)
@@ -110,7 +111,7 @@ class PrivateRocketMQ:
 
     @property
     def url(self) -> str:
-        """What OUTBOX['BROKER'] is for it."""
+        """The value of OUTBOX['BROKER'] for it."""
         return f"rocketmq://127.0.0.1:{self._proxy}?brokers=127.0.0.1:{self._listen}"
 
     @property
@@ -119,7 +120,7 @@ class PrivateRocketMQ:
         return Admin("127.0.0.1", self._listen)
 
     def start(self) -> None:
-        """Start it and wait until it takes clients. Raises BrokerUnavailable with the end of its log."""
+        """Start it and wait until it accepts clients. Raises BrokerUnavailable with the end of its log."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self._configure()
         self._run("namesrv", "org.apache.rocketmq.namesrv.NamesrvStartup", "-c", str(self.folder / "namesrv.conf"))
@@ -204,7 +205,7 @@ class PrivateRocketMQ:
 
 
 def _free_ports() -> tuple[int, int, int, int]:
-    """Ports nobody has now. The broker takes its neighbours too: two below (fast remoting) and one above (HA)."""
+    """Free ports. The broker also uses two neighbours: two below (fast remoting) and one above (HA)."""
     with socket.socket() as one, socket.socket() as two, socket.socket() as three:
         for held in (one, two, three):
             held.bind(("127.0.0.1", 0))
@@ -231,13 +232,14 @@ def _is_free(port: int) -> bool:
 
 
 def main() -> int:
-    """Run a server in a folder until SIGINT or SIGTERM; what it keeps is there at the next start, on other ports."""
+    """Run a server in a folder until SIGINT or SIGTERM; the next start finds its messages, on other ports."""
     parser = argparse.ArgumentParser(prog="python -m outbox.rocketmq.private_server", description=main.__doc__)
-    parser.add_argument("folder", type=Path, help="where its programs and its messages are kept")
+    parser.add_argument("folder", type=Path, help="the folder for its programs and messages")
     folder: Path = parser.parse_args().folder
     try:
         server = PrivateRocketMQ(folder / "data", fetch_programs(folder))
-        # Before there are children: a signal that comes while they start waits until they can be stopped in order.
+        # Block the signals before there are children: a signal during their start waits until they can be stopped in
+        # order.
         signal.pthread_sigmask(signal.SIG_BLOCK, _ENDS)
         server.start()
     except OutboxError as error:

@@ -1,7 +1,7 @@
-"""RocketMQ's producer with what the port needs: the transactions it has open, and the checks it was sent.
+"""RocketMQ's producer with what the port needs: its open transactions, and the checks it has received.
 
-The library answers a check at once, on one thread and for one message. Here a check goes into a queue, from which the
-port's `claim_checks` takes it; an answer goes back the way the check came.
+The library answers a check at once, on one thread and for one message. Here a check goes into a queue, and the port's
+`claim_checks` takes it from there. The answer returns by the way the check came.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from outbox.transaction import Decision
 
 logger = logging.getLogger(__name__)
 
-# The proxy forgets what it has sent after 30 s (transactionDataExpireMillis); an answer needs some of that.
+# The proxy forgets a check it has sent after 30 s (transactionDataExpireMillis); leave time for the answer.
 _ANSWERABLE_SECONDS: Final = 25.0
-# Each is an end that has not come; check-back settles what is pushed out.
+# Each is a half message without its end; check-back settles those that are pushed out.
 _MAX_OPEN: Final = 10_000
 
 _RESOLUTIONS: Final = {
@@ -38,7 +38,7 @@ _RESOLUTIONS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class OpenHalf:
-    """A half message of the server, and what it takes to decide it."""
+    """A half message on the server, with the data needed to decide it."""
 
     endpoints: Any
     wire: Any
@@ -47,7 +47,7 @@ class OpenHalf:
 
 @dataclass(frozen=True, slots=True)
 class PushedCheck:
-    """One check as the server sent it, and what it takes to answer it."""
+    """One check from the server, with the data needed to answer it."""
 
     asked: CheckProperties
     half: OpenHalf
@@ -55,7 +55,7 @@ class PushedCheck:
 
 
 class CheckingProducer(client.Producer):  # type: ignore[misc]
-    """The library's producer. `topics` are those whose checks it takes: the server addresses checks by topic."""
+    """The library's producer. `topics` are those whose checks it receives: the server sends checks by topic."""
 
     def __init__(self, configuration: Any, topics: Iterable[str]) -> None:
         super().__init__(configuration, [wire_name(topic) for topic in topics], checker=self)
@@ -68,7 +68,7 @@ class CheckingProducer(client.Producer):  # type: ignore[misc]
     # -- halves and their ends ------------------------------------------------------------------
 
     def send_half(self, transaction_id: UUID, wire: Any) -> Any:
-        """Send one half message and keep what its end needs; the library's receipt."""
+        """Send one half message and keep what its end needs; returns the library's receipt."""
         receipt = self.send(wire, self.begin_transaction())
         half = OpenHalf(receipt.message_queue.endpoints, wire, receipt.transaction_id)
         with self._lock:
@@ -78,14 +78,14 @@ class CheckingProducer(client.Producer):  # type: ignore[misc]
         return receipt
 
     def take_open(self, transaction_id: UUID) -> list[OpenHalf]:
-        """The half messages under an id of ours that this process has sent, which are no longer kept."""
+        """Take out the half messages of a transaction id that this process has sent."""
         with self._lock:
             return self._open.pop(transaction_id, [])
 
     def decide(self, half: OpenHalf, decision: Decision, *, asked: bool = False) -> Future[Any]:
-        """Send COMMIT or ROLLBACK; `asked`: as the answer to a check. The future is for `taken`.
+        """Send COMMIT or ROLLBACK; `asked`: as the answer to a check. Pass the future to `taken`.
 
-        Takes no executor: at the exit of the interpreter every executor is shut down before the last ends are sent.
+        It uses no executor: at the exit of the interpreter every executor is shut down before the last ends are sent.
         """
         request = client.EndTransactionRequest()
         request.topic.name = half.wire.topic
@@ -102,22 +102,22 @@ class CheckingProducer(client.Producer):  # type: ignore[misc]
 
     @staticmethod
     def taken(sent: Future[Any]) -> None:
-        """Wait until the server has taken what `decide` has sent. Raises what the library raises."""
+        """Wait until the server has accepted what `decide` sent. Raises the library's errors."""
         client.MessagingResultChecker.check(sent.result().status)
 
     # -- checks ---------------------------------------------------------------------------------
 
     def on_recover_orphaned_transaction_command(self, endpoints: Any, msg: Any, transaction_id: str) -> None:
-        """Called by the library, on its event loop, with each check."""
+        """The library calls it on its event loop with each check."""
         try:
             wire = client.WireMessage().fromProtobuf(msg)
             about = asked(wire)
         except Exception:
-            logger.exception("a check about a message on %r cannot be read; it is asked again", msg.topic.name)
+            logger.exception("a check about a message on %r cannot be read; the server sends it again", msg.topic.name)
             return
         if about is None:
             logger.warning(
-                "asked about message %s on topic %r, which no producer of outbox has sent: it is not answered",
+                "RocketMQ asked about message %s on topic %r, which outbox did not send: it is not answered",
                 wire.message_id,
                 wire.topic,
             )
@@ -128,11 +128,11 @@ class CheckingProducer(client.Producer):  # type: ignore[misc]
             self.arrived.notify_all()
 
     def pushed_groups(self) -> list[str]:
-        """The producer groups that were asked about and not claimed; call it holding `arrived`."""
+        """The producer groups with unclaimed checks; call it holding `arrived`."""
         return [group for group, pushed in self._pushed.items() if pushed]
 
     def claim(self, producer_group: str, limit: int) -> list[CheckProperties]:
-        """Checks of the group that can still be answered, one per transaction, claimed for the caller."""
+        """Claim for the caller the group's checks that can still be answered, one per transaction."""
         fresh_from = time.monotonic() - _ANSWERABLE_SECONDS
         with self.arrived:
             waiting = [one for one in self._pushed.pop(producer_group, []) if one.came_at >= fresh_from]
@@ -150,10 +150,10 @@ class CheckingProducer(client.Producer):  # type: ignore[misc]
             return list(taken.values())
 
     def answer(self, transaction_id: UUID, decision: Decision) -> Callable[[], bool]:
-        """Answer the claimed checks about a transaction; returns a function that waits, False where it was lost.
+        """Answer the claimed checks of a transaction; returns a function that waits, False for a lost answer.
 
-        UNKNOWN is not sent: an answer is held against the newest copy of the half message that the proxy knows, which
-        is then not known to it any more when the decision comes. So one decision answers all checks.
+        UNKNOWN is not sent. The proxy matches an answer with the newest copy of the half message that it knows, and
+        then forgets that copy; a later decision would find none. So one decision answers all checks.
         """
         with self.arrived:
             claimed = self._claimed.pop(transaction_id, [])
@@ -174,7 +174,7 @@ class CheckingProducer(client.Producer):  # type: ignore[misc]
     # -- routes ---------------------------------------------------------------------------------
 
     def accepted_types(self, topic: str) -> frozenset[int] | None:
-        """The message types that the server takes on a topic; None where it has no such topic.
+        """The message types of a topic on the server; None if it does not have the topic.
 
         Raises BrokerUnavailable.
         """

@@ -1,6 +1,6 @@
 """Messages as a RocketMQ broker stores them, read from one queue through its administration port.
 
-The proxy refuses system topics ("40002, cannot access system topic"), so that no gRPC client reads them.
+The proxy refuses system topics ("40002, cannot access system topic"), so no gRPC client can read them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _PULL: Final = 11
 _MAX_OFFSET: Final = 30
 _FOUND: Final = 0
 _TOPIC_NOT_FOUND: Final = 17
-# Nothing at this offset: at the end of the queue (19), or a position that is given instead (20, 21).
+# No message at this offset: the end of the queue (19), or another position is given instead (20, 21).
 _NOTHING: Final = 19
 _ELSEWHERE: Final = frozenset((20, 21))
 _WITH_SUBSCRIPTION: Final = 4
@@ -30,7 +30,7 @@ _BORN_V6, _STORED_V6 = 1 << 4, 1 << 5
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """One message of a queue. Its names are those of the client library's message, for `outbox.rocketmq.wire`."""
+    """One message of a queue. Attributes are named as in the client library's message, for `outbox.rocketmq.wire`."""
 
     offset: int
     body: bytes
@@ -42,7 +42,7 @@ class Stored:
 
     @property
     def topic(self) -> str:
-        """The topic it was sent to: a system topic keeps it for that one."""
+        """The topic it was sent to: a system topic stores it for that topic."""
         return self.properties.get("REAL_TOPIC", "")
 
     @property
@@ -57,7 +57,7 @@ class Stored:
 
 
 def end_of(broker: Admin, topic: str, queue: int = 0) -> int:
-    """The offset after the newest message; 0 where there is no such topic. Raises BrokerError."""
+    """The offset after the newest message; 0 if the topic does not exist. Raises BrokerError."""
     status, answer, _ = broker.ask(_MAX_OFFSET, {"topic": topic, "queueId": queue})
     if status == _TOPIC_NOT_FOUND:
         return 0
@@ -67,9 +67,9 @@ def end_of(broker: Admin, topic: str, queue: int = 0) -> int:
 
 
 def read(broker: Admin, group: str, topic: str, offset: int, queue: int = 0) -> Iterator[Stored]:
-    """The messages from `offset` to the end as it is now, the oldest first. Raises BrokerError.
+    """The messages from `offset` to the present end, oldest first. Raises BrokerError.
 
-    `group` is a consumer group that exists. Reading changes nothing for it.
+    `group` is an existing consumer group. Reading changes nothing for it.
     """
     end = end_of(broker, topic, queue)
     while offset < end:
@@ -110,7 +110,7 @@ def _message(data: bytes) -> Stored:
     _, magic, _, _, _, offset, _, flags, born_at = _HEAD.unpack_from(data)
     position = _HEAD.size + (20 if flags & _BORN_V6 else 8)
     (stored_at,) = struct.unpack_from(">Q", data, position)
-    # The host that stored it, how often it was consumed again, and the offset of its half message.
+    # The host that stored it, the number of its retries, and the offset of its half message.
     position += 8 + (20 if flags & _STORED_V6 else 8) + 4 + 8
     body, position = _part(data, position, ">I")
     _, position = _part(data, position, ">B" if magic == _MAGIC_OF_SHORT_TOPIC else ">H")

@@ -1,7 +1,7 @@
-"""Our messages as RocketMQ's and back.
+"""Converts messages to RocketMQ's form and back.
 
-All that RocketMQ has no place for travels in one property, `outbox`, in ASCII JSON: its own properties can be neither
-empty nor contain its separators. The tag is RocketMQ's; the message id and the key are its keys, for its tools.
+One property, `outbox`, holds in ASCII JSON everything that RocketMQ has no field for: its own properties can neither be
+empty nor contain its separators. The tag is RocketMQ's tag; the message id and the key are its keys, for its tools.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from outbox.rocketmq.names import wire_name
 from outbox.transaction import HalfTransaction
 
 PROPERTY: Final = "outbox"
-# What the proxy and the broker allow by default (maxMessageSize; maxUserPropertySize).
+# The defaults of the proxy and the broker (maxMessageSize; maxUserPropertySize).
 MAX_BYTES: Final = 4 * 1024 * 1024
 MAX_PROPERTY_BYTES: Final = 15 * 1024
 _FOREIGN: Final = uuid.UUID("5b0d3a52-2f4e-5c0e-9a55-6a1b9d1f0c11")
 
 
 def to_wire(message: Message, *, fifo: bool, half: HalfTransaction | None = None) -> Any:
-    """A message to send. Raises InvalidMessage for what RocketMQ cannot carry."""
+    """A message to send. Raises InvalidMessage if RocketMQ cannot carry it."""
     # Only sending needs the client library: projects without it read messages here, through `left` and `exhausted`.
     from outbox.rocketmq.client import WireMessage
 
@@ -50,7 +50,7 @@ def to_wire(message: Message, *, fifo: bool, half: HalfTransaction | None = None
         wire.message_group = message.key
     due = message.deliver_at
     if message.delay is not None:
-        # By this machine's clock, for want of the server's.
+        # By this machine's clock, because the server does not give its own.
         due = datetime.now(UTC) + message.delay
     if due is not None:
         wire.delivery_timestamp = math.ceil(due.timestamp())
@@ -91,7 +91,7 @@ def _check_size(message: Message, noted: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class CheckProperties:
-    """What the half message of a check says about its transaction."""
+    """The transaction data in the half message of a check."""
 
     transaction_id: UUID
     producer_group: str
@@ -104,7 +104,7 @@ class CheckProperties:
 
 
 def asked(wire: Any) -> CheckProperties | None:
-    """The half message of a check that the server sent; None for one that is not ours."""
+    """The half message of a check from the server; None if outbox did not send it."""
     noted = _notes(wire)
     if "transaction" not in noted:
         return None
@@ -122,7 +122,10 @@ def asked(wire: Any) -> CheckProperties | None:
 
 
 def from_wire(wire: Any) -> Message:
-    """A message that arrived. One that another program sent gets an id from RocketMQ's, the same at every delivery."""
+    """A message that arrived.
+
+    One from another program gets an id derived from RocketMQ's, the same at every delivery.
+    """
     noted = _notes(wire)
     headers = noted.get("headers")
     if headers is None and not noted:

@@ -1,4 +1,4 @@
-"""Carts, and when they were cleared."""
+"""Carts, and the orders for which they were cleared."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from django.db import models
 
 
 class Item(models.Model):
-    """An article in a customer's cart. `order_id` is set at checkout, so that exactly what was ordered is cleared."""
+    """An article in a customer's cart. `order_id` is set at checkout, so that exactly the ordered items are cleared."""
 
     customer = models.TextField()
     product_slug = models.TextField()
@@ -29,7 +29,7 @@ class Item(models.Model):
 
 
 class Clearance(models.Model):
-    """The cart's part of a paid order is done: its items are gone."""
+    """The cart's part of a paid order is done: its items are removed."""
 
     order_id = models.BigIntegerField(unique=True)
     customer = models.TextField()

@@ -1,4 +1,4 @@
-"""What the storefront asks the cart."""
+"""The cart's functions for the storefront."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MOST_OF_ONE_ARTICLE = 99
 
 
 def open_items(customer: str) -> QuerySet[Item]:
-    """The items that are not part of an order yet."""
+    """The items that are not in an order yet."""
     return Item.objects.filter(customer=customer, order_id=None)
 
 
@@ -23,13 +23,13 @@ def ordered_items(customer: str) -> QuerySet[Item]:
 
 
 def count(customer: str) -> int:
-    """How many articles are in the cart."""
+    """The number of articles in the cart."""
     total: int = open_items(customer).aggregate(total=Sum("quantity", default=0))["total"]
     return total
 
 
 def add(customer: str, product_slug: str, name: str, unit_price: Decimal) -> None:
-    """Put one more of an article into the cart, up to MOST_OF_ONE_ARTICLE."""
+    """Add one of an article to the cart, up to MOST_OF_ONE_ARTICLE."""
     with transaction.atomic():
         item, created = Item.objects.select_for_update().get_or_create(
             customer=customer,
@@ -43,7 +43,7 @@ def add(customer: str, product_slug: str, name: str, unit_price: Decimal) -> Non
 
 
 def remove(customer: str, item_id: int) -> None:
-    """Take an article out of the cart."""
+    """Remove an article from the cart."""
     open_items(customer).filter(pk=item_id).delete()
 
 

@@ -1,4 +1,4 @@
-"""What the cart does when messages arrive."""
+"""The cart's handlers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sample_project.cart.models import Clearance, Item
 
 @subscriber("order.paid", group="cart")
 def clear(delivery: Delivery) -> None:
-    """Take what was ordered out of the cart; what the customer added meanwhile stays."""
+    """Remove the ordered items from the cart; items added meanwhile stay."""
     order_id, customer = delivery.body["order_id"], delivery.body["customer"]
     Item.objects.filter(customer=customer, order_id=order_id).delete()
     Clearance.objects.create(order_id=order_id, customer=customer)

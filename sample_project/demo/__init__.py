@@ -1,1 +1,1 @@
-"""`python -m sample_project.demo`: real orders, real crashes, and the figures that show what became of them."""
+"""`python -m sample_project.demo`: real orders, real crashes, and the figures of their outcome."""

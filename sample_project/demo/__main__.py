@@ -1,4 +1,4 @@
-"""Run the demo and say by the exit code whether every figure was right: 0 yes, 1 no or a failure, 130 interrupted."""
+"""Run the demo. The exit code is 0 if every figure was right, 1 if not or on a failure, 130 if interrupted."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from sample_project.demo.scenario import run
 
 
 def main() -> int:
-    """Parse, run, tell."""
+    """Parse the options, run, return the exit code."""
     chosen = options.parse()
     display = Display(chosen.orders)
-    # SIGINT too: a shell that starts this in the background has it ignored.
+    # SIGINT too: a shell that starts this in the background makes it ignore SIGINT.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _interrupt)
     try:
@@ -32,13 +32,13 @@ def main() -> int:
         return 1
     except KeyboardInterrupt:
         display.close()
-        display.note("interrupted; everything was stopped")
+        display.note("interrupted; all processes were stopped")
         return 130
     return 0
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    """End like Ctrl-C, so that everything is stopped on the way out."""
+    """Raise KeyboardInterrupt, so that all processes are stopped on the way out."""
     raise KeyboardInterrupt
 
 

@@ -1,4 +1,4 @@
-"""What the terminal shows: a live view on a terminal, plain lines elsewhere."""
+"""The output of the demo: a live view on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PLAIN_EVERY_SECONDS = 3.0
 
 
 class Display:
-    """Says what happens. `step` and `note` print lines; between `open` and `close` there is a live view."""
+    """Prints progress. `step` and `note` print lines; between `open` and `close` there is a live view."""
 
     def __init__(self, orders: int) -> None:
         self.console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
@@ -34,21 +34,21 @@ class Display:
         self._last_plain = 0.0
 
     def step(self, text: str) -> None:
-        """A new phase."""
+        """Print a new phase."""
         self.console.print(f"[dim]{time.monotonic() - self._started:5.1f} s[/] [bold]{text}[/]")
 
     def note(self, text: str, *, style: str = "yellow") -> None:
-        """Something that happened."""
+        """Print an event."""
         self.console.print(f"        [{style}]{text}[/]")
 
     def open(self) -> None:
-        """Begin the live view."""
+        """Start the live view."""
         if self.console.is_terminal:
             self._live = Live(self._bar, console=self.console, refresh_per_second=8, transient=True)
             self._live.start()
 
     def show(self, answered: int, figures: Figures) -> None:
-        """Show how far it is."""
+        """Show the progress."""
         self._bar.update(self._task, completed=answered)
         if self._live is not None:
             self._live.update(Group(self._bar, _arrivals(figures)))
@@ -66,7 +66,7 @@ class Display:
             self._live = None
 
     def waiting(self, text: str) -> AbstractContextManager[object]:
-        """Show that something takes its time (on a terminal)."""
+        """Show a spinner during a long step (on a terminal)."""
         return self.console.status(text)
 
     def states(self, figures: Figures) -> None:
@@ -92,7 +92,7 @@ class Display:
         self.console.print(table)
 
     def failure(self, text: str, log: str, lines: Sequence[str]) -> None:
-        """Print why the demo failed, with the end of the log that tells more."""
+        """Print why the demo failed, with the end of the relevant log."""
         self.close()
         self.console.print(f"[bold red]The demo failed:[/] {escape(for_people(text))}")
         if lines:

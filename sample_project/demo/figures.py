@@ -1,4 +1,4 @@
-"""The figures of a run, each counted from the rows it is about: the apps' tables and the broker's views."""
+"""The figures of a run, counted from the rows themselves: the apps' tables and the broker's views."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Final, LiteralString
 
 import psycopg
 
-# An effect that no paid order asked for, a paid order without its effect, by effect.
+# For each effect: effects without a paid order, and paid orders without the effect.
 _COUNTS: Final[LiteralString] = """
 SELECT count(*) FILTER (WHERE o.paid_at IS NOT NULL),
        count(s.order_id), count(p.order_id), count(c.order_id),
@@ -35,7 +35,7 @@ SELECT count(*) FROM cart_item i JOIN orders_order o ON o.id = i.order_id WHERE 
 
 _NOT_SHIPPED: Final[LiteralString] = "SELECT count(*) FROM orders_order WHERE status = 'paid'"
 
-# The last of three stages, against what the orders say.
+# The last of three stages, compared with the orders.
 _MINUTES_OFF: Final[LiteralString] = """
 SELECT count(*)
 FROM (SELECT date_trunc('minute', paid_at) AS minute, sum(total) AS income, count(*) AS orders
@@ -49,7 +49,7 @@ SELECT topic, replace(state, '_', ' ') || CASE WHEN decided_by = 'K' THEN ' by c
 FROM outbox.message_v1 GROUP BY 1, 2 ORDER BY 1, 2
 """
 
-# The tables' unique keys would stop a second effect, so a doubled one shows in these two.
+# The tables' unique keys would refuse a second effect, so a doubled one shows in these two.
 _SENT_TWICE: Final[LiteralString] = """
 SELECT coalesce(sum(copies - 1), 0)
 FROM (SELECT count(*) AS copies FROM outbox.message_v1 WHERE state = 'committed' GROUP BY topic, key) AS by_key
@@ -61,7 +61,7 @@ _DEAD: Final[LiteralString] = "SELECT count(*) FROM outbox.dead_letter"
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """What the databases say. `states` maps (topic, state) to a number of messages."""
+    """The figures of the databases. `states` maps (topic, state) to a number of messages."""
 
     paid: int
     shipments: int
@@ -77,12 +77,12 @@ class Figures:
     states: Mapping[tuple[str, str], int] = field(default_factory=dict)
 
     def state(self, name: str) -> int:
-        """Messages of all topics in one state."""
+        """The number of messages of all topics in one state."""
         return sum(number for (_, state), number in self.states.items() if state == name)
 
     @property
     def settled(self) -> bool:
-        """Whether nothing is on its way any more."""
+        """Whether all messages are finished."""
         undecided = self.state("undecided") + self.state("parked")
         return not (undecided or self.lost or self.left_in_carts or self.not_shipped or self.minutes_off)
 
@@ -90,7 +90,7 @@ class Figures:
 def read(orders: psycopg.Connection, broker: psycopg.Connection | None, *, log: Path | None = None) -> Figures:
     """Count now. The apps are read first, so a message of a counted order is in the broker's figures.
 
-    Without a broker's database (RocketMQ) the worker's log tells what was refused as a double, and what was given up.
+    Without a broker's database (RocketMQ) the worker's log shows the refused duplicates and the dead letters.
     """
     paid, shipments, points, clearances, lost, invented = _row(orders, _COUNTS)
     return Figures(

@@ -1,4 +1,4 @@
-"""What can be chosen about a run."""
+"""The options of a run."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
         "--engine",
         choices=["postgres", "rocketmq"],
         default=os.environ.get("ENGINE") or "postgres",
-        help="the broker: the bundled one, or an Apache RocketMQ that Maven brings (two-phase; no Spark report)",
+        help="the broker: the bundled one, or an Apache RocketMQ that Maven fetches (two-phase; no Spark report)",
     )
     parser.add_argument("--port", type=int, default=0, help="port of the site (default: a free one)")
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""Starts, watches and stops the processes of a run; nothing it started outlives it."""
+"""Starts, watches and stops the processes of a run; none of them outlives it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ROOT: Final = Path(__file__).resolve().parent.parent.parent
 
 
 class DemoFailed(Exception):
-    """The demo cannot go on; `log` is the file whose end tells why."""
+    """The demo cannot continue; the end of the file `log` shows why."""
 
     def __init__(self, message: str, *, log: Path | None = None) -> None:
         super().__init__(message)
@@ -64,7 +64,7 @@ class Services:
         timeout_seconds: float = 60.0,
         accept: Collection[int] = (0,),
     ) -> None:
-        """Run `python -m module arguments…` to its end; DemoFailed unless its exit code is one of `accept`."""
+        """Run `python -m module arguments…` to its end; DemoFailed unless its exit code is in `accept`."""
         self.start(name, module, *arguments, environment=environment)
         try:
             code = self._running[name].wait(timeout_seconds)
@@ -75,13 +75,13 @@ class Services:
             raise DemoFailed(f"{name} ended with exit code {code}", log=self.log(name))
 
     def check_alive(self) -> None:
-        """Raise DemoFailed when a service has ended by itself."""
+        """Raise DemoFailed if a service has ended by itself."""
         for name, process in self._running.items():
             if process.poll() is not None:
                 raise DemoFailed(f"{name} ended by itself ({process.returncode})", log=self.log(name))
 
     def wait_until(self, condition: Callable[[], bool], *, what: str, log: str, within_seconds: float) -> None:
-        """Wait for a condition while all services live; DemoFailed when time is up."""
+        """Wait for a condition while all services run; DemoFailed when the time is over."""
         pause = threading.Event()
         deadline = time.monotonic() + within_seconds
         while not condition():
@@ -91,7 +91,7 @@ class Services:
             pause.wait(0.1)
 
     def stop(self, *, grace_seconds: float = 20.0) -> list[int]:
-        """Ask all to end, wait, and kill what is left. Returns what had to be killed."""
+        """Ask all processes to end, wait, and kill the remaining ones. Returns the killed ones."""
         for process in self._running.values():
             process.terminate()
         deadline = time.monotonic() + grace_seconds
@@ -110,7 +110,7 @@ class Services:
 
 
 def marked(mark: str) -> Iterator[int]:
-    """The processes of this machine that carry a run's mark (none where there is no /proc)."""
+    """The processes of this machine that carry a run's mark (none if there is no /proc)."""
     needle = f"{MARK_VARIABLE}={mark}".encode()
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -122,7 +122,7 @@ def child_of(parent: int, *words: str) -> int | None:
     """The child process of `parent` whose command line contains all words."""
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError, IndexError, ValueError):
-            # The fields after the command's name in brackets, which may itself contain spaces: state, parent.
+            # The fields after the command's name, which is in brackets and may contain spaces: state, parent.
             ancestor = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
             arguments = (folder / "cmdline").read_bytes().decode(errors="replace").split("\0")
             if ancestor == parent and all(any(word in argument for argument in arguments) for word in words):
@@ -132,7 +132,7 @@ def child_of(parent: int, *words: str) -> int | None:
 
 @contextlib.contextmanager
 def exclusive(directory: Path) -> Iterator[None]:
-    """Hold a directory for one run at a time; DemoFailed when another holds it."""
+    """Lock a directory for one run at a time; DemoFailed if another run has it."""
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / "demo.lock").open("w") as file:
         try:

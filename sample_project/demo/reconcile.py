@@ -1,4 +1,4 @@
-"""Holds the sample's tables against the broker's log with Spark, as a process of its own."""
+"""Compares the sample's tables with the broker's log by Spark, in a process of its own."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _RULES: Final = Path(__file__).resolve().parent.parent / "reconcile.toml"
 _PAID_ORDERS: Final = "paid orders"
 # Exit codes that come with a report: clean, and with findings.
 _REPORTED: Final = (0, 1)
-# Half a minute on a machine of one's own; several times that on a busy one.
+# Half a minute on an idle machine; several times that on a busy one.
 _TIMEOUT_SECONDS: Final = 300.0
 _INSTALL_TIMEOUT_SECONDS: Final = 1200.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What the reconciliation found.
+    """The result of the reconciliation.
 
-    `right_orders` are paid orders with all that belongs to them; `page` is the report for reading.
+    `right_orders` are paid orders with all their effects; `page` is the readable report.
     """
 
     right_orders: int
@@ -34,7 +34,7 @@ class Report:
 
 
 def output(directory: Path) -> Path:
-    """Where the report is written, and the shop's page finds it."""
+    """The folder of the report, where the shop's page finds it."""
     return directory / "reconcile"
 
 
@@ -57,7 +57,7 @@ def install(services: Services) -> None:
 
 
 def run(services: Services, directory: Path, *, orders_url: str, broker_url: str) -> Report:
-    """Judge everything anew. Raises DemoFailed when no report came of it."""
+    """Judge everything again. Raises DemoFailed if there is no report."""
     folder = output(directory)
     shutil.rmtree(folder, ignore_errors=True)
     services.run(

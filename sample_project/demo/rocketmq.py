@@ -1,4 +1,4 @@
-"""The other engine of a run: an Apache RocketMQ of its own, when it is asked for."""
+"""The other engine of a run: a private Apache RocketMQ, if asked for."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sample_project.demo.display import Display
 from sample_project.demo.options import Options
 from sample_project.demo.processes import DemoFailed
 
-# Short enough for an audience; RocketMQ's own are 6 s and 30 s.
+# Short for a demonstration; RocketMQ's defaults are 6 s and 30 s.
 _CHECK_BACK = {
     "transactionTimeOut": 2000,
     "transactionCheckInterval": 2000,

@@ -1,4 +1,4 @@
-"""The story of a run: set up, sell, crash, settle, judge."""
+"""The phases of a run: set up, sell, crash, settle, judge."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from sample_project.demo.shopper import Crowd
 from sample_project.demo.verdicts import Verdict, exactly
 
 SETTLE_SECONDS: Final = 90.0
-# Short enough for an audience; the defaults are 6 s, 60 s and 30 s.
+# Short for a demonstration; the defaults are 6 s, 60 s and 30 s.
 _CHECK_BACK: Final = {
     "SAMPLE_IMMUNITY_SECONDS": "2",
     "SAMPLE_CHECK_RETRY_SECONDS": "2",
@@ -37,7 +37,7 @@ _CHECK_BACK: Final = {
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """What a run works with."""
+    """The resources of a run."""
 
     options: Options
     display: Display
@@ -59,16 +59,16 @@ class Stage:
 
     @property
     def site(self) -> str:
-        """Where the shop is."""
+        """The address of the shop."""
         return f"http://127.0.0.1:{self.port}/"
 
     def marker(self, point: str) -> Path:
-        """The file that the process leaves which is killed at a fault point."""
+        """The file written by the process that a fault point kills."""
         return self.directory / f"killed.{point}"
 
 
 def run(options: Options, display: Display, directory: Path) -> None:
-    """One run. Raises DemoFailed when anything goes wrong, a wrong figure included; stops what it started anyway."""
+    """Run the demo once. Raises DemoFailed on any failure or wrong figure; always stops the processes it started."""
     with (
         _database(display),
         rocketmq.running(options, display, directory) as broker_server,
@@ -160,7 +160,7 @@ def _stage(
 
 @contextlib.contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Let an impatient second Ctrl-C not leave half of the processes behind."""
+    """Ignore further Ctrl-C while stopping, so that no process is left behind."""
     before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
@@ -213,7 +213,7 @@ def _faults(stage: Stage) -> str:
 
 
 def _sell(stage: Stage, celery: int, orders: psycopg.Connection, broker: psycopg.Connection) -> tuple[Crowd, bool]:
-    """Let the customers in; meanwhile the fault points kill web processes, and we who sequences."""
+    """Run the customers; meanwhile the fault points kill web processes, and the demo kills the sequencing process."""
     options, display = stage.options, stage.display
     display.step(f"{options.orders} customers come to {stage.site}; the first one alone, until the worker has started")
     display.note(f"the operations page: {stage.site}operations/ (operator, with the password operator)")
@@ -266,24 +266,24 @@ def _tell_kills(stage: Stage, told: set[str]) -> None:
 def _kill_leader(stage: Stage, celery: int) -> bool:
     if stage.rocketmq is not None:
         stage.rocketmq.kill()
-        stage.display.note("RocketMQ was killed (SIGKILL); it is started again, the shop waits for it")
+        stage.display.note("RocketMQ was killed (SIGKILL); the demo starts it again, and the shop waits for it")
         stage.rocketmq.start()
         return True
-    # The worker has one consumer process, which leads the broker, too.
+    # The worker has one consumer process, which also leads the broker.
     pid = child_of(celery, "outbox.contrib.django.worker.child", "consumer")
     if pid is None:
         return False
     os.kill(pid, signal.SIGKILL)
-    stage.display.note("the process that sequences and consumes was killed (SIGKILL); the broker's stands in for it")
+    stage.display.note("the process that sequences and consumes was killed (SIGKILL); the broker's process takes over")
     return True
 
 
 def _settle(stage: Stage, crowd: Crowd, orders: psycopg.Connection, broker: psycopg.Connection) -> DemoFailed | None:
-    """Wait until nothing is on its way; beat's check-back decides what the killed processes left.
+    """Wait until all messages are finished; beat's check-back decides the transactions of the killed processes.
 
-    Returns the failure, so that the figures, which say what is missing, are shown before it.
+    Returns the failure instead of raising it, so that the figures with the missing effects are shown first.
     """
-    stage.display.step("waiting for what is under way; beat's check-back settles what is undecided")
+    stage.display.step("waiting for unfinished messages; beat's check-back settles undecided transactions")
 
     def settled() -> bool:
         found = stage.figures(orders, broker)
@@ -301,7 +301,7 @@ def _settle(stage: Stage, crowd: Crowd, orders: psycopg.Connection, broker: psyc
 
 
 def _of_crashes(stage: Stage, *, leader_killed: bool) -> list[Verdict]:
-    """The crashes did happen: a demo without them would prove little."""
+    """Verify that the crashes happened: a demo without them would prove little."""
     return [
         exactly("killed after local commit", int(stage.marker("producer.after_local_commit").exists()), 1),
         exactly("killed before local commit", int(stage.marker("producer.before_local_commit").exists()), 1),

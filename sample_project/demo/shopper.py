@@ -1,4 +1,4 @@
-"""Customers: they shop over HTTP like anybody else and know only what the pages tell them."""
+"""Customers: they shop over HTTP and know only what the pages show."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from typing import Final
 from urllib.parse import urlencode
 
 GOODS: Final = ("writing-paper", "envelopes", "fountain-pen", "ink", "sealing-wax", "letter-opener", "notebook")
-# Every so-manieth customer pays with a card that is declined, after the message was stored.
+# Every customer of this interval pays with a card that is declined after the message was stored.
 DECLINE_EVERY: Final = 10
 _ORDER: Final = re.compile(r"/orders/(\d+)/")
 
 
 class NoAnswer(Exception):
-    """The connection ended before an answer: nobody knows what happened."""
+    """The connection ended before an answer: the outcome is unknown to the customer."""
 
 
 class UnexpectedAnswer(Exception):
-    """The site answered with something no customer should see."""
+    """The site gave an answer that no customer should see."""
 
 
 class Shopper:
-    """One customer with a connection, cookies and a purse."""
+    """One customer with a connection, cookies and cards."""
 
     def __init__(self, port: int) -> None:
         self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
         self._cookies = SimpleCookie()
 
     def fill_cart(self, number: int) -> None:
-        """Look around and take two articles."""
+        """View the shop and put two articles into the cart."""
         self._request("GET", "/")
         for article in (GOODS[number % len(GOODS)], GOODS[(number // 3) % len(GOODS)]):
             self._request("POST", "/cart/add/", {"product": article})
@@ -53,11 +53,11 @@ class Shopper:
         return 'data-paid="true"' in self._request("GET", f"/orders/{order_id}/")[0]
 
     def close(self) -> None:
-        """Leave."""
+        """Close the connection."""
         self._connection.close()
 
     def _request(self, method: str, path: str, form: dict[str, str] | None = None) -> tuple[str, str]:
-        """The text of the answer and where it leads."""
+        """The text of the answer and its redirect target."""
         headers = {"Cookie": "; ".join(f"{name}={morsel.coded_value}" for name, morsel in self._cookies.items())}
         body = None
         if form is not None:
@@ -80,7 +80,7 @@ class Shopper:
 
 @dataclass
 class Answers:
-    """What the customers were told, by order number. `interrupted` counts those who lost their connection earlier."""
+    """The answers to customers, by order number. `interrupted` counts those who lost their connection earlier."""
 
     paid: set[int] = field(default_factory=set)
     declined: set[int] = field(default_factory=set)
@@ -90,12 +90,12 @@ class Answers:
 
     @property
     def total(self) -> int:
-        """How many tried to pay."""
+        """The number of attempts to pay."""
         return len(self.paid) + len(self.declined) + len(self.unanswered)
 
 
 class Crowd:
-    """`shoppers` threads that pay `orders` orders between them. Threads, because each waits for its answers."""
+    """`shoppers` threads that together pay `orders` orders. Threads, because each waits for its answers."""
 
     def __init__(self, port: int, *, orders: int, shoppers: int) -> None:
         self._port = port
@@ -118,11 +118,11 @@ class Crowd:
             thread.start()
 
     def done(self) -> bool:
-        """Whether everybody has left."""
+        """Whether all customers have left."""
         return not any(thread.is_alive() for thread in self._threads)
 
     def send_home(self) -> None:
-        """Have everybody leave after the order at hand."""
+        """Let all customers leave after their present order."""
         self._leave.set()
         for thread in self._threads:
             if thread.ident is not None:
@@ -139,11 +139,11 @@ class Crowd:
     def _shop(self) -> None:
         for number in self._next():
             while not self._leave.is_set() and not self._buy(number):
-                # The connection was lost before paying: the customer comes back.
+                # The connection was lost before paying: the customer tries again.
                 self._leave.wait(0.05)
 
     def _buy(self, number: int) -> bool:
-        """One customer's visit; False when it was cut short before the payment."""
+        """One customer's visit; False if it was interrupted before the payment."""
         with contextlib.closing(Shopper(self._port)) as shopper:
             try:
                 shopper.fill_cart(number)

@@ -1,4 +1,4 @@
-"""What the figures have to be: held against each other, and against what the customers were told."""
+"""The expected values of the figures: compared with each other, and with the answers to customers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sample_project.demo.shopper import Answers
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """One line of the result: what it is, the number, what it has to be (empty: anything), and whether it is."""
+    """One line of the result: its name, the number, the expected value (empty: any), and whether it is right."""
 
     name: str
     number: int
@@ -20,23 +20,23 @@ class Verdict:
 
 
 def exactly(name: str, number: int, wanted: int) -> Verdict:
-    """A number that has to be another."""
+    """A number that must equal another."""
     return Verdict(name=name, number=number, wanted=f"{wanted:,}", good=number == wanted)
 
 
 def some(name: str, number: int) -> Verdict:
-    """A number that has to be one or more."""
+    """A number that must be one or more."""
     return Verdict(name=name, number=number, wanted=">= 1", good=number >= 1)
 
 
 def of_orders(found: Figures) -> list[Verdict]:
-    """Every paid order has its three effects, nothing else has any, nothing is left over."""
+    """Every paid order has its three effects, there is no other effect, and no message is unfinished."""
     return [
         some("orders paid", found.paid),
         exactly("shipments", found.shipments, found.paid),
         exactly("points credited", found.points, found.paid),
         exactly("carts cleared", found.clearances, found.paid),
-        exactly("minutes whose income is off", found.minutes_off, 0),
+        exactly("minutes with wrong income", found.minutes_off, 0),
         exactly("lost", found.lost, 0),
         exactly("invented", found.invented, 0),
         exactly("doubled", found.doubled, 0),
@@ -46,19 +46,19 @@ def of_orders(found: Figures) -> list[Verdict]:
 
 
 def of_customers(answers: Answers, paid: Collection[int], customers: int) -> list[Verdict]:
-    """What the pages said is what the database holds; who got no answer may find either."""
+    """The pages' answers match the database; a payment without an answer may have either outcome."""
     return [
         exactly("customers served", answers.total + answers.unexpected.total(), customers),
         exactly("unexpected answers", answers.unexpected.total(), 0),
-        exactly("told 'paid' and not so", len(answers.paid.difference(paid)), 0),
-        exactly("told 'declined' and paid", len(answers.declined.intersection(paid)), 0),
+        exactly("answered 'paid' and not so", len(answers.paid.difference(paid)), 0),
+        exactly("answered 'declined' and paid", len(answers.declined.intersection(paid)), 0),
         some("payments declined", len(answers.declined)),
         Verdict(name="payments without an answer", number=len(answers.unanswered)),
     ]
 
 
 def of_check_back(found: Figures) -> list[Verdict]:
-    """Both kinds of undecided transactions were settled by asking back."""
+    """Check-back settled both kinds of undecided transactions."""
     return [
         some("committed by check-back", found.state("committed by check-back")),
         some("rolled back by check-back", found.state("rolled back by check-back")),

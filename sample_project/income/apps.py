@@ -6,6 +6,6 @@ from django.apps import AppConfig
 
 
 class IncomeConfig(AppConfig):
-    """Adds up what was paid: three consumer groups, producer of order.enriched and income.minute."""
+    """Adds up the payments: three consumer groups, producer of order.enriched and income.minute."""
 
     name = "sample_project.income"

@@ -1,4 +1,4 @@
-"""What each stage keeps."""
+"""The tables of the stages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class EnrichedOrder(models.Model):
 
 
 class CountedOrder(models.Model):
-    """That the second stage has added an order to its window."""
+    """Records that the second stage has added an order to its window."""
 
     order_id = models.BigIntegerField(unique=True)
     created_at = models.DateTimeField(auto_now_add=True)
@@ -45,8 +45,8 @@ class _Minute(models.Model):
 
 
 class Window(_Minute):
-    """The second stage: a minute, as far as it is added up."""
+    """The second stage: the sum of a minute so far."""
 
 
 class ShownMinute(_Minute):
-    """The third stage: the newest that was told about a minute, for the page."""
+    """The third stage: the newest sum received for a minute, for the page."""

@@ -1,5 +1,8 @@
-"""The stages. What a stage writes, what it publishes and the note that it has are one commit: whatever is killed in
-between, an order counts once."""
+"""The stages.
+
+A stage's rows, its messages and its inbox row are one commit. An order counts once, whichever process is killed in
+between.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from outbox import Delivery, Message
 from outbox.contrib.django import message, publish, publish_messages, subscriber
 from sample_project.income.models import CountedOrder, EnrichedOrder, ShownMinute, Window
 
-# From how many euro on an order is called so.
+# Orders from this total in euro on have this size.
 SIZES = ((Decimal(50), "large"), (Decimal(20), "medium"), (Decimal(0), "small"))
 
 
@@ -35,12 +38,12 @@ def enrich(delivery: Delivery) -> None:
 
 @subscriber("order.enriched", group="income.windows", batch=50)
 def add_up(deliveries: Sequence[Delivery]) -> None:
-    """Add the orders of a batch to their minutes, and tell the new sums: one message per minute, all or none."""
+    """Add the orders of a batch to their minutes, and publish the new sums: one message per minute, all or none."""
     CountedOrder.objects.bulk_create(CountedOrder(order_id=delivery.body["order_id"]) for delivery in deliveries)
     by_minute: defaultdict[str, list[Decimal]] = defaultdict(list)
     for delivery in deliveries:
         by_minute[delivery.body["minute"]].append(Decimal(delivery.body["total"]))
-    # In one order, so that two processes with the same minutes do not wait for each other crosswise.
+    # In one order, so that two processes with the same minutes do not deadlock.
     publish_messages([_told(_add(minute, totals)) for minute, totals in sorted(by_minute.items())])
 
 

@@ -1,1 +1,1 @@
-"""Ships what was paid: consumer group logistics, producer of shipment.created."""
+"""Ships paid orders: consumer group logistics, producer of shipment.created."""

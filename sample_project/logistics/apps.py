@@ -6,6 +6,6 @@ from django.apps import AppConfig
 
 
 class LogisticsConfig(AppConfig):
-    """Ships what was paid: consumer group logistics, producer of shipment.created."""
+    """Ships paid orders: consumer group logistics, producer of shipment.created."""
 
     name = "sample_project.logistics"

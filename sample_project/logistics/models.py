@@ -6,7 +6,7 @@ from django.db import models
 
 
 class Shipment(models.Model):
-    """A parcel to be sent. An order is known here by its number only; it lives in another app."""
+    """A parcel to be sent. This app knows an order only by its number; the order is in another app."""
 
     order_id = models.BigIntegerField(unique=True)
     created_at = models.DateTimeField(auto_now_add=True)

@@ -1,4 +1,4 @@
-"""What logistics does when messages arrive."""
+"""Logistics' handlers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sample_project.logistics.models import Shipment
 
 @subscriber("order.paid", group="logistics")
 def ship(delivery: Delivery) -> None:
-    """Create the shipment and say so: the row, the message and the note that this was handled are one commit."""
+    """Create the shipment and publish it: the row, the message and the inbox row are one commit."""
     shipment = Shipment.objects.create(order_id=delivery.body["order_id"])
     publish(
         "shipment.created",

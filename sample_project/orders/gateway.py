@@ -1,4 +1,4 @@
-"""A stand-in for a payment provider: the number of the card says what happens."""
+"""A stand-in for a payment provider: the card's number decides the result."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ EMPTY_CARD: Final = "4000 0000 0000 9995"
 
 
 class Declined(Exception):
-    """The provider did not take the payment; nothing was charged."""
+    """The provider refused the payment; nothing was charged."""
 
 
 def charge(card: str, amount: Decimal) -> None:

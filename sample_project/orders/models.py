@@ -8,7 +8,7 @@ from django.db import models
 
 
 class Status(models.TextChoices):
-    """How far an order is. It only moves forward: new, paid, shipped."""
+    """The progress of an order. It only moves forward: new, paid, shipped."""
 
     NEW = "new", "Awaiting payment"
     PAID = "paid", "Paid"
@@ -16,7 +16,7 @@ class Status(models.TextChoices):
 
 
 class Order(models.Model):
-    """What a customer bought. `total` is in euro; `paid_at` stays set from the payment on."""
+    """A customer's purchase. `total` is in euro; `paid_at` stays set from the payment on."""
 
     customer = models.TextField(db_index=True)
     total = models.DecimalField(max_digits=12, decimal_places=2)

@@ -30,7 +30,7 @@ class Line:
 
 
 def place_order(customer: str, lines: Sequence[Line]) -> Order:
-    """Store a new order. Raises ValueError when it has no lines."""
+    """Store a new order. Raises ValueError if it has no lines."""
     if not lines:
         raise ValueError("an order needs at least one line")
     with transaction.atomic():
@@ -50,7 +50,7 @@ def place_order(customer: str, lines: Sequence[Line]) -> Order:
 
 
 def paid_body(order: Order) -> dict[str, Any]:
-    """What the world is told about a paid order; `total` is a decimal string in euro."""
+    """The body of a paid order's message; `total` is a decimal string in euro."""
     assert order.paid_at is not None
     return {
         "order_id": order.pk,
@@ -66,7 +66,7 @@ def paid_body(order: Order) -> dict[str, Any]:
     body=lambda order_id, result: paid_body(result),
 )
 def mark_paid(order_id: int) -> Order:
-    """Turn a new order into a paid one; `order.paid` goes out if and only if this is committed."""
+    """Turn a new order into a paid one; `order.paid` is delivered if and only if this is committed."""
     order = Order.objects.select_for_update().get(pk=order_id)
     if order.status != Status.NEW:
         raise AlreadyPaid(f"order {order_id} is {order.get_status_display().lower()} already")
@@ -79,9 +79,8 @@ def mark_paid(order_id: int) -> Order:
 def pay(order_id: int, card: str) -> Order:
     """Pay an order: the row, the message and the charge together or not at all.
 
-    The charge comes last, so that nobody is charged for an order that cannot be stored. Raises
-    gateway.Declined or AlreadyPaid; then the order stays as it was, and the message that was already
-    on its way is rolled back.
+    The charge comes last, so that an order that cannot be stored is never charged. Raises gateway.Declined or
+    AlreadyPaid. Then the order stays as it was, and the message that was already stored is rolled back.
     """
     with transaction.atomic():
         order = mark_paid(order_id)

@@ -1,4 +1,4 @@
-"""What orders does when messages arrive."""
+"""Orders' handlers."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ from sample_project.orders.models import Order, Status
 
 @subscriber("shipment.created", group="orders")
 def shipped(delivery: Delivery) -> None:
-    """Note that a paid order is on its way."""
+    """Record that a paid order is shipped."""
     Order.objects.filter(pk=delivery.body["order_id"], status=Status.PAID).update(status=Status.SHIPPED)

@@ -1,1 +1,1 @@
-"""Credits loyalty points for what was paid: consumer group points."""
+"""Credits loyalty points for paid orders: consumer group points."""

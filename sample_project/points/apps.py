@@ -6,6 +6,6 @@ from django.apps import AppConfig
 
 
 class PointsConfig(AppConfig):
-    """Credits loyalty points for what was paid: consumer group points."""
+    """Credits loyalty points for paid orders: consumer group points."""
 
     name = "sample_project.points"

@@ -1,4 +1,4 @@
-"""What the storefront asks points."""
+"""The points' functions for the storefront."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What points does when messages arrive."""
+"""The points' handlers."""
 
 from __future__ import annotations
 

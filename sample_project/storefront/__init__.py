@@ -1,1 +1,1 @@
-"""The pages. It reads every app and is read by none."""
+"""The pages. This app reads every other app; no other app reads it."""

@@ -6,6 +6,6 @@ from django.apps import AppConfig
 
 
 class StorefrontConfig(AppConfig):
-    """The pages. It reads every app and is read by none."""
+    """The pages. This app reads every other app; no other app reads it."""
 
     name = "sample_project.storefront"

@@ -1,4 +1,4 @@
-"""From cart to order. The storefront joins the two apps; they do not know each other."""
+"""From cart to order. The storefront connects the two apps, which do not know each other."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sample_project.orders.services import Line, place_order
 
 
 def check_out(customer: str) -> Order | None:
-    """Order what is in the cart; None when it is empty (a second click finds it so)."""
+    """Order the items in the cart; None if it is empty, as on a second click."""
     with transaction.atomic():
         items = list(cart.open_items(customer).select_for_update())
         if not items:

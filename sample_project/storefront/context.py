@@ -1,4 +1,4 @@
-"""What every page shows."""
+"""Values for every page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is visiting: a name drawn on the first purchase and kept in a signed cookie."""
+"""The visitor: a name chosen at the first purchase and kept in a signed cookie."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _BIRDS: Final = ("curlew", "egret", "finch", "heron", "lapwing", "plover", "swif
 
 
 def known(request: HttpRequest) -> str:
-    """The visitor's name, empty for somebody who has not put anything into a cart yet."""
+    """The visitor's name, empty before the first item in the cart."""
     return str(request.session.get(_SESSION_KEY, ""))
 
 
 def identify(request: HttpRequest) -> str:
-    """The visitor's name, drawn now if need be."""
+    """The visitor's name, chosen now if necessary."""
     if not known(request):
         name = f"{secrets.choice(_TEMPERS)}-{secrets.choice(_BIRDS)}-{secrets.token_hex(4)}"
         request.session[_SESSION_KEY] = name

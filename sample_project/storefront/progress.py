@@ -1,4 +1,4 @@
-"""How far an order is, gathered from the four apps."""
+"""The progress of an order, gathered from the four apps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sample_project.points.models import Entry
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One of the four states. `after_milliseconds` counts from the payment, None while it has not arrived."""
+    """One of the four states. `after_milliseconds` counts from the payment; None until it has arrived."""
 
     name: str
     app: str
@@ -36,7 +36,7 @@ class Progress:
 
 
 def progress(order: Order) -> Progress:
-    """Ask every app what it knows about the order."""
+    """Read from every app its part of the order."""
     if order.paid_at is None:
         paid = Step(name="Payment", app="orders", text="Not paid yet")
     else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from django.contrib.auth.views import LoginView
 from django.urls import path
 
-from sample_project.storefront import income, views
+from sample_project.storefront import views
 
 app_name = "storefront"
 urlpatterns = [
@@ -18,7 +18,7 @@ urlpatterns = [
     path("orders/<int:order_id>/", views.order_page, name="order"),
     path("orders/<int:order_id>/progress/", views.order_progress, name="progress"),
     path("orders/<int:order_id>/pay/", views.pay_order, name="pay"),
-    path("income/", income.income_page, name="income"),
+    path("income/", views.income_page, name="income"),
     path("report/", views.report_page, name="report"),
     path("login/", LoginView.as_view(template_name="storefront/login.html", next_page="outbox:overview"), name="login"),
 ]

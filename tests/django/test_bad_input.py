@@ -72,7 +72,7 @@ def test_decorator_refuses_at_import(topic: str, options: Any, error: type[Excep
 @pytest.mark.parametrize(
     ("call", "complaint"),
     [
-        (lambda: publish("orders", {}, using="nosuch"), "'nosuch'.*not in DATABASES; there are default"),
+        (lambda: publish("orders", {}, using="nosuch"), "'nosuch'.*not in DATABASES; use one of default"),
         (lambda: publish("orders", {}, headers=["a"]), "headers must be a mapping"),  # type: ignore[arg-type]
         (lambda: publish("orders", {}, delay=float("nan")), "delay must be seconds from now"),
         (lambda: publish("orders", {}, delay=float("inf")), "delay must be seconds from now"),

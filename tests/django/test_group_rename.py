@@ -155,7 +155,7 @@ def test_what_is_refused(names: tuple[str, str]) -> None:
             rename(old, new)
         on_broker("DELETE FROM outbox.consumer")
     call_command("outbox_group", "delete", new, "--no-input", stdout=StringIO())
-    assert "not really" in rename(old, new, "--dry-run").lower()
+    assert "nothing was changed" in rename(old, new, "--dry-run").lower()
     assert on_broker(f"SELECT 1 FROM outbox.consumer_group WHERE name = '{new}'") == []
     assert json.loads(rename(old, new, "--json"))["renamed"] is True
 

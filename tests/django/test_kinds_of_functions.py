@@ -179,7 +179,7 @@ async def coroutine_body(number: str) -> dict[str, str]:
 
 @pytest.mark.parametrize(
     ("body", "complaint"),
-    [(dict, "does not tell its parameters"), (lambda **rest: rest, r"'\*\*rest'"), (coroutine_body, "asynchronous")],
+    [(dict, "has no readable signature"), (lambda **rest: rest, r"'\*\*rest'"), (coroutine_body, "asynchronous")],
 )
 def test_parts_that_cannot_be_called_are_refused_at_declaration(body: Any, complaint: str) -> None:
     with pytest.raises(ConfigurationError, match=complaint):

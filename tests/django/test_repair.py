@@ -87,7 +87,7 @@ def test_what_holds_no_longer_is_settled(repair: Repair) -> None:
     assert repair.run(*steps) == [
         ("settled", "the row is gone, or no longer satisfies the rule"),
         ("settled", "the row is gone, or no longer satisfies the rule"),
-        ("settled", "a message of this key has come since"),
+        ("settled", "a message of this key has arrived since"),
     ]
     assert [item.key for item in stored()] == ["4"]
 
@@ -192,9 +192,9 @@ def waits_for_a_lock() -> bool:
 @pytest.mark.parametrize(
     ("publisher", "why"),
     [
-        ("others=tests.django.repair_publisher.order", "nobody says how a row is published"),
+        ("others=tests.django.repair_publisher.order", "does not say how to publish a row"),
         ("orders=tests.django.repair_publisher.broken", "the publisher failed: RuntimeError: no price"),
-        ("orders=tests.django.repair_publisher.elsewhere", "is not the one that is missing"),
+        ("orders=tests.django.repair_publisher.elsewhere", "is not the missing one"),
     ],
 )
 def test_a_publisher_that_is_not_right_is_refused(repair: Repair, publisher: str, why: str) -> None:
@@ -210,7 +210,7 @@ def test_a_key_that_is_no_value_of_its_column_is_refused(repair: Repair) -> None
     Order.objects.create(number="7")
     repair.source["key"] = '"id"'
     ((outcome, detail),) = repair.run(lost("seven"))
-    assert (outcome, "cannot be read as the rule says" in detail) == ("refused", True)
+    assert (outcome, "cannot be read with the rule's SQL" in detail) == ("refused", True)
     assert repair.outcomes(lost("7' OR true --")) == ["refused"]
 
 

@@ -162,7 +162,7 @@ def test_one_dead_letter_is_shown_whole() -> None:
     assert "    and a second line\n" in text
     call("outbox_dead_letter", "discard", "effects", letter["message_id"], "--no-input")
     assert "discarded at: 2" in call("outbox_dead_letter", "show", "effects", letter["message_id"])
-    with pytest.raises(CommandError, match=r"has not given up .*outbox_trace"):
+    with pytest.raises(CommandError, match=r"has no dead letter .*outbox_trace"):
         call("outbox_dead_letter", "show", "effects", str(uuid4()))
 
 

@@ -87,8 +87,8 @@ FAULTS: dict[str, tuple[Callable[[], AbstractContextManager[None]], str]] = {
     "read-only": (read_only, "it is read-only"),
     "rights": (without_rights, "its role lacks a right"),
     "disk": (lambda: raised_by_a_trigger("53100"), "it is short of disk"),
-    "serialisation": (lambda: raised_by_a_trigger("40001"), "another transaction was in its way"),
-    "other": (lambda: raised_by_a_trigger("22000"), "it refused it"),
+    "serialisation": (lambda: raised_by_a_trigger("40001"), "another transaction conflicted with it"),
+    "other": (lambda: raised_by_a_trigger("22000"), "it refused the statement"),
 }
 # What is decorated opens a block of its own first, which is Django's statement to fail.
 CASES = [(call, fault) for call in CALLS for fault in FAULTS if (call[:9], fault) != ("decorated", "killed")]
@@ -150,7 +150,7 @@ def test_a_locked_sqlite_file_is_named() -> None:
             other.ensure_connection()
             other.connection.execute("BEGIN IMMEDIATE")
             with (
-                pytest.raises(SendFailed, match="'lite' failed it, another transaction was in its way"),
+                pytest.raises(SendFailed, match="'lite' failed it, another transaction conflicted with it"),
                 transaction.atomic(using="lite"),
             ):
                 publish("orders", {}, using="lite")

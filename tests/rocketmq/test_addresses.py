@@ -64,7 +64,7 @@ def answering(answer: bytes) -> Iterator[Admin]:
 def test_another_servers_port_is_named_as_such(answer: bytes) -> None:
     with (
         answering(answer) as admin,
-        pytest.raises(BrokerUnavailable, match=r"does not answer as a RocketMQ broker does: .*10911.*8081"),
+        pytest.raises(BrokerUnavailable, match=r"does not answer like a RocketMQ broker: .*10911.*8081"),
     ):
         admin.create_topic(Topic(name="order.paid"))
 

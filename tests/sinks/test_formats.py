@@ -57,7 +57,7 @@ def test_a_binary_event_leaves_the_body_as_it_is() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "source", "says"), [("xml", "", "there are plain"), ("cloudevents-binary", "", "source")]
+    ("name", "source", "says"), [("xml", "", "use one of plain"), ("cloudevents-binary", "", "source")]
 )
 def test_what_cannot_be_right(name: str, source: str, says: str) -> None:
     with pytest.raises(ConfigurationError, match=says):

@@ -221,7 +221,7 @@ def test_the_certificate_has_to_be_that_of_the_name(tmp_path: Path) -> None:
         ({"url": "http://example.org/"}, "https://"),
         ({"url": "ftp://example.org/"}, "https://"),
         ({"url": "https://"}, "https://"),
-        ({"url": "https://user:pass@example.org/"}, "no user and password"),
+        ({"url": "https://user:pass@example.org/"}, "must not contain a user and password"),
         ({"secrets": []}, "secrets"),
         ({"secrets": SECRET}, "secrets"),
         ({"secrets": ["whsec_x"]}, "webhook secret"),

@@ -1,6 +1,6 @@
-"""The ledger, reconciliation's findings and the operations page's audit in the admin, to look at only.
+"""The ledger, reconciliation's findings and the operations page's audit in the admin, read-only.
 
-(The admin cannot show tables with composite keys, as the inbox is.)
+The admin cannot show tables with composite keys, so the inbox is missing.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ else:
 
 
 class ReadOnly:
-    """Changing a ledger by hand can lose messages or invent them; so nobody may."""
+    """Read-only: a change of a ledger by hand can lose or invent messages."""
 
     def has_add_permission(self, request: HttpRequest) -> bool:
-        """Nobody."""
+        """Always False."""
         return False
 
     def has_change_permission(self, request: HttpRequest, obj: object = None) -> bool:
-        """Nobody."""
+        """Always False."""
         return False
 
     def has_delete_permission(self, request: HttpRequest, obj: object = None) -> bool:
-        """Nobody."""
+        """Always False."""
         return False
 
 
 @admin.register(LedgerEntry)
 class LedgerEntryAdmin(ReadOnly, _Entries):
-    """Local transactions that published something, and the tombstones of those that did not commit."""
+    """Local transactions that published messages, and the tombstones of those that did not commit."""
 
     list_display = ("transaction_id", "state", "created_at")
     list_filter = ("state",)
@@ -52,14 +52,14 @@ class LedgerEntryAdmin(ReadOnly, _Entries):
 
 @admin.register(LedgerIdentity)
 class LedgerIdentityAdmin(ReadOnly, _Identities):
-    """Which ledger this database holds."""
+    """The id of this database's ledger."""
 
     list_display = ("ledger_id", "pruned_before")
 
 
 @admin.register(Finding)
 class FindingAdmin(ReadOnly, _Findings):
-    """What the last reconciliation found. Mending the data makes a finding go with the next run."""
+    """The findings of the last reconciliation. A finding disappears with the next run after its data is corrected."""
 
     list_display = ("finding_class", "rule", "group", "key", "detail", "at")
     list_filter = ("finding_class", "severity", "rule", "group", "output")
@@ -69,18 +69,18 @@ class FindingAdmin(ReadOnly, _Findings):
 
     @admin.display(description="trace by")
     def trace(self, finding: Finding) -> str:
-        """The command that shows what became of the message."""
+        """The command that shows the message's history."""
         return f"python manage.py outbox_trace {finding.message_id}" if finding.message_id else ""
 
     @admin.display(description="operations page")
     def operations_page(self, finding: Finding) -> str:
-        """The message on the operations page, where that is mounted."""
+        """A link to the message on the operations page, if that is mounted."""
         return link("message", finding.message_id, finding.message_id)
 
 
 @admin.register(OperatorAction)
 class OperatorActionAdmin(ReadOnly, _Actions):
-    """What was done on the operations page."""
+    """The actions run on the operations page."""
 
     list_display = ("at", "who", "action", "subject", "why", "outcome")
     list_filter = ("action", "outcome")
@@ -90,12 +90,12 @@ class OperatorActionAdmin(ReadOnly, _Actions):
 
     @admin.display(description="operations page")
     def operations_page(self, entry: OperatorAction) -> str:
-        """The same entry there."""
+        """A link to the same entry on the operations page."""
         return link("audit_entry", entry.pk, str(entry))
 
 
 def link(name: str, argument: object, text: str) -> str:
-    """A link to the operations page; empty where there is nothing to link, or no such page."""
+    """A link to the operations page; empty if the value is empty or the page is not mounted."""
     try:
         address = reverse(f"outbox:{name}", args=[argument])
     except NoReverseMatch:

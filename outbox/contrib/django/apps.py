@@ -16,7 +16,7 @@ class OutboxConfig(AppConfig):
     verbose_name = "Outbox"
 
     def ready(self) -> None:
-        """Wire what has to be there before the first request; nothing here touches a database."""
+        """Connect the signals needed before the first request; nothing here touches a database."""
         from outbox.contrib.django import saga
         from outbox.contrib.django.database import in_tests
         from outbox.contrib.django.database.blocks import watch_connection

@@ -1,10 +1,10 @@
-"""Wiring a project's Celery app: the worker option `--outbox`, and the periodic passes in the beat schedule.
+"""Connects a project's Celery app: the worker option `--outbox`, and the periodic passes in the beat schedule.
 
     app = Celery("shop")
     app.config_from_object("django.conf:settings", namespace="CELERY")
     outbox.contrib.django.celery.setup(app)
 
-Run `celery -A shop worker --outbox`. Celery itself is imported by `outbox.broker.celery` only.
+Run `celery -A shop worker --outbox`. Only `outbox.broker.celery` imports Celery.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ __all__ = ["TransactionalTask", "setup", "subscriber_task"]
 def setup(app: Any) -> None:
     """Add `--outbox` and `--outbox-roles` to the app's worker, and check-back and pruning to its beat schedule.
 
-    Transactional tasks join their transaction also where they are sent by name.
+    Transactional tasks join their transaction even if they are sent by name.
 
-    Tasks and schedule are added when the app is finalised (at once where that has happened): a Celery module may be
-    imported before Django is set up.
+    Tasks and schedule are added when the app is finalised, because a Celery module may be imported before Django is set
+    up. If the app is finalised already, they are added at once.
     """
     bootstep.install(app, supervisor, roles=list(Role))
     bootstep.flush_at_end(flusher.flush)

@@ -8,9 +8,9 @@ from outbox.broker.database.conninfo import read_conninfo
 
 
 def database_from_url(url: str, **options: Any) -> dict[str, Any]:
-    """A DATABASES entry for a PostgreSQL URL or libpq connection string; `options` are further keys of it.
+    """A DATABASES entry for a PostgreSQL URL or libpq connection string; `options` adds further keys.
 
-    Raises ConfigurationError when it cannot be read.
+    Raises ConfigurationError if it cannot be read.
     """
     info = read_conninfo(url, "the database URL")
     names = {"dbname": "NAME", "user": "USER", "password": "PASSWORD", "host": "HOST", "port": "PORT"}

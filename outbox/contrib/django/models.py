@@ -1,4 +1,4 @@
-"""The tables in the application's own databases: ledger, inbox, key locks, and what reconciliation found."""
+"""The tables in the application's own databases: ledger, inbox, key locks, findings, sagas and audit."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from django.db.models.functions import Now
 
 
 class LedgerEntry(models.Model):
-    """One local transaction that published something.
+    """One local transaction that published messages.
 
-    A row 'C' is written by the local transaction itself, so it is visible if and only if that committed. A
-    row 'R' is a tombstone: written by a check-back that found nothing, it makes a late 'C' collide.
+    The local transaction itself writes its row 'C', so the row is visible if and only if the transaction committed. A
+    row 'R' is a tombstone: a check-back that found no row writes it, and a late 'C' then violates the unique key.
     """
 
     class LedgerState(models.TextChoices):
-        """What a row says about its local transaction."""
+        """The outcome that a row records."""
 
         COMMITTED = "C", "committed"
         ROLLED_BACK = "R", "rolled back"
@@ -36,10 +36,10 @@ class LedgerEntry(models.Model):
 
 
 class LedgerIdentity(models.Model):
-    """Which ledger this is, in its only row. Half messages carry the id, so that no other ledger answers for them.
+    """The ledger's id, in its only row. Half messages carry the id, so that no other ledger answers for them.
 
-    Entries of transactions with an id below `pruned_before` may be gone: their absence proves nothing. (Transaction
-    ids are ordered by time; comparing the ids themselves needs no two clocks to agree.)
+    Entries of transactions with an id below `pruned_before` may be deleted, so their absence proves nothing.
+    Transaction ids are ordered by time, and comparing them needs no synchronised clocks.
     """
 
     singleton = models.BooleanField(primary_key=True, default=True)
@@ -57,9 +57,9 @@ class LedgerIdentity(models.Model):
 
 
 class InboxEntry(models.Model):
-    """A message whose effect is in this database: written in the handler's own transaction.
+    """A message whose effect is in this database: the handler's own transaction writes the row.
 
-    `generation` is raised when a consumer group processes messages again.
+    `generation` rises when a consumer group processes messages again.
     """
 
     pk = models.CompositePrimaryKey("group", "generation", "message_id")
@@ -79,7 +79,7 @@ class InboxEntry(models.Model):
 
 
 class SagaState(models.TextChoices):
-    """How far a saga is. RUNNING and UNDOING: a message for its step is on its way."""
+    """The state of a saga. RUNNING and UNDOING: a message for its step is on its way."""
 
     RUNNING = "running", "Running"
     WAITING = "waiting", "Waiting for an answer"
@@ -89,9 +89,9 @@ class SagaState(models.TextChoices):
 
 
 class SagaProgress(models.Model):
-    """How far the saga of one record is. Only outbox.contrib.django.saga writes it: no write to the record resets it.
+    """The progress of one record's saga. Only outbox.contrib.django.saga writes it: no write to the record resets it.
 
-    `message_id` is the message that goes on: of the step, of its compensation, or of the deadline at `late_at`.
+    `message_id` is the message that moves it on: of the step, of its compensation, or of the deadline at `late_at`.
     """
 
     saga = models.CharField(max_length=127)
@@ -108,7 +108,7 @@ class SagaProgress(models.Model):
         db_table = "outbox_saga"
         verbose_name = "saga"
         constraints: ClassVar = [models.UniqueConstraint(fields=["saga", "record"], name="outbox_saga_of_record")]
-        # The sagas that go on, those that have stood at their step for longest first.
+        # The moving sagas, those that have been at their step for the longest time first.
         indexes: ClassVar = [models.Index(fields=["state", "changed_at"], name="outbox_saga_changed_at")]
 
     def __str__(self) -> str:
@@ -130,7 +130,7 @@ class KeyLock(models.Model):
 
 
 class Finding(models.Model):
-    """What reconciliation found, as of its last run into `output`. `manage.py outbox_reconcile --save` replaces it."""
+    """The findings of the last reconciliation run into `output`. `manage.py outbox_reconcile --save` replaces them."""
 
     output = models.TextField()
     run = models.CharField(max_length=63)
@@ -157,13 +157,13 @@ class Finding(models.Model):
 
 
 class OperatorAction(models.Model):
-    """What somebody did on the operations page: written before it is done, and completed with what came of it.
+    """An action on the operations page: recorded before it runs, and completed with its outcome.
 
-    One that stays `begun` was cut off: the broker may have done it or not.
+    An entry that stays `begun` was interrupted: the broker may have done it or not.
     """
 
     class Outcome(models.TextChoices):
-        """How it ended."""
+        """How the action ended."""
 
         BEGUN = "begun", "begun"
         DONE = "done", "done"

@@ -1,4 +1,4 @@
-"""Keeps other tables out of a database that is the broker's alone."""
+"""Keeps other tables out of a database that only the broker uses."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ class BrokerRouter:
     """
 
     def allow_migrate(self, db: str, app_label: str, model_name: str | None = None, **hints: Any) -> bool | None:
-        """No model's table belongs into the broker's database; about others this router has no opinion."""
+        """The broker's database takes no model's table; for other databases this router returns None."""
         try:
             return False if is_dedicated(db) else None
         except ConfigurationError:
-            # Checks ask, too, and one of them says what is wrong with the settings; `migrate` begins with the checks.
+            # Checks call the router too, and one of them reports the error in the settings. `migrate` starts with the
+            # checks.
             return None
 
     def allow_relation(self, obj1: Model, obj2: Model, **hints: Any) -> bool | None:
-        """No opinion."""
+        """Always None."""
         return None
 
 

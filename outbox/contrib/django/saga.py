@@ -1,11 +1,11 @@
-"""Sagas: several steps about one record, each in a transaction of its own; what was done is undone when one is refused.
+"""Sagas: several steps for one record, each in its own transaction; if a step is refused, earlier steps are undone.
 
-A helper over subscribers, not an engine: the record is a row of the application. The table `outbox_saga`, in the same
-database, says how far its saga is. Each step is a subscriber that locks both rows, does its work,
-and publishes what comes next, all in the handler's transaction. So a step takes effect once, whatever is killed, and a
-message that comes too late finds that the saga has moved on. A step that has to wait
-(for a payment, for another service) returns WAIT; `proceed`, `refuse` or its deadline goes on. The deadline is a
-delayed message with a key of its own record and step, and is recalled when it is not needed any more.
+A saga is a helper over subscribers, not an engine. The record is a row of the application. The table `outbox_saga` in
+the same database stores the progress of its saga. Each step is a subscriber that locks both rows, does its work, and
+publishes the next message, all in the handler's transaction. So a step takes effect once, whichever process is killed,
+and a late message finds that the saga has moved on. A step that must wait (for a payment, for another service) returns
+WAIT; then `proceed`, `refuse` or its deadline continues the saga. The deadline is a delayed message with a key of its
+record and step. It is recalled when it is no longer needed.
 
     booking = Saga("booking", Booking, topic="bookings")
 
@@ -54,14 +54,14 @@ logger = logging.getLogger(__name__)
 
 
 class StepRefused(Exception):
-    """Raised by a step: the business says no. Its effects are rolled back, and earlier steps are undone.
+    """Raised by a step for a business refusal. Its effects are rolled back, and earlier steps are undone.
 
-    Its text is kept as the saga's `reason`. Any other exception is a failure, and the step is tried again.
+    Its text is stored as the saga's `reason`. Any other exception is a failure, and the step is tried again.
     """
 
 
 class StepAnswer(Enum):
-    """What a step may return beside None (done)."""
+    """What a step may return besides None (done)."""
 
     WAIT = "wait"
 
@@ -78,7 +78,7 @@ _LATE: Final = "late."
 
 @dataclass(frozen=True, kw_only=True)
 class Step(Generic[Record]):
-    """One step: what it does, what takes that back, and how long it waits at most after returning WAIT."""
+    """One step: its function, its compensation, and the longest wait after it returned WAIT."""
 
     name: str
     work: Callable[[Record], StepAnswer | None]
@@ -87,11 +87,11 @@ class Step(Generic[Record]):
 
 
 class Saga(Generic[Record]):
-    """The steps of a kind of record, in the order of their declaration.
+    """The steps for a kind of record, in order of declaration.
 
-    `topic` carries what comes next; where steps have deadlines it is declared with the types NORMAL, DELAY and
-    TRANSACTION. Each step is a consumer group `NAME.STEP` of it. Steps are found by their names: one that is renamed
-    strands the records that stand at it.
+    `topic` carries the saga's messages. If steps have deadlines, declare it with the types NORMAL, DELAY and
+    TRANSACTION. Each step is a consumer group `NAME.STEP` of it. Steps are found by name: renaming one strands the
+    records at that step.
     """
 
     def __init__(self, name: str, record: type[Record], *, topic: str) -> None:
@@ -113,9 +113,9 @@ class Saga(Generic[Record]):
     ) -> Callable[[Work], Work]:
         """Declare the next step: a function of the locked record, run in the transaction of its message.
 
-        It returns None when it is done, or WAIT; it raises StepRefused to have the earlier steps undone. `undo` takes
-        back what it did, and may not refuse. `within`: a step that waits is refused after so long. `retry` is for
-        failures of both; after the last attempt the message is a dead letter, and replaying it goes on.
+        It returns None if it is done, or WAIT. It raises StepRefused to have the earlier steps undone. `undo` reverses
+        its effects and must not refuse. `within`: a waiting step is refused after this time. `retry` applies to
+        failures of both; after the last attempt the message is a dead letter, and replaying it continues the saga.
         """
 
         def declare(work: Work) -> Work:
@@ -125,9 +125,9 @@ class Saga(Generic[Record]):
         return declare
 
     def start(self, record: Record) -> None:
-        """Begin with the first step once the transaction that is open has committed; call it where the row is made.
+        """Start the saga when the open transaction commits; call it in the transaction that creates the row.
 
-        Raises UsageError without a transaction, and for a record whose saga has begun.
+        Raises UsageError without a transaction, and for a record whose saga was started before.
         """
         if not self._steps:
             raise ConfigurationError(f"saga {self.name!r} has no steps: import the module that declares them.")
@@ -147,23 +147,23 @@ class Saga(Generic[Record]):
         self._run_next(progress, self._steps[0])
 
     def progress(self, pk: object) -> SagaProgress | None:
-        """How far the saga of a record is: `state`, `step` and `reason`. None for a record whose saga has not begun."""
+        """The progress of a record's saga: `state`, `step` and `reason`. None if it was not started."""
         return self._progress(pk).first()
 
     def proceed(self, pk: object, *, at: str) -> bool:
-        """The answer that step `at` waits for is there: go on with the next one.
+        """Give a positive answer to step `at`, which waits for it: the saga continues with the next step.
 
-        In the transaction that is open, else in one of its own. False, and nothing is done, when the record does not
-        wait there (any more): its deadline was earlier, or it was answered before.
+        It runs in the open transaction, else in its own. Returns False, and does nothing, if the record no longer waits
+        at this step: its deadline passed, or it was answered before.
         """
         return self._answer(pk, at, self._go_on)
 
     def refuse(self, pk: object, reason: str, *, at: str) -> bool:
-        """The answer that step `at` waits for is no: undo it and what was done before. Otherwise like `proceed`."""
+        """Give a negative answer to step `at`: undo it and the steps before. Otherwise like `proceed`."""
         return self._answer(pk, at, lambda progress, step: self._turn_back(progress, step, reason))
 
     def deadline_key(self, pk: object, step: str) -> str:
-        """The key of the deadline of a record at a step: of no other message."""
+        """The key of a record's deadline at a step: no other message has it."""
         return f"{self.name}/{pk}/{step}"
 
     # -- declaration ------------------------------------------------------------------------------------
@@ -171,17 +171,17 @@ class Saga(Generic[Record]):
     def _add(self, step: Step[Record], retry: RetryPolicy | None) -> None:
         where = f"step {step.name!r} of saga {self.name!r}"
         if any(known.name == step.name for known in self._steps):
-            raise ConfigurationError(f"{where} is declared twice: give each function a name of its own.")
+            raise ConfigurationError(f"{where} is declared twice: give each function its own name.")
         for function in (step.work, step.undo):
             if function is not None and (is_asynchronous(function) or is_generator(function)):
-                raise ConfigurationError(f"{where}: a step and its undo are plain functions, not {function!r}.")
+                raise ConfigurationError(f"{where}: a step and its undo must be plain functions, not {function!r}.")
         names.check_tag(step.name)
         tags = " || ".join((step.name, _UNDO + step.name, _LATE + step.name))
         subscription = Subscription(group=f"{self.name}.{step.name}", topic=self.topic, filter=tags)
         if retry is not None:
             subscription = replace(subscription, retry=retry)
         handler = partial(self._handle, step)
-        # The record and the note that the message was handled are in one database.
+        # The record and the inbox row of the message must be in one database.
         register(
             Subscriber(subscription=subscription, handler=handler, name=f"{self.name}.{step.name}", using=self._alias)
         )
@@ -196,18 +196,18 @@ class Saga(Generic[Record]):
             if step.name == name:
                 return step
         raise UsageError(
-            f"saga {self.name!r} has no step {name!r}; there are: {', '.join(step.name for step in self._steps)}."
+            f"saga {self.name!r} has no step {name!r}; use one of: {', '.join(step.name for step in self._steps)}."
         )
 
     # -- messages ---------------------------------------------------------------------------------------
 
     def _handle(self, step: Step[Record], delivery: Delivery) -> None:
-        """A message of `step`: to run it, to undo it, or that it has waited for too long."""
+        """Handle a message of `step`: run it, undo it, or refuse it after its deadline."""
         pk = delivery.body["pk"]
         try:
             record = self._locked(pk)
         except ObjectDoesNotExist:
-            logger.warning("saga %s: its record %s was deleted, %s ends", self.name, pk, delivery.tag)
+            logger.warning("saga %s: its record %s was deleted, so %s ends", self.name, pk, delivery.tag)
             self._progress(pk).delete()
             return
         progress = self._progress(pk).select_for_update().get()
@@ -223,7 +223,7 @@ class Saga(Generic[Record]):
 
     def _run(self, record: Record, progress: SagaProgress, step: Step[Record]) -> None:
         try:
-            # A savepoint: what a refused step did is rolled back, its messages too.
+            # A savepoint: the effects of a refused step are rolled back, its messages too.
             with transaction.atomic(using=self._alias):
                 answer = step.work(record)
         except StepRefused as refusal:
@@ -249,7 +249,7 @@ class Saga(Generic[Record]):
                 return False
             act(progress, step)
             if step.within is not None:
-                # Saves the delivery of a deadline that would find that the saga has moved on.
+                # Recalling saves the delivery of a deadline that would find that the saga has moved on.
                 recalled = partial(recall_key, self.topic, self.deadline_key(record.pk, step.name))
                 transaction.on_commit(recalled, using=self._alias, robust=True)
         return True
@@ -272,7 +272,7 @@ class Saga(Generic[Record]):
         self._save(progress, SagaState.RUNNING, step)
 
     def _turn_back(self, progress: SagaProgress, last_done: Step[Record] | None, reason: str) -> None:
-        """Undo `last_done`, and after it what was before; None when nothing was done."""
+        """Undo `last_done`, and then the steps before; None if no step was done."""
         progress.reason = reason
         step = last_done
         while step is not None and step.undo is None:
@@ -287,7 +287,7 @@ class Saga(Generic[Record]):
         return self._steps[place - 1] if place else None
 
     def _progress(self, pk: object) -> QuerySet[SagaProgress]:
-        """To be locked after the record: application code that has locked its record may answer the saga."""
+        """Lock it after the record: application code that has locked its record may answer the saga."""
         value = self._record._meta.pk.to_python(pk)
         return SagaProgress.objects.using(self._alias).filter(saga=self.name, record=str(value))
 
@@ -302,7 +302,7 @@ class Saga(Generic[Record]):
         progress.save(using=self._alias)
 
     def _announce(self, progress: SagaProgress, step: Step[Record]) -> None:
-        """Publish the message that goes on from where the saga is now, if it does not wait for an answer alone."""
+        """Publish the message that moves the saga on. It has none while it waits for an answer without a deadline."""
         state, pk, delay = progress.state, progress.record, None
         key = f"{self.name}/{pk}"
         if state == SagaState.RUNNING:
@@ -317,10 +317,13 @@ class Saga(Generic[Record]):
         receipt = publish(self.topic, {"pk": pk}, key=key, tag=tag, delay=delay, using=self._alias)
         progress.message_id = receipt.message_id
 
-    # -- what stands still ------------------------------------------------------------------------------
+    # -- stranded sagas -------------------------------------------------------------------------------------
 
     def publish_again(self, progress: SagaProgress) -> bool:
-        """Publish the message of a saga that has lost it. False where the saga has moved on, or a handler has it."""
+        """Publish the message of a saga that has lost it.
+
+        False if the saga has moved on, or a handler holds its lock.
+        """
         with transaction.atomic(using=self._alias):
             same = self._progress(progress.record).filter(
                 state=progress.state, step=progress.step, message_id=progress.message_id
@@ -332,7 +335,7 @@ class Saga(Generic[Record]):
             if found is None or step is None:
                 return False
             if found.state == SagaState.WAITING:
-                # Its deadline has passed: not the whole wait again.
+                # Its deadline has passed: do not wait the full time again.
                 step = replace(step, within=timedelta(0))
             self._announce(found, step)
             found.save(using=self._alias, update_fields=["message_id"])
@@ -345,14 +348,14 @@ class Saga(Generic[Record]):
 
 CONDITION: Final = "saga_stalled"
 PASS_INTERVAL_SECONDS: Final = 60.0
-# A message is on its way for so long before it is asked about.
+# Examine a message only after this time, because it may still be on its way.
 _GRACE: Final = timedelta(seconds=60)
-# The condition looks at the sagas that have stood at their step for longest; the pass at so many more.
+# The condition examines this many of the sagas that have been at their step the longest; the pass examines more.
 _LOOKED_AT: Final = 200
 _MENDED: Final = 10_000
 
 _WHY: Final = {
-    Whereabouts.PASSED: "its message was consumed without moving it on",
+    Whereabouts.PASSED: "its message was consumed and did not move it on",
     Whereabouts.GONE: "the broker does not have its message",
     Whereabouts.DEAD: "its message is a dead letter",
     Whereabouts.DISCARDED: "its dead letter was discarded",
@@ -361,7 +364,7 @@ _sagas: Final[dict[str, Saga[Any]]] = {}
 
 
 def rule(run: Executor) -> Sequence[Condition]:
-    """The condition, where it holds. Reads a bounded number of rows, by an index."""
+    """The condition, if it holds. Reads a bounded number of rows, by an index."""
     return condition(
         CONDITION,
         (
@@ -383,7 +386,7 @@ def rule(run: Executor) -> Sequence[Condition]:
 
 
 def mend() -> Mapping[str, Any]:
-    """Publish a message again for every saga whose message is lost. A dead letter is left to an operator."""
+    """Publish a new message for every saga whose message is lost. An operator settles a dead letter."""
     if not get_settings().has_database:
         return {}
     published = 0
@@ -409,6 +412,6 @@ def _stalled(run: Executor, *, limit: int) -> Iterator[tuple[SagaProgress, Where
             for one in mine:
                 where = places[one.message_id] if one.message_id is not None else Whereabouts.GONE
                 same = {"pk": one.pk, "message_id": one.message_id, "state": one.state, "step": one.step}
-                # Read again: it may have moved on between the two questions.
+                # Read it again: it may have moved on since the first query.
                 if where in _WHY and SagaProgress.objects.using(alias).filter(**same).exists():
                     yield one, where

@@ -1,7 +1,7 @@
-"""For tests of applications: brokers that forget, and `drain` that runs the project's subscribers.
+"""Test brokers for applications, and `drain`, which runs the project's subscribers.
 
-In memory, for any test; a message counts as published when its own atomic blocks are left, also inside the
-transaction that a TestCase wraps around the test, so `captureOnCommitCallbacks` is not needed (and does no harm):
+The broker in memory works in any test. A message counts as published when its own atomic blocks have ended, even inside
+the transaction that a TestCase wraps around the test. `captureOnCommitCallbacks` is not needed, and does no harm:
 
     class PayTests(OutboxTestMixin, TestCase):
         def test_pay(self):
@@ -9,12 +9,12 @@ transaction that a TestCase wraps around the test, so `captureOnCommitCallbacks`
             self.assertEqual([m.key for m in self.outbox.messages("order-paid")], [str(order.pk)])
             self.outbox.drain()
 
-On the broker's test database, for what only a real one does (both paths, check-back, order, handler threads):
+The broker's test database is for what only a real broker does (both paths, check-back, order, handler threads):
 
     class PayForReal(OutboxBrokerTestMixin, TransactionTestCase):
         databases = {"default", "broker"}
 
-Under pytest the fixtures `outbox` and `outbox_broker` (outbox.contrib.django.pytest_plugin) are the same two.
+Under pytest the fixtures `outbox` and `outbox_broker` (outbox.pytest_plugin) are the same two.
 """
 
 from __future__ import annotations
@@ -46,24 +46,24 @@ from outbox.ports import AnyHandler
 
 
 class OutboxForTests(ABC):
-    """What a test sees of a broker, the one in memory or a real one."""
+    """A broker as a test sees it: the one in memory or a real one."""
 
     def __init__(self, groups: Sequence[str] = ()) -> None:
-        """`groups`: those whose subscribers `drain` runs; without any, those of all."""
+        """`groups`: those whose subscribers `drain` runs; without any, all groups."""
         self._groups = groups
         self._errors: list[Exception] = []
         autodiscover()
 
     @abstractmethod
     def messages(self, topic: str) -> list[Message]:
-        """What subscribers of the topic can see: messages of committed transactions, queue by queue."""
+        """The messages that subscribers of the topic can see: those of committed transactions, queue by queue."""
 
     def bodies(self, topic: str) -> list[Any]:
         """The decoded bodies of `messages`."""
         return [get_codecs().decode(item.content_type, item.body) for item in self.messages(topic)]
 
     def drain(self, *, raise_errors: bool = True) -> int:
-        """Run subscribers until nothing is deliverable, also what they publish; returns the number of deliveries.
+        """Run subscribers until no message is deliverable, new ones included; returns the number of deliveries.
 
         Raises the first error of a handler unless `raise_errors` is off; then failed messages wait for their retry.
         """
@@ -83,7 +83,7 @@ class OutboxForTests(ABC):
 
     @abstractmethod
     def reset(self) -> None:
-        """Forget all messages, retries and positions."""
+        """Delete all messages, retries and positions."""
 
     def _recording(self, handler: AnyHandler) -> AnyHandler:
         @wraps(handler)
@@ -98,7 +98,7 @@ class OutboxForTests(ABC):
 
 
 class InMemoryOutbox(OutboxForTests):
-    """On the broker in this process; `broker.advance(seconds)` moves its time on."""
+    """The broker in this process; `broker.advance(seconds)` adds to its time."""
 
     broker: InMemoryBroker
 
@@ -107,7 +107,7 @@ class InMemoryOutbox(OutboxForTests):
         self.reset()
 
     def reset(self) -> None:
-        """Begin with another broker."""
+        """Start with a new broker."""
         reset_broker()
         broker = get_broker()
         assert isinstance(broker, InMemoryBroker)
@@ -124,12 +124,12 @@ class InMemoryOutbox(OutboxForTests):
         return self.broker.drain()
 
     def settle(self) -> None:
-        """Decide every half message whose transaction is over, as check-back would: by its ledger row."""
+        """Decide every half message whose transaction has ended, by its ledger row, as check-back would."""
         settle_in_memory(self.broker)
 
 
 class BrokerOutbox(OutboxForTests):
-    """On the broker's test database. Handlers run in threads, in transactions of their own, as in a worker."""
+    """The broker's test database. Handlers run in threads, in their own transactions, as in a worker."""
 
     def __init__(self, groups: Sequence[str] = ()) -> None:
         super().__init__(groups)
@@ -146,7 +146,7 @@ class BrokerOutbox(OutboxForTests):
             run = Executor(connection, settings.schema)
             for_tests.empty(run)
             declare_topics(run, [declared.topic for declared in settings.topics.values()])
-        # What the broker of this process knows about topics is gone.
+        # Rebuild the broker of this process: the topics it knows are deleted.
         reset_broker()
 
     def messages(self, topic: str) -> list[Message]:
@@ -173,7 +173,7 @@ def in_memory_outbox(*, groups: Sequence[str] = (), **settings: Any) -> Iterator
 def broker_outbox(*, groups: Sequence[str] = (), **settings: Any) -> Iterator[BrokerOutbox]:
     """The empty test database of the broker for the block; otherwise like `in_memory_outbox`.
 
-    Raises ConfigurationError where the broker's alias is not among the databases of the test that runs.
+    Raises ConfigurationError if the broker's alias is not among the databases of the running test.
     """
     with _changed({**settings, "IN_MEMORY": False}):
         yield BrokerOutbox(groups)
@@ -203,7 +203,7 @@ class OutboxTestMixin:
 class OutboxBrokerTestMixin:
     """Gives every test of a TransactionTestCase an empty real broker, `self.outbox`.
 
-    The broker's alias has to be among the `databases` of the test.
+    The `databases` of the test must contain the broker's alias.
     """
 
     outbox: BrokerOutbox

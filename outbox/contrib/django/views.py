@@ -17,15 +17,18 @@ from outbox.contrib.django.operations import exposition
 from outbox.contrib.django.operations.watching import look, probe
 
 _REFUSED: Final = (
-    f"This view needs a staff user with the permission {SEE}, or the header `Authorization: Bearer` with the token of "
-    f"OUTBOX['METRICS_TOKEN']."
+    f"This view needs a staff user with the permission {SEE}, or the header `Authorization: Bearer` with the token "
+    "of OUTBOX['METRICS_TOKEN']."
 )
 
 
 @never_cache
 @require_safe
 def health(request: HttpRequest) -> HttpResponse:
-    """200 when messages move, else 503. Every client may ask; the details are for those that may see the status."""
+    """200 while messages are delivered, else 503.
+
+    Every client may ask; the details need permission to see the status.
+    """
     with deadline.within(SECONDS):
         found = probe()
     body: dict[str, object] = {"healthy": found.is_healthy}
@@ -37,7 +40,10 @@ def health(request: HttpRequest) -> HttpResponse:
 @never_cache
 @require_safe
 def status(request: HttpRequest) -> HttpResponse:
-    """Verdict and overview as JSON: 200, or 503 when it is critical. Needs the page's permission or the token."""
+    """Verdict and overview as JSON. The status is 200, or 503 if the verdict is critical.
+
+    Needs the page's permission or the token.
+    """
     if not _may_see(request):
         return JsonResponse({"error": _REFUSED}, status=403)
     with deadline.within(SECONDS):
@@ -48,7 +54,7 @@ def status(request: HttpRequest) -> HttpResponse:
 @never_cache
 @require_safe
 def metrics(request: HttpRequest) -> HttpResponse:
-    """What Prometheus scrapes. Needs the page's permission or the token, because groups and topics are named."""
+    """Metrics for Prometheus. Needs the page's permission or the token, because it names groups and topics."""
     if not _may_see(request):
         return HttpResponse(f"{_REFUSED}\n", status=403, content_type="text/plain; charset=utf-8")
     with deadline.within(SECONDS):
@@ -56,7 +62,7 @@ def metrics(request: HttpRequest) -> HttpResponse:
 
 
 def _may_see(request: HttpRequest) -> bool:
-    # The token first: a scraper has no account, and is answered while accounts cannot be read.
+    # Check the token first: a scraper has no account, and must get an answer while accounts cannot be read.
     if exposition.is_authorized(request.headers.get("Authorization", "")):
         return True
     try:

@@ -1,4 +1,4 @@
-"""Spans of messages, named and described as OpenTelemetry's semantic conventions for messaging say.
+"""Spans of messages, named and described by OpenTelemetry's semantic conventions for messaging.
 
 request ─► publish orders ─┬─► commit orders          (the end message; or check_back orders)
                            ├─► process orders         (each group, each attempt)
@@ -26,15 +26,15 @@ from outbox.transaction import Answer, Check, Decision, EndStatus, HalfTransacti
 logger = logging.getLogger(__name__)
 
 SYSTEM: Final = "outbox"
-# Of a batch so many failures are recorded; the number of all is an attribute.
+# At most this many failures of a batch are recorded; the total number is an attribute.
 _RECORDED: Final = 5
 
 
 class OpenTelemetryTracer:
     """Implements outbox.tracing.Tracer.
 
-    Without `provider` it is the global one, also when that is set later; headers are those of the global propagator,
-    by default W3C's `traceparent` and `tracestate`, and `baggage`.
+    Without `provider` it uses the global one, even if that is set later. The headers come from the global propagator:
+    by default W3C's `traceparent`, `tracestate` and `baggage`.
     """
 
     def __init__(self, provider: TracerProvider | None = None) -> None:
@@ -42,10 +42,10 @@ class OpenTelemetryTracer:
 
     @contextmanager
     def publishing(self, messages: Sequence[Message]) -> Iterator[Sequence[Message]]:
-        """A span `publish TOPIC`, whose context the messages carry in place of any other.
+        """A span `publish TOPIC`; the messages carry its context and no other.
 
-        It is below the span that publishes; where there is none (a message received from elsewhere is stored), below
-        what the first message carries.
+        Its parent is the span of the publishing code. Without one (a foreign message is stored), its parent is the
+        context that the first message carries.
         """
         inside = trace.get_current_span().get_span_context().is_valid
         with self._tracer.start_as_current_span(
@@ -60,7 +60,7 @@ class OpenTelemetryTracer:
 
     @contextmanager
     def handling(self, deliveries: Sequence[Delivery]) -> Iterator[Conclude]:
-        """A span `process TOPIC`: below what published the one message, or linked to what published several."""
+        """A span `process TOPIC`: child of the publish span of one message, or linked to those of several."""
         messages = [delivery.message for delivery in deliveries]
         first = deliveries[0]
         attributes = _about("process", "process", messages) | {"messaging.consumer.group.name": first.group}
@@ -69,7 +69,7 @@ class OpenTelemetryTracer:
             attributes["messaging.destination.partition.id"] = first.queue
             attributes["messaging.outbox.delivery.attempt"] = first.attempt
         else:
-            # A root of its own, whatever the thread did before: no message of a batch is the reason of all.
+            # A root span, whatever the thread did before: no single message causes the whole batch.
             parent, links = Context(), _links(messages)
         with self._tracer.start_as_current_span(
             _name("process", messages), context=parent, kind=SpanKind.CONSUMER, attributes=attributes, links=links
@@ -77,7 +77,7 @@ class OpenTelemetryTracer:
             yield lambda outcomes: _conclude(span, outcomes)
 
     def decided(self, half: HalfTransaction, decision: Decision) -> None:
-        """A moment `commit TOPIC` or `rollback TOPIC` below the publish span."""
+        """An instant span `commit TOPIC` or `rollback TOPIC` below the publish span."""
         operation = decision.name.lower()
         self._tracer.start_span(
             _name(operation, half.messages),
@@ -87,7 +87,7 @@ class OpenTelemetryTracer:
         ).end()
 
     def answered(self, check: Check, answer: Answer, status: EndStatus | None, *, asked_at_ns: int) -> None:
-        """A span `check_back TOPIC` below the publish span, with the decision that it found."""
+        """A span `check_back TOPIC` below the publish span, with the decision found."""
         attributes = _about("check_back", "settle", [check.message]) | {
             "messaging.outbox.producer_group.name": check.producer_group,
             "messaging.outbox.decision": answer.decision.name,
@@ -114,7 +114,7 @@ def _name(operation: str, messages: Sequence[Message]) -> str:
 
 
 def _about(operation: str, kind: str, messages: Sequence[Message]) -> dict[str, AttributeValue]:
-    """`kind` is one of the operation types that the conventions know."""
+    """`kind` is one of the operation types in the conventions."""
     first = messages[0]
     found: dict[str, AttributeValue] = {
         "messaging.system": SYSTEM,
@@ -134,29 +134,29 @@ def _about(operation: str, kind: str, messages: Sequence[Message]) -> dict[str, 
 
 
 def _carrying(message: Message, carried: Mapping[str, str]) -> Message:
-    """With the context in its headers. Copied headers (of the message that is handled) do not lead elsewhere."""
+    """The message with the context in its headers. Headers copied from the handled message are replaced."""
     fields = propagate.get_global_textmap().fields
     kept = {name: value for name, value in message.headers.items() if name not in fields}
     try:
         return replace(message, headers={**kept, **carried})
     except (InvalidName, InvalidMessage) as error:
-        # Somebody's propagator writes what is no header here; a message matters more than its trace.
+        # A custom propagator may write an invalid header. Send the message without its trace.
         logger.debug("message %s travels without its trace: %s", message.message_id, error)
         return message
 
 
 def _context_of(message: Message) -> Context:
-    """What the headers say, and nothing of what this thread is in; empty when they say nothing valid."""
+    """The context in the headers, independent of this thread's context; empty if the headers hold no valid one."""
     try:
         return propagate.extract(message.headers, context=Context())
     except Exception as error:
-        # Headers are what somebody sent, and propagators may be anybody's: a message matters more than its trace.
+        # The headers come from outside, and the propagator may be custom. Handle the message without its trace.
         logger.debug("the trace of message %s cannot be read from its headers: %s", message.message_id, error)
         return Context()
 
 
 def _links(messages: Sequence[Message]) -> list[Link]:
-    """To each publish call, once."""
+    """Use each publish call once."""
     fields = propagate.get_global_textmap().fields
     carriers = {tuple(message.headers.get(field) for field in fields): message for message in messages}
     found = (trace.get_current_span(_context_of(message)).get_span_context() for message in carriers.values())

@@ -1,1 +1,1 @@
-"""Metrics for Prometheus: what each process measures, and what the broker's tables say. Needs `prometheus-client`."""
+"""Metrics for Prometheus: figures of each process, and of the broker's tables. Needs `prometheus-client`."""

@@ -1,4 +1,4 @@
-"""What the broker's tables say, at the time of a scrape: conditions, lag, undecided, dead letters, the last audit."""
+"""Metrics from the broker's tables at scrape time: conditions, lag, undecided, dead letters, the last audit."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from outbox.broker.operations.overview import Overview
 from outbox.broker.operations.summary import GroupProgress, Summary
 from outbox.contrib.prometheus.recorder import OTHERS
 
-# So many pairs of group and topic have series of their own, by name; the others are one per group.
+# At most this many pairs of group and topic, by name, have their own series. The others have one series per group.
 MOST_PAIRS: Final = 1000
 _KEPT_SECONDS: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class ScrapeState:
-    """What a scrape shows. Without a broker to ask, the verdict alone."""
+    """The figures of a scrape. If the broker cannot be reached, only the verdict."""
 
     verdict: ConditionReport
     overview: Overview | None = None
     summary: Summary | None = None
     audit: Audit | None = None
-    # Bytes by table, of the broker's and of the application's: ledger and inbox.
+    # Bytes by table, of the broker and of the application: ledger and inbox.
     sizes: Mapping[str, int] = field(default_factory=dict)
 
 
 class BrokerCollector:
-    """Asks at most once in five seconds, however many scrape."""
+    """Reads the tables at most once in five seconds, however often it is scraped."""
 
     def __init__(self, look: Callable[[], ScrapeState], registry: CollectorRegistry | None = None) -> None:
         self._look = look
@@ -45,7 +45,7 @@ class BrokerCollector:
             registry.register(self)
 
     def describe(self) -> Sequence[Metric]:
-        """Nothing: registering must not ask the broker."""
+        """Return nothing: registering the collector must not query the broker."""
         return []
 
     def collect(self) -> Iterator[Metric]:
@@ -89,7 +89,7 @@ def _total(name: str, text: str, labels: Sequence[str], rows: Sequence[tuple[Seq
 
 def _conditions(state: ScrapeState) -> Iterator[Metric]:
     held = {condition.name: int(condition.severity) for condition in state.verdict.conditions}
-    # An unknown condition has no sample. A 0 would resolve its alert while the broker is away.
+    # An unknown condition has no sample. A 0 would resolve its alert while the broker is unreachable.
     known = CATALOGUE if state.verdict.is_complete else held
     rows = [([name], held.get(name, 0)) for name in known]
     text = "0: does not hold, 1: warning, 2: critical; absent while the broker cannot be asked."
@@ -130,7 +130,7 @@ def _pairs(summary: Summary) -> Iterator[Metric]:
 
 
 def _lag_seconds(summary: Summary, of: Sequence[GroupProgress]) -> float | None:
-    """0.0 where nothing waits; None where messages wait and the time of the oldest one is not known."""
+    """0.0 if no message waits; None if messages wait and the time of the oldest is unknown."""
     known = [summary.at - one.oldest_at for one in of if one.oldest_at is not None]
     return max(known) if known else None if any(one.lag for one in of) else 0.0
 

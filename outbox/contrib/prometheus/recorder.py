@@ -1,4 +1,4 @@
-"""What a process measures of its own work. Right with several processes: see prometheus_client's multi-process mode."""
+"""A process's figures about its own work. For several processes use prometheus_client's multi-process mode."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from outbox.transaction import CheckCounts
 
-# So many topics, and so many pairs of group and topic, have series of their own in each process. The others share one.
+# At most this many topics, and pairs of group and topic, have their own series per process. The others share one.
 MOST_TOPICS: Final = 200
 MOST_PAIRS: Final = 200
 OTHERS: Final = "(others)"
-# Of a batch so many waits are observed: the cost per message stays small.
+# At most this many waits of a batch are observed: the cost per message stays small.
 _SAMPLES: Final = 10
 _BUCKETS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 60.0, 600.0)
 
@@ -67,7 +67,7 @@ class PrometheusRecorder:
             "outbox_checks", "Check-backs by answer.", ["producer_group", "answer"], registry=registry
         )
 
-        # Finding a metric by its labels costs more than adding to it.
+        # Keep the labelled metrics: finding one by its labels costs more than adding to it.
         self._paths: dict[str, Histogram] = {}
         self._sent: dict[tuple[str, str], Counter] = {}
         self._places: dict[tuple[str, str], _Place] = {}
@@ -105,7 +105,7 @@ class PrometheusRecorder:
             self._checks.labels(producer_group, answer).inc(count)
 
     def _place(self, group: str, topic: str) -> _Place:
-        """The metrics of a subscription. Past MOST_PAIRS all subscriptions share those of (others)."""
+        """The metrics of a subscription. Beyond MOST_PAIRS all subscriptions share those of (others)."""
         with self._lock:
             pair = (group, topic) if len(self._places) < MOST_PAIRS else (OTHERS, OTHERS)
             if pair not in self._places:

@@ -1,1 +1,1 @@
-"""Where messages are forwarded to: webhooks, RabbitMQ, Redis, SQS, Kafka. Without Django; an extra for each."""
+"""The sinks for forwarded messages: webhooks, RabbitMQ, Redis, SQS, Kafka. Without Django; one extra for each."""

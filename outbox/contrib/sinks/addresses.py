@@ -1,7 +1,7 @@
-"""Which addresses may be connected to, and a transport that connects to the very address that was looked at.
+"""Decides which addresses are allowed, and connects only to an address that it has checked.
 
-A name is resolved once per request, each address is judged, and the request goes to a judged one by its number: a name
-that resolves to something else a moment later (DNS rebinding) changes nothing.
+A name is resolved once per request and each of its addresses is checked. The request then goes to a checked address by
+its number. A name that resolves differently a moment later (DNS rebinding) has no effect.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _NAT64: Final = IPv6Network("64:ff9b::/96")
 
 
 class AddressRefused(httpx.TransportError):
-    """The name leads to private, local or reserved addresses only."""
+    """The name resolves only to private, local or reserved addresses."""
 
 
 def is_public(address: Address) -> bool:
-    """Whether it is an address of the public internet, also where it carries an IPv4 address inside."""
+    """Whether it is an address of the public internet, also if it contains an IPv4 address."""
     if isinstance(address, IPv6Address):
         inner = address.ipv4_mapped or address.sixtofour or (address.teredo or (None, None))[1]
         if inner is None and address in _NAT64:
@@ -35,7 +35,7 @@ def is_public(address: Address) -> bool:
 
 
 def resolve(host: str, port: int) -> list[Address]:
-    """The addresses of a name, or of an address. Raises httpx.ConnectError."""
+    """The addresses of a host name, or the address itself. Raises httpx.ConnectError."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:
@@ -44,7 +44,7 @@ def resolve(host: str, port: int) -> list[Address]:
 
 
 class PinnedTransport(httpx.HTTPTransport):
-    """Connects to allowed addresses only; the certificate and the Host header are those of the name all the same."""
+    """Connects to allowed addresses only; the certificate and the Host header are still checked against the name."""
 
     def __init__(self, *, allow_private: bool, ca_file: str | None, connections: int) -> None:
         limits = httpx.Limits(max_connections=connections, max_keepalive_connections=connections)
@@ -58,8 +58,8 @@ class PinnedTransport(httpx.HTTPTransport):
         allowed = [address for address in found if self._allow_private or is_public(address)]
         if not allowed:
             raise AddressRefused(
-                f"{host!r} leads to {', '.join(map(str, found))}, and private addresses are not allowed; "
-                f"allow_private=True lets them"
+                f"{host!r} resolves to {', '.join(map(str, found))}, and private addresses are not allowed; "
+                "allow_private=True allows them"
             )
         for number, address in enumerate(allowed, 1):
             request.url = url.copy_with(host=str(address))

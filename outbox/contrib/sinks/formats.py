@@ -1,4 +1,4 @@
-"""How a message is written for others: plain, or as a CloudEvent (1.0) in its structured or binary mode."""
+"""The formats of forwarded messages: plain, or a CloudEvent (1.0) in structured or binary mode."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STRUCTURED: Final = "cloudevents-structured"
 BINARY: Final = "cloudevents-binary"
 NAMES: Final = (PLAIN, STRUCTURED, BINARY)
 
-# Attributes of CloudEvents that a header must not take the place of.
+# Attributes of CloudEvents that a message header must not overwrite.
 _RESERVED: Final = frozenset(
     ("id", "source", "specversion", "type", "datacontenttype", "dataschema", "subject", "time", "data")
 )
@@ -31,19 +31,21 @@ _JSON: Final = re.compile(r"application/(json|.+\+json)\s*(;.*)?")
 def format_named(name: str, *, binding: str, source: str = "") -> Format:
     """The format of this name for a sink of this binding. Raises ConfigurationError.
 
-    `source` is the CloudEvents attribute of that name: a URI reference that says who publishes.
+    `source` is the CloudEvents attribute of that name: a URI reference that identifies the publisher.
     """
     if name not in NAMES:
-        raise ConfigurationError(f"format={name!r} is none: there are {', '.join(NAMES)}.")
+        raise ConfigurationError(f"format={name!r} does not exist: use one of {', '.join(NAMES)}.")
     if name == PLAIN:
         return functools.partial(plain, encode=_percent_encoded if binding == "http" else str)
     if not source:
-        raise ConfigurationError(f"format={name!r} needs a source, like source='/shops/orders': who publishes.")
+        raise ConfigurationError(
+            f"format={name!r} needs a source that identifies the publisher, like source='/shops/orders'."
+        )
     return _cloud_events(name, binding, source)
 
 
 def plain(delivery: Delivery, topic: str, *, encode: Callable[[str], str] = str) -> Outgoing:
-    """The body as it is; what else there is of a message in headers whose names begin with `outbox-`."""
+    """The body unchanged; the message's other fields in headers whose names begin with `outbox-`."""
     message = delivery.message
     headers = {
         "outbox-message-id": str(message.message_id),
@@ -58,7 +60,7 @@ def plain(delivery: Delivery, topic: str, *, encode: Callable[[str], str] = str)
 
 
 def _percent_encoded(value: str) -> str:
-    """As in the HTTP binding of CloudEvents: all but printable ASCII, and what quotes."""
+    """Encode as the HTTP binding of CloudEvents does: everything except printable ASCII, and the quoting characters."""
     return quote(value, safe=_SAFE)
 
 
@@ -66,7 +68,7 @@ def _cloud_events(name: str, binding: str, source: str) -> Format:
     try:
         from cloudevents.core.formats.json import JSONFormat
     except ImportError as error:
-        raise ConfigurationError(f"format={name!r} needs the package cloudevents: install the extra of it.") from error
+        raise ConfigurationError(f"format={name!r} needs the package cloudevents: install its extra.") from error
     module, json_format = _binding(binding), JSONFormat()
     write = module.to_binary if name == BINARY else module.to_structured
 
@@ -86,7 +88,7 @@ def _binding(name: str) -> ModuleType:
 
 
 def _event(delivery: Delivery, topic: str, source: str, *, binary: bool) -> Any:
-    """id and source together name the event: the same whenever it is sent again."""
+    """id and source together identify the event, so a repeated send has the same."""
     from cloudevents.core.v1.event import CloudEvent
 
     message = delivery.message
@@ -110,7 +112,7 @@ def _event(delivery: Delivery, topic: str, source: str, *, binary: bool) -> Any:
 
 
 def _extensions(headers: Mapping[str, str]) -> dict[str, str]:
-    """Headers as extension attributes, whose names are lower-case letters and digits only, twenty at most."""
+    """Headers as extension attributes: lower-case letters and digits only, at most twenty characters."""
     named = {re.sub("[^a-z0-9]", "", name.lower())[:20]: value for name, value in headers.items()}
     return {name: value for name, value in named.items() if name and name not in _RESERVED}
 

@@ -1,6 +1,6 @@
-"""A handler that forwards: in order per key, and finished only once the endpoint has acknowledged.
+"""A handler that forwards in order per key and finishes a message after the endpoint has acknowledged it.
 
-A crash between the acknowledgement and the stored offset sends again, under the same message id.
+After a crash between the acknowledgement and the stored offset, the message is sent again under the same message id.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from outbox.subscription import Mode, OnError, Start, Subscription
 
 Format = Callable[[Delivery, str], Outgoing]
 
-# A rejected message is offered again at this interval, for a receiver that has been mended meanwhile.
+# A rejected message is offered again at this interval, because the receiver may be corrected meanwhile.
 SUSPEND_SECONDS: Final = 5.0
 
 
 class RawCodecs(Codecs):
-    """Bodies are handed on as they are: what nobody here can decode is forwarded like any other."""
+    """Bodies are passed on unchanged: a message that this process cannot decode is forwarded like any other."""
 
     def decode(self, content_type: str, data: bytes) -> Any:
-        """The bytes."""
+        """Return the bytes unchanged."""
         return data
 
 
 class Forwarder:
-    """Handles deliveries by sending them to a sink; `topic` is the name of the messages there, `form` their format."""
+    """A handler that sends deliveries to a sink; `topic` is the messages' topic there, `form` their format."""
 
     def __init__(self, sink: Sink, topic: str, form: Format) -> None:
         self._sink = sink
@@ -42,7 +42,7 @@ class Forwarder:
         self._form = form
 
     def __call__(self, given: Delivery | Sequence[Delivery]) -> None:
-        """Send them all. Raises PartialFailure, or the one error that kept all of them back."""
+        """Send all deliveries. Raises PartialFailure, or the one error that affected all of them."""
         deliveries = [given] if isinstance(given, Delivery) else given
         lines = _lines(deliveries)
         failed: dict[UUID, Exception] = {}
@@ -58,7 +58,7 @@ class Forwarder:
             raise _verdict(deliveries, failed)
 
     def _send(self, wave: Sequence[Delivery], *, first: bool) -> Sequence[Exception | None]:
-        """One message per key. What a former owner of a queue still has in hand is not sent."""
+        """Send at most one message per key. Raises LeaseLost if this process no longer owns the queue."""
         fence.check()
         errors: list[Exception | None] = [None] * len(wave)
         ready: list[tuple[int, Outgoing]] = []
@@ -80,7 +80,7 @@ class Forwarder:
 
 
 def _lines(deliveries: Iterable[Delivery]) -> list[deque[Delivery]]:
-    """What has to be sent one after the other. Messages without a key have no order to keep."""
+    """The deliveries that must be sent one after the other. Messages without a key have no order."""
     lines: dict[object, deque[Delivery]] = {}
     for delivery in deliveries:
         lines.setdefault(delivery.key or delivery.message_id, deque()).append(delivery)
@@ -95,12 +95,12 @@ def _hold_back(line: deque[Delivery], behind: Delivery, failed: dict[UUID, Excep
     while line:
         later = line.popleft()
         failed[later.message_id] = EarlierNotAcknowledged(
-            f"waits behind message {behind.message_id} of its key {behind.key!r}"
+            f"waits for message {behind.message_id} of the same key {behind.key!r}"
         )
 
 
 def _verdict(deliveries: Sequence[Delivery], failed: dict[UUID, Exception]) -> Exception:
-    """A single message that failed is that failure: failures that are alike are how an outage is told."""
+    """Return a single failure as itself: an outage is detected by failures that are alike."""
     return failed[deliveries[0].message_id] if len(deliveries) == 1 else PartialFailure(failed)
 
 
@@ -117,9 +117,10 @@ def subscription(
     suspend_seconds: float = SUSPEND_SECONDS,
     start: Start = Start.EARLIEST,
 ) -> Subscription:
-    """How a group that forwards consumes: in order per key, and again and again in place.
+    """How a forwarding group consumes: in order per key, with unlimited retries in place.
 
-    A message that is rejected blocks its key; with `dead_letter` it is given up instead, and later ones overtake it.
+    A rejected message blocks its key. With `dead_letter` it goes to the dead letters, and later messages of the key
+    pass it.
     """
     return Subscription(
         group=group,

@@ -1,7 +1,7 @@
-"""Kafka, by an idempotent producer: each message acknowledged by all replicas in sync before the next one of its key.
+"""Kafka, by an idempotent producer: all in-sync replicas acknowledge a message before the next one of its key is sent.
 
-The producer knows repetitions within its own life. After a crash of this process a message may be written again:
-readers that want it once look at its id, in the header `message-id`.
+The producer removes duplicates only while it lives. After a crash of this process a message may be written again.
+Readers that must see it once compare its id, in the header `message-id`.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ logger = logging.getLogger(__name__)
 
 _POLL_SECONDS: Final = 0.05
 _REJECTED: Final = frozenset((KafkaError.MSG_SIZE_TOO_LARGE, KafkaError.INVALID_MSG, KafkaError.INVALID_RECORD))
-# Ours to set: with others no message would be acknowledged before the next one of its key.
+# The sink sets these. With other values a message of a key could overtake one that is not acknowledged.
 _FIXED: Final = {"enable.idempotence": True, "acks": "all"}
 
 
 class KafkaSink:
     """Sends to a cluster. `servers` are host:port, separated by commas; `config` adds settings of librdkafka.
 
-    The topic is the message's name there; the key decides the partition as in Java (murmur2). Topics have to
-    exist, or be made by the cluster. `timeout_seconds` is how long a message may take to be acknowledged.
+    The topic there has the name given in the message; the key chooses the partition as in Java (murmur2). Topics must
+    exist, or the cluster must create them. `timeout_seconds` is the time limit for an acknowledgement.
     """
 
     binding = "kafka"
@@ -39,7 +39,10 @@ class KafkaSink:
     def __init__(self, *, servers: str, timeout_seconds: float = 30.0, config: Mapping[str, Any] | None = None) -> None:
         given = dict(config or {})
         if fixed := sorted(set(_FIXED) & set(given)):
-            raise ConfigurationError(f"kafka {servers}: config must not set {', '.join(fixed)}.")
+            raise ConfigurationError(
+                f"kafka {servers}: config must not set {', '.join(fixed)}, because the order per key depends on "
+                "them; remove them."
+            )
         self._servers = servers
         self._config = {
             "partitioner": "murmur2_random",
@@ -54,7 +57,7 @@ class KafkaSink:
         self._producer: Producer | None = self._made()
 
     def send(self, messages: Sequence[Outgoing]) -> Sequence[Exception | None]:
-        """Raises ServiceUnavailable when none of them was acknowledged in time."""
+        """Send messages. Raises ServiceUnavailable if none was acknowledged in time."""
         producer = self._current()
         outcomes: dict[int, KafkaError | None] = {}
         for place, message in enumerate(messages):
@@ -64,11 +67,11 @@ class KafkaSink:
         if any(error is not None and error.fatal() for error in outcomes.values()):
             self._drop(producer)
         if all(error is not None and error.code() == KafkaError._MSG_TIMED_OUT for error in outcomes.values()):
-            raise ServiceUnavailable(f"kafka {self._servers} acknowledges nothing")
+            raise ServiceUnavailable(f"kafka {self._servers} acknowledged no message")
         return [self._result(messages[place], outcomes[place]) for place in range(len(messages))]
 
     def close(self) -> None:
-        """Let go of the connections; whatever is not acknowledged by now counts as not sent."""
+        """Close the connections; messages that are not acknowledged yet count as not sent."""
         with self._lock:
             producer, self._producer = self._producer, None
         if producer is not None:
@@ -101,7 +104,7 @@ class KafkaSink:
         said = f"kafka {self._servers} did not take a message for {message.topic!r}: {error.name()}: {error.str()}"
         if error.code() in _REJECTED:
             return Rejected(f"{said} (message {message.message_id})")
-        # Without the id: alike in a row, of different messages, this is an outage.
+        # Leave out the id: repeated errors of different messages must be alike to be detected as an outage.
         return NotAcknowledged(said)
 
     def _current(self) -> Producer:
@@ -111,7 +114,7 @@ class KafkaSink:
             return self._producer
 
     def _drop(self, producer: Producer) -> None:
-        """After a fatal error a producer sends nothing any more."""
+        """Drop a producer after a fatal error: it cannot send again."""
         with self._lock:
             if self._producer is producer:
                 self._producer = None

@@ -1,7 +1,7 @@
 """RabbitMQ, Redis and SQS through kombu: persistent messages, each confirmed before the next one of its key.
 
-RabbitMQ confirms what is on disk in a durable queue, and returns what no queue takes (mandatory). Redis acknowledges
-what it has in memory: how much of that outlives a crash is its `appendfsync`. SQS answers when it has stored.
+RabbitMQ confirms a message when it is on disk in a durable queue, and returns one that no queue takes (mandatory).
+Redis acknowledges from memory: its `appendfsync` setting decides how much survives a crash. SQS answers after storing.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _CONFIRMING: Final = frozenset(("amqp", "pyamqp", "amqps"))
 
 
 class KombuSink:
-    """Sends to one server: to `exchange` with a routing key, or without an exchange straight into the queue so named.
+    """Sends to one server: to `exchange` with a routing key, or without an exchange directly into the named queue.
 
-    `routing_key` is a template of `{topic}` and `{key}`. `declare` makes the durable queue of that name, where there is
-    no exchange. An exchange is declared by whoever binds queues to it, and only AMQP knows whether one is bound: other
-    transports take none. `timeout_seconds` bounds connecting, and the wait for each confirmation.
+    `routing_key` is a template of `{topic}` and `{key}`. Without an exchange, `declare` creates the durable queue. The
+    application that binds queues to an exchange declares it. Only AMQP reports an exchange without a matching queue, so
+    other transports refuse an exchange. `timeout_seconds` bounds connecting, and the wait for each confirmation.
     """
 
     binding = "amqp"
@@ -51,26 +51,29 @@ class KombuSink:
         self._confirms = url.partition(":")[0].partition("+")[0] in _CONFIRMING
         if exchange and not self._confirms:
             raise ConfigurationError(
-                f"sink {self._name}: an exchange is for AMQP only, elsewhere nobody says when no queue is bound to it. "
-                f"Leave it out: messages go into the queue that routing_key names."
+                f"sink {self._name}: an exchange is for AMQP only, because other transports do not report that no "
+                "queue is bound to it. Leave it out: messages go into the queue that routing_key names."
             )
         try:
             routing_key.format(topic="", key="")
         except (KeyError, IndexError, ValueError) as error:
             raise ConfigurationError(
-                f"routing_key={routing_key!r} is a template of {{topic}} and {{key}}: {error!r}."
+                f"routing_key={routing_key!r} must be a template of {{topic}} and {{key}}: {error!r}."
             ) from error
         self._exchange = exchange
         self._routing_key = routing_key
         self._declare = declare and not exchange
         self._timeout_seconds = timeout_seconds
         self._options = {**({"confirm_publish": True} if self._confirms else {}), **(transport_options or {})}
-        # A channel belongs to one thread at a time.
+        # A channel may be used by one thread at a time.
         self._idle: list[_Channel] = []
         self._lock = threading.Lock()
 
     def send(self, messages: Sequence[Outgoing]) -> Sequence[Exception | None]:
-        """Each confirmed before the next. Raises ServiceUnavailable when the server takes nothing now."""
+        """Send each message after the confirmation of the one before.
+
+        Raises ServiceUnavailable if the server is down.
+        """
         channel = self._take()
         try:
             return one_by_one(messages, lambda message: self._publish(channel, message))
@@ -79,7 +82,7 @@ class KombuSink:
                 self._idle.append(channel)
 
     def close(self) -> None:
-        """Close the connections that are not in use."""
+        """Close the idle connections."""
         with self._lock:
             idle, self._idle = self._idle, []
         for channel in idle:
@@ -112,39 +115,39 @@ class KombuSink:
                 **({"confirm_timeout": self._timeout_seconds} if self._confirms else {}),
             )
         except MessageNacked:
-            return NotAcknowledged(f"{self._name} did not take the message (nack)")
+            return NotAcknowledged(f"{self._name} refused the message (nack)")
         except channel.errors as error:
-            # What was sent last may have arrived; a channel in the middle of something is of no use.
+            # The last message may have arrived. A channel with an unfinished operation cannot be used again.
             channel.close()
-            raise ServiceUnavailable(f"{self._name} takes nothing: {type(error).__name__}: {error}") from error
+            raise ServiceUnavailable(f"{self._name} is unavailable: {type(error).__name__}: {error}") from error
         if channel.returned:
             channel.returned.clear()
-            # Without the id: alike in a row, of different messages, this is an outage.
+            # Leave out the id: repeated errors of different messages must be alike to be detected as an outage.
             return NotAcknowledged(
-                f"no queue of {self._name} takes what exchange {self._exchange!r} gets with routing key {routing_key!r}"
+                f"no queue of {self._name} is bound to exchange {self._exchange!r} with routing key {routing_key!r}"
             )
         return None
 
 
 class _Channel:
-    """A connection with one channel, opened when it is needed, and what it has declared."""
+    """A connection with one channel, opened when needed, and the queues it has declared."""
 
     def __init__(self, url: str, options: Mapping[str, Any], timeout_seconds: float, *, confirms: bool) -> None:
         self._template = Connection(url, connect_timeout=timeout_seconds, transport_options=dict(options))
         self._connection: Any = None
         self._producer: Any = None
-        # Only AMQP returns what no queue takes.
+        # Only AMQP returns a message that no queue takes.
         self._on_return = self._returned if confirms else None
         self._declared: set[str] = set()
         self.returned: list[object] = []
 
     @property
     def errors(self) -> tuple[type[Exception], ...]:
-        """What the transport raises."""
+        """The error types that the transport raises."""
         return (*self._template.connection_errors, *self._template.channel_errors, KombuError, OSError)
 
     def open(self) -> Any:
-        """The producer."""
+        """The producer, on a connection opened if needed."""
         if self._producer is None:
             self._connection = self._template.clone()
             channel = self._connection.channel()
@@ -152,13 +155,13 @@ class _Channel:
         return self._producer
 
     def declare(self, name: str) -> None:
-        """The durable queue of this name, once per connection."""
+        """Declare the durable queue of this name, once per connection."""
         if name not in self._declared:
             Queue(name, exchange=Exchange(""), durable=True).bind(self._producer.channel).queue_declare()
             self._declared.add(name)
 
     def close(self) -> None:
-        """Let go of the connection; the next `open` makes another."""
+        """Close the connection; the next `open` makes another."""
         if self._connection is not None:
             self._connection.release()
         self._connection = self._producer = None

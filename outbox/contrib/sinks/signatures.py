@@ -1,6 +1,6 @@
-"""Signing webhooks and verifying them, by the Standard Webhooks scheme (version v1: HMAC-SHA256).
+"""Sign and verify webhooks by the Standard Webhooks scheme (version v1: HMAC-SHA256).
 
-A receiver in Python can use `verify` as it is; docs/forwarding.md shows the same with openssl.
+A receiver in Python can use `verify` directly; docs/forwarding.md shows the same with openssl.
 """
 
 from __future__ import annotations
@@ -15,34 +15,34 @@ from typing import Final
 from outbox.errors import ConfigurationError, OutboxError
 
 PREFIX: Final = "whsec_"
-# How far a timestamp may be from the receiver's clock.
+# The allowed difference between a timestamp and the receiver's clock.
 TOLERANCE_SECONDS: Final = 300
 _LEAST_BYTES, _MOST_BYTES = 24, 64
-# Of a timestamp: more are no second of any clock, and Python refuses to read some thousands of them.
+# The digits of a timestamp. No clock gives more, and Python refuses to convert a text of several thousand digits.
 _MOST_DIGITS: Final = 18
 _SHOWN_CHARACTERS: Final = 200
 
 
 class InvalidSignature(OutboxError):
-    """The request was not signed with a known secret, or not lately; it must not be acted on."""
+    """The request has no valid, recent signature of a known secret. Do not act on it."""
 
 
 def secret_bytes(secret: str) -> bytes:
-    """The key that `whsec_…` stands for. Raises ConfigurationError, without showing the secret."""
+    """The key encoded in `whsec_…`. Raises ConfigurationError, without showing the secret."""
     try:
         key = base64.b64decode(secret.removeprefix(PREFIX), validate=True)
     except (binascii.Error, ValueError):
         key = b""
     if not secret.startswith(PREFIX) or not _LEAST_BYTES <= len(key) <= _MOST_BYTES:
         raise ConfigurationError(
-            f"a webhook secret is {PREFIX!r} and the base64 text of {_LEAST_BYTES} to {_MOST_BYTES} random bytes: "
-            f"`echo {PREFIX}$(openssl rand -base64 32)` makes one."
+            f"a webhook secret must be {PREFIX!r} and the base64 text of {_LEAST_BYTES} to {_MOST_BYTES} random "
+            f"bytes: create one with `echo {PREFIX}$(openssl rand -base64 32)`."
         )
     return key
 
 
 def sign(keys: Sequence[bytes], message_id: str, timestamp: int, body: bytes) -> str:
-    """The header webhook-signature: one signature per key, so that a receiver may know either of two."""
+    """The header webhook-signature: one signature per key, so that the receiver needs only one of the keys."""
     return " ".join("v1," + _mac(key, message_id, timestamp, body) for key in keys)
 
 
@@ -54,35 +54,37 @@ def verify(
     now: float,
     tolerance_seconds: float = TOLERANCE_SECONDS,
 ) -> str:
-    """Check a received webhook, its body as it came; returns its id. `now` is the time since the epoch.
+    """Check a received webhook, with its body as received; returns its id. `now` is the time since the epoch.
 
-    Keep the id with the effect, in one transaction: a repetition, ours or an attacker's within the tolerance, has the
-    same. Where several senders have a secret, keep the sender with the id: two of them may choose one id. Raises
-    InvalidSignature.
+    Store the id with the effect, in one transaction: a repetition has the same id, whether the sender or an attacker
+    repeats the request within the tolerance. If several senders have a secret, store the sender with the id, because
+    two senders may choose the same id. Raises InvalidSignature.
     """
     given = {name.lower(): value for name, value in headers.items()}
     message_id, stamp = given.get("webhook-id", ""), given.get("webhook-timestamp", "")
     if not message_id or not stamp:
         raise InvalidSignature("the request has no header webhook-id or no header webhook-timestamp: refuse it.")
-    # First the signature: until it fits, the headers are any caller's text, and no value is read from them.
+    # Check the signature first: before that the headers may come from any caller, and no value is read from them.
     if not _is_signed(secrets, message_id, stamp, body, given.get("webhook-signature", "")):
         raise InvalidSignature(
-            f"no signature of webhook {message_id[:_SHOWN_CHARACTERS]!r} fits a known secret: refuse the request."
+            f"no signature of webhook {message_id[:_SHOWN_CHARACTERS]!r} matches a known secret: refuse the request."
         )
     if len(stamp) > _MOST_DIGITS or not stamp.isascii() or not stamp.isdigit():
         raise InvalidSignature(
-            f"the timestamp of webhook {message_id!r} is no number of seconds: mend its sender, which has the secret."
+            f"the timestamp of webhook {message_id!r} is not a number of seconds: correct its sender, which has the "
+            "secret."
         )
     if abs(now - int(stamp)) > tolerance_seconds:
         raise InvalidSignature(
-            f"webhook {message_id!r} was signed {now - int(stamp):.0f} s ago by the clocks of sender and receiver, and "
-            f"{tolerance_seconds:g} s are allowed: it is a replay, or one of the clocks is wrong."
+            f"webhook {message_id!r} was signed {now - int(stamp):.0f} s ago by the clocks of sender and receiver; "
+            f"the limit is {tolerance_seconds:g} s. It is a replay, or one of the clocks is wrong: refuse the "
+            "request and compare the clocks."
         )
     return message_id
 
 
 def _is_signed(secrets: Sequence[str], message_id: str, stamp: str, body: bytes, header: str) -> bool:
-    """Whether a signature of the header is made with one of the secrets. Compares in constant time."""
+    """Whether one of the secrets made a signature of the header. Compares in constant time."""
     versions = [part.partition(",") for part in header.split(" ")]
     signatures = [_encoded(signature) for version, _, signature in versions if version == "v1"]
     expected = [_mac(secret_bytes(secret), message_id, stamp, body).encode() for secret in secrets]
@@ -90,7 +92,7 @@ def _is_signed(secrets: Sequence[str], message_id: str, stamp: str, body: bytes,
 
 
 def _encoded(text: str) -> bytes:
-    """UTF-8. A server may hand over headers with lone surrogates, which the strict codec refuses with an exception."""
+    """Encode as UTF-8. A server may pass headers with lone surrogates, for which the strict codec raises."""
     return text.encode(errors="surrogatepass")
 
 

@@ -1,4 +1,4 @@
-"""What a sink is: it takes messages that go elsewhere, and says of each whether it was acknowledged."""
+"""What every sink does: it sends messages to an endpoint and reports for each whether it was acknowledged."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from outbox.errors import HandlerError, ServiceUnavailable
 
 
 class Rejected(HandlerError):
-    """The endpoint refuses this message; the same message will be refused again."""
+    """The endpoint refuses this message, and will refuse it again."""
 
 
 class EarlierNotAcknowledged(HandlerError):
@@ -19,15 +19,15 @@ class EarlierNotAcknowledged(HandlerError):
 
 
 class NotAcknowledged(HandlerError):
-    """The endpoint did not acknowledge the message; it may have it all the same."""
+    """The endpoint did not acknowledge the message, but may have received it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outgoing:
-    """One message as it leaves: `body` and `headers` are what the chosen format makes of it.
+    """One message to send: `body` and `headers` are in the chosen format.
 
-    `message_id` is the same however often it is sent: receivers know repetitions by it. `topic` is the name it has
-    there. `headers` are those of the format; the sink adds what its transport needs.
+    `message_id` is the same on every send, so receivers can recognise repetitions. `topic` is the topic's name at the
+    endpoint. `headers` are those of the format; the sink adds what its transport needs.
     """
 
     message_id: UUID
@@ -39,10 +39,10 @@ class Outgoing:
 
 
 class Sink(Protocol):
-    """Sends messages to one endpoint. Its methods are called by several threads at a time.
+    """Sends messages to one endpoint. Several threads call its methods at a time.
 
-    `binding` says how CloudEvents name their attributes there (`http`, `amqp`, `kafka`). `batch` and `threads` are
-    what suits it unless a declaration says otherwise.
+    `binding` chooses how CloudEvents name their attributes there (`http`, `amqp`, `kafka`). `batch` and `threads` are
+    its defaults; a declaration can override them.
     """
 
     @property
@@ -51,27 +51,30 @@ class Sink(Protocol):
 
     @property
     def batch(self) -> int:
-        """Messages per call."""
+        """The number of messages per call."""
 
     @property
     def threads(self) -> int:
-        """Calls at a time."""
+        """The number of calls at a time."""
 
     def send(self, messages: Sequence[Outgoing]) -> Sequence[Exception | None]:
-        """Send messages, no two of them with one key; None for each that was acknowledged, else why it was not.
+        """Send messages, at most one per key; returns None for each acknowledged one, else the error.
 
-        Rejected for one that will never be taken. Raises ServiceUnavailable when the endpoint takes nothing now:
-        then none of these counts as sent.
+        Rejected says that the endpoint will never accept the message. Raises ServiceUnavailable if the endpoint is
+        unavailable; then none of these messages counts as sent.
         """
 
     def close(self) -> None:
-        """Let go of connections."""
+        """Close the connections."""
 
 
 def one_by_one(
     messages: Sequence[Outgoing], send: Callable[[Outgoing], Exception | None]
 ) -> Sequence[Exception | None]:
-    """Send each by itself. ServiceUnavailable comes out of the first; of a later one it is what the rest gets."""
+    """Send each message by itself.
+
+    ServiceUnavailable on the first message is raised; on a later one it is the result of that message and all after it.
+    """
     results: list[Exception | None] = []
     for message in messages:
         try:

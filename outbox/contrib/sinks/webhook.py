@@ -19,19 +19,19 @@ _MOST_RESPONSE_BYTES: Final = 64 * 1024
 _SHOWN_CHARACTERS: Final = 200
 _LONGEST_PAUSE_SECONDS: Final = 3600.0
 
-# About the endpoint as a whole rather than one message: no other message would fare better. So are redirects.
+# Statuses about the whole endpoint: another message would fail in the same way. Redirects are, too.
 _ENDPOINT: Final = frozenset((401, 403, 404, 405, 407, 410, 425, 429, 502, 503))
-# About this attempt; what kind of failure it is shows when others fail alike.
+# Statuses about this attempt. Whether the endpoint is down shows when other messages fail alike.
 _ATTEMPT: Final = frozenset((408, 421, 423))
 
 
 class WebhookSink:
     """Sends to one URL.
 
-    `secrets` are `whsec_…` texts; with two, each request carries both signatures, so that a receiver may change from
-    one to the other. Private addresses, plain http and unknown certificate authorities (`ca_file`) have to be allowed.
-    Redirects are not followed and proxies of the environment are not used: a request goes where it was declared to go.
-    `timeout_seconds` bounds connecting, and each wait for the receiver.
+    `secrets` are `whsec_…` texts. With two, each request carries both signatures, so that the receiver can change from
+    one to the other. Private addresses, plain http and other certificate authorities (`ca_file`) must be allowed
+    explicitly. The sink follows no redirects and ignores the environment's proxies, so a request goes only to the
+    declared URL. `timeout_seconds` bounds connecting, and each wait for the receiver.
     """
 
     binding = "http"
@@ -64,7 +64,7 @@ class WebhookSink:
         )
 
     def send(self, messages: Sequence[Outgoing]) -> Sequence[Exception | None]:
-        """One request each. Raises ServiceUnavailable when the endpoint takes nothing now."""
+        """Send one request per message. Raises ServiceUnavailable if the endpoint is unavailable."""
         return one_by_one(messages, self._post)
 
     def close(self) -> None:
@@ -99,17 +99,20 @@ class WebhookSink:
         said = f"webhook {self._url.host} answered {status}"
         pause = retry_after_seconds(response.headers.get("retry-after"), self._clock())
         if 300 <= status < 400:
-            raise ServiceUnavailable(f"{said}, a redirect, which is not followed: declare the URL it leads to")
+            raise ServiceUnavailable(f"{said}, a redirect, which is not followed: declare the URL it points to")
         if status in _ENDPOINT or (pause is not None and status >= 500):
             raise ServiceUnavailable(said, pause_seconds=pause)
         if status >= 500 or status in _ATTEMPT:
-            # Without the id: three alike in a row, of different messages, are an outage.
+            # Leave out the id: three alike in a row, of different messages, are an outage.
             return NotAcknowledged(said)
         return Rejected(f"{said} to message {message.message_id}: {text[:_SHOWN_CHARACTERS]!r}")
 
 
 def retry_after_seconds(value: str | None, now: float) -> float | None:
-    """What the header Retry-After asks for, a number of seconds or a date; an hour at most, None for anything else."""
+    """The seconds that the header Retry-After asks for, as a number or a date.
+
+    At most an hour; None for any other text.
+    """
     if value is None:
         return None
     if value.strip().isascii() and value.strip().isdigit():
@@ -118,7 +121,7 @@ def retry_after_seconds(value: str | None, now: float) -> float | None:
         try:
             moment = parsedate_to_datetime(value)
         except (ValueError, OverflowError):
-            # A number in the date is too large for the C library.
+            # The C library refuses a number of the date that is too large.
             return None
         seconds = (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp() - now
     return min(max(0.0, seconds), _LONGEST_PAUSE_SECONDS)
@@ -128,16 +131,21 @@ def _checked(text: str, allow_http: bool) -> httpx.URL:
     try:
         url = httpx.URL(text)
     except (httpx.InvalidURL, TypeError) as error:
-        raise ConfigurationError(f"webhook url={text!r} is no URL: {error}.") from error
+        raise ConfigurationError(f"webhook url={text!r} is not a valid URL: {error}.") from error
     if url.userinfo:
-        raise ConfigurationError(f"webhook {url.host}: no user and password in the URL; send a header instead.")
+        raise ConfigurationError(
+            f"webhook {url.host}: the URL must not contain a user and password; send a header instead."
+        )
     if not url.host or url.scheme not in ("https", *(["http"] if allow_http else [])):
-        raise ConfigurationError(f"webhook url={text!r} must begin with https:// (allow_http=True lets http).")
+        raise ConfigurationError(f"webhook url={text!r} must begin with https:// (allow_http=True allows http).")
     return url
 
 
 def _beginning(response: httpx.Response) -> str:
-    """The first of what was answered, undecoded: a receiver cannot fill our memory. All of it keeps the connection."""
+    """The first bytes of the answer, undecoded, so that a receiver cannot fill the memory.
+
+    An answer that was read completely keeps its connection open.
+    """
     body = b""
     for chunk in response.iter_raw(4096):
         body += chunk

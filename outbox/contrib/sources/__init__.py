@@ -1,1 +1,1 @@
-"""Where messages of others come from: queues of RabbitMQ, topics of Kafka. Without Django; an extra for each."""
+"""The sources of received messages: queues of RabbitMQ, topics of Kafka. Without Django; one extra for each."""

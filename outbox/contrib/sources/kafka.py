@@ -1,4 +1,4 @@
-"""A topic of Kafka. Offsets are committed when messages are stored, never by themselves."""
+"""A topic of Kafka. Offsets are committed only after the messages are stored."""
 
 from __future__ import annotations
 
@@ -13,23 +13,26 @@ from outbox.errors import ConfigurationError, ServiceUnavailable
 
 logger = logging.getLogger(__name__)
 
-# Ours to set: else what was not stored would count as read.
+# The source sets these. With other values Kafka would count messages as read that are not stored yet.
 _FIXED: Final = {"enable.auto.commit": False, "enable.auto.offset.store": False}
 _ID_HEADERS: Final = ("message-id", "outbox-message-id", "ce-id")
 _MORE_SECONDS: Final = 0.02
 
 
 class KafkaSource:
-    """Receives one topic as a member of a consumer group, from the beginning where the group is new.
+    """Receives one topic as a member of a consumer group; a new group starts at the beginning.
 
-    The id of a message is that of its headers (`message-id`, `ce_id`), else its place and time in the log. A CloudEvent
-    is identified by its source and its id instead.
+    The id of a message comes from its headers (`message-id`, `ce_id`), else from its partition, offset and time. A
+    CloudEvent is identified by its source and its id instead.
     """
 
     def __init__(self, *, servers: str, topic: str, group: str, config: Mapping[str, Any] | None = None) -> None:
         given = dict(config or {})
         if fixed := sorted(set(_FIXED) & set(given)):
-            raise ConfigurationError(f"kafka {servers}: config must not set {', '.join(fixed)}.")
+            raise ConfigurationError(
+                f"kafka {servers}: config must not set {', '.join(fixed)}, because offsets are committed only after "
+                "storing; remove them."
+            )
         self._topic = topic
         self._name = f"topic {topic!r} of kafka {servers}"
         self._config = {
@@ -56,7 +59,7 @@ class KafkaSource:
         return [self._incoming(message) for message in found]
 
     def acknowledge(self, messages: Sequence[Incoming]) -> None:
-        """Raises ServiceUnavailable, also where the partition has another reader by now."""
+        """Commit offsets. Raises ServiceUnavailable, also if the partition has another reader by now."""
         ends: dict[int, int] = {}
         for message in messages:
             partition, offset = message.handle
@@ -104,7 +107,7 @@ class KafkaSource:
 
 
 def _name(header: str) -> str:
-    """Kafka's CloudEvents write `ce_id`, the others `ce-id`."""
+    """Kafka's CloudEvents write `ce_id`, other transports `ce-id`."""
     return f"ce-{header[3:]}" if header.startswith("ce_") else header
 
 

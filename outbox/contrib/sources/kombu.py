@@ -16,14 +16,14 @@ from outbox.contrib.sources.source import Incoming
 from outbox.errors import ServiceUnavailable
 from outbox.safe_text import mask_passwords
 
-# How long more messages are waited for once there is one.
+# After the first message, wait this long for further ones.
 _MORE_SECONDS: Final = 0.01
 
 
 class KombuSource:
-    """Receives from one queue; at most `prefetch` messages are here and not acknowledged.
+    """Receives from one queue; at most `prefetch` messages are received and not acknowledged.
 
-    `declare` makes the durable queue where it is missing; without it, a missing queue is waited for.
+    `declare` creates the durable queue if it is missing. Without it, the source waits until the queue exists.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class KombuSource:
             raise self._unavailable(error) from error
 
     def close(self) -> None:
-        """Close the connection; the next `receive` makes another."""
+        """Close the connection; the next `receive` opens another."""
         self._waiting.clear()
         if self._connection is not None:
             self._connection.release()

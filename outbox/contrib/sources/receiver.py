@@ -1,7 +1,7 @@
-"""Storing what others have sent as messages of a topic here: first stored, then acknowledged there.
+"""Stores foreign messages as messages of a topic: it stores first, then acknowledges at the source.
 
-A crash between the two brings it again, under the same id, and it is stored once. From there on it is a message like
-any other: subscribers handle it with the inbox, in order, with retries and dead letters.
+After a crash between the two steps the source delivers the message again. It then has the same id and is stored once.
+Once stored it is like any other message: subscribers handle it with the inbox, in order, with retries and dead letters.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _SHOWN_CHARACTERS: Final = 1000
 
 
 class UnstorableMessage(OutboxError):
-    """A message was received that cannot be stored as one of its topic; nothing after it is received."""
+    """A received message cannot be stored in its topic; the receiver stops here."""
 
 
 @dataclass
 class Received:
-    """What was done: messages stored (repetitions included), and put aside."""
+    """The counts: messages stored (repetitions included), and messages put into the poison topic."""
 
     stored: int = 0
     put_aside: int = 0
@@ -52,8 +52,8 @@ class Received:
 class Receiver:
     """Receives from one source into one topic.
 
-    `name` scopes the ids of its senders: the same name must mean the same senders for ever. What cannot be stored in
-    `topic` goes into `poison_topic` as it came, with the reason; without one the receiver stops.
+    `name` scopes the ids of its senders: the same name must always mean the same senders. A message that cannot be
+    stored in `topic` goes unchanged into `poison_topic`, with the reason. Without a poison topic the receiver stops.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Receiver:
         batch: int = 100,
     ) -> None:
         if poison_topic == topic:
-            raise ConfigurationError(f"receiving {name!r}: poison_topic must be another one than topic {topic!r}.")
+            raise ConfigurationError(f"receiving {name!r}: poison_topic must differ from topic {topic!r}.")
         self._source = source
         self._broker = broker
         self._name = name
@@ -78,9 +78,11 @@ class Receiver:
         self._batch = batch
 
     def run(self, stop: threading.Event, *, on_round: Callable[[], None] | None = None) -> None:
-        """Receive until `stop`, and wait while source or broker is away. Raises UnstorableMessage, or a usage error.
+        """Receive until `stop`; wait while the source or the broker is unavailable.
 
-        `on_round` is called after each round in which source and broker did what they should, also if nothing came.
+        Raises UnstorableMessage, or a usage error.
+
+        `on_round` is called after each successful round, even if no message came.
         """
         failures = 0
         while not stop.is_set():
@@ -90,7 +92,7 @@ class Receiver:
                 if on_round is not None:
                     on_round()
             except (ServiceUnavailable, BrokerUnavailable, SendFailed) as error:
-                # What was received comes again, to this connection's successor.
+                # The source delivers the received messages again, to the next connection.
                 self._source.close()
                 failures += 1
                 pause = _AGAIN.pause_seconds(failures)
@@ -98,7 +100,7 @@ class Receiver:
                 stop.wait(pause)
 
     def run_once(self, *, wait_seconds: float = _WAIT_SECONDS) -> Received:
-        """One batch: received, stored, acknowledged. Raises Poison, ServiceUnavailable or BrokerError."""
+        """Receive, store and acknowledge one batch. Raises Poison, ServiceUnavailable or BrokerError."""
         incoming = self._source.receive(self._batch, wait_seconds=wait_seconds)
         done = Received()
         if not incoming:
@@ -116,7 +118,7 @@ class Receiver:
         return done
 
     def _all_at_once(self, incoming: Sequence[Incoming]) -> bool:
-        """One statement for all, as long as none of them is a repetition or cannot be stored."""
+        """Store all in one statement, if none of them is a repetition or invalid."""
         try:
             self._broker.send([self._convert(one, self._name, self._topic) for one in incoming])
         except (InvalidMessage, InvalidName, ValueError):
@@ -124,17 +126,20 @@ class Receiver:
         return True
 
     def _store(self, one: Incoming) -> bool:
-        """Whether it could be stored; else it is put aside. Raises Poison where there is no place for that."""
+        """Store one message and return True, or put it into the poison topic and return False.
+
+        Raises Poison without one.
+        """
         try:
             self._broker.send([self._convert(one, self._name, self._topic)])
         except MessageTypeMismatch:
-            # The topic takes no message from here, whatever the message.
+            # The topic accepts no message from here, whatever its content.
             raise
         except (InvalidMessage, InvalidName, ValueError) as error:
             if self._poison_topic is None:
                 raise UnstorableMessage(
-                    f"receiving {self._name!r}: {one.where} cannot be stored in topic {self._topic!r}: {error} It was "
-                    f"not acknowledged. Mend its sender and remove it there, or declare a poison_topic."
+                    f"receiving {self._name!r}: {one.where} cannot be stored in topic {self._topic!r}: {error} It "
+                    "was not acknowledged. Correct its sender and remove it there, or declare a poison_topic."
                 ) from error
             logger.error("receiving %r: %s is put aside: %s", self._name, one.where, error)
             self._broker.send([self._aside(one, self._poison_topic, error)])
@@ -142,7 +147,7 @@ class Receiver:
         return True
 
     def _aside(self, one: Incoming, topic: str, error: Exception) -> Message:
-        """Repetitions of it are messages of their own, if it has no id. A body that is too long is cut."""
+        """Without an id, each repetition is a message of its own. A body that is too long is cut."""
         headers = {
             "reason": _text(str(error)),
             "received-from": _text(one.where),

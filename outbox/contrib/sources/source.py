@@ -1,4 +1,4 @@
-"""What a source is: it hands over what others have sent, in order, and forgets it when it is told to."""
+"""What every source does: it delivers foreign messages in order, and deletes them when they are acknowledged."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from outbox.message import Message
 _NAMESPACE: Final = uuid.uuid5(uuid.NAMESPACE_URL, "outbox:receive")
 _HEADER: Final = "outbox-header-"
 _STRUCTURED: Final = "application/cloudevents+json"
-# Of the attributes of a CloudEvent in headers of Kafka and of AMQP.
+# The prefixes of CloudEvents attributes in the headers of Kafka and of AMQP.
 _PREFIXES: Final = ("ce_", "cloudevents:", "cloudevents_")
 _SHOWN_CHARACTERS: Final = 255
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Incoming:
-    """A message as it was received. `message_id` is its sender's, '' without one; `where` says where it lay.
+    """A message as received. `message_id` is its sender's, '' if there is none; `where` says where it was stored.
 
-    `sender` is the application that chose the id, '' where the transport does not name it. `handle` is the source's.
+    `sender` is the application that chose the id, '' if the transport does not name it. `handle` belongs to the source.
     """
 
     message_id: str
@@ -37,23 +37,23 @@ class Incoming:
 
 
 class Source(Protocol):
-    """Receives from one place. One thread calls it."""
+    """Receives from one queue or topic. Only one thread calls it."""
 
     def receive(self, limit: int, *, wait_seconds: float) -> Sequence[Incoming]:
-        """Up to `limit` messages, the oldest first; empty when none came in time. Raises ServiceUnavailable."""
+        """Up to `limit` messages, oldest first; empty if none came in time. Raises ServiceUnavailable."""
 
     def acknowledge(self, messages: Sequence[Incoming]) -> None:
-        """These are stored and need not come again. Raises ServiceUnavailable: then they come again."""
+        """Acknowledge stored messages. Raises ServiceUnavailable; then the source delivers them again."""
 
     def close(self) -> None:
-        """Let go; what was received and not acknowledged comes again."""
+        """Close the connections; messages that are not acknowledged are delivered again."""
 
 
 Convert = Callable[[Incoming, str, str], Message]
 
 
 def identity(incoming: Incoming) -> tuple[str, str]:
-    """The sender of a message and the id that the sender gave it; '' for what is not known.
+    """A message's sender and the id that the sender gave it; '' for an unknown one.
 
     A CloudEvent is identified by its source and its id together, whatever else its transport says.
     """
@@ -64,26 +64,25 @@ def identity(incoming: Incoming) -> tuple[str, str]:
 
 
 def message_id_of(name: str, incoming: Incoming) -> uuid.UUID:
-    """The id under which it is stored: the same for every repetition, and no other's. Raises InvalidMessage.
+    """The id under which it is stored: the same for every repetition, and unique to the message. Raises InvalidMessage.
 
-    Derived, even from a UUID: a message of this very broker that comes back by a detour is another message. The sender
-    is a namespace of its own, so that no end of a sender's name can be taken for the beginning of an id.
+    The id is derived even from a UUID: a message of this broker that returns by a detour is another message. The sender
+    is a namespace of its own, so the end of a sender's name is never read as the beginning of an id.
     """
     sender, message_id = identity(incoming)
     if not message_id:
         raise InvalidMessage(
-            f"{incoming.where} has no message id, so that repetitions could not be told: let its sender set one, or "
-            f"give it one with convert=."
+            f"{incoming.where} has no message id, so repetitions could not be recognised: let its sender set one, or "
+            "set one with convert=."
         )
     scope = uuid.uuid5(_NAMESPACE, name)
     return uuid.uuid5(uuid.uuid5(scope, sender) if sender else scope, message_id)
 
 
 def convert(incoming: Incoming, name: str, topic: str) -> Message:
-    """The message as it is stored in `topic`: its body as it came; key, tag and headers where its sender said them.
+    """The message to store in `topic`: the body unchanged; key, tag and headers if the sender set them.
 
-    Understands what a sink sends as `plain` and what is a CloudEvent in binary mode. Raises InvalidMessage or
-    InvalidName.
+    Reads what a sink sends as `plain`, and CloudEvents in binary mode. Raises InvalidMessage or InvalidName.
     """
     given = {_attribute(header): value for header, value in incoming.headers.items()}
     own = {name[len(_HEADER) :]: value for name, value in incoming.headers.items() if name.lower().startswith(_HEADER)}
@@ -101,7 +100,7 @@ def convert(incoming: Incoming, name: str, topic: str) -> Message:
 
 
 def _event(incoming: Incoming) -> Mapping[str, str]:
-    """The texts among the attributes of a CloudEvent, from its headers (binary mode) or its body (structured mode)."""
+    """The text attributes of a CloudEvent, from its headers (binary mode) or its body (structured mode)."""
     if not incoming.content_type.lower().startswith(_STRUCTURED):
         named = {_attribute(header): value for header, value in incoming.headers.items()}
         return {name[len("ce-") :]: value for name, value in named.items() if name.startswith("ce-")}
@@ -113,7 +112,7 @@ def _event(incoming: Incoming) -> Mapping[str, str]:
 
 
 def _attribute(header: str) -> str:
-    """The name of a header as CloudEvents over HTTP and RabbitMQ write it: Kafka and AMQP have other prefixes."""
+    """A header's name as CloudEvents over HTTP and RabbitMQ write it: Kafka and AMQP have other prefixes."""
     lower = header.lower()
     prefix = next((prefix for prefix in _PREFIXES if lower.startswith(prefix)), "")
     return f"ce-{lower[len(prefix) :]}" if prefix else lower

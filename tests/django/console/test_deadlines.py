@@ -56,7 +56,7 @@ def test_a_page_says_that_a_lock_is_in_the_way(dead: World, operator: Client) ->
     with held(dead, "LOCK TABLE " + ", ".join(f"outbox.{name}" for name in tables.split(", "))):
         for page in PAGES[:3]:
             answer = operator.get(f"/outbox/{page}")
-            assert answer.status_code == 503 and b"A lock is in the way" in answer.content, page
+            assert answer.status_code == 503 and b"Another session holds a lock" in answer.content, page
         assert waiting(dead) == 0
 
 
@@ -67,7 +67,7 @@ def test_every_page_says_that_a_lock_is_in_the_way(dead: World, operator: Client
     with held(dead, f"LOCK TABLE {tables[0]}"):
         for page in PAGES:
             answer = operator.get(f"/outbox/{page}")
-            assert answer.status_code == 503 and b"A lock is in the way" in answer.content, page
+            assert answer.status_code == 503 and b"Another session holds a lock" in answer.content, page
         assert b"lock_held" in operator.get("/outbox/").content
         assert waiting(dead) == 0
 
@@ -76,7 +76,7 @@ def test_a_plan_says_that_a_lock_is_in_the_way(dead: World, operator: Client) ->
     given = {"group": "mail", "error_type": "TimeoutError"}
     with held(dead, "SELECT FROM outbox.dead_letter FOR UPDATE"):
         shown = operator.post("/outbox/act/replay/", given)
-        assert shown.status_code == 503 and b"A lock is in the way" in shown.content
+        assert shown.status_code == 503 and b"Another session holds a lock" in shown.content
         assert waiting(dead) == 0
     assert b"Deliver 2 dead letters again" in operator.post("/outbox/act/replay/", given).content
 
@@ -101,7 +101,7 @@ def test_findings_and_audit_do_not_wait_for_a_migration(world: World, operator: 
     for page, table in (("findings", "outbox_finding"), ("audit", "outbox_operator_action")):
         with held(world, f"LOCK TABLE {table}", alias="default"):
             answer = operator.get(f"/outbox/{page}/")
-        assert answer.status_code == 503 and b"A lock is in the way" in answer.content
+        assert answer.status_code == 503 and b"Another session holds a lock" in answer.content
 
 
 def test_several_statements_have_one_deadline(

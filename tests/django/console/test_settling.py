@@ -111,7 +111,7 @@ def test_asking_again_makes_the_check_due(world: World, operator: Client) -> Non
 def test_a_message_shows_its_whole_life(world: World, operator: Client) -> None:
     transaction_id = lost_end(world)
     page = operator.get(f"/outbox/messages/{transaction_id}/").content.decode()
-    assert "Why it is undecided" in page and "nobody of its producer group has been asked" in page
+    assert "Why it is undecided" in page and "its producer group has not been asked yet" in page
     world.subscribe("effects")
     run_check_back()
     sequence()

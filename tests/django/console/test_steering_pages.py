@@ -55,7 +55,7 @@ def test_a_delayed_message_is_taken_back(world: World, operator: Client) -> None
     sequence()
     page = operator.get("/outbox/waiting/").content.decode()
     assert "its delivery time" in page and str(receipt.message_id) in page
-    assert "Take back 1 messages" in shown(operator, "recall", message=str(receipt.message_id))
+    assert "Recall 1 messages" in shown(operator, "recall", message=str(receipt.message_id))
     assert operator.get("/outbox/waiting/").content.decode().count('class="id"') == 1
     entry = done(operator, "recall", message=str(receipt.message_id))
     assert entry.after == {str(receipt.message_id): "recalled", "messages": 1}

@@ -1,1 +1,1 @@
-"""The operations page: what the broker knows, and what an operator may do about it."""
+"""The operations page: shows the broker's state and runs operator actions."""

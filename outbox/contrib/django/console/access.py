@@ -1,4 +1,4 @@
-"""Who may see the operations page, who may act on it, and what its answers carry: no cache, a strict policy."""
+"""Permissions to see and use the operations page, its answers to errors, and its headers: no cache, a strict policy."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ View = Callable[..., HttpResponse]
 
 
 def seeing(view: View) -> View:
-    """For pages: staff with the permission to see; reading only."""
+    """Wrap a page view: read only, for staff with the permission to see."""
     return _guarded(require_safe, view, [SEE])
 
 
 def acting(view: View) -> View:
-    """For what changes something: staff who may also act; by POST only, with the token against forgery."""
+    """Wrap a view that changes something: for staff who may also act; POST only, with the CSRF token."""
     return _guarded(require_POST, view, [SEE, ACT])
 
 
@@ -41,7 +41,7 @@ def _guarded(method: Callable[[View], View], view: View, permissions: list[str])
     def wrapped(request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponse:
         with deadline.within(SECONDS):
             response = _answer(view, permissions, request, *args, **kwargs)
-        # What an application or a proxy has decided for its site stays.
+        # Keep a header that the application or a proxy has set for its site.
         response.headers.setdefault("Content-Security-Policy", _policy())
         response.headers.setdefault("Referrer-Policy", "same-origin")
         response.headers.setdefault("X-Content-Type-Options", "nosniff")
@@ -55,13 +55,13 @@ def _refusal(request: HttpRequest, permissions: list[str]) -> HttpResponse | Non
     if user is None:
         return problem(
             request,
-            "Nobody can be told apart",
+            "Users cannot be identified",
             "The operations page needs django.contrib.auth with its AuthenticationMiddleware.",
             status=403,
         )
     if not user.is_authenticated:
         if request.method == "POST":
-            return problem(request, "Nobody is logged in", "Log in, then do it again: nothing was done.", status=403)
+            return problem(request, "No user is logged in", "Log in, then do it again: nothing was done.", status=403)
         return redirect(f"{_login_url()}?{urlencode({'next': request.get_full_path()})}")
     lacking = [name for name in permissions if not user.has_perm(name)]
     if not user.is_staff or lacking:
@@ -85,21 +85,21 @@ def _answer(view: View, permissions: list[str], request: HttpRequest, *args: Any
     except (UnknownGroup, UnknownTopic) as error:
         return problem(request, "Not known to the broker", str(error), status=404)
     except UsageError as error:
-        return problem(request, "That cannot be done", str(error), status=400)
+        return problem(request, "This is not possible", str(error), status=400)
     except (OutboxError, psycopg.Error, DatabaseError) as error:
         return _unanswered(request, error)
 
 
 def _unanswered(request: HttpRequest, error: Exception) -> HttpResponse:
-    """What a database did not answer. The driver's error is the cause of outbox's and of Django's."""
+    """Answer a failed database request. The driver's error is the cause of outbox's and of Django's error."""
     driver = error if isinstance(error, psycopg.Error) else error.__cause__
     said = str(error).strip()
     if isinstance(driver, psycopg.errors.LockNotAvailable):
-        title = "A lock is in the way"
+        title = "Another session holds a lock"
         said = (
-            f"Another session has held a lock that this needs for longer than {deadline.LOCK_SECONDS:.0f} s. Nothing "
-            f"was done. The condition lock_held names a session that holds a table of the broker. End its transaction, "
-            f"or do this again later.\n{said}"
+            f"Another session has held a lock that this action needs for longer than {deadline.LOCK_SECONDS:.0f} s. "
+            "Nothing was done. The condition lock_held names a session that holds a table of the broker. End its "
+            f"transaction, or try again later.\n{said}"
         )
     elif isinstance(driver, psycopg.errors.QueryCanceled):
         title = "Too much to read"
@@ -108,15 +108,15 @@ def _unanswered(request: HttpRequest, error: Exception) -> HttpResponse:
             f"fewer messages.\n{said}"
         )
     elif isinstance(error, DatabaseError):
-        title = "The application's database cannot be asked"
-        said += "\nWhere a table is missing, run `manage.py migrate`."
+        title = "The application's database did not answer"
+        said += "\nIf a table is missing, run `manage.py migrate`."
     else:
-        title = "The broker cannot be asked"
+        title = "The broker did not answer"
     return problem(request, title, said, status=503)
 
 
 def _policy() -> str:
-    """Nothing but this site's own files; where static files are on another host, that one's too."""
+    """Allow only this site's own files, and those of the static files' host if it is another."""
     files: Final = urlsplit(static("outbox/console.css"))
     sources = "'self'" + (f" {files.scheme or 'https'}://{files.netloc}" if files.netloc else "")
     return f"default-src {sources}; object-src 'none'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'"

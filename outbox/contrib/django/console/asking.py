@@ -1,4 +1,4 @@
-"""Asking the databases for a page: in bounded transactions; and what a request asks for."""
+"""Database access of a page, in bounded transactions; and the parameters of a request."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.models import OperatorAction
 from outbox.errors import UsageError
 
-# A page, and the plan of an action, have so long for all that they ask of the databases.
+# The time limit for all database requests of a page, or of an action's plan.
 SECONDS: Final = 5.0
-# What has been confirmed has longer: it does what the plan has tried, and commits it.
+# The longer limit for a confirmed action: it repeats the plan's work and commits it.
 ACTION_SECONDS: Final = 20.0
 
 
@@ -29,7 +29,7 @@ ACTION_SECONDS: Final = 20.0
 def reading() -> Iterator[Executor]:
     """A read-only transaction on the broker, within the deadline of the request.
 
-    Raises BrokerUnavailable, whose cause is psycopg's QueryCanceled or LockNotAvailable where a limit was met.
+    Raises BrokerUnavailable; its cause is psycopg's QueryCanceled or LockNotAvailable if a limit was reached.
     """
     with broker_connection() as (connection, schema):
         run = Executor(connection, schema)
@@ -45,10 +45,10 @@ def application() -> Iterator[None]:
 
 
 def text(given: Mapping[str, str], name: str) -> str | None:
-    """A parameter; None where it is empty or missing. Raises UsageError for what no text of PostgreSQL can hold."""
+    """A parameter; None if it is empty or missing. Raises UsageError for a text that PostgreSQL cannot store."""
     value = given.get(name, "")
     if "\0" in value:
-        raise UsageError(f"{name}: a text with a NUL character is stored nowhere.")
+        raise UsageError(f"{name}: PostgreSQL cannot store a text with a NUL character; remove it.")
     return value or None
 
 
@@ -57,12 +57,12 @@ def uuid(given: Mapping[str, str], name: str) -> UUID | None:
     value = text(given, name)
     found = None if value is None else as_uuid(value)
     if value is not None and found is None:
-        raise UsageError(f"{name}: {value!r} is no message or transaction id.")
+        raise UsageError(f"{name}: {value!r} is not a message or transaction id.")
     return found
 
 
 def as_uuid(value: str) -> UUID | None:
-    """The id that a text is; None when it is none."""
+    """The id in a text; None if the text is not an id."""
     try:
         return UUID(value.strip())
     except ValueError:
@@ -70,25 +70,25 @@ def as_uuid(value: str) -> UUID | None:
 
 
 def required(given: Mapping[str, str], name: str) -> str:
-    """A parameter that must be there. Raises UsageError."""
+    """A required parameter. Raises UsageError."""
     value = text(given, name)
     if value is None:
-        raise UsageError(f"{name} is missing: go back to the page that the button was on.")
+        raise UsageError(f"{name} is missing: go back to the page that had the button.")
     return value
 
 
 def number(given: Mapping[str, str], name: str) -> int | None:
-    """A parameter that is a number from 0 on. Raises UsageError."""
+    """A parameter that is a whole number, at least 0. Raises UsageError."""
     value = text(given, name)
     if value is None:
         return None
     if not value.isascii() or not value.isdigit() or int(value) >= 2**63:
-        raise UsageError(f"{name}: {value!r} is no number from 0 on.")
+        raise UsageError(f"{name}: {value!r} is not a whole number, at least 0.")
     return int(value)
 
 
 def moment(given: Mapping[str, str], name: str) -> datetime | None:
-    """A parameter that is a time; without a zone it is in the current one of Django. Raises UsageError."""
+    """A parameter that is a time; without a zone it is in Django's current one. Raises UsageError."""
     value = text(given, name)
     if value is None:
         return None
@@ -96,10 +96,10 @@ def moment(given: Mapping[str, str], name: str) -> datetime | None:
         found = datetime.fromisoformat(value)
         return found if found.tzinfo is not None else timezone.make_aware(found)
     except (ValueError, OverflowError):
-        raise UsageError(f"{name}: {value!r} is no time: write it like 2026-01-31T08:00.") from None
+        raise UsageError(f"{name}: {value!r} is not a time: write it like 2026-01-31T08:00.") from None
 
 
 def place(given: Mapping[str, str]) -> PagePosition | None:
-    """Where a page of a list by time begins: `after` and `after_id`. Raises UsageError."""
+    """The start of a page in a list ordered by time: `after` and `after_id`. Raises UsageError."""
     at, row = moment(given, "after"), number(given, "after_id")
     return None if at is None or row is None else PagePosition(at, row)

@@ -1,4 +1,4 @@
-"""The audit: what somebody is about to do is written before it is done, and completed afterwards."""
+"""The audit: an action is recorded before it runs, and the record is completed afterwards."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def recorded(
     who: str, why: str, action: str, *, subject: str, effect: str, before: Mapping[str, Any],
     do: Callable[[], Mapping[str, Any]],
 ) -> OperatorAction:  # fmt: skip
-    """Write the intention, do it, write what came of it; returns the entry.
+    """Record the intention, run the action, record the outcome; returns the entry.
 
-    An OutboxError of `do` is an outcome like any other; every other error is written, too, and raised.
+    An OutboxError of `do` is recorded as an outcome. Every other error is recorded and raised.
     """
     with application():
         entry = OperatorAction.objects.create(
@@ -46,7 +46,7 @@ def _end(entry: OperatorAction, outcome: str, after: Mapping[str, Any]) -> None:
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What JSON of PostgreSQL can hold."""
+    """The value without what PostgreSQL's JSON cannot store."""
     text = json.dumps(values, cls=DjangoJSONEncoder)
     plain: dict[str, Any] = json.loads(text.replace("\\u0000", "\\ufffd"))
     return plain

@@ -1,4 +1,4 @@
-"""The life of one message: everything that is known to have happened to it, in the order of time."""
+"""The history of one message: all known events, in order of time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _DECISIONS: Final = {"C": "Committed", "R": "Rolled back"}
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that happened. `tone`: good, bad, warn or plain; `seconds`: since the event before."""
+    """One event. `tone`: good, bad, warn or plain; `seconds`: since the event before."""
 
     at: datetime
     title: str
@@ -27,8 +27,9 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class GroupDelivery:
-    """Where one group is with the message. `due_at`: its next attempt; failed attempts are (number, time, seconds since
-    it was queued, error).
+    """The message's state in one group.
+
+    `due_at`: its next attempt; failed attempts are (number, time, seconds since it was queued, error).
     """
 
     group: str
@@ -50,7 +51,7 @@ _TONES: Final = {
 }
 
 
-# The worst state of a message's groups is what the message as a whole is headed by.
+# The heading of a message is the worst state among its groups.
 _WORST_FIRST: Final = (
     (EntryState.DEAD, "dead letter"),
     (EntryState.EXPIRED, "expired"),
@@ -60,7 +61,7 @@ _WORST_FIRST: Final = (
 
 
 def state_of(trace: Trace, message: TracedMessage) -> tuple[str, str]:
-    """A word for the message as a whole, and its tone."""
+    """One state for the whole message, and its tone."""
     if trace.decision is None:
         return ("parked", "bad") if trace.pending and trace.pending.parked_at else ("undecided", "warn")
     if trace.decision.decision == "R":
@@ -77,7 +78,7 @@ def state_of(trace: Trace, message: TracedMessage) -> tuple[str, str]:
 def _state_in_groups(trace: Trace, message: TracedMessage) -> tuple[str, str]:
     newest = _newest_entries(trace, message)
     if not newest:
-        # It is in no queue yet, or no group has subscribed to its topic.
+        # It is in no queue yet, or its topic has no subscribed group.
         return "committed", "good"
     discarded = {one.group for one in trace.dead_letters if one.log_id == message.log_id and one.discarded_at}
     states = [entry.state for group, entry in newest.items() if group not in discarded]
@@ -91,10 +92,10 @@ def _state_in_groups(trace: Trace, message: TracedMessage) -> tuple[str, str]:
 
 
 def events(trace: Trace, message: TracedMessage) -> list[Event]:
-    """All of them, the first one first: no event stands before what had to happen before it.
+    """All events in order: each stands after the events that must precede it.
 
-    Clocks differ (the producer's, the database's), and a time that is the beginning of a transaction is earlier than
-    what happened in it. Where two times contradict the order of the steps, the order of the steps is right.
+    The clocks of the producer and the database differ, and a time taken at the beginning of a transaction is earlier
+    than the transaction's events. If two times contradict the order of the steps, the order of the steps decides.
     """
     found: list[tuple[datetime, Event]] = []
     for steps in (_sent(trace, message), _consumed(trace, message)):
@@ -108,7 +109,7 @@ def events(trace: Trace, message: TracedMessage) -> list[Event]:
 
 
 def _sent(trace: Trace, message: TracedMessage) -> Iterator[tuple[datetime, Event]]:
-    """What happened up to the decision, each with the time by which it is sorted."""
+    """The events up to the decision, each with the time it is sorted by."""
     by = f"by {message.producer_group}" if message.producer_group else ""
     stored_at = at(message.stored_at)
     # The producer's clock may be ahead of the database's.
@@ -128,7 +129,7 @@ def _sent(trace: Trace, message: TracedMessage) -> Iterator[tuple[datetime, Even
         who = _DECIDERS.get(trace.decision.decided_by, trace.decision.decided_by)
         word = _DECISIONS.get(trace.decision.decision, trace.decision.decision)
         tone = "good" if word == "Committed" else "plain"
-        # Check-back decides after the answer that it decides by.
+        # The check-back's answer precedes the decision that it causes.
         last = max(decided_at, last if trace.decision.decided_by == "K" else stored_at)
         yield last, Event(decided_at, word, f"decided by {who}", tone)
     if message.held_since:
@@ -140,7 +141,7 @@ def _sent(trace: Trace, message: TracedMessage) -> Iterator[tuple[datetime, Even
 
 
 def _consumed(trace: Trace, message: TracedMessage) -> Iterator[tuple[datetime, Event]]:
-    """What happened after the decision, each with the time by which it is sorted."""
+    """The events after the decision, each with the time they are sorted by."""
     decided_at = at(trace.decision.decided_at) if trace.decision else at(message.stored_at)
     queued = set()
     for entry in trace.entries:
@@ -158,7 +159,8 @@ def _consumed(trace: Trace, message: TracedMessage) -> Iterator[tuple[datetime, 
         if letter.log_id == message.log_id:
             settled_at = letter.replayed_at or letter.discarded_at
             dead_at = at(letter.dead_at)
-            # The last failure is what it was given up for; those after a replay belong to the next series of attempts.
+            # The last failure is the reason for the dead letter; failures after a replay belong to the next series of
+            # attempts.
             failed = [
                 at(one.failed_at)
                 for one in trace.failures
@@ -167,7 +169,7 @@ def _consumed(trace: Trace, message: TracedMessage) -> Iterator[tuple[datetime, 
             ]
             given_up = max([dead_at, *failed])
             detail = f"after {_attempts(letter.attempts)}"
-            yield given_up, Event(dead_at, f"{letter.group} gave it up", detail, "bad")
+            yield given_up, Event(dead_at, f"Dead letter of {letter.group}", detail, "bad")
             if letter.replayed_at:
                 replayed_at = at(letter.replayed_at)
                 yield max(replayed_at, given_up), Event(replayed_at, f"Dead letter of {letter.group} replayed")
@@ -177,12 +179,12 @@ def _consumed(trace: Trace, message: TracedMessage) -> Iterator[tuple[datetime, 
 
 
 def _newest_entries(trace: Trace, message: TracedMessage) -> dict[str, TracedEntry]:
-    """Of each group the newest queue entry of the message."""
+    """The message's newest queue entry of each group."""
     return {entry.group: entry for entry in trace.entries if entry.log_id == message.log_id and entry.group}
 
 
 def parts(trace: Trace, message: TracedMessage) -> list[GroupDelivery]:
-    """Every group that has to do with the message, by name; the newest queue entry says where it is."""
+    """Every group that has the message, by name; the newest queue entry gives its state."""
     newest = _newest_entries(trace, message)
     queued = {
         entry.group: entry.queued_at
@@ -207,7 +209,7 @@ def parts(trace: Trace, message: TracedMessage) -> list[GroupDelivery]:
 
 
 def at(text: str) -> datetime:
-    """A time of a trace."""
+    """A time in a trace."""
     return datetime.fromisoformat(text)
 
 

@@ -1,4 +1,4 @@
-"""What of a message's content is shown: without the fields that OUTBOX['MASKED_FIELDS'] names."""
+"""Shows a message's content without the fields that OUTBOX['MASKED_FIELDS'] names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _UNREADABLE: Final = 4 * 1024
 
 @dataclass(frozen=True, slots=True)
 class ShownContent:
-    """A content for people. `note` says what is not shown of the body, and why."""
+    """A content to show. `note` says which part of the body is missing, and why."""
 
     content_type: str
     size: int
@@ -26,7 +26,7 @@ class ShownContent:
 
 
 def shown(content: Content, masked: Mapping[str, frozenset[str]]) -> ShownContent:
-    """The body and headers as text, harmless, without masked fields, and no longer than a page bears."""
+    """The body and headers as text: escaped, without masked fields, and short enough for a page."""
     names = masked_names(masked, content.topic)
     body, note = _body(content, names)
     if len(body) > SHOWN:
@@ -40,13 +40,13 @@ def _body(content: Content, names: Collection[str]) -> tuple[str, str]:
         text = content.body.decode()
     except UnicodeDecodeError:
         if names:
-            return "", "It is no JSON, so the fields that are masked on this topic cannot be found in it."
-        return content.body[:_UNREADABLE].hex(" "), f"No UTF-8 text: its first {_UNREADABLE:,} bytes in hexadecimal."
+            return "", "It is not JSON, so the masked fields of this topic cannot be found in it."
+        return content.body[:_UNREADABLE].hex(" "), f"Not UTF-8 text: its first {_UNREADABLE:,} bytes in hexadecimal."
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
         if names:
-            return "", "It is no JSON, so the fields that are masked on this topic cannot be found in it."
+            return "", "It is not JSON, so the masked fields of this topic cannot be found in it."
         return text, ""
     masked = masked_value(found, names)
     note = "Fields named in OUTBOX['MASKED_FIELDS'] are masked." if masked != found else ""

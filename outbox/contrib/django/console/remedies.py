@@ -1,4 +1,4 @@
-"""What the classes of reconciliation's findings mean, and what settles them, on the page."""
+"""The meaning and the remedy of each class of reconciliation findings, for the page."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Final
 
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    """What a class of findings means, and what to do."""
+    """The meaning of a class of findings, and the next step."""
 
     meaning: str
     settle: str
@@ -17,43 +17,43 @@ class Remedy:
 
 REMEDIES: Final[Mapping[str, Remedy]] = {
     "LOST": Remedy(
-        "A business row without any message: no subscriber will hear of it.",
-        "Find what wrote past the outbox and close that way; publish from the row with `outbox-reconcile plan` and "
-        "`outbox_repair`.",
+        "A business row without any message: no subscriber gets it.",
+        "Find the code that writes past the outbox, and correct it; publish from the row with `outbox-reconcile "
+        "plan` and `outbox_repair`.",
     ),
     "ORPHAN": Remedy(
         "A committed message, or an effect, without a business row.",
-        "See on the message's page who decided it. Restore the row, or undo what the groups did.",
+        "See on the message's page how it was decided. Restore the row, or undo the effects of the groups.",
     ),
     "HALF_STUCK": Remedy(
-        "A half message is undecided for too long.",
-        "See on the message's page why nobody could say; commit it if the row is there, else roll it back.",
+        "A half message has been undecided for too long.",
+        "See on the message's page why check-back found no answer; commit it if the row exists, else roll it back.",
     ),
     "DEAD": Remedy(
         "A consumer group gave the message up.",
-        "Mend the handler, then replay the dead letter.",
+        "Correct the handler, then replay the dead letter.",
     ),
     "UNDELIVERED": Remedy(
         "A consumer group shows no effect within its limit.",
-        "See on the group's page whether it runs, waits or stands still; rewind it with processing again where it "
-        "went past without an effect.",
+        "See on the group's page whether it runs, waits or is stopped; if it passed the message without an effect, "
+        "rewind it and process again.",
     ),
     "DUPLICATE": Remedy(
         "More messages than rows, more rows than keys, or more effects than messages.",
         "Undo the surplus effect; look for a retry that publishes outside of the transaction of its row.",
     ),
     "MISMATCH": Remedy(
-        "Row and message body do not say the same.",
-        "Publish the row's state as a new message where subscribers need it, or correct the row.",
+        "Row and message body differ.",
+        "Publish the row's state as a new message if subscribers need it, or correct the row.",
     ),
     "UNREADABLE": Remedy(
         "The body of a committed message cannot be read as declared.",
-        "Correct the rule if the message is right; else the publisher, and publish the row again.",
+        "If the message is right, correct the rule; else correct the publisher, and publish the row again.",
     ),
     "LATE": Remedy("As declared, but later than the declared limit.", "Nothing is missing: acknowledge it."),
-    "RECOVERED": Remedy("A finding of the previous result that is none any more.", "Nothing is to be done."),
+    "RECOVERED": Remedy("A finding of the previous result that no longer holds.", "Nothing to do."),
     "EXPIRED": Remedy(
-        "What an earlier run left open can no longer be judged.",
-        "Settle it by the business rows; raise the topic's retention if findings stay open for longer.",
+        "A finding of an earlier run can no longer be judged.",
+        "Settle it by the business rows; if findings stay open for longer, raise the topic's retention.",
     ),
 }

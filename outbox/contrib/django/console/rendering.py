@@ -1,4 +1,4 @@
-"""A page, or the part of it that is live; and who is looking."""
+"""Renders a page, or only its live part, for the current user."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ ACT: Final = "outbox.act"
 BODIES: Final = "outbox.view_bodies"
 
 PER_PAGE: Final = 50
-# How often an open page asks for what is live.
+# The interval at which an open page reloads its live part.
 REFRESH_SECONDS: float = 5
 
-# What the pages are called: a name of a URL, and its title. A new subject is a row here and one in urls.py.
+# The pages: the name of a URL, and its title. A new page is one row here and one in urls.py.
 PAGES: Final = (
     ("overview", "Overview"),
     ("search", "Messages"),
@@ -38,7 +38,7 @@ Row = TypeVar("Row")
 
 @dataclass(frozen=True, slots=True)
 class Page(Generic[Row]):
-    """Some rows, and the query string of those that follow; empty with the last ones."""
+    """Some rows, and the query string of the next page; empty on the last page."""
 
     rows: Sequence[Row]
     more: str
@@ -46,7 +46,7 @@ class Page(Generic[Row]):
 
 
 def paged(request: HttpRequest, rows: Sequence[Row], place: Callable[[Row], Mapping[str, object]]) -> Page[Row]:
-    """A page of what was read with PER_PAGE + 1 as its limit; `place`: the parameters of the page after a row."""
+    """A page from rows read with the limit PER_PAGE + 1; `place` gives the parameters of the page after a row."""
     shown = rows[:PER_PAGE]
     more = ""
     if len(rows) > PER_PAGE:
@@ -56,13 +56,13 @@ def paged(request: HttpRequest, rows: Sequence[Row], place: Callable[[Row], Mapp
 
 
 def may(request: HttpRequest, permission: str) -> bool:
-    """Whether who is looking has the permission."""
+    """Whether the current user has the permission."""
     user = getattr(request, "user", None)
     return user is not None and user.is_active and user.is_staff and user.has_perm(permission)
 
 
 def render(request: HttpRequest, name: str, context: Mapping[str, Any], *, status: int = 200) -> HttpResponse:
-    """A page by the name of its template. A request of console.js gets the part that is live alone."""
+    """Render a page by the name of its template. A request of console.js gets only the live part."""
     is_part = request.headers.get("Outbox-Part") == "true"
     values = {
         "base": f"outbox/console/{'part' if is_part else 'base'}.html",
@@ -80,11 +80,11 @@ def _permitted(request: HttpRequest) -> dict[str, Any]:
     try:
         may_see, may_act, may_see_bodies = (may(request, permission) for permission in (SEE, ACT, BODIES))
     except DatabaseError:
-        # The page that says so is rendered, too, where accounts cannot be read.
+        # The error page is rendered also if accounts cannot be read.
         may_see = may_act = may_see_bodies = False
     return {"pages": PAGES if may_see else (), "may_act": may_act, "may_see_bodies": may_see_bodies}
 
 
 def problem(request: HttpRequest, title: str, text: str, *, status: int) -> HttpResponse:
-    """A page that says what went wrong and what to do."""
+    """Render a page that says what failed and what to do."""
     return render(request, "problem", {"title": title, "text": text}, status=status)

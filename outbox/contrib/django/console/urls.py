@@ -1,11 +1,11 @@
-"""The addresses of the operations page; an action's are made from the catalogue."""
+"""The addresses of the operations page; those of actions come from the catalogue."""
 
 from __future__ import annotations
 
 from django.urls import path
 
 from outbox.contrib.django.console.actions.catalogue import ACTIONS
-from outbox.contrib.django.console.views import dead_letters, groups, messages, overview, records, undecided, waiting
+from outbox.contrib.django.console.views import dead_letters, groups, messages, overview, records, waiting
 from outbox.contrib.django.console.views.acting import view_of
 
 urlpatterns = [
@@ -13,7 +13,7 @@ urlpatterns = [
     path("history/", overview.history, name="history"),
     path("messages/", messages.search, name="search"),
     path("messages/<uuid:message_id>/", messages.message, name="message"),
-    path("undecided/", undecided.undecided, name="undecided"),
+    path("undecided/", waiting.undecided, name="undecided"),
     path("dead-letters/", dead_letters.dead_letters, name="dead_letters"),
     path("dead-letters/list/", dead_letters.letters, name="letters"),
     path("waiting/", waiting.waiting, name="waiting"),

@@ -1,4 +1,4 @@
-"""Where the broker's database is: connections of the broker's own to an alias of DATABASES."""
+"""The broker's database: the broker's own connections to an alias of DATABASES."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from outbox.contrib.django.settings.conf import OutboxSettings, get_settings
 from outbox.errors import ConfigurationError
 from outbox.safe_text import mask_passwords
 
-# Connection parameters that are Django's or psycopg's, not libpq's.
+# Connection parameters of Django or psycopg, which libpq does not know.
 _NOT_LIBPQ: Final = frozenset(
     {"client_encoding", "cursor_factory", "context", "prepare_threshold", "row_factory", "autocommit"}
 )
 
 
 def broker_database(settings: OutboxSettings | None = None) -> BrokerDatabase:
-    """Where the broker lives.
+    """The broker's database.
 
-    Raises ConfigurationError when its alias is missing or not PostgreSQL, or when the test that runs must not use it.
+    Raises ConfigurationError if its alias is missing or not PostgreSQL, or if the running test must not use it.
     """
     settings = settings or get_settings()
     if settings.is_rocketmq:
@@ -39,11 +39,11 @@ def broker_database(settings: OutboxSettings | None = None) -> BrokerDatabase:
 
 
 def database_of(settings: OutboxSettings) -> BrokerDatabase:
-    """As `broker_database`, without asking whether a test runs: for a broker that is built before it is used."""
+    """Like `broker_database`, but allowed in any test: for a broker that is built before it is used."""
     conninfo = alias_conninfo(settings.broker)
     listen = settings.listen_url and _in_role(settings.listen_url, _alias(settings.broker))
     if running_tests():
-        # LISTEN_URL names one database; in a test run the alias leads to another, which is polled then.
+        # LISTEN_URL names one database. In a test run the alias leads to another, which is polled instead.
         listen = None if listen is None else ""
     return BrokerDatabase(conninfo=conninfo, schema=settings.schema, listen_conninfo=listen)
 
@@ -56,9 +56,9 @@ def database_at(alias: str, settings: OutboxSettings) -> BrokerDatabase:
 
 @contextmanager
 def broker_connection() -> Iterator[tuple[Connection, str]]:
-    """A connection to the broker's database and its schema; what the driver raises on it is raised as a BrokerError.
+    """A connection to the broker's database and its schema; the driver's errors on it are raised as BrokerError.
 
-    Raises BrokerUnavailable, ConfigurationError, or SchemaError when the tables are missing or of another age.
+    Raises BrokerUnavailable, ConfigurationError, or SchemaError if the tables are missing or of another version.
     """
     settings = get_settings()
     require_database(settings)
@@ -72,11 +72,14 @@ def broker_connection() -> Iterator[tuple[Connection, str]]:
 
 
 def require_database(settings: OutboxSettings) -> None:
-    """Raise ConfigurationError where there is no broker to look at."""
+    """Raise ConfigurationError if there is no PostgreSQL broker to inspect."""
     if settings.in_memory:
-        raise ConfigurationError("OUTBOX['IN_MEMORY'] is on: there is no broker outside this process to look at.")
+        raise ConfigurationError(
+            "OUTBOX['IN_MEMORY'] is on: the broker exists only inside this process and cannot be inspected from "
+            "outside."
+        )
     if settings.is_rocketmq:
-        raise ConfigurationError("the broker is RocketMQ: look at it with its own tools (mqadmin, its dashboard).")
+        raise ConfigurationError("the broker is RocketMQ: inspect it with its own tools (mqadmin, its dashboard).")
 
 
 def alias_conninfo(alias: str) -> str:
@@ -94,7 +97,7 @@ def alias_conninfo(alias: str) -> str:
 
 
 def _in_role(conninfo: str, connection: BaseDatabaseWrapper) -> str:
-    """The connection string whose sessions begin in the role that OPTIONS['assume_role'] names, as Django's do."""
+    """The connection string with OPTIONS['assume_role'] as the session's first role, as in Django's sessions."""
     role = connection.settings_dict["OPTIONS"].get("assume_role")
     if not role:
         return conninfo
@@ -104,8 +107,8 @@ def _in_role(conninfo: str, connection: BaseDatabaseWrapper) -> str:
 
 
 def place_named_by(alias: str) -> tuple[object, ...]:
-    """What tells whether an alias still names the same database: test runners change it. Asked by every publish."""
-    # One dictionary for all threads; a connection of this thread would have to be found first.
+    """A value that changes when the alias leads to another database: test runners change it. Every publish reads it."""
+    # One dictionary for all threads: finding this thread's connection would cost more.
     entry = connections.settings.get(alias) or _alias(alias).settings_dict
     role = entry["OPTIONS"].get("assume_role")
     return entry["NAME"], entry["HOST"], entry["PORT"], entry["USER"], entry["PASSWORD"], role

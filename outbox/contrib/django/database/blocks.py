@@ -1,11 +1,12 @@
-"""What happened to the transaction of an atomic block, beside what Django knows of it.
+"""Watches the transaction of an atomic block beyond what Django knows of it.
 
-Django takes a block's transaction for whole from its BEGIN to its COMMIT. Application code can end it earlier by
-hand, and then the rest of the block runs in another transaction (or, on SQLite, in none): what was written before
-may be gone, or committed already. A message must not be bound to such a block. The watch sees every statement that
-passes Django's cursors; what is executed on the driver's own connection it sees only where that leaves no
-transaction open. What is left (`ROLLBACK; BEGIN` on the driver's connection) is found by reading the ledger or
-inbox row again.
+Django assumes that a block is one transaction from BEGIN to COMMIT. Application code can end that transaction earlier
+by hand. The rest of the block then runs in another transaction (on SQLite, in none), and earlier writes may be gone, or
+already committed. A message must not be bound to such a block.
+
+The watch sees every statement that passes Django's cursors. Of statements on the driver's own connection it notices
+those that leave no transaction open. The remaining case (`ROLLBACK; BEGIN` on the driver's connection) is found by
+reading the ledger or inbox row again.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from psycopg import Error as DriverError
 
 from outbox.errors import TransactionUsageError
 
-# Ends the transaction; ROLLBACK TO SAVEPOINT does not. Behind a semicolon only where no text constant or function
-# body can contain one.
+# A statement that ends the transaction; ROLLBACK TO SAVEPOINT does not. After a semicolon it is searched only in texts
+# that contain no string constant and no function body.
 _ENDS: Final = re.compile(
     r"(?:\s|--[^\n]*\n|/\*.*?\*/)*"
     r"(commit|end|abort|prepare\s+transaction|rollback(?!\s+(?:work\s+|transaction\s+)?to\b))\b",
@@ -36,21 +37,21 @@ _QUOTES: Final = re.compile(r"['\"$]")
 
 @dataclass(slots=True)
 class BlockHalves:
-    """The half transactions of one run of a block, and (once it was looked up) which of them the ledger has."""
+    """The half transactions of one run of a block, and, after a look-up, which of them the ledger has."""
 
     ids: list[UUID] = field(default_factory=list)
     in_ledger: set[UUID] | None = None
 
     def add(self, transaction_id: UUID) -> None:
-        """What was looked up before does not hold any more."""
+        """Add a half transaction; it invalidates the earlier look-up."""
         self.ids.append(transaction_id)
         self.in_ledger = None
 
 
 class BlockWatch:
-    """Watches one connection; an execute wrapper of Django's, installed when the connection is made.
+    """Watches one connection, as an execute wrapper of Django, installed when the connection is made.
 
-    What it notes holds for one run of an outermost block.
+    Its state belongs to one run of an outermost block.
     """
 
     def __init__(self, connection: BaseDatabaseWrapper) -> None:
@@ -58,7 +59,7 @@ class BlockWatch:
         self.begin()
 
     def begin(self) -> None:
-        """An outermost block begins."""
+        """Start with an outermost block."""
         self._started = False
         self._ended = ""
         self._bound_to = ""
@@ -74,24 +75,24 @@ class BlockWatch:
         return execute(sql, params, many, context)
 
     def note_begun(self) -> None:
-        """The block's transaction was begun by a statement that does not pass Django's cursors."""
+        """Note that a statement outside of Django's cursors began the block's transaction."""
         self._started = True
 
     def _note_end(self, word: str) -> None:
         if self._bound_to:
             raise TransactionUsageError(
-                f"{word} inside atomic() on {self._connection.alias!r} was not executed: it would end the transaction "
-                f"of {self._bound_to} before the block does. Leave the block to commit; raise an exception, or use "
-                f"transaction.set_rollback(True), to roll back."
+                f"{word} inside atomic() on {self._connection.alias!r} was not executed: it would end the "
+                f"transaction of {self._bound_to} before the block does. To commit, leave the block; to roll back, "
+                "raise an exception, or use transaction.set_rollback(True)."
             )
         self._ended = word
 
     def bind(self, what: str) -> None:
-        """From now on refuse statements that would end the block's transaction by hand. `what`: for the error."""
+        """Refuse from now on statements that would end the block's transaction by hand. `what` is for the error."""
         self._bound_to = self._bound_to or what
 
     def what_ended(self) -> str:
-        """Why the block's transaction is not whole any more, or ''."""
+        """Why the block's transaction is no longer whole, or ''."""
         if self._ended:
             return f"{self._ended} was executed by hand inside it"
         raw = self._connection.connection
@@ -107,7 +108,7 @@ class BlockWatch:
 
 
 class _Blocks(list[Atomic]):
-    """Django's list of the atomic blocks that a connection is in; tells the watch when an outermost one begins."""
+    """Django's list of a connection's open atomic blocks; it starts the watch with each outermost block."""
 
     def __init__(self, watch: BlockWatch) -> None:
         super().__init__()
@@ -125,11 +126,11 @@ def watch_connection(sender: object, connection: BaseDatabaseWrapper, **_: objec
 
 
 def watch_of(connection: BaseDatabaseWrapper) -> BlockWatch:
-    """The watch of a connection, installed where it is not there yet."""
+    """The watch of a connection; it is installed if missing."""
     watch = next((item for item in connection.execute_wrappers if isinstance(item, BlockWatch)), None)
     if watch is None:
         watch = BlockWatch(connection)
-        # Outermost: what another wrapper executes by itself passes through it too.
+        # Installed outermost, so that it also sees the statements of other wrappers.
         connection.execute_wrappers.insert(0, watch)
     if not isinstance(connection.atomic_blocks, _Blocks):
         # Django makes a new list with every new connection of the driver.
@@ -140,15 +141,16 @@ def watch_of(connection: BaseDatabaseWrapper) -> BlockWatch:
 
 
 def require_whole(connection: BaseDatabaseWrapper, what: str) -> BlockWatch:
-    """The watch of a block whose transaction is still the one that it began with.
+    """The watch of a block whose transaction is still the one it began with.
 
-    Raises TransactionUsageError, with the block marked for rollback, where it is not: `what` was not done.
+    Otherwise it marks the block for rollback and raises TransactionUsageError: `what` was not done.
     """
     watch = watch_of(connection)
     if connection.needs_rollback:
         raise TransactionUsageError(
-            f"{what} was not done: the atomic block on {connection.alias!r} is marked for rollback, as after an error "
-            f"that was caught in it. Let that error leave the block, or put what may fail into an inner atomic()."
+            f"{what} was not done: the atomic block on {connection.alias!r} is marked for rollback, as after an "
+            "error that was caught in it. Let that error leave the block, or put the code that may fail into an "
+            "inner atomic()."
         )
     try:
         sync_pipeline(connection)
@@ -165,7 +167,7 @@ def require_whole(connection: BaseDatabaseWrapper, what: str) -> BlockWatch:
 
 
 def sync_pipeline(connection: BaseDatabaseWrapper) -> None:
-    """Wait for what a psycopg pipeline has not executed yet; before that the transaction's status says nothing."""
+    """Wait until a psycopg pipeline has executed its statements; before that the transaction's status is not known."""
     raw = connection.connection
     if isinstance(raw, Connection) and raw.pgconn.pipeline_status:
         with raw.pipeline():
@@ -179,13 +181,13 @@ def in_pipeline(connection: BaseDatabaseWrapper) -> bool:
 
 
 def begun_by_hand(connection: BaseDatabaseWrapper) -> bool:
-    """Whether a transaction is open that Django knows nothing of (BEGIN outside of atomic())."""
+    """Whether a transaction is open that Django does not know of (BEGIN outside of atomic())."""
     raw = connection.connection
     if connection.in_atomic_block or raw is None:
         return False
     if isinstance(raw, Connection):
         with suppress(DriverError):
-            # What fails in the pipeline is its owner's; the status is right all the same.
+            # An error in the pipeline belongs to the application; the status is right nevertheless.
             sync_pipeline(connection)
         return raw.info.transaction_status in (pq.TransactionStatus.INTRANS, pq.TransactionStatus.INERROR)
     return connection.vendor == "sqlite" and bool(raw.in_transaction)
@@ -213,7 +215,7 @@ def _text(sql: Any, connection: BaseDatabaseWrapper) -> str:
 
 
 def lost(connection: BaseDatabaseWrapper, name: str, reason: str) -> TransactionUsageError:
-    """The error for a block of ours that cannot commit what was done in it."""
+    """The error for a block of this package that cannot commit its work."""
     return TransactionUsageError(
         f"{name} did not fail, but its transaction on {connection.alias!r} cannot commit what was done: {reason}. "
         f"Nothing is sent. Put a statement that may fail into an inner atomic(), let errors through, and leave COMMIT "

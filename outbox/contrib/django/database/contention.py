@@ -1,8 +1,7 @@
-"""Transactions of handlers that ended because another one was in their way: repeated at once, where they are.
+"""Repeats a handler's transaction at once if another transaction stopped it.
 
-PostgreSQL ends one of two transactions that cannot both go on (a serialisation failure, a deadlock), and says that it
-may be repeated. The handler has done nothing wrong and nothing has happened: neither an attempt nor the delay of the
-retry queue is due.
+PostgreSQL ends one of two transactions that conflict (a serialisation failure, a deadlock), and allows a repetition.
+The handler is not at fault and nothing has happened, so this uses neither an attempt nor a delay of the retry queue.
 """
 
 from __future__ import annotations
@@ -28,21 +27,21 @@ _LONGEST_PAUSE_SECONDS: Final = 0.1
 
 
 def repeated(attempt: Callable[[], Result], name: str) -> Result:
-    """What `attempt` returns, tried up to ten times while other transactions are in its way. Raises what it raises."""
+    """Return the result of `attempt`, tried up to ten times while other transactions stop it. Raises its error."""
     for tries in range(1, MAX_TRIES):
         try:
             return attempt()
         except Exception as error:
             if not was_in_the_way(error) or fence.is_lost():
                 raise
-            logger.info("%s met another transaction and begins anew (%d): %s", name, tries, error)
-        # The first at once; those who meet again and again draw apart.
+            logger.info("%s conflicted with another transaction and starts again (%d): %s", name, tries, error)
+        # The first repetition starts at once; later ones wait for different times, so that they do not collide again.
         time.sleep(random.uniform(0, min(_LONGEST_PAUSE_SECONDS, 0.001 * (2**tries - 2))))
     return attempt()
 
 
 def was_in_the_way(error: BaseException | None) -> bool:
-    """Whether it comes, through whatever it was raised from, of a statement that another transaction has stopped."""
+    """Whether the error, or one of its causes, says that another transaction stopped the statement."""
     # An error may be raised `from` itself.
     seen: set[int] = set()
     while error is not None and id(error) not in seen:

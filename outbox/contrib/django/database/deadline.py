@@ -1,7 +1,7 @@
-"""One deadline for everything that a request of the operations page asks of a database.
+"""One deadline for all database requests of a request to the operations page.
 
-The deadline is kept twice. The session's own limits end a statement whose web process has died. The deadline on this
-side ends what those limits cannot: several statements in a row, and a server that does not answer at all.
+Two limits enforce it. The session's own limits end a statement whose web process has died. The deadline in this process
+ends what those limits cannot: several statements in a row, and a server that does not answer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from outbox.broker.database.connection import BrokerConnection
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
 
-# A lock that a session holds for so long is reported instead of waited for.
+# A lock that another session holds this long is reported instead of waited for.
 LOCK_SECONDS: Final = 1.0
 
 _LIMIT: Final = """
@@ -30,7 +30,7 @@ _deadline: ContextVar[float | None] = ContextVar("outbox_deadline", default=None
 
 @contextlib.contextmanager
 def within(seconds: float) -> Iterator[None]:
-    """Until the end of the block, requests to a database have `seconds` together."""
+    """Until the end of the block, all database requests together have `seconds`."""
     token = _deadline.set(time.monotonic() + seconds)
     try:
         yield
@@ -39,7 +39,7 @@ def within(seconds: float) -> Iterator[None]:
 
 
 def seconds_left() -> float | None:
-    """What is left, at least a millisecond; None without a deadline."""
+    """The remaining time, at least a millisecond; None without a deadline."""
     deadline = _deadline.get()
     return None if deadline is None else max(0.001, deadline - time.monotonic())
 
@@ -54,9 +54,9 @@ def limits() -> dict[str, str] | None:
 
 @contextlib.contextmanager
 def kept(connection: BrokerConnection) -> Iterator[None]:
-    """Keep the deadline on a connection to the broker, if there is one. A late statement is cancelled.
+    """Enforce the deadline on a connection to the broker, if there is one. A late statement is cancelled.
 
-    Raises psycopg's QueryCanceled, or BrokerUnavailable where the server does not even answer that.
+    Raises psycopg's QueryCanceled, or BrokerUnavailable if the server does not answer the cancellation either.
     """
     deadline = _deadline.get()
     if deadline is None:
@@ -68,12 +68,15 @@ def kept(connection: BrokerConnection) -> Iterator[None]:
 
 @contextlib.contextmanager
 def kept_in_transaction(connection: BrokerConnection, schema: str) -> Iterator[None]:
-    """As `kept`, and in one transaction whose statements the server limits too. Without a deadline: nothing."""
+    """Like `kept`, and in one transaction whose statements the server limits too.
+
+    Without a deadline it does nothing.
+    """
     values = limits()
     if values is None:
         yield
     else:
-        # The settings end with the transaction: behind a pooler the next one on the session has its own again.
+        # The settings end with the transaction: behind a pooler, the next transaction on the session has its own again.
         with kept(connection), connection.transaction():
             Executor(connection, schema).execute(Statement(_LIMIT), values)
             yield
@@ -81,9 +84,9 @@ def kept_in_transaction(connection: BrokerConnection, schema: str) -> Iterator[N
 
 @contextlib.contextmanager
 def kept_by_application(alias: str) -> Iterator[None]:
-    """A transaction on the application's database whose statements have an end; none without a deadline.
+    """A transaction on the application's database with limits on its statements; without a deadline, no transaction.
 
-    Raises Django's OperationalError for a statement that is cancelled.
+    Raises Django's OperationalError for a cancelled statement.
     """
     values = limits()
     if values is None or connections[alias].vendor != "postgresql":

@@ -1,8 +1,7 @@
-"""While an application's tests run: only databases that Django lets them use.
+"""Guards an application's tests: only databases that Django allows them to use.
 
-The broker's connections are its own, so neither the test runner's other name for a database nor Django's guard
-against the use of databases that a test did not ask for would hold them back: a test would publish into the
-development broker, and its worker would act on it.
+The broker has connections of its own. So neither the test runner's new name for a database nor Django's guard against
+undeclared databases would stop them. A test would publish into the development broker, and its worker would act on it.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from django.db.backends.base.base import NO_DB_ALIAS, BaseDatabaseWrapper
 
 from outbox.errors import ConfigurationError
 
-# Alias -> NAME when the process was set up. A test runner gives the databases it makes other names, after that.
+# Alias -> NAME when the process was set up. Later a test runner gives its databases other names.
 _configured: Final[dict[str, Any]] = {}
 
 _REMEDY: Final = (
@@ -27,51 +26,51 @@ _REMEDY: Final = (
 
 
 def remember_configured_names() -> None:
-    """Called when the application is ready: also again, when a test overrides INSTALLED_APPS."""
+    """Record the names when the application is ready, and again when a test overrides INSTALLED_APPS."""
     for alias in connections:
         _configured.setdefault(alias, connections.settings[alias]["NAME"])
 
 
 def running_tests() -> bool:
-    """Whether a test runner of Django (also pytest-django) has set up this process."""
-    # Not by the mailbox it makes: django.core.mail.backends.locmem makes one, too.
+    """Whether a test runner of Django (or pytest-django) has set up this process."""
+    # Do not detect it by the mailbox: django.core.mail.backends.locmem makes one, too.
     utils = sys.modules.get("django.test.utils")
     return hasattr(getattr(utils, "_TestState", None), "saved_data")
 
 
 def makes_or_drops_databases(connection: BaseDatabaseWrapper) -> bool:
-    """Whether a test runner has made this connection to create test databases or to drop them.
+    """Whether a test runner has made this connection to create or drop test databases.
 
-    It connects to none of them for that, and PostgreSQL refuses to drop a database in which sessions are left.
+    The broker opens no session for it: PostgreSQL refuses to drop a database that has sessions.
     """
     return running_tests() and connection.alias == NO_DB_ALIAS
 
 
 def refuse_in_tests(alias: str) -> None:
-    """Raise ConfigurationError where the running test must not use the database of `alias`. Connects to nothing."""
+    """Raise ConfigurationError if the running test must not use the database of `alias`. It does not connect."""
     if not running_tests() or alias not in connections:
-        # An alias that is not there is named by whoever wants to use it.
+        # The code that uses a missing alias reports it.
         return
     if forbidden := guarded_off(alias) or _not_made_for_tests(alias):
         raise _refusal(alias, forbidden)
 
 
 def guarded_off(alias: str) -> str:
-    """Why the guard of the running test forbids the database of `alias`, or ''. Connects to nothing."""
+    """Why the running test's guard forbids the database of `alias`, or ''. It does not connect."""
     try:
         _ask_guard(alias)
     except (AssertionError, RuntimeError) as error:
-        # What Django and pytest-django raise.
+        # The errors that Django and pytest-django raise.
         return str(error) or type(error).__name__
     return ""
 
 
 def refuse_processes_in_tests() -> None:
-    """Raise ConfigurationError in a test: a new process would read the settings and use the databases they name."""
+    """Raise ConfigurationError in a test: a new process would use the databases of the settings."""
     if running_tests():
         raise ConfigurationError(
-            "a worker that is started by a test would work on the databases of the settings, not on those of the "
-            "test: run the subscribers in this process, with `drain()` of OutboxTestMixin or `outbox_worker --drain`."
+            "a worker that a test starts would use the databases of the settings, not those of the test: run the "
+            "subscribers in this process, with `drain()` of OutboxTestMixin or `outbox_worker --drain`."
         )
 
 
@@ -88,8 +87,8 @@ def _is_guarded() -> bool:
 
 
 def _ask_guard(alias: str) -> None:
-    """Ask the guard that is in force, if one is; it raises what it raises."""
-    # What lies behind a guard that lets it pass refuses coroutines; that is not the question here.
+    """Call the active guard, if there is one; its error passes."""
+    # A connection behind the guard refuses coroutines. That error does not come from the guard.
     if _is_guarded():
         with suppress(SynchronousOnlyOperation):
             BaseDatabaseWrapper.ensure_connection(_Probe(alias))
@@ -104,7 +103,7 @@ class _Probe(BaseDatabaseWrapper):
         self.in_atomic_block = False
 
     def connect(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 def _not_made_for_tests(alias: str) -> str:

@@ -1,4 +1,4 @@
-"""Which local transaction a publish call belongs to."""
+"""Finds the local transaction of a publish call."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from outbox.errors import ConfigurationError, TransactionUsageError
 
 
 def current_transaction(using: str | None) -> BaseDatabaseWrapper | None:
-    """The connection whose transaction a publish call joins; None when the call stands alone.
+    """The connection whose transaction a publish call joins; None if there is none.
 
-    `using` names the alias; without it, it is the one alias this thread has a transaction on. The transaction
-    that a TestCase wraps around a test does not count. Raises TransactionUsageError when it cannot be told.
+    `using` names the alias. Without it, the alias is the only one on which this thread has a transaction. The
+    transaction that a TestCase wraps around a test does not count. Raises TransactionUsageError if the transaction is
+    ambiguous.
     """
     if using is not None:
         if using not in connections:
             raise ConfigurationError(
-                f"publish(…, using={using!r}): that alias is not in DATABASES; there are {', '.join(connections)}."
+                f"publish(…, using={using!r}): that alias is not in DATABASES; use one of {', '.join(connections)}."
             )
         connection = connections[using]
         _refuse_manual_commit(connection)
@@ -42,10 +43,10 @@ def current_transaction(using: str | None) -> BaseDatabaseWrapper | None:
 
 @contextmanager
 def failing_takes_the_block_along(using: str | None) -> Iterator[None]:
-    """Mark the atomic block of a publish call for rollback when the call fails, for whatever reason.
+    """Mark the atomic block of a publish call for rollback if the call fails for any reason.
 
-    A caller that goes on would commit its row without the message. Where it cannot be told which transaction the
-    call belongs to, none is marked: the error says so.
+    Otherwise a caller that continues would commit its row without the message. If the transaction of the call is
+    ambiguous, no block is marked; the error says so.
     """
     try:
         yield
@@ -58,12 +59,12 @@ def failing_takes_the_block_along(using: str | None) -> Iterator[None]:
 
 
 def in_transaction(connection: BaseDatabaseWrapper) -> bool:
-    """Whether an atomic block is open on the connection, other than the one of a TestCase."""
+    """Whether an atomic block is open on the connection, other than that of a TestCase."""
     return not all(map(is_test_case, connection.atomic_blocks))
 
 
 def in_test_case(connection: BaseDatabaseWrapper) -> bool:
-    """Whether the connection's outermost atomic block is that of a TestCase: it will never commit."""
+    """Whether the connection's outermost atomic block belongs to a TestCase, and so never commits."""
     return bool(connection.atomic_blocks) and is_test_case(connection.atomic_blocks[0])
 
 
@@ -71,26 +72,26 @@ def _refuse_manual_commit(connection: BaseDatabaseWrapper) -> None:
     if connection.in_atomic_block:
         manual = not connection.commit_on_exit
     elif connection.connection is None:
-        # Not asked, which would connect: this database may have nothing to do with the message.
+        # Do not connect to find out: this database may have no part in the message.
         manual = not connection.settings_dict["AUTOCOMMIT"]
     else:
         manual = not connection.get_autocommit()
     if not manual and begun_by_hand(connection):
         raise TransactionUsageError(
-            f"a transaction was begun by hand on {connection.alias!r}, and nobody tells when it commits: put the write "
-            f"and the publish call into `with transaction.atomic(using={connection.alias!r})` instead of BEGIN and "
-            f"COMMIT; if the message belongs to another database, name that: publish(…, using=…)."
+            f"a transaction was begun by hand on {connection.alias!r}, and outbox cannot see when it commits: put "
+            f"the write and the publish call into `with transaction.atomic(using={connection.alias!r})` instead of "
+            "BEGIN and COMMIT. If the message belongs to another database, name that: publish(…, using=…)."
         )
     if manual:
         raise TransactionUsageError(
-            f"the connection {connection.alias!r} is in manual-commit mode (autocommit is off), where nobody tells "
-            f"when it commits: turn AUTOCOMMIT on and put the write and the publish call into `with "
-            f"transaction.atomic(using={connection.alias!r})`; if the message belongs to another database, name that: "
-            f"publish(…, using=…)."
+            f"the connection {connection.alias!r} is in manual-commit mode (autocommit is off), and outbox cannot "
+            "see when it commits: turn AUTOCOMMIT on and put the write and the publish call into `with "
+            f"transaction.atomic(using={connection.alias!r})`. If the message belongs to another database, name "
+            "that: publish(…, using=…)."
         )
 
 
 def is_missing_table(error: DatabaseError) -> bool:
-    """Whether a statement failed because its table is not there."""
+    """Whether a statement failed because its table is missing."""
     state = getattr(error.__cause__, "sqlstate", None)
     return state == "42P01" if state is not None else "no such table" in str(error)

@@ -1,4 +1,4 @@
-"""The one broker of this process, made from the settings when first needed."""
+"""The one broker of this process, built from the settings at its first use."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ AnyBroker: TypeAlias = "InMemoryBroker | PostgresBroker | RocketMQBroker"
 
 
 class _Current:
-    """What was built from one settings object for one database."""
+    """The objects built from one settings object for one database."""
 
     def __init__(self, settings: OutboxSettings, place: tuple[object, ...]) -> None:
         self.settings = settings
@@ -39,9 +39,9 @@ class _Current:
             settings.schema, auto_create=settings.auto_create_topics, selectors=_selectors(settings)
         )
         self.broker = self._made()
-        # For every alias, by where it leads: the place where the atomic path was proven, or None for two-phase.
+        # For each alias, by its target: the place where the atomic path was proven, or None for two-phase.
         self.paths: dict[tuple[object, ...], ServerIdentity | None] = {}
-        # When it was last recorded that an alias leads elsewhere (time.monotonic).
+        # When the process last recorded that an alias leads elsewhere (time.monotonic).
         self.path_reports: dict[str, float] = {}
 
     def _made(self) -> AnyBroker:
@@ -62,7 +62,7 @@ class _Current:
         return PostgresBroker(database_of(self.settings), catalog=self.catalog, check=self.settings.check)
 
     def _rocketmq(self) -> RocketMQBroker:
-        # An extra: its client is needed by nobody else.
+        # Imported here because it is an extra: only projects on RocketMQ have its client.
         from outbox.contrib.django.ledger.ledger_checker import LedgerChecker
         from outbox.rocketmq.answering import AnsweringThread
         from outbox.rocketmq.broker import RocketMQBroker
@@ -77,7 +77,7 @@ class _Current:
         )
 
     def is_for(self, settings: OutboxSettings) -> bool:
-        """Whether these are the settings, and their alias leads where it led."""
+        """Whether the settings are the same, and their alias leads to the same database."""
         return self.settings is settings and (not self._has_database or place_named_by(settings.broker) == self.place)
 
     def close(self) -> None:
@@ -104,7 +104,7 @@ def _get() -> _Current:
 
 
 def get_broker() -> AnyBroker:
-    """The broker that the settings name; the same object until they change. Raises ConfigurationError."""
+    """The broker of the settings; the same object until they change. Raises ConfigurationError."""
     current = _get()
     if current.settings.has_database:
         refuse_in_tests(current.settings.broker)
@@ -117,12 +117,12 @@ def get_codecs() -> Codecs:
 
 
 def get_catalog() -> TopicCatalog:
-    """The topics the broker knows, for the atomic path."""
+    """The topics of the broker, for the atomic path."""
     return _get().catalog
 
 
 def reset_broker() -> None:
-    """Close the broker and build another at the next use: between tests, and after the database was replaced."""
+    """Close the broker; the next use builds another. For use between tests, and after the database was replaced."""
     global _current
     with _lock:
         if _current is not None:
@@ -131,14 +131,14 @@ def reset_broker() -> None:
 
 
 def let_go_of_test_databases(sender: object, connection: BaseDatabaseWrapper, **_: object) -> None:
-    """Receiver of connection_created: no session of the broker's own may be in the way of a runner's DROP DATABASE."""
+    """Receiver of connection_created: close the broker's sessions before a test runner runs DROP DATABASE."""
     if makes_or_drops_databases(connection):
         flusher.flush()
         reset_broker()
 
 
 def remembered_paths() -> dict[tuple[object, ...], ServerIdentity | None]:
-    """What this process has decided about paths (see the module `path`), until the settings change."""
+    """This process's decisions about paths (see the module `path`), until the settings change."""
     return _get().paths
 
 
@@ -148,7 +148,7 @@ def path_reports() -> dict[str, float]:
 
 
 def check_topic_imports(settings: OutboxSettings) -> None:
-    """Import what CODEC and TOPICS name. Raises ConfigurationError."""
+    """Import the codecs of CODEC and TOPICS. Raises ConfigurationError."""
     _codecs(settings)
     _selectors(settings)
 
@@ -168,7 +168,7 @@ def _codec(where: str, dotted_path: str) -> Codec:
     codec = made() if isinstance(made, type) else made
     if lacking := [name for name in ("content_type", "encode", "decode") if not hasattr(codec, name)]:
         raise ConfigurationError(
-            f"{where} = {dotted_path!r} is no codec, it has no {' and no '.join(lacking)}: see outbox.Codec."
+            f"{where} = {dotted_path!r} is not a codec, it has no {' and no '.join(lacking)}: see outbox.Codec."
         )
     return cast(Codec, codec)
 
@@ -182,7 +182,7 @@ def _selectors(settings: OutboxSettings) -> dict[str, Callable[..., int]]:
 
 
 def _one_way() -> PostgresBroker | None:
-    """The broker of this process if it is there already and takes ends one way."""
+    """The broker of this process, if it is already built and takes decisions one way."""
     broker = None if _current is None else _current.broker
     return broker if isinstance(broker, PostgresBroker) else None
 

@@ -1,4 +1,4 @@
-"""What the engine behind OUTBOX['BROKER'] cannot do of what the project declares: said at start-up, never dropped."""
+"""Refusals at start-up for declarations that the engine behind OUTBOX['BROKER'] does not support."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from outbox.rocketmq.names import collisions
 
 
 def engine_problems(settings: OutboxSettings) -> Iterator[CheckMessage]:
-    """For `manage.py check`: everything the engine refuses. Nothing for the bundled broker, which does all of it."""
+    """All refusals of the engine, for `manage.py check`. The bundled broker has none."""
     if not settings.is_rocketmq:
         return
     try:
@@ -27,8 +27,8 @@ def engine_problems(settings: OutboxSettings) -> Iterator[CheckMessage]:
         yield Error(text, id="outbox.E031")
     if not names_brokers:
         yield Warning(
-            "OUTBOX['BROKER'] names no broker of RocketMQ, only its proxy: transactions that RocketMQ gave up asking "
-            "about cannot be read, so that a committed message may stay there.",
+            "OUTBOX['BROKER'] names no broker of RocketMQ, only its proxy: the transactions that RocketMQ gave up "
+            "cannot be read, so a committed message may stay undelivered.",
             hint="Append the administration port (listenPort, 10911) of every broker: "
             "'rocketmq://PROXY:8081?brokers=BROKER:10911,BROKER:10911'.",
             id="outbox.W033",
@@ -36,7 +36,7 @@ def engine_problems(settings: OutboxSettings) -> Iterator[CheckMessage]:
 
 
 def require_engine(settings: OutboxSettings) -> None:
-    """Raise ConfigurationError for the first thing that the engine cannot do."""
+    """Raise ConfigurationError for the first refusal."""
     if settings.is_rocketmq:
         for text in _refusals(_engine(settings), settings):
             raise ConfigurationError(text)
@@ -52,7 +52,7 @@ def _engine(settings: OutboxSettings) -> Engine:
 
 def _refusals(engine: Engine, settings: OutboxSettings) -> Iterator[str]:
     if settings.path is PathChoice.ATOMIC:
-        yield "OUTBOX['PATH'] is 'atomic', but RocketMQ is in no database: leave PATH out."
+        yield "OUTBOX['PATH'] is 'atomic', but RocketMQ is not in a database: leave PATH out."
     if not settings.producer_group:
         yield "OUTBOX['PRODUCER_GROUP'] is not set: RocketMQ asks it for the outcome of its transactions. Name it."
     if settings.auto_create_topics:
@@ -73,9 +73,9 @@ def _refusals(engine: Engine, settings: OutboxSettings) -> Iterator[str]:
     if settings.receive:
         yield (
             f"OUTBOX['RECEIVE'] declares {', '.join(map(repr, settings.receive))}: outbox_receive stores in the "
-            f"bundled broker only, because RocketMQ stores a repetition a second time. Keep the topics on PostgreSQL, "
-            f"run outbox_receive with a BROKER that names its alias and declare RECEIVE there only; or let the sender "
-            f"publish to RocketMQ."
+            "bundled broker only, because RocketMQ stores a repetition a second time. Keep the topics on "
+            "PostgreSQL, run outbox_receive with a BROKER that names its alias and declare RECEIVE there only; or "
+            "let the sender publish to RocketMQ."
         )
     yield from collisions(settings.topics)
     yield from collisions({item.subscription.group for item in subscribers()})
@@ -83,13 +83,13 @@ def _refusals(engine: Engine, settings: OutboxSettings) -> Iterator[str]:
 
 
 def _mixed_groups() -> Iterator[str]:
-    """A group of RocketMQ's is orderly or not, and gives up after a number of attempts, as a whole."""
+    """The refusals for groups: a RocketMQ group as a whole is orderly or not, and has one limit of attempts."""
     kinds: dict[str, set[bool]] = {}
     for item in subscribers():
         kinds.setdefault(item.subscription.group, set()).add(item.subscription.mode == "concurrent")
     for group, concurrent in kinds.items():
         if len(concurrent) > 1:
             yield (
-                f"group {group!r} consumes one topic in order and another concurrently, which one group of RocketMQ's "
-                f"cannot: give each a group of its own."
+                f"group {group!r} consumes one topic in order and another concurrently, which RocketMQ does not "
+                "support in one group: give each topic a group of its own."
             )

@@ -1,8 +1,8 @@
-"""Sends end messages and hints so that no request waits for them. Losing them is harmless: check-back finds out.
+"""Sends end messages and hints without blocking a request. A lost one is harmless: check-back finds the outcome.
 
-The bundled broker takes them one way, from the thread that has them. An engine whose client only knows calls that wait
-gets them from a daemon thread, one per process, started by the first of them after start or fork: in batches, from a
-bounded queue that drops what does not fit.
+The bundled broker takes them one way, from the calling thread. For an engine whose client only has blocking calls, a
+daemon thread sends them in batches. Each process has one such thread, started at the first message after start or fork.
+Its queue is bounded and drops messages beyond the bound.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _Item = EndTransaction | UUID
 
 
 class Flusher:
-    """The ends of one process, on the way that its broker takes them. All methods may be called from any thread.
+    """Sends the end messages of one process as its broker takes them. All methods are thread-safe.
 
-    `receiver` gives the broker, `one_way` the same if it takes ends one way.
+    `receiver` gives the broker; `one_way` gives it only if it takes decisions one way.
     """
 
     def __init__(self, receiver: Callable[[], Broker], one_way: Callable[[], PostgresBroker | None]) -> None:
@@ -45,7 +45,7 @@ class Flusher:
         atexit.register(self.flush, within_seconds=_EXIT_SECONDS)
 
     def end(self, end: EndTransaction) -> None:
-        """Send an end message soon; returns at once. Dropped when too much is on its way."""
+        """Send an end message soon; returns at once. It is dropped if too many are queued."""
         broker = self._one_way()
         if broker is None:
             self._thread.put(end)
@@ -66,17 +66,17 @@ class Flusher:
             broker.hint_one_way(transaction_id)
 
     def flush(self, *, within_seconds: float = _EXIT_SECONDS) -> bool:
-        """Wait until everything so far was sent (or given up); False when time ran out first."""
+        """Wait until all earlier messages are sent or given up; False if the time ran out first."""
         deadline = time.monotonic() + within_seconds
         broker = self._one_way()
         if broker is not None and not broker.flush(within_seconds=within_seconds):
             return False
-        # What an engine of before was left with, too.
+        # Include what a former engine still has.
         return self._thread.flush(within_seconds=max(0.0, deadline - time.monotonic()))
 
 
 class FlushingThread:
-    """Ends and hints for a broker that is waited for, by a daemon thread. All methods may be called from any thread."""
+    """Sends end messages and hints to a broker with blocking calls, on a daemon thread. All methods are thread-safe."""
 
     def __init__(self, receiver: Callable[[], Broker]) -> None:
         self._receiver = receiver
@@ -85,17 +85,20 @@ class FlushingThread:
         os.register_at_fork(after_in_child=self._reset)
 
     def _reset(self) -> None:
-        """Also after a fork: the parent's thread is not in the child, and its ends are the parent's to send."""
-        # Not queue.Queue: gevent replaces it by one that nobody can wait for.
+        """Start empty, also after a fork.
+
+        The parent's thread is not in the child, and the parent sends its own messages.
+        """
+        # Not queue.Queue: gevent replaces it by one that a thread cannot wait for.
         self._queue: deque[_Item] = deque()
         self._changed = threading.Condition()
-        # Queued, or taken and not yet sent.
+        # Queued, or taken and not sent yet.
         self._unfinished = 0
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
     def put(self, item: _Item) -> None:
-        """Have an end, or a hint about this transaction, sent soon; returns at once."""
+        """Queue an end message, or a hint about this transaction; returns at once."""
         with self._changed:
             if fits := len(self._queue) < MAX_QUEUED:
                 self._queue.append(item)
@@ -116,8 +119,8 @@ class FlushingThread:
             try:
                 thread.start()
             except RuntimeError:
-                # The interpreter is shutting down: the ends are lost, which check-back makes good.
-                logger.info("no flusher thread can be started any more, check-back will settle what is queued")
+                # The interpreter is shutting down: the messages are lost, and check-back settles their transactions.
+                logger.info("the flusher thread cannot be started any more, check-back will settle what is queued")
                 return
             self._thread = thread
 
@@ -146,7 +149,7 @@ class FlushingThread:
                 self._changed.notify_all()
 
     def _take(self) -> list[_Item]:
-        """Wait for something to do, then take all of it up to the batch limit."""
+        """Wait for a message, then take all queued ones up to the batch limit."""
         with self._changed:
             while not self._queue:
                 self._changed.wait()

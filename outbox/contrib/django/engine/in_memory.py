@@ -1,4 +1,4 @@
-"""The in-memory broker in a TestCase: nothing commits there, so the ledger's rows tell what would have."""
+"""The in-memory broker in a TestCase: nothing commits there, so the ledger's rows show what would have committed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from outbox.transaction import Decision, EndTransaction
 
 
 def settle(broker: InMemoryBroker) -> None:
-    """Decide every half message whose transaction is over, as check-back would: by its ledger row."""
+    """Decide every half message whose transaction has ended, by its ledger row, as check-back would."""
     connected = [connections[alias] for alias in ledger_aliases(usable=True)]
     undecided = broker.undecided()
     if not undecided or any(in_transaction(connection) for connection in connected):

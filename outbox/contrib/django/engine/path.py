@@ -1,8 +1,8 @@
-"""Which path a publish call takes: proven once per alias and process, and looked after with every message.
+"""Chooses the path of a publish call: proven once per alias and process, and verified with every message.
 
-The proof is live (outbox.broker.database.server_identity): a lock taken on the broker's way is seen through the
-application's connection. What it found stays for the life of the process, so that a failover never changes the
-path silently.
+The proof (outbox.broker.database.server_identity) is a lock: taken through the broker's connection, it must be visible
+through the application's connection. The result holds until the process ends, so a failover never changes the path
+silently.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ logger = logging.getLogger(__name__)
 
 
 def takes_atomic_path(connection: BaseDatabaseWrapper, settings: OutboxSettings) -> bool:
-    """Whether messages of the transaction that is open on this connection are written by it.
+    """Whether this connection's open transaction writes the messages itself (the atomic path).
 
-    Raises WrongDatabase where only that path is right, but the connection does not reach the broker;
-    BrokerUnavailable or SendFailed where that could not be found out; and ConfigurationError.
+    Raises WrongDatabase if only that path is allowed, but the connection does not reach the broker. Raises
+    BrokerUnavailable or SendFailed if this could not be determined, and ConfigurationError.
     """
     if not settings.has_database or settings.path is PathChoice.TWO_PHASE:
         return False
     if connection.vendor != "postgresql":
         if settings.path is PathChoice.ATOMIC:
             raise ConfigurationError(
-                f"OUTBOX['PATH'] is 'atomic', but {connection.alias!r} is a {connection.display_name} database and the "
-                f"broker is not in it: set PATH to 'auto'."
+                f"OUTBOX['PATH'] is 'atomic', but {connection.alias!r} is a {connection.display_name} database and "
+                "the broker is not in it: set PATH to 'auto'."
             )
         return False
     refuse_in_tests(settings.broker)
@@ -57,11 +57,11 @@ def takes_atomic_path(connection: BaseDatabaseWrapper, settings: OutboxSettings)
 
 
 def confirm(connection: BaseDatabaseWrapper, settings: OutboxSettings, place: ServerIdentity) -> None:
-    """Make sure that what this connection has just written, at `place`, lies in the broker's own database.
+    """Verify that the row just written by this connection, at `place`, is in the broker's own database.
 
-    Costs nothing while the place is the proven one. Where it is another (the server was restarted, or the
-    connection leads to another one now) it is proven anew, in the same transaction. Raises what `prove` raises, and
-    WrongDatabase when the broker is not there: the transaction must not commit.
+    It costs nothing while the place is the proven one. If the place differs (the server was restarted, or the
+    connection leads elsewhere now), it is proven again in the same transaction. Raises as `prove` does, and
+    WrongDatabase if the broker is not there: the transaction must not commit.
     """
     paths = remembered_paths()
     named = place_named_by(connection.alias)
@@ -73,9 +73,9 @@ def confirm(connection: BaseDatabaseWrapper, settings: OutboxSettings, place: Se
 
 
 def prove(connection: BaseDatabaseWrapper, settings: OutboxSettings) -> ServerIdentity | None:
-    """Where this connection is, if that is the broker's own database; None if it is not.
+    """The place of this connection if it is the broker's own database, else None.
 
-    Raises BrokerUnavailable when the broker, and SendFailed when this connection cannot be asked.
+    Raises BrokerUnavailable if the broker does not answer, and SendFailed if this connection does not.
     """
     with marked(broker_database(settings), timeout_seconds=settings.send_timeout_seconds) as key:
         try:
@@ -83,17 +83,17 @@ def prove(connection: BaseDatabaseWrapper, settings: OutboxSettings) -> ServerId
                 return find_mark(connection.connection, key)
         except (DatabaseError, InterfaceError) as error:
             raise SendFailed(
-                f"the connection {connection.alias!r} could not be asked whether it reaches the broker: "
+                f"the connection {connection.alias!r} did not answer whether it reaches the broker: "
                 f"{str(error).strip()}. Nothing was published; run the whole operation again, in a new transaction."
             ) from error
 
 
-# Every publish would raise the next one.
+# Limit it: every publish would record the same problem again.
 _REPORT_EVERY_SECONDS: Final = 60.0
 
 
 def _reported(error: WrongDatabase, alias: str, settings: OutboxSettings) -> WrongDatabase:
-    """Let the broker's status know what only this process can see. Never fails: the error itself matters more."""
+    """Record for the broker's status what only this process can see. Never raises: the original error matters more."""
     now, reports = time.monotonic(), path_reports()
     if now - reports.get(alias, -_REPORT_EVERY_SECONDS) >= _REPORT_EVERY_SECONDS:
         reports[alias] = now
@@ -109,13 +109,13 @@ def _reported(error: WrongDatabase, alias: str, settings: OutboxSettings) -> Wro
 
 def _elsewhere(connection: BaseDatabaseWrapper, settings: OutboxSettings) -> WrongDatabase:
     if settings.path is PathChoice.ATOMIC:
-        expected = "which OUTBOX['PATH'] = 'atomic' rules out: set it to 'auto', or"
+        expected = "which OUTBOX['PATH'] = 'atomic' does not allow: set it to 'auto', or"
     elif connection.alias == settings.broker:
-        expected = "although OUTBOX['BROKER'] names this alias (a pooler, a list of hosts, a failover half done?):"
+        expected = "although OUTBOX['BROKER'] names this alias (a pooler, a list of hosts, an unfinished failover?):"
     else:
         expected = (
-            "although this process has written its messages there before (a failover?). If the broker shall stay "
-            "where it is, restart the process: messages then take the two-phase path. Otherwise"
+            "although this process wrote its messages there before (a failover?). If the broker is meant to stay "
+            "there, restart the process: messages then take the two-phase path. Otherwise"
         )
     return WrongDatabase(
         f"the connection {connection.alias!r} reaches another server or database than the broker's, {expected} let "

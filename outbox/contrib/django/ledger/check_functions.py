@@ -1,4 +1,4 @@
-"""The look-ups given as `check=`: found again by name when a check-back asks, in whatever process."""
+"""The look-ups given as `check=`: check-back finds them by name in any process."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def register_lookup(name: str, lookup: Lookup) -> None:
 
 
 def find_lookup(name: str) -> Lookup | None:
-    """The look-up of a checker name, importing its module if it belongs to an installed app; None if there is none."""
+    """The look-up of a checker name, importing its module if it belongs to an installed app; else None."""
     known = _lookups.get(name)
     if known is not None or not name:
         return known
     module = name.partition(":")[0]
-    # The name comes out of a database: only code of this project is imported on its word.
+    # The name comes from a database, so only modules of this project are imported.
     if apps.get_containing_app_config(module) is None:
         return None
     try:

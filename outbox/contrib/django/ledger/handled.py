@@ -1,4 +1,4 @@
-"""The statements that prune the inbox (table outbox_inbox), the connection passed in."""
+"""The statements that prune the inbox (table outbox_inbox); the caller passes the connection."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from django.utils.dateparse import parse_datetime
 from outbox.contrib.django.ledger.ledger import without_timeouts
 from outbox.contrib.django.settings.times import for_column
 
-# Fits the parameter limit of every database Django supports.
+# Below the parameter limit of every database that Django supports.
 _LARGEST_LIST: Final = 500
 
 
 @dataclass(frozen=True, slots=True)
 class Handled:
-    """A row of the inbox. `at` is its time in UTC as the database's driver gives it, to be passed back as it is."""
+    """A row of the inbox. `at` is its time in UTC as the database's driver gives it; pass it back unchanged."""
 
     group: str
     generation: int
@@ -31,7 +31,7 @@ class Handled:
 
 @dataclass(frozen=True, slots=True)
 class HandledPosition:
-    """A place in the order of time: at the rows of the moment `at`, or, if `is_behind`, behind all of them."""
+    """A position in the order of time: at the rows of the moment `at`, or, if `is_behind`, behind them."""
 
     at: Any
     is_behind: bool = False
@@ -39,7 +39,7 @@ class HandledPosition:
 
 _SELECT: Final = "SELECT consumer_group, generation, message_id, {at} FROM outbox_inbox WHERE handled_at < %s"
 
-# Times in UTC, whatever time zone the session has: in local time an hour of the year comes twice.
+# Times in UTC, whatever the session's time zone: local time repeats an hour of the year.
 _IN_UTC: Final = {"postgresql": "handled_at AT TIME ZONE 'UTC'"}
 _FROM_UTC: Final = {"postgresql": "(%s::timestamp AT TIME ZONE 'UTC')"}
 
@@ -47,7 +47,7 @@ _FROM_UTC: Final = {"postgresql": "(%s::timestamp AT TIME ZONE 'UTC')"}
 def oldest(
     connection: BaseDatabaseWrapper, place: HandledPosition | None, *, older_than: datetime, limit: int
 ) -> list[Handled]:
-    """The next rows from a place on (None: from the first), handled before `older_than`, in the order of time."""
+    """The next rows from a position (None: the first), handled before `older_than`, in the order of time."""
     parameters: list[Any] = [connection.ops.adapt_datetimefield_value(for_column(older_than, connection.alias))]
     statement = _SELECT.format(at=_IN_UTC.get(connection.vendor, "handled_at"))
     if place is not None:
@@ -63,22 +63,22 @@ def oldest(
 
 
 def place_behind(batch: Sequence[Handled], *, is_stuck: bool) -> HandledPosition:
-    """Where to go on after a batch: at its last moment, of which there may be more rows.
+    """The position after a batch: its last moment, because more rows may have it.
 
-    `is_stuck`: all rows of the batch are of one moment and stay. Those of that moment that did not fit wait until the
-    inbox is read from its beginning again.
+    `is_stuck`: all rows of the batch have one moment and stay. Further rows of that moment wait until the next sweep
+    reads the inbox from its beginning.
     """
     return HandledPosition(batch[-1].at, is_behind=is_stuck and batch[0].at == batch[-1].at)
 
 
 def moment_of(place: HandledPosition) -> datetime:
-    """The time of a place, aware."""
+    """The time of a position, aware."""
     at = parse_datetime(place.at) if isinstance(place.at, str) else place.at
     assert isinstance(at, datetime)
     return at if at.tzinfo is not None else at.replace(tzinfo=UTC)
 
 
-# The bounds keep the planner from reading the whole table for the rows of a batch, which lie side by side.
+# The bounds keep the planner from reading the whole table for a batch, whose rows are adjacent.
 _DELETE_POSTGRESQL: Final = """
 DELETE FROM outbox_inbox AS known
 USING unnest(%s::text[], %s::integer[], %s::uuid[]) AS gone (consumer_group, generation, message_id)
@@ -91,7 +91,7 @@ _DELETE: Final = "DELETE FROM outbox_inbox WHERE consumer_group = %s AND generat
 
 
 def delete(connection: BaseDatabaseWrapper, rows: Sequence[Handled]) -> int:
-    """Remove rows that are in the order of time; returns how many there were."""
+    """Remove rows, given in the order of time; returns their number."""
     if not rows:
         return 0
     with without_timeouts(connection), connection.cursor() as cursor:

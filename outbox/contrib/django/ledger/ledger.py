@@ -1,4 +1,4 @@
-"""The statements of the ledger (tables outbox_ledger, outbox_ledger_identity), the connection passed in.
+"""The statements of the ledger (tables outbox_ledger, outbox_ledger_identity); the caller passes the connection.
 
 The plain INSERTs are the barrier: of a local transaction's 'C' and a check-back's 'R' only one can exist.
 """
@@ -20,13 +20,13 @@ TABLE: Final = "outbox_ledger"
 COMMITTED: Final = "C"
 ROLLED_BACK: Final = "R"
 
-# Fits the parameter limit of every database Django supports.
+# Below the parameter limit of every database that Django supports.
 _LARGEST_LIST: Final = 500
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Identity:
-    """Which ledger a database holds, and below which transaction id rows may be missing."""
+    """The id of a database's ledger, and the transaction id below which rows may be missing."""
 
     ledger_id: UUID
     pruned_before: UUID | None
@@ -34,11 +34,11 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class LedgerWrite:
-    """Where the row of a local transaction went.
+    """Where the row of a local transaction was written.
 
-    `xid`: the database's own id of that transaction, by which `is_rolled_back` asks later; '' where it has none.
-    `ledger_id`: None if the ledger has no identity. `table_oid`: which table it is, on PostgreSQL, where a search
-    path decides.
+    `xid`: the database's own id of that transaction, which `is_rolled_back` uses later; '' if there is none.
+    `ledger_id`: None if the ledger has no identity. `table_oid`: on PostgreSQL the table, because a search path chooses
+    it.
     """
 
     xid: str
@@ -50,7 +50,7 @@ _INSERT_COMMITTED: Final = "INSERT INTO outbox_ledger (transaction_id, state) VA
 
 _SELECT_LEDGER_ID: Final = "SELECT ledger_id FROM outbox_ledger_identity"
 
-# One statement, so that row and identity are found by the same search path.
+# One statement, so that the same search path finds row and identity.
 _INSERT_COMMITTED_POSTGRESQL: Final = """
 INSERT INTO outbox_ledger (transaction_id, state) VALUES (%s, 'C')
 RETURNING pg_current_xact_id()::text, (SELECT ledger_id FROM outbox_ledger_identity), tableoid
@@ -58,9 +58,9 @@ RETURNING pg_current_xact_id()::text, (SELECT ledger_id FROM outbox_ledger_ident
 
 
 def insert_committed(connection: BaseDatabaseWrapper, transaction_id: UUID) -> LedgerWrite:
-    """Write the row of the local transaction that is open on `connection`, and say which ledger it went to.
+    """Write the row of the open local transaction on `connection`; returns where it was written.
 
-    Raises IntegrityError if a tombstone is there.
+    Raises IntegrityError if there is a tombstone.
     """
     with connection.cursor() as cursor:
         if connection.vendor == "postgresql":
@@ -76,13 +76,13 @@ _CURRENT_XID: Final = "SELECT pg_current_xact_id()::text"
 
 
 def current_xid(connection: BaseDatabaseWrapper) -> str:
-    """PostgreSQL only: the id of the transaction that is open."""
+    """PostgreSQL only: the id of the open transaction."""
     with connection.cursor() as cursor:
         cursor.execute(_CURRENT_XID)
         return str(cursor.fetchone()[0])
 
 
-# A replica may not have seen the commit yet, so it says nothing. (A balancer or pooler may lead to one.)
+# A replica may not have received the commit yet, so its answer proves nothing. (A balancer or pooler may lead to one.)
 _COMMITTED_POSTGRESQL: Final = """
 SELECT transaction_id FROM outbox_ledger
 WHERE transaction_id = ANY (%s) AND state = 'C' AND NOT pg_is_in_recovery()
@@ -90,9 +90,9 @@ WHERE transaction_id = ANY (%s) AND state = 'C' AND NOT pg_is_in_recovery()
 
 
 def committed(connection: BaseDatabaseWrapper, transaction_ids: Sequence[UUID]) -> set[UUID]:
-    """Those transactions whose row 'C' is visible here. Of the others nothing is known.
+    """The transactions whose row 'C' is visible here. Nothing is known of the others.
 
-    Visible to the transaction that wrote it, the row is still part of it; visible outside, it is committed.
+    Inside the writing transaction a visible row is part of it; outside, a visible row is committed.
     """
     if connection.vendor != "postgresql":
         return {value for value, state in states(connection, transaction_ids).items() if state == COMMITTED}
@@ -101,7 +101,7 @@ def committed(connection: BaseDatabaseWrapper, transaction_ids: Sequence[UUID]) 
         return {row[0] for row in cursor.fetchall()}
 
 
-# Aborted as a whole; or still open, and the row was taken back with a savepoint.
+# The whole transaction aborted; or it is open, and a savepoint rolled back the row.
 _ROLLED_BACK_POSTGRESQL: Final = """
 SELECT NOT pg_is_in_recovery()
    AND (pg_xact_status(%(xid)s::xid8) = 'aborted'
@@ -111,10 +111,10 @@ SELECT NOT pg_is_in_recovery()
 
 
 def is_rolled_back(connection: BaseDatabaseWrapper, transaction_id: UUID, xid: str) -> bool:
-    """Whether the local transaction that wrote this row is certain never to commit it; asked where it was written.
+    """Whether the local transaction of this row can certainly never commit it; ask on the database that wrote it.
 
-    PostgreSQL says how the transaction `xid` (from `insert_committed`) ended. SQLite has one file and one writer: a
-    row that its own connection does not see is gone. Elsewhere, and in every doubt: False.
+    PostgreSQL reports how the transaction `xid` (from `insert_committed`) ended. SQLite has one file and one writer: a
+    row that its own connection does not see is gone. On other databases, and in every doubt: False.
     """
     if connection.vendor == "sqlite":
         return not states(connection, [transaction_id])
@@ -125,7 +125,7 @@ def is_rolled_back(connection: BaseDatabaseWrapper, transaction_id: UUID, xid: s
         return bool(cursor.fetchone()[0])
 
 
-# The identity is read by the INSERT itself: a ledger that was emptied or pruned since the checker chose it gets none.
+# The INSERT itself reads the identity: a ledger emptied or pruned since the checker chose it gets no tombstone.
 _INSERT_TOMBSTONE: Final = """
 INSERT INTO outbox_ledger (transaction_id, state)
 SELECT %s, 'R' FROM outbox_ledger_identity
@@ -134,9 +134,9 @@ WHERE ledger_id = %s AND (pruned_before IS NULL OR pruned_before <= %s)
 
 
 def insert_tombstone(connection: BaseDatabaseWrapper, transaction_id: UUID, *, ledger_id: UUID) -> bool:
-    """Make a late local transaction collide. Returns whether this is that ledger still, and vouches for the id.
+    """Write a tombstone, so that a late 'C' fails. Returns whether this is still that ledger, and complete for the id.
 
-    Raises IntegrityError or, when it would have to wait, OperationalError.
+    Raises IntegrityError, or OperationalError if it would have to wait.
     """
     value = _stored(connection, transaction_id)
     with connection.cursor() as cursor:
@@ -155,11 +155,11 @@ WHERE current_setting(name, true) IS NOT NULL
 
 @contextmanager
 def without_timeouts(connection: BaseDatabaseWrapper, *, lock_timeout_milliseconds: int = 0) -> Iterator[None]:
-    """On PostgreSQL, a transaction that no timeout of role or database cuts short; elsewhere nothing.
+    """On PostgreSQL, a transaction without the timeouts of role and database; on others, nothing.
 
-    A request of the operations page has a deadline (database/deadline.py), which takes their place.
-    It begins one unless `connection`, which is the caller's own, is in an atomic block. The settings end with the
-    transaction: right behind a pooler too.
+    A request of the operations page sets its deadline instead (database/deadline.py). The transaction is begun unless
+    `connection`, which belongs to the caller, is in an atomic block. The settings end with the transaction, so a
+    pooler's next client does not get them.
     """
     if connection.vendor != "postgresql":
         yield
@@ -182,7 +182,7 @@ def without_timeouts(connection: BaseDatabaseWrapper, *, lock_timeout_millisecon
         cursor.execute("COMMIT")
 
 
-# Sorted, because two checkers inserting in different orders would wait for each other.
+# Sorted, because two checkers that insert in different orders would wait for each other.
 _INSERT_TOMBSTONES_POSTGRESQL: Final = """
 INSERT INTO outbox_ledger (transaction_id, state)
 SELECT transaction_id, 'R'
@@ -200,7 +200,7 @@ def insert_tombstones(
     ledger_id: UUID,
     lock_timeout_milliseconds: int,
 ) -> set[UUID]:
-    """PostgreSQL only: all tombstones that this ledger vouches for, or none; returns their ids.
+    """PostgreSQL only: write all tombstones for which this ledger is complete, or none; returns their ids.
 
     Raises like `insert_tombstone`.
     """
@@ -229,7 +229,7 @@ _SELECT_IDENTITY: Final = "SELECT ledger_id, pruned_before FROM outbox_ledger_id
 
 
 def identity(connection: BaseDatabaseWrapper) -> Identity | None:
-    """The identity of the ledger, or None when its row is missing (the database was flushed)."""
+    """The identity of the ledger, or None if its row is missing (the database was flushed)."""
     with connection.cursor() as cursor:
         cursor.execute(_SELECT_IDENTITY)
         row = cursor.fetchone()
@@ -242,7 +242,7 @@ _SELECT_REACHED: Final = "SELECT 'outbox_ledger'::regclass::oid, ledger_id FROM 
 
 
 def reached(connection: BaseDatabaseWrapper) -> tuple[int, UUID] | None:
-    """PostgreSQL only: the table and the identity that the connection's search path leads to."""
+    """PostgreSQL only: the table and the identity that the connection's search path finds."""
     with connection.cursor() as cursor:
         cursor.execute(_SELECT_REACHED)
         row: tuple[int, UUID] | None = cursor.fetchone()
@@ -253,7 +253,7 @@ _READ_ONLY: Final = "SELECT current_setting('transaction_read_only') = 'on'"
 
 
 def is_read_only(connection: BaseDatabaseWrapper) -> bool:
-    """Whether the connection reaches a replica, which must not answer: it may not have seen a commit yet."""
+    """Whether the connection reaches a replica. It must not answer: it may not have received a commit yet."""
     if connection.vendor != "postgresql":
         return False
     with connection.cursor() as cursor:
@@ -293,7 +293,7 @@ UPDATE outbox_ledger_identity SET pruned_before = %s WHERE pruned_before IS NULL
 
 
 def advance_pruned_before(connection: BaseDatabaseWrapper, below: UUID) -> None:
-    """Say that rows of transactions below this id may be missing. Never moves back."""
+    """Record that rows of transactions below this id may be missing. The id never decreases."""
     value = _stored(connection, below)
     with connection.cursor() as cursor:
         cursor.execute(_ADVANCE_PRUNED, [value, value])
@@ -301,7 +301,7 @@ def advance_pruned_before(connection: BaseDatabaseWrapper, below: UUID) -> None:
 
 _DELETE: Final = "DELETE FROM outbox_ledger WHERE transaction_id IN "
 
-# The bounds keep the planner from reading the whole table for the ids of a batch, which lie side by side.
+# The bounds keep the planner from reading the whole table for a batch, whose ids are adjacent.
 _DELETE_POSTGRESQL: Final = """
 DELETE FROM outbox_ledger USING unnest(%s::uuid[]) AS gone (id)
 WHERE transaction_id = gone.id AND transaction_id BETWEEN %s AND %s
@@ -309,7 +309,7 @@ WHERE transaction_id = gone.id AND transaction_id BETWEEN %s AND %s
 
 
 def delete(connection: BaseDatabaseWrapper, transaction_ids: Sequence[UUID]) -> int:
-    """Remove rows; returns how many there were."""
+    """Remove rows; returns their number."""
     if not transaction_ids:
         return 0
     deleted = 0

@@ -1,13 +1,13 @@
-"""The default answer to a check-back: what the ledger says, and its barrier where it says nothing.
+"""The default checker: answers from the ledger, and by the barrier if the ledger has no row.
 
-A row 'C' was committed together with the business write, 'R' is a tombstone. Where there is no row, the checker
-tries to write the tombstone itself, by a plain INSERT in autocommit that hardly waits:
+A row 'C' was committed together with the business write; 'R' is a tombstone. If there is no row, the checker tries to
+write the tombstone itself, by a plain INSERT in autocommit with a very short lock wait:
 
 - it succeeds: the local transaction has not committed, and now never can, because its own row would collide;
 - it would have to wait: the local transaction is still running, so the answer is UNKNOWN and no check is used up;
-- it collides: somebody's row was committed meanwhile, and a new statement reads which.
+- it collides: another transaction committed the row meanwhile, and a new statement reads it.
 
-Tried on PostgreSQL and SQLite. The settings for MySQL and Oracle are written down but untested.
+Tested on PostgreSQL and SQLite. The settings for MySQL and Oracle exist but are untested.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from outbox.transaction import STILL_RUNNING, Answer, Check, Decision
 
 logger = logging.getLogger(__name__)
 
-# Long enough for another checker's INSERT to end, short enough not to delay other answers.
+# Long enough for another checker's INSERT to end, and short enough not to delay other answers.
 LOCK_TIMEOUT_MILLISECONDS: Final = 20
 
-# A request with a deadline does not wait longer for a server that does not answer.
+# A request with a deadline does not wait longer for an unresponsive server.
 _CONNECT_SECONDS: Final = 3
 
 # PostgreSQL: lock_not_available, serialization_failure, deadlock_detected.
@@ -51,7 +51,7 @@ class LedgerChecker:
         self._aliases = ledger_aliases(usable=True) if aliases is None else list(aliases)
 
     def check_local_transactions(self, checks: Sequence[Check]) -> Iterator[Answer]:
-        """See ports.Checker. Each ledger is asked on a connection of its own, on the primary that its alias names."""
+        """See ports.Checker. Each ledger is read on a connection of its own, on the primary that its alias names."""
         yield from map(_by_lookup, [check for check in checks if check.ledger_id is None])
         waiting = [check for check in checks if check.ledger_id is not None]
         unreadable: list[str] = []
@@ -77,8 +77,10 @@ class LedgerChecker:
 
 
 def ledger_aliases(*, usable: bool = False) -> list[str]:
-    """The aliases whose databases have a ledger, as the routers see it; `usable`: without those that the running test
-    must not touch (nothing was published there)."""
+    """The aliases whose databases have a ledger, by the routers.
+
+    `usable`: without those that the running test must not use (nothing was published there).
+    """
     from outbox.contrib.django.models import LedgerEntry
 
     return [
@@ -89,15 +91,15 @@ def ledger_aliases(*, usable: bool = False) -> list[str]:
 
 
 def open_connection(alias: str) -> BaseDatabaseWrapper:
-    """A connection of the caller's own in autocommit, whatever else this thread does with the alias."""
+    """A connection of its own in autocommit, independent of this thread's use of the alias."""
     connection = connections.create_connection(alias)
     options = dict(connection.settings_dict["OPTIONS"])
-    # Django's pool hands out connections with the search path that their last user has set.
+    # Django's pool hands out connections that still have the search path of their last user.
     options.pop("pool", None)
     if connection.vendor == "sqlite":
         options["timeout"] = LOCK_TIMEOUT_MILLISECONDS / 1000
     if connection.vendor == "postgresql":
-        # Beside those of the application, and beside its pool: to be told apart where sessions are counted.
+        # Separate from the application's connections and its pool, so that it can be recognised among the sessions.
         options["application_name"] = "outbox-ledger"
         if deadline.seconds_left() is not None:
             options.setdefault("connect_timeout", _CONNECT_SECONDS)
@@ -108,7 +110,7 @@ def open_connection(alias: str) -> BaseDatabaseWrapper:
 def answer_by_ledger(
     connection: BaseDatabaseWrapper, checks: Sequence[Check], *, pruned_before: UUID | None = None
 ) -> Iterator[Answer]:
-    """Answers from the ledger that all of `checks` name: what is known first, then what the barrier decides."""
+    """Answers from the ledger that all of `checks` name: first what its rows say, then what the barrier decides."""
     try:
         states = _states(connection, checks)
     except DatabaseError as error:
@@ -119,9 +121,11 @@ def answer_by_ledger(
         if check.transaction_id in states:
             yield _decided(check, states[check.transaction_id])
         elif not check.may_write:
-            yield _unknown(check, "no ledger row yet: rolled back, or still open; a tombstone would tell", counts=False)
+            yield _unknown(
+                check, "no ledger row yet: rolled back, or still open; only a tombstone would show which", counts=False
+            )
         elif pruned_before is not None and check.transaction_id < pruned_before:
-            yield _unknown(check, "older than what the ledger still keeps: an operator has to decide", alarm=True)
+            yield _unknown(check, "older than the rows that the ledger keeps: an operator must decide", alarm=True)
         else:
             absent.append(check)
     if absent:
@@ -135,7 +139,7 @@ def _states(connection: BaseDatabaseWrapper, checks: Sequence[Check]) -> dict[UU
 
 
 def _limit_waiting(connection: BaseDatabaseWrapper) -> None:
-    """PostgreSQL's limit travels with the statement, SQLite's with the connection; these are set here."""
+    """PostgreSQL's limit is part of the statement, SQLite's of the connection; the others are set here."""
     if connection.vendor == "mysql":
         with connection.cursor() as cursor:
             cursor.execute("SET SESSION innodb_lock_wait_timeout = 1")
@@ -145,7 +149,7 @@ def _limit_waiting(connection: BaseDatabaseWrapper) -> None:
 
 
 def _barrier(connection: BaseDatabaseWrapper, checks: Sequence[Check]) -> Iterator[Answer]:
-    """Tombstones for all of `checks`, halving the batch where one of them is in the way."""
+    """Write tombstones for all of `checks`, halving the batch while one of them fails."""
     point("check.before_tombstone")
     ledger_id = checks[0].ledger_id
     assert ledger_id is not None
@@ -167,13 +171,13 @@ def _barrier(connection: BaseDatabaseWrapper, checks: Sequence[Check]) -> Iterat
         if check.transaction_id in written:
             yield _decided(check, ledger.ROLLED_BACK)
         else:
-            yield _unknown(check, "the ledger was emptied or pruned while it was asked", counts=False)
+            yield _unknown(check, "the ledger was emptied or pruned while it was read", counts=False)
 
 
 def settle(connection: BaseDatabaseWrapper, transaction_ids: Sequence[UUID], *, ledger_id: UUID) -> set[UUID]:
-    """Run the barrier without answering anybody; returns the ids that still have no row (they are running).
+    """Run the barrier without answering a check; returns the ids that still have no row (they are running).
 
-    For half messages past their immunity. What has a row afterwards can be answered at any time to come.
+    For half messages past their immunity. A transaction with a row afterwards can be answered at any later time.
     """
     known = ledger.states(connection, transaction_ids)
     absent = [transaction_id for transaction_id in transaction_ids if transaction_id not in known]
@@ -190,11 +194,11 @@ def settle(connection: BaseDatabaseWrapper, transaction_ids: Sequence[UUID], *, 
 
 
 class _OneAtATime(DatabaseError):
-    """A batch that fails half-way is told apart too differently by the other databases."""
+    """Other databases differ too much in how a batch fails half-way."""
 
 
 def is_contention(error: DatabaseError) -> bool:
-    """Whether a statement failed because another transaction was in its way, and might succeed without it."""
+    """Whether a statement failed because of another transaction, and might succeed when that has ended."""
     cause = error.__cause__
     state = getattr(cause, "sqlstate", None)
     if state is not None:
@@ -203,7 +207,7 @@ def is_contention(error: DatabaseError) -> bool:
 
 
 def _insert(connection: BaseDatabaseWrapper, transaction_ids: Sequence[UUID], *, ledger_id: UUID) -> set[UUID]:
-    """Write tombstones where the ledger is still `ledger_id` and vouches for the ids; returns those written."""
+    """Write tombstones if the ledger is still `ledger_id` and complete for the ids; returns the written ones."""
     if connection.vendor == "postgresql":
         return ledger.insert_tombstones(
             connection, transaction_ids, ledger_id=ledger_id, lock_timeout_milliseconds=LOCK_TIMEOUT_MILLISECONDS
@@ -215,14 +219,14 @@ def _insert(connection: BaseDatabaseWrapper, transaction_ids: Sequence[UUID], *,
 
 
 def _after_conflict(connection: BaseDatabaseWrapper, checks: Sequence[Check]) -> Iterator[Answer]:
-    """Rows were committed meanwhile: a new statement sees them. The rest is tried again."""
+    """Rows were committed meanwhile: read them with a new statement, and try the rest again."""
     states = _states(connection, checks)
     rest = [check for check in checks if check.transaction_id not in states]
     for check in checks:
         if check.transaction_id in states:
             yield _decided(check, states[check.transaction_id])
     if len(rest) == len(checks):
-        # The row that was in the way is gone again: nothing is known for certain this time.
+        # The row that collided is gone again: this attempt proves nothing.
         yield from (_unknown(check, "the ledger changed while it was read", counts=False) for check in rest)
     elif rest:
         yield from _barrier(connection, rest)
@@ -232,7 +236,7 @@ def _after_conflict(connection: BaseDatabaseWrapper, checks: Sequence[Check]) ->
 
 
 def _decided(check: Check, state: str) -> Answer:
-    """The ledger's answer; a look-up given beside it is asked too, and a disagreement reported."""
+    """The ledger's answer; a given look-up is also run, and a disagreement is reported."""
     decision = _DECISIONS[state]
     said = f"the ledger says {decision.name}"
     lookup = find_lookup(check.checker) if check.checker else None
@@ -241,7 +245,9 @@ def _decided(check: Check, state: str) -> Answer:
     try:
         found = lookup(check.message)
     except Exception as error:
-        logger.exception("the look-up %s failed beside the ledger", check.checker, extra=log_context.about_check(check))
+        logger.exception(
+            "the look-up %s failed; the ledger's answer stands", check.checker, extra=log_context.about_check(check)
+        )
         return Answer(
             transaction_id=check.transaction_id,
             decision=decision,
@@ -253,7 +259,7 @@ def _decided(check: Check, state: str) -> Answer:
 
 
 def _by_lookup(check: Check) -> Answer:
-    """Without a ledger row to ask: True proves the commit, False proves nothing."""
+    """The answer without a ledger row: True proves the commit, False proves nothing."""
     lookup = find_lookup(check.checker)
     if lookup is None:
         return _unknown(check, f"no look-up {check.checker!r} is registered in this process", counts=False)
@@ -270,18 +276,18 @@ def _by_lookup(check: Check) -> Answer:
 
 
 def _all_unknown(checks: Sequence[Check], error: DatabaseError) -> Iterator[Answer]:
-    reason = STILL_RUNNING if is_contention(error) else "the ledger could not be asked"
+    reason = STILL_RUNNING if is_contention(error) else "the ledger could not be read"
     return (_unknown(check, f"{reason}: {str(error).strip()}", counts=False) for check in checks)
 
 
 def _elsewhere(check: Check, aliases: Iterable[str], unreadable: Sequence[str]) -> Answer:
     if unreadable:
-        return _unknown(check, f"these ledgers cannot be asked: {', '.join(unreadable)}", counts=False)
+        return _unknown(check, f"these ledgers cannot be read: {', '.join(unreadable)}", counts=False)
     return _unknown(
         check,
-        f"ledger {check.ledger_id} is none of this project's ({', '.join(aliases)}): was that ledger emptied, "
+        f"ledger {check.ledger_id} is not one of this project's ({', '.join(aliases)}): was that ledger emptied, "
         f"does another service use the producer group {check.producer_group!r}, or does an alias point to another "
-        f"database?",
+        "database?",
         counts=False,
         alarm=True,
     )

@@ -1,7 +1,7 @@
-"""Entering a publish call into the ledger that check-back will be asked about.
+"""Writes the ledger row of a publish call, which check-back reads later.
 
-The row and the ledger's id come from one statement. A ledger that is found by a search path set at run time is
-refused: check-back asks on a connection of its own, where nobody has set one.
+One statement writes the row and reads the ledger's id. A ledger found by a search path that was set at run time is
+refused: check-back uses a connection of its own, which does not have that search path.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from outbox.message import Message
 
 logger = logging.getLogger(__name__)
 
-# Table and identity: each is found by the search path for itself.
+# Table and identity: the search path finds each of them separately.
 _Ledger = tuple[int | None, UUID]
 
-# What a new connection of the alias has reached. An id names one ledger for ever, so this never gets old.
+# The ledger that a new connection of the alias reaches. An id names one ledger for ever, so this never expires.
 _reachable: Final[set[tuple[str, _Ledger]]] = set()
 
 
 def enter(connection: BaseDatabaseWrapper, first: Message) -> tuple[str, UUID]:
     """Write the row of the publish call whose first message is `first`; returns its `xid` and the ledger's id.
 
-    Raises TransactionAlreadyRolledBack if a tombstone is there, and ConfigurationError if the ledger is missing or
-    check-back could not find it. The surrounding block has to be rolled back then.
+    Raises TransactionAlreadyRolledBack if there is a tombstone, and ConfigurationError if the ledger is missing or
+    check-back could not find it. The caller must then roll back the surrounding block.
     """
     alias = connection.alias
     try:
         entered = ledger.insert_committed(connection, first.message_id)
     except IntegrityError as error:
         raise TransactionAlreadyRolledBack(
-            f"transaction {first.message_id} (topic {first.topic!r}) has a ledger row already: a check-back decided "
-            f"that it never committed, or the same message was published before. The surrounding atomic block is "
-            f"rolled back; run the whole operation again, with a new message."
+            f"transaction {first.message_id} (topic {first.topic!r}) already has a ledger row: a check-back decided "
+            "that it never committed, or the same message was published before. The surrounding atomic block is "
+            "rolled back; run the whole operation again, with a new message."
         ) from error
     except (ProgrammingError, OperationalError) as error:
         if not is_missing_table(error):
@@ -68,8 +68,8 @@ def _refuse_unreachable(alias: str, entered: _Ledger) -> None:
     try:
         found = _reached_from_outside(alias)
     except DatabaseError as error:
-        # Nothing is wrong with this publish call: its half message names the ledger that holds its row.
-        logger.warning("the ledger of %r could not be looked at from another connection: %s", alias, error)
+        # This publish call is not affected: its half message names the ledger that holds its row.
+        logger.warning("the ledger of %r could not be read on another connection: %s", alias, error)
         return
     if found != entered:
         raise ConfigurationError(
@@ -83,7 +83,7 @@ def _refuse_unreachable(alias: str, entered: _Ledger) -> None:
 
 def _reached_from_outside(alias: str) -> _Ledger | None:
     with closing(open_connection(alias)) as outside, outside.cursor() as cursor:
-        # Our own transaction may have locked the table, and would wait for itself.
+        # This transaction may have locked the table; without a limit the second connection would wait for it.
         cursor.execute("BEGIN; SET LOCAL lock_timeout = '1s'")
         try:
             return ledger.reached(outside)

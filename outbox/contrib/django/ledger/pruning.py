@@ -1,4 +1,4 @@
-"""Pruning: ledger rows of transactions that the broker shows decided, and inbox rows past their retention."""
+"""Removes ledger rows of transactions that the broker shows as decided, and inbox rows past their retention."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from outbox.contrib.django.ledger.ledger_checker import ledger_aliases, open_con
 from outbox.contrib.django.settings.conf import OutboxSettings, get_settings
 from outbox.errors import LedgerUnavailable
 
-# Shorter than the broker keeps its decisions, longer than any end or check is in flight.
+# Shorter than the broker keeps its decisions, longer than any decision or check is under way.
 LEDGER_KEEP_SECONDS: Final = 3600.0
-# Rows of one statement: it holds its locks for some tens of milliseconds, and a round trip is shared by many rows.
+# Rows per statement: its locks last some tens of milliseconds, and many rows share a round trip.
 _BATCH: Final = 5000
-# A table whose rows stay for long is read from its beginning for at most this share of the time.
+# A table whose rows stay long is read from its beginning for at most this share of the time.
 _SWEEP_SHARE: Final = 0.05
 _SHORT_SWEEP_SECONDS: Final = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PruneCounts:
-    """What one pruning pass removed. `more`: its time was over before it had examined every table to the end."""
+    """What one pruning pass removed. `more`: the time ran out before every table was examined to the end."""
 
     ledger: int = 0
     inbox: int = 0
@@ -48,7 +48,7 @@ class PruneCounts:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What a pass did to one table. `pruned_to`: rows from before it were examined; None where nothing was."""
+    """What a pass did to one table. `pruned_to`: rows from before it were examined; None if none were."""
 
     removed: int = 0
     more: bool = False
@@ -57,9 +57,9 @@ class _Part:
 
 @dataclass(slots=True)
 class _Sweep:
-    """One way through a table, over as many passes as it takes: rows that stay are examined once in it.
+    """One sweep through a table, over as many passes as needed: it examines each row that stays once.
 
-    `place`: where it goes on; None: at the beginning.
+    `place`: where it continues; None: at the beginning.
     """
 
     place: Any = None
@@ -72,7 +72,7 @@ _sweeps: dict[tuple[str, str], _Sweep] = {}
 
 @contextmanager
 def _sweeping(alias: str, table: str) -> Iterator[_Sweep]:
-    """The sweep of a table. One that has reached the end goes on with what comes of age, until a new one may begin."""
+    """The sweep of a table. After its end it continues with rows that come of age, until a new sweep may begin."""
     sweep = _sweeps.setdefault((alias, table), _Sweep())
     started = time.monotonic()
     if sweep.rests_until is not None and started >= sweep.rests_until:
@@ -82,18 +82,18 @@ def _sweeping(alias: str, table: str) -> Iterator[_Sweep]:
 
 
 def _is_through(sweep: _Sweep) -> None:
-    """The end is reached. A sweep that took long is not begun anew at once."""
+    """Record the end. After a sweep that took long, the next one begins later."""
     if sweep.rests_until is None:
         rest = sweep.spent_seconds / _SWEEP_SHARE if sweep.spent_seconds > _SHORT_SWEEP_SECONDS else 0.0
         sweep.rests_until = time.monotonic() + rest
 
 
 def run_prune(*, now: datetime | None = None, max_seconds: float | None = None) -> PruneCounts:
-    """Remove ledger rows of transactions the broker shows decided, and inbox rows past their retention.
+    """Remove ledger rows of transactions that the broker shows as decided, and inbox rows past their retention.
 
-    It ends when nothing is left, or after about `max_seconds`; the next call in this process then goes on where it
-    ended. Each statement, and each transaction, is about at most some thousand rows. Raises BrokerError, or
-    LedgerUnavailable once every database that could be pruned is.
+    It ends when no row is left, or after about `max_seconds`; the next call in this process then continues there. Each
+    statement and each transaction covers at most some thousand rows. Raises BrokerError. Raises LedgerUnavailable if a
+    database failed, after it has pruned all others.
     """
     now = now or datetime.now(UTC)
     half = None if max_seconds is None else max_seconds / 2
@@ -104,12 +104,12 @@ def run_prune(*, now: datetime | None = None, max_seconds: float | None = None) 
 
 
 def prune_ledgers(*, older_than: datetime, max_seconds: float | None = None) -> PruneCounts:
-    """Remove ledger rows of transactions from before `older_than` that the broker shows decided.
+    """Remove ledger rows of transactions before `older_than` that the broker shows as decided.
 
-    Rows of transactions that it has never seen belong to the engine that OUTBOX['BROKER'] named before: they are kept
-    for as long as that one can ask (OUTBOX['INBOX_RETENTION_SECONDS']). First the ledger says from when on it is
-    complete (`pruned_before`), then rows go: a check for an older transaction without a row is never answered by
-    guessing.
+    Rows of transactions unknown to the broker belong to the engine that OUTBOX['BROKER'] named before. They are kept
+    for as long as that engine can ask (OUTBOX['INBOX_RETENTION_SECONDS']). Before rows are removed, the ledger records
+    from when on it is complete (`pruned_before`). So a check for an older transaction without a row is never answered
+    by guessing.
     """
     settings = get_settings()
     if settings.in_memory:
@@ -121,7 +121,7 @@ def prune_ledgers(*, older_than: datetime, max_seconds: float | None = None) -> 
     below = first_id_at(older_than)
     with _broker(settings) as run:
         if scan(run, settings=settings.check).more:
-            # Undecided transactions may be among the half messages that nobody has scanned yet.
+            # Undecided transactions may be among the half messages that are not scanned yet.
             return PruneCounts()
 
         def prune(alias: str, ends: float) -> _Part:
@@ -159,9 +159,9 @@ def _counts(*, ledger: Sequence[_Part] = (), inbox: Sequence[_Part] = ()) -> Pru
 
 
 def _of_each(prune: Callable[[str, float], _Part], max_seconds: float | None) -> list[_Part]:
-    """What was done on each alias, each with its share of the time.
+    """The results per alias; each alias gets its share of the time.
 
-    One database that cannot be pruned does not keep the others from it.
+    A database that cannot be pruned does not stop the others.
     """
     parts: list[_Part] = []
     failed: dict[str, DatabaseError] = {}
@@ -178,14 +178,16 @@ def _of_each(prune: Callable[[str, float], _Part], max_seconds: float | None) ->
     said = "; ".join(f"{alias!r}: {str(error).strip()}" for alias, error in failed.items())
     raise LedgerUnavailable(
         f"ledger and inbox could not be pruned ({said}); {sum(part.removed for part in parts)} rows of the others "
-        f"were. Nothing is lost: it is tried again at the next pass. Look after that database; for one that is a "
-        f"replica, let a router's allow_migrate refuse the models of outbox."
+        "were. Nothing is lost: the next pass tries again. Check that database; if it is a replica, let a router's "
+        "allow_migrate refuse the models of outbox."
     ) from next(iter(failed.values()))
 
 
 def _has_tables(alias: str) -> bool:
-    """False where the routers allow the tables and nobody made them: a broker's database of its own, when OUTBOX names
-    another engine now."""
+    """False if the routers allow the tables but no migration made them.
+
+    This is a former broker's own database after OUTBOX was changed to another engine.
+    """
     from outbox.contrib.django.models import LedgerEntry
 
     try:
@@ -200,10 +202,10 @@ def _retained_from(settings: OutboxSettings) -> UUID:
 
 
 def _prune_ledger(alias: str, run: Executor | None, below: UUID, ends: float) -> _Part:
-    """Remove what may go below an id, until a moment of the monotonic clock.
+    """Remove rows below an id, until a moment of the monotonic clock.
 
-    Without a broker to ask (`run`), rows go by age: RocketMQ shows no decisions, but it keeps no message for as long as
-    OUTBOX['INBOX_RETENTION_SECONDS'].
+    Without a broker to ask (`run`), rows are removed by age: RocketMQ shows no decisions, but it keeps no message for
+    as long as OUTBOX['INBOX_RETENTION_SECONDS'].
     """
     with closing(open_connection(alias)) as connection, _sweeping(alias, progress.LEDGER) as sweep:
         identity = ledger.identity(connection)
@@ -229,7 +231,7 @@ def _prune_ledger(alias: str, run: Executor | None, below: UUID, ends: float) ->
 
 
 def _over(run: Executor, batch: Sequence[UUID], foreign_below: UUID) -> set[UUID]:
-    """The transactions that nobody can ask about any more."""
+    """The transactions that no check can ask about any more."""
     over = set(standing_decisions(run, batch))
     old = [one for one in batch if one < foreign_below and one not in over]
     if old:
@@ -242,8 +244,8 @@ def _over(run: Executor, batch: Sequence[UUID], foreign_below: UUID) -> set[UUID
 def _lowest_open(connection: BaseDatabaseWrapper, run: Executor, ledger_id: UUID, below: UUID) -> UUID:
     """The first id below which every undecided transaction of the ledger has a row, at most `below`.
 
-    The barrier gives one to those that nobody has asked about for long (parked ones): past `pruned_before` an absent
-    row could not be answered for any more.
+    The barrier writes a row for those that were not checked for long (parked ones). Below `pruned_before` a missing row
+    could no longer be answered.
     """
     undecided = undecided_below(run, ledger_id, below, limit=_BATCH)
     open_ids = settle(connection, [half.transaction_id for half in undecided if not half.immune], ledger_id=ledger_id)
@@ -254,9 +256,9 @@ def _lowest_open(connection: BaseDatabaseWrapper, run: Executor, ledger_id: UUID
 
 
 def prune_inboxes(*, older_than: datetime, max_seconds: float | None = None) -> PruneCounts:
-    """Remove inbox rows handled before `older_than` whose group cannot be given the message again.
+    """Remove inbox rows handled before `older_than` whose group cannot get the message again.
 
-    Where the broker cannot be asked about a single message (RocketMQ, and the one in memory), rows go by age.
+    If the broker cannot be asked about a single message (RocketMQ, and the one in memory), rows are removed by age.
     """
     settings = get_settings()
     if not settings.has_database:
@@ -297,7 +299,7 @@ def _undeliverable(run: Executor, batch: Sequence[handled.Handled]) -> list[hand
 
 
 def first_id_at(moment: datetime) -> UUID:
-    """The least UUIDv7 of a moment: transaction ids are ordered by time."""
+    """The smallest UUIDv7 of a moment: transaction ids are ordered by time."""
     return UUID(int=(int(moment.timestamp() * 1000) << 80) | 0x7 << 76 | 0x8 << 60)
 
 

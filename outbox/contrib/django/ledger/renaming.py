@@ -1,4 +1,4 @@
-"""Copying what the inbox (table outbox_inbox) knows of a consumer group to another name, the connection passed in."""
+"""Copies a consumer group's inbox rows (table outbox_inbox) to another name; the caller passes the connection."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from outbox.contrib.django.ledger.ledger import without_timeouts
 from outbox.errors import UsageError
 from outbox.faults import point
 
-# Rows of one statement, which is a transaction.
+# Rows per statement, which is one transaction.
 BATCH: Final = 5000
-# How long the transactions of handlers are waited for.
+# The time limit for the transactions of handlers to end.
 PATIENCE_SECONDS: Final = 30.0
 _PAUSE_SECONDS: Final = 0.1
 
-# Whoever has written to the table and has not ended; prepared transactions have no session.
+# Transactions that have written to the table and are open; prepared transactions have no session.
 _WRITERS: Final = """
 SELECT virtualtransaction, coalesce('session ' || pid, 'a prepared transaction')
 FROM pg_locks
@@ -29,11 +29,11 @@ WHERE locktype = 'relation' AND relation = 'outbox_inbox'::regclass AND mode = '
 
 
 def wait_for_writers(connection: BaseDatabaseWrapper) -> None:
-    """Wait for the transactions that have written to the inbox and are open: their rows cannot be copied yet.
+    """Wait for open transactions that have written to the inbox, because their rows cannot be copied yet.
 
-    A handler's process that froze may have one although it has lost its queue. Later ones write nothing: their process
-    finds its lease over before it commits. PostgreSQL only; elsewhere nothing is waited for. Raises UsageError where
-    they do not end in time.
+    A frozen handler process may have one although it has lost its queue. Later transactions write nothing: their
+    process sees that its lease has expired before it commits. PostgreSQL only; other databases do not wait. Raises
+    UsageError if they do not end in time.
     """
     if connection.vendor != "postgresql":
         return
@@ -43,8 +43,8 @@ def wait_for_writers(connection: BaseDatabaseWrapper) -> None:
         if time.monotonic() >= ends:
             raise UsageError(
                 f"a transaction on {connection.alias!r} has written to the inbox and does not end "
-                f"({', '.join(sorted(waited_for.values()))}): its row could not be copied, and its message would take "
-                f"effect twice. The group has its former name still: end that transaction and run this again."
+                f"({', '.join(sorted(waited_for.values()))}): its row could not be copied, and its message would "
+                "take effect twice. The group still has its former name: end that transaction and run this again."
             )
         time.sleep(_PAUSE_SECONDS)
         writers = _writers(connection)
@@ -74,9 +74,10 @@ WHERE consumer_group = %s AND generation = %s AND message_id > %s {bound}
 
 
 def copy(connection: BaseDatabaseWrapper, old: str, new: str) -> int:
-    """Let the inbox know under another name what it knows of a group; returns how many rows were added.
+    """Copy a group's inbox rows to another name; returns the number of added rows.
 
-    Batch by batch, and complete when it returns, if no handler of the group runs. Another call adds what is missing.
+    It works in batches, and is complete when it returns if no handler of the group runs. Another call adds missing
+    rows.
     """
     copied, generation = 0, _next_generation(connection, old, -1)
     while generation is not None:
@@ -98,7 +99,7 @@ def _next_generation(connection: BaseDatabaseWrapper, group: str, generation: in
 
 
 def _id_after(connection: BaseDatabaseWrapper, group: str, generation: int, after: Any) -> Any:
-    """The last id of the next batch; None where that is the last batch."""
+    """The last id of the next batch; None for the last batch."""
     with connection.cursor() as cursor:
         place = connection.ops.limit_offset_sql(BATCH - 1, BATCH)
         cursor.execute(f"{_NEXT_ID} {place}", [group, generation, after])
@@ -122,7 +123,7 @@ WHERE known.consumer_group = %s AND twin.consumer_group = %s
 
 
 def has_copies(connection: BaseDatabaseWrapper, old: str, new: str) -> bool:
-    """Whether rows of a group are there under the other name too."""
+    """Whether rows of a group exist under the other name too."""
     with connection.cursor() as cursor:
         cursor.execute(f"{_HAS_COPIES} {connection.ops.limit_offset_sql(0, 1)}", [old, new])
         return cursor.fetchone() is not None

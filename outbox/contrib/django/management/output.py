@@ -1,4 +1,4 @@
-"""What the commands share: errors as one clear line, and output for people or as JSON."""
+"""Shared parts of the commands: errors in one line, and output as text or JSON."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from outbox.contrib.django.engine.broker import reset_broker
 from outbox.errors import OutboxError
 from outbox.safe_text import for_people, inert
 
-# What a shell reports of a program that SIGPIPE has ended: 128 + 13.
+# A shell's exit code for a program ended by SIGPIPE: 128 + 13.
 _CLOSED_PIPE: Final = 141
 
 
 class OutboxCommand(BaseCommand):
-    """A command whose work is one function; it fails with the text of an OutboxError instead of a traceback."""
+    """A command that calls one function; an OutboxError becomes its text instead of a traceback."""
 
-    # A command that mends something must run when a check complains about it.
+    # A command that repairs something must run even if a check fails.
     requires_system_checks: tuple[str, ...] = ()
 
     def add_json(self, parser: CommandParser) -> None:
@@ -36,8 +36,8 @@ class OutboxCommand(BaseCommand):
         parser.add_argument("--dry-run", action="store_true", help=what)
 
     def add_page(self, parser: CommandParser, place: str, what: str, parse: Callable[[str], object] = str) -> None:
-        """The options of a list that is shown page by page: --limit and --after."""
-        parser.add_argument("--limit", type=positive, default=100, help="so many of them (default: %(default)s)")
+        """The options of a list shown page by page: --limit and --after."""
+        parser.add_argument("--limit", type=positive, default=100, help="the number of rows (default: %(default)s)")
         parser.add_argument("--after", type=parse, metavar=place, help=what)
 
     def execute(self, *args: Any, **options: Any) -> str | None:
@@ -46,7 +46,7 @@ class OutboxCommand(BaseCommand):
             self.stdout.flush()
             return found
         except BrokenPipeError:
-            # The reader, such as `head`, has closed the pipe. What Python still holds for it must not fail at exit.
+            # The reader, such as `head`, has closed the pipe. Discard Python's buffer, or the exit would fail.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(_CLOSED_PIPE)
         except OutboxError as error:
@@ -54,38 +54,38 @@ class OutboxCommand(BaseCommand):
         except CommandError as error:
             raise CommandError(for_people(str(error)), returncode=error.returncode) from error
         finally:
-            # Ends background threads and announces what they still hold.
+            # Ends background threads and reports what they could not send.
             reset_broker()
 
     def add_no_input(self, parser: CommandParser, dry_run: str = "say what would be lost, change nothing") -> None:
         """The options of an action that asks for a confirmation: --dry-run and --no-input."""
         self.add_dry_run(parser, dry_run)
-        parser.add_argument("--no-input", action="store_true", help="do it without asking")
+        parser.add_argument("--no-input", action="store_true", help="do it without a confirmation")
 
     def confirm(self, what: str, options: dict[str, Any]) -> None:
-        """Ask the operator before `what` happens. Raises CommandError unless the answer is yes."""
+        """Ask the operator to confirm `what`. Raises CommandError unless the answer is yes."""
         if options["no_input"]:
             return
         try:
-            answer = input(inert(f"{what} This cannot be undone. Type 'yes' to go on: "))
+            answer = input(inert(f"{what} This cannot be undone. Type 'yes' to continue: "))
         except EOFError:
             raise CommandError(f"{what} Standard input is closed, so nothing was changed: pass --no-input.") from None
         if answer.strip() != "yes":
             raise CommandError("nothing was changed.")
 
     def say(self, text: str, style: Callable[[str], str] | None = None) -> None:
-        """Print one line, whatever the keys and errors in it hold. Everything for people goes through here."""
+        """Print one line, with control characters escaped. All text output goes through here."""
         self.stdout.write(inert(text), style)
 
     def say_more(self, shown: int, limit: int, place: object = None) -> None:
-        """Say that a full page may not be the last one, and how to go on: after a place, or once more."""
+        """Say that a full page may not be the last one, and how to get the next: after a position, or by repeating."""
         if shown >= limit:
             self.say(
                 f"there may be more: {'that is as many as --limit allows' if place is None else f'--after {place}'}"
             )
 
     def clear(self) -> None:
-        """Begin a new screen where there is one, else a new paragraph."""
+        """Clear the screen on a terminal, else print an empty line."""
         self.stdout.write("\x1b[H\x1b[2J" if self.stdout.isatty() else "", ending="\n")
 
     def print_json(self, value: Any) -> None:
@@ -93,7 +93,7 @@ class OutboxCommand(BaseCommand):
         self.stdout.write(json.dumps(value, indent=2, default=_plain))
 
     def print_rows(self, header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-        """Print an aligned table; an empty one says so."""
+        """Print an aligned table; an empty one prints a sentence."""
         lines = [tuple("" if cell is None else inert(str(cell)) for cell in row) for row in rows]
         if not lines:
             self.say("none")
@@ -111,7 +111,7 @@ def first_line(text: str | None) -> str:
 def positive(text: str) -> int:
     """For argparse: a number of rows."""
     if not text.isdigit() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 on")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, at least 1")
     return int(text)
 
 
@@ -120,14 +120,14 @@ def moment(text: str) -> datetime:
     try:
         found = datetime.fromisoformat(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no time: write it like 2026-01-31T08:00:00+00:00") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time: write it like 2026-01-31T08:00:00+00:00") from None
     if found.tzinfo is None:
         raise argparse.ArgumentTypeError(f"{text!r} has no time zone: write it like 2026-01-31T08:00:00+00:00")
     return found
 
 
 def duration(seconds: float | None) -> str:
-    """A time span for people; empty for None."""
+    """A readable time span; empty for None."""
     if seconds is None:
         return ""
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
@@ -137,7 +137,7 @@ def duration(seconds: float | None) -> str:
 
 
 def as_facts(fact: Mapping[str, object]) -> str:
-    """The evidence of a condition in one line, its time spans for people."""
+    """The evidence of a condition in one line, with readable time spans."""
     return ", ".join(f"{name.removesuffix('_seconds')} {_fact(name, value)}" for name, value in fact.items())
 
 

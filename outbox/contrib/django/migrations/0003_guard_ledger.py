@@ -2,12 +2,11 @@ from typing import Any
 
 from django.db import migrations, router
 
-# A ledger row that goes while somebody may still ask about its transaction would be taken for a rollback. Rows below
-# `pruned_before` may go: their absence proves nothing. An emptied ledger becomes another one, for which no half message
-# asks. PostgreSQL refuses to delete any other row (once per statement, INSERT pays nothing); on SQLite, where
-# Django's flush is a DELETE, that makes it another ledger as well.
-#
-# SQLite drops triggers when Django remakes a table: a migration that alters outbox_ledger has to make them again.
+# A ledger row removed while a check may still ask about its transaction would be mistaken for a rollback. Rows below
+# `pruned_before` may be removed: their absence proves nothing. An emptied ledger becomes another one, which no half
+# message names. PostgreSQL refuses to delete any other row (checked once per statement; INSERT costs nothing). On
+# SQLite, where Django's flush is a DELETE, a deletion makes it another ledger as well.
+# SQLite drops triggers when Django remakes a table: a migration that alters outbox_ledger must create them again.
 
 _POSTGRESQL = """
 CREATE FUNCTION outbox_ledger_guard() RETURNS trigger LANGUAGE plpgsql AS $$

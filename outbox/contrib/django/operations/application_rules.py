@@ -1,4 +1,4 @@
-"""Conditions of the application's own tables, which the broker does not know: asked beside the broker's rules."""
+"""Conditions of the application's own tables, which the broker does not know: evaluated after the broker's rules."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ _rules: dict[str, Rule] = {}
 
 
 def add_rule(name: str, rule: Rule) -> None:
-    """Ask `rule` whenever the conditions are asked for. `name`: the condition that it may return. Twice is once."""
+    """Evaluate `rule` whenever the conditions are evaluated; registering it twice has no further effect.
+
+    `name`: the condition that it may return.
+    """
     _rules[name] = rule
 
 
@@ -32,6 +35,6 @@ def _all(run: Executor) -> Iterator[Condition]:
         try:
             yield from rule(run)
         except DatabaseError as error:
-            # What could not be read is not in order: it is unknown.
+            # A condition whose table could not be read is unknown, not false.
             logger.warning("whether %r holds is unknown, its table could not be read: %s", name, error)
             yield from condition(name, [(Severity.WARNING, {"unknown": str(error).strip()})])

@@ -1,4 +1,4 @@
-"""Checks that `manage.py check` runs: what can go wrong, said before it does."""
+"""Checks that `manage.py check` runs to find problems before they occur."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def register_all() -> None:
 
 
 def check_settings(**options: Any) -> list[CheckMessage]:
-    """The settings, the aliases they name, and the subscribers."""
+    """Check the settings, the aliases they name, and the subscribers."""
     try:
         settings = get_settings()
     except ConfigurationError as error:
@@ -53,7 +53,7 @@ def _broker_alias(settings: OutboxSettings) -> Iterator[CheckMessage]:
     if settings.in_memory:
         if not django_settings.DEBUG and not running_tests():
             yield Warning(
-                "OUTBOX['IN_MEMORY'] is on: messages live in this process and die with it.",
+                "OUTBOX['IN_MEMORY'] is on: messages exist only in this process and are lost when it ends.",
                 hint="Use it in tests only.",
                 id="outbox.W011",
             )
@@ -67,8 +67,8 @@ def _broker_alias(settings: OutboxSettings) -> Iterator[CheckMessage]:
         return
     if settings.path is PathChoice.TWO_PHASE and ledger_aliases() == [settings.broker]:
         yield Warning(
-            f"OUTBOX['PATH'] is 'two_phase', but the broker lives in the only database, {settings.broker!r}: every "
-            f"message costs a half message and an end that the atomic path does without.",
+            f"OUTBOX['PATH'] is 'two_phase', but the broker is in the only database, {settings.broker!r}: every "
+            "message costs a half message and an end message, which the atomic path saves.",
             hint="Set PATH to 'auto'.",
             id="outbox.W012",
         )
@@ -76,8 +76,8 @@ def _broker_alias(settings: OutboxSettings) -> Iterator[CheckMessage]:
         others = [alias for alias in ledger_aliases() if connections[alias].vendor != "postgresql"]
         if others:
             yield Error(
-                f"OUTBOX['PATH'] is 'atomic', but {', '.join(others)} is no PostgreSQL database: publishing in its "
-                f"transactions cannot work.",
+                f"OUTBOX['PATH'] is 'atomic', but {', '.join(others)} is not a PostgreSQL database: publishing in "
+                "its transactions cannot work.",
                 hint="Set PATH to 'auto'.",
                 id="outbox.E003",
             )
@@ -113,15 +113,15 @@ def _transactions(settings: OutboxSettings) -> Iterator[CheckMessage]:
         entry = connections[alias].settings_dict
         if not entry["AUTOCOMMIT"]:
             yield Error(
-                f"DATABASES[{alias!r}] has AUTOCOMMIT off: publish() cannot tell when a transaction commits.",
+                f"DATABASES[{alias!r}] has AUTOCOMMIT off: publish() cannot see when a transaction commits.",
                 hint="Leave AUTOCOMMIT on and use transaction.atomic().",
                 id="outbox.E006",
             )
         level = str(entry["OPTIONS"].get("isolation_level", "")).replace("_", " ").lower()
         if "read uncommitted" in level and connections[alias].vendor != "postgresql":
             yield Error(
-                f"DATABASES[{alias!r}] reads uncommitted rows: a check-back could take a transaction that is still "
-                f"running for a committed one.",
+                f"DATABASES[{alias!r}] reads uncommitted rows: a check-back could mistake a running transaction for "
+                "a committed one.",
                 hint="Use 'read committed' or stricter.",
                 id="outbox.E007",
             )
@@ -151,8 +151,8 @@ def _subscribers(settings: OutboxSettings) -> Iterator[CheckMessage]:
         declared = settings.topics.get(item.subscription.topic)
         if declared is not None and declared.topic.is_fifo and item.subscription.mode is Mode.CONCURRENT:
             yield Warning(
-                f"{item.name} handles the FIFO topic {item.subscription.topic!r} concurrently: it gives up the order "
-                f"of the keys.",
+                f"{item.name} handles the FIFO topic {item.subscription.topic!r} concurrently: the order per key is "
+                "lost.",
                 hint="Pass mode='key_ordered' or mode='orderly' to @subscriber.",
                 id="outbox.W015",
             )

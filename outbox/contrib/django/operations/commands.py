@@ -1,4 +1,4 @@
-"""What the commands call, where it is more than one function of the broker."""
+"""The functions behind the commands, if they need more than one function of the broker."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from outbox.transaction import Answer, Check, DecidedBy, Decision, EndStatus, En
 
 @dataclass(frozen=True, slots=True)
 class GroupLag:
-    """One group in short."""
+    """One group in a line of the list."""
 
     group: str
     queues: int
@@ -59,13 +59,13 @@ def group_lags(connection: Connection, schema: str) -> list[GroupLag]:
 
 
 def describe_losses(losses: Sequence[Loss]) -> str:
-    """What a deletion takes along, in words."""
+    """What a deletion removes, in words."""
     lag, retrying, dead = (sum(getattr(one, name) for one in losses) for name in ("lag", "retrying", "dead"))
     return f"{lag} messages not consumed, {retrying} that are retried, {dead} dead letters"
 
 
 def create_topic(name: str, *, dry_run: bool = False, **properties: Any) -> str:
-    """Declare a new topic. Raises UsageError when it is there already."""
+    """Declare a new topic. Raises UsageError if it exists already."""
     with broker_connection() as (connection, schema):
         if name in {topic.name for topic in list_topics(Executor(connection, schema))}:
             raise UsageError(f"topic {name!r} exists already: `outbox_topic alter {name}` changes it.")
@@ -81,10 +81,10 @@ def alter_topic(name: str, *, dry_run: bool = False, **changes: Any) -> str:
     with broker_connection() as (connection, schema):
         known = {topic.name: topic for topic in list_topics(Executor(connection, schema))}
     if name not in known:
-        raise UnknownTopic(f"topic {name!r} is not declared; there are: {', '.join(sorted(known)) or 'none'}.")
+        raise UnknownTopic(f"topic {name!r} is not declared; use one of: {', '.join(sorted(known)) or 'none'}.")
     changed = replace(known[name], **changes)
     if changed == known[name]:
-        return f"topic {name} was so already."
+        return f"topic {name} already has these properties."
     if dry_run:
         return f"topic {name} would be changed."
     _declare(changed)
@@ -99,9 +99,9 @@ def _declare(topic: Topic) -> None:
 
 
 def replay_dead_letters(group: str, selection: LetterSelection, *, limit: int, dry_run: bool) -> int:
-    """Deliver dead letters of a group again; returns how many.
+    """Replay dead letters of a group; returns their number.
 
-    Raises UnknownGroup, and UsageError when one of the ids is no dead letter of the group: then none is replayed.
+    Raises UnknownGroup. Raises UsageError if one of the ids is not a dead letter of the group; then none is replayed.
     """
     count = _settle(dead_letters.replay, "replayed", group, selection, limit=limit, dry_run=dry_run)
     if not dry_run:
@@ -112,7 +112,7 @@ def replay_dead_letters(group: str, selection: LetterSelection, *, limit: int, d
 
 
 def discard_dead_letters(group: str, selection: LetterSelection, *, limit: int, dry_run: bool) -> int:
-    """Give dead letters of a group up for good; returns how many. Raises as `replay_dead_letters`."""
+    """Discard dead letters of a group; returns their number. Raises as `replay_dead_letters`."""
     return _settle(dead_letters.discard, "discarded", group, selection, limit=limit, dry_run=dry_run)
 
 
@@ -125,15 +125,15 @@ def _settle(
             ids = selection.message_ids
             if ids is not None and count != len(set(ids)):
                 raise UsageError(
-                    f"{count} of the {len(set(ids))} ids are dead letters of group {group!r} that meet the rest of the "
-                    f"selection (or --limit is too low), so nothing was {done}: `outbox_dead_letter list {group}` "
-                    f"shows what there is."
+                    f"{count} of the {len(set(ids))} ids are dead letters of group {group!r} that meet the rest of "
+                    f"the selection (or --limit is too low), so nothing was {done}: `outbox_dead_letter list "
+                    f"{group}` lists them."
                 )
     return count
 
 
 def recall_messages(ids: Sequence[UUID], *, topic: str | None, key: str | None, dry_run: bool) -> list[Recall]:
-    """Take back messages by their ids, or else those of a topic and key that wait; one outcome for each.
+    """Recall messages by their ids, or the waiting ones of a topic and key; one outcome for each.
 
     Raises UnknownTopic.
     """
@@ -146,7 +146,7 @@ def recall_messages(ids: Sequence[UUID], *, topic: str | None, key: str | None, 
 
 
 def switch_group(group: str, *, paused: bool, dry_run: bool) -> int:
-    """Pause a group, or let it go on; returns how many stopped queues that releases. Raises UnknownGroup."""
+    """Pause a group, or resume it; returns the number of stopped queues that are released. Raises UnknownGroup."""
     with broker_connection() as (connection, schema):
         run = Executor(connection, schema)
         with connection.transaction(force_rollback=True) if dry_run else nullcontext():
@@ -157,7 +157,7 @@ def switch_group(group: str, *, paused: bool, dry_run: bool) -> int:
 
 
 def switch_transactional(rejecting: bool | None, *, dry_run: bool) -> tuple[bool, bool]:
-    """Refuse new transactional messages, or take them again; None looks only.
+    """Refuse new transactional messages, or accept them again; None only reads the state.
 
     Returns whether they are refused now (in a dry run: would be), and whether that is a change.
     """
@@ -168,10 +168,10 @@ def switch_transactional(rejecting: bool | None, *, dry_run: bool) -> tuple[bool
 
 
 def decide(transaction_id: UUID, decision: Decision, *, force: bool = False) -> EndStatus:
-    """An operator's decision about an undecided (mostly: parked) transaction.
+    """Apply an operator's decision about an undecided (mostly: parked) transaction.
 
-    The ledger is asked first, and for a rollback its barrier is run, so that a late commit cannot slip past. Raises
-    UsageError when the ledger does not agree, unless `force`; and when there is no such undecided transaction.
+    The ledger is read first. For a rollback its barrier runs, so that a late commit fails. Raises UsageError if the
+    ledger does not agree, unless `force`; and if there is no such undecided transaction.
     """
     check = _undecided(transaction_id)
     if not force:
@@ -188,15 +188,15 @@ def decide(transaction_id: UUID, decision: Decision, *, force: bool = False) -> 
 
 
 def ask_ledger(transaction_id: UUID) -> str:
-    """What the ledger says of an undecided transaction now, in words, without changing it. Raises UsageError."""
+    """What the ledger says now about an undecided transaction, in words; read only. Raises UsageError."""
     answer = _asked(replace(_undecided(transaction_id), may_write=False))
     return f"{answer.decision.name}: {answer.detail}" if answer.detail else answer.decision.name
 
 
 def rehearse(transaction_id: UUID, decision: Decision, *, force: bool = False) -> str:
-    """What `decide` would go by, reading only; what it would refuse raises UsageError here too.
+    """What `decide` would rely on; read only. Raises UsageError if `decide` would.
 
-    Of a rollback the ledger's barrier has the last word, and that writes: so it is only announced.
+    For a rollback the ledger's barrier decides in the end. It writes, so it is only announced here.
     """
     check = _undecided(transaction_id)
     if force:
@@ -212,10 +212,11 @@ def rehearse(transaction_id: UUID, decision: Decision, *, force: bool = False) -
 def ask_again(
     ids: Sequence[UUID] = (), *, group: str | None = None, parked: bool = False, limit: int = 10_000, dry_run: bool
 ) -> list[UUID]:
-    """Make undecided transactions due for a check now, wherever their producers run; returns them, the oldest first.
+    """Make undecided transactions due for a check now, wherever their producers run; returns them, oldest first.
 
-    Those named by `ids`, else up to `limit` of a producer group (None: of all), only the `parked` ones if wanted. The
-    next pass of check-back of their group asks. Raises UsageError when one of the ids is not undecided: then none is.
+    They are those in `ids`, else up to `limit` of a producer group (None: of all), optionally only the `parked` ones.
+    Their group's next pass of check-back checks them. Raises UsageError if one of the ids is not undecided; then none
+    is due.
     """
     settings = get_settings().check
     with broker_connection() as (connection, schema), connection.transaction(force_rollback=dry_run):
@@ -224,8 +225,8 @@ def ask_again(
         if hint_checks(run, wanted, settings=settings) != len(wanted):
             strangers = [one for one in wanted if find_undecided(run, one) is None]
             raise UsageError(
-                f"no undecided transactions: {', '.join(map(str, strangers))}; nobody was asked. `outbox_transaction "
-                f"list` has those there are, `outbox_trace ID` says what became of one."
+                f"no undecided transactions: {', '.join(map(str, strangers))}; no check was requested. "
+                "`outbox_transaction list` lists the undecided ones, `outbox_trace ID` shows the outcome of one."
             )
     return wanted
 
@@ -235,7 +236,7 @@ def _undecided(transaction_id: UUID) -> Check:
         check = find_undecided(Executor(connection, schema), transaction_id)
     if check is None:
         raise UsageError(
-            f"{transaction_id} is no undecided transaction: `outbox_trace {transaction_id}` says what became of it."
+            f"{transaction_id} is not an undecided transaction: `outbox_trace {transaction_id}` shows its outcome."
         )
     return check
 
@@ -246,7 +247,7 @@ def _asked(check: Check) -> Answer:
 
 def _not_proven(check: Check, decision: Decision, answer: Answer) -> UsageError:
     return UsageError(
-        f"{decision.name} of {check.transaction_id} is not what the ledger proves: {answer.detail}. If you know "
-        f"better, `outbox_decide --force` does it: a wrong COMMIT delivers a message about what never happened, a "
-        f"wrong ROLLBACK loses one."
+        f"{decision.name} of {check.transaction_id} is not what the ledger proves: {answer.detail}. If you know more "
+        "than the ledger, `outbox_decide --force` does it: a wrong COMMIT delivers a message about an event that "
+        "never happened, a wrong ROLLBACK loses a message."
     )

@@ -1,14 +1,15 @@
-"""Comparing the application's databases with the broker: what a restore of one side has taken from the other.
+"""Compares the application's databases with the broker, to find what a restore of one side has removed.
 
-Three comparisons, each of rows that commit or vanish together with what they prove:
+There are three comparisons, each of rows that commit or vanish together with what they prove:
 
-- A row 'C' of the ledger, whose transaction the broker does not know: the half message was durable before the row
+- The ledger has a row 'C' whose transaction the broker does not know. The half message was durable before the row
   committed, so the broker's database was restored, or a failover lost the message.
-- A transaction that the broker committed because its producer saw the row 'C', and the ledger has no row although it
-  was not pruned: the application's database was restored.
-- A message that a group has passed without a failure, and its inbox has no row: the handlers' database was restored.
+- The broker committed a transaction because its producer saw the row 'C', but the ledger has no row although it was not
+  pruned. So the application's database was restored.
+- A group has passed a message without a failure, but its inbox has no row. So the handlers' database was restored.
 
-Each is incremental. The newest rows that both sides had are remembered; if one of them is gone, everything is compared.
+Each comparison is incremental. It remembers the newest rows that both sides had; if one of them is gone, it compares
+everything.
 """
 
 from __future__ import annotations
@@ -44,21 +45,21 @@ from outbox.filters.filter import parse_filter
 logger = logging.getLogger(__name__)
 
 COMPARE_INTERVAL_SECONDS: Final = 600.0
-# For so long a transaction may still commit whose id is from before a comparison.
+# A transaction may still commit for this long after a comparison that its id precedes.
 _OVERLAP: Final = timedelta(minutes=15)
-# For so long after a life began everything is compared: transactions of before it may still commit.
+# Everything is compared for this long after a life began, because earlier transactions may still commit.
 _YOUNG: Final = timedelta(hours=1)
 _BATCH: Final = 5000
 _CANARIES: Final = 20
 _CANARIES_OF_QUEUE: Final = 5
-# So many batches of a queue are read when a group is compared for the first time.
+# The first comparison of a group reads this many batches of a queue.
 _FIRST_LOOK: Final = 20
 _NIL: Final = UUID(int=0)
 
 
 @dataclass(frozen=True, slots=True)
 class CompareCounts:
-    """What is missing as of this pass, in all databases of the project."""
+    """What is missing after this pass, in all databases of the project."""
 
     lost_messages: int = 0
     lost_commits: int = 0
@@ -82,9 +83,9 @@ def compare_when_due() -> CompareCounts | None:
 
 
 def run_compare(*, max_batches: int = 400) -> CompareCounts:
-    """Compare every ledger and inbox of the project with the broker, and keep what was found for status and metrics.
+    """Compare every ledger and inbox of the project with the broker, and store the findings for status and metrics.
 
-    Raises BrokerError; or LedgerUnavailable once every database that could be compared is.
+    Raises BrokerError. Raises LedgerUnavailable if a database failed, after it has compared all others.
     """
     settings = get_settings()
     if not settings.has_database:
@@ -112,14 +113,14 @@ def run_compare(*, max_batches: int = 400) -> CompareCounts:
     if failed:
         said = "; ".join(f"{alias!r}: {str(error).strip()}" for alias, error in failed.items())
         raise LedgerUnavailable(
-            f"ledger and inbox could not be compared with the broker ({said}). Nothing is lost by that: the next pass "
-            f"tries again. Look after that database."
+            f"ledger and inbox could not be compared with the broker ({said}). Nothing is lost by that: the next "
+            "pass tries again. Check that database."
         ) from next(iter(failed.values()))
     return counts
 
 
 def settle() -> int:
-    """An operator has dealt with everything that this project's comparisons found; returns how many there were."""
+    """Mark everything that this project's comparisons found as settled by an operator; returns the counts."""
     with broker_connection() as (connection, schema):
         run = Executor(connection, schema)
         known = {(one.kind, one.subject, one.topic, one.alias): one for one in comparisons.every(run)}
@@ -139,13 +140,13 @@ def settle() -> int:
 
 
 def found() -> list[DatabaseComparison]:
-    """What the last comparisons of all projects found."""
+    """The findings of the last comparisons of all projects."""
     with broker_connection() as (connection, schema):
         return comparisons.every(Executor(connection, schema))
 
 
 def _has_tables(alias: str) -> bool:
-    """False where the routers allow the tables and no migration made them."""
+    """False if the routers allow the tables but no migration made them."""
     try:
         with closing(open_connection(alias)) as connection:
             return ledger.TABLE in connection.introspection.table_names()
@@ -167,7 +168,7 @@ class _Context:
 
     @property
     def is_young(self) -> bool:
-        """Whether transactions of before this life may still commit."""
+        """Whether transactions from before this life may still commit."""
         return self.life.began_at > datetime.now(UTC) - _YOUNG
 
 
@@ -223,7 +224,7 @@ def _counts(
 
 
 def moment_of(transaction_id: UUID) -> datetime:
-    """When an id was made."""
+    """The time at which an id was made."""
     return datetime.fromtimestamp((transaction_id.int >> 80) / 1000, UTC)
 
 
@@ -235,7 +236,7 @@ def _compare_ledger(context: _Context, application: BaseDatabaseWrapper) -> None
     run, alias = context.run, application.alias
     known = context.known.get((ComparisonKind.LEDGER, context.producer_group, "", alias))
     missing = MissingTransactions(run, ComparisonKind.LEDGER, context.producer_group, alias)
-    # The broker may have removed what is older, and another engine may have it; pruning removes it by its age.
+    # The broker may have removed older ones, or another engine may have them; pruning removes such a row by its age.
     oldest = max(context.bounds.installed_at, datetime.now(UTC) - context.keep, context.bounds.kept_since or _LONG_AGO)
     same_ledger = known is not None and known.state.get("ledger") == str(identity.ledger_id)
     is_first = known is None or known.life_id != context.life.life_id or not same_ledger
@@ -248,7 +249,7 @@ def _compare_ledger(context: _Context, application: BaseDatabaseWrapper) -> None
     cut = ""
     for number in range(context.max_batches):
         batch = ledger.committed_after(application, after, limit=_BATCH)
-        # Read after the rows: what has committed by then, the broker has had for longer.
+        # Read after the rows: the broker got each of these messages before its row committed.
         missing.add({one: moment_of(one) for one in sorted(unknown_transactions(run, batch))})
         if len(batch) < _BATCH:
             break
@@ -267,10 +268,10 @@ _LONG_AGO: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 def _unproven(context: _Context, identity: ledger.Identity) -> tuple[datetime, datetime] | None:
-    """The span in which transactions committed whose rows were pruned, and which the broker does not know any more.
+    """The span of transactions whose rows were pruned, and which the broker does not know any more.
 
-    A ledger is pruned up to a transaction that the broker showed decided. If the broker does not know that one any
-    more, and its log ends before it, it was restored to before it.
+    A ledger is pruned up to a transaction that the broker showed as decided. If the broker does not know that
+    transaction any more, and its log ends before it, the broker was restored to an earlier time.
     """
     if identity.pruned_before is None or not context.is_young:
         return None
@@ -283,7 +284,7 @@ def _unproven(context: _Context, identity: ledger.Identity) -> tuple[datetime, d
 
 
 def _compare_decisions(context: _Context, application: BaseDatabaseWrapper) -> None:
-    """Transactions that the broker committed by the ledger's word, and that the ledger does not hold."""
+    """Transactions that the broker committed on the ledger's word, and that the ledger does not have."""
     before = ledger.identity(application)
     if before is None or ledger.is_read_only(application):
         return
@@ -302,7 +303,7 @@ def _compare_decisions(context: _Context, application: BaseDatabaseWrapper) -> N
     for number in range(context.max_batches):
         batch = comparisons.committed_of_ledger(run, before.ledger_id, after, limit=_BATCH)
         absent = _absent(application, batch)
-        # Read after the rows: pruning says first how far it goes.
+        # Read after the rows: pruning records its limit before it removes rows.
         now = ledger.identity(application)
         if now is None or now.ledger_id != before.ledger_id:
             return
@@ -364,7 +365,7 @@ def _store(
 
 @dataclass(slots=True)
 class _Queue:
-    """What is known of a queue: judged are the offsets from `valid_from` on; up to `position` they were looked at.
+    """The state of a queue: offsets from `valid_from` on are judged; they were examined up to `position`.
 
     `look_from`: the lowest offset whose effect was missing.
     """
@@ -382,13 +383,13 @@ class _InboxLook:
     context: _Context
     application: BaseDatabaseWrapper
     item: Subscriber
-    # Of each queue the newest that are there.
+    # The newest existing ones of each queue.
     present: dict[int, list[UUID]] = field(default_factory=dict)
     missing: dict[UUID, datetime] = field(default_factory=dict)
     highest: int = -1
 
     def look(self, queue: Passed, low: int, high: int) -> int | None:
-        """Look at the offsets from `low` up to `high`; the lowest whose effect is missing."""
+        """Examine the offsets from `low` up to `high`; returns the lowest whose effect is missing."""
         keep = (self.context.keep - _YOUNG).total_seconds()
         matches = parse_filter(self.item.subscription.filter)
         lowest: int | None = None
@@ -416,7 +417,7 @@ class _InboxLook:
         return lowest
 
     def look_back(self, queue: Passed, low: int, high: int) -> int | None:
-        """As `look`, from the end on, until nothing is missing for a whole batch."""
+        """Like `look`, backwards from the end, until a whole batch has no missing effect."""
         lowest: int | None = None
         newest: list[UUID] = []
         while high > low:
@@ -431,7 +432,7 @@ class _InboxLook:
         return lowest
 
     def present_from(self, queue: Passed) -> int:
-        """The offset from which on the inbox has every message, as far as it is worth to look."""
+        """The offset from which the inbox has every message, within the limit of batches."""
         high = queue.next_offset
         for _ in range(_FIRST_LOOK):
             low = max(queue.floor, high - _BATCH)
@@ -449,8 +450,8 @@ class _InboxLook:
 def _compare_inbox(context: _Context, application: BaseDatabaseWrapper, item: Subscriber) -> None:
     """Messages that the group has passed without a failure, and whose rows the inbox does not have.
 
-    The first comparison judges nothing: the inbox may have been switched on since. It finds out from where on all rows
-    are there. Nor is judged what an operator passed over by a reset, or what another filter chose.
+    The first comparison judges nothing, because the inbox may have been switched on later. It only finds the offset
+    from which all rows exist. Messages that a reset passed over, or that another filter chose, are not judged either.
     """
     subscription = item.subscription
     group, topic, alias = _inbox_key(item)
@@ -470,7 +471,7 @@ def _compare_inbox(context: _Context, application: BaseDatabaseWrapper, item: Su
             begin = queue.floor if state else look.present_from(queue)
             seen = queues[queue.queue_id] = _Queue(begin, queue.floor if state else queue.next_offset, queue.moved)
         if queue.moved > seen.moved:
-            # Passed over by an operator.
+            # An operator's reset passed over them.
             seen.valid_from = seen.position = queue.next_offset
             seen.look_from = None
         seen.moved = queue.moved

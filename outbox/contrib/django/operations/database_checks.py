@@ -1,4 +1,4 @@
-"""Checks that look into databases: run by `manage.py check --database ALIAS` and by `migrate`."""
+"""Checks that read databases: run by `manage.py check --database ALIAS` and by `migrate`."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _MIGRATIONS: Final = "django_migrations"
 
 
 def check_databases(*, databases: Iterable[str] | None = None, **options: Any) -> list[CheckMessage]:
-    """The tables and the live connections behind the aliases that are being checked."""
+    """Check the tables and the live connections of the given aliases."""
     try:
         settings = get_settings()
     except ConfigurationError:
-        # check_settings says what is wrong.
+        # check_settings reports the problem.
         return []
     if settings.in_memory:
         return []
@@ -61,11 +61,11 @@ def _application_database(alias: str, settings: OutboxSettings) -> Iterator[Chec
             missing = [name for name in ("outbox_ledger", "outbox_inbox") if name not in tables]
             durable = _durable(connection.vendor, cursor)
     except DatabaseError as error:
-        yield Error(f"the database {alias!r} cannot be looked at: {error}.", id="outbox.E020")
+        yield Error(f"the database {alias!r} cannot be read: {error}.", id="outbox.E020")
         return
     if missing and _MIGRATIONS in tables:
-        # A warning: `migrate` runs these checks before it creates the tables, and stops at errors. Where it is run for
-        # the first time, there is nothing to say.
+        # A warning: `migrate` runs these checks before it creates the tables, and stops at errors. Before its first run
+        # the tables are expected to be missing, so no message is given.
         yield Warning(
             f"{' and '.join(missing)} are missing in {alias!r}, where publish() or a subscriber may need them.",
             hint=f"Run `manage.py migrate --database={alias}`.",
@@ -88,9 +88,9 @@ def _durable(vendor: str, cursor: Any) -> bool:
 
 def _not_durable(alias: str) -> Warning:
     return Warning(
-        f"the server behind {alias!r} may forget what it acknowledged (synchronous_commit or fsync is off): then "
-        f"messages can be lost or appear for transactions that are gone.",
-        hint="Turn them on; that no message is lost rests on it.",
+        f"the server behind {alias!r} may lose acknowledged commits (synchronous_commit or fsync is off): then "
+        "messages can be lost, or appear for transactions that are gone.",
+        hint="Turn them on: without them messages can be lost.",
         id="outbox.W022",
     )
 
@@ -101,7 +101,7 @@ def _forced_path(alias: str) -> Iterator[CheckMessage]:
     try:
         refuse_in_tests(get_settings().broker)
     except ConfigurationError:
-        # The databases of tests are being made, and the broker's is not among them: no test can publish there.
+        # Test databases are being made without the broker's, so no test can publish there.
         return
     try:
         same = prove(connection, get_settings()) is not None
@@ -120,7 +120,7 @@ def _broker_database(settings: OutboxSettings) -> Iterator[CheckMessage]:
     try:
         with (
             broker_database(settings).connect(name="outbox-check") as connection,
-            naming(f"looking at the broker on {settings.broker!r}", settings.schema),
+            naming(f"reading the broker on {settings.broker!r}", settings.schema),
         ):
             check_schema(connection, settings.schema)
             yield from _undeclared(
@@ -132,7 +132,7 @@ def _broker_database(settings: OutboxSettings) -> Iterator[CheckMessage]:
                 if not _durable("postgresql", cursor):
                     yield _not_durable(settings.broker)
     except SchemaError as error:
-        # As above: `migrate` is what makes it right.
+        # As above: `migrate` repairs it.
         if _MIGRATIONS in connections[settings.broker].introspection.table_names():
             yield Warning(str(error), id="outbox.W026")
     except (BrokerError, ConfigurationError) as error:
@@ -143,16 +143,16 @@ def _foreign_ledger(alias: str, settings: OutboxSettings) -> Iterator[CheckMessa
     try:
         unknown = unknown_to_broker(alias, settings)
     except (OutboxError, psycopg.Error, DatabaseError) as error:
-        # The checks of that database say what is wrong with it.
-        logger.debug("the ledger on %r cannot be held against the broker: %s", alias, error)
+        # The checks of that database report the problem.
+        logger.debug("the ledger on %r cannot be compared with the broker: %s", alias, error)
         return
     if unknown:
         yield Warning(
             f"the ledger on {alias!r} has rows ({unknown} of its oldest) of transactions that the broker on "
             f"{settings.broker!r} has never seen: was OUTBOX['BROKER'] changed, or its database replaced, with "
-            f"messages in flight? Nobody delivers those or answers for them.",
-            hint="With BROKER set back, let `manage.py outbox_worker --until-drained` deliver what is left. The rows "
-            "of one that is drained are pruned after INBOX_RETENTION_SECONDS.",
+            "messages in flight? No worker delivers those messages or answers for them.",
+            hint="Set BROKER back and let `manage.py outbox_worker --until-drained` deliver the remaining messages. "
+            "The rows of a drained broker are pruned after INBOX_RETENTION_SECONDS.",
             id="outbox.W029",
         )
 
@@ -161,8 +161,8 @@ def _former_broker(alias: str, settings: OutboxSettings) -> Iterator[CheckMessag
     try:
         left = left_behind(alias, settings)
     except (OutboxError, psycopg.Error) as error:
-        # Whatever is there, it is none of a project's that cannot read it.
-        logger.debug("whether %r holds a broker cannot be looked up: %s", alias, error)
+        # A broker that the project cannot read is not its own.
+        logger.debug("whether %r holds a broker cannot be determined: %s", alias, error)
         return
     if left:
         yield Warning(
@@ -185,8 +185,8 @@ def _new_groups(run: Executor) -> Iterator[CheckMessage]:
     try:
         found = new_groups(run)
     except OutboxError as error:
-        # check_settings says why the subscribers cannot be imported.
-        logger.debug("groups that are new cannot be looked up: %s", error)
+        # check_settings reports why the subscribers cannot be imported.
+        logger.debug("new groups cannot be determined: %s", error)
         return
     for one in found:
         yield Warning(one.text, hint=one.hint, id="outbox.W032")

@@ -1,4 +1,4 @@
-"""Looking for what will go wrong: settings, databases, ledgers, retention; and what to do about it."""
+"""Examines settings, databases, ledgers and retention for coming problems, each with its remedy."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from outbox.topic import Topic
 
 
 def examine() -> list[Diagnosis]:
-    """Everything that was looked at, well or not. A broker that cannot be asked is a finding too."""
+    """All results of the examination, good and bad. A broker that does not answer is a result too."""
     found = list(_system_checks())
     try:
         settings = get_settings()
@@ -38,17 +38,17 @@ def examine() -> list[Diagnosis]:
             found += _retention(settings, list_topics(run))
             found += holding(run, settings.thresholds)
     except OutboxError as error:
-        found.append(Diagnosis("broker", Severity.CRITICAL, str(error), "See the text."))
+        found.append(Diagnosis("broker", Severity.CRITICAL, str(error), "Return the text."))
     return found
 
 
 def _system_checks() -> Iterator[Diagnosis]:
-    """What `manage.py check` says of outbox, databases included."""
+    """The messages of `manage.py check` about outbox, databases included."""
     aliases = {*ledger_aliases(), *_broker_alias()}
     messages = [*checks.check_settings(), *check_databases(databases=aliases)]
     for message in messages:
         bad = Severity.CRITICAL if message.level >= django_checks.ERROR else Severity.WARNING
-        yield Diagnosis(f"check {message.id}", bad, message.msg, message.hint or "See the text.")
+        yield Diagnosis(f"check {message.id}", bad, message.msg, message.hint or "Return the text.")
     if not messages:
         yield Diagnosis("settings and aliases", Severity.OK, f"checked for {', '.join(sorted(aliases))}")
 
@@ -61,7 +61,7 @@ def _broker_alias() -> list[str]:
 
 
 def _ledgers() -> Iterator[Diagnosis]:
-    """Every alias has a ledger of its own, with an identity."""
+    """Check that every alias has a ledger of its own, with an identity."""
     owners: dict[object, str] = {}
     for alias in ledger_aliases():
         try:
@@ -84,21 +84,30 @@ def _ledgers() -> Iterator[Diagnosis]:
 
 
 def _retention(settings: OutboxSettings, topics: list[Topic]) -> Iterator[Diagnosis]:
-    """Decisions must outlive the ledger rows they allow to remove, and the inbox what may be delivered again."""
+    """Check retentions: decisions must outlive the ledger rows whose removal they allow.
+
+    The inbox must outlive possible redeliveries.
+    """
     short = [topic.name for topic in topics if topic.retention_seconds < 2 * LEDGER_KEEP_SECONDS]
-    remedy = f"Keep them for {2 * LEDGER_KEEP_SECONDS:.0f} s: ledger rows go once the broker shows their decision."
+    remedy = (
+        f"Keep them for {2 * LEDGER_KEEP_SECONDS:.0f} s: ledger rows are removed once the broker shows their decision."
+    )
     text = f"too short for the ledger: {', '.join(short)}" if short else "outlives the ledger's rows"
     yield Diagnosis("retention of topics", *((Severity.WARNING, text, remedy) if short else (Severity.OK, text)))
     yield _inbox_retention(settings, topics)
     horizon = settings.check.max_age_seconds
     early = [topic.name for topic in topics if topic.retention_seconds < horizon]
-    remedy = f"Keep them for {horizon:.0f} s (MAX_CHECK_AGE_SECONDS), or ask for less long."
-    text = f"decisions go before check-back ends: {', '.join(early)}" if early else "decisions outlive check-back"
+    remedy = f"Keep them for {horizon:.0f} s (MAX_CHECK_AGE_SECONDS), or reduce that setting."
+    text = (
+        (f"decisions are removed before check-back ends: {', '.join(early)}")
+        if early
+        else "decisions outlive check-back"
+    )
     yield Diagnosis("check horizon", *((Severity.WARNING, text, remedy) if early else (Severity.OK, text)))
 
 
 def _inbox_retention(settings: OutboxSettings, topics: list[Topic]) -> Diagnosis:
-    """Rows of messages that the log has stay anyway. Of the others a restored broker may deliver some again."""
+    """Check the inbox's retention. Rows of messages in the log stay; a restored broker may deliver the others again."""
     name, kept = "retention of the inbox", settings.inbox_retention_seconds
     longest = max((topic.retention_seconds for topic in topics), default=0)
     cap = max(DEFAULT_HARD_CAP_SECONDS, longest)
@@ -106,8 +115,8 @@ def _inbox_retention(settings: OutboxSettings, topics: list[Topic]) -> Diagnosis
     needed = longest + max((_retry_seconds(one) for one, _ in subscriptions()), default=0.0)
     if kept < needed:
         remedy = (
-            f"Set OUTBOX['INBOX_RETENTION_SECONDS'] to {needed:.0f} at least: a message that a restored broker "
-            f"delivers again, or that is sent again with its id, may take effect twice."
+            f"Set OUTBOX['INBOX_RETENTION_SECONDS'] to at least {needed:.0f}: otherwise a message may take effect "
+            "twice if a restored broker delivers it again, or if it is sent again with its id."
         )
         return Diagnosis(name, Severity.WARNING, f"{kept:.0f} s, but messages are delivered for {needed:.0f} s", remedy)
     if kept < cap:
@@ -120,6 +129,6 @@ def _inbox_retention(settings: OutboxSettings, topics: list[Topic]) -> Diagnosis
 
 
 def _retry_seconds(subscription: Subscription) -> float:
-    """How long the attempts of a subscription may take together; of one without limit, the first sixteen."""
+    """The longest total time of a subscription's attempts; without a limit, of the first sixteen."""
     attempts = subscription.retry.max_attempts or 16
     return sum(subscription.retry.delay_seconds(attempt) for attempt in range(1, attempts))

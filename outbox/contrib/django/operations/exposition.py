@@ -1,4 +1,4 @@
-"""What Prometheus reads of a project: what its processes measured, and what the broker's tables say now."""
+"""A project's metrics for Prometheus: the figures of its processes, and those of the broker's tables."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ _collector: BrokerCollector | None = None
 
 
 def is_authorized(header: str) -> bool:
-    """Whether an Authorization header carries the token of OUTBOX['METRICS_TOKEN']; never without that setting."""
+    """Whether an Authorization header has the token of OUTBOX['METRICS_TOKEN']; False without that setting."""
     token = get_settings().metrics_token
     return token is not None and hmac.compare_digest(header.encode(), f"Bearer {token}".encode())
 
 
 def render() -> bytes:
-    """All metrics as Prometheus reads them: of every process that shares the directory, and of the broker.
+    """All metrics in Prometheus's format: of every process that shares the directory, and of the broker.
 
     Raises ConfigurationError without prometheus-client.
     """
@@ -66,7 +66,7 @@ def render() -> bytes:
 
 
 def state() -> ScrapeState:
-    """What the broker's tables say now."""
+    """The present figures of the broker's tables."""
     from outbox.contrib.prometheus.collector import ScrapeState
 
     try:
@@ -83,7 +83,7 @@ def state() -> ScrapeState:
 
 
 def _application_sizes() -> dict[str, Any]:
-    """Of ledger and inbox, where PostgreSQL can say it."""
+    """The sizes of ledger and inbox, on PostgreSQL."""
     sizes: dict[str, Any] = {}
     for alias in ledger_aliases():
         if connections[alias].vendor != "postgresql":

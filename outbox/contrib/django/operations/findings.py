@@ -17,9 +17,9 @@ _BATCH: Final = 1_000
 
 
 def replace(output: str, lines: Iterable[str]) -> int:
-    """Make the table hold these findings of `output` (JSON, one a line) and no others; returns how many.
+    """Replace the findings of `output` in the table (given as JSON, one per line); returns their number.
 
-    One transaction: the table shows the previous result or this one, and the same result as often as it is saved.
+    It is one transaction: readers see the previous result or this one. Saving the same result again changes nothing.
     """
     alias = router.db_for_write(Finding)
     rows = [_row(output, json.loads(line), alias) for line in lines]
@@ -41,7 +41,7 @@ def _row(output: str, found: dict[str, Any], alias: str) -> Finding:
 
 
 def _fitting(name: str, value: str | None) -> str:
-    """Null as the empty text; cut to the column; without NUL, which PostgreSQL's text cannot hold."""
+    """NULL as the empty text; cut to the column; without NUL characters, which PostgreSQL's text cannot store."""
     field = Finding._meta.get_field(name)
     assert isinstance(field, models.Field)
     return (value or "").replace("\0", "\N{REPLACEMENT CHARACTER}")[: field.max_length]

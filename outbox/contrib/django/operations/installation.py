@@ -1,4 +1,4 @@
-"""Installing and removing: the broker's schema, its topics, the ledger's identity (`migrate`, `outbox_install`)."""
+"""Installs and removes the broker's schema, its topics, and the ledger's identity (`migrate`, `outbox_install`)."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ logger = logging.getLogger(__name__)
 def after_migrate(
     *, using: str, apps: Apps = global_apps, plan: Sequence[tuple[Any, bool]] = (), **options: Any
 ) -> None:
-    """Receiver of post_migrate, which Django also sends after a flush (and then without `apps` and `plan`).
+    """Receiver of post_migrate, which Django also sends after a flush (then without `apps` and `plan`).
 
-    Raises CommandError, which `migrate` and `flush` print as a message, where the broker's tables cannot be installed.
+    Raises CommandError, which `migrate` and `flush` print as a message, if the broker's tables cannot be installed.
     """
     if any(migration.app_label == "outbox" and backwards for migration, backwards in plan):
-        # Who takes the application's tables away does not want new ones of the broker's.
+        # The application's tables are being removed, so do not create the broker's.
         return
     name_ledger(using, apps)
     settings = get_settings()
@@ -55,7 +55,7 @@ def after_migrate(
 
 
 def name_ledger(alias: str, apps: Apps) -> None:
-    """Give the ledger an id if it has none: a flush took the rows it vouched for, so it is another ledger now."""
+    """Give the ledger an id if it has none: after a flush its rows are gone, so it is another ledger."""
     try:
         identity = apps.get_model("outbox", "LedgerIdentity")
     except LookupError:
@@ -81,13 +81,13 @@ def install_broker(
         version = install(connection, settings.schema, patience_seconds=patience_seconds, report=report)
         declare_topics(Executor(connection, settings.schema), [declared.topic for declared in settings.topics.values()])
     logger.info("broker on %r: schema %r at version %d", settings.broker, settings.schema, version)
-    # What the broker of this process knows about topics may be older.
+    # This process's cached topics may be out of date.
     reset_broker()
     return before, version
 
 
 def planned_installation(settings: OutboxSettings) -> tuple[int, int]:
-    """The versions between which `install_broker` would go; changes nothing. Raises as it does."""
+    """The versions before and after an `install_broker`; changes nothing. Raises as it does."""
     with _administering(settings) as connection:
         before = installed_version(connection, settings.schema)
         if before >= SCHEMA_VERSION:
@@ -105,7 +105,7 @@ def remove_broker(
 ) -> list[str]:
     """Drop the broker's tables with all messages; returns what was in use or undelivered.
 
-    Raises UsageError without `force` where there is any, and SchemaError, BrokerUnavailable or ConfigurationError.
+    Without `force` it raises UsageError if there is any. Raises SchemaError, BrokerUnavailable or ConfigurationError.
     """
     with _administering(settings) as connection:
         check_schema(connection, settings.schema)
@@ -113,7 +113,7 @@ def remove_broker(
         if left and not force:
             raise UsageError(
                 f"the broker on {settings.broker!r} is not empty: {'; '.join(left)}. Nothing was dropped. Stop the "
-                f"workers once everything is delivered, or drop it all the same with --force."
+                "workers after everything is delivered, or drop it anyway with --force."
             )
         if not dry_run:
             uninstall(connection, settings.schema, patience_seconds=patience_seconds, report=report)
@@ -122,7 +122,7 @@ def remove_broker(
 
 
 def _left_in(status: BrokerStatus) -> Iterator[str]:
-    """What would be lost, or fail, without the tables."""
+    """What would be lost, or would fail, without the tables."""
     if status.leader is not None:
         yield "a broker process runs"
     for group in status.groups:

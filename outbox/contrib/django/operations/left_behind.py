@@ -1,4 +1,4 @@
-"""What a project leaves behind in a broker that it has used before: nobody works there any more."""
+"""What a project has left in a broker that it used before, and where none of its workers runs any more."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from outbox.rocketmq.left import left as left_on_rocketmq
 
 _SAMPLE: Final = 100
 
-# Of TopicTotals and GroupStatus: what goes away by itself while workers run, and what waits for an operator.
+# Fields of TopicTotals and GroupStatus: running workers finish the first, an operator must settle the second.
 _MOVING_OF_TOPIC: Final = ("undecided", "unsequenced", "held", "scheduled")
 _STUCK_OF_TOPIC: Final = ("parked",)
 _MOVING_OF_GROUP: Final = ("lag", "retrying")
@@ -35,9 +35,9 @@ _WORDS: Final = {"unsequenced": "not queued yet", "lag": "not handled"}
 
 
 def left_behind(alias: str, settings: OutboxSettings) -> list[str]:
-    """What of this project's is undelivered in a broker on `alias`, which is not OUTBOX['BROKER']; [] without any.
+    """The project's undelivered messages in a broker on `alias` other than OUTBOX['BROKER']; empty if there are none.
 
-    Raises BrokerUnavailable, or psycopg.Error where the tables cannot be read.
+    Raises BrokerUnavailable, or psycopg.Error if the tables cannot be read.
     """
     groups = sorted({item.subscription.group for item in subscribers()})
     with database_at(alias, settings).connect(name="outbox-check") as connection:
@@ -52,7 +52,7 @@ def left_behind(alias: str, settings: OutboxSettings) -> list[str]:
 def unknown_to_broker(alias: str, settings: OutboxSettings) -> int:
     """How many of the oldest ledger rows on `alias` are of transactions that the broker has never seen.
 
-    Pruning removes a row only once the broker shows it decided, so rows for another broker stay, and are the oldest.
+    Pruning removes a row only when the broker shows it as decided. So rows for another broker stay, and are the oldest.
     Raises BrokerError, psycopg.Error, or django.db.Error.
     """
     below = first_id_at(datetime.now(UTC) - timedelta(minutes=1))
@@ -65,7 +65,7 @@ def unknown_to_broker(alias: str, settings: OutboxSettings) -> int:
 
 
 def undelivered(status: BrokerStatus) -> Iterator[str]:
-    """The messages that are on their way, in words."""
+    """The unfinished messages, in words."""
     for topic in status.topics:
         yield from _of_topic(topic, _MOVING_OF_TOPIC + _STUCK_OF_TOPIC)
     for group in status.groups:
@@ -73,10 +73,10 @@ def undelivered(status: BrokerStatus) -> Iterator[str]:
 
 
 def left_here(settings: OutboxSettings, brokers: Sequence[str] = (), *, timers: Timers | None = None) -> LeftoverWork:
-    """What OUTBOX['BROKER'] has not finished of the project's topics and groups, for a project that moves away from it.
+    """What OUTBOX['BROKER'] has not finished of the project's topics and groups, before a move to another broker.
 
-    `brokers`: the administration ports (HOST:PORT) of every broker of RocketMQ, where BROKER does not name them.
-    `timers`: of the looks before. Raises BrokerError or UsageError.
+    `brokers`: the administration ports (HOST:PORT) of every broker of RocketMQ, if BROKER does not name them. `timers`:
+    those of the looks before. Raises BrokerError or UsageError.
     """
     wanted = [(item.subscription.group, item.subscription.topic) for item in subscribers()]
     topics = {*settings.topics, *(topic for _, topic in wanted)}

@@ -1,7 +1,7 @@
-"""Measuring what a process does, for Prometheus, where `prometheus-client` is installed (the extra `metrics`).
+"""Measures a process for Prometheus, if `prometheus-client` is installed (the extra `metrics`).
 
-What a process measures goes to prometheus_client's own registry, where the application's metrics are too. With several
-processes set PROMETHEUS_MULTIPROC_DIR, as for every application of prometheus_client; a worker does so for its own.
+The figures go to prometheus_client's own registry, beside the application's metrics. With several processes set
+PROMETHEUS_MULTIPROC_DIR, as for every application of prometheus_client; a worker sets it for its own processes.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ _recording = False
 
 
 def require() -> None:
-    """Raise ConfigurationError where prometheus-client is not installed."""
+    """Raise ConfigurationError if prometheus-client is not installed."""
     if importlib.util.find_spec("prometheus_client") is None:
         raise ConfigurationError("metrics need prometheus-client: install outbox-transactional[metrics].")
 
 
 def record() -> None:
-    """From now on measure this process's work. Raises ConfigurationError without prometheus-client."""
+    """Measure this process from now on. Raises ConfigurationError without prometheus-client."""
     global _recording
     if _recording:
         return
@@ -39,7 +39,7 @@ def record() -> None:
 
 
 def record_if_wanted() -> None:
-    """`record` where OUTBOX['METRICS'] says so. Settings that cannot be read are what `manage.py check` reports."""
+    """Call `record` if OUTBOX['METRICS'] is on. `manage.py check` reports settings that cannot be read."""
     try:
         wanted = get_settings().metrics
     except ConfigurationError:

@@ -1,4 +1,7 @@
-"""Consumer groups that are new to a topic whose messages other groups have handled: meant, or only another name?"""
+"""Finds consumer groups that are new to a topic whose messages other groups have handled.
+
+Such a group is either new, or a renamed one that would handle the messages again.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class NewGroup:
-    """What happens when a worker starts, and what to do if it is not meant."""
+    """What happens when a worker starts, and what to do if it is not intended."""
 
     group: str
     text: str
@@ -26,7 +29,7 @@ class NewGroup:
 
 
 def new_groups(run: Executor) -> list[NewGroup]:
-    """The project's groups that would begin with messages that other groups have handled, where it names no `start`.
+    """The project's groups without a `start` that would begin with messages that other groups have handled.
 
     Raises what `autodiscover` raises.
     """
@@ -45,12 +48,12 @@ def new_groups(run: Executor) -> list[NewGroup]:
 
 
 def warn_of_new_groups(groups: Collection[str]) -> None:
-    """Log them when a worker of these groups starts. A broker that is away is waited for elsewhere."""
+    """Log them when a worker of these groups starts. An unreachable broker is handled elsewhere."""
     try:
         with broker_connection() as (connection, schema):
             found = new_groups(Executor(connection, schema))
     except OutboxError as error:
-        logger.debug("groups that are new cannot be looked up: %s", error)
+        logger.debug("new groups cannot be determined: %s", error)
         return
     for one in found:
         if one.group in groups:
@@ -59,8 +62,8 @@ def warn_of_new_groups(groups: Collection[str]) -> None:
 
 def _said(one: Newcomer, of_project: Collection[str]) -> NewGroup:
     text = (
-        f"the group {one.group!r} is new to the topic {one.topic!r} and begins with the oldest of about {one.messages} "
-        f"messages there, which {', '.join(map(repr, one.handled_by))} handled before."
+        f"the group {one.group!r} is new to the topic {one.topic!r} and begins with the oldest of about "
+        f"{one.messages} messages there, which {', '.join(map(repr, one.handled_by))} handled before."
     )
     former = [name for name in one.without_consumers if name not in of_project]
     renamed = (
@@ -70,5 +73,5 @@ def _said(one: Newcomer, of_project: Collection[str]) -> NewGroup:
         else ""
     )
     return NewGroup(
-        one.group, text, f"Say what is meant: start='earliest' for all of them, start='latest' for none.{renamed}"
+        one.group, text, f"Declare where it begins: start='earliest' for all of them, start='latest' for none.{renamed}"
     )

@@ -1,4 +1,4 @@
-"""Giving a consumer group another name, with all that the broker and the inboxes know of it."""
+"""Renames a consumer group, with its data in the broker and the inboxes."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Renamed:
-    """What was done. `renamed` is False where the group had the new name already; `copied` counts rows by alias."""
+    """The result. `renamed` is False if the group already had the new name; `copied` counts rows by alias."""
 
     renamed: bool
     copied: Mapping[str, int]
 
 
 def rename_group(old: str, new: str, *, dry_run: bool = False) -> Renamed:
-    """Rename a group whose consumers are stopped; to be called again after an interruption.
+    """Rename a group whose consumers are stopped; call it again after an interruption.
 
-    Nothing is handled twice under either name: until the broker has the new name, a group that starts under it is
-    paused, and the rows of the former name stay in the inboxes until they are pruned. Raises UnknownGroup, UsageError,
-    BrokerError, or LedgerUnavailable where an inbox cannot be reached.
+    No message is handled twice under either name. Until the broker has the new name, a group that starts under it is
+    paused. The rows of the former name stay in the inboxes until they are pruned. Raises UnknownGroup, UsageError,
+    BrokerError, or LedgerUnavailable if an inbox cannot be reached.
     """
     with broker_connection() as (connection, schema):
         run = Executor(connection, schema)
@@ -51,7 +51,7 @@ def rename_group(old: str, new: str, *, dry_run: bool = False) -> Renamed:
     _on_each(rows.wait_for_writers)
     copied = _on_each(lambda inbox: rows.copy(inbox, old, new))
     point("rename.copied")
-    # Copying may take long: the connection of before may be gone.
+    # Copying may take long, so the earlier connection may be gone.
     with broker_connection() as (connection, schema):
         renaming.rename(Executor(connection, schema), old, new, reserved)
     point("rename.renamed")
@@ -59,7 +59,7 @@ def rename_group(old: str, new: str, *, dry_run: bool = False) -> Renamed:
 
 
 def _on_each(work: Callable[[BaseDatabaseWrapper], T]) -> dict[str, T]:
-    """What a function of a connection returns for each database with an inbox."""
+    """The result of a function of a connection for each database with an inbox."""
     from outbox.contrib.django.models import InboxEntry
 
     found: dict[str, T] = {}
@@ -71,8 +71,8 @@ def _on_each(work: Callable[[BaseDatabaseWrapper], T]) -> dict[str, T]:
                         found[alias] = work(connection)
             except DatabaseError as error:
                 raise LedgerUnavailable(
-                    f"the inbox on {alias!r} cannot be read or written ({str(error).strip()}), so the group has its "
-                    f"former name still: its handled messages would run again. Bring the database back and run this "
-                    f"again."
+                    f"the inbox on {alias!r} cannot be read or written ({str(error).strip()}), so the group still "
+                    "has its former name: under the new one its handled messages would run again. Bring the "
+                    "database back and run this again."
                 ) from error
     return found

@@ -1,4 +1,4 @@
-"""Whether this process's messages are followed as traces: OUTBOX['TRACING']."""
+"""Traces of this process's messages: OUTBOX['TRACING']."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from outbox.errors import ConfigurationError
 
 
 def trace_if_wanted() -> None:
-    """Follow messages where the settings say so. Settings that cannot be read are what `manage.py check` reports.
+    """Trace messages if the settings say so. `manage.py check` reports settings that cannot be read.
 
     Raises ConfigurationError without opentelemetry-api.
     """

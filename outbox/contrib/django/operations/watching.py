@@ -1,4 +1,4 @@
-"""Looking at the broker from a project: the verdict with what it rests on, the cheap probe, and the audit."""
+"""Reads the broker's state for a project: the verdict with its evidence, the cheap probe, and the audit."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from outbox.errors import BrokerUnavailable, OutboxError, SchemaError
 
 @dataclass(frozen=True, slots=True)
 class BrokerView:
-    """The verdict, and the broker at a glance; without the latter where it cannot be asked."""
+    """The verdict, and the broker's figures, or None for them if the broker does not answer."""
 
     verdict: ConditionReport
     overview: Overview | None
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return plain values."""
         return {**self.verdict.as_json(), "broker": self.overview.as_json() if self.overview else None}
 
 
 def look() -> BrokerView:
-    """Look at everything once. A broker that cannot be asked is a verdict too. Raises ConfigurationError."""
+    """Read everything once. An unreachable broker is a verdict too. Raises ConfigurationError."""
     limits = get_settings().thresholds
     try:
         with asking() as run:
@@ -50,7 +50,7 @@ def look() -> BrokerView:
 
 
 def probe() -> Health:
-    """The cheap probe. A broker that cannot be asked is not healthy. Raises ConfigurationError."""
+    """The cheap probe. An unreachable broker is not healthy. Raises ConfigurationError."""
     settings = get_settings()
     require_database(settings)
     try:
@@ -61,13 +61,13 @@ def probe() -> Health:
 
 
 def run_audit() -> dict[str, Any]:
-    """Count every message, compare, keep the result. Raises BrokerError or ConfigurationError."""
+    """Count every message, compare, store the result. Raises BrokerError or ConfigurationError."""
     with broker_connection() as (connection, schema):
         return dataclasses.asdict(audit.run_once(Executor(connection, schema)))
 
 
 def audit_when_due() -> dict[str, Any]:
-    """`run_audit`, unless anybody has audited within most of OUTBOX['AUDIT_INTERVAL_SECONDS']."""
+    """`run_audit`, unless any process has audited within most of OUTBOX['AUDIT_INTERVAL_SECONDS']."""
     if not get_settings().has_database:
         return {}
     with broker_connection() as (connection, schema):
@@ -80,12 +80,12 @@ def audit_when_due() -> dict[str, Any]:
 
 @contextmanager
 def asking() -> Iterator[Executor]:
-    """A connection that does not mind which tables it finds."""
+    """A connection that accepts any version of the tables."""
     settings = get_settings()
     require_database(settings)
     with (
         broker_database(settings).open(name="outbox-status") as connection,
-        naming(f"looking at the broker on {settings.broker!r}", settings.schema),
+        naming(f"reading the broker on {settings.broker!r}", settings.schema),
         deadline.kept(connection),
     ):
         yield Executor(connection, settings.schema)

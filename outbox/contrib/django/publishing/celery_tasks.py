@@ -1,4 +1,4 @@
-"""Celery tasks that are stored with the transaction that called them, and tasks that are called by messages."""
+"""Celery tasks stored with the transaction that calls them, and tasks called by messages."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from outbox.subscription import Subscription
 
 AnyTask = TypeVar("AnyTask", bound=Callable[..., Any])
 
-# Celery's broker may be away for longer than any number of attempts.
+# Celery's broker may be down for longer than any number of attempts.
 _UNTIL_IT_IS_THERE: Final = RetryPolicy(delays_seconds=[1, 5, 10, 30, 60], max_attempts=None)
 
 
 class TransactionalTask(RecordedTask):
     """A task that is stored with the transaction, in whatever form it is called inside `atomic()`.
 
-    A consumer process hands it to Celery's broker once the transaction has committed; nothing is sent when it is
-    rolled back. docs/celery.md lists the forms. Outside of `atomic()` it is an ordinary task. `self.retry()` and
-    `self.replace()` are sent at once. Use it as
-    `@shared_task(base=TransactionalTask)`, or for all tasks: `Celery("shop", task_cls=TransactionalTask)`. `using`
-    names the database alias where transactions are open on several. Needs OUTBOX['CELERY_APP'] and a consumer process.
+    A consumer process sends it to Celery's broker after the transaction has committed. If the transaction rolls back,
+    nothing is sent. docs/celery.md lists the forms. Outside of `atomic()` it is an ordinary task. `self.retry()` and
+    `self.replace()` are sent at once. Use it as `@shared_task(base=TransactionalTask)`, or for all tasks:
+    `Celery("shop", task_cls=TransactionalTask)`. `using` names the database alias if transactions are open on several.
+    It needs OUTBOX['CELERY_APP'] and a consumer process.
     """
 
     abstract = True
     using: str | None = None
 
     def delay_on_commit(self, *args: Any, **kwargs: Any) -> None:
-        """What Celery's own task for Django offers; here it cannot be lost."""
+        """The same call as Celery's own task for Django; here the task cannot be lost."""
         self.apply_async(args, kwargs)
 
     def apply_async_on_commit(self, *args: Any, **kwargs: Any) -> None:
@@ -50,8 +50,8 @@ class TransactionalTask(RecordedTask):
             return current_transaction(self.using) is not None
         except TransactionUsageError as error:
             raise TransactionUsageError(
-                f"the task {name} joins the transaction that calls it; for a task, `using` is an option of its "
-                f"own, @shared_task(using='default'). {error}"
+                f"the task {name} joins the transaction that calls it; for a task, `using` is an option of its own, "
+                f"@shared_task(using='default'). {error}"
             ) from error
 
     def _recording(self) -> AbstractContextManager[None]:
@@ -61,9 +61,9 @@ class TransactionalTask(RecordedTask):
         settings = get_settings()
         if settings.celery_app is None:
             raise ConfigurationError(
-                f"the task {name} is called in a transaction, but OUTBOX['CELERY_APP'] is not set, so that nobody "
-                f"would hand it to Celery: write the dotted path of the app there, for example 'shop.celery.app', and "
-                f"run `manage.py migrate` for its topic."
+                f"the task {name} is called in a transaction, but OUTBOX['CELERY_APP'] is not set, so no process "
+                "would send it to Celery: write the dotted path of the app there, for example 'shop.celery.app', "
+                "and run `manage.py migrate` for its topic."
             )
         tag = name if len(name) <= MAX_TAG else ""
         publish(
@@ -72,7 +72,7 @@ class TransactionalTask(RecordedTask):
 
 
 def register_hand_over() -> None:
-    """Subscribe the service to its own tasks, if it has named its Celery app."""
+    """Subscribe the service to its own tasks, if CELERY_APP is set."""
     settings = get_settings()
     if settings.celery_app is None:
         return
@@ -97,9 +97,9 @@ def subscriber_task(topic: str, *, group: str, **options: Any) -> Callable[[AnyT
         @shared_task
         def send_receipt(order): ...
 
-    The consumer process hands the call to Celery's broker, and the message counts as handled when it is there; from
-    then on Celery's rules hold (acks_late, retries). A call that is handed over twice has the same task id.
-    `options` are those of `subscriber`.
+    The consumer process sends the call to Celery's broker, and the message counts as handled when that has it. From
+    then on Celery's rules apply (acks_late, retries). A call that is sent twice has the same task id. `options` are
+    those of `subscriber`.
     """
     options.setdefault("retry", _UNTIL_IT_IS_THERE)
 

@@ -1,4 +1,4 @@
-"""Check-back of this service's producer group, and whose turn a periodic pass of it is."""
+"""Check-back of this service's producer group, and which process runs its periodic pass."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ logger = logging.getLogger(__name__)
 
 
 def run_check_back(*, max_batches: int = 100, parked: bool = False) -> CheckCounts:
-    """Answer everything the broker asks this producer group now. Any number of processes may do so at once.
+    """Answer all due checks of this producer group now. Any number of processes may do so at once.
 
-    `parked` asks about the group's parked transactions as well, whenever their turn would be. Raises
-    ConfigurationError without PRODUCER_GROUP, and BrokerError when the broker cannot be asked.
+    `parked` also checks the group's parked transactions, before they are due. Raises ConfigurationError without
+    PRODUCER_GROUP, and BrokerError if the broker does not answer.
     """
     is_my_turn(CHECK_BACK, get_settings().check_interval_seconds, rest_seconds=0)
     if parked:
@@ -33,16 +33,16 @@ def run_check_back(*, max_batches: int = 100, parked: bool = False) -> CheckCoun
 
 
 def check_back(*, max_batches: int = 100) -> CheckCounts:
-    """One pass of check-back, whosever turn it is; raises as `run_check_back` does."""
+    """Run one pass of check-back, whichever process is due to run it; raises as `run_check_back` does."""
     group = get_settings().required_producer_group()
     broker = get_broker()
     return CheckBack(broker, group, LedgerChecker()).run_once(max_batches=max_batches)
 
 
 def settle_exhausted() -> CheckCounts:
-    """Decide by the ledger what RocketMQ gave up asking about; nothing on another engine. Raises BrokerError.
+    """Decide by the ledger the transactions that RocketMQ gave up; does nothing on other engines. Raises BrokerError.
 
-    Two processes that do so at once publish twice, which the inbox removes.
+    If two processes do so at once, messages are published twice; the inbox removes the duplicates.
     """
     settings, broker = get_settings(), get_broker()
     if not settings.is_rocketmq:
@@ -51,9 +51,9 @@ def settle_exhausted() -> CheckCounts:
 
 
 def is_my_turn(name: str, interval_seconds: float, *, rest_seconds: float | None = None) -> bool:
-    """Whether the periodic pass `name` is this process's to run now, and note that it begins.
+    """Whether this process should run the periodic pass `name` now; it records the start of the pass.
 
-    Also where that cannot be asked: a pass too many is harmless.
+    Also True if the broker does not answer: an extra pass is harmless.
     """
     group, broker = get_settings().producer_group, get_broker()
     if not group or not isinstance(broker, PostgresBroker):
@@ -61,5 +61,5 @@ def is_my_turn(name: str, interval_seconds: float, *, rest_seconds: float | None
     try:
         return broker.take_turn(group, name, interval_seconds=interval_seconds, rest_seconds=rest_seconds)
     except BrokerError as error:
-        logger.warning("whose turn %s is cannot be asked, it runs here: %s", name, error)
+        logger.warning("the broker does not say which process runs %s, so this one runs it: %s", name, error)
         return True

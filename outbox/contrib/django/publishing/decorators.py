@@ -1,4 +1,4 @@
-"""`@transactional_message`: a function, method or view whose local transaction and message stand or fall together."""
+"""`@transactional_message`: a function's local transaction and its message commit together or not at all."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from outbox.message import Message
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-# The part that is whole messages: instead of a topic and the parts of one.
+# The part that gives complete messages, instead of a topic and the parts of one.
 MESSAGES: Final = "messages"
 
 
@@ -92,24 +92,23 @@ def transactional_message(
 ) -> Callable[[Function], Function]:
     """Run the decorated function in `atomic()` together with a message that is delivered if and only if it commits.
 
-    `body`, `key`, `tag`, `headers` and `deliver_at` are values, or functions whose parameters are named like
-    parameters of the decorated function. One that has a parameter `result` gets what the function returned (an
-    id made by the database, say): then the message is built after the function ran, before COMMIT. What a caller passes
-    beyond the named parameters, by keyword into `**kwargs`, they find under its name.
+    `body`, `key`, `tag`, `headers` and `deliver_at` are values, or functions whose parameters are named like parameters
+    of the decorated function. A function with a parameter `result` gets the return value (with an id made by the
+    database, for example). The message is then built after the function ran, before COMMIT. Keyword arguments that go
+    into `**kwargs` are found under their names.
 
-    `messages`, in place of a topic and parts, is such a function that returns or yields any number of messages, of
-    any topics, made by `message(…)`; they become visible together or never.
+    `messages`, in place of a topic and parts, is such a function that returns or yields any number of messages, of any
+    topics, made by `message(…)`; they become visible together or never.
 
-    `check` is a look-up by message (the first of several),
-    `lambda m: Order.objects.filter(pk=m.key, status="paid").exists()`: with the ledger it
-    runs beside it and a disagreement is reported; without the ledger it decides. `immunity_seconds` is how long the
-    broker waits before it asks (for a function that runs long; default OUTBOX['IMMUNITY_SECONDS']). `using` is the
-    alias of the transaction; without it, it is the one that the database routers choose, and a write to another is
-    refused. `durable` refuses to be nested in another transaction.
+    `check` is a look-up by message (the first of several), for example `lambda m: Order.objects.filter(pk=m.key,
+    status="paid").exists()`. With the ledger it runs in addition, and a disagreement is reported. Without the ledger it
+    decides. `immunity_seconds` is how long the broker waits before the first check (for a function that runs long;
+    default OUTBOX['IMMUNITY_SECONDS']). `using` is the alias of the transaction. Without it, the database routers
+    choose it, and a write to another alias is refused. `durable` refuses to be nested in another transaction.
 
-    Nested in another `atomic()` (ATOMIC_REQUESTS too) the message follows the outermost commit. Async functions
-    run with the transaction on their own synchronous thread. An exception that leaves the function rolls back.
-    Raises ConfigurationError at decoration for what cannot work.
+    Nested in another `atomic()` (ATOMIC_REQUESTS too) the message follows the outermost commit. Async functions run
+    with the transaction on their own synchronous thread. An exception that leaves the function rolls back. Raises
+    ConfigurationError at decoration for an impossible declaration.
     """
     parts = {"body": body, "key": key, "tag": tag, "headers": headers, "deliver_at": deliver_at}
     if messages is None:
@@ -154,7 +153,10 @@ def _check_several(messages: Any, **others: Any) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Decorator:
-    """What was said about the messages, to be applied to a function. `topic` is empty where they say it."""
+    """The declared parts of the messages, to be applied to a function.
+
+    `topic` is empty if `messages` gives the topics.
+    """
 
     topic: str
     given: Mapping[str, Any]
@@ -176,13 +178,13 @@ class _Decorator:
         return cast(Function, _wrap(function, call))
 
     def _register_check(self, function: Callable[..., Any]) -> str:
-        """The name by which other processes find the look-up, '' without one."""
+        """The name by which other processes find the look-up, or ''."""
         if self.check is None:
             return ""
         if not has_a_name(function):
             raise ConfigurationError(
                 f"check= of {self._about} needs a function that every process finds by its name: put "
-                f"@transactional_message next to a def, not into method_decorator or around functools.partial."
+                "@transactional_message next to a def, not into method_decorator or around functools.partial."
             )
         checker = path_of(function)
         register_lookup(checker, self.check)
@@ -193,7 +195,7 @@ class _Decorator:
         return f"topic {self.topic!r}" if self.topic else "several messages"
 
     def build(self, values: dict[str, Any], name: str) -> list[Message]:
-        """The messages of one call of the function called `name`, from the values of its parts."""
+        """The messages of one call of the function `name`, from the values of its parts."""
         if MESSAGES in values:
             return messages_of(values[MESSAGES], f"messages= of {name}")
         return [message(self.topic, values.pop("body"), delay=self.delay, **values)]
@@ -201,7 +203,7 @@ class _Decorator:
 
 def _wrap(function: Callable[..., Any], call: _Call) -> Callable[..., Any]:
     if is_asynchronous(function):
-        # The transaction lives on one synchronous thread; the ORM calls that the coroutine awaits run on it too.
+        # The transaction is on one synchronous thread; the coroutine's ORM calls run on it too.
         synchronous = async_to_sync(cast(Callable[..., Awaitable[Any]], function))
         run = sync_to_async(functools.partial(call.run, synchronous), thread_sensitive=True)
 
@@ -238,13 +240,13 @@ def _refuse_unsuitable(function: Any) -> None:
         parameters = signature_of(function).parameters
     except ValueError:
         raise ConfigurationError(
-            f"{name} does not tell its parameters, so the parts of a message cannot find them: decorate a def that "
-            f"calls it."
+            f"{name} has no readable signature, so the parts of a message cannot find its parameters: decorate a def "
+            "that calls it."
         ) from None
     if RESULT in parameters:
         raise ConfigurationError(
-            f"{name} has a parameter called 'result', which @transactional_message uses for its return value: call it "
-            f"something else."
+            f"{name} has a parameter called 'result', which @transactional_message uses for its return value: rename "
+            "it."
         )
 
 
@@ -259,7 +261,7 @@ class _Call:
     checker: str
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Open the block, publish, run, leave the block; report a rollback where it is certain."""
+        """Open the block, publish, run, leave the block; report a rollback if it is certain."""
         arguments = arguments_of(self.signature, args, kwargs)
         alias = self.decorator.using or _default_alias()
         watched = None if self.decorator.using else alias
@@ -278,7 +280,7 @@ class _Call:
         return result
 
     def _inside(self, block: _Block, function: Callable[[], Any], arguments: Mapping[str, Any]) -> Any:
-        """Publish and run, in the order that the parts ask for."""
+        """Publish and run, in the order that the parts need."""
         connection = block.connection
         is_late = any(part.needs_result for part in self.parts.values())
         if not is_late:
@@ -295,7 +297,7 @@ class _Call:
         return result
 
     def _publish(self, connection: BaseDatabaseWrapper, arguments: Mapping[str, Any]) -> Published | None:
-        """Publish what the parts make; None where that is no message at all."""
+        """Publish the built messages; None if there are none."""
         built = self.decorator.build(
             {what: part.of(arguments, self.name) for what, part in self.parts.items()}, self.name
         )
@@ -311,19 +313,19 @@ class _Call:
 
 @dataclass
 class _Block:
-    """One run of a block, and what was published in it."""
+    """One run of a block, and the messages published in it."""
 
     connection: BaseDatabaseWrapper
     published: Published | None = None
 
     def report_rollback(self) -> None:
-        """Say so to the broker, where it had a half message."""
+        """Report a certain rollback to the broker, if it has a half message."""
         if self.published is not None and self.published.half is not None:
             report_rollback(self.connection, self.published.half, self.published.xid)
 
 
 def _default_alias() -> str:
-    """Where an app without a say of its own would write: what the routers choose for the ledger."""
+    """The default alias: the one that the routers choose for writes to the ledger."""
     from outbox.contrib.django.models import LedgerEntry
 
     return router.db_for_write(LedgerEntry)

@@ -1,7 +1,7 @@
-"""Writes that go to another database than the transaction that decides about the message.
+"""Refuses writes to another database than that of the transaction that decides about the message.
 
-A router may send a model elsewhere than the transaction that `@transactional_message` opened without being told
-where: the row would stay when the function fails, and the message be rolled back. Such a write is refused.
+A router may send a model's write to another alias than the one that `@transactional_message` chose without `using`. If
+the function then failed, the row would stay and the message would be rolled back. Such a write is refused.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from django.db import connections
 
 from outbox.errors import TransactionUsageError
 
-# A statement that changes rows, behind comments and parentheses; WITH may do so further on.
+# A statement that changes rows, after comments and parentheses; WITH may contain one.
 _WRITES: Final = re.compile(
     r"(?:\s|\(|--[^\n]*\n|/\*.*?\*/)*"
     r"(?:(?:INSERT|UPDATE|DELETE|MERGE|REPLACE|TRUNCATE|COPY)\b"
@@ -26,7 +26,7 @@ _WRITES: Final = re.compile(
 
 
 class _Watch:
-    """Refuses what a function writes on other aliases than its own."""
+    """Refuses a function's writes on aliases other than its own."""
 
     def __init__(self, alias: str, name: str) -> None:
         self.alias = alias
@@ -44,8 +44,9 @@ class _Watch:
         return TransactionUsageError(
             f"{self.name} wrote to {alias!r} ({' '.join(statement.split())[:60]}…), but its message follows the "
             f"transaction on {self.alias!r}: had the function failed, the row would have stayed without its message. "
-            f"Say which database decides: @transactional_message(…, using={alias!r}), or using={self.alias!r} if this "
-            f"write may go its own way. It was not executed, and the transaction is rolled back."
+            "The write was not executed, and the transaction is rolled back. Say which database decides: "
+            f"@transactional_message(…, using={alias!r}), or using={self.alias!r} if this write may commit "
+            "separately."
         )
 
 
@@ -54,10 +55,10 @@ _watching: ContextVar[_Watch | None] = ContextVar("outbox_watching", default=Non
 
 @contextmanager
 def writes_stay_on(alias: str | None, name: str) -> Iterator[None]:
-    """Refuse, within the block and this thread, writes on every other alias than this one; None: allow them again.
+    """Refuse, within the block and this thread, writes on every other alias; None: allow them again.
 
-    Raises TransactionUsageError at the write, before it is executed, and once more at the end of the block when
-    the caller has swallowed it. Seen is what goes through Django's cursors. Costs nothing with one database.
+    Raises TransactionUsageError before the write is executed. If the caller swallows it, it is raised again at the end
+    of the block. Only writes through Django's cursors are seen. With one database it costs nothing.
     """
     watch = _Watch(alias, name) if alias is not None else None
     token = _watching.set(watch)

@@ -1,9 +1,9 @@
-"""What a producer reports about its half transactions after the fact: ends where it is certain, hints where not.
+"""A producer's reports after its transaction: a decision if it is certain, otherwise a hint to check soon.
 
-Django runs `on_commit` after COMMIT was called, not after it happened: PostgreSQL answers COMMIT with ROLLBACK, and
-no error, when a statement failed and the application swallowed it; and it runs for work that a manual
-`savepoint_rollback` undid. So COMMIT is reported only for a ledger row that is there. A row that is not there proves
-nothing (a lagging replica hides it): then check-back is asked to look soon.
+Django runs `on_commit` after it has called COMMIT, which does not prove a commit. If a statement failed and the
+application swallowed the error, PostgreSQL answers COMMIT with ROLLBACK and no error. `on_commit` also runs for work
+that a manual `savepoint_rollback` undid. So COMMIT is reported only if the ledger row is visible. A missing row proves
+nothing (a lagging replica hides it); then check-back is asked to check soon.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """The receipts of one call, and its half transaction if it went the two-phase path.
+    """The receipts of one call, and its half transaction if it took the two-phase path.
 
-    `xid` is the id that the database gave the local transaction (see ledger.insert_committed).
+    `xid` is the database's id of the local transaction (see ledger.insert_committed).
     """
 
     receipts: Sequence[SendReceipt]
@@ -47,7 +47,7 @@ class Published:
 
 
 def report_after_commit(connection: BaseDatabaseWrapper, half: HalfTransaction) -> None:
-    """Have the end of `half` reported once the open block has committed."""
+    """Report the decision of `half` after the open block has committed."""
     halves = watch_of(connection).halves
     halves.add(half.transaction_id)
     transaction.on_commit(partial(_after_commit, connection.alias, half, halves), using=connection.alias, robust=True)
@@ -62,23 +62,23 @@ def _after_commit(alias: str, half: HalfTransaction, halves: BlockHalves) -> Non
 
 
 def _in_ledger(connection: BaseDatabaseWrapper, halves: BlockHalves) -> set[UUID]:
-    """Looked up once for all that the block published, on the connection that wrote it."""
+    """One look-up for all half messages of the block, on the connection that wrote them."""
     if halves.in_ledger is None:
         try:
             sync_pipeline(connection)
             halves.in_ledger = ledger.committed(connection, halves.ids)
         except Exception as error:
-            # The transaction is over, whatever happened to its connection since.
+            # The transaction has ended, even if its connection has changed since.
             logger.info("the ledger on %r cannot be read, check-back will: %s", connection.alias, error)
             halves.in_ledger = set()
     return halves.in_ledger
 
 
 def confirm_before_commit(connection: BaseDatabaseWrapper, published: Published, name: str) -> None:
-    """The last statement of a block of ours: what it published first is still part of its transaction.
+    """The last statement of a block of this package: verify that its first message still belongs to its transaction.
 
-    Raises TransactionUsageError where it is not: `name` may not be said to have succeeded. A block that the
-    application marked for rollback is left alone, unless its connection is gone.
+    Otherwise it raises TransactionUsageError, because `name` must not seem to have succeeded. A block that the
+    application marked for rollback is not checked, unless its connection is gone.
     """
     if connection.closed_in_transaction:
         raise lost(connection, name, "its connection was closed")
@@ -90,7 +90,7 @@ def confirm_before_commit(connection: BaseDatabaseWrapper, published: Published,
         except (InternalError, DriverError) as error:
             raise lost(connection, name, str(error).strip()) from error
     if not is_there:
-        raise lost(connection, name, "what was published in it is gone (a ROLLBACK was executed inside it)")
+        raise lost(connection, name, "the messages published in it are gone (a ROLLBACK was executed inside it)")
 
 
 def _is_there(connection: BaseDatabaseWrapper, published: Published) -> bool:
@@ -102,12 +102,12 @@ def _is_there(connection: BaseDatabaseWrapper, published: Published) -> bool:
 
 def _is_half_there(connection: BaseDatabaseWrapper, half: HalfTransaction) -> bool:
     if half.ledger_id is None:
-        # No row tells; what is reported after COMMIT is a hint only.
+        # There is no row to read, so the report after COMMIT is only a hint.
         return True
     halves = watch_of(connection).halves
     found = ledger.committed(connection, halves.ids)
     if len(connection.atomic_blocks) == 1 and not in_pipeline(connection):
-        # Only COMMIT follows, so that nothing needs to be looked up after it.
+        # Only COMMIT follows, so no look-up is needed after it.
         halves.in_ledger = found
     return half.transaction_id in found
 
@@ -118,16 +118,16 @@ def _is_decision_there(connection: BaseDatabaseWrapper, transaction_id: UUID) ->
 
 
 def mark_transaction(connection: BaseDatabaseWrapper, name: str) -> str:
-    """What tells later whether the transaction is still the same, for a block of ours that publishes at its end."""
+    """A mark that shows later whether the transaction is the same, for a block that publishes at its end."""
     if connection.vendor != "postgresql":
         return ""
-    # psycopg's BEGIN travels with the statement.
+    # psycopg sends BEGIN together with the statement.
     with naming(f"the transaction of {name}", connection), connection.connection.pipeline():
         return ledger.current_xid(connection)
 
 
 def require_marked(connection: BaseDatabaseWrapper, mark: str, name: str) -> None:
-    """Raise TransactionUsageError when the transaction is another one than was marked; nothing is published yet."""
+    """Raise TransactionUsageError if the transaction differs from the marked one; nothing is published yet."""
     require_whole(connection, f"publishing for {name}")
     with naming(f"publishing for {name}", connection):
         is_same = not mark or ledger.current_xid(connection) == mark
@@ -136,7 +136,7 @@ def require_marked(connection: BaseDatabaseWrapper, mark: str, name: str) -> Non
 
 
 def report_rollback(connection: BaseDatabaseWrapper, half: HalfTransaction, xid: str) -> None:
-    """After a block of ours was left without a commit: report ROLLBACK where that is certain, else ask for a check."""
+    """After a block of this package ended without a commit: report ROLLBACK if it is certain, else ask for a check."""
     if half.ledger_id is not None and _is_rolled_back(connection, half, xid):
         _end_soon(half, Decision.ROLLBACK)
     else:
@@ -146,14 +146,14 @@ def report_rollback(connection: BaseDatabaseWrapper, half: HalfTransaction, xid:
 def _is_rolled_back(connection: BaseDatabaseWrapper, half: HalfTransaction, xid: str) -> bool:
     raw = connection.connection
     if raw is None or getattr(raw, "closed", False) or connection.needs_rollback:
-        # Not worth a new connection; or Django lets no statement through before the outer block has ended.
+        # Do not open a new connection for it. It also fails if Django allows no statement before the outer block ends.
         return False
     try:
         sync_pipeline(connection)
         return ledger.is_rolled_back(connection, half.transaction_id, xid)
     except Exception as error:
         logger.info(
-            "how %s ended on %r cannot be asked, check-back will: %s",
+            "how %s ended on %r could not be read, check-back will: %s",
             half.transaction_id,
             connection.alias,
             error,
@@ -163,7 +163,7 @@ def _is_rolled_back(connection: BaseDatabaseWrapper, half: HalfTransaction, xid:
 
 
 def _end_soon(half: HalfTransaction, decision: Decision) -> None:
-    """Report a decision without waiting. The in-memory broker is told at once, so that tests need not wait either."""
+    """Report a decision without waiting. The in-memory broker gets it at once, so that tests need not wait either."""
     if tracing.tracer is not None:
         tracing.tracer.decided(half, decision)
     end = EndTransaction(transaction_id=half.transaction_id, decision=decision, producer_group=half.producer_group)

@@ -1,4 +1,4 @@
-"""A producer of which there may be one at a time: an instance that takes its id over fences the older ones."""
+"""A producer with at most one active instance: an instance that takes over its id fences the older ones."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _BACKOFF: Final = Backoff(first_seconds=0.05, longest_seconds=1.0, factor=2)
 
 
 class FencedProducer:
-    """The newest instance of a logical producer; made by `fenced_producer`. May be shared by threads."""
+    """The newest instance of a logical producer; made by `fenced_producer`. Threads may share it."""
 
     def __init__(self, instance: ProducerEpoch) -> None:
         self.instance: Final = instance
@@ -27,16 +27,16 @@ class FencedProducer:
     def transaction(
         self, *, using: str | None = None, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
     ) -> MessageTransaction:
-        """Like `message_transaction()`; leaving it raises ProducerFenced once a newer instance is there."""
+        """Like `message_transaction()`; leaving it raises ProducerFenced if there is a newer instance."""
         return MessageTransaction(using=using, timeout_seconds=timeout_seconds, producer=self.instance)
 
 
 def fenced_producer(transactional_id: str, *, wait_seconds: float = 30.0) -> FencedProducer:
     """Take over `transactional_id` within this service's PRODUCER_GROUP; call it once, when the process starts.
 
-    From then on older instances are refused. What they left undecided is settled first, by check-backs that do not
-    wait for immunity, at most `wait_seconds` long. Raises LeftoversUndecided when that was not enough (an older
-    instance is still inside its transaction, or nobody can answer); the older ones are fenced all the same, unless the
+    From then on older instances are refused. Their undecided transactions are settled first, by check-backs that do not
+    wait for immunity, for at most `wait_seconds`. Raises LeftoversUndecided if that was not enough: an older instance
+    is still inside its transaction, or no process can answer. The older instances are fenced then, too, unless the
     message says otherwise.
     """
     names.check_group(transactional_id)
@@ -53,8 +53,8 @@ def fenced_producer(transactional_id: str, *, wait_seconds: float = 30.0) -> Fen
                 raise LeftoversUndecided(
                     f"producer {transactional_id!r} of group {group!r}: {len(left)} transactions of older instances "
                     f"are undecided after {wait_seconds:g} s, the first is {left[0]}. `manage.py outbox_trace "
-                    f"{left[0]}` tells what its checks answered; a local transaction that is still running has to end "
-                    f"first. The older instances are fenced; call this again."
+                    f"{left[0]}` shows the answers of its checks; a local transaction that is still running must end "
+                    "first. The older instances are fenced; call this again."
                 )
             pause.wait(pause_seconds)
         run_check_back()

@@ -1,8 +1,8 @@
 """`message_transaction()`: several messages, to several topics, that become visible together or never.
 
-Inside `atomic()` they share one ledger row, one half batch, one decision and one row of the op log, however many there
-are. Outside they are stored by one statement when the block is left, so that no transaction is ever open in the
-broker: one that is abandoned delays nobody, because nobody but its process knows of it.
+Inside `atomic()` they share one ledger row, one half batch, one decision and one row of the op log, whatever their
+number. Outside, one statement stores them when the block is left. So no transaction is ever open in the broker: an
+abandoned one delays no other, because only its own process knows of it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from outbox.errors import InvalidMessage, TransactionTimedOut, TransactionUsageE
 from outbox.message import Message, SendReceipt
 from outbox.transaction import ProducerEpoch
 
-# All messages of a transaction travel in one statement, and wait in this process until then.
+# All messages of a transaction are sent in one statement, and wait in this process until then.
 MAX_BYTES: Final = 64 * 1024 * 1024
 
 DEFAULT_TIMEOUT_SECONDS: Final = 60.0
@@ -38,16 +38,16 @@ def message_transaction(
             tx.publish("orders", {...}, key=order.pk)
             tx.publish("points", {...}, key=order.customer_id)
 
-    Inside `atomic()` it joins that transaction (`using` names its alias where several are open); the messages are
-    stored when the block is left, with the keys of FIFO topics locked in one order. Outside of `atomic()` they are
-    sent when the block is left, if it was open for at most `timeout_seconds`. An exception that leaves the block drops
-    them; so does one of `publish`, even where it was caught inside.
+    Inside `atomic()` it joins that transaction (`using` names its alias if several are open). The messages are stored
+    when the block is left, with the keys of FIFO topics locked in one order. Outside of `atomic()` they are sent when
+    the block is left, if it was open for at most `timeout_seconds`. An exception that leaves the block drops them. So
+    does an exception of `publish`, even if it was caught inside.
     """
     return MessageTransaction(using=using, timeout_seconds=timeout_seconds)
 
 
 class MessageTransaction:
-    """The messages of one `message_transaction()` block. For one thread, and entered once."""
+    """The messages of one `message_transaction()` block. For one thread, and one use."""
 
     def __init__(
         self, *, using: str | None = None, timeout_seconds: float, producer: ProducerEpoch | None = None
@@ -66,14 +66,12 @@ class MessageTransaction:
 
     @property
     def receipts(self) -> Sequence[SendReceipt]:
-        """One per message, in their order; empty until the block has been left."""
+        """One receipt per message, in order; empty until the block has been left."""
         return self._receipts
 
     def __enter__(self) -> Self:
         if self._entered_at is not None:
-            raise TransactionUsageError(
-                "this message_transaction() was entered before: write a new one for each block."
-            )
+            raise TransactionUsageError("this message_transaction() was used before: write a new one for each block.")
         self._connection = current_transaction(self._using)
         self._block = _innermost(self._connection)
         self._entered_at = time.monotonic()
@@ -90,10 +88,10 @@ class MessageTransaction:
         delay: float | timedelta | None = None,
         deliver_at: datetime | None = None,
     ) -> UUID:
-        """Add a message and return its id; it is encoded and checked now, stored when the block is left.
+        """Add a message and return its id; it is encoded and checked now, and stored when the block is left.
 
-        The parameters are those of `publish`. Raises UsageError for what can never be sent, and then nothing of the
-        transaction is.
+        The parameters are those of `publish`. Raises UsageError for a message that can never be sent; then no message
+        of the transaction is sent.
         """
         try:
             built = message(topic, body, key=key, tag=tag, headers=headers, delay=delay, deliver_at=deliver_at)
@@ -116,7 +114,7 @@ class MessageTransaction:
     def _store(self) -> None:
         if self._failure is not None:
             raise TransactionUsageError(
-                f"a message of this message_transaction() could not be added ({self._failure}), so that none of its "
+                f"a message of this message_transaction() could not be added ({self._failure}), so none of its "
                 f"{len(self._messages)} others is sent: let that error leave the block, or publish it by itself."
             ) from self._failure
         if not self._messages:
@@ -136,12 +134,12 @@ class MessageTransaction:
         if self._size > MAX_BYTES:
             raise InvalidMessage(
                 f"{name}: the bodies of this transaction would be larger than {MAX_BYTES // 1024**2} MiB together "
-                f"({len(self._messages)} messages before it). Nothing of it was sent; send fewer at a time."
+                f"({len(self._messages)} messages before it). None of it was sent; send fewer at a time."
             )
         self._messages.append(built)
 
     def _refuse_another_block(self, name: str) -> None:
-        """A savepoint that is rolled back would not take the message with it: it is stored outside of it."""
+        """The rollback of an inner savepoint would leave the message: it is stored outside of the savepoint."""
         found = current_transaction(self._using if self._connection is None else self._connection.alias)
         if found is self._connection and _innermost(found) is self._block:
             return
@@ -158,8 +156,8 @@ class MessageTransaction:
             raise TransactionTimedOut(
                 f"the transaction of {len(self._messages)} messages beginning with {self._messages[0].message_id} "
                 f"(topic {self._messages[0].topic!r}) was open for {open_seconds:.1f} s, its limit is "
-                f"{self._timeout_seconds:g} s. Nothing of it was published: what it is based on may be out of date. "
-                f"Run it again, or give a longer message_transaction(timeout_seconds=…)."
+                f"{self._timeout_seconds:g} s. None of it was published, because the data behind it may be out of "
+                "date. Run it again, or give a longer message_transaction(timeout_seconds=…)."
             )
 
 

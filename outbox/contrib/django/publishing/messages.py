@@ -1,4 +1,4 @@
-"""Messages from what an application has: any body, any key, a delay."""
+"""Builds messages from an application's values: any body, any key, a delay."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def message(
 
 
 def messages_of(given: Iterable[Message], name: str) -> list[Message]:
-    """What was given as several messages, as a list. Raises UsageError for anything else; `name` is who took it."""
+    """Several messages, as a list. Raises UsageError for anything else; `name` is the calling function."""
     found: list[Any] = list(given) if isinstance(given, Iterable) else [given]
     wrong = [item for item in found if not isinstance(item, Message)]
     if wrong or isinstance(given, Message):
@@ -49,14 +49,14 @@ def messages_of(given: Iterable[Message], name: str) -> list[Message]:
 
 
 def key_text(key: object) -> str:
-    """A key as messages carry it; ints and UUIDs are written as text."""
+    """A key as text; ints and UUIDs are converted."""
     if isinstance(key, (int, UUID)) and not isinstance(key, bool):
         return str(key)
     return cast(str, key)
 
 
 def wait_of(topic: str, delay: float | timedelta | None, deliver_at: datetime | None) -> timedelta | None:
-    """What `delay` asks for. Raises UsageError for what is none, and when `deliver_at` is given too."""
+    """The delay as a timedelta. Raises UsageError for an invalid one, and if `deliver_at` is given too."""
     if delay is None:
         return None
     if deliver_at is not None:

@@ -1,4 +1,4 @@
-"""The parts of a message under `@transactional_message`: values, or functions of what the function is called with."""
+"""The parts of a message under `@transactional_message`: values, or functions of the decorated function's arguments."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from typing import Any, Final
 from outbox.contrib.django.subscribers.callables import is_asynchronous, is_generator, name_of, signature_of
 from outbox.errors import ConfigurationError, UsageError
 
-# The parameter of a part that gets what the decorated function returned.
+# The parameter of a part that receives the return value of the decorated function.
 RESULT: Final = "result"
 
-# What a part is that was not given, where None is a value too.
+# The value of a part that was not given; None is a valid value.
 NOT_GIVEN: Final[Any] = object()
 
-# The parameter kinds that have no name a caller could use.
+# The parameter kinds that a caller cannot name.
 _COLLECTING: Final = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 @dataclass(frozen=True, slots=True)
 class MessagePart:
-    """One property of the message: a value, or a function and the names of the arguments it wants.
+    """One property of the message: a value, or a function and the names of its arguments.
 
-    `optional` are those it has a default for. `others` names the `**kwargs` of the decorated function, where a name
+    `optional` are the arguments with a default. `others` names the `**kwargs` of the decorated function, where a name
     may also be found; '' without one.
     """
 
@@ -36,11 +36,11 @@ class MessagePart:
 
     @property
     def needs_result(self) -> bool:
-        """Whether it can only be built when the function has run."""
+        """Whether it can be built only after the function has run."""
         return self.wanted is not None and RESULT in (*self.wanted, *self.optional)
 
     def of(self, arguments: Mapping[str, Any], name: str) -> Any:
-        """The value for one call of the function called `name`, or what the part raises.
+        """The value for one call of the function `name`. An error of the part is raised.
 
         Raises UsageError for an argument that was not passed.
         """
@@ -49,17 +49,18 @@ class MessagePart:
         known = {**arguments.get(self.others, {}), **arguments}
         if lacking := [wanted for wanted in self.wanted if wanted not in known]:
             raise UsageError(
-                f"{self.what}= of {name} wants {', '.join(map(repr, lacking))}, which this call did not pass by name. "
-                f"Nothing was published, and the transaction is rolled back: pass it, or give the part a default."
+                f"{self.what}= of {name} needs {', '.join(map(repr, lacking))}, which this call did not pass by "
+                "name. Nothing was published, and the transaction is rolled back: pass it, or give the part a "
+                "default."
             )
         names = (*self.wanted, *self.optional)
         return self.value(**{wanted: known[wanted] for wanted in names if wanted in known})
 
 
 def part(function: Callable[..., Any], what: str, value: Any, *, may_yield: bool = False) -> MessagePart:
-    """The part `what` of the messages of `function`. Raises ConfigurationError for one that could not be called.
+    """The part `what` of the messages of `function`. Raises ConfigurationError for one that cannot be called.
 
-    `may_yield`: it may be a generator, which is run to its end when the messages are built.
+    `may_yield`: it may be a generator, which runs to its end when the messages are built.
     """
     if not callable(value):
         return MessagePart(what, value)
@@ -89,8 +90,8 @@ def _parameters(name: str, what: str, value: Callable[..., Any]) -> list[inspect
         return list(signature_of(value).parameters.values())
     except ValueError:
         raise ConfigurationError(
-            f"{what}= of {name} is {value!r}, which does not tell its parameters: write a function of the parameters "
-            f"of {name}, like `lambda order: {{'id': order.pk}}`, or a value."
+            f"{what}= of {name} is {value!r}, which has no readable signature: write a function of the parameters of "
+            f"{name}, like `lambda order: {{'id': order.pk}}`, or a value."
         ) from None
 
 

@@ -1,9 +1,8 @@
-"""`publish`: bind messages to the local transaction that is open, or send them at once where none is.
+"""`publish`: binds messages to the open local transaction, or sends them at once if there is none.
 
-Inside `atomic()`, in this order: the lock of a FIFO key, the ledger row, the half message (durable before the
-business work goes on), the business work, COMMIT, the end message. Where the application's connection is
-connected to the broker's own database, the message is written by that connection instead, and shares the fate
-of its transaction.
+Inside `atomic()`, in this order: the lock of a FIFO key, the ledger row, the half message (durable before the business
+work continues), the business work, COMMIT, the end message. If the application's connection leads to the broker's own
+database, that connection writes the message instead, as part of its transaction.
 """
 
 from __future__ import annotations
@@ -71,16 +70,15 @@ def publish(
 ) -> SendReceipt:
     """Publish one message and return its receipt.
 
-    Inside `atomic()` it is delivered if and only if that transaction commits; outside it is sent at once.
-    `body` is encoded by the topic's codec (JSON unless declared otherwise). `key` orders messages on FIFO topics;
-    ints and UUIDs are written as text. `delay` (seconds or timedelta, counted by the broker from when it stores the
-    message) or `deliver_at` (aware, unless USE_TZ is off) postpones delivery, on topics of type DELAY.
-    `immunity_seconds` is how long the broker waits before it asks about this transaction (for one that runs long;
-    default OUTBOX['IMMUNITY_SECONDS']). `using` names the alias of the
-    transaction where several are open.
+    Inside `atomic()` it is delivered if and only if that transaction commits; outside it is sent at once. `body` is
+    encoded by the topic's codec (JSON unless declared otherwise). `key` orders messages on FIFO topics; ints and UUIDs
+    are written as text. `delay` (seconds or timedelta, counted by the broker from when it stores the message) or
+    `deliver_at` (aware, unless USE_TZ is off) postpones delivery, on topics of type DELAY. `immunity_seconds` is how
+    long the broker waits before its first check of this transaction (for one that runs long; default
+    OUTBOX['IMMUNITY_SECONDS']). `using` names the alias of the transaction if several are open.
 
-    Raises UsageError for what can never be sent, and BrokerError when the broker did not store it. Either way the
-    surrounding atomic block is marked for rollback, whatever the caller does with the exception.
+    Raises UsageError for a message that can never be sent, and BrokerError if the broker did not store it. Either way
+    the surrounding atomic block is marked for rollback, even if the caller swallows the exception.
     """
     with failing_takes_the_block_along(using):
         built = message(topic, body, key=key, tag=tag, headers=headers, delay=delay, deliver_at=deliver_at)
@@ -101,8 +99,8 @@ def publish_many(
 ) -> list[SendReceipt]:
     """Publish one message per body: one transaction id, one statement, all or none.
 
-    `key` and `tag` may be functions of a body. Otherwise like `publish`. For messages that differ in more, or in
-    their topics, build them with `message` and pass them to `publish_messages`.
+    `key` and `tag` may be functions of a body. Otherwise like `publish`. If messages differ in more, or in their
+    topics, build them with `message` and pass them to `publish_messages`.
     """
     with failing_takes_the_block_along(using):
         if isinstance(bodies, (str, bytes, Mapping)):
@@ -143,7 +141,7 @@ def _awaitable(
 ) -> Callable[Parameters, Coroutine[Any, Any, Result]]:
     @functools.wraps(function)
     async def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
-        # Thread-sensitive: on the thread, and so in the transaction, of the async code's database calls.
+        # Thread-sensitive: it runs on the thread, and so in the transaction, of the async code's database calls.
         return await sync_to_async(function, thread_sensitive=True)(*args, **kwargs)
 
     call.__name__ = call.__qualname__ = f"a{function.__name__}"
@@ -164,8 +162,8 @@ apublish_messages = _awaitable(publish_messages, """`publish_messages`, to be aw
 
 
 @async_unsafe(
-    "publish() waits for databases: in a coroutine write `await apublish(…)`, which also joins the transaction of an "
-    "async subscriber or of @transactional_message."
+    "publish() waits for databases: in a coroutine write `await apublish(…)`, which also joins the transaction of "
+    "an async subscriber or of @transactional_message."
 )
 def publish_bound(
     messages: Sequence[Message],
@@ -177,9 +175,9 @@ def publish_bound(
 ) -> Published:
     """Like `publish_messages`.
 
-    `checker` names the look-up that check-back runs (`transactional_message(check=…)`), `producer` the instance that
-    has to be the newest of its transactional id. When it raises, the caller has the block rolled back: a half may have
-    been stored all the same, and without its ledger row check-back rolls it back.
+    `checker` names the look-up that check-back runs (`transactional_message(check=…)`). `producer` is the instance that
+    must be the newest of its transactional id. If it raises, the caller must roll back the block. A half may have been
+    stored all the same; without its ledger row check-back rolls it back.
     """
     with tracing.publishing(messages) as traced:
         return _publish(traced, using, _HalfTerms(checker, immunity_seconds, producer))
@@ -208,7 +206,7 @@ def _publish(messages: Sequence[Message], using: str | None, terms: _HalfTerms) 
 
 @contextmanager
 def _measured(messages: Sequence[Message], path: str) -> Iterator[None]:
-    """Tell the recorder, if there is one, what was published and how long it took."""
+    """Pass the publish call and its duration to the recorder, if there is one."""
     recorder = measures.recorder
     if recorder is None:
         yield
@@ -247,7 +245,7 @@ def _publish_atomic(
     return receipts
 
 
-# Whether an append has failed in this process since the last one that worked.
+# Whether an append has failed in this process since the last successful one.
 _has_failed = False
 
 
@@ -279,7 +277,7 @@ def _wake_after_commit() -> None:
 
 @dataclass(frozen=True, slots=True)
 class _HalfTerms:
-    """What a half message carries beside its messages (see HalfTransaction)."""
+    """The other fields of a half message, besides its messages (see HalfTransaction)."""
 
     checker: str
     immunity_seconds: int | None
@@ -292,7 +290,7 @@ def _publish_two_phase(
     group = settings.required_producer_group()
     if not settings.ledger and not terms.checker:
         raise ConfigurationError(
-            f"OUTBOX['LEDGER'] is off, so nobody could answer a check-back about the message for "
+            "OUTBOX['LEDGER'] is off, so no process could answer a check-back about the message for "
             f"{messages[0].topic!r}: publish through @transactional_message(check=…), or turn the ledger on."
         )
     if not settings.in_memory and in_test_case(connection):
@@ -323,7 +321,7 @@ def _enter_in_ledger(connection: BaseDatabaseWrapper, first: Message) -> tuple[s
     return entered
 
 
-# -- what both share --------------------------------------------------------------------------------
+# -- both paths ---------------------------------------------------------------------------------------
 
 
 def _lock_keys(connection: BaseDatabaseWrapper, topics: Sequence[Topic | None], messages: Sequence[Message]) -> None:
@@ -338,7 +336,10 @@ def _lock_keys(connection: BaseDatabaseWrapper, topics: Sequence[Topic | None], 
 
 
 def _topic(settings: OutboxSettings, name: str) -> Topic | None:
-    """The topic as declared here, else as the broker knows it; None where the broker will say what is wrong."""
+    """The topic as declared in the settings, else as the broker knows it.
+
+    None: the broker will report what is wrong.
+    """
     declared = settings.topics.get(name)
     if declared is not None:
         return declared.topic

@@ -1,4 +1,4 @@
-"""What an application or its operator asks of the broker beside publishing: recall, and the switch."""
+"""Requests of an application or its operator to the broker besides publishing: recall, and the switch."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from outbox.recall import Recall
 
 @async_unsafe("recall() waits for a database: in a coroutine write `await sync_to_async(recall)(…)`.")
 def recall(message_id: UUID) -> Recall:
-    """Take back a message that waits for its delivery time, or for a retry; the result says what became of it.
+    """Recall a message that waits for its delivery time, or for a retry; the result gives its outcome.
 
-    It takes effect at once and for good, so it is refused inside a transaction, which could roll back: call it in
-    `transaction.on_commit`. A message that is in its queue already is delivered. Raises BrokerError.
+    It takes effect at once and cannot be undone. So it is refused inside a transaction, which could roll back: call it
+    in `transaction.on_commit`. A message that is already in its queue is delivered. Raises BrokerError.
     """
     _refuse_in_transaction("recall(…)")
     return _settled_broker().recall([message_id])[0]
@@ -29,7 +29,7 @@ def recall(message_id: UUID) -> Recall:
 
 @async_unsafe("recall_key() waits for a database: in a coroutine write `await sync_to_async(recall_key)(…)`.")
 def recall_key(topic: str, key: object) -> list[Recall]:
-    """Take back every message of the topic and key that waits so; what was taken. Otherwise like `recall`.
+    """Recall every waiting message of the topic and key; returns the recalled ones. Otherwise like `recall`.
 
     Raises UnknownTopic.
     """
@@ -38,10 +38,10 @@ def recall_key(topic: str, key: object) -> list[Recall]:
 
 
 def reject_transactional(rejecting: bool = True) -> bool:
-    """Refuse new transactional messages on the broker, or take them again (False); returns whether that changed it.
+    """Refuse new transactional messages on the broker, or accept them again (False); returns whether the state changed.
 
-    For everybody who publishes there, on both paths: `publish` in a transaction raises TransactionalMessagesRejected,
-    and the transaction rolls back. What is stored already goes on. Raises BrokerError.
+    It applies to all producers there, on both paths: `publish` in a transaction raises TransactionalMessagesRejected,
+    and the transaction rolls back. Stored messages continue. Raises BrokerError.
     """
     return get_broker().reject_transactional(rejecting)
 
@@ -49,7 +49,7 @@ def reject_transactional(rejecting: bool = True) -> bool:
 def _settled_broker() -> Broker:
     broker = get_broker()
     if isinstance(broker, InMemoryBroker):
-        # In a TestCase nothing commits, so nobody has told the broker.
+        # In a TestCase nothing commits, so the broker has no decisions yet: settle first.
         settle(broker)
     return broker
 
@@ -58,7 +58,7 @@ def _refuse_in_transaction(what: str) -> None:
     connection = current_transaction(None)
     if connection is not None:
         raise TransactionUsageError(
-            f"{what} takes effect at once, and the transaction that is open on {connection.alias!r} could still roll "
-            f"back: then a message would be missing. Write transaction.on_commit(lambda: {what}, "
+            f"{what} takes effect at once, but the transaction open on {connection.alias!r} could still roll back: "
+            f"then a message would be missing. Write transaction.on_commit(lambda: {what}, "
             f"using={connection.alias!r})."
         )

@@ -1,1 +1,1 @@
-"""Applying a repair plan of the reconciliation: verified again, capped, paced, written down, repeatable."""
+"""Applies a repair plan of the reconciliation: verified again, limited in number and rate, audited, repeatable."""

@@ -1,4 +1,4 @@
-"""One step of a plan: verified again, then done. Doing it twice has the effect of doing it once."""
+"""One step of a plan: verified again, then done. Doing it twice has the same effect as doing it once."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ _OPEN: Final = ("undecided", "parked")
 
 
 class StepOutcome(enum.StrEnum):
-    """What became of a step."""
+    """The outcome of a step."""
 
     DONE = "done"
     WOULD_BE_DONE = "would be done"
     """Verified, without --apply."""
     SETTLED = "settled"
-    """The finding holds no longer: nothing was to be done."""
+    """The finding no longer holds: nothing to do."""
     REFUSED = "refused"
-    """It cannot be done as things are; the detail says why."""
+    """It cannot be done now; the detail says why."""
     REPORTED = "reported"
-    """For people."""
+    """A person must do it."""
     LEFT = "left"
-    """Not looked at: --most was reached."""
+    """Not examined: the limit --most was reached."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,15 +59,15 @@ class Result:
 
 
 class Intent(Protocol):
-    """Called between verifying and doing: what will be done, and what was found."""
+    """Called between verifying and doing, with the coming action and the evidence."""
 
     def __call__(self, detail: str, before: Mapping[str, Any]) -> None:
-        """Write it down."""
+        """Record it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PublishSources:
-    """What steps to publish need: the rules' sources, the alias of each of their databases, publishers by rule."""
+    """What publishing steps need: the rules' sources, the alias of each of their databases, publishers by rule."""
 
     sources: Mapping[str, RuleSource]
     aliases: Mapping[str, str]
@@ -79,7 +79,7 @@ class Refusal(Exception):
 
 
 def take(step: RepairStep, means: PublishSources, *, intend: Intent, dry_run: bool) -> Result:
-    """Verify one step and, unless `dry_run`, do it. What the broker or a database refuses is an outcome."""
+    """Verify one step and, unless `dry_run`, do it. A refusal of the broker or a database is an outcome."""
     try:
         if step.action is RepairAction.PUBLISH:
             return _publish(step, means, intend, dry_run)
@@ -93,7 +93,7 @@ def take(step: RepairStep, means: PublishSources, *, intend: Intent, dry_run: bo
     except UsageError as error:
         return Result(StepOutcome.REFUSED, str(error))
     except (DataError, ProgrammingError) as error:
-        return Result(StepOutcome.REFUSED, f"the row cannot be read as the rule says: {str(error).strip()}")
+        return Result(StepOutcome.REFUSED, f"the row cannot be read with the rule's SQL: {str(error).strip()}")
 
 
 # -- LOST: published again -----------------------------------------------------------------------------
@@ -102,8 +102,8 @@ def take(step: RepairStep, means: PublishSources, *, intend: Intent, dry_run: bo
 def derived_id(rule: str, key: str, row_at: datetime) -> UUID:
     """The id under which a row's message is published again: the same for the same rule, key and time of the row.
 
-    Laid out as UUID version 7 of the row's time, because readers take from an id when its message was made (retention
-    must be able to say of an inbox entry that its message is gone).
+    It is a UUID version 7 with the row's time, because readers take a message's age from its id. Retention must be able
+    to see from an inbox entry that its message is gone.
     """
     digest = int.from_bytes(hashlib.blake2b(json.dumps(["repair", rule, key]).encode(), digest_size=10).digest())
     milliseconds = int(row_at.timestamp() * 1000) & (1 << 48) - 1
@@ -115,10 +115,12 @@ def _publish(step: RepairStep, means: PublishSources, intend: Intent, dry_run: b
     assert step.row_at is not None
     source, publisher = means.sources[step.rule], means.publishers.get(step.rule)
     if publisher is None:
-        raise Refusal(f"nobody says how a row is published: pass --publisher {json.dumps(step.rule)}=dotted.path")
+        raise Refusal(
+            f"the plan does not say how to publish a row: pass --publisher {json.dumps(step.rule)}=dotted.path"
+        )
     connection = connections[means.aliases[source.database]]
     with transaction.atomic(using=connection.alias):
-        # Held until the message is stored: who publishes for this key on a FIFO topic, and another apply, wait.
+        # Held until the message is stored: publishers for this key on a FIFO topic, and another apply, wait.
         lock_keys(connection, [(source.topic, step.key)])
         result = _settled(step, source, connection)
         if isinstance(result, Result):
@@ -138,7 +140,7 @@ def _publish(step: RepairStep, means: PublishSources, intend: Intent, dry_run: b
 def _settled(
     step: RepairStep, source: RuleSource, connection: BaseDatabaseWrapper
 ) -> Result | tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """The row and what was found; or the result, where nothing is left to be done. Raises Refusal."""
+    """The row and the evidence; or the result, if nothing is left to do. Raises Refusal."""
     assert step.row_at is not None
     message_id = derived_id(step.rule, step.key, step.row_at)
     rows = evidence.lock_row(connection, source, step.key)
@@ -147,7 +149,7 @@ def _settled(
     if any(item.message_id == message_id and item.state in _LIVE for item in known):
         return Result(StepOutcome.SETTLED, f"published already, as {message_id}", before)
     if any(item.state in _LIVE for item in known):
-        return Result(StepOutcome.SETTLED, "a message of this key has come since", before)
+        return Result(StepOutcome.SETTLED, "a message of this key has arrived since", before)
     if not rows:
         return Result(StepOutcome.SETTLED, "the row is gone, or no longer satisfies the rule", before)
     waiting = [item for item in known if item.state in _OPEN]
@@ -161,17 +163,17 @@ def _settled(
 def _refuse_what_was_handled(
     step: RepairStep, source: RuleSource, means: PublishSources, connection: BaseDatabaseWrapper
 ) -> None:
-    """Raise Refusal where the row's message came under another key, or a group has acted on the row already.
+    """Raise Refusal if the row's message has another key, or a group has already acted on the row.
 
-    The inbox knows the message by its id: under another one it would be handled a second time.
+    The inbox knows the message by its id: under another id it would be handled a second time.
     """
     assert step.row_at is not None
     misplaced = evidence.message_naming(connection, source, step, step.row_at)
     if misplaced is not None:
         raise Refusal(
             f"message {misplaced.message_id} ({misplaced.state}) has another key, and its body names this one: if it "
-            f"is the row's message, publish nothing; correct its publisher, and acknowledge the findings of both keys. "
-            f"If it is not, publish the row by hand"
+            "is the row's message, publish nothing; correct its publisher, and acknowledge the findings of both "
+            "keys. If it is not, publish the row by hand"
         )
     acted = [
         each.group
@@ -180,8 +182,9 @@ def _refuse_what_was_handled(
     ]
     if acted:
         raise Refusal(
-            f"{', '.join(acted)} acted on this key already, by a message that is not there any more: published again, "
-            f"it would be handled a second time. Correct what other groups lack by hand, then acknowledge the finding"
+            f"{', '.join(acted)} acted on this key already, by a message that is not there any more: published "
+            "again, it would be handled a second time. Correct the missing effects of other groups by hand, then "
+            "acknowledge the finding"
         )
 
 
@@ -195,11 +198,11 @@ def _built(
     except Exception as error:
         raise Refusal(f"the publisher failed: {type(error).__name__}: {error}") from error
     if not isinstance(message, Message):
-        raise Refusal(f"the publisher returned {type(message).__name__}, not what message(…) makes")
+        raise Refusal(f"the publisher returned {type(message).__name__}, not a message made by message(…)")
     if (message.topic, message.key) != (source.topic, step.key) or source.tag not in (None, message.tag):
         raise Refusal(
-            f"the publisher made a message for topic {message.topic!r}, key {message.key!r}, tag {message.tag!r}: that "
-            f"is not the one that is missing"
+            f"the publisher made a message for topic {message.topic!r}, key {message.key!r}, tag {message.tag!r}: "
+            "that is not the missing one"
         )
     return replace(message, message_id=message_id)
 
@@ -211,7 +214,7 @@ def _replay(step: RepairStep, intend: Intent, dry_run: bool) -> Result:
     assert step.message_id is not None
     dead_at = evidence.dead_since(step.group, step.message_id)
     if dead_at is None:
-        return Result(StepOutcome.SETTLED, "it is no dead letter any more")
+        return Result(StepOutcome.SETTLED, "it is no longer a dead letter")
     what, before = f"deliver {step.message_id} to {step.group!r} again", {"dead_at": dead_at}
     if dry_run:
         return Result(StepOutcome.WOULD_BE_DONE, what, before)
@@ -243,7 +246,7 @@ def _ask(step: RepairStep, intend: Intent, dry_run: bool) -> Result:
 
 
 def _asked(transaction_id: UUID) -> tuple[Decision | None, str]:
-    """What the ledger proves, recorded; COMMIT first, because asking for it only reads."""
+    """Record the decision that the ledger proves. Try COMMIT first, because its check only reads."""
     answers = ""
     for decision in (Decision.COMMIT, Decision.ROLLBACK):
         try:

@@ -1,4 +1,4 @@
-"""A whole plan, step by step: no more than allowed, no faster than allowed, each written down before and after."""
+"""Applies a whole plan, step by step, within a limit and a rate, and audits each step before and after."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from outbox.faults import point
 
 @dataclass(frozen=True, slots=True)
 class ApplyLimits:
-    """At most so many steps that have an effect, and at most so many of them per second."""
+    """The limits: steps with an effect in total, and per second."""
 
     most: int
     per_second: float
 
 
 class RateLimiter:
-    """Spaces calls evenly: `turn` returns when the next may start. Clock and waiting are given, for tests."""
+    """Spaces calls evenly: `turn` returns when the next may start. Tests pass clock and waiting."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class RateLimiter:
         self._next = clock()
 
     def turn(self) -> None:
-        """Wait for the next slot; slots that nobody used are not saved up."""
+        """Wait for the next slot; unused slots are not saved."""
         pause = self._next - self._clock()
         if pause > 0:
             self._wait(pause)
@@ -50,9 +50,9 @@ def apply(
     audit: RepairLog | None,
     pace: RateLimiter | None = None,
 ) -> Iterator[tuple[RepairStep, Result]]:
-    """Each step with what became of it, as it happens. Without `audit` nothing is done, only verified.
+    """Yield each step with its result when it ends. Without `audit` steps are only verified.
 
-    Raises BrokerError or a database's error when one cannot be reached; what was done until then is in the audit.
+    Raises BrokerError or a database's error if one cannot be reached; the audit has all steps done until then.
     """
     pace = pace or RateLimiter(limits.per_second)
     acted = 0
@@ -93,7 +93,7 @@ def _taken(step: RepairStep, means: PublishSources, audit: RepairLog | None) -> 
 
 @contextmanager
 def _failure_written(step: RepairStep, audit: RepairLog) -> Iterator[None]:
-    """An error that ends the run is in the audit too: whether the step had an effect is known by running it again."""
+    """Record an error that ends the run, too. Running the plan again shows whether the step had an effect."""
     try:
         yield
     except Exception as error:
@@ -113,4 +113,4 @@ def _named(step: RepairStep) -> dict[str, str]:
 
 
 def _nothing(detail: str, before: Mapping[str, Any]) -> None:
-    """Nothing is written down where nothing is done."""
+    """Without an action there is no record."""

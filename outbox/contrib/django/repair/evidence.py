@@ -1,4 +1,4 @@
-"""Reading again, on the primaries, what a finding rests on."""
+"""Reads the evidence of a finding again, on the primaries."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.repair.plan import Effects, RepairStep, RuleSource
 from outbox.errors import BrokerError, UsageError
 
-# A half message is older than its row's time by as much as its transaction lasted; check-back parks what is older.
+# A half message precedes its row's time by the duration of its transaction; check-back parks older ones.
 _BEFORE_ROW: Final = timedelta(hours=72)
-# Twice, because the first finds it through the index and the second says that it is the same text.
+# Twice: the first condition uses the index, the second compares the exact text.
 _ROW: Final = "SELECT * FROM {table} WHERE {key} = %s AND ({key})::text = %s{when} LIMIT 2 FOR SHARE"
 _OF_KEY: Final = (
     "SELECT message_id, state FROM {view} WHERE topic = %(topic)s AND key = %(key)s "
     "AND (%(tag)s::text IS NULL OR tag = %(tag)s) AND stored_at >= %(since)s{when} ORDER BY log_id"
 )
-# Messages of other keys whose bodies hold the key's text somewhere: a body is parsed only then.
+# Messages of other keys whose bodies contain the key's text; only these bodies are parsed.
 _NAMING: Final = (
     "SELECT message_id, state, key, content_type, body FROM {view} WHERE topic = %(topic)s AND key <> %(key)s "
     "AND (%(tag)s::text IS NULL OR tag = %(tag)s) AND stored_at >= %(since)s AND state <> 'rolled_back'{when} "
@@ -57,7 +57,7 @@ class BrokerMessage:
 
 
 def lock_row(connection: BaseDatabaseWrapper, source: RuleSource, key: str) -> list[dict[str, Any]]:
-    """The rows of the key that satisfy the rule (two at most), kept from change until the transaction ends."""
+    """The rows of the key that satisfy the rule (at most two), locked until the transaction ends."""
     statement = _ROW.format(table=_literal(source.table), key=_literal(source.key), when=_and(source.when))
     with connection.cursor() as cursor:
         cursor.execute(statement, [key, key])
@@ -66,7 +66,7 @@ def lock_row(connection: BaseDatabaseWrapper, source: RuleSource, key: str) -> l
 
 
 def messages_of(source: RuleSource, step: RepairStep, row_at: datetime) -> list[BrokerMessage]:
-    """What the broker has of the rule's messages with the key of `step`."""
+    """The rule's messages in the broker with the key of `step`."""
     statement = _OF_KEY.replace("{when}", _and(source.message_when).replace("{", "{{").replace("}", "}}"))
     values = {"topic": source.topic, "tag": source.tag, "key": step.key, "since": row_at - _BEFORE_ROW}
     return [BrokerMessage(*row) for row in _rows(statement, "message_v1", values)]
@@ -80,10 +80,10 @@ def has_effect(connection: BaseDatabaseWrapper, effects: Effects, key: str) -> b
 def message_naming(
     connection: BaseDatabaseWrapper, source: RuleSource, step: RepairStep, row_at: datetime
 ) -> BrokerMessage | None:
-    """A message of another key whose body names the key of `step`, and which is not known to be about another row.
+    """A message of another key whose body names the key of `step`, unless it is known to be about another row.
 
-    It is about another row if it is the message that this row has to have. None where there is none. Raises UsageError
-    when too many bodies hold the key's text.
+    It is about another row if it is the message which that row needs. None if there is none. Raises UsageError if too
+    many bodies contain the key's text.
     """
     statement = _NAMING.replace("{when}", _and(source.message_when).replace("{", "{{").replace("}", "}}"))
     values = {"topic": source.topic, "tag": source.tag, "key": step.key, "since": row_at - _BEFORE_ROW}
@@ -98,8 +98,8 @@ def message_naming(
             return BrokerMessage(message_id, state)
     if len(found) == MOST_NAMING:
         raise UsageError(
-            f"more than {MOST_NAMING} messages of topic {source.topic!r} hold the text {step.key!r}, so whether one of "
-            f"them is about this row is not known. Look for it, then publish the row by hand."
+            f"more than {MOST_NAMING} messages of topic {source.topic!r} contain the text {step.key!r}, so whether "
+            "one of them is about this row is not known. Look for it, then publish the row by hand."
         )
     return None
 
@@ -112,7 +112,7 @@ def _with_several(source: RuleSource, keys: Sequence[str], values: Mapping[str, 
 
 def _is_there(connection: BaseDatabaseWrapper, table: str, key: str, when: str | None, value: str) -> bool:
     statement = _HAS_ROW.format(table=_literal(table), key=_literal(key), when=_and(when))
-    # A text that cannot be a value of the column is the key of no row.
+    # A text that is no valid value of the column is the key of no row.
     with suppress(DataError), transaction.atomic(using=connection.alias), connection.cursor() as cursor:
         cursor.execute(statement, [value, value])
         return cursor.fetchone() is not None
@@ -120,7 +120,7 @@ def _is_there(connection: BaseDatabaseWrapper, table: str, key: str, when: str |
 
 
 def _written(key: str) -> list[bytes]:
-    """How a body may write the key: as it is, as JSON escapes it, and a UUID without hyphens or in capitals."""
+    """The forms of the key in a body: unchanged, escaped by JSON, and a UUID without hyphens or in capitals."""
     texts = {key, json.dumps(key)[1:-1], json.dumps(key)[1:-1].replace("/", "\\/")}
     with suppress(ValueError):
         identifier = UUID(key)
@@ -129,7 +129,7 @@ def _written(key: str) -> list[bytes]:
 
 
 def _names(body: bytes, content_type: str, key: str) -> bool:
-    """Whether a value of the body is the key; of a body that is not JSON, whether a word of it is."""
+    """Whether a value of the body is the key; in a body that is not JSON, whether a word is."""
     text = body.decode("utf-8", "replace")
     with suppress(ValueError, RecursionError):
         if content_type.startswith("application/json"):
@@ -160,13 +160,13 @@ def _same(value: str, key: str) -> bool:
 
 
 def message(message_id: UUID) -> BrokerMessage | None:
-    """One message; None when the broker has none of this id (any more)."""
+    """One message; None if the broker has none with this id."""
     rows = _rows(_OF_IDS, "message_v1", {"ids": [message_id]})
     return BrokerMessage(*rows[0]) if rows else None
 
 
 def dead_since(group: str, message_id: UUID) -> datetime | None:
-    """When the group gave the message up; None when it is no dead letter, or is being delivered again."""
+    """When the message became a dead letter of the group; None if it is none, or is being delivered again."""
     rows = _rows(_DEAD, "dead_letter_v1", {"group": group, "message_id": message_id})
     return rows[0][0] if rows else None
 
@@ -176,7 +176,7 @@ def _and(condition: str | None) -> str:
 
 
 def _literal(fragment: str) -> str:
-    """SQL in which % is no place for a value."""
+    """SQL with its % escaped, so that the driver takes none as a placeholder."""
     return fragment.replace("%", "%%")
 
 
@@ -184,7 +184,7 @@ def _rows(statement: str, view: str, values: Mapping[str, Any]) -> Sequence[tupl
     with broker_connection() as (connection, schema):
         recovering = connection.execute("SELECT pg_is_in_recovery()").fetchone()
         if recovering is None or recovering[0]:
-            raise BrokerError("the broker's alias leads to a replica: what it does not show may be there.")
-        # The condition is the rules' own SQL: the plan is made by whoever may write them.
+            raise BrokerError("the broker's alias leads to a replica, which may lack newer messages: use the primary.")
+        # The condition is the rules' own SQL: the plan's author may write the rules.
         text = sql.SQL(statement).format(view=sql.Identifier(schema, view))
         return connection.execute(text, values).fetchall()

@@ -1,4 +1,4 @@
-"""A plan as `outbox-reconcile plan` writes it, read into values."""
+"""Reads a plan as `outbox-reconcile plan` writes it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ VERSION: Final = 2
 
 
 class RepairAction(enum.StrEnum):
-    """What a step asks for."""
+    """The action of a step."""
 
     PUBLISH = "publish"
     REPLAY = "replay"
@@ -28,7 +28,7 @@ class RepairAction(enum.StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Effects:
-    """Where the effects of a rule's group are. `table`, `key` and `when` are SQL."""
+    """The effects of a rule's group. `table`, `key` and `when` are SQL."""
 
     group: str
     database: str
@@ -39,9 +39,9 @@ class Effects:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RuleSource:
-    """Where a rule's row and messages are. `table`, `key`, `when` and `message_when` are SQL.
+    """A rule's rows and messages. `table`, `key`, `when` and `message_when` are SQL.
 
-    `messages`: exactly_one or at_least_one, how many messages a row has.
+    `messages`: exactly_one or at_least_one, the number of messages of a row.
     """
 
     database: str
@@ -57,7 +57,7 @@ class RuleSource:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RepairStep:
-    """One finding and what is to be done about it; `why` is given for those that are only reported."""
+    """One finding and its action; `why` is given for those that are only reported."""
 
     step: str
     action: RepairAction
@@ -74,7 +74,7 @@ class RepairStep:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RepairPlan:
-    """A whole plan. `digest` names its text in the audit."""
+    """A whole plan. `digest` identifies its text in the audit."""
 
     digest: str
     run: str
@@ -83,7 +83,7 @@ class RepairPlan:
 
 
 def read(path: Path) -> RepairPlan:
-    """The plan in a file. Raises UsageError, naming the line, for what is no plan."""
+    """Read the plan in a file. Raises UsageError with the line if it is not a plan."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -138,7 +138,7 @@ def _step(item: Mapping[str, Any], sources: Mapping[str, RuleSource]) -> RepairS
         RepairAction.ASK: step.transaction_id,
     }
     if action in needed and needed[action] is None:
-        raise ValueError(f"a step to {action} without what it is about")
+        raise ValueError(f"a step to {action} without its subject")
     if action is RepairAction.PUBLISH and step.rule not in sources:
         raise ValueError(f"the first line does not know the rule {step.rule!r}")
     return step

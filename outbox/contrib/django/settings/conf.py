@@ -2,7 +2,7 @@
 
     OUTBOX = {
         "BROKER": "broker",                     # alias of the broker's database (default: DEFAULT_DB_ALIAS)
-        "PRODUCER_GROUP": "orders",             # who answers check-backs; unique per service, no default
+        "PRODUCER_GROUP": "orders",             # answers check-backs; unique per service, no default
         "TOPICS": {"order-paid": {"types": ["FIFO", "TRANSACTION"], "queue_count": 8}},
     }
 
@@ -34,14 +34,14 @@ _DAY: Final = 24 * 3600.0
 
 
 class PathChoice(enum.StrEnum):
-    """How a transactional publish reaches the broker."""
+    """The way of a transactional publish to the broker."""
 
     AUTO = "auto"
-    """Decided per live connection: atomic where it is connected to the broker's own database."""
+    """Chosen per live connection: atomic if it leads to the broker's own database."""
     TWO_PHASE = "two_phase"
     """Always half message, local transaction, end message."""
     ATOMIC = "atomic"
-    """Always through the application's own connection; an error where the broker is elsewhere."""
+    """Always through the application's own connection; an error if the broker is elsewhere."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,31 +57,32 @@ class DeclaredTopic:
 class OutboxSettings:
     """The checked settings. Times are in seconds.
 
-    `in_memory` replaces the broker by one in this process, for tests. `broker` is the alias of the broker's
-    database, or the address of RocketMQ (`rocketmq://PROXY:8081?brokers=BROKER:10911`, docs/engines.md); `schema` is
-    the schema of
-    the broker's tables, `listen_url` a direct connection string for LISTEN where the alias
-    goes through a transaction pooler ('' does without LISTEN and polls). `producer_group` names this service for
-    check-back: every process that can answer for its local transactions, and nobody else, uses it. `codec` is the
-    dotted path of the codec of topics that name none (default: JSON), `subscriber_module` the module of each app that
-    workers import. `ledger=False`
-    goes without the ledger table: then every transactional message needs `check=`. `immunity_seconds`,
-    `check_retry_seconds`, `max_checks` and `max_check_age_seconds` say when an undecided message is asked about,
-    and when it is parked; `check_interval_seconds` is the period of the pass that asks. `require_transaction`
-    refuses to publish outside of a transaction, whatever the topic. `inbox_retention_seconds` must outlast the log,
-    all retries and the dead letters that may still be replayed. A worker has as many `consumer_processes`; where that
-    is one, it also sequences, and the broker's process stands in for it, unless `broker_apart`: right where handlers
-    compute for long or kill their process. `lease_seconds` is the term of a queue's lease; a
-    handler's connection gives up waiting for locks within half of it, and being idle in its transaction within four
-    fifths, so that a frozen process blocks nobody. `drain_seconds` is what a worker's processes have to finish when it
-    stops, before they are killed. `celery_app` is the dotted path of the Celery app that gets the transactional tasks.
+    `in_memory` replaces the broker by one in this process, for tests. `broker` is the alias of the broker's database,
+    or the address of RocketMQ (`rocketmq://PROXY:8081?brokers=BROKER:10911`, docs/engines.md). `schema` is the schema
+    of the broker's tables. `listen_url` is a direct connection string for LISTEN if the alias goes through a
+    transaction pooler ('' does without LISTEN and polls). `producer_group` names this service for check-back: exactly
+    the processes that can answer for its local transactions use it. `codec` is the dotted path of the codec of topics
+    that name none (default: JSON). `subscriber_module` is the module of each app that workers import. `ledger=False`
+    does without the ledger table: then every transactional message needs `check=`.
 
-    `thresholds` says from where on the status warns, `audit_interval_seconds` how often conservation is audited.
-    `metrics` measures what each process does, for prometheus-client; who scrapes without being staff shows
-    `metrics_token`. In `health_directory` a worker's processes leave signs of life and figures for metrics; a process
-    more serves /live, /ready and /metrics at `health_address` (HOST:PORT). `tracing` follows messages, for
-    OpenTelemetry. `forward` says what `outbox_forward` sends
-    elsewhere, by consumer group, and `receive` what `outbox_receive` stores of what others have sent.
+    `immunity_seconds`, `check_retry_seconds`, `max_checks` and `max_check_age_seconds` say when an undecided message is
+    checked, and when it is parked. `check_interval_seconds` is the period of the pass that checks.
+    `require_transaction` refuses to publish outside of a transaction, on every topic. `inbox_retention_seconds` must be
+    longer than the retention of the log, all retries, and the dead letters that may still be replayed.
+
+    A worker has `consumer_processes` consumer processes. If it has one, that one also sequences, and the broker's
+    process is its standby, unless `broker_apart` is set. Set it if handlers compute for long or kill their process.
+    `lease_seconds` is the term of a queue's lease. A handler's connection stops waiting for a lock after half of it,
+    and ends an idle transaction after four fifths, so that a frozen process blocks no other. `drain_seconds` is the
+    time a worker's processes have to finish when it stops, before they are killed. `celery_app` is the dotted path of
+    the Celery app that gets the transactional tasks.
+
+    `thresholds` gives the limits for warnings in the status; `audit_interval_seconds` is the interval of the
+    conservation audit. `metrics` measures each process, for prometheus-client; a scraper that is not staff sends
+    `metrics_token`. In `health_directory` a worker's processes write heartbeats and metrics. With `health_address`
+    (HOST:PORT) one more process serves /live, /ready and /metrics. `tracing` traces messages, for OpenTelemetry.
+    `forward` declares what `outbox_forward` sends elsewhere, by consumer group; `receive` declares what
+    `outbox_receive` stores of foreign messages.
 
     `masked_fields` names, by topic ('*': all), the fields of bodies and headers that neither the operations page nor a
     command shows.
@@ -123,7 +124,7 @@ class OutboxSettings:
     masked_fields: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
     def required_producer_group(self) -> str:
-        """The producer group; ConfigurationError when there is none."""
+        """The producer group; ConfigurationError if there is none."""
         if not self.producer_group:
             raise ConfigurationError(
                 "OUTBOX['PRODUCER_GROUP'] is not set: name this service (for example 'orders'), unlike any other "
@@ -133,7 +134,7 @@ class OutboxSettings:
 
     @property
     def is_rocketmq(self) -> bool:
-        """Whether the broker is a RocketMQ."""
+        """Whether the broker is RocketMQ."""
         return not self.in_memory and self.broker.startswith("rocketmq://")
 
     @property
@@ -143,7 +144,7 @@ class OutboxSettings:
 
     @property
     def check(self) -> CheckSettings:
-        """When the broker asks about half messages, and when it parks them."""
+        """When the broker checks half messages, and when it parks them."""
         return CheckSettings(
             immunity_seconds=self.immunity_seconds,
             recheck_seconds=self.check_retry_seconds,
@@ -156,9 +157,9 @@ _cached: tuple[object, OutboxSettings] | None = None
 
 
 def get_settings() -> OutboxSettings:
-    """The current settings. Raises ConfigurationError naming the key and what to write.
+    """The current settings. Raises ConfigurationError with the key and what to write.
 
-    The result is kept as long as `settings.OUTBOX` is the same object, so `override_settings` takes effect at once.
+    The result is kept while `settings.OUTBOX` is the same object, so `override_settings` takes effect at once.
     """
     global _cached
     raw = getattr(django_settings, "OUTBOX", None)
@@ -184,7 +185,7 @@ def parse_settings(raw: object) -> OutboxSettings:
 
 
 def _with_tasks_topic(settings: OutboxSettings) -> OutboxSettings:
-    """Declare the topic of transactional Celery tasks, which takes its name from the service."""
+    """Declare the topic of transactional Celery tasks, named after the service."""
     if settings.celery_app is None:
         return settings
     name = tasks_topic(settings)
@@ -292,7 +293,7 @@ _RULES: Final[Mapping[str, setting_rules.Rule]] = {
 
 
 def imported(where: str, dotted_path: str) -> Any:
-    """What a dotted path in the settings names; ConfigurationError naming the setting when it is not there."""
+    """The object of a dotted path in the settings; ConfigurationError with the setting if it does not exist."""
     try:
         return import_string(dotted_path)
     except ImportError as error:

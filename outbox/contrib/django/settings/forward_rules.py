@@ -1,4 +1,4 @@
-"""What OUTBOX['FORWARD'] may say: which topics a group forwards, to which sink, in which format."""
+"""The rules of OUTBOX['FORWARD']: which topics a group forwards, to which sink, in which format."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ SINKS: Final[Mapping[str, str]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeclaredForward:
-    """One entry of FORWARD. `topics` maps the names here to those there; `options` are the sink's own.
+    """One entry of FORWARD. `topics` maps the names here to those at the sink; `options` are the sink's own.
 
-    `start`: where the group begins on a topic that is new to it; None: at the earliest message, with a warning where
-    other groups have handled messages of the topic.
+    `start`: where the group begins on a topic that is new to it. None: at the earliest message, with a warning if other
+    groups have handled messages of the topic.
     """
 
     topics: Mapping[str, str]

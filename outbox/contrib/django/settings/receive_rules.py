@@ -1,4 +1,4 @@
-"""What OUTBOX['RECEIVE'] may say: from which source messages go into which topic."""
+"""The rules of OUTBOX['RECEIVE']: which source's messages go into which topic."""
 
 from __future__ import annotations
 

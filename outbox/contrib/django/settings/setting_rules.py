@@ -1,4 +1,4 @@
-"""What a setting may be: one rule per kind of value, each with an error that says what to write instead."""
+"""The rules of a setting's value: one per kind of value, each with an error that says what to write instead."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from outbox.broker.operations.thresholds import Threshold, Thresholds
 from outbox.errors import ConfigurationError, InvalidName
 from outbox.safe_text import mask_passwords
 
-# What a setting is called, and its value; the value as it is used, or ConfigurationError.
+# A setting's name and its value; returns the value to use, or raises ConfigurationError.
 Rule = Callable[[str, Any], Any]
 
 Entry = TypeVar("Entry")
@@ -52,7 +52,7 @@ def module(where: str, value: Any) -> str:
 
 def listen(where: str, value: Any) -> str | None:
     if value is not None and not isinstance(value, str):
-        raise wrong(where, value, "a connection string, '' for no LISTEN at all, or None")
+        raise wrong(where, value, "a connection string, '' to do without LISTEN, or None")
     read_conninfo(value or "", where)
     return value
 
@@ -119,7 +119,7 @@ def limits(where: str, value: Any) -> Threshold:
         raise wrong(where, value, "a pair (warning, critical) of numbers, None for never")
     for one in value:
         if one is not None and (isinstance(one, bool) or not isinstance(one, (int, float)) or one < 0):
-            raise wrong(where, value, "a pair (warning, critical) of numbers from 0 on, None for never")
+            raise wrong(where, value, "a pair (warning, critical) of numbers, at least 0, None for never")
     return Threshold(*value)
 
 
@@ -155,7 +155,7 @@ def by_name(where: str, value: Any, example: str, entry: Rule) -> dict[str, Any]
 
 
 def chosen(where: str, declared: Mapping[str, Entry], names: Sequence[str], purpose: str) -> dict[str, Entry]:
-    """The entries named, all without names. Raises ConfigurationError for an unknown one, and where there is none."""
+    """The entries with these names, or all. Raises ConfigurationError for an unknown name, and if there is no entry."""
     if not declared:
         raise ConfigurationError(f"{where} declares nothing {purpose}.")
     if unknown := sorted(set(names) - set(declared)):
@@ -164,15 +164,15 @@ def chosen(where: str, declared: Mapping[str, Entry], names: Sequence[str], purp
 
 
 def path_or_one_of(where: str, value: Any, known: Mapping[str, str]) -> str:
-    """A dotted path, or the one that a short name stands for."""
+    """A dotted path, or that of a short name."""
     name = text(where, value)
     if "." not in name and name not in known:
-        raise ConfigurationError(f"{where} = {name!r}: there are {', '.join(known)}, or give a dotted path.")
+        raise ConfigurationError(f"{where} = {name!r}: use one of {', '.join(known)}, or give a dotted path.")
     return known.get(name, name)
 
 
 def keywords(where: str, value: Any) -> Mapping[str, Any]:
-    """What a class is made with. Not shown in an error: secrets are in it."""
+    """The constructor arguments of a class. An error does not show them, because they contain secrets."""
     if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
         raise ConfigurationError(f"{where} must be a dictionary of options, not a {type(value).__name__}.")
     return dict(value)

@@ -1,4 +1,4 @@
-"""Times at the border to a project that may have USE_TZ = False; inside they are aware."""
+"""Times at the boundary to a project with USE_TZ = False; inside outbox they are aware."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from django.utils import timezone
 
 
 def aware(moment: datetime) -> datetime:
-    """A project's time: without USE_TZ a naive one is in TIME_ZONE, as everywhere in such a project.
+    """A project's time as an aware one: without USE_TZ a naive time is in TIME_ZONE, as everywhere in such a project.
 
-    With USE_TZ a naive time stays one, to be refused.
+    With USE_TZ a naive time stays naive; the caller refuses it.
     """
     if moment.tzinfo is not None or settings.USE_TZ:
         return moment
@@ -20,9 +20,9 @@ def aware(moment: datetime) -> datetime:
 
 
 def for_column(moment: datetime, alias: str) -> datetime:
-    """An aware time as the alias's DateTimeFields take it: without USE_TZ only PostgreSQL has aware ones.
+    """An aware time for the alias's DateTimeFields: without USE_TZ only PostgreSQL has aware ones.
 
-    The others get the naive time in UTC, which is what CURRENT_TIMESTAMP writes there.
+    Other databases get the naive time in UTC, which is what CURRENT_TIMESTAMP writes there.
     """
     if settings.USE_TZ or connections[alias].vendor == "postgresql":
         return moment

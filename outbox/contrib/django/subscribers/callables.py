@@ -1,6 +1,6 @@
-"""What kind of thing a decorator was given: plain or async, with which parameters, under which name.
+"""Examines a decorated callable: plain or async, its parameters, its name.
 
-Python's own questions see functions only. Asked here are also what `functools.partial` fills in, objects with a
+Python's own functions see plain functions only. These also see what `functools.partial` fills in, objects with a
 `__call__`, and views that Django has marked as asynchronous.
 """
 
@@ -15,7 +15,7 @@ from asgiref.sync import iscoroutinefunction
 
 from outbox.errors import TransactionUsageError
 
-# Where django.utils.decorators.method_decorator tries a decorator on a function of its own.
+# The place where django.utils.decorators.method_decorator tries a decorator on a function of its own.
 _METHOD_DECORATOR: Final = "django.utils.decorators"
 
 
@@ -30,7 +30,7 @@ def is_generator(function: Callable[..., Any]) -> bool:
 
 
 def _layers(function: Any) -> list[Any]:
-    """The function, and what it calls in the end: behind partial, a bound method or `__call__`."""
+    """The function, and the function it finally calls: behind partial, a bound method or `__call__`."""
     layers = [function]
     while (inner := _inner(layers[-1])) is not None:
         layers.append(inner)
@@ -48,9 +48,9 @@ def _inner(function: Any) -> Any:
 
 
 def signature_of(function: Callable[..., Any]) -> inspect.Signature:
-    """The parameters that a caller fills in. Raises ValueError for what does not tell (`dict`, some built-ins)."""
+    """The parameters that a caller fills in. Raises ValueError if they cannot be read (`dict`, some built-ins)."""
     if isinstance(function, functools.partial):
-        # method_decorator gives its partial the name of the method, and Python then takes the method's signature.
+        # method_decorator gives its partial the method's name, so Python would read the method's signature.
         function = functools.partial(function.func, *function.args, **function.keywords)
     return inspect.signature(function)
 
@@ -68,12 +68,15 @@ def path_of(function: Any) -> str:
 
 
 def has_a_name(function: Any) -> bool:
-    """Whether the name is its own, not that of what it is made of, and not one that Django tries a decorator on."""
+    """Whether the name is its own.
+
+    It is not if it is copied from its parts, or if this is the function on which Django tries a decorator.
+    """
     return hasattr(function, "__qualname__") and not is_stand_in(function)
 
 
 def is_stand_in(function: Any) -> bool:
-    """Whether this is what `method_decorator` shows a decorator instead of the method."""
+    """Whether this is the stand-in that `method_decorator` passes to a decorator instead of the method."""
     return getattr(function, "__module__", "") == _METHOD_DECORATOR
 
 
@@ -84,9 +87,9 @@ def _named(function: Any) -> Any:
 
 
 def refuse_work_to_come(result: Any, name: str) -> None:
-    """Raise TransactionUsageError for a result whose work is still to be done: it would run after the transaction."""
+    """Raise TransactionUsageError for a result whose work would run after the transaction."""
     if inspect.iscoroutine(result):
-        # Nobody will wait for it; Python would warn of that, somewhere else.
+        # Close it: no caller will await it, and Python would warn of that later.
         result.close()
     elif not (inspect.isawaitable(result) or inspect.isgenerator(result) or inspect.isasyncgen(result)):
         return

@@ -1,6 +1,6 @@
-"""The database connections of the handlers' threads: kept, given back to a pool, or dropped between messages.
+"""The database connections of handler threads: kept, returned to a pool, or closed between messages.
 
-The threads are the runtime's, which knows nothing of Django and of requests that end.
+The threads belong to the runtime, which has no Django requests that would close them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _POOL_SIZE: Final = 4
 
 
 class _Closing:
-    """Closes connections when it goes."""
+    """Closes its connections when it is deleted."""
 
     def __init__(self) -> None:
         self.connections: Sequence[BaseDatabaseWrapper] = ()
@@ -33,9 +33,9 @@ class _Closing:
 
 
 class _OfThread(threading.local):
-    """The connections of one handler thread, closed when the thread ends and its locals with it.
+    """The connections of one handler thread, closed when the thread and its locals end.
 
-    Left alone, they would stay open until they are collected.
+    Otherwise they would stay open until the garbage collector finds them.
     """
 
     def __init__(self) -> None:
@@ -46,11 +46,12 @@ _of_thread = _OfThread()
 
 
 def refresh_connections() -> None:
-    """Give this thread's connections back to Django's pool, and drop those that are broken or past CONN_MAX_AGE.
+    """Return this thread's connections to Django's pool, and close those that are broken or past CONN_MAX_AGE.
 
-    A pool has fewer connections than there are threads: one that was kept would be missing elsewhere. Without a pool,
-    and unlike Django's close_old_connections, those of CONN_MAX_AGE = 0 are kept, which means "for one request": a
-    worker that reconnected for every message would do little else. They go with their thread, once that is idle.
+    A pool may have fewer connections than there are threads, so keeping one would block another thread. Without a pool,
+    connections with CONN_MAX_AGE = 0 are kept, unlike in Django's close_old_connections: that setting means "for one
+    request", and a worker would otherwise reconnect for every message. They are closed with their thread when it is
+    idle.
     """
     opened = _of_thread.closing.connections = connections.all(initialized_only=True)
     for connection in opened:
@@ -67,15 +68,15 @@ def refresh_connections() -> None:
         connection.errors_occurred = False
 
 
-# A turn per file: the threads of a process need not find out by waiting in the dark, and losing.
+# A lock per file, so that the threads of a process wait for each other instead of failing in SQLite's busy loop.
 _turns: Final[dict[str, threading.RLock]] = {}
 
 
 @contextlib.contextmanager
 def one_writer(connection: BaseDatabaseWrapper) -> Iterator[None]:
-    """On SQLite, which has one writer at a time, let the handlers of this process take turns; elsewhere nothing.
+    """On SQLite, which has one writer at a time, let the handlers of this process take turns; on others, nothing.
 
-    Left to SQLite, a handler that waits longer than `timeout` for the others would fail with "database is locked".
+    Without it, a handler that waits longer than `timeout` for the others would fail with "database is locked".
     """
     if connection.vendor != "sqlite":
         yield
@@ -89,14 +90,14 @@ def _has_pool(settings: Mapping[str, Any]) -> bool:
 
 
 def handler_alias(subscriber: Subscriber) -> str:
-    """The alias of the transaction and the inbox of a subscriber."""
+    """The alias of a subscriber's transaction and inbox."""
     from outbox.contrib.django.models import InboxEntry
 
     return subscriber.using or router.db_for_write(InboxEntry)
 
 
 def pool_shortages(subscribers: Iterable[Subscriber]) -> Iterator[str]:
-    """Where the handlers' threads of one consumer process outnumber the connections of a pool, in words."""
+    """Warnings for each consumer process with more handler threads than connections in a pool."""
     handlers: dict[str, list[Subscriber]] = {}
     for item in subscribers:
         alias = handler_alias(item)

@@ -1,7 +1,7 @@
-"""The inbox: a handler's effects and the note that they happened commit together, so they happen once.
+"""The inbox: a handler's effects and the row that records them commit together, so they happen once.
 
-The inbox row is written first. A second delivery of the same message, also by another process at the same
-moment, waits for the first one's transaction at the unique key and then finds the row: the handler is skipped.
+The inbox row is written first. A second delivery of the same message, even by another process at the same moment, waits
+for the first one's transaction at the unique key and then finds the row: the handler is skipped.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Result = Disposition | Exception
 
 
 class InboxInvoker:
-    """Implements ports.Invoker for Django handlers: transaction, inbox, timeouts, care for broken connections."""
+    """Implements ports.Invoker for Django handlers: transaction, inbox, timeouts, replacement of broken connections."""
 
     def __init__(
         self, *, lease_seconds: float = 10.0, masked_fields: Mapping[str, frozenset[str]] = MappingProxyType({})
@@ -99,15 +99,15 @@ class InboxInvoker:
                 raise
             if not inbox.is_confirmed:
                 return [_half_done(registered.name, error) if d.message_id in stayed else error for d in deliveries]
-            # Out of an on_commit callback, or of a COMMIT that has happened all the same.
-            logger.exception("%s has committed; what failed after it is not tried again", registered.name)
+            # The error came from an on_commit callback, or from a COMMIT that succeeded nevertheless.
+            logger.exception("%s has committed; its later failure is not tried again", registered.name)
         point("consumer.after_inbox_commit")
         called = set(map(id, fresh))
         return [_result(delivery, id(delivery) in called, failed) for delivery in deliveries]
 
 
 def _handle(subscription: Subscription, handler: AnyHandler, deliveries: Sequence[Delivery]) -> dict[UUID, Exception]:
-    """Run the handler; what a batch reports as failed. Any other exception passes through and rolls back."""
+    """Run the handler; returns the failures that a batch reports. Any other exception passes through and rolls back."""
     if not deliveries:
         return {}
     try:
@@ -124,15 +124,15 @@ def _handle(subscription: Subscription, handler: AnyHandler, deliveries: Sequenc
 def _not_started(name: str, alias: str, error: Exception) -> HandlerNotStarted:
     return HandlerNotStarted(
         f"{name} was not called, because its transaction on {alias!r} could not begin: {type(error).__name__}: "
-        f"{str(error).strip()}. No attempt is used up; the messages wait until it can."
+        f"{str(error).strip()}. This does not count as an attempt; the messages wait until it can."
     )
 
 
 def _half_done(name: str, error: Exception) -> PermanentError:
     failure = PermanentError(
-        f"{name} ended its transaction by hand (COMMIT) and then failed: {type(error).__name__}: {error}. What it "
-        f"committed stays, together with the note that the message was handled, so that no later attempt would run: "
-        f"set right by hand what is missing. Leave COMMIT to the transaction that surrounds the handler."
+        f"{name} ended its transaction by hand (COMMIT) and then failed: {type(error).__name__}: {error}. Its "
+        "committed effects stay, with the record that the message was handled, so no later attempt will run: "
+        "complete the missing effects by hand. Leave COMMIT to the transaction that surrounds the handler."
     )
     failure.__cause__ = error
     return failure
@@ -145,9 +145,9 @@ def _result(delivery: Delivery, called: bool, failed: dict[UUID, Exception]) -> 
 
 
 def require_inboxes(subscriptions: Iterable[Subscription]) -> None:
-    """Raise ConfigurationError where handlers need an inbox that no migration made: each message would fail.
+    """Raise ConfigurationError if handlers need an inbox that no migration made: each message would fail.
 
-    A database that is away is no reason to end: its messages are tried again later.
+    An unreachable database is no reason to end: its messages are tried again later.
     """
     from outbox.contrib.django.models import InboxEntry
 
@@ -157,10 +157,10 @@ def require_inboxes(subscriptions: Iterable[Subscription]) -> None:
         try:
             found = connections[alias].introspection.table_names()
         except OperationalError as error:
-            logger.warning("whether %r has an inbox cannot be looked up now: %s", alias, error)
+            logger.warning("whether %r has an inbox cannot be determined now: %s", alias, error)
             continue
         if table not in found:
             raise ConfigurationError(
-                f"the table {table!r} is missing on {alias!r}, so that handlers with the inbox cannot run: run "
-                f"`manage.py migrate --database={alias}`. Nothing was consumed."
+                f"the table {table!r} is missing on {alias!r}, so handlers with the inbox cannot run: run `manage.py "
+                f"migrate --database={alias}`. Nothing was consumed."
             )

@@ -20,8 +20,8 @@ from outbox.message import Delivery
 
 logger = logging.getLogger(__name__)
 
-# The timeouts hold for this transaction only (right behind a pooler too) and are set by the statement itself,
-# before it can wait: a handler frozen together with its lease must not block the next owner of the queue.
+# The statement itself sets the timeouts, for this transaction only (safe behind a pooler), before it can wait. A
+# handler frozen together with its lease must not block the next owner of the queue.
 _INSERT_POSTGRESQL: Final = """
 INSERT INTO outbox_inbox (consumer_group, generation, message_id)
 SELECT %s, %s, message_id
@@ -39,7 +39,7 @@ _INSERT_SQLITE: Final = f"{_INSERT} ON CONFLICT DO NOTHING"
 
 _SELECT: Final = "SELECT message_id FROM outbox_inbox WHERE consumer_group = %s AND generation = %s AND message_id"
 
-# Fits the parameter limit of every database Django supports.
+# Below the parameter limit of every database that Django supports.
 _LARGEST_LIST: Final = 500
 
 _DELETE: Final = """
@@ -54,13 +54,13 @@ class InboxEntries:
         self._connection = connection
         self._key: list[Any] = [group, generation]
         self._short: ShortTransaction | None = None
-        # Whether nothing but COMMIT was left to be done; whatever failed then failed in it or behind it.
+        # Whether only COMMIT was left to do; a failure then happened in it or after it.
         self.is_confirmed = False
 
     def enter(self, deliveries: Sequence[Delivery], *, lease_seconds: float) -> list[Delivery]:
-        """Write the rows inside the open transaction; returns the deliveries whose row was not there yet.
+        """Write the rows inside the open transaction; returns the deliveries whose row was new.
 
-        One message may come twice: redelivered, and back from the retry queue. The first of them is handled.
+        A batch may contain one message twice: redelivered, and back from the retry queue. The first of them is handled.
         """
         firsts: dict[UUID, Delivery] = {}
         for delivery in deliveries:
@@ -96,22 +96,22 @@ class InboxEntries:
             return True
 
     def leave(self, message_ids: Iterable[UUID]) -> None:
-        """Remove the rows of messages whose effects the handler took back."""
+        """Remove the rows of messages whose effects the handler undid."""
         rows = [[*self._key, self._stored(value)] for value in sorted(message_ids)]
         if rows:
             with self._connection.cursor() as cursor:
                 cursor.executemany(_DELETE, rows)
 
     def confirm(self, deliveries: Sequence[Delivery], name: str) -> None:
-        """The last statement of the transaction: the rows, and so the effects, are still part of it.
+        """The last statement of the transaction: verify that the rows, and so the effects, are still part of it.
 
-        Commits at once where that saves a round trip. Raises TransactionUsageError where they are not part of it:
+        It commits at once if that saves a round trip. Raises TransactionUsageError if the rows are not part of it:
         COMMIT would succeed and store nothing.
         """
         if self._connection.needs_rollback:
             raise TransactionUsageError(
                 f"{name} marked its transaction for rollback without raising (or closed its connection): the message "
-                f"counts as failed. Raise the error that made it do so."
+                "counts as failed. Raise the error that caused the rollback."
             )
         gone = "its inbox row is gone (a ROLLBACK was executed inside it)"
         if self._short is not None and self._short.is_whole():
@@ -130,9 +130,9 @@ class InboxEntries:
         self.is_confirmed = True
 
     def still_there(self, deliveries: Sequence[Delivery]) -> set[UUID]:
-        """After a failed attempt: messages whose row was committed all the same, by a COMMIT of the handler's own."""
+        """After a failed attempt: messages whose row was committed nevertheless, by a COMMIT of the handler's own."""
         if not deliveries or fence.is_lost():
-            # Nothing to ask, or another owner may have written the row by now.
+            # No rows to read; or another owner may have written the row by now.
             return set()
         try:
             return self._present(deliveries)

@@ -1,4 +1,4 @@
-"""`@subscriber`: which function handles which topic for which consumer group."""
+"""`@subscriber`: the function that handles a topic for a consumer group."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _OPTIONS: Final = frozenset({"suspend_seconds", "max_suspends", "timeout_seconds
 class Subscriber:
     """A registered handler. `using`: alias of the inbox and the transaction; None lets the routers choose.
 
-    `names_start`: whether the project says where a group that is new to the topic begins.
+    `names_start`: whether the project declares where a group that is new to the topic begins.
     """
 
     subscription: Subscription
@@ -71,14 +71,15 @@ def subscriber(
 ) -> Callable[[Function], Function]:
     """Handle the messages of a topic for a consumer group.
 
-    The function gets a `Delivery` (a list of them with `batch` > 1); it may be async. With `idempotent` (the
-    default) it runs inside `atomic()` on `using`, together with the inbox row that makes its effects in that
-    database happen once; a broadcast group has no inbox, which would let one instance handle a message for all of
-    them. `tag` selects by tags, `filter` by an SQL92 expression over headers (`"amount > 10"`).
-    A group that is new to the topic begins at `start`: by default at the earliest message that the broker has. Where
-    another group has handled messages of the topic, checks and workers warn until `start` is given.
-    `mode`, `batch`, `threads`, `retry`, `on_error`, `start` and further `options` (suspend_seconds, max_suspends,
-    timeout_seconds, broadcast) are those of `outbox.Subscription`.
+    The function gets a `Delivery` (a list of them with `batch` > 1); it may be async. With `idempotent` (the default)
+    it runs inside `atomic()` on `using`, together with the inbox row that makes its effects in that database happen
+    once. A broadcast group has no inbox, because with one a single instance would handle a message for all of them.
+    `tag` selects by tags, `filter` by an SQL92 expression over headers (`"amount > 10"`).
+
+    A group that is new to the topic begins at `start`: by default at the earliest message in the broker. If another
+    group has handled messages of the topic, checks and workers warn until `start` is given. `mode`, `batch`, `threads`,
+    `retry`, `on_error`, `start` and further `options` (suspend_seconds, max_suspends, timeout_seconds, broadcast) are
+    those of `outbox.Subscription`.
 
     Put subscribers into the module `subscribers` of an installed app (OUTBOX['SUBSCRIBER_MODULE'] names another):
     workers import it. Raises InvalidSubscription or InvalidFilter at decoration.
@@ -105,11 +106,14 @@ def subscriber(
 
 
 def _subscription(topic: str, group: str, given: Mapping[str, Any], further: Mapping[str, Any]) -> Subscription:
-    """From the parameters of `subscriber` and its further options. Raises InvalidSubscription or InvalidFilter."""
+    """The subscription from the parameters of `subscriber` and its options.
+
+    Raises InvalidSubscription or InvalidFilter.
+    """
     where = f"@subscriber({topic!r}, group={group!r})"
     if unknown := sorted(set(further) - _OPTIONS):
         raise InvalidSubscription(
-            f"{where}: there is no option {', '.join(unknown)}; beside those of @subscriber there are "
+            f"{where}: there is no option {', '.join(unknown)}; besides those of @subscriber there are "
             f"{', '.join(sorted(_OPTIONS))}."
         )
     options = {**given, **further}
@@ -154,7 +158,7 @@ def _filter(where: str, tag: str | Sequence[str], expression: str) -> str:
 
 
 def _handler(function: Callable[..., Any]) -> AnyHandler:
-    """What a worker calls: synchronous, and done when it returns."""
+    """The synchronous function that a worker calls; its work is done when it returns."""
     if not callable(function):
         raise InvalidSubscription(f"@subscriber takes a function, not {function!r}.")
     name = name_of(function)
@@ -167,8 +171,8 @@ def _handler(function: Callable[..., Any]) -> AnyHandler:
     except ValueError:
         pass  # A built-in without a signature.
     if is_generator(function):
-        raise InvalidSubscription(f"{name} is a generator: a subscriber does its work and returns.")
-    # The coroutine gets a loop of its own; the ORM calls it awaits run on the handler's thread, in its transaction.
+        raise InvalidSubscription(f"{name} is a generator: a subscriber must do its work before it returns.")
+    # The coroutine gets its own event loop; its ORM calls run on the handler's thread, in its transaction.
     call = async_to_sync(function) if is_asynchronous(function) else function
 
     def handle(given: Any) -> None:
@@ -178,19 +182,19 @@ def _handler(function: Callable[..., Any]) -> AnyHandler:
 
 
 def register(new: Subscriber) -> None:
-    """Add a subscriber. Raises InvalidSubscription when the group handles the topic already, elsewhere."""
+    """Add a subscriber. Raises InvalidSubscription if another function of the group handles the topic."""
     key = (new.subscription.group, new.subscription.topic)
     known = _subscribers.get(key)
     if known is not None and known.name != new.name:
         raise InvalidSubscription(
-            f"group {key[0]!r} handles topic {key[1]!r} in {known.name} and in {new.name}: messages would go to "
-            f"either. Give one of them a group of its own, or let one function do both."
+            f"group {key[0]!r} handles topic {key[1]!r} in {known.name} and in {new.name}: each message would go to "
+            "only one of them. Give one of them a group of its own, or let one function do both."
         )
     _subscribers[key] = new
 
 
 def subscribers() -> list[Subscriber]:
-    """All that are registered so far; after `autodiscover`, all there are."""
+    """All subscribers registered so far; after `autodiscover`, all of the project."""
     return list(_subscribers.values())
 
 
@@ -200,12 +204,15 @@ def find_subscriber(subscription: Subscription) -> Subscriber | None:
 
 
 def subscriptions(*, groups: Sequence[str] = ()) -> list[tuple[Subscription, AnyHandler]]:
-    """What a ConsumerRuntime is to run, limited to some groups if named. Raises ConfigurationError for unknown ones."""
+    """The subscriptions for a ConsumerRuntime, limited to some groups if given.
+
+    Raises ConfigurationError for unknown ones.
+    """
     known = {item.subscription.group for item in subscribers()}
     unknown = sorted(set(groups) - known)
     if unknown:
         raise ConfigurationError(
-            f"no subscriber has the group {', '.join(unknown)}; there are: {', '.join(sorted(known)) or 'none'}."
+            f"no subscriber has the group {', '.join(unknown)}; use one of: {', '.join(sorted(known)) or 'none'}."
         )
     return [
         (item.subscription, item.handler) for item in subscribers() if not groups or item.subscription.group in groups
@@ -213,14 +220,14 @@ def subscriptions(*, groups: Sequence[str] = ()) -> list[tuple[Subscription, Any
 
 
 def unregister_all() -> None:
-    """Forget every subscriber: for tests."""
+    """Remove every subscriber: for tests."""
     _subscribers.clear()
 
 
 def autodiscover() -> list[Subscriber]:
-    """Import the module OUTBOX['SUBSCRIBER_MODULE'] of every installed app that has it; returns what is registered.
+    """Import the module OUTBOX['SUBSCRIBER_MODULE'] of every installed app that has it; returns all subscribers.
 
-    Raises ConfigurationError naming the module that cannot be imported, and why.
+    Raises ConfigurationError with the module that cannot be imported, and the cause.
     """
     module = get_settings().subscriber_module
     for app in apps.get_app_configs():
@@ -236,6 +243,6 @@ def autodiscover() -> list[Subscriber]:
                 f"{str(error).rstrip('.')}."
             ) from error
     if get_settings().celery_app is not None:
-        # Only now: what it needs of Celery may not be installed elsewhere.
+        # Imported here because it needs Celery, which may not be installed.
         import_module("outbox.contrib.django.publishing.celery_tasks").register_hand_over()
     return subscribers()

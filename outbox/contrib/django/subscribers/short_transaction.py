@@ -1,10 +1,10 @@
-"""A handler's transaction in as few round trips as its order allows, on PostgreSQL.
+"""A handler's transaction with few round trips, on PostgreSQL.
 
-Django sends BEGIN, every statement and COMMIT one by one. Here BEGIN travels with the inbox row, and COMMIT with the
-look at that row: where it is gone, the statement fails, and the server does not execute the COMMIT behind it. Django
-finds the transaction ended, as it should be, runs what was registered for after the commit, and ends its block.
+Django sends BEGIN, every statement and COMMIT one by one. Here BEGIN is sent with the inbox row, and COMMIT with the
+check of that row. If the row is gone, the check fails and the server does not execute the COMMIT after it. Otherwise
+Django finds the transaction ended, as it should be, runs the registered on_commit callbacks, and ends its block.
 
-The statements of a message alone are prepared, where the connection leads straight to its server: planning them costs
+The single-message statements are prepared if the connection leads directly to its server, because planning them costs
 the server more than executing them.
 """
 
@@ -29,8 +29,8 @@ _COMMIT: Final = Statement("COMMIT")
 _ROLLBACK: Final = Statement("ROLLBACK")
 _PID: Final = Statement("SELECT pg_backend_pid()")
 
-# A message alone has a statement that is planned in half the time, for where it is planned each time. For the settings
-# see inbox_entries.
+# A single-message variant of the statement plans in half the time, if it is planned each time. For the settings see
+# inbox_entries.
 _ENTER_ONE: Final = Statement("""
 INSERT INTO outbox_inbox (consumer_group, generation, message_id)
 SELECT %(group)s, %(generation)s::integer, %(message_id)s::uuid
@@ -50,44 +50,44 @@ ORDER BY message_id
 ON CONFLICT DO NOTHING
 RETURNING message_id
 """)
-# Divides by zero where a row is gone.
+# Divides by zero if a row is gone.
 _ALL_THERE: Final = Statement("""
 SELECT 1 / (count(*) = %(count)s::integer)::integer FROM outbox_inbox
 WHERE consumer_group = %(group)s AND generation = %(generation)s::integer AND message_id = ANY (%(message_ids)s::uuid[])
 """)
-# No table of these statements is in a schema of the broker's.
+# No table of these statements is in the broker's schema.
 _NO_SCHEMA: Final = "public"
-# A plan is kept for so many messages: one made while the inbox was nearly empty reads all of it, however it grows.
+# A plan is kept for this many messages: one made while the inbox was nearly empty reads the whole table later.
 _PLANS_LAST: Final = 200
 
 
 @dataclass(slots=True)
 class _Session:
-    """What is known of a connection: whether statements may be prepared on it, and which are."""
+    """The state of a connection: whether statements may be prepared on it, and which are."""
 
     prepares: bool = False
     prepared: dict[bytes, bytes] = field(default_factory=dict)
     messages: int = 0
 
 
-# By the driver's connection, which Django's pool lends to one thread after the other.
+# By the driver's connection, which Django's pool lends to different threads in turn.
 _sessions: Final[WeakKeyDictionary[Connection, _Session]] = WeakKeyDictionary()
 
 
 class ShortTransaction:
-    """The statements of the inbox around one run of a handler, inside the outermost block of its connection."""
+    """The inbox statements around one run of a handler, inside the outermost block of its connection."""
 
     def __init__(self, connection: BaseDatabaseWrapper, group: str, generation: int) -> None:
         self._connection = connection
         self._raw: Connection = connection.connection
         self._key = {"group": group.encode(), "generation": b"%d" % generation}
-        # None until the first transaction of this connection has asked where it leads.
+        # None until the first transaction of this connection has asked which server it reaches.
         self._session = _sessions.get(self._raw)
         self._trip = RoundTrip(self._raw, _NO_SCHEMA, prepare=False)
 
     @staticmethod
     def is_possible(connection: BaseDatabaseWrapper) -> bool:
-        """Whether the block that was just entered is the outermost one, plain, and nobody logs its statements."""
+        """Whether the entered block is the outermost one and plain, and its statements are not logged."""
         raw = connection.connection
         return (
             isinstance(raw, Connection)
@@ -98,14 +98,15 @@ class ShortTransaction:
         )
 
     def begin(self, message_ids: Sequence[UUID], limits: tuple[str, str]) -> set[UUID]:
-        """Begin, and write the rows; those that were not there yet."""
+        """Begin, and write the rows; returns the new ones."""
         lock, idle = limits
         values = {**self._key, "lock": lock.encode(), "idle": idle.encode()}
         if len(message_ids) == 1:
             statement, values["message_id"] = _ENTER_ONE, str(message_ids[0]).encode()
         else:
             statement, values["message_ids"] = _ENTER_ALL, _array(message_ids)
-        # Not seen by the watch otherwise: from here on a transaction without this beginning is not the block's.
+        # The watch does not see this BEGIN. Tell it: from here on, a transaction without this beginning is not the
+        # block's.
         watch_of(self._connection).note_begun()
         with self._connection.wrap_database_errors:
             try:
@@ -134,24 +135,24 @@ class ShortTransaction:
         return rows
 
     def _may_prepare(self, pid: list[Row]) -> bool:
-        """Not behind a pooler, which tells a process id of its own making, nor where psycopg prepares.
+        """Whether statements may be prepared: not behind a pooler, and not if psycopg prepares.
 
-        A pooler may lend another server to the next transaction; psycopg takes back all that is prepared on its
-        connection when it takes back its own.
+        A pooler is recognised because it reports a process id of its own. It may lend another server to the next
+        transaction. psycopg deallocates all prepared statements of its connection when it deallocates its own.
         """
         return self._raw.prepare_threshold is None and pid == [(b"%d" % self._raw.info.backend_pid,)]
 
     def _prepare_no_more(self) -> None:
-        """The application has taken back what was prepared here (DEALLOCATE ALL), and may do so again."""
+        """The application has deallocated the prepared statements (DEALLOCATE ALL), and may do so again."""
         _sessions[self._raw] = self._session = _Session()
         self._trip = RoundTrip(self._raw, _NO_SCHEMA, prepare=False)
 
     def is_whole(self) -> bool:
-        """Whether the transaction can still be committed, as far as this side knows."""
+        """Whether the transaction can still commit, as far as the client knows."""
         return _status(self._connection.connection) == pq.TransactionStatus.INTRANS
 
     def commit(self, message_ids: Sequence[UUID]) -> bool:
-        """Commit if these rows are part of it; False, and nothing is committed, where they are not."""
+        """Commit if these rows are part of it. Otherwise commit nothing and return False."""
         with self._connection.wrap_database_errors:
             if message_ids:
                 count = b"%d" % len(message_ids)
@@ -168,7 +169,7 @@ class ShortTransaction:
 
 
 def _status(raw: Connection) -> pq.TransactionStatus | None:
-    """None in a pipeline of psycopg's, whose statements may not be executed yet."""
+    """None in a psycopg pipeline, whose statements may not be executed yet."""
     return None if raw.pgconn.pipeline_status else raw.info.transaction_status
 
 

@@ -4,6 +4,6 @@
     OUTBOX = {..., "TOPICS": {"tasks": {"types": ["NORMAL", "DELAY", "TRANSACTION"]}}}
     TASKS = {"default": {"BACKEND": "outbox.contrib.django.tasks.backend.OutboxBackend"}}
 
-A task that is enqueued in a transaction runs if and only if that commits, and its effects happen once: the row with
-its result, its writes to that database and the note in the inbox are one transaction. docs/django.md has the limits.
+A task that is enqueued in a transaction runs if and only if that commits, and its effects happen once: the row with its
+result, its writes to that database and its inbox row are one transaction. docs/django.md has the limits.
 """

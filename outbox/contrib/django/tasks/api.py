@@ -1,4 +1,4 @@
-"""The API of tasks, wherever it is: in Django from version 6 on, before that in the package django-tasks."""
+"""The API of tasks: Django's from version 6 on, before that the package django-tasks."""
 
 from __future__ import annotations
 

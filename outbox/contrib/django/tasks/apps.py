@@ -14,7 +14,7 @@ class OutboxTasksConfig(AppConfig):
     verbose_name = "Outbox tasks"
 
     def ready(self) -> None:
-        """Register the subscribers that run tasks; a mistake in TASKS is said when a process starts."""
+        """Register the subscribers that run tasks, so that an error in TASKS is raised when a process starts."""
         from outbox.contrib.django.operations.application_rules import add_rule
         from outbox.contrib.django.tasks import stranded
         from outbox.contrib.django.tasks.registration import register_backends

@@ -1,4 +1,4 @@
-"""The backend that TASKS names: enqueueing in the caller's transaction, results, and what `check` says."""
+"""The backend for TASKS: enqueueing in the caller's transaction, results, and checks."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ _NEEDED = frozenset({MessageType.NORMAL, MessageType.DELAY, MessageType.TRANSACT
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """TASKS[alias]["OPTIONS"]. `topic`: through which the tasks go; one for each backend.
+    """TASKS[alias]["OPTIONS"]. `topic`: the topic of the tasks; each backend needs its own.
 
-    `threads`: tasks of one queue that run at a time in one consumer process; `timeout_seconds`: how long one may run;
-    `max_attempts`: how often a task that fails is run; `delays_seconds`: the waits between.
+    `threads`: tasks of one queue that run at a time in one consumer process. `timeout_seconds`: the longest run of a
+    task. `max_attempts`: how often a failing task is run. `delays_seconds`: the waits in between.
     """
 
     topic: str = "tasks"
@@ -69,8 +69,7 @@ class OutboxBackend(BaseTaskBackend):
         known = {item.name for item in fields(Options)}
         if unknown := sorted(set(self.options) - known):
             raise ConfigurationError(
-                f"TASKS[{alias!r}]['OPTIONS'] has no {', '.join(map(repr, unknown))}: there are "
-                f"{', '.join(sorted(known))}."
+                f"TASKS[{alias!r}]['OPTIONS'] has no {', '.join(map(repr, unknown))}: use {', '.join(sorted(known))}."
             )
         self.settings = Options(**self.options)
         try:
@@ -85,14 +84,15 @@ class OutboxBackend(BaseTaskBackend):
 
     @property
     def groups(self) -> dict[str, str]:
-        """Consumer group -> the queue whose tasks it runs; '' where QUEUES is empty, which allows any queue."""
+        """Consumer group -> the queue whose tasks it runs; '' if QUEUES is empty, which allows any queue."""
         topic = self.settings.topic
         return {f"{topic}.{queue}": queue for queue in sorted(self.queues)} or {topic: ""}
 
     def enqueue(self, task: Task[_P, _R], args: Any, kwargs: Any) -> TaskResult[_P, _R]:
-        """Store a call of the task; it runs if the surrounding transaction commits, and not before.
+        """Store a call of the task; it runs after the surrounding transaction has committed.
 
-        Raises InvalidTask, TypeError or ValueError for arguments that JSON cannot hold, and what `publish` raises.
+        Raises InvalidTask, TypeError or ValueError for arguments that JSON cannot represent, and the errors of
+        `publish`.
         """
         from outbox.contrib.django.tasks.models import TaskEntry
         from outbox.contrib.django.tasks.results import result_of, storable
@@ -118,7 +118,7 @@ class OutboxBackend(BaseTaskBackend):
         return result
 
     def announce(self, entry: TaskEntry, deliver_at: datetime | None, *, using: str, waits: int = 0) -> None:
-        """Publish the entry's next message, in the transaction that is open on `using`, and note it in the entry.
+        """Publish the entry's next message, in the open transaction on `using`, and record it in the entry.
 
         The caller saves the entry, if it has locked it. `waits`: how often its message has found it locked.
         """
@@ -136,7 +136,7 @@ class OutboxBackend(BaseTaskBackend):
         return f"{self.settings.topic}.{queue}" if self.queues else self.settings.topic
 
     def get_result(self, result_id: str) -> TaskResult[..., Any]:
-        """What is known of a call, read on the primary. Raises TaskResultDoesNotExist."""
+        """The stored result of a call, read on the primary. Raises TaskResultDoesNotExist."""
         from outbox.contrib.django.tasks.models import TaskEntry
         from outbox.contrib.django.tasks.results import result_of
 
@@ -151,7 +151,7 @@ class OutboxBackend(BaseTaskBackend):
         return result_of(entry)
 
     def check(self, **kwargs: Any) -> list[CheckMessage]:
-        """What the settings lack for tasks."""
+        """The problems in the settings for tasks."""
         return list(self._complaints())
 
     def _complaints(self) -> Iterator[CheckMessage]:
@@ -176,7 +176,7 @@ class OutboxBackend(BaseTaskBackend):
         try:
             declared = get_settings().topics.get(self.settings.topic)
         except ConfigurationError:
-            # The check of the settings says what is wrong.
+            # The check of the settings reports the problem.
             return
         if declared is None or not declared.topic.types >= _NEEDED:
             yield Error(

@@ -1,4 +1,4 @@
-"""The table of tasks, in the application's own database: what is to be run, and what has come of it."""
+"""The table of tasks, in the application's own database: the calls and their results."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from outbox.ids import uuid7
 class TaskEntry(models.Model):
     """One call of a task, written by `enqueue` in the caller's transaction.
 
-    Every entry that is READY has a message of its own: `message_id`, published at `announced_at`. Its handler runs this
+    Every entry that is READY has its own message: `message_id`, published at `announced_at`. Its handler runs this
     entry, or a more urgent one; then it publishes the next message of this entry in the same transaction.
     """
 
@@ -20,7 +20,7 @@ class TaskEntry(models.Model):
         objects: ClassVar[models.Manager[TaskEntry]]
 
     class Status(models.TextChoices):
-        """As in django.tasks. RUNNING is seen by the task itself: outcome and effects are committed together."""
+        """As in django.tasks. Only the task itself sees RUNNING: outcome and effects are committed together."""
 
         READY = "READY", "ready"
         RUNNING = "RUNNING", "running"
@@ -35,7 +35,7 @@ class TaskEntry(models.Model):
     args: models.JSONField[Any, Any] = models.JSONField()
     kwargs: models.JSONField[Any, Any] = models.JSONField()
     status = models.CharField(max_length=15, choices=Status, default=Status.READY)
-    # False until the message of a postponed attempt has arrived: the broker's clock alone says when it is due. Only
+    # False until the message of a postponed attempt has arrived: only the broker's clock decides when it is due. Only
     # its own message runs an entry that is not due.
     is_due = models.BooleanField(default=True)
     # Null in entries from before migration 0002.
@@ -60,7 +60,7 @@ class TaskEntry(models.Model):
                 fields=["backend", "queue_name", "status", "is_due", "-priority", "enqueued_at"],
                 name="outbox_task_next",
             ),
-            # The entries READY, those whose message was published longest ago first.
+            # The READY entries, those with the oldest published message first.
             models.Index(fields=["status", "announced_at"], name="outbox_task_announced_at"),
             models.Index(fields=["finished_at"], name="outbox_task_finished_at"),
         ]

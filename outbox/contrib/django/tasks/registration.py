@@ -13,7 +13,7 @@ from outbox.subscription import Subscription
 
 
 def register_backends() -> None:
-    """Register the subscribers of all backends. Raises what the backends and their options raise."""
+    """Register the subscribers of all backends. Raises the errors of the backends and their options."""
     using = router.db_for_write(TaskEntry)
     for backend in task_backends.all():
         if isinstance(backend, OutboxBackend):

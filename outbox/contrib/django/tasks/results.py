@@ -1,4 +1,4 @@
-"""Entries of the table as the results that the API shows, and values as the table can hold them."""
+"""Converts entries of the table to the API's results, and values to storable ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ _NUL: Final = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")
 
 
 def storable(value: Any) -> Any:
-    """What JSON makes of it (tuples become lists). Raises TypeError or ValueError for what cannot be stored."""
+    """The value after a JSON round trip (tuples become lists).
+
+    Raises TypeError or ValueError if it cannot be stored.
+    """
     text = json.dumps(value, allow_nan=False, ensure_ascii=False)
     text.encode()
     if _NUL.search(text):
@@ -37,7 +40,7 @@ def error_of(error: BaseException) -> dict[str, str]:
 
 
 def task_of(entry: TaskEntry) -> Task[..., Any]:
-    """The task that an entry is a call of. Raises ConfigurationError when it is not there (any more)."""
+    """The task of an entry. Raises ConfigurationError if it no longer exists."""
     try:
         found = import_string(entry.task_path)
     except ImportError as error:
@@ -50,7 +53,7 @@ def task_of(entry: TaskEntry) -> Task[..., Any]:
 
 
 def result_of(entry: TaskEntry, task: Task[..., Any] | None = None) -> TaskResult[..., Any]:
-    """The entry as a TaskResult. Raises ConfigurationError when its task is not there."""
+    """The entry as a TaskResult. Raises ConfigurationError if its task no longer exists."""
     result: TaskResult[..., Any] = TaskResult(
         task=task or task_of(entry),
         id=str(entry.id),
@@ -65,6 +68,6 @@ def result_of(entry: TaskEntry, task: Task[..., Any] | None = None) -> TaskResul
         errors=[TaskError(**error) for error in entry.errors],
         worker_ids=list(entry.worker_ids),
     )
-    # The API's own way to say it: a field without a parameter of a frozen class.
+    # The API itself sets it this way: a field without a constructor parameter, in a frozen class.
     object.__setattr__(result, "_return_value", entry.return_value)
     return result

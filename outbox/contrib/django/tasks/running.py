@@ -1,4 +1,4 @@
-"""Running tasks: what a subscriber does with one message, within the transaction of its inbox row."""
+"""Runs tasks: a subscriber's work for one message, within the transaction of its inbox row."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ logger = logging.getLogger(__name__)
 
 Status = TaskEntry.Status
 
-# The inbox ends a transaction that idles for most of a lease; a task may, for as long as it may run.
+# The inbox ends a transaction that is idle for most of a lease. A task may be idle for its whole time limit.
 _ALLOW_IDLING: Final = "SELECT set_config('idle_in_transaction_session_timeout', %s, true)"
 
-# How long a message waits at most before it looks again at an entry that another handler runs.
+# The longest wait of a message before it checks an entry that another handler runs again.
 _LONGEST_WAIT_SECONDS: Final = 60
 
 
 def handler_for(backend: OutboxBackend, queue: str, *, using: str) -> Callable[[Delivery], None]:
     """The handler of one queue's messages (of all queues: ''). `using`: the alias of the entries.
 
-    A message runs one entry: its own, or a more urgent one that is due. It locks that entry alone while the task runs.
-    If its own entry is still READY then, its next message is published in the same transaction. So a READY entry has
-    a message at every moment, whatever fails: only the end of the entry's last attempt leaves it without one.
+    A message runs one entry: its own, or a more urgent one that is due. It locks only that entry while the task runs.
+    If its own entry is still READY afterwards, its next message is published in the same transaction. So a READY entry
+    always has a message, whatever fails. Only the end of the entry's last attempt leaves it without one.
     """
 
     def run_a_task(delivery: Delivery) -> None:
@@ -46,14 +46,14 @@ def handler_for(backend: OutboxBackend, queue: str, *, using: str) -> Callable[[
         announced = ready.filter(pk=UUID(delivery.body["task"]), attempts=delivery.body["attempts"])
         own = announced.first()
         if own is None:
-            logger.debug("message %s has nothing to run: its task has been run, or deleted", delivery.message_id)
+            logger.debug("message %s has no task to run: the task has been run, or deleted", delivery.message_id)
         elif urgent := _locked(ready.filter(is_due=True, priority__gt=own.priority)):
             _run(backend, urgent, using=using)
             _announce_again(backend, announced, using=using, waits=0)
         elif entry := _locked(announced):
             _run(backend, entry, using=using)
         else:
-            # Another handler runs it. If that is rolled back, this message is the only one that would run it.
+            # Another handler runs it. If that rolls back, only this message can run the entry.
             _announce_again(backend, announced, using=using, waits=delivery.body.get("waits", 0) + 1)
 
     return run_a_task
@@ -71,21 +71,21 @@ def _ready(backend: str, queue: str, *, using: str) -> QuerySet[TaskEntry]:
 
 
 def _locked(entries: QuerySet[TaskEntry]) -> TaskEntry | None:
-    """The most urgent of them that no other handler runs: locked until the transaction ends."""
+    """The most urgent entry that no other handler runs, locked until the transaction ends."""
     if connections[entries.db].features.has_select_for_update_skip_locked:
-        # Elsewhere (SQLite) the inbox row that was written first lets in one at a time.
+        # On others (SQLite) the inbox row, written first, admits one handler at a time.
         entries = entries.select_for_update(skip_locked=True)
     return entries.order_by("-priority", "enqueued_at", "pk").first()
 
 
 def _announce_again(backend: OutboxBackend, announced: QuerySet[TaskEntry], *, using: str, waits: int) -> None:
-    """Publish the next message of an entry whose message has not run it, unless another message has run it meanwhile.
+    """Publish the next message of an entry that its message has not run, unless another message has run it meanwhile.
 
-    `waits`: how often in a row its message has found it locked; the waits between grow up to a minute.
+    `waits`: how often in a row its message has found it locked; the waits in between grow up to a minute.
     """
     entry = _locked(announced)
     if entry is not None:
-        # Its message has arrived, so it is due: from now on the messages of others may run it too.
+        # Its message has arrived, so it is due: from now on other messages may run it too.
         entry.is_due = True
         backend.announce(entry, None, using=using)
         entry.save(using=using, update_fields=["is_due", "message_id", "announced_at"])
@@ -107,16 +107,16 @@ def _run(backend: OutboxBackend, entry: TaskEntry, *, using: str) -> None:
         with transaction.atomic(using=using):
             entry.return_value = storable(_call(result))
     except OperationalError:
-        # The database's failure, not the task's: the whole attempt is rolled back and the message comes again.
+        # The database failed, not the task: the whole attempt is rolled back and the message is delivered again.
         raise
     except (Exception, SystemExit) as error:
         entry.return_value = None
         entry.errors = [*entry.errors, error_of(error)]
-        # What this process cannot start may be newer than its code, in a deployment that is under way.
+        # A task that this process cannot start may be newer than its code, during a deployment.
         retry = backend.retry if result is not None else RetryPolicy()
         if retry.exhausted(entry.attempts):
             entry.status = Status.FAILED
-            # Within the handler of the exception: receivers log it.
+            # Inside the exception handler, because receivers log the exception.
             _finish(backend, entry, using=using, known=result is not None)
         else:
             wait = timedelta(seconds=retry.delay_seconds(entry.attempts))

@@ -1,8 +1,8 @@
-"""Entries that are READY while no message will run them: found, named as a condition, and given a message again.
+"""Finds READY entries that have no message, reports them as a condition, and publishes a new message for each.
 
-The handlers leave none (running.py). An entry can lose its message all the same: the broker's database was restored,
-retention removed a message that was never consumed, an operator moved the offset past it, or code from before
-migration 0002 consumed it.
+The handlers leave no such entry (running.py). An entry can still lose its message: the broker's database was restored,
+retention removed a message that was never consumed, an operator moved the offset past it, or code from before migration
+0002 consumed it.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ Status = TaskEntry.Status
 
 CONDITION: Final = "task_stranded"
 PASS_INTERVAL_SECONDS: Final = 60.0
-# A message is on its way for so long before it is asked about.
+# Examine a message only after this time, because it may still be on its way.
 _GRACE: Final = timedelta(seconds=60)
-# The condition looks at the entries whose message was published longest ago; the pass at so many more.
+# The condition examines this many entries with the oldest messages; the pass examines more.
 _LOOKED_AT: Final = 200
 _BATCH: Final = 1000
 _BATCHES: Final = 20
@@ -49,14 +49,14 @@ _WHY: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Stranded:
-    """An entry without a message, and what became of the last one."""
+    """An entry without a message, and what happened to its last one."""
 
     entry: TaskEntry
     where: Whereabouts
 
 
 def rule(run: Executor) -> Sequence[Condition]:
-    """The condition, where it holds. Reads a bounded number of rows, by an index."""
+    """The condition, if it holds. Reads a bounded number of rows, by an index."""
     alias = router.db_for_write(TaskEntry)
     judged = (
         (
@@ -75,7 +75,7 @@ def rule(run: Executor) -> Sequence[Condition]:
 
 
 def mend() -> Mapping[str, Any]:
-    """Publish a message again for every entry without one. The task of a discarded dead letter is FAILED instead."""
+    """Publish a new message for every entry without one. The task of a discarded dead letter is FAILED instead."""
     if not get_settings().has_database:
         return {}
     alias = router.db_for_write(TaskEntry)
@@ -89,7 +89,7 @@ def mend() -> Mapping[str, Any]:
             for one in found:
                 if (done := _mend(one, using=alias)) is not None:
                     counts[done] += 1
-            # Those that were mended are not among the oldest any more.
+            # Entries with a new message are no longer among the oldest.
             looked_at += len(entries) - len(found)
             if len(entries) < _BATCH:
                 break
@@ -113,13 +113,13 @@ def _stranded(run: Executor, entries: Sequence[TaskEntry]) -> Iterator[Stranded]
         places = whereabouts(run, group, [entry.message_id for entry in mine if entry.message_id is not None])
         for entry in mine:
             where = places[entry.message_id] if entry.message_id is not None else Whereabouts.GONE
-            # Read again: its message may have run it between the two questions.
+            # Read it again: its message may have run it since the first query.
             if where in _WHY and _unlocked(entry, using=entry._state.db or "default"):
                 yield Stranded(entry, where)
 
 
 def _unlocked(entry: TaskEntry, *, using: str) -> TaskEntry | None:
-    """The entry as it is now, if it still is READY with the same message and no handler runs it."""
+    """The entry's present state, if it is READY with the same message and no handler runs it."""
     same = TaskEntry.objects.using(using).filter(
         pk=entry.pk, status=Status.READY, attempts=entry.attempts, message_id=entry.message_id
     )
@@ -148,6 +148,6 @@ def _mend(stranded: Stranded, *, using: str) -> str | None:
 
 
 def _backend_of(entry: TaskEntry) -> OutboxBackend | None:
-    """The backend of an entry; None where TASKS does not have it any more."""
+    """The backend of an entry; None if TASKS no longer has it."""
     found = [one for one in task_backends.all() if one.alias == entry.backend]
     return found[0] if found and isinstance(found[0], OutboxBackend) else None

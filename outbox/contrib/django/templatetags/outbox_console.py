@@ -1,4 +1,4 @@
-"""What the templates of the operations page need beside Django's own."""
+"""Template filters and tags of the operations page."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ register = template.Library()
 
 @register.filter
 def inert(value: object) -> str:
-    """A key, a tag, a name from outside: without characters that steer what is around them."""
+    """Escape a key, a tag or a name from outside, so that its control characters have no effect."""
     return "" if value is None else harmless(str(value))
 
 
 @register.filter
 def told(value: object) -> str:
-    """An error: its lines, without passwords."""
+    """An error's lines, without passwords."""
     return "" if value is None else for_people(str(value))
 
 
@@ -40,7 +40,7 @@ def first_line(value: object) -> str:
 
 @register.filter
 def marked(text: str) -> SafeString:
-    """A sentence of ours, with what stands in backticks as code."""
+    """A sentence with its `backtick` parts as code."""
     return format_html_join(
         "", "{}", ((format_html("<code>{}</code>", part) if odd else part,) for odd, part in _alternating(text))
     )
@@ -52,7 +52,7 @@ def _alternating(text: str) -> Iterator[tuple[bool, str]]:
 
 @register.filter
 def span(seconds: float | None) -> str:
-    """A time span for people; short ones to the millisecond."""
+    """A readable time span; short ones to the millisecond."""
     if seconds is None:
         return "–"
     if abs(seconds) < 1:
@@ -62,13 +62,13 @@ def span(seconds: float | None) -> str:
 
 @register.filter
 def amount(value: int | float | None) -> str:
-    """A number with its thousands apart."""
+    """A number with separated thousands."""
     return "–" if value is None else f"{value:,}".replace(",", "\N{NARROW NO-BREAK SPACE}")
 
 
 @register.filter
 def moment(value: datetime | None) -> SafeString | str:
-    """A time, to the second, in Django's time zone; the whole of it in its title."""
+    """A time, to the second, in Django's time zone; its title has the full precision."""
     if value is None:
         return "–"
     aware = value if value.tzinfo is not None else value.replace(tzinfo=UTC)
@@ -80,7 +80,7 @@ def moment(value: datetime | None) -> SafeString | str:
 
 @register.filter
 def ago(value: datetime | None) -> SafeString | str:
-    """How long ago, or in how long; the time itself in its title."""
+    """The time since or until a moment; its title has the moment itself."""
     if value is None:
         return "–"
     aware = value if value.tzinfo is not None else value.replace(tzinfo=UTC)
@@ -91,7 +91,7 @@ def ago(value: datetime | None) -> SafeString | str:
 
 @register.inclusion_tag("outbox/console/button.html", takes_context=True)
 def act(context: dict[str, Any], name: str, label: str, tone: str = "plain", **fields: object) -> dict[str, Any]:
-    """A button that leads to the page on which the action is confirmed; nothing for who may not act."""
+    """A button that leads to the action's confirmation page; empty if the user may not act."""
     return {
         "may_act": context.get("may_act"),
         "csrf_token": context.get("csrf_token"),

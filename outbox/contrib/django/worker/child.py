@@ -1,7 +1,7 @@
 """`python -m outbox.contrib.django.worker.child ROLE [ROLE]`: one supervised process of a Django project.
 
-Runs until SIGTERM or SIGINT, or until the supervisor that started it is gone; then drains and ends.
-Exit codes: 0 drained, 1 failed, 2 wrong usage or configuration, 3 handlers hang.
+Runs until SIGTERM or SIGINT, or until its supervisor has ended; then drains and ends. Exit codes: 0 drained, 1 failed,
+2 wrong usage or configuration, 3 handlers hang.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from outbox.contrib.django.worker.workers import (
 )
 from outbox.errors import HandlersHung, OutboxError
 
-# How long an interpreter with hanging threads may take to end in the ordinary way.
+# The time an interpreter with hanging threads has to end normally.
 _HUNG_SECONDS: Final = 5.0
 
 logger = logging.getLogger("outbox.contrib.django.worker.child")
@@ -43,11 +43,11 @@ def main(arguments: list[str] | None = None) -> int:
         SHARED_LEAD,
         action="store_true",
         dest="shared_lead",
-        help="the worker's only consumer process sequences, and its broker process stands in for it",
+        help="the worker's only consumer process sequences, and its broker process is the standby",
     )
     options = parser.parse_args(arguments)
     if len(options.roles) > 1 and {Role.CONSUMER, Role.MONITOR} & set(options.roles):
-        parser.error("each of these is a process of its own: only broker and check go together")
+        parser.error("each of these is a process of its own: only broker and check can be combined")
     name = "+".join(options.roles)
     stop = threading.Event()
     stop_on_signals(stop)
@@ -69,7 +69,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def set_up(name: str) -> None:
-    """Set up Django, and then, whether that worked or not, the log: Django configures what the project wants first."""
+    """Set up Django, and afterwards the log, even if that failed: Django first configures the project's logging."""
     try:
         django.setup()
     finally:

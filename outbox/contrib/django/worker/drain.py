@@ -1,4 +1,4 @@
-"""Everything that is due now, done once in this process: for scripts, tests and cron jobs."""
+"""Does all work that is due now once in this process: for scripts, tests and cron jobs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from outbox.ports import AnyHandler
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DrainCounts:
-    """What was done: messages put into queues, and deliveries handled or failed."""
+    """The counts: messages put into queues, and deliveries handled or failed."""
 
     queued: int = 0
     handled: int = 0
@@ -29,7 +29,7 @@ class DrainCounts:
 
 
 def settle() -> int:
-    """Report ends, check back and sequence; returns how many messages were put into queues. Raises what they raise."""
+    """Report ends, check back and sequence; returns the number of messages put into queues. Raises their errors."""
     flusher.flush()
     run_check_back()
     database = broker_database()
@@ -41,15 +41,15 @@ def settle() -> int:
 
 
 def drain(*, groups: Sequence[str] = (), wrap: Callable[[AnyHandler], AnyHandler] | None = None) -> DrainCounts:
-    """Settle and consume, again until nothing is left to do now.
+    """Settle and consume repeatedly until no work is due.
 
-    `groups`: of these only; `wrap`: is given every handler, and returns what is called instead. Messages and retries
-    that are due later are not waited for. Workers may run beside it. Raises what they raise.
+    `groups`: only these; `wrap`: gets every handler, and returns the function to call instead. It does not wait for
+    messages and retries that are due later. Workers may run at the same time. Raises the errors of its parts.
     """
     if get_settings().is_rocketmq:
         raise ConfigurationError(
-            "RocketMQ does not tell what is due now: run outbox_worker, or outbox_worker --until-drained, which ends "
-            "when nothing is left."
+            "RocketMQ does not report what is due now: run outbox_worker, or outbox_worker --until-drained, which "
+            "ends when nothing is left."
         )
     runtime, queued, handled, failed = consumer_runtime(groups=groups, wrap=wrap), 0, 0, 0
     while True:

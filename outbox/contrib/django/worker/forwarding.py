@@ -1,4 +1,4 @@
-"""What `outbox_forward` runs: the groups of OUTBOX['FORWARD'], each sending what it consumes to its sink."""
+"""The groups of OUTBOX['FORWARD'], run by `outbox_forward`: each sends its messages to its sink."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _PURPOSE: Final = (
 
 
 def run_forward(stop: threading.Event, *, groups: Sequence[str] = ()) -> None:
-    """Forward for the groups named, by default all that are declared, until `stop`; then finish what is being sent.
+    """Forward for the given groups, by default all, until `stop`; then finish the sends in progress.
 
     Raises ConfigurationError for a group that is not declared, or a sink that cannot be made.
     """
@@ -40,7 +40,7 @@ def run_forward(stop: threading.Event, *, groups: Sequence[str] = ()) -> None:
 
 
 def forward_once(*, groups: Sequence[str] = ()) -> ConsumeCounts:
-    """Send what is queued now. Raises like `run_forward`."""
+    """Send the messages queued now. Raises like `run_forward`."""
     with forwarding(groups=groups) as runtime:
         return runtime.run_once()
 
@@ -67,11 +67,11 @@ def _sink(where: str, declared: DeclaredForward) -> Sink:
 
 
 def made(where: str, kind: Callable[..., Any], options: Mapping[str, Any]) -> Any:
-    """A sink or a source with its options. Raises ConfigurationError for those that do not fit."""
+    """A sink or a source with its options. Raises ConfigurationError for wrong options."""
     try:
         return kind(**options)
     except TypeError as error:
-        raise ConfigurationError(f"{where}['options'] do not fit: {error}.") from error
+        raise ConfigurationError(f"{where}['options'] are wrong: {error}.") from error
     except ConfigurationError as error:
         raise ConfigurationError(f"{where}['options']: {error}") from error
 

@@ -19,15 +19,15 @@ from outbox.rocketmq.left import Timers
 logger = logging.getLogger(__name__)
 
 _LOOK_SECONDS: Final = 5.0
-# Looking counts every message that the broker keeps: it is left to rest for longer than it took.
+# A look counts every message in the broker: pause longer than the look took.
 _REST_FACTOR: Final = 5
 
 
 def run_until_drained(stop: threading.Event, brokers: Sequence[str] = ()) -> LeftoverWork:
-    """Run all roles until nothing waits on OUTBOX['BROKER'] any more, or until `stop`; returns the last look.
+    """Run all roles until no message waits on OUTBOX['BROKER'] any more, or until `stop`; returns the last look.
 
-    Nobody may publish there any more, but for handlers of this project that run there. `brokers`: see `left_here`,
-    whose errors end the worker: it could never tell.
+    Only handlers of this project that run there may still publish there. `brokers`: see `left_here`, whose usage errors
+    end the worker, because it could never finish.
     """
     autodiscover()
     settings = get_settings()
@@ -53,15 +53,18 @@ def run_until_drained(stop: threading.Event, brokers: Sequence[str] = ()) -> Lef
 
 
 def _until_nothing_waits(stop: threading.Event, look: Callable[[], LeftoverWork]) -> LeftoverWork:
-    """Two looks in a row that find nothing, with nothing written in between; the last look when `stop` comes first."""
-    before, said = LeftoverWork(["nothing was looked at"]), ""
+    """Wait for two looks in a row that find nothing, with nothing written in between.
+
+    Returns the last look, also on `stop`.
+    """
+    before, said = LeftoverWork(["the broker was not examined"]), ""
     while True:
         began = time.monotonic()
         try:
             found = look()
         except BrokerUnavailable as error:
-            logger.warning("what is left cannot be seen: %s", error)
-            found = LeftoverWork(["the broker could not be asked"])
+            logger.warning("the remaining messages cannot be counted: %s", error)
+            found = LeftoverWork(["the broker did not answer"])
         if not found.waiting and before == found:
             return found
         if (text := "; ".join(found.waiting)) != said:

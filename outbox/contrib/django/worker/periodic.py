@@ -1,4 +1,4 @@
-"""What runs periodically in a service: check-back, pruning of ledger and inbox, and comparing both with the broker."""
+"""The periodic passes of a service: check-back, pruning of ledger and inbox, and comparing both with the broker."""
 
 from __future__ import annotations
 
@@ -23,33 +23,36 @@ from outbox.periodic import PeriodicPass
 logger = logging.getLogger(__name__)
 
 PRUNE_INTERVAL_SECONDS: Final = 600.0
-# Of one turn: check-back, which has the same thread, waits no longer. What is left then is done in the turns after it.
+# The time limit of one turn: check-back, on the same thread, waits no longer. Later turns do the rest.
 PRUNE_TURN_SECONDS: Final = 2.0
-# How soon a new life of the broker is noticed; in between a pass is one look.
+# How soon a new life of the broker is noticed; otherwise such a pass is one query.
 _LOOK_INTERVAL_SECONDS: Final = 60.0
 
 _LEFT: Final = {"left_to": "another process, which has just begun it"}
 
-# Passes that have left something: they go on here, although they have just begun.
+# Passes that have left work: they continue here, although they began recently.
 _unfinished: set[str] = set()
 
 _added: dict[str, tuple[float, Callable[[], Mapping[str, Any]]]] = {}
 
 
 def add_pass(name: str, interval_seconds: float, work: Callable[[], Mapping[str, Any]]) -> None:
-    """Run `work` periodically too; for apps beside `outbox.contrib.django`, when they are ready. Twice is once."""
+    """Run `work` periodically too; for apps beside `outbox.contrib.django`, when they are ready.
+
+    Registering it twice has no further effect.
+    """
     _added[name] = (interval_seconds, work)
 
 
 def passes() -> list[PeriodicPass]:
-    """What has to run periodically in a producer service, whoever drives it: a worker's role "check", or Celery beat.
+    """The periodic passes of a producer service, run by a worker's role "check" or by Celery beat.
 
-    Each runs when no other process of the service has just begun it. Without PRODUCER_GROUP there is no check-back:
-    nothing can be published on the two-phase path.
+    Each runs unless another process of the service has recently begun it. Without PRODUCER_GROUP there is no
+    check-back, because no message can be published on the two-phase path.
     """
     settings = get_settings()
     prune = _in_turn("prune", PRUNE_INTERVAL_SECONDS, lambda: asdict(run_prune(max_seconds=PRUNE_TURN_SECONDS)))
-    # Asked more often than it is due: workers come and go.
+    # Asked more often than it is due, because workers start and stop.
     audit_seconds = min(3600.0, settings.audit_interval_seconds)
     audit = PeriodicPass(name="audit", interval_seconds=audit_seconds, run=partial(_watched, "audit", audit_when_due))
     always = [_in_turn("compare", _LOOK_INTERVAL_SECONDS, _compared), prune, audit]
@@ -99,5 +102,5 @@ def _watched(name: str, work: Callable[[], Mapping[str, Any]]) -> Mapping[str, A
 
 @functools.cache
 def _note(database: BrokerDatabase, of: str) -> FailureNote:
-    # A pass runs rarely, so each failure counts.
+    # A pass runs rarely, so each failure is logged.
     return FailureNote(database, ProcessPart.PASS, of=of, in_a_row=1)

@@ -1,7 +1,7 @@
-"""Liveness and readiness of a worker: by the signs that its processes leave, and on a port that serves them.
+"""Liveness and readiness of a worker: from the heartbeats of its processes, also served over HTTP.
 
-Live: every process has gone round lately; if not, restart the worker. Ready: and each can reach the broker. Neither
-asks a database, so that a database that is away restarts nobody.
+Live: every process has a recent heartbeat; if not, restart the worker. Ready: each can also reach the broker. Neither
+reads a database, so an unreachable database restarts no worker.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ from outbox.contrib.django.worker import signs
 
 logger = logging.getLogger(__name__)
 
-# A loop goes round every second. A connection that breaks is noticed within 15 s; a database that accepts and never
-# answers looks like a loop that hangs.
+# A loop runs every second. A broken connection is noticed within 15 s. A database that accepts and never answers looks
+# like a hanging loop.
 LIVE_SECONDS: Final = 30.0
 
 
 @contextmanager
 def alone(name: str) -> Iterator[None]:
-    """This process is a worker by itself: it leaves its own signs, and serves them, during the block."""
+    """This process is a worker by itself: during the block it writes its own heartbeat, and serves it."""
     os.environ.update({key: value for key, value in signs.expect([name])[name].items() if key == heartbeat.VARIABLE})
     with served():
         yield
 
 
 def live() -> Health:
-    """Every process that the worker started goes round."""
+    """Whether every process that the worker started has a recent heartbeat."""
     hearts = _hearts()
     late = [heart for heart in hearts if not heart.is_alive(within_seconds=LIVE_SECONDS)]
-    problems = [f"{heart.name} has not gone round for {heart.age_seconds or 0:.0f} s" for heart in late]
+    problems = [f"{heart.name} has not written a heartbeat for {heart.age_seconds or 0:.0f} s" for heart in late]
     return Health(tuple(problems or ([] if hearts else ["no worker has started here"])))
 
 
 def ready() -> Health:
-    """They live, and each can work."""
+    """Whether all are live, and each can work."""
     waiting = [f"{heart.name} waits for the broker" for heart in _hearts() if not heart.is_ready]
     return Health((*live().problems, *waiting))
 
@@ -72,7 +72,7 @@ def _figures() -> bytes:
     try:
         return exposition.render()
     finally:
-        # Each request has a thread of its own, whose connections nobody else closes.
+        # Each request has a thread of its own, so close that thread's connections here.
         connections.close_all()
 
 
@@ -91,7 +91,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(404, "text/plain", b"there are /live, /ready and /metrics\n")
 
     def _may_scrape(self) -> bool:
-        """With OUTBOX['METRICS_TOKEN'] its bearer may; without it, callers on this machine."""
+        """With OUTBOX['METRICS_TOKEN'] its bearer may read; without it, callers on this machine."""
         if get_settings().metrics_token is None:
             return ip_address(self.client_address[0]).is_loopback
         return exposition.is_authorized(self.headers.get("Authorization", ""))
@@ -111,7 +111,7 @@ class _Handler(BaseHTTPRequestHandler):
 def served() -> Iterator[tuple[Any, ...] | None]:
     """Serve /live, /ready and /metrics at OUTBOX['HEALTH_ADDRESS'] during the block; nothing without that setting.
 
-    Raises OSError when the port is taken.
+    Raises OSError if the port is taken.
     """
     address = get_settings().health_address
     if address is None:

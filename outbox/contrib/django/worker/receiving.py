@@ -1,4 +1,4 @@
-"""What `outbox_receive` runs: the entries of OUTBOX['RECEIVE'], each storing what others have sent in a topic."""
+"""The entries of OUTBOX['RECEIVE'], run by `outbox_receive`: each stores foreign messages in a topic."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from outbox.errors import BrokerError
 
 logger = logging.getLogger(__name__)
 
-# How often a receiver tells the broker that it goes round.
+# How often a receiver reports to the broker that it runs.
 ROUND_SECONDS: Final = 30.0
 _PURPOSE: Final = (
     "to receive: {'partner': {'source': 'kombu', 'topic': 'partner.orders', "
@@ -38,7 +38,7 @@ _PURPOSE: Final = (
 
 
 def run_receive(stop: threading.Event, *, names: Sequence[str] = ()) -> None:
-    """Receive for the entries named, by default all, until `stop`. Raises what ends one of them: then all end."""
+    """Receive for the given entries, by default all, until `stop`. An error of one ends all, and is raised."""
     refuse_processes_in_tests()
     failed: list[BaseException] = []
 
@@ -66,14 +66,14 @@ def run_receive(stop: threading.Event, *, names: Sequence[str] = ()) -> None:
 
 
 class ReceiverHeartbeat:
-    """Says that a receiver goes round: to this process's probe, and now and then to the broker (`receiver_late`)."""
+    """Reports that a receiver runs: to this process's probe, and at intervals to the broker (`receiver_late`)."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._at = self._told_at = -math.inf
 
     def note(self) -> None:
-        """It has gone round."""
+        """Record a completed round."""
         self._at = time.monotonic()
         broker = get_broker()
         if self._at - self._told_at < ROUND_SECONDS / 2 or not isinstance(broker, PostgresBroker):
@@ -83,22 +83,22 @@ class ReceiverHeartbeat:
         try:
             broker.take_turn(group, f"{turns.RECEIVE}{self._name}", interval_seconds=ROUND_SECONDS, rest_seconds=0)
         except BrokerError as error:
-            logger.warning("that %r is received could not be noted: %s", self._name, error)
+            logger.warning("the broker could not record that %r is received: %s", self._name, error)
 
     def is_recent(self) -> bool:
-        """Whether it went round lately."""
+        """Whether the last round is recent."""
         return time.monotonic() - self._at < probes.LIVE_SECONDS
 
 
 def forget_receivers(names: Sequence[str]) -> int:
-    """These are not received any more, and nobody is to miss them; returns how many were known."""
+    """Delete receivers that are no longer used, so that no condition reports them; returns the number of known ones."""
     with broker_connection() as (connection, schema):
         run = Executor(connection, schema)
         return sum(turns.forget(run, f"{turns.RECEIVE}{name}") for name in names)
 
 
 def receive_once(*, names: Sequence[str] = (), wait_seconds: float = 2.0) -> Received:
-    """Receive until nothing has come for so long. Raises like `run_receive`, and ServiceUnavailable."""
+    """Receive until no message has come for this long. Raises like `run_receive`, and ServiceUnavailable."""
     total = Received()
     with receiving(names) as receivers:
         for receiver in receivers.values():

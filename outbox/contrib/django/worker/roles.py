@@ -1,4 +1,4 @@
-"""Which processes a worker has, and what each of them does."""
+"""The processes of a worker, and the role of each."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from outbox.subscription import Subscription
 
 logger = logging.getLogger(__name__)
 
-# Said to each process of a worker in which the consumer sequences and the broker's process stands in for it.
+# Tells each process of a worker that the consumer sequences and the broker's process is the standby.
 SHARED_LEAD: Final = "--shared-lead"
 
 
 class Role(StrEnum):
-    """What a process of a worker does."""
+    """The role of a process of a worker."""
 
     BROKER = "broker"
-    """Sequences and retains, whenever it holds the leader's lease."""
+    """Sequences and retains, while it holds the leader's lease."""
     CONSUMER = "consumer"
     """Runs the project's subscribers."""
     CHECK = "check"
@@ -39,7 +39,7 @@ class Role(StrEnum):
 
 
 def supervisor(roles: Sequence[str] = (), *, environment: Mapping[str, str] | None = None) -> Supervisor:
-    """What keeps the processes of a worker alive. Raises ConfigurationError where one of them could never work."""
+    """The supervisor of a worker's processes. Raises ConfigurationError if one of them could never work."""
     specs = child_specs(roles)
     consume = any(spec.name.startswith(Role.CONSUMER) for spec in specs)
     groups: dict[str, list[str]] = {}
@@ -54,10 +54,10 @@ def supervisor(roles: Sequence[str] = (), *, environment: Mapping[str, str] | No
 
 
 def child_specs(roles: Sequence[str] = ()) -> list[ChildSpec]:
-    """The processes for `roles`: by default all, but for consumers in a project without subscribers.
+    """The processes for `roles`: by default all, but no consumers in a project without subscribers.
 
-    One for the broker, which has check-back beside it, and as many consumers as OUTBOX['CONSUMER_PROCESSES']. A single
-    consumer also leads the broker, and the broker's process stands in for it (docs/decisions/163).
+    One process runs the broker and check-back; OUTBOX['CONSUMER_PROCESSES'] run consumers. A single consumer also leads
+    the broker, with the broker's process as its standby (docs/decisions/163).
     """
     refuse_processes_in_tests()
     settings = get_settings()
@@ -101,7 +101,7 @@ def _has_subscribers() -> bool:
 
 
 def required_subscriptions(*, groups: Sequence[str] = ()) -> list[tuple[Subscription, AnyHandler]]:
-    """What the project subscribes to. Raises ConfigurationError when that is nothing."""
+    """Log the project's subscriptions. Raises ConfigurationError if there are none."""
     autodiscover()
     wanted = subscriptions(groups=groups)
     if not wanted:

@@ -1,4 +1,4 @@
-"""What a worker's processes leave in OUTBOX['HEALTH_DIRECTORY']: a file that each one's loop touches, and figures."""
+"""The files of a worker's processes in OUTBOX['HEALTH_DIRECTORY']: a heartbeat of each one's loop, and metrics."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ FIGURES: Final = "metrics"
 
 
 def expect(names: Iterable[str]) -> dict[str, dict[str, str]]:
-    """A worker starts processes of these names: per name the variables by which it leaves its signs.
+    """Prepare the directory for processes of these names; returns the environment variables of each.
 
-    What a predecessor left in the directory is removed. Each gets a first sign, so that one that never goes round is
-    noticed. Empty variables without OUTBOX['HEALTH_DIRECTORY'].
+    A former worker's files are removed. Each process gets a first heartbeat, so that one whose loop never runs is
+    noticed. The variables are empty without OUTBOX['HEALTH_DIRECTORY'].
     """
     folder = get_settings().health_directory
     if folder is None:
@@ -36,6 +36,6 @@ def expect(names: Iterable[str]) -> dict[str, dict[str, str]]:
 
 
 def of_monitor() -> dict[str, str]:
-    """The variables of the process that serves what the others leave."""
+    """The variables of the process that serves the others' heartbeats and metrics."""
     folder = get_settings().health_directory
     return {DIRECTORY_VARIABLE: str(Path(folder) / FIGURES)} if folder else {}

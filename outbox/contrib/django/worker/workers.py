@@ -1,4 +1,4 @@
-"""What the processes of a worker run: the broker, the consumers, and check-back."""
+"""The work of a worker's processes: the broker, the consumers, and check-back."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _BEAT_SECONDS: Final = 1.0
 
 
 def run_broker_role(stop: threading.Event, *, stands_in: bool = False) -> None:
-    """Sequence and retain, whenever this process holds the leader's lease, until `stop`.
+    """Sequence and retain, while this process holds the leader's lease, until `stop`.
 
     `stands_in`: only while no consumer's process does.
     """
@@ -54,8 +54,7 @@ def consumer_runtime(
 ) -> ConsumerRuntime:
     """A runtime for the project's subscribers, or for what `wrap` makes of each handler.
 
-    It sequences too if it `leads` (outbox.broker.leading).
-    Raises ConfigurationError when there are none.
+    It also sequences if it `leads` (outbox.broker.leading). Raises ConfigurationError if there are no subscribers.
     """
     wanted = required_subscriptions(groups=groups)
     require_inboxes([subscription for subscription, _ in wanted])
@@ -75,7 +74,7 @@ def consumer_runtime(
 
 
 def rocketmq_consumers(*, groups: Sequence[str] = ()) -> RocketMQConsumers:
-    """The project's subscribers on RocketMQ. Raises ConfigurationError for what it cannot serve."""
+    """The project's subscribers on RocketMQ. Raises ConfigurationError for unsupported ones."""
     from outbox.rocketmq.consumer import RocketMQConsumers
 
     settings = get_settings()
@@ -93,7 +92,7 @@ def rocketmq_consumers(*, groups: Sequence[str] = ()) -> RocketMQConsumers:
 
 
 def run_consumer_role(stop: threading.Event, *, groups: Sequence[str] = (), leads: bool = False) -> None:
-    """Consume for the project's subscribers until `stop`, then finish what is held. `leads`: sequence beside that."""
+    """Consume for the project's subscribers until `stop`, then finish the held messages. `leads`: sequence too."""
     if get_settings().is_rocketmq:
         rocketmq_consumers(groups=groups).run(stop)
     else:
@@ -107,7 +106,7 @@ def run_monitor_role(stop: threading.Event) -> None:
 
 
 def _compare_topics() -> None:
-    """Say at the start what RocketMQ lacks of the declared topics, not when the first message is refused."""
+    """Log at the start what RocketMQ lacks for the declared topics, before the first message is refused."""
     from outbox.rocketmq.broker import RocketMQBroker
 
     broker = get_broker()
@@ -116,11 +115,14 @@ def _compare_topics() -> None:
         for problem in broker.topic_problems():
             logger.error("%s", problem)
     except OutboxError as error:
-        logger.warning("RocketMQ's topics cannot be compared with those declared: %s", error)
+        logger.warning("RocketMQ's topics cannot be compared with the declared ones: %s", error)
 
 
 def run_check_role(stop: threading.Event, *, alone: bool = True) -> None:
-    """Run the periodic passes, each at its own interval, until `stop`. `alone`: no other loop of this process beats."""
+    """Run the periodic passes, each at its own interval, until `stop`.
+
+    `alone`: no other loop of this process writes heartbeats.
+    """
     if get_settings().is_rocketmq:
         _compare_topics()
     due = {item.name: 0.0 for item in passes()}
@@ -137,13 +139,13 @@ def run_check_role(stop: threading.Event, *, alone: bool = True) -> None:
 
 
 def _is_asked() -> bool:
-    """Whether check-back reaches this process; always where the broker keeps its questions."""
+    """Whether the server can ask this process for check-back; always True if the broker stores its checks."""
     broker = get_broker() if get_settings().is_rocketmq else None
     return broker is None or not cast("RocketMQBroker", broker).unrouted()
 
 
 def run_pass(item: PeriodicPass) -> Mapping[str, Any]:
-    """One pass, and what it counted. An error is logged; the next pass tries again."""
+    """Run one pass and return its counts. An error is logged; the next pass tries again."""
     try:
         counts = item.run()
         logger.debug("%s: %s", item.name, counts)
@@ -156,7 +158,7 @@ def run_pass(item: PeriodicPass) -> Mapping[str, Any]:
 
 
 def run_broker_and_check_roles(stop: threading.Event, *, stands_in: bool = False) -> None:
-    """Both in one process, which costs a thread instead of 40 MB. Raises what either of them raises."""
+    """Run both in one process: a thread instead of 40 MB. Raises the error of either."""
     failed: list[BaseException] = []
 
     def check() -> None:
@@ -166,7 +168,7 @@ def run_broker_and_check_roles(stop: threading.Event, *, stands_in: bool = False
             failed.append(error)
             stop.set()
 
-    # A daemon: the look-up of an application that hangs does not hold up the end of the process.
+    # A daemon thread: a hanging look-up of the application does not delay the end of the process.
     checking = threading.Thread(target=check, name="outbox-check", daemon=True)
     checking.start()
     try:
@@ -179,7 +181,7 @@ def run_broker_and_check_roles(stop: threading.Event, *, stands_in: bool = False
 
 
 def run_all(stop: threading.Event) -> None:
-    """Supervise all roles as processes of their own until `stop`."""
+    """Supervise all roles in their own processes until `stop`."""
     log = process_log.told_to_children(level=logging.getLogger().getEffectiveLevel(), file=None)
     processes = supervisor(environment=log)
     processes.start()
@@ -187,7 +189,7 @@ def run_all(stop: threading.Event) -> None:
         stop.wait()
         processes.stop()
     except BaseException:
-        # A second Ctrl-C: whoever gives it does not want to wait.
+        # End at once on a second Ctrl-C: the operator does not want to wait.
         processes.kill()
         raise
 
@@ -197,7 +199,7 @@ def _by_itself(name: str, role: Callable[[], None]) -> None:
         role()
 
 
-# What `outbox_worker --role` offers: functions of the stop event and the groups named.
+# The roles of `outbox_worker --role`: functions of the stop event and the group names.
 ROLES: Final[Mapping[str, Callable[[threading.Event, Sequence[str]], None]]] = {
     "all": lambda stop, groups: run_all(stop),
     Role.BROKER: lambda stop, groups: _by_itself("broker", lambda: run_broker_role(stop)),

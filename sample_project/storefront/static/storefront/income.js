@@ -1,4 +1,4 @@
-// Draws the income per minute from the data in the page. Without it the table says the same.
+// Draws the income per minute from the data in the page. Without the script the table shows the same figures.
 "use strict";
 (() => {
   const box = document.getElementById("income-plot");

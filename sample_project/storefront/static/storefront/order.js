@@ -1,4 +1,4 @@
-// Keeps the order page up to date until all four states have arrived. Without it the page reloads itself.
+// Updates the order page until all four states have arrived. Without the script the page reloads itself.
 "use strict";
 (() => {
   const box = document.getElementById("progress");
@@ -9,7 +9,7 @@
       const answer = await fetch(box.dataset.url, { headers: { Accept: "text/html" } });
       if (answer.ok) {
         const html = await answer.text();
-        // Only a change is written, or screen readers would read the same list again and again.
+        // Write only a change: otherwise screen readers would read the same list repeatedly.
         if (html !== shown) box.innerHTML = shown = html;
       }
     } catch {

@@ -1,1 +1,1 @@
-"""What an operator may do from the page. Each calls what the commands call."""
+"""The operator actions of the page. Each calls the same functions as the commands."""

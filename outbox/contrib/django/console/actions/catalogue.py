@@ -1,4 +1,4 @@
-"""All actions, by name. Each is an address, a button, and a word in the audit."""
+"""All actions, by name. The name is part of the address, the button, and the audit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settling dead letters: delivering them again, or giving them up; one, those that are ticked, or all of an error."""
+"""Settling dead letters: replay or discard one, the ticked ones, or all with one error."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _replay(given: QueryDict) -> ActionPlan:
         given,
         operations.replay_dead_letters,
         "Deliver {count} dead letters again to group {group}{which}, each with a new series of attempts.",
-        "What makes a handler fail is mended first, or they come back.",
+        "First correct the cause of the handler's failure, or the messages fail again.",
     )
 
 
@@ -39,12 +39,12 @@ def _discard(given: QueryDict) -> ActionPlan:
 
 def _settle(given: QueryDict, settle: _Settle, effect: str, caution: str) -> ActionPlan:
     group = required(given, "group")
-    # Those that come after this page was shown were not meant.
+    # Dead letters that arrive after this page was shown are not included.
     until = moment(given, "until") or datetime.now(UTC)
     selection = _selection(given, until)
     count = settle(group, selection, limit=LIMIT, dry_run=True)
     which = _described(selection)
-    more = f" More than {LIMIT:,} at once are not settled: repeat it for the rest." if count == LIMIT else ""
+    more = f" At most {LIMIT:,} are settled at once: repeat this action for the rest." if count == LIMIT else ""
 
     def do() -> Mapping[str, Any]:
         return {"settled": settle(group, selection, limit=LIMIT, dry_run=False)}
@@ -64,7 +64,7 @@ def _selection(given: QueryDict, until: datetime) -> LetterSelection:
     ids = [as_uuid(value) for value in given.getlist("message")]
     wanted = [one for one in ids if one is not None]
     if len(wanted) != len(ids):
-        raise UsageError("One of the messages is no message id.")
+        raise UsageError("One of the messages is not a message id.")
     selection = LetterSelection(
         message_ids=wanted or None,
         topic=text(given, "topic"),
@@ -74,7 +74,7 @@ def _selection(given: QueryDict, until: datetime) -> LetterSelection:
         until=until,
     )
     if selection == LetterSelection(until=until) and given.get("all") != "yes":
-        raise UsageError("Nothing is chosen: tick dead letters, or choose all of an error.")
+        raise UsageError("No dead letter is selected: tick some, or select all with one error.")
     return selection
 
 

@@ -1,4 +1,4 @@
-"""Steering a consumer group: pause, resume, and moving it on a topic."""
+"""Operator actions on a consumer group: pause, resume, and moving its position on a topic."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from outbox.contrib.django.database.aliases import broker_connection
 from outbox.errors import UsageError
 from outbox.subscription import Start
 
-# So many queues are named in the audit.
+# At most this many queues are named in the audit.
 _NOTED: Final = 200
 
 
@@ -33,8 +33,8 @@ def _pause(given: QueryDict) -> ActionPlan:
 
     return ActionPlan(
         subject=f"group {group}",
-        effect=f"Group {group} starts no more handlers; those that run finish. Its messages wait for it, and its "
-        f"positions stay.",
+        effect=f"Group {group} starts no further handlers; running ones finish. Its messages wait, and its positions "
+        "stay.",
         before={"paused": paused},
         nothing=paused,
         do=do,
@@ -51,7 +51,7 @@ def _resume(given: QueryDict) -> ActionPlan:
 
     return ActionPlan(
         subject=f"group {group}",
-        effect=f"Group {group} goes on where it is, on queues that an on_error policy stopped, too.",
+        effect=f"Group {group} continues at its positions, also on queues that an on_error policy stopped.",
         before={"paused": _is_paused(group)},
         do=do,
     )
@@ -70,12 +70,16 @@ def _rewind(given: QueryDict) -> ActionPlan:
     planned = moved(dry_run=True)
     back = sum(max(0, one.from_offset - one.to_offset) for one in planned)
     over = sum(max(0, one.to_offset - one.from_offset) for one in planned)
-    inbox = "and processes again what its inbox has" if again else "and its inbox skips what it has handled"
+    inbox = (
+        "and handles again the messages that its inbox has"
+        if again
+        else ("and its inbox skips the messages that it has handled")
+    )
     return ActionPlan(
         subject=f"group {group} on topic {topic}",
         effect=f"Move group {group} on topic {topic} {words}: {len(planned)} queues move. It gets {back} messages "
-        f"again, {inbox}; it never gets {over} that it has not handled.",
-        caution="Calls that run at this moment may take effect once more where the handler uses no inbox.",
+        f"again, {inbox}; it never gets {over} messages that it has not handled.",
+        caution="If the handler uses no inbox, calls that are running now may take effect a second time.",
         before=_places(planned, "from_offset"),
         nothing=not planned,
         do=lambda: _places(moved(dry_run=False), "to_offset"),
@@ -85,14 +89,14 @@ def _rewind(given: QueryDict) -> ActionPlan:
 def _target(given: QueryDict) -> tuple[Start | datetime | int, str]:
     to = required(given, "to")
     if to == "earliest":
-        return Start.EARLIEST, "to the oldest message that the broker still has"
+        return Start.EARLIEST, "to the oldest message in the broker"
     if to == "latest":
-        return Start.LATEST, "behind all there is"
+        return Start.LATEST, "behind the newest message"
     if to == "time" and (at := moment(given, "time")) is not None:
-        return at, f"to what was queued since {at.isoformat()}"
+        return at, f"to the first message queued since {at.isoformat()}"
     if to == "offset" and (offset := number(given, "offset")) is not None:
         return offset, f"to offset {offset}"
-    raise UsageError("Say where to: to the earliest, the latest, a time, or an offset.")
+    raise UsageError("Give a target: the earliest, the latest, a time, or an offset.")
 
 
 def _places(moves: Sequence[QueueReset], name: str) -> Mapping[str, Any]:

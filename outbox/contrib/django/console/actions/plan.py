@@ -1,4 +1,4 @@
-"""What an action is: first a plan, which says what will happen, and with a reason that it is done."""
+"""The structure of an action: first a plan shows the effect; a confirmation with a reason then runs it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from django.http import QueryDict
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """Something that may be ticked where the action is confirmed."""
+    """An option that can be ticked when the action is confirmed."""
 
     name: str
     label: str
@@ -20,11 +20,11 @@ class Option:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ActionPlan:
-    """What would be done. Made anew, from the same parameters, when it is confirmed.
+    """The effect of an action. It is made again from the same parameters when the action is confirmed.
 
-    `subject`: what it is about, as the audit names it. `effect`: what will happen, in words. `caution`: what cannot be
-    undone, or else goes wrong. `before`: what is so now; `do` does it and returns what is so afterwards. `pinned`:
-    parameters that belong to this plan, so that what is confirmed is what was shown. `nothing`: there is nothing to do.
+    `subject`: the object of the action, as the audit names it. `effect`: the effect, in words. `caution`: what cannot
+    be undone, or what may go wrong. `before`: the present state. `do` runs the action and returns the state afterwards.
+    `pinned`: parameters of this plan, so that the confirmed plan is the shown one. `nothing`: there is nothing to do.
     """
 
     subject: str
@@ -39,9 +39,9 @@ class ActionPlan:
 
 @dataclass(frozen=True, slots=True)
 class PageAction:
-    """One kind of action: its name in addresses and in the audit, a title, and how it is planned from a form.
+    """One kind of action: its name in addresses and in the audit, its title, and how a form becomes a plan.
 
-    Planning changes nothing; it raises UsageError for what cannot be done.
+    Planning changes nothing. It raises UsageError for an impossible action.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Settling undecided transactions: an operator's decision, or asking their producer group again."""
+"""Settling undecided transactions: an operator's decision, or another check by their producer group."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ from outbox.transaction import Decision
 _FORCE = Option(
     "force",
     "Without asking the ledger",
-    "Only if you know better than the ledger: a wrong commit delivers a message about what never happened, a wrong "
-    "rollback loses one.",
+    "Only if you know more than the ledger: a wrong commit delivers a message about an event that never happened; a "
+    "wrong rollback loses a message.",
 )
 _EFFECTS = {
     Decision.COMMIT: "Its messages are delivered to every group that subscribes to them.",
-    Decision.ROLLBACK: "Its messages are never delivered. The ledger is closed for it first, so that a late commit of "
-    "the local transaction fails.",
+    Decision.ROLLBACK: (
+        "Its messages are never delivered. First a tombstone is written into the ledger, so that a late commit of "
+        "the local transaction fails."
+    ),
 }
 
 
@@ -33,7 +35,7 @@ def _decide(given: QueryDict) -> ActionPlan:
     transaction_id = _transaction(given)
     word = required(given, "decision")
     if word not in ("commit", "rollback"):
-        raise UsageError(f"{word!r} is no decision: commit or rollback.")
+        raise UsageError(f"{word!r} is not a decision: use commit or rollback.")
     decision = Decision.COMMIT if word == "commit" else Decision.ROLLBACK
     _refuse_running(transaction_id)
     said = operations.ask_ledger(transaction_id)
@@ -46,7 +48,7 @@ def _decide(given: QueryDict) -> ActionPlan:
     return ActionPlan(
         subject=f"transaction {transaction_id}",
         effect=f"{word.capitalize()} transaction {transaction_id}. {_EFFECTS[decision]}",
-        caution=f"The first decision stands for ever. The ledger says now: {said}",
+        caution=f"The first decision is final. The ledger says now: {said}",
         before={"ledger": said, **_known(transaction_id)},
         options=[_FORCE],
         do=do,
@@ -57,7 +59,7 @@ def _ask(given: QueryDict) -> ActionPlan:
     transaction_id = _transaction(given)
     known = _known(transaction_id)
     if known.get("decision") is not None:
-        raise UsageError(f"{transaction_id} is decided already: nobody needs to be asked.")
+        raise UsageError(f"{transaction_id} is already decided: no check is needed.")
 
     def do() -> Mapping[str, Any]:
         operations.ask_again([transaction_id], dry_run=False)
@@ -66,7 +68,7 @@ def _ask(given: QueryDict) -> ActionPlan:
     return ActionPlan(
         subject=f"transaction {transaction_id}",
         effect=f"The check of transaction {transaction_id} is due now: the next check-back pass of its producer group "
-        f"asks about it. What the answer was then stands on the message's page.",
+        "asks about it. The message's page then shows the answer.",
         before=known,
         do=do,
     )
@@ -106,7 +108,7 @@ def _switch(rejecting: bool, effect: str) -> ActionPlan:
 def _transaction(given: QueryDict) -> UUID:
     found = uuid(given, "transaction")
     if found is None:
-        raise UsageError("No transaction is named: go back to the page that the button was on.")
+        raise UsageError("No transaction is given: go back to the page that had the button.")
     return found
 
 
@@ -115,9 +117,9 @@ def _refuse_running(transaction_id: UUID) -> None:
         found = open_transaction(run, transaction_id)
     if found is not None and found.may_run:
         raise UsageError(
-            f"{transaction_id} was not decided: its local transaction may still run, because {found.may_run}. A wrong "
-            f"decision would contradict it. Choose `Ask again`: check-back asks its ledger as soon as its immunity has "
-            f"ended, and decides it, or the page offers the decision then."
+            f"{transaction_id} was not decided: its local transaction may still run, because {found.may_run}. A "
+            "wrong decision would contradict it. Choose `Ask again`: check-back asks its ledger as soon as its "
+            "immunity has ended, and decides it, or the page offers the decision then."
         )
 
 
@@ -125,7 +127,7 @@ def _known(transaction_id: UUID) -> Mapping[str, Any]:
     with reading() as run:
         found = trace(run, transaction_id)
     if found is None:
-        raise UsageError(f"the broker has no transaction {transaction_id} (any more).")
+        raise UsageError(f"the broker has no transaction {transaction_id}, or has deleted it.")
     pending = found.pending
     return {
         "decision": found.decision and found.decision.decision,

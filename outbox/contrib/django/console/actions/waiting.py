@@ -1,4 +1,4 @@
-"""Taking back what waits for its time."""
+"""Recalling waiting messages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from outbox.contrib.django.operations import commands as operations
 from outbox.errors import UsageError
 from outbox.recall import Recall
 
-# So many messages are named in the audit.
+# At most this many messages are named in the audit.
 _NOTED: Final = 100
 
 
@@ -21,7 +21,7 @@ def _recall(given: QueryDict) -> ActionPlan:
     ids = [found for value in given.getlist("message") if (found := as_uuid(value)) is not None]
     topic, key = text(given, "topic"), text(given, "key")
     if not ids and (topic is None or key is None):
-        raise UsageError("Nothing is chosen: tick messages, or name a topic and a key.")
+        raise UsageError("No message is selected: tick messages, or give a topic and a key.")
 
     def outcomes(*, dry_run: bool) -> list[Recall]:
         return operations.recall_messages(ids, topic=None if ids else topic, key=None if ids else key, dry_run=dry_run)
@@ -35,8 +35,8 @@ def _recall(given: QueryDict) -> ActionPlan:
 
     return ActionPlan(
         subject=f"messages {', '.join(map(str, ids[:20]))}" if ids else f"key {key} of topic {topic}",
-        effect=f"Take back {count} messages that wait for their delivery time or a retry: nobody gets them (again).",
-        caution="This cannot be undone." + (f" Not taken back: {'; '.join(left[:20])}." if left else ""),
+        effect=f"Recall {count} messages that wait for their delivery time or a retry: no group gets them (again).",
+        caution="This cannot be undone." + (f" Not recalled: {'; '.join(left[:20])}." if left else ""),
         before=_counted(planned),
         nothing=count == 0,
         do=do,

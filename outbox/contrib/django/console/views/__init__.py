@@ -1,1 +1,1 @@
-"""What the pages show, by subject."""
+"""The views of the page, by subject."""

@@ -1,4 +1,4 @@
-"""Doing something: shown first, then confirmed with a reason, then in the audit."""
+"""Running an action: shown first, then confirmed with a reason, then recorded in the audit."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _NOT_PASSED_ON: Final = frozenset({"csrfmiddlewaretoken", "confirmed", "why"})
 
 
 def view_of(action: PageAction) -> Callable[..., HttpResponse]:
-    """The view of an action: without a confirmation it says what would happen, with it and a reason it does it."""
+    """The view of an action: it shows the plan, and runs it after a confirmation with a reason."""
 
-    # What is written to the audit stands, whatever becomes of the request.
+    # The audit is committed even if the request fails.
     @transaction.non_atomic_requests
     @acting
     def view(request: HttpRequest) -> HttpResponse:
@@ -58,5 +58,5 @@ def view_of(action: PageAction) -> Callable[..., HttpResponse]:
 
 
 def _local(address: str) -> str:
-    """A path of this site, and nothing else: the page to go back to comes from a form."""
+    """A path of this site only, because the page to return to comes from a form."""
     return address if address.startswith("/") and not address.startswith(("//", "/\\")) else ""

@@ -1,4 +1,4 @@
-"""What consumer groups gave up: by group and error, and letter by letter."""
+"""Dead letters: by group and error, and one by one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from outbox.contrib.django.console.rendering import PER_PAGE, paged, render
 
 @seeing
 def dead_letters(request: HttpRequest) -> HttpResponse:
-    """The errors, the most frequent first."""
+    """The errors, most frequent first."""
     group = text(request.GET, "group")
     with reading() as run:
         errors = list_errors(run, group)
@@ -30,7 +30,7 @@ def dead_letters(request: HttpRequest) -> HttpResponse:
 
 @seeing
 def letters(request: HttpRequest) -> HttpResponse:
-    """The letters of a group, the newest first; of an error, a topic or a key, if wanted."""
+    """The dead letters of a group, newest first; optionally of one error, topic or key."""
     given = request.GET
     selection = LetterSelection(
         topic=text(given, "topic"),

@@ -1,4 +1,4 @@
-"""Consumer groups and topics: how far each group is, who consumes, and each queue with what holds it up."""
+"""Consumer groups and topics: the progress of each group, its processes, and each queue with its obstacle."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CONSUMERS: Final = 200
 
 @seeing
 def groups(request: HttpRequest) -> HttpResponse:
-    """Every group in short, from the summary."""
+    """All groups, from the summary."""
     with reading() as run:
         found = overview.overview(run, summary.read(run))
     page = _slice(request, [one for one in found.groups if (text(request.GET, "q") or "") in one.name])
@@ -29,7 +29,7 @@ def groups(request: HttpRequest) -> HttpResponse:
 
 @seeing
 def group(request: HttpRequest) -> HttpResponse:
-    """One group: its topics, the processes that consume, and the queues of one of its topics."""
+    """One group: its topics, its consumer processes, and the queues of one of its topics."""
     name, topic = required(request.GET, "name"), text(request.GET, "topic")
     with reading() as run:
         counted = summary.read(run)
@@ -56,7 +56,7 @@ def group(request: HttpRequest) -> HttpResponse:
 
 @seeing
 def topics(request: HttpRequest) -> HttpResponse:
-    """Every topic in short, from the summary."""
+    """All topics, from the summary."""
     with reading() as run:
         counted = summary.read(run)
     page = _slice(request, [one for one in counted.topics if (text(request.GET, "q") or "") in one.topic])
@@ -65,7 +65,7 @@ def topics(request: HttpRequest) -> HttpResponse:
 
 @seeing
 def topic(request: HttpRequest) -> HttpResponse:
-    """One topic: what was declared, and the groups that consume it."""
+    """One topic: its declaration, and the groups that consume it."""
     name = required(request.GET, "name")
     with reading() as run:
         counted = summary.read(run)
@@ -85,6 +85,6 @@ def topic(request: HttpRequest) -> HttpResponse:
 
 
 def _slice(request: HttpRequest, rows: list[Row]) -> Page[Row]:
-    """A page of a list that is in memory as a whole."""
+    """A page of a list that is completely in memory."""
     begin = number(request.GET, "after") or 0
     return paged(request, rows[begin : begin + PER_PAGE + 1], lambda _: {"after": begin + PER_PAGE})

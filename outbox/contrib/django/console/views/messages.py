@@ -1,4 +1,4 @@
-"""Finding messages, and one message with its whole life."""
+"""Searching messages, and one message with its history."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from outbox.contrib.django.models import OperatorAction
 from outbox.contrib.django.settings.conf import get_settings
 
 _HOUR: Final = timedelta(hours=1)
-# How far back a search looks, by name; the first one where nothing is said.
+# The periods of a search, by name; the first one is the default.
 _SPANS: Final = {"hour": _HOUR, "day": 24 * _HOUR, "week": 7 * 24 * _HOUR}
 
 
 @seeing
 def search(request: HttpRequest) -> HttpResponse:
-    """By id, transaction id, business key, topic, time. Without any of them: the newest ones."""
+    """Search by id, transaction id, business key, topic or time; without any of them, show the newest messages."""
     given = request.GET
     wanted, topic = text(given, "q"), text(given, "topic")
     found = as_uuid(wanted) if wanted else None
@@ -77,8 +77,8 @@ def message(request: HttpRequest, message_id: UUID) -> HttpResponse:
         return problem(
             request,
             "No such message",
-            f"The broker has no message or transaction {message_id} (any more): retention removes what every group has "
-            f"consumed.",
+            f"The broker has no message or transaction {message_id}: it never had it, or retention removed it after "
+            "every group consumed it.",
             status=404,
         )
     return render(request, "message", _context(found, shown_one) | {

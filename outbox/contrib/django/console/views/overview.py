@@ -1,4 +1,4 @@
-"""The overview: the verdict with what it rests on, the broker at a glance, and the last quarter of an hour."""
+"""The overview: the verdict with its evidence, the figures of the broker, and the last 15 minutes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from outbox.contrib.django.console.rendering import render
 from outbox.contrib.django.management.output import duration
 from outbox.contrib.django.operations.watching import look
 
-# Where an operator goes on from a condition: a page, its parameters, and what the link says.
+# The page for a condition: its URL name, its parameters, and the text of the link.
 _PLACES: Final[Mapping[str, tuple[str, str, str]]] = {
     "unanswered": ("undecided", "", "Undecided transactions"),
     "check_back_late": ("undecided", "", "Undecided transactions"),
@@ -40,7 +40,7 @@ _OK: Final = "Everything is in order"
 
 @dataclass(frozen=True, slots=True)
 class EvidenceItem:
-    """One fact of a condition's evidence, with the page it leads to."""
+    """One fact of a condition's evidence, with the page it links to."""
 
     name: str
     value: str
@@ -49,7 +49,7 @@ class EvidenceItem:
 
 @dataclass(frozen=True, slots=True)
 class ConditionCard:
-    """A condition as the page shows it."""
+    """A condition for display."""
 
     condition: Condition
     severity: str
@@ -60,7 +60,7 @@ class ConditionCard:
 
 @seeing
 def overview(request: HttpRequest) -> HttpResponse:
-    """What is wrong, and where things are."""
+    """The verdict, its conditions, and the broker's figures."""
     found = look()
     context = {
         "title": "Overview",
@@ -75,7 +75,7 @@ def overview(request: HttpRequest) -> HttpResponse:
 
 @seeing
 def history(request: HttpRequest) -> HttpResponse:
-    """The last quarter of an hour as JSON, for the diagrams: messages per second, and how long the oldest one waits."""
+    """The last 15 minutes as JSON, for the diagrams: messages per second, and the age of the oldest waiting message."""
     with reading() as run:
         moments = summary.history(run, text(request.GET, "group"))
     pairs = list(pairwise(moments))

@@ -1,4 +1,4 @@
-"""What was noted: incidents of the broker, reconciliation's findings, and what operators did."""
+"""Records: incidents of the broker, reconciliation's findings, and operator actions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from outbox.contrib.django.operations.findings import MAX_SAVED
 
 @seeing
 def incidents(request: HttpRequest) -> HttpResponse:
-    """The newest first; of one kind, if wanted."""
+    """Incidents, newest first; optionally of one kind."""
     kind = text(request.GET, "kind")
     with reading() as run:
         found = noted.recent(run, kind, before=number(request.GET, "after"), limit=PER_PAGE + 1)
@@ -33,7 +33,7 @@ def incidents(request: HttpRequest) -> HttpResponse:
 
 @seeing
 def findings(request: HttpRequest) -> HttpResponse:
-    """Those of the last reconciliation that was saved, with what each means and what settles it."""
+    """The findings of the last saved reconciliation, each with its meaning and remedy."""
     kind = text(request.GET, "class")
     found = Finding.objects.order_by("id").filter(id__gt=number(request.GET, "after") or 0)
     with application():
@@ -54,7 +54,7 @@ def findings(request: HttpRequest) -> HttpResponse:
 
 @seeing
 def audit(request: HttpRequest) -> HttpResponse:
-    """What operators did, the newest first."""
+    """Operator actions, newest first."""
     who, before = text(request.GET, "who"), number(request.GET, "after")
     found = OperatorAction.objects.order_by("-id")
     found = found.filter(id__lt=before) if before is not None else found
@@ -66,7 +66,7 @@ def audit(request: HttpRequest) -> HttpResponse:
 
 @seeing
 def audit_entry(request: HttpRequest, number: int) -> HttpResponse:
-    """One of them, whole: where an action ends, too."""
+    """One complete entry; an action redirects here when it ends."""
     with application():
         entry = OperatorAction.objects.filter(pk=number).first()
     if entry is None:

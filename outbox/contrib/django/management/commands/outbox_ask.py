@@ -1,4 +1,4 @@
-"""`manage.py outbox_ask`: producers are asked about undecided transactions now, not when it is their turn."""
+"""`manage.py outbox_ask`: make the checks of undecided transactions due now."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ class Command(OutboxCommand):
     """Parses, then calls ask_again."""
 
     help = (
-        "Have undecided transactions checked with the next pass of check-back, in whichever service their producer "
-        "group is. `outbox_check` answers for this service at once."
+        "Have undecided transactions checked with the next pass of check-back, in the service that has their "
+        "producer group. `outbox_check` answers for this service at once."
     )
 
     def add_arguments(self, parser: CommandParser) -> None:
         parser.add_argument("ids", nargs="*", type=UUID, help="transaction ids")
         parser.add_argument("--group", help="those of this producer group")
-        parser.add_argument("--parked", action="store_true", help="only those that check-back gave up")
+        parser.add_argument("--parked", action="store_true", help="only parked ones")
         parser.add_argument("--all", action="store_true", help="of every group, parked or not")
-        parser.add_argument("--limit", type=positive, default=10_000, help="at most so many, the oldest first")
-        self.add_dry_run(parser, "say what would be asked about, ask nobody")
+        parser.add_argument("--limit", type=positive, default=10_000, help="at most so many, oldest first")
+        self.add_dry_run(parser, "list the transactions, change nothing")
         self.add_json(parser)
 
     def handle(self, *args: Any, **options: Any) -> None:

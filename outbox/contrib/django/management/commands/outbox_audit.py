@@ -14,7 +14,10 @@ from outbox.contrib.django.operations.watching import run_audit
 class Command(OutboxCommand):
     """Parses, then calls run_audit."""
 
-    help = "Count every message by state and compare. The result is kept for the status. Exits with 2 when it fails."
+    help = (
+        "Count every message by state and compare. The result is stored for the status. Exits with 2 if an equation "
+        "fails."
+    )
 
     def add_arguments(self, parser: CommandParser) -> None:
         self.add_json(parser)

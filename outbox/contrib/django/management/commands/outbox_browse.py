@@ -1,4 +1,4 @@
-"""`manage.py outbox_browse`: what is stored of a topic."""
+"""`manage.py outbox_browse`: the stored messages of a topic."""
 
 from __future__ import annotations
 
@@ -14,22 +14,20 @@ from outbox.contrib.django.management.output import OutboxCommand, moment
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.safe_text import masked_names
 
-# What a line of the table shows of a body; --json has it whole.
+# The part of a body in a line of the table; --json has all of it.
 _SHOWN_CHARACTERS = 60
 
 
 class Command(OutboxCommand):
     """Parses, then calls browse."""
 
-    help = "Show the stored messages of a topic, the newest first. Moves no offset and locks nothing."
+    help = "Show the stored messages of a topic, newest first. Changes no offset and locks nothing."
 
     def add_arguments(self, parser: CommandParser) -> None:
         parser.add_argument("topic")
-        parser.add_argument(
-            "--uncommitted", action="store_true", help="also those that are undecided, rolled back or recalled"
-        )
+        parser.add_argument("--uncommitted", action="store_true", help="also undecided, rolled back and recalled ones")
         parser.add_argument("--since", type=moment, help="stored since then (default: in the last day)")
-        self.add_page(parser, "LOG_ID", "the page after this message: what was stored before it", int)
+        self.add_page(parser, "LOG_ID", "the page after this message: earlier ones", int)
         self.add_json(parser)
 
     def handle(self, *args: Any, **options: Any) -> None:

@@ -14,10 +14,10 @@ from outbox.contrib.django.publishing.checkback import run_check_back
 class Command(OutboxCommand):
     """Parses, then calls run_check_back."""
 
-    help = "Answer once what the broker asks this producer group about undecided messages."
+    help = "Answer once the broker's due checks of this producer group."
 
     def add_arguments(self, parser: CommandParser) -> None:
-        parser.add_argument("--parked", action="store_true", help="about the parked ones too, before their turn")
+        parser.add_argument("--parked", action="store_true", help="also the parked ones, before they are due")
         self.add_json(parser)
 
     def handle(self, *args: Any, **options: Any) -> None:

@@ -16,10 +16,12 @@ from outbox.contrib.django.operations.comparing import found, run_compare, settl
 class Command(OutboxCommand):
     """Parses, then calls run_compare, or settle."""
 
-    help = "Compare ledgers and inboxes with the broker. Exits with 2 if a restore has lost something."
+    help = "Compare ledgers and inboxes with the broker. Exits with 2 if a restore has lost messages or effects."
 
     def add_arguments(self, parser: CommandParser) -> None:
-        parser.add_argument("--settle", action="store_true", help="what was found is dealt with: no condition any more")
+        parser.add_argument(
+            "--settle", action="store_true", help="mark the findings as settled, so that they are no condition any more"
+        )
         self.add_no_input(parser)
         self.add_json(parser)
 

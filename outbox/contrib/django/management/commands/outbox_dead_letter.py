@@ -20,27 +20,23 @@ from outbox.contrib.django.operations.commands import discard_dead_letters, repl
 class Command(OutboxCommand):
     """Parses, then calls one function."""
 
-    help = "List the messages consumer groups gave up, deliver them again, or discard them."
+    help = "List the dead letters of consumer groups, replay them, or discard them."
 
     def add_arguments(self, parser: CommandParser) -> None:
         actions = parser.add_subparsers(dest="action", required=True)
-        shown = actions.add_parser(
-            "list", help="what was given up and is not settled; --json with the error of every attempt"
-        )
+        shown = actions.add_parser("list", help="unsettled dead letters; --json with the error of every attempt")
         shown.add_argument("group", nargs="?")
         _add_selection(shown)
-        self.add_page(shown, "PLACE", "the page after this place", _place)
-        shown.add_argument(
-            "--replayed", dest="settled", action="store_true", help="also those that were replayed or discarded"
-        )
+        self.add_page(shown, "PLACE", "the page after this position", _place)
+        shown.add_argument("--replayed", dest="settled", action="store_true", help="also replayed and discarded ones")
         self.add_json(shown)
-        one = actions.add_parser("show", help="one of them, settled or not, with the whole error of every attempt")
+        one = actions.add_parser("show", help="one dead letter, settled or not, with the whole error of every attempt")
         one.add_argument("group")
         one.add_argument("id", type=UUID, help="message id")
         self.add_json(one)
-        again = actions.add_parser("replay", help="deliver again; the attempts count from 1")
-        self.add_dry_run(again, "say what would be replayed")
-        gone = actions.add_parser("discard", help="give up for good; retention removes them with their messages")
+        again = actions.add_parser("replay", help="deliver again; attempts count from 1")
+        self.add_dry_run(again, "list what would be replayed, change nothing")
+        gone = actions.add_parser("discard", help="never deliver; retention removes them with their messages")
         self.add_no_input(gone)
         for settling in (again, gone):
             settling.add_argument("group")
@@ -104,7 +100,8 @@ class Command(OutboxCommand):
             failures = failed_attempts(run, group, message_id)
         if not letters:
             raise CommandError(
-                f"group {group!r} has not given up {message_id}: `outbox_trace {message_id}` follows it."
+                f"group {group!r} has no dead letter {message_id}: `outbox_trace {message_id}` shows where the "
+                "message is."
             )
         if options["json"]:
             self.print_json({"letter": letters[0], "failures": failures})
@@ -120,7 +117,7 @@ class Command(OutboxCommand):
 def _place(text: str) -> PagePosition:
     moment_text, _, log_id = text.partition("/")
     if not log_id.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is no place: the end of a page says what to write")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a position: use the one at the end of a page")
     return PagePosition(moment(moment_text), int(log_id))
 
 
@@ -129,8 +126,8 @@ def _add_selection(parser: CommandParser) -> None:
     parser.add_argument("--error-type", help="those whose last error is of this type (its name, without modules)")
     parser.add_argument("--topic", help="those published to this topic")
     parser.add_argument("--key", help="those with this key")
-    parser.add_argument("--since", type=moment, help="given up at this time or later; ISO 8601 with a time zone")
-    parser.add_argument("--until", type=moment, help="given up before this time")
+    parser.add_argument("--since", type=moment, help="dead-lettered at this time or later; ISO 8601 with a time zone")
+    parser.add_argument("--until", type=moment, help="dead-lettered before this time")
 
 
 def _selection(options: dict[str, Any]) -> LetterSelection:
@@ -139,7 +136,7 @@ def _selection(options: dict[str, Any]) -> LetterSelection:
 
 
 def _chosen(options: dict[str, Any]) -> LetterSelection:
-    """What an action is about; nobody settles all of them by leaving something out."""
+    """The dead letters of an action. Settling all of them needs --all: leaving an option out is refused."""
     selection = _selection(options)
     if selection.is_all != options["all"]:
         raise CommandError("name message ids, select by --error, --key …, or pass --all.")

@@ -20,13 +20,13 @@ _FORCED: Final = (
 class Command(OutboxCommand):
     """Parses, then calls decide, or rehearse."""
 
-    help = "Commit or roll back a transaction that nobody decided. The ledger has to agree, or --force."
+    help = "Commit or roll back an undecided transaction. The ledger must agree, or pass --force."
 
     def add_arguments(self, parser: CommandParser) -> None:
         parser.add_argument("id", type=UUID, help="transaction id")
         parser.add_argument("decision", choices=["commit", "rollback"])
-        parser.add_argument("--force", action="store_true", help="without asking the ledger; asks for a confirmation")
-        self.add_no_input(parser, "say what the ledger says, decide nothing")
+        parser.add_argument("--force", action="store_true", help="without asking the ledger; needs a confirmation")
+        self.add_no_input(parser, "show what the ledger says, decide nothing")
         self.add_json(parser)
 
     def handle(self, *args: Any, **options: Any) -> None:

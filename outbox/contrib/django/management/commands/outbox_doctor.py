@@ -1,4 +1,4 @@
-"""`manage.py outbox_doctor`: what will go wrong, and what to do about it."""
+"""`manage.py outbox_doctor`: finds problems before they occur, each with its remedy."""
 
 from __future__ import annotations
 

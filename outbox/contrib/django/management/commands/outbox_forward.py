@@ -1,4 +1,4 @@
-"""`manage.py outbox_forward`: sends what groups of OUTBOX['FORWARD'] consume to webhooks and other brokers."""
+"""`manage.py outbox_forward`: sends the messages of OUTBOX['FORWARD'] to webhooks and other brokers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from outbox.errors import HandlersHung
 class Command(OutboxCommand):
     """Parses, then forwards until SIGTERM or SIGINT, or once."""
 
-    help = "Forward messages as OUTBOX['FORWARD'] declares until SIGTERM, then finish what is being sent."
+    help = "Forward messages as OUTBOX['FORWARD'] declares until SIGTERM, then finish the sends in progress."
 
     def add_arguments(self, parser: CommandParser) -> None:
         parser.add_argument("group", nargs="*", help="only these groups of OUTBOX['FORWARD']")

@@ -37,33 +37,31 @@ class Command(OutboxCommand):
         offsets.add_argument("group")
         self.add_json(offsets)
         for action, what in (
-            ("pause", "stop handing messages to a group"),
-            ("resume", "let it go on, stopped queues too"),
+            ("pause", "stop delivering messages to a group"),
+            ("resume", "continue a group, stopped queues too"),
         ):
             switch = actions.add_parser(action, help=what)
             switch.add_argument("group")
             self.add_dry_run(switch)
             self.add_json(switch)
-        move = actions.add_parser("reset", help="move a group on a topic")
+        move = actions.add_parser("reset", help="move a group's position on a topic")
         move.add_argument("group")
         move.add_argument("topic")
         target = move.add_mutually_exclusive_group(required=True)
         target.add_argument("--to-time", type=moment, help="ISO 8601 with a time zone")
         target.add_argument("--to-offset", type=_offset, help="the number of the next message, in every queue")
-        target.add_argument("--to-latest", action="store_true", help="skip all there is")
+        target.add_argument("--to-latest", action="store_true", help="skip all messages")
         target.add_argument("--to-earliest", action="store_true", help="from the oldest message the broker still has")
         move.add_argument("--queue", type=int, help="only the queue of this number")
-        move.add_argument("--reprocess", action="store_true", help="also process what the inbox has already")
-        self.add_no_input(move, "say what would move, move nothing")
+        move.add_argument("--reprocess", action="store_true", help="also handle messages that the inbox already has")
+        self.add_no_input(move, "show what would move, change nothing")
         self.add_json(move)
-        name = actions.add_parser(
-            "rename", help="give a group whose consumers are stopped another name, with all it has"
-        )
+        name = actions.add_parser("rename", help="rename a group whose consumers are stopped, with everything it has")
         name.add_argument("group")
         name.add_argument("new_name")
         self.add_dry_run(name)
         self.add_json(name)
-        gone = actions.add_parser("delete", help="forget a group that nobody runs any more, or one of its topics")
+        gone = actions.add_parser("delete", help="delete a group that no longer runs, or one of its topics")
         gone.add_argument("group")
         gone.add_argument("--topic", help="only its subscription to this topic")
         self.add_no_input(gone)
@@ -102,10 +100,10 @@ class Command(OutboxCommand):
         )
 
     def _pause(self, options: dict[str, Any]) -> None:
-        self._switched(options, "is paused; handlers that run now finish.", paused=True)
+        self._switched(options, "is paused; running handlers finish.", paused=True)
 
     def _resume(self, options: dict[str, Any]) -> None:
-        self._switched(options, "goes on; {} stopped queues were released.", paused=False)
+        self._switched(options, "continues; {} stopped queues were released.", paused=False)
 
     def _switched(self, options: dict[str, Any], said: str, *, paused: bool) -> None:
         group, dry_run = options["group"], options["dry_run"]
@@ -113,7 +111,7 @@ class Command(OutboxCommand):
         if options["json"]:
             self.print_json({"group": group, "paused": paused, "released_queues": released, "dry_run": dry_run})
         else:
-            self.say(f"{group} {said.format(released)}{' Not really: --dry-run.' if dry_run else ''}")
+            self.say(f"{group} {said.format(released)}{' Nothing was changed: --dry-run.' if dry_run else ''}")
 
     def _reset(self, options: dict[str, Any]) -> None:
         with broker_connection() as (connection, schema):
@@ -134,7 +132,7 @@ class Command(OutboxCommand):
         if options["json"]:
             self.print_json(moves)
         elif not moves:
-            self.say(f"nothing to move: {options['group']} is there already, or the topic has no such queue.")
+            self.say(f"nothing to move: {options['group']} is already there, or the topic has no such queue.")
         else:
             self.print_rows(
                 ["topic", "queue", "from", "to"], ((m.topic, m.number, m.from_offset, m.to_offset) for m in moves)
@@ -153,7 +151,7 @@ class Command(OutboxCommand):
                 f"with the new name."
             )
         elif dry_run:
-            self.say(f"{old} can be renamed to {new}. Not really: --dry-run.")
+            self.say(f"{old} can be renamed to {new}. Nothing was changed: --dry-run.")
         else:
             self.say(f"{old} was renamed to {new} before; nothing is left to do.")
 
@@ -176,7 +174,7 @@ class Command(OutboxCommand):
 
 
 def _harm(moves: Sequence[QueueReset], options: dict[str, Any]) -> str:
-    """The messages that a reset leaves out or may repeat, for the confirmation; empty if it does neither."""
+    """What a reset skips or may repeat, for the confirmation; empty if it does neither."""
     named = f"group {options['group']} on topic {options['topic']}"
     skipped = sum(max(0, one.to_offset - one.from_offset) for one in moves)
     parts = [f"{skipped} messages will not be handled by {named}."] if skipped else []
@@ -196,5 +194,5 @@ def _target(options: dict[str, Any]) -> Start | datetime | int:
 
 def _offset(text: str) -> int:
     if not text.isdecimal():
-        raise ArgumentTypeError(f"{text!r} is no offset: it is a whole number, at least 0.")
+        raise ArgumentTypeError(f"{text!r} is not an offset: give a whole number, at least 0.")
     return int(text)

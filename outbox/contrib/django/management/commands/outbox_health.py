@@ -16,17 +16,20 @@ from outbox.contrib.django.worker.probes import live, ready
 class Command(OutboxCommand):
     """Parses, then calls one of the probes."""
 
-    help = "Say whether messages move; --live and --ready: whether this machine's worker does. Exits with 0 or 1."
+    help = (
+        "Say whether messages are delivered; with --live and --ready, whether this machine's worker runs. Exits "
+        "with 0 or 1."
+    )
 
     def add_arguments(self, parser: CommandParser) -> None:
         asked = parser.add_mutually_exclusive_group()
-        asked.add_argument("--live", action="store_true", help="every process goes round; asks no database")
-        asked.add_argument("--ready", action="store_true", help="and every one of them can work")
+        asked.add_argument("--live", action="store_true", help="every process has a recent heartbeat; asks no database")
+        asked.add_argument("--ready", action="store_true", help="and every process can work")
         self.add_json(parser)
 
     def handle(self, *args: Any, **options: Any) -> None:
         if (options["live"] or options["ready"]) and not get_settings().health_directory:
-            raise CommandError("OUTBOX['HEALTH_DIRECTORY'] is not set: the worker writes no heartbeats to look at.")
+            raise CommandError("OUTBOX['HEALTH_DIRECTORY'] is not set, so the worker writes no heartbeats: set it.")
         found = live() if options["live"] else ready() if options["ready"] else probe()
         if options["json"]:
             self.print_json({"healthy": found.is_healthy, "problems": list(found.problems)})

@@ -17,7 +17,7 @@ from outbox.contrib.django.settings.conf import OutboxSettings, get_settings
 def _seconds(text: str) -> float:
     seconds = float(text)
     if not 0 <= seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds from 0 on")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds, at least 0")
     return seconds
 
 
@@ -28,7 +28,7 @@ class Command(OutboxCommand):
 
     def add_arguments(self, parser: CommandParser) -> None:
         parser.add_argument("--drop", action="store_true", help="remove the broker's tables with all messages")
-        parser.add_argument("--force", action="store_true", help="drop also what was not delivered")
+        parser.add_argument("--force", action="store_true", help="drop undelivered messages too")
         parser.add_argument(
             "--patience",
             type=_seconds,
@@ -36,16 +36,18 @@ class Command(OutboxCommand):
             metavar="SECONDS",
             help="how long each change is tried while transactions use its tables (default: %(default).0f)",
         )
-        self.add_dry_run(parser, "say what would be done, change nothing")
+        self.add_dry_run(parser, "show what would be done, change nothing")
 
     def handle(self, *args: Any, **options: Any) -> None:
         settings = get_settings()
         if settings.in_memory:
-            raise CommandError("OUTBOX['IN_MEMORY'] is on: there is no broker outside this process to install.")
+            raise CommandError(
+                "OUTBOX['IN_MEMORY'] is on: the broker exists only inside this process, so there is nothing to install."
+            )
         if settings.is_rocketmq:
             raise CommandError("the broker is RocketMQ: create its topics and groups with outbox_rocketmq.")
         if options["force"] and not options["drop"]:
-            raise CommandError("--force goes with --drop: an installation loses nothing.")
+            raise CommandError("--force needs --drop: an installation deletes nothing.")
         if options["drop"]:
             self._drop(settings, **{name: options[name] for name in ("force", "dry_run", "patience")})
             return
@@ -65,4 +67,4 @@ class Command(OutboxCommand):
         self.say(f"the broker's schema {settings.schema!r} on {settings.broker!r} {would} dropped")
         for what in left:
             self.say(f"lost with it: {what}")
-        self.say("`migrate` installs it again: take the app out of INSTALLED_APPS, or name another broker")
+        self.say("`migrate` installs it again: remove the app from INSTALLED_APPS, or name another broker")

@@ -1,4 +1,4 @@
-"""`manage.py outbox_recall`: take back messages that wait for their time or for a retry."""
+"""`manage.py outbox_recall`: recall messages that wait for their delivery time or for a retry."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from outbox.contrib.django.operations.commands import recall_messages
 class Command(OutboxCommand):
     """Parses, then calls recall_messages."""
 
-    help = "Take back messages that wait for their delivery time or for a retry. Exits with 1 if one was not."
+    help = "Recall messages that wait for their delivery time or for a retry. Exits with 1 if one was not recalled."
 
     def add_arguments(self, parser: CommandParser) -> None:
         parser.add_argument("ids", nargs="*", type=UUID, help="message ids")
-        parser.add_argument("--topic", help="with --key: whatever of this topic and key waits")
+        parser.add_argument("--topic", help="with --key: all waiting messages of this topic and key")
         parser.add_argument("--key")
-        self.add_dry_run(parser, "say what would be recalled, recall nothing")
+        self.add_dry_run(parser, "show what would be recalled, change nothing")
         self.add_json(parser)
 
     def handle(self, *args: Any, **options: Any) -> None:
@@ -42,7 +42,8 @@ class Command(OutboxCommand):
             self.say(f"{len(recalled)} of {len(outcomes)} messages {would} recalled.")
         if by_key and not outcomes:
             raise CommandError(
-                f"no message of topic {options['topic']!r} with key {options['key']!r} waits for its time or a retry."
+                f"no message of topic {options['topic']!r} with key {options['key']!r} waits for its delivery time "
+                "or a retry."
             )
         if len(recalled) < len(outcomes):
             left = ", ".join(f"{one.message_id} ({one.status})" for one in outcomes if not one.is_recalled)

@@ -1,4 +1,4 @@
-"""`manage.py outbox_receive`: stores what others have sent, as OUTBOX['RECEIVE'] declares."""
+"""`manage.py outbox_receive`: stores foreign messages, as OUTBOX['RECEIVE'] declares."""
 
 from __future__ import annotations
 
@@ -18,25 +18,29 @@ from outbox.contrib.django.worker.receiving import forget_receivers, receive_onc
 class Command(OutboxCommand):
     """Parses, then receives until SIGTERM or SIGINT, or until nothing comes."""
 
-    help = "Store what others have sent, as OUTBOX['RECEIVE'] declares, until SIGTERM."
+    help = "Receive foreign messages and store them, as OUTBOX['RECEIVE'] declares, until SIGTERM."
 
     def add_arguments(self, parser: CommandParser) -> None:
         parser.add_argument("name", nargs="*", help="only these entries of OUTBOX['RECEIVE']")
-        parser.add_argument("--once", action="store_true", help="end when nothing has come for two seconds")
+        parser.add_argument("--once", action="store_true", help="end when no message has come for two seconds")
 
         parser.add_argument(
-            "--forget", action="store_true", help="the entries named are gone for good: their absence is no condition"
+            "--forget",
+            action="store_true",
+            help="delete the state of the named entries: their absence is no condition any more",
         )
 
     def handle(self, *args: Any, **options: Any) -> None:
         if options["forget"]:
             if not options["name"] or options["once"]:
-                raise CommandError("--forget goes with the names of what is not received any more, and nothing else.")
+                raise CommandError(
+                    "--forget needs the names of entries that are no longer received, and no other option."
+                )
             self.say(f"{forget_receivers(options['name'])} receivers forgotten")
             return
         if options["once"]:
             done = receive_once(names=options["name"])
-            self.say(f"{done.stored} messages stored, {done.put_aside} put aside")
+            self.say(f"{done.stored} messages stored, {done.put_aside} put into the poison topic")
             return
         write_log("receive")
         stop = threading.Event()

@@ -30,8 +30,8 @@ class Command(OutboxCommand):
     """Parses, starts the process, and ends with its exit code."""
 
     help = (
-        "Hold business tables, messages and effects against each other with Spark. Exit codes: 0 clean, 1 findings, "
-        "2 something must be corrected first, 3 incomplete."
+        "Compare business tables, messages and effects with Spark. Exit codes: 0 clean, 1 findings, 2 something "
+        "must be corrected first, 3 incomplete."
     )
 
     def add_arguments(self, parser: CommandParser) -> None:
@@ -42,8 +42,8 @@ class Command(OutboxCommand):
             action="append",
             default=[],
             metavar="NAME=ALIAS",
-            help="give the rules $RECONCILE_NAME for this alias (repeatable); every PostgreSQL alias is given by its "
-            "own name, and the broker's as $RECONCILE_BROKER, anyway",
+            help="give the rules $RECONCILE_NAME for this alias (repeatable); every PostgreSQL alias is also given "
+            "by its own name, and the broker's as $RECONCILE_BROKER",
         )
         parser.add_argument("--from", dest="since", help="judge rows from this time on (ISO 8601), with --to")
         parser.add_argument("--to", dest="until", help="judge rows before this time")
@@ -53,17 +53,17 @@ class Command(OutboxCommand):
             nargs="?",
             const="",
             metavar="DURATION",
-            help="judge again what was judged of the last DURATION, as in 7d (default: the rules' look_back)",
+            help="judge the last DURATION again, as in 7d (default: the rules' look_back)",
         )
         parser.add_argument("--metrics", help="write a Prometheus textfile here, or into this folder")
         parser.add_argument(
             "--plan",
             type=Path,
             metavar="FILE",
-            help="write here what could be done about the findings, for outbox_repair; it changes nothing by itself",
+            help="write a repair plan for the findings here, for outbox_repair; it changes nothing by itself",
         )
         parser.add_argument(
-            "--save", action="store_true", help="keep the findings in a table too, where the admin shows them"
+            "--save", action="store_true", help="save the findings in a table too, where the admin shows them"
         )
         self.add_json(parser)
 
@@ -80,7 +80,7 @@ class Command(OutboxCommand):
             raise SystemExit(done.returncode)
 
     def save(self, output: str) -> None:
-        """Replace the findings in the table. Raises CommandError; the result in `output` is in force all the same."""
+        """Replace the findings in the table. Raises CommandError; the result in `output` stays valid."""
         command = [sys.executable, "-m", package(), "findings", "--output", output, "--limit", str(MAX_SAVED + 1)]
         printed = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
         problem = f"The result is in {output}, but its findings were not saved in the table"
@@ -91,14 +91,14 @@ class Command(OutboxCommand):
             saved = replace(output, lines[:MAX_SAVED])
         except DatabaseError as error:
             raise CommandError(
-                f"{problem}: {first_line(str(error))}. Run manage.py migrate if it was not run, then this again.",
+                f"{problem}: {first_line(str(error))}. Run manage.py migrate if it was not run, then run this again.",
                 returncode=_INCOMPLETE,
             ) from error
         rest = f"; there are more, all of them are in {output}" if len(lines) > MAX_SAVED else ""
         self.stderr.write(f"saved {saved} findings in the table{rest}")
 
     def plan(self, file: Path, rules: str, output: str, variables: Mapping[str, str]) -> None:
-        """Write the plan of the result in force. Raises CommandError; the result is in force all the same."""
+        """Write the plan of the valid result. Raises CommandError; the result stays valid."""
         command = [sys.executable, "-m", package(), "plan", "--rules", rules, "--output", output]
         printed = subprocess.run(command, env=variables, stdout=subprocess.PIPE, text=True, check=False)
         if printed.returncode:
@@ -106,7 +106,7 @@ class Command(OutboxCommand):
                 f"The result is in {output}, but no plan was made of it (above).", returncode=printed.returncode
             )
         try:
-            file.touch(mode=0o600)  # It says what the findings say.
+            file.touch(mode=0o600)  # The plan contains the findings' texts.
             file.write_text(printed.stdout, encoding="utf-8")
         except OSError as error:
             raise CommandError(
@@ -116,7 +116,7 @@ class Command(OutboxCommand):
 
 
 def package() -> str:
-    """The module that runs it. Raises CommandError when it is not installed."""
+    """The module to run. Raises CommandError if it is not installed."""
     for name in _PACKAGES:
         if importlib.util.find_spec(name) and importlib.util.find_spec(f"{name}.cli"):
             return name
@@ -135,7 +135,7 @@ def arguments(options: Mapping[str, Any]) -> list[str]:
 
 
 def project() -> dict[str, str]:
-    """RECONCILE_… variables with the connection strings of the project's aliases; the environment goes before them."""
+    """RECONCILE_… variables with the connection strings of the project's aliases; the environment takes precedence."""
     variables = {}
     for alias, database in settings.DATABASES.items():
         if str(database.get("ENGINE", "")).rpartition(".")[2] in ("postgresql", "postgis"):
@@ -145,7 +145,7 @@ def project() -> dict[str, str]:
 
 
 def given(databases: Sequence[str]) -> dict[str, str]:
-    """RECONCILE_… variables of --database; they go before the environment. Raises CommandError for unknown aliases."""
+    """RECONCILE_… variables of --database; they override the environment. Raises CommandError for unknown aliases."""
     variables = {}
     for item in databases:
         name, separator, alias = item.partition("=")

@@ -1,4 +1,4 @@
-"""`manage.py outbox_reject`: refuse new transactional messages, or take them again."""
+"""`manage.py outbox_reject`: refuse new transactional messages, or accept them again."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from outbox.contrib.django.operations.commands import switch_transactional
 class Command(OutboxCommand):
     """Parses, then calls switch_transactional."""
 
-    help = "Refuse new transactional messages of everybody (on), take them again (off), or say which it is."
+    help = "Refuse new transactional messages from every producer (on), accept them again (off), or show the state."
 
     def add_arguments(self, parser: CommandParser) -> None:
         parser.add_argument("switch", nargs="?", choices=["on", "off"])

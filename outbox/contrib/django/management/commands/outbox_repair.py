@@ -1,4 +1,4 @@
-"""`manage.py outbox_repair PLAN`: verifies the steps of a repair plan, and applies them with --apply."""
+"""`manage.py outbox_repair PLAN`: verifies the steps of a repair plan; with --apply, applies them."""
 
 from __future__ import annotations
 
@@ -26,22 +26,24 @@ _FOR_PEOPLE = (StepOutcome.REFUSED, StepOutcome.REPORTED, StepOutcome.LEFT)
 
 
 class Command(OutboxCommand):
-    """Parses, then applies; prints each step as it ends."""
+    """Parses, then applies; prints each step when it ends."""
 
     help = (
-        "Verify the steps of a plan that `outbox-reconcile plan` made, and do them with --apply. Exit codes: 0 nothing "
-        "is left, 1 steps were refused, left or are for people, 2 something must be corrected first, 3 a database "
-        "could not be reached: run it again, what was done is not done twice."
+        "Verify the steps of a plan from `outbox-reconcile plan`, and do them with --apply. Exit codes: 0 nothing "
+        "is left, 1 steps were refused, left or need a person, 2 something must be corrected first, 3 a database "
+        "could not be reached: run it again, a completed step is not repeated."
     )
 
     def add_arguments(self, parser: CommandParser) -> None:
         """See BaseCommand."""
         parser.add_argument("plan", type=Path, help="the plan's file")
-        parser.add_argument("--apply", action="store_true", help="do it; without it the steps are only verified")
+        parser.add_argument("--apply", action="store_true", help="do the steps; without it they are only verified")
         parser.add_argument("--audit", type=Path, default=Path("outbox-repair.jsonl"), help="(default: %(default)s)")
-        parser.add_argument("--by", default="", help="who applies it, for the audit (default: the user)")
-        parser.add_argument("--most", type=_positive, default=100, help="do no more than this many (default: 100)")
-        parser.add_argument("--per-second", type=_rate, default=10.0, help="at most this many (default: 10)")
+        parser.add_argument("--by", default="", help="the user name for the audit (default: the system user)")
+        parser.add_argument("--most", type=_positive, default=100, help="do at most this many steps (default: 100)")
+        parser.add_argument(
+            "--per-second", type=_rate, default=10.0, help="at most this many steps per second (default: 10)"
+        )
         parser.add_argument(
             "--publisher",
             action="append",
@@ -68,7 +70,7 @@ class Command(OutboxCommand):
             raise CommandError(str(error), returncode=_USAGE) from error
         except (BrokerError, Error) as error:
             raise CommandError(
-                f"{first_line(str(error))}. The rest was left; run it again: what was done is not done twice.",
+                f"{first_line(str(error))}. The other steps were left; run it again: a completed step is not repeated.",
                 returncode=_INCOMPLETE,
             ) from error
         if not options["json"]:
@@ -113,11 +115,14 @@ def _means(plan: RepairPlan, options: dict[str, Any]) -> PublishSources:
     for name, alias in aliases.items():
         if alias not in connections:
             raise UsageError(
-                f"the rules' database {name!r} is none of the aliases {', '.join(connections)}: pass --database "
+                f"the rules' database {name!r} is not one of the aliases {', '.join(connections)}: pass --database "
                 f"{name}=ALIAS."
             )
         if connections[alias].vendor != "postgresql":
-            raise UsageError(f"the alias {alias!r} is no PostgreSQL database, but that of {name!r} in the rules is.")
+            raise UsageError(
+                f"the alias {alias!r} is not a PostgreSQL database, but that of {name!r} in the rules is: pass "
+                "another alias."
+            )
     return PublishSources(sources=plan.sources, aliases=aliases, publishers=publishers)
 
 

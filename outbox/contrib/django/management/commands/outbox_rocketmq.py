@@ -1,4 +1,4 @@
-"""`manage.py outbox_rocketmq`: hold RocketMQ's topics against those declared, and create what is missing."""
+"""`manage.py outbox_rocketmq`: compare RocketMQ's topics with the declared ones, and create missing ones."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from outbox.contrib.django.management.output import OutboxCommand
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.subscribers.registry import autodiscover, subscribers
 
-# The proxy remembers for about 20 s that a topic was missing, or what it was before.
+# The proxy caches for about 20 s that a topic was missing, or its former type.
 _SETTLE_SECONDS: Final = 30.0
 _PAUSE_SECONDS: Final = 0.5
 
 
 class Command(OutboxCommand):
-    """Without --create it changes nothing, and fails where a declared topic is missing or of another type."""
+    """Without --create it changes nothing, and fails if a declared topic is missing or of another type."""
 
     help = "Check the declared topics on RocketMQ; with --create, create them and the consumer groups."
 
@@ -34,7 +34,7 @@ class Command(OutboxCommand):
     def handle(self, *args: Any, **options: Any) -> None:
         settings = get_settings()
         if not settings.is_rocketmq:
-            raise CommandError("OUTBOX['BROKER'] is no RocketMQ: see docs/engines.md.")
+            raise CommandError("OUTBOX['BROKER'] is not a RocketMQ address: see docs/engines.md.")
         autodiscover()
         require_engine(settings)
         if options["create"]:
@@ -49,15 +49,15 @@ class Command(OutboxCommand):
         self._refuse_given_up(settings.broker, settings.required_producer_group())
 
     def _refuse_given_up(self, url: str, producer_group: str) -> None:
-        """Raise CommandError where RocketMQ gave up asking about transactions that the ledger has not decided yet."""
+        """Raise CommandError if RocketMQ gave up transactions that the ledger has not decided yet."""
         from outbox.rocketmq.admin import brokers_of
         from outbox.rocketmq.exhausted import waiting
 
         if given_up := sum(waiting(broker, producer_group) for broker in brokers_of(url)):
             raise CommandError(
                 f"RocketMQ gave up asking about {given_up} messages of producer group {producer_group!r}, and the "
-                f"ledger has not decided them yet: start outbox_worker. If one runs, its log names the transactions "
-                f"and why."
+                "ledger has not decided them yet: start outbox_worker. If a worker runs, its log names the "
+                "transactions and the reason."
             )
 
     def _create(self, address: str) -> None:
@@ -71,11 +71,11 @@ class Command(OutboxCommand):
             if item.subscription.topic not in topics:
                 raise CommandError(f"{item.name} subscribes to {item.subscription.topic!r}: declare it in TOPICS.")
             admin.create_group(item.subscription, topics[item.subscription.topic])
-        self.say(f"created or set right: {len(topics)} topics, {len(subscribers())} subscriptions")
+        self.say(f"created or updated: {len(topics)} topics, {len(subscribers())} subscriptions")
 
 
 def _problems(look: Callable[[], Iterable[str]], seconds: float) -> list[str]:
-    """What is wrong still, after looking again for so long."""
+    """The problems that remain after checking again for this long."""
     deadline = time.monotonic() + seconds
     while (problems := list(look())) and time.monotonic() < deadline:
         time.sleep(_PAUSE_SECONDS)

@@ -1,4 +1,4 @@
-"""`manage.py outbox_status`: what needs attention, and how the broker and its groups are."""
+"""`manage.py outbox_status`: the conditions that need attention, and the state of the broker and its groups."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Command(OutboxCommand):
     def add_arguments(self, parser: CommandParser) -> None:
         self.add_json(parser)
         parser.add_argument(
-            "--watch", type=float, nargs="?", const=2.0, metavar="SECONDS", help="look again until interrupted"
+            "--watch", type=float, nargs="?", const=2.0, metavar="SECONDS", help="repeat until interrupted"
         )
 
     def handle(self, *args: Any, **options: Any) -> None:
@@ -45,7 +45,7 @@ class Command(OutboxCommand):
         for condition in found.verdict.conditions:
             self._print_condition(condition)
         if not found.verdict.is_complete:
-            self.say("the broker could not be asked: every other condition is unknown", self.style.ERROR)
+            self.say("the broker did not answer: every other condition is unknown", self.style.ERROR)
         elif not found.verdict.conditions:
             self.say("nothing needs attention", self.style.SUCCESS)
         if found.overview is not None:

@@ -32,12 +32,14 @@ class Command(OutboxCommand):
             options.add_argument("--queue-count", type=int, help="how many consumers can share the topic")
             options.add_argument("--retention-seconds", type=int, help="how long consumed messages are kept")
             options.add_argument(
-                "--on-park", choices=["hold", "release"], help="FIFO: what waits behind a parked message"
+                "--on-park",
+                choices=["hold", "release"],
+                help="FIFO: later messages behind a parked one: hold or release",
             )
             options.add_argument("--key-lock", choices=["on", "off"], help="FIFO: whether publish serialises its keys")
             self.add_dry_run(options)
             self.add_json(options)
-        gone = actions.add_parser("delete", help="take no more messages, forget its subscriptions, remove what it has")
+        gone = actions.add_parser("delete", help="refuse new messages, delete its subscriptions and messages")
         gone.add_argument("name")
         self.add_no_input(gone)
         self.add_json(gone)
@@ -82,7 +84,7 @@ class Command(OutboxCommand):
         if options["dry_run"]:
             self.say("nothing was deleted (--dry-run)")
         else:
-            self.say(f"{name} was deleted. Take it out of OUTBOX['TOPICS'], or the next `migrate` declares it again.")
+            self.say(f"{name} was deleted. Remove it from OUTBOX['TOPICS'], or the next `migrate` declares it again.")
 
     def _list(self, *, as_json: bool) -> None:
         with broker_connection() as (connection, schema):

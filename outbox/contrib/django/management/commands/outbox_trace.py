@@ -1,4 +1,4 @@
-"""`manage.py outbox_trace`: the way of one message."""
+"""`manage.py outbox_trace`: the path of one message."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from outbox.contrib.django.management.output import OutboxCommand, moment
 class Command(OutboxCommand):
     """Parses, then calls trace, or find_messages."""
 
-    help = "Show where a message or transaction is: stored, decided, queued, and how far each group is."
+    help = "Show where a message or transaction is: stored, decided, queued, and the progress of each group."
 
     def add_arguments(self, parser: CommandParser) -> None:
         parser.add_argument("id", type=UUID, nargs="?", help="message or transaction id")
-        parser.add_argument("--key", help="instead: list the messages with this business key, the newest first")
+        parser.add_argument("--key", help="instead: list the messages with this business key, newest first")
         parser.add_argument("--topic", help="with --key: only of this topic")
         parser.add_argument("--since", type=moment, help="with --key: stored since then (default: in the last day)")
         self.add_page(parser, "LOG_ID", "with --key: the page after this message", int)
@@ -38,7 +38,7 @@ class Command(OutboxCommand):
     def _list(self, options: dict[str, Any]) -> None:
         with broker_connection() as (connection, schema):
             narrowed = {name: options[name] for name in ("topic", "since", "limit")}
-            # The newest first: what comes after is older.
+            # Newest first, so the next page is older.
             found = find_messages(Executor(connection, schema), options["key"], before=options["after"], **narrowed)
         if options["json"]:
             self.print_json(found)
@@ -53,7 +53,9 @@ class Command(OutboxCommand):
         with broker_connection() as (connection, schema):
             found = trace(Executor(connection, schema), options["id"])
         if found is None:
-            raise CommandError(f"the broker has no message or transaction {options['id']} (any more).")
+            raise CommandError(
+                f"the broker has no message or transaction {options['id']}: it never had it, or retention removed it."
+            )
         if options["json"]:
             self.print_json(found.as_json())
             return

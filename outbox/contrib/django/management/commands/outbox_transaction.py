@@ -19,22 +19,22 @@ class Command(OutboxCommand):
     """Parses, then calls one function."""
 
     help = (
-        "List the transactions that are open in the broker, describe one, or abort it. outbox_ask ID has one asked "
-        "about now, outbox_decide ID settles it."
+        "List the open transactions of the broker, describe one, or abort it. outbox_ask ID has one checked now, "
+        "outbox_decide ID settles it."
     )
 
     def add_arguments(self, parser: CommandParser) -> None:
         actions = parser.add_subparsers(dest="action", required=True)
-        shown = actions.add_parser("list", help="the oldest first, new ones too that no check has looked for")
+        shown = actions.add_parser("list", help="oldest first, including new ones that are not checked yet")
         shown.add_argument("--group", help="only of this producer group")
-        shown.add_argument("--transactional-id", metavar="ID", help="only of the fenced producer of this id")
-        shown.add_argument("--parked", action="store_true", help="only those that check-back gave up")
+        shown.add_argument("--transactional-id", metavar="ID", help="only those of the fenced producer with this id")
+        shown.add_argument("--parked", action="store_true", help="only parked ones")
         self.add_page(shown, "ID", "the page after this transaction", UUID)
         described = actions.add_parser("describe", help="one with its messages and the answers of its checks")
-        ended = actions.add_parser("abort", help="roll back for good what has not committed and is not running")
+        ended = actions.add_parser("abort", help="roll back one that has not committed and is not running")
         for one in (described, ended):
             one.add_argument("id", type=UUID, help="transaction id")
-        self.add_dry_run(ended, "say what the ledger says, abort nothing")
+        self.add_dry_run(ended, "show what the ledger says, abort nothing")
         for one in (shown, described, ended):
             self.add_json(one)
 
@@ -57,7 +57,7 @@ class Command(OutboxCommand):
             found = describe(Executor(connection, schema), options["id"])
         if found is None:
             raise CommandError(
-                f"{options['id']} is no open transaction: `outbox_trace {options['id']}` says what became of it."
+                f"{options['id']} is not an open transaction: `outbox_trace {options['id']}` shows its outcome."
             )
         if options["json"]:
             self.print_json(found)

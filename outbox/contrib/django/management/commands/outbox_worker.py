@@ -32,12 +32,12 @@ class Command(OutboxCommand):
         )
         parser.add_argument("--group", action="append", default=[], help="consumer: only this group (repeatable)")
         parser.add_argument(
-            "--drain", action="store_true", help="do everything that is due now in this process, then end"
+            "--drain", action="store_true", help="do all work that is due now in this process, then end"
         )
         parser.add_argument(
             "--until-drained",
             action="store_true",
-            help="end when nothing of this project waits on the broker any more: to move to another one",
+            help="end when no message of this project waits on the broker any more: to move to another broker",
         )
         parser.add_argument(
             "--rocketmq-broker",
@@ -72,19 +72,21 @@ class Command(OutboxCommand):
         if left.waiting:
             raise CommandError(f"stopped before the broker was drained: {'; '.join(left.waiting)}.")
         if staying := "; ".join(left.staying):
-            raise CommandError(f"nothing waits on the broker any more, but somebody has to decide: {staying}.")
+            raise CommandError(f"no message waits on the broker any more, but an operator must decide: {staying}.")
         self.say("nothing is left on the broker")
 
 
 def _refuse(options: dict[str, Any]) -> None:
-    """Raise CommandError for options that do not go together."""
+    """Raise CommandError for options that cannot be combined."""
     everything = options["drain"] or options["until_drained"]
     if options["group"] and (options["role"] != "consumer" or everything):
         raise CommandError("--group needs --role consumer: only a consumer can be limited to groups.")
     if everything and options["role"] != "all":
         option = "--drain" if options["drain"] else "--until-drained"
-        raise CommandError(f"{option} does what every role would do: leave --role out.")
+        raise CommandError(f"{option} does the work of every role: leave --role out.")
     if options["drain"] and options["until_drained"]:
-        raise CommandError("--drain does what is due now, --until-drained waits for what is not: give one of them.")
+        raise CommandError(
+            "--drain does the work that is due now, --until-drained also waits for later work: give one of them."
+        )
     if options["rocketmq_broker"] and not options["until_drained"]:
-        raise CommandError("--rocketmq-broker goes with --until-drained.")
+        raise CommandError("--rocketmq-broker needs --until-drained.")

@@ -1,9 +1,9 @@
-// Keeping the page up to date, saying since when it is not, and drawing diagrams.
+// Updates the page, shows since when it is out of date, and draws diagrams.
 "use strict";
 
 (() => {
   const EVERY = Number(document.getElementById("main").dataset.every) * 1000;
-  // A little less than two intervals: the mark is there when the second one ends.
+  // A little less than two intervals, so that the mark shows when the second one ends.
   const STALE = 1.8 * EVERY;
   const PATIENCE = 10000;
   const pause = document.getElementById("pause");
@@ -12,10 +12,10 @@
   const feeds = [];
   let paused = false;
 
-  // -- what is live -----------------------------------------------------------------------------------
+  // -- live parts -------------------------------------------------------------------------------------
 
-  // One address, the elements that show what it said last, and why they show nothing newer.
-  // `take` gets the text of an answer; it returns what is wrong with it, or nothing.
+  // One address, the elements that show its last answer, and why they show nothing newer.
+  // `take` gets the text of an answer; it returns a problem, or nothing.
   function feed(address, elements, before, take) {
     const note = document.createElement("p");
     note.className = "stale-note";
@@ -35,7 +35,7 @@
     return Boolean(selection) && !selection.isCollapsed && elements.some((one) => one.contains(selection.anchorNode));
   }
 
-  // Why a feed is not asked now; empty where it is.
+  // Why a feed is not requested now, or an empty text.
   function rest(one) {
     if (paused) return "updates are paused";
     if (document.hidden) return "the page was hidden";
@@ -57,7 +57,7 @@
     if (one.note.textContent !== text) one.note.textContent = text;
   }
 
-  // A redirect is not followed: it leads to the login page, which has the whole window for itself.
+  // Do not follow a redirect: it leads to the login page, which needs the whole window.
   async function ask(one) {
     try {
       const answer = await fetch(one.address, {
@@ -72,7 +72,7 @@
       if (!problem) one.at = Date.now();
       return problem;
     } catch (error) {
-      if (error instanceof SyntaxError) return "the server answers with something else";
+      if (error instanceof SyntaxError) return "the server answers with unexpected content";
       return error.name === "TimeoutError" ? "the server does not answer" : "the server cannot be reached";
     }
   }
@@ -94,8 +94,8 @@
     one.timer = setTimeout(keepUp, EVERY, one);
   }
 
-  // Make `old` like `fresh`. What is the same stays the same element, so that focus, selection and an open <details>
-  // outlive it; what has the focus and can be typed into is left alone. Rows are told apart by their data-key.
+  // Make `old` like `fresh`. An unchanged element stays, so that focus, selection and an open <details> survive. A
+  // focused input is left as it is. Rows are identified by their data-key.
   function morph(old, fresh) {
     if (old.nodeType !== Node.ELEMENT_NODE) {
       if (old.data !== fresh.data) old.data = fresh.data;
@@ -119,7 +119,7 @@
         old.insertBefore(document.importNode(wanted, true), place);
         continue;
       }
-      // What stands between goes behind everything: a later step takes it from there, or the end removes it.
+      // Elements in between move to the end: a later step takes them from there, or the last one removes them.
       while (place !== known) {
         const next = place.nextSibling;
         old.append(place);
@@ -142,7 +142,7 @@
     const focused = document.activeElement;
     const before = live.dataset.said;
     morph(live, fresh);
-    // A row that has moved has lost the focus; the focus of one that is gone goes to the page, not to its beginning.
+    // A moved row has lost the focus: restore it. If the row is gone, focus the page instead of its beginning.
     if (focused && focused !== document.activeElement) {
       (focused.isConnected ? focused : document.getElementById("main")).focus({ preventScroll: true });
     }
@@ -192,12 +192,12 @@
     const names = element.dataset.names.split("|");
     const data = [history.at, ...keys.map((key) => history[key])];
     if (history.at.length === 0) {
-      element.textContent = "Nothing has been counted yet.";
+      element.textContent = "No counts yet.";
       return;
     }
     element.setAttribute("role", "img");
     const newest = keys.map((key, index) => `${names[index]} ${history[key].at(-1)}`).join(", ");
-    element.setAttribute("aria-label", `Over a quarter of an hour; now: ${newest}`);
+    element.setAttribute("aria-label", `Over 15 minutes; now: ${newest}`);
     if (element.plot) {
       element.plot.setData(data);
     } else {
@@ -228,7 +228,7 @@
     const shown = charts.filter((element) => element.dataset.history === address);
     feed(address, shown, shown[0].closest(".charts"), (text) => takeHistory(shown, text));
   }
-  // The page itself has just come; its diagrams have not.
+  // The page itself is fresh; its diagrams are not loaded yet.
   for (const one of feeds) one.timer = setTimeout(keepUp, one.elements[0] === live ? EVERY : 0, one);
   if (feeds.length) {
     setInterval(() => feeds.forEach(show), EVERY / 10);
@@ -237,7 +237,7 @@
     pause.addEventListener("click", () => {
       paused = !paused;
       pause.setAttribute("aria-pressed", String(paused));
-      pause.textContent = paused ? "Go on updating" : "Pause updates";
+      pause.textContent = paused ? "Resume updates" : "Pause updates";
       if (!paused) feeds.forEach(keepUp);
     });
   }
