@@ -77,7 +77,7 @@ FAULTS: dict[str, tuple[tuple[dict[str, str], Fault], str]] = {
     "no tables": (altered(EVERY_TABLE), "not as they were installed .*migrate.*restore"),
     "read-only": (altered("ALTER DATABASE {name} SET default_transaction_read_only = on"), "read-only.*the primary"),
     "no rights": (altered("CREATE ROLE {name}_nobody LOGIN", USER="{name}_nobody"), "permission denied .*Grant"),
-    "locked": ((({}, locked)), "lock timeout.*again|holds a lock .*End the blocking session"),
+    "locked": ((({}, locked)), "lock timeout.*again|holds a lock .*End the blocking transaction"),
 }
 
 

@@ -245,7 +245,9 @@ class ConsumerSession:
             self._poll_seconds = _LISTENING_POLL_SECONDS if listening else _POLL_SECONDS
             try:
                 # The session idles for seconds when nothing is published; a timeout must not end it.
-                timeouts.lift_where_direct(connection)
+                if timeouts.lift_where_direct(connection):
+                    # A table that stays locked is reported, and the connection is made again.
+                    timeouts.limit_locks_for_session(connection)
                 if listening:
                     announcements = Announcements(connection)
                     listen(Executor(connection, self._database.schema), Channel.QUEUED, Channel.SHARED)

@@ -23,6 +23,7 @@ WHERE current_setting(name, true) IS NOT NULL
 """
 _LIFT_WHERE_DIRECT: Final = f"{_LIFT} AND pg_backend_pid() = %(told)s"
 _LIMIT: Final = "SELECT set_config('lock_timeout', '1s', true)"
+_LIMIT_SESSION: Final = "SELECT set_config('lock_timeout', '10s', false)"
 # To be sent together with other statements.
 LIFT: Final = Statement(_LIFT)
 
@@ -41,6 +42,11 @@ def lift_where_direct(connection: Connection) -> bool:
     with cursor_on(connection) as cursor:
         cursor.execute(_LIFT_WHERE_DIRECT, {"local": False, "told": connection.info.backend_pid})
         return cursor.rowcount > 0
+
+
+def limit_locks_for_session(connection: Connection) -> None:
+    """For a direct connection: a statement waits at most ten seconds for a lock, then it raises LockNotAvailable."""
+    connection.execute(_LIMIT_SESSION)
 
 
 def lift_for_transaction(connection: Connection) -> None:
