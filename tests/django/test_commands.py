@@ -131,7 +131,7 @@ def test_topics() -> None:
     with pytest.raises(CommandError, match="alter new"):
         call("outbox_topic", "create", "new")
     assert "was changed" in call("outbox_topic", "alter", "new", "--queue-count", "5", "--key-lock", "off")
-    assert "so already" in call("outbox_topic", "alter", "new", "--queue-count", "5")
+    assert "already has these properties" in call("outbox_topic", "alter", "new", "--queue-count", "5")
     with pytest.raises(CommandError, match=r"'nwe' is not declared.*new"):
         call("outbox_topic", "alter", "nwe", "--queue-count", "5")
     with pytest.raises(CommandError, match="1 to 1024"):
@@ -180,7 +180,7 @@ def test_groups_are_listed_paused_and_moved() -> None:
         (["outbox_group", "reset", "effects", "orders"], "--to-time"),
         (["outbox_group", "reset", "g", "orders", "--to-time", "yesterday"], "write it like"),
         (["outbox_group", "reset", "g", "orders", "--to-time", "2026-01-01T00:00:00"], "time zone"),
-        (["outbox_group", "reset", "g", "orders", "--to-offset", "-1"], "expected one argument|no offset"),
+        (["outbox_group", "reset", "g", "orders", "--to-offset", "-1"], "expected one argument|not an offset"),
         (["outbox_group", "reset", "g", "orders", "--to-offset", "two"], "'two' is no offset"),
         (["outbox_group", "offsets", "nobody"], "'nobody' is not known"),
         (["outbox_dead_letter", "list", "nobody"], "'nobody' is not known"),
@@ -190,7 +190,7 @@ def test_groups_are_listed_paused_and_moved() -> None:
         (["outbox_worker", "--drain", "--role", "broker"], "leave --role out"),
         (["outbox_worker", "--until-drained", "--role", "broker"], "leave --role out"),
         (["outbox_worker", "--until-drained", "--drain"], "give one of them"),
-        (["outbox_worker", "--rocketmq-broker", "h:1"], "goes with --until-drained"),
+        (["outbox_worker", "--rocketmq-broker", "h:1"], "needs --until-drained"),
         (["outbox_trace", "not-an-id"], "invalid UUID"),
         (["outbox_worker", "--role", "boss"], "invalid choice"),
     ],

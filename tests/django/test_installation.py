@@ -132,7 +132,7 @@ def test_dropped_and_migrated_to_zero_nothing_is_left(
 
 
 def test_force_without_drop_is_refused() -> None:
-    with pytest.raises(CommandError, match="--force goes with --drop"):
+    with pytest.raises(CommandError, match="--force needs --drop"):
         call("--force")
 
 

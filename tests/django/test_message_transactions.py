@@ -131,7 +131,7 @@ def test_it_is_over_when_it_is_left_and_entered_once(path: str) -> None:
         tx.publish("orders", 1)
     with pytest.raises(TransactionUsageError), tx:
         pass
-    with pytest.raises(TransactionUsageError, match="entered before"), tx:
+    with pytest.raises(TransactionUsageError, match="used before"), tx:
         pass
 
 

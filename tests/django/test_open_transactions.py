@@ -93,7 +93,7 @@ def test_one_is_described_with_its_messages_and_answers() -> None:
         assert "4711" in shown
         assert "still running" in shown
     flusher.flush(within_seconds=10)
-    with pytest.raises(CommandError, match="no open transaction"):
+    with pytest.raises(CommandError, match="not an open transaction"):
         call_command("outbox_transaction", "describe", str(receipt.transaction_id))
 
 
@@ -105,7 +105,7 @@ def test_an_abandoned_one_is_aborted_for_good() -> None:
     assert said("outbox_transaction", "abort", str(dropped.transaction_id))["outcome"] == "applied"
     assert decisions() == {"dropped": "R"}
     assert said("outbox_transaction", "list") == []
-    with pytest.raises(CommandError, match="no undecided transaction"):
+    with pytest.raises(CommandError, match="not an undecided transaction"):
         call_command("outbox_transaction", "abort", str(dropped.transaction_id))
 
 

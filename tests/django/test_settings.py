@@ -68,7 +68,7 @@ def test_topics_become_declared_topics() -> None:
         ({"THRESHOLDS": 60}, r"OUTBOX\['THRESHOLDS'\] must be a dictionary"),
         ({"THRESHOLDS": {"LAG_SECOND": (60, 600)}}, r"\['LAG_SECOND'\] is not a threshold. Did you mean 'LAG_SECONDS'"),
         ({"THRESHOLDS": {"LAG_SECONDS": 60}}, r"\['LAG_SECONDS'\] must be a pair"),
-        ({"THRESHOLDS": {"LAG_SECONDS": (-1, None)}}, "numbers from 0 on"),
+        ({"THRESHOLDS": {"LAG_SECONDS": (-1, None)}}, "numbers, at least 0"),
         ({"HEALTH_ADDRESS": "9464"}, "HOST:PORT"),
         ({"TOPICS": ["orders"]}, r"OUTBOX\['TOPICS'\] must be a dictionary"),
         ({"TOPICS": {"orders": 4}}, r"OUTBOX\['TOPICS'\]\['orders'\] must be a dictionary"),

@@ -66,7 +66,7 @@ def test_a_decision_is_rehearsed_without_effect() -> None:
         "dry_run": False,
     }
     assert decisions() == {"kept": "C"}
-    with pytest.raises(CommandError, match="no undecided transaction"):
+    with pytest.raises(CommandError, match="not an undecided transaction"):
         call("outbox_decide", str(one), "commit", "--dry-run")
 
 
@@ -90,7 +90,7 @@ def test_producers_are_asked_again_about_those_that_are_named_or_selected() -> N
     assert due() == 0
     assert call_json("outbox_ask", str(one)) == {"transaction_ids": [str(one)], "count": 1, "dry_run": False}
     assert due() == 1
-    with pytest.raises(CommandError, match="nobody was asked"):
+    with pytest.raises(CommandError, match="no check was requested"):
         call("outbox_ask", str(other), str(uuid4()))
     assert due() == 1
     assert call_json("outbox_ask", "--group", "nobody")["count"] == 0
@@ -147,7 +147,7 @@ def test_dead_letters_come_page_by_page() -> None:
     assert sorted((item["group"], item["key"]) for item in of_all) == [
         (group, key) for group in ("effects", "points") for key in "abc"
     ], "the whole of a batch that was given up in one transaction, nothing twice"
-    with pytest.raises(CommandError, match="is no place"):
+    with pytest.raises(CommandError, match="is not a position"):
         call("outbox_dead_letter", "list", "--after", "2026-01-01")
 
 

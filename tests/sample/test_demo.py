@@ -52,5 +52,5 @@ def test_an_interrupted_demo_leaves_nothing_running(tmp_path: Path) -> None:
     finally:
         code = run.end(signal.SIGTERM)
     assert code == 130, run.output
-    assert "everything was stopped" in run.output
+    assert "all processes were stopped" in run.output
     assert run.left_running() == []

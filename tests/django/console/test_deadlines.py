@@ -85,7 +85,7 @@ def test_a_plan_does_not_wait_for_the_ledger(world: World, operator: Client) -> 
     given = {"transaction": str(lost_end(world)), "decision": "commit"}
     with held(world, "LOCK TABLE outbox_ledger", alias="default"):
         shown = operator.post("/outbox/act/decide/", given)
-    assert shown.status_code == 200 and b"lock timeout" in shown.content, "the ledger could not be asked"
+    assert shown.status_code == 200 and b"lock timeout" in shown.content, "the ledger could not be read"
 
 
 def test_an_action_that_met_a_lock_stands_in_the_audit(dead: World, operator: Client) -> None:

@@ -105,7 +105,7 @@ def test_asking_again_makes_the_check_due(world: World, operator: Client) -> Non
     assert run_check_back().committed == 1
     assert decision(world) == [("C", "K")]
     again = operator.post("/outbox/act/ask/", given)
-    assert again.status_code == 400 and b"decided already" in again.content
+    assert again.status_code == 400 and b"is already decided" in again.content
 
 
 def test_a_message_shows_its_whole_life(world: World, operator: Client) -> None:
@@ -212,7 +212,7 @@ def test_the_life_of_a_message_is_told_in_its_order(world: World, operator: Clie
         "Queued",
         "failed on attempt 1",
         "failed on attempt 2",
-        "gave it up",
+        "Dead letter of ",
     )
     places = [life.index(step) for step in steps if step in life]
     assert len(places) >= 6 and places == sorted(places), life
