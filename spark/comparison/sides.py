@@ -9,6 +9,7 @@ from datetime import datetime, timedelta
 from functools import reduce
 from typing import Final
 
+from pyspark import StorageLevel
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
@@ -225,7 +226,7 @@ class KeySides:
 def of_keys(rule: Rule, sources: Sources, keys: Sequence[str], floor: datetime | None = None) -> KeySides:
     """All sides for these keys (see `real_keys`), in any window."""
     wanted = _tables(rule, sources, ReadLimits(), detailed=True)
-    broker = sources.broker.read_keys([(selection, keys) for selection in wanted.broker]).cache()
+    broker = sources.broker.read_keys([(selection, keys) for selection in wanted.broker]).persist(StorageLevel.DISK_ONLY)
     tables = [source.read_keys([(each, keys) for each in selections]) for source, selections in wanted.tables]
     by_message = []
     for source, selections in wanted.by_message:
@@ -254,7 +255,7 @@ def of_many_keys(
         return frame.join(keys, F.coalesce(frame["key"], F.lit("")) == keys["key"], "left_semi")
 
     wanted = _tables(rule, sources, ReadLimits(), detailed=True)
-    broker = only(sources.broker.read(wanted.broker, since)).cache()
+    broker = only(sources.broker.read(wanted.broker, since)).persist(StorageLevel.DISK_ONLY)
     tables = [only(source.read(selections, since)) for source, selections in wanted.tables]
     by_message = []
     for source, selections in wanted.by_message:
@@ -284,7 +285,7 @@ def real_keys(rule: Rule, sources: Sources, keys: DataFrame) -> DataFrame:
     named = [row[0] for row in keys.where(F.col("key").rlike(UUID.pattern)).select("key").collect()]
     if not named:
         return keys
-    ids = sources.broker.read_keys([(contract.message_ids(), named)]).cache()
+    ids = sources.broker.read_keys([(contract.message_ids(), named)]).persist(StorageLevel.DISK_ONLY)
     is_ours = F.col("topic") == F.lit(rule.topic)
     is_ours = is_ours if rule.tag is None else is_ours & (F.col("tag") == F.lit(rule.tag))
     known = ids.select("message_id", F.col("key").alias("of"), is_ours.alias("is_ours"))
@@ -297,7 +298,7 @@ def real_keys(rule: Rule, sources: Sources, keys: DataFrame) -> DataFrame:
 def _key_sides(
     rule: Rule, tables: list[DataFrame], broker: DataFrame, deliveries: DataFrame | None, waiting: list[DataFrame]
 ) -> KeySides:
-    own = tables[0].cache()
+    own = tables[0].persist(StorageLevel.DISK_ONLY)
     narrow = [evidence.table_side(table, rule) for table in (own, *tables[1:])]
     is_message = broker["state"].isin(*contract.MESSAGE_STATES)
     messages = broker.where(is_message)
