@@ -226,7 +226,9 @@ class KeySides:
 def of_keys(rule: Rule, sources: Sources, keys: Sequence[str], floor: datetime | None = None) -> KeySides:
     """All sides for these keys (see `real_keys`), in any window."""
     wanted = _tables(rule, sources, ReadLimits(), detailed=True)
-    broker = sources.broker.read_keys([(selection, keys) for selection in wanted.broker]).persist(StorageLevel.DISK_ONLY)
+    messages = sources.broker.read_keys([(selection, keys) for selection in wanted.broker])
+    # Wide bodies fit on the disk, not in Java's memory.
+    broker = messages.persist(StorageLevel.DISK_ONLY)
     tables = [source.read_keys([(each, keys) for each in selections]) for source, selections in wanted.tables]
     by_message = []
     for source, selections in wanted.by_message:
@@ -285,7 +287,7 @@ def real_keys(rule: Rule, sources: Sources, keys: DataFrame) -> DataFrame:
     named = [row[0] for row in keys.where(F.col("key").rlike(UUID.pattern)).select("key").collect()]
     if not named:
         return keys
-    ids = sources.broker.read_keys([(contract.message_ids(), named)]).persist(StorageLevel.DISK_ONLY)
+    ids = sources.broker.read_keys([(contract.message_ids(), named)]).cache()
     is_ours = F.col("topic") == F.lit(rule.topic)
     is_ours = is_ours if rule.tag is None else is_ours & (F.col("tag") == F.lit(rule.tag))
     known = ids.select("message_id", F.col("key").alias("of"), is_ours.alias("is_ours"))
