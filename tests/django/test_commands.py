@@ -181,7 +181,7 @@ def test_groups_are_listed_paused_and_moved() -> None:
         (["outbox_group", "reset", "g", "orders", "--to-time", "yesterday"], "write it like"),
         (["outbox_group", "reset", "g", "orders", "--to-time", "2026-01-01T00:00:00"], "time zone"),
         (["outbox_group", "reset", "g", "orders", "--to-offset", "-1"], "expected one argument|not an offset"),
-        (["outbox_group", "reset", "g", "orders", "--to-offset", "two"], "'two' is no offset"),
+        (["outbox_group", "reset", "g", "orders", "--to-offset", "two"], "'two' is not an offset"),
         (["outbox_group", "offsets", "nobody"], "'nobody' is not known"),
         (["outbox_dead_letter", "list", "nobody"], "'nobody' is not known"),
         (["outbox_dead_letter", "replay", "nobody", "--all", "--dry-run"], "'nobody' is not known"),

@@ -73,7 +73,7 @@ def test_the_command_forwards_until_it_is_told_to_stop() -> None:
         ({"no way": WEBHOOK}, "is not allowed"),
         ({"billing": {"sink": "webhook"}}, "lacks 'topics'"),
         ({"billing": {"topics": ["orders"]}}, "lacks 'sink'"),
-        ({"billing": {**WEBHOOK, "sink": "webhok"}}, "there are webhook, kombu, kafka"),
+        ({"billing": {**WEBHOOK, "sink": "webhok"}}, "use one of webhook, kombu, kafka"),
         ({"billing": {**WEBHOOK, "topics": "orders"}}, "a list of topics"),
         ({"billing": {**WEBHOOK, "format": "xml"}}, "cloudevents-binary"),
         ({"billing": {**WEBHOOK, "filter": "sql:a >"}}, "filter"),

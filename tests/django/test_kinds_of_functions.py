@@ -169,7 +169,7 @@ def test_parts_find_what_was_passed_by_keyword() -> None:
         {"args": [1, 2], "currency": "CHF"},
         {"args": [], "currency": "EUR"},
     ]
-    with pytest.raises(UsageError, match=r"key= of .*pay wants 'number'"):
+    with pytest.raises(UsageError, match=r"key= of .*pay needs 'number'"):
         pay(1)
 
 

@@ -142,7 +142,7 @@ def test_one_id_of_two_sources_is_two_messages_of_the_queue(
     [
         ([], "must be a dictionary"),
         ({"partner": {"topic": "orders"}}, "lacks 'source'"),
-        ({"partner": {"topic": "orders", "source": "kombo"}}, "there are kombu, kafka"),
+        ({"partner": {"topic": "orders", "source": "kombo"}}, "use one of kombu, kafka"),
         ({"partner": {"topic": "orders", "source": "kombu", "poison": "x"}}, "Did you mean 'poison_topic'"),
     ],
 )

@@ -182,7 +182,7 @@ def test_an_answer_counts_once_and_only_where_it_is_waited_for(hotel: SimpleName
     assert not hotel.paid(record.pk, 80)
     drain()
     assert state_of(record) == (SagaState.UNDONE, "reserve_room", "changed her mind")
-    with pytest.raises(UsageError, match="no step 'pay'; there are: reserve_room"):
+    with pytest.raises(UsageError, match="no step 'pay'; use one of: reserve_room"):
         hotel.saga.proceed(record.pk, at="pay")
 
 

@@ -71,7 +71,7 @@ def test_an_action_is_shown_first_then_done_with_a_reason_and_kept(world: World,
     assert "Its messages are delivered to every group" in shown and "COMMIT" in shown
     assert 'href="/outbox/undecided/"' in shown
     without = operator.post("/outbox/act/decide/", {**given, "confirmed": "yes", "why": " "})
-    assert without.status_code == 422 and b"Say why" in without.content
+    assert without.status_code == 422 and b"Give a reason" in without.content
     assert decision(world) == [] and not OperatorAction.objects.exists()
     done = operator.post("/outbox/act/decide/", {**given, "confirmed": "yes", "why": "the order is paid"})
     entry = OperatorAction.objects.get()

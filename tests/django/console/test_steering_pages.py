@@ -59,7 +59,7 @@ def test_a_delayed_message_is_taken_back(world: World, operator: Client) -> None
     assert operator.get("/outbox/waiting/").content.decode().count('class="id"') == 1
     entry = done(operator, "recall", message=str(receipt.message_id))
     assert entry.after == {str(receipt.message_id): "recalled", "messages": 1}
-    assert "Nothing waits for its time" in operator.get("/outbox/waiting/").content.decode()
+    assert "No messages are waiting" in operator.get("/outbox/waiting/").content.decode()
     assert "recalled" in operator.get(f"/outbox/messages/{receipt.message_id}/").content.decode()
 
 
@@ -72,7 +72,7 @@ def test_a_group_is_paused_resumed_and_moved(world: World, operator: Client) -> 
     assert "There is nothing to do" in shown(operator, "pause", group="mail")
     assert done(operator, "resume", group="mail").after == {"paused": False, "released_queues": 0}
     moved = {"group": "mail", "topic": "orders", "to": "latest"}
-    assert "it never gets 8 that it has not handled" in shown(operator, "rewind", **moved)
+    assert "it never gets 8 messages that it has not handled" in shown(operator, "rewind", **moved)
     ends = done(operator, "rewind", **moved).after
     assert sum(ends.values()) == 8
     assert "It gets 8 messages again" in shown(operator, "rewind", **{**moved, "to": "earliest"})
