@@ -53,7 +53,7 @@ def test_a_project_that_it_can_run_has_no_problem() -> None:
         ({"AUTO_CREATE_TOPICS": True}, "AUTO_CREATE_TOPICS"),
         ({"BROKER": "rocketmq://"}, "rocketmq://HOST:PORT"),
         ({"BROKER": "rocketmq://h:1?brokers=h"}, "must be the HOST:PORT of a broker's administration port"),
-        ({"BROKER": "rocketmq://h:1?broker=h:2"}, "has no option 'broker'"),
+        ({"BROKER": "rocketmq://h:1?broker=h:2"}, "has an unknown option 'broker'"),
         ({"TOPICS": {"steps": {"types": ["FIFO", "TRANSACTION"]}}}, "transactional messages on FIFO topics"),
         ({"FORWARD": FORWARD}, "or let a @subscriber send them"),
         ({"RECEIVE": RECEIVE}, "or let the sender publish to RocketMQ"),
