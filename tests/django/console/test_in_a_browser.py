@@ -132,7 +132,7 @@ def test_an_order_is_followed_by_its_key_through_three_groups(world: World, site
         browser.click("table a.id")
         text = browser.text("main")
         assert [group for group in ("mail", "stock", "points") if group in text] == ["mail", "stock", "points"]
-        assert "stock failed on attempt 1" in text and "stock gave it up" in text and "negative stock" in text
+        assert "stock failed on attempt 1" in text and "Dead letter of stock" in text and "negative stock" in text
 
 
 @pytest.mark.parametrize(
