@@ -84,12 +84,13 @@ def test_passes_are_there_however_early_the_app_is_finalised(shop: Project, earl
     if early:
         _finalise_early(shop)
     tasks, schedule = json.loads(shop.python(SCHEDULE))
-    assert tasks == ["outbox.audit", "outbox.check_back", "outbox.compare", "outbox.prune"]
+    assert tasks == ["outbox.audit", "outbox.check_back", "outbox.compare", "outbox.prune", "outbox.sagas"]
     assert schedule == {
         "outbox.check_back": {"task": "outbox.check_back", "schedule": 0.5},
         "outbox.compare": {"task": "outbox.compare", "schedule": 60.0},
         "outbox.prune": {"task": "outbox.prune", "schedule": 600.0},
         "outbox.audit": {"task": "outbox.audit", "schedule": 3600.0},
+        "outbox.sagas": {"task": "outbox.sagas", "schedule": 60.0},
     }
 
 
@@ -128,6 +129,7 @@ def test_entries_survive_the_database_scheduler(shop: Project) -> None:
         "outbox.compare": ["outbox.compare", 60, None, None],
         "outbox.prune": ["outbox.prune", 600, None, None],
         "outbox.audit": ["outbox.audit", 3600, None, None],
+        "outbox.sagas": ["outbox.sagas", 60, None, None],
     }
 
 

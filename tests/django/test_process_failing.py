@@ -96,6 +96,8 @@ def test_a_consumer_that_cannot_keep_its_leases(databases: None) -> None:
     with child("consumer", quiet=True):
         eventually(lambda: broker_rows("SELECT 1 FROM outbox.consumer"))
     eventually(lambda: not broker_rows("SELECT 1 FROM outbox.consumer"))
+    # The grace of an ordinary restart is over.
+    sql("UPDATE outbox.queue_lease SET expires_at = expires_at - interval '1 minute'")
     assert "no_worker" in conditions()
     with refusing("consumer"), child("consumer", quiet=True):
         wait_until_named("keeping the leases of effects", "refuses")

@@ -102,13 +102,13 @@ def test_once_receives_what_is_there_and_poison_ends_it(
     outbox_settings(RECEIVE=receive)
     send(rabbitmq_server.url, ("a", {"number": "1"}), ("a", {"number": "1"}))
     call_command("outbox_receive", "--once")
-    assert "2 messages stored, 0 put aside" in capsys.readouterr().out
+    assert "2 messages stored, 0 put into the poison topic" in capsys.readouterr().out
     send(rabbitmq_server.url, ("", {"number": "2"}))
     with pytest.raises(CommandError, match="has no message id"):
         call_command("outbox_receive", "--once")
     outbox_settings(RECEIVE={"partner": {**receive["partner"], "poison_topic": "payments"}})
     call_command("outbox_receive", "partner", "--once")
-    assert "0 messages stored, 1 put aside" in capsys.readouterr().out
+    assert "0 messages stored, 1 put into the poison topic" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("databases")
@@ -126,7 +126,7 @@ def test_one_id_of_two_sources_is_two_messages_of_the_queue(
             send(rabbitmq_server.url, ("1", {"number": name}), headers=event)
             send(rabbitmq_server.url, ("2", {"number": name}), app_id=name)
     call_command("outbox_receive", "--once")
-    assert "8 messages stored, 0 put aside" in capsys.readouterr().out
+    assert "8 messages stored, 0 put into the poison topic" in capsys.readouterr().out
     with broker_connection() as (connection, _):
         rows = connection.execute("SELECT headers FROM outbox.commit_log WHERE headers ? 'received-id'").fetchall()
     assert sorted((row["received-id"], row["received-source"]) for (row,) in rows) == [

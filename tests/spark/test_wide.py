@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timeout(1800)
 MEBIBYTE = 1024 * 1024
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("mask", ["", 'mask = ["customer"]'])
 def test_wide_suspects_fit_a_small_memory(world: World, tmp_path: Path, mask: str) -> None:
     """768 MiB of bodies, each 4 MiB wide, and rows a quarter as wide, in 512 MiB of Java."""
