@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, cast
 
+from django.db import close_old_connections, connections
+
 from outbox import heartbeat
 from outbox.broker import process_log
 from outbox.broker.consumer.runtime import ConsumerRuntime
@@ -126,16 +128,21 @@ def run_check_role(stop: threading.Event, *, alone: bool = True) -> None:
     if get_settings().is_rocketmq:
         _compare_topics()
     due = {item.name: 0.0 for item in passes()}
-    while not stop.is_set():
-        if alone:
-            heartbeat.beat(ready=_is_asked())
-        for item in passes():
-            if time.monotonic() >= due[item.name]:
-                began = time.monotonic()
-                has_more = run_pass(item).get("more")
-                due[item.name] = began if has_more else began + item.interval_seconds
-        pause = max(0.05, min(due.values()) - time.monotonic())
-        stop.wait(min(pause, _BEAT_SECONDS) if alone else pause)
+    try:
+        while not stop.is_set():
+            if alone:
+                heartbeat.beat(ready=_is_asked())
+            for item in passes():
+                if time.monotonic() >= due[item.name]:
+                    began = time.monotonic()
+                    has_more = run_pass(item).get("more")
+                    due[item.name] = began if has_more else began + item.interval_seconds
+            # Some passes use the thread's own connections, which Django renews for requests only.
+            close_old_connections()
+            pause = max(0.05, min(due.values()) - time.monotonic())
+            stop.wait(min(pause, _BEAT_SECONDS) if alone else pause)
+    finally:
+        connections.close_all()
 
 
 def _is_asked() -> bool:
