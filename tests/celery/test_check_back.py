@@ -84,8 +84,7 @@ def test_passes_are_there_however_early_the_app_is_finalised(shop: Project, earl
     if early:
         _finalise_early(shop)
     tasks, schedule = json.loads(shop.python(SCHEDULE))
-    # Django's apps add passes when they are ready. A Celery app that is finalised earlier has no entry for them, but the
-    # role `check` of a worker runs them.
+    # Django's apps add passes when they are ready. A Celery app that is finalised earlier has no entry for them.
     added = [] if early else ["outbox.sagas"]
     assert tasks == ["outbox.audit", "outbox.check_back", "outbox.compare", "outbox.prune", *added]
     assert schedule == {
