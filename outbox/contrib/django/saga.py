@@ -37,7 +37,6 @@ from outbox.broker.database.executor import Executor
 from outbox.broker.operations.conditions import Condition, Severity, condition
 from outbox.broker.operations.whereabouts import Whereabouts, whereabouts
 from outbox.contrib.django.database.aliases import broker_connection
-from outbox.contrib.django.ledger.ledger_checker import ledger_aliases
 from outbox.contrib.django.models import SagaProgress, SagaState
 from outbox.contrib.django.publishing.publish import publish
 from outbox.contrib.django.publishing.steering import recall_key
@@ -403,7 +402,8 @@ def _stalled(run: Executor, *, limit: int) -> Iterator[tuple[SagaProgress, Where
     before = timezone.now() - _GRACE
     moves = Q(state__in=(SagaState.RUNNING, SagaState.UNDOING), changed_at__lt=before)
     late = Q(state=SagaState.WAITING, late_at__lt=before)
-    for alias in ledger_aliases(usable=True):
+    # Only where the records of declared sagas are: a database of a former broker has no table for sagas.
+    for alias in sorted({saga._alias for saga in _sagas.values()}):
         by_group: dict[str, list[SagaProgress]] = defaultdict(list)
         for one in SagaProgress.objects.using(alias).filter(moves | late).order_by("changed_at")[:limit]:
             by_group[f"{one.saga}.{one.step}"].append(one)
