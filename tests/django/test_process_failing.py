@@ -79,7 +79,7 @@ def test_a_leader_whose_ticks_fail(databases: None) -> None:
 
 @pytest.mark.slow
 def test_a_leader_whose_lease_is_refused(databases: None) -> None:
-    """It never leads; the lease tells of nobody."""
+    """It never leads, and the lease names no owner."""
     with refusing("leader_lease"), child("broker", quiet=True):
         wait_until_named("sequencing", "leader_lease")
         assert "no_sequencer" not in conditions()

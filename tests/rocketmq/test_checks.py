@@ -118,7 +118,7 @@ def given_up(server: PrivateRocketMQ, count: int) -> bool:
 
 
 def test_what_rocketmq_gave_up_is_decided_by_the_ledger(forgetful: PrivateRocketMQ) -> None:
-    """Each service settles its own. What cannot be decided yet is asked about again, and what is settled is not."""
+    """Each service settles its own transactions. It asks again about an undecided one, and not about a settled one."""
     topic = Topic(name=unique("orders."), types=BOUND, queue_count=2)
     forgetful.admin.create_topic(topic)
     messages = [Message(topic=topic.name, body=b"%d" % number, key=f"k{number}", tag="t") for number in range(4)]

@@ -16,7 +16,7 @@ HOUR = 3_600_000
 
 @pytest.fixture
 def project(programs: Path, application: None, outbox_settings: Callable[..., None]) -> Iterator[Project]:
-    """A project whose server takes ends, and asks nobody."""
+    """A project whose server takes ends and sends no checks."""
     with running_server(programs, transactionTimeOut=HOUR, transactionCheckInterval=HOUR) as server:
         project = make_project(server)
         outbox_settings(**project.outbox)

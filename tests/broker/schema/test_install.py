@@ -126,7 +126,7 @@ def test_install_gives_up_behind_an_open_transaction(new_database: Callable[...,
         assert installed_version(connection, "outbox") == 4
         holder.rollback()
         assert install(connection, "outbox", report=reports.append) == SCHEMA_VERSION
-    assert len(reports) == 1, "what is gone is not named"
+    assert len(reports) == 1, "a missing message is not named"
 
 
 def test_a_prepared_transaction_in_the_way_is_named(new_database: Callable[..., str]) -> None:
