@@ -20,13 +20,14 @@ from outbox.contrib.django import publish, run_prune, subscriber
 from outbox.contrib.django.database.aliases import broker_database
 from outbox.contrib.django.models import InboxEntry
 from outbox.contrib.django.operations.comparing import run_compare
-from outbox.contrib.django.saga import SagaProgress, SagaState
+from outbox.contrib.django.saga import Saga, SagaProgress, SagaState
 from outbox.contrib.django.tasks.models import TaskEntry
 from outbox.contrib.django.worker.workers import consumer_runtime
 from outbox.errors import PermanentError
 from tests.django.broker_world import World, fault
 from tests.django.processes import process
 from tests.django.shop import tasks
+from tests.django.shop.models import Effect
 from tests.django.support import sequence
 from tests.support import eventually
 
@@ -166,6 +167,7 @@ def retry_storm(world: World) -> None:
 @fault
 def saga_stalled(world: World) -> None:
     """The broker has lost the message of a saga's step."""
+    Saga("booking", Effect, topic="bookings")
     long_ago = timezone.now() - timedelta(minutes=5)
     place = {"saga": "booking", "record": "1", "state": SagaState.RUNNING, "step": "reserve_room"}
     progress = SagaProgress.objects.create(**place, changed_at=long_ago, message_id=uuid4())

@@ -150,7 +150,7 @@ def test_a_postponed_task_that_lets_a_more_urgent_one_pass_is_run_by_its_message
     tasks.note.using(run_after=timezone.now() + timedelta(minutes=1)).enqueue("patient")
     outbox.broker.advance(61)
     tasks.note.using(priority=50).enqueue("urgent")
-    assert outbox.drain() == 2
+    assert outbox.drain() >= 2, "if the postponed task's message comes first, the task gets another one"
     assert list(Effect.objects.order_by("pk").values_list("number", flat=True)) == ["urgent", "patient"]
 
 
