@@ -12,8 +12,8 @@ from collections.abc import Callable
 from prometheus_client import CollectorRegistry
 
 from benchmarks.harness import Spread, table
-from outbox import measures
 from outbox.contrib.prometheus.recorder import PrometheusRecorder
+from outbox.utils import measures
 
 CALLS = 20_000
 REPEATS = 5

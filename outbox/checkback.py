@@ -8,9 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from uuid import UUID
 
-from outbox import measures, tracing
+from outbox import tracing
 from outbox.ports import Broker, Checker
 from outbox.transaction import Answer, Check, CheckCounts, Decision, EndStatus
+from outbox.utils import measures
 
 logger = logging.getLogger(__name__)
 

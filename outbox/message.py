@@ -11,7 +11,7 @@ from uuid import UUID
 
 from outbox import names
 from outbox.errors import InvalidMessage, InvalidName
-from outbox.ids import uuid7
+from outbox.utils.ids import uuid7
 
 _NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 

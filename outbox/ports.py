@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 from uuid import UUID
 
@@ -132,3 +133,19 @@ def call_handler(
     except Exception as error:
         return [error] * len(deliveries)
     return [Disposition.HANDLED] * len(deliveries)
+
+
+@dataclass(frozen=True, slots=True)
+class LeftoverWork:
+    """What a broker has not finished when a project moves to another engine, as texts.
+
+    Workers finish `waiting` by themselves; `staying` needs an operator.
+
+    `written` is the count of all messages ever written to the places that were read. An engine without a snapshot
+    compares it between two looks: if both found nothing and it did not change, no message moved between the places
+    meanwhile. It is 0 for an engine that reads one snapshot.
+    """
+
+    waiting: list[str] = field(default_factory=list)
+    staying: list[str] = field(default_factory=list)
+    written: int = 0

@@ -7,13 +7,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from outbox import log_context, names, tracing
+from outbox import names, tracing
 from outbox.checkback import CheckBack
 from outbox.errors import BrokerError, LocalTransactionRolledBack
-from outbox.faults import point
 from outbox.message import Message, SendReceipt
 from outbox.ports import Broker
 from outbox.transaction import Answer, Check, CheckCounts, Decision, EndTransaction, HalfTransaction
+from outbox.utils import log_context
+from outbox.utils.faults import point
 
 logger = logging.getLogger(__name__)
 

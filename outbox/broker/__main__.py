@@ -16,7 +16,7 @@ from outbox.broker.process import run_broker
 from outbox.broker.process_log import write_log
 from outbox.broker.supervisor import stop_on_signals, stop_with_parent
 from outbox.errors import OutboxError
-from outbox.safe_text import for_people
+from outbox.utils.safe_text import for_people
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -14,7 +14,6 @@ from uuid import UUID
 
 import psycopg
 
-from outbox.backoff import Backoff
 from outbox.broker.database import timeouts
 from outbox.broker.database.connection import BrokerDatabase
 from outbox.broker.database.executor import Executor
@@ -24,7 +23,8 @@ from outbox.broker.process import ProcessSettings, gathers, idle_seconds, leader
 from outbox.broker.sequencer.leader import LeaderLease
 from outbox.broker.sequencer.sequencer import Sequencer
 from outbox.errors import OutboxError
-from outbox.periodic import BackgroundLoop
+from outbox.utils.backoff import Backoff
+from outbox.utils.periodic import BackgroundLoop
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,6 @@ from uuid import UUID
 import psycopg
 from psycopg import errors as pg
 
-from outbox import faults
-from outbox.backoff import Backoff
 from outbox.broker.database import notify
 from outbox.broker.database.connection import BrokerDatabase
 from outbox.broker.database.executor import Executor
@@ -32,6 +30,8 @@ from outbox.message import Message, SendReceipt
 from outbox.recall import Recall
 from outbox.topic import Topic
 from outbox.transaction import Answer, Check, CheckSettings, EndStatus, EndTransaction, HalfTransaction, ProducerEpoch
+from outbox.utils import faults
+from outbox.utils.backoff import Backoff
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,6 @@ from uuid import UUID, uuid4
 
 import psycopg
 
-from outbox import heartbeat, measures
-from outbox.backoff import Backoff
 from outbox.broker.database import timeouts
 from outbox.broker.database.connection import BrokerDatabase
 from outbox.broker.database.executor import Executor
@@ -26,8 +24,10 @@ from outbox.broker.schema.install import check_schema
 from outbox.broker.sequencer.leader import DEFAULT_TERM_SECONDS, LeaderLease
 from outbox.broker.sequencer.sequencer import Sequencer, TickCounts
 from outbox.errors import BrokerUnavailable, ConfigurationError, SchemaError
-from outbox.periodic import BackgroundLoop
 from outbox.transaction import CheckSettings
+from outbox.utils import heartbeat, measures
+from outbox.utils.backoff import Backoff
+from outbox.utils.periodic import BackgroundLoop
 
 logger = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ import os
 from collections.abc import Mapping
 from typing import Final
 
-from outbox.log_context import MessageFilter, suffix
-from outbox.safe_text import for_people
+from outbox.utils.log_context import MessageFilter, suffix
+from outbox.utils.safe_text import for_people
 
 LOG_FILE_VARIABLE: Final = "OUTBOX_LOG_FILE"
 LOG_LEVEL_VARIABLE: Final = "OUTBOX_LOG_LEVEL"

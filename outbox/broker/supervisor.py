@@ -23,11 +23,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any, Final
 
-from outbox.backoff import Backoff
 from outbox.broker.dispatch import running_calls
 from outbox.broker.dispatch.running_calls import LastCalls
 from outbox.broker.process_log import always
 from outbox.errors import BrokerUnavailable
+from outbox.utils.backoff import Backoff
 
 logger = logging.getLogger(__name__)
 

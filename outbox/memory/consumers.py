@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from uuid import UUID
 
-from outbox import log_context, tracing
+from outbox import tracing
 from outbox.codec import Codecs
 from outbox.errors import UndecodableBody
 from outbox.filters.filter import Filter, parse_filter
@@ -17,6 +17,7 @@ from outbox.memory.log import Entry, Log
 from outbox.message import Delivery, Message
 from outbox.ports import AnyHandler, Disposition, Invoker
 from outbox.subscription import OnError, Start, Subscription
+from outbox.utils import log_context
 
 
 @dataclass(frozen=True)

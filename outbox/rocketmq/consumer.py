@@ -17,8 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
 
-from outbox import fence, log_context, measures, tracing
-from outbox.backoff import Backoff
+from outbox import tracing
 from outbox.codec import Codecs
 from outbox.errors import (
     BrokerUnavailable,
@@ -35,9 +34,11 @@ from outbox.rocketmq import client
 from outbox.rocketmq.engine import ENGINE
 from outbox.rocketmq.names import wire_name
 from outbox.rocketmq.wire import from_wire
-from outbox.safe_text import shown_text
 from outbox.subscription import OnError, Subscription
 from outbox.topic import Topic
+from outbox.utils import fence, log_context, measures
+from outbox.utils.backoff import Backoff
+from outbox.utils.safe_text import shown_text
 
 logger = logging.getLogger(__name__)
 

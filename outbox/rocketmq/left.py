@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final
 
 from outbox.errors import BrokerError
-from outbox.left import LeftoverWork
+from outbox.ports import LeftoverWork
 from outbox.rocketmq import exhausted, stored
 from outbox.rocketmq.admin import Admin
 from outbox.rocketmq.exhausted import READER

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from outbox.safe_text import for_people, inert
+from outbox.utils.safe_text import for_people, inert
 from sample_project.demo.figures import Figures
 from sample_project.demo.verdicts import Verdict
 

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 import psycopg
 
-from outbox import faults, fence
 from outbox.errors import PartialFailure
 from outbox.message import Delivery
 from outbox.ports import AnyHandler, Disposition
 from outbox.subscription import Subscription
+from outbox.utils import faults, fence
 
 _CLAIM = """
 INSERT INTO inbox (consumer_group, generation, message_id)

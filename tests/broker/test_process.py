@@ -24,7 +24,7 @@ from outbox.broker.postgres import PostgresBroker
 from outbox.broker.schema.install import install
 from outbox.broker.sequencer.leader import LeaderLease
 from outbox.errors import BrokerUnavailable
-from outbox.ids import uuid7
+from outbox.utils.ids import uuid7
 from tests.broker.support import TOPICS, assert_gapless, end, half, message, process, queued_ids
 from tests.support import eventually
 

@@ -16,8 +16,8 @@ from outbox.broker.database.connection import BrokerDatabase
 from outbox.broker.postgres import PostgresBroker
 from outbox.broker.supervisor import ChildSpec, Supervisor
 from outbox.checkback import CheckBack
-from outbox.periodic import PeriodicPass
 from outbox.transaction import Answer, Check, CheckSettings, Decision
+from outbox.utils.periodic import PeriodicPass
 from tests.celery.transport import transport
 
 URL = os.environ["OUTBOX_BROKER_URL"]

@@ -10,11 +10,11 @@ import pytest
 
 from outbox import RetryPolicy
 from outbox.errors import UnknownTopic
-from outbox.ids import uuid7
 from outbox.message import Delivery, Message
 from outbox.recall import Recall
 from outbox.subscription import Subscription
 from outbox.transaction import Decision
+from outbox.utils.ids import uuid7
 from tests.contract.benches import Bench
 from tests.contract.test_transactional import end, half, ids, message
 

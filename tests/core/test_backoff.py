@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from outbox.backoff import Backoff
+from outbox.utils.backoff import Backoff
 
 
 def test_it_doubles_up_to_its_limit() -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from outbox import faults
 from outbox.errors import ConfigurationError
+from outbox.utils import faults
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +36,7 @@ def test_wrong_specification_is_an_error(specification: str) -> None:
 
 
 def test_kill_by_environment_hits_one_of_many_processes(tmp_path: Path) -> None:
-    program = "from outbox.faults import point; point('producer.after_half'); print('survived')"
+    program = "from outbox.utils.faults import point; point('producer.after_half'); print('survived')"
     environment = {"OUTBOX_FAULTS": f"producer.after_half=kill?{tmp_path / 'marker'}"}
     runs = [
         subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)

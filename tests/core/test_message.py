@@ -20,10 +20,10 @@ from outbox.errors import (
     UndecodableBody,
     UnserialisableBody,
 )
-from outbox.ids import uuid7
 from outbox.message import Message
 from outbox.retry import RetryPolicy
 from outbox.topic import MessageType, Topic, select_shard
+from outbox.utils.ids import uuid7
 
 
 @pytest.mark.parametrize(

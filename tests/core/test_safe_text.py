@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 import spark.safe_text
-from outbox import safe_text
+from outbox.utils import safe_text
 
 SECRET = "hunter2"
 TEXTS = [

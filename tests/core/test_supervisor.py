@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from outbox.backoff import Backoff
 from outbox.broker.supervisor import ChildSpec, Supervisor
+from outbox.utils.backoff import Backoff
 from tests.support import eventually
 
 SLEEP = "import signal, time; signal.signal(signal.SIGTERM, lambda *_: exit(0)); time.sleep(600)"

@@ -11,7 +11,7 @@ import sys
 
 import django
 
-from outbox import faults
+from outbox.utils import faults
 
 KEYS = 3
 # The share of transactions whose end message is lost, so that only check-back can decide them.

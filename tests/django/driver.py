@@ -72,7 +72,7 @@ def place_naively(number: str, fail: bool) -> None:
     from django.db import transaction
 
     from outbox.contrib.django import get_broker, message
-    from outbox.faults import point
+    from outbox.utils.faults import point
     from tests.django.shop.models import Order
 
     def send() -> None:
@@ -98,8 +98,8 @@ def main() -> None:
     django.setup()
     from django.db import connections
 
-    from outbox import faults
     from outbox.contrib.django.engine.broker import flusher
+    from outbox.utils import faults
 
     place_plainly(f"parent-{os.getpid()}", False)
     for line in sys.stdin:

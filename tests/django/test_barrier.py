@@ -14,13 +14,14 @@ import pytest
 from django.db import DatabaseError, connections, transaction
 from django.test.utils import override_settings
 
-from outbox import Answer, Check, CheckBack, Decision, Message, faults
+from outbox import Answer, Check, CheckBack, Decision, Message
 from outbox.contrib.django import get_broker, publish
 from outbox.contrib.django.engine.broker import flusher
 from outbox.contrib.django.ledger import ledger
 from outbox.contrib.django.ledger.ledger_checker import LedgerChecker, answer_by_ledger, open_connection
 from outbox.contrib.django.models import LedgerEntry, LedgerIdentity
-from outbox.ids import uuid7
+from outbox.utils import faults
+from outbox.utils.ids import uuid7
 from tests.django.configured import OUTBOX
 from tests.django.shop.models import Order
 from tests.django.state import decisions, incidents

@@ -9,9 +9,10 @@ from collections.abc import Sequence
 import pytest
 from django.db import IntegrityError, connections, transaction
 
-from outbox import Check, Decision, faults
+from outbox import Check, Decision
 from outbox.contrib.django.ledger import ledger
-from outbox.ids import uuid7
+from outbox.utils import faults
+from outbox.utils.ids import uuid7
 from tests.django.test_barrier import answers, check, row
 
 pytestmark = pytest.mark.usefixtures("empty_log")

@@ -20,8 +20,8 @@ from outbox.contrib.django.ledger.pruning import first_id_after, first_id_at, pr
 from outbox.contrib.django.models import InboxEntry, LedgerIdentity
 from outbox.contrib.django.operations.comparing import CompareCounts, compare_when_due, found, run_compare, settle
 from outbox.contrib.django.worker.workers import consumer_runtime
-from outbox.ids import uuid7
 from outbox.subscription import Start
+from outbox.utils.ids import uuid7
 from tests.django.support import sequence
 
 pytestmark = pytest.mark.usefixtures("databases", "no_subscribers")

@@ -11,11 +11,11 @@ from uuid import uuid4
 
 import pytest
 
-from outbox import faults
 from outbox.broker.sequencer.sequencer import Sequencer
 from outbox.contrib.django import run_check_back
 from outbox.contrib.django.database.aliases import broker_database
 from outbox.contrib.django.settings.conf import get_settings
+from outbox.utils import faults
 from tests.django.driver import ROUNDS
 from tests.django.processes import process
 from tests.django.shop.models import Order

@@ -13,12 +13,12 @@ from typing import Final
 import pytest
 from django.db import transaction
 
-from outbox import faults
 from outbox.broker.database.executor import Executor
 from outbox.broker.operations.status import broker_status
 from outbox.contrib.django import publish
 from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.engine.broker import flusher
+from outbox.utils import faults
 from tests.django.processes import process
 from tests.django.shop.models import Effect, Order
 from tests.django.state import rolled_back, stored

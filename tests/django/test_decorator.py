@@ -13,10 +13,10 @@ from django.db import IntegrityError, connections, transaction
 from django.test import AsyncClient, Client
 from django.test.utils import CaptureQueriesContext
 
-from outbox import faults
 from outbox.contrib.django import run_check_back, transactional_message
 from outbox.contrib.django.engine.broker import flusher
 from outbox.errors import ConfigurationError, SendFailed, TransactionUsageError, UnknownTopic
+from outbox.utils import faults
 from tests.django.shop.models import Order, Payment
 from tests.django.state import decisions, incidents, savepoint, stored
 from tests.django.urls import Refused

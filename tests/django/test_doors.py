@@ -15,7 +15,6 @@ import pytest
 from django.db import connections
 from psycopg.conninfo import conninfo_to_dict
 
-from outbox.backoff import Backoff
 from outbox.broker import embedded
 from outbox.contrib import django as package
 from outbox.contrib.django import run_prune, subscriber
@@ -24,7 +23,8 @@ from outbox.contrib.django.ledger.ledger_checker import ledger_aliases
 from outbox.contrib.django.ledger.pruning import prune_inboxes
 from outbox.contrib.django.models import InboxEntry
 from outbox.errors import LedgerUnavailable
-from outbox.ids import uuid7
+from outbox.utils.backoff import Backoff
+from outbox.utils.ids import uuid7
 from tests.databases import drop_databases
 from tests.django import doors
 from tests.django.conftest import BROKER_TEMPLATE, point_alias

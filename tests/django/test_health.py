@@ -21,7 +21,6 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.backends.signals import connection_created
 from django.test import Client
 
-from outbox import heartbeat
 from outbox.broker.database.executor import Executor
 from outbox.broker.operations import health as broker_health
 from outbox.broker.sequencer.leader import LeaderLease
@@ -33,6 +32,7 @@ from outbox.contrib.django.operations import exposition
 from outbox.contrib.django.operations.watching import look, probe
 from outbox.contrib.django.worker import probes, signs
 from outbox.errors import ConfigurationError
+from outbox.utils import heartbeat
 from tests.broker.support import wire
 from tests.django.broker_world import NOWHERE
 from tests.django.conftest import point_alias

@@ -24,8 +24,8 @@ from outbox.errors import (
     PartialFailure,
     TransactionUsageError,
 )
-from outbox.ids import uuid7
 from outbox.ports import Disposition
+from outbox.utils.ids import uuid7
 from tests.django.shop.models import Effect
 from tests.django.urls import Refused
 

@@ -24,8 +24,8 @@ from outbox.contrib.django.engine.broker import flusher, reset_broker
 from outbox.contrib.django.operations.left_behind import left_here
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.worker.drain import drain
-from outbox.ids import uuid7
 from outbox.retry import RetryPolicy
+from outbox.utils.ids import uuid7
 from tests.django.conftest import BROKER_TEMPLATE, point_alias
 from tests.django.shop.models import Effect, Order
 from tests.django.state import decisions

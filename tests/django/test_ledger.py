@@ -13,7 +13,7 @@ from django.core.management import call_command
 from django.db import connections, transaction
 from django.db.utils import IntegrityError
 
-from outbox import Check, Decision, faults
+from outbox import Check, Decision
 from outbox.broker.database.executor import Executor
 from outbox.broker.transaction.checks import find_undecided, scan
 from outbox.contrib.django import message, publish, publish_messages, run_check_back
@@ -24,7 +24,8 @@ from outbox.contrib.django.ledger.ledger_checker import LedgerChecker, answer_by
 from outbox.contrib.django.ledger.pruning import prune_ledgers
 from outbox.contrib.django.models import LedgerEntry, LedgerIdentity
 from outbox.contrib.django.settings.conf import get_settings
-from outbox.ids import uuid7
+from outbox.utils import faults
+from outbox.utils.ids import uuid7
 from tests.django.shop.models import Order
 from tests.django.state import decisions, incidents, rolled_back
 from tests.support import eventually

@@ -15,7 +15,7 @@ from outbox.contrib.django import publish, publish_many, subscriber
 from outbox.contrib.django.testing import in_memory_outbox
 from outbox.contrib.django.worker.workers import consumer_runtime
 from outbox.errors import PermanentError
-from outbox.log_context import FIELDS, PREFIX, MessageFilter
+from outbox.utils.log_context import FIELDS, PREFIX, MessageFilter
 from tests.django.support import sequence
 
 pytestmark = pytest.mark.usefixtures("empty_log", "no_subscribers")

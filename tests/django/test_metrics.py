@@ -17,7 +17,7 @@ import pytest
 from django.db import transaction
 from prometheus_client import CollectorRegistry, generate_latest
 
-from outbox import Delivery, measures
+from outbox import Delivery
 from outbox.broker.operations import audit
 from outbox.broker.operations.conditions import CATALOGUE
 from outbox.broker.operations.summary import GroupProgress, Summary
@@ -31,6 +31,7 @@ from outbox.contrib.django.worker.workers import consumer_runtime
 from outbox.contrib.prometheus import collector, rules
 from outbox.contrib.prometheus.collector import BrokerCollector, ScrapeState
 from outbox.contrib.prometheus.recorder import MOST_PAIRS, MOST_TOPICS, OTHERS, PrometheusRecorder
+from outbox.utils import measures
 from tests.django.broker_world import NOWHERE, World, new_world
 from tests.django.conftest import point_alias
 from tests.django.processes import process

@@ -13,13 +13,14 @@ import pytest
 from django.core.management import CommandError, call_command
 from django.db import transaction
 
-from outbox import Delivery, faults
+from outbox import Delivery
 from outbox.contrib.django import fenced_producer, message_transaction, publish, run_check_back, subscriber
 from outbox.contrib.django.database.aliases import alias_conninfo
 from outbox.contrib.django.engine.broker import flusher
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.worker.drain import drain
 from outbox.errors import LeftoversUndecided
+from outbox.utils import faults
 from tests.broker.support import let_time_pass
 from tests.django.state import decisions, rolled_back
 from tests.django.test_message_transactions import in_thread, send

@@ -15,7 +15,7 @@ from django.core.management import call_command
 from django.core.management.base import CommandError
 from django.db import connections, transaction
 
-from outbox import Decision, EndTransaction, faults
+from outbox import Decision, EndTransaction
 from outbox.broker.database.executor import Executor
 from outbox.broker.transaction.checks import find_undecided
 from outbox.contrib.django import get_broker, publish, run_check_back
@@ -25,7 +25,8 @@ from outbox.contrib.django.engine.flusher import MAX_QUEUED, FlushingThread
 from outbox.contrib.django.ledger.ledger_checker import LedgerChecker
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.errors import BrokerUnavailable, SchemaError, WrongDatabase
-from outbox.ids import uuid7
+from outbox.utils import faults
+from outbox.utils.ids import uuid7
 from tests.django.configured import OUTBOX
 from tests.django.processes import ROOT, environment
 from tests.django.shop.models import Order

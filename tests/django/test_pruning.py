@@ -15,7 +15,7 @@ from outbox.contrib.django.engine.broker import flusher
 from outbox.contrib.django.ledger import ledger, pruning
 from outbox.contrib.django.ledger.pruning import first_id_at, prune_ledgers
 from outbox.contrib.django.models import InboxEntry, LedgerIdentity
-from outbox.ids import uuid7
+from outbox.utils.ids import uuid7
 from tests.django.state import rolled_back
 from tests.django.test_barrier import answers, check, row
 

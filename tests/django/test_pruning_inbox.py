@@ -24,7 +24,7 @@ from outbox.contrib.django.models import InboxEntry
 from outbox.contrib.django.worker import periodic
 from outbox.contrib.django.worker.workers import consumer_runtime, run_check_role
 from outbox.errors import BrokerUnavailable
-from outbox.ids import uuid7
+from outbox.utils.ids import uuid7
 from tests.django.broker_world import NOWHERE
 from tests.django.conftest import point_alias
 from tests.django.shop.models import Effect

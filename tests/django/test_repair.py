@@ -13,7 +13,7 @@ import psycopg
 import pytest
 from django.db import connections, transaction
 
-from outbox import Delivery, faults
+from outbox import Delivery
 from outbox.broker.sequencer.sequencer import Sequencer
 from outbox.contrib.django import publish, subscriber
 from outbox.contrib.django.database.aliases import alias_conninfo, broker_connection, broker_database
@@ -22,6 +22,7 @@ from outbox.contrib.django.repair.actions import derived_id
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.worker.workers import consumer_runtime
 from outbox.errors import PermanentError
+from outbox.utils import faults
 from tests.django.processes import process
 from tests.django.repairs import AT, EFFECTS, Repair, finding, lost
 from tests.django.shop.models import Effect, Order

@@ -11,13 +11,14 @@ from asgiref.sync import async_to_sync
 from django.db import DatabaseError, connection
 from psycopg.sql import SQL, Identifier
 
-from outbox import Message, faults
+from outbox import Message
 from outbox.contrib.django import message, run_check_back, transactional_message
 from outbox.contrib.django.database.aliases import alias_conninfo
 from outbox.contrib.django.engine.broker import flusher
 from outbox.contrib.django.models import LedgerEntry
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.errors import ConfigurationError, TransactionUsageError, UsageError
+from outbox.utils import faults
 from tests.django.shop.models import Order
 from tests.django.state import decisions, stored
 from tests.django.urls import Refused

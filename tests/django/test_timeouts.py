@@ -12,7 +12,7 @@ from outbox import Decision
 from outbox.contrib.django.ledger import ledger
 from outbox.contrib.django.ledger.ledger_checker import open_connection
 from outbox.contrib.django.ledger.pruning import first_id_after
-from outbox.ids import uuid7
+from outbox.utils.ids import uuid7
 from tests.django.test_barrier import answers, check, row
 
 pytestmark = pytest.mark.usefixtures("impatient")

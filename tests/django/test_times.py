@@ -12,7 +12,7 @@ from outbox.contrib.django import message, run_prune, subscriber
 from outbox.contrib.django.models import InboxEntry
 from outbox.contrib.django.subscribers.registry import subscribers
 from outbox.errors import InvalidSubscription, UsageError
-from outbox.ids import uuid7
+from outbox.utils.ids import uuid7
 
 pytestmark = pytest.mark.usefixtures("empty_log", "no_subscribers")
 

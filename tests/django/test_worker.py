@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from django.db import transaction
 
-from outbox import faults
 from outbox.broker.database.executor import Executor
 from outbox.broker.operations.conditions import Condition
 from outbox.broker.operations.dead_letters import DeadLetter, list_dead_letters
@@ -20,6 +19,7 @@ from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.engine.broker import flusher
 from outbox.contrib.django.models import InboxEntry
 from outbox.contrib.django.operations.watching import look
+from outbox.utils import faults
 from tests.django.processes import ROOT, child, environment, process
 from tests.django.shop.models import Effect, Order
 from tests.django.state import decisions

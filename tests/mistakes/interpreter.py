@@ -15,8 +15,8 @@ from outbox.contrib.django import publish, subscriber, transactional_message
 from outbox.contrib.django.subscribers.inbox import InboxInvoker
 from outbox.contrib.django.subscribers.registry import subscribers
 from outbox.errors import PermanentError
-from outbox.ids import uuid7
 from outbox.ports import Disposition
+from outbox.utils.ids import uuid7
 from tests.django.shop.models import Effect as EffectRow
 from tests.django.shop.models import Order, Payment
 from tests.django.state import savepoint

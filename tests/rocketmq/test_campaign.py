@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from outbox import faults
 from outbox.contrib.django.engine import broker as broker_access
 from outbox.rocketmq import exhausted, stored
 from outbox.rocketmq.private_server import PrivateRocketMQ
+from outbox.utils import faults
 from tests.django.shop.models import Order
 from tests.rocketmq.conftest import running_server
 from tests.rocketmq.project import Project, expected, happened, make_project, nothing_lost_invented_or_doubled

@@ -10,7 +10,6 @@ from uuid import UUID
 
 import pytest
 
-from outbox import heartbeat
 from outbox.message import Message
 from outbox.rocketmq import exhausted, stored
 from outbox.rocketmq.answering import AnsweringThread
@@ -18,6 +17,7 @@ from outbox.rocketmq.broker import RocketMQBroker
 from outbox.rocketmq.private_server import PrivateRocketMQ
 from outbox.topic import MessageType, Topic
 from outbox.transaction import Answer, Check, CheckCounts, Decision, HalfTransaction
+from outbox.utils import heartbeat
 from tests.django import processes
 from tests.rocketmq.conftest import QUICK, running_server, unique
 from tests.rocketmq.project import expected, happened, make_project, nothing_lost_invented_or_doubled

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from outbox import faults
 from outbox.contrib.django import get_broker
 from outbox.contrib.django.engine import broker as broker_access
 from outbox.rocketmq.private_server import PrivateRocketMQ
+from outbox.utils import faults
 from tests.django.shop.models import Order
 from tests.rocketmq.conftest import unique
 from tests.rocketmq.driver import place

@@ -8,13 +8,13 @@ from uuid import UUID
 
 import pytest
 
-from outbox import fence
 from outbox.broker.operations.verdict import survey
 from outbox.contrib.sinks.formats import format_named
 from outbox.contrib.sinks.forwarder import Forwarder, RawCodecs, subscription
 from outbox.contrib.sinks.sink import EarlierNotAcknowledged, Outgoing, Rejected
 from outbox.errors import LeaseLost, PartialFailure, ServiceUnavailable
 from outbox.message import Delivery, Message
+from outbox.utils import fence
 from tests.broker.bench import ConsumptionBench, keyed
 from tests.sinks.support import GROUP, delivery
 from tests.support import eventually

@@ -13,7 +13,7 @@ from typing import Any
 
 from celery import Celery
 
-from outbox.periodic import PeriodicPass
+from outbox.utils.periodic import PeriodicPass
 
 
 def install(app: Celery, passes: Callable[[], list[PeriodicPass]]) -> None:

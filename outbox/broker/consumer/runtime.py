@@ -6,7 +6,7 @@
 Delivery is at least once. If a process is killed, the messages that it had handled but not stored are delivered again:
 at most 50 ms of them, and per queue those beyond its lowest unfinished message. The inbox of an `Invoker` makes effects
 happen once. A handler that runs past its timeout cannot be stopped. Its attempt counts as failed and is sent back, its
-thread is replaced, and its late result is ignored. `outbox.fence.check` lets the invoker roll its effects back.
+thread is replaced, and its late result is ignored. `outbox.utils.fence.check` lets the invoker roll its effects back.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from outbox import heartbeat
 from outbox.broker.consumer.session import ConsumerSession, SessionTask, woken_by
 from outbox.broker.database.connection import BrokerDatabase
 from outbox.broker.database.executor import Executor
@@ -43,6 +42,7 @@ from outbox.errors import (
 from outbox.filters.filter import parse_filter
 from outbox.ports import AnyHandler, Invoker, call_handler
 from outbox.subscription import Subscription
+from outbox.utils import heartbeat
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,6 @@ from typing import Final, Protocol
 
 import psycopg
 
-from outbox import heartbeat
 from outbox.broker.consumer.coordinator import Coordinator
 from outbox.broker.consumer.wake_up import WakeUp
 from outbox.broker.database import timeouts
@@ -33,6 +32,7 @@ from outbox.broker.log.failing import FailureNote
 from outbox.codec import Codecs
 from outbox.errors import BrokerUnavailable
 from outbox.ports import Invoker
+from outbox.utils import heartbeat
 
 logger = logging.getLogger(__name__)
 

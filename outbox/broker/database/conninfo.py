@@ -9,7 +9,7 @@ import psycopg
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from outbox.errors import ConfigurationError
-from outbox.safe_text import MASK
+from outbox.utils.safe_text import MASK
 
 _REMEDY: Final = (
     "write it as postgresql://user:password@host:5432/database, with %40 for @, %2F for / and %3A for : in user and "

@@ -15,12 +15,12 @@ from typing import Final
 import psycopg
 from psycopg import sql
 
-from outbox.backoff import Backoff
 from outbox.broker.database.connection import Connection
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.one_way import Request
 from outbox.broker.database.statement import Statement
 from outbox.errors import BrokerUnavailable
+from outbox.utils.backoff import Backoff
 
 logger = logging.getLogger(__name__)
 

@@ -22,8 +22,8 @@ from psycopg.abc import PQGenConn
 from psycopg.pq import ConnStatus, DiagnosticField, ExecStatus
 from psycopg.pq.abc import PGconn, PGresult
 
-from outbox.backoff import Backoff
 from outbox.broker.database.connection import BrokerDatabase
+from outbox.utils.backoff import Backoff
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Final
 from uuid import UUID
 
-from outbox import faults
 from outbox.broker.database.executor import Executor
 from outbox.broker.dispatch import failures
 from outbox.broker.dispatch.calls import Calls
@@ -35,6 +34,7 @@ from outbox.broker.groups import lives, offsets
 from outbox.broker.groups.leases import Lease, QueueKey
 from outbox.broker.log.consume_queue import heads
 from outbox.ports import Disposition
+from outbox.utils import faults
 
 logger = logging.getLogger(__name__)
 

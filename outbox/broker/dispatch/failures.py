@@ -11,7 +11,6 @@ from uuid import UUID
 
 import psycopg
 
-from outbox import faults, log_context
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.notify import Channel, notify
 from outbox.broker.dispatch.fetch import KEY, LOG_ID, MESSAGE_ID, TOPIC_ID, TRANSACTION_ID, Row
@@ -21,6 +20,7 @@ from outbox.broker.dispatch.work import FetchedEntry
 from outbox.broker.groups import leases, retry_queues, send_back
 from outbox.broker.groups.send_back import Failure, FailureAction, FailurePlan
 from outbox.errors import KillsItsProcess, LeaseLost, OutboxError
+from outbox.utils import faults, log_context
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from outbox import faults, fence, log_context, measures, tracing
+from outbox import tracing
 from outbox.broker.dispatch.fetch import LOG_ID, deliver, restore
 from outbox.broker.dispatch.running_calls import RunningCalls
 from outbox.broker.dispatch.subscriptions import Subscribed
@@ -17,6 +17,7 @@ from outbox.codec import Codecs
 from outbox.errors import OutboxError, UndecodableBody
 from outbox.message import Delivery
 from outbox.ports import Invoker
+from outbox.utils import faults, fence, log_context, measures
 
 logger = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ import math
 from collections.abc import Hashable, Iterable
 from typing import Final
 
-from outbox.backoff import Backoff
 from outbox.subscription import Subscription
+from outbox.utils.backoff import Backoff
 
 _IN_A_ROW: Final = 3
 _PAUSES: Final = Backoff(first_seconds=1.0, longest_seconds=60.0)

@@ -121,7 +121,7 @@ class HandlerCall:
         self.started_at = time.monotonic()
 
     def fence_reason(self) -> str:
-        """Return why effects of this attempt must not be stored, or '' (see outbox.fence)."""
+        """Return why effects of this attempt must not be stored, or '' (see outbox.utils.fence)."""
         if self.abandoned:
             return self.abandoned
         for queue in {id(item.queue): item.queue for item in self.items}.values():

@@ -9,7 +9,7 @@ grows with every change of owner, and every offset carries it. A write with an o
   It measures on a monotonic clock that also counts while the machine sleeps. The database's end is never earlier.
 - Failure: an owner that cannot renew stops starting handlers when its trust ends. A frozen owner finds its trust over
   as soon as it runs again. Handlers that ran at that moment may still take effect. Two checks guard against this: the
-  inbox row collides, and an invoker calls `outbox.fence.check` before it commits.
+  inbox row collides, and an invoker calls `outbox.utils.fence.check` before it commits.
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
 from outbox.broker.groups.leases import Lease, QueueKey
 from outbox.errors import RetryLater
-from outbox.safe_text import shown_text
 from outbox.subscription import Mode, OnError, Subscription
+from outbox.utils.safe_text import shown_text
 
 MAX_ERROR_CHARACTERS: Final = 4000
 _LAST_COUNTED: Final = 30_000  # of attempts: the column is a smallint

@@ -15,8 +15,8 @@ from outbox.broker.maintenance import retention
 from outbox.broker.maintenance.retention import RetentionCounts
 from outbox.broker.transaction import checks, parking
 from outbox.errors import BrokerUnavailable
-from outbox.periodic import BackgroundLoop
 from outbox.transaction import CheckSettings
+from outbox.utils.periodic import BackgroundLoop
 
 
 def run_once(

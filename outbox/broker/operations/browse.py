@@ -16,7 +16,7 @@ from uuid import UUID
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
 from outbox.broker.operations.search import STATE
-from outbox.safe_text import MASK, masked_value
+from outbox.utils.safe_text import MASK, masked_value
 
 
 @dataclass(frozen=True, slots=True)

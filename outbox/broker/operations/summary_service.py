@@ -13,7 +13,7 @@ from outbox.broker.database.executor import Executor
 from outbox.broker.log.failing import FailureNote, ProcessPart
 from outbox.broker.operations import summary
 from outbox.errors import BrokerUnavailable
-from outbox.periodic import BackgroundLoop
+from outbox.utils.periodic import BackgroundLoop
 
 
 def run_once(database: BrokerDatabase) -> float:

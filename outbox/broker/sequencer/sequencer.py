@@ -17,7 +17,6 @@ from uuid import UUID
 import psycopg
 from psycopg.errors import DeadlockDetected, InvalidSqlStatementName, SerializationFailure, UniqueViolation
 
-from outbox import faults
 from outbox.broker.database import timeouts
 from outbox.broker.database.arrays import uuids
 from outbox.broker.database.connection import BrokerDatabase, Connection
@@ -30,6 +29,7 @@ from outbox.broker.sequencer.key_order import Key
 from outbox.broker.sequencer.takeover import TickState, adopt
 from outbox.broker.transaction import half_scan
 from outbox.transaction import CheckSettings
+from outbox.utils import faults
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Final
 from uuid import UUID
 
-from outbox import faults, heartbeat
 from outbox.broker.database import timeouts
 from outbox.broker.database.arrays import xids
 from outbox.broker.database.connection import ReachedServer, reached_server
@@ -23,6 +22,7 @@ from outbox.broker.sequencer.key_order import KeyOrder
 from outbox.broker.transaction import checks
 from outbox.broker.transaction.pending import insert_pending
 from outbox.transaction import CheckSettings
+from outbox.utils import faults, heartbeat
 
 logger = logging.getLogger(__name__)
 

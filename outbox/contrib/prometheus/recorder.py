@@ -30,7 +30,7 @@ class _Place:
 
 
 class PrometheusRecorder:
-    """Implements outbox.measures.Recorder."""
+    """Implements outbox.utils.measures.Recorder."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._topics: set[str] = set()

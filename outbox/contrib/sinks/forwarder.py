@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 from uuid import UUID
 
-from outbox import fence
 from outbox.codec import Codecs
 from outbox.contrib.sinks.sink import EarlierNotAcknowledged, Outgoing, Rejected, Sink
 from outbox.errors import PartialFailure, ServiceUnavailable
-from outbox.faults import point
 from outbox.message import Delivery
 from outbox.retry import RetryPolicy
 from outbox.subscription import Mode, OnError, Start, Subscription
+from outbox.utils import fence
+from outbox.utils.faults import point
 
 Format = Callable[[Delivery, str], Outgoing]
 

@@ -18,7 +18,7 @@ from kombu.messaging import Producer
 
 from outbox.contrib.sinks.sink import NotAcknowledged, Outgoing, one_by_one
 from outbox.errors import ConfigurationError, ServiceUnavailable
-from outbox.safe_text import mask_passwords
+from outbox.utils.safe_text import mask_passwords
 
 _PERSISTENT: Final = 2
 _CONFIRMING: Final = frozenset(("amqp", "pyamqp", "amqps"))

@@ -14,7 +14,7 @@ from kombu.messaging import Consumer
 
 from outbox.contrib.sources.source import Incoming
 from outbox.errors import ServiceUnavailable
-from outbox.safe_text import mask_passwords
+from outbox.utils.safe_text import mask_passwords
 
 # After the first message, wait this long for further ones.
 _MORE_SECONDS: Final = 0.01

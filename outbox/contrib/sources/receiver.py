@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Final
 from uuid import uuid4
 
-from outbox.backoff import Backoff
 from outbox.contrib.sources.source import Convert, Incoming, Source, convert, identity, message_id_of
 from outbox.errors import (
     BrokerUnavailable,
@@ -25,10 +24,11 @@ from outbox.errors import (
     SendFailed,
     ServiceUnavailable,
 )
-from outbox.faults import point
 from outbox.message import Message
 from outbox.names import MAX_BODY_BYTES
 from outbox.ports import Broker
+from outbox.utils.backoff import Backoff
+from outbox.utils.faults import point
 
 logger = logging.getLogger(__name__)
 

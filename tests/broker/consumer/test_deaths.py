@@ -11,11 +11,11 @@ from uuid import UUID, uuid4
 
 import pytest
 
-from outbox.backoff import Backoff
 from outbox.broker import deaths
 from outbox.broker.dispatch.running_calls import LastCalls
 from outbox.broker.supervisor import ChildDeath, Supervisor
 from outbox.subscription import Subscription
+from outbox.utils.backoff import Backoff
 from tests.broker.bench import FIFO, ConsumptionBench, Seen
 from tests.broker.consumer.test_quarantine import messages, working
 from tests.support import eventually

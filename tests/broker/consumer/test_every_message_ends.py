@@ -22,7 +22,6 @@ from uuid import UUID
 import psycopg
 import pytest
 
-from outbox.backoff import Backoff
 from outbox.broker import deaths
 from outbox.broker.database.executor import Executor
 from outbox.broker.log import commit_log
@@ -32,10 +31,11 @@ from outbox.broker.operations.status import broker_status
 from outbox.broker.postgres import PostgresBroker
 from outbox.broker.supervisor import ChildSpec, Supervisor
 from outbox.checkback import CheckBack
-from outbox.ids import uuid7
 from outbox.message import Message
 from outbox.recall import RecallStatus
 from outbox.transaction import CheckSettings, Decision, EndTransaction, HalfTransaction
+from outbox.utils.backoff import Backoff
+from outbox.utils.ids import uuid7
 from tests.broker.bench import FIFO, NORMAL, ROOT, ConsumptionBench, assert_each_once_in_order, encode
 from tests.broker.consumer.storm_producer import GROUP, LOCK
 from tests.broker.consumer.test_storm import BusinessChecker

@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 
-from outbox.backoff import Backoff
 from outbox.broker import deaths
 from outbox.broker.groups import quarantine
 from outbox.broker.operations import dead_letters
@@ -24,6 +23,7 @@ from outbox.broker.supervisor import ChildSpec, Supervisor
 from outbox.errors import HandlersHung
 from outbox.message import Message
 from outbox.subscription import Subscription
+from outbox.utils.backoff import Backoff
 from tests.broker.bench import AT_ONCE, FIFO, ROOT, ConsumptionBench, encode
 from tests.support import eventually
 

@@ -20,8 +20,8 @@ from outbox.broker.database.executor import Executor
 from outbox.broker.database.notify import Announcements, Channel, announcement, listen
 from outbox.broker.database.one_way import MAX_QUEUED, OneWay, Request
 from outbox.broker.postgres import PostgresBroker
-from outbox.ids import uuid7
 from outbox.transaction import Decision
+from outbox.utils.ids import uuid7
 from tests.broker.support import end, half, message
 from tests.support import eventually
 

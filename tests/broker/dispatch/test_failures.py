@@ -11,7 +11,6 @@ from typing import Any
 import psycopg
 import pytest
 
-from outbox import faults
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.notify import Channel, notify
 from outbox.broker.operations import dead_letters, queue_status, switches
@@ -19,6 +18,7 @@ from outbox.errors import PartialFailure, PermanentError, RetryLater
 from outbox.message import Delivery, Message
 from outbox.retry import RetryPolicy
 from outbox.subscription import Mode, OnError, Subscription
+from outbox.utils import faults
 from tests.broker.bench import AT_ONCE, ConsumptionBench, encode
 from tests.support import eventually
 

@@ -13,12 +13,12 @@ from uuid import uuid4
 
 import pytest
 
-from outbox.backoff import Backoff
 from outbox.broker.dispatch import running_calls
 from outbox.broker.dispatch.running_calls import RunningCalls
 from outbox.broker.groups.quarantine import RunningCall
 from outbox.broker.supervisor import ChildDeath, ChildSpec, Supervisor
 from outbox.errors import BrokerUnavailable
+from outbox.utils.backoff import Backoff
 from tests.support import eventually
 
 QUICK = Backoff(first_seconds=0.01, longest_seconds=0.05)

@@ -16,8 +16,8 @@ from outbox.broker.operations.status import BrokerStatus, broker_status
 from outbox.broker.operations.trace import trace
 from outbox.broker.postgres import PostgresBroker
 from outbox.broker.transaction import checks
-from outbox.ids import uuid7
 from outbox.transaction import Answer, CheckSettings, Decision
+from outbox.utils.ids import uuid7
 from tests.broker.support import assert_gapless, drain, end, half, message, new_sequencer, queued, queued_ids
 
 # -- restore, upgrade, failover --------------------------------------------------------------------------------

@@ -17,9 +17,9 @@ from outbox.broker.log.topics import TopicCatalog
 from outbox.broker.postgres import PostgresBroker
 from outbox.broker.sequencer.key_order import KeyOrder
 from outbox.broker.sequencer.sequencer import HINT_AFTER_SECONDS
-from outbox.ids import uuid7
 from outbox.message import Message
 from outbox.transaction import Answer, Check, CheckSettings, Decision
+from outbox.utils.ids import uuid7
 from tests.broker.support import assert_gapless, drain, end, half, message, new_sequencer, queued, queued_ids
 from tests.support import eventually
 

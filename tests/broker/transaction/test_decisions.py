@@ -19,8 +19,8 @@ from outbox.broker.log.topics import TopicCatalog
 from outbox.broker.postgres import PostgresBroker
 from outbox.broker.transaction import decisions
 from outbox.errors import InvalidMessage, UsageError
-from outbox.ids import uuid7
 from outbox.transaction import Decision, EndStatus, EndTransaction, HalfTransaction
+from outbox.utils.ids import uuid7
 from tests.broker.support import drain, end, half, in_threads, message, new_sequencer, queued_ids
 
 COMMIT, ROLLBACK = Decision.COMMIT, Decision.ROLLBACK

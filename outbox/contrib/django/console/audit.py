@@ -12,7 +12,7 @@ from django.utils import timezone
 from outbox.contrib.django.console.asking import application
 from outbox.contrib.django.models import OperatorAction
 from outbox.errors import OutboxError
-from outbox.safe_text import for_people
+from outbox.utils.safe_text import for_people
 
 
 def recorded(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from outbox.broker.operations.content import Content
-from outbox.safe_text import inert, masked_names, masked_value
+from outbox.utils.safe_text import inert, masked_names, masked_value
 
 SHOWN: Final = 64 * 1024
 _UNREADABLE: Final = 4 * 1024

@@ -18,7 +18,7 @@ from outbox.contrib.django.database import deadline
 from outbox.contrib.django.database.in_tests import refuse_in_tests, running_tests
 from outbox.contrib.django.settings.conf import OutboxSettings, get_settings
 from outbox.errors import ConfigurationError
-from outbox.safe_text import mask_passwords
+from outbox.utils.safe_text import mask_passwords
 
 # Connection parameters of Django or psycopg, which libpq does not know.
 _NOT_LIBPQ: Final = frozenset(

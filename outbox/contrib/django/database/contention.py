@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Final, TypeVar
 
-from outbox import fence
+from outbox.utils import fence
 
 logger = logging.getLogger(__name__)
 

@@ -19,9 +19,9 @@ from uuid import UUID
 
 from outbox.broker.postgres import PostgresBroker
 from outbox.errors import BrokerError
-from outbox.faults import point
 from outbox.ports import Broker
 from outbox.transaction import EndTransaction
+from outbox.utils.faults import point
 
 logger = logging.getLogger(__name__)
 

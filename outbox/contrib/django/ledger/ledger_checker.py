@@ -22,13 +22,13 @@ from django.db import connections, router
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.utils import DatabaseError, IntegrityError
 
-from outbox import log_context
 from outbox.contrib.django.database import deadline
 from outbox.contrib.django.database.in_tests import guarded_off
 from outbox.contrib.django.ledger import ledger
 from outbox.contrib.django.ledger.check_functions import find_lookup
-from outbox.faults import point
 from outbox.transaction import STILL_RUNNING, Answer, Check, Decision
+from outbox.utils import log_context
+from outbox.utils.faults import point
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 
 from outbox.contrib.django.ledger.ledger import without_timeouts
 from outbox.errors import UsageError
-from outbox.faults import point
+from outbox.utils.faults import point
 
 # Rows per statement, which is one transaction.
 BATCH: Final = 5000

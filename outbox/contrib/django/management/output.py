@@ -15,7 +15,7 @@ from django.core.management.base import BaseCommand, CommandError, CommandParser
 
 from outbox.contrib.django.engine.broker import reset_broker
 from outbox.errors import OutboxError
-from outbox.safe_text import for_people, inert
+from outbox.utils.safe_text import for_people, inert
 
 # A shell's exit code for a program ended by SIGPIPE: 128 + 13.
 _CLOSED_PIPE: Final = 141

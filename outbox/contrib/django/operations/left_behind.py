@@ -19,7 +19,7 @@ from outbox.contrib.django.ledger.pruning import first_id_at
 from outbox.contrib.django.settings.conf import OutboxSettings
 from outbox.contrib.django.subscribers.registry import subscribers
 from outbox.errors import UsageError
-from outbox.left import LeftoverWork
+from outbox.ports import LeftoverWork
 from outbox.rocketmq.admin import brokers_of, parse_address
 from outbox.rocketmq.left import Timers
 from outbox.rocketmq.left import left as left_on_rocketmq

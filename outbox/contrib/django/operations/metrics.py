@@ -9,9 +9,9 @@ from __future__ import annotations
 import importlib.util
 from typing import Final
 
-from outbox import measures
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.errors import ConfigurationError
+from outbox.utils import measures
 
 DIRECTORY_VARIABLE: Final = "PROMETHEUS_MULTIPROC_DIR"
 

@@ -18,7 +18,7 @@ from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.ledger import renaming as rows
 from outbox.contrib.django.ledger.ledger_checker import ledger_aliases, open_connection
 from outbox.errors import LedgerUnavailable
-from outbox.faults import point
+from outbox.utils.faults import point
 
 T = TypeVar("T")
 

@@ -38,8 +38,8 @@ from outbox.contrib.django.subscribers.callables import (
     signature_of,
 )
 from outbox.errors import ConfigurationError
-from outbox.faults import point
 from outbox.message import Message
+from outbox.utils.faults import point
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

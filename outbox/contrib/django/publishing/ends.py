@@ -18,7 +18,7 @@ from django.db import InternalError, connections, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
 from psycopg import Error as DriverError
 
-from outbox import log_context, tracing
+from outbox import tracing
 from outbox.broker.database.executor import Executor
 from outbox.broker.transaction.decisions import standing_decisions
 from outbox.contrib.django.database.blocks import BlockHalves, in_pipeline, lost, require_whole, sync_pipeline, watch_of
@@ -26,10 +26,11 @@ from outbox.contrib.django.database.database_errors import naming
 from outbox.contrib.django.engine.broker import flusher, get_broker
 from outbox.contrib.django.ledger import ledger
 from outbox.contrib.django.settings.conf import get_settings
-from outbox.faults import point
 from outbox.memory import InMemoryBroker
 from outbox.message import SendReceipt
 from outbox.transaction import Decision, EndTransaction, HalfTransaction
+from outbox.utils import log_context
+from outbox.utils.faults import point
 
 logger = logging.getLogger(__name__)
 

@@ -7,13 +7,13 @@ import time
 from typing import Final
 
 from outbox import names
-from outbox.backoff import Backoff
 from outbox.contrib.django.engine.broker import get_broker
 from outbox.contrib.django.publishing.checkback import run_check_back
 from outbox.contrib.django.publishing.message_transactions import DEFAULT_TIMEOUT_SECONDS, MessageTransaction
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.errors import LeftoversUndecided
 from outbox.transaction import ProducerEpoch
+from outbox.utils.backoff import Backoff
 
 _BACKOFF: Final = Backoff(first_seconds=0.05, longest_seconds=1.0, factor=2)
 

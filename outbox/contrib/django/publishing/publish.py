@@ -23,7 +23,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from django.utils.asyncio import async_unsafe
 from psycopg.errors import InvalidSchemaName, UndefinedFunction, UndefinedTable
 
-from outbox import measures, tracing
+from outbox import tracing
 from outbox.broker.database.executor import Executor
 from outbox.broker.log.commit_log import append_placed
 from outbox.broker.postgres import PostgresBroker
@@ -46,11 +46,12 @@ from outbox.contrib.django.publishing.publish_refusals import (
 )
 from outbox.contrib.django.settings.conf import OutboxSettings, get_settings
 from outbox.errors import ConfigurationError, UsageError
-from outbox.faults import point
 from outbox.memory import InMemoryBroker
 from outbox.message import Message, SendReceipt
 from outbox.topic import Topic
 from outbox.transaction import HalfTransaction, ProducerEpoch
+from outbox.utils import measures
+from outbox.utils.faults import point
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")

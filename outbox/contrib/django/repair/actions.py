@@ -21,9 +21,9 @@ from outbox.contrib.django.publishing.locks import lock_keys
 from outbox.contrib.django.repair import evidence
 from outbox.contrib.django.repair.plan import RepairAction, RepairStep, RuleSource
 from outbox.errors import OutboxError, UsageError
-from outbox.faults import point
 from outbox.message import Message
 from outbox.transaction import Decision, EndStatus
+from outbox.utils.faults import point
 
 Publisher = Callable[[Mapping[str, Any]], Message]
 """Makes the message of a row (its columns by name), as `outbox.contrib.django.message` does."""

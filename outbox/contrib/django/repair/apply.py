@@ -11,7 +11,7 @@ from typing import Any
 from outbox.contrib.django.repair.actions import PublishSources, Result, StepOutcome, take
 from outbox.contrib.django.repair.audit import RepairLog
 from outbox.contrib.django.repair.plan import RepairAction, RepairPlan, RepairStep
-from outbox.faults import point
+from outbox.utils.faults import point
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from outbox.broker.database.conninfo import read_conninfo
 from outbox.broker.database.statement import check_schema_name
 from outbox.broker.operations.thresholds import Threshold, Thresholds
 from outbox.errors import ConfigurationError, InvalidName
-from outbox.safe_text import mask_passwords
+from outbox.utils.safe_text import mask_passwords
 
 # A setting's name and its value; returns the value to use, or raises ConfigurationError.
 Rule = Callable[[str, Any], Any]

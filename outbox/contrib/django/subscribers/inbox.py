@@ -15,18 +15,18 @@ from uuid import UUID
 from django.db import connections, transaction
 from django.db.utils import OperationalError
 
-from outbox import fence
 from outbox.contrib.django.database.blocks import watch_of
 from outbox.contrib.django.database.contention import repeated
 from outbox.contrib.django.subscribers.handler_connections import handler_alias, one_writer, refresh_connections
 from outbox.contrib.django.subscribers.inbox_entries import InboxEntries
 from outbox.contrib.django.subscribers.registry import Subscriber, find_subscriber
 from outbox.errors import ConfigurationError, HandlerNotStarted, PartialFailure, PermanentError
-from outbox.faults import point
 from outbox.message import Delivery
 from outbox.ports import AnyHandler, Disposition, call_handler
-from outbox.safe_text import masked_names, masked_text, show_as
 from outbox.subscription import Subscription
+from outbox.utils import fence
+from outbox.utils.faults import point
+from outbox.utils.safe_text import masked_names, masked_text, show_as
 
 logger = logging.getLogger(__name__)
 

@@ -12,11 +12,11 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.utils import IntegrityError
 from psycopg import Error as DriverError
 
-from outbox import fence
 from outbox.contrib.django.database.blocks import lost, sync_pipeline
 from outbox.contrib.django.subscribers.short_transaction import ShortTransaction
 from outbox.errors import TransactionUsageError
 from outbox.message import Delivery
+from outbox.utils import fence
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from django.db import models
 
-from outbox.ids import uuid7
+from outbox.utils.ids import uuid7
 
 
 class TaskEntry(models.Model):

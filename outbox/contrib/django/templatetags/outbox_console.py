@@ -13,8 +13,8 @@ from django.utils.html import format_html, format_html_join
 from django.utils.safestring import SafeString
 
 from outbox.contrib.django.management.output import duration
-from outbox.safe_text import for_people
-from outbox.safe_text import inert as harmless
+from outbox.utils.safe_text import for_people
+from outbox.utils.safe_text import inert as harmless
 
 register = template.Library()
 

@@ -13,7 +13,7 @@ from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.subscribers.registry import autodiscover
 from outbox.contrib.django.worker.workers import run_all
 from outbox.errors import BrokerUnavailable
-from outbox.left import LeftoverWork
+from outbox.ports import LeftoverWork
 from outbox.rocketmq.left import Timers
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from outbox.contrib.django.operations.comparing import compare_when_due
 from outbox.contrib.django.operations.watching import audit_when_due
 from outbox.contrib.django.publishing.checkback import check_back, is_my_turn, settle_exhausted
 from outbox.contrib.django.settings.conf import get_settings
-from outbox.periodic import PeriodicPass
+from outbox.utils.periodic import PeriodicPass
 
 logger = logging.getLogger(__name__)
 

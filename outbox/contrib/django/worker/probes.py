@@ -19,11 +19,11 @@ from typing import Any, Final
 
 from django.db import connections
 
-from outbox import heartbeat
 from outbox.broker.operations.health import Health
 from outbox.contrib.django.operations import exposition
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.worker import signs
+from outbox.utils import heartbeat
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, cast
 
-from outbox import heartbeat
 from outbox.broker.database.executor import Executor
 from outbox.broker.postgres import PostgresBroker
 from outbox.broker.transaction import turns
@@ -26,6 +25,7 @@ from outbox.contrib.django.worker.forwarding import made
 from outbox.contrib.sources.receiver import Received, Receiver
 from outbox.contrib.sources.source import Convert, Source, convert
 from outbox.errors import BrokerError
+from outbox.utils import heartbeat
 
 logger = logging.getLogger(__name__)
 

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
-from outbox import heartbeat
 from outbox.contrib.django.operations.metrics import DIRECTORY_VARIABLE
 from outbox.contrib.django.settings.conf import get_settings
+from outbox.utils import heartbeat
 
 SUFFIX: Final = ".heartbeat"
 FIGURES: Final = "metrics"

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 from django.db import close_old_connections, connections
 
-from outbox import heartbeat
 from outbox.broker import process_log
 from outbox.broker.consumer.runtime import ConsumerRuntime
 from outbox.broker.leading import LeadingConsumer
@@ -27,8 +26,9 @@ from outbox.contrib.django.worker import probes
 from outbox.contrib.django.worker.periodic import passes
 from outbox.contrib.django.worker.roles import Role, required_subscriptions, supervisor
 from outbox.errors import OutboxError
-from outbox.periodic import PeriodicPass
 from outbox.ports import AnyHandler
+from outbox.utils import heartbeat
+from outbox.utils.periodic import PeriodicPass
 
 if TYPE_CHECKING:
     from outbox.rocketmq.broker import RocketMQBroker

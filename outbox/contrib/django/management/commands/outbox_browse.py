@@ -12,7 +12,7 @@ from outbox.broker.operations.browse import browse
 from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.management.output import OutboxCommand, moment
 from outbox.contrib.django.settings.conf import get_settings
-from outbox.safe_text import masked_names
+from outbox.utils.safe_text import masked_names
 
 # The part of a body in a line of the table; --json has all of it.
 _SHOWN_CHARACTERS = 60

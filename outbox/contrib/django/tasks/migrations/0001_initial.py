@@ -1,4 +1,4 @@
-import outbox.ids
+import outbox.utils.ids
 from django.db import migrations, models
 
 
@@ -13,7 +13,7 @@ class Migration(migrations.Migration):
         migrations.CreateModel(
             name='TaskEntry',
             fields=[
-                ('id', models.UUIDField(default=outbox.ids.uuid7, editable=False, primary_key=True, serialize=False)),
+                ('id', models.UUIDField(default=outbox.utils.ids.uuid7, editable=False, primary_key=True, serialize=False)),
                 ('backend', models.CharField(max_length=127)),
                 ('queue_name', models.CharField(max_length=127)),
                 ('priority', models.SmallIntegerField()),

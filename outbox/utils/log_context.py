@@ -1,7 +1,7 @@
 """Adds the message's id, key and topic to log records: those of a handler, and those of the framework.
 
     LOGGING = {
-        "filters": {"outbox": {"()": "outbox.log_context.MessageFilter"}},
+        "filters": {"outbox": {"()": "outbox.utils.log_context.MessageFilter"}},
         "formatters": {"line": {"format": "%(levelname)s %(message)s [%(outbox_message_id)s %(outbox_key)s]"}},
         "handlers": {"console": {"class": "logging.StreamHandler", "filters": ["outbox"], "formatter": "line"}},
         …
