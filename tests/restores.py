@@ -62,12 +62,16 @@ def reload_rows(url: str, file: Path) -> None:
 
 
 def recreate(url: str, file: Path) -> None:
-    """Drop the database, make one of the same name, and load the dump: sessions end."""
+    """Drop the database, make one of the same name, and load the dump: sessions end.
+
+    The dump is loaded in one transaction. Otherwise a worker that has connected again writes rows into tables that the
+    load has created but not filled.
+    """
     name = str(conninfo_to_dict(url)["dbname"])
     with psycopg.connect(make_conninfo(url, dbname="postgres"), autocommit=True) as connection:
         connection.execute(sql.SQL("DROP DATABASE IF EXISTS {} WITH (FORCE)").format(sql.Identifier(name)))
         connection.execute(sql.SQL("CREATE DATABASE {} TEMPLATE template0").format(sql.Identifier(name)))
-    restore(url, file)
+    restore(url, file, "--single-transaction")
 
 
 def base_backup(url: str, target: Path) -> Path:

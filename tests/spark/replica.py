@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ def streaming(url: str, folder: Path) -> Iterator[str]:
     """The URL of a replica of the server at `url`, run by the same user."""
     owner = Path(str(conninfo_to_dict(url)["host"])).owner()
     data, user, standby = let_in(url, owner), owner, folder / "standby"
-    # Root's group would shut it out of root's folders, which it may pass through as anybody else.
+    # Root's group would shut it out of root's folders, although any other user may pass through them.
     as_server: dict[str, Any] = {"user": user, "cwd": folder}
     if os.geteuid() == 0:
         as_server |= {"group": data.group(), "extra_groups": []}
@@ -37,7 +38,8 @@ def streaming(url: str, folder: Path) -> Iterator[str]:
         eventually(lambda: _answers(replica), what="the replica")
         yield replica
     finally:
-        process.terminate()
+        # SIGINT ends the sessions. After SIGTERM the server would wait for their ends.
+        process.send_signal(signal.SIGINT)
         process.wait()
 
 
