@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,9 +35,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 @pytest.fixture
-def standby(server: Server, tmp_path: Path) -> Iterator[str]:
+def standby(server: Server) -> Iterator[str]:
     """The URL of a standby that every commit of the server waits for, but those that wait for no disk either."""
-    with streaming(server.database.conninfo, tmp_path) as url:
+    # Not under pytest's folder: another run of pytest, as it starts, closes that to the server's user.
+    made = tempfile.TemporaryDirectory(prefix="outbox-replica-", ignore_cleanup_errors=True)
+    with made as folder, streaming(server.database.conninfo, Path(folder)) as url:
         with psycopg.connect(server.database.conninfo, autocommit=True) as connection:
             connection.execute("ALTER SYSTEM SET synchronous_standby_names = 'walreceiver'")
             connection.execute("SELECT pg_reload_conf()")
