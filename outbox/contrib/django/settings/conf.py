@@ -274,12 +274,6 @@ def _by_group(kind: type[Entry], example: str) -> Rule[Mapping[str, Entry]]:
     return entries(entry, name="group" if kind is DeclaredForward else "name", example=example)
 
 
-_BROKER: Final = "broker"
-_PUBLISHING: Final = "publishing"
-_CONSUMING: Final = "consuming"
-_OBSERVING: Final = "observing"
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OutboxSettings:
     """The checked settings. Times are in seconds."""
@@ -287,23 +281,17 @@ class OutboxSettings:
     broker: str = setting(
         DEFAULT_DB_ALIAS,
         text("alias or address"),
-        section=_BROKER,
         word="broker",
         meaning="alias of the broker's database (PostgreSQL 15 or newer), "
         "or [address of RocketMQ](engines.md#on-rocketmq), `rocketmq://PROXY:8081?brokers=BROKER:10911`",
+        section="broker",
     )
     schema: str = setting(
-        "outbox",
-        schema_name,
-        section=_BROKER,
-        bundled_only=True,
-        word="schema (PostgreSQL)",
-        meaning="schema of the broker's tables",
+        "outbox", schema_name, bundled_only=True, word="schema (PostgreSQL)", meaning="schema of the broker's tables"
     )
     listen_url: str | None = setting(
         None,
         listen_conninfo,
-        section=_BROKER,
         bundled_only=True,
         secret=True,
         word="LISTEN (PostgreSQL)",
@@ -312,30 +300,22 @@ class OutboxSettings:
     topics: Mapping[str, DeclaredTopic] = setting(
         {},
         entries(_topic, name="name", example="{name: {'types': [...], 'queue_count': 8}}"),
-        section=_BROKER,
         word="topic",
         meaning="the declared topics and their [options](guide.md#topics)",
     )
     auto_create_topics: bool = setting(
         False,
         flag,
-        section=_BROKER,
         bundled_only=True,
         word="auto-create (Kafka, RocketMQ)",
         meaning="whether the first message of an unknown topic creates the topic",
     )
     codec: str | None = setting(
-        None,
-        dotted_path,
-        section=_BROKER,
-        shown="JSON",
-        word="codec",
-        meaning="codec (class or object) of every topic that names none",
+        None, dotted_path, shown="JSON", word="codec", meaning="codec (class or object) of every topic that names none"
     )
     forward: Mapping[str, DeclaredForward] = setting(
         {},
         _by_group(DeclaredForward, "{group: {'topics': [...], 'sink': 'webhook', ...}}"),
-        section=_BROKER,
         bundled_only=True,
         word="forward",
         meaning="the messages that `outbox_forward` [sends elsewhere](forwarding.md), by consumer group",
@@ -343,67 +323,42 @@ class OutboxSettings:
     receive: Mapping[str, DeclaredReceive] = setting(
         {},
         _by_group(DeclaredReceive, "{name: {'source': 'kombu', 'topic': …}}"),
-        section=_BROKER,
         bundled_only=True,
         word="receive",
         meaning="the foreign messages that `outbox_receive` [stores here](forwarding.md#receiving)",
     )
-    in_memory: bool = setting(
-        False,
-        flag,
-        section=_BROKER,
-        word="in memory",
-        meaning="`True`: a broker inside this process, for tests",
-    )
+    in_memory: bool = setting(False, flag, word="in memory", meaning="`True`: a broker inside this process, for tests")
 
     producer_group: str = setting(
         "",
         group,
-        section=_PUBLISHING,
         shown="none",
         word="producer group (RocketMQ)",
         meaning="the name of this service, unique among the services on the broker: its processes answer for its "
         "transactions",
+        section="publishing",
     )
     path: PathChoice = setting(
         PathChoice.AUTO,
         member(PathChoice),
-        section=_PUBLISHING,
         word="path: two-phase or atomic",
         meaning="`two_phase` and `atomic` insist on one way to the broker; `auto` chooses per connection",
     )
     require_transaction: bool = setting(
-        False,
-        flag,
-        section=_PUBLISHING,
-        word="transaction",
-        meaning="`True`: `publish` outside of a transaction is refused, on every topic",
+        False, flag, word="transaction", meaning="`True`: `publish` outside of a transaction is refused, on every topic"
     )
     send_timeout_seconds: float = setting(
-        3.0,
-        seconds(0.05),
-        section=_PUBLISHING,
-        word="send: what goes to the broker",
-        meaning="how long `publish` waits for the broker",
+        3.0, seconds(0.05), word="send: what goes to the broker", meaning="how long `publish` waits for the broker"
     )
     immunity_seconds: int = setting(
-        6,
-        whole(0, "seconds"),
-        section=_PUBLISHING,
-        word="immunity (RocketMQ)",
-        meaning="age of a half message at its first check",
+        6, whole(0, "seconds"), word="immunity (RocketMQ)", meaning="age of a half message at its first check"
     )
     check_interval_seconds: float = setting(
-        30.0,
-        seconds(0.1),
-        section=_PUBLISHING,
-        word="interval: between passes",
-        meaning="time between two check-back passes",
+        30.0, seconds(0.1), word="interval: between passes", meaning="time between two check-back passes"
     )
     check_retry_seconds: int = setting(
         60,
         whole(1, "seconds"),
-        section=_PUBLISHING,
         bundled_only=True,
         word="retry: of one check",
         meaning="time between two checks of one half message",
@@ -411,7 +366,6 @@ class OutboxSettings:
     max_checks: int = setting(
         15,
         whole(1, "checks"),
-        section=_PUBLISHING,
         bundled_only=True,
         word="check",
         meaning="after so many answers without an outcome the message is [parked](guide.md#parked-messages)",
@@ -419,7 +373,6 @@ class OutboxSettings:
     max_check_age_seconds: int = setting(
         int(3 * _DAY),
         whole(1, "seconds"),
-        section=_PUBLISHING,
         bundled_only=True,
         word="check",
         meaning="after so long without an outcome the message is parked",
@@ -427,7 +380,6 @@ class OutboxSettings:
     ledger: bool = setting(
         True,
         flag,
-        section=_PUBLISHING,
         word="ledger: the local transactions' own table",
         meaning="`False`: no ledger; every transactional message needs a look-up, `@transactional_message(check=…)`",
     )
@@ -435,28 +387,22 @@ class OutboxSettings:
     subscriber_module: str = setting(
         "subscribers",
         module,
-        section=_CONSUMING,
         word="subscriber",
         meaning="the module of each app that workers import",
+        section="consuming",
     )
     celery_app: str | None = setting(
         None,
         dotted_path,
-        section=_CONSUMING,
         word="app (Celery)",
         meaning="the Celery app that gets [transactional tasks](guide.md#celery-tasks)",
     )
     consumer_processes: int = setting(
-        1,
-        whole(0, "processes"),
-        section=_CONSUMING,
-        word="consumer",
-        meaning="consumer processes of one worker",
+        1, whole(0, "processes"), word="consumer", meaning="consumer processes of one worker"
     )
     broker_apart: bool = setting(
         False,
         flag,
-        section=_CONSUMING,
         bundled_only=True,
         word="broker",
         meaning="`True`: a worker's only consumer process never sequences, because its handlers compute for long or "
@@ -465,7 +411,6 @@ class OutboxSettings:
     lease_seconds: float = setting(
         10.0,
         seconds(1),
-        section=_CONSUMING,
         word="lease",
         meaning="how long a queue stays with a consumer that died. A handler waits for a lock for half of it, and is "
         "idle in its transaction for four fifths of it, at most",
@@ -473,14 +418,12 @@ class OutboxSettings:
     drain_seconds: float = setting(
         20.0,
         seconds(0),
-        section=_CONSUMING,
         word="drain: finish what is held, then end",
         meaning="how long a worker's processes may take to finish their work when it stops; then they are killed",
     )
     inbox_retention_seconds: float = setting(
         14 * _DAY,
         seconds(60),
-        section=_CONSUMING,
         word="retention",
         meaning="how long the inbox remembers a handled message, at least. It remembers a message as long as the log "
         "has it, even if that is longer",
@@ -489,15 +432,14 @@ class OutboxSettings:
     thresholds: Thresholds = setting(
         Thresholds(),
         Rule("`{name: (warning, critical)}`", _thresholds),
-        section=_OBSERVING,
         shown="[see operations](operations.md#thresholds)",
         word="threshold",
         meaning="the limits from which on a condition is a warning or critical",
+        section="observing",
     )
     audit_interval_seconds: float = setting(
         _DAY,
         seconds(1),
-        section=_OBSERVING,
         bundled_only=True,
         word="interval: between passes; audit (bookkeeping)",
         meaning="time between two audits of conservation",
@@ -505,14 +447,12 @@ class OutboxSettings:
     metrics: bool = setting(
         False,
         flag,
-        section=_OBSERVING,
         word="metrics (Prometheus)",
         meaning="`True`: each process [measures its work](operations.md#metrics)",
     )
     metrics_token: str | None = setting(
         None,
         or_none(any_text),
-        section=_OBSERVING,
         secret=True,
         word="token",
         meaning="sent as `Authorization: Bearer`, it opens the views `status/` and `metrics/` without an account",
@@ -520,28 +460,24 @@ class OutboxSettings:
     tracing: bool = setting(
         False,
         flag,
-        section=_OBSERVING,
         word="tracing (OpenTelemetry)",
         meaning="`True`: messages appear as [traces](tracing.md) of OpenTelemetry",
     )
     health_directory: str | None = setting(
         None,
         or_none(text("path")),
-        section=_OBSERVING,
         word="health (Kubernetes: liveness and readiness)",
         meaning="folder into which a worker's processes write heartbeats and metrics",
     )
     health_address: str | None = setting(
         None,
         address,
-        section=_OBSERVING,
         word="health",
         meaning='address (`"0.0.0.0:9464"`) at which one more process serves `/live`, `/ready` and `/metrics`',
     )
     masked_fields: Mapping[str, frozenset[str]] = setting(
         {},
         field_names,
-        section=_OBSERVING,
         word="mask",
         meaning='fields of bodies and headers, by topic (`"*"`: all), that neither a command nor the '
         "[page](operations.md#the-page) shows",

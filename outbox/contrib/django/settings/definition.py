@@ -47,8 +47,8 @@ class Rule(Generic[Value]):
 class Setting:
     """The definition of one setting. `name` is as a project writes it; `shown` is the default as documents show it.
 
-    `word` is the term behind the name (docs/names.md), `section` the table in the guide. `bundled_only`: it has no
-    effect on another engine than the bundled broker, or is refused there.
+    `word` is the term behind the name (docs/names.md), `section` the table in the guide; a field without one is in that
+    of the field before it. `bundled_only`: on another engine it has no effect, or is refused.
     """
 
     name: str
@@ -96,12 +96,14 @@ def required(rule: Rule[Entry], *, meaning: str) -> Entry:
 
 
 def definitions(kind: type) -> Mapping[str, Setting]:
-    """Name of the attribute -> definition, in order. OutboxSettings is written in capitals, nested entries are not."""
-    found = {}
+    """Name of the attribute -> definition, in order. Settings with a section are written in capitals."""
+    found: dict[str, Setting] = {}
+    section = ""
     for item in dataclasses.fields(kind):
-        name = item.name.upper() if item.metadata["section"] else item.name
+        section = item.metadata["section"] or section
+        name = item.name.upper() if section else item.name
         default = item.default if item.default_factory is dataclasses.MISSING else item.default_factory()
-        found[item.name] = Setting(name=name, default=default, **item.metadata)
+        found[item.name] = Setting(**{**item.metadata, "name": name, "default": default, "section": section})
     return found
 
 
