@@ -98,7 +98,10 @@ def _words(kind: type) -> str:
 
 def _subscriber() -> str:
     own = {
-        item.name: (_shown(_default(item), item.metadata.get("shown", "")), item.metadata["meaning"])
+        item.name: (
+            _shown(_default(item), item.metadata["shown"], unit=item.name.rpartition("_")[2]),
+            item.metadata["meaning"],
+        )
         for item in fields(Subscription)
     }
     rows = ((f"`{name}`", *said) for name, said in {**own, **AROUND_THE_HANDLER}.items())
