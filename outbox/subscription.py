@@ -7,10 +7,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from types import MappingProxyType
+from typing import Any, TypeVar
 
 from outbox import names
 from outbox.errors import InvalidSubscription, PermanentError, RetryLater, UndecodableBody
 from outbox.retry import RetryPolicy
+
+Value = TypeVar("Value")
 
 
 class Mode(enum.StrEnum):
@@ -46,32 +49,52 @@ class Start(enum.StrEnum):
     """At the messages that arrive from now on."""
 
 
+def _option(default: Value, meaning: str, *, shown: str = "") -> Value:
+    """A field with its meaning; `shown` is the default as the documents show it."""
+    made: Any = field(default_factory=lambda: default, metadata={"meaning": meaning, "shown": shown})
+    return made  # type: ignore[no-any-return]
+
+
+def _required(meaning: str) -> str:
+    made: Any = field(metadata={"meaning": meaning, "shown": "required"})
+    return made  # type: ignore[no-any-return]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Subscription:
     """One consumer group's subscription to one topic.
 
     `filter` selects by tags (`"paid || refunded"`) or, after `sql:`, by an expression over headers; empty means all.
-    `start` applies once, when the group is new to the topic; a datetime starts at that time. With `batch` > 1 the
-    handler gets lists of up to that many deliveries. `on_error` maps exception types to reactions. The most specific
-    type wins, and an unlisted type is retried. `retry` applies to the retry queue. `suspend_seconds` is the pause
-    before an ordered mode tries again in place; it does so without limit unless `max_suspends` is given.
-    `timeout_seconds` bounds one handler call; beyond it the attempt counts as failed. `broadcast` gives every consumer
-    instance all messages.
+    The meanings of the fields are also the table of options in docs/guide.md.
     """
 
-    group: str
-    topic: str
-    mode: Mode = Mode.CONCURRENT
-    filter: str = ""
-    start: Start | datetime = Start.EARLIEST
-    batch: int = 1
-    threads: int = 8
-    retry: RetryPolicy = field(default_factory=RetryPolicy)
-    on_error: Mapping[type[BaseException], OnError] = field(default_factory=lambda: MappingProxyType({}))
-    suspend_seconds: float = 1.0
-    max_suspends: int | None = None
-    timeout_seconds: float = 15 * 60.0
-    broadcast: bool = False
+    topic: str = _required("the topic")
+    group: str = _required("the consumer group: every group gets every message")
+    mode: Mode = _option(
+        Mode.CONCURRENT,
+        'order and what a failing message holds up: `"concurrent"`, `"key_ordered"`, `"orderly"`, [below](#order)',
+    )
+    filter: str = _option("", "only messages whose headers match, as in `amount > 10`", shown="all")
+    start: Start | datetime = _option(
+        Start.EARLIEST,
+        "where a group that is new to the topic begins: at the oldest message, with messages that come from now on "
+        '(`"latest"`), or with those that became visible at an aware time or later',
+    )
+    batch: int = _option(1, "above 1, the handler gets lists of at most so many messages, in one transaction")
+    threads: int = _option(8, "handler calls that run at a time in one process")
+    retry: RetryPolicy = _option(
+        RetryPolicy(), "the waits between attempts, and how many there are", shown="16 attempts, 10 s … 1 h"
+    )
+    on_error: Mapping[type[BaseException], OnError] = _option(
+        MappingProxyType({}),
+        'per exception type: `"retry"`, `"skip"`, `"dead_letter"` or `"stop"`. The most specific type counts; an '
+        "unlisted type is retried",
+        shown="`{}`",
+    )
+    suspend_seconds: float = _option(1.0, "ordered modes: the pause before a failed message is tried again in place")
+    max_suspends: int | None = _option(None, "ordered modes: how often it is tried again in place; `None`: no limit")
+    timeout_seconds: float = _option(15 * 60.0, "a handler call that lasts longer counts as failed")
+    broadcast: bool = _option(False, "`True`: every consumer process gets all messages; then there is no inbox")
 
     def __post_init__(self) -> None:
         names.check_group(self.group)

@@ -14,7 +14,7 @@ from django.utils.module_loading import import_string
 
 import outbox.contrib.django
 from outbox import errors
-from outbox.contrib.django.settings.conf import _TOPIC_RULES, OutboxSettings
+from outbox.contrib.django.settings.conf import ENVIRONMENT, OutboxSettings, TopicOptions
 from tests.django import configured
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "names.md"
@@ -39,7 +39,8 @@ def names_of_the_code() -> dict[str, set[str]]:
         "outbox": set(outbox.__all__),
         "outbox.contrib.django": set(outbox.contrib.django.__all__),
         "Settings: OUTBOX": {item.name.upper() for item in fields(OutboxSettings)},
-        'Options of a topic: OUTBOX["TOPICS"][name]': set(_TOPIC_RULES),
+        'Options of a topic: OUTBOX["TOPICS"][name]': {item.name for item in fields(TopicOptions)},
+        "Environment variables": {variable.name for variable in ENVIRONMENT},
         "Commands": set(find_commands(str(management))) | ours,
         "Errors: outbox.errors": {
             name

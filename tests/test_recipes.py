@@ -13,8 +13,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from outbox.contrib.django.settings.conf import _RULES, OutboxSettings
-from outbox.contrib.django.settings.forward_rules import SINKS
+from outbox.contrib.django.settings.conf import SINKS
 from outbox.contrib.django.subscribers.registry import _OPTIONS, subscriber
 from outbox.subscription import Subscription
 from tests.test_conformance import functions
@@ -166,18 +165,7 @@ def test_every_engine_is_named_by_the_port_and_runs_the_contract_suite() -> None
     assert [name for name in engines if name not in port or name not in suites] == []
 
 
-# -- a setting, a subscriber option ----------------------------------------------------------------
-
-
-def test_every_setting_has_a_rule() -> None:
-    assert set(_RULES) == {item.name.upper() for item in dataclasses.fields(OutboxSettings)}
-
-
-def test_the_guide_has_every_setting() -> None:
-    page = (ROOT / "docs" / "guide.md").read_text(encoding="utf-8")
-    rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
-    named = {name for row in rows for name in re.findall(r"`([A-Z_]+)`", row)}
-    assert sorted(set(_RULES) - named) == []
+# -- a subscriber option ---------------------------------------------------------------------------
 
 
 def test_every_option_of_a_subscription_can_be_given_to_subscriber() -> None:

@@ -60,7 +60,7 @@ def test_topics_become_declared_topics() -> None:
         ({"PATH": "direct"}, "'auto', 'two_phase', 'atomic'"),
         ({"LEDGER": "yes"}, "True or False"),
         ({"SUBSCRIBER_MODULE": "my-module"}, "the name of a module"),
-        ({"IMMUNITY_SECONDS": 1.5}, "whole number, at least 0"),
+        ({"IMMUNITY_SECONDS": 1.5}, "whole number of seconds, at least 0"),
         ({"IMMUNITY_SECONDS": True}, "whole number"),
         ({"SEND_TIMEOUT_SECONDS": 0}, "number of seconds, at least 0.05"),
         ({"SEND_TIMEOUT_SECONDS": float("inf")}, "number of seconds"),

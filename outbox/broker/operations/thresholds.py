@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, field
+from typing import Any, Final
 
 from outbox.broker.operations.conditions import Severity
 
@@ -29,36 +29,46 @@ class Threshold:
         return None
 
 
+def _limits(warning: float, critical: float | None, unit: str, meaning: str) -> Threshold:
+    """A field with its default, unit and meaning; the table of the thresholds in docs/operations.md is made of them."""
+    made: Any = field(default=Threshold(warning, critical), metadata={"unit": unit, "meaning": meaning})
+    return made  # type: ignore[no-any-return]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Thresholds:
-    """All limits. Names have the units; `window_seconds`: how long an event (an incident, a death) is shown.
+    """All limits. Names have the units."""
 
-    `no_sequencer`: since the last process led. `no_worker`: since the last consumer of the group left or its lease
-    expired; an ordinary restart takes less. `tick_late`: a decided or due message that is in no queue yet.
-    `pass_late_periods`: check-back or pruning, in periods. `unanswered`: a check that is due. `lag`: per group and
-    topic. `retry_share`: of the messages that a group finished in the last minute, those sent back for another attempt
-    (from `retry_messages` on). `retention_behind`: past the retention time, in the log, the ledgers and the inboxes.
-    `transaction`: a session whose transaction holds back vacuum. `lock`: a session of the broker that waits. `space`:
-    the broker's tables. `xid_age`: towards the wrap-around at 2^31. `sequence_share`: of an identity column.
-    `replica_lag`: WAL that a replica has not replayed, or that is kept for a disconnected replica.
-    """
-
-    no_sequencer_seconds: Threshold = Threshold(0, 15)
-    no_worker_seconds: Threshold = Threshold(10, 30)
-    tick_late_seconds: Threshold = Threshold(10, 60)
-    pass_late_periods: Threshold = Threshold(3, 10)
-    unanswered_seconds: Threshold = Threshold(120, 900)
-    parked_messages: Threshold = Threshold(1, 100)
-    lag_seconds: Threshold = Threshold(60, 600)
-    lag_messages: Threshold = Threshold(10_000, 1_000_000)
-    dead_letters: Threshold = Threshold(1, 1000)
-    retry_share: Threshold = Threshold(0.5, 0.9)
-    retry_messages: Threshold = Threshold(100, 100)
-    retention_behind_seconds: Threshold = Threshold(3600, _DAY)
-    transaction_seconds: Threshold = Threshold(300, 3600)
-    lock_seconds: Threshold = Threshold(5, 60)
-    space_bytes: Threshold = Threshold(50 * _GIBIBYTE, None)
-    xid_age: Threshold = Threshold(1e9, 1.8e9)
-    sequence_share: Threshold = Threshold(0.5, 0.9)
-    replica_lag_bytes: Threshold = Threshold(_GIBIBYTE / 4, 4 * _GIBIBYTE)
-    window_seconds: Threshold = Threshold(_DAY, _DAY)
+    no_sequencer_seconds: Threshold = _limits(0, 15, "seconds", "since the last process led")
+    no_worker_seconds: Threshold = _limits(
+        10, 30, "seconds", "since the last consumer of a group left or its lease expired; a restart takes less"
+    )
+    tick_late_seconds: Threshold = _limits(10, 60, "seconds", "age of a decided or due message that is in no queue")
+    pass_late_periods: Threshold = _limits(3, 10, "periods", "delay of check-back or pruning, in their periods")
+    unanswered_seconds: Threshold = _limits(120, 900, "seconds", "age of a check that is due")
+    parked_messages: Threshold = _limits(1, 100, "messages", "parked messages")
+    lag_seconds: Threshold = _limits(60, 600, "seconds", "age of the oldest waiting message, per group and topic")
+    lag_messages: Threshold = _limits(10_000, 1_000_000, "messages", "waiting messages, per group and topic")
+    dead_letters: Threshold = _limits(1, 1000, "messages", "dead letters of a group")
+    retry_share: Threshold = _limits(
+        0.5,
+        0.9,
+        "share",
+        "of the messages that a group finished in the last minute: those sent back for another attempt",
+    )
+    retry_messages: Threshold = _limits(100, 100, "messages", "sent back in a minute; below it, the share is ignored")
+    retention_behind_seconds: Threshold = _limits(
+        3600, _DAY, "seconds", "past the retention time: the oldest row of the log, a ledger or an inbox"
+    )
+    transaction_seconds: Threshold = _limits(300, 3600, "seconds", "age of a transaction that holds back vacuum")
+    lock_seconds: Threshold = _limits(5, 60, "seconds", "wait of a session of the broker for a lock")
+    space_bytes: Threshold = _limits(50 * _GIBIBYTE, None, "bytes", "size of the broker's tables")
+    xid_age: Threshold = _limits(1e9, 1.8e9, "transactions", "age of the oldest row, towards the wrap-around at 2^31")
+    sequence_share: Threshold = _limits(0.5, 0.9, "share", "used part of an identity column's numbers")
+    replica_lag_bytes: Threshold = _limits(
+        _GIBIBYTE / 4,
+        4 * _GIBIBYTE,
+        "bytes",
+        "WAL that a replica has not replayed, or that is kept for a disconnected replica",
+    )
+    window_seconds: Threshold = _limits(_DAY, _DAY, "seconds", "how long an event (an incident, a death) is shown")

@@ -13,7 +13,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from django.utils.dateparse import parse_datetime
 
 from outbox.contrib.django.ledger.ledger import without_timeouts
-from outbox.contrib.django.settings.times import for_column
+from outbox.contrib.django.settings.conf import for_column
 
 # Below the parameter limit of every database that Django supports.
 _LARGEST_LIST: Final = 500

@@ -10,7 +10,7 @@ from typing import Any, Final
 from django.db import models, router, transaction
 
 from outbox.contrib.django.models import Finding
-from outbox.contrib.django.settings.times import for_column
+from outbox.contrib.django.settings.conf import for_column
 
 MAX_SAVED: Final = 10_000
 _BATCH: Final = 1_000

@@ -8,7 +8,7 @@ from typing import Any, cast
 from uuid import UUID
 
 from outbox.contrib.django.engine.broker import get_codecs
-from outbox.contrib.django.settings.times import aware
+from outbox.contrib.django.settings.conf import aware
 from outbox.errors import UsageError
 from outbox.message import Message
 

@@ -1,4 +1,4 @@
-"""The setting `OUTBOX`: read when needed, checked once, never frozen at import.
+"""All settings: each is defined here, once, and read when it is needed.
 
     OUTBOX = {
         "BROKER": "broker",                     # alias of the broker's database (default: DEFAULT_DB_ALIAS)
@@ -6,31 +6,251 @@
         "TOPICS": {"order-paid": {"types": ["FIFO", "TRANSACTION"], "queue_count": 8}},
     }
 
-Every key is a field of `OutboxSettings` in capitals.
+Every key is a field of `OutboxSettings` in capitals. The keys of nested dictionaries are fields of `TopicOptions`,
+`DeclaredForward`, `DeclaredReceive` and `Thresholds`; TASKS[alias]["OPTIONS"] are `TaskOptions`. After a change run
+`python -m outbox.contrib.django.settings.tables`, which writes the tables in the documents.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from datetime import UTC, datetime
 from typing import Any, Final, TypeVar
 
 from django.conf import settings as django_settings
-from django.db import DEFAULT_DB_ALIAS
+from django.db import DEFAULT_DB_ALIAS, connections
+from django.utils import timezone
 from django.utils.module_loading import import_string
 
-from outbox.broker.operations.thresholds import Thresholds
-from outbox.contrib.django.settings import setting_rules
-from outbox.contrib.django.settings.forward_rules import DeclaredForward, forwards
-from outbox.contrib.django.settings.receive_rules import DeclaredReceive, receives
-from outbox.errors import ConfigurationError, InvalidName
-from outbox.topic import DEFAULT_QUEUE_COUNT, DEFAULT_RETENTION_SECONDS, MessageType, Topic
+from outbox.broker.operations.thresholds import Threshold, Thresholds
+from outbox.contrib.django.settings.definition import (
+    Rule,
+    address,
+    any_text,
+    dotted_path,
+    entries,
+    field_names,
+    flag,
+    group,
+    keywords,
+    listen_conninfo,
+    member,
+    members,
+    module,
+    named_or_path,
+    one_of,
+    or_none,
+    read,
+    required,
+    schema_name,
+    seconds,
+    setting,
+    text,
+    unknown,
+    whole,
+    wrong,
+)
+from outbox.contrib.sinks import formats
+from outbox.errors import ConfigurationError, InvalidFilter, InvalidName
+from outbox.filters.filter import parse_filter
+from outbox.subscription import Start
+from outbox.topic import MessageType, Topic
 from outbox.transaction import CheckSettings
 
-Value = TypeVar("Value")
+Entry = TypeVar("Entry")
 
 _DAY: Final = 24 * 3600.0
+
+# -- OUTBOX["TOPICS"][name] ------------------------------------------------------------------------
+
+_TOPIC: Final[Mapping[str, Any]] = {item.name: item.default for item in fields(Topic)}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TopicOptions:
+    """The options of one topic."""
+
+    types: frozenset[MessageType] = setting(
+        _TOPIC["types"],
+        members(MessageType),
+        shown="`NORMAL`, `TRANSACTION`",
+        word="message type (RocketMQ)",
+        meaning="the messages that the topic takes",
+    )
+    queue_count: int = setting(
+        _TOPIC["queue_count"],
+        whole(1, "queues"),
+        word="queue (RocketMQ; Kafka's partition)",
+        meaning="number of queues: so many consumers can share the topic",
+    )
+    retention_seconds: int = setting(
+        _TOPIC["retention_seconds"],
+        whole(1, "seconds"),
+        word="retention",
+        meaning="how long the log keeps consumed messages",
+    )
+    codec: str | None = setting(None, dotted_path, word="codec", meaning="codec of the topic's bodies")
+    selector: str | None = setting(
+        None,
+        dotted_path,
+        word="selector (RocketMQ's message queue selector)",
+        meaning="function that chooses the queue, in place of the key",
+    )
+    key_lock: bool = setting(
+        _TOPIC["key_lock"],
+        flag,
+        word="key lock",
+        meaning="FIFO topics: publishers of one key wait for each other's commit",
+    )
+    on_park: str = setting(
+        _TOPIC["on_park"],
+        one_of("hold", "release"),
+        word="park",
+        meaning="FIFO topics: later messages of its key wait behind a [parked message](guide.md#parked-messages), "
+        "or pass it",
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeclaredTopic:
+    """One entry of TOPICS. `codec` and `selector` are dotted paths, imported when first needed."""
+
+    topic: Topic
+    codec: str | None = None
+    selector: str | None = None
+
+
+def _topic(where: str, name: str, given: object) -> DeclaredTopic:
+    options = read(TopicOptions, where, given)
+    try:
+        topic = Topic(name=name, **{one: getattr(options, one) for one in _TOPIC if one != "name"})
+    except (ConfigurationError, InvalidName) as error:
+        raise ConfigurationError(f"{where}: {error}") from error
+    return DeclaredTopic(topic=topic, codec=options.codec, selector=options.selector)
+
+
+# -- OUTBOX["FORWARD"][group] ----------------------------------------------------------------------
+
+SINKS: Final[Mapping[str, str]] = {
+    "webhook": "outbox.contrib.sinks.webhook.WebhookSink",
+    "kombu": "outbox.contrib.sinks.kombu.KombuSink",
+    "kafka": "outbox.contrib.sinks.kafka.KafkaSink",
+}
+BLOCK: Final = "block"
+DEAD_LETTER: Final = "dead_letter"
+
+
+def _names_there(where: str, value: Any) -> Mapping[str, str]:
+    if isinstance(value, (list, tuple)) and value and all(isinstance(name, str) for name in value):
+        return {name: name for name in value}
+    if isinstance(value, Mapping) and value and all(isinstance(name, str) for pair in value.items() for name in pair):
+        return dict(value)
+    raise wrong(where, value, "a list of topics, or a dictionary {topic: its name there}")
+
+
+def _filter(where: str, value: Any) -> str:
+    try:
+        parse_filter(any_text.check(where, value))
+    except InvalidFilter as error:
+        raise ConfigurationError(f"{where}: {error}") from error
+    return str(value)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeclaredForward:
+    """One entry of FORWARD. `topics` maps the names here to those at the sink."""
+
+    topics: Mapping[str, str] = required(
+        Rule("`[topic]` or `{topic: name}`", _names_there),
+        meaning="the topics to send; a dictionary also gives each topic's name there",
+    )
+    sink: str = required(
+        named_or_path(SINKS), meaning="where the messages go; the path: of [your class](#a-sink-of-your-own)"
+    )
+    options: Mapping[str, Any] = setting({}, keywords, secret=True, meaning="the options of the sink, see its section")
+    filter: str = setting(
+        "",
+        Rule("filter", _filter),
+        shown="all",
+        meaning='tags (`"paid \\|\\| refunded"`), or `sql:` and an expression over headers',
+    )
+    format: str = setting(
+        formats.PLAIN,
+        one_of(*formats.NAMES),
+        meaning="[format](#formats) of body and metadata; CloudEvents need the extra `cloudevents`",
+    )
+    source: str = setting("", text("URI reference"), meaning="CloudEvents: the publisher, like `/shops/orders`")
+    on_rejected: str = setting(
+        BLOCK,
+        one_of(BLOCK, DEAD_LETTER, because="'block' (its key waits) or 'dead_letter' (later ones overtake it)"),
+        meaning="a refused message holds up its key, or becomes a dead letter that later ones overtake",
+    )
+    batch: int | None = setting(
+        None, whole(1, "messages"), shown="the sink's", meaning="how many messages one call sends, at most"
+    )
+    threads: int | None = setting(None, whole(1, "calls"), shown="the sink's", meaning="how many calls run at a time")
+    suspend_seconds: float = setting(
+        5.0, seconds(0), meaning="the wait until `outbox_forward` sends a refused message again"
+    )
+    timeout_seconds: float = setting(120.0, seconds(1), meaning="a call that lasts longer counts as failed")
+    start: Start | None = setting(
+        None,
+        member(Start),
+        shown='`"earliest"`',
+        meaning="where a group that is new to a topic begins. Without it, checks and `outbox_forward` warn if other "
+        "groups have handled messages of the topic",
+    )
+
+
+# -- OUTBOX["RECEIVE"][name] -----------------------------------------------------------------------
+
+SOURCES: Final[Mapping[str, str]] = {
+    "kombu": "outbox.contrib.sources.kombu.KombuSource",
+    "kafka": "outbox.contrib.sources.kafka.KafkaSource",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeclaredReceive:
+    """One entry of RECEIVE. `convert` is imported when it is needed."""
+
+    source: str = required(named_or_path(SOURCES), meaning="where the messages come from; the path is of a class")
+    topic: str = required(text("topic"), meaning="the topic here that stores them; declare it in `TOPICS`")
+    options: Mapping[str, Any] = setting({}, keywords, secret=True, meaning="the options of the source, below")
+    batch: int = setting(100, whole(1, "messages"), meaning="how many messages one statement stores, at most")
+    poison_topic: str | None = setting(
+        None, or_none(text("topic")), meaning="the topic for messages that cannot be stored in `topic`"
+    )
+    convert: str | None = setting(
+        None, dotted_path, meaning="a function `(Incoming, name, topic) -> Message`; by default as described below"
+    )
+
+
+# -- OUTBOX["THRESHOLDS"] --------------------------------------------------------------------------
+
+
+def _thresholds(where: str, value: Any) -> Thresholds:
+    if not isinstance(value, Mapping):
+        raise wrong(where, value, "a dictionary like {'LAG_SECONDS': (60, 600)}: warning and critical, None for never")
+    known = {item.name.upper(): item.name for item in fields(Thresholds)}
+    for name in value:
+        if name not in known:
+            raise unknown(where, name, "threshold", known)
+    return Thresholds(**{known[name]: _limits(f"{where}[{name!r}]", pair) for name, pair in value.items()})
+
+
+def _limits(where: str, value: Any) -> Threshold:
+    if not isinstance(value, (list, tuple)) or len(value) != 2:
+        raise wrong(where, value, "a pair (warning, critical) of numbers, None for never")
+    for one in value:
+        if one is not None and (isinstance(one, bool) or not isinstance(one, (int, float)) or one < 0):
+            raise wrong(where, value, "a pair (warning, critical) of numbers, at least 0, None for never")
+    return Threshold(*value)
+
+
+# -- OUTBOX ----------------------------------------------------------------------------------------
 
 
 class PathChoice(enum.StrEnum):
@@ -44,84 +264,224 @@ class PathChoice(enum.StrEnum):
     """Always through the application's own connection; an error if the broker is elsewhere."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DeclaredTopic:
-    """One entry of TOPICS. `codec` and `selector` are dotted paths, imported when first needed."""
+def _by_group(kind: type[Entry], example: str) -> Rule[Mapping[str, Entry]]:
+    """Entries whose names are consumer groups, or are stored like them."""
 
-    topic: Topic
-    codec: str | None = None
-    selector: str | None = None
+    def entry(where: str, name: str, given: object) -> Entry:
+        group.check(where, name)
+        return read(kind, where, given)
+
+    return entries(entry, name="group" if kind is DeclaredForward else "name", example=example)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OutboxSettings:
-    """The checked settings. Times are in seconds.
+    """The checked settings. Times are in seconds."""
 
-    `in_memory` replaces the broker by one in this process, for tests. `broker` is the alias of the broker's database,
-    or the address of RocketMQ (`rocketmq://PROXY:8081?brokers=BROKER:10911`, docs/engines.md). `schema` is the schema
-    of the broker's tables. `listen_url` is a direct connection string for LISTEN if the alias goes through a
-    transaction pooler ('' does without LISTEN and polls). `producer_group` names this service for check-back: exactly
-    the processes that can answer for its local transactions use it. `codec` is the dotted path of the codec of topics
-    that name none (default: JSON). `subscriber_module` is the module of each app that workers import. `ledger=False`
-    does without the ledger table: then every transactional message needs `check=`.
+    broker: str = setting(
+        DEFAULT_DB_ALIAS,
+        text("alias or address"),
+        word="broker",
+        meaning="alias of the broker's database (PostgreSQL 15 or newer), "
+        "or [address of RocketMQ](engines.md#on-rocketmq), `rocketmq://PROXY:8081?brokers=BROKER:10911`",
+        section="broker",
+    )
+    schema: str = setting(
+        "outbox", schema_name, bundled_only=True, word="schema (PostgreSQL)", meaning="schema of the broker's tables"
+    )
+    listen_url: str | None = setting(
+        None,
+        listen_conninfo,
+        bundled_only=True,
+        secret=True,
+        word="LISTEN (PostgreSQL)",
+        meaning='direct URL, if the alias uses a [pooler](operations.md#behind-a-pooler); `""`: poll without LISTEN',
+    )
+    topics: Mapping[str, DeclaredTopic] = setting(
+        {},
+        entries(_topic, name="name", example="{name: {'types': [...], 'queue_count': 8}}"),
+        word="topic",
+        meaning="the declared topics and their [options](guide.md#topics)",
+    )
+    auto_create_topics: bool = setting(
+        False,
+        flag,
+        bundled_only=True,
+        word="auto-create (Kafka, RocketMQ)",
+        meaning="whether the first message of an unknown topic creates the topic",
+    )
+    codec: str | None = setting(
+        None, dotted_path, shown="JSON", word="codec", meaning="codec (class or object) of every topic that names none"
+    )
+    forward: Mapping[str, DeclaredForward] = setting(
+        {},
+        _by_group(DeclaredForward, "{group: {'topics': [...], 'sink': 'webhook', ...}}"),
+        bundled_only=True,
+        word="forward",
+        meaning="the messages that `outbox_forward` [sends elsewhere](forwarding.md), by consumer group",
+    )
+    receive: Mapping[str, DeclaredReceive] = setting(
+        {},
+        _by_group(DeclaredReceive, "{name: {'source': 'kombu', 'topic': …}}"),
+        bundled_only=True,
+        word="receive",
+        meaning="the foreign messages that `outbox_receive` [stores here](forwarding.md#receiving)",
+    )
+    in_memory: bool = setting(False, flag, word="in memory", meaning="`True`: a broker inside this process, for tests")
 
-    `immunity_seconds`, `check_retry_seconds`, `max_checks` and `max_check_age_seconds` say when an undecided message is
-    checked, and when it is parked. `check_interval_seconds` is the period of the pass that checks.
-    `require_transaction` refuses to publish outside of a transaction, on every topic. `inbox_retention_seconds` must be
-    longer than the retention of the log, all retries, and the dead letters that may still be replayed.
+    producer_group: str = setting(
+        "",
+        group,
+        shown="none",
+        word="producer group (RocketMQ)",
+        meaning="the name of this service, unique among the services on the broker: its processes answer for its "
+        "transactions",
+        section="publishing",
+    )
+    path: PathChoice = setting(
+        PathChoice.AUTO,
+        member(PathChoice),
+        word="path: two-phase or atomic",
+        meaning="`two_phase` and `atomic` insist on one way to the broker; `auto` chooses per connection",
+    )
+    require_transaction: bool = setting(
+        False, flag, word="transaction", meaning="`True`: `publish` outside of a transaction is refused, on every topic"
+    )
+    send_timeout_seconds: float = setting(
+        3.0, seconds(0.05), word="send: what goes to the broker", meaning="how long `publish` waits for the broker"
+    )
+    immunity_seconds: int = setting(
+        6, whole(0, "seconds"), word="immunity (RocketMQ)", meaning="age of a half message at its first check"
+    )
+    check_interval_seconds: float = setting(
+        30.0, seconds(0.1), word="interval: between passes", meaning="time between two check-back passes"
+    )
+    check_retry_seconds: int = setting(
+        60,
+        whole(1, "seconds"),
+        bundled_only=True,
+        word="retry: of one check",
+        meaning="time between two checks of one half message",
+    )
+    max_checks: int = setting(
+        15,
+        whole(1, "checks"),
+        bundled_only=True,
+        word="check",
+        meaning="after so many answers without an outcome the message is [parked](guide.md#parked-messages)",
+    )
+    max_check_age_seconds: int = setting(
+        int(3 * _DAY),
+        whole(1, "seconds"),
+        bundled_only=True,
+        word="check",
+        meaning="after so long without an outcome the message is parked",
+    )
+    ledger: bool = setting(
+        True,
+        flag,
+        word="ledger: the local transactions' own table",
+        meaning="`False`: no ledger; every transactional message needs a look-up, `@transactional_message(check=…)`",
+    )
 
-    A worker has `consumer_processes` consumer processes. If it has one, that one also sequences, and the broker's
-    process is its standby, unless `broker_apart` is set. Set it if handlers compute for long or kill their process.
-    `lease_seconds` is the term of a queue's lease. A handler's connection stops waiting for a lock after half of it,
-    and ends an idle transaction after four fifths, so that a frozen process blocks no other. `drain_seconds` is the
-    time a worker's processes have to finish when it stops, before they are killed. `celery_app` is the dotted path of
-    the Celery app that gets the transactional tasks.
+    subscriber_module: str = setting(
+        "subscribers",
+        module,
+        word="subscriber",
+        meaning="the module of each app that workers import",
+        section="consuming",
+    )
+    celery_app: str | None = setting(
+        None,
+        dotted_path,
+        word="app (Celery)",
+        meaning="the Celery app that gets [transactional tasks](guide.md#celery-tasks)",
+    )
+    consumer_processes: int = setting(
+        1, whole(0, "processes"), word="consumer", meaning="consumer processes of one worker"
+    )
+    broker_apart: bool = setting(
+        False,
+        flag,
+        bundled_only=True,
+        word="broker",
+        meaning="`True`: a worker's only consumer process never sequences, because its handlers compute for long or "
+        "kill their process",
+    )
+    lease_seconds: float = setting(
+        10.0,
+        seconds(1),
+        word="lease",
+        meaning="how long a queue stays with a consumer that died. A handler waits for a lock for half of it, and is "
+        "idle in its transaction for four fifths of it, at most",
+    )
+    drain_seconds: float = setting(
+        20.0,
+        seconds(0),
+        word="drain: finish what is held, then end",
+        meaning="how long a worker's processes may take to finish their work when it stops; then they are killed",
+    )
+    inbox_retention_seconds: float = setting(
+        14 * _DAY,
+        seconds(60),
+        word="retention",
+        meaning="how long the inbox remembers a handled message, at least. It remembers a message as long as the log "
+        "has it, even if that is longer",
+    )
 
-    `thresholds` gives the limits for warnings in the status; `audit_interval_seconds` is the interval of the
-    conservation audit. `metrics` measures each process, for prometheus-client; a scraper that is not staff sends
-    `metrics_token`. In `health_directory` a worker's processes write heartbeats and metrics. With `health_address`
-    (HOST:PORT) one more process serves /live, /ready and /metrics. `tracing` traces messages, for OpenTelemetry.
-    `forward` declares what `outbox_forward` sends elsewhere, by consumer group; `receive` declares what
-    `outbox_receive` stores of foreign messages.
-
-    `masked_fields` names, by topic ('*': all), the fields of bodies and headers that neither the operations page nor a
-    command shows.
-    """
-
-    in_memory: bool = False
-    broker: str = DEFAULT_DB_ALIAS
-    schema: str = "outbox"
-    listen_url: str | None = field(default=None, repr=False)
-    producer_group: str = ""
-    forward: Mapping[str, DeclaredForward] = field(default_factory=dict)
-    receive: Mapping[str, DeclaredReceive] = field(default_factory=dict)
-    path: PathChoice = PathChoice.AUTO
-    topics: Mapping[str, DeclaredTopic] = field(default_factory=dict)
-    codec: str | None = None
-    subscriber_module: str = "subscribers"
-    auto_create_topics: bool = False
-    require_transaction: bool = False
-    send_timeout_seconds: float = 3.0
-    ledger: bool = True
-    immunity_seconds: int = 6
-    check_interval_seconds: float = 30.0
-    check_retry_seconds: int = 60
-    max_checks: int = 15
-    max_check_age_seconds: int = int(3 * _DAY)
-    inbox_retention_seconds: float = 14 * _DAY
-    consumer_processes: int = 1
-    broker_apart: bool = False
-    lease_seconds: float = 10.0
-    drain_seconds: float = 20.0
-    celery_app: str | None = None
-    thresholds: Thresholds = field(default_factory=Thresholds)
-    audit_interval_seconds: float = _DAY
-    metrics: bool = False
-    metrics_token: str | None = field(default=None, repr=False)
-    tracing: bool = False
-    health_directory: str | None = None
-    health_address: str | None = None
-    masked_fields: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    thresholds: Thresholds = setting(
+        Thresholds(),
+        Rule("`{name: (warning, critical)}`", _thresholds),
+        shown="[see operations](operations.md#thresholds)",
+        word="threshold",
+        meaning="the limits from which on a condition is a warning or critical",
+        section="observing",
+    )
+    audit_interval_seconds: float = setting(
+        _DAY,
+        seconds(1),
+        bundled_only=True,
+        word="interval: between passes; audit (bookkeeping)",
+        meaning="time between two audits of conservation",
+    )
+    metrics: bool = setting(
+        False,
+        flag,
+        word="metrics (Prometheus)",
+        meaning="`True`: each process [measures its work](operations.md#metrics)",
+    )
+    metrics_token: str | None = setting(
+        None,
+        or_none(any_text),
+        secret=True,
+        word="token",
+        meaning="sent as `Authorization: Bearer`, it opens the views `status/` and `metrics/` without an account",
+    )
+    tracing: bool = setting(
+        False,
+        flag,
+        word="tracing (OpenTelemetry)",
+        meaning="`True`: messages appear as [traces](tracing.md) of OpenTelemetry",
+    )
+    health_directory: str | None = setting(
+        None,
+        or_none(text("path")),
+        word="health (Kubernetes: liveness and readiness)",
+        meaning="folder into which a worker's processes write heartbeats and metrics",
+    )
+    health_address: str | None = setting(
+        None,
+        address,
+        word="health",
+        meaning='address (`"0.0.0.0:9464"`) at which one more process serves `/live`, `/ready` and `/metrics`',
+    )
+    masked_fields: Mapping[str, frozenset[str]] = setting(
+        {},
+        field_names,
+        word="mask",
+        meaning='fields of bodies and headers, by topic (`"*"`: all), that neither a command nor the '
+        "[page](operations.md#the-page) shows",
+    )
 
     def required_producer_group(self) -> str:
         """The producer group; ConfigurationError if there is none."""
@@ -173,21 +533,10 @@ def get_settings() -> OutboxSettings:
 
 def parse_settings(raw: object) -> OutboxSettings:
     """Check a settings dictionary. Raises ConfigurationError."""
-    if not isinstance(raw, Mapping):
-        raise ConfigurationError(f"OUTBOX must be a dictionary, not {type(raw).__name__}.")
-    known = {item.name.upper(): item.name for item in fields(OutboxSettings)}
-    values: dict[str, Any] = {}
-    for key, value in raw.items():
-        if key not in known:
-            raise ConfigurationError(f"OUTBOX[{key!r}] is not a setting.{setting_rules.nearest(str(key), list(known))}")
-        values[known[key]] = _RULES[key](f"OUTBOX[{key!r}]", value)
-    return _with_tasks_topic(OutboxSettings(**values))
-
-
-def _with_tasks_topic(settings: OutboxSettings) -> OutboxSettings:
-    """Declare the topic of transactional Celery tasks, named after the service."""
+    settings = read(OutboxSettings, "OUTBOX", raw, noun="setting")
     if settings.celery_app is None:
         return settings
+    # The topic of transactional Celery tasks is declared with the application's own.
     name = tasks_topic(settings)
     return replace(settings, topics={name: _topic(f"OUTBOX['TOPICS'][{name!r}]", name, {}), **settings.topics})
 
@@ -197,104 +546,110 @@ def tasks_topic(settings: OutboxSettings) -> str:
     return f"{settings.required_producer_group()}.celery-tasks"
 
 
-def _path(where: str, value: Any) -> PathChoice:
-    if value not in list(PathChoice):
-        raise setting_rules.wrong(where, value, f"one of {', '.join(map(repr, map(str, PathChoice)))}")
-    return PathChoice(value)
-
-
-def _topics(where: str, value: Any) -> Mapping[str, DeclaredTopic]:
-    if not isinstance(value, Mapping):
-        raise setting_rules.wrong(where, value, "a dictionary {name: {'types': [...], 'queue_count': 8}}")
-    return {name: _topic(f"{where}[{name!r}]", name, options) for name, options in value.items()}
-
-
-def _topic(where: str, name: str, options: Any) -> DeclaredTopic:
-    if not isinstance(options, Mapping):
-        raise setting_rules.wrong(
-            where, options, "a dictionary like {'types': ['NORMAL', 'TRANSACTION'], 'queue_count': 8}"
-        )
-    for key in options:
-        if key not in _TOPIC_RULES:
-            raise ConfigurationError(
-                f"{where}[{key!r}] is not an option.{setting_rules.nearest(str(key), list(_TOPIC_RULES))}"
-            )
-    given = {key: _TOPIC_RULES[key](f"{where}[{key!r}]", value) for key, value in options.items()}
-    try:
-        topic = Topic(
-            name=name,
-            types=given.get("types", frozenset({MessageType.NORMAL, MessageType.TRANSACTION})),
-            queue_count=given.get("queue_count", DEFAULT_QUEUE_COUNT),
-            key_lock=given.get("key_lock", True),
-            on_park=given.get("on_park", "hold"),
-            retention_seconds=given.get("retention_seconds", DEFAULT_RETENTION_SECONDS),
-        )
-    except (ConfigurationError, InvalidName) as error:
-        raise ConfigurationError(f"{where}: {error}") from error
-    return DeclaredTopic(topic=topic, codec=given.get("codec"), selector=given.get("selector"))
-
-
-def _types(where: str, value: Any) -> frozenset[MessageType]:
-    allowed = f"a list of {', '.join(map(repr, map(str, MessageType)))}"
-    if isinstance(value, str) or not isinstance(value, (list, tuple, set, frozenset)):
-        raise setting_rules.wrong(where, value, allowed)
-    unknown = [item for item in value if item not in list(MessageType)]
-    if unknown or not value:
-        raise setting_rules.wrong(where, value, allowed)
-    return frozenset(MessageType(item) for item in value)
-
-
-_TOPIC_RULES: Final[Mapping[str, setting_rules.Rule]] = {
-    "types": _types,
-    "queue_count": setting_rules.whole(1),
-    "codec": setting_rules.text_or_none,
-    "selector": setting_rules.text_or_none,
-    "key_lock": setting_rules.flag,
-    "on_park": setting_rules.text,
-    "retention_seconds": setting_rules.whole(1),
-}
-
-_RULES: Final[Mapping[str, setting_rules.Rule]] = {
-    "IN_MEMORY": setting_rules.flag,
-    "BROKER": setting_rules.text,
-    "SCHEMA": setting_rules.schema,
-    "LISTEN_URL": setting_rules.listen,
-    "PRODUCER_GROUP": setting_rules.group,
-    "PATH": _path,
-    "TOPICS": _topics,
-    "CODEC": setting_rules.text_or_none,
-    "SUBSCRIBER_MODULE": setting_rules.module,
-    "AUTO_CREATE_TOPICS": setting_rules.flag,
-    "REQUIRE_TRANSACTION": setting_rules.flag,
-    "SEND_TIMEOUT_SECONDS": setting_rules.seconds(0.05),
-    "LEDGER": setting_rules.flag,
-    "IMMUNITY_SECONDS": setting_rules.whole(0),
-    "CHECK_INTERVAL_SECONDS": setting_rules.seconds(0.1),
-    "CHECK_RETRY_SECONDS": setting_rules.whole(1),
-    "MAX_CHECKS": setting_rules.whole(1),
-    "MAX_CHECK_AGE_SECONDS": setting_rules.whole(1),
-    "INBOX_RETENTION_SECONDS": setting_rules.seconds(60),
-    "CONSUMER_PROCESSES": setting_rules.whole(0),
-    "BROKER_APART": setting_rules.flag,
-    "LEASE_SECONDS": setting_rules.seconds(1),
-    "DRAIN_SECONDS": setting_rules.seconds(0),
-    "CELERY_APP": setting_rules.text_or_none,
-    "THRESHOLDS": setting_rules.thresholds,
-    "AUDIT_INTERVAL_SECONDS": setting_rules.seconds(1),
-    "TRACING": setting_rules.flag,
-    "METRICS": setting_rules.flag,
-    "METRICS_TOKEN": setting_rules.text_or_none,
-    "HEALTH_DIRECTORY": setting_rules.text_or_none,
-    "HEALTH_ADDRESS": setting_rules.address,
-    "FORWARD": forwards,
-    "RECEIVE": receives,
-    "MASKED_FIELDS": setting_rules.masked_fields,
-}
-
-
 def imported(where: str, dotted_path: str) -> Any:
     """The object of a dotted path in the settings; ConfigurationError with the setting if it does not exist."""
     try:
         return import_string(dotted_path)
     except ImportError as error:
         raise ConfigurationError(f"{where} = {dotted_path!r} cannot be imported: {error}.") from error
+
+
+def chosen(where: str, declared: Mapping[str, Entry], names: Sequence[str], purpose: str) -> dict[str, Entry]:
+    """The entries with these names, or all. Raises ConfigurationError for an unknown name, and if there is no entry."""
+    if not declared:
+        raise ConfigurationError(f"{where} declares nothing {purpose}.")
+    if missing := sorted(set(names) - set(declared)):
+        raise ConfigurationError(f"{where} has no {', '.join(missing)}; it has {', '.join(sorted(declared))}.")
+    return {name: one for name, one in declared.items() if not names or name in names}
+
+
+# -- TASKS[alias]["OPTIONS"] -----------------------------------------------------------------------
+
+
+def _delays(where: str, value: Any) -> Sequence[float]:
+    allowed = "a list of seconds, at least one, none negative"
+    if not isinstance(value, (list, tuple)) or not value:
+        raise wrong(where, value, allowed)
+    return [seconds(0).check(f"{where}[{place}]", one) for place, one in enumerate(value)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TaskOptions:
+    """The options of the backend for Django's tasks."""
+
+    topic: str = setting("tasks", text("topic"), meaning="the topic that carries the tasks. Each backend needs its own")
+    threads: int = setting(8, whole(1, "tasks"), meaning="tasks that run at a time, per queue and process")
+    timeout_seconds: float = setting(15 * 60.0, seconds(0.01), meaning="how long a task may run")
+    max_attempts: int | None = setting(
+        1, or_none(whole(1, "attempts")), meaning="how often a failing task is run; `None`: without limit"
+    )
+    delays_seconds: Sequence[float] = setting(
+        (10.0, 60.0, 600.0),
+        Rule("a list of seconds, at least 0", _delays, "seconds"),
+        meaning="the waits between the attempts; the last one repeats",
+    )
+
+
+# -- USE_TZ ----------------------------------------------------------------------------------------
+
+
+def aware(moment: datetime) -> datetime:
+    """A project's time as an aware one: without USE_TZ a naive time is in TIME_ZONE, as everywhere in such a project.
+
+    With USE_TZ a naive time stays naive; the caller refuses it.
+    """
+    if moment.tzinfo is not None or django_settings.USE_TZ:
+        return moment
+    return timezone.make_aware(moment, timezone.get_default_timezone())
+
+
+def for_column(moment: datetime, alias: str) -> datetime:
+    """An aware time for the alias's DateTimeFields: without USE_TZ only PostgreSQL has aware ones.
+
+    Other databases get the naive time in UTC, which is what CURRENT_TIMESTAMP writes there.
+    """
+    if django_settings.USE_TZ or connections[alias].vendor == "postgresql":
+        return moment
+    return moment.astimezone(UTC).replace(tzinfo=None)
+
+
+# -- environment variables -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Variable:
+    """An environment variable that the product reads."""
+
+    name: str
+    set_by: str
+    meaning: str
+
+
+_USER: Final = "you"
+_OUTBOX: Final = "outbox, for its own processes"
+
+ENVIRONMENT: Final = (
+    Variable("OUTBOX_BROKER_URL", _USER, "`python -m outbox.broker`: URL of the broker's database, for `--database`"),
+    Variable(
+        "OUTBOX_POSTGRES_URL",
+        _USER,
+        "`outbox.broker.embedded`: URL of a PostgreSQL that replaces the private server of development",
+    ),
+    Variable(
+        "OUTBOX_FAULTS", _USER, "tests and demo: where a process is killed, stopped or delayed (`outbox.utils.faults`)"
+    ),
+    Variable("PROMETHEUS_MULTIPROC_DIR", _USER, "prometheus-client's folder, which several web processes share"),
+    Variable("OUTBOX_HEARTBEAT", _OUTBOX, "file into which a process writes its heartbeat"),
+    Variable("OUTBOX_PARENT_PID", _OUTBOX, "process id of the supervisor: a process ends when its supervisor has died"),
+    Variable("OUTBOX_RUNNING_CALLS_FD", _OUTBOX, "descriptor of the file in which a process notes its running calls"),
+    Variable("OUTBOX_LOG_FILE", _OUTBOX, "log file of a worker's processes"),
+    Variable("OUTBOX_LOG_LEVEL", _OUTBOX, "log level of a worker's processes, as a number"),
+    Variable("RECONCILE_…", _USER, "reconciliation: the variables that `env = …` in the rules file names"),
+    Variable("JAVA_HOME", _USER, "reconciliation: the Java that Spark uses, version 17 or newer"),
+    Variable("PATH", _USER, "reconciliation: looked through for `java`"),
+    Variable("JAVA_TOOL_OPTIONS", _USER, "reconciliation: if it names a garbage collector, outbox chooses none"),
+    Variable("JDK_JAVA_OPTIONS", _USER, "reconciliation: the same"),
+    Variable("PYSPARK_PYTHON", _USER, "reconciliation: the Python of Spark's workers, by default the running one"),
+    Variable("PYSPARK_GATEWAY_PORT", "spark-submit", "reconciliation: the session belongs to spark-submit"),
+    Variable("SPARK_REMOTE", "Spark Connect", "reconciliation: the session is a remote one"),
+)

@@ -13,8 +13,7 @@ from asgiref.sync import async_to_sync
 from django.apps import apps
 from django.utils.module_loading import module_has_submodule
 
-from outbox.contrib.django.settings.conf import get_settings
-from outbox.contrib.django.settings.times import aware
+from outbox.contrib.django.settings.conf import aware, get_settings
 from outbox.contrib.django.subscribers.callables import (
     is_asynchronous,
     is_generator,

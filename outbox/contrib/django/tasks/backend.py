@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 from uuid import UUID
@@ -15,7 +14,8 @@ from django.utils import timezone
 
 from outbox import names
 from outbox.contrib.django.publishing.publish import publish
-from outbox.contrib.django.settings.conf import get_settings
+from outbox.contrib.django.settings.conf import TaskOptions, get_settings
+from outbox.contrib.django.settings.definition import read
 from outbox.contrib.django.tasks.api import (
     BaseTaskBackend,
     Task,
@@ -37,21 +37,6 @@ _R = TypeVar("_R")
 _NEEDED = frozenset({MessageType.NORMAL, MessageType.DELAY, MessageType.TRANSACTION})
 
 
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """TASKS[alias]["OPTIONS"]. `topic`: the topic of the tasks; each backend needs its own.
-
-    `threads`: tasks of one queue that run at a time in one consumer process. `timeout_seconds`: the longest run of a
-    task. `max_attempts`: how often a failing task is run. `delays_seconds`: the waits in between.
-    """
-
-    topic: str = "tasks"
-    threads: int = 8
-    timeout_seconds: float = 15 * 60.0
-    max_attempts: int = 1
-    delays_seconds: Sequence[float] = (10.0, 60.0, 600.0)
-
-
 def _topic_of(backend: object) -> str | None:
     return backend.settings.topic if isinstance(backend, OutboxBackend) else None
 
@@ -66,12 +51,7 @@ class OutboxBackend(BaseTaskBackend):
 
     def __init__(self, alias: str, params: Mapping[str, Any]) -> None:
         super().__init__(alias, dict(params))
-        known = {item.name for item in fields(Options)}
-        if unknown := sorted(set(self.options) - known):
-            raise ConfigurationError(
-                f"TASKS[{alias!r}]['OPTIONS'] has no {', '.join(map(repr, unknown))}: use {', '.join(sorted(known))}."
-            )
-        self.settings = Options(**self.options)
+        self.settings = read(TaskOptions, f"TASKS[{alias!r}]['OPTIONS']", self.options)
         try:
             self.retry = RetryPolicy(
                 max_attempts=self.settings.max_attempts, delays_seconds=self.settings.delays_seconds

@@ -12,9 +12,7 @@ from outbox.contrib.django.database.aliases import broker_database
 from outbox.contrib.django.database.in_tests import refuse_processes_in_tests
 from outbox.contrib.django.engine.engines import require_engine
 from outbox.contrib.django.operations.new_groups import warn_of_new_groups
-from outbox.contrib.django.settings.conf import get_settings, imported
-from outbox.contrib.django.settings.forward_rules import DeclaredForward
-from outbox.contrib.django.settings.setting_rules import chosen
+from outbox.contrib.django.settings.conf import DEAD_LETTER, DeclaredForward, chosen, get_settings, imported
 from outbox.contrib.django.worker import probes
 from outbox.contrib.sinks.formats import format_named
 from outbox.contrib.sinks.forwarder import Forwarder, RawCodecs, subscription
@@ -83,7 +81,7 @@ def _subscriptions(group: str, declared: DeclaredForward, sink: Sink) -> Iterato
             group,
             topic,
             sink,
-            dead_letter=declared.dead_letter,
+            dead_letter=declared.on_rejected == DEAD_LETTER,
             filter=declared.filter,
             batch=declared.batch,
             threads=declared.threads,

@@ -17,9 +17,7 @@ from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.database.in_tests import refuse_processes_in_tests
 from outbox.contrib.django.engine.broker import get_broker
 from outbox.contrib.django.engine.engines import require_engine
-from outbox.contrib.django.settings.conf import get_settings, imported
-from outbox.contrib.django.settings.receive_rules import DeclaredReceive
-from outbox.contrib.django.settings.setting_rules import chosen
+from outbox.contrib.django.settings.conf import DeclaredReceive, chosen, get_settings, imported
 from outbox.contrib.django.worker import probes
 from outbox.contrib.django.worker.forwarding import made
 from outbox.contrib.sources.receiver import Received, Receiver

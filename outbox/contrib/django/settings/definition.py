@@ -1,0 +1,331 @@
+"""What a setting is: its definition, the rules for its value, and how a dictionary of settings is read.
+
+    drain_seconds: float = setting(20.0, seconds(0), word="drain", meaning="how long processes may take to stop")
+
+A field of a frozen dataclass is one setting. From its definition come the check of a value, the text of the error, and
+the tables in the documents (`tables.py`). Reading a setting is an attribute access.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Final, Generic, TypeVar
+
+from outbox import names
+from outbox.broker.database.conninfo import read_conninfo
+from outbox.broker.database.statement import check_schema_name
+from outbox.errors import ConfigurationError, InvalidName
+from outbox.utils.safe_text import mask_passwords
+
+Entry = TypeVar("Entry")
+Choice = TypeVar("Choice", bound=StrEnum)
+Value = TypeVar("Value", covariant=True)
+
+# -- a definition ----------------------------------------------------------------------------------
+
+REQUIRED: Final = dataclasses.MISSING
+
+
+@dataclass(frozen=True, slots=True)
+class Rule(Generic[Value]):
+    """Which values are allowed. `kind` says it in the documents; `unit` is set for numbers, and part of `kind`.
+
+    `check` gets the place of the setting, as in "OUTBOX['BROKER']", and the given value. It returns the value to use,
+    or raises ConfigurationError with the place, the given value and what is allowed.
+    """
+
+    kind: str
+    check: Callable[[str, Any], Value]
+    unit: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """The definition of one setting. `name` is as a project writes it; `shown` is the default as documents show it.
+
+    `word` is the term behind the name (docs/names.md), `section` the table in the guide; a field without one is in that
+    of the field before it. `bundled_only`: on another engine it has no effect, or is refused.
+    """
+
+    name: str
+    default: object
+    rule: Rule[object]
+    meaning: str
+    word: str
+    section: str
+    shown: str
+    bundled_only: bool
+
+
+def setting(
+    default: Entry,
+    rule: Rule[Entry],
+    *,
+    meaning: str,
+    word: str = "",
+    section: str = "",
+    shown: str = "",
+    bundled_only: bool = False,
+    secret: bool = False,
+) -> Entry:
+    """A field of a dataclass of settings; for the type checker, its default. `secret`: the repr does not show it."""
+    definition = {
+        "rule": rule,
+        "meaning": meaning,
+        "word": word,
+        "section": section,
+        "shown": shown,
+        "bundled_only": bundled_only,
+    }
+    made: Any
+    if isinstance(default, dict):
+        made = field(default_factory=default.copy, repr=not secret, metadata=definition)
+    else:
+        made = field(default=default, repr=not secret, metadata=definition)
+    return made  # type: ignore[no-any-return]
+
+
+def required(rule: Rule[Entry], *, meaning: str) -> Entry:
+    """As `setting`, without a default: a dictionary that lacks it is refused."""
+    made: Any = setting(REQUIRED, rule, meaning=meaning)
+    return made  # type: ignore[no-any-return]
+
+
+def definitions(kind: type) -> Mapping[str, Setting]:
+    """Name of the attribute -> definition, in order. Settings with a section are written in capitals."""
+    found: dict[str, Setting] = {}
+    section = ""
+    for item in dataclasses.fields(kind):
+        section = item.metadata["section"] or section
+        name = item.name.upper() if section else item.name
+        default = item.default if item.default_factory is dataclasses.MISSING else item.default_factory()
+        found[item.name] = Setting(**{**item.metadata, "name": name, "default": default, "section": section})
+    return found
+
+
+def read(kind: type[Entry], where: str, given: object, *, noun: str = "option") -> Entry:
+    """The checked settings of one dictionary. `where` is its place, as in "OUTBOX['TOPICS']['orders']".
+
+    Raises ConfigurationError for an unknown name (with the nearest known one), a wrong value, and a missing one.
+    """
+    known = {item.name: (attribute, item) for attribute, item in definitions(kind).items()}
+    needed = [name for name, (_, item) in known.items() if item.default is REQUIRED]
+    if not isinstance(given, Mapping):
+        options = ", ".join(map(repr, needed)) or f"options like {next(iter(known))!r}"
+        # Without the value: it may contain secrets.
+        raise ConfigurationError(f"{where} must be a dictionary with {options}, not a {type(given).__name__}.")
+    values = {}
+    for name, value in given.items():
+        if name not in known:
+            raise unknown(where, name, noun, known)
+        attribute, item = known[name]
+        values[attribute] = item.rule.check(f"{where}[{name!r}]", value)
+    for name in needed:
+        if name not in given:
+            raise ConfigurationError(f"{where} lacks {name!r}.")
+    return kind(**values)
+
+
+# -- errors ----------------------------------------------------------------------------------------
+
+
+def unknown(where: str, name: object, noun: str, known: Iterable[str]) -> ConfigurationError:
+    """The error for a name that does not exist: with the nearest one, or with all."""
+    by_capitals = {one.upper(): one for one in known}
+    near = difflib.get_close_matches(str(name).upper(), by_capitals, n=1, cutoff=0.5)
+    if near:
+        remedy = f"Did you mean {by_capitals[near[0]]!r}?"
+    else:
+        remedy = f"The {noun}s are {', '.join(sorted(by_capitals.values()))}."
+    article = "an" if noun[0] in "aeiou" else "a"
+    return ConfigurationError(f"{where}[{name!r}] is not {article} {noun}. {remedy}")
+
+
+def wrong(where: str, value: object, allowed: str) -> ConfigurationError:
+    """The error for a value that is not allowed. Passwords in it are masked."""
+    return ConfigurationError(
+        f"{where} must be {allowed}; it is {mask_passwords(repr(value))} ({type(value).__name__})."
+    )
+
+
+# -- kinds of values -------------------------------------------------------------------------------
+
+
+def _text(where: str, value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise wrong(where, value, "a text that is not empty")
+    return value
+
+
+def text(kind: str) -> Rule[str]:
+    """A text that is not empty."""
+    return Rule(kind, _text)
+
+
+any_text: Final = text("text")
+
+
+def or_none(rule: Rule[Entry]) -> Rule[Entry | None]:
+    """The same, or None."""
+
+    def check(where: str, value: Any) -> Entry | None:
+        return None if value is None else rule.check(where, value)
+
+    return Rule(f"{rule.kind}, or `None`", check, rule.unit)
+
+
+def _flag(where: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise wrong(where, value, "True or False")
+    return value
+
+
+flag: Final = Rule("`True`, `False`", _flag)
+
+
+def whole(minimum: int, unit: str) -> Rule[int]:
+    """A whole number of `unit`."""
+
+    def check(where: str, value: Any) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+            raise wrong(where, value, f"a whole number of {unit}, at least {minimum}")
+        return value
+
+    return Rule(f"{'whole ' if unit == 'seconds' else ''}{unit}, at least {minimum}", check, unit)
+
+
+def seconds(minimum: float) -> Rule[float]:
+    """A number of seconds."""
+
+    def check(where: str, value: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not minimum <= value < float("inf"):
+            raise wrong(where, value, f"a number of seconds, at least {minimum:g}")
+        return float(value)
+
+    return Rule(f"seconds, at least {minimum:g}", check, "seconds")
+
+
+def one_of(*allowed: str, because: str = "") -> Rule[str]:
+    """One of some texts. `because` explains them in the error."""
+    listed = because or (" or " if len(allowed) == 2 else ", ").join(map(repr, allowed))
+
+    def check(where: str, value: Any) -> str:
+        if value not in allowed:
+            raise wrong(where, value, listed if len(allowed) == 2 else f"one of {listed}")
+        return str(value)
+
+    return Rule(_quoted(allowed), check)
+
+
+def _quoted(values: Iterable[str]) -> str:
+    return ", ".join(f'`"{one}"`' for one in values)
+
+
+def member(kind: type[Choice]) -> Rule[Choice]:
+    """A value of an enumeration."""
+    named = one_of(*map(str, kind))
+    return Rule(named.kind, lambda where, value: kind(named.check(where, value)))
+
+
+def members(kind: type[Choice]) -> Rule[frozenset[Choice]]:
+    """A list of values of an enumeration, at least one."""
+    allowed = f"a list of {', '.join(map(repr, map(str, kind)))}"
+
+    def check(where: str, value: Any) -> frozenset[Choice]:
+        if isinstance(value, str) or not isinstance(value, (list, tuple, set, frozenset)):
+            raise wrong(where, value, allowed)
+        if not value or any(item not in list(kind) for item in value):
+            raise wrong(where, value, allowed)
+        return frozenset(kind(item) for item in value)
+
+    return Rule(f"a list of {', '.join(f'`{one}`' for one in kind)}", check)
+
+
+def named_or_path(known: Mapping[str, str]) -> Rule[str]:
+    """A dotted path, or a short name for one."""
+
+    def check(where: str, value: Any) -> str:
+        name = _text(where, value)
+        if "." not in name and name not in known:
+            raise ConfigurationError(f"{where} = {name!r}: use one of {', '.join(known)}, or give a dotted path.")
+        return known.get(name, name)
+
+    return Rule(f"{_quoted(known)}, or a dotted path", check)
+
+
+def entries(entry: Callable[[str, str, Any], Entry], *, name: str, example: str) -> Rule[Mapping[str, Entry]]:
+    """A dictionary {name: entry}. `entry` gets the place, the name and the value, and checks both."""
+
+    def check(where: str, value: Any) -> Mapping[str, Entry]:
+        if not isinstance(value, Mapping):
+            # Without the value: it may contain secrets.
+            raise ConfigurationError(f"{where} must be a dictionary {example}, not a {type(value).__name__}.")
+        return {one: entry(f"{where}[{one!r}]", one, given) for one, given in value.items()}
+
+    return Rule(f"`{{{name}: options}}`", check)
+
+
+def _keywords(where: str, value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
+        # Without the value: it contains secrets.
+        raise ConfigurationError(f"{where} must be a dictionary of options, not a {type(value).__name__}.")
+    return dict(value)
+
+
+def _module(where: str, value: Any) -> str:
+    if not isinstance(value, str) or not all(map(str.isidentifier, value.split("."))):
+        raise wrong(where, value, "the name of a module, like 'subscribers'")
+    return value
+
+
+def _listen_url(where: str, value: Any) -> str | None:
+    if value is not None and not isinstance(value, str):
+        raise wrong(where, value, "a connection string, '' to do without LISTEN, or None")
+    read_conninfo(value or "", where)
+    return value
+
+
+def _group(where: str, value: Any) -> str:
+    try:
+        return names.check_group(value)
+    except InvalidName as error:
+        raise ConfigurationError(f"{where}: {error}") from error
+
+
+def _schema(where: str, value: Any) -> str:
+    try:
+        return check_schema_name(_text(where, value))
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{where}: {error}") from error
+
+
+def _address(where: str, value: Any) -> str:
+    host, _, port = _text(where, value).rpartition(":")
+    if not host or not port.isdigit() or int(port) > 65535:
+        raise wrong(where, value, "HOST:PORT, like '0.0.0.0:9464', or None")
+    return str(value)
+
+
+def _masked_fields(where: str, value: Any) -> Mapping[str, frozenset[str]]:
+    if not isinstance(value, Mapping):
+        raise wrong(where, value, "a dictionary of field names by topic, '*' for all: {'*': ['password']}")
+    found = {}
+    for topic, given in value.items():
+        if isinstance(given, str) or not all(isinstance(one, str) and one for one in given):
+            raise wrong(f"{where}[{topic!r}]", given, "a list of field names, like ['password', 'iban']")
+        found[str(topic)] = frozenset(one.lower() for one in given)
+    return found
+
+
+dotted_path: Final = or_none(text("dotted path"))
+keywords: Final = Rule("a dictionary", _keywords)
+module: Final = Rule("name of a module", _module)
+listen_conninfo: Final = Rule('URL, `""`, or `None`', _listen_url)
+group: Final = Rule("name of a group", _group)
+schema_name: Final = Rule("name of a schema", _schema)
+address: Final = or_none(Rule("`HOST:PORT`", _address))
+field_names: Final = Rule("`{topic: [field]}`", _masked_fields)

@@ -1,0 +1,171 @@
+"""The tables of settings and options in the documents, written from their definitions.
+
+`python -m outbox.contrib.django.settings.tables` rewrites, in docs/*.md of the current folder, what stands between
+`<!-- table: NAME -->` and `<!-- end of table -->`.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import MISSING, fields
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from outbox.broker.operations.thresholds import Threshold, Thresholds
+from outbox.contrib.django.settings.conf import (
+    ENVIRONMENT,
+    DeclaredForward,
+    DeclaredReceive,
+    OutboxSettings,
+    TaskOptions,
+    TopicOptions,
+)
+from outbox.contrib.django.settings.definition import REQUIRED, Setting, definitions
+from outbox.subscription import Subscription
+
+# Parameters of @subscriber that are no part of the subscription: default and meaning.
+AROUND_THE_HANDLER: Final[Mapping[str, tuple[str, str]]] = {
+    "tag": ("all", "only messages with this tag, or with one of a list of tags; in place of `filter`"),
+    "idempotent": (
+        "`True`",
+        "the handler runs in a transaction with its inbox row. `False`: without both; its effect may happen again",
+    ),
+    "using": ("the routers' choice", "alias of that transaction"),
+}
+_BLOCK: Final = re.compile(r"(<!-- table: ([\w. ]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
+_UNITS: Final = (("days", 24 * 3600), ("hours", 3600), ("minutes", 60))
+
+
+def rendered(page: str) -> str:
+    """The text of a page with its tables as they should be. Raises KeyError for an unknown table."""
+    return _BLOCK.sub(lambda found: f"{found[1]}{TABLES[found[2]]()}{found[3]}", page)
+
+
+def names_of_tables(page: str) -> list[str]:
+    """The tables that a page has."""
+    return [found[2] for found in _BLOCK.finditer(page)]
+
+
+def _table(header: tuple[str, ...], rows: Iterable[Iterable[str]]) -> str:
+    lines = [f"| {' | '.join(cells)} |\n" for cells in (header, *rows)]
+    return "".join([lines[0], "|---" * len(header), "|\n", *lines[1:]])
+
+
+def _shown(value: object, shown: str = "", *, unit: str = "") -> str:
+    """A default as a project would write it; long times also in larger units."""
+    if shown:
+        return shown
+    if value is REQUIRED:
+        return "required"
+    if isinstance(value, (tuple, list)):
+        return f"`[{', '.join(_number(one) for one in value)}]`"
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return f"`{_number(value)}`" + (_in_words(value) if unit == "seconds" else "")
+    return f'`"{value}"`' if isinstance(value, str) else f"`{value!r}`"
+
+
+def _number(value: float) -> str:
+    return f"{value:.15g}"
+
+
+def _in_words(value: float) -> str:
+    for name, size in _UNITS:
+        if value >= 2 * size and value % size == 0:
+            return f" ({value / size:g} {name})"
+    return ""
+
+
+def _meaning(one: Setting) -> str:
+    return f"{one.meaning} (bundled broker only)" if one.bundled_only else one.meaning
+
+
+def _settings(kind: type, section: str = "", *, header: str = "option") -> str:
+    rows = (
+        (f"`{one.name}`", _shown(one.default, one.shown, unit=one.rule.unit), one.rule.kind, _meaning(one))
+        for one in definitions(kind).values()
+        if one.section == section
+    )
+    return _table((header, "default", "value", "meaning"), rows)
+
+
+def _words(kind: type) -> str:
+    rows = ((f"`{one.name}`", one.word, _meaning(one)) for one in definitions(kind).values())
+    return _table(("name", "word", "meaning"), rows)
+
+
+def _subscriber() -> str:
+    own = {
+        item.name: (
+            _shown(_default(item), item.metadata["shown"], unit=item.name.rpartition("_")[2]),
+            item.metadata["meaning"],
+        )
+        for item in fields(Subscription)
+    }
+    rows = ((f"`{name}`", *said) for name, said in {**own, **AROUND_THE_HANDLER}.items())
+    return _table(("option", "default", "meaning"), rows)
+
+
+def _default(item: Any) -> object:
+    return item.default if item.default_factory is MISSING else item.default_factory()
+
+
+def _thresholds() -> str:
+    rows = (
+        (
+            f"`{item.name.upper()}`",
+            *(_limit(one, item.metadata["unit"]) for one in (item.default.warning, item.default.critical)),
+            item.metadata["unit"],
+            item.metadata["meaning"],
+        )
+        for item in fields(Thresholds)
+        if isinstance(item.default, Threshold)
+    )
+    return _table(("name", "warning", "critical", "unit", "meaning"), rows)
+
+
+def _limit(value: float | None, unit: str) -> str:
+    if value is None:
+        return "never"
+    if unit == "bytes":
+        return f"{value / 2**30:g} GiB"
+    return f"{value:,.15g}" + (_in_words(value) if unit == "seconds" else "")
+
+
+def _environment() -> str:
+    return _table(("name", "set by", "meaning"), ((f"`{one.name}`", one.set_by, one.meaning) for one in ENVIRONMENT))
+
+
+TABLES: Final[Mapping[str, Callable[[], str]]] = {
+    **{
+        f"settings {section}": partial(_settings, OutboxSettings, section, header="key")
+        for section in dict.fromkeys(one.section for one in definitions(OutboxSettings).values())
+    },
+    "topic options": partial(_settings, TopicOptions),
+    "forward options": partial(_settings, DeclaredForward),
+    "receive options": partial(_settings, DeclaredReceive),
+    "task options": partial(_settings, TaskOptions),
+    "subscriber options": _subscriber,
+    "thresholds": _thresholds,
+    "setting words": partial(_words, OutboxSettings),
+    "topic words": partial(_words, TopicOptions),
+    "environment": _environment,
+}
+
+
+def write(folder: Path) -> list[Path]:
+    """Rewrite the tables in the pages of a folder; returns the pages that have changed."""
+    changed = []
+    for page in sorted(folder.glob("*.md")):
+        before = page.read_text(encoding="utf-8")
+        if (after := rendered(before)) != before:
+            page.write_text(after, encoding="utf-8")
+            changed.append(page)
+    return changed
+
+
+if __name__ == "__main__":
+    for page in write(Path("docs")):
+        sys.stdout.write(f"{page}\n")
