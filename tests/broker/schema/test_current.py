@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Final
 
 import psycopg
@@ -13,6 +15,8 @@ from outbox.broker.database.executor import Executor
 from outbox.broker.schema import install as schema_install
 from outbox.broker.schema.install import SCHEMA_VERSION, install
 from tests.broker.schema.test_install import install_first_version
+
+SCHEMA = Path(schema_install.__file__).parent
 
 # Each query returns a name and the whole row of a system catalogue as JSON, without the columns that count or place
 # things (oids, files, statistics, `atthasmissing`), and with the text of each expression.
@@ -167,8 +171,17 @@ def test_all_changes_in_order_lead_to_the_present_schema(new_database: Callable[
         assert install(connection, "outbox") == SCHEMA_VERSION
         assert differing(catalogue(connection), fresh) == []
     assert {"commit_log", "message_v1", "queue_closing"} <= fresh["relations"].keys()
-    assert {"tick_v18", "publish"} <= {name.partition("(")[0].removeprefix("outbox.") for name in fresh["functions"]}
     assert all(fresh[kind] for kind in ("columns", "constraints", "indexes", "sequences", "triggers", "rows"))
+
+
+def test_each_function_stands_once_in_a_file_of_its_name(fresh: Catalogue) -> None:
+    files = {path.stem: path.read_text(encoding="utf-8") for path in (SCHEMA / "functions").glob("*.sql")}
+    created = re.compile(r"^CREATE (?:OR REPLACE )?FUNCTION (\w+)", re.MULTILINE)
+    assert {name: created.findall(text) for name, text in files.items()} == {name: [name] for name in files}
+    assert {name.partition("(")[0].removeprefix("outbox.") for name in fresh["functions"]} == set(files)
+    others = [path for path in SCHEMA.rglob("*.sql") if path.parent.name != "functions"]
+    assert len(others) > 18
+    assert [path.name for path in others if created.search(path.read_text(encoding="utf-8"))] == []
 
 
 def test_functions_that_no_release_has_called_are_dropped(new_database: Callable[..., str], fresh: Catalogue) -> None:
