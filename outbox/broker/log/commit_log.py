@@ -28,8 +28,8 @@ _Value = TypeVar("_Value")
 def _insert(rows: LiteralString) -> LiteralString:
     """Return the INSERT of rows into the log; messages whose ids are stored already are left out.
 
-    All statements here use it. The functions append_one_v14 and publish_bytes have one of their own, because calling
-    a shared function would cost 8 to 15 % per message (docs/decisions/196); a test compares the columns.
+    All statements here use it. The functions append_one_v14 and publish_bytes have one of their own, because a shared
+    function would take 8 to 38 % more CPU per message (docs/decisions/196); a test compares the columns.
     """
     return f"""
     INSERT INTO {{schema}}.commit_log (born_at, deliver_at, transaction_id, message_id, topic_id, shard,
