@@ -112,7 +112,7 @@ class Load:
 
 def install_first_version(connection: psycopg.Connection) -> None:
     """As version 0.1 left the tables."""
-    first = resources.files("outbox.broker.schema").joinpath("0001_initial.sql").read_bytes()
+    first = resources.files("outbox.broker.schema").joinpath("changes/0001_initial.sql").read_bytes()
     connection.execute("CREATE SCHEMA outbox; SET search_path TO outbox")
     connection.execute(first)
     connection.execute(

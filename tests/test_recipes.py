@@ -26,7 +26,11 @@ RECIPES += ["a subscriber option"]
 # Filled by the database, and those that only half messages have.
 FILLED = {"log_id", "xid", "stored_at"}
 OF_HALVES = {"immunity_seconds", "ledger_id", "checker"}
-COLUMNS = re.compile(r"INSERT INTO (?:\{schema\}\.)?commit_log(?: AS \w+)? \(([^)]*)\)")
+APPENDING = re.compile(
+    r"INSERT INTO (?:\{+schema\}+\.)?commit_log(?: AS \w+)? \(([^)]*)\)"
+    r"(.*?ON CONFLICT (?:\(message_id\)|ON CONSTRAINT commit_log_message_id_key) DO NOTHING)?",
+    re.DOTALL,
+)
 
 
 def recipes() -> dict[str, str]:
@@ -35,18 +39,11 @@ def recipes() -> dict[str, str]:
     return {part.split("\n", 1)[0]: part for part in text.split("\n### Add ")[1:]}
 
 
-def columns(statement: str) -> list[set[str]]:
-    """The columns of every INSERT into the log."""
-    return [{name.strip() for name in found.split(",")} for found in COLUMNS.findall(statement)]
-
-
-def current(definitions: list[tuple[str, str]]) -> list[str]:
-    """The newest version of each function: `append_one_v14` goes before `append_one_v9`."""
-    newest: dict[str, tuple[int, str]] = {}
-    for name, source in definitions:
-        base, _, number = name.partition("_v")
-        newest[base] = max(newest.get(base, (-1, "")), (int(number or 0), source))
-    return [source for _, source in newest.values()]
+def columns(text: str) -> list[set[str]]:
+    """The columns of every INSERT into the log; each leaves out messages that are stored already."""
+    found = APPENDING.findall(text)
+    assert all(conflict for _, conflict in found)
+    return [{name.strip() for name in names.split(",")} for names, _ in found]
 
 
 def classes(folder: Path) -> Iterator[tuple[Path, ast.ClassDef]]:
@@ -109,24 +106,25 @@ def test_a_recipe_names_at_most_three_places_and_a_test(title: str) -> None:
 
 
 def test_every_statement_that_appends_fills_every_column_of_the_log(broker_url: str) -> None:
+    """One definition in Python, and one in each function that appends; they cannot differ in a column."""
     with psycopg.connect(broker_url) as connection:
         rows = connection.execute("SELECT attname FROM pg_attribute WHERE attrelid = 'outbox.commit_log'::regclass"
                                   " AND attnum > 0 AND NOT attisdropped").fetchall()  # fmt: skip
-        definitions = connection.execute(
-            "SELECT proname, prosrc FROM pg_proc WHERE pronamespace = 'outbox'::regnamespace"
-            " AND prosrc LIKE '%%INSERT INTO commit_log%%'"
-        ).fetchall()
     wanted = {name for (name,) in rows} - FILLED
-    sources = [path.read_text(encoding="utf-8") for path in (ROOT / "outbox").rglob("*.py")]
-    found = [filled for source in [*sources, *current(definitions)] for filled in columns(source)]
-    assert len(found) >= 2
-    assert [wanted - filled for filled in found if wanted - filled not in (set(), OF_HALVES)] == []
-    assert any(wanted <= filled for filled in found), "halves have all columns"
+    files = [path for kind in ("*.py", "functions/*.sql") for path in (ROOT / "outbox").rglob(kind)]
+    found = {path.name: each for path in files if (each := columns(path.read_text(encoding="utf-8")))}
+    assert found == {
+        "commit_log.py": [wanted],
+        "append_one_v14.sql": [wanted - OF_HALVES],
+        "publish_bytes.sql": [wanted - OF_HALVES],
+    }
 
 
 def test_the_check_itself_finds_a_column_that_is_forgotten() -> None:
-    assert columns("INSERT INTO {schema}.commit_log (key, tag) SELECT") == [{"key", "tag"}]
-    assert current([("one_v9", "old"), ("one_v14", "new"), ("publish", "only")]) == ["new", "only"]
+    statement = "INSERT INTO {{schema}}.commit_log (key, tag) SELECT 1, 2 "
+    assert columns(statement + "ON CONFLICT (message_id) DO NOTHING") == [{"key", "tag"}]
+    with pytest.raises(AssertionError):
+        columns(statement)
 
 
 # -- an operator action ----------------------------------------------------------------------------

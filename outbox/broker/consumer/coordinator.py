@@ -33,7 +33,7 @@ from outbox.broker.dispatch.ownership import (
     QueueStopped,
 )
 from outbox.broker.dispatch.subscriptions import ConsumingGroup, Subscribed
-from outbox.broker.groups import leases, lives, members, offsets, outages, quarantine, rebalance, send_back
+from outbox.broker.groups import leases, lives, members, offsets, quarantine, rebalance, send_back
 from outbox.broker.groups.leases import Lease, QueueKey, lease_clock
 from outbox.broker.groups.members import GroupSnapshot, GroupState, QueueState
 from outbox.broker.log.consume_queue import floors
@@ -355,7 +355,6 @@ class Coordinator:
             if self._leases:
                 leases.release(run, self._instance, list(self._leases.values()))
                 self._leases.clear()
-            outages.forget(run, self._instance)
             quarantine.end_attempts(run, self._instance)
             members.leave(run, self._instance)
             notify(run, Channel.SHARED)

@@ -17,7 +17,7 @@ from outbox.broker.dispatch.fetch import KEY, LOG_ID, MESSAGE_ID, TOPIC_ID, TRAN
 from outbox.broker.dispatch.owned_queue import EntryOutcome
 from outbox.broker.dispatch.subscriptions import ConsumingGroup, Subscribed
 from outbox.broker.dispatch.work import FetchedEntry
-from outbox.broker.groups import leases, retry_queues, send_back
+from outbox.broker.groups import leases, registration, send_back
 from outbox.broker.groups.send_back import Failure, FailureAction, FailurePlan
 from outbox.errors import KillsItsProcess, LeaseLost, OutboxError
 from outbox.utils import faults, log_context
@@ -174,7 +174,7 @@ def _failure(run: Executor, failed: Failed, judgement: FailurePlan) -> Failure:
 
 def _retry_queue(run: Executor, group: ConsumingGroup, topic_id: int) -> int:
     if topic_id not in group.retry_queues:
-        group.retry_queues[topic_id] = retry_queues.ensure(run, group.group_id, topic_id)
+        group.retry_queues[topic_id] = registration.ensure_retry_queue(run, group.group_id, topic_id)
     return group.retry_queues[topic_id]
 
 

@@ -13,7 +13,7 @@ from outbox.broker.dispatch.outage import Outage
 from outbox.broker.dispatch.subscriptions import Subscribed
 from outbox.broker.dispatch.work import HandlerCall, Lane
 from outbox.broker.dispatch.worker_pool import WorkerPool
-from outbox.broker.groups import outages
+from outbox.broker.groups import members
 from outbox.subscription import Mode, Subscription
 
 
@@ -64,9 +64,9 @@ class SubscriptionRunner:
             return
         group_id, topic_id = self.subscribed.key
         if pauses:
-            outages.report(run, instance, group_id, topic_id, self.outage.error)
+            members.report_outage(run, instance, group_id, topic_id, self.outage.error)
         else:
-            outages.end(run, instance, group_id, topic_id)
+            members.end_outage(run, instance, group_id, topic_id)
         self._reported = pauses
 
 

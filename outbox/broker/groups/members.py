@@ -1,4 +1,7 @@
-"""The live members of a consumer group and its queues: the input of a rebalance."""
+"""The live members of a consumer group and its queues: the input of a rebalance. Also the pauses of members.
+
+A member records an outage while a service that the handlers of a subscription need is down: the subscription pauses.
+"""
 
 from __future__ import annotations
 
@@ -80,11 +83,19 @@ def heartbeat(run: Executor, instance: UUID, topics: Mapping[int, Sequence[str]]
     run.execute(_HEARTBEAT, parameters)
 
 
+_FORGET_OUTAGES = Statement("""
+DELETE FROM {schema}.outage o
+WHERE o.instance_id = %(instance)s OR o.seen_at < clock_timestamp() - interval '1 day'
+""")
 _LEAVE = Statement("DELETE FROM {schema}.consumer WHERE instance_id = %(instance)s")
 
 
 def leave(run: Executor, instance: UUID) -> None:
-    """Remove this instance, so that the other members share its queues at once."""
+    """Remove this instance, so that the other members share its queues at once.
+
+    Also removes its outages, and outages that no instance has updated for a day.
+    """
+    run.execute(_FORGET_OUTAGES, {"instance": instance})
     run.execute(_LEAVE, {"instance": instance})
 
 
@@ -94,6 +105,29 @@ _FORGET = Statement("DELETE FROM {schema}.consumer WHERE expires_at < clock_time
 def forget_the_dead(run: Executor) -> None:
     """Remove rows of instances that died without leaving, one day after they expired."""
     run.execute(_FORGET)
+
+
+_REPORT_OUTAGE = Statement("""
+INSERT INTO {schema}.outage AS known (instance_id, group_id, topic_id, error)
+VALUES (%(instance)s, %(group_id)s, %(topic_id)s, %(error)s)
+ON CONFLICT (instance_id, group_id, topic_id) DO UPDATE SET error = excluded.error, seen_at = clock_timestamp()
+""")
+
+
+def report_outage(run: Executor, instance: UUID, group_id: int, topic_id: int, error: str) -> None:
+    """Record that a subscription of this instance pauses, or that a call after a pause has failed again."""
+    run.execute(_REPORT_OUTAGE, {"instance": instance, "group_id": group_id, "topic_id": topic_id, "error": error})
+
+
+_END_OUTAGE = Statement("""
+DELETE FROM {schema}.outage
+WHERE instance_id = %(instance)s AND group_id = %(group_id)s AND topic_id = %(topic_id)s
+""")
+
+
+def end_outage(run: Executor, instance: UUID, group_id: int, topic_id: int) -> None:
+    """Record that the subscription continues."""
+    run.execute(_END_OUTAGE, {"instance": instance, "group_id": group_id, "topic_id": topic_id})
 
 
 _LIVE: Final = """

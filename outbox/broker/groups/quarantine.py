@@ -23,7 +23,7 @@ from uuid import UUID
 from outbox.broker.database import arrays
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
-from outbox.broker.groups import leases, members, outages
+from outbox.broker.groups import leases, members
 
 DEATHS_TO_GIVE_UP: Final = 3
 # The wait while another instance handles a quarantined message of the group.
@@ -107,7 +107,6 @@ def record_death(run: Executor, instance: UUID, calls: Sequence[RunningCall], *,
             }
             run.execute(_QUARANTINE, parameters)
         leases.release_all(run, instance)
-        outages.forget(run, instance)
         members.leave(run, instance)
 
 

@@ -1,4 +1,10 @@
-"""Register a subscription with its group and its start. Retry queues are made at the first failure."""
+"""Register a subscription with its group and its start, and make the group's retry queues.
+
+A group has one retry queue per topic, made at the first failure of one of its messages. Processes of one group may
+subscribe to different topics; each topic's retries go to a process that knows the topic. The queues belong to the
+group's retry topic; their number is the id of the topic they serve. Number 0 carries all topics: version 0.1 made and
+filled it. Consumers drain it unchanged (docs/decisions/071).
+"""
 
 from __future__ import annotations
 
@@ -126,3 +132,43 @@ def unknown_group(group: str) -> UnknownGroup:
         f"the consumer group {group!r} is not known to the broker: check its name; a group is created when its first "
         f"consumer starts."
     )
+
+
+# A process that makes queues of a group, or registers with it, waits here for the others.
+_GROUP_NAME = Statement("SELECT name FROM {schema}.consumer_group WHERE group_id = %(group_id)s FOR NO KEY UPDATE")
+_ADD_RETRY_TOPIC = Statement("""
+INSERT INTO {schema}.topic (name, message_types, queue_count, retry_of)
+VALUES ('%%RETRY%%' || %(name)s, ARRAY['NORMAL', 'DELAY'], 1, %(group_id)s)
+ON CONFLICT (name) DO NOTHING
+""")
+_ADD_RETRY_QUEUE = Statement("""
+INSERT INTO {schema}.queue (topic_id, number)
+SELECT topic_id, %(of_topic)s FROM {schema}.topic WHERE retry_of = %(group_id)s
+ON CONFLICT (topic_id, generation, number) DO NOTHING
+RETURNING queue_id
+""")
+_FIND_RETRY_QUEUE = Statement("""
+SELECT queue.queue_id FROM {schema}.queue JOIN {schema}.topic USING (topic_id)
+WHERE topic.retry_of = %(group_id)s AND queue.number = %(of_topic)s
+""")
+
+
+def ensure_retry_queue(run: Executor, group_id: int, topic_id: int) -> int:
+    """Return the id of the queue for the group's retries of a topic, and make it if there is none.
+
+    Raises UnknownGroup when the group was deleted meanwhile.
+    """
+    values = {"group_id": group_id, "of_topic": topic_id}
+    found = run.row(_FIND_RETRY_QUEUE, values)
+    if found is not None:
+        return int(found[0])
+    with run.connection.transaction():
+        group = run.row(_GROUP_NAME, values)
+        if group is None:
+            raise UnknownGroup(f"consumer group {group_id} was deleted: restart its consumers.")
+        run.execute(_ADD_RETRY_TOPIC, {"name": group[0], "group_id": group_id})
+        made = run.row(_ADD_RETRY_QUEUE, values)
+        if made is None:
+            return int(run.one(_FIND_RETRY_QUEUE, values)[0])
+        offsets.store_starts(run, group_id, {made[0]: 0})
+        return int(made[0])

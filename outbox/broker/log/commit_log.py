@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from typing import Any, Final, LiteralString, TypeVar
 from uuid import UUID
 
 from psycopg.errors import UniqueViolation
@@ -24,25 +24,39 @@ from outbox.transaction import Decision, HalfTransaction
 
 _Value = TypeVar("_Value")
 
-# A column that is equal in all rows of a call travels once: the array stays empty and coalesce() takes the single
-# value.
-_DECIDED: Final = Statement("""
-WITH stored AS (
-    INSERT INTO {schema}.commit_log (born_at, deliver_at, transaction_id, message_id, topic_id, shard, half,
-        producer_group, key, tag, content_type, headers, body)
-    SELECT born_at, coalesce(deliver_at, clock_timestamp() + make_interval(secs => delay)), %(transaction_id)s,
-        message_id, coalesce(topic_id, %(one_topic)s), shard, false,
+
+def _insert(rows: LiteralString) -> LiteralString:
+    """Return the INSERT of rows into the log; messages whose ids are stored already are left out.
+
+    All statements here use it. The functions append_one_v14 and publish_bytes have one of their own, because a shared
+    function would take 8 to 38 % more CPU per message (docs/decisions/196); a test compares the columns.
+    """
+    return f"""
+    INSERT INTO {{schema}}.commit_log (born_at, deliver_at, transaction_id, message_id, topic_id, shard,
+        half, immunity_seconds, ledger_id, checker, producer_group, key, tag, content_type, headers, body)
+    {rows}
+    ON CONFLICT (message_id) DO NOTHING"""
+
+
+def _insert_all(half: LiteralString, transactional: LiteralString) -> LiteralString:
+    """Return the INSERT of all messages of a call. `half`: the values of this column and of the three after it.
+
+    A column that is equal in all rows travels once: the array stays empty and coalesce() takes the single value.
+    """
+    return _insert(f"""SELECT born_at, coalesce(deliver_at, clock_timestamp() + make_interval(secs => delay)),
+        %(transaction_id)s, message_id, coalesce(topic_id, %(one_topic)s), shard, {half},
         %(producer_group)s, key, coalesce(tag, %(one_tag)s), coalesce(content_type, %(one_type)s), headers, body
     FROM unnest(%(message_ids)s::uuid[], %(born)s::timestamptz[], %(deliver)s::timestamptz[], %(topics)s::integer[],
         %(shards)s::integer[], %(keys)s::text[], %(tags)s::text[], %(types)s::text[], %(headers)s::jsonb[],
         %(bodies)s::bytea[], %(delays)s::float8[])
         AS given (message_id, born_at, deliver_at, topic_id, shard, key, tag, content_type, headers, body, delay)
-    WHERE (SELECT NOT (reject_transactional AND %(transactional)s) FROM {schema}.broker)
-    ON CONFLICT (message_id) DO NOTHING
-    RETURNING log_id
-)
-INSERT INTO {schema}.op_log (transaction_id, incarnation, decision, decided_by, log_ids)
-SELECT %(transaction_id)s, (SELECT incarnation FROM {schema}.broker), 'C', 'P', array_agg(log_id ORDER BY log_id)
+    WHERE (SELECT NOT (reject_transactional AND {transactional}) FROM {{schema}}.broker)""")
+
+
+_DECIDED: Final = Statement(f"""
+WITH stored AS ({_insert_all("false, NULL, NULL, NULL", "%(transactional)s")} RETURNING log_id)
+INSERT INTO {{schema}}.op_log (transaction_id, incarnation, decision, decided_by, log_ids)
+SELECT %(transaction_id)s, (SELECT incarnation FROM {{schema}}.broker), 'C', 'P', array_agg(log_id ORDER BY log_id)
 FROM stored HAVING count(*) > 0
 RETURNING log_ids, extract(epoch FROM pg_postmaster_start_time())::numeric, current_database()::text
 """)
@@ -52,34 +66,17 @@ _DECIDED_ONE: Final = Statement("""
 SELECT * FROM {schema}.append_one_v14($1, $2, $3, $4, $5, $6, $7, $8::text::jsonb, $9, $10, $11, $12, $13)
 """)
 
-_HALF: Final = Statement("""
-WITH stored AS (
-    INSERT INTO {schema}.commit_log (born_at, deliver_at, transaction_id, message_id, topic_id, shard, half,
-        immunity_seconds, ledger_id, producer_group, checker, key, tag, content_type, headers, body)
-    SELECT born_at, coalesce(deliver_at, clock_timestamp() + make_interval(secs => delay)), %(transaction_id)s,
-        message_id, coalesce(topic_id, %(one_topic)s), shard, true,
-        %(immunity)s, %(ledger_id)s, %(producer_group)s, %(checker)s,
-        key, coalesce(tag, %(one_tag)s), coalesce(content_type, %(one_type)s), headers, body
-    FROM unnest(%(message_ids)s::uuid[], %(born)s::timestamptz[], %(deliver)s::timestamptz[], %(topics)s::integer[],
-        %(shards)s::integer[], %(keys)s::text[], %(tags)s::text[], %(types)s::text[], %(headers)s::jsonb[],
-        %(bodies)s::bytea[], %(delays)s::float8[])
-        AS given (message_id, born_at, deliver_at, topic_id, shard, key, tag, content_type, headers, body, delay)
-    WHERE (SELECT NOT reject_transactional FROM {schema}.broker)
-    ON CONFLICT (message_id) DO NOTHING
-    RETURNING log_id
-)
+_HALF: Final = Statement(f"""
+WITH stored AS ({_insert_all("true, %(immunity)s, %(ledger_id)s, %(checker)s", "true")} RETURNING log_id)
 SELECT array_agg(log_id ORDER BY log_id) FROM stored HAVING count(*) > 0
 """)
 
-_HALF_ONE: Final = Statement("""
-INSERT INTO {schema}.commit_log (born_at, deliver_at, transaction_id, message_id, topic_id, shard, half,
-    immunity_seconds, ledger_id, producer_group, checker, key, tag, content_type, headers, body)
-SELECT $9, coalesce($10, clock_timestamp() + make_interval(secs => $11)), $1, $1, $2, $3, true,
-    $14, $15, $12, $13, $4, $5, $6, $8::text::jsonb, $7
-FROM {schema}.broker WHERE NOT reject_transactional
-ON CONFLICT (message_id) DO NOTHING
-RETURNING ARRAY[log_id]
-""")
+_HALF_ONE: Final = Statement(
+    _insert("""SELECT $9, coalesce($10, clock_timestamp() + make_interval(secs => $11)), $1, $1, $2, $3,
+        true, $14, $15, $13, $12, $4, $5, $6, $8::text::jsonb, $7
+    FROM {schema}.broker WHERE NOT reject_transactional""")
+    + " RETURNING ARRAY[log_id]"
+)
 
 _FIND: Final = Statement("""
 SELECT log.message_id, log.log_id, log.transaction_id, log.half, op.decision::text AS decision

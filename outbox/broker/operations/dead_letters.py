@@ -11,7 +11,7 @@ from uuid import UUID
 from outbox.broker.database.arrays import uuids
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
-from outbox.broker.groups import retry_queues
+from outbox.broker.groups import registration
 from outbox.broker.groups.registration import group_id_of
 
 
@@ -210,7 +210,7 @@ def replay(run: Executor, group: str, selection: LetterSelection = ALL, *, limit
     with run.connection.transaction():
         values = selection.parameters() | {"group_id": group_id_of(run, group), "limit": limit}
         for (topic_id,) in run.rows(_TOPICS, values):
-            retry_queues.ensure(run, values["group_id"], topic_id)
+            registration.ensure_retry_queue(run, values["group_id"], topic_id)
         return run.count(_REPLAY, values)
 
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import logging
 import math
 import random
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import resources
+from importlib.resources.abc import Traversable
 from typing import Final, Generic, TypeVar
 
+from psycopg import sql
 from psycopg.errors import DeadlockDetected, LockNotAvailable
 
 from outbox.broker.database.connection import Connection
@@ -25,35 +28,17 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class _Change:
-    """A schema file, and the tables of earlier files that it locks; a test compares the list with the file."""
-
-    file: str
-    tables: Sequence[str] = ()
-
-
+# current.sql is what a new database gets. changes/ has the numbered files that lead there from version 0.1; each names
+# the tables of earlier files that it locks. functions/ has one file per function (docs/decisions/196).
+_FOLDER: Final = resources.files("outbox.broker.schema")
 _CHANGES: Final = {
-    1: _Change("0001_initial.sql"),
-    2: _Change("0002_additive_changes.sql", ["schema_version"]),
-    3: _Change("0003_resync.sql"),
-    4: _Change("0004_finished_ahead.sql"),
-    5: _Change("0005_parked_and_recalled.sql", ["subscription", "pending_check"]),
-    6: _Change("0006_fencing.sql"),
-    7: _Change("0007_suspects.sql"),
-    8: _Change("0008_periodic_pass.sql"),
-    9: _Change("0009_told_views.sql"),
-    10: _Change("0010_meaning.sql", ["consume_queue", "topic", "subscription", "dead_letter"]),
-    11: _Change("0011_operations.sql"),
-    12: _Change("0012_sql_publish.sql"),
-    13: _Change("0013_tick.sql", ["topic"]),
-    14: _Change("0014_one_call.sql"),
-    15: _Change("0015_lives.sql", ["op_log"]),
-    16: _Change("0016_standing_in.sql", ["leader_lease"]),
-    17: _Change("0017_pruning.sql"),
-    18: _Change("0018_restores.sql", ["life", "resync"]),
+    int(file.name[:4]): file for file in _FOLDER.joinpath("changes").iterdir() if file.name.endswith(".sql")
 }
 SCHEMA_VERSION: Final = max(_CHANGES)
+_LOCKS: Final = re.compile(r"^-- Locks: (.+)$", re.MULTILINE)
+# They write with the rights of their owner or serve those that do, so each role needs a GRANT to execute them.
+# PostgreSQL lets every role execute a new function.
+_GRANTED_ONLY: Final = ("key_lock_number", "key_shard", "publish", "publish_bytes", "publish_complaint")
 
 # PostgreSQL 15 introduced UNIQUE NULLS NOT DISTINCT.
 MINIMUM_POSTGRESQL: Final = 15
@@ -83,7 +68,10 @@ _CREATE_SCHEMA = Statement("CREATE SCHEMA IF NOT EXISTS {schema}")
 _SEARCH_PATH = Statement("SET LOCAL search_path TO {schema}, pg_temp")
 _GET_SEARCH_PATH = Statement("SELECT current_setting('search_path')")
 _SET_SEARCH_PATH = Statement("SELECT set_config('search_path', %(path)s, true)")
-_RECORD_FIRST = Statement("INSERT INTO {schema}.schema_version (version) VALUES (1)")
+# A function may call one that is created after it.
+_UNCHECKED_BODIES = Statement("SET LOCAL check_function_bodies TO off")
+_FUNCTIONS = Statement("SELECT proname::text FROM pg_proc WHERE pronamespace = to_regnamespace(%(schema)s)")
+_RECORD_FIRST = Statement("INSERT INTO {schema}.schema_version (version, change) VALUES (1, %(version)s)")
 _RECORD = Statement("UPDATE {schema}.schema_version SET change = %(version)s")
 
 
@@ -115,9 +103,10 @@ def install(
 ) -> int:
     """Create or upgrade the broker's tables and return the version reached. Several processes may call it at any time.
 
-    Code of the previous version keeps working on the upgraded tables: upgrade the tables first, then deploy the code.
-    Each change is a separate transaction, so that it holds few tables for a short time. The next call finishes an
-    interrupted upgrade. `report` receives the sessions that block the upgrade.
+    A new database gets the present tables (current.sql). An older one gets the changes that it lacks. Code of the
+    previous version keeps working on the upgraded tables: upgrade the tables first, then deploy the code. Each change
+    is a separate transaction, so that it holds few tables for a short time. The next call finishes an interrupted
+    upgrade. `report` receives the sessions that block the upgrade.
 
     Raises SchemaError when this code is too old for the tables, or when other transactions used the tables of one
     change for `patience_seconds` without a gap. Raises ConfigurationError when the server is too old.
@@ -208,10 +197,33 @@ def _in_use(run: Executor, tables: Sequence[str], what: str, passed: float) -> S
     )
 
 
-def recreate(run: Executor, *, after: int = 0) -> None:
-    """Apply every change after the one with this number."""
-    for version in range(after + 1, SCHEMA_VERSION + 1):
-        _apply(run, version)
+def create(run: Executor) -> int:
+    """Create the schema, unless it exists, with all tables and functions as they are now; returns their version."""
+    run.execute(_CREATE_SCHEMA)
+    _execute(run, _FOLDER.joinpath("current.sql"))
+    _create_functions(run)
+    run.execute(_RECORD_FIRST, {"version": SCHEMA_VERSION})
+    logger.info("broker tables in schema %r are created at version %d", run.schema, SCHEMA_VERSION)
+    return SCHEMA_VERSION
+
+
+def apply(run: Executor, version: int) -> int:
+    """Apply the change with this number, and return the number. The last change also brings all functions up to date.
+
+    Before it, code of the previous release uses the functions that it knows.
+    """
+    _execute(run, _CHANGES[version])
+    if version == SCHEMA_VERSION:
+        _create_functions(run)
+    run.execute(_RECORD, {"version": version})
+    logger.info("broker tables in schema %r are now at version %d", run.schema, version)
+    return version
+
+
+def locked_tables(version: int) -> list[str]:
+    """Return the tables of earlier changes that a change locks, as its file says; a test compares them."""
+    found = _LOCKS.search(_CHANGES[version].read_text("utf-8"))
+    return found[1].split(", ") if found else []
 
 
 def installed_version(connection: Connection, schema: str = "outbox") -> int:
@@ -280,26 +292,28 @@ def _plan_next(run: Executor) -> Planned[int]:
         raise _too_new(run.schema, installed)
     if installed.change >= SCHEMA_VERSION:
         return Planned((), lambda: installed.change)
+    if installed.change == 0:
+        return Planned((), lambda: create(run))
     version = installed.change + 1
-
-    def change() -> int:
-        if version == 1:
-            run.execute(_CREATE_SCHEMA)
-        _apply(run, version)
-        return version
-
-    return Planned(_CHANGES[version].tables, change)
+    return Planned(locked_tables(version), lambda: apply(run, version))
 
 
-def _apply(run: Executor, version: int) -> None:
-    text = resources.files("outbox.broker.schema").joinpath(_CHANGES[version].file).read_text("utf-8")
+def _create_functions(run: Executor) -> None:
+    before = {name for (name,) in run.rows(_FUNCTIONS, {"schema": run.schema})}
+    run.execute(_UNCHECKED_BODIES)
+    _execute(run, *sorted(_FOLDER.joinpath("functions").iterdir(), key=lambda file: file.name))
+    for name in _GRANTED_ONLY:
+        # Of an older function the present rights stay: an operator may have granted more.
+        if name not in before:
+            function = sql.Identifier(run.schema, name)
+            run.connection.execute(sql.SQL("REVOKE ALL ON FUNCTION {} FROM PUBLIC").format(function))
+
+
+def _execute(run: Executor, *files: Traversable) -> None:
+    """Execute files of SQL, with the schema alone as search_path."""
+    text = "\n".join(file.read_text("utf-8") for file in files)
     [before] = run.one(_GET_SEARCH_PATH)
     run.execute(_SEARCH_PATH)
-    # The file has many statements, so it is sent without parameters and in text form.
+    # A file has many statements, so it is sent without parameters and in text form.
     run.connection.execute(text.encode())
     run.execute(_SET_SEARCH_PATH, {"path": before})
-    if version == 1:
-        run.execute(_RECORD_FIRST)
-    else:
-        run.execute(_RECORD, {"version": version})
-    logger.info("broker tables in schema %r are now at version %d", run.schema, version)

@@ -14,7 +14,7 @@ from outbox.broker.schema.install import (
     Planned,
     change_tables,
     check_schema,
-    recreate,
+    create,
 )
 from outbox.errors import SchemaError
 
@@ -79,7 +79,7 @@ def _names_of_a_fresh_one(connection: Connection) -> set[str]:
     scratch = Executor(connection, _SCRATCH)
     with connection.transaction(force_rollback=True):
         scratch.execute(_CREATE_SCHEMA)
-        recreate(scratch)
+        create(scratch)
         return _names(scratch)
 
 

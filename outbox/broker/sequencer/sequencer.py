@@ -21,17 +21,43 @@ from outbox.broker.database import timeouts
 from outbox.broker.database.arrays import uuids
 from outbox.broker.database.connection import BrokerDatabase, Connection
 from outbox.broker.database.executor import Executor
+from outbox.broker.database.notify import Channel
 from outbox.broker.database.round_trip import RoundTrip, Row, array
 from outbox.broker.database.snapshot import Snapshot
 from outbox.broker.database.statement import Statement
-from outbox.broker.sequencer import tick_sql
 from outbox.broker.sequencer.key_order import Key
-from outbox.broker.sequencer.takeover import TickState, adopt
+from outbox.broker.sequencer.takeover import BEGIN_REPEATABLE, COMMIT, TICK_SETTINGS, TickState, adopt
 from outbox.broker.transaction import half_scan
 from outbox.transaction import CheckSettings
 from outbox.utils import faults
 
 logger = logging.getLogger(__name__)
+
+# The function is outbox/broker/schema/functions/tick_v18.sql.
+_TICK: Final = Statement("""
+SELECT obstacle, seen, stored, more, decision_count, appended_count, held_count, released_count, scheduled_count,
+       due_count, next_due_seconds, nothing_due_before, met
+FROM {schema}.tick_v18(
+    own_life => %(life)s, last_tick => %(tick_id)s, own_incarnation => %(incarnation)s,
+    seen_xmax => %(xmax)s, seen_xip => %(xip)s,
+    half_xmax => %(half_xmax)s, half_xip => %(half_xip)s, known_fifo => %(fifo_topics)s, known_parked => %(parked)s,
+    due_from => %(due_from)s, is_waiting => %(is_waiting)s, is_asking => %(is_asking)s,
+    has_looked => %(has_looked)s, to_hold => %(hold)s, to_release => %(release)s,
+    batch => %(batch)s, is_full_tick => %(is_full)s)
+""")
+
+# Executed after the tick's COMMIT, in a separate transaction that does not wait for the disk: a commit with a
+# notification waits for all other commits with one. It announces entries that the tick has appended, if there are any.
+# If the queues are few it names them, so that only the owners of these queues look. The row of a full tick has the
+# heads of all queues.
+_ANNOUNCE: Final = Statement("""
+SELECT set_config('synchronous_commit', 'off', true),
+       pg_notify(%(channel)s, CASE WHEN %(names_queues)s::boolean AND NOT is_full AND cardinality(queue_ids) <= 50
+                                   THEN array_to_string(queue_ids, ' ') ELSE '' END)
+FROM {schema}.tick WHERE tick_id = %(tick_id)s::bigint + 1 AND appended > 0
+""")
+
+_ROLLBACK: Final = Statement("ROLLBACK")
 
 # Which FIFO messages the next tick will meet, in the same snapshot: rows (what, log_id, topic_id, key, transaction_id).
 #   h: a half row that became visible   c, r: a message decided COMMIT (and due now) or ROLLBACK   d: a due delayed one
@@ -165,7 +191,7 @@ class _Seen:
 
 @dataclass(frozen=True, slots=True)
 class _Ticked:
-    """The answer of tick_sql.TICK. `met`: log ids and keys of FIFO messages that it decided without a look at them."""
+    """The answer of _TICK. `met`: log ids and keys of FIFO messages that it decided without a look at them."""
 
     obstacle: str | None
     seen: str
@@ -296,7 +322,7 @@ class Sequencer:
             return self._advance(state, _Ticked.parse(self._commit(trip, state)[tick][0]), _Plan())
         ticked = _Ticked.parse(trip.finish()[tick][0])
         if not all(state.order.is_apart(*one) for one in ticked.met):
-            trip.send(tick_sql.ROLLBACK)
+            trip.send(_ROLLBACK)
             trip.finish()
             raise _MustLook
         state.meets_fifo = bool(ticked.met) or not ticked.counts.decisions
@@ -318,10 +344,10 @@ class Sequencer:
         return self._advance(state, _Ticked.parse(self._commit(trip, state)[tick][0]), plan)
 
     def _begin(self, trip: RoundTrip) -> None:
-        trip.send(tick_sql.BEGIN_REPEATABLE)
+        trip.send(BEGIN_REPEATABLE)
         if self._local:
             trip.send(timeouts.LIFT, {"local": b"true"})
-            trip.send(tick_sql.SETTINGS, {"local": b"true"})
+            trip.send(TICK_SETTINGS, {"local": b"true"})
 
     def _append(self, trip: RoundTrip, state: TickState, plan: _Plan, *, asks: bool = False) -> int:
         parameters = self._reading(state) | {
@@ -337,17 +363,17 @@ class Sequencer:
             "hold": array(plan.hold),
             "release": array(plan.release),
         }
-        return trip.send(tick_sql.TICK, parameters)
+        return trip.send(_TICK, parameters)
 
     def _commit(self, trip: RoundTrip, state: TickState) -> list[list[Row]]:
         """Read all answers of this round trip after the tick's commit. The notification may fail without harm."""
-        commit = trip.send(tick_sql.COMMIT)
+        commit = trip.send(COMMIT)
         announced = {
             "tick_id": b"%d" % state.tick_id,
-            "channel": tick_sql.queued_channel(self._schema),
+            "channel": Channel.QUEUED.name_in(self._schema).encode(),
             "names_queues": _boolean(state.names_queues),
         }
-        announce = trip.send(tick_sql.ANNOUNCE, announced)
+        announce = trip.send(_ANNOUNCE, announced)
         found, error = trip.finish_all()
         if len(found) <= commit:
             raise error or psycopg.OperationalError("the connection ended during a tick")

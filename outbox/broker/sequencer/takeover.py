@@ -17,14 +17,27 @@ from outbox.broker.database.statement import Statement
 from outbox.broker.groups import lives
 from outbox.broker.log import incidents
 from outbox.broker.log.incidents import Incident, IncidentKind
-from outbox.broker.sequencer import tick_sql
 from outbox.broker.sequencer.key_order import KeyOrder
 from outbox.broker.transaction import checks
-from outbox.broker.transaction.pending import insert_pending
+from outbox.broker.transaction.half_scan import insert_pending
 from outbox.transaction import CheckSettings
 from outbox.utils import faults, heartbeat
 
 logger = logging.getLogger(__name__)
+
+# Planning a tick would take longer than running it, so its statements are planned once, with bound values. Without
+# sequential scans and with the log behind OFFSET 0, only the plans that read just the new rows are possible. This also
+# holds on tables that have grown since and were never analysed (docs/decisions/130). `local`: for one transaction only,
+# where a pooler would pass the settings on to other clients.
+TICK_SETTINGS: Final = Statement("""
+SELECT set_config('plan_cache_mode', 'force_generic_plan', %(local)s), set_config('enable_seqscan', 'off', %(local)s),
+       set_config('jit', 'off', %(local)s), set_config('enable_mergejoin', 'off', %(local)s),
+       set_config('default_transaction_isolation', 'read committed', %(local)s),
+       set_config('idle_in_transaction_session_timeout', '5s', %(local)s)
+""")
+
+BEGIN_REPEATABLE: Final = Statement("BEGIN ISOLATION LEVEL REPEATABLE READ")
+COMMIT: Final = Statement("COMMIT")
 
 _LAST_TICK: Final = Statement("SELECT tick_id, snapshot::text FROM {schema}.tick ORDER BY tick_id DESC LIMIT 1")
 
@@ -191,7 +204,7 @@ def _prepare(run: Executor, *, local: bool) -> None:
         timeouts.lift_for_transaction(run.connection)
     else:
         timeouts.lift_for_session(run.connection)
-    run.execute(tick_sql.SETTINGS, {"local": local}, prepare=True)
+    run.execute(TICK_SETTINGS, {"local": local}, prepare=True)
 
 
 def adopt(run: Executor, check: CheckSettings, *, local: bool = False) -> TickState:
@@ -218,13 +231,13 @@ def adopt(run: Executor, check: CheckSettings, *, local: bool = False) -> TickSt
             state.order.open(log_id, (topic_id, key), transaction_id)
     # A decision between the last tick and now may have freed a held message; the next tick finds out.
     state.order.reconsider()
-    run.execute(tick_sql.COMMIT)
+    run.execute(COMMIT)
     logger.info("sequencing from tick %d, incarnation %d", state.tick_id, state.incarnation)
     return state
 
 
 def _begin(run: Executor, *, local: bool) -> None:
-    run.execute(tick_sql.BEGIN_REPEATABLE)
+    run.execute(BEGIN_REPEATABLE)
     if local:
         _prepare(run, local=True)
 
@@ -305,4 +318,4 @@ def _resync(run: Executor, check: CheckSettings, reached: ReachedServer, reason:
     )
     incidents.record(run, [Incident(IncidentKind.RESYNC, "broker", detail)])
     faults.point("sequencer.mid_resync")
-    run.execute(tick_sql.COMMIT)
+    run.execute(COMMIT)

@@ -1,13 +1,16 @@
 """Find undecided half messages, at a cost proportional to the number of undecided ones.
 
-The scan reads new half rows by pairs of snapshots (log/unread.py): rows whose transaction the last scan could not see.
+The scan reads new half rows by pairs of snapshots: rows whose transaction the last scan could not see. A cursor over
+ids would lose transactions that commit late. Using the oldest running transaction as a limit would stall behind any
+open one. The statement binds the upper end of the last snapshot as `%(xmax)s` and its running transactions as
+`%(xip)s`: as functions inside one OR they would cost a scan of the whole table.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, LiteralString
 from uuid import UUID
 
 from psycopg.errors import UniqueViolation
@@ -18,18 +21,54 @@ from outbox.broker.database.one_way import Request
 from outbox.broker.database.snapshot import Snapshot
 from outbox.broker.database.statement import Statement
 from outbox.broker.database.timeouts import lifted
-from outbox.broker.log import unread
-from outbox.broker.transaction.pending import insert_pending
 from outbox.transaction import CheckSettings
 
 DEFAULT_BATCH: Final = 200_000
 
 _LAST = Statement("SELECT scan_id, snapshot::text FROM {schema}.half_scan ORDER BY scan_id DESC LIMIT 1")
 
-# `edge`: the cut in a long backlog; the new snapshot then says that everything from there on is unread.
-_SCAN = Statement(
-    f"""
-WITH edge AS ({unread.cut("commit_log", messages="1", only="half AND")}
+_IMMUNE_UNTIL: Final = "stored_at + make_interval(secs => coalesce(immunity_seconds, %(immunity)s))"
+
+
+def insert_pending(source: LiteralString, where: LiteralString, *, due: LiteralString = _IMMUNE_UNTIL) -> LiteralString:
+    """Return the INSERT of a pending row for each undecided transaction, due when immunity ends or at `due`.
+
+    Immunity is the value of the half message, else the setting of the process that finds it. It counts from the time at
+    which the half message was stored.
+
+    `source` has the log's columns and the alias `half_row`. The rows are sorted: inserts that may conflict must lock in
+    one order.
+    """
+    return f"""
+INSERT INTO {{schema}}.pending_check AS pending
+    (transaction_id, log_id, producer_group, stored_at, immune_until, due_at)
+SELECT transaction_id, log_id, coalesce(producer_group, ''), stored_at, {_IMMUNE_UNTIL}, {due}
+FROM {source}
+WHERE {where}
+  AND NOT EXISTS (SELECT FROM {{schema}}.op_log WHERE op_log.transaction_id = half_row.transaction_id)
+ORDER BY transaction_id
+"""
+
+
+# `edge`: the transaction id up to which to read: inside a long backlog, else the snapshot's end. About `batch` rows are
+# below it; the rows of one transaction stay together. The current snapshot bounds the query, because rows from before a
+# restore may carry higher ids than the present ones. The stored snapshot is the current one, with everything from the
+# cut on unread.
+_SCAN = Statement(f"""
+WITH edge AS (
+    SELECT coalesce(
+        min(xid) FILTER (WHERE earlier >= %(batch)s),
+        CASE WHEN sum(rows) > %(batch)s THEN
+            (SELECT min(next.xid) FROM {{schema}}.commit_log next WHERE half AND next.xid > max(per_xid.xid)
+                AND next.xid < pg_snapshot_xmax(pg_current_snapshot())) END,
+        pg_snapshot_xmax(pg_current_snapshot())) AS cut
+    FROM (
+        SELECT xid, count(*) AS rows, sum(count(*)) OVER (ORDER BY xid) - count(*) AS earlier
+        FROM (SELECT xid FROM {{schema}}.commit_log
+              WHERE half AND xid >= %(xmax)s::xid8 AND xid < pg_snapshot_xmax(pg_current_snapshot())
+              ORDER BY xid LIMIT %(batch)s + 1) AS unread
+        GROUP BY xid
+    ) AS per_xid
 ), fresh AS MATERIALIZED (
     SELECT log_id, transaction_id, message_id, producer_group, stored_at, immunity_seconds
     FROM {{schema}}.commit_log WHERE half AND xid >= %(xmax)s::xid8 AND xid < (SELECT cut FROM edge)
@@ -45,13 +84,15 @@ WITH edge AS ({unread.cut("commit_log", messages="1", only="half AND")}
     FROM edge
 ), recorded AS (
     INSERT INTO {{schema}}.half_scan (scan_id, snapshot, moved)
-    SELECT %(scan_id)s + 1, {unread.SNAPSHOT_UP_TO_CUT}, moved
+    SELECT %(scan_id)s + 1,
+           (least(pg_snapshot_xmin(pg_current_snapshot()), cut)::text || ':' || cut::text || ':' ||
+            coalesce((SELECT string_agg(xip::text, ',' ORDER BY xip)
+                      FROM pg_snapshot_xip(pg_current_snapshot()) AS xip WHERE xip < cut), ''))::pg_snapshot, moved
     FROM found
     WHERE fresh > 0
 )
 SELECT fresh, moved, more FROM found
-"""
-)
+""")
 
 # Ids begin with a time, so their order is nearly that of the transactions.
 _WAITING = Statement("""

@@ -6,7 +6,7 @@ import threading
 import uuid
 
 from outbox.broker.database.executor import Executor
-from outbox.broker.groups import rebalance, registration, retry_queues
+from outbox.broker.groups import rebalance, registration
 from outbox.broker.groups.members import Member, QueueState
 from outbox.broker.log.topics import TopicCatalog
 from outbox.broker.operations.status import broker_status
@@ -102,7 +102,7 @@ def test_made_by_many_at_once_there_is_one(bench: ConsumptionBench) -> None:
     def make() -> None:
         with bench.database.connect() as connection:
             together.wait(20)
-            made.append(retry_queues.ensure(Executor(connection, "outbox"), group_id, topic_id))
+            made.append(registration.ensure_retry_queue(Executor(connection, "outbox"), group_id, topic_id))
 
     threads = [threading.Thread(target=make) for _ in range(6)]
     for thread in threads:

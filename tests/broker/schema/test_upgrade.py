@@ -19,6 +19,7 @@ from outbox.broker.schema.install import SCHEMA_VERSION, check_schema, install
 from outbox.errors import SchemaError
 from tests.broker.schema import version_0_1
 from tests.broker.schema.promise import count, finish, grows
+from tests.broker.schema.test_current import catalogue, differing
 from tests.broker.support import message
 from tests.support import eventually
 
@@ -63,6 +64,14 @@ def test_upgrade_under_load(url: str, old: Path, tmp_path: Path) -> None:
         finish(processes, connection)
 
 
+def test_an_upgraded_database_of_version_0_1_has_the_present_schema(url: str, broker_url: str) -> None:
+    with psycopg.connect(url, autocommit=True) as connection, psycopg.connect(broker_url) as fresh:
+        # What its installation declared.
+        connection.execute("TRUNCATE outbox.topic, outbox.queue, outbox.subscription RESTART IDENTITY")
+        assert install(connection, "outbox") == SCHEMA_VERSION
+        assert differing(catalogue(connection), catalogue(fresh)) == []
+
+
 def test_the_new_code_says_what_to_run_on_the_old_tables(url: str) -> None:
     with psycopg.connect(url, autocommit=True) as connection:
         with pytest.raises(SchemaError, match=r"this code needs .*manage\.py migrate --database"):
@@ -88,7 +97,7 @@ def test_the_new_broker_process_waits_for_the_tables(url: str, caplog: pytest.Lo
 
 
 def test_released_files_of_the_schema_do_not_change() -> None:
-    folder = resources.files("outbox.broker").joinpath("schema")
+    folder = resources.files("outbox.broker.schema").joinpath("changes")
     for name, expected in version_0_1.SCHEMA_SHA256.items():
         content = folder.joinpath(name).read_bytes()
         assert hashlib.sha256(content).hexdigest() == expected, f"{name} is released: write a further file"

@@ -1,12 +1,10 @@
--- Change 14: what a producer does for one message is one call, whose plan its session keeps.
+-- Store one message together with the decision COMMIT, and return which database of which server this is. Without a
+-- `log_id` nothing was stored: the message id is stored already, or the operator has switched transactional messages
+-- off.
 --
--- An application's connections prepare nothing, and planning the statement took longer than running it. Code calls the
--- function that it came with: a later change puts another one beside it. Names are looked up where these tables are,
--- whatever the session's search_path.
-
--- Store one message together with the decision COMMIT. No `log_id`: its id is stored already, or the operator has
--- switched transactional messages off. Also tells which database of which server this is.
-CREATE FUNCTION append_one_v14(
+-- A function, because connections of applications prepare nothing, and planning the statement takes longer than running
+-- it. The session keeps the plans of a function.
+CREATE OR REPLACE FUNCTION append_one_v14(
     message_id     uuid,
     topic_id       integer,
     shard          integer,

@@ -1,4 +1,4 @@
--- Change 9: what readers outside are told of one message: how its transaction was asked for, and how handlers failed.
+-- Change 9: views of checks and failures for readers outside.
 
 CREATE VIEW check_v1 AS
 SELECT transaction_id, checked_at, answer, detail FROM check_history;

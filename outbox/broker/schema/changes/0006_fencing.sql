@@ -3,13 +3,11 @@
 CREATE TABLE producer_epoch (
     producer_group   text        NOT NULL,
     transactional_id text        NOT NULL,
-    -- Raised by each instance that takes the id over; what carries a lower one is refused.
     epoch            bigint      NOT NULL,
     initialised_at   timestamptz NOT NULL DEFAULT now(),
     PRIMARY KEY (producer_group, transactional_id)
 );
 
--- Half transactions of such producers, until they are decided: what a newer instance has to wait for.
 CREATE TABLE fenced_half (
     transaction_id   uuid   PRIMARY KEY,
     producer_group   text   NOT NULL,

@@ -1,0 +1,1 @@
+-- Change 12: publishing from SQL (functions only).

@@ -1,0 +1,1 @@
+-- Change 14: a producer stores one message by one call (a function only).
