@@ -27,7 +27,7 @@ from outbox.broker.sequencer.leader import LeaderLease
 from outbox.broker.sequencer.sequencer import Sequencer
 from outbox.contrib.django import publish
 from outbox.contrib.django.database.aliases import broker_database
-from outbox.contrib.django.engine.broker import flusher
+from outbox.contrib.django.engine.broker import flush
 from outbox.contrib.django.operations import exposition
 from outbox.contrib.django.operations.watching import look, probe
 from outbox.contrib.django.worker import probes, signs
@@ -60,7 +60,7 @@ def health(*arguments: str) -> tuple[int, str]:
 def test_the_probe_by_command(led: None) -> None:
     assert health() == (0, "healthy")
     publish("orders", {})
-    flusher.flush(within_seconds=5)
+    flush(within_seconds=5)
     with closing(broker_database().connect()) as connection:
         connection.execute("UPDATE outbox.op_log SET decided_at = decided_at - interval '30 seconds'")
         assert health() == (1, "decided messages have waited 30 s for the sequencer")

@@ -11,10 +11,10 @@ from outbox.message import Delivery, Message
 from outbox.ports import AnyHandler, call_handler
 from outbox.rocketmq.broker import RocketMQBroker
 from outbox.rocketmq.consumer import RocketMQConsumers
-from outbox.rocketmq.private_server import PrivateRocketMQ
 from outbox.subscription import Subscription
 from outbox.topic import Topic
 from outbox.transaction import Check
+from sample_project.rocketmq_server import PrivateRocketMQ
 from tests.contract.benches import CHECKS, publish_two_phase
 
 # Longer than the server waits before it asks (twice), than a retry, and than an empty poll (5 s).

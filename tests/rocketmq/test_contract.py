@@ -10,9 +10,9 @@ from types import ModuleType
 import pytest
 
 from outbox.rocketmq import admin, consumer, producer, wire
-from outbox.rocketmq.private_server import PrivateRocketMQ
 from outbox.topic import MessageType, Topic
 from outbox.transaction import Decision
+from sample_project.rocketmq_server import PrivateRocketMQ
 from tests.contract import (
     test_consumption,
     test_fencing,
