@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from outbox.rocketmq.declarations import REFUSALS, check_topics, topic_problems
 from outbox.subscription import Mode, Subscription
 from outbox.topic import MessageType, Topic
 
+ROOT = Path(__file__).resolve().parent.parent.parent
 EVERYTHING = Refusals("everything")
 FIFO = Topic(name="steps", types=frozenset({MessageType.FIFO}))
 MIXED = Topic(name="orders")
@@ -90,3 +92,10 @@ def test_a_topic_of_the_server_is_held_against_the_declared_one() -> None:
     assert list(topic_problems(MIXED, frozenset({normal, transaction}))) == []
     assert "create it with message.type=MIXED and 8 queues" in "".join(topic_problems(MIXED, None))
     assert "does not take TRANSACTION" in "".join(topic_problems(MIXED, frozenset({normal})))
+
+
+def test_the_page_has_every_refusal() -> None:
+    page = " ".join((ROOT / "docs" / "engines.md").read_text(encoding="utf-8").split())
+    rules = [rule for _, rule in (*REFUSALS.topics, *REFUSALS.subscriptions)]
+    rows = [f"| {rule.lacks} | {rule.instead} |" for rule in (*rules, *REFUSALS.calls.values())]
+    assert sorted({row for row in rows if row not in page}) == []
