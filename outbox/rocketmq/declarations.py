@@ -14,7 +14,7 @@ from outbox.subscription import Mode, OnError, Start
 from outbox.topic import MessageType, Topic
 
 _FENCING: Final = Refusal("producers with a transactional id", "Keep its topic on PostgreSQL.")
-_RECALL: Final = Refusal("taking back what waits", "Let the handler check whether the message still counts.")
+_RECALL: Final = Refusal("recall of waiting messages", "Let the handler check whether the message still counts.")
 
 REFUSALS: Final = Refusals(
     engine="RocketMQ",
@@ -88,7 +88,7 @@ REFUSALS: Final = Refusals(
         "recall": _RECALL,
         "recall_key": _RECALL,
         "reject_transactional": Refusal(
-            "refusing new transactional messages of all producers",
+            "switch that refuses the transactional messages of all producers",
             "An operator sets rejectTransactionMessage on the server.",
         ),
         "declare": Refusal("topics that a client changes", "Use `manage.py outbox_rocketmq --create`."),

@@ -102,8 +102,8 @@ LACKING: Mapping[str, str] = {
 LACKING_MODULES: Mapping[ModuleType, str] = {
     test_fencing: "producers with a transactional id",
     test_parking: "RocketMQ asks about an undecided message `transactionCheckMax` times",
-    test_recall: "taking back what waits",
-    test_switches: "refusing new transactional messages of all producers",
+    test_recall: "recall of waiting messages",
+    test_switches: "switch that refuses the transactional messages of all producers",
 }
 TOPICS = [
     Topic(name="orders", queue_count=4),

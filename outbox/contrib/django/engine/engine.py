@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
 from django.core.checks import CheckMessage
 
@@ -16,17 +16,18 @@ from outbox.errors import ConfigurationError
 from outbox.ports import AnyHandler, Broker, Consumers, LeftoverWork
 from outbox.refusals import Refusals
 from outbox.subscription import Subscription
-from outbox.utils.periodic import PeriodicPass
 
 
 class Engine(ABC):
     """One engine of these settings. Making it connects to nothing; a method that an engine does not need does nothing.
 
-    `has_broker_process`: whether a worker runs a process that sequences.
+    `has_broker_process`: whether a worker runs a process that sequences. `pass_names`: further periodic passes of a
+    producer service.
     """
 
     refusals: ClassVar[Refusals]
     has_broker_process: ClassVar[bool] = True
+    pass_names: ClassVar[Sequence[str]] = ()
 
     def __init__(self, settings: OutboxSettings) -> None:
         self.settings = settings
@@ -87,9 +88,9 @@ class Engine(ABC):
         """Decide half messages that no commit decides, in a test on the broker in memory; returns their number."""
         return 0
 
-    def passes(self) -> list[PeriodicPass]:
-        """Further periodic passes of a producer service."""
-        return []
+    def run_pass(self, name: str) -> Mapping[str, Any]:
+        """Run one of `pass_names` and return its counts. Raises BrokerError."""
+        raise NotImplementedError(name)
 
     def is_asked(self) -> bool:
         """Whether check-back can ask this process: a part of its readiness."""

@@ -23,7 +23,6 @@ from outbox.rocketmq.exhausted import waiting
 from outbox.rocketmq.left import Timers, left
 from outbox.subscription import Subscription
 from outbox.utils import heartbeat
-from outbox.utils.periodic import PeriodicPass
 
 if TYPE_CHECKING:
     from outbox.rocketmq.broker import RocketMQBroker
@@ -34,6 +33,7 @@ class RocketMQEngine(Engine):
 
     refusals: ClassVar[Refusals] = declarations.REFUSALS
     has_broker_process: ClassVar[bool] = False
+    pass_names: ClassVar[Sequence[str]] = ("exhausted_checks",)
 
     @cached_property
     def broker(self) -> RocketMQBroker:
@@ -117,11 +117,7 @@ class RocketMQEngine(Engine):
             on_tick=lambda: heartbeat.beat(ready=self.is_asked()),
         )
 
-    def passes(self) -> list[PeriodicPass]:
-        seconds = self.settings.check_interval_seconds
-        return [PeriodicPass(name="exhausted_checks", interval_seconds=seconds, run=self._settle_exhausted)]
-
-    def _settle_exhausted(self) -> Mapping[str, Any]:
+    def run_pass(self, name: str) -> Mapping[str, Any]:
         """Decide by the ledger the transactions that RocketMQ gave up. Raises BrokerError.
 
         If two processes do so at once, messages are published twice; the inbox removes the duplicates.

@@ -13,7 +13,7 @@ from outbox.broker.database.connection import BrokerDatabase
 from outbox.broker.log.failing import FailureNote, ProcessPart
 from outbox.broker.transaction.turns import CHECK_BACK
 from outbox.contrib.django.database.aliases import broker_database
-from outbox.contrib.django.engine.broker import get_engine
+from outbox.contrib.django.engine.broker import engine_of, get_engine
 from outbox.contrib.django.ledger.pruning import run_prune
 from outbox.contrib.django.operations.comparing import compare_when_due
 from outbox.contrib.django.operations.watching import audit_when_due
@@ -60,8 +60,16 @@ def passes() -> list[PeriodicPass]:
     always += [_in_turn(name, seconds, work) for name, (seconds, work) in _added.items()]
     if not settings.producer_group:
         return always
-    answer = _in_turn(CHECK_BACK, settings.check_interval_seconds, lambda: asdict(check_back()))
-    return [answer, *get_engine().passes(), *always]
+    seconds = settings.check_interval_seconds
+    of_engine = [
+        PeriodicPass(name=name, interval_seconds=seconds, run=partial(_by_engine, name))
+        for name in engine_of(settings).pass_names
+    ]
+    return [_in_turn(CHECK_BACK, seconds, lambda: asdict(check_back())), *of_engine, *always]
+
+
+def _by_engine(name: str) -> Mapping[str, Any]:
+    return get_engine().run_pass(name)
 
 
 def _compared() -> Mapping[str, Any]:
