@@ -31,7 +31,7 @@ from outbox.contrib.django.engine.broker import flush
 from outbox.contrib.django.operations import exposition
 from outbox.contrib.django.operations.watching import look, probe
 from outbox.contrib.django.worker import probes
-from outbox.contrib.django.worker.roles import expect_signs
+from outbox.contrib.django.worker.roles import prepare_health_files
 from outbox.errors import ConfigurationError
 from outbox.utils import heartbeat
 from tests.broker.support import wire
@@ -138,7 +138,7 @@ def beat(monkeypatch: pytest.MonkeyPatch, left: dict[str, dict[str, str]], name:
 
 def test_signs_of_life(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert probes.live().problems == ("no worker has started here",)
-    left = expect_signs(["broker", "consumer-1"])
+    left = prepare_health_files(["broker", "consumer-1"])
     assert probes.live().is_healthy
     assert probes.ready().problems == (
         "broker.heartbeat waits for the broker",
@@ -152,12 +152,12 @@ def test_signs_of_life(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None
     os.utime(directory / "consumer-1.heartbeat", (time.time() - 100, time.time() - 100))
     assert [problem[:10] for problem in probes.live().problems] == ["consumer-1"]
     assert health("--live")[0] == 1
-    expect_signs(["broker"])
+    prepare_health_files(["broker"])
     assert probes.live().is_healthy, "the one that is not expected any more is forgotten"
 
 
 def test_a_resynchronisation_is_not_taken_for_a_hung_loop(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    left = expect_signs(["broker"])
+    left = prepare_health_files(["broker"])
     beat(monkeypatch, left, "broker", ready=True)
     with closing(broker_database().connect()) as connection:
         connection.execute("UPDATE outbox.broker SET system_identifier = '1'")
@@ -194,7 +194,7 @@ def fetch(port: int, path: str) -> tuple[int, str]:
 
 
 def test_the_port(directory: Path, monkeypatch: pytest.MonkeyPatch, led: None) -> None:
-    left = expect_signs(["broker"])
+    left = prepare_health_files(["broker"])
     with probes.served() as address:
         assert address is not None
         port = int(address[1])
@@ -214,7 +214,7 @@ def test_the_port_leaves_no_connection_open(directory: Path, monkeypatch: pytest
     def note(connection: BaseDatabaseWrapper, **_: object) -> None:
         opened.append(connection)
 
-    expect_signs(["broker"])
+    prepare_health_files(["broker"])
     with probes.served() as address, connected(note):
         assert address is not None
         assert fetch(int(address[1]), "/metrics")[0] == 200

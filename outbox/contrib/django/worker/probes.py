@@ -22,7 +22,7 @@ from django.db import connections
 from outbox.broker.operations.health import Health
 from outbox.contrib.django.operations import exposition
 from outbox.contrib.django.settings.conf import get_settings
-from outbox.contrib.django.worker.roles import SUFFIX, expect_signs
+from outbox.contrib.django.worker.roles import SUFFIX, prepare_health_files
 from outbox.utils import heartbeat
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,9 @@ LIVE_SECONDS: Final = 30.0
 @contextmanager
 def alone(name: str) -> Iterator[None]:
     """This process is a worker by itself: during the block it writes its own heartbeat, and serves it."""
-    os.environ.update({key: value for key, value in expect_signs([name])[name].items() if key == heartbeat.VARIABLE})
+    os.environ.update(
+        {key: value for key, value in prepare_health_files([name])[name].items() if key == heartbeat.VARIABLE}
+    )
     with served():
         yield
 

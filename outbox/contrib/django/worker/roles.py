@@ -78,11 +78,11 @@ def child_specs(roles: Sequence[str] = ()) -> list[ChildSpec]:
         required_subscriptions()
         numbers = range(1, settings.consumer_processes + 1)
         processes.update((f"consumer-{number}", [Role.CONSUMER]) for number in numbers)
-    left = expect_signs(processes)
+    left = prepare_health_files(processes)
     options = [SHARED_LEAD] if _shares_lead(processes, apart=settings.broker_apart) else []
     specs = [_child(name, [*its_roles, *options], left[name]) for name, its_roles in processes.items()]
     if settings.health_address is not None or Role.MONITOR in wanted:
-        specs.append(_child("monitor", [Role.MONITOR], monitor_variables()))
+        specs.append(_child("monitor", [Role.MONITOR], monitor_environment()))
     return specs
 
 
@@ -118,7 +118,7 @@ def required_subscriptions(*, groups: Sequence[str] = ()) -> list[tuple[Subscrip
     return wanted
 
 
-def expect_signs(names: Iterable[str]) -> dict[str, dict[str, str]]:
+def prepare_health_files(names: Iterable[str]) -> dict[str, dict[str, str]]:
     """Prepare the directory for processes of these names; returns the environment variables of each.
 
     A former worker's files are removed. Each process gets a first heartbeat, so that one whose loop never runs is
@@ -131,15 +131,15 @@ def expect_signs(names: Iterable[str]) -> dict[str, dict[str, str]]:
     figures.mkdir(parents=True, exist_ok=True)
     for left in (*Path(folder).glob(f"*{SUFFIX}"), *figures.glob("*.db")):
         left.unlink(missing_ok=True)
-    signs = {}
+    variables = {}
     for name in names:
         path = Path(folder) / f"{name}{SUFFIX}"
         path.touch()
-        signs[name] = {heartbeat.VARIABLE: str(path), DIRECTORY_VARIABLE: str(figures)}
-    return signs
+        variables[name] = {heartbeat.VARIABLE: str(path), DIRECTORY_VARIABLE: str(figures)}
+    return variables
 
 
-def monitor_variables() -> dict[str, str]:
+def monitor_environment() -> dict[str, str]:
     """The variables of the process that serves the others' heartbeats and metrics."""
     folder = get_settings().health_directory
     return {DIRECTORY_VARIABLE: str(Path(folder) / FIGURES)} if folder else {}
