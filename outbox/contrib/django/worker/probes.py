@@ -35,9 +35,8 @@ LIVE_SECONDS: Final = 30.0
 @contextmanager
 def alone(name: str) -> Iterator[None]:
     """This process is a worker by itself: during the block it writes its own heartbeat, and serves it."""
-    os.environ.update(
-        {key: value for key, value in prepare_health_files([name])[name].items() if key == heartbeat.VARIABLE}
-    )
+    files = prepare_health_files([name])[name]
+    os.environ.update({key: value for key, value in files.items() if key == heartbeat.VARIABLE})
     with served():
         yield
 
