@@ -27,10 +27,10 @@ from benchmarks.bulk import process
 from benchmarks.harness import Spread, child_arguments, percentile, server, table
 from outbox.broker import embedded
 from outbox.message import Delivery
-from outbox.rocketmq.names import wire_name
-from outbox.rocketmq.private_server import PrivateRocketMQ, fetch, fetch_programs
+from outbox.rocketmq.declarations import wire_name
 from outbox.subscription import Subscription
 from outbox.topic import Topic
+from sample_project.rocketmq_server import PrivateRocketMQ, fetch, fetch_programs
 
 TRANSACTIONS = int(os.environ.get("ENGINES_TRANSACTIONS", "2000"))
 WARMING = 200
@@ -138,7 +138,7 @@ def produce(kind: str, application: str, broker: str) -> None:
 
     from benchmarks.shop.models import Order
     from outbox.contrib.django import publish
-    from outbox.contrib.django.engine.broker import flusher
+    from outbox.contrib.django.engine.broker import flush
 
     run = conninfo_to_dict(application)["dbname"]
 
@@ -152,7 +152,7 @@ def produce(kind: str, application: str, broker: str) -> None:
     print("ready", flush=True)
     sys.stdin.readline()
     worker(0, WARMING)
-    flusher.flush(within_seconds=10)
+    flush(within_seconds=10)
     share = TRANSACTIONS // THREADS
     threads = [threading.Thread(target=worker, args=(WARMING + n * share, share)) for n in range(THREADS)]
     started = time.perf_counter()

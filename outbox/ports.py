@@ -1,13 +1,16 @@
-"""The ports: what the core needs from a broker, and what a broker needs from an application.
+"""The ports: what the core needs from an engine, and what an engine needs from an application.
 
-`outbox.memory.broker.InMemoryBroker`, `outbox.broker.postgres.PostgresBroker` and
-`outbox.rocketmq.broker.RocketMQBroker` implement them. One contract suite runs over all of them. Each engine declares
-its differences (outbox/capabilities.py, docs/engines.md).
+An engine has a `Broker` and `Consumers`: PostgreSQL `outbox.broker.postgres.PostgresBroker` and
+`outbox.broker.consumer.runtime.ConsumerRuntime`, RocketMQ `outbox.rocketmq.broker.RocketMQBroker` and
+`outbox.rocketmq.consumer.RocketMQConsumers`, the one in memory `outbox.memory.broker.InMemoryBroker` and
+`outbox.memory.consumers.InMemoryConsumers`. One contract suite (tests/contract) runs over all of them. What an engine
+lacks is in its table of refusals (outbox/refusals.py, docs/engines.md).
 """
 
 from __future__ import annotations
 
 import enum
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -17,6 +20,7 @@ from outbox.errors import PartialFailure
 from outbox.message import Delivery, Message, SendReceipt
 from outbox.recall import Recall
 from outbox.subscription import Subscription
+from outbox.topic import Topic
 from outbox.transaction import Answer, Check, EndStatus, EndTransaction, HalfTransaction, ProducerEpoch
 
 Handler = Callable[[Delivery], Any]
@@ -86,6 +90,69 @@ class Broker(Protocol):
         """Refuse new transactional messages (True) or accept them again (False); returns whether the state changed.
 
         Stored messages continue: they are decided, checked and delivered.
+        """
+
+    def topic(self, name: str) -> Topic:
+        """The topic as the broker knows it. Raises UnknownTopic."""
+
+    def declare(self, topics: Sequence[Topic]) -> None:
+        """Create topics or change them to the declaration. An engine that does neither raises NotSupported."""
+
+    def take_turn(
+        self, producer_group: str, name: str, *, interval_seconds: float, rest_seconds: float | None = None
+    ) -> bool:
+        """Whether this process is to run a periodic pass of the group now; the broker records that it does.
+
+        An engine that records no turns returns True: every process runs the pass.
+        """
+
+    # What follows returns at once and never fails. An engine that needs none of it does nothing.
+
+    def end_one_way(self, end: EndTransaction) -> None:
+        """`end` without waiting for the answer. The decision may be lost: then check-back finds it."""
+
+    def hint_one_way(self, transaction_id: UUID) -> None:
+        """`hint_checks` for one transaction, without waiting for the answer."""
+
+    def flush(self, *, within_seconds: float) -> bool:
+        """Wait until what was sent one way has arrived or is given up; False if the time ran out first."""
+
+    def notify_decided(self) -> None:
+        """Report that messages were decided in the broker's database, so that consumers see them soon."""
+
+    def publishing_failed(self, error: Exception) -> None:
+        """Record for the broker's status that this process cannot publish."""
+
+    def publishing_worked(self) -> None:
+        """Record that this process can publish again."""
+
+    def close(self) -> None:
+        """Flush, and release connections and threads. The next call opens them again."""
+
+
+@dataclass(frozen=True)
+class ConsumeCounts:
+    """The results of a bounded pass: outcomes of handlers, and the number of filtered messages."""
+
+    handled: int = 0
+    skipped: int = 0
+    filtered: int = 0
+    failed: int = 0
+
+
+class Consumers(Protocol):
+    """Runs the handlers of one process's subscriptions. Delivery is at least once; positions are the group's."""
+
+    def run(self, stop: threading.Event) -> None:
+        """Consume until `stop` is set. Then start no more handlers, and finish the running ones.
+
+        Raises what is wrong with the subscriptions, and HandlersHung if too many handlers hang.
+        """
+
+    def run_once(self) -> ConsumeCounts:
+        """Handle what can be delivered to these subscriptions now. It does not wait for what is due later.
+
+        An engine that cannot know what is due raises NotSupported.
         """
 
 

@@ -13,7 +13,8 @@ from typing import Any
 import psycopg
 import pytest
 
-from outbox.contrib.django.settings.conf import SINKS
+from outbox.contrib.django.engine.broker import _ENGINES
+from outbox.contrib.django.settings.conf import SINKS, EngineName
 from outbox.contrib.django.subscribers.registry import _OPTIONS, subscriber
 from outbox.subscription import Subscription
 from tests.test_conformance import functions
@@ -23,6 +24,8 @@ PAGE = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 RECIPES = ["a column to the log", "a condition", "an operator action", "a sink", "a setting", "an engine"]
 RECIPES += ["a subscriber option"]
 
+# It has the methods of the port of consuming, but receives foreign messages.
+BESIDE = {"Receiver"}
 # Filled by the database, and those that only half messages have.
 FILLED = {"log_id", "xid", "stored_at"}
 OF_HALVES = {"immunity_seconds", "ledger_id", "checker"}
@@ -155,12 +158,23 @@ def test_every_sink_has_a_short_name_and_is_on_the_page() -> None:
 
 
 def test_every_engine_is_named_by_the_port_and_runs_the_contract_suite() -> None:
-    engines = [name.rpartition(".")[2] for name in implementations("outbox/ports.py", "Broker", "outbox")]
-    assert {"PostgresBroker", "RocketMQBroker", "InMemoryBroker"} <= set(engines)
+    brokers = [name.rpartition(".")[2] for name in implementations("outbox/ports.py", "Broker", "outbox")]
+    consumers = [name.rpartition(".")[2] for name in implementations("outbox/ports.py", "Consumers", "outbox")]
+    assert {"PostgresBroker", "RocketMQBroker", "InMemoryBroker"} <= set(brokers)
+    assert {"ConsumerRuntime", "RocketMQConsumers", "InMemoryConsumers"} <= set(consumers)
+    engines = brokers + [name for name in consumers if name not in BESIDE]
     port = (ROOT / "outbox" / "ports.py").read_text(encoding="utf-8").partition("from __future__")[0]
     benches = [ROOT / "tests" / "contract" / "benches.py", *ROOT.glob("tests/*/bench.py")]
     suites = "\n".join(path.read_text(encoding="utf-8") for path in benches)
     assert [name for name in engines if name not in port or name not in suites] == []
+
+
+def test_every_engine_can_be_chosen_by_the_settings() -> None:
+    assert set(_ENGINES) == set(EngineName)
+    assert len({kind.refusals.engine for kind in _ENGINES.values()}) == len(EngineName)
+    folder = ROOT / "outbox" / "contrib" / "django" / "engine"
+    made = {node.name for _, node in classes(folder) if "Engine" in {ast.unparse(base) for base in node.bases}}
+    assert made == {kind.__name__ for kind in _ENGINES.values()}
 
 
 # -- a subscriber option ---------------------------------------------------------------------------

@@ -235,7 +235,12 @@ class PostgresBroker:
         Contradictions and refusals leave the same incidents as with `end`. The message may be lost: then check-back
         decides.
         """
-        self._one_way.send(decisions.end_request(self.database.schema, end), self._wake)
+        try:
+            faults.point("producer.before_end")
+            self._one_way.send(decisions.end_request(self.database.schema, end), self._wake)
+            faults.point("producer.after_end")
+        except Exception:
+            logger.exception("the end of %s was not sent; check-back will settle it", end.transaction_id)
 
     def hint_one_way(self, transaction_id: UUID) -> None:
         """`hint_checks` for one transaction, sent like `end_one_way`."""

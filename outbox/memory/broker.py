@@ -10,9 +10,8 @@ from uuid import UUID
 
 from outbox.codec import Codecs
 from outbox.errors import InvalidMessage, ProducerFenced, TransactionalMessagesRejected
-from outbox.memory.checkback import CheckBackSide
-from outbox.memory.consumers import Consumers, DeadLetter
-from outbox.memory.log import Log
+from outbox.memory.consumers import ConsumerGroups, DeadLetter
+from outbox.memory.log import CheckBackSide, Log
 from outbox.message import Message, SendReceipt
 from outbox.ports import AnyHandler, Invoker, call_handler
 from outbox.recall import Recall, RecallStatus
@@ -57,7 +56,7 @@ class InMemoryBroker:
         self._checks = CheckBackSide(
             self._log, check or CheckSettings(), now=self.now, report=lambda text: self.incidents.append(text)
         )
-        self._consumers = Consumers(self._log, codecs=codecs or Codecs(), invoker=invoker, now=self.now)
+        self.groups = ConsumerGroups(self._log, codecs=codecs or Codecs(), invoker=invoker, now=self.now)
 
     # -- time -----------------------------------------------------------------------------------
 
@@ -196,7 +195,7 @@ class InMemoryBroker:
     def recall_key(self, topic: str, key: str, *, timeout_seconds: float = 10.0) -> list[Recall]:
         with self._log.lock:
             self._log.topic(topic)
-            waiting = [*self._log.scheduled(), *self._consumers.retrying()]
+            waiting = [*self._log.scheduled(), *self.groups.retrying()]
             wanted = {message.message_id for message in waiting if (message.topic, message.key) == (topic, key)}
             return [one for one in self.recall(sorted(wanted)) if one.status is RecallStatus.RECALLED]
 
@@ -204,13 +203,47 @@ class InMemoryBroker:
         message = self._log.find_message(message_id)
         if message is None:
             return Recall(message_id=message_id, status=RecallStatus.UNKNOWN)
-        groups = self._consumers.recall(message_id)
+        groups = self.groups.recall(message_id)
         status = RecallStatus.RECALLED if groups else self._log.recall(message_id)
         return Recall(message_id=message_id, status=status, topic=message.topic, key=message.key, groups=groups)
 
     def reject_transactional(self, rejecting: bool, *, timeout_seconds: float = 3.0) -> bool:
         changed, self._rejecting = rejecting != self._rejecting, rejecting
         return changed
+
+    def topic(self, name: str) -> Topic:
+        with self._log.lock:
+            return self._log.topic(name)
+
+    def take_turn(
+        self, producer_group: str, name: str, *, interval_seconds: float, rest_seconds: float | None = None
+    ) -> bool:
+        """Return True: no other process shares this broker."""
+        return True
+
+    # -- one way: at once, so that tests need not wait -------------------------------------------------
+
+    def end_one_way(self, end: EndTransaction) -> None:
+        self.end([end])
+
+    def hint_one_way(self, transaction_id: UUID) -> None:
+        self.hint_checks([transaction_id])
+
+    def flush(self, *, within_seconds: float) -> bool:
+        """Return True: nothing waits."""
+        return True
+
+    def notify_decided(self) -> None:
+        """Do nothing: consumers look for themselves."""
+
+    def publishing_failed(self, error: Exception) -> None:
+        """Do nothing: there is no status."""
+
+    def publishing_worked(self) -> None:
+        """Do nothing, as `publishing_failed`."""
+
+    def close(self) -> None:
+        """Do nothing: the messages stay for as long as the broker."""
 
     # -- queries ------------------------------------------------------------------------------------
 
@@ -230,11 +263,11 @@ class InMemoryBroker:
     @property
     def dead_letters(self) -> list[DeadLetter]:
         """The dead letters of all groups, oldest first."""
-        return self._consumers.dead_letters
+        return self.groups.dead_letters
 
     def subscribe(self, subscription: Subscription, handler: AnyHandler) -> None:
-        """Register a handler; the next `drain` delivers to it."""
-        self._consumers.subscribe(subscription, handler)
+        """Register a handler; the next `drain` delivers to it. A second one for group and topic replaces the first."""
+        self.groups.subscribe(subscription, handler)
 
     def visible(self, topic: str) -> list[Message]:
         """The messages that consumers of a topic can see: queue by queue, in queue order."""
@@ -248,7 +281,7 @@ class InMemoryBroker:
 
         A failed message waits for its retry delay: call `advance` to make it deliverable.
         """
-        return self._consumers.drain()
+        return self.groups.drain()
 
 
 def _is_older(instance: ProducerEpoch | None, than: ProducerEpoch) -> bool:

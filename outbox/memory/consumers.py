@@ -1,12 +1,14 @@
-"""The in-memory broker's consumers: handlers run in the caller's thread, with retries and dead letters."""
+"""Consuming from the broker in memory: handlers run in the caller's thread, with retries and dead letters."""
 
 from __future__ import annotations
 
 import itertools
+import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
+from typing import Final
 from uuid import UUID
 
 from outbox import tracing
@@ -15,9 +17,11 @@ from outbox.errors import UndecodableBody
 from outbox.filters.filter import Filter, parse_filter
 from outbox.memory.log import Entry, Log
 from outbox.message import Delivery, Message
-from outbox.ports import AnyHandler, Disposition, Invoker
+from outbox.ports import AnyHandler, ConsumeCounts, Disposition, Invoker
 from outbox.subscription import OnError, Start, Subscription
 from outbox.utils import log_context
+
+_POLL_SECONDS: Final = 0.05
 
 
 @dataclass(frozen=True)
@@ -58,11 +62,13 @@ class _Fetched:
     offset: int
 
 
-class Consumers:
-    """All subscriptions, their offsets, and their waiting retries."""
+class ConsumerGroups:
+    """The subscriptions of all groups, their offsets, and their waiting retries."""
 
     def __init__(self, log: Log, *, codecs: Codecs, invoker: Invoker, now: Callable[[], datetime]) -> None:
         self.dead_letters: list[DeadLetter] = []
+        # How deliveries ended, by the fields of ConsumeCounts.
+        self.counts: Counter[str] = Counter()
         self._log = log
         self._codecs = codecs
         self._invoker = invoker
@@ -73,9 +79,14 @@ class Consumers:
         self._errors: defaultdict[tuple[str, UUID], list[str]] = defaultdict(list)
 
     def subscribe(self, subscription: Subscription, handler: AnyHandler) -> None:
-        """Register a handler; it starts where its subscription says."""
+        """Register a handler. A group that is new to the topic starts where its subscription says."""
         with self._log.lock:
             self._log.topic(subscription.topic)
+            consumer = self._find(subscription)
+            if consumer is not None:
+                consumer.subscription, consumer.handler = subscription, handler
+                consumer.filter = parse_filter(subscription.filter)
+                return
             consumer = _Consumer(subscription, handler, parse_filter(subscription.filter))
             if subscription.start is not Start.EARLIEST:
                 self._log.sequence()
@@ -95,12 +106,27 @@ class Consumers:
         """The messages that wait for a retry."""
         return [retry.entry.message for retry in self._retries]
 
-    def drain(self) -> int:
-        """Run handlers until no message is deliverable now; returns the number of handled deliveries."""
+    def _find(self, subscription: Subscription) -> _Consumer | None:
+        wanted = (subscription.group, subscription.topic)
+        for consumer in self._consumers:
+            if (consumer.subscription.group, consumer.subscription.topic) == wanted and not subscription.broadcast:
+                return consumer
+        return None
+
+    def drain(self, only: Collection[tuple[str, str]] | None = None) -> int:
+        """Run handlers until no message is deliverable now; returns the number of handled deliveries.
+
+        `only`: for these pairs of group and topic.
+        """
         handled = 0
-        while (round_handled := sum(self._drain_one(consumer) for consumer in list(self._consumers))) > 0:
+        while (round_handled := sum(self._drain_one(consumer) for consumer in self._chosen(only))) > 0:
             handled += round_handled
         return handled
+
+    def _chosen(self, only: Collection[tuple[str, str]] | None) -> list[_Consumer]:
+        return [
+            one for one in self._consumers if only is None or (one.subscription.group, one.subscription.topic) in only
+        ]
 
     def _drain_one(self, consumer: _Consumer) -> int:
         count = 0
@@ -125,7 +151,9 @@ class Consumers:
                 while len(batch) < subscription.batch and (offset := consumer.offsets[number]) < len(queue):
                     consumer.offsets[number] += 1
                     message = queue[offset].message
-                    if consumer.filter.evaluate(message.tag, message.headers):
+                    if not consumer.filter.evaluate(message.tag, message.headers):
+                        self.counts["filtered"] += 1
+                    else:
                         batch.append(_Fetched(queue[offset], 1, name, offset))
         return batch
 
@@ -163,7 +191,10 @@ class Consumers:
             self._call(consumer, deliveries[middle:])
             return
         for delivery, result in zip(deliveries, results, strict=True):
-            if not isinstance(result, Disposition):
+            if isinstance(result, Disposition):
+                self.counts[str(result)] += 1
+            else:
+                self.counts["failed"] += 1
                 self._failed(consumer, delivery, result)
 
     def _invoke(self, consumer: _Consumer, deliveries: list[Delivery]) -> Sequence[Disposition | Exception]:
@@ -191,6 +222,27 @@ class Consumers:
         group = consumer.subscription.group
         errors = (*self._errors.pop((group, entry.message.message_id), []), error)
         self.dead_letters.append(DeadLetter(group, entry.message, errors))
+
+
+class InMemoryConsumers:
+    """Consumes for these subscriptions, in the calling thread (implements outbox.ports.Consumers)."""
+
+    def __init__(self, groups: ConsumerGroups, subscriptions: Sequence[tuple[Subscription, AnyHandler]]) -> None:
+        self._groups = groups
+        self._only = {(subscription.group, subscription.topic) for subscription, _ in subscriptions}
+        for subscription, handler in subscriptions:
+            groups.subscribe(subscription, handler)
+
+    def run(self, stop: threading.Event) -> None:
+        while not stop.is_set():
+            self._groups.drain(self._only)
+            stop.wait(_POLL_SECONDS)
+
+    def run_once(self) -> ConsumeCounts:
+        before = self._groups.counts.copy()
+        self._groups.drain(self._only)
+        counts = self._groups.counts - before
+        return ConsumeCounts(**{name: counts[name] for name in ConsumeCounts.__dataclass_fields__})
 
 
 def _offset_of(start: Start | datetime, queue: list[Entry]) -> int:

@@ -1,7 +1,8 @@
-"""Creates RocketMQ's topics and consumer groups over the administration port, which gRPC clients cannot.
+"""A broker's administration port: creates topics and consumer groups, and reads stored messages; gRPC clients cannot.
 
-It speaks RocketMQ's remoting protocol in JSON: a frame of two lengths, a header and a body. An operator may use
-`mqadmin` instead; this module serves tests, the demonstration and `manage.py outbox_rocketmq`.
+It speaks RocketMQ's remoting protocol in JSON: a frame of two lengths, a header and a body. For topics and groups an
+operator may use `mqadmin` instead. The proxy refuses system topics ("40002, cannot access system topic"), so they are
+read here, from one queue of one broker at a time.
 """
 
 from __future__ import annotations
@@ -9,13 +10,13 @@ from __future__ import annotations
 import json
 import socket
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 from urllib.parse import parse_qs, urlsplit
 
 from outbox.errors import BrokerError, BrokerUnavailable, ConfigurationError, UsageError
-from outbox.rocketmq.names import wire_name
+from outbox.rocketmq.declarations import message_type, wire_name
 from outbox.subscription import Mode, Subscription
 from outbox.topic import MessageType, Topic
 
@@ -31,11 +32,19 @@ _READ_AND_WRITE: Final = 6
 _NO_LIMIT: Final = 1_000_000
 # RocketMQ refuses longer frames itself (com.rocketmq.remoting.frameMaxLength).
 _LARGEST_FRAME: Final = 16 * 1024 * 1024
+_PULL: Final = 11
+_MAX_OFFSET: Final = 30
+_FOUND: Final = 0
+_TOPIC_NOT_FOUND: Final = 17
+# No message at this offset: the end of the queue (19), or another position is given instead (20, 21).
+_NOTHING: Final = 19
+_ELSEWHERE: Final = frozenset((20, 21))
+_WITH_SUBSCRIPTION: Final = 4
+_AT_ONCE: Final = 32
 
-
-def message_type(topic: Topic) -> str:
-    """The one message type of a topic in RocketMQ; MIXED if the declared topic has several types."""
-    return next(iter(topic.types)).upper() if len(topic.types) == 1 else "MIXED"
+_MAGIC_OF_SHORT_TOPIC: Final = 0xDAA320A7
+_HEAD: Final = struct.Struct(">IIIIIQQIQ")
+_BORN_V6, _STORED_V6 = 1 << 4, 1 << 5
 
 
 def parse_address(text: str) -> Admin:
@@ -198,3 +207,103 @@ def _exactly(connection: socket.socket, size: int) -> bytes:
             raise ConnectionError("the connection was closed")
         parts += part
     return bytes(parts)
+
+
+# -- stored messages -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """One message of a queue. Attributes are named as in the client library's message, for `outbox.rocketmq.wire`."""
+
+    offset: int
+    body: bytes
+    properties: Mapping[str, str]
+    born_timestamp: int
+    stored_timestamp: int
+    delivery_timestamp: None = None
+    message_group: None = None
+
+    @property
+    def topic(self) -> str:
+        """The topic it was sent to: a system topic stores it for that topic."""
+        return self.properties.get("REAL_TOPIC", "")
+
+    @property
+    def tag(self) -> str:
+        """Its tag."""
+        return self.properties.get("TAGS", "")
+
+    @property
+    def message_id(self) -> str:
+        """The id that its producer gave it."""
+        return self.properties.get("UNIQ_KEY", "")
+
+
+def end_of_queue(broker: Admin, topic: str, queue: int = 0) -> int:
+    """The offset after the newest message; 0 if the topic does not exist. Raises BrokerError."""
+    status, answer, _ = broker.ask(_MAX_OFFSET, {"topic": topic, "queueId": queue})
+    if status == _TOPIC_NOT_FOUND:
+        return 0
+    if status:
+        raise BrokerError(f"RocketMQ does not say how long topic {topic!r} is: {answer.get('remark') or status}.")
+    return int(answer.get("extFields", {}).get("offset", 0))
+
+
+def read_stored(broker: Admin, group: str, topic: str, offset: int, queue: int = 0) -> Iterator[Stored]:
+    """The messages from `offset` to the present end, oldest first. Raises BrokerError.
+
+    `group` is an existing consumer group. Reading changes nothing for it.
+    """
+    end = end_of_queue(broker, topic, queue)
+    while offset < end:
+        fields = {
+            "consumerGroup": group,
+            "topic": topic,
+            "queueId": queue,
+            "queueOffset": offset,
+            "maxMsgNums": _AT_ONCE,
+            "sysFlag": _WITH_SUBSCRIPTION,
+            "commitOffset": 0,
+            "suspendTimeoutMillis": 0,
+            "subscription": "*",
+            "subVersion": 0,
+            "expressionType": "TAG",
+        }
+        status, answer, body = broker.ask(_PULL, fields)
+        if status in (_TOPIC_NOT_FOUND, _NOTHING):
+            return
+        if status != _FOUND and status not in _ELSEWHERE:
+            raise BrokerError(f"RocketMQ does not let topic {topic!r} be read: {answer.get('remark') or status}.")
+        if status == _FOUND:
+            yield from _messages(body)
+        before, offset = offset, int(answer["extFields"]["nextBeginOffset"])
+        if offset <= before:
+            return
+
+
+def _messages(data: bytes) -> Iterator[Stored]:
+    position = 0
+    while position < len(data):
+        (size,) = struct.unpack_from(">I", data, position)
+        yield _message(data[position : position + size])
+        position += size
+
+
+def _message(data: bytes) -> Stored:
+    _, magic, _, _, _, offset, _, flags, born_at = _HEAD.unpack_from(data)
+    position = _HEAD.size + (20 if flags & _BORN_V6 else 8)
+    (stored_at,) = struct.unpack_from(">Q", data, position)
+    # The host that stored it, the number of its retries, and the offset of its half message.
+    position += 8 + (20 if flags & _STORED_V6 else 8) + 4 + 8
+    body, position = _part(data, position, ">I")
+    _, position = _part(data, position, ">B" if magic == _MAGIC_OF_SHORT_TOPIC else ">H")
+    properties, _ = _part(data, position, ">H")
+    pairs = (pair.partition("\x01") for pair in properties.decode(errors="replace").split("\x02") if pair)
+    return Stored(offset, body, {name: value for name, _, value in pairs}, born_at, stored_at)
+
+
+def _part(data: bytes, position: int, form: str) -> tuple[bytes, int]:
+    (length,) = struct.unpack_from(form, data, position)
+    begin = position + struct.calcsize(form)
+    return data[begin : begin + length], begin + length

@@ -16,7 +16,6 @@ from functools import partial
 from typing import Any, Final, TypeVar, cast
 from uuid import UUID
 
-from outbox.capabilities import Capability
 from outbox.checkback import CheckBack
 from outbox.errors import (
     BrokerError,
@@ -31,11 +30,10 @@ from outbox.ports import Broker, Checker
 from outbox.recall import Recall
 from outbox.rocketmq import client
 from outbox.rocketmq.admin import brokers_of
-from outbox.rocketmq.answering import AnsweringThread
-from outbox.rocketmq.engine import ENGINE, check_topics, refuse_fencing, refuse_recall, topic_problems
+from outbox.rocketmq.declarations import REFUSALS, check_topics, topic_problems, wire_name
 from outbox.rocketmq.exhausted import ExhaustedChecks
-from outbox.rocketmq.names import wire_name
-from outbox.rocketmq.producer import CheckingProducer
+from outbox.rocketmq.flushing import FlushingThread
+from outbox.rocketmq.producer import AnsweringThread, CheckingProducer
 from outbox.rocketmq.wire import CheckProperties, to_wire
 from outbox.topic import MessageType, Topic
 from outbox.transaction import (
@@ -57,6 +55,7 @@ Result = TypeVar("Result")
 _THREADS: Final = 16
 # No caller waits for these requests.
 _AGAIN_SECONDS: Final = 10.0
+_CLOSE_SECONDS: Final = 2.0
 
 
 class RocketMQBroker:
@@ -85,6 +84,7 @@ class RocketMQBroker:
         self._producer: CheckingProducer | None = None
         self._answerer: AnsweringThread | None = None
         self._threads: ThreadPoolExecutor | None = None
+        self._flushing = FlushingThread(self.end)
         self._exhausted: ExhaustedChecks | None = None
         self._pid = os.getpid()
         os.register_at_fork(after_in_child=self._forget)
@@ -101,13 +101,9 @@ class RocketMQBroker:
     ) -> list[SendReceipt]:
         """Send messages. Raises OutcomeUnknown if a message may have been stored: a resend would be a second copy."""
         if producer is not None:
-            refuse_fencing()
+            REFUSALS.refuse("take_over", "a fenced producer")
         if len(messages) > 1:
-            ENGINE.require(
-                Capability.PLAIN_BATCHES,
-                f"{len(messages)} messages for {messages[0].topic!r} in one call",
-                "Publish them inside `transaction.atomic()`, where the ledger binds them together, or one by one.",
-            )
+            REFUSALS.refuse("send", f"{len(messages)} messages for {messages[0].topic!r} in one call")
         return [self._send(message, timeout_seconds, None if committed else False) for message in messages]
 
     def _send(self, message: Message, timeout_seconds: float, transactional: bool | None) -> SendReceipt:
@@ -132,15 +128,11 @@ class RocketMQBroker:
     def send_half(self, half: HalfTransaction, *, timeout_seconds: float = 3.0) -> list[SendReceipt]:
         """Open one server transaction per message, all under one transaction id. Raises as `send` does."""
         if half.producer is not None:
-            refuse_fencing()
+            REFUSALS.refuse("take_over", "a fenced producer")
         for message in half.messages:
             self.topic(message.topic).check_accepts(message, transactional=True)
             if message.is_delayed:
-                ENGINE.require(
-                    Capability.DELAYED_TRANSACTIONS,
-                    f"message {message.message_id} for topic {message.topic!r}",
-                    "Publish it outside of a transaction, or keep its topic on PostgreSQL.",
-                )
+                REFUSALS.refuse("send_half", f"message {message.message_id} for topic {message.topic!r}")
         wires = [to_wire(message, fifo=False, half=half) for message in half.messages]
         producer = self._started()
         receipts: list[SendReceipt] = []
@@ -190,8 +182,18 @@ class RocketMQBroker:
         sent = [(end, [*_decided(producer, end)]) for end in ends]
         return [_end_status(producer, end, decisions) for end, decisions in sent]
 
+    def end_one_way(self, end: EndTransaction) -> None:
+        """Send a decision soon, on a thread; it is dropped if too many are queued."""
+        self._flushing.put(end)
+
+    def flush(self, *, within_seconds: float) -> bool:
+        return self._flushing.flush(within_seconds=within_seconds)
+
     def hint_checks(self, transaction_ids: Sequence[UUID]) -> None:
         """Do nothing: RocketMQ alone decides when it asks (transactionTimeOut, transactionCheckInterval)."""
+
+    def hint_one_way(self, transaction_id: UUID) -> None:
+        """Do nothing, as `hint_checks`."""
 
     def claim_checks(self, producer_group: str, *, limit: int = 500) -> list[Check]:
         """The checks that this process has received and can still answer."""
@@ -251,28 +253,41 @@ class RocketMQBroker:
     # -- what RocketMQ does not have ------------------------------------------------------------------
 
     def take_over(self, producer_group: str, transactional_id: str, *, timeout_seconds: float = 3.0) -> ProducerEpoch:
-        refuse_fencing()
+        REFUSALS.refuse("take_over", "a fenced producer")
 
     def leftovers(self, producer: ProducerEpoch) -> list[UUID]:
-        refuse_fencing()
+        REFUSALS.refuse("leftovers", "a fenced producer")
 
     def resume_checks(self, producer_group: str) -> int:
         """Return 0: nothing is parked. What the server gave up is read from its system topic (`settle_exhausted`)."""
         return 0
 
     def recall(self, message_ids: Sequence[UUID], *, timeout_seconds: float = 3.0) -> list[Recall]:
-        refuse_recall()
+        REFUSALS.refuse("recall", "recall")
 
     def recall_key(self, topic: str, key: str, *, timeout_seconds: float = 10.0) -> list[Recall]:
-        refuse_recall()
+        REFUSALS.refuse("recall_key", "recall")
 
     def reject_transactional(self, rejecting: bool, *, timeout_seconds: float = 3.0) -> bool:
-        ENGINE.require(
-            Capability.REJECT_TRANSACTIONAL,
-            "refusing transactional messages",
-            "An operator sets rejectTransactionMessage on the server.",
-        )
-        return False
+        REFUSALS.refuse("reject_transactional", "refusing transactional messages")
+
+    def declare(self, topics: Sequence[Topic]) -> None:
+        REFUSALS.refuse("declare", "changing a topic")
+
+    def take_turn(
+        self, producer_group: str, name: str, *, interval_seconds: float, rest_seconds: float | None = None
+    ) -> bool:
+        """Return True: RocketMQ records no turns, so every process runs the pass."""
+        return True
+
+    def notify_decided(self) -> None:
+        """Do nothing: RocketMQ delivers what it has accepted."""
+
+    def publishing_failed(self, error: Exception) -> None:
+        """Do nothing: the status of RocketMQ is in its own tools."""
+
+    def publishing_worked(self) -> None:
+        """Do nothing, as `publishing_failed`."""
 
     # -- the producer ---------------------------------------------------------------------------
 
@@ -300,7 +315,8 @@ class RocketMQBroker:
         return sorted(name for name in self._topics if wire_name(name) in missing)
 
     def close(self) -> None:
-        """Stop the producer; the next use starts another."""
+        """Send queued ends, and stop the producer; the next use starts another."""
+        self.flush(within_seconds=_CLOSE_SECONDS)
         with self._lock:
             producer, self._producer = self._producer, None
             answerer, self._answerer = self._answerer, None

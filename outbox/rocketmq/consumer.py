@@ -29,10 +29,9 @@ from outbox.errors import (
 )
 from outbox.filters.filter import parse_filter
 from outbox.message import Delivery, Message
-from outbox.ports import AnyHandler, Disposition, Invoker, call_handler
+from outbox.ports import AnyHandler, ConsumeCounts, Disposition, Invoker, call_handler
 from outbox.rocketmq import client
-from outbox.rocketmq.engine import ENGINE
-from outbox.rocketmq.names import wire_name
+from outbox.rocketmq.declarations import REFUSALS, wire_name
 from outbox.rocketmq.wire import from_wire
 from outbox.subscription import OnError, Subscription
 from outbox.topic import Topic
@@ -93,7 +92,9 @@ class Extended:
 
 
 class RocketMQConsumers:
-    """The subscriptions of one process. Raises ConfigurationError for one that RocketMQ cannot serve.
+    """The subscriptions of one process (implements outbox.ports.Consumers).
+
+    Raises ConfigurationError for a subscription that RocketMQ cannot serve.
 
     `invoker` must include an inbox: the server may deliver a message twice (docs/engines.md).
     """
@@ -110,7 +111,7 @@ class RocketMQConsumers:
     ) -> None:
         declared = {topic.name: topic for topic in topics}
         for subscription, _ in subscriptions:
-            for refused in ENGINE.subscription_refusals(subscription, declared.get(subscription.topic)):
+            for refused in REFUSALS.of_subscription(subscription, declared.get(subscription.topic)):
                 raise ConfigurationError(refused)
         self._on_tick = on_tick
         configuration = client.configuration(url)
@@ -139,6 +140,10 @@ class RocketMQConsumers:
             stop.set()
             for poller in started:
                 poller.finish()
+
+    def run_once(self) -> ConsumeCounts:
+        """Raise NotSupported: RocketMQ does not report what is due now."""
+        REFUSALS.refuse("run_once", "handling what is due now")
 
 
 class _Poller:

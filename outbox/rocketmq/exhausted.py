@@ -15,9 +15,8 @@ from uuid import UUID
 
 from outbox.errors import OutboxError
 from outbox.message import Message
-from outbox.rocketmq import stored
-from outbox.rocketmq.admin import Admin
-from outbox.rocketmq.names import wire_name
+from outbox.rocketmq.admin import Admin, read_stored
+from outbox.rocketmq.declarations import wire_name
 from outbox.rocketmq.wire import CheckProperties, asked
 from outbox.transaction import Answer, Check, Decision, EndStatus
 
@@ -132,7 +131,7 @@ class ExhaustedChecks:
 
 def transactions(broker: Admin, offset: int) -> Iterator[tuple[int, CheckProperties | None]]:
     """What the broker gave up from `offset` on; None for messages that outbox did not send. Raises BrokerError."""
-    for message in stored.read(broker, READER, TOPIC, offset):
+    for message in read_stored(broker, READER, TOPIC, offset):
         try:
             yield message.offset, asked(message)
         except (ValueError, KeyError, TypeError):

@@ -15,10 +15,10 @@ from typing import Any, Final
 
 from outbox.errors import BrokerError
 from outbox.ports import LeftoverWork
-from outbox.rocketmq import exhausted, stored
-from outbox.rocketmq.admin import Admin
+from outbox.rocketmq import exhausted
+from outbox.rocketmq.admin import Admin, read_stored
+from outbox.rocketmq.declarations import wire_name
 from outbox.rocketmq.exhausted import READER
-from outbox.rocketmq.names import wire_name
 
 _MAX_OFFSET: Final = 30
 _CONSUMER_OFFSET: Final = 14
@@ -54,7 +54,7 @@ class Timers:
         # All messages due before this one are delivered.
         (reached,) = struct.unpack_from(">q", body)
         waiting = [one for one in self._waiting.get(broker, ()) if one[0] >= reached]
-        for message in stored.read(broker, READER, _TIMERS, self._read[broker]):
+        for message in read_stored(broker, READER, _TIMERS, self._read[broker]):
             self._read[broker] = message.offset + 1
             due = int(message.properties.get("TIMER_OUT_MS", 0))
             if due >= reached:

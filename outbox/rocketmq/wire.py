@@ -18,7 +18,7 @@ from uuid import UUID
 from outbox import names
 from outbox.errors import InvalidMessage
 from outbox.message import Message
-from outbox.rocketmq.names import wire_name
+from outbox.rocketmq.declarations import wire_name
 from outbox.transaction import HalfTransaction
 
 PROPERTY: Final = "outbox"

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from outbox.errors import OutboxError
-from outbox.rocketmq.private_server import VERSION, PrivateRocketMQ, fetch_programs
 from sample_project.demo.display import Display
 from sample_project.demo.options import Options
 from sample_project.demo.processes import DemoFailed
+from sample_project.rocketmq_server import VERSION, PrivateRocketMQ, fetch_programs
 
 # Short for a demonstration; RocketMQ's defaults are 6 s and 30 s.
 _CHECK_BACK = {

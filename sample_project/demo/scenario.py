@@ -16,7 +16,6 @@ from typing import Final
 import psycopg
 
 from outbox.broker import embedded
-from outbox.rocketmq.private_server import PrivateRocketMQ
 from sample_project import server
 from sample_project.demo import figures, reconcile, rocketmq, verdicts
 from sample_project.demo.display import Display
@@ -25,6 +24,7 @@ from sample_project.demo.options import Options
 from sample_project.demo.processes import DemoFailed, Services, child_of
 from sample_project.demo.shopper import Crowd
 from sample_project.demo.verdicts import Verdict, exactly
+from sample_project.rocketmq_server import PrivateRocketMQ
 
 SETTLE_SECONDS: Final = 90.0
 # Short for a demonstration; the defaults are 6 s, 60 s and 30 s.

@@ -15,7 +15,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from outbox.broker.consumer.runtime import ConsumeCounts, ConsumerRuntime
+from outbox.broker.consumer.runtime import ConsumerRuntime
 from outbox.broker.database.connection import BrokerDatabase
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.notify import Channel, notify
@@ -24,7 +24,7 @@ from outbox.broker.postgres import PostgresBroker
 from outbox.broker.process import run_broker
 from outbox.broker.sequencer.sequencer import Sequencer
 from outbox.message import Delivery, Message
-from outbox.ports import AnyHandler
+from outbox.ports import AnyHandler, ConsumeCounts
 from outbox.retry import RetryPolicy
 from outbox.subscription import Subscription
 from outbox.topic import MessageType, Topic

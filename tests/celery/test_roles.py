@@ -87,4 +87,4 @@ def test_who_runs_no_role_loads_none_of_what_they_do(shop: Project) -> None:
         roles & set(shop.python("import shop.celery; from outbox.contrib.django.worker import roles" + LOADED).split())
         == set()
     )
-    assert roles <= set(shop.python("import outbox.contrib.django.worker.workers" + LOADED).split())
+    assert roles <= set(shop.python("import outbox.contrib.django.worker.child" + LOADED).split())

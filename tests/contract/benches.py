@@ -18,8 +18,9 @@ from outbox.broker.postgres import PostgresBroker
 from outbox.broker.sequencer.sequencer import Sequencer
 from outbox.broker.transaction import checks, parking
 from outbox.memory import InMemoryBroker
+from outbox.memory.consumers import InMemoryConsumers
 from outbox.message import Message
-from outbox.ports import AnyHandler, Broker
+from outbox.ports import AnyHandler, Broker, Consumers
 from outbox.subscription import Subscription
 from outbox.topic import Topic
 from outbox.transaction import CheckSettings, Decision, EndTransaction, HalfTransaction
@@ -57,6 +58,9 @@ class Bench(Protocol):
 
     def drain(self) -> None:
         """Handle everything that is deliverable now."""
+
+    def consumers(self, *wanted: tuple[Subscription, AnyHandler]) -> Consumers:
+        """The engine's consumers of these subscriptions only."""
 
     def dead_letters(self, group: str) -> list[tuple[uuid.UUID, str]]:
         """Message ids given up by a group, with the last error."""
@@ -99,6 +103,9 @@ class MemoryBench:
 
     def drain(self) -> None:
         self.broker.drain()
+
+    def consumers(self, *wanted: tuple[Subscription, AnyHandler]) -> Consumers:
+        return InMemoryConsumers(self.broker.groups, wanted)
 
     def dead_letters(self, group: str) -> list[tuple[uuid.UUID, str]]:
         letters = [letter for letter in self.broker.dead_letters if letter.group == group]
@@ -176,6 +183,9 @@ class PostgresBench:
             counts = runtime.run_once()
             if not any(vars(counts).values()):
                 break
+
+    def consumers(self, *wanted: tuple[Subscription, AnyHandler]) -> Consumers:
+        return ConsumerRuntime(self.database, wanted)
 
     def dead_letters(self, group: str) -> list[tuple[uuid.UUID, str]]:
         rows = self._connection.execute(

@@ -46,7 +46,7 @@ def place(number: int) -> None:
 
 def produce(count: int, seed: int) -> None:
     """Place what is still to be placed of `count` orders."""
-    from outbox.contrib.django.engine.broker import flusher
+    from outbox.contrib.django.engine.broker import flush
     from tests.django.shop.models import Order
 
     done = [int(number[1:]) for number in Order.objects.values_list("number", flat=True)]
@@ -58,7 +58,7 @@ def produce(count: int, seed: int) -> None:
             faults.arm("producer.before_end=raise")
         place(number)
         if loses:
-            flusher.flush(within_seconds=5)
+            flush(within_seconds=5)
             faults.arm("")
 
 

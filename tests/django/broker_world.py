@@ -17,7 +17,7 @@ from outbox.broker.sequencer.leader import LeaderLease
 from outbox.broker.transaction import checks
 from outbox.contrib.django import publish
 from outbox.contrib.django.database.aliases import alias_conninfo, broker_database
-from outbox.contrib.django.engine.broker import flusher
+from outbox.contrib.django.engine.broker import flush
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.subscription import Subscription
 from tests.django.state import rolled_back
@@ -81,7 +81,7 @@ class World:
         """A transaction that nobody decided and whose producer is gone."""
         with rolled_back():
             publish("orders", {}, key="half")
-        flusher.flush(within_seconds=5)
+        flush(within_seconds=5)
         checks.scan(self.run, settings=get_settings().check)
         self.sql("UPDATE outbox.pending_check SET due_at = now(), immune_until = now()")
 

@@ -85,7 +85,7 @@ def application(django_db_setup: None, django_db_blocker: Any) -> Iterator[None]
 def empty_log(application: None) -> Iterator[None]:
     """A broker without messages, but with the ticks and groups of earlier tests."""
     yield
-    broker_access.flusher.flush(within_seconds=5)
+    broker_access.flush(within_seconds=5)
     _empty_log("broker")
 
 
@@ -94,7 +94,7 @@ def databases(application: None, new_database: Callable[..., str], server_url: s
     """A fresh broker."""
     point_alias("broker", new_database(template=BROKER_TEMPLATE))
     yield
-    broker_access.flusher.flush(within_seconds=5)
+    broker_access.flush(within_seconds=5)
     broker_access.reset_broker()
     point_alias("broker", embedded.database_url(server_url, _name("broker")))
 
@@ -154,7 +154,7 @@ def path(request: pytest.FixtureRequest, empty_log: None, outbox_settings: Calla
     outbox_settings(BROKER="default")
     install_broker(get_settings())
     yield "atomic"
-    broker_access.flusher.flush(within_seconds=5)
+    broker_access.flush(within_seconds=5)
     _empty_log("default")
 
 

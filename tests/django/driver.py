@@ -98,7 +98,7 @@ def main() -> None:
     django.setup()
     from django.db import connections
 
-    from outbox.contrib.django.engine.broker import flusher
+    from outbox.contrib.django.engine.broker import flush
     from outbox.utils import faults
 
     place_plainly(f"parent-{os.getpid()}", False)
@@ -112,7 +112,7 @@ def main() -> None:
             else:
                 faults.arm("" if specification == "-" else specification)
             work(prefix, mode)
-            flusher.flush(within_seconds=10)
+            flush(within_seconds=10)
             os._exit(0)
         _, status = os.waitpid(pid, 0)
         print(os.waitstatus_to_exitcode(status), flush=True)

@@ -14,7 +14,7 @@ from outbox.broker.operations import audit, summary
 from outbox.broker.transaction.turns import CHECK_BACK
 from outbox.contrib.django import publish
 from outbox.contrib.django.database.aliases import broker_database
-from outbox.contrib.django.engine.broker import flusher, get_broker
+from outbox.contrib.django.engine.broker import flush, get_broker
 from outbox.contrib.django.operations.commands import switch_transactional
 from outbox.contrib.django.operations.comparing import run_compare
 from outbox.contrib.django.publishing.checkback import run_check_back
@@ -58,7 +58,7 @@ def process_failing(world: World) -> None:
 def ticks_late(world: World) -> None:
     """A process leads and does not sequence."""
     publish("orders", {}, key="unread")
-    flusher.flush(within_seconds=5)
+    flush(within_seconds=5)
     world.age(30)
 
 

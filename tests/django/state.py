@@ -14,7 +14,7 @@ from django.db import transaction
 
 from outbox.broker.postgres import PostgresBroker
 from outbox.contrib.django.database.aliases import alias_conninfo
-from outbox.contrib.django.engine.broker import flusher, get_broker
+from outbox.contrib.django.engine.broker import flush, get_broker
 from outbox.contrib.django.settings.conf import get_settings
 from tests.django.urls import Refused
 
@@ -32,7 +32,7 @@ class Stored:
 
 def stored() -> list[Stored]:
     """All messages in the broker, in log order, once the flusher is done."""
-    flusher.flush(within_seconds=10)
+    flush(within_seconds=10)
     with psycopg.connect(alias_conninfo(get_settings().broker), autocommit=True) as connection:
         connection.execute("SELECT set_config('search_path', %s, false)", [get_settings().schema])
         rows = connection.execute(

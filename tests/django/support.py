@@ -7,12 +7,12 @@ from uuid import uuid4
 
 from outbox.broker.sequencer.sequencer import Sequencer
 from outbox.contrib.django.database.aliases import broker_database
-from outbox.contrib.django.engine.broker import flusher
+from outbox.contrib.django.engine.broker import flush
 
 
 def sequence() -> None:
     """Queue everything that is decided."""
-    flusher.flush(within_seconds=5)
+    flush(within_seconds=5)
     database = broker_database()
     with closing(database.connect()) as connection:
         sequencer = Sequencer(database, uuid4())

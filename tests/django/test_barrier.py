@@ -16,7 +16,7 @@ from django.test.utils import override_settings
 
 from outbox import Answer, Check, CheckBack, Decision, Message
 from outbox.contrib.django import get_broker, publish
-from outbox.contrib.django.engine.broker import flusher
+from outbox.contrib.django.engine.broker import flush
 from outbox.contrib.django.ledger import ledger
 from outbox.contrib.django.ledger.ledger_checker import LedgerChecker, answer_by_ledger, open_connection
 from outbox.contrib.django.models import LedgerEntry, LedgerIdentity
@@ -150,7 +150,7 @@ def test_two_projects_with_one_group_name() -> None:
         with transaction.atomic():
             Order.objects.create(number="paid")
             publish("orders", {}, key="paid")
-        flusher.flush(within_seconds=5)
+        flush(within_seconds=5)
     finally:
         faults.arm("")
     with override_settings(OUTBOX={**OUTBOX, "CHECK_RETRY_SECONDS": 1}):

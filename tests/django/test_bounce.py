@@ -13,7 +13,7 @@ from typing import Any, Final
 import pytest
 from django.db import transaction
 
-from outbox.contrib.django.engine.broker import flusher, reset_broker
+from outbox.contrib.django.engine.broker import flush, reset_broker
 from outbox.contrib.django.operations.installation import install_broker
 from outbox.contrib.django.settings.conf import get_settings
 from tests.django.bouncing import is_aborted
@@ -94,7 +94,7 @@ def outbox(request: pytest.FixtureRequest, outbox_settings: Callable[..., None])
         install_broker(get_settings())
     yield chosen
     if chosen:
-        flusher.flush(within_seconds=10)
+        flush(within_seconds=10)
         reset_broker()
         with transaction.atomic():
             transaction.get_connection().cursor().execute("DROP SCHEMA bounced CASCADE")

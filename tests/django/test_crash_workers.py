@@ -17,7 +17,7 @@ from outbox.broker.database.executor import Executor
 from outbox.broker.operations.status import broker_status
 from outbox.contrib.django import publish
 from outbox.contrib.django.database.aliases import broker_connection
-from outbox.contrib.django.engine.broker import flusher
+from outbox.contrib.django.engine.broker import flush
 from outbox.utils import faults
 from tests.django.processes import process
 from tests.django.shop.models import Effect, Order
@@ -63,7 +63,7 @@ def lost_ends() -> Iterator[None]:
     faults.arm("producer.before_end=raise")
     try:
         yield
-        flusher.flush(within_seconds=5)
+        flush(within_seconds=5)
     finally:
         faults.arm("")
 

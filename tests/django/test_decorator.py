@@ -14,7 +14,7 @@ from django.test import AsyncClient, Client
 from django.test.utils import CaptureQueriesContext
 
 from outbox.contrib.django import run_check_back, transactional_message
-from outbox.contrib.django.engine.broker import flusher
+from outbox.contrib.django.engine.broker import flush
 from outbox.errors import ConfigurationError, SendFailed, TransactionUsageError, UnknownTopic
 from outbox.utils import faults
 from tests.django.shop.models import Order, Payment
@@ -30,7 +30,7 @@ def without_ends() -> Iterator[None]:
     faults.arm("producer.before_end=raise")
     try:
         yield
-        flusher.flush(within_seconds=5)
+        flush(within_seconds=5)
     finally:
         faults.arm("")
 

@@ -9,7 +9,7 @@ import pytest
 from django.core.management import CommandError, call_command
 
 from outbox.contrib.django import subscriber
-from outbox.contrib.django.engine.engines import engine_problems, require_engine
+from outbox.contrib.django.engine.broker import engine_of
 from outbox.contrib.django.operations import checks
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.errors import ConfigurationError
@@ -32,9 +32,9 @@ def on_rocketmq(outbox_settings: Callable[..., None], no_subscribers: None) -> N
 def test_an_address_without_brokers_is_a_warning(outbox_settings: Callable[..., None]) -> None:
     """What check-back gave up is in a topic that the proxy does not let clients read."""
     outbox_settings(**{**GOOD, "BROKER": "rocketmq://127.0.0.1:1"})
-    (problem,) = engine_problems(get_settings())
+    (problem,) = engine_of(get_settings()).check()
     assert problem.id == "outbox.W033" and "?brokers=BROKER:10911" in str(problem.hint)
-    require_engine(get_settings())
+    engine_of(get_settings()).require()
 
 
 def test_a_project_that_it_can_run_has_no_problem() -> None:
@@ -42,7 +42,7 @@ def test_a_project_that_it_can_run_has_no_problem() -> None:
     def handle(delivery: object) -> None: ...
 
     assert [item for item in checks.check_settings() if item.id in ("outbox.E002", "outbox.E031")] == []
-    require_engine(get_settings())
+    engine_of(get_settings()).require()
 
 
 @pytest.mark.parametrize(
@@ -69,11 +69,11 @@ def test_what_it_cannot_run_is_an_error(
         django_settings.OUTBOX.pop("PRODUCER_GROUP")
         settings.pop("PRODUCER_GROUP")
     outbox_settings(**settings)
-    (problem,) = engine_problems(get_settings())
+    (problem,) = engine_of(get_settings()).check()
     assert problem.id == "outbox.E031"
     assert said in problem.msg
     with pytest.raises(ConfigurationError):
-        require_engine(get_settings())
+        engine_of(get_settings()).require()
 
 
 @pytest.mark.parametrize("options", [{"idempotent": False}, {"mode": "orderly"}, {"broadcast": True}])
@@ -91,7 +91,7 @@ def test_a_group_that_mixes_orders_is_an_error() -> None:
     @subscriber("steps", group="points", mode="orderly")
     def step(delivery: object) -> None: ...
 
-    (problem,) = engine_problems(get_settings())
+    (problem,) = engine_of(get_settings()).check()
     assert "group 'points' consumes one topic in order and another concurrently" in problem.msg
 
 

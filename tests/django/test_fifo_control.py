@@ -15,7 +15,7 @@ from django.db import connections, transaction
 from outbox.broker.sequencer.sequencer import Sequencer
 from outbox.contrib.django import publish
 from outbox.contrib.django.database.aliases import broker_connection, broker_database
-from outbox.contrib.django.engine.broker import flusher
+from outbox.contrib.django.engine.broker import flush
 from tests.django.configured import OUTBOX
 
 pytestmark = pytest.mark.usefixtures("empty_log")
@@ -57,7 +57,7 @@ def race(django_db_blocker: Any) -> Iterator[Race]:
 
 def queued() -> list[str]:
     """Who published, in the order consumers will see it."""
-    assert flusher.flush(within_seconds=10)
+    assert flush(within_seconds=10)
     with broker_connection() as (connection, _):
         sequencer = Sequencer(broker_database(), uuid.uuid4())
         while (counts := sequencer.run_once(connection)).ticked or counts.more:

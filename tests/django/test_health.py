@@ -27,10 +27,11 @@ from outbox.broker.sequencer.leader import LeaderLease
 from outbox.broker.sequencer.sequencer import Sequencer
 from outbox.contrib.django import publish
 from outbox.contrib.django.database.aliases import broker_database
-from outbox.contrib.django.engine.broker import flusher
+from outbox.contrib.django.engine.broker import flush
 from outbox.contrib.django.operations import exposition
 from outbox.contrib.django.operations.watching import look, probe
-from outbox.contrib.django.worker import probes, signs
+from outbox.contrib.django.worker import probes
+from outbox.contrib.django.worker.roles import prepare_health_files
 from outbox.errors import ConfigurationError
 from outbox.utils import heartbeat
 from tests.broker.support import wire
@@ -60,7 +61,7 @@ def health(*arguments: str) -> tuple[int, str]:
 def test_the_probe_by_command(led: None) -> None:
     assert health() == (0, "healthy")
     publish("orders", {})
-    flusher.flush(within_seconds=5)
+    flush(within_seconds=5)
     with closing(broker_database().connect()) as connection:
         connection.execute("UPDATE outbox.op_log SET decided_at = decided_at - interval '30 seconds'")
         assert health() == (1, "decided messages have waited 30 s for the sequencer")
@@ -137,7 +138,7 @@ def beat(monkeypatch: pytest.MonkeyPatch, left: dict[str, dict[str, str]], name:
 
 def test_signs_of_life(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert probes.live().problems == ("no worker has started here",)
-    left = signs.expect(["broker", "consumer-1"])
+    left = prepare_health_files(["broker", "consumer-1"])
     assert probes.live().is_healthy
     assert probes.ready().problems == (
         "broker.heartbeat waits for the broker",
@@ -151,12 +152,12 @@ def test_signs_of_life(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None
     os.utime(directory / "consumer-1.heartbeat", (time.time() - 100, time.time() - 100))
     assert [problem[:10] for problem in probes.live().problems] == ["consumer-1"]
     assert health("--live")[0] == 1
-    signs.expect(["broker"])
+    prepare_health_files(["broker"])
     assert probes.live().is_healthy, "the one that is not expected any more is forgotten"
 
 
 def test_a_resynchronisation_is_not_taken_for_a_hung_loop(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    left = signs.expect(["broker"])
+    left = prepare_health_files(["broker"])
     beat(monkeypatch, left, "broker", ready=True)
     with closing(broker_database().connect()) as connection:
         connection.execute("UPDATE outbox.broker SET system_identifier = '1'")
@@ -193,7 +194,7 @@ def fetch(port: int, path: str) -> tuple[int, str]:
 
 
 def test_the_port(directory: Path, monkeypatch: pytest.MonkeyPatch, led: None) -> None:
-    left = signs.expect(["broker"])
+    left = prepare_health_files(["broker"])
     with probes.served() as address:
         assert address is not None
         port = int(address[1])
@@ -213,7 +214,7 @@ def test_the_port_leaves_no_connection_open(directory: Path, monkeypatch: pytest
     def note(connection: BaseDatabaseWrapper, **_: object) -> None:
         opened.append(connection)
 
-    signs.expect(["broker"])
+    prepare_health_files(["broker"])
     with probes.served() as address, connected(note):
         assert address is not None
         assert fetch(int(address[1]), "/metrics")[0] == 200

@@ -20,8 +20,7 @@ from outbox.broker.schema.install import SCHEMA_VERSION
 from outbox.contrib.django import message, publish, publish_messages, run_check_back, subscriber
 from outbox.contrib.django.database.aliases import alias_conninfo, broker_database
 from outbox.contrib.django.databases import database_from_url
-from outbox.contrib.django.engine.broker import flusher, reset_broker
-from outbox.contrib.django.operations.left_behind import left_here
+from outbox.contrib.django.engine.broker import engine_of, flush, reset_broker
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.worker.drain import drain
 from outbox.retry import RetryPolicy
@@ -169,11 +168,11 @@ def test_what_is_left_is_told_apart_by_whether_workers_settle_it() -> None:
 
     with transaction.atomic():
         publish("orders", {}, key="one", using="default")
-    flusher.flush(within_seconds=5)
-    before = left_here(get_settings())
+    flush(within_seconds=5)
+    before = engine_of(get_settings()).left()
     assert (before.waiting, before.staying) == (["topic 'orders' has 1 messages not queued yet"], [])
     drain()
-    after = left_here(get_settings())
+    after = engine_of(get_settings()).left()
     assert (after.waiting, after.staying) == ([], ["group 'effects' has 1 messages dead"])
 
 

@@ -18,7 +18,7 @@ from outbox.broker.database.executor import Executor
 from outbox.broker.transaction.checks import find_undecided, scan
 from outbox.contrib.django import message, publish, publish_messages, run_check_back
 from outbox.contrib.django.database.aliases import broker_connection
-from outbox.contrib.django.engine.broker import flusher
+from outbox.contrib.django.engine.broker import flush
 from outbox.contrib.django.ledger import ledger
 from outbox.contrib.django.ledger.ledger_checker import LedgerChecker, answer_by_ledger, open_connection
 from outbox.contrib.django.ledger.pruning import prune_ledgers
@@ -45,7 +45,7 @@ def end_messages_lost() -> Iterator[None]:
     faults.arm("producer.before_end=raise")
     try:
         yield
-        flusher.flush(within_seconds=5)
+        flush(within_seconds=5)
     finally:
         faults.arm("")
 
@@ -201,7 +201,7 @@ def parked_half(alias: str, key: str, *, committed: bool) -> UUID:
 def decided_order(alias: str, key: str) -> UUID:
     with transaction.atomic(using=alias):
         receipt = publish("orders", {}, key=key, using=alias)
-    flusher.flush(within_seconds=5)
+    flush(within_seconds=5)
     return receipt.transaction_id
 
 

@@ -16,7 +16,7 @@ from django.db import transaction
 from outbox import Delivery
 from outbox.contrib.django import fenced_producer, message_transaction, publish, run_check_back, subscriber
 from outbox.contrib.django.database.aliases import alias_conninfo
-from outbox.contrib.django.engine.broker import flusher
+from outbox.contrib.django.engine.broker import flush
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.worker.drain import drain
 from outbox.errors import LeftoversUndecided
@@ -34,7 +34,7 @@ def undecided() -> Iterator[None]:
     faults.arm("producer.before_end=raise")
     try:
         yield
-        flusher.flush(within_seconds=10)
+        flush(within_seconds=10)
     finally:
         faults.arm("")
 
@@ -67,7 +67,7 @@ def test_open_ones_are_listed_before_anybody_looked_for_them_and_after() -> None
         assert (waiting["transaction_id"], waiting["state"]) == (other["transaction_id"], "waiting")
         assert "still running" in waiting["last_answer"]
     assert said("outbox_transaction", "list", "--group", "nobody") == []
-    flusher.flush(within_seconds=10)
+    flush(within_seconds=10)
     assert said("outbox_transaction", "list") == []
 
 
@@ -93,7 +93,7 @@ def test_one_is_described_with_its_messages_and_answers() -> None:
         shown = text("outbox_transaction", "describe", str(receipt.transaction_id))
         assert "4711" in shown
         assert "still running" in shown
-    flusher.flush(within_seconds=10)
+    flush(within_seconds=10)
     with pytest.raises(CommandError, match="not an open transaction"):
         call_command("outbox_transaction", "describe", str(receipt.transaction_id))
 

@@ -1,4 +1,4 @@
-"""The lock of FIFO keys, half messages that time out, and the flusher's life."""
+"""The lock of FIFO keys, half messages that time out, and the flush at the end of a process."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ from django.core.management import call_command
 from django.core.management.base import CommandError
 from django.db import connections, transaction
 
-from outbox import Decision, EndTransaction
+from outbox import Decision
 from outbox.broker.database.executor import Executor
 from outbox.broker.transaction.checks import find_undecided
 from outbox.contrib.django import get_broker, publish, run_check_back
 from outbox.contrib.django.database.aliases import alias_conninfo, broker_connection
-from outbox.contrib.django.engine.broker import flusher
-from outbox.contrib.django.engine.flusher import MAX_QUEUED, FlushingThread
+from outbox.contrib.django.engine.broker import flush
 from outbox.contrib.django.ledger.ledger_checker import LedgerChecker
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.errors import BrokerUnavailable, SchemaError, WrongDatabase
@@ -126,7 +125,7 @@ def test_a_half_that_times_out_rolls_back_and_is_settled_if_it_was_stored_all_th
     outbox_settings(SEND_TIMEOUT_SECONDS=0.5)
     # The statement is prepared on the pooled connection, so that the next one is sent as a whole.
     place("warm-up")
-    flusher.flush(within_seconds=5)
+    flush(within_seconds=5)
     with psycopg.connect(alias_conninfo("broker")) as blocker:
         blocker.execute("LOCK TABLE outbox.commit_log IN ACCESS EXCLUSIVE MODE")
         with pytest.raises(BrokerUnavailable, match="orders"):
@@ -153,41 +152,6 @@ def test_a_forced_path_to_where_another_database_is_says_so(outbox_settings: Cal
     outbox_settings(PATH="atomic")
     with pytest.raises(WrongDatabase, match="does not allow"), transaction.atomic():
         publish("orders", {}, key="lost")
-
-
-# -- the flusher ----------------------------------------------------------------------------------------
-
-
-class Recorder:
-    """Takes ends when it is let to."""
-
-    def __init__(self) -> None:
-        self.taken: list[EndTransaction] = []
-        self.open = threading.Event()
-
-    def __call__(self) -> Any:
-        self.open.wait(10)
-        return self
-
-    def end(self, ends: Any, *, timeout_seconds: float = 3.0) -> list[Any]:
-        self.taken.extend(ends)
-        return []
-
-
-def end() -> EndTransaction:
-    return EndTransaction(transaction_id=uuid7(), decision=Decision.COMMIT, producer_group="g")
-
-
-def test_a_full_queue_drops_and_nobody_waits() -> None:
-    recorder = Recorder()
-    flusher = FlushingThread(recorder)
-    for _ in range(MAX_QUEUED + 1000):
-        flusher.put(end())
-    assert 1000 - 500 <= flusher.dropped <= 1000
-    assert not flusher.flush(within_seconds=0.1)
-    recorder.open.set()
-    assert flusher.flush(within_seconds=10)
-    assert len(recorder.taken) == MAX_QUEUED + 1000 - flusher.dropped
 
 
 def test_a_process_that_ends_flushes_first(django_db_setup: None) -> None:
@@ -228,7 +192,7 @@ def test_an_operators_decision_has_to_agree_with_the_ledger() -> None:
     try:
         with transaction.atomic():
             kept = publish("orders", {}, key="kept")
-        flusher.flush(within_seconds=5)
+        flush(within_seconds=5)
     finally:
         faults.arm("")
     with pytest.raises(CommandError, match=r"COMMIT.*--force"):

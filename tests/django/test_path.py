@@ -109,7 +109,7 @@ def _pointed(**urls: str) -> Iterator[None]:
     try:
         yield
     finally:
-        broker_access.flusher.flush(within_seconds=5)
+        broker_access.flush(within_seconds=5)
         broker_access.reset_broker()
         for alias, entry in before.items():
             connections[alias].close()

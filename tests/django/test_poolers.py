@@ -68,7 +68,7 @@ def pooled(running: Pooler, alias: str) -> str:
 
 
 def _connect_anew() -> None:
-    broker_access.flusher.flush(within_seconds=5)
+    broker_access.flush(within_seconds=5)
     broker_access.reset_broker()
     connections.close_all()
 

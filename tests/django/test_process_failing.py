@@ -13,7 +13,7 @@ from django.db import IntegrityError, transaction
 from outbox.broker.operations.conditions import Condition, Severity
 from outbox.contrib.django import publish
 from outbox.contrib.django.database.aliases import alias_conninfo
-from outbox.contrib.django.engine.broker import flusher
+from outbox.contrib.django.engine.broker import flush
 from outbox.contrib.django.operations.watching import look
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.worker.periodic import passes
@@ -108,7 +108,7 @@ def test_a_pass_that_fails(databases: None) -> None:
     [check_back] = [one for one in passes() if one.name == "check_back"]
     with rolled_back():
         publish("orders", {}, key="half")
-    flusher.flush(within_seconds=5)
+    flush(within_seconds=5)
     with refusing("pending_check"):
         run_pass(check_back)
         assert failing()[0][0] == "the pass of check_back, shop"

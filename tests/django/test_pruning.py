@@ -11,7 +11,7 @@ from django.db import connections, transaction
 
 from outbox import Decision
 from outbox.contrib.django import publish, run_check_back, run_prune
-from outbox.contrib.django.engine.broker import flusher
+from outbox.contrib.django.engine.broker import flush
 from outbox.contrib.django.ledger import ledger, pruning
 from outbox.contrib.django.ledger.pruning import first_id_at, prune_ledgers
 from outbox.contrib.django.models import InboxEntry, LedgerIdentity
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("empty_log")
 def test_only_what_the_broker_shows_decided_is_pruned_and_nothing_older_is_guessed() -> None:
     with transaction.atomic():
         decided = publish("orders", {}, key="decided")
-    flusher.flush(within_seconds=5)
+    flush(within_seconds=5)
     unknown_to_the_broker = uuid7()
     ledger.insert_committed(connections["default"], unknown_to_the_broker)
     assert prune_ledgers(older_than=datetime.now(UTC) - timedelta(hours=1)).ledger == 0
@@ -52,7 +52,7 @@ def test_rows_of_the_engine_before_are_kept_while_it_may_ask_and_hold_up_nobody(
         ledger.insert_committed(connections["default"], one)
     with transaction.atomic():
         decided = publish("orders", {}, key="decided")
-    flusher.flush(within_seconds=5)
+    flush(within_seconds=5)
     later = datetime.now(UTC) + timedelta(seconds=5)
     try:
         assert sum(prune_ledgers(older_than=later, max_seconds=0).ledger for _ in range(3)) == 1
@@ -70,7 +70,7 @@ def test_pruning_stops_before_what_is_too_young_for_the_barrier(outbox_settings:
         young = publish("orders", {}, key="open")
     with transaction.atomic():
         publish("orders", {}, key="later")
-    flusher.flush(within_seconds=5)
+    flush(within_seconds=5)
     assert prune_ledgers(older_than=datetime.now(UTC) + timedelta(seconds=5)).ledger == 0
     assert row("default", young.transaction_id) is None
 
@@ -80,7 +80,7 @@ def test_pruning_runs_the_barrier_for_what_a_check_will_still_ask_about() -> Non
         dropped = publish("orders", {}, key="open")
     with transaction.atomic():
         publish("orders", {}, key="later")
-    flusher.flush(within_seconds=5)
+    flush(within_seconds=5)
     try:
         assert prune_ledgers(older_than=datetime.now(UTC) + timedelta(seconds=5)).ledger == 1
         assert row("default", dropped.transaction_id) == "R"

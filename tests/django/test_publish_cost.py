@@ -13,7 +13,7 @@ from django.db import connections, transaction
 
 from outbox.broker.postgres import PostgresBroker
 from outbox.contrib.django import get_broker, publish, transactional_message
-from outbox.contrib.django.engine.broker import flusher
+from outbox.contrib.django.engine.broker import flush
 from tests.django.shop.models import Order
 
 pytestmark = pytest.mark.usefixtures("empty_log")
@@ -59,12 +59,12 @@ def test_round_trips(path: str, publishes: Callable[[str], None], costs: dict[st
         publishes(f"warm-up {number}")
     broker = get_broker()
     assert isinstance(broker, PostgresBroker)
-    assert flusher.flush(within_seconds=30)
+    assert flush(within_seconds=30)
     application, one_way = connections["default"].connection.pgconn, broker._one_way._pgconn
     halves = [connection.pgconn for connection in broker._pool._idle]
     with round_trips(application, one_way, *halves) as found:
         publishes("counted")
-        assert flusher.flush(within_seconds=30)
+        assert flush(within_seconds=30)
     assert (found[0], sum(found[2:]), found[1]) == costs[path]
 
 
@@ -88,7 +88,7 @@ def test_no_thread_of_ours_runs_in_a_process_that_publishes(path: str) -> None:
     before = set(threading.enumerate())
     order("first")
     order("second")
-    assert flusher.flush(within_seconds=30)
+    assert flush(within_seconds=30)
     assert set(threading.enumerate()) == before
 
 
@@ -98,7 +98,7 @@ def test_bytes_of_wal(path: str) -> None:
     for number in range(30):
         before = _wal_position()
         order(f"order {number:03}")
-        assert flusher.flush(within_seconds=30)
+        assert flush(within_seconds=30)
         written.append(_wal_position() - before)
     # What others write at the same time, and an index page that splits, come on top of it.
     assert min(written) <= {"atomic": 1_100, "two_phase": 1_500}[path]

@@ -11,7 +11,7 @@ from django.db import connections, transaction
 
 from outbox import Delivery
 from outbox.contrib.django import message_transaction, publish_many, subscriber
-from outbox.contrib.django.engine.broker import flusher, reset_broker
+from outbox.contrib.django.engine.broker import flush, reset_broker
 from outbox.contrib.django.models import InboxEntry
 from outbox.contrib.django.operations.installation import install_broker
 from outbox.contrib.django.settings.conf import get_settings
@@ -34,7 +34,7 @@ def _fresh_broker(
     outbox_settings(BROKER="default", SCHEMA="fresh")
     install_broker(get_settings())
     yield
-    flusher.flush(within_seconds=10)
+    flush(within_seconds=10)
     reset_broker()
     with connections["default"].cursor() as cursor:
         cursor.execute("DROP SCHEMA fresh CASCADE")
@@ -65,7 +65,7 @@ def read_all() -> dict[str, Counter[str]]:
             lambda deliveries, counter=counter: counter.update(item.key for item in deliveries)
         )
     while drain().handled:
-        flusher.flush(within_seconds=10)
+        flush(within_seconds=10)
     return seen
 
 

@@ -17,7 +17,7 @@ from django.core.management import call_command
 
 from outbox.contrib.django import publish
 from outbox.contrib.django.database.aliases import alias_conninfo
-from outbox.contrib.django.engine.broker import flusher
+from outbox.contrib.django.engine.broker import flush
 from tests.django.shop.models import Effect, Order
 from tests.django.state import stored
 from tests.django.test_repair import consume, park, subscribe, undecided
@@ -92,7 +92,7 @@ def test_a_stuck_half_and_a_dead_letter_are_settled_as_printed(tmp_path: Path, b
     if is_parked:
         park()
     publish("orders", {}, key="3")
-    flusher.flush(within_seconds=5)
+    flush(within_seconds=5)
     consume()
     found = {(each["key"], each["class"]): each for each in findings(tmp_path)}
     stuck, letter = found["3", "HALF_STUCK"], found["1", "DEAD"]

@@ -17,7 +17,7 @@ from outbox import Delivery
 from outbox.broker.sequencer.sequencer import Sequencer
 from outbox.contrib.django import publish, subscriber
 from outbox.contrib.django.database.aliases import alias_conninfo, broker_connection, broker_database
-from outbox.contrib.django.engine.broker import flusher
+from outbox.contrib.django.engine.broker import flush
 from outbox.contrib.django.repair.actions import derived_id
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.worker.workers import consumer_runtime
@@ -41,7 +41,7 @@ def repair(tmp_path: Path) -> Repair:
 
 def sequence() -> None:
     """Queue everything that is decided."""
-    flusher.flush(within_seconds=5)
+    flush(within_seconds=5)
     database = broker_database()
     with closing(database.connect()) as connection:
         sequencer = Sequencer(database, UUID(int=1))
@@ -83,7 +83,7 @@ def test_what_holds_no_longer_is_settled(repair: Repair) -> None:
     with transaction.atomic():
         Order.objects.create(number="4")
         publish("orders", {}, key="4")
-    flusher.flush(within_seconds=5)
+    flush(within_seconds=5)
     steps = [lost("2"), lost("3"), lost("4")]
     assert repair.run(*steps) == [
         ("settled", "the row is gone, or no longer satisfies the rule"),
@@ -130,7 +130,7 @@ def test_a_message_that_came_under_another_key_is_not_published_again(
         Order.objects.create(number="wrong")
         publish("orders", {}, key="wrong")
     receipt = publish("orders", body, key="wrong")
-    flusher.flush(within_seconds=5)
+    flush(within_seconds=5)
     if is_handled:
         Effect.objects.using("other").create(number="7")
     for apply in (False, True):
@@ -146,7 +146,7 @@ def test_messages_about_other_rows_do_not_stand_in_the_way(repair: Repair) -> No
         Order.objects.create(number=number)
     publish("orders", {"amount": 7}, key="8")
     publish("orders", {"order": "77", "7": "x"}, key="nobody's")
-    flusher.flush(within_seconds=5)
+    flush(within_seconds=5)
     assert repair.outcomes(lost("7")) == ["done"]
 
 
@@ -177,7 +177,7 @@ def test_it_waits_for_whoever_publishes_for_the_key(repair: Repair) -> None:
         applying = threading.Thread(target=run)
         applying.start()
         eventually(waits_for_a_lock, within_seconds=30, what="the apply to wait for the key")
-    flusher.flush(within_seconds=5)
+    flush(within_seconds=5)
     applying.join(30)
     # The half is decided by now, or still on its way; a second message was not sent in either case.
     assert found in ([["settled"]], [["refused"]])
@@ -268,7 +268,7 @@ def undecided(key: str, *, commit: bool = True) -> dict[str, Any]:
         else:
             with rolled_back():
                 publish("orders", {}, key=key)
-        flusher.flush(within_seconds=5)
+        flush(within_seconds=5)
     finally:
         faults.arm("")
     half = stored()[-1]

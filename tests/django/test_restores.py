@@ -24,7 +24,7 @@ from psycopg.conninfo import make_conninfo
 
 from outbox.broker import embedded
 from outbox.contrib.django import publish
-from outbox.contrib.django.engine.broker import flusher, reset_broker
+from outbox.contrib.django.engine.broker import flush, reset_broker
 from outbox.contrib.django.operations.installation import install_broker
 from outbox.contrib.django.settings.conf import get_settings
 from tests.django.conftest import point_alias
@@ -83,7 +83,7 @@ class Cell:
             with transaction.atomic():
                 Order.objects.create(number=f"n{number}")
                 publish("orders", {"number": number}, key=f"n{number}")
-        assert flusher.flush(within_seconds=30)
+        assert flush(within_seconds=30)
 
     def take_copy(self) -> None:
         self.kept = self.folder / "copy"

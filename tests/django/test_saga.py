@@ -22,7 +22,7 @@ from django.utils import timezone
 
 from outbox.contrib.django import saga
 from outbox.contrib.django.database.aliases import alias_conninfo, broker_connection
-from outbox.contrib.django.engine.broker import flusher
+from outbox.contrib.django.engine.broker import flush
 from outbox.contrib.django.operations.installation import install_broker
 from outbox.contrib.django.operations.watching import look
 from outbox.contrib.django.saga import Saga, SagaProgress, SagaState
@@ -66,7 +66,7 @@ def hotel(databases: None, no_subscribers: None, outbox_settings: Callable[..., 
 
 def told() -> Counter[str]:
     """What has been published to the hotel's other services, by topic."""
-    flusher.flush(within_seconds=10)
+    flush(within_seconds=10)
     with broker_connection() as (connection, schema):
         connection.execute("SELECT set_config('search_path', %s, false)", [schema])
         rows = connection.execute(
@@ -286,7 +286,7 @@ def stalled() -> dict[str, str]:
 
 def lose_messages() -> None:
     """As a restore of the broker's database does."""
-    flusher.flush(within_seconds=10)
+    flush(within_seconds=10)
     with broker_connection() as (connection, _):
         connection.execute(RAISE_FLOORS.encode())
         for table in ("consume_queue", "scheduled", "op_log", "commit_log"):

@@ -14,7 +14,7 @@ from psycopg.sql import SQL, Identifier
 from outbox import Message
 from outbox.contrib.django import message, run_check_back, transactional_message
 from outbox.contrib.django.database.aliases import alias_conninfo
-from outbox.contrib.django.engine.broker import flusher
+from outbox.contrib.django.engine.broker import flush
 from outbox.contrib.django.models import LedgerEntry
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.errors import ConfigurationError, TransactionUsageError, UsageError
@@ -80,7 +80,7 @@ def test_a_lost_end_is_answered_by_check_back_for_all_of_them() -> None:
     faults.arm("producer.before_end=raise")
     try:
         place("a")
-        flusher.flush(within_seconds=5)
+        flush(within_seconds=5)
     finally:
         faults.arm("")
     assert decisions() == {"a": None, "a-0": None, "a-1": None}

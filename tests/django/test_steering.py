@@ -27,7 +27,7 @@ from outbox.contrib.django import (
     transactional_message,
 )
 from outbox.contrib.django.database.aliases import broker_connection, broker_database
-from outbox.contrib.django.engine.broker import flusher, get_broker
+from outbox.contrib.django.engine.broker import flush, get_broker
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.testing import in_memory_outbox
 from outbox.errors import (
@@ -53,7 +53,7 @@ def call(*arguments: str) -> str:
 
 def scheduled() -> list[str]:
     """The keys of what waits for its time, once everything decided has been sequenced."""
-    flusher.flush(within_seconds=5)
+    flush(within_seconds=5)
     database = broker_database()
     with closing(database.connect()) as connection:
         sequencer = Sequencer(database, uuid4())

@@ -16,7 +16,7 @@ from outbox.broker.operations.conditions import Condition
 from outbox.broker.operations.dead_letters import DeadLetter, list_dead_letters
 from outbox.contrib.django import publish
 from outbox.contrib.django.database.aliases import broker_connection
-from outbox.contrib.django.engine.broker import flusher
+from outbox.contrib.django.engine.broker import flush
 from outbox.contrib.django.models import InboxEntry
 from outbox.contrib.django.operations.watching import look
 from outbox.utils import faults
@@ -118,7 +118,7 @@ def test_check_role_settles_what_a_lost_end_left_open() -> None:
     faults.arm("producer.before_end=raise")
     try:
         place("lost-end")
-        flusher.flush(within_seconds=5)
+        flush(within_seconds=5)
     finally:
         faults.arm("")
     assert decisions() == {"lost-end": None}

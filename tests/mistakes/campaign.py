@@ -13,13 +13,14 @@ import psycopg
 from django.db import connections
 
 from outbox import Delivery, Subscription
-from outbox.broker.consumer.runtime import ConsumeCounts, ConsumerRuntime
+from outbox.broker.consumer.runtime import ConsumerRuntime
 from outbox.broker.database.connection import BrokerDatabase
 from outbox.broker.sequencer.sequencer import Sequencer
 from outbox.contrib.django import run_check_back
 from outbox.contrib.django.database.aliases import alias_conninfo
-from outbox.contrib.django.engine.broker import flusher, get_codecs
+from outbox.contrib.django.engine.broker import flush, get_codecs
 from outbox.contrib.django.settings.conf import get_settings
+from outbox.ports import ConsumeCounts
 from tests.django.shop.models import Effect, Order
 from tests.mistakes.generator import Side, generate
 from tests.mistakes.grammar import Program, smaller, steps_of, text
@@ -95,7 +96,7 @@ class Campaign:
 
     def _settle(self, after: int) -> None:
         connections[self.alias].close()
-        assert flusher.flush(within_seconds=30)
+        assert flush(within_seconds=30)
         eventually(lambda: self._all_decided(after), what="every half message is decided")
         while self._sequence() or self._runtime.run_once() != ConsumeCounts():
             pass

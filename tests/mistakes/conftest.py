@@ -75,7 +75,7 @@ def campaign_in(worlds: None, django_db_blocker: Any) -> Iterator[Callable[[Worl
         yield open_campaign
         for campaign in opened:
             campaign.close()
-        broker_access.flusher.flush(within_seconds=5)
+        broker_access.flush(within_seconds=5)
         broker_access.reset_broker()
         for item in changed:
             item.disable()

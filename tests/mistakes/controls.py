@@ -14,9 +14,9 @@ import pytest
 from django.db import connections
 
 from outbox import Answer, Check, Decision, Delivery
+from outbox.broker.postgres import PostgresBroker
 from outbox.contrib.django import publish
 from outbox.contrib.django.database.blocks import BlockHalves, BlockWatch
-from outbox.contrib.django.engine.broker import flusher
 from outbox.contrib.django.publishing import checkback, decorators, ends
 from outbox.contrib.django.publishing import publish as publishing
 from outbox.contrib.django.subscribers.inbox_entries import InboxEntries
@@ -181,7 +181,7 @@ def lose_and_roll_back(patch: pytest.MonkeyPatch) -> None:
         def check_local_transactions(self, checks: Sequence[Check]) -> Iterable[Answer]:
             return [Answer(transaction_id=check.transaction_id, decision=Decision.ROLLBACK) for check in checks]
 
-    patch.setattr(flusher, "end", lambda end: None)
+    patch.setattr(PostgresBroker, "end_one_way", lambda self, end: None)
     patch.setattr(checkback, "LedgerChecker", Careless)
 
 

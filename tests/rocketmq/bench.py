@@ -8,13 +8,13 @@ import uuid
 from collections.abc import Sequence
 
 from outbox.message import Delivery, Message
-from outbox.ports import AnyHandler, call_handler
+from outbox.ports import AnyHandler, Consumers, call_handler
 from outbox.rocketmq.broker import RocketMQBroker
 from outbox.rocketmq.consumer import RocketMQConsumers
-from outbox.rocketmq.private_server import PrivateRocketMQ
 from outbox.subscription import Subscription
 from outbox.topic import Topic
 from outbox.transaction import Check
+from sample_project.rocketmq_server import PrivateRocketMQ
 from tests.contract.benches import CHECKS, publish_two_phase
 
 # Longer than the server waits before it asks (twice), than a retry, and than an empty poll (5 s).
@@ -88,12 +88,13 @@ class RocketMQBench:
 
         self._consume([(wanted, counting(handler)) for wanted, handler in self._subscriptions], lambda: len(handled))
 
-    def _consume(self, wanted: Sequence[tuple[Subscription, AnyHandler]], progress: object) -> None:
+    def consumers(self, *wanted: tuple[Subscription, AnyHandler]) -> Consumers:
         for subscription, _ in wanted:
             self._server.admin.create_group(subscription, self._topics[subscription.topic])
-        consumers = RocketMQConsumers(
-            self._server.url, wanted, topics=list(self._topics.values()), invoker=call_handler
-        )
+        return RocketMQConsumers(self._server.url, wanted, topics=list(self._topics.values()), invoker=call_handler)
+
+    def _consume(self, wanted: Sequence[tuple[Subscription, AnyHandler]], progress: object) -> None:
+        consumers = self.consumers(*wanted)
         stop = threading.Event()
         running = threading.Thread(target=consumers.run, args=[stop])
         running.start()

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from outbox.rocketmq.private_server import PrivateRocketMQ, fetch_programs
 from outbox.topic import MessageType, Topic
+from sample_project.rocketmq_server import PrivateRocketMQ, fetch_programs
 from tests.django.conftest import (  # noqa: F401
     application,
     databases,

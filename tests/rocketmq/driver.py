@@ -57,7 +57,7 @@ def main() -> None:
     django.setup()
     from django.db import transaction
 
-    from outbox.contrib.django.engine.broker import flusher
+    from outbox.contrib.django.engine.broker import flush
 
     prefix, how = sys.argv[1:3]
     rounds = int(sys.argv[3]) if len(sys.argv) > 3 else ROUNDS
@@ -74,7 +74,7 @@ def main() -> None:
             with contextlib.suppress(Undone):
                 place(topic, f"{prefix}-s{number}", decorated=decorated, fail=True)
     if how != "exits":
-        flusher.flush(within_seconds=10)
+        flush(within_seconds=10)
 
 
 if __name__ == "__main__":

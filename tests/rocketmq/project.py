@@ -9,9 +9,9 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from outbox.rocketmq.private_server import PrivateRocketMQ
 from outbox.subscription import Subscription
 from outbox.topic import MessageType, Topic
+from sample_project.rocketmq_server import PrivateRocketMQ
 from tests.django import processes
 from tests.django.shop.models import Effect, Order
 from tests.rocketmq.conftest import unique

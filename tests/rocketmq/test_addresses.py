@@ -14,8 +14,8 @@ import pytest
 
 from outbox.errors import BrokerUnavailable
 from outbox.rocketmq.admin import Admin
-from outbox.rocketmq.private_server import VERSION, PrivateRocketMQ, fetch_programs
 from outbox.topic import Topic
+from sample_project.rocketmq_server import VERSION, PrivateRocketMQ, fetch_programs
 
 NAME_SERVER = json.dumps({"code": 3, "remark": "request type 17 not supported"}).encode()
 

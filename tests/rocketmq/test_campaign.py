@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from outbox.contrib.django.engine import broker as broker_access
-from outbox.rocketmq import exhausted, stored
-from outbox.rocketmq.private_server import PrivateRocketMQ
+from outbox.rocketmq import admin, exhausted
 from outbox.utils import faults
+from sample_project.rocketmq_server import PrivateRocketMQ
 from tests.django.shop.models import Order
 from tests.rocketmq.conftest import running_server
 from tests.rocketmq.project import Project, expected, happened, make_project, nothing_lost_invented_or_doubled
@@ -126,7 +126,7 @@ def test_effects_are_the_committed_rows_whatever_is_killed(
         for number in range(rounds):
             campaign.round(number)
         nothing_lost_invented_or_doubled(within_seconds=240)
-        given_up = stored.end_of(server.admin, exhausted.TOPIC)
+        given_up = admin.end_of_queue(server.admin, exhausted.TOPIC)
     print(
         f"seed {seed}: {Order.objects.count()} committed orders, {sum(happened().values())} of {len(expected())} "
         f"effects, killed {dict(campaign.killed)}, {given_up} half messages given up by check-back"

@@ -11,13 +11,13 @@ from uuid import UUID
 import pytest
 
 from outbox.message import Message
-from outbox.rocketmq import exhausted, stored
-from outbox.rocketmq.answering import AnsweringThread
+from outbox.rocketmq import admin, exhausted
 from outbox.rocketmq.broker import RocketMQBroker
-from outbox.rocketmq.private_server import PrivateRocketMQ
+from outbox.rocketmq.producer import AnsweringThread
 from outbox.topic import MessageType, Topic
 from outbox.transaction import Answer, Check, CheckCounts, Decision, HalfTransaction
 from outbox.utils import heartbeat
+from sample_project.rocketmq_server import PrivateRocketMQ
 from tests.django import processes
 from tests.rocketmq.conftest import QUICK, running_server, unique
 from tests.rocketmq.project import expected, happened, make_project, nothing_lost_invented_or_doubled
@@ -114,7 +114,7 @@ def forgetful(programs: Path) -> Iterator[PrivateRocketMQ]:
 
 
 def given_up(server: PrivateRocketMQ, count: int) -> bool:
-    return stored.end_of(server.admin, exhausted.TOPIC) == count
+    return admin.end_of_queue(server.admin, exhausted.TOPIC) == count
 
 
 def test_what_rocketmq_gave_up_is_decided_by_the_ledger(forgetful: PrivateRocketMQ) -> None:
@@ -162,9 +162,9 @@ def test_committed_while_no_process_could_answer(
     outbox_settings(**project.outbox)
     ends = project.produced({"fell": "producer.before_end=kill@1", "back": "producer.after_half=kill@3"})
     assert set(ends.values()) == {-signal.SIGKILL}
-    undecided = stored.end_of(forgetful.admin, "RMQ_SYS_TRANS_HALF_TOPIC")
+    undecided = admin.end_of_queue(forgetful.admin, "RMQ_SYS_TRANS_HALF_TOPIC")
     assert undecided
-    eventually(lambda: stored.end_of(forgetful.admin, exhausted.TOPIC) >= 2, within_seconds=90)
+    eventually(lambda: admin.end_of_queue(forgetful.admin, exhausted.TOPIC) >= 2, within_seconds=90)
     assert expected() and not happened()
     with project.running(["-m", "outbox.contrib.django.worker.child", "check"]), project.consumer():
         nothing_lost_invented_or_doubled()

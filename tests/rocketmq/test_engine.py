@@ -18,10 +18,10 @@ from outbox.ports import AnyHandler
 from outbox.retry import RetryPolicy
 from outbox.rocketmq.broker import RocketMQBroker
 from outbox.rocketmq.consumer import RocketMQConsumers
-from outbox.rocketmq.private_server import PrivateRocketMQ
 from outbox.subscription import Mode, Subscription
 from outbox.topic import Topic
 from outbox.transaction import Answer, Decision, EndStatus, EndTransaction, HalfTransaction
+from sample_project.rocketmq_server import PrivateRocketMQ
 from tests.rocketmq.conftest import unique
 from tests.support import eventually
 

@@ -11,8 +11,8 @@ import pytest
 from outbox.message import Message
 from outbox.rocketmq.broker import RocketMQBroker
 from outbox.rocketmq.left import Timers, left
-from outbox.rocketmq.private_server import PrivateRocketMQ
 from outbox.topic import MessageType, Topic
+from sample_project.rocketmq_server import PrivateRocketMQ
 from tests.rocketmq.conftest import running_server, unique
 from tests.rocketmq.test_engine import consuming
 from tests.support import eventually

@@ -13,8 +13,9 @@ import pytest
 
 from outbox.contrib.django import get_broker
 from outbox.contrib.django.engine import broker as broker_access
-from outbox.rocketmq.private_server import PrivateRocketMQ
+from outbox.rocketmq.broker import RocketMQBroker
 from outbox.utils import faults
+from sample_project.rocketmq_server import PrivateRocketMQ
 from tests.django.shop.models import Order
 from tests.rocketmq.conftest import unique
 from tests.rocketmq.driver import place
@@ -33,7 +34,7 @@ def project(rocketmq: PrivateRocketMQ, application: None, outbox_settings: Calla
     project = make_project(rocketmq)
     outbox_settings(**project.outbox)
     yield project
-    broker_access.flusher.flush(within_seconds=5)
+    broker_access.flush(within_seconds=5)
     broker_access.reset_broker()
 
 
@@ -49,7 +50,7 @@ def test_from_the_decorator_to_the_handler(project: Project, decorated: bool) ->
 
 def test_a_lost_end_is_answered_from_the_ledger(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody reports: RocketMQ asks this process, and the ledger answers COMMIT, and ROLLBACK by its barrier."""
-    monkeypatch.setattr(broker_access.flusher, "end", lambda end: None)
+    monkeypatch.setattr(RocketMQBroker, "end_one_way", lambda self, end: None)
     with project.consumer():
         place(project.topics[0], "committed", decorated=False)
         with pytest.raises(Exception, match=r"^$"):

@@ -13,11 +13,10 @@ from typing import Any
 
 import pytest
 
-from outbox.contrib.sinks.addresses import is_public
 from outbox.contrib.sinks.formats import format_named
 from outbox.contrib.sinks.signatures import verify
 from outbox.contrib.sinks.sink import NotAcknowledged, Outgoing, Rejected
-from outbox.contrib.sinks.webhook import WebhookSink, retry_after_seconds
+from outbox.contrib.sinks.webhook import WebhookSink, is_public, retry_after_seconds
 from outbox.errors import ConfigurationError, ServiceUnavailable
 from tests.servers import free_ports
 from tests.sinks.receiver import SECRET, Answer, Request, keeping, serving

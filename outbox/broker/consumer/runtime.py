@@ -16,7 +16,6 @@ import logging
 import threading
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from outbox.broker.consumer.session import ConsumerSession, SessionTask, woken_by
 from outbox.broker.database.connection import BrokerDatabase
@@ -40,25 +39,15 @@ from outbox.errors import (
     UnknownTopic,
 )
 from outbox.filters.filter import parse_filter
-from outbox.ports import AnyHandler, Invoker, call_handler
+from outbox.ports import AnyHandler, ConsumeCounts, Invoker, call_handler
 from outbox.subscription import Subscription
 from outbox.utils import heartbeat
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class ConsumeCounts:
-    """The results of a bounded pass: outcomes of handlers, and the number of filtered messages."""
-
-    handled: int = 0
-    skipped: int = 0
-    filtered: int = 0
-    failed: int = 0
-
-
 class ConsumerRuntime:
-    """Consumes for its subscriptions until it is stopped. Raises UsageErrors for invalid subscriptions.
+    """Consumes for its subscriptions (implements outbox.ports.Consumers). Raises UsageErrors for invalid ones.
 
     `lease_seconds`: the time after a crash or freeze of this process until others take over its queues. `strategy`: how
     queues are shared: averagely, circle, consistent_hash, config:NUMBERS, or a function (groups.rebalance).

@@ -13,7 +13,7 @@ from typing import Any
 
 from outbox.broker.celery import beat, bootstep
 from outbox.broker.celery.tasks import record_what_waits
-from outbox.contrib.django.engine.broker import flusher
+from outbox.contrib.django.engine.broker import flush
 from outbox.contrib.django.publishing.celery_tasks import TransactionalTask, subscriber_task
 from outbox.contrib.django.worker.periodic import passes
 from outbox.contrib.django.worker.roles import Role, supervisor
@@ -30,6 +30,6 @@ def setup(app: Any) -> None:
     up. If the app is finalised already, they are added at once.
     """
     bootstep.install(app, supervisor, roles=list(Role))
-    bootstep.flush_at_end(flusher.flush)
+    bootstep.flush_at_end(flush)
     record_what_waits(app)
     beat.install(app, passes)

@@ -23,7 +23,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import wraps
-from typing import Any
+from typing import Any, cast
 
 from django.conf import settings as django_settings
 from django.test.utils import override_settings
@@ -34,8 +34,7 @@ from outbox.broker.operations import for_tests
 from outbox.broker.schema.install import install
 from outbox.contrib.django.database.aliases import broker_connection, broker_database
 from outbox.contrib.django.database.in_tests import running_tests
-from outbox.contrib.django.engine.broker import flusher, get_broker, get_codecs, reset_broker
-from outbox.contrib.django.engine.in_memory import settle as settle_in_memory
+from outbox.contrib.django.engine.broker import flush, get_broker, get_codecs, get_engine, reset_broker
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.subscribers.registry import autodiscover, subscriptions
 from outbox.contrib.django.worker.drain import drain, settle
@@ -109,9 +108,7 @@ class InMemoryOutbox(OutboxForTests):
     def reset(self) -> None:
         """Start with a new broker."""
         reset_broker()
-        broker = get_broker()
-        assert isinstance(broker, InMemoryBroker)
-        self.broker = broker
+        self.broker = cast(InMemoryBroker, get_broker())
         for subscription, handler in subscriptions(groups=self._groups):
             self.broker.subscribe(subscription, self._recording(handler))
 
@@ -125,7 +122,7 @@ class InMemoryOutbox(OutboxForTests):
 
     def settle(self) -> None:
         """Decide every half message whose transaction has ended, by its ledger row, as check-back would."""
-        settle_in_memory(self.broker)
+        get_engine().settle()
 
 
 class BrokerOutbox(OutboxForTests):
@@ -140,7 +137,7 @@ class BrokerOutbox(OutboxForTests):
         if not running_tests():
             raise UsageError("reset() removes all messages of the broker: it works in tests only, on a test database.")
         settings = get_settings()
-        flusher.flush()
+        flush()
         with broker_database(settings).connect(name="outbox-tests", direct=True) as connection:
             install(connection, settings.schema)
             run = Executor(connection, settings.schema)
@@ -186,7 +183,7 @@ def _changed(keys: dict[str, Any]) -> Iterator[None]:
         stack.enter_context(override_settings(OUTBOX={"PRODUCER_GROUP": "tests", **configured, **keys}))
         reset_broker()
         stack.callback(reset_broker)
-        stack.callback(flusher.flush)
+        stack.callback(flush)
         yield
 
 

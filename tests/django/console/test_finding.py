@@ -15,7 +15,7 @@ from outbox.broker.operations.conditions import CATALOGUE
 from outbox.broker.operations.listings import COUNTED
 from outbox.contrib.django import publish
 from outbox.contrib.django.console.rendering import PER_PAGE
-from outbox.contrib.django.engine.broker import flusher
+from outbox.contrib.django.engine.broker import flush
 from outbox.contrib.django.models import Finding
 from tests.django import faults, faults_of_groups
 from tests.django.broker_world import FAULTS, World
@@ -143,7 +143,7 @@ def test_the_publishing_rate_is_not_the_sequencers(world: World, operator: Clien
     summary.refresh(world.run)
     for number in range(40):
         publish("orders", {}, key=f"k{number}")
-    flusher.flush(within_seconds=5)
+    flush(within_seconds=5)
     summary.refresh(world.run)
     history = operator.get("/outbox/history/").json()
     assert history["published"][-1] > 0 and history["queued"][-1] == 0

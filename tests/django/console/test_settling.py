@@ -11,7 +11,7 @@ from django.test import Client
 from outbox.broker.transaction import checks
 from outbox.contrib.django import fenced_producer, publish, run_check_back
 from outbox.contrib.django.console.audit import recorded
-from outbox.contrib.django.engine.broker import flusher
+from outbox.contrib.django.engine.broker import flush
 from outbox.contrib.django.models import OperatorAction
 from outbox.errors import LeftoversUndecided, UsageError
 from outbox.transaction import CheckSettings
@@ -29,7 +29,7 @@ def lost_end(world: World, key: str = "order-7") -> UUID:
     with transaction.atomic():
         Order.objects.create(number=key)
         receipt = publish("orders", {"number": key, "password": "hunter2"}, key=key)
-    flusher.flush(within_seconds=5)
+    flush(within_seconds=5)
     world.sql("DELETE FROM outbox.op_log")
     world.sql(
         "INSERT INTO outbox.pending_check (transaction_id, log_id, producer_group, stored_at, immune_until, due_at)"
@@ -164,7 +164,7 @@ def test_a_transaction_that_may_still_run_cannot_be_decided(world: World, operat
                 assert "Commit …" not in text and "Roll back …" not in text and "Ask again" in text
             refused = operator.post("/outbox/act/decide/", forced)
             assert refused.status_code == 400 and reason in refused.content.decode()
-    flusher.flush(within_seconds=5)
+    flush(within_seconds=5)
     assert decision(world) == [("C", "P")] and not OperatorAction.objects.exists()
     assert "order-9" not in operator.get("/outbox/undecided/").content.decode()
 

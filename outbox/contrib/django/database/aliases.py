@@ -32,7 +32,7 @@ def broker_database(settings: OutboxSettings | None = None) -> BrokerDatabase:
     Raises ConfigurationError if its alias is missing or not PostgreSQL, or if the running test must not use it.
     """
     settings = settings or get_settings()
-    if settings.is_rocketmq:
+    if not settings.in_memory:
         require_database(settings)
     refuse_in_tests(settings.broker)
     return database_of(settings)
@@ -78,8 +78,11 @@ def require_database(settings: OutboxSettings) -> None:
             "OUTBOX['IN_MEMORY'] is on: the broker exists only inside this process and cannot be inspected from "
             "outside."
         )
-    if settings.is_rocketmq:
-        raise ConfigurationError("the broker is RocketMQ: inspect it with its own tools (mqadmin, its dashboard).")
+    if not settings.has_database:
+        raise ConfigurationError(
+            f"the broker is not in a database (OUTBOX['BROKER'] = {mask_passwords(repr(settings.broker))}): inspect it "
+            "with its own tools (docs/engines.md)."
+        )
 
 
 def alias_conninfo(alias: str) -> str:

@@ -114,7 +114,7 @@ def prune_ledgers(*, older_than: datetime, max_seconds: float | None = None) -> 
     settings = get_settings()
     if settings.in_memory:
         return PruneCounts()
-    if settings.is_rocketmq:
+    if not settings.has_database:
         below = _retained_from(settings)
         parts = _of_each(lambda alias, ends: _prune_ledger(alias, None, below, ends), max_seconds)
         return _counts(ledger=parts)

@@ -9,10 +9,7 @@ from django.conf import settings as django_settings
 from django.core.checks import CheckMessage, Error, Tags, Warning, register
 from django.db import connections
 
-from outbox.contrib.django.database.aliases import alias_conninfo
-from outbox.contrib.django.database.in_tests import running_tests
-from outbox.contrib.django.engine.broker import check_topic_imports
-from outbox.contrib.django.engine.engines import engine_problems
+from outbox.contrib.django.engine.broker import engine_of
 from outbox.contrib.django.ledger.ledger_checker import ledger_aliases
 from outbox.contrib.django.operations.database_checks import check_databases
 from outbox.contrib.django.settings.conf import OutboxSettings, PathChoice, get_settings, imported
@@ -37,50 +34,15 @@ def check_settings(**options: Any) -> list[CheckMessage]:
     except ConfigurationError as error:
         return [Error(str(error), id="outbox.E001")]
     rules: Sequence[Callable[[OutboxSettings], Iterable[CheckMessage]]] = [
-        _broker_alias,
         _producer_group,
         _topic_imports,
         _celery_app,
         _transactions,
         _router,
         _subscribers,
-        engine_problems,
+        lambda settings: engine_of(settings).check(),
     ]
     return [found for rule in rules for found in rule(settings)]
-
-
-def _broker_alias(settings: OutboxSettings) -> Iterator[CheckMessage]:
-    if settings.in_memory:
-        if not django_settings.DEBUG and not running_tests():
-            yield Warning(
-                "OUTBOX['IN_MEMORY'] is on: messages exist only in this process and are lost when it ends.",
-                hint="Use it in tests only.",
-                id="outbox.W011",
-            )
-        return
-    if settings.is_rocketmq:
-        return
-    try:
-        alias_conninfo(settings.broker)
-    except ConfigurationError as error:
-        yield Error(str(error), id="outbox.E002")
-        return
-    if settings.path is PathChoice.TWO_PHASE and ledger_aliases() == [settings.broker]:
-        yield Warning(
-            f"OUTBOX['PATH'] is 'two_phase', but the broker is in the only database, {settings.broker!r}: every "
-            "message costs a half message and an end message, which the atomic path saves.",
-            hint="Set PATH to 'auto'.",
-            id="outbox.W012",
-        )
-    if settings.path is PathChoice.ATOMIC:
-        others = [alias for alias in ledger_aliases() if connections[alias].vendor != "postgresql"]
-        if others:
-            yield Error(
-                f"OUTBOX['PATH'] is 'atomic', but {', '.join(others)} is not a PostgreSQL database: publishing in "
-                "its transactions cannot work.",
-                hint="Set PATH to 'auto'.",
-                id="outbox.E003",
-            )
 
 
 def _producer_group(settings: OutboxSettings) -> Iterator[CheckMessage]:
@@ -103,7 +65,8 @@ def _celery_app(settings: OutboxSettings) -> Iterator[CheckMessage]:
 
 def _topic_imports(settings: OutboxSettings) -> Iterator[CheckMessage]:
     try:
-        check_topic_imports(settings)
+        engine = engine_of(settings)
+        _ = engine.codecs, engine.catalog
     except ConfigurationError as error:
         yield Error(str(error), id="outbox.E005")
 

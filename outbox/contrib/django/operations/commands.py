@@ -16,15 +16,13 @@ from outbox.broker.operations import dead_letters, switches
 from outbox.broker.operations.dead_letters import LetterSelection
 from outbox.broker.operations.deletion import Loss
 from outbox.broker.operations.queue_status import QueueStatus, list_queues
-from outbox.broker.postgres import PostgresBroker
 from outbox.broker.transaction.checks import find_undecided
 from outbox.broker.transaction.half_scan import hint_checks, list_waiting
 from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.engine.broker import get_broker
 from outbox.contrib.django.ledger.ledger_checker import LedgerChecker
 from outbox.contrib.django.settings.conf import get_settings
-from outbox.errors import ConfigurationError, UnknownTopic, UsageError
-from outbox.memory import InMemoryBroker
+from outbox.errors import UnknownTopic, UsageError
 from outbox.recall import Recall
 from outbox.topic import Topic
 from outbox.transaction import Answer, Check, DecidedBy, Decision, EndStatus, EndTransaction
@@ -92,10 +90,7 @@ def alter_topic(name: str, *, dry_run: bool = False, **changes: Any) -> str:
 
 
 def _declare(topic: Topic) -> None:
-    broker = get_broker()
-    if not isinstance(broker, (PostgresBroker, InMemoryBroker)):
-        raise ConfigurationError("the broker is RocketMQ: change its topics with `manage.py outbox_rocketmq --create`.")
-    broker.declare([topic])
+    get_broker().declare([topic])
 
 
 def replay_dead_letters(group: str, selection: LetterSelection, *, limit: int, dry_run: bool) -> int:
@@ -105,9 +100,7 @@ def replay_dead_letters(group: str, selection: LetterSelection, *, limit: int, d
     """
     count = _settle(dead_letters.replay, "replayed", group, selection, limit=limit, dry_run=dry_run)
     if not dry_run:
-        broker = get_broker()
-        if isinstance(broker, PostgresBroker):
-            broker.notify_decided()
+        get_broker().notify_decided()
     return count
 
 

@@ -28,7 +28,7 @@ from outbox.broker.schema.install import (
 from outbox.broker.schema.uninstall import uninstall
 from outbox.contrib.django.database.aliases import broker_database
 from outbox.contrib.django.engine.broker import reset_broker
-from outbox.contrib.django.operations.left_behind import undelivered
+from outbox.contrib.django.engine.postgres import undelivered
 from outbox.contrib.django.settings.conf import OutboxSettings, get_settings
 from outbox.errors import OutboxError, SchemaError, UsageError
 

@@ -72,11 +72,8 @@ class TransactionalTask(RecordedTask):
 
 
 def register_hand_over() -> None:
-    """Subscribe the service to its own tasks, if CELERY_APP is set."""
-    settings = get_settings()
-    if settings.celery_app is None:
-        return
-    topic = tasks_topic(settings)
+    """Subscribe the service to its own tasks, which OUTBOX['CELERY_APP'] names."""
+    topic = tasks_topic(get_settings())
     register(
         Subscriber(
             subscription=Subscription(group=topic, topic=topic, retry=_UNTIL_IT_IS_THERE),

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, cast
 
-from outbox.broker.postgres import PostgresBroker
 from outbox.broker.transaction.turns import CHECK_BACK
 from outbox.checkback import CheckBack
 from outbox.contrib.django.engine.broker import get_broker
@@ -13,9 +11,6 @@ from outbox.contrib.django.ledger.ledger_checker import LedgerChecker
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.errors import BrokerError
 from outbox.transaction import CheckCounts
-
-if TYPE_CHECKING:
-    from outbox.rocketmq.broker import RocketMQBroker
 
 logger = logging.getLogger(__name__)
 
@@ -39,24 +34,13 @@ def check_back(*, max_batches: int = 100) -> CheckCounts:
     return CheckBack(broker, group, LedgerChecker()).run_once(max_batches=max_batches)
 
 
-def settle_exhausted() -> CheckCounts:
-    """Decide by the ledger the transactions that RocketMQ gave up; does nothing on other engines. Raises BrokerError.
-
-    If two processes do so at once, messages are published twice; the inbox removes the duplicates.
-    """
-    settings, broker = get_settings(), get_broker()
-    if not settings.is_rocketmq:
-        return CheckCounts()
-    return cast("RocketMQBroker", broker).settle_exhausted(settings.required_producer_group(), LedgerChecker())
-
-
 def is_my_turn(name: str, interval_seconds: float, *, rest_seconds: float | None = None) -> bool:
     """Whether this process should run the periodic pass `name` now; it records the start of the pass.
 
     Also True if the broker does not answer: an extra pass is harmless.
     """
     group, broker = get_settings().producer_group, get_broker()
-    if not group or not isinstance(broker, PostgresBroker):
+    if not group:
         return True
     try:
         return broker.take_turn(group, name, interval_seconds=interval_seconds, rest_seconds=rest_seconds)

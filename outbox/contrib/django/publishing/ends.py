@@ -23,10 +23,9 @@ from outbox.broker.database.executor import Executor
 from outbox.broker.transaction.decisions import standing_decisions
 from outbox.contrib.django.database.blocks import BlockHalves, in_pipeline, lost, require_whole, sync_pipeline, watch_of
 from outbox.contrib.django.database.database_errors import naming
-from outbox.contrib.django.engine.broker import flusher, get_broker
+from outbox.contrib.django.engine.broker import get_broker
 from outbox.contrib.django.ledger import ledger
 from outbox.contrib.django.settings.conf import get_settings
-from outbox.memory import InMemoryBroker
 from outbox.message import SendReceipt
 from outbox.transaction import Decision, EndTransaction, HalfTransaction
 from outbox.utils import log_context
@@ -164,20 +163,12 @@ def _is_rolled_back(connection: BaseDatabaseWrapper, half: HalfTransaction, xid:
 
 
 def _end_soon(half: HalfTransaction, decision: Decision) -> None:
-    """Report a decision without waiting. The in-memory broker gets it at once, so that tests need not wait either."""
+    """Report a decision without waiting."""
     if tracing.tracer is not None:
         tracing.tracer.decided(half, decision)
     end = EndTransaction(transaction_id=half.transaction_id, decision=decision, producer_group=half.producer_group)
-    broker = get_broker()
-    if isinstance(broker, InMemoryBroker):
-        broker.end([end])
-    else:
-        flusher.end(end)
+    get_broker().end_one_way(end)
 
 
 def _check_soon(transaction_id: UUID) -> None:
-    broker = get_broker()
-    if isinstance(broker, InMemoryBroker):
-        broker.hint_checks([transaction_id])
-    else:
-        flusher.hint(transaction_id)
+    get_broker().hint_one_way(transaction_id)

@@ -26,7 +26,6 @@ from psycopg.errors import InvalidSchemaName, UndefinedFunction, UndefinedTable
 from outbox import tracing
 from outbox.broker.database.executor import Executor
 from outbox.broker.log.commit_log import append_placed
-from outbox.broker.postgres import PostgresBroker
 from outbox.broker.schema.install import missing
 from outbox.broker.transaction.fencing import check_epoch
 from outbox.contrib.django.database.blocks import require_whole
@@ -46,7 +45,6 @@ from outbox.contrib.django.publishing.publish_refusals import (
 )
 from outbox.contrib.django.settings.conf import OutboxSettings, get_settings
 from outbox.errors import ConfigurationError, UsageError
-from outbox.memory import InMemoryBroker
 from outbox.message import Message, SendReceipt
 from outbox.topic import Topic
 from outbox.transaction import HalfTransaction, ProducerEpoch
@@ -252,25 +250,19 @@ _has_failed = False
 
 def _note_failure(error: psycopg.Error) -> None:
     global _has_failed
-    broker = get_broker()
-    if isinstance(broker, PostgresBroker):
-        _has_failed = True
-        broker.publishing_failed(error)
+    _has_failed = True
+    get_broker().publishing_failed(error)
 
 
 def _note_success() -> None:
     global _has_failed
-    broker = get_broker()
-    if isinstance(broker, PostgresBroker):
-        _has_failed = False
-        broker.publishing_worked()
+    _has_failed = False
+    get_broker().publishing_worked()
 
 
 def _wake_after_commit() -> None:
     point("producer.after_local_commit")
-    broker = get_broker()
-    if isinstance(broker, PostgresBroker):
-        broker.notify_decided()
+    get_broker().notify_decided()
 
 
 # -- the two-phase path -----------------------------------------------------------------------------
@@ -325,24 +317,18 @@ def _enter_in_ledger(connection: BaseDatabaseWrapper, first: Message) -> tuple[s
 # -- both paths ---------------------------------------------------------------------------------------
 
 
-def _lock_keys(connection: BaseDatabaseWrapper, topics: Sequence[Topic | None], messages: Sequence[Message]) -> None:
+def _lock_keys(connection: BaseDatabaseWrapper, topics: Sequence[Topic], messages: Sequence[Message]) -> None:
     lock_keys(
         connection,
         [
             (item.topic, item.key)
             for topic, item in zip(topics, messages, strict=True)
-            if topic is not None and topic.is_fifo and topic.key_lock
+            if topic.is_fifo and topic.key_lock
         ],
     )
 
 
-def _topic(settings: OutboxSettings, name: str) -> Topic | None:
-    """The topic as declared in the settings, else as the broker knows it.
-
-    None: the broker will report what is wrong.
-    """
+def _topic(settings: OutboxSettings, name: str) -> Topic:
+    """The topic as declared in the settings, else as the broker knows it. Raises UnknownTopic."""
     declared = settings.topics.get(name)
-    if declared is not None:
-        return declared.topic
-    broker = get_broker()
-    return None if isinstance(broker, InMemoryBroker) else broker.topic(name)
+    return get_broker().topic(name) if declared is None else declared.topic

@@ -7,11 +7,9 @@ from uuid import UUID
 from django.utils.asyncio import async_unsafe
 
 from outbox.contrib.django.database.transactions import current_transaction
-from outbox.contrib.django.engine.broker import get_broker
-from outbox.contrib.django.engine.in_memory import settle
+from outbox.contrib.django.engine.broker import get_broker, get_engine
 from outbox.contrib.django.publishing.messages import key_text
 from outbox.errors import TransactionUsageError
-from outbox.memory import InMemoryBroker
 from outbox.ports import Broker
 from outbox.recall import Recall
 
@@ -47,11 +45,9 @@ def reject_transactional(rejecting: bool = True) -> bool:
 
 
 def _settled_broker() -> Broker:
-    broker = get_broker()
-    if isinstance(broker, InMemoryBroker):
-        # In a TestCase nothing commits, so the broker has no decisions yet: settle first.
-        settle(broker)
-    return broker
+    # In a TestCase nothing commits, so the broker in memory has no decisions yet.
+    get_engine().settle()
+    return get_broker()
 
 
 def _refuse_in_transaction(what: str) -> None:

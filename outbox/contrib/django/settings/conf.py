@@ -264,6 +264,17 @@ class PathChoice(enum.StrEnum):
     """Always through the application's own connection; an error if the broker is elsewhere."""
 
 
+class EngineName(enum.StrEnum):
+    """An engine, by what the settings say. `outbox.contrib.django.engine.broker` has the class of each."""
+
+    POSTGRES = "postgres"
+    """`BROKER` is an alias of DATABASES."""
+    ROCKETMQ = "rocketmq"
+    """`BROKER` is an address rocketmq://…"""
+    MEMORY = "memory"
+    """`IN_MEMORY` is on."""
+
+
 def _by_group(kind: type[Entry], example: str) -> Rule[Mapping[str, Entry]]:
     """Entries whose names are consumer groups, or are stored like them."""
 
@@ -493,14 +504,16 @@ class OutboxSettings:
         return self.producer_group
 
     @property
-    def is_rocketmq(self) -> bool:
-        """Whether the broker is RocketMQ."""
-        return not self.in_memory and self.broker.startswith("rocketmq://")
+    def engine(self) -> EngineName:
+        """The engine that `in_memory` and `broker` choose."""
+        if self.in_memory:
+            return EngineName.MEMORY
+        return EngineName.POSTGRES if self.has_database else EngineName.ROCKETMQ
 
     @property
     def has_database(self) -> bool:
         """Whether the broker is the bundled one, in the database of the alias `broker`."""
-        return not self.in_memory and not self.is_rocketmq
+        return not self.in_memory and not self.broker.startswith("rocketmq://")
 
     @property
     def check(self) -> CheckSettings:

@@ -50,6 +50,7 @@ class Subscriber:
 
 
 _subscribers: dict[tuple[str, str], Subscriber] = {}
+_further: list[Callable[[], None]] = []
 
 
 def subscriber(
@@ -223,6 +224,12 @@ def unregister_all() -> None:
     _subscribers.clear()
 
 
+def add_discovery(further: Callable[[], None]) -> None:
+    """Let `autodiscover` call `further` too, which registers subscribers. Adding it twice has no further effect."""
+    if further not in _further:
+        _further.append(further)
+
+
 def autodiscover() -> list[Subscriber]:
     """Import the module OUTBOX['SUBSCRIBER_MODULE'] of every installed app that has it; returns all subscribers.
 
@@ -241,7 +248,6 @@ def autodiscover() -> list[Subscriber]:
                 f"the subscribers in {app.name}.{module} cannot be imported: {type(error).__name__}: "
                 f"{str(error).rstrip('.')}."
             ) from error
-    if get_settings().celery_app is not None:
-        # Imported here because it needs Celery, which may not be installed.
-        import_module("outbox.contrib.django.publishing.celery_tasks").register_hand_over()
+    for further in _further:
+        further()
     return subscribers()

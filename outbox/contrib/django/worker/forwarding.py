@@ -7,10 +7,10 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, cast
 
-from outbox.broker.consumer.runtime import ConsumeCounts, ConsumerRuntime
+from outbox.broker.consumer.runtime import ConsumerRuntime
 from outbox.contrib.django.database.aliases import broker_database
 from outbox.contrib.django.database.in_tests import refuse_processes_in_tests
-from outbox.contrib.django.engine.engines import require_engine
+from outbox.contrib.django.engine.broker import engine_of
 from outbox.contrib.django.operations.new_groups import warn_of_new_groups
 from outbox.contrib.django.settings.conf import DEAD_LETTER, DeclaredForward, chosen, get_settings, imported
 from outbox.contrib.django.worker import probes
@@ -18,7 +18,7 @@ from outbox.contrib.sinks.formats import format_named
 from outbox.contrib.sinks.forwarder import Forwarder, RawCodecs, subscription
 from outbox.contrib.sinks.sink import Sink
 from outbox.errors import ConfigurationError
-from outbox.ports import AnyHandler
+from outbox.ports import AnyHandler, ConsumeCounts, Consumers
 from outbox.subscription import Start, Subscription
 
 _PURPOSE: Final = (
@@ -33,21 +33,21 @@ def run_forward(stop: threading.Event, *, groups: Sequence[str] = ()) -> None:
     Raises ConfigurationError for a group that is not declared, or a sink that cannot be made.
     """
     refuse_processes_in_tests()
-    with probes.alone("forward"), forwarding(groups=groups) as runtime:
-        runtime.run(stop)
+    with probes.alone("forward"), forwarding(groups=groups) as consumers:
+        consumers.run(stop)
 
 
 def forward_once(*, groups: Sequence[str] = ()) -> ConsumeCounts:
     """Send the messages queued now. Raises like `run_forward`."""
-    with forwarding(groups=groups) as runtime:
-        return runtime.run_once()
+    with forwarding(groups=groups) as consumers:
+        return consumers.run_once()
 
 
 @contextlib.contextmanager
-def forwarding(*, groups: Sequence[str] = ()) -> Iterator[ConsumerRuntime]:
-    """A runtime for the groups, and their sinks, which are closed at the end of the block."""
+def forwarding(*, groups: Sequence[str] = ()) -> Iterator[Consumers]:
+    """Consumers of the groups, and their sinks, which are closed at the end of the block."""
     settings = get_settings()
-    require_engine(settings)
+    engine_of(settings).require()
     with contextlib.ExitStack() as sinks:
         wanted: list[tuple[Subscription, AnyHandler]] = []
         for group, declared in chosen("OUTBOX['FORWARD']", settings.forward, groups, _PURPOSE).items():

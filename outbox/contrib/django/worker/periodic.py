@@ -13,10 +13,11 @@ from outbox.broker.database.connection import BrokerDatabase
 from outbox.broker.log.failing import FailureNote, ProcessPart
 from outbox.broker.transaction.turns import CHECK_BACK
 from outbox.contrib.django.database.aliases import broker_database
+from outbox.contrib.django.engine.broker import engine_of, get_engine
 from outbox.contrib.django.ledger.pruning import run_prune
 from outbox.contrib.django.operations.comparing import compare_when_due
 from outbox.contrib.django.operations.watching import audit_when_due
-from outbox.contrib.django.publishing.checkback import check_back, is_my_turn, settle_exhausted
+from outbox.contrib.django.publishing.checkback import check_back, is_my_turn
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.utils.periodic import PeriodicPass
 
@@ -59,14 +60,16 @@ def passes() -> list[PeriodicPass]:
     always += [_in_turn(name, seconds, work) for name, (seconds, work) in _added.items()]
     if not settings.producer_group:
         return always
-    if settings.is_rocketmq:
-        work = PeriodicPass(name="exhausted_checks", interval_seconds=settings.check_interval_seconds, run=_settle)
-        always = [work, *always]
-    return [_in_turn(CHECK_BACK, settings.check_interval_seconds, lambda: asdict(check_back())), *always]
+    seconds = settings.check_interval_seconds
+    of_engine = [
+        PeriodicPass(name=name, interval_seconds=seconds, run=partial(_by_engine, name))
+        for name in engine_of(settings).pass_names
+    ]
+    return [_in_turn(CHECK_BACK, seconds, lambda: asdict(check_back())), *of_engine, *always]
 
 
-def _settle() -> Mapping[str, Any]:
-    return asdict(settle_exhausted())
+def _by_engine(name: str) -> Mapping[str, Any]:
+    return get_engine().run_pass(name)
 
 
 def _compared() -> Mapping[str, Any]:

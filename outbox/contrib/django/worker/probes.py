@@ -22,7 +22,7 @@ from django.db import connections
 from outbox.broker.operations.health import Health
 from outbox.contrib.django.operations import exposition
 from outbox.contrib.django.settings.conf import get_settings
-from outbox.contrib.django.worker import signs
+from outbox.contrib.django.worker.roles import SUFFIX, prepare_health_files
 from outbox.utils import heartbeat
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,8 @@ LIVE_SECONDS: Final = 30.0
 @contextmanager
 def alone(name: str) -> Iterator[None]:
     """This process is a worker by itself: during the block it writes its own heartbeat, and serves it."""
-    os.environ.update({key: value for key, value in signs.expect([name])[name].items() if key == heartbeat.VARIABLE})
+    files = prepare_health_files([name])[name]
+    os.environ.update({key: value for key, value in files.items() if key == heartbeat.VARIABLE})
     with served():
         yield
 
@@ -56,7 +57,7 @@ def ready() -> Health:
 
 def _hearts() -> list[heartbeat.SignOfLife]:
     folder = get_settings().health_directory
-    return [heartbeat.listen(path) for path in sorted(Path(folder).glob(f"*{signs.SUFFIX}"))] if folder else []
+    return [heartbeat.listen(path) for path in sorted(Path(folder).glob(f"*{SUFFIX}"))] if folder else []
 
 
 _PROBES: Final[Mapping[str, Callable[[], Health]]] = {"/live": live, "/ready": ready}

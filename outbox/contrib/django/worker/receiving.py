@@ -11,12 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, cast
 
 from outbox.broker.database.executor import Executor
-from outbox.broker.postgres import PostgresBroker
 from outbox.broker.transaction import turns
 from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.database.in_tests import refuse_processes_in_tests
-from outbox.contrib.django.engine.broker import get_broker
-from outbox.contrib.django.engine.engines import require_engine
+from outbox.contrib.django.engine.broker import engine_of, get_broker
 from outbox.contrib.django.settings.conf import DeclaredReceive, chosen, get_settings, imported
 from outbox.contrib.django.worker import probes
 from outbox.contrib.django.worker.forwarding import made
@@ -73,13 +71,14 @@ class ReceiverHeartbeat:
     def note(self) -> None:
         """Record a completed round."""
         self._at = time.monotonic()
-        broker = get_broker()
-        if self._at - self._told_at < ROUND_SECONDS / 2 or not isinstance(broker, PostgresBroker):
+        if self._at - self._told_at < ROUND_SECONDS / 2:
             return
         self._told_at = self._at
         group = get_settings().producer_group
         try:
-            broker.take_turn(group, f"{turns.RECEIVE}{self._name}", interval_seconds=ROUND_SECONDS, rest_seconds=0)
+            get_broker().take_turn(
+                group, f"{turns.RECEIVE}{self._name}", interval_seconds=ROUND_SECONDS, rest_seconds=0
+            )
         except BrokerError as error:
             logger.warning("the broker could not record that %r is received: %s", self._name, error)
 
@@ -110,7 +109,7 @@ def receive_once(*, names: Sequence[str] = (), wait_seconds: float = 2.0) -> Rec
 def receiving(names: Sequence[str]) -> Iterator[Mapping[str, Receiver]]:
     """The receivers by name; their sources are closed at the end of the block."""
     settings = get_settings()
-    require_engine(settings)
+    engine_of(settings).require()
     with contextlib.ExitStack() as sources:
         receivers = {}
         for name, declared in chosen("OUTBOX['RECEIVE']", settings.receive, names, _PURPOSE).items():

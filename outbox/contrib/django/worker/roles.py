@@ -1,28 +1,34 @@
-"""The processes of a worker, and the role of each."""
+"""The processes of a worker: the role of each, and its files in OUTBOX['HEALTH_DIRECTORY'] (heartbeat, metrics)."""
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
+from pathlib import Path
 from typing import Final
 
 from outbox.broker import deaths
 from outbox.broker.supervisor import ChildSpec, Supervisor
 from outbox.contrib.django.database.aliases import broker_database
 from outbox.contrib.django.database.in_tests import refuse_processes_in_tests
+from outbox.contrib.django.engine.broker import engine_of
+from outbox.contrib.django.operations.metrics import DIRECTORY_VARIABLE
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.subscribers.registry import autodiscover, subscriptions
-from outbox.contrib.django.worker import signs
 from outbox.errors import ConfigurationError
 from outbox.ports import AnyHandler
 from outbox.subscription import Subscription
+from outbox.utils import heartbeat
 
 logger = logging.getLogger(__name__)
 
 # Tells each process of a worker that the consumer sequences and the broker's process is the standby.
 SHARED_LEAD: Final = "--shared-lead"
+
+SUFFIX: Final = ".heartbeat"
+FIGURES: Final = "metrics"
 
 
 class Role(StrEnum):
@@ -62,8 +68,7 @@ def child_specs(roles: Sequence[str] = ()) -> list[ChildSpec]:
     refuse_processes_in_tests()
     settings = get_settings()
     wanted = {Role(role) for role in roles} or set(Role) - {Role.MONITOR}
-    if settings.is_rocketmq and not roles:
-        # It is the broker.
+    if not roles and not engine_of(settings).has_broker_process:
         wanted.discard(Role.BROKER)
     processes: dict[str, list[Role]] = {}
     if Role.BROKER in wanted or Role.CHECK in wanted:
@@ -73,11 +78,11 @@ def child_specs(roles: Sequence[str] = ()) -> list[ChildSpec]:
         required_subscriptions()
         numbers = range(1, settings.consumer_processes + 1)
         processes.update((f"consumer-{number}", [Role.CONSUMER]) for number in numbers)
-    left = signs.expect(processes)
+    left = prepare_health_files(processes)
     options = [SHARED_LEAD] if _shares_lead(processes, apart=settings.broker_apart) else []
     specs = [_child(name, [*its_roles, *options], left[name]) for name, its_roles in processes.items()]
     if settings.health_address is not None or Role.MONITOR in wanted:
-        specs.append(_child("monitor", [Role.MONITOR], signs.of_monitor()))
+        specs.append(_child("monitor", [Role.MONITOR], monitor_environment()))
     return specs
 
 
@@ -111,3 +116,30 @@ def required_subscriptions(*, groups: Sequence[str] = ()) -> list[tuple[Subscrip
             f"(--outbox-roles broker,check)."
         )
     return wanted
+
+
+def prepare_health_files(names: Iterable[str]) -> dict[str, dict[str, str]]:
+    """Prepare the directory for processes of these names; returns the environment variables of each.
+
+    A former worker's files are removed. Each process gets a first heartbeat, so that one whose loop never runs is
+    noticed. The variables are empty without OUTBOX['HEALTH_DIRECTORY'].
+    """
+    folder = get_settings().health_directory
+    if folder is None:
+        return {name: {} for name in names}
+    figures = Path(folder) / FIGURES
+    figures.mkdir(parents=True, exist_ok=True)
+    for left in (*Path(folder).glob(f"*{SUFFIX}"), *figures.glob("*.db")):
+        left.unlink(missing_ok=True)
+    variables = {}
+    for name in names:
+        path = Path(folder) / f"{name}{SUFFIX}"
+        path.touch()
+        variables[name] = {heartbeat.VARIABLE: str(path), DIRECTORY_VARIABLE: str(figures)}
+    return variables
+
+
+def monitor_environment() -> dict[str, str]:
+    """The variables of the process that serves the others' heartbeats and metrics."""
+    folder = get_settings().health_directory
+    return {DIRECTORY_VARIABLE: str(Path(folder) / FIGURES)} if folder else {}

@@ -6,33 +6,26 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import Any, Final
 
 from django.db import close_old_connections, connections
 
 from outbox.broker import process_log
-from outbox.broker.consumer.runtime import ConsumerRuntime
-from outbox.broker.leading import LeadingConsumer
 from outbox.broker.process import ProcessSettings, run_broker
 from outbox.contrib.django.database.aliases import broker_database
-from outbox.contrib.django.engine.broker import get_broker, get_codecs
-from outbox.contrib.django.engine.engines import require_engine
+from outbox.contrib.django.engine.broker import get_engine
 from outbox.contrib.django.operations.new_groups import warn_of_new_groups
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.subscribers.handler_connections import pool_shortages
-from outbox.contrib.django.subscribers.inbox import InboxInvoker, require_inboxes
+from outbox.contrib.django.subscribers.inbox import require_inboxes
 from outbox.contrib.django.subscribers.registry import find_subscriber
 from outbox.contrib.django.worker import probes
 from outbox.contrib.django.worker.periodic import passes
 from outbox.contrib.django.worker.roles import Role, required_subscriptions, supervisor
 from outbox.errors import OutboxError
-from outbox.ports import AnyHandler
+from outbox.ports import AnyHandler, Consumers
 from outbox.utils import heartbeat
 from outbox.utils.periodic import PeriodicPass
-
-if TYPE_CHECKING:
-    from outbox.rocketmq.broker import RocketMQBroker
-    from outbox.rocketmq.consumer import RocketMQConsumers
 
 logger = logging.getLogger(__name__)
 
@@ -49,56 +42,25 @@ def run_broker_role(stop: threading.Event, *, stands_in: bool = False) -> None:
 
 
 def consumer_runtime(
-    *,
-    groups: Sequence[str] = (),
-    wrap: Callable[[AnyHandler], AnyHandler] | None = None,
-    leads: bool = False,
-) -> ConsumerRuntime:
-    """A runtime for the project's subscribers, or for what `wrap` makes of each handler.
+    *, groups: Sequence[str] = (), wrap: Callable[[AnyHandler], AnyHandler] | None = None, leads: bool = False
+) -> Consumers:
+    """What runs the project's subscribers, or what `wrap` makes of each handler.
 
-    It also sequences if it `leads` (outbox.broker.leading). Raises ConfigurationError if there are no subscribers.
+    It also sequences if it `leads` (outbox.broker.leading). Raises ConfigurationError if there are no subscribers, or
+    the engine refuses one.
     """
     wanted = required_subscriptions(groups=groups)
     require_inboxes([subscription for subscription, _ in wanted])
     for shortage in pool_shortages(filter(None, (find_subscriber(subscription) for subscription, _ in wanted))):
         logger.warning("%s", shortage)
     warn_of_new_groups([subscription.group for subscription, _ in wanted])
-    settings = get_settings()
-    database = broker_database(settings)
-    return ConsumerRuntime(
-        database,
-        [(subscription, wrap(handler) if wrap else handler) for subscription, handler in wanted],
-        invoker=InboxInvoker(lease_seconds=settings.lease_seconds, masked_fields=settings.masked_fields),
-        codecs=get_codecs(),
-        lease_seconds=settings.lease_seconds,
-        session_task=LeadingConsumer(database, settings=ProcessSettings(check=settings.check)) if leads else None,
-    )
-
-
-def rocketmq_consumers(*, groups: Sequence[str] = ()) -> RocketMQConsumers:
-    """The project's subscribers on RocketMQ. Raises ConfigurationError for unsupported ones."""
-    from outbox.rocketmq.consumer import RocketMQConsumers
-
-    settings = get_settings()
-    wanted = required_subscriptions(groups=groups)
-    require_engine(settings)
-    require_inboxes([subscription for subscription, _ in wanted])
-    return RocketMQConsumers(
-        settings.broker,
-        wanted,
-        topics=[declared.topic for declared in settings.topics.values()],
-        invoker=InboxInvoker(lease_seconds=settings.lease_seconds, masked_fields=settings.masked_fields),
-        codecs=get_codecs(),
-        on_tick=lambda: heartbeat.beat(ready=_is_asked()),
-    )
+    chosen = [(subscription, wrap(handler) if wrap else handler) for subscription, handler in wanted]
+    return get_engine().consumers(chosen, leads=leads)
 
 
 def run_consumer_role(stop: threading.Event, *, groups: Sequence[str] = (), leads: bool = False) -> None:
     """Consume for the project's subscribers until `stop`, then finish the held messages. `leads`: sequence too."""
-    if get_settings().is_rocketmq:
-        rocketmq_consumers(groups=groups).run(stop)
-    else:
-        consumer_runtime(groups=groups, leads=leads).run(stop)
+    consumer_runtime(groups=groups, leads=leads).run(stop)
 
 
 def run_monitor_role(stop: threading.Event) -> None:
@@ -108,16 +70,13 @@ def run_monitor_role(stop: threading.Event) -> None:
 
 
 def _compare_topics() -> None:
-    """Log at the start what RocketMQ lacks for the declared topics, before the first message is refused."""
-    from outbox.rocketmq.broker import RocketMQBroker
-
-    broker = get_broker()
-    assert isinstance(broker, RocketMQBroker)
+    """Log at the start what the server lacks for the declared topics, before the first message is refused."""
+    engine = get_engine()
     try:
-        for problem in broker.topic_problems():
+        for problem in engine.server_problems():
             logger.error("%s", problem)
     except OutboxError as error:
-        logger.warning("RocketMQ's topics cannot be compared with the declared ones: %s", error)
+        logger.warning("%s's topics cannot be compared with the declared ones: %s", engine.refusals.engine, error)
 
 
 def run_check_role(stop: threading.Event, *, alone: bool = True) -> None:
@@ -125,13 +84,12 @@ def run_check_role(stop: threading.Event, *, alone: bool = True) -> None:
 
     `alone`: no other loop of this process writes heartbeats.
     """
-    if get_settings().is_rocketmq:
-        _compare_topics()
+    _compare_topics()
     due = {item.name: 0.0 for item in passes()}
     try:
         while not stop.is_set():
             if alone:
-                heartbeat.beat(ready=_is_asked())
+                heartbeat.beat(ready=get_engine().is_asked())
             for item in passes():
                 if time.monotonic() >= due[item.name]:
                     began = time.monotonic()
@@ -143,12 +101,6 @@ def run_check_role(stop: threading.Event, *, alone: bool = True) -> None:
             stop.wait(min(pause, _BEAT_SECONDS) if alone else pause)
     finally:
         connections.close_all()
-
-
-def _is_asked() -> bool:
-    """Whether the server can ask this process for check-back; always True if the broker stores its checks."""
-    broker = get_broker() if get_settings().is_rocketmq else None
-    return broker is None or not cast("RocketMQBroker", broker).unrouted()
 
 
 def run_pass(item: PeriodicPass) -> Mapping[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 from django.core.management.base import CommandError, CommandParser
 
 from outbox.broker.schema.install import DEFAULT_PATIENCE_SECONDS
+from outbox.contrib.django.engine.broker import engine_of
 from outbox.contrib.django.management.output import OutboxCommand
 from outbox.contrib.django.operations.installation import install_broker, planned_installation, remove_broker
 from outbox.contrib.django.settings.conf import OutboxSettings, get_settings
@@ -40,12 +41,7 @@ class Command(OutboxCommand):
 
     def handle(self, *args: Any, **options: Any) -> None:
         settings = get_settings()
-        if settings.in_memory:
-            raise CommandError(
-                "OUTBOX['IN_MEMORY'] is on: the broker exists only inside this process, so there is nothing to install."
-            )
-        if settings.is_rocketmq:
-            raise CommandError("the broker is RocketMQ: create its topics and groups with outbox_rocketmq.")
+        engine_of(settings).refusals.require("install", "outbox_install")
         if options["force"] and not options["drop"]:
             raise CommandError("--force needs --drop: an installation deletes nothing.")
         if options["drop"]:

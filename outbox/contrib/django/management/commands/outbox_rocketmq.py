@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from django.core.management.base import CommandError, CommandParser
 
-from outbox.contrib.django.engine.broker import get_broker
-from outbox.contrib.django.engine.engines import require_engine
+from outbox.contrib.django.engine.broker import get_engine
+from outbox.contrib.django.engine.rocketmq import RocketMQEngine
 from outbox.contrib.django.management.output import OutboxCommand
-from outbox.contrib.django.settings.conf import get_settings
-from outbox.contrib.django.subscribers.registry import autodiscover, subscribers
+from outbox.contrib.django.settings.conf import EngineName, get_settings
+from outbox.contrib.django.subscribers.registry import autodiscover
 
 # The proxy caches for about 20 s that a topic was missing, or its former type.
 _SETTLE_SECONDS: Final = 30.0
@@ -33,45 +33,23 @@ class Command(OutboxCommand):
 
     def handle(self, *args: Any, **options: Any) -> None:
         settings = get_settings()
-        if not settings.is_rocketmq:
+        if settings.engine is not EngineName.ROCKETMQ:
             raise CommandError("OUTBOX['BROKER'] is not a RocketMQ address: see docs/engines.md.")
+        engine = cast(RocketMQEngine, get_engine())
         autodiscover()
-        require_engine(settings)
+        engine.require()
         if options["create"]:
-            self._create(options["create"])
-        from outbox.rocketmq.broker import RocketMQBroker
-
-        broker = get_broker()
-        assert isinstance(broker, RocketMQBroker)
-        if problems := _problems(broker.topic_problems, _SETTLE_SECONDS if options["create"] else 0.0):
+            topics, subscriptions = engine.create(options["create"])
+            self.say(f"created or updated: {topics} topics, {subscriptions} subscriptions")
+        if problems := _problems(engine.server_problems, _SETTLE_SECONDS if options["create"] else 0.0):
             raise CommandError("\n".join(problems))
         self.say(f"RocketMQ has the declared topics: {', '.join(sorted(settings.topics)) or 'none'}")
-        self._refuse_given_up(settings.broker, settings.required_producer_group())
-
-    def _refuse_given_up(self, url: str, producer_group: str) -> None:
-        """Raise CommandError if RocketMQ gave up transactions that the ledger has not decided yet."""
-        from outbox.rocketmq.admin import brokers_of
-        from outbox.rocketmq.exhausted import waiting
-
-        if given_up := sum(waiting(broker, producer_group) for broker in brokers_of(url)):
+        if given_up := engine.given_up():
             raise CommandError(
-                f"RocketMQ gave up asking about {given_up} messages of producer group {producer_group!r}, and the "
-                "ledger has not decided them yet: start outbox_worker. If a worker runs, its log names the "
+                f"RocketMQ gave up asking about {given_up} messages of producer group {settings.producer_group!r}, and "
+                "the ledger has not decided them yet: start outbox_worker. If a worker runs, its log names the "
                 "transactions and the reason."
             )
-
-    def _create(self, address: str) -> None:
-        from outbox.rocketmq.admin import parse_address
-
-        admin = parse_address(address)
-        topics = {name: declared.topic for name, declared in get_settings().topics.items()}
-        for topic in topics.values():
-            admin.create_topic(topic)
-        for item in subscribers():
-            if item.subscription.topic not in topics:
-                raise CommandError(f"{item.name} subscribes to {item.subscription.topic!r}: declare it in TOPICS.")
-            admin.create_group(item.subscription, topics[item.subscription.topic])
-        self.say(f"created or updated: {len(topics)} topics, {len(subscribers())} subscriptions")
 
 
 def _problems(look: Callable[[], Iterable[str]], seconds: float) -> list[str]:

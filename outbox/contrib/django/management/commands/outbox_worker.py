@@ -13,8 +13,7 @@ from django.core.management.base import CommandError, CommandParser
 from outbox.broker.process_log import write_log
 from outbox.broker.supervisor import stop_on_signals
 from outbox.contrib.django.management.output import OutboxCommand
-from outbox.contrib.django.worker.drain import drain
-from outbox.contrib.django.worker.leaving import run_until_drained
+from outbox.contrib.django.worker.drain import drain, run_until_drained
 from outbox.contrib.django.worker.workers import ROLES
 
 

@@ -1,18 +1,23 @@
-"""What an engine cannot do is refused with the way that works."""
+"""What an engine cannot do is refused, with what works instead."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from outbox.capabilities import Capability, Engine
+from outbox.contrib.django.engine.memory import MemoryEngine
+from outbox.contrib.django.engine.postgres import PostgresEngine
 from outbox.errors import ConfigurationError, NotSupported
-from outbox.rocketmq.engine import ENGINE, check_topics, topic_problems
+from outbox.ports import Broker, Consumers
+from outbox.refusals import Refusals
+from outbox.rocketmq.declarations import REFUSALS, check_topics, topic_problems
 from outbox.subscription import Mode, Subscription
 from outbox.topic import MessageType, Topic
 
-EVERYTHING = Engine("everything", frozenset(Capability))
+ROOT = Path(__file__).resolve().parent.parent.parent
+EVERYTHING = Refusals("everything")
 FIFO = Topic(name="steps", types=frozenset({MessageType.FIFO}))
 MIXED = Topic(name="orders")
 
@@ -27,10 +32,10 @@ MIXED = Topic(name="orders")
 )
 def test_a_topic_of_types_that_exclude_each_other_is_refused(types: set[str], way_out: str) -> None:
     topic = Topic(name="orders", types=frozenset(map(MessageType, types)))
-    (refused,) = ENGINE.topic_refusals(topic)
+    (refused,) = REFUSALS.of_topic(topic)
     assert refused.startswith("topic 'orders': the engine RocketMQ has no")
     assert way_out in refused
-    assert list(EVERYTHING.topic_refusals(topic)) == []
+    assert list(EVERYTHING.of_topic(topic)) == []
     with pytest.raises(ConfigurationError, match="has no"):
         check_topics([topic])
 
@@ -47,27 +52,34 @@ def test_a_topic_of_types_that_exclude_each_other_is_refused(types: set[str], wa
 )
 def test_a_subscription_it_cannot_serve_is_refused(options: dict[str, Any], topic: Topic | None) -> None:
     wanted = Subscription(group="g", topic="orders", **options)
-    (refused,) = ENGINE.subscription_refusals(wanted, topic)
+    (refused,) = REFUSALS.of_subscription(wanted, topic)
     assert "group 'g' on topic 'orders': the engine RocketMQ has no" in refused
-    assert list(EVERYTHING.subscription_refusals(wanted, topic)) == []
+    assert list(EVERYTHING.of_subscription(wanted, topic)) == []
 
 
 def test_what_it_can_do_is_not_refused() -> None:
-    assert list(ENGINE.topic_refusals(MIXED)) == []
-    assert list(ENGINE.subscription_refusals(Subscription(group="g", topic="orders", batch=5), MIXED)) == []
+    assert list(REFUSALS.of_topic(MIXED)) == []
+    assert list(REFUSALS.of_subscription(Subscription(group="g", topic="orders", batch=5), MIXED)) == []
     ordered = Subscription(group="g", topic="steps", mode=Mode.ORDERLY)
-    assert list(ENGINE.subscription_refusals(ordered, FIFO)) == []
+    assert list(REFUSALS.of_subscription(ordered, FIFO)) == []
 
 
 def test_a_handler_without_the_inbox_is_refused() -> None:
-    (refused,) = ENGINE.subscription_refusals(Subscription(group="g", topic="orders"), MIXED, inbox=False)
+    (refused,) = REFUSALS.of_subscription(Subscription(group="g", topic="orders"), MIXED, inbox=False)
     assert "idempotent=False" in refused
 
 
-def test_a_call_that_it_cannot_do_names_the_way_that_works() -> None:
-    EVERYTHING.require(Capability.RECALL, "recall", "Nothing.")
-    with pytest.raises(NotSupported, match=r"recall: the engine RocketMQ has no .*\. Do this\."):
-        ENGINE.require(Capability.RECALL, "recall", "Do this.")
+def test_a_refused_call_names_what_works() -> None:
+    EVERYTHING.require("recall", "recall")
+    REFUSALS.require("hint_checks", "a hint")
+    with pytest.raises(NotSupported, match=r"^recall: the engine RocketMQ has no .*\. Let the handler check"):
+        REFUSALS.require("recall", "recall")
+
+
+def test_refused_calls_are_methods_of_the_ports_or_commands() -> None:
+    ports = {name for port in (Broker, Consumers) for name in vars(port)}
+    for refusals in (REFUSALS, MemoryEngine.refusals, PostgresEngine.refusals):
+        assert set(refusals.calls) - ports <= {"install", "left"}
 
 
 def test_names_that_are_one_on_the_server_are_refused() -> None:
@@ -80,3 +92,10 @@ def test_a_topic_of_the_server_is_held_against_the_declared_one() -> None:
     assert list(topic_problems(MIXED, frozenset({normal, transaction}))) == []
     assert "create it with message.type=MIXED and 8 queues" in "".join(topic_problems(MIXED, None))
     assert "does not take TRANSACTION" in "".join(topic_problems(MIXED, frozenset({normal})))
+
+
+def test_the_page_has_every_refusal() -> None:
+    page = " ".join((ROOT / "docs" / "engines.md").read_text(encoding="utf-8").split())
+    rules = [rule for _, rule in (*REFUSALS.topics, *REFUSALS.subscriptions)]
+    rows = [f"| {rule.lacks} | {rule.instead} |" for rule in (*rules, *REFUSALS.calls.values())]
+    assert sorted({row for row in rows if row not in page}) == []

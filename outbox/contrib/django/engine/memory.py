@@ -1,0 +1,84 @@
+"""The broker in memory, on Django's side: for tests.
+
+In a TestCase nothing commits, so the ledger's rows show what would have committed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import ClassVar
+
+from django.conf import settings as django_settings
+from django.core.checks import CheckMessage, Warning
+from django.db import connections
+
+from outbox.contrib.django.database.in_tests import running_tests
+from outbox.contrib.django.database.transactions import in_transaction
+from outbox.contrib.django.engine.engine import Engine
+from outbox.contrib.django.ledger import ledger
+from outbox.contrib.django.ledger.ledger_checker import ledger_aliases
+from outbox.contrib.django.subscribers.inbox import InboxInvoker
+from outbox.memory import InMemoryBroker
+from outbox.memory.consumers import InMemoryConsumers
+from outbox.ports import AnyHandler, LeftoverWork
+from outbox.refusals import Refusal, Refusals
+from outbox.subscription import Subscription
+from outbox.transaction import Decision, EndTransaction
+
+
+class MemoryEngine(Engine):
+    """OUTBOX['IN_MEMORY']: the messages exist only in this process."""
+
+    refusals: ClassVar[Refusals] = Refusals(
+        "in memory (OUTBOX['IN_MEMORY'])",
+        calls={
+            "install": Refusal("tables: it exists only inside this process", "There is nothing to install."),
+            "left": Refusal("messages of another process", "Turn IN_MEMORY off to look into a broker."),
+        },
+    )
+
+    @cached_property
+    def broker(self) -> InMemoryBroker:
+        settings = self.settings
+        return InMemoryBroker(
+            [declared.topic for declared in settings.topics.values()],
+            auto_create_topics=settings.auto_create_topics or not settings.topics,
+            codecs=self.codecs,
+            invoker=InboxInvoker(lease_seconds=settings.lease_seconds),
+            check=settings.check,
+        )
+
+    def check(self) -> Iterator[CheckMessage]:
+        if not django_settings.DEBUG and not running_tests():
+            yield Warning(
+                "OUTBOX['IN_MEMORY'] is on: messages exist only in this process and are lost when it ends.",
+                hint="Use it in tests only.",
+                id="outbox.W011",
+            )
+
+    def consumers(self, wanted: Sequence[tuple[Subscription, AnyHandler]], *, leads: bool = False) -> InMemoryConsumers:
+        return InMemoryConsumers(self.broker.groups, wanted)
+
+    def settle(self) -> int:
+        """Decide every half message whose transaction has ended, by its ledger row, as check-back would."""
+        connected = [connections[alias] for alias in ledger_aliases(usable=True)]
+        undecided = self.broker.undecided()
+        if not undecided or any(in_transaction(connection) for connection in connected):
+            return 0
+        committed = {one for connection in connected for one in ledger.states(connection, undecided)}
+        group = self.settings.required_producer_group()
+        self.broker.end(
+            [
+                EndTransaction(
+                    transaction_id=transaction_id,
+                    decision=Decision.COMMIT if transaction_id in committed else Decision.ROLLBACK,
+                    producer_group=group,
+                )
+                for transaction_id in undecided
+            ]
+        )
+        return len(undecided)
+
+    def left(self, brokers: Sequence[str] = ()) -> LeftoverWork:
+        self.refusals.refuse("left", "what is left")

@@ -1,0 +1,129 @@
+"""The bundled broker in PostgreSQL, on Django's side. What only workers run is imported where it is used."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from functools import cached_property
+from typing import ClassVar, Final
+
+from django.core.checks import CheckMessage, Error, Warning
+from django.db import connections
+
+from outbox.broker.database.executor import Executor
+from outbox.broker.operations.status import BrokerStatus, GroupStatus, TopicStatus, broker_status
+from outbox.broker.postgres import PostgresBroker
+from outbox.broker.schema.refusals import naming
+from outbox.contrib.django.database.aliases import alias_conninfo, broker_database, database_of
+from outbox.contrib.django.engine.engine import Engine
+from outbox.contrib.django.ledger.ledger_checker import ledger_aliases
+from outbox.contrib.django.settings.conf import PathChoice
+from outbox.contrib.django.subscribers.inbox import InboxInvoker
+from outbox.contrib.django.subscribers.registry import subscribers
+from outbox.errors import ConfigurationError
+from outbox.ports import AnyHandler, Consumers, LeftoverWork
+from outbox.refusals import Refusals
+from outbox.subscription import Subscription
+
+# Fields of TopicTotals and GroupStatus: running workers finish the first, an operator must settle the second.
+_MOVING_OF_TOPIC: Final = ("undecided", "unsequenced", "held", "scheduled")
+_STUCK_OF_TOPIC: Final = ("parked",)
+_MOVING_OF_GROUP: Final = ("lag", "retrying")
+_STUCK_OF_GROUP: Final = ("dead",)
+_WORDS: Final = {"unsequenced": "not queued yet", "lag": "not handled"}
+
+
+class PostgresEngine(Engine):
+    """A broker in the database of the alias OUTBOX['BROKER']. It refuses nothing."""
+
+    refusals: ClassVar[Refusals] = Refusals("PostgreSQL")
+
+    @cached_property
+    def broker(self) -> PostgresBroker:
+        return PostgresBroker(database_of(self.settings), catalog=self.catalog, check=self.settings.check)
+
+    def check(self) -> Iterator[CheckMessage]:
+        settings = self.settings
+        try:
+            alias_conninfo(settings.broker)
+        except ConfigurationError as error:
+            yield Error(str(error), id="outbox.E002")
+            return
+        if settings.path is PathChoice.TWO_PHASE and ledger_aliases() == [settings.broker]:
+            yield Warning(
+                f"OUTBOX['PATH'] is 'two_phase', but the broker is in the only database, {settings.broker!r}: every "
+                "message costs a half message and an end message, which the atomic path saves.",
+                hint="Set PATH to 'auto'.",
+                id="outbox.W012",
+            )
+        others = [alias for alias in ledger_aliases() if connections[alias].vendor != "postgresql"]
+        if settings.path is PathChoice.ATOMIC and others:
+            yield Error(
+                f"OUTBOX['PATH'] is 'atomic', but {', '.join(others)} is not a PostgreSQL database: publishing in "
+                "its transactions cannot work.",
+                hint="Set PATH to 'auto'.",
+                id="outbox.E003",
+            )
+
+    def consumers(self, wanted: Sequence[tuple[Subscription, AnyHandler]], *, leads: bool = False) -> Consumers:
+        from outbox.broker.consumer.runtime import ConsumerRuntime
+        from outbox.broker.leading import LeadingConsumer
+        from outbox.broker.process import ProcessSettings
+
+        settings = self.settings
+        database = broker_database(settings)
+        return ConsumerRuntime(
+            database,
+            wanted,
+            invoker=InboxInvoker(lease_seconds=settings.lease_seconds, masked_fields=settings.masked_fields),
+            codecs=self.codecs,
+            lease_seconds=settings.lease_seconds,
+            session_task=LeadingConsumer(database, settings=ProcessSettings(check=settings.check)) if leads else None,
+        )
+
+    def sequence(self) -> int:
+        from outbox.broker.sequencer.sequencer import Sequencer
+
+        database = broker_database(self.settings)
+        sequencer, queued = Sequencer(database, uuid.uuid4()), 0
+        with closing(database.connect(name="outbox-drain")) as connection, naming("sequencing", database.schema):
+            while (tick := sequencer.run_once(connection)).ticked or tick.more:
+                queued += tick.appended
+        return queued
+
+    def left(self, brokers: Sequence[str] = ()) -> LeftoverWork:
+        with broker_database(self.settings).connect(name="outbox-left") as connection:
+            status = broker_status(Executor(connection, self.settings.schema))
+        found = LeftoverWork()
+        topics = {*self.settings.topics, *(item.subscription.topic for item in subscribers())}
+        groups = {item.subscription.group for item in subscribers()}
+        for topic in status.topics:
+            if topic.name in topics:
+                found.waiting.extend(_of_topic(topic, _MOVING_OF_TOPIC))
+                found.staying.extend(_of_topic(topic, _STUCK_OF_TOPIC))
+        for group in status.groups:
+            if group.name in groups:
+                found.waiting.extend(_of_group(group, _MOVING_OF_GROUP))
+                found.staying.extend(_of_group(group, _STUCK_OF_GROUP))
+        return found
+
+
+def undelivered(status: BrokerStatus) -> Iterator[str]:
+    """The unfinished messages, in words."""
+    for topic in status.topics:
+        yield from _of_topic(topic, _MOVING_OF_TOPIC + _STUCK_OF_TOPIC)
+    for group in status.groups:
+        yield from _of_group(group, _MOVING_OF_GROUP + _STUCK_OF_GROUP)
+
+
+def _of_topic(topic: TopicStatus, fields: Sequence[str]) -> Iterator[str]:
+    for name in fields:
+        if number := getattr(topic.totals, name):
+            yield f"topic {topic.name!r} has {number} messages {_WORDS.get(name, name)}"
+
+
+def _of_group(group: GroupStatus, fields: Sequence[str]) -> Iterator[str]:
+    for name in fields:
+        if (number := getattr(group, name)) and not group.broadcast:
+            yield f"group {group.name!r} has {number} messages {_WORDS.get(name, name)}"

@@ -1,0 +1,184 @@
+"""Apache RocketMQ on Django's side. Its client library is an extra, so it is imported where it is used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from django.core.checks import CheckMessage, Error, Warning
+
+from outbox.contrib.django.engine.engine import Engine
+from outbox.contrib.django.ledger.ledger_checker import LedgerChecker
+from outbox.contrib.django.settings.conf import PathChoice
+from outbox.contrib.django.subscribers.inbox import InboxInvoker
+from outbox.contrib.django.subscribers.registry import subscribers
+from outbox.errors import ConfigurationError, UsageError
+from outbox.ports import AnyHandler, Consumers, LeftoverWork
+from outbox.refusals import Refusals
+from outbox.rocketmq import declarations
+from outbox.rocketmq.admin import brokers_of, parse_address
+from outbox.rocketmq.exhausted import waiting
+from outbox.rocketmq.left import Timers, left
+from outbox.subscription import Subscription
+from outbox.utils import heartbeat
+
+if TYPE_CHECKING:
+    from outbox.rocketmq.broker import RocketMQBroker
+
+
+class RocketMQEngine(Engine):
+    """OUTBOX['BROKER'] = 'rocketmq://PROXY:8081?brokers=BROKER:10911'. RocketMQ is the broker process itself."""
+
+    refusals: ClassVar[Refusals] = declarations.REFUSALS
+    has_broker_process: ClassVar[bool] = False
+    pass_names: ClassVar[Sequence[str]] = ("exhausted_checks",)
+
+    @cached_property
+    def broker(self) -> RocketMQBroker:
+        from outbox.rocketmq.broker import RocketMQBroker
+        from outbox.rocketmq.producer import AnsweringThread
+
+        settings = self.settings
+        return RocketMQBroker(
+            settings.broker,
+            [declared.topic for declared in settings.topics.values()],
+            check=settings.check,
+            timeout_seconds=settings.send_timeout_seconds,
+            answering=lambda producer: AnsweringThread(
+                producer, lambda: self.broker, settings.producer_group, LedgerChecker
+            ),
+        )
+
+    def check(self) -> Iterator[CheckMessage]:
+        try:
+            refused = list(self.refused())
+            names_brokers = bool(brokers_of(self.settings.broker))
+        except ConfigurationError as error:
+            refused, names_brokers = [str(error)], True
+        for text in refused:
+            yield Error(text, id="outbox.E031")
+        if not names_brokers:
+            yield Warning(
+                "OUTBOX['BROKER'] names no broker of RocketMQ, only its proxy: the transactions that RocketMQ gave up "
+                "cannot be read, so a committed message may stay undelivered.",
+                hint="Append the administration port (listenPort, 10911) of every broker: "
+                "'rocketmq://PROXY:8081?brokers=BROKER:10911,BROKER:10911'.",
+                id="outbox.W033",
+            )
+
+    def refused(self) -> Iterator[str]:
+        from outbox.rocketmq.client import configuration
+
+        settings = self.settings
+        configuration(settings.broker)
+        if settings.path is PathChoice.ATOMIC:
+            yield "OUTBOX['PATH'] is 'atomic', but RocketMQ is not in a database: leave PATH out."
+        if not settings.producer_group:
+            yield "OUTBOX['PRODUCER_GROUP'] is not set: RocketMQ asks it for the outcome of its transactions. Name it."
+        if settings.auto_create_topics:
+            yield "OUTBOX['AUTO_CREATE_TOPICS'] is on: RocketMQ's clients create no topics. Declare them in TOPICS."
+        for declared in settings.topics.values():
+            yield from self.refusals.of_topic(declared.topic)
+        for item in subscribers():
+            declared_topic = settings.topics.get(item.subscription.topic)
+            topic = None if declared_topic is None else declared_topic.topic
+            yield from self.refusals.of_subscription(item.subscription, topic, inbox=item.idempotent)
+        if settings.forward:
+            yield (
+                f"OUTBOX['FORWARD'] declares {', '.join(map(repr, settings.forward))}: outbox_forward reads the "
+                "bundled broker only, because RocketMQ holds back a whole queue and not one key. Keep the topics on "
+                "PostgreSQL, run outbox_forward with a BROKER that names its alias and declare FORWARD there only; or "
+                "let a @subscriber send them."
+            )
+        if settings.receive:
+            yield (
+                f"OUTBOX['RECEIVE'] declares {', '.join(map(repr, settings.receive))}: outbox_receive stores in the "
+                "bundled broker only, because RocketMQ stores a repetition a second time. Keep the topics on "
+                "PostgreSQL, run outbox_receive with a BROKER that names its alias and declare RECEIVE there only; or "
+                "let the sender publish to RocketMQ."
+            )
+        yield from declarations.collisions(settings.topics)
+        yield from declarations.collisions({item.subscription.group for item in subscribers()})
+        yield from _mixed_groups()
+
+    def consumers(self, wanted: Sequence[tuple[Subscription, AnyHandler]], *, leads: bool = False) -> Consumers:
+        from outbox.rocketmq.consumer import RocketMQConsumers
+
+        settings = self.settings
+        self.require()
+        return RocketMQConsumers(
+            settings.broker,
+            wanted,
+            topics=[declared.topic for declared in settings.topics.values()],
+            invoker=InboxInvoker(lease_seconds=settings.lease_seconds, masked_fields=settings.masked_fields),
+            codecs=self.codecs,
+            on_tick=lambda: heartbeat.beat(ready=self.is_asked()),
+        )
+
+    def run_pass(self, name: str) -> Mapping[str, Any]:
+        """Decide by the ledger the transactions that RocketMQ gave up. Raises BrokerError.
+
+        If two processes do so at once, messages are published twice; the inbox removes the duplicates.
+        """
+        return asdict(self.broker.settle_exhausted(self.settings.required_producer_group(), LedgerChecker()))
+
+    def is_asked(self) -> bool:
+        return not self.broker.unrouted()
+
+    def server_problems(self) -> Iterator[str]:
+        return self.broker.topic_problems()
+
+    def create(self, address: str) -> tuple[int, int]:
+        """Create or update the declared topics and groups at a broker's administration port; returns their numbers.
+
+        Raises UsageError for a subscriber of a topic that is not declared, and BrokerError.
+        """
+        admin = parse_address(address)
+        topics = {name: declared.topic for name, declared in self.settings.topics.items()}
+        for topic in topics.values():
+            admin.create_topic(topic)
+        for item in subscribers():
+            if item.subscription.topic not in topics:
+                raise UsageError(f"{item.name} subscribes to {item.subscription.topic!r}: declare it in TOPICS.")
+            admin.create_group(item.subscription, topics[item.subscription.topic])
+        return len(topics), len(subscribers())
+
+    def given_up(self) -> int:
+        """The messages that RocketMQ gave up asking about and the ledger has not decided yet. Raises BrokerError."""
+        group = self.settings.required_producer_group()
+        return sum(waiting(broker, group) for broker in brokers_of(self.settings.broker))
+
+    @cached_property
+    def _timers(self) -> Timers:
+        # One instance for all looks of `left`.
+        return Timers()
+
+    def left(self, brokers: Sequence[str] = ()) -> LeftoverWork:
+        """As `Engine.left`; `brokers` are the administration ports of all brokers, if BROKER does not name them."""
+        settings = self.settings
+        wanted = [(item.subscription.group, item.subscription.topic) for item in subscribers()]
+        topics = sorted({*settings.topics, *(topic for _, topic in wanted)})
+        named = brokers_of(settings.broker)
+        admins = [parse_address(text) for text in brokers] or named
+        if not admins:
+            raise UsageError(
+                "RocketMQ's clients cannot count what is left: name the administration port of each of its brokers by "
+                "--rocketmq-broker HOST:10911, or in OUTBOX['BROKER'] by ?brokers=HOST:10911."
+            )
+        group = settings.producer_group
+        return left(admins, wanted, topics, self._timers, producer_group=group, settles=bool(named))
+
+
+def _mixed_groups() -> Iterator[str]:
+    """The refusals for groups: a RocketMQ group as a whole is orderly or not, and has one limit of attempts."""
+    kinds: dict[str, set[bool]] = {}
+    for item in subscribers():
+        kinds.setdefault(item.subscription.group, set()).add(item.subscription.mode == "concurrent")
+    for group, concurrent in kinds.items():
+        if len(concurrent) > 1:
+            yield (
+                f"group {group!r} consumes one topic in order and another concurrently, which RocketMQ does not "
+                "support in one group: give each topic a group of its own."
+            )

@@ -1,0 +1,71 @@
+"""What an engine refuses: one table per engine, with what it lacks and what works instead.
+
+A refusal is raised where a project declares the topic or subscription, or where it makes the call. Nothing is dropped
+silently. docs/engines.md compares the engines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+from outbox.errors import NotSupported
+from outbox.subscription import Subscription
+from outbox.topic import Topic
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """What the engine lacks, and what works instead."""
+
+    lacks: str
+    instead: str
+
+
+@dataclass(frozen=True, slots=True)
+class DeclaredSubscription:
+    """A subscription as a project declares it. `topic` is None if the project does not declare the topic."""
+
+    subscription: Subscription
+    topic: Topic | None
+    inbox: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Refusals:
+    """The refusals of one engine.
+
+    An entry of `topics` and `subscriptions` is a predicate and the refusal of what it is true for. `calls` has the
+    refused calls by the name of the port's method or of what was asked.
+    """
+
+    engine: str
+    topics: Sequence[tuple[Callable[[Topic], bool], Refusal]] = ()
+    subscriptions: Sequence[tuple[Callable[[DeclaredSubscription], bool], Refusal]] = ()
+    calls: Mapping[str, Refusal] = field(default_factory=dict)
+
+    def of_topic(self, topic: Topic) -> Iterator[str]:
+        """A text for each refused property of the topic."""
+        for applies, refusal in self.topics:
+            if applies(topic):
+                yield self._text(f"topic {topic.name!r}", refusal)
+
+    def of_subscription(self, wanted: Subscription, topic: Topic | None, *, inbox: bool = True) -> Iterator[str]:
+        """A text for each refused property of the subscription."""
+        declared = DeclaredSubscription(wanted, topic, inbox)
+        for applies, refusal in self.subscriptions:
+            if applies(declared):
+                yield self._text(f"group {wanted.group!r} on topic {wanted.topic!r}", refusal)
+
+    def require(self, call: str, what: str) -> None:
+        """Raise NotSupported if the engine refuses the call; `what` names the call in the error."""
+        if call in self.calls:
+            self.refuse(call, what)
+
+    def refuse(self, call: str, what: str) -> NoReturn:
+        """Raise NotSupported for a call of the table."""
+        raise NotSupported(self._text(what, self.calls[call]))
+
+    def _text(self, what: str, refusal: Refusal) -> str:
+        return f"{what}: the engine {self.engine} has no {refusal.lacks}. {refusal.instead}"

@@ -1,0 +1,148 @@
+"""What RocketMQ makes of declared topics and groups: their names, their types, and what it refuses.
+
+Imports no client library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Final
+
+from outbox.errors import ConfigurationError
+from outbox.refusals import Refusal, Refusals
+from outbox.subscription import Mode, OnError, Start
+from outbox.topic import MessageType, Topic
+
+_FENCING: Final = Refusal("producers with a transactional id", "Keep its topic on PostgreSQL.")
+_RECALL: Final = Refusal("recall of waiting messages", "Let the handler check whether the message still counts.")
+
+REFUSALS: Final = Refusals(
+    engine="RocketMQ",
+    topics=(
+        (
+            lambda topic: {MessageType.FIFO, MessageType.TRANSACTION} <= topic.types,
+            Refusal(
+                "transactional messages on FIFO topics",
+                "Keep this topic on PostgreSQL. Or declare it without FIFO and let the handler order messages by "
+                "their content.",
+            ),
+        ),
+        (
+            lambda topic: {MessageType.DELAY, MessageType.TRANSACTION} <= topic.types,
+            Refusal(
+                "transactional messages with a delivery time",
+                "Declare two topics and publish delayed messages outside of transactions. Or keep this topic on "
+                "PostgreSQL.",
+            ),
+        ),
+        (
+            lambda topic: {MessageType.FIFO, MessageType.DELAY} <= topic.types,
+            Refusal("delivery times on FIFO topics", "Declare two topics."),
+        ),
+    ),
+    subscriptions=(
+        (
+            lambda asked: asked.subscription.broadcast,
+            Refusal("consumption in which every instance gets all messages", "Give every instance a group of its own."),
+        ),
+        (
+            lambda asked: (
+                asked.subscription.mode is not Mode.CONCURRENT and (asked.topic is None or not asked.topic.is_fifo)
+            ),
+            Refusal(
+                "consumption in order of keys on topics that are not FIFO",
+                "Declare the topic FIFO, or consume concurrently.",
+            ),
+        ),
+        (
+            lambda asked: asked.subscription.start is not Start.EARLIEST,
+            Refusal(
+                "new group that starts at the latest message or at a time",
+                "Leave start out, and set the group's position with the server's own tool (mqadmin resetOffsetByTime).",
+            ),
+        ),
+        (
+            lambda asked: OnError.STOP in asked.subscription.on_error.values(),
+            Refusal("queue that stops at a failing message", "Use 'retry' or 'dead_letter'."),
+        ),
+        (
+            lambda asked: not asked.inbox,
+            Refusal(
+                "handlers without the inbox",
+                "The server may deliver a message twice: leave idempotent=False out, so that the inbox removes "
+                "duplicates.",
+            ),
+        ),
+    ),
+    calls={
+        "send": Refusal(
+            "several messages outside of a transaction, all or none",
+            "Publish them inside `transaction.atomic()`, where the ledger binds them together, or one by one.",
+        ),
+        "send_half": Refusal(
+            "transactional messages with a delivery time",
+            "Publish it outside of a transaction, or keep its topic on PostgreSQL.",
+        ),
+        "take_over": _FENCING,
+        "leftovers": _FENCING,
+        "recall": _RECALL,
+        "recall_key": _RECALL,
+        "reject_transactional": Refusal(
+            "switch that refuses the transactional messages of all producers",
+            "An operator sets rejectTransactionMessage on the server.",
+        ),
+        "declare": Refusal("topics that a client changes", "Use `manage.py outbox_rocketmq --create`."),
+        "run_once": Refusal(
+            "report of what is due now",
+            "Run outbox_worker, or outbox_worker --until-drained, which ends when nothing is left.",
+        ),
+        "install": Refusal("tables in a database", "Create its topics and groups with outbox_rocketmq."),
+    },
+)
+
+_TYPES: Final = {MessageType.NORMAL: 1, MessageType.FIFO: 2, MessageType.DELAY: 3, MessageType.TRANSACTION: 4}
+
+
+def wire_name(name: str) -> str:
+    """A topic's or group's name without the dots that RocketMQ refuses: `order.paid` is `order-paid` there.
+
+    `%` cannot serve as an escape: RocketMQ's schema allows it, but its proxy reads it as the end of a namespace.
+    """
+    return name.replace(".", "-")
+
+
+def collisions(names: Iterable[str]) -> Iterator[str]:
+    """The complaints about names that are the same in RocketMQ."""
+    known: dict[str, str] = {}
+    for name in names:
+        other = known.setdefault(wire_name(name), name)
+        if other != name:
+            yield f"{other!r} and {name!r} are both {wire_name(name)!r} in RocketMQ: rename one of them."
+
+
+def check_topics(topics: Iterable[Topic]) -> dict[str, Topic]:
+    """The topics by name. Raises ConfigurationError for one that RocketMQ does not support."""
+    known = {topic.name: topic for topic in topics}
+    refused = [text for topic in known.values() for text in REFUSALS.of_topic(topic)]
+    if refused := [*refused, *collisions(known)]:
+        raise ConfigurationError(" ".join(refused))
+    return known
+
+
+def message_type(topic: Topic) -> str:
+    """The one message type of a topic in RocketMQ; MIXED if the declared topic has several types."""
+    return next(iter(topic.types)).upper() if len(topic.types) == 1 else "MIXED"
+
+
+def topic_problems(topic: Topic, accepted: frozenset[int] | None) -> Iterator[str]:
+    """What is wrong with a server's topic of these types; None: the server does not have the topic."""
+    if accepted is None:
+        yield (
+            f"RocketMQ has no topic {topic.name!r}: create it with message.type={message_type(topic)} and "
+            f"{topic.queue_count} queues."
+        )
+    elif lacking := sorted(kind for kind in topic.types if _TYPES[kind] not in accepted):
+        yield (
+            f"RocketMQ's topic {topic.name!r} does not take {', '.join(lacking)}: set "
+            f"message.type={message_type(topic)}."
+        )
