@@ -36,7 +36,6 @@ WHOLE = {
     "outbox/broker/supervisor.py": set(),
     "outbox/contrib/django/management/commands/outbox_reconcile.py": set(),
     "outbox/contrib/django/worker/probes.py": {"OUTBOX_HEARTBEAT"},
-    "outbox/rocketmq/private_server.py": set(),
     "spark/rules/file.py": {"RECONCILE_…"},
     "spark/session.py": {"JAVA_HOME", "PATH", "JAVA_TOOL_OPTIONS", "JDK_JAVA_OPTIONS"},
 }
