@@ -14,14 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from . import session
-from .errors import CLEAN, FINDINGS, INCOMPLETE, ReconcileError, UsageProblem
-from .moments import parse_moment
-from .options import LookBack, RunOptions
-from .output import findings
-from .progress import Progress
+from .common.errors import CLEAN, FINDINGS, INCOMPLETE, ReconcileError, UsageProblem
+from .common.options import LookBack, RunOptions, parse_duration, parse_moment
+from .common.progress import Progress
+from .common.safe_text import for_people
+from .common.store import Store
 from .rules import file as rules_file
-from .rules.table import duration
-from .safe_text import for_people
 
 DESCRIPTION = """Hold business tables, messages and effects against each other.
 
@@ -101,11 +99,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{given.rules}: {len(rules.rules)} rules, {len(rules.databases)} databases")
             return 0
         if given.command == "findings":
-            for line in findings.lines(given.output, given.limit):
+            for line in Store(given.output).finding_lines(given.limit):
                 print(line)
             return 0
         if given.command == "plan":
-            from .repair import plan
+            from .output import plan
 
             for line in plan.lines(given.output, rules_file.load(given.rules)):
                 print(line)
@@ -169,7 +167,7 @@ def _watch(given: argparse.Namespace) -> int:
     progress.say("stage start: Spark")
     spark = session.start(given.master, dict(given.conf))
     from . import run
-    from .stream.watch import Watch
+    from .watch import Watch
 
     watch = Watch(spark, options, progress)
     if given.available_now:
@@ -193,7 +191,7 @@ def _archive(given: argparse.Namespace) -> int:
     progress = Progress(quiet=given.quiet)
     progress.say("stage start: Spark")
     spark = session.start(given.master, dict(given.conf))
-    from .archive import archive
+    from . import archive
 
     work = archive.Archive(spark, rules, progress)
     if given.verify:
@@ -228,7 +226,7 @@ def _seconds(value: str) -> float:
 
 
 def _look_back(value: str) -> LookBack:
-    seconds = duration(value)
+    seconds = parse_duration(value)
     if not seconds:
         raise argparse.ArgumentTypeError(f"{value!r} is not a duration: write a number and a unit, as in 7d or 12h.")
     return LookBack(seconds)

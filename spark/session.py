@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from .errors import UsageProblem
+from .common.errors import UsageProblem
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

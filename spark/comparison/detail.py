@@ -7,10 +7,10 @@ from typing import Final
 from pyspark.sql import Column
 from pyspark.sql import functions as F
 
-from ..output import masking
+from ..common.safe_text import told_apart
+from ..rules import masking
 from ..rules.rule import FieldType, Rule
-from ..safe_text import told_apart
-from . import evidence
+from ..sources.values import NUMBER
 
 DELIVERY_TEXTS: Final = {
     "passed": "the group is past the message (handled, filtered or skipped)",
@@ -96,8 +96,8 @@ def _differences(rule: Rule) -> Column:
         ours, theirs = F.col(f"row.v{number}"), F.col(f"about.v{number}")
         differs = ~ours.eqNullSafe(theirs)
         if field.tolerance is not None:
-            distance = F.abs(ours.try_cast(evidence.NUMBER) - theirs.try_cast(evidence.NUMBER))
-            differs = differs & F.coalesce(distance > F.lit(field.tolerance).cast(evidence.NUMBER), F.lit(True))
+            distance = F.abs(ours.try_cast(NUMBER) - theirs.try_cast(NUMBER))
+            differs = differs & F.coalesce(distance > F.lit(field.tolerance).cast(NUMBER), F.lit(True))
         if field.type in (FieldType.TEXT, FieldType.UUID) and not masking.hides(rule, field):
             # A lambda, because Spark warns of hints that it does not know.
             between = [

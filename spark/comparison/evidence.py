@@ -17,11 +17,12 @@ from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.types import DecimalType
 
-from ..output import masking
-from ..rules.rule import FieldRule, FieldType, Rule
-from ..safe_text import quoted
-from ..sources import lenient
-from . import contract, json_text
+from ..common.safe_text import quoted
+from ..rules import masking
+from ..rules.rule import FieldType, Rule
+from ..sources import contract
+from ..sources.values import NUMBER, from_body, from_column, json_path
+from . import json_text
 
 ROW: Final = contract.ROW_KIND
 COMMITTED: Final = 1
@@ -44,7 +45,6 @@ PROMPT: Final = 1
 LATER: Final = 2
 """Decided by a check-back or an operator, some time after the commit."""
 
-NUMBER: Final = DecimalType(38, 12)
 _PLACE: Final = DecimalType(38, 0)
 _BEFORE_RECALLED: Final = 2**62
 _VERSION_7: Final = "^[0-9a-f]{8}-[0-9a-f]{4}-7"
@@ -59,7 +59,7 @@ _BOUNDS: Final = {
 }
 
 
-def prepare(spark: SparkSession) -> None:
+def configure(spark: SparkSession) -> None:
     """Bodies are read as PostgreSQL's jsonb reads them: of a key that comes twice in an object the last one counts.
 
     What is passed to Python is bounded.
@@ -72,7 +72,7 @@ def prepare(spark: SparkSession) -> None:
 def table_side(table: DataFrame, rule: Rule) -> DataFrame:
     """Business rows and effects (kind, key, at, f0…) in the narrow form."""
     raw = [F.col(f"f{number}") for number in range(len(rule.fields))]
-    values = [_from_column(column, field) for column, field in zip(raw, rule.fields, strict=True)]
+    values = [from_column(column, field) for column, field in zip(raw, rule.fields, strict=True)]
     return table.select(
         F.coalesce("key", F.lit("")).alias("key"),
         F.when(F.col("key").isNull() & (F.col("kind") == ROW), F.lit(UNKEYED))
@@ -102,7 +102,7 @@ def waiting_side(messages: DataFrame, rule: Rule, number: int) -> DataFrame:
         F.lit(0).alias("bad"),
         *([F.lit(0).cast("bigint").alias("owed")] if rule.has_conditional_groups else []),
         F.lit(ATOMIC).alias("way"),
-        *_compared([_from_column(nothing, field) for field in rule.fields], rule),
+        *_compared([from_column(nothing, field) for field in rule.fields], rule),
     )
 
 
@@ -129,10 +129,10 @@ def broker_side(messages: DataFrame, rule: Rule, *, is_exact: bool = False) -> D
     else:
         is_damaged = ~F.is_valid_utf8(text) | _is_suspicious(text, document, rule)
     unreadable = ~is_json | is_damaged if rule.fields else is_json & is_damaged
-    texts = {f"b{n}": F.try_variant_get(document, _path(field), "string") for n, field in enumerate(rule.fields)}
+    texts = {f"b{n}": F.try_variant_get(document, json_path(field), "string") for n, field in enumerate(rule.fields)}
     read = parsed.withColumns({"unreadable": F.coalesce(unreadable, F.lit(True)), **texts}).drop("text", "document")
     raw = [F.col(name) for name in texts]
-    values = [_from_body(column, field) for column, field in zip(raw, rule.fields, strict=True)]
+    values = [from_body(column, field) for column, field in zip(raw, rule.fields, strict=True)]
     is_committed = F.col("state").isin("committed", "recalled")
     return read.select(
         F.coalesce("key", F.lit("")).alias("key"),
@@ -186,14 +186,14 @@ def _kind(rule: Rule) -> Column:
 
 def row_values(rule: Rule) -> list[Column]:
     """The compared columns of business rows, as texts in the form in which they are compared."""
-    values = [_from_column(F.col(f"f{number}"), field) for number, field in enumerate(rule.fields)]
+    values = [from_column(F.col(f"f{number}"), field) for number, field in enumerate(rule.fields)]
     return [value.cast("string").alias(f"v{number}") for number, value in enumerate(values)]
 
 
 def body_values(rule: Rule) -> list[Column]:
     """The compared fields of message bodies, as texts in the form in which they are compared."""
     document = F.try_parse_json(F.col("body").cast("string"))
-    values = [_from_body(F.try_variant_get(document, _path(field), "string"), field) for field in rule.fields]
+    values = [from_body(F.try_variant_get(document, json_path(field), "string"), field) for field in rule.fields]
     return [value.cast("string").alias(f"v{number}") for number, value in enumerate(values)]
 
 
@@ -202,8 +202,8 @@ def why_unreadable(rule: Rule) -> Column:
     text = F.col("body").cast("string")
     document = F.try_parse_json(text)
     is_json = F.coalesce(F.col("content_type").startswith("application/json"), F.lit(False))
-    raw = [F.try_variant_get(document, _path(field), "string") for field in rule.fields]
-    values = [_from_body(column, field) for column, field in zip(raw, rule.fields, strict=True)]
+    raw = [F.try_variant_get(document, json_path(field), "string") for field in rule.fields]
+    values = [from_body(column, field) for column, field in zip(raw, rule.fields, strict=True)]
     content_type = F.concat(F.lit("its content type is "), F.coalesce("content_type", F.lit("missing")))
     reason = _why_fields(raw, values, [field.body for field in rule.fields], rule)
     refused = _refused(text, document, rule)
@@ -217,7 +217,7 @@ def why_unreadable(rule: Rule) -> Column:
 def why_row_unreadable(rule: Rule) -> Column:
     """Of a business row: which compared columns do not have their types; '' if all have (as `why`)."""
     raw = [F.col(f"f{number}") for number in range(len(rule.fields))]
-    values = [_from_column(column, field) for column, field in zip(raw, rule.fields, strict=True)]
+    values = [from_column(column, field) for column, field in zip(raw, rule.fields, strict=True)]
     return _why_fields(raw, values, [field.column for field in rule.fields], rule).alias("why")
 
 
@@ -389,37 +389,3 @@ def _compared(values: list[Column], rule: Rule) -> list[Column]:
 def _bad(raw: list[Column], values: list[Column]) -> Column:
     checks = [(before.isNotNull() & after.isNull()).cast("int") for before, after in zip(raw, values, strict=True)]
     return F.greatest(F.lit(0), F.lit(0), *checks)
-
-
-def _from_column(value: Column, field: FieldRule) -> Column:
-    if field.type is FieldType.TIMESTAMP:
-        return _time(value.try_cast("bigint"), field)
-    return _normal(value, field)
-
-
-def _from_body(value: Column, field: FieldRule) -> Column:
-    if field.type is FieldType.TIMESTAMP:
-        return _time(F.unix_micros(lenient.moment(value)), field)
-    return _normal(value, field)
-
-
-def _time(microseconds: Column, field: FieldRule) -> Column:
-    if field.tolerance is None:
-        return microseconds
-    return (microseconds.cast(DecimalType(20, 0)) / F.lit(1_000_000).cast(DecimalType(7, 0))).cast(NUMBER)
-
-
-def _normal(value: Column, field: FieldRule) -> Column:
-    if field.type in (FieldType.INTEGER, FieldType.DECIMAL):
-        return lenient.number(value, NUMBER)
-    if field.type is FieldType.BOOLEAN:
-        return value.try_cast("boolean")
-    if field.type is FieldType.DATE:
-        return lenient.date(value)
-    if field.type is FieldType.UUID:
-        return F.lower(value)
-    return value
-
-
-def _path(field: FieldRule) -> str:
-    return "$" + "".join(f'["{part}"]' for part in field.body.split("."))

@@ -17,8 +17,8 @@ from typing import Any, Final
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from ..common.store import Store
 from ..comparison import classify
-from .store import Store
 
 COUNTS: Final = "counts"
 FINDINGS: Final = "findings"

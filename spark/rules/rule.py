@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Final
 
-from .acknowledgements import Acknowledgement
+from ..common.options import DEFAULT_OUTPUT_MODE
 
 
 class FieldType(enum.StrEnum):
@@ -68,7 +68,6 @@ DEFAULT_STUCK_AFTER_SECONDS: Final = 15 * 60.0
 DEFAULT_WITHIN_SECONDS: Final = 15 * 60.0
 DEFAULT_LONGEST_TRANSACTION_SECONDS: Final = 3600.0
 DEFAULT_LOOK_BACK_EVERY_SECONDS: Final = 86_400.0
-DEFAULT_OUTPUT_MODE: Final = 0o600
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -178,6 +177,50 @@ class Rule:
     def near_fields(self) -> tuple[FieldRule, ...]:
         """Fields with a tolerance."""
         return tuple(field for field in self.fields if field.tolerance is not None)
+
+
+class Fault(enum.StrEnum):
+    """The classes that can be acknowledged."""
+
+    ORPHAN = "ORPHAN"
+    HALF_STUCK = "HALF_STUCK"
+    LOST = "LOST"
+    UNREADABLE = "UNREADABLE"
+    DUPLICATE = "DUPLICATE"
+    DEAD = "DEAD"
+    UNDELIVERED = "UNDELIVERED"
+    MISMATCH = "MISMATCH"
+    LATE = "LATE"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Acknowledgement:
+    """A finding that people know of: until a date it is reported as such, and not counted as new.
+
+    It changes nothing of how a key is judged. `group`: None means every subject of the key, '' means its message. It
+    is in force before the moment `until`.
+    """
+
+    rule: str
+    key: str
+    finding_class: str
+    group: str | None
+    until: datetime
+    reason: str
+    by: str
+
+    @property
+    def text(self) -> str:
+        """As findings show it."""
+        return f"by {self.by} until {self.until.isoformat()}: {self.reason}"
+
+    @property
+    def ended_note(self) -> str:
+        """The note of a run after `until`."""
+        return (
+            f"the acknowledgement of {self.finding_class} {self.key!r} by {self.by} ended at {self.until.isoformat()}: "
+            f"it counts again. Remove it, or give it another until"
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

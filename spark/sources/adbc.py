@@ -16,10 +16,10 @@ import pyarrow as pa
 from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
 from pyspark.sql.types import StructType
 
-from ..safe_text import mask_passwords
+from ..common.errors import FAILURE, ReconcileError, RunIncomplete, UsageProblem
+from ..common.safe_text import mask_passwords
 
 FORMAT: Final = "outbox_postgres"
-FAILURE: Final = "outbox-reconcile read failed:"
 # Enough for the table and which part of it; then come keys.
 _SHOWN_QUERY: Final = 240
 _BATCH_BYTES: Final = 4 * 1024 * 1024
@@ -55,6 +55,20 @@ _READING: Final = (
     # Decisions lie in the order of their messages: looking them up by index beats scanning all of them per partition.
     "random_page_cost = 1.1",
 )
+_USAGE_STATES: Final = {
+    "42P01": "the table is not there",
+    "3F000": "the schema is not there",
+    "42703": "a column is not there",
+    "42501": "the reader may not read it, or not all its rows (GRANT SELECT; BYPASSRLS against row-level security)",
+    "42601": "an expression of the rule is not valid SQL",
+    "42883": "an expression of the rule compares types that cannot be compared",
+    "42804": "an expression of the rule has the wrong type",
+    "42846": "a column cannot be cast to the type that is compared",
+    "22P02": "an expression of the rule has a constant of the wrong type",
+}
+# Data exception, syntax error or access rule violation, feature not supported.
+_USAGE_CLASSES: Final = ("22", "42", "0A")
+ACCESS_STATES: Final = ("28P01", "28000", "3D000")
 
 
 @dataclass
@@ -152,3 +166,13 @@ def one_line(error: BaseException) -> str:
     """A driver's error in one line, without the query it repeats."""
     text = " ".join(mask_passwords(str(error).split("Query was:")[0]).split())
     return re.sub(r"^.*?\bERROR: *", "", re.sub(r" LINE \d+: .*$", "", text)).rstrip(". ")
+
+
+def translated(database: str, error: Any, about: str) -> ReconcileError:
+    """A driver's error while reading `about` as one of ours."""
+    state = error.sqlstate or ""
+    detail = f"{about} in database {database!r}: {one_line(error)}"
+    if state in _USAGE_STATES or state[:2] in _USAGE_CLASSES:
+        reason = _USAGE_STATES.get(state, "the database does not accept an expression of the rule")
+        return UsageProblem(f"{reason}: {detail}. Correct the rules file or the connection.")
+    return RunIncomplete(f"reading failed, {detail}. Run it again; the previous result stays in force.")

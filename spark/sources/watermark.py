@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
-from ..errors import RunIncomplete, UsageProblem
+from ..common.errors import RunIncomplete, UsageProblem
 from ..rules.rule import DatabaseRule
 from . import adbc
 

@@ -16,9 +16,9 @@ from pyspark.sql import SparkSession
 
 from outbox.broker import embedded
 from spark import run, session
-from spark.options import LookBack, RunOptions
-from spark.progress import Progress
-from spark.stream.watch import Watch
+from spark.common.options import LookBack, RunOptions
+from spark.common.progress import Progress
+from spark.watch import Watch
 from tests.databases import drop_databases, new_name
 from tests.spark.world import SHOP, World, write_rules
 

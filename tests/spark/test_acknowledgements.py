@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from spark import run
+from spark.common.errors import RulesInvalid
 from spark.comparison.classify import FAULTS
-from spark.errors import RulesInvalid
 from spark.rules import file as rules_file
-from spark.rules.acknowledgements import Fault
+from spark.rules.rule import Fault
 from tests.spark.conftest import Reconciler
 from tests.spark.world import RULES, START, Order, World
 

@@ -12,9 +12,9 @@ import psycopg
 import pytest
 
 from spark import cli, run, session
-from spark.errors import ReconcileError, RunIncomplete, UsageProblem
-from spark.options import RunOptions
-from spark.progress import Progress
+from spark.common.errors import ReconcileError, RunIncomplete, UsageProblem
+from spark.common.options import RunOptions
+from spark.common.progress import Progress
 from tests.spark.conftest import Reconciler
 from tests.spark.world import Order, World
 

@@ -11,11 +11,10 @@ import psycopg
 import pytest
 from psycopg import sql
 
-from spark.comparison import contract
-from spark.errors import RunIncomplete, UsageProblem
-from spark.output.store import Store
+from spark.common.errors import RunIncomplete, UsageProblem
+from spark.common.store import Store
 from spark.rules.rule import DatabaseRule, SourceKind
-from spark.sources import watermark
+from spark.sources import contract, watermark
 from tests.spark.conftest import Reconciler
 from tests.spark.world import RULES, START, Order, World
 

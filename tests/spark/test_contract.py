@@ -10,7 +10,7 @@ import pytest
 from psycopg import sql
 
 import spark
-from spark.comparison import contract
+from spark.sources import contract
 
 FOLDER = Path(spark.__file__).parent
 SOURCES = sorted(FOLDER.rglob("*.py"))

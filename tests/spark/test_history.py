@@ -9,8 +9,8 @@ from typing import Any
 import pyarrow.dataset as pads
 import pytest
 
+from spark.common.store import Store
 from spark.output import history
-from spark.output.store import Store
 from tests.spark.conftest import Reconciler
 from tests.spark.world import GROUPS, Order, World
 

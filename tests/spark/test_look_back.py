@@ -8,8 +8,8 @@ from datetime import timedelta
 import pytest
 
 from spark.cli import parser
-from spark.errors import UsageProblem
-from spark.options import LookBack
+from spark.common.errors import UsageProblem
+from spark.common.options import LookBack
 from tests.spark.conftest import Reconciler
 from tests.spark.world import START, Order, World
 

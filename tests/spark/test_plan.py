@@ -14,7 +14,7 @@ import pytest
 from outbox.contrib.django.repair import plan as applied
 from spark.cli import main
 from spark.comparison.classify import FAULTS
-from spark.repair import plan
+from spark.output import plan
 from spark.rules import file as rules_file
 from tests.spark.conftest import Reconciler
 from tests.spark.test_processes import ROOT

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from spark import cli
-from spark.errors import RulesInvalid, UsageProblem
+from spark.common.errors import RulesInvalid, UsageProblem
 from spark.rules import file as rules_file
 from spark.rules.rule import FieldType, FindingSeverity, Messages, SourceKind
 from tests.spark.world import RULES, group_rules

@@ -7,8 +7,8 @@ import io
 import pytest
 
 from spark import cli
-from spark.errors import RunIncomplete, UsageProblem
-from spark.progress import Progress
+from spark.common.errors import RunIncomplete, UsageProblem
+from spark.common.progress import Progress
 from spark.sources import adbc
 
 URL = "postgresql://shop:hunter2@host/db"

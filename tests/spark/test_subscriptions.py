@@ -9,7 +9,7 @@ import psycopg
 import pytest
 
 from outbox.filters.filter import parse_filter
-from spark.rules.subscriptions import filter_sql
+from spark.stages.subscriptions import filter_sql
 from tests.spark.conftest import Reconciler
 from tests.spark.world import RULES, START, Order, World, group_rules
 

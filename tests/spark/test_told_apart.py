@@ -11,11 +11,11 @@ import pytest
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
 
+from spark.common.errors import RunIncomplete, UsageProblem
+from spark.common.safe_text import told_apart, visible
 from spark.comparison import evidence
 from spark.comparison.json_text import why_refused
-from spark.errors import RunIncomplete, UsageProblem
 from spark.rules.rule import FieldRule, FieldType, Rule
-from spark.safe_text import told_apart, visible
 from tests.spark.conftest import Reconciler
 from tests.spark.exports import export_csv, export_parquet
 from tests.spark.test_files import folders

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from spark.errors import RunIncomplete, UsageProblem
-from spark.stream.watch import CHECKPOINT, Watch, _stream_failure
+from spark.common.errors import RunIncomplete, UsageProblem
+from spark.watch import CHECKPOINT, Watch, _stream_failure
 from tests.spark import oracle, timelines
 from tests.spark import world as world_rules
 from tests.spark.conftest import Reconciler

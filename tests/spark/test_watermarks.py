@@ -14,7 +14,7 @@ import psycopg
 import pytest
 
 from outbox.broker import embedded
-from spark.errors import UsageProblem
+from spark.common.errors import UsageProblem
 from spark.rules.rule import DatabaseRule, SourceKind
 from spark.sources import adbc, postgres
 from spark.sources.base import Column, SourceBoundary, TableSelection

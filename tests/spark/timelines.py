@@ -12,7 +12,7 @@ from random import Random
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from spark.comparison import contract
+from spark.sources import contract
 from tests.spark.oracle import GRACE, GROUPS, UNTIL, BusinessRow, History, Sent
 
 HOUR = timedelta(hours=1)

@@ -18,6 +18,8 @@ import json
 import os
 import re
 from collections.abc import Iterator, Sequence
+from datetime import datetime
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,8 +28,8 @@ import pyarrow.dataset as pads
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
-from ..errors import UsageProblem
-from ..rules.rule import DEFAULT_OUTPUT_MODE
+from .errors import UsageProblem
+from .options import DEFAULT_OUTPUT_MODE
 
 RESULT: Final = "result.json"
 KEPT_RUNS: Final = 10
@@ -42,7 +44,7 @@ class Store:
     """
 
     def __init__(self, location: str, mode: int = DEFAULT_OUTPUT_MODE) -> None:
-        self._location, self._mode = location.rstrip("/"), mode
+        self._given, self._location, self._mode = location, location.rstrip("/"), mode
         self._is_local = _SCHEME.match(location) is None
         try:
             if self._is_local:
@@ -113,6 +115,25 @@ class Store:
                 f"{self._location}/{RESULT} is not a result of this version. Give another folder with --output."
             )
         return result
+
+    def result_in_force(self) -> dict[str, Any]:
+        """As `result`; raises UsageProblem when there is none."""
+        result = self.result()
+        if result is None:
+            raise UsageProblem(
+                f"there is no result in {self._given}: run outbox-reconcile run --output {self._given} first."
+            )
+        return result
+
+    def finding_lines(self, limit: int | None = None) -> Iterator[str]:
+        """At most `limit` findings of the result in force as JSON, each with the name of its `run`, for other programs.
+
+        They are ordered by rule, class, group and key. Times are ISO 8601 in UTC. All is ASCII, so that a line
+        separator in a key ends no line. Needs neither Java nor a database.
+        """
+        result = self.result_in_force()
+        for finding in islice(self.rows(result["findings"]), limit):
+            yield json.dumps({"run": result["run"], **finding}, default=plain_json)
 
     def rows(self, name: str) -> Iterator[dict[str, Any]]:
         """The rows of a Parquet folder that the result names. Raises UsageProblem when it is damaged or gone."""
@@ -209,3 +230,8 @@ class Store:
 
 def _bytes(content: str | bytes) -> bytes:
     return content.encode() if isinstance(content, str) else content
+
+
+def plain_json(value: object) -> str:
+    """A value that JSON does not know: times in ISO 8601, others as texts."""
+    return value.isoformat() if isinstance(value, datetime) else str(value)

@@ -11,12 +11,10 @@ import enum
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from datetime import datetime
 from typing import Any, Final
 
+from ..common.store import Store, plain_json
 from ..comparison.classify import FindingClass
-from ..errors import UsageProblem
-from ..output.store import Store
 from ..rules.rule import GroupRule, Rule, Rules, SourceKind
 from ..sources import sql
 
@@ -51,9 +49,7 @@ def lines(output: str, rules: Rules) -> Iterator[str]:
     Raises UsageProblem when there is no result in `output`.
     """
     store = Store(output)
-    result = store.result()
-    if result is None:
-        raise UsageProblem(f"there is no result in {output}: run outbox-reconcile run --output {output} first.")
+    result = store.result_in_force()
     known = {rule.name: rule for rule in rules.rules}
     judged_by = {item["name"]: item["digest"] for item in result["rules"]}
     current = {name: rule for name, rule in known.items() if judged_by.get(name) == rule.digest}
@@ -66,7 +62,7 @@ def lines(output: str, rules: Rules) -> Iterator[str]:
     yield json.dumps(head)
     for finding in store.rows(result["findings"]):
         if finding["class"] not in _CLOSED:
-            yield json.dumps(_step(finding, current.get(finding["rule"]), rules), default=_plain)
+            yield json.dumps(_step(finding, current.get(finding["rule"]), rules), default=plain_json)
 
 
 def _source(rule: Rule, rules: Rules) -> dict[str, Any]:
@@ -124,7 +120,3 @@ def _hindrance(finding: Mapping[str, Any], rule: Rule | None, rules: Rules) -> s
     if finding["rows"] != 1:
         return f"{finding['rows']} rows have this key: which of them should be published is not known"
     return None
-
-
-def _plain(value: object) -> str:
-    return value.isoformat() if isinstance(value, datetime) else str(value)

@@ -15,15 +15,26 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
 
-from ..errors import RunIncomplete, UsageProblem
-from ..output.store import Store
-from ..progress import Progress
-from ..rules.rule import Rules, SourceKind
-from ..sources import sql
-from ..sources.base import ColumnKind
-from ..sources.postgres import PostgresSource
-from ..stages.scan import readable_errors
-from .manifest import FOLDER, KINDS, MANIFEST, SETTLED, Gap, Manifest, Pass, load, read, removed_by_topic, selection
+from .common.errors import RunIncomplete, UsageProblem, readable_errors
+from .common.progress import Progress
+from .common.store import Store
+from .rules.rule import Rules, SourceKind
+from .sources import sql
+from .sources.archived import (
+    FOLDER,
+    KINDS,
+    MANIFEST,
+    SETTLED,
+    Gap,
+    Manifest,
+    Pass,
+    archived_messages,
+    load_manifest,
+    read_passes,
+    removed_by_topic,
+)
+from .sources.base import ColumnKind
+from .sources.postgres import PostgresSource
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -56,7 +67,7 @@ class Archive:
                 reading = self._source.open([])
                 if not self._source.query(_LOCK)[0][0]:
                     raise RunIncomplete("another pass over this broker is running. Run it again when that has ended.")
-            manifest = load(self._store) or Manifest(broker=reading.identity)
+            manifest = load_manifest(self._store) or Manifest(broker=reading.identity)
             if manifest.broker != reading.identity:
                 raise UsageProblem(
                     f"{self._store.path(MANIFEST)} is the archive of broker {manifest.broker!r}, this is "
@@ -73,7 +84,7 @@ class Archive:
 
         Raises UsageProblem where there is no archive.
         """
-        manifest = load(self._store)
+        manifest = load_manifest(self._store)
         if manifest is None:
             raise UsageProblem(
                 f"there is no archive at {self._store.path(MANIFEST)}: run outbox-reconcile archive first."
@@ -147,7 +158,7 @@ class Archive:
     def _write(self, folder: str, terms: list[str]) -> None:
         from pyspark.sql import functions as F
 
-        frame = self._source.read([selection(*terms)], None).withColumn("day", F.to_date("stored_at"))
+        frame = self._source.read([archived_messages(*terms)], None).withColumn("day", F.to_date("stored_at"))
         frame.write.partitionBy("day").parquet(self._store.spark_path(folder))
 
     def _sums(self, folder: str) -> tuple[int, int]:
@@ -156,7 +167,7 @@ class Archive:
 
         parts = [F.coalesce(_as_column(name, kind), F.lit(_ABSENT)) for name, kind in KINDS.items()]
         number = F.conv(F.substring(F.md5(F.concat_ws("|", *parts).cast("binary")), 1, 15), 16, 10).cast("bigint")
-        frame = read(self._spark, [self._store.spark_path(folder)])
+        frame = read_passes(self._spark, [self._store.spark_path(folder)])
         row = frame.agg(F.count(F.lit(1)), F.coalesce(F.bit_xor(number), F.lit(0).cast("bigint"))).collect()[0]
         return int(row[0]), int(row[1])
 

@@ -1,11 +1,18 @@
-"""What one run was asked to do."""
+"""What one run was asked to do, and how people write its times and durations."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
+
+from .errors import UsageProblem
+
+DEFAULT_OUTPUT_MODE: Final = 0o600
+_DURATION: Final = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|h|d)")
+_UNITS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,3 +59,18 @@ class RunOptions:
     def is_interval(self) -> bool:
         """Whether the window was given, as a scheduler with data intervals does."""
         return self.since is not None
+
+
+def parse_moment(value: str) -> datetime:
+    """An ISO 8601 time; without an offset it is UTC. Raises UsageProblem."""
+    try:
+        moment = datetime.fromisoformat(value)
+    except ValueError as error:
+        raise UsageProblem(f"{value!r} is not a time: write ISO 8601, as in 2025-06-01T00:00:00+00:00.") from error
+    return moment.replace(tzinfo=UTC) if moment.tzinfo is None else moment.astimezone(UTC)
+
+
+def parse_duration(text: str) -> float | None:
+    """The seconds of a number with a unit, as in 5m or 7d; None for another text."""
+    match = _DURATION.fullmatch(text.strip())
+    return None if match is None else float(match[1]) * _UNITS[match[2]]

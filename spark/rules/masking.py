@@ -9,7 +9,7 @@ from typing import Final
 from pyspark.sql import Column
 from pyspark.sql import functions as F
 
-from ..rules.rule import FieldRule, Rule
+from .rule import FieldRule, Rule
 
 HIDDEN: Final = "(masked)"
 NOT_JSON: Final = "(masked: not one readable JSON text, so what is in it cannot be told apart)"

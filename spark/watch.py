@@ -13,14 +13,14 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
 
-from ..errors import ReconcileError, RunIncomplete, UsageProblem
-from ..options import Batch, RunOptions
-from ..output.result import shown_totals
-from ..output.store import Store
-from ..progress import Progress
-from ..rules import file as rules_file
-from ..run import Run
-from .moments import NAME, MomentSource
+from .common.errors import ReconcileError, RunIncomplete, UsageProblem
+from .common.options import Batch, RunOptions
+from .common.progress import Progress
+from .common.store import Store
+from .output.result import shown_totals
+from .rules import file as rules_file
+from .run import run
+from .sources.moments import NAME, MomentSource
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -104,7 +104,7 @@ class Watch:
             return
         self._progress.say(f"batch {number}: up to {until.isoformat()}")
         options = replace(self._options, batch=batch, no_later_than=until)
-        result = Run(self._spark, options, self._progress).execute()
+        result = run(self._spark, options, self._progress)
         self._reached = until
         self._progress.say(f"batch {number}: {shown_totals(result)}")
 

@@ -1,9 +1,9 @@
-"""The checksum pre-filter: buckets of time in which both sides add up are not read.
+"""The second stage: skip the buckets of time in which the checksums of both sides are equal.
 
 Rows, message bodies and effects are hashed by their own databases, per bucket of the row's time (which the body must
 carry too). Equal counts and equal checksums in a bucket mean that every row has its message with the declared fields
-and its effects; buckets that differ are read and classified as always. What cannot be summed up in SQL is said in
-the outcome's note, and everything is read.
+and its effects. Buckets that differ are read and classified as always. Where SQL cannot sum up a rule, the note gives
+the reason, and everything is read.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from ..comparison import contract
+from ..common.errors import ReconcileError
 from ..comparison.classify import Window
-from ..comparison.sides import ReadLimits, Sources
-from ..errors import ReconcileError
 from ..rules.rule import FieldType, Messages, Rule, Rules, SourceKind
-from ..sources import sql
+from ..sources import contract, sql, values
 from ..sources.archived import ArchivedSource
+from ..sources.databases import Sources
 from ..sources.postgres import PostgresSource
-from . import values
+from .prepare import PreparedRule
+from .sides import ReadLimits
 
 
 @dataclass(frozen=True, slots=True)
-class PrefilterResult:
-    """`skipped_rows` are proven equal; `limits` is what remains to be read.
+class ComparedChecksums:
+    """`skipped_rows` are proven equal; `limits` selects what remains to be read; `note` says how it came out.
 
     `volume`: the seconds of a bucket, and the rows of each; None where nothing was summed up, or not by whole seconds.
     """
 
-    note: str
+    note: str = ""
     skipped_rows: int = 0
     limits: ReadLimits = field(default_factory=ReadLimits)
     volume: tuple[int, list[tuple[datetime, int]]] | None = None
@@ -44,20 +44,25 @@ class _Buckets:
     sums: dict[int | None, tuple[Any, ...]]
 
 
-def compare(rule: Rule, rules: Rules, sources: Sources, window: Window) -> PrefilterResult:
-    """Which buckets of the window are equal on all sides, and conditions that select the others."""
+def compare(prepared: PreparedRule, rules: Rules, sources: Sources) -> ComparedChecksums:
+    """Which buckets of the window are equal on all sides, and conditions that select the others.
+
+    Without `bucket` in the rule nothing is compared, and everything is read.
+    """
+    rule, window = prepared.rule, prepared.window
+    if rule.bucket_seconds is None:
+        return ComparedChecksums()
     reason = _inapplicable(rule, rules, sources)
     if reason is not None:
-        return PrefilterResult(f"checksum: not used, {reason}")
+        return ComparedChecksums(f"checksum: not used, {reason}")
     ours, broker = sources[rule.database], sources.broker
     assert isinstance(ours, PostgresSource) and isinstance(broker, PostgresSource)
     if isinstance(broker, ArchivedSource) and broker.is_needed(rule.topic, window.since):
-        return PrefilterResult("checksum: not used, a part of the window is in the archive")
-    filter_ = _Prefilter(rule, ours, broker, window)
+        return ComparedChecksums("checksum: not used, a part of the window is in the archive")
     try:
-        return filter_.outcome()
+        return _Checksums(rule, ours, broker, window).compare()
     except ReconcileError as error:
-        return PrefilterResult(
+        return ComparedChecksums(
             f"checksum: not used, the database could not compute it ({' '.join(str(error).split())[:200]})"
         )
 
@@ -79,19 +84,19 @@ def _inapplicable(rule: Rule, rules: Rules, sources: Sources) -> str | None:
     return None
 
 
-class _Prefilter:
+class _Checksums:
     def __init__(self, rule: Rule, ours: PostgresSource, broker: PostgresSource, window: Window) -> None:
         self._rule, self._ours, self._broker, self._window = rule, ours, broker, window
         self._width = max(1, round((rule.bucket_seconds or 0) * 1_000_000))
         self._timed = next(item for item in rule.fields if (item.column, item.type) == (rule.time, FieldType.TIMESTAMP))
 
-    def outcome(self) -> PrefilterResult:
+    def compare(self) -> ComparedChecksums:
         if not self._keys_are_unique():
-            return PrefilterResult("checksum: not used, two rows have one key, or a row has none")
+            return ComparedChecksums("checksum: not used, two rows have one key, or a row has none")
         rows, messages = self._rows(), self._messages()
         effects = [self._effects(number) for number in range(len(self._rule.groups))]
         if None in messages.sums or any(None in side.sums for side in effects):
-            return PrefilterResult("checksum: not used, messages or effects are there that belong to no row's bucket")
+            return ComparedChecksums("checksum: not used, messages or effects are there that belong to no row's bucket")
         suspicious = {bucket for bucket, sums in messages.sums.items() if sums[2]} | self._dead()
         for bucket in set(rows.sums) | set(messages.sums):
             if rows.sums.get(bucket, (0, 0, 0))[:2] != messages.sums.get(bucket, (0, 0, 0))[:2]:
@@ -105,7 +110,7 @@ class _Prefilter:
         known = len(set(rows.sums) | set(messages.sums))
         note = f"checksum: {known - len(suspicious)} of {known} buckets are equal, {skipped} rows were not read"
         limits = self._limits({bucket for bucket in suspicious if bucket is not None})
-        return PrefilterResult(note, skipped, limits, self._volume(rows))
+        return ComparedChecksums(note, skipped, limits, self._volume(rows))
 
     def _volume(self, rows: _Buckets) -> tuple[int, list[tuple[datetime, int]]] | None:
         seconds, rest = divmod(self._width, 1_000_000)

@@ -8,7 +8,7 @@ from typing import Final
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
-from ..comparison.classify import FindingClass
+from .classify import FindingClass
 
 _UUID: Final = "^[0-9a-f]{8}-([0-9a-f]{4}-){3}[0-9a-f]{12}$"
 _NAME: Final = "^[A-Za-z0-9_.%-]+$"

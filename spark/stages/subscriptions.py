@@ -9,11 +9,11 @@ import re
 from dataclasses import replace
 from typing import Final
 
-from ..comparison.sides import Sources
-from ..errors import ReconcileError, UsageProblem
+from ..common.errors import ReconcileError, UsageProblem
+from ..rules.rule import GroupRule, Rule
 from ..sources import sql
+from ..sources.base import DataSource
 from ..sources.postgres import PostgresSource
-from .rule import GroupRule, Rule
 
 _MAX_LISTED: Final = 10_000
 _TOKEN: Final = re.compile(
@@ -42,12 +42,12 @@ LIMIT {limit}
 """
 
 
-def resolved(rule: Rule, sources: Sources, schema: str) -> tuple[Rule, list[str]]:
+def resolved(rule: Rule, broker: DataSource, schema: str) -> tuple[Rule, list[str]]:
     """The rule with `owed_when` of every group that has an effect table, and what is to be said about it.
 
     Raises UsageProblem for a filter that cannot be written as SQL.
     """
-    broker, groups, notes = sources.broker, [], []
+    groups, notes = [], []
     for group in rule.groups:
         if group.owed_when is None and group.table is not None and isinstance(broker, PostgresSource):
             group, note = _of_group(rule, group, broker, schema)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Final
 
 from ..rules.rule import FieldType, GroupRule, Rule
-from ..sources.base import Column, ColumnKind, TableSelection
+from .base import Column, ColumnKind, TableSelection
 
 # View -> column -> PostgreSQL type.
 VIEWS: Final[dict[str, dict[str, str]]] = {
