@@ -1,10 +1,11 @@
 """The broker's log kept as Parquet before retention removes it: `outbox-reconcile archive`.
 
-    archive.json                           what the archive holds: passes with their counts and checksums, gaps
+    archive.json                           passes with their counts and checksums, and gaps
     message_v1/pass=<name>/day=<date>/…    Parquet, one row per message of that pass, by the day it was stored
 
-A pass takes what was settled (decided, due, recalled) since the pass before: nothing is settled twice, so no message is
-in two passes. It counts once `archive.json` names it; what a killed pass left is removed by the next one.
+A pass takes the messages that were settled (decided, due, recalled) since the previous pass. A message is settled once,
+so no message is in two passes. A pass counts once `archive.json` names it; the next pass removes the files of a killed
+one.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class Archive:
         self._source = PostgresSource(spark, database)
 
     def run(self) -> tuple[Pass | None, list[Gap]]:
-        """Take what was settled since the last pass; None: nothing yet. Returns the gaps that were found on the way.
+        """Take the messages settled since the last pass; returns the pass (None if there is nothing new) and new gaps.
 
         Raises ReconcileError; then the archive is as it was.
         """
@@ -80,7 +81,7 @@ class Archive:
             self._source.close()
 
     def verify(self) -> list[str]:
-        """Read everything again; returns the passes whose count or checksum is not what it was, as texts.
+        """Read everything again; returns an error text per pass whose count or checksum has changed.
 
         Raises UsageProblem where there is no archive.
         """
@@ -132,7 +133,7 @@ class Archive:
         return made, gaps
 
     def _account(self, manifest: Manifest, until: str) -> list[Gap]:
-        """What was removed unseen; the first pass only notes what was gone before it."""
+        """The messages that retention removed before a pass took them. The first pass only records earlier removals."""
         gaps = []
         for topic, removed, taken, horizon in removed_by_topic(self._source, self._schema, manifest.until):
             if not manifest.passes:
@@ -162,7 +163,7 @@ class Archive:
         frame.write.partitionBy("day").parquet(self._store.spark_path(folder))
 
     def _sums(self, folder: str) -> tuple[int, int]:
-        """Count and checksum of what is on the disk, computed as the broker computes them."""
+        """Count and checksum of the files of a pass, computed as the broker computes them."""
         from pyspark.sql import functions as F
 
         parts = [F.coalesce(_as_column(name, kind), F.lit(_ABSENT)) for name, kind in KINDS.items()]

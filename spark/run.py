@@ -6,7 +6,7 @@
     scan       per rule: every key classified, suspects written stages/scan.py       -> ScannedRule
     confirm    per rule: suspects read again by key             stages/confirm.py    -> ConfirmedRule
     collect    all rules: new, still open, recovered            stages/findings.py   -> Findings
-    publish    report, then result.json, then what shows it     output/result.py
+    publish    report, result.json, then history and metrics    output/result.py
 
 Each stage gets what the stages before it returned, and calls nothing above it.
 """
@@ -117,7 +117,7 @@ def _prepare(
 
 
 def _scan(spark: SparkSession, prepared: PreparedRule, job: Job, sources: Sources, progress: Progress) -> ScannedRule:
-    """Both parts of the first look at a rule: what checksums leave to be read is scanned."""
+    """Compare the checksums of a rule, and scan the rows that they leave to be read."""
     rule, window = prepared.rule, prepared.window
     if rule.bucket_seconds is None:
         compared = checksums.ComparedChecksums()
@@ -132,7 +132,7 @@ def _scan(spark: SparkSession, prepared: PreparedRule, job: Job, sources: Source
 
 
 def _still_open(spark: SparkSession, job: Job, previous: dict[str, Any] | None) -> DataFrame | None:
-    """What the previous result left open of the rules of this run; None if it is nothing."""
+    """The subjects of this run's rules that the previous result left open (OPEN_SCHEMA); None without any."""
     from pyspark.sql import functions as F
 
     if previous is None or not previous["open_subjects"]:

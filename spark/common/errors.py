@@ -1,4 +1,4 @@
-"""Why a reconciliation could not be finished, and the exit code that says so."""
+"""Errors that end a reconciliation, and their exit codes."""
 
 from __future__ import annotations
 
@@ -77,11 +77,11 @@ def _incomplete(what: str, error: Exception) -> RunIncomplete:
 
 
 def causes(text: str) -> str:
-    """An error of the JVM in one line: what it says and each of its causes, whole, without the stacks."""
-    said: list[str] = []
+    """An error of the JVM in one line: its text and each of its causes, whole, without the stacks."""
+    lines: list[str] = []
     for line in text.splitlines():
         cause = line.strip().removeprefix("Caused by:").strip()
-        if _STACK.match(line) or not cause or any(cause in earlier for earlier in said):
+        if _STACK.match(line) or not cause or any(cause in earlier for earlier in lines):
             continue
-        said.append(cause)
-    return "; ".join(said).rstrip(". ")
+        lines.append(cause)
+    return "; ".join(lines).rstrip(". ")

@@ -1,4 +1,4 @@
-"""What one run was asked to do, and how people write its times and durations."""
+"""The options of a run, and how people write times and durations."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _UNITS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A micro-batch of a continuous reconciliation: the query's id, which outlives restarts, and its number."""
+    """A micro-batch of a continuous reconciliation: its number, and the id of the query, which stays over restarts."""
 
     query: str
     number: int
@@ -30,7 +30,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class LookBack:
-    """How far to look back at what earlier runs have judged; None: as far as each rule says."""
+    """How far to judge rows of earlier runs again; None means the `look_back` of each rule."""
 
     seconds: float | None = None
 
@@ -39,10 +39,10 @@ class LookBack:
 class RunOptions:
     """The command's options as values.
 
-    Without `since` and `until` a run continues where the result in `output` ended (or reads everything, the first
-    time and with `full`). With them it judges exactly that interval and nothing is carried over. With `look_back` it
-    judges again what earlier runs have judged, whether a look back of the rules is due or not. `batch` is given by a
-    continuous reconciliation, with `no_later_than`: what came after it is left to the next batch.
+    Without `since` and `until`, a run continues where the result in `output` ended; the first run, and one with `full`,
+    reads everything. With them, it judges exactly that interval and carries nothing over. With `look_back`, it judges
+    rows of earlier runs again, even if no look back of the rules is due. A continuous reconciliation gives `batch` and
+    `no_later_than`: later rows are left to the next batch.
     """
 
     rules: Path

@@ -1,4 +1,4 @@
-"""What a finding says of itself, in a sentence: with the values, times and ids that it rests on."""
+"""The sentence of a finding (`detail`), with the values, times and ids that prove it."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def shown(value: Column, kind: FieldType) -> Column:
 
 
 def _more(count: str, what: str) -> Column:
-    """What says that a finding names one of several."""
+    """A note if a finding names one of several."""
     return F.when(F.col(count) > 1, F.format_string(f", the oldest of %d {what} of the key", F.col(count))).otherwise(
         ""
     )
@@ -99,7 +99,7 @@ def _differences(rule: Rule) -> Column:
             distance = F.abs(ours.try_cast(NUMBER) - theirs.try_cast(NUMBER))
             differs = differs & F.coalesce(distance > F.lit(field.tolerance).cast(NUMBER), F.lit(True))
         if field.type in (FieldType.TEXT, FieldType.UUID) and not masking.hides(rule, field):
-            # A lambda, because Spark warns of hints that it does not know.
+            # A lambda, because Spark warns of type hints that it does not know.
             between = [
                 F.udf(lambda *values: _told_apart(*values), "string")(
                     F.when(differs, ours), F.when(differs, theirs), differs

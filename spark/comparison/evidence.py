@@ -36,7 +36,7 @@ UNKEYED: Final = 7
 EFFECT: Final = contract.EFFECT_KIND
 DEAD: Final = 1000
 WAITING: Final = 2000
-"""A message of which its group shows no effect; only where each message is told apart."""
+"""A message without an effect of its group; only if a rule counts each message."""
 
 ATOMIC: Final = 0
 """Stored and decided by the transaction that wrote the row: its times are those of the transaction's start."""
@@ -51,7 +51,7 @@ _VERSION_7: Final = "^[0-9a-f]{8}-[0-9a-f]{4}-7"
 _NO_TIME: Final = "CAST(NULL AS timestamp)"
 
 
-# What says of a value that looks right why it is refused.
+# The bounds of a type, for values that look right and are refused.
 _BOUNDS: Final = {
     FieldType.INTEGER: " of up to 26 digits",
     FieldType.DECIMAL: " of up to 26 digits before the point",
@@ -60,12 +60,12 @@ _BOUNDS: Final = {
 
 
 def configure(spark: SparkSession) -> None:
-    """Bodies are read as PostgreSQL's jsonb reads them: of a key that comes twice in an object the last one counts.
+    """Make Spark read bodies as PostgreSQL's jsonb does: if a key occurs twice in an object, the last one counts.
 
-    What is passed to Python is bounded.
+    The batches that Python gets are bounded.
     """
     spark.conf.set("spark.sql.variant.allowDuplicateKeys", "true")
-    # Whole bodies go to Python on the second look: by bytes, because a batch of so many rows has no bound.
+    # The second look gives whole bodies to Python. A batch is limited by bytes, because a limit of rows bounds nothing.
     spark.conf.set("spark.sql.execution.arrow.maxBytesPerBatch", "8m")
 
 
@@ -152,16 +152,16 @@ def _is_suspicious(text: Column, document: Column, rule: Rule) -> Column:
     """Whether a body may not be one JSON document. Without compared fields only what Spark cannot parse is."""
     if not rule.fields:
         return document.isNull()
-    # The parser stops after the first value: what follows an object would go unseen.
+    # The parser stops after the first value and would miss text after the object.
     is_object = text.endswith("}") | F.rtrim(text, F.lit(" \t\r\n")).endswith("}")
     return document.isNull() | ~is_object | text.contains("}{") | text.contains("}\n{")
 
 
 def _refused(text: Column, document: Column, rule: Rule) -> Column:
-    """What is wrong with a body that is suspicious, or cannot be parsed; '' if it is as it should be."""
+    """The error in a body that is suspicious or cannot be parsed; '' if there is none."""
     is_object = bool(rule.fields)
     why = F.udf(lambda body: None if body is None else json_text.why_refused(body, is_object=is_object), "string")
-    # A function in Python is called for every row, whatever stands around it: of the others it gets no body.
+    # Spark calls a Python function for every row, even inside of WHEN; so for other rows it gets null, not the body.
     found = F.coalesce(why(F.when(F.is_valid_utf8(text) & _is_suspicious(text, document, rule), text)), F.lit(""))
     return F.when(document.isNull() & (found == ""), "the body is JSON, but Spark cannot parse it").otherwise(found)
 
@@ -198,7 +198,7 @@ def body_values(rule: Rule) -> list[Column]:
 
 
 def why_unreadable(rule: Rule) -> Column:
-    """Of a message: what of its body cannot be read, and why; '' if it can (as `why`)."""
+    """Of a message: the part of its body that cannot be read, and the reason; '' if all can be read (as `why`)."""
     text = F.col("body").cast("string")
     document = F.try_parse_json(text)
     is_json = F.coalesce(F.col("content_type").startswith("application/json"), F.lit(False))
@@ -268,7 +268,7 @@ def _made_at(message_id: Column) -> Column:
 def gather(sides: list[DataFrame], rule: Rule, watermark: datetime) -> DataFrame:
     """One row per key with the counts and times of all sides.
 
-    `watermark` tells messages whose limit has passed from younger ones.
+    The limit of a message has passed if it ended before `watermark`.
     """
     united = reduce(DataFrame.unionByName, sides)
     kind = F.col("kind")
@@ -311,7 +311,7 @@ def gather(sides: list[DataFrame], rule: Rule, watermark: datetime) -> DataFrame
 
 
 def _of_group(rule: Rule, number: int) -> Iterator[Column]:
-    """What is counted of one group's effects and dead letters."""
+    """The counts and times of one group's effects and dead letters."""
     kind = F.col("kind")
     is_effect = kind == EFFECT + number
     yield F.count_if(is_effect).alias(f"effects_{number}")
@@ -323,10 +323,10 @@ def _of_group(rule: Rule, number: int) -> Iterator[Column]:
 
 
 def _in_order_of_commit(rule: Rule) -> Iterator[Column]:
-    """What the messages that may have been committed last say: by their decisions (`prompt`), and by their decisions
-    but those that came later than the commit, which count as early as can be (`early`).
+    """The values of the message committed last, by two orders. `prompt` is the order of the decisions. `early` is the
+    same, but a decision that came later than its commit counts as early as possible.
 
-    Of messages that were stored by the transaction of the row the order of the log is that of the commits.
+    Messages stored by the transaction of their row have the order of the log, which is that of the commits.
     """
     kind, way = F.col("kind"), F.col("way")
     is_sent = kind.isin(COMMITTED, RECALLED)
@@ -343,17 +343,20 @@ def _in_order_of_commit(rule: Rule) -> Iterator[Column]:
 
 
 def commit_place(time: Column, log_id: Column, is_live: Column) -> Column:
-    """The greater, the later: by time, then by the log; what was recalled comes before all that was not.
+    """A number that grows with the time of commit: by time, then by the log; recalled messages come first.
 
-    A number, because Spark aggregates structs by sorting.
+    Not a struct, because Spark aggregates structs by sorting.
     """
     place = F.unix_micros(time).cast(DecimalType(19, 0)) * F.lit(Decimal(10**19))
     return (place + log_id + F.when(is_live, F.lit(Decimal(10**36))).otherwise(F.lit(Decimal(0)))).cast(_PLACE)
 
 
 def _of_each_message(rule: Rule, number: int, watermark: datetime) -> Iterator[Column]:
-    """What tells whether a group has handled each message: where an effect names its message, the oldest that has no
-    effect; else the newest message, the newest whose limit has passed, and the newest effect."""
+    """The times that show whether a group has handled each message.
+
+    If effects name messages: the oldest message without one. Else: the newest message, the newest whose limit has
+    passed, and the newest effect.
+    """
     kind, group = F.col("kind"), rule.groups[number]
     if group.key is None:
         is_waiting = kind == WAITING + number

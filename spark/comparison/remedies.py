@@ -1,4 +1,4 @@
-"""What each class means, what to look at first, and what settles it: for findings, the report and the documentation."""
+"""The meaning of each class, the first check and the remedy: for findings, the report and the documentation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FILLED: Final = {"message_id": _UUID, "transaction_id": _UUID, "group": _NAME, 
 
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    """Sentences for people, commands in backticks. `check`: what to look at first; `settle`: what ends it."""
+    """Sentences for people, with commands in backticks. `check` comes first; `settle` ends the finding."""
 
     meaning: str
     check: str
@@ -26,7 +26,7 @@ class Remedy:
 
     @property
     def text(self) -> str:
-        """What a finding says of what to do."""
+        """Check and remedy, as the column `remedy` of a finding has them."""
         return f"Check first: {self.check} Then: {self.settle}"
 
 
@@ -94,14 +94,14 @@ REMEDIES: Final = {
 
 
 def with_remedies(findings: DataFrame, trace: str) -> DataFrame:
-    """The findings with `remedy`: what to check first and what settles it, with the finding's own ids in commands."""
+    """The findings with `remedy`: first check and settlement, with the finding's own ids in the commands."""
     remedy: Column = F.lit(None).cast("string")
     is_traceable = F.col("message_id").isNotNull()
     for name, known in REMEDIES.items():
         untraced = known.text.replace(" `{trace}`", "")
         text = F.when(is_traceable, known.text.replace("{trace}", trace)).otherwise(untraced)
         remedy = F.when(F.col("class") == name.value, text).otherwise(remedy)
-    # Only what can be nothing but an id or a name: a command is copied into a shell.
+    # Only values that are certainly ids or names, because people copy a command into a shell.
     for column, safe in _FILLED.items():
         filled = F.replace(remedy, F.lit(f"{{{column}}}"), F.col(column))
         remedy = F.when(F.col(column).rlike(safe), filled).otherwise(remedy)

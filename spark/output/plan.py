@@ -1,8 +1,8 @@
-"""What could be done about the findings in force, as JSON lines for people to read, cut and then apply.
+"""The plan of a repair of the findings in force: JSON lines that a person reads, cuts and then applies.
 
-The first line is the head: the run, and of each rule what is needed to read its row and its messages again. Each
-further line is a step. Making a plan reads the result alone, never a database, and changes nothing; it is applied by
-`manage.py outbox_repair`, which verifies each step again.
+The first line is the head: the run, and how the row and the messages of each rule are read again. Each further line is
+a step. Making a plan reads only the result, no database, and changes nothing. `manage.py outbox_repair` applies it, and
+verifies each step again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _CLOSED: Final = (FindingClass.RECOVERED.value, FindingClass.EXPIRED.value)
 
 
 class RepairAction(enum.StrEnum):
-    """What applying a step does."""
+    """The effect of applying a step."""
 
     PUBLISH = "publish"
     """The row is published again, under an id derived from rule and key."""
@@ -33,7 +33,7 @@ class RepairAction(enum.StrEnum):
     ASK = "ask"
     """The ledger is asked how the half message's transaction ended."""
     REPORT = "report"
-    """Nothing: people have to decide. `why` says what stands in the way."""
+    """Nothing: a person has to decide. `why` gives the reason."""
 
 
 _ACTIONS: Final = {
@@ -81,7 +81,7 @@ def _source(rule: Rule, rules: Rules) -> dict[str, Any]:
 
 
 def _effects(group: GroupRule) -> dict[str, Any]:
-    """How the effects of a key are found, which are asked before its row is published again."""
+    """How the effects of a key are found; a repair reads them before it publishes the row again."""
     return {
         "group": group.name,
         "database": group.database,
@@ -101,7 +101,7 @@ def _step(finding: Mapping[str, Any], rule: Rule | None, rules: Rules) -> dict[s
 
 
 def _hindrance(finding: Mapping[str, Any], rule: Rule | None, rules: Rules) -> str | None:
-    """Why nothing can be done without people; None where something can."""
+    """Why a person has to decide; None if the step can be applied."""
     if finding["class"] not in _ACTIONS:
         return f"{finding['class']} is only reported. {finding['remedy'] or ''}".rstrip()
     if finding["acknowledged"]:

@@ -94,7 +94,7 @@ def _window_text(rule: Mapping[str, Any]) -> str:
 
 
 def _look_back_text(rule: Mapping[str, Any]) -> str:
-    """How far changes to what an earlier run has judged are seen."""
+    """Whether this run sees changes of rows that an earlier run judged."""
     last = rule.get("looked_back")
     if rule["since"] is None:
         return ""
@@ -257,7 +257,7 @@ def _finding(finding: Mapping[str, Any], trace: str) -> str:
 
 
 def _more(finding: Mapping[str, Any], trace: str) -> str:
-    """What to do, and behind it, to be opened, everything that is known of the finding's key."""
+    """The remedy, and a part to be opened with all sides of the finding's key."""
     if finding["class"] in CLOSED:
         return ""
     remedy = _remedy(finding["remedy"] or "")
@@ -281,7 +281,7 @@ def _more(finding: Mapping[str, Any], trace: str) -> str:
 
 
 def _remedy(text: str) -> str:
-    """A paragraph for what to check and one for what settles it, with the commands in them as code."""
+    """A paragraph about the check and one about the settlement, with their commands as code."""
     check, then, settle = text.partition(" Then: ")
     parts = [check, then.lstrip() + settle] if then else [check] if check else []
     return "".join(_COMMAND.sub(r"<code>\1</code>", f"<p>{escape(part)}</p>") for part in parts)
@@ -318,7 +318,7 @@ def _part(title: str, shown: str) -> list[str]:
 
 
 def _checks(messages: Sequence[Mapping[str, Any]]) -> str:
-    """How the transactions of the messages were asked for, the newest last; empty when none was."""
+    """The check-backs of the messages' transactions, the newest last; empty without any."""
     asked = {each.get("transaction_id"): each.get("checks") or [] for each in messages}
     rows = [
         _row(
@@ -334,7 +334,7 @@ def _checks(messages: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _failures(messages: Sequence[Mapping[str, Any]]) -> str:
-    """How handlers failed with the messages; empty when none did."""
+    """The failed attempts of handlers; empty without any."""
     rows = [
         _row(
             escape(failure["consumer_group"]),
@@ -385,7 +385,7 @@ def trace_command(finding: Mapping[str, Any], trace: str) -> str:
     return trace.replace("{message_id}", shlex.quote(finding["message_id"]))
 
 
-# The history: open findings over the runs, what days brought, and what ended last.
+# The history: open findings over the runs, findings per day, and the findings that ended last.
 
 _SHOWN_DAYS: Final = 14
 

@@ -1,4 +1,4 @@
-"""The last stage: `result.json`, and all that shows it. The result is written last, and puts the run in force."""
+"""The last stage: writes `result.json`, which puts the run in force, and the files that show it."""
 
 from __future__ import annotations
 
@@ -64,9 +64,9 @@ def publish(
     past: history.Entries,
     metrics_file: Path | None,
 ) -> str | None:
-    """Write the report, then the result, which is in force from then on, then what only shows it.
+    """Write the report, then the result, then history and metrics. The result is in force once it is written.
 
-    Returns why something that only shows the result could not be written, or None. Raises UsageProblem if the result
+    Returns an error if history or metrics could not be written, else None. Raises UsageProblem if the result
     itself cannot be written; then the previous one stays in force.
     """
     entries = history.of_result(job.store, result)

@@ -325,7 +325,7 @@ _NOT_JUDGED: Final = ("mask", "look_back", "look_back_every")
 
 
 def _digest(rule: Any) -> str:
-    """Changes with how something is judged, not with what is shown or when it is judged again."""
+    """A digest of the keys that influence judging, without those about masking and looking back."""
     judged = {key: value for key, value in rule.items() if key not in _NOT_JUDGED} if isinstance(rule, dict) else rule
     return hashlib.sha256(json.dumps(judged, sort_keys=True, default=str).encode()).hexdigest()[:16]
 

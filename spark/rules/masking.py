@@ -1,4 +1,4 @@
-"""Fields that a rule masks: compared as they are, never shown. Everything else of a body stays as it was written."""
+"""Fields that a rule masks: they are compared, but not shown. The rest of a body is shown as it was written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The declared rules as values. Durations are seconds; the file they come from is read in rules_file.py."""
+"""The declared rules as values. Durations are seconds; file.py reads them from the rules file."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ DEFAULT_LOOK_BACK_EVERY_SECONDS: Final = 86_400.0
 class DatabaseRule:
     """One source. `location` is a connection string, a JDBC URL or a folder; it is resolved from the environment.
 
-    Of a replica `primary` says what is open; without it its transactions are taken to last no longer than
-    `longest_transaction_seconds`.
+    For a replica, `primary` is the database whose open transactions count. Without it, they are assumed to last no
+    longer than `longest_transaction_seconds`.
     """
 
     name: str
@@ -122,9 +122,9 @@ class GroupRule:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rule:
-    """What every row of a table that satisfies `when` must have produced.
+    """Which messages and effects every row of a table that satisfies `when` must have.
 
-    Messages of `topic` (and `tag`) that do not satisfy `message_when`, a condition over `message_v1`, are another's.
+    The rule ignores messages of `topic` (and `tag`) that do not satisfy `message_when`, a condition over `message_v1`.
     """
 
     name: str
@@ -143,7 +143,7 @@ class Rule:
     stuck_after_seconds: float = DEFAULT_STUCK_AFTER_SECONDS
     bucket_seconds: float | None = None
     look_back_seconds: float | None = None
-    """How far an incremental run looks back at what earlier ones have judged, once per `look_back_every_seconds`."""
+    """How far an incremental run judges rows of earlier runs again, once per `look_back_every_seconds`."""
     look_back_every_seconds: float = DEFAULT_LOOK_BACK_EVERY_SECONDS
     allow_empty: bool = False
     fields: tuple[FieldRule, ...] = ()
@@ -234,6 +234,6 @@ class Rules:
     rules: tuple[Rule, ...]
     acknowledged: tuple[Acknowledgement, ...] = ()
     output_mode: int = DEFAULT_OUTPUT_MODE
-    """Permissions of output files; folders are searchable by whoever may read them."""
+    """Permissions of output files. Users who may read a folder may also enter it."""
     archive: str | None = None
     """Folder or URI in which the broker's log goes on, once retention has removed messages."""

@@ -20,7 +20,7 @@ from ..common.errors import FAILURE, ReconcileError, RunIncomplete, UsageProblem
 from ..common.safe_text import mask_passwords
 
 FORMAT: Final = "outbox_postgres"
-# Enough for the table and which part of it; then come keys.
+# Long enough for the table and its part; the rest is keys.
 _SHOWN_QUERY: Final = 240
 _BATCH_BYTES: Final = 4 * 1024 * 1024
 _ARROW_TYPES: Final = {
@@ -31,18 +31,18 @@ _ARROW_TYPES: Final = {
 }
 NAME: Final = "outbox-reconcile"
 # Held by every transaction of ours, so that the database itself shows which transactions are ours: an application_name
-# stays behind on the server's connection when a pool hands that to somebody else, a lock ends with its transaction.
+# stays on the server's connection when a pool gives that to another client; a lock ends with its transaction.
 LOCK_CLASS: Final = 1_869_967_960
 SNAPSHOT: Final = "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY"
 LATEST: Final = "BEGIN ISOLATION LEVEL READ COMMITTED READ ONLY"
-# SET LOCAL: what is set for a session would reach other clients of a pool, and might not reach our next transaction.
+# SET LOCAL: a session setting would reach other clients of a pool, and might not reach our next transaction.
 _SETTINGS: Final = (
     # Keys are sent as constants: with other settings the database would look for others than were meant.
     "client_encoding = 'UTF8'",
     "standard_conforming_strings = on",
-    # An error where policies would hide rows: silence would make findings of what is there.
+    # An error if policies hide rows: hidden rows would become false findings.
     "row_security = off",
-    # Values travel as texts: in one form, whatever the database's settings.
+    # Values are sent as texts, in one form independent of the database's settings.
     "timezone = 'UTC'",
     "datestyle = 'ISO'",
     "bytea_output = 'hex'",
@@ -82,7 +82,7 @@ class PostgresDataSource(DataSource):
     """`spark.read.format("outbox_postgres").schema(…).option("url", …).option("queries", JSON list)`.
 
     `url` is a libpq connection string (Spark redacts the option's value); `snapshot` is the name of an exported
-    snapshot, whose exporting transaction the caller holds open; `name` is what the sessions are called.
+    snapshot, whose exporting transaction the caller holds open; `name` is the application_name of the sessions.
     """
 
     @classmethod
@@ -135,7 +135,7 @@ class PostgresReader(DataSourceReader):
 
 
 def connect(url: str) -> Any:
-    """A connection in autocommit mode. Whatever is read is read in a transaction that starts with `begin`."""
+    """A connection in autocommit mode. All reading happens in a transaction that starts with `begin`."""
     import adbc_driver_postgresql.dbapi
 
     return adbc_driver_postgresql.dbapi.connect(url, autocommit=True)

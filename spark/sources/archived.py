@@ -86,7 +86,7 @@ class Manifest:
 
     @property
     def until(self) -> str | None:
-        """Up to when the newest pass took what was settled."""
+        """The time up to which the newest pass took settled messages."""
         return self.passes[-1].until if self.passes else None
 
     def missing(self, topic: str, removed: int, taken: int) -> int:
@@ -103,7 +103,7 @@ class Manifest:
 
 
 def load_manifest(store: Store) -> Manifest | None:
-    """What the archive holds; None before its first pass. Raises UsageProblem when the file is damaged."""
+    """The manifest of the archive; None before its first pass. Raises UsageProblem when the file is damaged."""
     text = store.read(MANIFEST)
     if text is None:
         return None
@@ -148,7 +148,8 @@ def archived_messages(*conditions: str) -> TableSelection:
 
 
 class ArchivedSource(PostgresSource):
-    """What is still in the log comes from there; what may be gone from the archive, less what is there all the same."""
+    """Reads messages that may be gone from the archive, without those that are still in the log, and the rest from the
+    log."""
 
     def __init__(self, spark: SparkSession, database: DatabaseRule, location: str, name: str = adbc.NAME) -> None:
         super().__init__(spark, database, name)

@@ -16,12 +16,12 @@ from .postgres import PostgresSource
 class Sources:
     """The databases of a rules file. `open_all` reads applications first, then the broker, then effects elsewhere.
 
-    A row that the first snapshot shows has its half message in the second: the half is stored before the row commits.
-    An effect that the second snapshot's messages led to can only be newer, so it is looked for last.
+    The half message is stored before its row commits, so a row of the first snapshot has its half in the second. An
+    effect is newer than its message, so effects are read last.
     """
 
     def __init__(self, spark: SparkSession, rules: Rules, name: str = NAME) -> None:
-        """`name` is what the sessions in the databases are called."""
+        """`name` is the application_name of the sessions in the databases."""
         self._rules = rules
         self.broker: DataSource = _source(spark, rules.databases[rules.broker], name)
         if rules.archive is not None and isinstance(self.broker, PostgresSource):

@@ -143,7 +143,7 @@ class FrameSource:
 
 # As COPY writes it: nothing between two commas is null, "" is the empty text. PostgreSQL's texts hold no NUL.
 _CSV: Final = {"header": "true", "multiLine": "true", "escape": '"', "nullValue": "\0", "emptyValue": ""}
-# What cannot be read as the header says would become null, and null a finding.
+# Without these options, a malformed value becomes null, and null a false finding.
 _STRICT: Final = {"mode": "FAILFAST", "enforceSchema": "false", "columnPruning": "false"}
 
 
@@ -170,7 +170,7 @@ class FileSource(FrameSource):
         )
 
     def _check_plain(self, table: str) -> None:
-        """Raise UsageProblem where the files belong to a table format: which of them are its rows only its log says."""
+        """Raise UsageProblem if the files belong to a table format: only its log tells which files are current."""
         folder = self._database.location.rstrip("/")
         for part in ("", *table.split("/")):
             folder = f"{folder}/{part}".rstrip("/")
@@ -192,7 +192,7 @@ class FileSource(FrameSource):
         return True
 
 
-# Table formats over Parquet, and what each has in the folder of a table.
+# Table formats over Parquet, and the file that each has in the folder of a table.
 _LOGS: Final = {"Delta Lake": "_delta_log", "Apache Iceberg": "metadata/*.metadata.json", "Apache Hudi": ".hoodie"}
 
 # Parquet with times in nanoseconds, as pandas and Arrow write them: Spark has no such type, but can read them as whole
@@ -204,7 +204,7 @@ _REMEDY: Final = "Export it again with times in microseconds (pandas, Arrow: coe
 def _read_parquet(spark: SparkSession, path: str) -> DataFrame:
     """The files of `path`; times in nanoseconds are cut to microseconds.
 
-    Raises UsageProblem, naming the column, for what would be read wrong, and AnalysisException as Spark does.
+    Raises UsageProblem, with the column, if a column would be read wrong, and AnalysisException as Spark does.
     """
     if spark.conf.get(_AS_NUMBERS) != "true":
         try:
@@ -212,7 +212,8 @@ def _read_parquet(spark: SparkSession, path: str) -> DataFrame:
         except AnalysisException as error:
             if "TIMESTAMP(NANOS" not in str(error):
                 raise
-        # Spark asks for it again when it reads the rows, so it stays: from now on the footers tell times from numbers.
+        # Spark reads the setting again with the rows, so it stays set. From now on the footers separate times from
+        # numbers.
         spark.conf.set(_AS_NUMBERS, "true")
     frame = spark.read.parquet(path)
     return frame.withColumns(

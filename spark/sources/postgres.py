@@ -21,7 +21,7 @@ from .base import Column, SourceBoundary, TableSelection
 
 ROWS_PER_PARTITION: Final = 500_000
 KEYS_PER_PARTITION: Final = 5_000
-# How long a run waits for a replica to replay what its primary had written when it was asked.
+# How long a run waits until a replica has replayed the log of its primary up to the position at the start.
 REPLAY_SECONDS: Final = 30.0
 _REPLAY_PAUSE_SECONDS: Final = 0.1
 # Questions to PostgreSQL's catalogue, and which of its types a field may have.
@@ -84,7 +84,7 @@ class PostgresSource:
         )
 
     def _completeness(self, connection: Any, activity: watermark.Activity, identifier: str) -> watermark.Completeness:
-        """Asked before the snapshot is taken: what had ended by then is in it."""
+        """The watermark, taken before the snapshot: transactions that ended before it are in the snapshot."""
         if not activity.is_replica:
             return watermark.of_server(self._database, activity)
         if self._database.primary is None:
@@ -97,7 +97,7 @@ class PostgresSource:
         return watermark.of_replica(self._database, activity, complete if has_replayed else None)
 
     def activity(self) -> tuple[watermark.Activity, str, str]:
-        """What is open now, up to where the log was written after that ('' on a replica), and which server it is."""
+        """The open transactions, the position of the log after that ('' on a replica), and the id of the server."""
         with contextlib.closing(self._connect()) as connection:
             activity = watermark.of_row(self._latest(connection, watermark.OLDEST))
             position = "" if activity.is_replica else str(self._latest(connection, watermark.WRITTEN)[0])
@@ -188,7 +188,7 @@ class PostgresSource:
         return self._frame(selection, [self._select(selection, terms)])
 
     def is_unique(self, selection: TableSelection) -> bool:
-        """Whether an index says that no two rows have one key."""
+        """Whether a unique index excludes two rows with one key."""
         if not sql.is_column(selection.key):
             return False
         table, column = sql.text(self.table_of(selection)), sql.text(selection.key)
@@ -200,7 +200,7 @@ class PostgresSource:
         for selection, keys in wanted:
             fixed = sql.conditions(selection, None)
             column_type = self.column_types(selection).get(selection.key)
-            # A view that is split by id has no index on the key: one scan for all keys instead of one per chunk.
+            # A view that is split by id has no index on the key: one scan finds all keys.
             size = max(1, len(keys)) if selection.span else KEYS_PER_PARTITION
             for start in range(0, max(1, len(keys)), size):
                 condition = sql.keys_condition(selection.key, column_type, keys[start : start + size])
@@ -223,7 +223,7 @@ class PostgresSource:
     def check_finite(self, selection: TableSelection, since: datetime | None) -> None:
         """Raise UsageProblem when a row's time is infinite."""
         time = f"{sql.expression(selection.time or '')}::timestamptz"
-        # Apart from the buckets, so that an index on the time finds none at once.
+        # A query of its own, so that an index on the time answers it at once.
         where = sql.where([*sql.conditions(selection, since), f"{time} IN ('infinity', '-infinity')"])
         counted = f"SELECT count(*), min({sql.expression(selection.key)}::text) FROM {self.table_of(selection)}{where}"
         count, example = self.query(counted)[0]

@@ -64,7 +64,7 @@ def json_path(field: FieldRule) -> str:
 
 
 def moment(text: Column) -> Column:
-    """The time that a text says with its date; null for a time of day, a year or a month alone, and what is no time."""
+    """The time in a text with a full date; null for other texts, as a time of day, a year or a month alone."""
     return F.when(_has_date(text), text.try_cast("timestamp"))
 
 
@@ -75,13 +75,13 @@ def checked_moment(text: Column, what: str) -> Column:
 
 
 def date(text: Column) -> Column:
-    """The date that a text says in full, with a time of day or without; null for others."""
+    """The date in a text that contains it in full, with or without a time of day; null for others."""
     is_usual = (F.length(text) == 10) & _is_dashed(text)
     return F.when(is_usual | text.rlike(_DAY + _WITH_TIME), text.try_cast("date"))
 
 
 def number(text: Column, kind: DecimalType) -> Column:
-    """The number that a text says in ASCII digits; null for others: Java reads those of every script."""
+    """The number in a text of ASCII characters; null for others, because Java reads the digits of every script."""
     return F.when(F.octet_length(text) == F.length(text), text.try_cast(kind))
 
 
@@ -122,10 +122,10 @@ def is_no_text(value: str, kind: str) -> str:
 
 
 def unusual(value: str, item: FieldRule, time: str) -> str:
-    """Forms of a value that PostgreSQL reads and Spark may not, or not alike: '0x0C', 'today', 'on', nanoseconds.
+    """A condition for forms of a value that PostgreSQL reads and Spark may read differently, or not: '0x0C', 'today'.
 
-    Their buckets are read, so that one reader alone says what a body means. Told by what is left without the digits,
-    as a pattern would cost more than the hash.
+    Spark reads their buckets, so that only one reader interprets a body. The condition looks at the characters that are
+    left without the digits, because a pattern would cost more than the hash.
     """
     rest = f"translate({value}, '0123456789', '')"
     if item.type in (FieldType.INTEGER, FieldType.DECIMAL):
@@ -135,7 +135,7 @@ def unusual(value: str, item: FieldRule, time: str) -> str:
     elif item.type is FieldType.DATE:
         usual = f"{rest} = '--' AND length({value}) = 10"
     elif item.type is FieldType.TIMESTAMP:
-        # Asked first, as it costs a seventh of the rest. A year may have five digits; an infinite time has no text.
+        # First, because it costs a seventh of the rest. A year may have five digits; an infinite time has no text.
         plain = f"coalesce(length({value}) = 32 AND {value} = to_char({time}, {_ISO_TIME}), false)"
         usual = (
             f"{plain} OR (translate({rest}, 'T', ' ') IN {_USUAL_TIMES} AND length({value}) BETWEEN 19 AND 32 "

@@ -26,7 +26,7 @@ from .sides import ReadLimits
 
 @dataclass(frozen=True, slots=True)
 class ComparedChecksums:
-    """`skipped_rows` are proven equal; `limits` selects what remains to be read; `note` says how it came out.
+    """`skipped_rows` are proven equal; `limits` selects the rows that remain to be read; `note` is for the report.
 
     `volume`: the seconds of a bucket, and the rows of each; None where nothing was summed up, or not by whole seconds.
     """
@@ -122,7 +122,7 @@ class _Checksums:
         return seconds, [(datetime.fromtimestamp(number * seconds, UTC), count) for number, count in sorted(counted)]
 
     def _keys_are_unique(self) -> bool:
-        """Otherwise two rows and two messages of one key would cancel each other out."""
+        """Two rows and two messages of one key would cancel each other out in the checksum."""
         rows = contract.rows(self._rule)
         table, key = self._ours.table_of(rows), sql.expression(self._rule.key)
         if self._ours.is_unique(rows):
@@ -160,10 +160,10 @@ class _Checksums:
             f"kind{n}": values.body_kind(item) for n, item in enumerate(rule.fields) if item.type is FieldType.TEXT
         }
         split = sql.step([*known, *(f"{value} AS {name}" for name, value in fields.items())], f"({parsed}) parsed")
-        # Texts into times once: each costs as much as the hash, and they are asked for three times.
+        # Each text is cast to a time once: a cast costs as much as the hash, and the time is used three times.
         times = [f"f{n}::timestamptz AS {name}" for n, name in self._times().items()]
         read = sql.step([*known, *fields, *times], f"({split}) split")
-        # Also those stored in the window whose body says another time: they may be of no row, or of an older one.
+        # Messages stored in the window whose body has another time count too: their row may be older, or missing.
         inside = f"at IS NULL OR ({' AND '.join(self._inside('at'))}) OR ({' AND '.join(self._inside('stored_at'))})"
         hashed = sql.step(
             [
@@ -184,7 +184,7 @@ class _Checksums:
     def _content(self, times: Mapping[int, str]) -> str:
         """The hash of the key and the compared fields f0, f1, …: of a row and of its message the same.
 
-        `times` are the names of those that were texts and are times by now.
+        `times` names the fields of bodies that were cast to times.
         """
         fields = enumerate(self._rule.fields)
         return values.hashed(
@@ -192,7 +192,7 @@ class _Checksums:
         )
 
     def _times(self) -> dict[int, str]:
-        """What a body's times are called once they are read, by field: the row's own is `at`."""
+        """The columns with the times of a body, by field number; that of the row's own time is `at`."""
         fields = enumerate(self._rule.fields)
         return {n: "at" if item is self._timed else f"t{n}" for n, item in fields if item.type is FieldType.TIMESTAMP}
 
@@ -200,7 +200,7 @@ class _Checksums:
         return " AND ".join(f"{sql.name(n)} = {sql.text(v)}" for n, v in contract.messages(self._rule).equals)
 
     def _odd(self) -> str:
-        """What makes a message one to be read: its state, its form, or that it came late."""
+        """A condition for messages that Spark must read: unusual by state or form, or late."""
         odd = "state <> 'committed' OR coalesce(content_type, '') NOT LIKE 'application/json%'"
         for number, item in enumerate(self._rule.fields):
             if item.type is FieldType.TEXT:

@@ -1,7 +1,7 @@
-"""The fourth stage, the second look: suspects, and what earlier runs left open, are read again by key.
+"""The fourth stage, the second look: reads suspects, and what earlier runs left open, again by key.
 
-New snapshots are taken for it. What the first look saw only because two databases have no common moment is gone by
-then; what still holds is a finding.
+It reads under new snapshots. Two databases have no common moment, so the first look may see a row and not yet its
+message. A suspicion that still holds on the second look is a finding.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .prepare import PreparedRule, margin
 from .scan import SUSPECT_SCHEMA, ScannedRule
 
 MAX_BODY: Final = 1_000
-TOLD_MESSAGES: Final = 10
+SHOWN_MESSAGES: Final = 10
 SCHEMA: Final = (
     "rule string, `table` string, topic string, key string, group string, class string, severity string, "
     "flags array<string>, detail string, at timestamp, row_at timestamp, message_at timestamp, settled_at timestamp, "
@@ -39,7 +39,8 @@ SCHEMA: Final = (
 
 
 OPEN_SCHEMA: Final = "rule string, key string, group string, class string, first_seen timestamp, at timestamp"
-"""What a run leaves open for the next one: its findings, and with `class` null or a former finding what was pending."""
+"""The subjects that the next run judges again: findings, and pending subjects (their `class` is that of an earlier
+finding, or null)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ class Suspects:
 
 @dataclass(frozen=True, slots=True)
 class ConfirmedRule:
-    """What the second look at a rule came to: `target` names the table of what is not OK; None if no key was read."""
+    """The result of the second look: `target` is the table of the subjects that are not OK; None if no key was read."""
 
     scanned: ScannedRule
     keys: int = 0
@@ -61,7 +62,7 @@ class ConfirmedRule:
 
 
 def collect(spark: SparkSession, scanned: Sequence[ScannedRule], still_open: DataFrame | None) -> list[Suspects]:
-    """Per rule the suspects of the first look, and of `still_open` (OPEN_SCHEMA) what can still be judged."""
+    """The suspects of each rule: those of the first look, and those of `still_open` (OPEN_SCHEMA) above the floor."""
     keys = [_keys(spark, each, still_open) for each in scanned]
     return [Suspects(each, wanted, wanted.count()) for each, wanted in zip(scanned, keys, strict=True)]
 
@@ -85,7 +86,7 @@ def judgeable(floor: Column) -> Column:
 def confirm(suspects: Suspects, job: Job, sources: Sources) -> ConfirmedRule:
     """Judge the suspects again, and write every subject that is not OK.
 
-    Carried keys lie before the window; they are judged whatever their age. So are suspects whose row is older than the
+    Carried keys lie before the window; they are judged at any age. So are suspects whose row is older than the
     window: a second message or effect came to a row that an earlier run has judged. Raises RunIncomplete when a key
     cannot be looked at again.
     """
@@ -151,14 +152,14 @@ def _with_details(found: DataFrame, rule: Rule, read: sides.KeySides, facts: Dat
     found = found.join(messages, "about_id", "left").join(_newest(read, facts), "key", "left")
     if read.deliveries is None:
         nothing = F.lit(None).cast("string")
-        return found.withColumn("delivery", nothing).withColumn("told_groups", F.lit(None))
+        return found.withColumn("delivery", nothing).withColumn("group_positions", F.lit(None))
     group = F.col("consumer_group").alias("group")
     states = read.deliveries.select(F.col("log_id").alias("about_id"), group, F.col("state").alias("delivery"))
     deliveries = read.deliveries.groupBy("key", group).agg(F.min("state").alias("delivery"))
-    told = deliveries.groupBy("key").agg(
-        F.sort_array(F.collect_list(F.struct("group", "delivery"))).alias("told_groups")
+    positions = deliveries.groupBy("key").agg(
+        F.sort_array(F.collect_list(F.struct("group", "delivery"))).alias("group_positions")
     )
-    return found.join(states, ["about_id", "group"], "left").join(told, "key", "left")
+    return found.join(states, ["about_id", "group"], "left").join(positions, "key", "left")
 
 
 def _of_key(read: sides.KeySides, rule: Rule) -> DataFrame:
@@ -214,20 +215,20 @@ def _about(rule: Rule) -> Column:
     return about.otherwise(newest)
 
 
-def _newest(read: sides.KeySides, known: DataFrame) -> DataFrame:
-    """The newest messages of each key with their states, as `told_messages`, the oldest of them first."""
+def _newest(read: sides.KeySides, facts: DataFrame) -> DataFrame:
+    """The newest messages of each key with their states, as `newest_messages`, the oldest of them first."""
     order = Window.partitionBy("key").orderBy(F.col("log_id").desc())
-    newest = read.messages.withColumn("place", F.row_number().over(order)).where(F.col("place") <= TOLD_MESSAGES)
-    facts = F.struct(
+    newest = read.messages.withColumn("place", F.row_number().over(order)).where(F.col("place") <= SHOWN_MESSAGES)
+    shown = F.struct(
         "log_id", "message_id", "transaction_id", "tag", F.col("at").alias("stored_at"), "deliver_at", "state",
         "decided_at", "decided_by", "queue", "checks", "failures",
     )  # fmt: skip
-    of_key = newest.join(known, "log_id", "left").groupBy("key")
-    return of_key.agg(F.sort_array(F.collect_list(facts)).alias("told_messages"))
+    of_key = newest.join(facts, "log_id", "left").groupBy("key")
+    return of_key.agg(F.sort_array(F.collect_list(shown)).alias("newest_messages"))
 
 
 def _evidence(rule: Rule) -> Column:
-    """What is known of the key on all sides, as JSON: its newest messages, effects by group, how far groups were."""
+    """All sides of the key as JSON: its newest messages, effects by group, and how far each group is."""
     effects = [
         F.struct(
             F.lit(group.name).alias("group"),
@@ -237,7 +238,7 @@ def _evidence(rule: Rule) -> Column:
         )
         for number, group in enumerate(rule.groups)
     ]
-    facts = [F.col("told_messages").alias("messages"), F.col("told_groups").alias("deliveries")]
+    facts = [F.col("newest_messages").alias("messages"), F.col("group_positions").alias("deliveries")]
     facts += [F.array(*effects).alias("effects")] if effects else []
     return F.to_json(F.struct(*facts), {"timestampFormat": "yyyy-MM-dd'T'HH:mm:ss.SSSSSSXXX"}).alias("evidence")
 

@@ -1,6 +1,6 @@
-"""The fifth stage: this run beside the previous result. What is new, what is still open, what has recovered.
+"""The fifth stage: compares the run with the previous result: new findings, open ones, recovered ones.
 
-The findings are written here; `result.json`, which puts them in force, is not.
+It writes the findings. The last stage writes `result.json`, which puts them in force.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class FindingCounts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class JudgedRule:
-    """A rule with its final counts: the first look's, but its suspects as what the second look found."""
+    """A rule with its final counts: those of the first look, but suspects count as the second look judged them."""
 
     confirmed: ConfirmedRule
     counts: Counts
@@ -58,9 +58,9 @@ class JudgedRule:
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """What a run found: the written findings (None: there are none) and their counts.
+    """The written findings of a run (None: there are none) and their counts.
 
-    `still_open`: how many subjects the next run looks at again.
+    `still_open` is the number of subjects that the next run judges again.
     """
 
     rules: list[JudgedRule]
@@ -86,9 +86,9 @@ class Findings:
 
 
 def collect(spark: SparkSession, rules: Sequence[ConfirmedRule], still_open: DataFrame | None, job: Job) -> Findings:
-    """Write the findings, and what the next run looks at again (OPEN_SCHEMA); `still_open` is the previous run's.
+    """Write the findings, and the subjects that the next run judges again (OPEN_SCHEMA).
 
-    Raises RunIncomplete for an interval of which a part cannot be judged yet.
+    `still_open` are those of the previous run. Raises RunIncomplete if a part of an interval cannot be judged yet.
     """
     written: DataFrame | None = None
     counted: list[FindingCounts] = []
@@ -138,7 +138,7 @@ def _confirmed(spark: SparkSession, rules: Sequence[ConfirmedRule]) -> DataFrame
 
 
 def compared(confirmed: DataFrame, earlier: DataFrame, pending: DataFrame, windows: Mapping[str, Window]) -> DataFrame:
-    """The findings of this run, and what became of each earlier finding that is none any more.
+    """The findings of this run, and RECOVERED or EXPIRED for each earlier finding that does not hold any more.
 
     `first_seen` is when a finding was first made, `was` the class it had in the previous result (null: it is new).
 
@@ -166,7 +166,7 @@ def _by_rule(times: Mapping[str, datetime | None]) -> Column:
 
 
 def closed(gone: DataFrame) -> DataFrame:
-    """What was open and is neither a finding nor pending now (with `floor`): EXPIRED, or RECOVERED if it was one."""
+    """EXPIRED below the floor, else RECOVERED: for open subjects that are neither found nor pending now."""
     is_expired = ~judgeable(F.col("floor"))
     was = F.coalesce("class", F.lit(classify.FindingClass.PENDING.value))
     floor = F.date_format("floor", "yyyy-MM-dd'T'HH:mm:ss'Z'")
@@ -204,7 +204,7 @@ def pending(scanned: DataFrame, confirmed: DataFrame, earlier: DataFrame) -> Dat
 
 
 def state_of(findings: DataFrame, pending: DataFrame) -> DataFrame:
-    """What a run hands to the next: its findings (`class` set) and what was pending (`class` the finding it was)."""
+    """The subjects that the next run judges again (OPEN_SCHEMA)."""
     faults = findings.where(F.col("class").isin(_FAULTS)).select(*OPEN_COLUMNS)
     return faults.unionByName(pending.select(*OPEN_COLUMNS))
 
@@ -213,7 +213,7 @@ _KNOWN_SCHEMA: Final = "rule string, key string, of_group string, class string, 
 
 
 def with_acknowledgements(spark: SparkSession, findings: DataFrame, given: Sequence[Acknowledgement]) -> DataFrame:
-    """The findings with `acknowledged`: by whom, until when and why; null where nobody did."""
+    """The findings with `acknowledged`: by whom, until when and why; null without an acknowledgement."""
     if not given:
         return findings.withColumn("acknowledged", F.lit(None).cast("string"))
     rows = [(each.rule, each.key, each.group, each.finding_class, each.text) for each in given]
@@ -267,7 +267,7 @@ def _judged(
 
 
 def _dismissed(spark: SparkSession, rules: Sequence[ConfirmedRule], findings: DataFrame) -> dict[tuple[str, ...], int]:
-    """Suspects that are no findings, by rule, group and what they are instead."""
+    """How many suspects are no findings, by rule, group, and OK or PENDING."""
     if not any(each.keys for each in rules):
         return {}
     suspects = _suspects(spark, rules).where("class <> 'PENDING'").select(*SUBJECT)

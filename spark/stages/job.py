@@ -1,4 +1,4 @@
-"""One run: what it was asked to do, and the tables that its stages write."""
+"""One run: its options, its rules, and the tables that its stages write."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Job:
         return self.store.spark_path(f"runs/{self.name}/{name}")
 
     def write_empty(self, name: str, schema: str) -> str:
-        """Write the table `name` without a row, which takes no job of Spark's; returns its path."""
+        """Write the table `name` without a row, without a job of Spark's; returns its path."""
         columns = StructType.fromDDL(schema)
         assert isinstance(columns, StructType)
         empty: pa.Table = to_arrow_schema(columns, timezone="UTC").empty_table()
@@ -66,7 +66,7 @@ class Job:
 
 
 def empty_frame(spark: SparkSession, schema: str) -> DataFrame:
-    """No row. The limit tells Spark's optimizer, which then leaves out the joins with it."""
+    """A frame without a row. The limit makes Spark's optimizer leave out the joins with it."""
     return spark.createDataFrame([], schema).limit(0)
 
 

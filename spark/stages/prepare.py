@@ -21,7 +21,7 @@ from ..sources.databases import Sources
 from . import subscriptions
 from .job import Job
 
-# How much older than its row's time a half message is taken to be at most, where retention has removed messages.
+# How much older than its row's time a half message can be, if retention has removed messages.
 HALF_AGE: Final = timedelta(seconds=60)
 _WITHOUT: Final = {
     "dead_letter_v1": "dead_letter_v1 is not among the exports: what a group gave up is UNDELIVERED here, not DEAD",
@@ -74,7 +74,7 @@ def _horizon(rule: Rule, sources: Sources) -> datetime | None:
     """The time before which the topic's messages may be gone. Raises UsageProblem for a topic that is not declared."""
     try:
         if isinstance(sources.broker, ArchivedSource) and any(not group.table for group in rule.groups):
-            # How far groups were is not archived.
+            # An archive has no positions of groups.
             return sources.broker.live_horizon(rule.topic)
         return sources.broker.horizon(rule.topic)
     except UsageProblem as error:
@@ -130,7 +130,7 @@ def _window(
 def _look_back(
     rule: Rule, options: RunOptions, boundary: datetime, previous: dict[str, Any] | None
 ) -> timedelta | None:
-    """How far before `boundary` rows are judged again; None where no look back is asked for, and none is due."""
+    """How far before `boundary` rows are judged again; None unless the command demands a look back or one is due."""
     seconds = rule.look_back_seconds
     if options.look_back is not None:
         seconds = options.look_back.seconds or seconds
@@ -166,7 +166,7 @@ def _end_of(previous: dict[str, Any], rule: Rule) -> datetime | None:
 
 
 def _known_rule(previous: dict[str, Any] | None, rule: Rule) -> dict[str, Any] | None:
-    """What the previous result says of the rule; None when it is new or was changed."""
+    """The rule in the previous result; None if the rule is new or was changed."""
     for known in [] if previous is None else previous["rules"]:
         if known["name"] == rule.name and known["digest"] == rule.digest:
             found: dict[str, Any] = known
@@ -175,9 +175,9 @@ def _known_rule(previous: dict[str, Any] | None, rule: Rule) -> dict[str, Any] |
 
 
 def _looked_back(rule: Rule, window: Window, previous: dict[str, Any] | None) -> dict[str, str | None] | None:
-    """When rows that earlier runs had judged were last judged again (`at`), and from where on (`from`; None: all).
+    """When earlier rows were last judged again (`at`), and from which time on (`from`; None: all).
 
-    None in an interval, of which each run judges everything, and where none has looked back.
+    None for an interval, because each run judges all of it, and None if no run has looked back.
     """
     known = _known_rule(previous, rule)
     if window.is_exact:

@@ -1,4 +1,4 @@
-"""The third stage, the first look: every key of the window is classified; only what is not OK is written down."""
+"""The third stage, the first look: classifies every key of the window, and writes the subjects that are not OK."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SUSPECT_SCHEMA: Final = "key string, group string, class string, flags array<str
 BARS: Final = 60
 _COARSE_SECONDS: Final = 3600
 _FINEST_SECONDS: Final = 1
-# Rows are counted again for a picture that many times as fine.
+# Rows are counted again if the bars become at least this many times as fine.
 _WORTH_IT: Final = 4
 Counts = dict[str, dict[str, int]]
 """Subject ('' for the message, or a group) -> class -> keys."""
@@ -37,7 +37,7 @@ Volume = list[tuple[datetime, int]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScannedRule:
-    """What the first look at a rule found. `suspects` names the table of what is not OK, PENDING included."""
+    """The result of the first look at a rule. `suspects` is the table of the subjects that are not OK (or PENDING)."""
 
     prepared: PreparedRule
     checksums: ComparedChecksums
@@ -63,7 +63,7 @@ def scan(
     """Classify every key of the window, as far as the checksums leave it to be read. Raises RunIncomplete."""
     rule, window, name = prepared.rule, prepared.window, f"suspects/{job.number(prepared.rule)}"
     if checksums.limits.is_nothing:
-        # A plan of a scan's size costs seconds, over empty tables too.
+        # Planning a scan takes Spark seconds, even over empty tables.
         target, looked = job.write_empty(name, SUSPECT_SCHEMA), _Look(0, 0, _no_counts(rule))
     else:
         target = job.path(name)
@@ -102,7 +102,7 @@ def _look(
     classified = classify.with_classes(gathered, rule, window)
     observation = Observation(f"scan {rule.name}")
     columns = {"": "holds", **{group.name: f"holds_{number}" for number, group in enumerate(rule.groups)}}
-    # Few numbers: they are collected row by row. What is not OK is counted from what was written.
+    # Few aggregates, because Spark collects them row by row. Subjects that are not OK are counted in the written table.
     judged = [F.count_if(F.col(column) != 0).alias(column) for column in columns.values()]
     sums = [F.sum("rows").alias("rows"), F.sum(F.col("committed") + F.col("undecided")).alias("messages")]
     sums.append((F.unix_micros(F.max("row_at")) - F.unix_micros(F.min("row_at"))).alias("span"))
@@ -158,8 +158,8 @@ def volume(
 ) -> Volume:
     """Rows per bucket of time: hours, or finer down to a second, while the plot has room for it.
 
-    They are counted once where it is known how much time they span, and not at all where buckets are `known` (their
-    seconds, and what is in them) that are fine enough.
+    They are counted once if `span_seconds` is given, and not at all if the `known` buckets (their seconds, their rows)
+    are fine enough.
     """
     guess = _COARSE_SECONDS if span_seconds is None else max(_FINEST_SECONDS, math.ceil(span_seconds / BARS))
     seconds = min(guess, _COARSE_SECONDS)

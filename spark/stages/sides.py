@@ -33,7 +33,7 @@ UUID: Final = re.compile(r"^[0-9a-f]{8}-(?:[0-9a-f]{4}-){3}[0-9a-f]{12}$")
 
 @dataclass(frozen=True, slots=True)
 class ReadLimits:
-    """What the checksums leave to be read: conditions per side (() means everything), or nothing at all."""
+    """What the checksums leave to be read: conditions per side, where () means everything; or nothing at all."""
 
     rows: tuple[str, ...] = ()
     messages: tuple[str, ...] = ()
@@ -43,7 +43,7 @@ class ReadLimits:
 
 @dataclass(frozen=True, slots=True)
 class _Tables:
-    """The selections of a rule by source: business tables, and what the broker knows."""
+    """The selections of a rule by source: business tables, effects that name messages, and the broker's views."""
 
     tables: list[tuple[DataSource, list[TableSelection]]]
     by_message: list[tuple[DataSource, list[TableSelection]]]
@@ -151,7 +151,7 @@ def about_keys(prepared: PreparedRule, keys: DataFrame, listed: Sequence[str], s
     if len(listed) > MAX_KEYS:
         return of_many_keys(prepared, keys.select("key"), sources)
     rule, wanted = prepared.rule, _tables(prepared, sources, detailed=True)
-    # Wide bodies fit on the disk, not in Java's memory.
+    # On disk, because wide bodies do not fit in Java's memory.
     broker = sources.broker.read_keys([(each, listed) for each in wanted.broker]).persist(StorageLevel.DISK_ONLY)
     tables = [source.read_keys([(each, listed) for each in selections]) for source, selections in wanted.tables]
     by_message = []
@@ -198,8 +198,8 @@ def _ids(rule: Rule, messages: DataFrame) -> DataFrame:
 def real_keys(rule: Rule, sources: Sources, keys: DataFrame) -> DataFrame:
     """`keys` (key, carried, sought_at) with the keys of messages in place of their ids.
 
-    The first look knows an effect by its message's id where that message is older than the window. Ids of other topics'
-    messages are left out: their effects are not the rule's.
+    If a message is older than the window, the first look knows its effect only by the message's id. Ids of messages of
+    other topics are left out: the rule does not judge their effects.
     """
     if not any(group.message_id for group in rule.groups):
         return keys
@@ -224,7 +224,7 @@ def _key_sides(
     is_message = broker["state"].isin(*contract.MESSAGE_STATES)
     messages = broker.where(is_message)
     if rule.message_when:
-        # A dead letter has neither headers nor body: whether it is the rule's is known by its message.
+        # A dead letter has neither headers nor body, so its message decides whether the rule covers it.
         letters = broker.where(broker["state"].startswith("dead "))
         ours = letters.join(messages.select("log_id"), "log_id", "left_semi").select(*broker.columns)
         broker = broker.where(~broker["state"].startswith("dead ")).unionByName(ours)
@@ -253,9 +253,10 @@ def _limited(selection: TableSelection, conditions: tuple[str, ...]) -> TableSel
     )
 
 
-# What the broker knows of single messages besides their state. A finding shows it; no class depends on it.
+# Facts about single messages besides their state: queue, check-backs, failures. A finding shows them; no class
+# depends on them.
 _MAX_FACTS: Final = 1_000
-# The newest of each message: a parked half is asked for every hour.
+# Check-backs and failures shown per message, the newest: a parked half is checked every hour.
 _MAX_EACH: Final = 10
 _PLACES: Final = """
 SELECT log_id, string_agg(concat('retry of ' || retry_group || ', ', 'queue ', number, ', offset ', queue_offset),
@@ -297,14 +298,14 @@ def message_facts(messages: DataFrame, rule: Rule, broker: DataSource) -> DataFr
 
 def _fact_rows(broker: PostgresSource, transactions: dict[int, str], rule: Rule) -> Iterable[tuple[Any, ...]]:
     numbers = ",".join(str(number) for number in sorted(transactions))
-    # Out of an archive they are only what somebody wrote into a file.
+    # The ids of an archive come from a file: only well-formed ones go into a statement.
     names = ",".join(sorted({name for name in transactions.values() if UUID.fullmatch(name)}))
     places = {row[0]: row[1] for row in _answer(broker, "queue_entry_v1", _PLACES, numbers)}
     checks, failures = _answer(broker, "check_v1", _CHECKS, names), _answer(broker, "failure_v1", _FAILURES, numbers)
     for log_id, transaction_id in transactions.items():
-        asked = [(at, answer, _shown_text(rule, text)) for of, at, answer, text in checks if of == transaction_id]
+        checked = [(at, answer, _shown_text(rule, text)) for of, at, answer, text in checks if of == transaction_id]
         failed = [(group, int(n), at, _shown_text(rule, text)) for of, group, n, at, text in failures if of == log_id]
-        yield log_id, places.get(log_id), asked, failed
+        yield log_id, places.get(log_id), checked, failed
 
 
 def _shown_text(rule: Rule, text: str) -> str:
