@@ -16,13 +16,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from .common import errors
-from .common.errors import UsageProblem, readable_errors
+from .common.errors import CLEAN, FINDINGS, UsageProblem, readable_errors
 from .common.options import RunOptions
 from .common.progress import Progress
 from .comparison import classify, evidence
 from .output import history, metrics, report
 from .output.result import SAMPLES_PER_CLASS, compose, publish, shown
+from .rules.rule import Rule
 from .sources.adbc import NAME
 from .sources.base import SourceBoundary
 from .sources.databases import Sources
@@ -50,7 +50,7 @@ def run(spark: SparkSession, options: RunOptions, progress: Progress | None = No
     previous, past = _previous_result(job), _past_runs(job)
     try:
         snapshots = _open(sources, "taking snapshots", progress)
-        prepared = [_prepare(number, job, snapshots, previous, sources) for number in range(len(job.rules.rules))]
+        prepared = [_prepare(rule, job, snapshots, previous, sources) for rule in job.rules.rules]
         scanned = [_scan(spark, each, job, sources, progress) for each in prepared]
         still_open = _still_open(spark, job, previous)
         confirmed, confirmed_by = _confirm(spark, scanned, still_open, job, sources, progress)
@@ -70,7 +70,7 @@ def run(spark: SparkSession, options: RunOptions, progress: Progress | None = No
 
 def exit_code(result: dict[str, Any]) -> int:
     """0 for a clean result, 1 for one with findings."""
-    return errors.FINDINGS if result["status"] == "findings" else errors.CLEAN
+    return FINDINGS if result["status"] == "findings" else CLEAN
 
 
 def _previous_result(job: Job) -> dict[str, Any] | None:
@@ -109,9 +109,8 @@ def _open(sources: Sources, text: str, progress: Progress) -> list[SourceBoundar
 
 
 def _prepare(
-    number: int, job: Job, snapshots: Sequence[SourceBoundary], previous: dict[str, Any] | None, sources: Sources
+    rule: Rule, job: Job, snapshots: Sequence[SourceBoundary], previous: dict[str, Any] | None, sources: Sources
 ) -> PreparedRule:
-    rule = job.rules.rules[number]
     with readable_errors(f"checking rule {rule.name!r}"):
         return prepare(rule, job, snapshots, previous, sources)
 
