@@ -104,7 +104,7 @@ class Archive:
 
     def _pass(self, manifest: Manifest, until: str) -> tuple[Pass | None, list[Gap]]:
         since = manifest.until
-        with self._progress.step("stage gaps: what was removed since"), readable_errors("counting removed messages"):
+        with self._progress.step("stage gaps: messages removed since"), readable_errors("counting removed messages"):
             gaps = self._account(manifest, until)
         if since is not None and datetime.fromisoformat(until) <= datetime.fromisoformat(since):
             return None, gaps
@@ -121,7 +121,7 @@ class Archive:
         if found != expected:
             raise RunIncomplete(
                 f"{folder} holds {found[0]} messages, checksum {found[1]}; the broker has {expected[0]}, checksum "
-                f"{expected[1]}: what was written is not what is there. The archive is as it was; run it again."
+                f"{expected[1]}: the files differ from the messages that were read. The archive is unchanged; run it again."
             )
         made = Pass(name=name, since=since, until=until, count=expected[0], checksum=expected[1], topics=topics)
         manifest.passes.append(made)

@@ -38,7 +38,7 @@ REMEDIES: Final = {
         "restore the row, or undo what the groups did; a message that was sent cannot be taken back.",
     ),
     FindingClass.HALF_STUCK: Remedy(
-        "A half message is parked or undecided for too long: nobody could say how its transaction ended.",
+        "A half message is parked or undecided for too long: no checker has told how its transaction ended.",
         "is the row there, and does a worker of the producer group run (`python manage.py outbox_status`)?",
         "`python manage.py outbox_decide {transaction_id} commit`, if the row is there; else rollback.",
     ),
@@ -58,7 +58,7 @@ REMEDIES: Final = {
         "More messages than rows, more rows than keys, or more effects than messages.",
         "does a retry publish again, outside of the transaction of its row? Does the handler write its effect in the "
         "transaction of the inbox? `{trace}`",
-        "undo the surplus effect; what was sent twice stays so: `[[acknowledge]]` it.",
+        "undo the surplus effect; a message that was sent twice stays so: `[[acknowledge]]` it.",
     ),
     FindingClass.DEAD: Remedy(
         "A consumer group gave the message up; it waits in the dead-letter queue.",
@@ -87,7 +87,7 @@ REMEDIES: Final = {
     ),
     FindingClass.EXPIRED: Remedy(
         "What an earlier run left open can no longer be judged: retention may have removed its evidence.",
-        "what it was (flags), and whether somebody settled it.",
+        "its former class (flags), and whether an operator settled it.",
         "settle it by the business rows; raise the topic's retention if findings stay open for longer.",
     ),
 }

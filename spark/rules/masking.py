@@ -12,7 +12,7 @@ from pyspark.sql import functions as F
 from .rule import FieldRule, Rule
 
 HIDDEN: Final = "(masked)"
-NOT_JSON: Final = "(masked: not one readable JSON text, so what is in it cannot be told apart)"
+NOT_JSON: Final = "(masked: not one readable JSON text, so its fields cannot be separated)"
 _SPACE: Final = " \t\r\n"
 _DECODER: Final = json.JSONDecoder()
 

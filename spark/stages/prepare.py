@@ -106,7 +106,9 @@ def _window(
     """The rule's window. Raises RunIncomplete if the interval is not over yet, or if no source tells the time."""
     known = [reading.watermark for reading in snapshots if reading.watermark is not None]
     if not known:
-        raise RunIncomplete("no source says up to when it is complete: there is no time in any of them.")
+        raise RunIncomplete(
+            "no source contains a time, so the watermark is not known. Write watermark = … in [database.…]."
+        )
     watermark = min(known if options.no_later_than is None else [*known, options.no_later_than])
     boundary = watermark - timedelta(seconds=rule.grace_seconds)
     since, until = options.since, options.until

@@ -22,7 +22,7 @@ from spark.watch import Watch
 from tests.databases import drop_databases, new_name
 from tests.spark.world import SHOP, World, write_rules
 
-# Small data, many plans: what costs is compiling, not computing.
+# Small data, many plans: the time goes into compiling, not computing.
 SETTINGS = {
     "spark.sql.shuffle.partitions": "2",
     "spark.sql.adaptive.enabled": "false",

@@ -38,7 +38,7 @@ by = "bob"
 @pytest.mark.soak
 @pytest.mark.timeout(300)
 def test_what_is_acknowledged_is_shown_and_not_counted(reconcile: Reconciler, world: World, tmp_path: Path) -> None:
-    """LATE never goes away by itself; it is not to hide what is new."""
+    """LATE never ends by itself; once acknowledged, it must not hide new findings."""
     late = Order(number=1)
     world.pay(late)
     world.send(late, decided_at=START + timedelta(hours=1))

@@ -47,7 +47,7 @@ def sent(world: World) -> list[int]:
 
 
 def let_go(world: World) -> int:
-    """What retention removes now: all orders are old, and every group is past them."""
+    """Let retention remove messages: all orders are old, and every group is past them."""
     return retention.run_once(Executor(world.broker, "outbox")).messages
 
 

@@ -1,4 +1,4 @@
-"""Whatever is wrong: exit code 2 or 3, the reason, the remedy, and the previous result stays in force."""
+"""Every error gives exit code 2 or 3, the reason and the remedy, and the previous result stays in force."""
 
 from __future__ import annotations
 

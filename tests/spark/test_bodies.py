@@ -1,4 +1,4 @@
-"""How a body's numbers are read: exactly, whatever a message holds (docs/decisions/047)."""
+"""The numbers of a body are read exactly (docs/decisions/047)."""
 
 from __future__ import annotations
 

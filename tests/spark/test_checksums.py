@@ -135,12 +135,12 @@ def test_a_clean_day_by_checksums_takes_no_job_of_spark(reconcile: Reconciler, w
 
 @pytest.mark.soak
 def test_checksums_hide_nothing(reconcile: Reconciler, world: World) -> None:
-    """What one key has twice on both sides, other content types, bodies of another time, numbers as texts."""
+    """Keys that both sides have twice, other content types, bodies of another time, numbers as texts."""
     reconcile.rules(groups=(), extra='bucket = "1h"')
     world.add_many(20)
     world.broker.execute("UPDATE commit_log SET content_type = 'application/octet-stream' WHERE key = '5'")
     world.send(Order(number=900, at=START - HOUR), stored_at=START + HOUR)
-    # As a text, PostgreSQL says 12.50 and Spark 12.5: what is found must not depend on who compares.
+    # As a text, PostgreSQL writes 12.50 and Spark 12.5: findings must not depend on the one that compares.
     world.app.execute("UPDATE orders_order SET customer = '12.50' WHERE id = 7")
     number = """convert_to(replace(convert_from(body, 'UTF8'), '"customer 0"', '12.50'), 'UTF8')"""
     world.broker.execute(f"UPDATE commit_log SET body = {number} WHERE key = '7'")

@@ -1,4 +1,4 @@
-"""The contract of the tables, and what the package may use."""
+"""The contract of the tables, and the packages that spark/ may use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What makes a run incomplete, and what does not: quiet topics, exports without some views, files that are damaged."""
+"""Which runs are incomplete: those over damaged files. Quiet topics and exports without some views are no reason."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_topic_that_retention_has_emptied_is_quiet_not_incomplete(reconcile: R
 
 @pytest.mark.slow
 def test_exports_without_some_views_and_one_that_is_damaged(reconcile: Reconciler) -> None:
-    """Views that only add to a finding are not needed; a damaged file is named, with what to do."""
+    """Views that only add to a finding are not needed; a damaged file is named, with the remedy."""
     fact = Fact(sent=Sent(stored_at=AT), message_id=timelines._message_id(Random(1), AT), handled=(AT,))
     whole = {
         "1": Timeline(rows=(BusinessRow(at=AT),), facts=(fact,), effects=(AT,)),

@@ -1,4 +1,4 @@
-"""The plan: what could be done about each finding, as lines for people and for `manage.py outbox_repair`."""
+"""The plan: a step per finding, as lines for people and for `manage.py outbox_repair`."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def actions_of(result: dict[str, Any], reconcile: Reconciler) -> dict[str, tuple
     return {step["key"]: (step["class"], step["action"]) for step in planned(reconcile)[1:]}
 
 
-# The run itself is done already; only that it ended with findings is said in its place.
+# The run itself is over; this stands for its exit with findings.
 WITH_FINDINGS = """
 import subprocess, sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Who may read what a run writes, and what it shows of masked fields."""
+"""Permissions of the files of a run, and masked fields in its texts."""
 
 from __future__ import annotations
 

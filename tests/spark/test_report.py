@@ -98,7 +98,7 @@ def trend(*keys: str) -> history.Trend:
 
 
 class Tags(HTMLParser):
-    """Collects what a browser would make of a page."""
+    """Collects tags, attributes and texts of a page, as a browser parses it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -190,7 +190,7 @@ def test_the_documentation_says_what_findings_say() -> None:
 
 
 def test_a_short_window_is_drawn_in_buckets_that_fit_it() -> None:
-    """A minute of rows: not one bar, and no finer than what was asked for."""
+    """A minute of rows: more than one bar, and no finer than the source was queried for."""
 
     class Rows:
         """A source with a row per second."""
@@ -205,7 +205,7 @@ def test_a_short_window_is_drawn_in_buckets_that_fit_it() -> None:
     assert sum(count for _, count in counted) == 60 and 30 <= len(counted) <= 61
     drawn = plot.plot([(moment.timestamp(), count) for moment, count in counted], [])
     assert drawn.count("<rect class='rows'") == len(counted)
-    # What is known of them already is not asked for again, unless it would be one bar.
+    # Known buckets are not counted again, unless they would be a single bar.
     assert scan.volume(source, source, None, span_seconds=59) == counted
     assert scan.volume(None, source, None, known=(1, counted)) == counted  # type: ignore[arg-type]
     assert scan.volume(source, source, None, known=(3600, source.volume(source, None, 3600))) == counted

@@ -127,7 +127,7 @@ def test_k_planted_faults_exactly_those_k_rerun_identical_clean_after_repair(
 
 
 def say_what_they_rest_on(by_class: dict[tuple[str, str], dict[str, Any]]) -> None:
-    """How late, which body and why, which messages; and what to do, with the finding's own ids."""
+    """How late, which body and why, which messages; and the remedy with the finding's own ids."""
     details = {subject: row["detail"] for subject, row in by_class.items()}
     unreadable, duplicate = by_class["UNREADABLE", ""], by_class["DUPLICATE", ""]
     assert details["LATE", ""] == "the message was committed 1:00:00.005 after the row's time; the limit is 0:05:00"

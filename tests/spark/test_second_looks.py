@@ -1,4 +1,4 @@
-"""What a first look misses: keys that are hard to read again, and what comes after a row's window."""
+"""What only a second look finds: keys that are hard to read again, and messages after a row's window."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the command prints holds no password and nothing that steers the terminal. Needs neither Spark nor Java."""
+"""The command prints no password and no character that controls the terminal. Needs neither Spark nor Java."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is read as something else, and what is printed so that it cannot be told apart."""
+"""Values that a reader may take for others, and differing texts that must look different in a finding."""
 
 from __future__ import annotations
 
