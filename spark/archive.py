@@ -121,7 +121,7 @@ class Archive:
         if found != expected:
             raise RunIncomplete(
                 f"{folder} holds {found[0]} messages, checksum {found[1]}; the broker has {expected[0]}, checksum "
-                f"{expected[1]}: the files differ from the messages that were read. The archive is unchanged; run it again."
+                f"{expected[1]}: they differ. The archive is unchanged; run it again."
             )
         made = Pass(name=name, since=since, until=until, count=expected[0], checksum=expected[1], topics=topics)
         manifest.passes.append(made)

@@ -412,8 +412,8 @@ def _days(days: Sequence[Day]) -> str:
         for day in days
     )
     return (
-        "<h3>Days</h3><p class='dim'>Findings that were found and that ended in the day (UTC), and those open after its last "
-        "run, by class.</p><div class='wide'><table><thead><tr><th>Day</th><th class='n'>Found</th>"
+        "<h3>Days</h3><p class='dim'>Findings that were found and that ended in the day (UTC), and those open after "
+        "its last run, by class.</p><div class='wide'><table><thead><tr><th>Day</th><th class='n'>Found</th>"
         f"<th class='n'>Recovered</th><th class='n'>Expired</th>{head}</tr></thead><tbody>{rows}</tbody></table></div>"
     )
 
