@@ -69,7 +69,7 @@ def _escape(character: str) -> str:
     return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
 
 
-def told_apart(ours: str | None, theirs: str | None) -> tuple[str, str, str]:
+def shown_difference(ours: str | None, theirs: str | None) -> tuple[str, str, str]:
     """Two values that differ, written so that a reader sees the difference, and a note if it is hard to see."""
     if ours is None or theirs is None:
         return *(("null" if text is None else _cut(text, 0)) for text in (ours, theirs)), ""  # type: ignore[return-value]

@@ -7,7 +7,7 @@ from typing import Final
 from pyspark.sql import Column
 from pyspark.sql import functions as F
 
-from ..common.safe_text import told_apart
+from ..common.safe_text import shown_difference
 from ..rules import masking
 from ..rules.rule import FieldType, Rule
 from ..sources.values import NUMBER
@@ -98,10 +98,10 @@ def _differences(rule: Rule) -> Column:
         if field.tolerance is not None:
             distance = F.abs(ours.try_cast(NUMBER) - theirs.try_cast(NUMBER))
             differs = differs & F.coalesce(distance > F.lit(field.tolerance).cast(NUMBER), F.lit(True))
-        if field.type in (FieldType.TEXT, FieldType.UUID) and not masking.hides(rule, field):
+        if field.type in (FieldType.TEXT, FieldType.UUID) and not masking.is_masked(rule, field):
             # A lambda, because Spark warns of type hints that it does not know.
             between = [
-                F.udf(lambda *values: _told_apart(*values), "string")(
+                F.udf(lambda *values: _shown_difference(*values), "string")(
                     F.when(differs, ours), F.when(differs, theirs), differs
                 )
             ]
@@ -111,10 +111,10 @@ def _differences(rule: Rule) -> Column:
     return F.array_join(F.array_compact(F.array(*texts)), "; ") if texts else F.lit("")
 
 
-def _told_apart(ours: str | None, theirs: str | None, differs: bool | None) -> str | None:
+def _shown_difference(ours: str | None, theirs: str | None, differs: bool | None) -> str | None:
     if not differs:
         return None
-    in_row, in_body, note = told_apart(ours, theirs)
+    in_row, in_body, note = shown_difference(ours, theirs)
     return f"{in_row} in the row, {in_body} in the body{f' ({note})' if note else ''}"
 
 

@@ -371,7 +371,7 @@ def _row(*cells: str) -> str:
 
 def _table(heads: Sequence[str], rows: str) -> str:
     head = "".join(f"<th>{name}</th>" for name in heads)
-    return f"<table class='told'><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
+    return f"<table class='facts'><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
 
 
 def _time(text: str | None) -> str:

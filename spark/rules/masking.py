@@ -17,7 +17,7 @@ _SPACE: Final = " \t\r\n"
 _DECODER: Final = json.JSONDecoder()
 
 
-def hides(rule: Rule, field: FieldRule) -> bool:
+def is_masked(rule: Rule, field: FieldRule) -> bool:
     """Whether the values of a compared field are masked: by column, or by a part of its path in the body."""
     path = field.body.split(".")
     prefixes = (".".join(path[: length + 1]) for length in range(len(path)))
@@ -26,14 +26,14 @@ def hides(rule: Rule, field: FieldRule) -> bool:
 
 def shown(rule: Rule, field: FieldRule, value: Column) -> Column:
     """A compared value as a finding may show it. That it is null is not hidden."""
-    return F.when(value.isNotNull(), F.lit(HIDDEN)) if hides(rule, field) else value
+    return F.when(value.isNotNull(), F.lit(HIDDEN)) if is_masked(rule, field) else value
 
 
 def shown_body(rule: Rule, body: Column, otherwise: Column, longest: int) -> Column:
     """The text of a body as a finding may show it, cut to `longest` characters; `otherwise` if nothing is masked."""
     if not rule.mask:
         return otherwise
-    names = [*rule.mask, *(field.body for field in rule.fields if hides(rule, field))]
+    names = [*rule.mask, *(field.body for field in rule.fields if is_masked(rule, field))]
     hide = F.udf(lambda text: None if text is None else masked(text, names), "string")
     return F.substring(hide(body), 1, longest)
 

@@ -170,14 +170,14 @@ class _Checksums:
                 "at",
                 f"{self._content(self._times())} AS content",
                 "state IN ('committed', 'recalled') AS is_sent",
-                f"{self._odd()} AS is_odd",
+                f"{self._unusual()} AS is_unusual",
                 f"{inside} AS is_inside",
             ],
             f"({read}) source",
         )
         sums = (
             "count(*) FILTER (WHERE is_inside AND is_sent), bit_xor(content) FILTER (WHERE is_inside AND is_sent), "
-            "count(*) FILTER (WHERE is_inside AND is_odd)"
+            "count(*) FILTER (WHERE is_inside AND is_unusual)"
         )
         return self._sums(self._broker, sums, hashed, " HAVING bool_or(is_inside)")
 
@@ -199,16 +199,16 @@ class _Checksums:
     def _topic(self) -> str:
         return " AND ".join(f"{sql.name(n)} = {sql.text(v)}" for n, v in contract.messages(self._rule).equals)
 
-    def _odd(self) -> str:
+    def _unusual(self) -> str:
         """A condition for messages that Spark must read: unusual by state or form, or late."""
-        odd = "state <> 'committed' OR coalesce(content_type, '') NOT LIKE 'application/json%'"
+        terms = "state <> 'committed' OR coalesce(content_type, '') NOT LIKE 'application/json%'"
         for number, item in enumerate(self._rule.fields):
             if item.type is FieldType.TEXT:
-                odd += f" OR {values.is_no_text(f'f{number}', f'kind{number}')}"
-            odd += values.unusual(f"f{number}", item, self._times().get(number, ""))
+                terms += f" OR {values.is_no_text(f'f{number}', f'kind{number}')}"
+            terms += values.unusual(f"f{number}", item, self._times().get(number, ""))
         if self._rule.late_after_seconds is not None:
-            odd += f" OR decided_at - at > {_interval(self._rule.late_after_seconds)}"
-        return odd
+            terms += f" OR decided_at - at > {_interval(self._rule.late_after_seconds)}"
+        return terms
 
     def _effects(self, number: int) -> _Buckets:
         rule, group, selection = self._rule, self._rule.groups[number], contract.effects(self._rule, number)
