@@ -45,13 +45,8 @@ class _Buckets:
 
 
 def compare(prepared: PreparedRule, rules: Rules, sources: Sources) -> ComparedChecksums:
-    """Which buckets of the window are equal on all sides, and conditions that select the others.
-
-    Without `bucket` in the rule nothing is compared, and everything is read.
-    """
+    """Which buckets of the window are equal on all sides, and conditions that select the others; for a rule with `bucket`."""
     rule, window = prepared.rule, prepared.window
-    if rule.bucket_seconds is None:
-        return ComparedChecksums()
     reason = _inapplicable(rule, rules, sources)
     if reason is not None:
         return ComparedChecksums(f"checksum: not used, {reason}")
