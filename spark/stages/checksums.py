@@ -45,7 +45,7 @@ class _Buckets:
 
 
 def compare(prepared: PreparedRule, rules: Rules, sources: Sources) -> ComparedChecksums:
-    """Which buckets of the window are equal on all sides, and conditions that select the others; for a rule with `bucket`."""
+    """For a rule with `bucket`: which buckets are equal on all sides, and conditions that select the others."""
     rule, window = prepared.rule, prepared.window
     reason = _inapplicable(rule, rules, sources)
     if reason is not None:
