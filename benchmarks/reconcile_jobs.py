@@ -15,10 +15,11 @@ from pyspark.sql import functions as F
 
 from benchmarks.reconcile_source import adbc_alone, copy_to_nowhere, query_of
 from spark import run, session
-from spark.comparison import classify, contract, evidence
-from spark.options import RunOptions
-from spark.progress import Progress
+from spark.common.options import RunOptions
+from spark.common.progress import Progress
+from spark.comparison import classify, evidence
 from spark.rules import file as rules_file
+from spark.sources import contract
 
 BODY = "order_id string, customer string, total decimal(12,2), paid_at timestamp"
 

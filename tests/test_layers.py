@@ -1,5 +1,5 @@
 """Imports point one way: spark | sample_project -> contrib.django -> broker -> core, and from room to room inside the
-broker and inside contrib.django (docs/architecture.md); modules never import each other in a circle.
+broker, contrib.django and spark (docs/architecture.md); modules never import each other in a circle.
 
 All imports count, those for type checking and those inside functions too.
 """
@@ -64,6 +64,7 @@ FLOORS = {
         ("operations",),
         ("worker", "repair"),
     ),
+    "spark": (("common",), ("rules",), ("sources",), ("comparison",), ("stages",), ("output",)),
 }
 MAY_IMPORT = {
     (house, room): {low for floor in floors[:level] for low in floor}
@@ -76,6 +77,7 @@ MAY_IMPORT = {
 DOORS = {
     "outbox.broker": {"celery"},
     "outbox.contrib.django": {"console", "management", "migrations", "tasks", "templatetags"},
+    "spark": set(),
 }
 # Loose files that are ground all the same: Django wants its models there.
 GROUND = {"outbox.contrib.django.models"}
@@ -89,13 +91,19 @@ def layer_of(path: Path) -> str | None:
     return max(matches, key=len, default=None)
 
 
-def imported(source: str) -> Iterator[str]:
-    """The names as written: `a.b` for `import a.b`, `a.b.c` for `from a.b import c`, module or not."""
+def imported(source: str, module: str = "") -> Iterator[str]:
+    """The names as written: `a.b` for `import a.b`, `a.b.c` for `from a.b import c`, module or not.
+
+    Relative imports count if `module`, which is no package, says where they begin.
+    """
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level and module:
+            package = ".".join([*module.split(".")[: -node.level], *([node.module] if node.module else [])])
+            yield from (f"{package}.{alias.name}" for alias in node.names)
 
 
 def violations(path: Path, names: Iterable[str]) -> list[str]:
@@ -121,7 +129,7 @@ def import_graph(sources: Mapping[str, str]) -> dict[str, set[str]]:
     return {
         module: {
             name if name in sources else name.rpartition(".")[0]
-            for name in imported(source)
+            for name in imported(source, module)
             if name in sources or name.rpartition(".")[0] in sources
         }
         - {module}
@@ -177,7 +185,8 @@ SOURCES = sorted(path for folder in ("outbox", "spark", "sample_project") for pa
 
 @pytest.fixture(scope="module")
 def graph() -> dict[str, set[str]]:
-    return import_graph({module_name(p): p.read_text(encoding="utf-8") for p in (ROOT / "outbox").rglob("*.py")})
+    paths = [path for folder in ("outbox", "spark") for path in (ROOT / folder).rglob("*.py")]
+    return import_graph({module_name(path): path.read_text(encoding="utf-8") for path in paths})
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.relative_to(ROOT).as_posix())
@@ -268,6 +277,11 @@ def test_the_check_itself_finds_an_import_up_the_floors() -> None:
             "outbox.contrib.django.console.views": "from outbox.contrib.django.engine import broker",
             "outbox.contrib.django.models": "",
             "outbox.contrib.django.views": "",
+            "spark.rules.masking": "from ..output import report\nfrom .rule import Rule\nfrom ..common import errors",
+            "spark.output.report": "from ..run import run",
+            "spark.rules.rule": "",
+            "spark.common.errors": "",
+            "spark.run": "from .output import report",
         }
     )
     assert wrong_doors(planted) == [
@@ -278,4 +292,6 @@ def test_the_check_itself_finds_an_import_up_the_floors() -> None:
         "outbox.contrib.django.ledger.pruning -> outbox.contrib.django.engine.broker",
         "outbox.contrib.django.ledger.pruning -> outbox.contrib.django.views",
         "outbox.contrib.django.engine.broker -> outbox.contrib.django.console.views",
+        "spark.rules.masking -> spark.output.report",
+        "spark.output.report -> spark.run",
     ]

@@ -17,7 +17,7 @@ from psycopg.conninfo import conninfo_to_dict
 
 from outbox.broker import embedded
 from outbox.errors import BrokerUnavailable
-from spark.output.store import Store
+from spark.common.store import Store
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
 

@@ -1,4 +1,4 @@
-"""Which class a key is in. Pure: evidence, rule and window in, classes out; no clock, no source.
+"""Gives each key its class. Pure: evidence, rule and window in, classes out; no clock, no source.
 
 A key is judged once as a message and, if its message is committed and its row is there, once per consumer group.
 Several conditions can hold at once; the first in the order of `FindingClass` names the finding, all are kept in
@@ -20,7 +20,7 @@ from ..rules.rule import Messages, Rule
 
 
 class FindingClass(enum.StrEnum):
-    """What is the matter, in order of precedence."""
+    """The classes of a subject, in order of precedence."""
 
     ORPHAN = "ORPHAN"
     """A committed message (or an effect) without a business row: consumers act on something that did not happen."""
@@ -47,7 +47,7 @@ class FindingClass(enum.StrEnum):
     RECOVERED = "RECOVERED"
     """A finding of the previous result that is none any more. Given by comparing results, not by evidence."""
     EXPIRED = "EXPIRED"
-    """What an earlier run left open can no longer be judged: retention may have removed its evidence. It is closed."""
+    """Open since an earlier run, and closed because retention may have removed its evidence."""
 
 
 CLASSES = tuple(FindingClass)
@@ -57,12 +57,12 @@ ORDER = {name: number for number, name in enumerate(CLASSES)}
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What is judged: rows with `since <= time < until`. `watermark`: all sides are complete below it.
+    """The judged rows: `since <= time < until`. All sides are complete below `watermark`.
 
     Lateness is judged against the watermark, so that the same data and window give the same classes at any time.
-    The messages of rows before `floor` may be gone. `is_exact`: what is not in the window is nothing to be carried
-    over either. On the second look `carried` names a column: keys where it is true are judged however old they are,
-    the others, read in full by now, from `floor` on.
+    The messages of rows before `floor` may be gone. If the window `is_exact`, nothing outside of it is carried over.
+    On the second look `carried` names a column: where it is true, a key is judged at any age; the other keys, which
+    the second look reads in full, from `floor` on.
     """
 
     since: datetime | None
@@ -104,7 +104,7 @@ class Window:
 
 
 def message_conditions(rule: Rule, window: Window) -> dict[FindingClass, Column]:
-    """Condition of each class of a key's message, in order of precedence. OK is what is judged and has none."""
+    """The condition of each class of a key's message, in order of precedence. A judged key without a class is OK."""
     has_row, committed, undecided = F.col("rows") > 0, F.col("committed") > 0, F.col("undecided") > 0
     row_judged = has_row & window.looks_at(F.col("row_at"))
     message_judged = ~has_row & window.covers(F.col("message_at"))
@@ -118,8 +118,8 @@ def message_conditions(rule: Rule, window: Window) -> dict[FindingClass, Column]
     alone = ~has_row & ~committed & undecided & window.to_come(F.col("undecided_at"))
     unsettled = ~has_row & committed & ~settled & window.to_come(F.col("message_at"))
     differs = row_judged & committed & (F.col("unreadable") == 0) & _differs(rule)
-    # A row that is written again and again: the newest message may be of a later state than the row that was read,
-    # and an undecided one of a state that was read already.
+    # For a row that is written repeatedly, the newest message may be of a later state than the row that was read, and
+    # an undecided message may be of the state that was read.
     is_final = F.lit(True) if exactly_one else (F.col("newest_settled_at") < F.lit(window.until)) & ~undecided
     conditions = {
         FindingClass.ORPHAN: message_judged & committed & settled,
@@ -150,7 +150,7 @@ def group_conditions(rule: Rule, number: int, window: Window) -> dict[FindingCla
         FindingClass.DUPLICATE: is_sent & (effects > _live()),
         FindingClass.DEAD: (is_sent | (nothing_known & window.meets())) & (F.col(f"dead_{number}") > 0),
         FindingClass.UNDELIVERED: expected & (((effects == 0) & overdue) | overdue_one),
-        # The broker's own view of a delivery says whether, not when.
+        # The broker's view of a delivery has no time.
         FindingClass.LATE: expected & has_time & (F.unix_micros(effect_at) - F.unix_micros(due) > limit),
         FindingClass.PENDING: expected & (((effects == 0) & ~overdue) | unhandled),
     }
@@ -160,8 +160,8 @@ def group_conditions(rule: Rule, number: int, window: Window) -> dict[FindingCla
 def _unhandled(rule: Rule, number: int, window: Window) -> tuple[Column, Column]:
     """Where each message counts: whether the group has not handled one of several, and whether its limit has passed.
 
-    Effects that name no message leave open whether there is one for each message or one for all of them: a message is
-    taken for unhandled where there are fewer effects than messages, and none that came after it.
+    Effects that name no message do not show whether there is one per message or one for all of them. A message is
+    counted as unhandled if there are fewer effects than messages, and no effect came after it.
     """
     if not rule.counts_each_message:
         return F.lit(False), F.lit(False)
@@ -184,7 +184,7 @@ def _is_sent(judges: Callable[[Column], Column]) -> Column:
 
 
 def _is_owed(rule: Rule, number: int) -> Column:
-    """Whether the rule's group `number` owes an effect of what was sent."""
+    """Whether the rule's group `number` owes an effect of the sent messages."""
     return F.col(f"owed_{number}") > 0 if rule.groups[number].owed_when else F.lit(True)
 
 

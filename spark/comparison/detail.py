@@ -1,4 +1,4 @@
-"""What a finding says of itself, in a sentence: with the values, times and ids that it rests on."""
+"""The sentence of a finding (`detail`), with the values, times and ids that prove it."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Final
 from pyspark.sql import Column
 from pyspark.sql import functions as F
 
-from ..output import masking
+from ..common.safe_text import shown_difference
+from ..rules import masking
 from ..rules.rule import FieldType, Rule
-from ..safe_text import told_apart
-from . import evidence
+from ..sources.values import NUMBER
 
 DELIVERY_TEXTS: Final = {
     "passed": "the group is past the message (handled, filtered or skipped)",
@@ -77,7 +77,7 @@ def shown(value: Column, kind: FieldType) -> Column:
 
 
 def _more(count: str, what: str) -> Column:
-    """What says that a finding names one of several."""
+    """A note if a finding names one of several."""
     return F.when(F.col(count) > 1, F.format_string(f", the oldest of %d {what} of the key", F.col(count))).otherwise(
         ""
     )
@@ -96,12 +96,12 @@ def _differences(rule: Rule) -> Column:
         ours, theirs = F.col(f"row.v{number}"), F.col(f"about.v{number}")
         differs = ~ours.eqNullSafe(theirs)
         if field.tolerance is not None:
-            distance = F.abs(ours.try_cast(evidence.NUMBER) - theirs.try_cast(evidence.NUMBER))
-            differs = differs & F.coalesce(distance > F.lit(field.tolerance).cast(evidence.NUMBER), F.lit(True))
-        if field.type in (FieldType.TEXT, FieldType.UUID) and not masking.hides(rule, field):
-            # A lambda, because Spark warns of hints that it does not know.
+            distance = F.abs(ours.try_cast(NUMBER) - theirs.try_cast(NUMBER))
+            differs = differs & F.coalesce(distance > F.lit(field.tolerance).cast(NUMBER), F.lit(True))
+        if field.type in (FieldType.TEXT, FieldType.UUID) and not masking.is_masked(rule, field):
+            # A lambda, because Spark warns of type hints that it does not know.
             between = [
-                F.udf(lambda *values: _told_apart(*values), "string")(
+                F.udf(lambda *values: _shown_difference(*values), "string")(
                     F.when(differs, ours), F.when(differs, theirs), differs
                 )
             ]
@@ -111,10 +111,10 @@ def _differences(rule: Rule) -> Column:
     return F.array_join(F.array_compact(F.array(*texts)), "; ") if texts else F.lit("")
 
 
-def _told_apart(ours: str | None, theirs: str | None, differs: bool | None) -> str | None:
+def _shown_difference(ours: str | None, theirs: str | None, differs: bool | None) -> str | None:
     if not differs:
         return None
-    in_row, in_body, note = told_apart(ours, theirs)
+    in_row, in_body, note = shown_difference(ours, theirs)
     return f"{in_row} in the row, {in_body} in the body{f' ({note})' if note else ''}"
 
 

@@ -17,11 +17,12 @@ from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.types import DecimalType
 
-from ..output import masking
-from ..rules.rule import FieldRule, FieldType, Rule
-from ..safe_text import quoted
-from ..sources import lenient
-from . import contract, json_text
+from ..common.safe_text import quoted
+from ..rules import masking
+from ..rules.rule import FieldType, Rule
+from ..sources import contract
+from ..sources.values import NUMBER, from_body, from_column, json_path
+from . import json_text
 
 ROW: Final = contract.ROW_KIND
 COMMITTED: Final = 1
@@ -35,7 +36,7 @@ UNKEYED: Final = 7
 EFFECT: Final = contract.EFFECT_KIND
 DEAD: Final = 1000
 WAITING: Final = 2000
-"""A message of which its group shows no effect; only where each message is told apart."""
+"""A message without an effect of its group; only if a rule counts each message."""
 
 ATOMIC: Final = 0
 """Stored and decided by the transaction that wrote the row: its times are those of the transaction's start."""
@@ -44,14 +45,13 @@ PROMPT: Final = 1
 LATER: Final = 2
 """Decided by a check-back or an operator, some time after the commit."""
 
-NUMBER: Final = DecimalType(38, 12)
 _PLACE: Final = DecimalType(38, 0)
 _BEFORE_RECALLED: Final = 2**62
 _VERSION_7: Final = "^[0-9a-f]{8}-[0-9a-f]{4}-7"
 _NO_TIME: Final = "CAST(NULL AS timestamp)"
 
 
-# What says of a value that looks right why it is refused.
+# The bounds of a type, for values that look right and are refused.
 _BOUNDS: Final = {
     FieldType.INTEGER: " of up to 26 digits",
     FieldType.DECIMAL: " of up to 26 digits before the point",
@@ -59,20 +59,20 @@ _BOUNDS: Final = {
 }
 
 
-def prepare(spark: SparkSession) -> None:
-    """Bodies are read as PostgreSQL's jsonb reads them: of a key that comes twice in an object the last one counts.
+def configure(spark: SparkSession) -> None:
+    """Make Spark read bodies as PostgreSQL's jsonb does: if a key occurs twice in an object, the last one counts.
 
-    What is passed to Python is bounded.
+    The batches that Python gets are bounded.
     """
     spark.conf.set("spark.sql.variant.allowDuplicateKeys", "true")
-    # Whole bodies go to Python on the second look: by bytes, because a batch of so many rows has no bound.
+    # The second look gives whole bodies to Python. A batch is limited by bytes, because a limit of rows bounds nothing.
     spark.conf.set("spark.sql.execution.arrow.maxBytesPerBatch", "8m")
 
 
 def table_side(table: DataFrame, rule: Rule) -> DataFrame:
     """Business rows and effects (kind, key, at, f0…) in the narrow form."""
     raw = [F.col(f"f{number}") for number in range(len(rule.fields))]
-    values = [_from_column(column, field) for column, field in zip(raw, rule.fields, strict=True)]
+    values = [from_column(column, field) for column, field in zip(raw, rule.fields, strict=True)]
     return table.select(
         F.coalesce("key", F.lit("")).alias("key"),
         F.when(F.col("key").isNull() & (F.col("kind") == ROW), F.lit(UNKEYED))
@@ -102,7 +102,7 @@ def waiting_side(messages: DataFrame, rule: Rule, number: int) -> DataFrame:
         F.lit(0).alias("bad"),
         *([F.lit(0).cast("bigint").alias("owed")] if rule.has_conditional_groups else []),
         F.lit(ATOMIC).alias("way"),
-        *_compared([_from_column(nothing, field) for field in rule.fields], rule),
+        *_compared([from_column(nothing, field) for field in rule.fields], rule),
     )
 
 
@@ -129,10 +129,10 @@ def broker_side(messages: DataFrame, rule: Rule, *, is_exact: bool = False) -> D
     else:
         is_damaged = ~F.is_valid_utf8(text) | _is_suspicious(text, document, rule)
     unreadable = ~is_json | is_damaged if rule.fields else is_json & is_damaged
-    texts = {f"b{n}": F.try_variant_get(document, _path(field), "string") for n, field in enumerate(rule.fields)}
+    texts = {f"b{n}": F.try_variant_get(document, json_path(field), "string") for n, field in enumerate(rule.fields)}
     read = parsed.withColumns({"unreadable": F.coalesce(unreadable, F.lit(True)), **texts}).drop("text", "document")
     raw = [F.col(name) for name in texts]
-    values = [_from_body(column, field) for column, field in zip(raw, rule.fields, strict=True)]
+    values = [from_body(column, field) for column, field in zip(raw, rule.fields, strict=True)]
     is_committed = F.col("state").isin("committed", "recalled")
     return read.select(
         F.coalesce("key", F.lit("")).alias("key"),
@@ -152,16 +152,16 @@ def _is_suspicious(text: Column, document: Column, rule: Rule) -> Column:
     """Whether a body may not be one JSON document. Without compared fields only what Spark cannot parse is."""
     if not rule.fields:
         return document.isNull()
-    # The parser stops after the first value: what follows an object would go unseen.
+    # The parser stops after the first value and would miss text after the object.
     is_object = text.endswith("}") | F.rtrim(text, F.lit(" \t\r\n")).endswith("}")
     return document.isNull() | ~is_object | text.contains("}{") | text.contains("}\n{")
 
 
 def _refused(text: Column, document: Column, rule: Rule) -> Column:
-    """What is wrong with a body that is suspicious, or cannot be parsed; '' if it is as it should be."""
+    """The error in a body that is suspicious or cannot be parsed; '' if there is none."""
     is_object = bool(rule.fields)
     why = F.udf(lambda body: None if body is None else json_text.why_refused(body, is_object=is_object), "string")
-    # A function in Python is called for every row, whatever stands around it: of the others it gets no body.
+    # Spark calls a Python function for every row, even inside of WHEN; so for other rows it gets null, not the body.
     found = F.coalesce(why(F.when(F.is_valid_utf8(text) & _is_suspicious(text, document, rule), text)), F.lit(""))
     return F.when(document.isNull() & (found == ""), "the body is JSON, but Spark cannot parse it").otherwise(found)
 
@@ -186,24 +186,24 @@ def _kind(rule: Rule) -> Column:
 
 def row_values(rule: Rule) -> list[Column]:
     """The compared columns of business rows, as texts in the form in which they are compared."""
-    values = [_from_column(F.col(f"f{number}"), field) for number, field in enumerate(rule.fields)]
+    values = [from_column(F.col(f"f{number}"), field) for number, field in enumerate(rule.fields)]
     return [value.cast("string").alias(f"v{number}") for number, value in enumerate(values)]
 
 
 def body_values(rule: Rule) -> list[Column]:
     """The compared fields of message bodies, as texts in the form in which they are compared."""
     document = F.try_parse_json(F.col("body").cast("string"))
-    values = [_from_body(F.try_variant_get(document, _path(field), "string"), field) for field in rule.fields]
+    values = [from_body(F.try_variant_get(document, json_path(field), "string"), field) for field in rule.fields]
     return [value.cast("string").alias(f"v{number}") for number, value in enumerate(values)]
 
 
 def why_unreadable(rule: Rule) -> Column:
-    """Of a message: what of its body cannot be read, and why; '' if it can (as `why`)."""
+    """Of a message: the part of its body that cannot be read, and the reason; '' if all can be read (as `why`)."""
     text = F.col("body").cast("string")
     document = F.try_parse_json(text)
     is_json = F.coalesce(F.col("content_type").startswith("application/json"), F.lit(False))
-    raw = [F.try_variant_get(document, _path(field), "string") for field in rule.fields]
-    values = [_from_body(column, field) for column, field in zip(raw, rule.fields, strict=True)]
+    raw = [F.try_variant_get(document, json_path(field), "string") for field in rule.fields]
+    values = [from_body(column, field) for column, field in zip(raw, rule.fields, strict=True)]
     content_type = F.concat(F.lit("its content type is "), F.coalesce("content_type", F.lit("missing")))
     reason = _why_fields(raw, values, [field.body for field in rule.fields], rule)
     refused = _refused(text, document, rule)
@@ -217,7 +217,7 @@ def why_unreadable(rule: Rule) -> Column:
 def why_row_unreadable(rule: Rule) -> Column:
     """Of a business row: which compared columns do not have their types; '' if all have (as `why`)."""
     raw = [F.col(f"f{number}") for number in range(len(rule.fields))]
-    values = [_from_column(column, field) for column, field in zip(raw, rule.fields, strict=True)]
+    values = [from_column(column, field) for column, field in zip(raw, rule.fields, strict=True)]
     return _why_fields(raw, values, [field.column for field in rule.fields], rule).alias("why")
 
 
@@ -268,7 +268,7 @@ def _made_at(message_id: Column) -> Column:
 def gather(sides: list[DataFrame], rule: Rule, watermark: datetime) -> DataFrame:
     """One row per key with the counts and times of all sides.
 
-    `watermark` tells messages whose limit has passed from younger ones.
+    The limit of a message has passed if it ended before `watermark`.
     """
     united = reduce(DataFrame.unionByName, sides)
     kind = F.col("kind")
@@ -311,7 +311,7 @@ def gather(sides: list[DataFrame], rule: Rule, watermark: datetime) -> DataFrame
 
 
 def _of_group(rule: Rule, number: int) -> Iterator[Column]:
-    """What is counted of one group's effects and dead letters."""
+    """The counts and times of one group's effects and dead letters."""
     kind = F.col("kind")
     is_effect = kind == EFFECT + number
     yield F.count_if(is_effect).alias(f"effects_{number}")
@@ -323,10 +323,10 @@ def _of_group(rule: Rule, number: int) -> Iterator[Column]:
 
 
 def _in_order_of_commit(rule: Rule) -> Iterator[Column]:
-    """What the messages that may have been committed last say: by their decisions (`prompt`), and by their decisions
-    but those that came later than the commit, which count as early as can be (`early`).
+    """The values of the message committed last, by two orders. `prompt` is the order of the decisions. `early` is the
+    same, but a decision that came later than its commit counts as early as possible.
 
-    Of messages that were stored by the transaction of the row the order of the log is that of the commits.
+    Messages stored by the transaction of their row have the order of the log, which is that of the commits.
     """
     kind, way = F.col("kind"), F.col("way")
     is_sent = kind.isin(COMMITTED, RECALLED)
@@ -343,17 +343,20 @@ def _in_order_of_commit(rule: Rule) -> Iterator[Column]:
 
 
 def commit_place(time: Column, log_id: Column, is_live: Column) -> Column:
-    """The greater, the later: by time, then by the log; what was recalled comes before all that was not.
+    """A number that grows with the time of commit: by time, then by the log; recalled messages come first.
 
-    A number, because Spark aggregates structs by sorting.
+    Not a struct, because Spark aggregates structs by sorting.
     """
     place = F.unix_micros(time).cast(DecimalType(19, 0)) * F.lit(Decimal(10**19))
     return (place + log_id + F.when(is_live, F.lit(Decimal(10**36))).otherwise(F.lit(Decimal(0)))).cast(_PLACE)
 
 
 def _of_each_message(rule: Rule, number: int, watermark: datetime) -> Iterator[Column]:
-    """What tells whether a group has handled each message: where an effect names its message, the oldest that has no
-    effect; else the newest message, the newest whose limit has passed, and the newest effect."""
+    """The times that show whether a group has handled each message.
+
+    If effects name messages: the oldest message without one. Else: the newest message, the newest whose limit has
+    passed, and the newest effect.
+    """
     kind, group = F.col("kind"), rule.groups[number]
     if group.key is None:
         is_waiting = kind == WAITING + number
@@ -389,37 +392,3 @@ def _compared(values: list[Column], rule: Rule) -> list[Column]:
 def _bad(raw: list[Column], values: list[Column]) -> Column:
     checks = [(before.isNotNull() & after.isNull()).cast("int") for before, after in zip(raw, values, strict=True)]
     return F.greatest(F.lit(0), F.lit(0), *checks)
-
-
-def _from_column(value: Column, field: FieldRule) -> Column:
-    if field.type is FieldType.TIMESTAMP:
-        return _time(value.try_cast("bigint"), field)
-    return _normal(value, field)
-
-
-def _from_body(value: Column, field: FieldRule) -> Column:
-    if field.type is FieldType.TIMESTAMP:
-        return _time(F.unix_micros(lenient.moment(value)), field)
-    return _normal(value, field)
-
-
-def _time(microseconds: Column, field: FieldRule) -> Column:
-    if field.tolerance is None:
-        return microseconds
-    return (microseconds.cast(DecimalType(20, 0)) / F.lit(1_000_000).cast(DecimalType(7, 0))).cast(NUMBER)
-
-
-def _normal(value: Column, field: FieldRule) -> Column:
-    if field.type in (FieldType.INTEGER, FieldType.DECIMAL):
-        return lenient.number(value, NUMBER)
-    if field.type is FieldType.BOOLEAN:
-        return value.try_cast("boolean")
-    if field.type is FieldType.DATE:
-        return lenient.date(value)
-    if field.type is FieldType.UUID:
-        return F.lower(value)
-    return value
-
-
-def _path(field: FieldRule) -> str:
-    return "$" + "".join(f'["{part}"]' for part in field.body.split("."))

@@ -1,6 +1,6 @@
-"""Why Spark's parser refuses a text: it is not JSON (RFC 8259, as PostgreSQL and Python read it), or Spark's limits.
+"""Finds out why Spark's parser refuses a text: it is not JSON (RFC 8259), or it exceeds a limit of Spark's.
 
-Only for the few texts that are refused: the check is written in Python, and reads them without recursion.
+It is meant for the few refused texts, because it is written in Python. It reads them without recursion.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _BLANK: Final = re.compile(r"[ \t\n\r]*+")
 
 
 class _Malformed(Exception):
-    """The text says what is wrong."""
+    """Its text names the error in the JSON."""
 
 
 def why_refused(text: str, *, is_object: bool) -> str:
-    """What is wrong with a body, or which limit of Spark's it exceeds; '' where neither is.
+    """The error in a body, or the limit of Spark's that it exceeds; '' without either.
 
-    `is_object`: only one JSON object is right. The text starts with NOT_JSON unless it is JSON all the same.
+    With `is_object`, only one JSON object is right. The result starts with NOT_JSON if the body is not JSON.
     """
     try:
         limit = _read(text, is_object=is_object)
@@ -66,7 +66,7 @@ def _read(text: str, *, is_object: bool) -> str:
 
 
 def _step(expected: str, kind: str, value: str, stack: list[str]) -> str | None:
-    """What is expected after a token; None where it is not what was expected."""
+    """What is expected after a token; None if the token was not expected."""
     if expected in ("name", "name or }") and kind == "string":
         return "':'"
     if expected == "':'":

@@ -1,10 +1,10 @@
-"""What became of findings over the runs: two Parquet tables in the output folder, one file of each per day.
+"""The history of findings over the runs: two Parquet tables in the output folder, one file of each per day.
 
     history/counts/day=2025-06-01/counts.parquet        per run: how many keys of which class
-    history/findings/day=2025-06-01/findings.parquet    per run: what was found, changed its class, or ended
+    history/findings/day=2025-06-01/findings.parquet    per run: findings that are new, changed their class, or ended
 
-A run's rows are written after its result is in force, from what the result names; the next run makes up for one that
-was killed in between. Rows of a run are written once: its name is in them. The day is that of `finished_at`, in UTC.
+A run adds its rows after its result is in force. If it is killed in between, the next run adds them. Rows of a run are
+written once, because they contain its name. The day is that of `finished_at`, in UTC.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any, Final
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from ..common.store import Store
 from ..comparison import classify
-from .store import Store
 
 COUNTS: Final = "counts"
 FINDINGS: Final = "findings"
@@ -71,7 +71,7 @@ def of_result(store: Store, result: Mapping[str, Any]) -> Entries:
 
 
 def _changes(found: pa.Table | None, run: str, finished: datetime) -> pa.Table:
-    """What of a run's findings is new, is of another class than before, or has ended."""
+    """Those of a run's findings that are new, changed their class, or ended."""
     schema = SCHEMAS[FINDINGS]
     if found is None or "was" not in found.column_names:  # Written by an earlier version.
         return schema.empty_table()
@@ -93,7 +93,7 @@ def _changes(found: pa.Table | None, run: str, finished: datetime) -> pa.Table:
 
 def keep(store: Store, entries: Entries) -> None:
     """Add the rows of one run to the tables; nothing, where they are there. Raises OSError."""
-    # The counts last: they tell that the run is kept.
+    # The counts last, because `make_up` takes them as the sign that the run is kept.
     for name, table in ((FINDINGS, entries.findings), (COUNTS, entries.counts)):
         if not len(table):
             continue
@@ -113,7 +113,7 @@ def make_up(store: Store, result: Mapping[str, Any]) -> None:
 
 
 def until(store: Store, last: date) -> Entries:
-    """The rows of the REPORTED_DAYS up to a day; the counts of its last run alone, where a day is long past."""
+    """The rows of the REPORTED_DAYS up to a day; of a day that is long past only the counts of its last run."""
     first = (last - timedelta(days=REPORTED_DAYS)).isoformat()
     whole = (last - timedelta(days=_WHOLE_DAYS)).isoformat()
     read = {}
@@ -137,7 +137,7 @@ def _path(name: str, day: date) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Day:
-    """What a day came to: findings that were open after its last run, and how many were found, and ended, in it."""
+    """A day: the findings open after its last run, and how many were found and ended during the day."""
 
     day: date
     open: Mapping[str, int]
@@ -148,7 +148,7 @@ class Day:
 
 @dataclass(frozen=True, slots=True)
 class Trend:
-    """What the report shows of the history: open findings by class after each run, days, and what ended last."""
+    """The history for the report: open findings by class after each run, days, and the findings that ended last."""
 
     runs: Sequence[tuple[float, Mapping[str, int]]]
     days: Sequence[Day]
@@ -156,7 +156,7 @@ class Trend:
 
 
 def trend(entries: Entries, shown_ended: int) -> Trend:
-    """The history as people read it; days and what ended are the newest first."""
+    """The history for the report; days and ended findings come the newest first."""
     runs: dict[str, tuple[datetime, dict[str, int]]] = {}
     for row in entries.counts.to_pylist():
         by_class = runs.setdefault(row["run"], (row["finished_at"], {}))[1]

@@ -7,7 +7,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
 
-from ..errors import UsageProblem
+from ..common.errors import UsageProblem
 
 _HELP: Final = {
     "outbox_reconcile_keys": "Keys of the newest result by class, of a group; without a group: of the messages.",

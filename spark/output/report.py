@@ -2,60 +2,27 @@
 
 from __future__ import annotations
 
-import math
+import json
+import re
+import shlex
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from html import escape
 from importlib import resources
-from itertools import pairwise
 from typing import Any, Final
 
 from pyspark.sql import DataFrame, Window
 from pyspark.sql import functions as F
 
+from ..common.safe_text import visible
 from ..comparison import classify
 from ..comparison.classify import FindingClass
-from ..sources.base import DataSource, TableSelection
-from . import history, report_findings, report_history
-from .remedies import REMEDIES
-from .report_plot import BINS, Times, plot
+from ..comparison.detail import DELIVERY_TEXTS
+from ..comparison.remedies import REMEDIES
+from .history import Day, Trend
+from .plot import Times, open_plot, plot
 
-Volume = list[tuple[datetime, int]]
 SHOWN_TIMES: Final = ("at", "row_at", "message_at", "settled_at", "effect_at", "first_seen")
-_COARSE_SECONDS: Final = 3600
-_FINEST_SECONDS: Final = 1
-# Rows are counted again for a picture that many times as fine.
-_WORTH_IT: Final = 4
-
-
-def volume(
-    source: DataSource,
-    selection: TableSelection,
-    since: datetime | None,
-    span_seconds: float | None = None,
-    known: tuple[int, Volume] | None = None,
-) -> Volume:
-    """Rows per bucket of time: hours, or finer down to a second, while the plot has room for it.
-
-    They are counted once where it is known how much time they span, and not at all where buckets are `known` (their
-    seconds, and what is in them) that are fine enough.
-    """
-    guess = _COARSE_SECONDS if span_seconds is None else max(_FINEST_SECONDS, math.ceil(span_seconds / BINS))
-    seconds = min(guess, _COARSE_SECONDS)
-    seconds, counted = known or (seconds, source.volume(selection, since, seconds))
-    while counted:
-        span = (counted[-1][0] - counted[0][0]).total_seconds() + seconds
-        fine = math.ceil(span / BINS)
-        if fine * _WORTH_IT > seconds:
-            break
-        seconds, counted = fine, source.volume(selection, since, fine)
-    return counted
-
-
-def bucket_seconds(volumes: Sequence[Sequence[tuple[datetime, int]]]) -> int:
-    """The finest bucket in which rows were counted, so that findings are counted alike."""
-    steps = [(later - sooner).total_seconds() for counted in volumes for (sooner, _), (later, _) in pairwise(counted)]
-    return max(1, int(min(steps, default=_FINEST_SECONDS)))
 
 
 def samples(findings: DataFrame, per_class: int) -> list[dict[str, Any]]:
@@ -74,7 +41,7 @@ def render(
     found: Sequence[Mapping[str, Any]],
     times: Times,
     volumes: Mapping[str, list[tuple[datetime, int]]],
-    trend: history.Trend,
+    trend: Trend,
     trace: str,
 ) -> str:
     """The page."""
@@ -83,8 +50,8 @@ def render(
         _tiles(result),
         _counts(result),
         plot([(moment.timestamp(), count) for listed in volumes.values() for moment, count in listed], times),
-        report_history.section(trend),
-        report_findings.section(result, found, trace),
+        _history_section(trend),
+        _findings_section(result, found, trace),
         _boundary(result),
         _reading_guide(),
     ]
@@ -112,22 +79,22 @@ def _head(result: Mapping[str, Any]) -> str:
         f"<header><h1>{escape(result['title'])} {badge}</h1>"
         f"<p>{'<br>'.join(windows)}</p>"
         f'<p class="dim">Run {escape(result["run"])} ({escape(result["mode"])}), finished '
-        f"{_moment(result['finished_at'])}. All times are UTC.</p></header>"
+        f"{_seconds(result['finished_at'])}. All times are UTC.</p></header>"
     )
 
 
 def _window_text(rule: Mapping[str, Any]) -> str:
-    since = "all rows" if rule["since"] is None else f"rows from {_moment(rule['since'])}"
+    since = "all rows" if rule["since"] is None else f"rows from {_seconds(rule['since'])}"
     return (
-        f"Judged: {since} up to <b>{_moment(rule['until'])}</b> "
-        f"(both sides complete up to {_moment(rule['watermark'])}, grace {rule['grace_seconds']:g} s)."
+        f"Judged: {since} up to <b>{_seconds(rule['until'])}</b> "
+        f"(both sides complete up to {_seconds(rule['watermark'])}, grace {rule['grace_seconds']:g} s)."
         + _look_back_text(rule)
-        + (f" Retention: nothing before {_moment(rule['floor'])} can be judged." if rule["floor"] else "")
+        + (f" Retention: nothing before {_seconds(rule['floor'])} can be judged." if rule["floor"] else "")
     )
 
 
 def _look_back_text(rule: Mapping[str, Any]) -> str:
-    """How far changes to what an earlier run has judged are seen."""
+    """Whether this run sees changes of rows that an earlier run judged."""
     last = rule.get("looked_back")
     if rule["since"] is None:
         return ""
@@ -136,10 +103,10 @@ def _look_back_text(rule: Mapping[str, Any]) -> str:
             " Changes to rows, messages and effects of a time before that are not seen: no run has looked back (set "
             "look_back in the rule)."
         )
-    since = "the beginning" if last["from"] is None else _moment(last["from"])
+    since = "the beginning" if last["from"] is None else _seconds(last["from"])
     return (
         f" Changes to rows, messages and effects of a time before that are seen by a look back: the last, at "
-        f"<b>{_moment(last['at'])}</b>, reached back to <b>{since}</b>."
+        f"<b>{_seconds(last['at'])}</b>, reached back to <b>{since}</b>."
     )
 
 
@@ -201,8 +168,8 @@ def _boundary(result: Mapping[str, Any]) -> str:
                 title,
                 reading["database"],
                 reading["identity"],
-                _moment(reading["taken_at"]),
-                _moment(reading["watermark"]) if reading["watermark"] else "–",
+                _seconds(reading["taken_at"]),
+                _seconds(reading["watermark"]) if reading["watermark"] else "–",
                 reading["snapshot"] or "–",
                 "; ".join(reading["notes"]) or "–",
             )
@@ -230,5 +197,247 @@ def _reading_guide() -> str:
     )
 
 
-def _moment(text: str) -> str:
+def _seconds(text: str) -> str:
     return f"{datetime.fromisoformat(text):%Y-%m-%d %H:%M:%S}"
+
+
+# The findings: a table per class, and of each finding its row, messages and effects to be opened.
+
+_COMMAND: Final = re.compile("`([^`]+)`")
+_COLUMNS: Final = ("Key", "Rule", "Group", "Severity", "What", "Time", "First seen")
+CLOSED: Final = (FindingClass.RECOVERED, FindingClass.EXPIRED)
+
+
+def _findings_section(result: Mapping[str, Any], found: Sequence[Mapping[str, Any]], trace: str) -> str:
+    """The section."""
+    if not found:
+        return "<section><h2>Findings</h2><p>None.</p></section>"
+    by_class: dict[str, list[Mapping[str, Any]]] = {}
+    for finding in found:
+        by_class.setdefault(finding["class"], []).append(finding)
+    head = "".join(f"<th>{name}</th>" for name in _COLUMNS)
+    sections = []
+    for name in (*classify.FAULTS, *CLOSED):
+        listed = by_class.get(name.value)
+        if listed:
+            total = result["totals"][name.value]
+            shown = "" if total == len(listed) else f", {len(listed)} shown"
+            rows = "".join(_finding(finding, trace) for finding in listed)
+            sections.append(
+                f"<h3><i class='mark c-{name.value}'></i>{name.value} <span class='dim'>{total:,}{shown}</span></h3>"
+                f"<p class='dim'>{escape(REMEDIES[name].meaning)}</p>"
+                f"<div class='wide'><table class='found'><thead><tr>{head}</tr></thead>{rows}</table></div>"
+            )
+    return (
+        f"<section><h2>Findings</h2>{''.join(sections)}"
+        f"<p class='dim'>All of them: <code>{escape(result['findings'])}</code> (Parquet) in the output folder.</p>"
+        "</section>"
+    )
+
+
+def _finding(finding: Mapping[str, Any], trace: str) -> str:
+    also = [flag for flag in finding["flags"] or [] if flag != finding["class"]]
+    detail = escape(finding["detail"] or "")
+    if also and finding["class"] not in CLOSED:
+        detail += f" <span class='dim'>(also {escape(', '.join(also))})</span>"
+    if finding["acknowledged"]:
+        detail += f" <b>acknowledged</b> <span class='dim'>{escape(finding['acknowledged'])}</span>"
+    shown = (
+        f"<code>{escape(visible(finding['key']))}</code>",
+        escape(finding["rule"]),
+        escape(finding["group"] or "–"),
+        f"<span class='sev s-{escape(finding['severity'])}'>{escape(finding['severity'])}</span>",
+        detail,
+        f"<span class='t'>{escape(finding['at'] or '–')}</span>",
+        f"<span class='t'>{escape(finding['first_seen'] or '–')}</span>",
+    )
+    # On a phone a cell stands below the other, each with its column's name before it.
+    cells = [f"<td data-column='{name}'>{cell}</td>" for name, cell in zip(_COLUMNS, shown, strict=True)]
+    return f"<tbody><tr>{''.join(cells)}</tr>{_more(finding, trace)}</tbody>"
+
+
+def _more(finding: Mapping[str, Any], trace: str) -> str:
+    """The remedy, and a part to be opened with all sides of the finding's key."""
+    if finding["class"] in CLOSED:
+        return ""
+    remedy = _remedy(finding["remedy"] or "")
+    known = json.loads(finding["evidence"] or "{}")
+    command = trace_command(finding, trace)
+    shown = f"<code>{escape(command)}</code>" if command else "no message exists"
+    messages = known.get("messages") or []
+    parts = [
+        f"<dt>Row</dt><dd>{_code(finding['row'])} <span class='dim'>{escape(finding['row_at'] or '')}</span></dd>",
+        f"<dt>Messages</dt><dd>{_messages_table(messages)}</dd>",
+        *_part("Check-backs", _checks(messages)),
+        f"<dt>Body</dt><dd>{_code(finding['body'])}</dd>",
+        f"<dt>Groups</dt><dd>{_groups(known)}</dd>",
+        *_part("Failed attempts", _failures(messages)),
+        f"<dt>Trace</dt><dd>{shown}</dd>",
+    ]
+    return (
+        f"<tr class='more'><td colspan='7'>{remedy}<details><summary>Row, messages and effects</summary>"
+        f"<dl>{''.join(parts)}</dl></details></td></tr>"
+    )
+
+
+def _remedy(text: str) -> str:
+    """A paragraph about the check and one about the settlement, with their commands as code."""
+    check, then, settle = text.partition(" Then: ")
+    parts = [check, then.lstrip() + settle] if then else [check] if check else []
+    return "".join(_COMMAND.sub(r"<code>\1</code>", f"<p>{escape(part)}</p>") for part in parts)
+
+
+def _code(text: str | None) -> str:
+    return f"<code>{escape(text)}</code>" if text else "none"
+
+
+_DECIDED_BY: Final = {"P": "by the producer", "K": "by check-back", "O": "by an operator"}
+
+
+def _messages_table(messages: Sequence[Mapping[str, Any]]) -> str:
+    if not messages:
+        return "none"
+    rows = "".join(
+        _row(
+            f"<code>{escape(str(each.get('message_id') or ''))}</code>",
+            escape(str(each.get("log_id") or "")),
+            escape(str(each.get("tag") or "–")),
+            _time(each.get("stored_at")),
+            f"{escape(each['state'].replace('_', ' '))} {escape(_DECIDED_BY.get(each.get('decided_by') or '', ''))}",
+            _time(each.get("decided_at")),
+            _time(each.get("deliver_at")),
+            escape(str(each.get("queue") or "–")),
+        )
+        for each in messages
+    )
+    return _table(("Message", "Log id", "Tag", "Stored", "Half", "Decided", "Not before", "Queued"), rows)
+
+
+def _part(title: str, shown: str) -> list[str]:
+    return [f"<dt>{title}</dt><dd>{shown}</dd>"] if shown else []
+
+
+def _checks(messages: Sequence[Mapping[str, Any]]) -> str:
+    """The check-backs of the messages' transactions, the newest last; empty without any."""
+    asked = {each.get("transaction_id"): each.get("checks") or [] for each in messages}
+    rows = [
+        _row(
+            f"<code>{escape(str(transaction))}</code>",
+            _time(check["checked_at"]),
+            escape(check["answer"]),
+            escape(check["detail"]),
+        )
+        for transaction, checks in asked.items()
+        for check in checks
+    ]
+    return _table(("Transaction", "Asked", "Answer", "What it rests on"), "".join(rows)) if rows else ""
+
+
+def _failures(messages: Sequence[Mapping[str, Any]]) -> str:
+    """The failed attempts of handlers; empty without any."""
+    rows = [
+        _row(
+            escape(failure["consumer_group"]),
+            f"<code>{escape(str(each.get('message_id') or ''))}</code>",
+            escape(str(failure["attempt"])),
+            _time(failure["failed_at"]),
+            escape(failure["error"]),
+        )
+        for each in messages
+        for failure in each.get("failures") or []
+    ]
+    return _table(("Group", "Message", "Attempt", "Failed", "Error"), "".join(rows)) if rows else ""
+
+
+def _groups(known: Mapping[str, Any]) -> str:
+    """Every group that the rule names or that subscribes: its effects, and how far the message got with it."""
+    effects = {each["group"]: each for each in known.get("effects") or []}
+    states = {each["group"]: each.get("delivery") for each in known.get("deliveries") or []}
+    if not effects and not states:
+        return "none"
+    rows = []
+    for group in dict.fromkeys((*effects, *states)):
+        of = effects.get(group, {})
+        count = "not asked" if group not in effects else str(of.get("effects", 0))
+        state = DELIVERY_TEXTS.get(states.get(group) or "", "–")
+        dead = f"{of['dead_letters']}" if of.get("dead_letters") else "–"
+        rows.append(_row(escape(group), escape(count), _time(of.get("first_at")), escape(state), dead))
+    return _table(("Group", "Effects", "First effect", "Delivery", "Dead letters"), "".join(rows))
+
+
+def _row(*cells: str) -> str:
+    return "<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
+
+
+def _table(heads: Sequence[str], rows: str) -> str:
+    head = "".join(f"<th>{name}</th>" for name in heads)
+    return f"<table class='facts'><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
+
+
+def _time(text: str | None) -> str:
+    return f"<span class='t'>{datetime.fromisoformat(text):%Y-%m-%d %H:%M:%S}</span>" if text else "–"
+
+
+def trace_command(finding: Mapping[str, Any], trace: str) -> str:
+    """The command that follows the finding's message through the broker; empty when there is no message."""
+    if not finding["message_id"]:
+        return ""
+    return trace.replace("{message_id}", shlex.quote(finding["message_id"]))
+
+
+# The history: open findings over the runs, findings per day, and the findings that ended last.
+
+_SHOWN_DAYS: Final = 14
+
+
+def _history_section(trend: Trend) -> str:
+    """The section; one sentence after the first run."""
+    if len(trend.runs) < 2:
+        return "<section><h2>History</h2><p class='dim'>This is the first run into this output folder.</p></section>"
+    return (
+        f"<section><h2>History</h2>{open_plot(trend.runs)}{_days(trend.days[:_SHOWN_DAYS])}{_ended(trend.ended)}"
+        "<p class='dim'>All of it: <code>history/counts</code> and <code>history/findings</code> (Parquet, by day) in "
+        "the output folder.</p></section>"
+    )
+
+
+def _days(days: Sequence[Day]) -> str:
+    names = [name.value for name in classify.FAULTS if any(day.open.get(name.value) for day in days)]
+    head = "".join(f"<th class='n'><i class='mark c-{name}'></i>{name}</th>" for name in names)
+    rows = "".join(
+        f"<tr><td class='t'>{day.day.isoformat()}</td>"
+        + "".join(_day_count(count) for count in (day.found, day.recovered, day.expired))
+        + "".join(_day_count(day.open.get(name, 0)) for name in names)
+        + "</tr>"
+        for day in days
+    )
+    return (
+        "<h3>Days</h3><p class='dim'>Findings that were found and that ended in the day (UTC), and those open after "
+        "its last run, by class.</p><div class='wide'><table><thead><tr><th>Day</th><th class='n'>Found</th>"
+        f"<th class='n'>Recovered</th><th class='n'>Expired</th>{head}</tr></thead><tbody>{rows}</tbody></table></div>"
+    )
+
+
+def _day_count(count: int) -> str:
+    return f"<td class='{'n' if count else 'n zero'}'>{count:,}</td>"
+
+
+def _ended(ended: Sequence[Mapping[str, Any]]) -> str:
+    if not ended:
+        return ""
+    rows = "".join(
+        f"<tr><td><code>{escape(row['key'] or '')}</code></td><td>{escape(row['rule'])}</td>"
+        f"<td>{escape(row['group'] or '–')}</td><td>{escape(row['was'] or '–')}</td>"
+        f"<td>{escape(row['event'].lower())}</td><td class='t'>{_datetime(row['first_seen'])}</td>"
+        f"<td class='t'>{_datetime(row['finished_at'])}</td></tr>"
+        for row in ended
+    )
+    return (
+        f"<details><summary>What ended last ({len(ended)} shown)</summary><div class='wide'><table><thead><tr>"
+        "<th>Key</th><th>Rule</th><th>Group</th><th>Was</th><th>How</th><th>First seen</th><th>Ended</th>"
+        f"</tr></thead><tbody>{rows}</tbody></table></div></details>"
+    )
+
+
+def _datetime(moment: datetime | None) -> str:
+    return "–" if moment is None else f"{moment:%Y-%m-%d %H:%M:%S}"

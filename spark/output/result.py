@@ -1,97 +1,97 @@
-"""What a run came to: of each rule while it runs, and as `result.json`."""
+"""The last stage: writes `result.json`, which puts the run in force, and the files that show it."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
+from ..common.errors import UsageProblem
+from ..common.store import RESULT
 from ..comparison import classify
-from ..options import Batch
-from ..rules.rule import Rule
 from ..sources.base import SourceBoundary
-from ..stages import scan
+from ..stages.findings import Findings, JudgedRule
+from ..stages.job import Job
+from ..stages.scan import Counts
+from . import history, metrics, report
 
-
-@dataclass
-class RuleRun:
-    """What one rule came to."""
-
-    rule: Rule
-    window: classify.Window
-    notes: list[str] = field(default_factory=list)
-    scanned: scan.ScanResult | None = None
-    skipped: int = 0
-    suspects: int = 0
-    counts: scan.Counts = field(default_factory=dict)
-    volume: list[tuple[datetime, int]] = field(default_factory=list)
-    looked_back: dict[str, str | None] | None = None
-
-    def saw(self, *classes: classify.FindingClass) -> bool:
-        """Whether the first look saw any of the classes."""
-        assert self.scanned is not None
-        return any(counts[name.value] for counts in self.scanned.counts.values() for name in classes)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunHead:
-    """What a result says of the run itself: `interval` in mode `interval` only, `batch` in a continuous one only."""
-
-    title: str
-    name: str
-    mode: str
-    interval: list[str] | None
-    started: datetime
-    batch: Batch | None
+SAMPLES_PER_CLASS: Final = 20
 
 
 def compose(
-    head: RunHead,
-    runs: list[RuleRun],
-    readings: list[SourceBoundary],
-    confirmed_at: list[SourceBoundary],
-    still_open: int,
+    job: Job, found: Findings, snapshots: Sequence[SourceBoundary], confirmed_by: Sequence[SourceBoundary]
 ) -> dict[str, Any]:
-    """The contents of `result.json`. `still_open`: subjects that the next run looks at again."""
+    """The contents of `result.json`. `status` and `faults` leave out findings that are acknowledged."""
     totals = dict.fromkeys((name.value for name in classify.CLASSES), 0)
-    for run in runs:
-        for counts in run.counts.values():
+    for judged in found.rules:
+        for counts in judged.counts.values():
             for name, count in counts.items():
                 totals[name] += count
-    faults = sum(totals[name.value] for name in classify.FAULTS)
+    faults = sum(totals[name.value] for name in classify.FAULTS) - found.acknowledged
+    options, batch = job.options, job.options.batch
     return {
         "version": 1,
-        "title": head.title,
-        "run": head.name,
-        "mode": head.mode,
-        "interval": head.interval,
-        "batch": None if head.batch is None else asdict(head.batch),
+        "title": job.rules.title,
+        "run": job.name,
+        "mode": "interval" if options.is_interval else "full" if options.full else "incremental",
+        "interval": job.interval,
+        "batch": None if batch is None else asdict(batch),
         "status": "findings" if faults else "clean",
-        "started_at": head.started.isoformat(),
+        "started_at": job.started.isoformat(),
         "finished_at": datetime.now(UTC).isoformat(),
-        "snapshots": [_plain(reading) for reading in readings],
-        "confirmed_by_snapshots": [_plain(reading) for reading in confirmed_at],
-        "rules": [_of_rule(run) for run in runs],
+        "snapshots": [_plain(each) for each in snapshots],
+        "confirmed_by_snapshots": [_plain(each) for each in confirmed_by],
+        "rules": [_of_rule(judged) for judged in found.rules],
         "totals": totals,
         "faults": faults,
-        "open_subjects": still_open,
-        "findings": f"runs/{head.name}/findings",
-        "open": f"runs/{head.name}/open",
-        "report": f"runs/{head.name}/report.html",
+        "open_subjects": found.still_open,
+        "findings": f"runs/{job.name}/findings",
+        "open": f"runs/{job.name}/open",
+        "report": f"runs/{job.name}/report.html",
+        "new_faults": found.new,
+        "acknowledged": found.acknowledged,
     }
 
 
-def apart(faults: int, *, known: int, new: int) -> dict[str, Any]:
-    """The findings that count apart from those that are acknowledged; `new`: those that no earlier result had."""
-    return {
-        "status": "findings" if faults > known else "clean",
-        "faults": faults - known,
-        "new_faults": new,
-        "acknowledged": known,
-    }
+def publish(
+    job: Job,
+    found: Findings,
+    result: dict[str, Any],
+    samples: Sequence[dict[str, Any]],
+    past: history.Entries,
+    metrics_file: Path | None,
+) -> str | None:
+    """Write the report, then the result, then history and metrics. The result is in force once it is written.
+
+    Returns an error if history or metrics could not be written, else None. Raises UsageProblem if the result
+    itself cannot be written; then the previous one stays in force.
+    """
+    entries = history.of_result(job.store, result)
+    trend = history.trend(past.and_then(entries), SAMPLES_PER_CLASS)
+    scanned = [judged.confirmed.scanned for judged in found.rules]
+    volumes = {each.prepared.rule.name: each.volume for each in scanned}
+    text = report.render(result, samples, found.times, volumes, trend, job.rules.trace)
+    try:
+        job.store.protect(f"runs/{job.name}")
+        job.store.write(result["report"], text)
+        job.store.write(RESULT, json.dumps(result, indent=2, ensure_ascii=False) + "\n")
+    except OSError as error:
+        raise UsageProblem(f"the result cannot be written: {error}. The previous one stays in force.") from error
+    try:
+        # After the result, because these files must not be ahead of it. They may stay behind.
+        history.keep(job.store, entries)
+        job.store.write("report.html", text)
+        if metrics_file is not None:
+            metrics.write(metrics_file, result, job.options.rules)
+    except OSError as error:
+        return f"the result is published, but not everything that shows it: {error}"
+    return None
 
 
-def shown(counts: scan.Counts) -> str:
+def shown(counts: Counts) -> str:
     """Counts in one line."""
     texts = []
     for subject, classes in counts.items():
@@ -113,9 +113,9 @@ def _plain(reading: SourceBoundary) -> dict[str, Any]:
     }
 
 
-def _of_rule(run: RuleRun) -> dict[str, Any]:
-    rule, window, scanned = run.rule, run.window, run.scanned
-    assert scanned is not None
+def _of_rule(judged: JudgedRule) -> dict[str, Any]:
+    scanned = judged.confirmed.scanned
+    rule, window = scanned.prepared.rule, scanned.prepared.window
     return {
         "name": rule.name,
         "digest": rule.digest,
@@ -125,14 +125,14 @@ def _of_rule(run: RuleRun) -> dict[str, Any]:
         "since": None if window.since is None else window.since.isoformat(),
         "until": window.until.isoformat(),
         "floor": None if window.floor is None else window.floor.isoformat(),
-        "looked_back": run.looked_back,
+        "looked_back": scanned.prepared.looked_back,
         "watermark": window.watermark.isoformat(),
         "grace_seconds": rule.grace_seconds,
         "rows_read": scanned.rows,
         "messages_read": scanned.messages,
-        "rows_equal_by_checksum": run.skipped,
-        "keys_read_again": run.suspects,
-        "counts": run.counts[""],
-        "groups": {name: counts for name, counts in run.counts.items() if name},
-        "notes": run.notes,
+        "rows_equal_by_checksum": scanned.checksums.skipped_rows,
+        "keys_read_again": judged.confirmed.keys,
+        "counts": judged.counts[""],
+        "groups": {name: counts for name, counts in judged.counts.items() if name},
+        "notes": scanned.notes,
     }

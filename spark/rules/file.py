@@ -7,22 +7,24 @@ import json
 import os
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from datetime import UTC, date, datetime, time, timedelta
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any, Final
 
-from ..errors import RulesInvalid, UsageProblem
-from . import acknowledgements
+from ..common.errors import RulesInvalid, UsageProblem
+from ..common.options import DEFAULT_OUTPUT_MODE
 from .rule import (
     DEFAULT_GRACE_SECONDS,
     DEFAULT_LONGEST_TRANSACTION_SECONDS,
     DEFAULT_LOOK_BACK_EVERY_SECONDS,
-    DEFAULT_OUTPUT_MODE,
     DEFAULT_STUCK_AFTER_SECONDS,
     DEFAULT_WITHIN_SECONDS,
+    Acknowledgement,
     DatabaseRule,
+    Fault,
     FieldRule,
     FieldType,
     FindingSeverity,
@@ -32,9 +34,8 @@ from .rule import (
     Rules,
     SourceKind,
 )
-from .table import TomlTable, dotted
-from .toml_lines import Path as TomlPath
-from .toml_lines import line_of, lines_by_path
+from .toml import Path as TomlPath
+from .toml import TomlTable, dotted, line_of, lines_by_path
 
 DEFAULT_TRACE: Final = "python manage.py outbox_trace {message_id}"
 _PASSWORD: Final = re.compile(r"password\s*=|://[^/@:]*:[^/@]+@", re.IGNORECASE)
@@ -96,7 +97,7 @@ class _Reader:
         names = [rule.name for rule in rules]
         self._unique(names, "rule")
         known = [
-            acknowledgements.read(TomlTable(self.problem, value, path, acknowledgements.KEYS), names)
+            _acknowledgement(TomlTable(self.problem, value, path, _ACKNOWLEDGE_KEYS), names)
             for value, path in top.tables("acknowledge")
         ]
         return Rules(
@@ -324,6 +325,41 @@ _NOT_JUDGED: Final = ("mask", "look_back", "look_back_every")
 
 
 def _digest(rule: Any) -> str:
-    """Changes with how something is judged, not with what is shown or when it is judged again."""
+    """A digest of the keys that influence judging, without those about masking and looking back."""
     judged = {key: value for key, value in rule.items() if key not in _NOT_JUDGED} if isinstance(rule, dict) else rule
     return hashlib.sha256(json.dumps(judged, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+_ACKNOWLEDGE_KEYS: Final = ("rule", "key", "group", "class", "until", "reason", "by")
+
+
+def _acknowledgement(table: TomlTable, rules: Sequence[str]) -> Acknowledgement:
+    """An `[[acknowledge]]`; `rules` are the names of the file's rules."""
+    rule, until = table.required("rule"), table.values.get("until")
+    if rule and rule not in rules:
+        table.problem("rule", f"no rule {rule!r}", f"use one of: {', '.join(rules)}")
+    group = table.values.get("group")
+    if group is not None and not isinstance(group, str):
+        table.problem("group", f"must be a text, got {group!r}", "write group = \"…\", or '' for the message")
+    if "class" not in table.values:
+        table.problem("class", "missing", 'write class = "LATE"')
+    moment = _end_of(until)
+    if moment is None:
+        table.problem("until", f"not a date: {until!r}", "write until = 2025-12-31 (to the end of that day, UTC)")
+    return Acknowledgement(
+        rule=rule,
+        key=table.required("key"),
+        finding_class=table.choice("class", Fault, Fault.LATE).value,
+        group=group if isinstance(group, str) else None,
+        until=moment or datetime.min.replace(tzinfo=UTC),
+        reason=table.required("reason"),
+        by=table.required("by"),
+    )
+
+
+def _end_of(value: object) -> datetime | None:
+    if isinstance(value, datetime):
+        return value.replace(tzinfo=UTC) if value.tzinfo is None else value
+    if isinstance(value, date):
+        return datetime.combine(value + timedelta(days=1), time(), UTC)
+    return None

@@ -1,13 +1,13 @@
-"""The declared rules as values. Durations are seconds; the file they come from is read in rules_file.py."""
+"""The declared rules as values. Durations are seconds; file.py reads them from the rules file."""
 
 from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Final
 
-from .acknowledgements import Acknowledgement
+from ..common.options import DEFAULT_OUTPUT_MODE
 
 
 class FieldType(enum.StrEnum):
@@ -68,15 +68,14 @@ DEFAULT_STUCK_AFTER_SECONDS: Final = 15 * 60.0
 DEFAULT_WITHIN_SECONDS: Final = 15 * 60.0
 DEFAULT_LONGEST_TRANSACTION_SECONDS: Final = 3600.0
 DEFAULT_LOOK_BACK_EVERY_SECONDS: Final = 86_400.0
-DEFAULT_OUTPUT_MODE: Final = 0o600
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DatabaseRule:
     """One source. `location` is a connection string, a JDBC URL or a folder; it is resolved from the environment.
 
-    Of a replica `primary` says what is open; without it its transactions are taken to last no longer than
-    `longest_transaction_seconds`.
+    For a replica, `primary` is the database whose open transactions count. Without it, they are assumed to last no
+    longer than `longest_transaction_seconds`.
     """
 
     name: str
@@ -123,9 +122,9 @@ class GroupRule:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rule:
-    """What every row of a table that satisfies `when` must have produced.
+    """Which messages and effects every row of a table that satisfies `when` must have.
 
-    Messages of `topic` (and `tag`) that do not satisfy `message_when`, a condition over `message_v1`, are another's.
+    The rule ignores messages of `topic` (and `tag`) that do not satisfy `message_when`, a condition over `message_v1`.
     """
 
     name: str
@@ -144,7 +143,7 @@ class Rule:
     stuck_after_seconds: float = DEFAULT_STUCK_AFTER_SECONDS
     bucket_seconds: float | None = None
     look_back_seconds: float | None = None
-    """How far an incremental run looks back at what earlier ones have judged, once per `look_back_every_seconds`."""
+    """How far an incremental run judges rows of earlier runs again, once per `look_back_every_seconds`."""
     look_back_every_seconds: float = DEFAULT_LOOK_BACK_EVERY_SECONDS
     allow_empty: bool = False
     fields: tuple[FieldRule, ...] = ()
@@ -180,6 +179,50 @@ class Rule:
         return tuple(field for field in self.fields if field.tolerance is not None)
 
 
+class Fault(enum.StrEnum):
+    """The classes that can be acknowledged."""
+
+    ORPHAN = "ORPHAN"
+    HALF_STUCK = "HALF_STUCK"
+    LOST = "LOST"
+    UNREADABLE = "UNREADABLE"
+    DUPLICATE = "DUPLICATE"
+    DEAD = "DEAD"
+    UNDELIVERED = "UNDELIVERED"
+    MISMATCH = "MISMATCH"
+    LATE = "LATE"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Acknowledgement:
+    """A finding that people know of: until a date it is reported as such, and not counted as new.
+
+    It changes nothing of how a key is judged. `group`: None means every subject of the key, '' means its message. It
+    is in force before the moment `until`.
+    """
+
+    rule: str
+    key: str
+    finding_class: str
+    group: str | None
+    until: datetime
+    reason: str
+    by: str
+
+    @property
+    def text(self) -> str:
+        """As findings show it."""
+        return f"by {self.by} until {self.until.isoformat()}: {self.reason}"
+
+    @property
+    def ended_note(self) -> str:
+        """The note of a run after `until`."""
+        return (
+            f"the acknowledgement of {self.finding_class} {self.key!r} by {self.by} ended at {self.until.isoformat()}: "
+            f"it counts again. Remove it, or give it another until"
+        )
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rules:
     """A whole rules file."""
@@ -191,6 +234,6 @@ class Rules:
     rules: tuple[Rule, ...]
     acknowledged: tuple[Acknowledgement, ...] = ()
     output_mode: int = DEFAULT_OUTPUT_MODE
-    """Permissions of output files; folders are searchable by whoever may read them."""
+    """Permissions of output files. Users who may read a folder may also enter it."""
     archive: str | None = None
     """Folder or URI in which the broker's log goes on, once retention has removed messages."""

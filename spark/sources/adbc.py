@@ -16,11 +16,11 @@ import pyarrow as pa
 from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
 from pyspark.sql.types import StructType
 
-from ..safe_text import mask_passwords
+from ..common.errors import FAILURE, ReconcileError, RunIncomplete, UsageProblem
+from ..common.safe_text import mask_passwords
 
 FORMAT: Final = "outbox_postgres"
-FAILURE: Final = "outbox-reconcile read failed:"
-# Enough for the table and which part of it; then come keys.
+# Long enough for the table and its part; the rest is keys.
 _SHOWN_QUERY: Final = 240
 _BATCH_BYTES: Final = 4 * 1024 * 1024
 _ARROW_TYPES: Final = {
@@ -31,18 +31,18 @@ _ARROW_TYPES: Final = {
 }
 NAME: Final = "outbox-reconcile"
 # Held by every transaction of ours, so that the database itself shows which transactions are ours: an application_name
-# stays behind on the server's connection when a pool hands that to somebody else, a lock ends with its transaction.
+# stays on the server's connection when a pool gives that to another client; a lock ends with its transaction.
 LOCK_CLASS: Final = 1_869_967_960
 SNAPSHOT: Final = "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY"
 LATEST: Final = "BEGIN ISOLATION LEVEL READ COMMITTED READ ONLY"
-# SET LOCAL: what is set for a session would reach other clients of a pool, and might not reach our next transaction.
+# SET LOCAL: a session setting would reach other clients of a pool, and might not reach our next transaction.
 _SETTINGS: Final = (
     # Keys are sent as constants: with other settings the database would look for others than were meant.
     "client_encoding = 'UTF8'",
     "standard_conforming_strings = on",
-    # An error where policies would hide rows: silence would make findings of what is there.
+    # An error if policies hide rows: hidden rows would become false findings.
     "row_security = off",
-    # Values travel as texts: in one form, whatever the database's settings.
+    # Values are sent as texts, in one form independent of the database's settings.
     "timezone = 'UTC'",
     "datestyle = 'ISO'",
     "bytea_output = 'hex'",
@@ -55,6 +55,20 @@ _READING: Final = (
     # Decisions lie in the order of their messages: looking them up by index beats scanning all of them per partition.
     "random_page_cost = 1.1",
 )
+_USAGE_STATES: Final = {
+    "42P01": "the table is not there",
+    "3F000": "the schema is not there",
+    "42703": "a column is not there",
+    "42501": "the reader may not read it, or not all its rows (GRANT SELECT; BYPASSRLS against row-level security)",
+    "42601": "an expression of the rule is not valid SQL",
+    "42883": "an expression of the rule compares types that cannot be compared",
+    "42804": "an expression of the rule has the wrong type",
+    "42846": "a column cannot be cast to the type that is compared",
+    "22P02": "an expression of the rule has a constant of the wrong type",
+}
+# Data exception, syntax error or access rule violation, feature not supported.
+_USAGE_CLASSES: Final = ("22", "42", "0A")
+ACCESS_STATES: Final = ("28P01", "28000", "3D000")
 
 
 @dataclass
@@ -68,7 +82,7 @@ class PostgresDataSource(DataSource):
     """`spark.read.format("outbox_postgres").schema(…).option("url", …).option("queries", JSON list)`.
 
     `url` is a libpq connection string (Spark redacts the option's value); `snapshot` is the name of an exported
-    snapshot, whose exporting transaction the caller holds open; `name` is what the sessions are called.
+    snapshot, whose exporting transaction the caller holds open; `name` is the application_name of the sessions.
     """
 
     @classmethod
@@ -121,7 +135,7 @@ class PostgresReader(DataSourceReader):
 
 
 def connect(url: str) -> Any:
-    """A connection in autocommit mode. Whatever is read is read in a transaction that starts with `begin`."""
+    """A connection in autocommit mode. All reading happens in a transaction that starts with `begin`."""
     import adbc_driver_postgresql.dbapi
 
     return adbc_driver_postgresql.dbapi.connect(url, autocommit=True)
@@ -152,3 +166,13 @@ def one_line(error: BaseException) -> str:
     """A driver's error in one line, without the query it repeats."""
     text = " ".join(mask_passwords(str(error).split("Query was:")[0]).split())
     return re.sub(r"^.*?\bERROR: *", "", re.sub(r" LINE \d+: .*$", "", text)).rstrip(". ")
+
+
+def translated(database: str, error: Any, about: str) -> ReconcileError:
+    """A driver's error while reading `about` as one of ours."""
+    state = error.sqlstate or ""
+    detail = f"{about} in database {database!r}: {one_line(error)}"
+    if state in _USAGE_STATES or state[:2] in _USAGE_CLASSES:
+        reason = _USAGE_STATES.get(state, "the database does not accept an expression of the rule")
+        return UsageProblem(f"{reason}: {detail}. Correct the rules file or the connection.")
+    return RunIncomplete(f"reading failed, {detail}. Run it again; the previous result stays in force.")

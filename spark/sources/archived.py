@@ -1,30 +1,160 @@
-"""A broker whose log goes on in an archive: messages that retention has removed are read from there."""
+"""A broker whose log goes on in an archive: messages that retention has removed are read from there.
+
+`outbox-reconcile archive` (`archive.py`) writes what is read here: passes with their counts and checksums, and gaps.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import reduce
+from typing import Final
 
 from pyspark.sql import DataFrame, SparkSession
 
-from ..archive import manifest as archive
-from ..output.store import Store
+from ..common.errors import UsageProblem
+from ..common.store import Store
 from ..rules.rule import DatabaseRule, SourceKind
 from . import adbc, sql
-from .base import TableSelection
+from .base import Column, ColumnKind, TableSelection
 from .files import FrameSource
 from .postgres import PostgresSource
 
+MANIFEST: Final = "archive.json"
+FOLDER: Final = "message_v1"
+KINDS: Final = {
+    "log_id": ColumnKind.BIGINT,
+    **dict.fromkeys(("message_id", "transaction_id", "topic", "key", "tag", "content_type"), ColumnKind.TEXT),
+    "headers": ColumnKind.TEXT,
+    "body": ColumnKind.BINARY,
+    "stored_at": ColumnKind.TIMESTAMP,
+    "deliver_at": ColumnKind.TIMESTAMP,
+    "state": ColumnKind.TEXT,
+    "decided_by": ColumnKind.TEXT,
+    "decided_at": ColumnKind.TIMESTAMP,
+    "recalled_at": ColumnKind.TIMESTAMP,
+}
+# From this time on neither state nor fate of a message can change: it can be recalled until it is due.
+SETTLED: Final = "coalesce(recalled_at, greatest(decided_at, deliver_at))"
+# Messages that retention has removed, and those still there that earlier passes took.
+_REMOVED: Final = """
+SELECT topic.topic, coalesce(removed.count, 0), coalesce(taken.count, 0),
+       topic.pruned_at - topic.retention_seconds * interval '1 s'
+FROM {topics} topic
+LEFT JOIN (SELECT t.name AS topic, sum(p.committed) AS count FROM {pruned} p JOIN {names} t USING (topic_id)
+           GROUP BY t.name) removed USING (topic)
+LEFT JOIN (SELECT topic, count(*) AS count FROM {messages} WHERE {before} GROUP BY topic) taken USING (topic)
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pass:
+    """Messages settled before `until` and not before `since` (None: all): how many, per topic, and their checksum."""
+
+    name: str
+    since: str | None
+    until: str
+    count: int
+    checksum: int
+    topics: dict[str, int]
+
+    @property
+    def folder(self) -> str:
+        """Below the archive."""
+        return f"{FOLDER}/pass={self.name}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gap:
+    """Messages of a topic that were removed before a pass could take them; found by the pass that ended at `until`."""
+
+    topic: str
+    messages: int
+    until: str
+
+
+@dataclass(kw_only=True)
+class Manifest:
+    """`removed`: per topic, how many messages were gone when the archive began, and up to when ('': none was)."""
+
+    broker: str
+    passes: list[Pass] = field(default_factory=list)
+    gaps: list[Gap] = field(default_factory=list)
+    removed: dict[str, tuple[int, str]] = field(default_factory=dict)
+
+    @property
+    def until(self) -> str | None:
+        """The time up to which the newest pass took settled messages."""
+        return self.passes[-1].until if self.passes else None
+
+    def missing(self, topic: str, removed: int, taken: int) -> int:
+        """How many of the removed messages are neither here nor known to be missing. `taken`: here and still there."""
+        archived = sum(each.topics.get(topic, 0) for each in self.passes)
+        known = sum(gap.messages for gap in self.gaps if gap.topic == topic)
+        return removed - self.removed.get(topic, (0, ""))[0] - (archived - taken) - known
+
+    def complete_from(self, topic: str) -> datetime | None:
+        """Messages of the topic stored before may be in neither place; None: all are in one."""
+        gaps = [gap.until for gap in self.gaps if gap.topic == topic]
+        edge = gaps[-1] if gaps else self.removed.get(topic, (0, ""))[1]
+        return datetime.fromisoformat(edge) if edge else None
+
+
+def load_manifest(store: Store) -> Manifest | None:
+    """The manifest of the archive; None before its first pass. Raises UsageProblem when the file is damaged."""
+    text = store.read(MANIFEST)
+    if text is None:
+        return None
+    try:
+        known = json.loads(text)
+        return Manifest(
+            broker=known["broker"],
+            passes=[Pass(**each) for each in known["passes"]],
+            gaps=[Gap(**each) for each in known["gaps"]],
+            removed={topic: (int(count), str(edge)) for topic, (count, edge) in known["removed"].items()},
+        )
+    except (ValueError, KeyError, TypeError) as error:
+        raise UsageProblem(
+            f"{store.path(MANIFEST)} is damaged: {error!r}. Restore it, or begin a new archive."
+        ) from None
+
+
+def removed_by_topic(
+    source: PostgresSource, schema: str, until: str | None
+) -> list[tuple[str, int, int, datetime | None]]:
+    """Per topic: messages that retention has removed, those still there that were settled before `until`, horizon."""
+    names = {"topics": "topic_v1", "pruned": "pruned", "names": "topic", "messages": FOLDER}
+    tables = {key: sql.table_name(name, schema) for key, name in names.items()}
+    before = "false" if until is None else f"{SETTLED} < '{until}' AND state IN ('committed', 'recalled')"
+    about = "the broker's totals of removed messages (the archive needs SELECT on its tables pruned and topic)"
+    rows = source.query(_REMOVED.format(before=before, **tables), about=about)
+    return [(str(topic), int(removed), int(taken), horizon) for topic, removed, taken, horizon in rows]
+
+
+def read_passes(spark: SparkSession, folders: list[str]) -> DataFrame:
+    """The messages of these folders, `pass` and `day` included."""
+    reader = spark.read.option("basePath", folders[0].rpartition("/")[0])
+    return reader.schema(archived_messages().schema.add("day", "date")).parquet(*folders)
+
+
+def archived_messages(*conditions: str) -> TableSelection:
+    """The messages that satisfy the conditions, with all that the archive keeps of them."""
+    columns = tuple(Column(name, name, kind) for name, kind in KINDS.items())
+    return TableSelection(
+        table=FOLDER, columns=columns, key="key", conditions=conditions, span="log_id", in_broker=True
+    )
+
 
 class ArchivedSource(PostgresSource):
-    """What is still in the log comes from there; what may be gone from the archive, less what is there all the same."""
+    """Reads messages that may be gone from the archive, without those that are still in the log, and the rest from the
+    log."""
 
     def __init__(self, spark: SparkSession, database: DatabaseRule, location: str, name: str = adbc.NAME) -> None:
         super().__init__(spark, database, name)
         store = Store(location)
-        self._manifest = archive.load(store)
+        self._manifest = load_manifest(store)
         folders = [store.spark_path(each.folder) for each in self._manifest.passes] if self._manifest else []
         self._files = _ArchiveFiles(spark, replace(database, kind=SourceKind.PARQUET, location=location), folders)
         self._edges: dict[str, datetime | None] = {}
@@ -40,7 +170,7 @@ class ArchivedSource(PostgresSource):
         if live is None or self._manifest is None:
             return live
         schema = self._database.schema
-        for name, removed, taken, _ in archive.removed_by_topic(self, schema, self._manifest.until):
+        for name, removed, taken, _ in removed_by_topic(self, schema, self._manifest.until):
             if name == topic and self._manifest.missing(topic, removed, taken):
                 return live
         return self._manifest.complete_from(topic)
@@ -84,7 +214,7 @@ class ArchivedSource(PostgresSource):
 
     def _archived_before(self, selection: TableSelection) -> datetime | None:
         """Messages stored before this time are looked for in the archive too; None: nothing is."""
-        if selection.table != archive.FOLDER or self._manifest is None or not self._manifest.passes:
+        if selection.table != FOLDER or self._manifest is None or not self._manifest.passes:
             return None
         return self._edge(selection.equals)
 
@@ -108,4 +238,4 @@ class _ArchiveFiles(FrameSource):
 
     def table(self, selection: TableSelection) -> DataFrame:
         """See FrameSource."""
-        return archive.read(self._spark, self._folders)
+        return read_passes(self._spark, self._folders)

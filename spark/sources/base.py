@@ -1,4 +1,4 @@
-"""What every source can do: describe, read by time, read by key, and say up to when it is complete."""
+"""The port of a source: check a table, read it by time or by key, and tell up to when it is complete."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Column:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TableSelection:
-    """What to read from one table. `time` limits it to a window; `span` is an increasing id to split it by."""
+    """Columns and rows of a table. `time` limits it to a window; `span` is an increasing id to split it by."""
 
     table: str
     columns: tuple[Column, ...]
@@ -65,7 +65,7 @@ class TableSelection:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceBoundary:
-    """Up to when a source is complete, and how that is known. Written into every result."""
+    """Up to when a source is complete, and the evidence for it. Written into every result."""
 
     database: str
     taken_at: datetime
@@ -77,10 +77,10 @@ class SourceBoundary:
 
 
 class DataSource(Protocol):
-    """An opened database or folder. Raises UsageProblem and RunIncomplete, never anything of a driver's own."""
+    """An opened database or folder. Raises UsageProblem and RunIncomplete, never an error of a driver."""
 
     def open(self, timed: Sequence[TableSelection]) -> SourceBoundary:
-        """Fix what is read (a snapshot, if the source has any) until `close`."""
+        """Take a snapshot, if the source has any; all reads until `close` see it."""
 
     def close(self) -> None:
         """Release the snapshot. Data frames of this source that were not evaluated yet can no longer be."""

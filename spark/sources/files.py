@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from functools import reduce
 from typing import Final
+from urllib.parse import unquote, urlsplit
 
+import pyarrow as pa
+import pyarrow.fs as pafs
+import pyarrow.parquet as pq
 from pyspark.errors import AnalysisException, PySparkException
 from pyspark.sql import Column as SparkColumn
 from pyspark.sql import DataFrame, DataFrameReader, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.types import StringType
 
-from ..errors import RunIncomplete, TableMissing, UsageProblem
-from ..moments import parse_moment
+from ..common.errors import RunIncomplete, TableMissing, UsageProblem
+from ..common.options import parse_moment
 from ..rules.rule import DatabaseRule, SourceKind
-from . import lenient, nanoseconds
+from . import values
 from .base import Column, ColumnKind, SourceBoundary, TableSelection
 from .sql import is_column
 
@@ -139,7 +143,7 @@ class FrameSource:
 
 # As COPY writes it: nothing between two commas is null, "" is the empty text. PostgreSQL's texts hold no NUL.
 _CSV: Final = {"header": "true", "multiLine": "true", "escape": '"', "nullValue": "\0", "emptyValue": ""}
-# What cannot be read as the header says would become null, and null a finding.
+# Without these options, a malformed value becomes null, and null a false finding.
 _STRICT: Final = {"mode": "FAILFAST", "enforceSchema": "false", "columnPruning": "false"}
 
 
@@ -156,7 +160,7 @@ class FileSource(FrameSource):
             try:
                 if self._database.kind is SourceKind.CSV:
                     return self._spark.read.options(**_CSV, **_STRICT).csv(path)
-                return nanoseconds.read_parquet(self._spark, path)
+                return _read_parquet(self._spark, path)
             except AnalysisException as error:
                 if "PATH_NOT_FOUND" not in str(error):
                     raise UsageProblem(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
@@ -166,7 +170,7 @@ class FileSource(FrameSource):
         )
 
     def _check_plain(self, table: str) -> None:
-        """Raise UsageProblem where the files belong to a table format: which of them are its rows only its log says."""
+        """Raise UsageProblem if the files belong to a table format: only its log tells which files are current."""
         folder = self._database.location.rstrip("/")
         for part in ("", *table.split("/")):
             folder = f"{folder}/{part}".rstrip("/")
@@ -188,8 +192,70 @@ class FileSource(FrameSource):
         return True
 
 
-# Table formats over Parquet, and what each has in the folder of a table.
+# Table formats over Parquet, and the file that each has in the folder of a table.
 _LOGS: Final = {"Delta Lake": "_delta_log", "Apache Iceberg": "metadata/*.metadata.json", "Apache Hudi": ".hoodie"}
+
+# Parquet with times in nanoseconds, as pandas and Arrow write them: Spark has no such type, but can read them as whole
+# numbers, for all files alike. Only the files' footers tell which columns those are.
+_AS_NUMBERS: Final = "spark.sql.legacy.parquet.nanosAsLong"
+_REMEDY: Final = "Export it again with times in microseconds (pandas, Arrow: coerce_timestamps='us')."
+
+
+def _read_parquet(spark: SparkSession, path: str) -> DataFrame:
+    """The files of `path`; times in nanoseconds are cut to microseconds.
+
+    Raises UsageProblem, with the column, if a column would be read wrong, and AnalysisException as Spark does.
+    """
+    if spark.conf.get(_AS_NUMBERS) != "true":
+        try:
+            return spark.read.parquet(path)
+        except AnalysisException as error:
+            if "TIMESTAMP(NANOS" not in str(error):
+                raise
+        # Spark reads the setting again with the rows, so it stays set. From now on the footers separate times from
+        # numbers.
+        spark.conf.set(_AS_NUMBERS, "true")
+    frame = spark.read.parquet(path)
+    return frame.withColumns(
+        {name: _cut_to_microseconds(name) for name in _nanosecond_columns(path, frame.inputFiles())}
+    )
+
+
+def _cut_to_microseconds(name: str) -> SparkColumn:
+    quoted = f"`{name.replace('`', '``')}`"
+    # The remainder is taken off first: integer division goes towards zero, which for times before 1970 is up.
+    return F.expr(f"timestamp_micros(({quoted} - pmod({quoted}, 1000L)) div 1000L)")
+
+
+def _nanosecond_columns(path: str, files: Iterable[str]) -> set[str]:
+    """The columns in nanoseconds. All files must agree: Spark reads all by the footer of one."""
+    found: set[str] | None = None
+    for file in files:
+        schema = _footer(file)
+        here = {field.name for field in schema if _is_nanoseconds(field.type)}
+        for field in schema:
+            if field.name not in here and "timestamp[ns" in str(field.type):
+                raise UsageProblem(f"{path}: column {field.name!r} holds times in nanoseconds inside. {_REMEDY}")
+        if found is not None and found != here:
+            names = ", ".join(sorted(found ^ here))
+            raise UsageProblem(f"{path}: column {names} is in nanoseconds in some files and not in others. {_REMEDY}")
+        found = here
+    return found or set()
+
+
+def _is_nanoseconds(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_timestamp(kind)) and kind.unit == "ns"
+
+
+def _footer(file: str) -> pa.Schema:
+    uri = re.sub(r"^s3[an]://", "s3://", file)
+    parts = urlsplit(uri)
+    if parts.scheme == "file":
+        return pq.read_schema(unquote(parts.path))
+    filesystem, name = pafs.FileSystem.from_uri(uri)
+    return pq.read_schema(name, filesystem=filesystem)
+
+
 MAX_TEXT: Final = 2**31 - 1
 # A driver that came with spark.jars is only found when it is named.
 _DRIVERS: Final = {
@@ -273,7 +339,7 @@ def _expression(source: str, frame: DataFrame) -> SparkColumn:
 def _moment(value: SparkColumn, expression: str, frame: DataFrame) -> SparkColumn:
     """A time. A text has to say its date: Spark would take today's."""
     kind = frame.select(value).schema[0].dataType
-    return lenient.checked_moment(value, expression) if isinstance(kind, StringType) else value.cast("timestamp")
+    return values.checked_moment(value, expression) if isinstance(kind, StringType) else value.cast("timestamp")
 
 
 def _column(column: Column, frame: DataFrame, *, is_csv: bool) -> SparkColumn:

@@ -14,7 +14,7 @@ MAX_PARTITIONS: Final = 256
 PAGES_PER_PARTITION: Final = 8_192
 
 _IS_PARTITIONED: Final = "SELECT count(*) FROM pg_class WHERE oid = to_regclass({table}) AND relkind = 'p'"
-# The right to a partitioned table is none to its partitions by name; and row security is the table's own.
+# A right to read a partitioned table is not a right to read its partitions by name, and row security is set per table.
 _READABLE: Final = """
 SELECT bool_and(has_table_privilege(leaf.oid, 'SELECT') AND NOT leaf.relrowsecurity), bool_or(root.relrowsecurity)
 FROM pg_class root, pg_partition_tree(root.oid) part JOIN pg_class leaf ON leaf.oid = part.relid
@@ -27,7 +27,7 @@ FROM pg_class WHERE oid = to_regclass({table})
 
 
 class PartitionQueries(Protocol):
-    """What is asked of a source."""
+    """The questions of this module to a source."""
 
     def query(self, statement: str) -> list[tuple[Any, ...]]:
         """Rows of a small query, inside the snapshot."""
@@ -41,7 +41,7 @@ class PartitionQueries(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TablePartition:
-    """A partition: its quoted name, its size (0: not to be split), and whether an index leads to what is wanted."""
+    """A partition: its quoted name, its size (0: not to be split), and whether an index leads to the wanted rows."""
 
     name: str
     pages: int
@@ -83,7 +83,7 @@ def page_pieces(pages: int) -> list[list[str]]:
     count = task_count(pages / PAGES_PER_PARTITION)
     edges = [pages * number // count for number in range(count)]
     pieces = [[f"ctid >= '({low},0)'::tid AND ctid < '({high},0)'::tid"] for low, high in pairwise(edges)]
-    # Pages added after the size was read are not in the snapshot, but costs nothing to leave the end open.
+    # The snapshot has no pages that were added after the size was read. An open end costs nothing.
     return [*pieces, [f"ctid >= '({edges[-1]},0)'::tid"]]
 
 

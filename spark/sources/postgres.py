@@ -13,17 +13,37 @@ from typing import Any, Final
 
 from pyspark.sql import DataFrame, SparkSession
 
-from ..errors import ReconcileError, RunIncomplete, UsageProblem
-from ..moments import parse_moment
-from ..rules.rule import DatabaseRule
-from . import adbc, catalogue, failures, partitions, sql, watermark
+from ..common.errors import ReconcileError, RunIncomplete, UsageProblem
+from ..common.options import parse_moment
+from ..rules.rule import DatabaseRule, FieldType
+from . import adbc, partitions, sql, watermark
 from .base import Column, SourceBoundary, TableSelection
 
 ROWS_PER_PARTITION: Final = 500_000
 KEYS_PER_PARTITION: Final = 5_000
-# How long a run waits for a replica to replay what its primary had written when it was asked.
+# How long a run waits until a replica has replayed the log of its primary up to the position at the start.
 REPLAY_SECONDS: Final = 30.0
 _REPLAY_PAUSE_SECONDS: Final = 0.1
+# Questions to PostgreSQL's catalogue, and which of its types a field may have.
+_IDENTITY: Final = "SELECT system_identifier::text FROM pg_control_system()"
+_COLUMN_TYPES: Final = """
+SELECT attname::text, format_type(atttypid, NULL) FROM pg_attribute
+WHERE attrelid = to_regclass({table}) AND attnum > 0 AND NOT attisdropped
+"""
+_UNIQUE: Final = """
+SELECT 1 FROM pg_index i JOIN pg_attribute a ON a.attrelid = i.indrelid AND a.attnum = i.indkey[0]
+WHERE i.indrelid = to_regclass({table}) AND i.indisunique AND i.indisvalid AND i.indimmediate AND i.indnkeyatts = 1
+  AND i.indpred IS NULL AND a.attname = {column} AND a.attnotnull
+"""
+_COMPARABLE: Final = {
+    FieldType.TEXT: ("text", "character varying", "character", "name", "uuid", "citext", "integer", "bigint"),
+    FieldType.INTEGER: ("smallint", "integer", "bigint", "numeric"),
+    FieldType.DECIMAL: ("smallint", "integer", "bigint", "numeric", "real", "double precision"),
+    FieldType.BOOLEAN: ("boolean",),
+    FieldType.TIMESTAMP: ("timestamp with time zone", "timestamp without time zone", "date"),
+    FieldType.DATE: ("date",),
+    FieldType.UUID: ("uuid", "text", "character varying"),
+}
 
 
 class PostgresSource:
@@ -64,7 +84,7 @@ class PostgresSource:
         )
 
     def _completeness(self, connection: Any, activity: watermark.Activity, identifier: str) -> watermark.Completeness:
-        """Asked before the snapshot is taken: what had ended by then is in it."""
+        """The watermark, taken before the snapshot: transactions that ended before it are in the snapshot."""
         if not activity.is_replica:
             return watermark.of_server(self._database, activity)
         if self._database.primary is None:
@@ -77,7 +97,7 @@ class PostgresSource:
         return watermark.of_replica(self._database, activity, complete if has_replayed else None)
 
     def activity(self) -> tuple[watermark.Activity, str, str]:
-        """What is open now, up to where the log was written after that ('' on a replica), and which server it is."""
+        """The open transactions, the position of the log after that ('' on a replica), and the id of the server."""
         with contextlib.closing(self._connect()) as connection:
             activity = watermark.of_row(self._latest(connection, watermark.OLDEST))
             position = "" if activity.is_replica else str(self._latest(connection, watermark.WRITTEN)[0])
@@ -95,7 +115,7 @@ class PostgresSource:
     def _system_identifier(self) -> str:
         with contextlib.closing(self._connect()) as connection:
             try:
-                return str(self._latest(connection, catalogue.IDENTITY)[0])
+                return str(self._latest(connection, _IDENTITY)[0])
             except UsageProblem:
                 return ""
 
@@ -127,7 +147,7 @@ class PostgresSource:
 
     def _check_comparable(self, table: str, column: Column, types: dict[str, str]) -> None:
         actual = types.get(column.expression)
-        if column.compared_as is None or actual is None or actual in catalogue.COMPARABLE[column.compared_as]:
+        if column.compared_as is None or actual is None or actual in _COMPARABLE[column.compared_as]:
             return
         raise UsageProblem(
             f"{table}.{column.expression} has type {actual}, which cannot be compared as {column.compared_as.value}: "
@@ -168,11 +188,11 @@ class PostgresSource:
         return self._frame(selection, [self._select(selection, terms)])
 
     def is_unique(self, selection: TableSelection) -> bool:
-        """Whether an index says that no two rows have one key."""
+        """Whether a unique index excludes two rows with one key."""
         if not sql.is_column(selection.key):
             return False
         table, column = sql.text(self.table_of(selection)), sql.text(selection.key)
-        return bool(self.attempt(catalogue.UNIQUE.format(table=table, column=column), about="the indexes"))
+        return bool(self.attempt(_UNIQUE.format(table=table, column=column), about="the indexes"))
 
     def read_keys(self, wanted: Sequence[tuple[TableSelection, Sequence[str]]]) -> DataFrame:
         """See Source."""
@@ -180,7 +200,7 @@ class PostgresSource:
         for selection, keys in wanted:
             fixed = sql.conditions(selection, None)
             column_type = self.column_types(selection).get(selection.key)
-            # A view that is split by id has no index on the key: one scan for all keys instead of one per chunk.
+            # A view that is split by id has no index on the key: one scan finds all keys.
             size = max(1, len(keys)) if selection.span else KEYS_PER_PARTITION
             for start in range(0, max(1, len(keys)), size):
                 condition = sql.keys_condition(selection.key, column_type, keys[start : start + size])
@@ -203,7 +223,7 @@ class PostgresSource:
     def check_finite(self, selection: TableSelection, since: datetime | None) -> None:
         """Raise UsageProblem when a row's time is infinite."""
         time = f"{sql.expression(selection.time or '')}::timestamptz"
-        # Apart from the buckets, so that an index on the time finds none at once.
+        # A query of its own, so that an index on the time answers it at once.
         where = sql.where([*sql.conditions(selection, since), f"{time} IN ('infinity', '-infinity')"])
         counted = f"SELECT count(*), min({sql.expression(selection.key)}::text) FROM {self.table_of(selection)}{where}"
         count, example = self.query(counted)[0]
@@ -305,14 +325,14 @@ class PostgresSource:
                 cursor.execute(statement)
                 text = cursor.fetchone()[0]
             except adbc_driver_manager.Error as error:
-                raise failures.translated(self._database.name, error, "the database") from error
+                raise adbc.translated(self._database.name, error, "the database") from error
         return list(partitions.nodes(json.loads(text)[0]["Plan"]))
 
     def column_types(self, selection: TableSelection) -> dict[str, str]:
         """PostgreSQL type by column of the selection's table."""
         table = self.table_of(selection)
         if table not in self._types:
-            rows = self.query(catalogue.COLUMN_TYPES.format(table=sql.text(table)))
+            rows = self.query(_COLUMN_TYPES.format(table=sql.text(table)))
             self._types[table] = {str(row[0]): str(row[1]) for row in rows}
         return self._types[table]
 
@@ -329,7 +349,7 @@ class PostgresSource:
         try:
             return adbc.connect(self._database.location)
         except adbc_driver_manager.Error as error:
-            kind = UsageProblem if error.sqlstate in failures.ACCESS_STATES else RunIncomplete
+            kind = UsageProblem if error.sqlstate in adbc.ACCESS_STATES else RunIncomplete
             raise kind(
                 f"database {self._database.name!r} cannot be reached: {adbc.one_line(error)}. "
                 f"Check its connection in the rules file and the environment, and that the server runs."
@@ -351,4 +371,4 @@ class PostgresSource:
         try:
             yield
         except Error as error:
-            raise failures.translated(self._database.name, error, about) from error
+            raise adbc.translated(self._database.name, error, about) from error

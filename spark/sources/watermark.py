@@ -1,7 +1,7 @@
 """Up to when a PostgreSQL database is complete: below the start of the oldest transaction that may still add rows.
 
-On a replica that is a question about its primary: what is open there, and whether everything that had ended there has
-been replayed here (docs/decisions/040-the-watermark-of-a-replica.md).
+For a replica, the open transactions of its primary count, and the replica must have replayed all that
+had ended there (docs/decisions/040-the-watermark-of-a-replica.md).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
-from ..errors import RunIncomplete, UsageProblem
+from ..common.errors import RunIncomplete, UsageProblem
 from ..rules.rule import DatabaseRule
 from . import adbc
 
@@ -34,7 +34,7 @@ WHERE a.datname = current_database() AND a.pid <> pg_backend_pid()
   AND NOT EXISTS (SELECT FROM pg_locks l
                   WHERE l.pid = a.pid AND l.locktype = 'advisory' AND l.classid = {adbc.LOCK_CLASS} AND l.granted)
 """
-# Asked after OLDEST: whatever had ended by then is below it.
+# Read after OLDEST: transactions that had ended by then are below this position.
 WRITTEN: Final = "SELECT pg_current_wal_insert_lsn()::text"
 REPLAYED: Final = "SELECT pg_last_wal_replay_lsn() >= '{position}'::pg_lsn"
 
@@ -67,8 +67,8 @@ def of_row(row: tuple[Any, ...]) -> Activity:
 
 
 def of_server(database: DatabaseRule, activity: Activity) -> Completeness:
-    """Of a server that is written to. Raises RunIncomplete when it cannot be known: a guess would make findings of
-    what is under way."""
+    """The watermark of a primary. Raises RunIncomplete if it cannot be known: a guess would report transactions
+    that are still open as findings."""
     if activity.hidden and not database.watermark:
         raise RunIncomplete(
             f"database {database.name!r}: {activity.hidden} sessions are hidden from this role, so what their open "
@@ -92,7 +92,7 @@ def of_server(database: DatabaseRule, activity: Activity) -> Completeness:
 def of_replica(database: DatabaseRule, activity: Activity, primary: Completeness | None) -> Completeness:
     """Of a replica that has replayed all that had ended on its primary, whose completeness is `primary`.
 
-    None: the primary is not given, or ahead. Then how long its transactions may be open is what the rules say.
+    Without a primary, or if the primary is ahead, the rules say how long its transactions may be open.
     """
     if primary is not None:
         return Completeness(primary.watermark, [*primary.notes, "a replica: open transactions are its primary's"])

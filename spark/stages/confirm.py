@@ -1,28 +1,33 @@
-"""The second look: suspects, and what earlier runs left open, are read again by key under new snapshots.
+"""The fourth stage, the second look: reads suspects, and what earlier runs left open, again by key.
 
-What the first look saw only because two databases have no common moment is gone by now; a finding is what still holds.
+It reads under new snapshots. Two databases have no common moment, so the first look may see a row and not yet its
+message. A suspicion that still holds on the second look is a finding.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from functools import reduce
 from typing import Final
 
 from pyspark.sql import Column, DataFrame, Observation, SparkSession, Window
 from pyspark.sql import functions as F
 
-from ..comparison import classify, contract, detail, evidence, sides, told
+from ..common.errors import RunIncomplete, readable_errors
+from ..comparison import classify, detail, evidence
 from ..comparison.classify import FindingClass
-from ..errors import RunIncomplete
-from ..output import masking
-from ..rules.rule import FindingSeverity, Rule
-from .scan import readable_errors, write
+from ..rules import masking
+from ..rules.rule import Rule
+from ..sources import contract
+from ..sources.databases import Sources
+from . import sides
+from .job import Job, write
+from .prepare import PreparedRule, margin
+from .scan import SUSPECT_SCHEMA, ScannedRule
 
-MAX_KEYS: Final = 50_000
 MAX_BODY: Final = 1_000
-TOLD_MESSAGES: Final = 10
+SHOWN_MESSAGES: Final = 10
 SCHEMA: Final = (
     "rule string, `table` string, topic string, key string, group string, class string, severity string, "
     "flags array<string>, detail string, at timestamp, row_at timestamp, message_at timestamp, settled_at timestamp, "
@@ -33,51 +38,90 @@ SCHEMA: Final = (
 )
 
 
-def confirm(
-    spark: SparkSession,
-    rule: Rule,
-    sources: sides.Sources,
-    window: classify.Window,
-    keys: DataFrame,
-    target: str,
-) -> None:
-    """Judge `keys` (key, carried, sought_at) again and write every subject that is not OK to `target` (Parquet).
+OPEN_SCHEMA: Final = "rule string, key string, group string, class string, first_seen timestamp, at timestamp"
+"""The subjects that the next run judges again: findings, and pending subjects (their `class` is that of an earlier
+finding, or null)."""
 
-    Carried keys lie before the window; they are judged whatever their age. So are suspects whose row is older than the
+
+@dataclass(frozen=True, slots=True)
+class Suspects:
+    """The keys of a rule to be read again (key, carried, sought_at), and how many they are."""
+
+    scanned: ScannedRule
+    keys: DataFrame
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class ConfirmedRule:
+    """The result of the second look: `target` is the table of the subjects that are not OK; None if no key was read."""
+
+    scanned: ScannedRule
+    keys: int = 0
+    target: str | None = None
+
+
+def collect(spark: SparkSession, scanned: Sequence[ScannedRule], still_open: DataFrame | None) -> list[Suspects]:
+    """The suspects of each rule: those of the first look, and those of `still_open` (OPEN_SCHEMA) above the floor."""
+    keys = [_keys(spark, each, still_open) for each in scanned]
+    return [Suspects(each, wanted, wanted.count()) for each, wanted in zip(scanned, keys, strict=True)]
+
+
+def _keys(spark: SparkSession, scanned: ScannedRule, still_open: DataFrame | None) -> DataFrame:
+    at = F.col("at").alias("sought_at")
+    suspects = spark.read.schema(SUSPECT_SCHEMA).parquet(scanned.suspects).where(F.col("class") != "PENDING")
+    wanted = suspects.select("key", F.lit(False).alias("carried"), at)
+    if still_open is not None:
+        rule, floor = scanned.prepared.rule, scanned.prepared.window.floor
+        left = still_open.where((F.col("rule") == rule.name) & judgeable(F.lit(floor)))
+        wanted = wanted.unionByName(left.select("key", F.lit(True).alias("carried"), at))
+    return wanted.groupBy("key").agg(F.max("carried").alias("carried"), F.min("sought_at").alias("sought_at"))
+
+
+def judgeable(floor: Column) -> Column:
+    """Whether something of an earlier run is not older than `floor` (null: there is none)."""
+    return F.coalesce(F.col("at") >= floor, F.lit(True))
+
+
+def confirm(suspects: Suspects, job: Job, sources: Sources) -> ConfirmedRule:
+    """Judge the suspects again, and write every subject that is not OK.
+
+    Carried keys lie before the window; they are judged at any age. So are suspects whose row is older than the
     window: a second message or effect came to a row that an earlier run has judged. Raises RunIncomplete when a key
     cannot be looked at again.
     """
+    scanned, prepared = suspects.scanned, suspects.scanned.prepared
+    rule, window = prepared.rule, prepared.window
+    target = job.path(f"confirmed/{job.number(rule)}")
     with readable_errors(f"re-reading the suspects of rule {rule.name!r}"):
-        keys = sides.real_keys(rule, sources, keys).cache()
-        listed = [row[0] for row in keys.select("key").limit(MAX_KEYS + 1).collect()]
-        read = sides.of_keys(rule, sources, listed, window.floor) if len(listed) <= MAX_KEYS else None
-        if read is None:
-            read = sides.of_many_keys(rule, sources, keys.select("key"), window.floor)
+        keys = sides.real_keys(rule, sources, suspects.keys).cache()
+        listed = [row[0] for row in keys.select("key").limit(sides.MAX_KEYS + 1).collect()]
+        read = sides.about_keys(prepared, keys, listed, sources)
         seen = Observation(f"seen again {rule.name}")
         gathered = evidence.gather(read.narrow, rule, window.watermark).join(keys.drop("sought_at"), "key")
         gathered = gathered.observe(seen, F.count(F.lit(1)).alias("count"))
         bounded = replace(window, carried="carried")
         judged = classify.subjects(classify.with_classes(gathered, rule, bounded), rule, bounded)
-        with_details = _with_details(judged, rule, read, told.of(spark, sources, read.messages, rule))
-        write(spark, _as_findings(with_details, rule), target, SCHEMA)
-        if int(seen.get["count"] or 0) < len(listed) <= MAX_KEYS:
-            _check_gone(rule, sources, read, keys, window.floor)
+        facts = sides.message_facts(read.messages, rule, sources.broker)
+        write(_as_findings(_with_details(judged, rule, read, facts), rule), target, SCHEMA)
+        if int(seen.get["count"] or 0) < len(listed) <= sides.MAX_KEYS:
+            _check_gone(prepared, read, keys, sources)
         for frame in (*read.cached, keys):
             frame.unpersist()
+    return ConfirmedRule(scanned, suspects.count, target)
 
 
-def _check_gone(
-    rule: Rule, sources: sides.Sources, read: sides.KeySides, keys: DataFrame, floor: datetime | None
-) -> None:
-    """Raise RunIncomplete unless keys of which nothing was found by key are not there either when tables are read.
+def _check_gone(prepared: PreparedRule, read: sides.KeySides, keys: DataFrame, sources: Sources) -> None:
+    """Raise RunIncomplete if a key of which nothing was found by key is there when the tables are read.
 
-    That a lookup finds nothing proves nothing: an index may be damaged. It would dismiss what was seen before.
+    A lookup that finds nothing proves nothing, because an index may be damaged: it would dismiss a true finding.
     """
-    missing = keys.join(_keys_of(read.narrow), "key", "left_anti").cache()
+    rule = prepared.rule
+    missing = keys.join(read.keys, "key", "left_anti").cache()
     oldest = missing.agg(F.unix_micros(F.min("sought_at"))).collect()[0][0]
-    since = None if oldest is None else datetime.fromtimestamp(oldest / 1_000_000, UTC) - sides.margin(rule)
-    whole = sides.of_many_keys(rule, sources, missing.select("key"), floor, since)
-    hidden = [row[0] for row in _keys_of(whole.narrow).join(missing, "key", "left_semi").sort("key").collect()]
+    since = None if oldest is None else datetime.fromtimestamp(oldest / 1_000_000, UTC) - margin(rule)
+    whole = sides.of_many_keys(prepared, missing.select("key"), sources, since)
+    hidden = [row[0] for row in whole.keys.join(missing, "key", "left_semi").sort("key").collect()]
     for frame in (*whole.cached, missing):
         frame.unpersist()
     if hidden:
@@ -88,11 +132,7 @@ def _check_gone(
         )
 
 
-def _keys_of(narrow: list[DataFrame]) -> DataFrame:
-    return reduce(DataFrame.unionByName, [side.select("key") for side in narrow]).distinct()
-
-
-def _with_details(found: DataFrame, rule: Rule, read: sides.KeySides, known: DataFrame) -> DataFrame:
+def _with_details(found: DataFrame, rule: Rule, read: sides.KeySides, facts: DataFrame) -> DataFrame:
     values = [F.col(f"f{number}") for number in range(len(rule.fields))]
     shown = [
         masking.shown(rule, field, _cut(detail.shown(value, field.type))).alias(field.column)
@@ -109,17 +149,17 @@ def _with_details(found: DataFrame, rule: Rule, read: sides.KeySides, known: Dat
         *columns, _shown_body(rule).alias("body"), *evidence.body_values(rule), evidence.why_unreadable(rule)
     )
     messages = read.messages.select(F.col("log_id").alias("about_id"), about.alias("about"))
-    found = found.join(messages, "about_id", "left").join(_newest(read, known), "key", "left")
+    found = found.join(messages, "about_id", "left").join(_newest(read, facts), "key", "left")
     if read.deliveries is None:
         nothing = F.lit(None).cast("string")
-        return found.withColumn("delivery", nothing).withColumn("told_groups", F.lit(None))
+        return found.withColumn("delivery", nothing).withColumn("group_positions", F.lit(None))
     group = F.col("consumer_group").alias("group")
     states = read.deliveries.select(F.col("log_id").alias("about_id"), group, F.col("state").alias("delivery"))
     deliveries = read.deliveries.groupBy("key", group).agg(F.min("state").alias("delivery"))
-    told = deliveries.groupBy("key").agg(
-        F.sort_array(F.collect_list(F.struct("group", "delivery"))).alias("told_groups")
+    positions = deliveries.groupBy("key").agg(
+        F.sort_array(F.collect_list(F.struct("group", "delivery"))).alias("group_positions")
     )
-    return found.join(states, ["about_id", "group"], "left").join(told, "key", "left")
+    return found.join(states, ["about_id", "group"], "left").join(positions, "key", "left")
 
 
 def _of_key(read: sides.KeySides, rule: Rule) -> DataFrame:
@@ -175,20 +215,20 @@ def _about(rule: Rule) -> Column:
     return about.otherwise(newest)
 
 
-def _newest(read: sides.KeySides, known: DataFrame) -> DataFrame:
-    """The newest messages of each key with their states, as `told_messages`, the oldest of them first."""
+def _newest(read: sides.KeySides, facts: DataFrame) -> DataFrame:
+    """The newest messages of each key with their states, as `newest_messages`, the oldest of them first."""
     order = Window.partitionBy("key").orderBy(F.col("log_id").desc())
-    newest = read.messages.withColumn("place", F.row_number().over(order)).where(F.col("place") <= TOLD_MESSAGES)
-    facts = F.struct(
+    newest = read.messages.withColumn("place", F.row_number().over(order)).where(F.col("place") <= SHOWN_MESSAGES)
+    shown = F.struct(
         "log_id", "message_id", "transaction_id", "tag", F.col("at").alias("stored_at"), "deliver_at", "state",
         "decided_at", "decided_by", "queue", "checks", "failures",
     )  # fmt: skip
-    of_key = newest.join(known, "log_id", "left").groupBy("key")
-    return of_key.agg(F.sort_array(F.collect_list(facts)).alias("told_messages"))
+    of_key = newest.join(facts, "log_id", "left").groupBy("key")
+    return of_key.agg(F.sort_array(F.collect_list(shown)).alias("newest_messages"))
 
 
 def _evidence(rule: Rule) -> Column:
-    """What is known of the key on all sides, as JSON: its newest messages, effects by group, how far groups were."""
+    """All sides of the key as JSON: its newest messages, effects by group, and how far each group is."""
     effects = [
         F.struct(
             F.lit(group.name).alias("group"),
@@ -198,7 +238,7 @@ def _evidence(rule: Rule) -> Column:
         )
         for number, group in enumerate(rule.groups)
     ]
-    facts = [F.col("told_messages").alias("messages"), F.col("told_groups").alias("deliveries")]
+    facts = [F.col("newest_messages").alias("messages"), F.col("group_positions").alias("deliveries")]
     facts += [F.array(*effects).alias("effects")] if effects else []
     return F.to_json(F.struct(*facts), {"timestampFormat": "yyyy-MM-dd'T'HH:mm:ss.SSSSSSXXX"}).alias("evidence")
 
@@ -255,8 +295,3 @@ def _shown_body(rule: Rule) -> Column:
         F.concat(F.lit("hex "), F.substring(F.hex(F.substring("body", 1, MAX_BODY)), 1, MAX_BODY))
     )
     return masking.shown_body(rule, body, shown, MAX_BODY)
-
-
-def severity_order(severity: str) -> int:
-    """Position in a report: the most urgent first."""
-    return list(FindingSeverity).index(FindingSeverity(severity))

@@ -1,36 +1,92 @@
-"""The first look: every key of the window, classified; only what is not OK is written down."""
+"""The third stage, the first look: classifies every key of the window, and writes the subjects that are not OK."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+import math
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Final
 
-from pyspark.errors import PySparkException
-from pyspark.sql import DataFrame, Observation, SparkSession
+from pyspark.sql import Observation, SparkSession
 from pyspark.sql import functions as F
 
-from ..comparison import classify, evidence, sides
-from ..errors import ReconcileError, RunIncomplete
+from ..common.errors import RunIncomplete, readable_errors
+from ..comparison import classify, evidence
 from ..rules.rule import Rule
-from ..sources.adbc import FAILURE
+from ..sources import contract
+from ..sources.base import DataSource, TableSelection
+from ..sources.databases import Sources
+from . import sides
+from .checksums import ComparedChecksums
+from .job import Job, check_parts
+from .prepare import PreparedRule
 
 SUSPECT_COLUMNS: Final = ("key", "group", "class", "flags", "at", "carry")
 SUSPECT_SCHEMA: Final = "key string, group string, class string, flags array<string>, at timestamp, carry boolean"
-_STACK: Final = re.compile(r"\s+(at |\.\.\. \d+ more)|Driver stacktrace|JVM stacktrace")
-# What Spark says of a file that it cannot read, however often.
-_DAMAGED: Final = ("FAILED_READ_FILE", "is not a Parquet file", "MALFORMED_")
+# How many bars the report's timeline has room for.
+BARS: Final = 60
+_COARSE_SECONDS: Final = 3600
+_FINEST_SECONDS: Final = 1
+# Rows are counted again if the bars become at least this many times as fine.
+_WORTH_IT: Final = 4
 Counts = dict[str, dict[str, int]]
+"""Subject ('' for the message, or a group) -> class -> keys."""
+Volume = list[tuple[datetime, int]]
+"""Rows per bucket of time, by its start."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScannedRule:
+    """The result of the first look at a rule. `suspects` is the table of the subjects that are not OK (or PENDING)."""
+
+    prepared: PreparedRule
+    checksums: ComparedChecksums
+    suspects: str
+    rows: int
+    messages: int
+    counts: Counts
+    volume: Volume
+
+    @property
+    def notes(self) -> list[str]:
+        """The notes of all stages up to here."""
+        return [*self.prepared.notes, *([self.checksums.note] if self.checksums.note else [])]
+
+    def saw(self, *classes: classify.FindingClass) -> bool:
+        """Whether the first look saw any of the classes."""
+        return any(counts[name.value] for counts in self.counts.values() for name in classes)
+
+
+def scan(
+    spark: SparkSession, prepared: PreparedRule, checksums: ComparedChecksums, job: Job, sources: Sources
+) -> ScannedRule:
+    """Classify every key of the window, as far as the checksums leave it to be read. Raises RunIncomplete."""
+    rule, window, name = prepared.rule, prepared.window, f"suspects/{job.number(prepared.rule)}"
+    if checksums.limits.is_nothing:
+        # Planning a scan takes Spark seconds, even over empty tables.
+        target, looked = job.write_empty(name, SUSPECT_SCHEMA), _Look(0, 0, _no_counts(rule))
+    else:
+        target = job.path(name)
+        looked = _look(spark, prepared, checksums, sources, target)
+    with readable_errors(f"counting the rows of rule {rule.name!r}"):
+        seen = (checksums.skipped_rows + looked.rows > 0, checksums.skipped_rows + looked.messages > 0)
+        _check_not_empty(rule, sources, window.floor, seen)
+        rows = contract.rows(rule)
+        counted = volume(sources[rule.database], rows, window.since, looked.span_seconds, checksums.volume)
+    return ScannedRule(
+        prepared=prepared,
+        checksums=checksums,
+        suspects=target,
+        rows=looked.rows,
+        messages=looked.messages,
+        counts=looked.counts,
+        volume=counted,
+    )
 
 
 @dataclass(frozen=True, slots=True)
-class ScanResult:
-    """What the first look at a rule found. `counts`: subject ('' or a group) -> class -> keys.
-
-    `span_seconds` lie between the oldest and the newest row; None without rows.
-    """
+class _Look:
+    """`span_seconds` lie between the oldest and the newest row; None without rows."""
 
     rows: int
     messages: int
@@ -38,20 +94,15 @@ class ScanResult:
     span_seconds: float | None = None
 
 
-def scan(
-    spark: SparkSession,
-    rule: Rule,
-    sources: sides.Sources,
-    window: classify.Window,
-    limits: sides.ReadLimits,
-    target: str,
-) -> ScanResult:
-    """Classify every key of the window; write those that are not OK to `target` (Parquet)."""
-    gathered = evidence.gather(sides.of_window(rule, sources, window, limits), rule, window.watermark)
+def _look(
+    spark: SparkSession, prepared: PreparedRule, checksums: ComparedChecksums, sources: Sources, target: str
+) -> _Look:
+    rule, window = prepared.rule, prepared.window
+    gathered = evidence.gather(sides.of_window(prepared, checksums.limits, sources), rule, window.watermark)
     classified = classify.with_classes(gathered, rule, window)
     observation = Observation(f"scan {rule.name}")
     columns = {"": "holds", **{group.name: f"holds_{number}" for number, group in enumerate(rule.groups)}}
-    # Few numbers: they are collected row by row. What is not OK is counted from what was written.
+    # Few aggregates, because Spark collects them row by row. Subjects that are not OK are counted in the written table.
     judged = [F.count_if(F.col(column) != 0).alias(column) for column in columns.values()]
     sums = [F.sum("rows").alias("rows"), F.sum(F.col("committed") + F.col("undecided")).alias("messages")]
     sums.append((F.unix_micros(F.max("row_at")) - F.unix_micros(F.min("row_at"))).alias("span"))
@@ -69,12 +120,7 @@ def scan(
     for subject, column in columns.items():
         counts[subject]["OK"] = int(seen[column] or 0) - sum(counts[subject].values())
     span = None if seen["span"] is None else seen["span"] / 1_000_000
-    return ScanResult(int(seen["rows"] or 0), int(seen["messages"] or 0), counts, span)
-
-
-def nothing(rule: Rule) -> ScanResult:
-    """Of a rule that checksums have shown to be equal: a plan of a scan's size costs seconds over empty tables too."""
-    return ScanResult(0, 0, _no_counts(rule))
+    return _Look(int(seen["rows"] or 0), int(seen["messages"] or 0), counts, span)
 
 
 def _no_counts(rule: Rule) -> Counts:
@@ -82,67 +128,46 @@ def _no_counts(rule: Rule) -> Counts:
     return {subject: {name.value: 0 for name in classify.CLASSES} for subject in subjects}
 
 
-def put(frame: DataFrame, target: str) -> int:
-    """Write Parquet; returns the number of rows, which is to be held against what can be read (`check_parts`)."""
-    written = Observation()
-    frame.observe(written, F.count(F.lit(1)).alias("count")).write.mode("overwrite").parquet(target)
-    return int(written.get["count"] or 0)
+def _check_not_empty(rule: Rule, sources: Sources, floor: datetime | None, seen: tuple[bool, bool]) -> None:
+    """Raise RunIncomplete when rows or messages are not there at all. Those `seen` in the window are not looked for.
 
-
-def write(spark: SparkSession, frame: DataFrame, target: str, schema: str) -> int:
-    """Write Parquet; returns the number of rows. Raises RunIncomplete when they cannot all be read back from here."""
-    count = put(frame, target)
-    check_parts(target, count, spark.read.schema(schema).parquet(target).count() if count else 0)
-    return count
-
-
-def check_parts(target: str, written: int, found: int) -> None:
-    """A folder that is not the same for all executors and the driver would lose findings silently."""
-    if found != written:
-        raise RunIncomplete(
-            f"{written} rows were written to {target}, {found} are there: the executors do not write where this "
-            f"process reads. Give a place with --output that all of them share, as s3a:// or a network disk."
-        )
-
-
-@contextmanager
-def readable_errors(what: str) -> Iterator[None]:
-    """Spark's errors as RunIncomplete: the reason in one line instead of a JVM's stack."""
-    try:
-        yield
-    except ReconcileError:
-        raise
-    except (PySparkException, OSError) as error:
-        raise _incomplete(what, error) from error
-    except Exception as error:
-        # Py4JJavaError and grpc errors have no common public base.
-        if type(error).__module__.split(".")[0] not in ("py4j", "grpc", "pyspark"):
-            raise
-        raise _incomplete(what, error) from error
-
-
-def _incomplete(what: str, error: Exception) -> RunIncomplete:
-    text = str(error)
-    if FAILURE in text:
-        reason = text.split(FAILURE, 1)[1].splitlines()[0].split(" SQLSTATE")[0].strip()
-        if "snapshot" in reason:
-            reason = f"the snapshot was lost in the middle ({reason}): the coordinating connection was cut"
+    No message is no problem where retention has removed messages, and no row is newer than its `floor`: it is quiet.
+    """
+    if rule.allow_empty or all(seen):
+        return
+    (has_rows, has_messages), rows = seen, contract.rows(rule)
+    is_quiet = floor is not None and sources[rule.database].is_empty(rows, floor)
+    if not has_rows and sources[rule.database].is_empty(rows):
+        problem = f"no row of {rule.table!r} satisfies its condition"
+    elif not has_messages and not is_quiet and sources.broker.is_empty(contract.messages(rule)):
+        problem = f"the broker has no message of topic {rule.topic!r}"
     else:
-        reason = causes(text)
-    remedy = "Run it again."
-    if any(sign in text for sign in _DAMAGED):
-        remedy = "Running it again will not help: correct or export the file that is named again."
-    return RunIncomplete(
-        f"{what} failed: {reason}. Nothing was published; the previous result stays in force. {remedy}"
+        return
+    raise RunIncomplete(
+        f"rule {rule.name!r}: {problem}: there is nothing to compare, which is not the same as clean. Check the "
+        f"connection and the rule; where a side may be empty, write allow_empty = true."
     )
 
 
-def causes(text: str) -> str:
-    """An error of the JVM in one line: what it says and each of its causes, whole, without the stacks."""
-    said: list[str] = []
-    for line in text.splitlines():
-        cause = line.strip().removeprefix("Caused by:").strip()
-        if _STACK.match(line) or not cause or any(cause in earlier for earlier in said):
-            continue
-        said.append(cause)
-    return "; ".join(said).rstrip(". ")
+def volume(
+    source: DataSource,
+    selection: TableSelection,
+    since: datetime | None,
+    span_seconds: float | None = None,
+    known: tuple[int, Volume] | None = None,
+) -> Volume:
+    """Rows per bucket of time: hours, or finer down to a second, while the plot has room for it.
+
+    They are counted once if `span_seconds` is given, and not at all if the `known` buckets (their seconds, their rows)
+    are fine enough.
+    """
+    guess = _COARSE_SECONDS if span_seconds is None else max(_FINEST_SECONDS, math.ceil(span_seconds / BARS))
+    seconds = min(guess, _COARSE_SECONDS)
+    seconds, counted = known or (seconds, source.volume(selection, since, seconds))
+    while counted:
+        span = (counted[-1][0] - counted[0][0]).total_seconds() + seconds
+        fine = math.ceil(span / BARS)
+        if fine * _WORTH_IT > seconds:
+            break
+        seconds, counted = fine, source.volume(selection, since, fine)
+    return counted

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-import spark.safe_text
+import spark.common.safe_text
 from outbox.utils import safe_text
 
 SECRET = "hunter2"
@@ -33,7 +33,7 @@ UNTOUCHED = [
     "FATAL:  password authentication failed for user \"shop\"",
     "http://127.0.0.1:8000/ is up",
 ]  # fmt: skip
-MASKS = [safe_text.mask_passwords, spark.safe_text.mask_passwords]
+MASKS = [safe_text.mask_passwords, spark.common.safe_text.mask_passwords]
 
 
 @pytest.mark.parametrize("mask", MASKS)
@@ -54,7 +54,7 @@ def test_other_texts_stay_as_they_are(mask: Callable[[str], str], text: str) -> 
 HOSTILE = "\x1b[2J\x1b]0;title\x07\r\x08\x7f\x9b31m\u202e\u2028\u200b\ue000 ordinary: äöü 漢字 🙂"
 
 
-@pytest.mark.parametrize("for_people", [safe_text.for_people, spark.safe_text.for_people])
+@pytest.mark.parametrize("for_people", [safe_text.for_people, spark.common.safe_text.for_people])
 def test_what_steers_a_terminal_is_shown_as_an_escape(for_people: Callable[[str], str]) -> None:
     shown = for_people(HOSTILE + "\nsecond line")
     assert shown.replace("\n", "").isprintable()

@@ -59,7 +59,7 @@ def main(name: str, host: str, user: str, output: str) -> None:
 
     urlpatterns.append(path("admin/", admin.site.urls))
     call_command("migrate", verbosity=0)
-    for _ in range(2):  # The second time it replaces what the first one saved.
+    for _ in range(2):  # The second call replaces the rows of the first.
         Command().save(output)
     client = Client()
     client.force_login(User.objects.create_superuser("operator"))

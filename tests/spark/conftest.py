@@ -16,13 +16,13 @@ from pyspark.sql import SparkSession
 
 from outbox.broker import embedded
 from spark import run, session
-from spark.options import LookBack, RunOptions
-from spark.progress import Progress
-from spark.stream.watch import Watch
+from spark.common.options import LookBack, RunOptions
+from spark.common.progress import Progress
+from spark.watch import Watch
 from tests.databases import drop_databases, new_name
 from tests.spark.world import SHOP, World, write_rules
 
-# Small data, many plans: what costs is compiling, not computing.
+# Small data, many plans: the time goes into compiling, not computing.
 SETTINGS = {
     "spark.sql.shuffle.partitions": "2",
     "spark.sql.adaptive.enabled": "false",

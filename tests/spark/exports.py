@@ -14,7 +14,7 @@ from tests.spark.world import World
 
 TABLES = ("orders_order", "logistics_shipment", "points_entry", "cart_clearance")
 VIEWS = ("message_v1", "dead_letter_v1", "delivery_v1", "topic_v1", "group_v1", "offset_v1", "queue_entry_v1")
-# What was open when it is asked has not committed yet: the export may lack it.
+# Transactions open at this time have not committed yet, so the export may lack them.
 COMPLETE = (
     "SELECT least(now(), min(xact_start)) FROM pg_stat_activity WHERE datname = current_database() "
     "AND pid <> pg_backend_pid()"

@@ -9,7 +9,8 @@ import pyarrow as pa
 from pyspark.sql import DataFrame, SparkSession
 
 from spark.comparison import classify, evidence
-from spark.rules.rule import Messages
+from spark.rules.rule import Messages, Rule
+from spark.stages.prepare import PreparedRule
 from tests.spark import oracle
 
 _TIME = pa.timestamp("us", tz="UTC")
@@ -30,6 +31,12 @@ _BROKER = pa.schema(
     ]
 )
 WINDOW = classify.Window(oracle.SINCE, oracle.UNTIL, oracle.WATERMARK)
+
+
+def whole(rule: Rule) -> PreparedRule:
+    """The rule as a run prepares it that judges everything up to now."""
+    window = classify.Window(None, datetime.now(UTC), datetime.now(UTC))
+    return PreparedRule(rule=rule, window=window, missing_views=frozenset(), looked_back=None, notes=[])
 
 
 def classified(

@@ -39,7 +39,7 @@ def main(app_url: str, broker_url: str, topic_id: str, first: str) -> None:
 
 
 def write_one(app: psycopg.Connection, broker: psycopg.Connection, topic_id: int, order: Order, random: Random) -> None:
-    """One order, whatever becomes of it."""
+    """One order, with any of the possible outcomes."""
     message_id = uuid.uuid4()
     values = [message_id, message_id, topic_id, str(order.number), order.body]
     stored = broker.execute(_HALF, values).fetchone()

@@ -1,4 +1,4 @@
-"""Histories of one key and, in plain Python, what class each must get: written from the docs, not from the code."""
+"""Histories of one key and, in plain Python, the class that each must get: written from the docs, not from the code."""
 
 from __future__ import annotations
 

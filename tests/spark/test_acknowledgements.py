@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from spark import run
+from spark.common.errors import RulesInvalid
 from spark.comparison.classify import FAULTS
-from spark.errors import RulesInvalid
 from spark.rules import file as rules_file
-from spark.rules.acknowledgements import Fault
+from spark.rules.rule import Fault
 from tests.spark.conftest import Reconciler
 from tests.spark.world import RULES, START, Order, World
 
@@ -38,7 +38,7 @@ by = "bob"
 @pytest.mark.soak
 @pytest.mark.timeout(300)
 def test_what_is_acknowledged_is_shown_and_not_counted(reconcile: Reconciler, world: World, tmp_path: Path) -> None:
-    """LATE never goes away by itself; it is not to hide what is new."""
+    """LATE never ends by itself; once acknowledged, it must not hide new findings."""
     late = Order(number=1)
     world.pay(late)
     world.send(late, decided_at=START + timedelta(hours=1))

@@ -14,11 +14,11 @@ import pytest
 
 from outbox.broker.database.executor import Executor
 from outbox.broker.maintenance import retention
-from spark.archive import archive
-from spark.archive.manifest import Gap, Pass
-from spark.errors import RunIncomplete, UsageProblem
-from spark.progress import Progress
+from spark import archive
+from spark.common.errors import RunIncomplete, UsageProblem
+from spark.common.progress import Progress
 from spark.rules import file as rules_file
+from spark.sources.archived import Gap, Pass
 from tests.spark.conftest import Reconciler
 from tests.spark.test_processes import ROOT, SMALL, environment, kill_at
 from tests.spark.world import RULES, Order, World, group_rules
@@ -47,7 +47,7 @@ def sent(world: World) -> list[int]:
 
 
 def let_go(world: World) -> int:
-    """What retention removes now: all orders are old, and every group is past them."""
+    """Let retention remove messages: all orders are old, and every group is past them."""
     return retention.run_once(Executor(world.broker, "outbox")).messages
 
 

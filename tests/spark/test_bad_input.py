@@ -1,4 +1,4 @@
-"""Whatever is wrong: exit code 2 or 3, the reason, the remedy, and the previous result stays in force."""
+"""Every error gives exit code 2 or 3, the reason and the remedy, and the previous result stays in force."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import psycopg
 import pytest
 
 from spark import cli, run, session
-from spark.errors import ReconcileError, RunIncomplete, UsageProblem
-from spark.options import RunOptions
-from spark.progress import Progress
+from spark.common.errors import ReconcileError, RunIncomplete, UsageProblem
+from spark.common.options import RunOptions
+from spark.common.progress import Progress
 from tests.spark.conftest import Reconciler
 from tests.spark.world import Order, World
 

@@ -1,4 +1,4 @@
-"""How a body's numbers are read: exactly, whatever a message holds (docs/decisions/047)."""
+"""The numbers of a body are read exactly (docs/decisions/047)."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pyspark.sql import functions as F
 
 from spark.comparison import evidence
 from spark.rules.rule import FieldRule, FieldType, Rule
+from spark.sources.values import NUMBER
 
 RULE = Rule(
     name="r",
@@ -44,7 +45,7 @@ def bodies(spark: SparkSession, values: list[str]) -> DataFrame:
 
 
 def by_from_json(spark: SparkSession, values: list[str], kind: str) -> list[Decimal | None]:
-    total = F.from_json("body", f"total {kind}").getItem("total").try_cast(evidence.NUMBER).alias("v")
+    total = F.from_json("body", f"total {kind}").getItem("total").try_cast(NUMBER).alias("v")
     return [row["v"] for row in bodies(spark, values).orderBy("n").select(total).collect()]
 
 

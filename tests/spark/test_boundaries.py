@@ -11,11 +11,10 @@ import psycopg
 import pytest
 from psycopg import sql
 
-from spark.comparison import contract
-from spark.errors import RunIncomplete, UsageProblem
-from spark.output.store import Store
+from spark.common.errors import RunIncomplete, UsageProblem
+from spark.common.store import Store
 from spark.rules.rule import DatabaseRule, SourceKind
-from spark.sources import watermark
+from spark.sources import contract, watermark
 from tests.spark.conftest import Reconciler
 from tests.spark.world import RULES, START, Order, World
 
@@ -88,7 +87,7 @@ def test_rows_whose_messages_retention_may_have_removed(reconcile: Reconciler, w
 
 @pytest.mark.soak
 def test_an_open_finding_whose_evidence_retention_has_removed_is_closed(reconcile: Reconciler, world: World) -> None:
-    """It is not LOST because its message is gone now, and not RECOVERED; what is still there is judged as before."""
+    """A row whose message is gone is neither LOST nor RECOVERED; keys with their messages are judged as before."""
     reconcile.rules(groups=())
     world.add(Order(number=1))
     world.app.execute("UPDATE orders_order SET total = 99")
@@ -134,7 +133,7 @@ def test_an_interval_is_published_when_all_of_it_can_be_judged(reconcile: Reconc
 
 @pytest.mark.soak
 def test_exports_of_bytea_and_effects_without_a_watermark(reconcile: Reconciler, world: World, tmp_path: Path) -> None:
-    """As COPY writes them; what is newer than an export of effects cannot be missing from it."""
+    """As COPY writes them; an effect that is newer than the export of effects is not missing from it."""
     world.add(Order(number=1))
     world.add(Order(number=2, at=START + 5 * HOUR))
     folder = tmp_path / "export"

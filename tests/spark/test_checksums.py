@@ -8,11 +8,13 @@ from decimal import Decimal
 
 import pytest
 
-from spark.comparison import classify, sides
 from spark.rules import file as rules_file
 from spark.rules.rule import FieldRule, FieldType
-from spark.stages import prefilter, values
+from spark.sources import values
+from spark.sources.databases import Sources
+from spark.stages import checksums, sides
 from tests.spark.conftest import Reconciler
+from tests.spark.frames import whole
 from tests.spark.world import START, Order, World
 
 pytestmark = pytest.mark.timeout(300)
@@ -28,9 +30,9 @@ def test_checksums_skip_equal_buckets_and_read_the_others(reconcile: Reconciler,
     reconcile.rules(groups=("logistics", "points"), extra='bucket = "1h"')
     world.add_many(400, every=timedelta(minutes=1))
     rules = rules_file.load(reconcile.folder / "reconcile.toml")
-    sources = sides.Sources(reconcile.spark, rules)
+    sources = Sources(reconcile.spark, rules)
     sources.open_all()
-    outcome = prefilter.compare(rules.rules[0], rules, sources, classify.Window(None, now(), now()))
+    outcome = checksums.compare(whole(rules.rules[0]), rules, sources)
     sources.close_all()
     assert outcome.skipped_rows == 400
     assert outcome.note == "checksum: 7 of 7 buckets are equal, 400 rows were not read"
@@ -51,9 +53,9 @@ def test_checksums_say_when_they_do_not_help(reconcile: Reconciler, world: World
         ((), 'bucket = "1h"\nmessages = "at_least_one"', "it needs messages = 'exactly_one'"),
     ):
         rules = rules_file.load(reconcile.rules(groups=groups, extra=extra))
-        sources = sides.Sources(reconcile.spark, rules)
+        sources = Sources(reconcile.spark, rules)
         sources.open_all()
-        outcome = prefilter.compare(rules.rules[0], rules, sources, classify.Window(None, now(), now()))
+        outcome = checksums.compare(whole(rules.rules[0]), rules, sources)
         sources.close_all()
         assert reason in outcome.note
         assert (outcome.skipped_rows, outcome.limits) == (0, sides.ReadLimits())
@@ -133,12 +135,12 @@ def test_a_clean_day_by_checksums_takes_no_job_of_spark(reconcile: Reconciler, w
 
 @pytest.mark.soak
 def test_checksums_hide_nothing(reconcile: Reconciler, world: World) -> None:
-    """What one key has twice on both sides, other content types, bodies of another time, numbers as texts."""
+    """Keys that both sides have twice, other content types, bodies of another time, numbers as texts."""
     reconcile.rules(groups=(), extra='bucket = "1h"')
     world.add_many(20)
     world.broker.execute("UPDATE commit_log SET content_type = 'application/octet-stream' WHERE key = '5'")
     world.send(Order(number=900, at=START - HOUR), stored_at=START + HOUR)
-    # As a text, PostgreSQL says 12.50 and Spark 12.5: what is found must not depend on who compares.
+    # As a text, PostgreSQL writes 12.50 and Spark 12.5: findings must not depend on the one that compares.
     world.app.execute("UPDATE orders_order SET customer = '12.50' WHERE id = 7")
     number = """convert_to(replace(convert_from(body, 'UTF8'), '"customer 0"', '12.50'), 'UTF8')"""
     world.broker.execute(f"UPDATE commit_log SET body = {number} WHERE key = '7'")

@@ -39,7 +39,7 @@ DONE = ((AT + timedelta(seconds=1),), (AT + timedelta(seconds=1),))
 HALF = Sent(stored_at=AT, state="undecided")
 FINE = History(rows=(ROW,), messages=(MESSAGE,), effects=DONE)
 
-# What was done to a fine history -> (group, class) that must come of it; nothing: OK.
+# A change of a history without faults -> the (group, class) that it must get; without one: OK.
 SEEDED: dict[str, tuple[History, dict[str, str]]] = {
     "ok": (FINE, {}),
     "pending": (History(rows=(BusinessRow(at=UNTIL),), messages=(MESSAGE,)), {"": "PENDING"}),

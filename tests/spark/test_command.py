@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 @pytest.fixture(autouse=True)
 def server_of_the_run(sample_environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the sample starts a server of its own in the checkout, which nobody stops."""
+    """Otherwise the sample starts a server of its own in the checkout, and no test stops it."""
     for name, value in sample_environment.items():
         monkeypatch.setenv(name, value)
 

@@ -1,4 +1,4 @@
-"""The contract of the tables, and what the package may use."""
+"""The contract of the tables, and the packages that spark/ may use."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from psycopg import sql
 
 import spark
-from spark.comparison import contract
+from spark.sources import contract
 
 FOLDER = Path(spark.__file__).parent
 SOURCES = sorted(FOLDER.rglob("*.py"))

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from spark.errors import RunIncomplete, UsageProblem
+from spark.common.errors import RunIncomplete, UsageProblem
 from tests.spark.conftest import Reconciler
 from tests.spark.exports import copy_out, export_csv, export_parquet
 from tests.spark.test_runs import plant

@@ -13,8 +13,8 @@ import pyarrow.parquet as parquet
 import pytest
 from psycopg.conninfo import conninfo_to_dict
 
-from spark.errors import UsageProblem
-from spark.output import findings
+from spark.common.errors import UsageProblem
+from spark.common.store import Store
 from tests.spark.conftest import Reconciler
 from tests.spark.world import World
 
@@ -30,22 +30,22 @@ def test_lines_are_the_findings_in_force_while_they_are_there(reconcile: Reconci
     world.app.execute("UPDATE orders_order SET total = total + 1 WHERE id = 8")
     result = reconcile.run()
     output = str(reconcile.folder / reconcile.output)
-    lines = [json.loads(line) for line in findings.lines(output)]
+    lines = [json.loads(line) for line in Store(output).finding_lines()]
     assert [(line["key"], line["group"], line["class"]) for line in lines] == [("3", "", "LOST"), ("8", "", "MISMATCH")]
     assert {line["run"] for line in lines} == {result["run"]}
     assert lines[1]["at"].endswith("+00:00"), lines[1]
-    assert len(list(findings.lines(output, limit=1))) == 1
+    assert len(list(Store(output).finding_lines(limit=1))) == 1
     folder = reconcile.folder / reconcile.output / result["findings"]
     schema = parquet.read_schema(next(folder.glob("*.parquet")))
     assert str(schema.field("at").type) == "timestamp[us, tz=UTC]", "readers other than Spark must know the zone"
     folder.rename(folder.with_name("elsewhere"))
     with pytest.raises(UsageProblem, match="cannot be read"):
-        list(findings.lines(output))
+        list(Store(output).finding_lines())
 
 
 def test_no_result_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(UsageProblem, match="there is no result in"):
-        list(findings.lines(str(tmp_path)))
+        list(Store(str(tmp_path)).finding_lines())
 
 
 @pytest.mark.soak

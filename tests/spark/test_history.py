@@ -9,8 +9,8 @@ from typing import Any
 import pyarrow.dataset as pads
 import pytest
 
+from spark.common.store import Store
 from spark.output import history
-from spark.output.store import Store
 from tests.spark.conftest import Reconciler
 from tests.spark.world import GROUPS, Order, World
 
@@ -26,7 +26,7 @@ def rows(output: Path, table: str) -> list[dict[str, Any]]:
 
 @pytest.mark.soak
 def test_a_finding_is_followed_from_run_to_run(reconcile: Reconciler, world: World) -> None:
-    """Found once, changed, recovered: one row each, whatever the number of runs; a clean run is counted too."""
+    """Found once, changed, recovered: one row each for any number of runs; a clean run is counted too."""
     output = reconcile.folder / "out"
     reconcile.rules(groups=GROUPS)
     world.add(Order(number=1))

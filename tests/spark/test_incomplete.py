@@ -1,4 +1,4 @@
-"""What makes a run incomplete, and what does not: quiet topics, exports without some views, files that are damaged."""
+"""Which runs are incomplete: those over damaged files. Quiet topics and exports without some views are no reason."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from random import Random
 
 import pytest
 
-from spark.errors import RunIncomplete
-from spark.stages import scan
+from spark.common.errors import RunIncomplete, causes
 from tests.spark import timelines
 from tests.spark.conftest import Reconciler
 from tests.spark.oracle import UNTIL, BusinessRow, Sent
@@ -31,14 +30,14 @@ Caused by: java.lang.RuntimeException: file:///a/b.parquet is not a Parquet file
 
 
 def test_the_whole_cause_of_a_jvm_error_in_one_line() -> None:
-    said = scan.causes(JVM)
+    said = causes(JVM)
     assert said.endswith(
         "java.lang.RuntimeException: file:///a/b.parquet is not a Parquet file. Expected magic number at tail"
     )
     assert "[FAILED_READ_FILE.NO_HINT] Encountered error while reading file:///a/b.parquet.; " in said
     assert "\tat " not in said and "more" not in said and "\n" not in said
     long = "x" * 1_000
-    assert scan.causes(f"Job aborted.\n\tat a.b(c)\nCaused by: {long}") == f"Job aborted.; {long}"
+    assert causes(f"Job aborted.\n\tat a.b(c)\nCaused by: {long}") == f"Job aborted.; {long}"
 
 
 @pytest.mark.slow
@@ -53,7 +52,7 @@ def test_a_topic_that_retention_has_emptied_is_quiet_not_incomplete(reconcile: R
 
 @pytest.mark.slow
 def test_exports_without_some_views_and_one_that_is_damaged(reconcile: Reconciler) -> None:
-    """Views that only add to a finding are not needed; a damaged file is named, with what to do."""
+    """Views that only add to a finding are not needed; a damaged file is named, with the remedy."""
     fact = Fact(sent=Sent(stored_at=AT), message_id=timelines._message_id(Random(1), AT), handled=(AT,))
     whole = {
         "1": Timeline(rows=(BusinessRow(at=AT),), facts=(fact,), effects=(AT,)),

@@ -1,4 +1,4 @@
-"""A chain of incremental runs says what one run over everything says, wherever it was cut."""
+"""A chain of incremental runs gives the classes of one run over everything, wherever it is cut."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def expected(all_of_it: dict[str, Timeline], strays: dict[str, datetime]) -> Fou
 
 @pytest.mark.soak
 def test_batch_and_incremental_give_the_same_verdicts(reconcile: Reconciler, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Random histories of thousands of keys, cut at a random moment; both are what the oracle says."""
+    """Random histories of thousands of keys, cut at a random moment; both give the classes of the oracle."""
     cut_and_compare(reconcile, monkeypatch, 1)
 
 

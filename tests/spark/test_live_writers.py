@@ -14,7 +14,7 @@ pytestmark = pytest.mark.timeout(600)
 
 
 def live_rules(reconcile: Reconciler) -> None:
-    """Without a grace period, so that the protocol alone has to be right; what is never sent is not overdue yet."""
+    """Without a grace period, so that the protocol alone has to be right; unsent messages are not overdue yet."""
     path = reconcile.rules(groups=("logistics",))
     text = path.read_text().replace('grace = "30s"', 'grace = "0s"')
     text = text.replace('stuck_after = "15m"', 'stuck_after = "2h"')
@@ -36,7 +36,7 @@ def reconcile_while_writing(reconcile: Reconciler, world: World, seconds: float)
         result = reconcile.run(full=True)
         planted = [("6", "", "LOST"), ("5", "", "ORPHAN")]
         assert reconcile.findings(result) == planted, "faults among the writes are seen, and nothing else"
-    # What was cut off by the last kill is undecided; nothing else moves any more, so everything is counted once.
+    # Transactions that the last kill cut off are undecided; no process writes any more, so everything is counted once.
     last = reconcile.run(full=True)
     assert reconcile.findings(last) == planted
     assert last["rules"][0]["counts"] == {
@@ -48,7 +48,7 @@ def reconcile_while_writing(reconcile: Reconciler, world: World, seconds: float)
 
 
 def conserved(world: World) -> dict[str, int]:
-    """What must be OK and PENDING, counted in the databases themselves."""
+    """How many keys must be OK and PENDING, counted in the databases themselves."""
     orders = {str(row[0]) for row in world.app.execute("SELECT id FROM orders_order")}
     states: dict[str, set[str]] = {"committed": set(), "undecided": set(), "rolled_back": set()}
     for key, state in world.broker.execute("SELECT key, state FROM message_v1"):

@@ -1,4 +1,4 @@
-"""What a chain of incremental runs sees of changes to what it has judged: nothing, until it looks back."""
+"""A chain of incremental runs sees changes of judged rows only when it looks back."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from datetime import timedelta
 import pytest
 
 from spark.cli import parser
-from spark.errors import UsageProblem
-from spark.options import LookBack
+from spark.common.errors import UsageProblem
+from spark.common.options import LookBack
 from tests.spark.conftest import Reconciler
 from tests.spark.world import START, Order, World
 
@@ -35,7 +35,7 @@ def change_what_was_judged(world: World) -> None:
 
 
 def chain(reconcile: Reconciler, world: World, extra: str = "") -> None:
-    """A clean run, and what comes after its end."""
+    """A clean run, and changes after its end."""
     reconcile.rules(groups=("logistics",), extra=extra)
     world.add(*(Order(number=number) for number in range(1, 8)))
     world.add(Order(number=90, at=START + 2 * HOUR))

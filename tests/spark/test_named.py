@@ -1,4 +1,4 @@
-"""A finding names the very message and transaction that it is about, whatever else has its key."""
+"""A finding names the very message and transaction that it is about, also if other messages have its key."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ within = "10m"
 def test_a_stuck_half_and_a_dead_letter_are_named_beside_committed_messages_of_their_keys(
     reconcile: Reconciler, world: World
 ) -> None:
-    """One committed message before each of them and one after: none of these is what the finding is about."""
+    """One committed message before each of them and one after: the finding is about neither."""
     stuck, dead, orders = uuid.uuid4(), uuid.uuid4(), (Order(number=1), Order(number=2), Order(number=3))
     world.add(Order(number=90, at=START + timedelta(hours=1)))
     for order in orders:

@@ -10,9 +10,8 @@ import pytest
 from psycopg.conninfo import make_conninfo
 from pyspark.sql import SparkSession
 
-from spark.comparison import contract
 from spark.rules import file as rules_file
-from spark.sources import partitions
+from spark.sources import contract, partitions
 from spark.sources.postgres import PostgresSource
 from tests.spark.world import RULES, START
 

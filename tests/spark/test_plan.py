@@ -1,4 +1,4 @@
-"""The plan: what could be done about each finding, as lines for people and for `manage.py outbox_repair`."""
+"""The plan: a step per finding, as lines for people and for `manage.py outbox_repair`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from outbox.contrib.django.repair import plan as applied
 from spark.cli import main
 from spark.comparison.classify import FAULTS
-from spark.repair import plan
+from spark.output import plan
 from spark.rules import file as rules_file
 from tests.spark.conftest import Reconciler
 from tests.spark.test_processes import ROOT
@@ -111,7 +111,7 @@ def actions_of(result: dict[str, Any], reconcile: Reconciler) -> dict[str, tuple
     return {step["key"]: (step["class"], step["action"]) for step in planned(reconcile)[1:]}
 
 
-# The run itself is done already; only that it ended with findings is said in its place.
+# The run itself is over; this stands for its exit with findings.
 WITH_FINDINGS = """
 import subprocess, sys
 from pathlib import Path

@@ -34,8 +34,8 @@ CUTS: dict[str, tuple[timedelta, ...]] = {
     "incremental": (SPAN / 2, SPAN / 3 * 2),
     "streaming": (SPAN / 2, SPAN / 3 * 2),
 }
-# What live writers leave undone is not overdue during the test; what is planted is long overdue. There is no grace
-# period: the protocol alone has to be right, and what they wrote a moment ago is judged.
+# Work that live writers leave undone is not overdue during the test; planted faults are long overdue. There is no grace
+# period, so the protocol alone has to be right, and rows written a moment ago are judged.
 LIMITS = {"within": "2h", "stuck_after": "2h", "late_after": "2h", "grace": "0s"}
 OVERDUE = "3 hours"
 Found = tuple[str, str, str]

@@ -1,4 +1,4 @@
-"""Who may read what a run writes, and what it shows of masked fields."""
+"""Permissions of the files of a run, and masked fields in its texts."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from spark.errors import RulesInvalid
-from spark.output import masking
+from spark.common.errors import RulesInvalid
 from spark.rules import file as rules_file
+from spark.rules import masking
 from tests.spark.conftest import Reconciler
 from tests.spark.world import RULES, START, Order, World
 

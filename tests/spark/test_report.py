@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
+from spark.common.errors import UsageProblem
 from spark.comparison.classify import CLASSES, FAULTS, FindingClass
-from spark.errors import UsageProblem
-from spark.output import history, metrics, report, report_findings, report_plot
-from spark.output.remedies import REMEDIES
+from spark.comparison.remedies import REMEDIES
+from spark.output import history, metrics, plot, report
+from spark.stages import scan
 
 HOSTILE = [
     "<script>alert(1)</script>",
@@ -97,7 +98,7 @@ def trend(*keys: str) -> history.Trend:
 
 
 class Tags(HTMLParser):
-    """Collects what a browser would make of a page."""
+    """Collects tags, attributes and texts of a page, as a browser parses it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,8 +134,8 @@ def test_hostile_keys_in_the_html_report() -> None:
 
 
 def test_the_trace_command_is_one_word_for_the_shell() -> None:
-    assert report_findings.trace_command(finding("$(rm -rf /)"), "trace {message_id}") == "trace '$(rm -rf /)'"
-    assert report_findings.trace_command({"message_id": None}, "trace {message_id}") == ""
+    assert report.trace_command(finding("$(rm -rf /)"), "trace {message_id}") == "trace '$(rm -rf /)'"
+    assert report.trace_command({"message_id": None}, "trace {message_id}") == ""
 
 
 def test_a_clean_report_says_so_and_draws_the_rows() -> None:
@@ -189,7 +190,7 @@ def test_the_documentation_says_what_findings_say() -> None:
 
 
 def test_a_short_window_is_drawn_in_buckets_that_fit_it() -> None:
-    """A minute of rows: not one bar, and no finer than what was asked for."""
+    """A minute of rows: more than one bar, and no finer than the source was queried for."""
 
     class Rows:
         """A source with a row per second."""
@@ -200,19 +201,19 @@ def test_a_short_window_is_drawn_in_buckets_that_fit_it() -> None:
             return [(datetime.fromtimestamp(moment, UTC), count) for moment, count in sorted(counts.items())]
 
     source: Any = Rows()
-    counted = report.volume(source, source, None)
+    counted = scan.volume(source, source, None)
     assert sum(count for _, count in counted) == 60 and 30 <= len(counted) <= 61
-    drawn = report_plot.plot([(moment.timestamp(), count) for moment, count in counted], [])
+    drawn = plot.plot([(moment.timestamp(), count) for moment, count in counted], [])
     assert drawn.count("<rect class='rows'") == len(counted)
-    # What is known of them already is not asked for again, unless it would be one bar.
-    assert report.volume(source, source, None, span_seconds=59) == counted
-    assert report.volume(None, source, None, known=(1, counted)) == counted  # type: ignore[arg-type]
-    assert report.volume(source, source, None, known=(3600, source.volume(source, None, 3600))) == counted
+    # Known buckets are not counted again, unless they would be a single bar.
+    assert scan.volume(source, source, None, span_seconds=59) == counted
+    assert scan.volume(None, source, None, known=(1, counted)) == counted  # type: ignore[arg-type]
+    assert scan.volume(source, source, None, known=(3600, source.volume(source, None, 3600))) == counted
 
 
 def test_every_run_of_the_history_is_a_bar_or_its_bucket_is() -> None:
     day = 86400.0
     daily = [(number * day, {"LOST": number}) for number in range(30)]
-    drawn = report_plot.open_plot(daily)
+    drawn = plot.open_plot(daily)
     assert drawn.count("class='c-LOST' x") == 29 and drawn.count("<rect class='clean'") == 1
     assert "of each 1 d" in drawn

@@ -1,4 +1,4 @@
-"""The rules file: what it means, and errors that name line, key and remedy."""
+"""The rules file: its values, and errors that name line, key and remedy."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from spark import cli
-from spark.errors import RulesInvalid, UsageProblem
+from spark.common.errors import RulesInvalid, UsageProblem
 from spark.rules import file as rules_file
 from spark.rules.rule import FieldType, FindingSeverity, Messages, SourceKind
 from tests.spark.world import RULES, group_rules
@@ -71,7 +71,7 @@ def test_a_changed_rule_has_another_digest() -> None:
     assert first != second
 
 
-# What is replaced, by what, the problem, and the line that it must name (default: the last one written).
+# Old text, new text, the problem, and the line that the error must name (default: the last one written).
 MISTAKES: list[tuple[str, str, str, str]] = [
     ('topic = "order.paid"', 'topik = "order.paid"', "rule.0.topik: unknown key; did you mean 'topic'?.", ""),
     ('topic = "order.paid"', "", 'rule.0.topic: missing; add topic = "…".', "[[rule]]"),

@@ -12,11 +12,16 @@ import psycopg
 import pytest
 
 from spark import run
-from spark.comparison import classify, sides
-from spark.errors import RunIncomplete
+from spark.common.errors import RunIncomplete
+from spark.common.options import RunOptions
 from spark.rules import file as rules_file
-from spark.stages import confirm, scan
+from spark.sources.databases import Sources
+from spark.stages import confirm
+from spark.stages.checksums import ComparedChecksums
+from spark.stages.job import Job
+from spark.stages.scan import scan
 from tests.spark.conftest import Reconciler
+from tests.spark.frames import whole
 from tests.spark.world import GROUPS, START, Order, World
 
 HOUR = timedelta(hours=1)
@@ -122,7 +127,7 @@ def test_k_planted_faults_exactly_those_k_rerun_identical_clean_after_repair(
 
 
 def say_what_they_rest_on(by_class: dict[tuple[str, str], dict[str, Any]]) -> None:
-    """How late, which body and why, which messages; and what to do, with the finding's own ids."""
+    """How late, which body and why, which messages; and the remedy with the finding's own ids."""
     details = {subject: row["detail"] for subject, row in by_class.items()}
     unreadable, duplicate = by_class["UNREADABLE", ""], by_class["DUPLICATE", ""]
     assert details["LATE", ""] == "the message was committed 1:00:00.005 after the row's time; the limit is 0:05:00"
@@ -201,7 +206,8 @@ def test_row_updated_and_rows_committed_between_the_two_snapshots(reconcile: Rec
     path = reconcile.rules(groups=())
     world.add_many(5)
     rules = rules_file.load(path)
-    rule, sources = rules.rules[0], sides.Sources(reconcile.spark, rules)
+    rule, sources = rules.rules[0], Sources(reconcile.spark, rules)
+    job = Job.of(RunOptions(rules=path, output=str(reconcile.folder / "out")))
     with psycopg.connect(world.app_url) as across:
         open_order = Order(number=70)
         world.pay(open_order, across)
@@ -213,19 +219,17 @@ def test_row_updated_and_rows_committed_between_the_two_snapshots(reconcile: Rec
         )
         world.add(Order(number=60))
         sources.broker.open([])
-        window = classify.Window(None, now(), now())
-        target = str(reconcile.folder / "suspects")
-        scan.scan(reconcile.spark, rule, sources, window, sides.ReadLimits(), target)
-        suspects = reconcile.spark.read.parquet(target).where("class <> 'PENDING'")
+        scanned = scan(reconcile.spark, whole(rule), ComparedChecksums(), job, sources)
+        suspects = reconcile.spark.read.parquet(scanned.suspects).where("class <> 'PENDING'")
         assert {(row["key"], row["class"]) for row in suspects.collect()} == {("2", "MISMATCH"), ("60", "ORPHAN")}
         world.app.execute("UPDATE orders_order SET paid_at = %s WHERE id = 2", [START])
         sources.close_all()
         sources.open_all()
-        keys = suspects.selectExpr("key", "false AS carried", "at AS sought_at")
-        again = str(reconcile.folder / "confirmed")
-        confirm.confirm(reconcile.spark, rule, sources, window, keys, again)
+        (wanted,) = confirm.collect(reconcile.spark, [scanned], None)
+        again = confirm.confirm(wanted, job, sources)
         sources.close_all()
-    confirmed = reconcile.spark.read.schema(confirm.SCHEMA).parquet(again)
+    assert wanted.count == 2 and again.target is not None
+    confirmed = reconcile.spark.read.schema(confirm.SCHEMA).parquet(again.target)
     assert [(row["key"], row["class"], row["detail"]) for row in confirmed.collect()] == []
 
 

@@ -24,7 +24,7 @@ EXAMPLES = Path(__file__).resolve().parent.parent.parent / "docs" / "examples"
 DAG = EXAMPLES / "outbox_reconcile_dag.py"
 # Airflow's pins are its own: it may live in another environment, whose Python this names.
 AIRFLOW = os.environ.get("AIRFLOW_PYTHON") or (sys.executable if importlib.util.find_spec("airflow") else "")
-# Run by Airflow's Python in the folder of the DAG; the last line is what came of it.
+# Run by Airflow's Python in the folder of the DAG; the last line is the result.
 RUN_DAG = """
 import json, runpy
 from datetime import UTC, datetime
@@ -42,7 +42,7 @@ Path("came.json").write_text(json.dumps([states, passed["reconcile"]]))
 @pytest.mark.soak
 @pytest.mark.parametrize("number", [0, 1])
 def test_the_crontab_reports_what_is_not_clean(world: World, tmp_path: Path, number: int) -> None:
-    """Each of its lines is run by sh with what cron gives: HOME, the crontab's own variables, and nothing else."""
+    """sh runs each of its lines with cron's environment: HOME and the crontab's own variables only."""
     write_rules(tmp_path, groups=())
     world.add_many(5)
     world.app.execute("DELETE FROM orders_order WHERE id = 3")
@@ -61,7 +61,7 @@ def test_the_crontab_reports_what_is_not_clean(world: World, tmp_path: Path, num
         check=False,
     )
     assert done.stderr == ""
-    # What cron would mail: the verdict, and where the report is.
+    # Cron mails this output: the verdict, and the place of the report.
     assert done.stdout == f"findings: 1 ORPHAN, 4 OK. Report: {tmp_path}/reconcile/report.html\n"
     assert json.loads((tmp_path / "reconcile" / "result.json").read_text())["faults"] == 1
     assert (tmp_path / "node_exporter" / "outbox_reconcile_reconcile.prom").exists()
@@ -83,7 +83,7 @@ def crontab(folder: Path) -> tuple[Mapping[str, str], list[str]]:
 @pytest.mark.skipif(not AIRFLOW, reason="Airflow is not installed (pip install apache-airflow, or AIRFLOW_PYTHON)")
 @pytest.mark.parametrize("lost", [False, True])
 def test_the_dag_judges_a_day_and_fails_by_its_findings(world: World, tmp_path: Path, lost: bool) -> None:
-    """Executed by Airflow's own `dag.test()`: the tasks' ends, and what goes through XCom."""
+    """Executed by Airflow's own `dag.test()`: the states of the tasks, and the values in XCom."""
     write_rules(tmp_path, groups=())
     world.add_many(5)
     if lost:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from spark.errors import RunIncomplete
+from spark.common.errors import RunIncomplete
 from tests.spark.conftest import Reconciler
 from tests.spark.world import RULES, START, World
 

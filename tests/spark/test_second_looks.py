@@ -1,4 +1,4 @@
-"""What a first look misses: keys that are hard to read again, and what comes after a row's window."""
+"""What only a second look finds: keys that are hard to read again, and messages after a row's window."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from pyspark.sql.readwriter import DataFrameWriter
 
-from spark.errors import RunIncomplete
-from spark.stages import confirm
+from spark.common.errors import RunIncomplete
+from spark.stages import sides
 from tests.spark.conftest import Reconciler
 from tests.spark.test_report import HOSTILE
 from tests.spark.world import RULES, START, Order, World
@@ -113,7 +113,7 @@ def test_hostile_and_missing_keys_go_through_a_whole_run(
     result = reconcile.run()
     assert set(reconcile.findings(result)) == expected
     assert "which say whether and not when" in result["rules"][0]["notes"][0]
-    monkeypatch.setattr(confirm, "MAX_KEYS", 3)
+    monkeypatch.setattr(sides, "MAX_KEYS", 3)
     assert set(reconcile.findings(reconcile.run(full=True))) == expected
 
 

@@ -1,4 +1,4 @@
-"""What the command prints holds no password and nothing that steers the terminal. Needs neither Spark nor Java."""
+"""The command prints no password and no character that controls the terminal. Needs neither Spark nor Java."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import io
 import pytest
 
 from spark import cli
-from spark.errors import RunIncomplete, UsageProblem
-from spark.progress import Progress
+from spark.common.errors import RunIncomplete, UsageProblem
+from spark.common.progress import Progress
 from spark.sources import adbc
 
 URL = "postgresql://shop:hunter2@host/db"

@@ -1,4 +1,4 @@
-"""What a group does not owe is not UNDELIVERED: its subscription's filter and start, and the rule's own conditions."""
+"""UNDELIVERED needs a message that the subscription (filter, start) and the rule's own conditions accept."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import psycopg
 import pytest
 
 from outbox.filters.filter import parse_filter
-from spark.rules.subscriptions import filter_sql
+from spark.stages.subscriptions import filter_sql
 from tests.spark.conftest import Reconciler
 from tests.spark.world import RULES, START, Order, World, group_rules
 
@@ -50,7 +50,7 @@ def test_a_filter_as_sql_lets_pass_what_the_broker_lets_pass(server_url: str, te
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_group_owes_what_its_subscription_lets_pass(reconcile: Reconciler, world: World) -> None:
-    """logistics began at the third message, points wants a tag, cart is told by the rule; all saw nothing at all."""
+    """logistics starts at the third message, points filters by a tag, cart has owed_when; no group has any effect."""
     groups = group_rules().replace(
         'name = "cart"\n', "name = \"cart\"\nowed_when = \"headers::jsonb ->> 'kind' = 'cart'\"\n"
     )

@@ -1,4 +1,4 @@
-"""A continuous reconciliation says what one run says, wherever its batches end and however it is ended."""
+"""A continuous reconciliation gives the findings of one run, wherever its batches end and in whatever way it ends."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from spark.errors import RunIncomplete, UsageProblem
-from spark.stream.watch import CHECKPOINT, Watch, _stream_failure
+from spark.common.errors import RunIncomplete, UsageProblem
+from spark.watch import CHECKPOINT, Watch, _stream_failure
 from tests.spark import oracle, timelines
 from tests.spark import world as world_rules
 from tests.spark.conftest import Reconciler
@@ -32,7 +32,7 @@ KEYS = 500
 def streamed(
     reconcile: Reconciler, all_of_it: dict[str, Timeline], strays: dict[str, datetime], watermark: datetime
 ) -> Found:
-    """The findings of a continuous reconciliation that is started, judges what is there at a moment, and ends."""
+    """The findings of a continuous reconciliation that is started, judges the rows up to a moment, and ends."""
     folder = reconcile.folder / "exports"
     folder.mkdir(exist_ok=True)
     timelines.export(all_of_it, strays, watermark, folder)
@@ -80,14 +80,14 @@ def in_force(reconcile: Reconciler) -> dict[str, Any]:
 
 
 def until(watched: Watch, query: Any, condition: Callable[[], bool]) -> None:
-    """Let the query run until a condition holds; what ends it before is raised."""
+    """Let the query run until a condition holds; raises the error that ends it before."""
     while not condition():
         assert not watched.wait(query, 1), "the query ended by itself"
 
 
 @pytest.mark.slow
 def test_batches_at_intervals_find_what_is_planted_between_them(reconcile: Reconciler, world: World) -> None:
-    """Exactly that, as one run over everything does; what a batch could not judge is judged by a later one."""
+    """The same findings as one run over everything; a later batch judges the rows that a batch could not judge."""
     quick = world_rules.RULES.replace('"30s"', '"5s"').replace('"15m"', '"5s"')
     reconcile.rules(text=quick.format(extra="", groups=world_rules.group_rules(["logistics"])))
     world.pay(Order(number=1, at=datetime.now(UTC)))
@@ -176,7 +176,7 @@ def test_what_ended_the_stream_is_told_whole() -> None:
 
 @pytest.mark.soak
 def test_sigterm_ends_batches_at_intervals_and_the_next_start_goes_on(reconcile: Reconciler, world: World) -> None:
-    """With 0, as systemd expects it; a batch that was under way is judged by who comes next."""
+    """It ends with 0, as systemd expects; the next start judges the rows of a batch that was under way."""
     reconcile.rules(groups=())
     world.add(*(Order(number=number) for number in range(1, 6)))
     world.pay(Order(number=500))
@@ -197,7 +197,7 @@ def test_sigterm_ends_batches_at_intervals_and_the_next_start_goes_on(reconcile:
 
 
 def until_said(process: subprocess.Popen[str], text: str) -> str:
-    """What the process says up to a line with `text`."""
+    """The output of the process up to a line with `text`."""
     assert process.stderr is not None
     said: list[str] = []
     for line in process.stderr:
@@ -208,7 +208,7 @@ def until_said(process: subprocess.Popen[str], text: str) -> str:
 
 
 def left_of(session: int) -> list[str]:
-    """Processes of the session that still run; one that ended may wait for whoever has to reap it."""
+    """Processes of the session that still run; one that has ended may still wait for its parent to reap it."""
     listed = ["ps", "-o", "stat=,pid=,args=", "-s", str(session)]
     found = subprocess.run(listed, capture_output=True, text=True, check=False)
     return [line for line in found.stdout.splitlines() if not line.startswith("Z")]

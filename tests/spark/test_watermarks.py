@@ -14,7 +14,7 @@ import psycopg
 import pytest
 
 from outbox.broker import embedded
-from spark.errors import UsageProblem
+from spark.common.errors import UsageProblem
 from spark.rules.rule import DatabaseRule, SourceKind
 from spark.sources import adbc, postgres
 from spark.sources.base import Column, SourceBoundary, TableSelection
@@ -76,7 +76,7 @@ def test_our_own_transactions_do_not(new_database: Callable[..., str]) -> None:
 def test_a_transaction_through_the_pool_that_we_use_holds_the_watermark_back(
     version: pooler.Version, new_database: Callable[..., str], tmp_path: Path
 ) -> None:
-    """The pool gives an application the connections that were ours, with whatever a session's setting left on them."""
+    """The pool gives our former connections to an application, with all session settings that are left on them."""
     url = new_database()
     with pooler.running(url, tmp_path, size=3, version=version) as running:
         through = running.url
@@ -154,7 +154,7 @@ def test_a_transaction_of_the_primary_holds_the_watermark_of_its_replica_back(bo
 
 @pytest.mark.slow
 def test_a_replica_that_lags_is_judged_later(both: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What has ended on the primary is not there yet: the primary's transactions say nothing of what is."""
+    """The replica lacks transactions that ended on the primary, so the primary's open transactions prove nothing."""
     primary, standby = both
     monkeypatch.setattr(postgres, "REPLAY_SECONDS", 0.0)
     with psycopg.connect(primary, autocommit=True) as other, psycopg.connect(standby, autocommit=True) as paused:

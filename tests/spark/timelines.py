@@ -1,4 +1,4 @@
-"""Histories as they unfold: at each moment only what had happened by then is there, as exports to Parquet."""
+"""Histories over time, as exports to Parquet: an export has only the events up to its moment."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from random import Random
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from spark.comparison import contract
+from spark.sources import contract
 from tests.spark.oracle import GRACE, GROUPS, UNTIL, BusinessRow, History, Sent
 
 HOUR = timedelta(hours=1)
@@ -25,7 +25,7 @@ _STATES = ("committed", "committed", "committed", "committed", "committed", "par
 
 @dataclass(frozen=True, kw_only=True)
 class Fact:
-    """A message with when what happened to it; `handled`: when the group that keeps message ids worked on it."""
+    """A message with the times of its events; `handled`: when the group that keeps message ids worked on it."""
 
     sent: Sent
     message_id: str
@@ -54,7 +54,7 @@ class Timeline:
     dead: tuple[datetime | None, ...] = (None, None)
 
     def at(self, now: datetime) -> History:
-        """What is known of the key at a moment, for the oracle."""
+        """The key's history up to a moment, for the oracle."""
         ours = [(fact, sent) for fact in self.facts if fact.topic == TOPIC and (sent := fact.at(now)) is not None]
         is_sent = any(sent.is_committed for _, sent in ours)
         handled = tuple(at for fact, _ in ours for at in fact.handled if at < now)

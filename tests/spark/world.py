@@ -112,7 +112,7 @@ class Order:
 
 
 class World:
-    """Both databases, with helpers that write what the framework would have written, and plant what it would not."""
+    """Both databases, with helpers that write rows as the framework does, and helpers that plant faults."""
 
     def __init__(self, app_url: str, broker_url: str) -> None:
         self.app_url, self.broker_url = app_url, broker_url

@@ -12,7 +12,7 @@ from tests.support import eventually
 
 
 class Writers:
-    """Live writer processes; `kill_one` ends one in the middle of whatever it does and starts another."""
+    """Live writer processes; `kill_one` ends one in the middle of its work and starts another."""
 
     def __init__(self, world: World, count: int) -> None:
         self._world, self._started = world, 0

@@ -1,4 +1,4 @@
-"""The source of a continuous reconciliation: a stream of moments, each the end of what one micro-batch may judge."""
+"""The source of a continuous reconciliation: a stream of moments; a micro-batch judges rows up to its moment."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _FIRST: Final = datetime.fromtimestamp(0, UTC).isoformat()
 
 
 class MomentSource(DataSource):
-    """Offsets are moments (ISO 8601). Those of a batch are in the checkpoint before it begins, so that a batch which
-    was killed is run again up to the same moment."""
+    """Offsets are moments (ISO 8601). Spark writes the moment of a batch into the checkpoint before the batch begins.
+    So a killed batch is repeated up to the same moment."""
 
     @classmethod
     def name(cls) -> str:

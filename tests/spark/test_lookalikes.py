@@ -1,4 +1,4 @@
-"""What is read as something else, and what is printed so that it cannot be told apart."""
+"""Values that a reader may take for others, and differing texts that must look different in a finding."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import pytest
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
 
+from spark.common.errors import RunIncomplete, UsageProblem
+from spark.common.safe_text import shown_difference, visible
 from spark.comparison import evidence
 from spark.comparison.json_text import why_refused
-from spark.errors import RunIncomplete, UsageProblem
 from spark.rules.rule import FieldRule, FieldType, Rule
-from spark.safe_text import told_apart, visible
 from tests.spark.conftest import Reconciler
 from tests.spark.exports import export_csv, export_parquet
 from tests.spark.test_files import folders
@@ -109,7 +109,7 @@ def test_a_run_says_what_is_wrong_with_bodies_and_how_values_differ(reconcile: R
     ],
 )
 def test_two_values_that_differ_differ_as_shown(ours: str | None, theirs: str, shown: tuple[str, str, str]) -> None:
-    assert told_apart(ours, theirs) == shown
+    assert shown_difference(ours, theirs) == shown
 
 
 def test_a_key_shows_what_cannot_be_seen() -> None:

@@ -1,4 +1,4 @@
-"""Fields that a rule masks: compared as they are, never shown. Everything else of a body stays as it was written."""
+"""Fields that a rule masks: they are compared, but not shown. The rest of a body is shown as it was written."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Final
 from pyspark.sql import Column
 from pyspark.sql import functions as F
 
-from ..rules.rule import FieldRule, Rule
+from .rule import FieldRule, Rule
 
 HIDDEN: Final = "(masked)"
-NOT_JSON: Final = "(masked: not one readable JSON text, so what is in it cannot be told apart)"
+NOT_JSON: Final = "(masked: not one readable JSON text, so its fields cannot be separated)"
 _SPACE: Final = " \t\r\n"
 _DECODER: Final = json.JSONDecoder()
 
 
-def hides(rule: Rule, field: FieldRule) -> bool:
+def is_masked(rule: Rule, field: FieldRule) -> bool:
     """Whether the values of a compared field are masked: by column, or by a part of its path in the body."""
     path = field.body.split(".")
     prefixes = (".".join(path[: length + 1]) for length in range(len(path)))
@@ -26,14 +26,14 @@ def hides(rule: Rule, field: FieldRule) -> bool:
 
 def shown(rule: Rule, field: FieldRule, value: Column) -> Column:
     """A compared value as a finding may show it. That it is null is not hidden."""
-    return F.when(value.isNotNull(), F.lit(HIDDEN)) if hides(rule, field) else value
+    return F.when(value.isNotNull(), F.lit(HIDDEN)) if is_masked(rule, field) else value
 
 
 def shown_body(rule: Rule, body: Column, otherwise: Column, longest: int) -> Column:
     """The text of a body as a finding may show it, cut to `longest` characters; `otherwise` if nothing is masked."""
     if not rule.mask:
         return otherwise
-    names = [*rule.mask, *(field.body for field in rule.fields if hides(rule, field))]
+    names = [*rule.mask, *(field.body for field in rule.fields if is_masked(rule, field))]
     hide = F.udf(lambda text: None if text is None else masked(text, names), "string")
     return F.substring(hide(body), 1, longest)
 

@@ -1,9 +1,9 @@
 """Continuous reconciliation: a streaming query whose every micro-batch is an incremental run.
 
-The batch reads the sources under its own snapshots and carries on from the result in force, as `outbox-reconcile run`
-does; what is streamed are the moments up to which batches judge. `result.json` names the query and batch that wrote it,
-and is replaced in one step: a batch that Spark gives again after a crash is known by that and not judged twice, which
-would take its new findings for known ones (docs/decisions/054-a-stream-of-moments.md).
+A batch reads the sources under its own snapshots and continues from the result in force, as `outbox-reconcile run`
+does. The stream itself holds only moments: the time up to which each batch judges. `result.json` names the query and
+the batch that wrote it. If Spark repeats a batch after a crash, the batch finds its result and does not judge again;
+otherwise its new findings would count as known (docs/decisions/054-a-stream-of-moments.md).
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
 
-from ..errors import ReconcileError, RunIncomplete, UsageProblem
-from ..options import Batch, RunOptions
-from ..output.result import shown_totals
-from ..output.store import Store
-from ..progress import Progress
-from ..rules import file as rules_file
-from ..run import Run
-from .moments import NAME, MomentSource
+from .common.errors import ReconcileError, RunIncomplete, UsageProblem
+from .common.options import Batch, RunOptions
+from .common.progress import Progress
+from .common.store import Store
+from .output.result import shown_totals
+from .rules import file as rules_file
+from .run import run
+from .sources.moments import NAME, MomentSource
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -42,26 +42,26 @@ class Watch:
         self._reached = datetime.fromtimestamp(0, UTC)
 
     def available_now(self) -> dict[str, Any]:
-        """Judge what is there and return the result in force. Raises ReconcileError as a run does."""
-        asked = datetime.now(UTC)
-        # The first batch may be one that was killed, with the moment that it had then; Spark ends after it.
-        while self._reached < asked:
+        """Judge all rows up to now; returns the result in force. Raises ReconcileError as a run does."""
+        end = datetime.now(UTC)
+        # Spark first repeats a batch that was killed, up to its old moment, and then ends.
+        while self._reached < end:
             self._wait(self._start({"availableNow": True}))
         result = self._store.result()
-        assert result is not None  # A batch that publishes nothing has raised.
+        assert result is not None  # A batch that publishes nothing raises.
         return result
 
     def every(self, interval: str) -> StreamingQuery:
         """Start a batch per interval ('1 minute') until the query is stopped; see `wait`.
 
-        A batch that could not judge (RunIncomplete) says so and leaves its window to the next one. Any other failure
+        A batch that could not judge (RunIncomplete) reports it and leaves its window to the next one. Any other failure
         ends the query.
         """
         self._is_lasting = True
         return self._start({"processingTime": interval})
 
     def wait(self, query: StreamingQuery, seconds: int) -> bool:
-        """Wait for the query's end; whether it ended. Raises what ended it."""
+        """Wait for the query's end; returns whether it ended. Raises the error that ended it."""
         from pyspark.errors import StreamingQueryException
 
         try:
@@ -92,7 +92,7 @@ class Watch:
                 raise
             self._progress.say(f"batch {number}: {error} The next batch judges it too.")
         except Exception as error:
-            self._failure = error  # Spark would give it back as text.
+            self._failure = error  # Spark would return it as text.
             raise
 
     def _run_window(self, moments: DataFrame, number: int) -> None:
@@ -104,7 +104,7 @@ class Watch:
             return
         self._progress.say(f"batch {number}: up to {until.isoformat()}")
         options = replace(self._options, batch=batch, no_later_than=until)
-        result = Run(self._spark, options, self._progress).execute()
+        result = run(self._spark, options, self._progress)
         self._reached = until
         self._progress.say(f"batch {number}: {shown_totals(result)}")
 
@@ -116,7 +116,7 @@ class Watch:
 
 
 def _stream_failure(error: Exception) -> ReconcileError:
-    # Spark adds its plans, which say nothing of the cause.
+    # Without Spark's plans, which do not show the cause.
     reason = " ".join(str(error).partition("=== Streaming Query ===")[0].split())
     return RunIncomplete(
         f"the streaming query failed: {reason}. The previous result stays in force. Start it again; if its checkpoint "

@@ -1,8 +1,8 @@
-"""What could be done about the findings in force, as JSON lines for people to read, cut and then apply.
+"""The plan of a repair of the findings in force: JSON lines that a person reads, cuts and then applies.
 
-The first line is the head: the run, and of each rule what is needed to read its row and its messages again. Each
-further line is a step. Making a plan reads the result alone, never a database, and changes nothing; it is applied by
-`manage.py outbox_repair`, which verifies each step again.
+The first line is the head: the run, and how the row and the messages of each rule are read again. Each further line is
+a step. Making a plan reads only the result, no database, and changes nothing. `manage.py outbox_repair` applies it, and
+verifies each step again.
 """
 
 from __future__ import annotations
@@ -11,12 +11,10 @@ import enum
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from datetime import datetime
 from typing import Any, Final
 
+from ..common.store import Store, plain_json
 from ..comparison.classify import FindingClass
-from ..errors import UsageProblem
-from ..output.store import Store
 from ..rules.rule import GroupRule, Rule, Rules, SourceKind
 from ..sources import sql
 
@@ -26,7 +24,7 @@ _CLOSED: Final = (FindingClass.RECOVERED.value, FindingClass.EXPIRED.value)
 
 
 class RepairAction(enum.StrEnum):
-    """What applying a step does."""
+    """The effect of applying a step."""
 
     PUBLISH = "publish"
     """The row is published again, under an id derived from rule and key."""
@@ -35,7 +33,7 @@ class RepairAction(enum.StrEnum):
     ASK = "ask"
     """The ledger is asked how the half message's transaction ended."""
     REPORT = "report"
-    """Nothing: people have to decide. `why` says what stands in the way."""
+    """Nothing: a person has to decide. `why` gives the reason."""
 
 
 _ACTIONS: Final = {
@@ -51,9 +49,7 @@ def lines(output: str, rules: Rules) -> Iterator[str]:
     Raises UsageProblem when there is no result in `output`.
     """
     store = Store(output)
-    result = store.result()
-    if result is None:
-        raise UsageProblem(f"there is no result in {output}: run outbox-reconcile run --output {output} first.")
+    result = store.result_in_force()
     known = {rule.name: rule for rule in rules.rules}
     judged_by = {item["name"]: item["digest"] for item in result["rules"]}
     current = {name: rule for name, rule in known.items() if judged_by.get(name) == rule.digest}
@@ -66,7 +62,7 @@ def lines(output: str, rules: Rules) -> Iterator[str]:
     yield json.dumps(head)
     for finding in store.rows(result["findings"]):
         if finding["class"] not in _CLOSED:
-            yield json.dumps(_step(finding, current.get(finding["rule"]), rules), default=_plain)
+            yield json.dumps(_step(finding, current.get(finding["rule"]), rules), default=plain_json)
 
 
 def _source(rule: Rule, rules: Rules) -> dict[str, Any]:
@@ -85,7 +81,7 @@ def _source(rule: Rule, rules: Rules) -> dict[str, Any]:
 
 
 def _effects(group: GroupRule) -> dict[str, Any]:
-    """How the effects of a key are found, which are asked before its row is published again."""
+    """How the effects of a key are found; a repair reads them before it publishes the row again."""
     return {
         "group": group.name,
         "database": group.database,
@@ -105,7 +101,7 @@ def _step(finding: Mapping[str, Any], rule: Rule | None, rules: Rules) -> dict[s
 
 
 def _hindrance(finding: Mapping[str, Any], rule: Rule | None, rules: Rules) -> str | None:
-    """Why nothing can be done without people; None where something can."""
+    """Why a person has to decide; None if the step can be applied."""
     if finding["class"] not in _ACTIONS:
         return f"{finding['class']} is only reported. {finding['remedy'] or ''}".rstrip()
     if finding["acknowledged"]:
@@ -124,7 +120,3 @@ def _hindrance(finding: Mapping[str, Any], rule: Rule | None, rules: Rules) -> s
     if finding["rows"] != 1:
         return f"{finding['rows']} rows have this key: which of them should be published is not known"
     return None
-
-
-def _plain(value: object) -> str:
-    return value.isoformat() if isinstance(value, datetime) else str(value)

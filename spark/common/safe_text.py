@@ -1,4 +1,7 @@
-"""What may be shown: texts without passwords, and without characters that steer a terminal."""
+"""Makes texts safe to show: masks passwords, and escapes characters that control a terminal.
+
+`outbox/utils/safe_text.py` masks passwords in the same way. This package imports nothing of the framework, so it has
+a copy; tests/core/test_safe_text.py holds both to the same results."""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import unicodedata
 from typing import Final
 
 MASK: Final = "***"
-# Up to the last @ of the line: in a malformed URL the password may itself hold any character.
+# Match up to the last @ of the line: in a malformed URL the password itself may contain any character.
 _URL: Final = re.compile(r"(://[^\s:/@]*:)[^\n]*@")
 _URL_WITHOUT_HOST: Final = re.compile(r"(://[^\s:/@]*:)(?!\d+(?:[/?\s]|$)|\*)[^\s/@]+")
 _NAMED: Final = re.compile(
@@ -15,7 +18,7 @@ _NAMED: Final = re.compile(
         (?: '(?:[^'\\\n]|\\.)*'? | "(?:[^"\\\n]|\\.)*"? | [^\s&,;)}]+ )""",
     re.IGNORECASE | re.VERBOSE,
 )
-# What libpq quotes of a connection string that it cannot read, or reads in another way than it was meant.
+# libpq's errors about a connection string that it cannot read quote a part of it, which may be the password.
 _UNREADABLE: Final = re.compile(
     r"((?:missing \"=\" after|URI[^\"]*:|percent-encoded[^\"]*:|connection option|integer value|port number:|"
     r"unexpected character|host name) *)\".*\"",
@@ -24,7 +27,7 @@ _UNREADABLE: Final = re.compile(
 
 
 def mask_passwords(text: str) -> str:
-    """`text` with *** for every password in a URL, malformed ones too, or after a name such as `password=`."""
+    """`text` with *** for every password in a URL, malformed or not, or after a name such as `password=`."""
     text = _URL.sub(rf"\1{MASK}@", text)
     text = _URL_WITHOUT_HOST.sub(rf"\1{MASK}", text)
     text = _UNREADABLE.sub(rf'\1"{MASK}"', text)
@@ -32,24 +35,24 @@ def mask_passwords(text: str) -> str:
 
 
 def for_people(text: str) -> str:
-    r"""A text of several lines, for a terminal: without passwords, and with escapes (`\x1b`) for what steers it."""
+    r"""A text of several lines for a terminal: passwords masked, control characters escaped (`\x1b`)."""
     return "".join(
         character if character.isprintable() or character == "\n" else ascii(character)[1:-1]
         for character in mask_passwords(text)
     )
 
 
-# Of two texts that differ no more is shown than this many characters around the place where they begin to.
+# Characters of a long text that are shown before and after the first difference.
 _AROUND: Final = 100
 
 
 def quoted(text: str) -> str:
-    r"""A value in quotes, so that its ends are seen, with escapes (`\u00a0`) for what cannot be seen."""
+    r"""A value in quotes, so that its ends are visible, with escapes (`\u00a0`) for invisible characters."""
     return f"'{''.join(_visible(character) for character in text)}'"
 
 
 def visible(text: str) -> str:
-    """A key as it is; `quoted` where something in it, or at its ends, cannot be seen."""
+    """A key as it is; `quoted` if it has invisible characters, or blanks at its ends."""
     shown = quoted(text)
     is_seen = shown.replace("\\\\", "\\") == f"'{text}'" and text.strip() == text
     return text if is_seen else shown
@@ -66,8 +69,8 @@ def _escape(character: str) -> str:
     return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
 
 
-def told_apart(ours: str | None, theirs: str | None) -> tuple[str, str, str]:
-    """Two values that differ, so that they differ as shown too, and a note on how where that is hard to see."""
+def shown_difference(ours: str | None, theirs: str | None) -> tuple[str, str, str]:
+    """Two values that differ, written so that a reader sees the difference, and a note if it is hard to see."""
     if ours is None or theirs is None:
         return *(("null" if text is None else _cut(text, 0)) for text in (ours, theirs)), ""  # type: ignore[return-value]
     begin = next((n for n, (one, other) in enumerate(zip(ours, theirs, strict=False)) if one != other), None)

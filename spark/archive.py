@@ -1,10 +1,11 @@
 """The broker's log kept as Parquet before retention removes it: `outbox-reconcile archive`.
 
-    archive.json                           what the archive holds: passes with their counts and checksums, gaps
+    archive.json                           passes with their counts and checksums, and gaps
     message_v1/pass=<name>/day=<date>/…    Parquet, one row per message of that pass, by the day it was stored
 
-A pass takes what was settled (decided, due, recalled) since the pass before: nothing is settled twice, so no message is
-in two passes. It counts once `archive.json` names it; what a killed pass left is removed by the next one.
+A pass takes the messages that were settled (decided, due, recalled) since the previous pass. A message is settled once,
+so no message is in two passes. A pass counts once `archive.json` names it; the next pass removes the files of a killed
+one.
 """
 
 from __future__ import annotations
@@ -15,15 +16,26 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
 
-from ..errors import RunIncomplete, UsageProblem
-from ..output.store import Store
-from ..progress import Progress
-from ..rules.rule import Rules, SourceKind
-from ..sources import sql
-from ..sources.base import ColumnKind
-from ..sources.postgres import PostgresSource
-from ..stages.scan import readable_errors
-from .manifest import FOLDER, KINDS, MANIFEST, SETTLED, Gap, Manifest, Pass, load, read, removed_by_topic, selection
+from .common.errors import RunIncomplete, UsageProblem, readable_errors
+from .common.progress import Progress
+from .common.store import Store
+from .rules.rule import Rules, SourceKind
+from .sources import sql
+from .sources.archived import (
+    FOLDER,
+    KINDS,
+    MANIFEST,
+    SETTLED,
+    Gap,
+    Manifest,
+    Pass,
+    archived_messages,
+    load_manifest,
+    read_passes,
+    removed_by_topic,
+)
+from .sources.base import ColumnKind
+from .sources.postgres import PostgresSource
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -46,7 +58,7 @@ class Archive:
         self._source = PostgresSource(spark, database)
 
     def run(self) -> tuple[Pass | None, list[Gap]]:
-        """Take what was settled since the last pass; None: nothing yet. Returns the gaps that were found on the way.
+        """Take the messages settled since the last pass; returns the pass (None if there is nothing new) and new gaps.
 
         Raises ReconcileError; then the archive is as it was.
         """
@@ -56,7 +68,7 @@ class Archive:
                 reading = self._source.open([])
                 if not self._source.query(_LOCK)[0][0]:
                     raise RunIncomplete("another pass over this broker is running. Run it again when that has ended.")
-            manifest = load(self._store) or Manifest(broker=reading.identity)
+            manifest = load_manifest(self._store) or Manifest(broker=reading.identity)
             if manifest.broker != reading.identity:
                 raise UsageProblem(
                     f"{self._store.path(MANIFEST)} is the archive of broker {manifest.broker!r}, this is "
@@ -69,11 +81,11 @@ class Archive:
             self._source.close()
 
     def verify(self) -> list[str]:
-        """Read everything again; returns the passes whose count or checksum is not what it was, as texts.
+        """Read everything again; returns an error text per pass whose count or checksum has changed.
 
         Raises UsageProblem where there is no archive.
         """
-        manifest = load(self._store)
+        manifest = load_manifest(self._store)
         if manifest is None:
             raise UsageProblem(
                 f"there is no archive at {self._store.path(MANIFEST)}: run outbox-reconcile archive first."
@@ -92,7 +104,7 @@ class Archive:
 
     def _pass(self, manifest: Manifest, until: str) -> tuple[Pass | None, list[Gap]]:
         since = manifest.until
-        with self._progress.step("stage gaps: what was removed since"), readable_errors("counting removed messages"):
+        with self._progress.step("stage gaps: messages removed since"), readable_errors("counting removed messages"):
             gaps = self._account(manifest, until)
         if since is not None and datetime.fromisoformat(until) <= datetime.fromisoformat(since):
             return None, gaps
@@ -109,7 +121,7 @@ class Archive:
         if found != expected:
             raise RunIncomplete(
                 f"{folder} holds {found[0]} messages, checksum {found[1]}; the broker has {expected[0]}, checksum "
-                f"{expected[1]}: what was written is not what is there. The archive is as it was; run it again."
+                f"{expected[1]}: they differ. The archive is unchanged; run it again."
             )
         made = Pass(name=name, since=since, until=until, count=expected[0], checksum=expected[1], topics=topics)
         manifest.passes.append(made)
@@ -121,7 +133,7 @@ class Archive:
         return made, gaps
 
     def _account(self, manifest: Manifest, until: str) -> list[Gap]:
-        """What was removed unseen; the first pass only notes what was gone before it."""
+        """The messages that retention removed before a pass took them. The first pass only records earlier removals."""
         gaps = []
         for topic, removed, taken, horizon in removed_by_topic(self._source, self._schema, manifest.until):
             if not manifest.passes:
@@ -147,16 +159,16 @@ class Archive:
     def _write(self, folder: str, terms: list[str]) -> None:
         from pyspark.sql import functions as F
 
-        frame = self._source.read([selection(*terms)], None).withColumn("day", F.to_date("stored_at"))
+        frame = self._source.read([archived_messages(*terms)], None).withColumn("day", F.to_date("stored_at"))
         frame.write.partitionBy("day").parquet(self._store.spark_path(folder))
 
     def _sums(self, folder: str) -> tuple[int, int]:
-        """Count and checksum of what is on the disk, computed as the broker computes them."""
+        """Count and checksum of the files of a pass, computed as the broker computes them."""
         from pyspark.sql import functions as F
 
         parts = [F.coalesce(_as_column(name, kind), F.lit(_ABSENT)) for name, kind in KINDS.items()]
         number = F.conv(F.substring(F.md5(F.concat_ws("|", *parts).cast("binary")), 1, 15), 16, 10).cast("bigint")
-        frame = read(self._spark, [self._store.spark_path(folder)])
+        frame = read_passes(self._spark, [self._store.spark_path(folder)])
         row = frame.agg(F.count(F.lit(1)), F.coalesce(F.bit_xor(number), F.lit(0).cast("bigint"))).collect()[0]
         return int(row[0]), int(row[1])
 

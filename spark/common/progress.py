@@ -1,4 +1,4 @@
-"""What the run is doing, on standard error: one line per step, and a sign of life during long ones."""
+"""The progress of a run on standard error: a line per step, and a line every few seconds during a long step."""
 
 from __future__ import annotations
 

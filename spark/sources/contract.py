@@ -1,4 +1,4 @@
-"""The contract of the tables: what the pipeline reads of the broker's published views, and how of the user's tables.
+"""What a run reads of the broker's published views and of the business tables.
 
 The views belong to the broker (`outbox/broker/schema`), carry their version in their name and are described in
 docs/reconciliation.md. A test holds this list against an installed broker.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Final
 
 from ..rules.rule import FieldType, GroupRule, Rule
-from ..sources.base import Column, ColumnKind, TableSelection
+from .base import Column, ColumnKind, TableSelection
 
 # View -> column -> PostgreSQL type.
 VIEWS: Final[dict[str, dict[str, str]]] = {
@@ -47,11 +47,11 @@ VIEWS: Final[dict[str, dict[str, str]]] = {
         "replayed_at": "timestamp with time zone",
     },
     "topic_v1": {"topic": "text", "retention_seconds": "bigint", "pruned_at": "timestamp with time zone"},
-    # Of subscriptions, where the rules do not say what a group owes.
+    # Read if a rule has no owed_when.
     "group_v1": {"consumer_group": "text", "topic": "text", "filter": "text"},
     "offset_v1": {"consumer_group": "text", "topic": "text", "queue_id": "integer", "start_offset": "bigint"},
     "queue_entry_v1": {"queue_id": "integer", "queue_offset": "bigint", "log_id": "bigint", "attempt": "smallint"},
-    # Only told with a finding.
+    # Only shown with a finding.
     "check_v1": {
         "transaction_id": "uuid",
         "checked_at": "timestamp with time zone",
@@ -73,8 +73,8 @@ ROW_KIND: Final = 0
 EFFECT_KIND: Final = 10
 _DETAILS: Final = ("message_id", "transaction_id", "tag", "decided_by")
 
-# What is read from one database is read at once, so all its selections have one shape: rows and effects
-# (kind, key, at, f0, f1, …), or what the broker knows (key, at, log_id, decided_at, …).
+# All selections of one database are read at once, so they have one shape: rows and effects (kind, key, at, f0, f1, …),
+# or the broker's messages (key, at, log_id, decided_at, …).
 
 
 def rows(rule: Rule) -> TableSelection:
@@ -105,8 +105,8 @@ def rows(rule: Rule) -> TableSelection:
 def effects(rule: Rule, number: int, *, detailed: bool = False) -> TableSelection:
     """The rows in which the work of the rule's group `number` shows.
 
-    Without an effect table: the deliveries that the broker says are done, in the shape of messages. They have no
-    time: offsets are compacted, so what is kept says that a message was passed, not when.
+    Without an effect table: the deliveries that are done according to the broker, in the shape of messages. They have
+    no time: offsets are compacted, so they show that a message was passed, but not when.
     """
     group = rule.groups[number]
     if group.table is None:
@@ -134,7 +134,7 @@ def effects(rule: Rule, number: int, *, detailed: bool = False) -> TableSelectio
 
 
 def messages(rule: Rule, *, detailed: bool = False) -> TableSelection:
-    """The messages of the rule's topic (and tag); `detailed` adds what only a finding shows."""
+    """The messages of the rule's topic (and tag); `detailed` adds columns that only a finding shows."""
     names = {"at": "stored_at", "decided_at": "decided_at", "deliver_at": "deliver_at", "state": "state"}
     more = {"content_type": "content_type", "body": "body", "owed": owed(rule), **{name: name for name in _DETAILS}}
     return TableSelection(
@@ -241,7 +241,7 @@ def _broker_columns(rule: Rule, given: dict[str, str], *, detailed: bool = False
     if detailed:
         names += _DETAILS
     elif rule.counts_each_message:
-        # Who decided says how near the decision is to the commit.
+        # decided_by shows how near the decision is to the commit (evidence.way).
         names.append("decided_by")
     rest = [Column(name, given.get(name, "(NULL)"), kinds.get(name, ColumnKind.TEXT)) for name in names]
     return (Column("key", "key"), Column("log_id", "log_id", _BIGINT), *rest)

@@ -10,12 +10,12 @@ from itertools import pairwise
 from typing import Final
 
 from ..comparison import classify
+from ..stages.scan import BARS
 
 Times = list[tuple[str, float, int]]
 """Class, seconds since 1970, count."""
 
-BINS: Final = 60
-_FEWEST_BINS: Final = 6
+_FEWEST_BARS: Final = 6
 _STEPS: Final = (1.0, 10.0, 60.0, 300.0, 900.0, 3600.0, 6 * 3600.0, 86400.0, 7 * 86400.0)
 _WIDTH, _LEFT, _RIGHT = 1080.0, 64.0, 10.0
 _ROWS_TOP, _ROWS_HEIGHT = 26.0, 90.0
@@ -50,8 +50,8 @@ def plot(volume: list[tuple[float, int]], times: Times) -> str:
     # A whole number of the buckets that were counted: other widths leave gaps between the bars.
     steps = [later - sooner for (sooner, _), (later, _) in pairwise(sorted(volume)) if later > sooner]
     step = min(steps, default=1.0)
-    width = step * max(1, math.ceil((high - low + step) / step / BINS))
-    axis = _Axis(low, width, max(_FEWEST_BINS, math.ceil((high - low + step) / width)))
+    width = step * max(1, math.ceil((high - low + step) / step / BARS))
+    axis = _Axis(low, width, max(_FEWEST_BARS, math.ceil((high - low + step) / width)))
     rows = [0] * axis.bins
     for moment, count in volume:
         rows[axis.place(moment)] += count
@@ -73,9 +73,9 @@ def plot(volume: list[tuple[float, int]], times: Times) -> str:
 def open_plot(runs: Sequence[tuple[float, Mapping[str, int]]]) -> str:
     """Open findings by class after each run (its time, in ascending order), or after the last one of a bucket."""
     low, high = runs[0][0], runs[-1][0]
-    width = next((step for step in _STEPS if (high - low) / step < BINS - 1), _STEPS[-1])
+    width = next((step for step in _STEPS if (high - low) / step < BARS - 1), _STEPS[-1])
     low -= low % width
-    axis = _Axis(low, width, max(_FEWEST_BINS, int((high - low) / width) + 1))
+    axis = _Axis(low, width, max(_FEWEST_BARS, int((high - low) / width) + 1))
     left_open: list[dict[str, int]] = [{} for _ in range(axis.bins)]
     seen = set()
     for moment, by_class in runs:

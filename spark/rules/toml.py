@@ -1,4 +1,4 @@
-"""Reading one TOML table: typed access, each error at its line."""
+"""TOML tables read with types, each error at its line: tomllib gives values, and a validation error needs lines."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ from collections.abc import Callable
 from enum import StrEnum
 from typing import Any, Final, TypeVar
 
-from .toml_lines import Path as TomlPath
+from ..common.options import parse_duration
 
-_DURATION: Final = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|h|d)")
-_UNITS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+Path = tuple[str | int, ...]
+
+_TABLE: Final = re.compile(r"^\s*\[(?P<array>\[)?\s*(?P<name>[^\[\]]+?)\s*\]\]?\s*(?:#.*)?$")
+_KEY: Final = re.compile(r"^\s*(?P<key>(?:[\w-]+|\"[^\"]*\"|'[^']*')(?:\s*\.\s*(?:[\w-]+|\"[^\"]*\"|'[^']*'))*)\s*=")
+_MULTILINE: Final = re.compile(r"\"\"\"|'''")
 Choice = TypeVar("Choice", bound=StrEnum)
 
 
 class TomlTable:
     """One TOML table while it is being read: typed access, each error at its line."""
 
-    def __init__(
-        self, report: Callable[[TomlPath, str], None], values: Any, path: TomlPath, allowed: tuple[str, ...]
-    ) -> None:
+    def __init__(self, report: Callable[[Path, str], None], values: Any, path: Path, allowed: tuple[str, ...]) -> None:
         self._report, self.path = report, path
         self.values: dict[str, Any] = values if isinstance(values, dict) else {}
         if not isinstance(values, dict):
@@ -74,13 +75,13 @@ class TomlTable:
         value = self.values.get(key)
         if value is None:
             return default
-        seconds = duration(value) if isinstance(value, str) else None
+        seconds = parse_duration(value) if isinstance(value, str) else None
         if seconds is None:
             self.problem(key, f"not a duration: {value!r}", 'write a number and a unit (ms, s, m, h, d), as in "5m"')
             return default
         return seconds
 
-    def tables(self, key: str) -> list[tuple[Any, TomlPath]]:
+    def tables(self, key: str) -> list[tuple[Any, Path]]:
         """The tables of an array, each with its path."""
         value = self.values.get(key, [])
         if not isinstance(value, list):
@@ -89,11 +90,49 @@ class TomlTable:
         return [(item, (*self.path, key, number)) for number, item in enumerate(value)]
 
 
-def duration(text: str) -> float | None:
-    """The seconds of a number with a unit; None for another text."""
-    match = _DURATION.fullmatch(text.strip())
-    return None if match is None else float(match[1]) * _UNITS[match[2]]
-
-
-def dotted(path: TomlPath) -> str:
+def dotted(path: Path) -> str:
     return ".".join(f"{part}" for part in path) or "file"
+
+
+def lines_by_path(text: str) -> dict[Path, int]:
+    """Line number (from 1) of every table and key, by its path; arrays of tables are numbered from 0."""
+    found: dict[Path, int] = {(): 1}
+    counts: dict[Path, int] = {}
+    table: Path = ()
+    quoted = False
+    for number, line in enumerate(text.splitlines(), start=1):
+        was_quoted = quoted
+        if len(_MULTILINE.findall(line)) % 2:
+            quoted = not quoted
+        if was_quoted:
+            continue
+        header = _TABLE.match(line)
+        if header:
+            table = _enter(header["name"], bool(header["array"]), counts)
+            found.setdefault(table, number)
+        elif key := _KEY.match(line):
+            found.setdefault((*table, *_parts(key["key"])), number)
+    return found
+
+
+def line_of(lines: dict[Path, int], path: Path) -> int:
+    """Line of `path`, or of the nearest table around it."""
+    while path not in lines:
+        path = path[:-1]
+    return lines[path]
+
+
+def _parts(name: str) -> list[str]:
+    return [part.strip().strip("\"'") for part in re.findall(r"\"[^\"]*\"|'[^']*'|[^.]+", name)]
+
+
+def _enter(name: str, is_array: bool, counts: dict[Path, int]) -> Path:
+    path: Path = ()
+    parts = _parts(name)
+    for position, part in enumerate(parts):
+        path = (*path, part)
+        if is_array and position == len(parts) - 1:
+            counts[path] = counts.get(path, -1) + 1
+        if path in counts:
+            path = (*path, counts[path])
+    return path

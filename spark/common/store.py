@@ -1,11 +1,11 @@
-"""The output folder. A result is in force once `result.json` names it; what it names is written before it.
+"""The output folder. A result is in force once `result.json` is written; the files that it names are written before.
 
     result.json             the result in force
     report.html             its report, replaced after it
     runs/<run>/findings     Parquet, one row per finding
-    runs/<run>/open         Parquet, what the next run looks at again
+    runs/<run>/open         Parquet, the subjects that the next run judges again
     runs/<run>/report.html
-    history/                what became of findings over the runs, see history.py
+    history/                findings over the runs, see output/history.py
     checkpoint/             of a continuous reconciliation
 
 An interrupted run leaves a folder under runs/ that nothing names; later runs remove such folders.
@@ -18,6 +18,8 @@ import json
 import os
 import re
 from collections.abc import Iterator, Sequence
+from datetime import datetime
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,8 +28,8 @@ import pyarrow.dataset as pads
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
-from ..errors import UsageProblem
-from ..rules.rule import DEFAULT_OUTPUT_MODE
+from .errors import UsageProblem
+from .options import DEFAULT_OUTPUT_MODE
 
 RESULT: Final = "result.json"
 KEPT_RUNS: Final = 10
@@ -37,12 +39,12 @@ _SCHEME: Final = re.compile(r"[a-z][a-z0-9+.-]*://")
 class Store:
     """A local folder, or a URI that both Spark and Arrow know (s3a://, s3://, gs://, hdfs://).
 
-    On a local disk files get the permissions `mode`, and the folders that are made here the same, to be entered by
-    whoever may read them. A folder that was there before keeps its own.
+    On a local disk, files get the permissions `mode`. New folders get the same, and users who may read a folder may
+    enter it. An existing folder keeps its permissions.
     """
 
     def __init__(self, location: str, mode: int = DEFAULT_OUTPUT_MODE) -> None:
-        self._location, self._mode = location.rstrip("/"), mode
+        self._given, self._location, self._mode = location, location.rstrip("/"), mode
         self._is_local = _SCHEME.match(location) is None
         try:
             if self._is_local:
@@ -63,8 +65,8 @@ class Store:
     def check_writable(self) -> None:
         """Raise UsageProblem unless files can be written, before any work is done.
 
-        A local folder that is not there yet is made for this user, or whom the rules let in: findings hold the keys
-        of rows.
+        A missing local folder is made with the rules' permissions, by default for this user only, because findings
+        contain keys of rows.
         """
         try:
             if self._is_local:
@@ -114,6 +116,25 @@ class Store:
             )
         return result
 
+    def result_in_force(self) -> dict[str, Any]:
+        """As `result`; raises UsageProblem when there is none."""
+        result = self.result()
+        if result is None:
+            raise UsageProblem(
+                f"there is no result in {self._given}: run outbox-reconcile run --output {self._given} first."
+            )
+        return result
+
+    def finding_lines(self, limit: int | None = None) -> Iterator[str]:
+        """At most `limit` findings of the result in force as JSON, each with the name of its `run`, for other programs.
+
+        They are ordered by rule, class, group and key. Times are ISO 8601 in UTC. All is ASCII, so that a line
+        separator in a key ends no line. Needs neither Java nor a database.
+        """
+        result = self.result_in_force()
+        for finding in islice(self.rows(result["findings"]), limit):
+            yield json.dumps({"run": result["run"], **finding}, default=plain_json)
+
     def rows(self, name: str) -> Iterator[dict[str, Any]]:
         """The rows of a Parquet folder that the result names. Raises UsageProblem when it is damaged or gone."""
         try:
@@ -135,7 +156,7 @@ class Store:
             return None
         except (OSError, pa.ArrowInvalid) as error:
             raise UsageProblem(
-                f"{self._location}/{name} cannot be read: {error}. Remove it: what it told is lost, and nothing else."
+                f"{self._location}/{name} cannot be read: {error}. Remove it: only its own rows are lost."
             ) from error
 
     def write_table(self, name: str, table: pa.Table) -> None:
@@ -147,7 +168,7 @@ class Store:
     def write(self, name: str, content: str | bytes) -> None:
         """A small file; on a local disk it is there whole or not at all.
 
-        Object stores do so by themselves. HDFS does not: a file that was cut off there is reported as damaged.
+        Object stores do the same. HDFS does not: a file that was cut off there is reported as damaged.
         """
         target = f"{self._root}/{name}"
         if self._is_local:
@@ -163,7 +184,7 @@ class Store:
         draft.unlink(missing_ok=True)
         draft.touch(mode=self._mode & 0o600, exist_ok=False)
         with draft.open("wb") as stream:
-            draft.chmod(self._mode)  # Whatever the process's umask.
+            draft.chmod(self._mode)  # mode= alone would be cut by the process's umask.
             stream.write(_bytes(content))
             stream.flush()
             os.fsync(stream.fileno())
@@ -187,7 +208,8 @@ class Store:
         return self._mode | (self._mode & 0o444) >> 2
 
     def protect(self, name: str) -> None:
-        """Give what Spark wrote below `name` its permissions; until then the folder around it keeps others out."""
+        """Give the files that Spark wrote below `name` their permissions; until then the folder around them keeps other
+        users out."""
         if not self._is_local:
             return
         for folder, _, files in os.walk(f"{self._root}/{name}"):
@@ -200,7 +222,7 @@ class Store:
         return f"{self._location}/{name}"
 
     def remove_old_runs(self, current: str) -> None:
-        """Keep the newest runs. Removing is a courtesy: whatever goes wrong is left for the next run."""
+        """Keep the newest runs. If a folder cannot be removed, the next run tries again."""
         with contextlib.suppress(OSError):
             for name in self.folders("runs")[:-KEPT_RUNS]:
                 if name != current:
@@ -209,3 +231,8 @@ class Store:
 
 def _bytes(content: str | bytes) -> bytes:
     return content.encode() if isinstance(content, str) else content
+
+
+def plain_json(value: object) -> str:
+    """A value that JSON does not know: times in ISO 8601, others as texts."""
+    return value.isoformat() if isinstance(value, datetime) else str(value)

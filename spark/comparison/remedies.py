@@ -1,4 +1,4 @@
-"""What each class means, what to look at first, and what settles it: for findings, the report and the documentation."""
+"""The meaning of each class, the first check and the remedy: for findings, the report and the documentation."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Final
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
-from ..comparison.classify import FindingClass
+from .classify import FindingClass
 
 _UUID: Final = "^[0-9a-f]{8}-([0-9a-f]{4}-){3}[0-9a-f]{12}$"
 _NAME: Final = "^[A-Za-z0-9_.%-]+$"
@@ -18,7 +18,7 @@ _FILLED: Final = {"message_id": _UUID, "transaction_id": _UUID, "group": _NAME, 
 
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    """Sentences for people, commands in backticks. `check`: what to look at first; `settle`: what ends it."""
+    """Sentences for people, with commands in backticks. `check` comes first; `settle` ends the finding."""
 
     meaning: str
     check: str
@@ -26,7 +26,7 @@ class Remedy:
 
     @property
     def text(self) -> str:
-        """What a finding says of what to do."""
+        """Check and remedy, as the column `remedy` of a finding has them."""
         return f"Check first: {self.check} Then: {self.settle}"
 
 
@@ -38,7 +38,7 @@ REMEDIES: Final = {
         "restore the row, or undo what the groups did; a message that was sent cannot be taken back.",
     ),
     FindingClass.HALF_STUCK: Remedy(
-        "A half message is parked or undecided for too long: nobody could say how its transaction ended.",
+        "A half message is parked or undecided for too long: no checker has told how its transaction ended.",
         "is the row there, and does a worker of the producer group run (`python manage.py outbox_status`)?",
         "`python manage.py outbox_decide {transaction_id} commit`, if the row is there; else rollback.",
     ),
@@ -58,7 +58,7 @@ REMEDIES: Final = {
         "More messages than rows, more rows than keys, or more effects than messages.",
         "does a retry publish again, outside of the transaction of its row? Does the handler write its effect in the "
         "transaction of the inbox? `{trace}`",
-        "undo the surplus effect; what was sent twice stays so: `[[acknowledge]]` it.",
+        "undo the surplus effect; a message that was sent twice stays so: `[[acknowledge]]` it.",
     ),
     FindingClass.DEAD: Remedy(
         "A consumer group gave the message up; it waits in the dead-letter queue.",
@@ -87,21 +87,21 @@ REMEDIES: Final = {
     ),
     FindingClass.EXPIRED: Remedy(
         "What an earlier run left open can no longer be judged: retention may have removed its evidence.",
-        "what it was (flags), and whether somebody settled it.",
+        "its former class (flags), and whether an operator settled it.",
         "settle it by the business rows; raise the topic's retention if findings stay open for longer.",
     ),
 }
 
 
 def with_remedies(findings: DataFrame, trace: str) -> DataFrame:
-    """The findings with `remedy`: what to check first and what settles it, with the finding's own ids in commands."""
+    """The findings with `remedy`: first check and settlement, with the finding's own ids in the commands."""
     remedy: Column = F.lit(None).cast("string")
     is_traceable = F.col("message_id").isNotNull()
     for name, known in REMEDIES.items():
         untraced = known.text.replace(" `{trace}`", "")
         text = F.when(is_traceable, known.text.replace("{trace}", trace)).otherwise(untraced)
         remedy = F.when(F.col("class") == name.value, text).otherwise(remedy)
-    # Only what can be nothing but an id or a name: a command is copied into a shell.
+    # Only values that are certainly ids or names, because people copy a command into a shell.
     for column, safe in _FILLED.items():
         filled = F.replace(remedy, F.lit(f"{{{column}}}"), F.col(column))
         remedy = F.when(F.col(column).rlike(safe), filled).otherwise(remedy)

@@ -1,4 +1,4 @@
-"""Which messages a group owes an effect of, where the rule does not say: what the broker knows of its subscription.
+"""Which messages a group owes an effect of: taken from its subscription in the broker if the rule has no `owed_when`.
 
 The filter and the start of a subscription become a condition over `message_v1`, as `owed_when` is one.
 """
@@ -9,11 +9,11 @@ import re
 from dataclasses import replace
 from typing import Final
 
-from ..comparison.sides import Sources
-from ..errors import ReconcileError, UsageProblem
+from ..common.errors import ReconcileError, UsageProblem
+from ..rules.rule import GroupRule, Rule
 from ..sources import sql
+from ..sources.base import DataSource
 from ..sources.postgres import PostgresSource
-from .rule import GroupRule, Rule
 
 _MAX_LISTED: Final = 10_000
 _TOKEN: Final = re.compile(
@@ -27,7 +27,7 @@ _TOKEN: Final = re.compile(
 _KEYWORDS: Final = frozenset({"AND", "OR", "NOT", "IN", "BETWEEN", "LIKE", "ESCAPE", "IS", "NULL", "TRUE", "FALSE"})
 _NUMBER: Final = r"^[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)$"
 _SUBSCRIPTION: Final = "SELECT filter FROM {view} WHERE consumer_group = {group} AND topic = {topic}"
-# Entries before the offset at which a group began are not its own. They are nearly, not quite, in the order of the log.
+# A group owes nothing for entries before its start offset. Their order is nearly that of the log, but not quite.
 _BORDER: Final = """
 SELECT max(e.log_id) FILTER (WHERE e.queue_offset < o.start_offset),
        min(e.log_id) FILTER (WHERE e.queue_offset >= o.start_offset)
@@ -42,12 +42,12 @@ LIMIT {limit}
 """
 
 
-def resolved(rule: Rule, sources: Sources, schema: str) -> tuple[Rule, list[str]]:
-    """The rule with `owed_when` of every group that has an effect table, and what is to be said about it.
+def resolved(rule: Rule, broker: DataSource, schema: str) -> tuple[Rule, list[str]]:
+    """The rule with `owed_when` of every group that has an effect table, and notes for the report.
 
     Raises UsageProblem for a filter that cannot be written as SQL.
     """
-    broker, groups, notes = sources.broker, [], []
+    groups, notes = [], []
     for group in rule.groups:
         if group.owed_when is None and group.table is not None and isinstance(broker, PostgresSource):
             group, note = _of_group(rule, group, broker, schema)
@@ -138,12 +138,12 @@ def _token(match: re.Match[str], following: list[re.Match[str]]) -> str:
     )
     if not _is_number_next(following):
         return value
-    # CASE guarantees that the cast only sees texts that are numbers.
+    # CASE guarantees that only texts that are numbers are cast.
     return f"(CASE WHEN {value} ~ '{_NUMBER}' THEN {value}::numeric END)"
 
 
 def _is_number_next(following: list[re.Match[str]]) -> bool:
-    """Whether what a name is compared with is a number."""
+    """Whether a name is compared with a number."""
     for match in following:
         word = (match["word"] or "").upper()
         if match["number"]:

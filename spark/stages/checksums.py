@@ -1,9 +1,9 @@
-"""The checksum pre-filter: buckets of time in which both sides add up are not read.
+"""The second stage: skip the buckets of time in which the checksums of both sides are equal.
 
 Rows, message bodies and effects are hashed by their own databases, per bucket of the row's time (which the body must
 carry too). Equal counts and equal checksums in a bucket mean that every row has its message with the declared fields
-and its effects; buckets that differ are read and classified as always. What cannot be summed up in SQL is said in
-the outcome's note, and everything is read.
+and its effects. Buckets that differ are read and classified as always. Where SQL cannot sum up a rule, the note gives
+the reason, and everything is read.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from ..comparison import contract
+from ..common.errors import ReconcileError
 from ..comparison.classify import Window
-from ..comparison.sides import ReadLimits, Sources
-from ..errors import ReconcileError
 from ..rules.rule import FieldType, Messages, Rule, Rules, SourceKind
-from ..sources import sql
+from ..sources import contract, sql, values
 from ..sources.archived import ArchivedSource
+from ..sources.databases import Sources
 from ..sources.postgres import PostgresSource
-from . import values
+from .prepare import PreparedRule
+from .sides import ReadLimits
 
 
 @dataclass(frozen=True, slots=True)
-class PrefilterResult:
-    """`skipped_rows` are proven equal; `limits` is what remains to be read.
+class ComparedChecksums:
+    """`skipped_rows` are proven equal; `limits` selects the rows that remain to be read; `note` is for the report.
 
     `volume`: the seconds of a bucket, and the rows of each; None where nothing was summed up, or not by whole seconds.
     """
 
-    note: str
+    note: str = ""
     skipped_rows: int = 0
     limits: ReadLimits = field(default_factory=ReadLimits)
     volume: tuple[int, list[tuple[datetime, int]]] | None = None
@@ -44,20 +44,20 @@ class _Buckets:
     sums: dict[int | None, tuple[Any, ...]]
 
 
-def compare(rule: Rule, rules: Rules, sources: Sources, window: Window) -> PrefilterResult:
-    """Which buckets of the window are equal on all sides, and conditions that select the others."""
+def compare(prepared: PreparedRule, rules: Rules, sources: Sources) -> ComparedChecksums:
+    """For a rule with `bucket`: which buckets are equal on all sides, and conditions that select the others."""
+    rule, window = prepared.rule, prepared.window
     reason = _inapplicable(rule, rules, sources)
     if reason is not None:
-        return PrefilterResult(f"checksum: not used, {reason}")
+        return ComparedChecksums(f"checksum: not used, {reason}")
     ours, broker = sources[rule.database], sources.broker
     assert isinstance(ours, PostgresSource) and isinstance(broker, PostgresSource)
     if isinstance(broker, ArchivedSource) and broker.is_needed(rule.topic, window.since):
-        return PrefilterResult("checksum: not used, a part of the window is in the archive")
-    filter_ = _Prefilter(rule, ours, broker, window)
+        return ComparedChecksums("checksum: not used, a part of the window is in the archive")
     try:
-        return filter_.outcome()
+        return _Checksums(rule, ours, broker, window).compare()
     except ReconcileError as error:
-        return PrefilterResult(
+        return ComparedChecksums(
             f"checksum: not used, the database could not compute it ({' '.join(str(error).split())[:200]})"
         )
 
@@ -79,19 +79,19 @@ def _inapplicable(rule: Rule, rules: Rules, sources: Sources) -> str | None:
     return None
 
 
-class _Prefilter:
+class _Checksums:
     def __init__(self, rule: Rule, ours: PostgresSource, broker: PostgresSource, window: Window) -> None:
         self._rule, self._ours, self._broker, self._window = rule, ours, broker, window
         self._width = max(1, round((rule.bucket_seconds or 0) * 1_000_000))
         self._timed = next(item for item in rule.fields if (item.column, item.type) == (rule.time, FieldType.TIMESTAMP))
 
-    def outcome(self) -> PrefilterResult:
+    def compare(self) -> ComparedChecksums:
         if not self._keys_are_unique():
-            return PrefilterResult("checksum: not used, two rows have one key, or a row has none")
+            return ComparedChecksums("checksum: not used, two rows have one key, or a row has none")
         rows, messages = self._rows(), self._messages()
         effects = [self._effects(number) for number in range(len(self._rule.groups))]
         if None in messages.sums or any(None in side.sums for side in effects):
-            return PrefilterResult("checksum: not used, messages or effects are there that belong to no row's bucket")
+            return ComparedChecksums("checksum: not used, messages or effects are there that belong to no row's bucket")
         suspicious = {bucket for bucket, sums in messages.sums.items() if sums[2]} | self._dead()
         for bucket in set(rows.sums) | set(messages.sums):
             if rows.sums.get(bucket, (0, 0, 0))[:2] != messages.sums.get(bucket, (0, 0, 0))[:2]:
@@ -105,7 +105,7 @@ class _Prefilter:
         known = len(set(rows.sums) | set(messages.sums))
         note = f"checksum: {known - len(suspicious)} of {known} buckets are equal, {skipped} rows were not read"
         limits = self._limits({bucket for bucket in suspicious if bucket is not None})
-        return PrefilterResult(note, skipped, limits, self._volume(rows))
+        return ComparedChecksums(note, skipped, limits, self._volume(rows))
 
     def _volume(self, rows: _Buckets) -> tuple[int, list[tuple[datetime, int]]] | None:
         seconds, rest = divmod(self._width, 1_000_000)
@@ -117,7 +117,7 @@ class _Prefilter:
         return seconds, [(datetime.fromtimestamp(number * seconds, UTC), count) for number, count in sorted(counted)]
 
     def _keys_are_unique(self) -> bool:
-        """Otherwise two rows and two messages of one key would cancel each other out."""
+        """Two rows and two messages of one key would cancel each other out in the checksum."""
         rows = contract.rows(self._rule)
         table, key = self._ours.table_of(rows), sql.expression(self._rule.key)
         if self._ours.is_unique(rows):
@@ -155,31 +155,31 @@ class _Prefilter:
             f"kind{n}": values.body_kind(item) for n, item in enumerate(rule.fields) if item.type is FieldType.TEXT
         }
         split = sql.step([*known, *(f"{value} AS {name}" for name, value in fields.items())], f"({parsed}) parsed")
-        # Texts into times once: each costs as much as the hash, and they are asked for three times.
+        # Each text is cast to a time once: a cast costs as much as the hash, and the time is used three times.
         times = [f"f{n}::timestamptz AS {name}" for n, name in self._times().items()]
         read = sql.step([*known, *fields, *times], f"({split}) split")
-        # Also those stored in the window whose body says another time: they may be of no row, or of an older one.
+        # Messages stored in the window whose body has another time count too: their row may be older, or missing.
         inside = f"at IS NULL OR ({' AND '.join(self._inside('at'))}) OR ({' AND '.join(self._inside('stored_at'))})"
         hashed = sql.step(
             [
                 "at",
                 f"{self._content(self._times())} AS content",
                 "state IN ('committed', 'recalled') AS is_sent",
-                f"{self._odd()} AS is_odd",
+                f"{self._unusual()} AS is_unusual",
                 f"{inside} AS is_inside",
             ],
             f"({read}) source",
         )
         sums = (
             "count(*) FILTER (WHERE is_inside AND is_sent), bit_xor(content) FILTER (WHERE is_inside AND is_sent), "
-            "count(*) FILTER (WHERE is_inside AND is_odd)"
+            "count(*) FILTER (WHERE is_inside AND is_unusual)"
         )
         return self._sums(self._broker, sums, hashed, " HAVING bool_or(is_inside)")
 
     def _content(self, times: Mapping[int, str]) -> str:
         """The hash of the key and the compared fields f0, f1, …: of a row and of its message the same.
 
-        `times` are the names of those that were texts and are times by now.
+        `times` names the fields of bodies that were cast to times.
         """
         fields = enumerate(self._rule.fields)
         return values.hashed(
@@ -187,23 +187,23 @@ class _Prefilter:
         )
 
     def _times(self) -> dict[int, str]:
-        """What a body's times are called once they are read, by field: the row's own is `at`."""
+        """The columns with the times of a body, by field number; that of the row's own time is `at`."""
         fields = enumerate(self._rule.fields)
         return {n: "at" if item is self._timed else f"t{n}" for n, item in fields if item.type is FieldType.TIMESTAMP}
 
     def _topic(self) -> str:
         return " AND ".join(f"{sql.name(n)} = {sql.text(v)}" for n, v in contract.messages(self._rule).equals)
 
-    def _odd(self) -> str:
-        """What makes a message one to be read: its state, its form, or that it came late."""
-        odd = "state <> 'committed' OR coalesce(content_type, '') NOT LIKE 'application/json%'"
+    def _unusual(self) -> str:
+        """A condition for messages that Spark must read: unusual by state or form, or late."""
+        terms = "state <> 'committed' OR coalesce(content_type, '') NOT LIKE 'application/json%'"
         for number, item in enumerate(self._rule.fields):
             if item.type is FieldType.TEXT:
-                odd += f" OR {values.is_no_text(f'f{number}', f'kind{number}')}"
-            odd += values.unusual(f"f{number}", item, self._times().get(number, ""))
+                terms += f" OR {values.is_no_text(f'f{number}', f'kind{number}')}"
+            terms += values.unusual(f"f{number}", item, self._times().get(number, ""))
         if self._rule.late_after_seconds is not None:
-            odd += f" OR decided_at - at > {_interval(self._rule.late_after_seconds)}"
-        return odd
+            terms += f" OR decided_at - at > {_interval(self._rule.late_after_seconds)}"
+        return terms
 
     def _effects(self, number: int) -> _Buckets:
         rule, group, selection = self._rule, self._rule.groups[number], contract.effects(self._rule, number)

@@ -1,0 +1,87 @@
+"""Errors that end a reconciliation, and their exit codes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import ClassVar, Final
+
+CLEAN: Final = 0
+FINDINGS: Final = 1
+USAGE: Final = 2
+INCOMPLETE: Final = 3
+FAILURE: Final = "outbox-reconcile read failed:"
+"""An executor's error about a source starts with this text, by which the driver finds it in Spark's error."""
+_STACK: Final = re.compile(r"\s+(at |\.\.\. \d+ more)|Driver stacktrace|JVM stacktrace")
+# Spark's texts for a file that it cannot read, however often it tries.
+_DAMAGED: Final = ("FAILED_READ_FILE", "is not a Parquet file", "MALFORMED_")
+
+
+class ReconcileError(Exception):
+    """No result was written; the previous one stays in force."""
+
+    exit_code: ClassVar[int] = INCOMPLETE
+
+
+class UsageProblem(ReconcileError):
+    """Something must be corrected before any run can succeed: rules, settings, Java, permissions, names."""
+
+    exit_code = USAGE
+
+
+class TableMissing(UsageProblem):
+    """An export has no such table."""
+
+
+class RulesInvalid(UsageProblem):
+    """The rules file has errors; each names its line, the key and the remedy."""
+
+    def __init__(self, path: str, problems: list[str]) -> None:
+        self.problems = problems
+        super().__init__("\n".join(f"{path}:{problem}" for problem in problems))
+
+
+class RunIncomplete(ReconcileError):
+    """The run could not read or judge everything it had to; running it again may succeed."""
+
+
+@contextmanager
+def readable_errors(what: str) -> Iterator[None]:
+    """Turn Spark's errors into RunIncomplete, with the reason in one line instead of a JVM's stack."""
+    try:
+        yield
+    except ReconcileError:
+        raise
+    except Exception as error:
+        # Py4JJavaError, grpc's errors and PySparkException have no common public base.
+        if not isinstance(error, OSError) and type(error).__module__.split(".")[0] not in ("py4j", "grpc", "pyspark"):
+            raise
+        raise _incomplete(what, error) from error
+
+
+def _incomplete(what: str, error: Exception) -> RunIncomplete:
+    text = str(error)
+    if FAILURE in text:
+        reason = text.split(FAILURE, 1)[1].splitlines()[0].split(" SQLSTATE")[0].strip()
+        if "snapshot" in reason:
+            reason = f"the snapshot was lost in the middle ({reason}): the coordinating connection was cut"
+    else:
+        reason = causes(text)
+    remedy = "Run it again."
+    if any(sign in text for sign in _DAMAGED):
+        remedy = "Running it again will not help: correct or export the file that is named again."
+    return RunIncomplete(
+        f"{what} failed: {reason}. Nothing was published; the previous result stays in force. {remedy}"
+    )
+
+
+def causes(text: str) -> str:
+    """An error of the JVM in one line: its text and each of its causes, whole, without the stacks."""
+    lines: list[str] = []
+    for line in text.splitlines():
+        cause = line.strip().removeprefix("Caused by:").strip()
+        if _STACK.match(line) or not cause or any(cause in earlier for earlier in lines):
+            continue
+        lines.append(cause)
+    return "; ".join(lines).rstrip(". ")

@@ -1,0 +1,76 @@
+"""The options of a run, and how people write times and durations."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final
+
+from .errors import UsageProblem
+
+DEFAULT_OUTPUT_MODE: Final = 0o600
+_DURATION: Final = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|h|d)")
+_UNITS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A micro-batch of a continuous reconciliation: its number, and the id of the query, which stays over restarts."""
+
+    query: str
+    number: int
+
+    def is_in(self, result: dict[str, Any] | None) -> bool:
+        """Whether a result was published by this batch, or by a later one of its query."""
+        known = None if result is None else result.get("batch")
+        return known is not None and known["query"] == self.query and known["number"] >= self.number
+
+
+@dataclass(frozen=True, slots=True)
+class LookBack:
+    """How far to judge rows of earlier runs again; None means the `look_back` of each rule."""
+
+    seconds: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunOptions:
+    """The command's options as values.
+
+    Without `since` and `until`, a run continues where the result in `output` ended; the first run, and one with `full`,
+    reads everything. With them, it judges exactly that interval and carries nothing over. With `look_back`, it judges
+    rows of earlier runs again, even if no look back of the rules is due. A continuous reconciliation gives `batch` and
+    `no_later_than`: later rows are left to the next batch.
+    """
+
+    rules: Path
+    output: str
+    since: datetime | None = None
+    until: datetime | None = None
+    full: bool = False
+    look_back: LookBack | None = None
+    metrics: Path | None = None
+    batch: Batch | None = None
+    no_later_than: datetime | None = None
+
+    @property
+    def is_interval(self) -> bool:
+        """Whether the window was given, as a scheduler with data intervals does."""
+        return self.since is not None
+
+
+def parse_moment(value: str) -> datetime:
+    """An ISO 8601 time; without an offset it is UTC. Raises UsageProblem."""
+    try:
+        moment = datetime.fromisoformat(value)
+    except ValueError as error:
+        raise UsageProblem(f"{value!r} is not a time: write ISO 8601, as in 2025-06-01T00:00:00+00:00.") from error
+    return moment.replace(tzinfo=UTC) if moment.tzinfo is None else moment.astimezone(UTC)
+
+
+def parse_duration(text: str) -> float | None:
+    """The seconds of a number with a unit, as in 5m or 7d; None for another text."""
+    match = _DURATION.fullmatch(text.strip())
+    return None if match is None else float(match[1]) * _UNITS[match[2]]

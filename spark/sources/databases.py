@@ -1,0 +1,75 @@
+"""All databases of a rules file, opened in the order that leaves no gap between them."""
+
+from __future__ import annotations
+
+from pyspark.sql import SparkSession
+
+from ..rules.rule import DatabaseRule, Rules, SourceKind
+from . import contract
+from .adbc import NAME
+from .archived import ArchivedSource
+from .base import DataSource, SourceBoundary, TableSelection
+from .files import FileSource, JdbcSource
+from .postgres import PostgresSource
+
+
+class Sources:
+    """The databases of a rules file. `open_all` reads applications first, then the broker, then effects elsewhere.
+
+    The half message is stored before its row commits, so a row of the first snapshot has its half in the second. An
+    effect is newer than its message, so effects are read last.
+    """
+
+    def __init__(self, spark: SparkSession, rules: Rules, name: str = NAME) -> None:
+        """`name` is the application_name of the sessions in the databases."""
+        self._rules = rules
+        self.broker: DataSource = _source(spark, rules.databases[rules.broker], name)
+        if rules.archive is not None and isinstance(self.broker, PostgresSource):
+            self.broker = ArchivedSource(spark, rules.databases[rules.broker], rules.archive, name)
+        self._by_name: dict[str, DataSource] = {rules.broker: self.broker}
+        for alias, database in rules.databases.items():
+            same = _is_same(database, rules.databases[rules.broker])
+            self._by_name.setdefault(alias, self.broker if same else _source(spark, database, name))
+
+    def __getitem__(self, name: str) -> DataSource:
+        return self._by_name[name]
+
+    def open_all(self) -> list[SourceBoundary]:
+        """Take all snapshots, in the order that leaves no gap."""
+        with_rows = list(dict.fromkeys(rule.database for rule in self._rules.rules))
+        with_effects = [group.database for rule in self._rules.rules for group in rule.groups if group.table]
+        readings: list[SourceBoundary] = []
+        opened: list[DataSource] = []
+        for name in dict.fromkeys([*with_rows, self._rules.broker, *with_effects]):
+            if self[name] not in opened:
+                opened.append(self[name])
+                readings.append(self[name].open(self._timed(name)))
+        return readings
+
+    def close_all(self) -> None:
+        """Release all snapshots."""
+        for source in self._by_name.values():
+            source.close()
+
+    def _timed(self, name: str) -> list[TableSelection]:
+        source = self[name]
+        timed = [contract.rows(rule) for rule in self._rules.rules if self[rule.database] is source]
+        if source is self.broker:
+            timed += [contract.messages(rule) for rule in self._rules.rules]
+        for rule in self._rules.rules:
+            for number, group in enumerate(rule.groups):
+                if group.table and self[group.database] is source:
+                    timed.append(contract.effects(rule, number))
+        return timed
+
+
+def _source(spark: SparkSession, database: DatabaseRule, name: str) -> DataSource:
+    if database.kind is SourceKind.POSTGRES:
+        return PostgresSource(spark, database, name)
+    if database.kind is SourceKind.JDBC:
+        return JdbcSource(spark, database)
+    return FileSource(spark, database)
+
+
+def _is_same(one: DatabaseRule, other: DatabaseRule) -> bool:
+    return (one.kind, one.location) == (other.kind, other.location)

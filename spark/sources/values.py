@@ -1,0 +1,161 @@
+"""The form in which a value is compared: from a text in Spark, and the same form in SQL for checksums.
+
+Spark's casts invent what a text does not say: today's date for '12:30', a January first for '2024'. The functions here
+refuse such texts. Each first makes a cheap check: nearly all texts have the usual form, and a pattern costs more than
+the cast.
+"""
+
+from __future__ import annotations
+
+from functools import reduce
+from typing import Final
+
+from pyspark.sql import Column
+from pyspark.sql import functions as F
+from pyspark.sql.types import DecimalType
+
+from ..rules.rule import FieldRule, FieldType
+from . import sql
+
+NUMBER: Final = DecimalType(38, 12)
+_DAY: Final = r"^\s*[+-]?[0-9]{4,7}-[0-9]{1,2}-[0-9]{1,2}"
+_WITH_TIME: Final = r"([ T][0-9]{1,2}:.*)?\s*$"
+_NULL: Final = "E'\\x1e'"
+# As Python writes it, in a session whose zone is UTC.
+_ISO_TIME: Final = """'YYYY-MM-DD"T"HH24:MI:SS.US"+00:00"'"""
+_USUAL_TIMES: Final = "('-- ::', '-- ::.', '-- ::+:', '-- ::.+:', '-- ::-:', '-- ::.-:', '-- ::Z', '-- ::.Z')"
+
+
+def from_column(value: Column, field: FieldRule) -> Column:
+    """The comparable form of a row's column; null for a value that is not of the field's type."""
+    if field.type is FieldType.TIMESTAMP:
+        return _time(value.try_cast("bigint"), field)
+    return _compared(value, field)
+
+
+def from_body(value: Column, field: FieldRule) -> Column:
+    """The comparable form of a body's field, given as a text; null for a value that is not of the field's type."""
+    if field.type is FieldType.TIMESTAMP:
+        return _time(F.unix_micros(moment(value)), field)
+    return _compared(value, field)
+
+
+def _time(microseconds: Column, field: FieldRule) -> Column:
+    if field.tolerance is None:
+        return microseconds
+    return (microseconds.cast(DecimalType(20, 0)) / F.lit(1_000_000).cast(DecimalType(7, 0))).cast(NUMBER)
+
+
+def _compared(value: Column, field: FieldRule) -> Column:
+    if field.type in (FieldType.INTEGER, FieldType.DECIMAL):
+        return number(value, NUMBER)
+    if field.type is FieldType.BOOLEAN:
+        return value.try_cast("boolean")
+    if field.type is FieldType.DATE:
+        return date(value)
+    if field.type is FieldType.UUID:
+        return F.lower(value)
+    return value
+
+
+def json_path(field: FieldRule) -> str:
+    """The JSON path of the field in a body."""
+    return "$" + "".join(f'["{part}"]' for part in field.body.split("."))
+
+
+def moment(text: Column) -> Column:
+    """The time in a text with a full date; null for other texts, as a time of day, a year or a month alone."""
+    return F.when(_has_date(text), text.try_cast("timestamp"))
+
+
+def checked_moment(text: Column, what: str) -> Column:
+    """As `moment`, for a column whose texts have to be times: another text ends the run."""
+    failure = F.raise_error(F.concat(F.lit(f"{what} is '"), text, F.lit("', which is no timestamp with a date")))
+    return F.when(text.isNull() | _has_date(text), text.cast("timestamp")).otherwise(failure)
+
+
+def date(text: Column) -> Column:
+    """The date in a text that contains it in full, with or without a time of day; null for others."""
+    is_usual = (F.length(text) == 10) & _is_dashed(text)
+    return F.when(is_usual | text.rlike(_DAY + _WITH_TIME), text.try_cast("date"))
+
+
+def number(text: Column, kind: DecimalType) -> Column:
+    """The number in a text of ASCII characters; null for others, because Java reads the digits of every script."""
+    return F.when(F.octet_length(text) == F.length(text), text.try_cast(kind))
+
+
+def _has_date(text: Column) -> Column:
+    is_usual = _is_dashed(text) & ((F.length(text) == 10) | text.contains(":"))
+    return is_usual | text.rlike(_DAY + _WITH_TIME)
+
+
+def _is_dashed(text: Column) -> Column:
+    return (F.substring(text, 5, 1) == "-") & (F.substring(text, 8, 1) == "-")
+
+
+# The same forms in SQL, written alike by the rows' database and by the one that holds the messages.
+
+
+def hashed(texts: list[str]) -> str:
+    """64 bits of all texts: each is hashed with the hash of those before it as the seed, so that none is copied.
+
+    Only texts: PostgreSQL's hash of a number leaves its sign out, that of a time is one of 32 bits.
+    """
+    return reduce(lambda seed, value: f"hashtextextended(coalesce({value}, {_NULL}), {seed})", texts, "0")
+
+
+def body_value(item: FieldRule, document: str = "document") -> str:
+    *path, last = (sql.text(part) for part in item.body.split("."))
+    return f"{' -> '.join([document, *path])} ->> {last}"
+
+
+def body_kind(item: FieldRule) -> str:
+    return f"jsonb_typeof({' -> '.join(['document', *(sql.text(part) for part in item.body.split('.'))])})"
+
+
+def is_no_text(value: str, kind: str) -> str:
+    """Values that PostgreSQL and Spark may write differently as a text: 12.50 or 12.5, {"a": 1} or {"a":1}."""
+    whole = f"{value} ~ '^-?[0-9]{{1,15}}$'"
+    other = f"{kind} IN ('object', 'array') OR ({kind} = 'number' AND NOT {whole})"
+    return f"coalesce({kind} <> 'string' AND ({other}), false)"
+
+
+def unusual(value: str, item: FieldRule, time: str) -> str:
+    """A condition for forms of a value that PostgreSQL reads and Spark may read differently, or not: '0x0C', 'today'.
+
+    Spark reads their buckets, so that only one reader interprets a body. The condition looks at the characters that are
+    left without the digits, because a pattern would cost more than the hash.
+    """
+    rest = f"translate({value}, '0123456789', '')"
+    if item.type in (FieldType.INTEGER, FieldType.DECIMAL):
+        usual = f"{rest} IN ('', '-', '.', '-.') AND length({value}) <= 26"
+    elif item.type is FieldType.BOOLEAN:
+        usual = f"{value} IN ('true', 'false', 't', 'f', '1', '0')"
+    elif item.type is FieldType.DATE:
+        usual = f"{rest} = '--' AND length({value}) = 10"
+    elif item.type is FieldType.TIMESTAMP:
+        # First, because it costs a seventh of the rest. A year may have five digits; an infinite time has no text.
+        plain = f"coalesce(length({value}) = 32 AND {value} = to_char({time}, {_ISO_TIME}), false)"
+        usual = (
+            f"{plain} OR (translate({rest}, 'T', ' ') IN {_USUAL_TIMES} AND length({value}) BETWEEN 19 AND 32 "
+            f"AND substr({value}, 12, 2) < '24' AND substr({value}, 18, 2) < '60' AND {value} !~ '[.][0-9]{{7}}')"
+        )
+    else:
+        return ""
+    return f" OR NOT coalesce({usual}, true)"
+
+
+def normal(value: str, item: FieldRule) -> str:
+    """The SQL twin of evidence's normal form."""
+    if item.type in (FieldType.INTEGER, FieldType.DECIMAL):
+        return f"trim_scale(round({value}::numeric, 12))::text"
+    if item.type is FieldType.BOOLEAN:
+        return f"({value}::boolean)::text"
+    if item.type is FieldType.DATE:
+        return f"({value}::date)::text"
+    if item.type is FieldType.TIMESTAMP:
+        return f"({value}::timestamptz)::text"
+    if item.type is FieldType.UUID:
+        return f"lower({value}::text)"
+    return f"{value}::text"

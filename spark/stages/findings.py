@@ -1,0 +1,290 @@
+"""The fifth stage: compares the run with the previous result: new findings, open ones, recovered ones.
+
+It writes the findings. The last stage writes `result.json`, which puts them in force.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from functools import reduce
+from itertools import pairwise
+from typing import Final, NamedTuple
+
+from pyspark.sql import Column, DataFrame, SparkSession
+from pyspark.sql import functions as F
+
+from ..common.errors import RunIncomplete
+from ..comparison import classify
+from ..comparison.classify import FindingClass, Window
+from ..comparison.remedies import with_remedies
+from ..rules.rule import Acknowledgement
+from . import confirm
+from .confirm import OPEN_SCHEMA, ConfirmedRule, judgeable
+from .job import Job, check_parts, empty_frame, put, write
+from .scan import SUSPECT_SCHEMA, Counts, Volume
+
+SUBJECT: Final = ["rule", "key", "group"]
+OPEN_COLUMNS: Final = ("rule", "key", "group", "class", "first_seen", "at")
+FINDINGS_SCHEMA: Final = (
+    confirm.SCHEMA.removesuffix("carry boolean")
+    + "first_seen timestamp, was string, acknowledged string, remedy string"
+)
+_FAULTS: Final = [name.value for name in classify.FAULTS]
+
+
+class FindingCounts(NamedTuple):
+    """Findings of one rule, group ('' for the message), class and bucket of time (its start in seconds since 1970)."""
+
+    rule: str
+    group: str
+    name: str
+    bucket: int | None
+    is_known: bool
+    """Acknowledged."""
+    is_new: bool
+    """No earlier result had them, and they are not acknowledged."""
+    findings: int
+
+
+@dataclass(frozen=True, slots=True)
+class JudgedRule:
+    """A rule with its final counts: those of the first look, but suspects count as the second look judged them."""
+
+    confirmed: ConfirmedRule
+    counts: Counts
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """The written findings of a run (None: there are none) and their counts.
+
+    `still_open` is the number of subjects that the next run judges again.
+    """
+
+    rules: list[JudgedRule]
+    written: DataFrame | None
+    counted: list[FindingCounts]
+    still_open: int
+
+    @property
+    def acknowledged(self) -> int:
+        """How many findings are acknowledged."""
+        return sum(each.findings for each in self.counted if each.is_known)
+
+    @property
+    def new(self) -> int:
+        """How many findings no earlier result had, acknowledged ones left out."""
+        return sum(each.findings for each in self.counted if each.is_new)
+
+    @property
+    def times(self) -> list[tuple[str, float, int]]:
+        """Class, seconds since 1970 and count of the findings, for the report's timeline."""
+        timed = [each for each in self.counted if each.bucket is not None and each.name in _FAULTS]
+        return [(each.name, float(each.bucket or 0), each.findings) for each in timed]
+
+
+def collect(spark: SparkSession, rules: Sequence[ConfirmedRule], still_open: DataFrame | None, job: Job) -> Findings:
+    """Write the findings, and the subjects that the next run judges again (OPEN_SCHEMA).
+
+    `still_open` are those of the previous run. Raises RunIncomplete if a part of an interval cannot be judged yet.
+    """
+    written: DataFrame | None = None
+    counted: list[FindingCounts] = []
+    left = 0
+    if still_open is None and not any(each.keys or each.scanned.saw(FindingClass.PENDING) for each in rules):
+        job.write_empty("findings", FINDINGS_SCHEMA)
+        job.write_empty("open", OPEN_SCHEMA)
+    else:
+        written, counted, left = _write(spark, rules, still_open, job)
+    judged = _judged(spark, rules, written, counted)
+    _check_interval(judged)
+    return Findings(judged, written, counted, left)
+
+
+def _write(
+    spark: SparkSession, rules: Sequence[ConfirmedRule], still_open: DataFrame | None, job: Job
+) -> tuple[DataFrame, list[FindingCounts], int]:
+    earlier = empty_frame(spark, OPEN_SCHEMA) if still_open is None else still_open
+    confirmed, target = _confirmed(spark, rules), job.path("findings")
+    waiting = pending(_suspects(spark, rules).where("class = 'PENDING'"), confirmed, earlier)
+    windows = {each.scanned.prepared.rule.name: each.scanned.prepared.window for each in rules}
+    found = compared(confirmed, earlier, waiting, windows)
+    in_force = [each for each in job.rules.acknowledged if job.started < each.until]
+    found = with_remedies(with_acknowledgements(spark, found, in_force), job.rules.trace)
+    # One file, so it is sorted in one task: to sort it in several Spark would compute it twice.
+    ordered = in_order(found).repartition(1).sortWithinPartitions("rule", "class", "group", "key")
+    count = put(ordered, target)
+    written = spark.read.schema(FINDINGS_SCHEMA).parquet(target)
+    counts = counted(written, bucket_seconds([each.scanned.volume for each in rules]))
+    check_parts(target, count, sum(each.findings for each in counts))
+    return written, counts, write(state_of(written, waiting).coalesce(1), job.path("open"), OPEN_SCHEMA)
+
+
+def _suspects(spark: SparkSession, rules: Sequence[ConfirmedRule]) -> DataFrame:
+    frames = [
+        spark.read.schema(SUSPECT_SCHEMA)
+        .parquet(each.scanned.suspects)
+        .withColumn("rule", F.lit(each.scanned.prepared.rule.name))
+        for each in rules
+    ]
+    return reduce(DataFrame.unionByName, frames)
+
+
+def _confirmed(spark: SparkSession, rules: Sequence[ConfirmedRule]) -> DataFrame:
+    paths = [each.target for each in rules if each.target is not None]
+    return spark.read.schema(confirm.SCHEMA).parquet(*paths) if paths else empty_frame(spark, confirm.SCHEMA)
+
+
+def compared(confirmed: DataFrame, earlier: DataFrame, pending: DataFrame, windows: Mapping[str, Window]) -> DataFrame:
+    """The findings of this run, and RECOVERED or EXPIRED for each earlier finding that does not hold any more.
+
+    `first_seen` is when a finding was first made, `was` the class it had in the previous result (null: it is new).
+
+    `earlier` is the previous state, `pending` this run's, `windows` are those of each rule.
+    """
+    faults = confirmed.where(F.col("class").isin(_FAULTS)).drop("carry")
+    known = earlier.where(F.col("class").isNotNull()).select(
+        *SUBJECT, F.col("first_seen").alias("known_since"), F.col("class").alias("was")
+    )
+    boundary = _by_rule({rule: each.until for rule, each in windows.items()})
+    dated = faults.join(known, SUBJECT, "left").withColumn("first_seen", F.coalesce("known_since", boundary))
+    current = dated.drop("known_since")
+    gone = earlier.join(current.select(*SUBJECT), SUBJECT, "left_anti")
+    gone = gone.join(pending.select(*SUBJECT), SUBJECT, "left_anti")
+    floor = _by_rule({rule: each.floor for rule, each in windows.items()})
+    return current.unionByName(closed(gone.withColumn("floor", floor)), allowMissingColumns=True)
+
+
+def _by_rule(times: Mapping[str, datetime | None]) -> Column:
+    """The time of a row's `rule`."""
+    found = F.lit(None).cast("timestamp")
+    for rule, time in times.items():
+        found = F.when(F.col("rule") == rule, F.lit(time).cast("timestamp")).otherwise(found)
+    return found
+
+
+def closed(gone: DataFrame) -> DataFrame:
+    """EXPIRED below the floor, else RECOVERED: for open subjects that are neither found nor pending now."""
+    is_expired = ~judgeable(F.col("floor"))
+    was = F.coalesce("class", F.lit(classify.FindingClass.PENDING.value))
+    floor = F.date_format("floor", "yyyy-MM-dd'T'HH:mm:ss'Z'")
+    reason = F.concat(
+        F.lit("was "), was, F.lit("; retention may have removed its evidence: nothing before "), floor,
+        F.lit(" can be judged any more"),
+    )  # fmt: skip
+    name = F.when(is_expired, classify.FindingClass.EXPIRED.value).otherwise(classify.FindingClass.RECOVERED.value)
+    return gone.where(is_expired | F.col("class").isNotNull()).select(
+        *SUBJECT,
+        name.alias("class"),
+        F.when(is_expired, "warning").otherwise("info").alias("severity"),
+        F.array_compact(F.array(F.col("class"))).alias("flags"),
+        F.when(is_expired, reason)
+        .otherwise(F.concat(F.lit("was "), was, F.lit(", is as declared now")))
+        .alias("detail"),
+        "at",
+        "first_seen",
+        F.col("class").alias("was"),
+    )
+
+
+def pending(scanned: DataFrame, confirmed: DataFrame, earlier: DataFrame) -> DataFrame:
+    """Subjects that the next run must look at again, with the finding each was before, if any.
+
+    An earlier finding beyond this run's boundary (which a changed rule or a full run may have moved back) stays open.
+    """
+    columns = [*SUBJECT, "at"]
+    unjudged = confirmed.where("class = 'PENDING'").join(earlier.select(*SUBJECT), SUBJECT, "left_semi")
+    waiting = scanned.where("carry").select(*columns).unionByName(confirmed.where("carry").select(*columns))
+    unique = waiting.unionByName(unjudged.select(*columns)).groupBy(*SUBJECT).agg(F.min("at").alias("at"))
+    current = confirmed.where(F.col("class").isin(_FAULTS)).select(*SUBJECT)
+    known = earlier.select(*SUBJECT, "class", "first_seen")
+    return unique.join(current, SUBJECT, "left_anti").join(known, SUBJECT, "left").select(*OPEN_COLUMNS)
+
+
+def state_of(findings: DataFrame, pending: DataFrame) -> DataFrame:
+    """The subjects that the next run judges again (OPEN_SCHEMA)."""
+    faults = findings.where(F.col("class").isin(_FAULTS)).select(*OPEN_COLUMNS)
+    return faults.unionByName(pending.select(*OPEN_COLUMNS))
+
+
+_KNOWN_SCHEMA: Final = "rule string, key string, of_group string, class string, acknowledged string"
+
+
+def with_acknowledgements(spark: SparkSession, findings: DataFrame, given: Sequence[Acknowledgement]) -> DataFrame:
+    """The findings with `acknowledged`: by whom, until when and why; null without an acknowledgement."""
+    if not given:
+        return findings.withColumn("acknowledged", F.lit(None).cast("string"))
+    rows = [(each.rule, each.key, each.group, each.finding_class, each.text) for each in given]
+    known = F.broadcast(spark.createDataFrame(rows, _KNOWN_SCHEMA)).alias("known")
+    found = findings.alias("found")
+    same = [F.col(f"found.{name}") == F.col(f"known.{name}") for name in ("rule", "key", "class")]
+    of_group = F.col("known.of_group").isNull() | (F.col("known.of_group") == F.col("found.group"))
+    # More than one may fit a finding; no row may come twice.
+    matched = found.join(known, [*same, of_group], "left").groupBy(*(f"found.{name}" for name in SUBJECT))
+    texts = matched.agg(F.max("known.acknowledged").alias("acknowledged"))
+    return findings.join(texts, SUBJECT, "left")
+
+
+def in_order(findings: DataFrame) -> DataFrame:
+    """The columns of the findings file."""
+    return findings.select(*[column.split()[0].strip("`") for column in FINDINGS_SCHEMA.split(", ")])
+
+
+def counted(findings: DataFrame, bucket_seconds: int) -> list[FindingCounts]:
+    """The written findings, in one pass over them."""
+    bucket = (F.floor(F.unix_seconds("at") / bucket_seconds) * bucket_seconds).cast("bigint")
+    is_fault, is_known = F.col("class").isin(_FAULTS), F.col("acknowledged").isNotNull()
+    is_new = ~is_known & F.col("was").isNull()
+    columns = [bucket.alias("bucket"), (is_fault & is_known).alias("is_known"), (is_fault & is_new).alias("is_new")]
+    return [FindingCounts(*row) for row in findings.groupBy("rule", "group", "class", *columns).count().collect()]
+
+
+def bucket_seconds(volumes: Sequence[Volume]) -> int:
+    """The finest bucket in which rows were counted, so that findings are counted alike."""
+    steps = [(later - sooner).total_seconds() for rows in volumes for (sooner, _), (later, _) in pairwise(rows)]
+    return max(1, int(min(steps, default=1)))
+
+
+def _judged(
+    spark: SparkSession, rules: Sequence[ConfirmedRule], written: DataFrame | None, counted: Sequence[FindingCounts]
+) -> list[JudgedRule]:
+    """The final counts of each rule."""
+    dismissed = {} if written is None else _dismissed(spark, rules, written)
+    judged = []
+    for each in rules:
+        name, skipped, counts = each.scanned.prepared.rule.name, each.scanned.checksums.skipped_rows, {}
+        for subject, seen in each.scanned.counts.items():
+            counts[subject] = dict.fromkeys((known.value for known in classify.CLASSES), 0)
+            for found in counted:
+                if (found.rule, found.group) == (name, subject):
+                    counts[subject][found.name] += found.findings
+            counts[subject]["OK"] = seen["OK"] + dismissed.get((name, subject, "OK"), 0) + skipped
+            counts[subject]["PENDING"] = seen["PENDING"] + dismissed.get((name, subject, "PENDING"), 0)
+        judged.append(JudgedRule(each, counts))
+    return judged
+
+
+def _dismissed(spark: SparkSession, rules: Sequence[ConfirmedRule], findings: DataFrame) -> dict[tuple[str, ...], int]:
+    """How many suspects are no findings, by rule, group, and OK or PENDING."""
+    if not any(each.keys for each in rules):
+        return {}
+    suspects = _suspects(spark, rules).where("class <> 'PENDING'").select(*SUBJECT)
+    none = suspects.join(findings.select(*SUBJECT), SUBJECT, "left_anti")
+    waiting = _confirmed(spark, rules).where("class = 'PENDING'").select(*SUBJECT, F.lit("PENDING").alias("is"))
+    counted = none.join(waiting, SUBJECT, "left").groupBy("rule", "group", F.coalesce("is", F.lit("OK")))
+    return {tuple(row)[:-1]: int(row["count"]) for row in counted.count().collect()}
+
+
+def _check_interval(rules: Sequence[JudgedRule]) -> None:
+    """An interval is published when everything in it is judged, or only delayed messages are left."""
+    for each in rules:
+        rule, window = each.confirmed.scanned.prepared.rule, each.confirmed.scanned.prepared.window
+        left = sum(counts["PENDING"] for counts in each.counts.values())
+        judgeable_at = window.until + rule.longest_wait
+        if window.is_exact and left and window.watermark < judgeable_at:
+            raise RunIncomplete(
+                f"rule {rule.name!r}: {left} subjects of the interval cannot be judged yet, as they are "
+                f"within their limits. Run it again after {judgeable_at.isoformat()}."
+            )

@@ -1,0 +1,94 @@
+"""One run: its options, its rules, and the tables that its stages write."""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+import pyarrow as pa
+from pyspark.sql import DataFrame, Observation, SparkSession
+from pyspark.sql import functions as F
+from pyspark.sql.pandas.types import to_arrow_schema
+from pyspark.sql.types import StructType
+
+from ..common.errors import RunIncomplete
+from ..common.options import RunOptions
+from ..common.store import Store
+from ..rules import file as rules_file
+from ..rules.rule import Rule, Rules
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """One run: its options and rules, and its folder `runs/<name>` of the output."""
+
+    options: RunOptions
+    rules: Rules
+    store: Store
+    name: str
+    started: datetime
+
+    @classmethod
+    def of(cls, options: RunOptions) -> Job:
+        """A run that begins now. Raises UsageProblem for rules or an output folder that cannot be used."""
+        started = datetime.now(UTC)
+        rules = rules_file.load(options.rules)
+        return cls(
+            options=options,
+            rules=rules,
+            store=Store(options.output, rules.output_mode),
+            name=f"{started:%Y%m%dT%H%M%S%fZ}-{uuid.uuid4().hex[:6]}",
+            started=started,
+        )
+
+    @property
+    def interval(self) -> list[str] | None:
+        """Begin and end of the interval to judge; None without one."""
+        since, until = self.options.since, self.options.until
+        return [since.isoformat(), until.isoformat()] if since is not None and until is not None else None
+
+    def number(self, rule: Rule) -> int:
+        """The position of the rule in the rules file."""
+        return [each.name for each in self.rules.rules].index(rule.name)
+
+    def path(self, name: str) -> str:
+        """Where Spark writes and reads the run's table `name`."""
+        return self.store.spark_path(f"runs/{self.name}/{name}")
+
+    def write_empty(self, name: str, schema: str) -> str:
+        """Write the table `name` without a row, without a job of Spark's; returns its path."""
+        columns = StructType.fromDDL(schema)
+        assert isinstance(columns, StructType)
+        empty: pa.Table = to_arrow_schema(columns, timezone="UTC").empty_table()
+        self.store.write_table(f"runs/{self.name}/{name}/part-0.parquet", empty)
+        return self.path(name)
+
+
+def empty_frame(spark: SparkSession, schema: str) -> DataFrame:
+    """A frame without a row. The limit makes Spark's optimizer leave out the joins with it."""
+    return spark.createDataFrame([], schema).limit(0)
+
+
+def put(frame: DataFrame, target: str) -> int:
+    """Write Parquet; returns the number of rows. The caller compares it with the rows that it reads (`check_parts`)."""
+    written = Observation()
+    frame.observe(written, F.count(F.lit(1)).alias("count")).write.mode("overwrite").parquet(target)
+    return int(written.get["count"] or 0)
+
+
+def write(frame: DataFrame, target: str, schema: str) -> int:
+    """Write Parquet; returns the number of rows. Raises RunIncomplete unless this process can read them all back."""
+    count = put(frame, target)
+    read = frame.sparkSession.read.schema(schema)
+    check_parts(target, count, read.parquet(target).count() if count else 0)
+    return count
+
+
+def check_parts(target: str, written: int, found: int) -> None:
+    """Raise RunIncomplete if rows are missing: executors that write into another folder would lose findings."""
+    if found != written:
+        raise RunIncomplete(
+            f"{written} rows were written to {target}, {found} are there: the executors do not write where this "
+            f"process reads. Give a place with --output that all of them share, as s3a:// or a network disk."
+        )

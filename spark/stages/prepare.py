@@ -1,0 +1,196 @@
+"""The first stage: which rows of a rule a run judges, and whether everything that the rule names can be read.
+
+A run judges from where the previous result ended up to the watermark less the rule's grace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
+from typing import Any, Final
+
+from ..common.errors import RunIncomplete, TableMissing, UsageProblem
+from ..common.options import RunOptions
+from ..comparison.classify import Window
+from ..rules.rule import Rule
+from ..sources import contract
+from ..sources.archived import ArchivedSource
+from ..sources.base import SourceBoundary
+from ..sources.databases import Sources
+from . import subscriptions
+from .job import Job
+
+# How much older than its row's time a half message can be, if retention has removed messages.
+HALF_AGE: Final = timedelta(seconds=60)
+_WITHOUT: Final = {
+    "dead_letter_v1": "dead_letter_v1 is not among the exports: what a group gave up is UNDELIVERED here, not DEAD",
+    "delivery_v1": "delivery_v1 is not among the exports: how far a message got with a group is not said",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PreparedRule:
+    """A rule that can be read: its groups' subscriptions are resolved, its tables are checked, its window is known.
+
+    `missing_views` are views that an export lacks and that only add to a finding. `looked_back`: see `_looked_back`.
+    """
+
+    rule: Rule
+    window: Window
+    missing_views: frozenset[str]
+    looked_back: dict[str, str | None] | None
+    notes: list[str]
+
+
+def prepare(
+    rule: Rule, job: Job, snapshots: Sequence[SourceBoundary], previous: dict[str, Any] | None, sources: Sources
+) -> PreparedRule:
+    """Prepare a rule. Raises UsageProblem for what must be corrected, RunIncomplete for what must wait."""
+    horizon = _horizon(rule, sources)
+    schema = job.rules.databases[job.rules.broker].schema
+    rule, of_groups = subscriptions.resolved(rule, sources.broker, schema)
+    missing = _missing_views(rule, sources)
+    window = _window(rule, job.options, snapshots, previous)
+    notes: list[str] = []
+    if horizon is not None:
+        window, notes = _limited_by_retention(rule, window, horizon)
+    notes += of_groups + [_WITHOUT[view] for view in missing]
+    notes += [
+        each.ended_note for each in job.rules.acknowledged if each.rule == rule.name and each.until <= job.started
+    ]
+    notes += [
+        f"group {group.name}: judged by the broker's offsets, which say whether and not when: never LATE"
+        for group in rule.groups
+        if not group.table
+    ]
+    looked_back = _looked_back(rule, window, previous)
+    return PreparedRule(
+        rule=rule, window=window, missing_views=frozenset(missing), looked_back=looked_back, notes=notes
+    )
+
+
+def _horizon(rule: Rule, sources: Sources) -> datetime | None:
+    """The time before which the topic's messages may be gone. Raises UsageProblem for a topic that is not declared."""
+    try:
+        if isinstance(sources.broker, ArchivedSource) and any(not group.table for group in rule.groups):
+            # An archive has no positions of groups.
+            return sources.broker.live_horizon(rule.topic)
+        return sources.broker.horizon(rule.topic)
+    except UsageProblem as error:
+        raise UsageProblem(f"rule {rule.name!r}: {error}") from error
+
+
+def _missing_views(rule: Rule, sources: Sources) -> list[str]:
+    """Raise UsageProblem unless every table and column of the rule is there and can be compared.
+
+    Returns the views that an export lacks and that only add to a finding.
+    """
+    sources[rule.database].check(contract.rows(rule))
+    sources.broker.check(contract.messages(rule, detailed=True))
+    for number, group in enumerate(rule.groups):
+        source = sources[group.database] if group.table else sources.broker
+        source.check(contract.effects(rule, number))
+    missing = []
+    for selection in (contract.dead_letters(rule), contract.deliveries(rule)) if rule.groups else ():
+        try:
+            sources.broker.check(selection)
+        except TableMissing:
+            missing.append(selection.table)
+    return missing
+
+
+def _window(
+    rule: Rule, options: RunOptions, snapshots: Sequence[SourceBoundary], previous: dict[str, Any] | None
+) -> Window:
+    """The rule's window. Raises RunIncomplete if the interval is not over yet, or if no source tells the time."""
+    known = [reading.watermark for reading in snapshots if reading.watermark is not None]
+    if not known:
+        raise RunIncomplete(
+            "no source contains a time, so the watermark is not known. Write watermark = … in [database.…]."
+        )
+    watermark = min(known if options.no_later_than is None else [*known, options.no_later_than])
+    boundary = watermark - timedelta(seconds=rule.grace_seconds)
+    since, until = options.since, options.until
+    if until is not None:
+        if until > boundary:
+            raise RunIncomplete(
+                f"rule {rule.name!r}: the interval ends at {until.isoformat()}, but only rows before "
+                f"{boundary.isoformat()} can be judged yet (watermark {watermark.isoformat()} less the grace "
+                f"period). Run it again later."
+            )
+        boundary = until
+    if since is None and previous is not None and not options.full:
+        since = _end_of(previous, rule)
+    if since is not None and until is None:
+        boundary = max(boundary, since)
+        back = _look_back(rule, options, boundary, _known_rule(previous, rule))
+        since = since if back is None else min(since, boundary - back)
+    return Window(since, boundary, watermark, is_exact=until is not None)
+
+
+def _look_back(
+    rule: Rule, options: RunOptions, boundary: datetime, previous: dict[str, Any] | None
+) -> timedelta | None:
+    """How far before `boundary` rows are judged again; None unless the command demands a look back or one is due."""
+    seconds = rule.look_back_seconds
+    if options.look_back is not None:
+        seconds = options.look_back.seconds or seconds
+        if seconds is None:
+            raise UsageProblem(
+                f'rule {rule.name!r} does not say how far to look back: write look_back = "7d" in the rule, or '
+                f"--look-back 7d."
+            )
+        return timedelta(seconds=seconds)
+    last = None if previous is None else previous.get("looked_back")
+    every = timedelta(seconds=rule.look_back_every_seconds)
+    if seconds is None or (last is not None and boundary - datetime.fromisoformat(last["at"]) < every):
+        return None
+    return timedelta(seconds=seconds)
+
+
+def _limited_by_retention(rule: Rule, window: Window, horizon: datetime) -> tuple[Window, list[str]]:
+    """The window without rows whose message may be gone: it may be stored, and removed, before its row's time."""
+    floor = horizon + max(HALF_AGE, rule.longest_wait)
+    if window.since is not None and window.since >= floor:
+        return replace(window, floor=floor), []
+    note = (
+        f"retention: messages stored before {horizon.isoformat()} may be gone, rows before {floor.isoformat()} are not "
+        f"judged"
+    )
+    return replace(window, floor=floor, since=floor), [note]
+
+
+def _end_of(previous: dict[str, Any], rule: Rule) -> datetime | None:
+    """Where the previous result ended for this rule; None when it is new or was changed."""
+    known = _known_rule(previous, rule)
+    return None if known is None else datetime.fromisoformat(known["until"])
+
+
+def _known_rule(previous: dict[str, Any] | None, rule: Rule) -> dict[str, Any] | None:
+    """The rule in the previous result; None if the rule is new or was changed."""
+    for known in [] if previous is None else previous["rules"]:
+        if known["name"] == rule.name and known["digest"] == rule.digest:
+            found: dict[str, Any] = known
+            return found
+    return None
+
+
+def _looked_back(rule: Rule, window: Window, previous: dict[str, Any] | None) -> dict[str, str | None] | None:
+    """When earlier rows were last judged again (`at`), and from which time on (`from`; None: all).
+
+    None for an interval, because each run judges all of it, and None if no run has looked back.
+    """
+    known = _known_rule(previous, rule)
+    if window.is_exact:
+        return None
+    before = None if known is None else datetime.fromisoformat(known["until"])
+    if before is not None and window.since is not None and window.since >= before:
+        last: dict[str, str | None] | None = (known or {}).get("looked_back")
+        return last
+    return {"at": window.until.isoformat(), "from": None if window.since is None else window.since.isoformat()}
+
+
+def margin(rule: Rule) -> timedelta:
+    """How much further back than a time is read: a message may be older than its row's time."""
+    return timedelta(seconds=max(60.0, rule.grace_seconds))

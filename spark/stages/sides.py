@@ -1,0 +1,320 @@
+"""Reads all sides of a rule from its sources: those of a window of time, or everything about some keys.
+
+The first look reads a window (`of_window`); the second look reads what the first one suspects (`about_keys`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from functools import reduce
+from typing import Any, Final
+
+from pyspark import StorageLevel
+from pyspark.sql import DataFrame
+from pyspark.sql import functions as F
+
+from ..common.errors import ReconcileError
+from ..comparison import evidence
+from ..rules import masking
+from ..rules.rule import Rule
+from ..sources import contract
+from ..sources.base import DataSource, TableSelection
+from ..sources.databases import Sources
+from ..sources.postgres import PostgresSource
+from .prepare import PreparedRule, margin
+
+# Keys that one query can name.
+MAX_KEYS: Final = 50_000
+UUID: Final = re.compile(r"^[0-9a-f]{8}-(?:[0-9a-f]{4}-){3}[0-9a-f]{12}$")
+
+
+@dataclass(frozen=True, slots=True)
+class ReadLimits:
+    """What the checksums leave to be read: conditions per side, where () means everything; or nothing at all."""
+
+    rows: tuple[str, ...] = ()
+    messages: tuple[str, ...] = ()
+    effects: tuple[tuple[str, ...], ...] = ()
+    is_nothing: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Tables:
+    """The selections of a rule by source: business tables, effects that name messages, and the broker's views."""
+
+    tables: list[tuple[DataSource, list[TableSelection]]]
+    by_message: list[tuple[DataSource, list[TableSelection]]]
+    broker: list[TableSelection]
+
+
+def _tables(
+    prepared: PreparedRule, sources: Sources, limits: ReadLimits | None = None, *, detailed: bool = False
+) -> _Tables:
+    rule, limits = prepared.rule, limits or ReadLimits()
+    tables = [(sources[rule.database], [_limited(contract.rows(rule), limits.rows)])]
+    by_message: list[tuple[DataSource, list[TableSelection]]] = []
+    broker = [_limited(contract.messages(rule, detailed=detailed), limits.messages)]
+    for number, group in enumerate(rule.groups):
+        selection = contract.effects(rule, number, detailed=detailed)
+        if limits.effects:
+            selection = _limited(selection, limits.effects[number])
+        if selection.in_broker:
+            broker.append(selection)
+        else:
+            _add(by_message if group.message_id else tables, sources[group.database], selection)
+    if rule.groups and "dead_letter_v1" not in prepared.missing_views:
+        broker.append(contract.dead_letters(rule, detailed=detailed))
+    return _Tables(tables, by_message, broker)
+
+
+def _add(to: list[tuple[DataSource, list[TableSelection]]], source: DataSource, selection: TableSelection) -> None:
+    for known, selections in to:
+        if known is source:
+            selections.append(selection)
+            return
+    to.append((source, [selection]))
+
+
+def of_window(prepared: PreparedRule, limits: ReadLimits, sources: Sources) -> list[DataFrame]:
+    """The narrow sides of the rule's window (`evidence`).
+
+    They are read a little further back than the window, because a message may be older than its row's time. An exact
+    window is read only as far ahead as an answer may take; the second look finds by key what came later.
+    """
+    rule, window = prepared.rule, prepared.window
+    start = None if window.since is None else window.since - margin(rule)
+    end = window.until + max(margin(rule), rule.longest_wait) if window.is_exact else None
+    wanted = _tables(prepared, sources, limits)
+    messages = sources.broker.read(wanted.broker, start, end)
+    tables = [source.read(selections, start, end) for source, selections in wanted.tables]
+    if start is not None and not window.is_exact:
+        # A second row of a key that an earlier window has judged: without the first row, the first row's message
+        # would be taken for the second row's.
+        repeated = sources[rule.database].repeated(contract.rows(rule), start)
+        tables += [] if repeated is None else [repeated]
+    by_message = []
+    for source, selections in wanted.by_message:
+        ids = sources.broker.read([contract.message_ids()], start, end)
+        effects = source.read(selections, start, end)
+        by_message.append(effects)
+        tables.append(evidence.with_keys(effects, ids, rule, window.floor))
+    narrow = [evidence.broker_side(messages, rule), *(evidence.table_side(table, rule) for table in tables)]
+    if _tells_messages_apart(rule):
+        narrow += _waiting(rule, sources.broker.read([contract.owing(rule)], start, end), messages, by_message)
+    return narrow
+
+
+def _tells_messages_apart(rule: Rule) -> bool:
+    return rule.counts_each_message and any(group.key is None for group in rule.groups)
+
+
+def _waiting(rule: Rule, owing: DataFrame, broker: DataFrame, by_message: list[DataFrame]) -> list[DataFrame]:
+    """Per group whose effects name their messages: the messages of which it shows none."""
+    found = []
+    for number, group in enumerate(rule.groups):
+        if group.key is not None:
+            continue
+        owed = owing.where(F.col("owed").bitwiseAND(F.lit(1 << number)) != 0)
+        if group.table is None:
+            done = broker.where(F.col("state") == contract.effect_state(number)).select("log_id")
+            left = owed.join(done, "log_id", "left_anti")
+        else:
+            kind = F.col("kind") == contract.EFFECT_KIND + number
+            done = reduce(DataFrame.unionByName, by_message).where(kind).select(F.col("key").alias("message_id"))
+            left = owed.join(done, "message_id", "left_anti")
+        found.append(evidence.waiting_side(left, rule, number))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class KeySides:
+    """Everything about some keys: the narrow sides, and what a finding shows of them. The caller releases `cached`."""
+
+    narrow: list[DataFrame]
+    rows: DataFrame
+    messages: DataFrame
+    dead_letters: DataFrame
+    deliveries: DataFrame | None
+    cached: list[DataFrame]
+
+    @property
+    def keys(self) -> DataFrame:
+        """The keys of which something was found."""
+        return reduce(DataFrame.unionByName, [side.select("key") for side in self.narrow]).distinct()
+
+
+def about_keys(prepared: PreparedRule, keys: DataFrame, listed: Sequence[str], sources: Sources) -> KeySides:
+    """All sides of `keys` (see `real_keys`), in any window. `listed` are the first MAX_KEYS + 1 of the same keys."""
+    if len(listed) > MAX_KEYS:
+        return of_many_keys(prepared, keys.select("key"), sources)
+    rule, wanted = prepared.rule, _tables(prepared, sources, detailed=True)
+    # On disk, because wide bodies do not fit in Java's memory.
+    broker = sources.broker.read_keys([(each, listed) for each in wanted.broker]).persist(StorageLevel.DISK_ONLY)
+    tables = [source.read_keys([(each, listed) for each in selections]) for source, selections in wanted.tables]
+    by_message = []
+    for source, selections in wanted.by_message:
+        ids = _ids(rule, broker)
+        named = [row[0] for row in ids.select("message_id").collect()]
+        named += [key for key in listed if UUID.fullmatch(key)]
+        by_message.append(source.read_keys([(each, named) for each in selections]))
+        tables.append(evidence.with_keys(by_message[-1], ids, rule, prepared.window.floor))
+    has_deliveries = rule.groups and "delivery_v1" not in prepared.missing_views
+    deliveries = sources.broker.read_keys([(contract.deliveries(rule), listed)]) if has_deliveries else None
+    waiting = []
+    if _tells_messages_apart(rule):
+        waiting = _waiting(rule, sources.broker.read_keys([(contract.owing(rule), listed)]), broker, by_message)
+    return _key_sides(rule, tables, broker, deliveries, waiting)
+
+
+def of_many_keys(prepared: PreparedRule, keys: DataFrame, sources: Sources, since: datetime | None = None) -> KeySides:
+    """As `about_keys`, without indexes: everything (from `since` on) is read and joined with `keys`."""
+
+    def only(frame: DataFrame) -> DataFrame:
+        return frame.join(keys, F.coalesce(frame["key"], F.lit("")) == keys["key"], "left_semi")
+
+    rule, wanted = prepared.rule, _tables(prepared, sources, detailed=True)
+    broker = only(sources.broker.read(wanted.broker, since)).persist(StorageLevel.DISK_ONLY)
+    tables = [only(source.read(selections, since)) for source, selections in wanted.tables]
+    by_message = []
+    for source, selections in wanted.by_message:
+        by_message.append(source.read(selections, since))
+        tables.append(evidence.with_keys(by_message[-1], _ids(rule, broker), rule, prepared.window.floor))
+    has_deliveries = rule.groups and "delivery_v1" not in prepared.missing_views
+    deliveries = only(sources.broker.read([contract.deliveries(rule)], since)) if has_deliveries else None
+    waiting = []
+    if _tells_messages_apart(rule):
+        waiting = _waiting(rule, only(sources.broker.read([contract.owing(rule)], since)), broker, by_message)
+    return _key_sides(rule, tables, broker, deliveries, waiting)
+
+
+def _ids(rule: Rule, messages: DataFrame) -> DataFrame:
+    known = messages.where(F.col("message_id").isNotNull())
+    return known.select("message_id", "key", F.lit(rule.topic).alias("topic"), F.lit(rule.tag).alias("tag")).distinct()
+
+
+def real_keys(rule: Rule, sources: Sources, keys: DataFrame) -> DataFrame:
+    """`keys` (key, carried, sought_at) with the keys of messages in place of their ids.
+
+    If a message is older than the window, the first look knows its effect only by the message's id. Ids of messages of
+    other topics are left out: the rule does not judge their effects.
+    """
+    if not any(group.message_id for group in rule.groups):
+        return keys
+    named = [row[0] for row in keys.where(F.col("key").rlike(UUID.pattern)).select("key").collect()]
+    if not named:
+        return keys
+    ids = sources.broker.read_keys([(contract.message_ids(), named)]).cache()
+    is_ours = F.col("topic") == F.lit(rule.topic)
+    is_ours = is_ours if rule.tag is None else is_ours & (F.col("tag") == F.lit(rule.tag))
+    known = ids.select("message_id", F.col("key").alias("of"), is_ours.alias("is_ours"))
+    found = keys.join(known, keys["key"] == known["message_id"], "left").where(F.coalesce("is_ours", F.lit(True)))
+    key = F.when(F.col("message_id").isNotNull(), F.coalesce("of", F.lit(""))).otherwise(F.col("key"))
+    real = found.select(key.alias("key"), "carried", "sought_at")
+    return real.groupBy("key").agg(F.max("carried").alias("carried"), F.min("sought_at").alias("sought_at"))
+
+
+def _key_sides(
+    rule: Rule, tables: list[DataFrame], broker: DataFrame, deliveries: DataFrame | None, waiting: list[DataFrame]
+) -> KeySides:
+    own = tables[0].persist(StorageLevel.DISK_ONLY)
+    narrow = [evidence.table_side(table, rule) for table in (own, *tables[1:])]
+    is_message = broker["state"].isin(*contract.MESSAGE_STATES)
+    messages = broker.where(is_message)
+    if rule.message_when:
+        # A dead letter has neither headers nor body, so its message decides whether the rule covers it.
+        letters = broker.where(broker["state"].startswith("dead "))
+        ours = letters.join(messages.select("log_id"), "log_id", "left_semi").select(*broker.columns)
+        broker = broker.where(~broker["state"].startswith("dead ")).unionByName(ours)
+    return KeySides(
+        narrow=[evidence.broker_side(broker, rule, is_exact=True), *narrow, *waiting],
+        rows=own.where(own["kind"] == contract.ROW_KIND),
+        messages=messages,
+        dead_letters=broker.where(broker["state"].startswith("dead ")),
+        deliveries=deliveries,
+        cached=[own, broker],
+    )
+
+
+def _limited(selection: TableSelection, conditions: tuple[str, ...]) -> TableSelection:
+    if not conditions:
+        return selection
+    return TableSelection(
+        table=selection.table,
+        columns=selection.columns,
+        key=selection.key,
+        time=selection.time,
+        conditions=(*selection.conditions, *conditions),
+        equals=selection.equals,
+        span=selection.span,
+        in_broker=selection.in_broker,
+    )
+
+
+# Facts about single messages besides their state: queue, check-backs, failures. A finding shows them; no class
+# depends on them.
+_MAX_FACTS: Final = 1_000
+# Check-backs and failures shown per message, the newest: a parked half is checked every hour.
+_MAX_EACH: Final = 10
+_PLACES: Final = """
+SELECT log_id, string_agg(concat('retry of ' || retry_group || ', ', 'queue ', number, ', offset ', queue_offset),
+                          '; ' ORDER BY attempt, queue_id, queue_offset)
+FROM {view} WHERE log_id = ANY('{{{ids}}}'::bigint[]) GROUP BY log_id
+"""
+_CHECKS: Final = """
+SELECT transaction_id::text, checked_at, answer, detail
+FROM (SELECT *, row_number() OVER (PARTITION BY transaction_id ORDER BY checked_at DESC) AS place
+      FROM {view} WHERE transaction_id = ANY('{{{ids}}}'::uuid[])) newest
+WHERE place <= {most} ORDER BY transaction_id, checked_at
+"""
+_FAILURES: Final = """
+SELECT log_id, consumer_group, attempt, failed_at, error
+FROM (SELECT *, row_number() OVER (PARTITION BY log_id, consumer_group ORDER BY attempt DESC) AS place
+      FROM {view} WHERE log_id = ANY('{{{ids}}}'::bigint[])) newest
+WHERE place <= {most} ORDER BY log_id, consumer_group, attempt
+"""
+_FACTS_SCHEMA: Final = (
+    "log_id bigint, queue string, checks array<struct<checked_at: timestamp, answer: string, detail: string>>, "
+    "failures array<struct<consumer_group: string, attempt: int, failed_at: timestamp, error: string>>"
+)
+
+
+def message_facts(messages: DataFrame, rule: Rule, broker: DataSource) -> DataFrame:
+    """Of `messages` by `log_id`: queue and offset (`queue`), the newest check-backs, the newest failed attempts.
+
+    Empty in exports, without the right to read the views, and for a broker that does not have the views yet; also for
+    more than _MAX_FACTS messages, because then an operator does not follow single messages. Errors are free text that
+    may repeat any field: a rule that masks a field shows no error.
+    """
+    rows: list[tuple[Any, ...]] = []
+    if isinstance(broker, PostgresSource):
+        ids = messages.select("log_id", "transaction_id").distinct().limit(_MAX_FACTS + 1).collect()
+        if 0 < len(ids) <= _MAX_FACTS:
+            rows = list(_fact_rows(broker, {int(row[0]): str(row[1]) for row in ids}, rule))
+    return F.broadcast(messages.sparkSession.createDataFrame(rows, _FACTS_SCHEMA))
+
+
+def _fact_rows(broker: PostgresSource, transactions: dict[int, str], rule: Rule) -> Iterable[tuple[Any, ...]]:
+    numbers = ",".join(str(number) for number in sorted(transactions))
+    # The ids of an archive come from a file: only well-formed ones go into a statement.
+    names = ",".join(sorted({name for name in transactions.values() if UUID.fullmatch(name)}))
+    places = {row[0]: row[1] for row in _answer(broker, "queue_entry_v1", _PLACES, numbers)}
+    checks, failures = _answer(broker, "check_v1", _CHECKS, names), _answer(broker, "failure_v1", _FAILURES, numbers)
+    for log_id, transaction_id in transactions.items():
+        checked = [(at, answer, _shown_text(rule, text)) for of, at, answer, text in checks if of == transaction_id]
+        failed = [(group, int(n), at, _shown_text(rule, text)) for of, group, n, at, text in failures if of == log_id]
+        yield log_id, places.get(log_id), checked, failed
+
+
+def _shown_text(rule: Rule, text: str) -> str:
+    return masking.HIDDEN if rule.mask and text else text
+
+
+def _answer(broker: PostgresSource, view: str, statement: str, ids: str) -> list[tuple[Any, ...]]:
+    table = broker.table_of(TableSelection(table=view, columns=(), key="log_id", in_broker=True))
+    try:
+        return broker.attempt(statement.format(view=table, ids=ids, most=_MAX_EACH), about=f"the broker's view {view}")
+    except ReconcileError:
+        return []
