@@ -143,7 +143,8 @@ def watch_of(connection: BaseDatabaseWrapper) -> BlockWatch:
 def require_whole(connection: BaseDatabaseWrapper, what: str) -> BlockWatch:
     """The watch of a block whose transaction is still the one it began with.
 
-    Otherwise it marks the block for rollback and raises TransactionUsageError: `what` was not done.
+    Otherwise it raises TransactionUsageError: `what` was not done. The caller rolls the block back (see
+    transactions.failing_takes_the_block_along).
     """
     watch = watch_of(connection)
     if connection.needs_rollback:
@@ -158,7 +159,6 @@ def require_whole(connection: BaseDatabaseWrapper, what: str) -> BlockWatch:
     except DriverError as error:
         reason = f"a statement in its pipeline failed ({str(error).strip()})"
     if reason:
-        connection.set_rollback(True)
         raise TransactionUsageError(
             f"{what} was not done: the atomic block on {connection.alias!r} has lost its transaction: {reason}. Put a "
             f"statement that may fail into an inner atomic(), and leave COMMIT and ROLLBACK to the block."

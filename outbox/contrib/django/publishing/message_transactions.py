@@ -93,14 +93,13 @@ class MessageTransaction:
         The parameters are those of `publish`. Raises UsageError for a message that can never be sent; then no message
         of the transaction is sent.
         """
-        try:
-            built = message(topic, body, key=key, tag=tag, headers=headers, delay=delay, deliver_at=deliver_at)
-            self._add(built)
-        except BaseException as error:
-            self._failure = self._failure or error
-            if self._connection is not None:
-                self._connection.set_rollback(True)
-            raise
+        with failing_takes_the_block_along(self._alias):
+            try:
+                built = message(topic, body, key=key, tag=tag, headers=headers, delay=delay, deliver_at=deliver_at)
+                self._add(built)
+            except BaseException as error:
+                self._failure = self._failure or error
+                raise
         return built.message_id
 
     def __exit__(
@@ -110,6 +109,11 @@ class MessageTransaction:
         if error is None:
             with failing_takes_the_block_along(self._using):
                 self._store()
+
+    @property
+    def _alias(self) -> str | None:
+        """The alias of the joined transaction, else the one that the caller named."""
+        return self._using if self._connection is None else self._connection.alias
 
     def _store(self) -> None:
         if self._failure is not None:
@@ -140,7 +144,7 @@ class MessageTransaction:
 
     def _refuse_another_block(self, name: str) -> None:
         """The rollback of an inner savepoint would leave the message: it is stored outside of the savepoint."""
-        found = current_transaction(self._using if self._connection is None else self._connection.alias)
+        found = current_transaction(self._alias)
         if found is self._connection and _innermost(found) is self._block:
             return
         raise TransactionUsageError(
