@@ -12,8 +12,8 @@ from django.db import close_old_connections, connections
 
 from outbox.broker import process_log
 from outbox.broker.consumer.runtime import ConsumerRuntime
-from outbox.broker.leading import LeadingConsumer
-from outbox.broker.process import ProcessSettings, run_broker
+from outbox.broker.leading import LeaderSettings, LeadingConsumer
+from outbox.broker.process import run_broker
 from outbox.contrib.django.database.aliases import broker_database
 from outbox.contrib.django.engine.broker import get_broker, get_codecs
 from outbox.contrib.django.engine.engines import require_engine
@@ -45,7 +45,7 @@ def run_broker_role(stop: threading.Event, *, stands_in: bool = False) -> None:
 
     `stands_in`: only while no consumer's process does.
     """
-    run_broker(broker_database(), stop, settings=ProcessSettings(check=get_settings().check, stands_in=stands_in))
+    run_broker(broker_database(), stop, settings=LeaderSettings(check=get_settings().check, stands_in=stands_in))
 
 
 def consumer_runtime(
@@ -71,7 +71,7 @@ def consumer_runtime(
         invoker=InboxInvoker(lease_seconds=settings.lease_seconds, masked_fields=settings.masked_fields),
         codecs=get_codecs(),
         lease_seconds=settings.lease_seconds,
-        session_task=LeadingConsumer(database, settings=ProcessSettings(check=settings.check)) if leads else None,
+        session_task=LeadingConsumer(database, settings=LeaderSettings(check=settings.check)) if leads else None,
     )
 
 
