@@ -50,13 +50,14 @@ UPWARD = {
 FLOORS = {
     "outbox.broker": (
         ("database",),
+        ("fastpath",),
         ("schema", "log"),
         ("transaction", "groups"),
         ("sequencer", "maintenance", "dispatch", "operations"),
         ("consumer",),
     ),
     "outbox.contrib.django": (
-        ("settings",),
+        ("settings", "fastpath"),
         ("database",),
         ("ledger", "subscribers"),
         ("engine",),

@@ -13,11 +13,11 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from uuid import UUID
 
-from outbox.broker.database import arrays
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
 from outbox.broker.dispatch.owned_queue import OwnedQueue
 from outbox.broker.dispatch.subscriptions import ConsumingGroup
+from outbox.broker.fastpath import arrays
 from outbox.broker.groups.leases import Lease, QueueKey
 from outbox.broker.groups.offsets import Position
 from outbox.broker.log.consume_queue import starting_offsets

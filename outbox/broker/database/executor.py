@@ -6,14 +6,44 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import psycopg
+from psycopg.adapt import Dumper
 from psycopg.pq import Format
 from psycopg.rows import tuple_row
 
-from outbox.broker.database.arrays import cursor_on
 from outbox.broker.database.connection import Connection
 from outbox.broker.database.statement import Statement
 
 _Row = TypeVar("_Row")
+
+
+class BinaryValue(bytes):
+    """The binary form of a value. A cast in the statement names its type."""
+
+
+class PackedDumper(Dumper):
+    """Sends a `BinaryValue` unchanged."""
+
+    format = Format.BINARY
+    oid = 0
+
+    def dump(self, obj: Any) -> bytes:
+        return bytes(obj)
+
+
+def cursor_on(connection: Connection) -> psycopg.Cursor[tuple[Any, ...]]:
+    """Return a cursor that binds on the server and returns plain tuples, regardless of the application's settings."""
+    cursor = psycopg.Cursor(connection, row_factory=tuple_row)
+    cursor.format = Format.BINARY
+    cursor.adapters.register_dumper(BinaryValue, PackedDumper)
+    return cursor
+
+
+def raw_cursor_on(connection: Connection) -> psycopg.RawCursor[tuple[Any, ...]]:
+    """Like `cursor_on`, for statements with numbered parameters (see Statement.numbered)."""
+    cursor = psycopg.RawCursor(connection, row_factory=tuple_row)
+    cursor.format = Format.BINARY
+    cursor.adapters.register_dumper(BinaryValue, PackedDumper)
+    return cursor
 
 
 class Executor:

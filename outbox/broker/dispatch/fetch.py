@@ -13,12 +13,12 @@ from typing import Any, Final
 import psycopg
 from psycopg import sql
 
-from outbox.broker.database import arrays
-from outbox.broker.database.executor import Executor
+from outbox.broker.database.executor import Executor, raw_cursor_on
 from outbox.broker.database.statement import Statement
 from outbox.broker.dispatch.filter_sql import FilterSql
 from outbox.broker.dispatch.owned_queue import OwnedQueue
 from outbox.broker.dispatch.subscriptions import Subscribed
+from outbox.broker.fastpath import arrays
 from outbox.message import Delivery, Message
 
 Row = tuple[Any, ...]
@@ -91,7 +91,7 @@ class Fetcher:
         self._parameters["starts"] = arrays.bigints([queue.fetch_from for queue, _ in wanted])
         text, names = self._statement.numbered(run.schema)
         if self._cursor is None or self._cursor.connection is not run.connection:
-            self._cursor = arrays.raw_cursor_on(run.connection)
+            self._cursor = raw_cursor_on(run.connection)
         return self._cursor.execute(text, [self._parameters[name] for name in names]).fetchall()
 
 

@@ -19,10 +19,11 @@ from typing import Any, Final
 from uuid import UUID
 
 from django.db.backends.base.base import BaseDatabaseWrapper
-from django.db.transaction import Atomic
 from psycopg import Connection, pq
 from psycopg import Error as DriverError
 
+from outbox.broker.fastpath import switch
+from outbox.contrib.django.fastpath.atomic_blocks import BlockMark, WatchedBlocks
 from outbox.errors import TransactionUsageError
 
 # A statement that ends the transaction; ROLLBACK TO SAVEPOINT does not. After a semicolon it is searched only in texts
@@ -56,6 +57,7 @@ class BlockWatch:
 
     def __init__(self, connection: BaseDatabaseWrapper) -> None:
         self._connection = connection
+        self._mark = BlockMark()
         self.begin()
 
     def begin(self) -> None:
@@ -68,11 +70,18 @@ class BlockWatch:
     def __call__(self, execute: Callable[..., Any], sql: Any, params: Any, many: bool, context: dict[str, Any]) -> Any:
         """See Django's database instrumentation."""
         if self._connection.in_atomic_block:
+            if not switch.enabled:
+                self.notice_block()
             word = _ending_statement(sql, self._connection)
             if word:
                 self._note_end(word)
             self._started = True
         return execute(sql, params, many, context)
+
+    def notice_block(self) -> None:
+        """With the fast paths off: begin if another outermost block is open than at the last call."""
+        if self._mark.is_new(self._connection):
+            self.begin()
 
     def note_begun(self) -> None:
         """Note that a statement outside of Django's cursors began the block's transaction."""
@@ -107,19 +116,6 @@ class BlockWatch:
         return ""
 
 
-class _Blocks(list[Atomic]):
-    """Django's list of a connection's open atomic blocks; it starts the watch with each outermost block."""
-
-    def __init__(self, watch: BlockWatch) -> None:
-        super().__init__()
-        self._watch = watch
-
-    def append(self, block: Atomic) -> None:
-        if all(is_test_case(outer) for outer in self):
-            self._watch.begin()
-        super().append(block)
-
-
 def watch_connection(sender: object, connection: BaseDatabaseWrapper, **_: object) -> None:
     """Receiver of Django's signal connection_created."""
     watch_of(connection)
@@ -132,9 +128,11 @@ def watch_of(connection: BaseDatabaseWrapper) -> BlockWatch:
         watch = BlockWatch(connection)
         # Installed outermost, so that it also sees the statements of other wrappers.
         connection.execute_wrappers.insert(0, watch)
-    if not isinstance(connection.atomic_blocks, _Blocks):
+    if not switch.enabled:
+        watch.notice_block()
+    elif not isinstance(connection.atomic_blocks, WatchedBlocks):
         # Django makes a new list with every new connection of the driver.
-        blocks = _Blocks(watch)
+        blocks = WatchedBlocks(watch.begin)
         blocks.extend(connection.atomic_blocks)
         connection.atomic_blocks = blocks
     return watch
@@ -191,11 +189,6 @@ def begun_by_hand(connection: BaseDatabaseWrapper) -> bool:
             sync_pipeline(connection)
         return raw.info.transaction_status in (pq.TransactionStatus.INTRANS, pq.TransactionStatus.INERROR)
     return connection.vendor == "sqlite" and bool(raw.in_transaction)
-
-
-def is_test_case(block: Any) -> bool:
-    """Whether this is the block that a TestCase wraps around a test."""
-    return bool(block._from_testcase)
 
 
 def _ending_statement(sql: Any, connection: BaseDatabaseWrapper) -> str:

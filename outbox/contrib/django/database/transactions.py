@@ -9,7 +9,8 @@ from django.db import connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.utils import DatabaseError
 
-from outbox.contrib.django.database.blocks import begun_by_hand, is_test_case
+from outbox.contrib.django.database.blocks import begun_by_hand
+from outbox.contrib.django.fastpath.atomic_blocks import is_test_case
 from outbox.errors import ConfigurationError, TransactionUsageError
 
 
