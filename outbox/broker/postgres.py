@@ -14,9 +14,8 @@ import psycopg
 from psycopg import errors as pg
 
 from outbox.broker.database import notify
-from outbox.broker.database.connection import BrokerDatabase
+from outbox.broker.database.connection import BrokerDatabase, Pool
 from outbox.broker.database.executor import Executor
-from outbox.broker.database.pool import Pool
 from outbox.broker.fastpath.one_way import one_way
 from outbox.broker.log import commit_log, recall, topics
 from outbox.broker.log.failing import FailureNote, ProcessPart

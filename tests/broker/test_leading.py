@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from outbox.broker import deaths
-from outbox.broker.consumer import session
-from outbox.broker.consumer.session import ConsumerSession
+from outbox.broker.consumer import runtime
+from outbox.broker.consumer.runtime import ConsumerSession
 from outbox.broker.database.connection import BrokerConnection, BrokerDatabase
 from outbox.broker.dispatch.running_calls import LastCalls
 from outbox.broker.leading import LeaderSettings, LeadingConsumer
@@ -96,7 +96,7 @@ def test_a_message_costs_two_round_trips_from_commit_to_handler(
 ) -> None:
     """The tick with its announcement, and the fetch. Offsets are stored later, for all at once."""
     monkeypatch.setattr("outbox.broker.dispatch.dispatcher.STORE_SECONDS", 3600.0)
-    monkeypatch.setattr(session, "_LISTENING_POLL_SECONDS", 3600.0)
+    monkeypatch.setattr(runtime, "_LISTENING_POLL_SECONDS", 3600.0)
     bench.declare("orders")
     seen = Seen()
     settings = LeaderSettings(lease_term_seconds=3600.0, poll_seconds=3600.0)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from outbox.broker.consumer import session
+from outbox.broker.consumer import runtime
 from outbox.broker.database.connection import BrokerConnection
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.notify import Channel, notify
@@ -28,7 +28,7 @@ def test_what_is_decided_while_it_ticks_is_ticked_next(
     bench: ConsumptionBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also if nothing that the tick has queued is consumed here; nobody else would wake it."""
-    monkeypatch.setattr(session, "_LISTENING_POLL_SECONDS", 3600.0)
+    monkeypatch.setattr(runtime, "_LISTENING_POLL_SECONDS", 3600.0)
     bench.declare("orders")
     bench.declare("elsewhere")
     run_once, appended = Sequencer.run_once, []

@@ -1,9 +1,10 @@
-"""A connection together with the schema of the broker's tables on it."""
+"""A connection together with the schema of the broker's tables on it, and snapshots as values."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, Self, TypeVar
 
 import psycopg
 from psycopg.adapt import Dumper
@@ -116,3 +117,32 @@ class Executor:
     def count(self, statement: Statement, parameters: Mapping[str, Any] | None = None) -> int:
         """Return the number of rows that the statement changed."""
         return self.execute(statement, parameters).rowcount
+
+
+# -- snapshots -------------------------------------------------------------------------------------
+#
+# PostgreSQL's snapshots as values: the transactions that a reader could see.
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """All transactions below `xmax` were visible except those `in_progress`; none from `xmax` on was."""
+
+    xmin: int
+    xmax: int
+    in_progress: tuple[int, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Parse the text form of pg_snapshot, `xmin:xmax:xip,…`."""
+        xmin, xmax, in_progress = text.split(":")
+        return cls(int(xmin), int(xmax), tuple(map(int, in_progress.split(","))) if in_progress else ())
+
+    @property
+    def text(self) -> str:
+        """The text form of pg_snapshot."""
+        return f"{self.xmin}:{self.xmax}:{','.join(map(str, self.in_progress))}"
+
+    def sees(self, xid: int) -> bool:
+        """Whether a transaction was visible."""
+        return xid < self.xmax and xid not in self.in_progress

@@ -1,7 +1,6 @@
 """Book a finished call: finished messages, failed ones, and those that stay here as if never tried.
 
-The failure of a batch does not show which message caused it. The batch is halved, and its halves are called again,
-until the message is alone. Only then an attempt has failed.
+The failed ones are judged, recorded at once, and tried here again, sent back, or given up.
 """
 
 from __future__ import annotations
@@ -11,17 +10,233 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
+from uuid import UUID
 
-from outbox.broker.dispatch.failures import Failed
-from outbox.broker.dispatch.outage import Outage
-from outbox.broker.dispatch.owned_queue import EntryOutcome, OwnedQueue, Phase
+import psycopg
+
+from outbox.broker.database.executor import Executor
+from outbox.broker.database.notify import Channel, notify
+from outbox.broker.dispatch.calls import Outage
+from outbox.broker.dispatch.fetch import KEY, LOG_ID, MESSAGE_ID, TOPIC_ID, TRANSACTION_ID, Row
+from outbox.broker.dispatch.owned_queue import ConsumingGroup, EntryOutcome, OwnedQueue, Phase, Subscribed
 from outbox.broker.dispatch.work import FetchedEntry, HandlerCall, Postponed, Result, divide
-from outbox.broker.groups.send_back import describe
-from outbox.errors import HandlerNotStarted, KillsItsProcess, LeaseLost, RetryLater, ServiceUnavailable, UndecodableBody
+from outbox.broker.groups import leases, retry_queues, send_back
+from outbox.broker.groups.send_back import Failure, FailureAction, FailurePlan, describe
+from outbox.errors import (
+    HandlerNotStarted,
+    KillsItsProcess,
+    LeaseLost,
+    OutboxError,
+    RetryLater,
+    ServiceUnavailable,
+    UndecodableBody,
+)
 from outbox.ports import Disposition
 from outbox.subscription import OnError, Subscription
+from outbox.utils import faults, log_context
 
 logger = logging.getLogger(__name__)
+
+
+# -- failed attempts -------------------------------------------------------------------------------
+
+
+_LOCAL_RETRY_SECONDS: Final = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A message whose attempt failed."""
+
+    subscribed: Subscribed
+    item: FetchedEntry
+    error: BaseException
+
+
+def settle(run: Executor, instance: UUID, failures: Sequence[Failed]) -> list[FetchedEntry]:
+    """Record the failures of one collection; each message is then finished, stopped, or due again.
+
+    Finishes the messages that were sent away; returns the messages to try here again, with their due time.
+
+    If recording fails, no message was sent away. All are then tried here again, so none is lost and no offset passes
+    them.
+    """
+    judged = [(failed, _judge(failed)) for failed in failures]
+    for failed, judgement in judged:
+        _report(failed, judgement)
+    try:
+        faults.point("consumer.before_send_back")
+        kept = _record(run, instance, judged)
+        faults.point("consumer.after_send_back")
+    except (psycopg.Error, OutboxError) as error:
+        logger.warning("%d failed messages could not be sent back and are tried here again: %s", len(judged), error)
+        return [_again(failed.item, _LOCAL_RETRY_SECONDS) for failed, _ in judged]
+    again: list[FetchedEntry] = []
+    for failed, judgement in judged:
+        if failed.subscribed.group.broadcast or failed.item.queue.key in kept:
+            again += _conclude(failed, judgement)
+    return again
+
+
+def send_on(run: Executor, instance: UUID, foreign: Sequence[tuple[FetchedEntry, Row]]) -> None:
+    """Move retried messages of topics without a subscription here into the queues of these topics.
+
+    Their attempts are not counted. Such messages come from the queue of all topics, which version 0.1 fills.
+    """
+    judgement = FailurePlan(FailureAction.SEND_BACK)
+    error = "delivered to an instance of the group that does not subscribe to the message's topic"
+    failures = {
+        (item.queue.key[0], row[LOG_ID]): Failure(
+            lease=item.queue.lease,
+            offset=item.offset,
+            stored_offset=item.queue.stored_offset,
+            swept_offset=item.queue.swept_offset,
+            log_id=row[LOG_ID],
+            attempts=item.attempt,
+            error=error,
+            judgement=judgement,
+            retry_queue_id=_retry_queue(run, item.queue.group, row[TOPIC_ID]),
+            next_attempt=item.retries,
+        )
+        for item, row in foreign
+    }
+    send_back.record(run, instance, list(failures.values()))
+    for item, row in foreign:
+        logger.info("message %s: %s; it goes to the retry queue of its topic", row[MESSAGE_ID], error)
+        item.queue.window.finish(item.offset, EntryOutcome.SENT_BACK)
+
+
+def _judge(failed: Failed) -> FailurePlan:
+    item, error = failed.item, failed.error
+    if isinstance(error, KillsItsProcess):
+        # Regardless of the subscription's error rules: the handler did not raise this error.
+        return FailurePlan(FailureAction.DEAD)
+    if isinstance(error, LeaseLost):
+        # The fence stopped it, which is not the handler's fault. If this process still holds the lease, try again soon.
+        return FailurePlan(FailureAction.IN_PLACE, _LOCAL_RETRY_SECONDS)
+    return send_back.judge(
+        failed.subscribed.subscription,
+        error,
+        retries=item.retries,
+        in_place=item.in_place,
+        returned=item.queue.subscribed is None,
+    )
+
+
+def _record(run: Executor, instance: UUID, judged: Sequence[tuple[Failed, FailurePlan]]) -> set[leases.QueueKey]:
+    """Return the keys of queues that this process still holds. A message that occurs twice needs two statements."""
+    kept: set[leases.QueueKey] = set()
+    rounds: list[dict[tuple[int, int], Failure]] = []
+    for failed, judgement in judged:
+        if not failed.subscribed.group.broadcast:
+            failure = _failure(run, failed, judgement)
+            place = (failure.lease.key[0], failure.log_id)
+            target = next((known for known in rounds if place not in known), None)
+            if target is None:
+                rounds.append(target := {})
+            target[place] = failure
+    for known in rounds:
+        kept |= send_back.record(run, instance, list(known.values()))
+    for failed, judgement in judged:
+        if failed.item.queue.key in kept:
+            failed.item.queue.swept()
+        if judgement.verdict is FailureAction.STOP and not failed.subscribed.group.broadcast:
+            reason = send_back.describe(failed.error)
+            leases.stop(run, instance, failed.item.queue.lease, reason)
+    if any(judgement.verdict is FailureAction.SEND_BACK for _, judgement in judged):
+        # The sequencer may have expected the next scheduled message at a later time than this one.
+        notify(run, Channel.DECIDED)
+    return kept
+
+
+def _conclude(failed: Failed, judgement: FailurePlan) -> list[FetchedEntry]:
+    """Only after recording: a message finished earlier would be lost in a crash in between."""
+    item = failed.item
+    queue = item.queue
+    if judgement.verdict is FailureAction.IN_PLACE:
+        return [_again(item, judgement.delay_seconds)]
+    if judgement.verdict is FailureAction.STOP:
+        # Not finished: the offset stays at it. It is fetched again when an operator resumes the group.
+        queue.stop()
+        return []
+    outcome = EntryOutcome.DEAD if judgement.verdict is FailureAction.DEAD else EntryOutcome.SENT_BACK
+    queue.window.finish(item.offset, outcome)
+    return []
+
+
+def _again(item: FetchedEntry, delay_seconds: float) -> FetchedEntry:
+    item.in_place += 1
+    item.due = time.monotonic() + delay_seconds
+    return item
+
+
+def _failure(run: Executor, failed: Failed, judgement: FailurePlan) -> Failure:
+    item = failed.item
+    assert item.row is not None
+    group, (_, topic_id) = failed.subscribed.group, failed.subscribed.key
+    sent_back = judgement.verdict is FailureAction.SEND_BACK
+    return Failure(
+        lease=item.queue.lease,
+        offset=item.offset,
+        stored_offset=item.queue.stored_offset,
+        swept_offset=item.queue.swept_offset,
+        log_id=item.row[LOG_ID],
+        attempts=item.attempt,
+        error=send_back.describe(failed.error),
+        judgement=judgement,
+        retry_queue_id=_retry_queue(run, group, topic_id) if sent_back else 0,
+        next_attempt=item.retries + 1,
+    )
+
+
+def _retry_queue(run: Executor, group: ConsumingGroup, topic_id: int) -> int:
+    if topic_id not in group.retry_queues:
+        group.retry_queues[topic_id] = retry_queues.ensure(run, group.group_id, topic_id)
+    return group.retry_queues[topic_id]
+
+
+def _report(failed: Failed, judgement: FailurePlan) -> None:
+    item = failed.item
+    assert item.row is not None
+    level = logging.ERROR if judgement.verdict in (FailureAction.DEAD, FailureAction.STOP) else logging.WARNING
+    logger.log(
+        level,
+        "group %s: attempt %d at message %s of %s failed: %s",
+        failed.subscribed.group.name,
+        item.attempt,
+        item.row[MESSAGE_ID],
+        item.queue.name,
+        _CONSEQUENCES[judgement.verdict].format(judgement.delay_seconds),
+        exc_info=failed.error,
+        extra=_about(failed, item.row),
+    )
+
+
+def _about(failed: Failed, row: Row) -> dict[str, str]:
+    return log_context.about(
+        message_id=row[MESSAGE_ID],
+        transaction_id=row[TRANSACTION_ID] or row[MESSAGE_ID],
+        group=failed.subscribed.group.name,
+        topic=failed.subscribed.subscription.topic,
+        key=row[KEY],
+    )
+
+
+_CONSEQUENCES: Final = {
+    FailureAction.SEND_BACK: "it is sent back for another attempt in {:g} s",
+    FailureAction.IN_PLACE: "it is tried here again in {:g} s",
+    FailureAction.DEAD: "it is given up",
+    FailureAction.STOP: "its queue is stopped until an operator resumes the group",
+}
+
+
+# -- results of calls ------------------------------------------------------------------------------
+#
+# Book a finished call: finished messages, failed ones, and those that stay here as if never tried.
+#
+# The failure of a batch does not show which message caused it. The batch is halved, and its halves are called again,
+# until the message is alone. Only then an attempt has failed.
+
 
 _OUTCOMES: Final = {Disposition.HANDLED: EntryOutcome.HANDLED, Disposition.SKIPPED: EntryOutcome.SKIPPED}
 

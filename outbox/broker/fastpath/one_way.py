@@ -22,8 +22,7 @@ from psycopg.abc import PQGenConn
 from psycopg.pq import ConnStatus, DiagnosticField, ExecStatus
 from psycopg.pq.abc import PGconn, PGresult
 
-from outbox.broker.database.connection import BrokerDatabase
-from outbox.broker.database.pool import Pool
+from outbox.broker.database.connection import BrokerDatabase, Pool
 from outbox.broker.database.statement import Request
 from outbox.broker.fastpath import switch
 from outbox.errors import BrokerUnavailable

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from outbox.broker.database.executor import Executor
-from outbox.broker.database.snapshot import Snapshot
+from outbox.broker.database.executor import Executor, Snapshot
 from outbox.broker.database.statement import Statement
 from outbox.broker.fastpath.arrays import xids
 from outbox.broker.operations.thresholds import Thresholds

@@ -19,8 +19,7 @@ from psycopg.errors import DeadlockDetected, InvalidSqlStatementName, Serializat
 
 from outbox.broker.database import timeouts
 from outbox.broker.database.connection import BrokerDatabase, Connection
-from outbox.broker.database.executor import Executor
-from outbox.broker.database.snapshot import Snapshot
+from outbox.broker.database.executor import Executor, Snapshot
 from outbox.broker.database.statement import Statement
 from outbox.broker.fastpath.arrays import uuids
 from outbox.broker.fastpath.round_trip import RoundTrip, Row, array, round_trip

@@ -12,8 +12,7 @@ from uuid import UUID
 
 from psycopg.errors import UniqueViolation
 
-from outbox.broker.database.executor import Executor
-from outbox.broker.database.snapshot import Snapshot
+from outbox.broker.database.executor import Executor, Snapshot
 from outbox.broker.database.statement import Request, Statement
 from outbox.broker.database.timeouts import lifted
 from outbox.broker.fastpath.arrays import uuids, xids

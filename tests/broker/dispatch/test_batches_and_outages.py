@@ -11,7 +11,7 @@ import psycopg
 import pytest
 
 from outbox.broker.database.statement import Statement
-from outbox.broker.dispatch.outage import Outage
+from outbox.broker.dispatch.calls import Outage
 from outbox.broker.operations import dead_letters
 from outbox.errors import HandlerNotStarted, PermanentError
 from outbox.message import Delivery, Message

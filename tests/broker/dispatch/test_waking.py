@@ -8,10 +8,8 @@ from uuid import UUID
 
 import pytest
 
-from outbox.broker.dispatch.calls import Calls
-from outbox.broker.dispatch.owned_queue import OwnedQueue
-from outbox.broker.dispatch.subscription_runner import SubscriptionRunner
-from outbox.broker.dispatch.subscriptions import ConsumingGroup
+from outbox.broker.dispatch.calls import Calls, SubscriptionRunner
+from outbox.broker.dispatch.owned_queue import ConsumingGroup, OwnedQueue
 from outbox.broker.dispatch.work import FetchedEntry, HandlerCall
 from outbox.broker.groups.leases import Lease, lease_clock
 from outbox.broker.groups.offsets import Position

@@ -8,7 +8,7 @@ from dataclasses import fields
 from typing import Any, TypeVar
 
 from outbox import names
-from outbox.broker.database.conninfo import read_conninfo
+from outbox.broker.database.connection import read_conninfo
 from outbox.broker.database.statement import check_schema_name
 from outbox.broker.operations.thresholds import Threshold, Thresholds
 from outbox.errors import ConfigurationError, InvalidName
