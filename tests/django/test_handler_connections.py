@@ -17,7 +17,7 @@ from django.db import OperationalError, connections
 from outbox import Delivery
 from outbox.contrib.django import publish, publish_many, subscriber
 from outbox.contrib.django.database.aliases import alias_conninfo
-from outbox.contrib.django.database.contention import MAX_TRIES
+from outbox.contrib.django.database.database_errors import MAX_TRIES
 from outbox.contrib.django.ledger.ledger_checker import open_connection
 from outbox.contrib.django.worker.workers import consumer_runtime
 from tests.django.processes import child

@@ -3,7 +3,7 @@
 Django sends BEGIN, every statement and COMMIT one by one. Here BEGIN is sent with the first statement (it writes the
 inbox row), and COMMIT with the last one (it checks that row). If the check fails, the server does not execute the
 COMMIT after it. Otherwise Django finds the transaction ended, as it should be, runs the registered on_commit callbacks,
-and ends its block. With the fast paths off, the inbox executes its statements through Django (inbox_entries).
+and ends its block. With the fast paths off, the inbox executes its statements through Django.
 
 The statements for a single message are prepared if the connection leads directly to its server, because planning them
 costs the server more than executing them.

@@ -23,8 +23,15 @@ from outbox import tracing
 from outbox.broker.database.executor import Executor
 from outbox.broker.fastpath import switch
 from outbox.broker.transaction.decisions import standing_decisions
-from outbox.contrib.django.database.blocks import BlockHalves, in_pipeline, lost, require_whole, sync_pipeline, watch_of
 from outbox.contrib.django.database.database_errors import naming
+from outbox.contrib.django.database.transactions import (
+    BlockHalves,
+    in_pipeline,
+    lost,
+    require_whole,
+    sync_pipeline,
+    watch_of,
+)
 from outbox.contrib.django.engine.broker import flusher, get_broker
 from outbox.contrib.django.ledger import ledger
 from outbox.contrib.django.settings.conf import get_settings

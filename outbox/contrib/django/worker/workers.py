@@ -19,8 +19,7 @@ from outbox.contrib.django.engine.broker import get_broker, get_codecs
 from outbox.contrib.django.engine.engines import require_engine
 from outbox.contrib.django.operations.new_groups import warn_of_new_groups
 from outbox.contrib.django.settings.conf import get_settings
-from outbox.contrib.django.subscribers.handler_connections import pool_shortages
-from outbox.contrib.django.subscribers.inbox import InboxInvoker, require_inboxes
+from outbox.contrib.django.subscribers.inbox import InboxInvoker, pool_shortages, require_inboxes
 from outbox.contrib.django.subscribers.registry import find_subscriber
 from outbox.contrib.django.worker import probes
 from outbox.contrib.django.worker.periodic import passes
