@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from outbox.broker.consumer import runtime
+from outbox.broker.consumer.dispatcher import Dispatcher
 from outbox.broker.database.connection import BrokerConnection
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.notify import Channel, notify
-from outbox.broker.dispatch.dispatcher import Dispatcher
 from outbox.broker.leading import LeaderSettings, LeadingConsumer
 from outbox.broker.operations import summary_service
 from outbox.broker.sequencer.sequencer import Sequencer, TickCounts

@@ -18,12 +18,7 @@ from uuid import UUID
 
 import psycopg
 
-from outbox.broker.database import timeouts
-from outbox.broker.database.connection import BrokerConnection, BrokerDatabase
-from outbox.broker.database.executor import Executor
-from outbox.broker.database.notify import Channel, notify
-from outbox.broker.database.statement import Statement
-from outbox.broker.dispatch.owned_queue import (
+from outbox.broker.consumer.owned_queue import (
     ConsumingGroup,
     GroupChanged,
     LifeChanged,
@@ -35,6 +30,11 @@ from outbox.broker.dispatch.owned_queue import (
     QueueStopped,
     Subscribed,
 )
+from outbox.broker.database import timeouts
+from outbox.broker.database.connection import BrokerConnection, BrokerDatabase
+from outbox.broker.database.executor import Executor
+from outbox.broker.database.notify import Channel, notify
+from outbox.broker.database.statement import Statement
 from outbox.broker.fastpath import arrays
 from outbox.broker.groups import leases, lives, members, offsets, outages, quarantine, rebalance, send_back
 from outbox.broker.groups.leases import Lease, QueueKey, lease_clock

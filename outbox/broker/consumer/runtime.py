@@ -25,17 +25,17 @@ from typing import Final, Protocol
 
 import psycopg
 
+from outbox.broker.consumer import running_calls
 from outbox.broker.consumer.coordinator import Coordinator
+from outbox.broker.consumer.dispatcher import Dispatcher
+from outbox.broker.consumer.owned_queue import ConsumingGroup, Ownership
+from outbox.broker.consumer.running_calls import RunningCalls
+from outbox.broker.consumer.work import HandlerCall
+from outbox.broker.consumer.worker_pool import STUCK_LIMIT, Caller
 from outbox.broker.database import timeouts
 from outbox.broker.database.connection import BrokerDatabase
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.notify import RECONNECT, Announcements, Channel, listen
-from outbox.broker.dispatch import running_calls
-from outbox.broker.dispatch.dispatcher import Dispatcher
-from outbox.broker.dispatch.owned_queue import ConsumingGroup, Ownership
-from outbox.broker.dispatch.running_calls import RunningCalls
-from outbox.broker.dispatch.work import HandlerCall
-from outbox.broker.dispatch.worker_pool import STUCK_LIMIT, Caller
 from outbox.broker.groups import lives, registration
 from outbox.broker.groups.rebalance import Strategy, by_name
 from outbox.broker.log.failing import FailureNote, ProcessPart

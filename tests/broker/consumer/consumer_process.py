@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from outbox.broker.consumer.dispatcher import Dispatcher
+from outbox.broker.consumer.owned_queue import OwnedQueue
 from outbox.broker.consumer.runtime import ConsumerRuntime
 from outbox.broker.database.connection import BrokerDatabase
-from outbox.broker.dispatch.dispatcher import Dispatcher
-from outbox.broker.dispatch.owned_queue import OwnedQueue
 from outbox.broker.leading import LeaderSettings, LeadingConsumer
 from outbox.message import Delivery
 from outbox.retry import RetryPolicy

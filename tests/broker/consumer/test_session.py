@@ -8,11 +8,11 @@ import psycopg
 import pytest
 
 from outbox.broker.consumer import runtime
+from outbox.broker.consumer.fetch import Fetcher, Row
+from outbox.broker.consumer.owned_queue import OwnedQueue
 from outbox.broker.consumer.runtime import ConsumerSession
 from outbox.broker.database.connection import BrokerConnection, BrokerDatabase
 from outbox.broker.database.executor import Executor
-from outbox.broker.dispatch.fetch import Fetcher, Row
-from outbox.broker.dispatch.owned_queue import OwnedQueue
 from outbox.broker.log.failing import FailureNote, ProcessPart
 from outbox.codec import Codecs
 from outbox.ports import call_handler

@@ -9,10 +9,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Final
 from uuid import UUID
 
-from outbox.broker.database.executor import Executor
-from outbox.broker.dispatch.calls import Calls, SubscriptionRunner
-from outbox.broker.dispatch.fetch import BODY, KEY, OFFSET, PASSES, RETRIES, SLOT, TOPIC_ID, Fetcher, Row, load
-from outbox.broker.dispatch.owned_queue import (
+from outbox.broker.consumer.calls import Calls, SubscriptionRunner
+from outbox.broker.consumer.fetch import BODY, KEY, OFFSET, PASSES, RETRIES, SLOT, TOPIC_ID, Fetcher, Row, load
+from outbox.broker.consumer.owned_queue import (
     ConsumingGroup,
     EntryOutcome,
     Event,
@@ -26,9 +25,10 @@ from outbox.broker.dispatch.owned_queue import (
     QueueLost,
     QueueStopped,
 )
-from outbox.broker.dispatch.quarantine_runner import QuarantineRunner
-from outbox.broker.dispatch.results import Failed, book, send_on, settle
-from outbox.broker.dispatch.work import FetchedEntry, HandlerCall, Lane, Result
+from outbox.broker.consumer.quarantine_runner import QuarantineRunner
+from outbox.broker.consumer.results import Failed, book, send_on, settle
+from outbox.broker.consumer.work import FetchedEntry, HandlerCall, Lane, Result
+from outbox.broker.database.executor import Executor
 from outbox.broker.groups import lives, offsets
 from outbox.broker.groups.leases import Lease, QueueKey
 from outbox.broker.log.consume_queue import heads

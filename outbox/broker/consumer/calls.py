@@ -12,9 +12,8 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from typing import Final
 from uuid import UUID
 
-from outbox.broker.database.executor import Executor
-from outbox.broker.dispatch.owned_queue import OwnedQueue, Phase, Subscribed
-from outbox.broker.dispatch.work import (
+from outbox.broker.consumer.owned_queue import OwnedQueue, Phase, Subscribed
+from outbox.broker.consumer.work import (
     NOT_STARTED,
     ConcurrentLane,
     FetchedEntry,
@@ -24,7 +23,8 @@ from outbox.broker.dispatch.work import (
     OrderlyLane,
     Result,
 )
-from outbox.broker.dispatch.worker_pool import STUCK_LIMIT, WorkerPool
+from outbox.broker.consumer.worker_pool import STUCK_LIMIT, WorkerPool
+from outbox.broker.database.executor import Executor
 from outbox.broker.groups import outages
 from outbox.errors import HandlerTimedOut
 from outbox.ports import Disposition

@@ -12,10 +12,10 @@ from queue import Empty, SimpleQueue
 from typing import Final
 
 from outbox import tracing
-from outbox.broker.dispatch.fetch import LOG_ID, deliver, restore
-from outbox.broker.dispatch.owned_queue import Subscribed
-from outbox.broker.dispatch.running_calls import RunningCalls
-from outbox.broker.dispatch.work import NOT_STARTED, HandlerCall, Result
+from outbox.broker.consumer.fetch import LOG_ID, deliver, restore
+from outbox.broker.consumer.owned_queue import Subscribed
+from outbox.broker.consumer.running_calls import RunningCalls
+from outbox.broker.consumer.work import NOT_STARTED, HandlerCall, Result
 from outbox.codec import Codecs
 from outbox.errors import OutboxError, UndecodableBody
 from outbox.message import Delivery

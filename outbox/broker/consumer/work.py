@@ -12,7 +12,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
-from outbox.broker.dispatch.owned_queue import OwnedQueue, Subscribed
+from outbox.broker.consumer.owned_queue import OwnedQueue, Subscribed
 from outbox.ports import Disposition
 
 NOT_STARTED = None

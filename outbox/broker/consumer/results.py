@@ -14,12 +14,12 @@ from uuid import UUID
 
 import psycopg
 
+from outbox.broker.consumer.calls import Outage
+from outbox.broker.consumer.fetch import KEY, LOG_ID, MESSAGE_ID, TOPIC_ID, TRANSACTION_ID, Row
+from outbox.broker.consumer.owned_queue import ConsumingGroup, EntryOutcome, OwnedQueue, Phase, Subscribed
+from outbox.broker.consumer.work import FetchedEntry, HandlerCall, Postponed, Result, divide
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.notify import Channel, notify
-from outbox.broker.dispatch.calls import Outage
-from outbox.broker.dispatch.fetch import KEY, LOG_ID, MESSAGE_ID, TOPIC_ID, TRANSACTION_ID, Row
-from outbox.broker.dispatch.owned_queue import ConsumingGroup, EntryOutcome, OwnedQueue, Phase, Subscribed
-from outbox.broker.dispatch.work import FetchedEntry, HandlerCall, Postponed, Result, divide
 from outbox.broker.groups import leases, retry_queues, send_back
 from outbox.broker.groups.send_back import Failure, FailureAction, FailurePlan, describe
 from outbox.errors import (
