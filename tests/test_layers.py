@@ -50,13 +50,13 @@ UPWARD = {
 FLOORS = {
     "outbox.broker": (
         ("database",),
+        ("fastpath",),
         ("schema", "log"),
         ("transaction", "groups"),
-        ("sequencer", "maintenance", "dispatch", "operations"),
-        ("consumer",),
+        ("sequencer", "maintenance", "consumer", "operations"),
     ),
     "outbox.contrib.django": (
-        ("settings",),
+        ("settings", "fastpath"),
         ("database",),
         ("ledger", "subscribers"),
         ("engine",),
@@ -256,20 +256,20 @@ def test_the_check_itself_finds_a_planted_circle(graph: dict[str, set[str]]) -> 
     )
     assert circles(planted) == [["outbox.a", "outbox.b", "outbox.c"]]
     # And in the house as it stands, were its ground to look up.
-    ground, top = "outbox.broker.dispatch.subscriptions", "outbox.broker.dispatch.dispatcher"
+    ground, top = "outbox.broker.consumer.owned_queue", "outbox.broker.consumer.dispatcher"
     assert any({ground, top} <= set(circle) for circle in circles({**graph, ground: {*graph[ground], top}}))
 
 
 def test_the_check_itself_finds_an_import_up_the_floors() -> None:
     planted = import_graph(
         {
-            "outbox.broker.dispatch.work": "if TYPE_CHECKING:\n    from outbox.broker.consumer import session",
+            "outbox.broker.sequencer.sequencer": "if TYPE_CHECKING:\n    from outbox.broker.consumer import runtime",
             "outbox.broker.log.topics": "from outbox.broker.schema.install import install",
             "outbox.broker.groups.leases": "from outbox.broker.process import run\nimport outbox.broker.celery.beat",
-            "outbox.broker.consumer.session": "from outbox.broker.dispatch import work\nfrom outbox import errors",
-            "outbox.broker.process": "from outbox.broker.consumer.session import ConsumerSession",
+            "outbox.broker.consumer.runtime": "from outbox.broker.groups import leases\nfrom outbox import errors",
+            "outbox.broker.process": "from outbox.broker.consumer.runtime import ConsumerSession",
             "outbox.broker.schema.install": "",
-            "outbox.broker.celery.beat": "from outbox.broker.consumer import session",
+            "outbox.broker.celery.beat": "from outbox.broker.consumer import runtime",
             "outbox.errors": "",
             "outbox.contrib.django.ledger.pruning": "from outbox.contrib.django.engine import broker\n"
             "from outbox.contrib.django import models, views",
@@ -285,7 +285,7 @@ def test_the_check_itself_finds_an_import_up_the_floors() -> None:
         }
     )
     assert wrong_doors(planted) == [
-        "outbox.broker.dispatch.work -> outbox.broker.consumer.session",
+        "outbox.broker.sequencer.sequencer -> outbox.broker.consumer.runtime",
         "outbox.broker.log.topics -> outbox.broker.schema.install",
         "outbox.broker.groups.leases -> outbox.broker.celery.beat",
         "outbox.broker.groups.leases -> outbox.broker.process",

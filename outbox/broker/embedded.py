@@ -17,7 +17,7 @@ from typing import Final
 import psycopg
 from psycopg.conninfo import make_conninfo
 
-from outbox.broker.database.conninfo import read_conninfo
+from outbox.broker.database.connection import read_conninfo
 from outbox.broker.private_server import PrivateServer
 from outbox.errors import BrokerUnavailable, ConfigurationError
 

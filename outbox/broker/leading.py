@@ -1,14 +1,16 @@
-"""Lead from a consumer process: it ticks on the session on which it then fetches the queued messages.
+"""The leader loop: take the lease, tick, run the leader's background work, give up.
 
-Compared with a separate broker process, the way from commit to handler has one process, one notification and two cold
-sessions less. A worker with one consumer process leads like this. Its broker process stands in while the consumer does
-not lead (docs/decisions/163).
+The broker process drives it in a thread of its own (outbox/broker/process.py). A worker with one consumer process leads
+from that process (`LeadingConsumer`): it ticks on the session on which it then fetches the queued messages, so the way
+from commit to handler has one process, one notification and two cold sessions less. The broker process of such a worker
+stands in while the consumer does not lead (docs/decisions/163).
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from dataclasses import dataclass, field
 from typing import Final
 from uuid import UUID
 
@@ -19,64 +21,98 @@ from outbox.broker.database.connection import BrokerDatabase
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.notify import Announcements, Channel, listen, unlisten
 from outbox.broker.log.failing import FailureNote, ProcessPart
-from outbox.broker.process import ProcessSettings, gathers, idle_seconds, leaders_loops, tick
-from outbox.broker.sequencer.leader import LeaderLease
-from outbox.broker.sequencer.sequencer import Sequencer
+from outbox.broker.maintenance.service import maintenance
+from outbox.broker.operations.summary_service import summaries
+from outbox.broker.sequencer.leader import DEFAULT_TERM_SECONDS, LeaderLease
+from outbox.broker.sequencer.sequencer import Sequencer, TickCounts
 from outbox.errors import OutboxError
+from outbox.transaction import CheckSettings
+from outbox.utils import measures
 from outbox.utils.backoff import Backoff
 from outbox.utils.periodic import BackgroundLoop
 
 logger = logging.getLogger(__name__)
 
-# Meanwhile another process leads: the stand-in for this one.
+# The pause of a consumer process that failed to sequence. Meanwhile another process leads: the stand-in for this one.
 _REST: Final = Backoff(first_seconds=1.0, longest_seconds=30.0, healthy_seconds=10.0)
 
 
-class LeadingConsumer:
-    """The SessionTask that leads. It never ends consuming: it logs its failures and pauses."""
+@dataclass(frozen=True, slots=True)
+class LeaderSettings:
+    """Times of the leader loop, in seconds.
 
-    def __init__(self, database: BrokerDatabase, *, settings: ProcessSettings | None = None) -> None:
+    `poll`: the longest wait between two looks at the database. `pace`: the least time between two ticks under load.
+    `stands_in`: leads only while no consumer process leads.
+    """
+
+    lease_term_seconds: float = DEFAULT_TERM_SECONDS
+    poll_seconds: float = 1.0
+    pace_seconds: float = 0.005
+    maintenance_seconds: float = 30.0
+    summary_seconds: float = 5.0
+    check: CheckSettings = field(default_factory=CheckSettings)
+    stands_in: bool = False
+
+
+class Leader:
+    """One candidate, and the leader while it holds the lease. Its caller owns the connection and does the waiting.
+
+    A caller repeats `turn`, then waits for `wait_seconds` or for a notification.
+    """
+
+    def __init__(self, database: BrokerDatabase, *, settings: LeaderSettings | None = None) -> None:
         self._database = database
-        self._settings = settings or ProcessSettings()
+        self._settings = settings or LeaderSettings()
         self._decided_channel = Channel.DECIDED.name_in(database.schema)
-        self._note = FailureNote(database, ProcessPart.SEQUENCING)
+        self.note = FailureNote(database, ProcessPart.SEQUENCING)
         self._loops: list[BackgroundLoop] = []
-        self._leads = False
+        self.leads = False
         self._decided = False
         # The time of the next action without a notification; the time until which it gathers notifications, or pauses.
         self._look_at = 0.0
         self._gathers_until = 0.0
         self._rests_until = 0.0
-        self._failures = 0
         self._led_at = 0.0
 
     def begin(self, run: Executor, instance: UUID) -> None:
-        """Start on a new, listening connection: forget everything read on another one."""
-        timeouts.lift_for_session(run.connection)
+        """Start on a new connection: forget everything read on another one."""
+        self._listens = timeouts.lasts(run.connection)
+        if self._listens:
+            timeouts.lift_for_session(run.connection)
+        else:
+            timeouts.lift_where_direct(run.connection)
         settings = self._settings
-        self._lease = LeaderLease(run.schema, instance, term_seconds=settings.lease_term_seconds)
+        self._lease = LeaderLease(
+            run.schema, instance, term_seconds=settings.lease_term_seconds, stands_in=settings.stands_in
+        )
         self._sequencer = Sequencer(self._database, instance, check=settings.check)
         self._look_at = self._gathers_until = 0.0
 
     def turn(self, run: Executor, announcements: Announcements, *, decided: bool) -> bool:
         """Tick if this process leads and a tick is due; returns whether queues have grown.
 
-        `decided`: there may be new decisions. Raises psycopg.Error when the connection is lost.
+        `decided`: there may be new decisions. Raises the errors of the connection and of the database.
         """
         now = time.monotonic()
         self._decided |= decided
         if now < self._act_at():
             return False
         self._decided = False
-        try:
-            return self._lead(run, announcements, now)
-        except Exception as error:
-            pause = self._pause_seconds()
-            self._note.failed(error)
-            if run.connection.closed:
-                raise psycopg.OperationalError(f"the connection ended while it sequenced: {error}") from error
-            self._give_up(run, error, pause)
+        remaining = self._lease.hold(run.connection)
+        if remaining:
+            self.note.worked()
+            self._follow(run)
+            self._look_at = now + min(remaining, self._settings.poll_seconds)
             return False
+        if not self.leads:
+            self._take_the_lead(run, now)
+        counts = self._tick(run)
+        if not counts.collided:
+            self.note.worked()
+        self._look_at = now if counts.more else now + self._idle_seconds(counts)
+        if _gathers(counts) and announcements.pending(self._decided_channel):
+            self._decided, self._gathers_until = True, now + self._settings.pace_seconds
+        return counts.appended > 0
 
     def wait_seconds(self) -> float:
         """Return how long there is no work here without a notification."""
@@ -87,60 +123,94 @@ class LeadingConsumer:
         """Whether the caller should wait a moment before it reads notifications."""
         return time.monotonic() < self._gathers_until
 
-    def interrupted(self) -> None:
-        """Note that the connection is lost."""
-        self._leads = False
-        while self._loops:
-            self._loops.pop().stop()
+    def interrupted(self, *, join: bool = False) -> None:
+        """Note that the lead or the connection is lost, and stop the background work.
 
-    def end(self, run: Executor) -> None:
+        By default this does not wait for its end: this process may become leader again immediately.
+        """
+        self.leads = False
+        loops, self._loops = self._loops, []
+        for loop in loops:
+            loop.stop()
+        for loop in loops if join else []:
+            loop.join()
+
+    def end(self, run: Executor, *, join: bool = False) -> None:
         """Let another process lead at once. Raises psycopg.Error."""
-        if self._leads:
-            self.interrupted()
+        if self.leads:
+            self.interrupted(join=join)
             self._lease.release(run.connection)
-        self._note.worked()
+        self.note.worked()
 
     def _act_at(self) -> float:
         return max(self._rests_until, self._gathers_until if self._decided else self._look_at)
 
-    def _lead(self, run: Executor, announcements: Announcements, now: float) -> bool:
-        remaining = self._lease.hold(run.connection)
-        if remaining:
-            self._note.worked()
-            self._follow(run)
-            self._look_at = now + min(remaining, self._settings.poll_seconds)
-            return False
-        if not self._leads:
-            self._take_the_lead(run, now)
-        counts = tick(run, self._lease, self._sequencer)
-        if not counts.collided:
-            self._note.worked()
-        self._look_at = now if counts.more else now + idle_seconds(counts, self._settings)
-        if gathers(counts) and announcements.pending(self._decided_channel):
-            self._decided, self._gathers_until = True, now + self._settings.pace_seconds
-        return counts.appended > 0
+    def _tick(self, run: Executor) -> TickCounts:
+        """Run one tick and record its duration. After a collision, check the leader lease again."""
+        started = time.monotonic()
+        counts = self._sequencer.run_once(run.connection)
+        if counts.collided:
+            self._lease.ask_again()
+        if counts.ticked and measures.recorder is not None:
+            measures.recorder.ticked(time.monotonic() - started, counts.appended)
+        return counts
+
+    def _idle_seconds(self, counts: TickCounts) -> float:
+        """Return how long after a tick the next one runs without a notification."""
+        waits = [self._settings.poll_seconds, self._settings.lease_term_seconds / 3]
+        if counts.next_due_seconds is not None:
+            waits.append(max(0.0, counts.next_due_seconds))
+        return min(waits)
 
     def _take_the_lead(self, run: Executor, now: float) -> None:
-        logger.info("leading the broker in schema %r, in a consumer process", run.schema)
-        listen(run, Channel.DECIDED)
-        self._loops = leaders_loops(self._database, self._settings)
+        logger.info("leading the broker in schema %r", run.schema)
+        if self._listens:
+            listen(run, Channel.DECIDED)
+        settings = self._settings
+        self._loops = [
+            maintenance(self._database, settings.check, every_seconds=settings.maintenance_seconds),
+            summaries(self._database, every_seconds=settings.summary_seconds),
+        ]
         for loop in self._loops:
             loop.start()
-        self._leads, self._led_at = True, now
+        self.leads, self._led_at = True, now
 
     def _follow(self, run: Executor) -> None:
-        if self._leads:
+        if not self.leads:
+            return
+        if self._settings.stands_in:
+            logger.info("a consumer process leads; this one stands in for it")
+        else:
             logger.warning("another process leads now")
-            self.interrupted()
+        self.interrupted()
+        self._stop_listening(run)
+
+    def _stop_listening(self, run: Executor) -> None:
+        if self._listens:
             unlisten(run, Channel.DECIDED)
 
-    def _pause_seconds(self) -> float:
-        """Pause for `seconds`, also on the next connection:
 
-        failing on one connection after another would end consuming.
-        """
+class LeadingConsumer(Leader):
+    """The SessionTask that leads. It never ends consuming: it logs its failures and pauses."""
+
+    _failures = 0
+
+    def turn(self, run: Executor, announcements: Announcements, *, decided: bool) -> bool:
+        """Like `Leader.turn`, but raises only psycopg.Error, and only when the connection is lost."""
+        try:
+            return super().turn(run, announcements, decided=decided)
+        except Exception as error:
+            pause = self._rest()
+            self.note.failed(error)
+            if run.connection.closed:
+                raise psycopg.OperationalError(f"the connection ended while it sequenced: {error}") from error
+            self._give_up(run, error, pause)
+            return False
+
+    def _rest(self) -> float:
+        """Pause, also on the next connection: failing on one connection after another would end consuming."""
         now = time.monotonic()
-        self._failures = _REST.failures_in_a_row(self._failures, ran_seconds=now - self._led_at if self._leads else 0.0)
+        self._failures = _REST.failures_in_a_row(self._failures, ran_seconds=now - self._led_at if self.leads else 0.0)
         pause = _REST.pause_seconds(self._failures)
         self._rests_until = now + pause
         return pause
@@ -148,7 +218,7 @@ class LeadingConsumer:
     def _give_up(self, run: Executor, error: Exception, pause: float) -> None:
         self.interrupted()
         try:
-            unlisten(run, Channel.DECIDED)
+            self._stop_listening(run)
             self._lease.release(run.connection)
         except psycopg.Error as further:
             logger.debug("the lead was not released: %s", further)
@@ -159,3 +229,12 @@ class LeadingConsumer:
             str(error).strip() or type(error).__name__,
             exc_info=None if expected else error,
         )
+
+
+def _gathers(counts: TickCounts) -> bool:
+    """Whether the next tick should wait some milliseconds for more decisions.
+
+    That is so under load: one tick per message costs several times as much as one tick for some messages. Single
+    messages that arrive during a tick are no load; waiting would delay each until the next tick.
+    """
+    return counts.decisions > 1 and not counts.more

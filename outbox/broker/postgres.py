@@ -14,10 +14,9 @@ import psycopg
 from psycopg import errors as pg
 
 from outbox.broker.database import notify
-from outbox.broker.database.connection import BrokerDatabase
+from outbox.broker.database.connection import BrokerDatabase, Pool
 from outbox.broker.database.executor import Executor
-from outbox.broker.database.one_way import OneWay
-from outbox.broker.database.pool import Pool
+from outbox.broker.fastpath.one_way import one_way
 from outbox.broker.log import commit_log, recall, topics
 from outbox.broker.log.failing import FailureNote, ProcessPart
 from outbox.broker.log.topics import TopicCatalog
@@ -61,7 +60,7 @@ class PostgresBroker:
         self._pool = Pool(database)
         self._schema_known = False
         self._asked_for: set[str] = set()
-        self._one_way = OneWay(database)
+        self._one_way = one_way(database)
         # Some failures belong to one request of an application.
         self._note = FailureNote(database, ProcessPart.PUBLISHING, in_a_row=3)
         self._wake = notify.announcement(database.schema, notify.Channel.DECIDED)

@@ -1,7 +1,7 @@
 """Keep the broker's processes alive: start fresh children, restart dead ones, drain all on stop.
 
 If a child with `on_death` dies, the supervisor reads which handler calls were running
-(`outbox.broker.dispatch.running_calls`). It calls `on_death` before it starts the child again. It also calls it for a
+(`outbox.broker.consumer.running_calls`). It calls `on_death` before it starts the child again. It also calls it for a
 child that was killed while it drained: otherwise that child's leases would last until their term ends.
 
 A child is a new interpreter, never a fork of a process with threads and connections. It leads its own session, so that
@@ -23,8 +23,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any, Final
 
-from outbox.broker.dispatch import running_calls
-from outbox.broker.dispatch.running_calls import LastCalls
+from outbox.broker.consumer import running_calls
+from outbox.broker.consumer.running_calls import LastCalls
 from outbox.broker.process_log import always
 from outbox.errors import BrokerUnavailable
 from outbox.utils.backoff import Backoff

@@ -1,6 +1,6 @@
 """The conditions of the SQL92 subset: the tree that `parser` builds, and its three-valued evaluation.
 
-`outbox.broker.dispatch.filter_sql` writes the same tree as SQL.
+`outbox.broker.consumer.fetch` writes the same tree as SQL.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ The expression after `sql:` is a subset of SQL92 over the headers of a message, 
   `OR`, `NOT`, parentheses. Two headers can be compared with `=` and `<>`, as strings.
 
 A message passes if the expression is true. The broker evaluates the same tree as SQL
-(`outbox.broker.dispatch.filter_sql`), so that messages that do not pass are never transferred. A property test compares
+(`outbox.broker.consumer.fetch`), so that messages that do not pass are never transferred. A property test compares
 both evaluations.
 """
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import uuid
 
-from outbox.broker.leading import LeadingConsumer
-from outbox.broker.process import ProcessSettings
+from outbox.broker.leading import LeaderSettings, LeadingConsumer
 from tests.broker.bench import ConsumptionBench
 
-STANDING_IN = ProcessSettings(stands_in=True, maintenance_seconds=1.0)
+STANDING_IN = LeaderSettings(stands_in=True, maintenance_seconds=1.0)
 
 
 def leading(bench: ConsumptionBench) -> LeadingConsumer:
-    return LeadingConsumer(bench.database, settings=ProcessSettings(maintenance_seconds=1.0))
+    return LeadingConsumer(bench.database, settings=LeaderSettings(maintenance_seconds=1.0))
 
 
 def leader(bench: ConsumptionBench) -> uuid.UUID | None:

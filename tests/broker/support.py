@@ -15,7 +15,8 @@ import psycopg
 from psycopg.pq import Trace
 
 from outbox.broker.database.connection import BrokerConnection, BrokerDatabase
-from outbox.broker.process import ProcessSettings, run_broker
+from outbox.broker.leading import LeaderSettings
+from outbox.broker.process import run_broker
 from outbox.broker.sequencer.sequencer import Sequencer, TickCounts
 from outbox.message import Message
 from outbox.topic import MessageType, Topic
@@ -115,7 +116,7 @@ def assert_gapless(connection: psycopg.Connection[tuple[Any, ...]]) -> None:
 
 
 @contextlib.contextmanager
-def process(database: BrokerDatabase, settings: ProcessSettings | None = None) -> Iterator[threading.Thread]:
+def process(database: BrokerDatabase, settings: LeaderSettings | None = None) -> Iterator[threading.Thread]:
     """The broker process as a thread of this one."""
     stop = threading.Event()
     thread = threading.Thread(target=run_broker, args=(database, stop), kwargs={"settings": settings})

@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 
 from outbox.broker import deaths
-from outbox.broker.consumer import session
-from outbox.broker.consumer.session import ConsumerSession
+from outbox.broker.consumer import runtime
+from outbox.broker.consumer.running_calls import LastCalls
+from outbox.broker.consumer.runtime import ConsumerSession
 from outbox.broker.database.connection import BrokerConnection, BrokerDatabase
-from outbox.broker.dispatch.running_calls import LastCalls
-from outbox.broker.leading import LeadingConsumer
+from outbox.broker.leading import LeaderSettings, LeadingConsumer
 from outbox.broker.postgres import PostgresBroker
-from outbox.broker.process import ProcessSettings
 from outbox.broker.sequencer.leader import LeaderLease
 from outbox.broker.supervisor import ChildDeath
 from outbox.message import Delivery, Message
@@ -96,11 +95,11 @@ def test_a_message_costs_two_round_trips_from_commit_to_handler(
     bench: ConsumptionBench, sessions: list[ConsumerSession], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The tick with its announcement, and the fetch. Offsets are stored later, for all at once."""
-    monkeypatch.setattr("outbox.broker.dispatch.dispatcher.STORE_SECONDS", 3600.0)
-    monkeypatch.setattr(session, "_LISTENING_POLL_SECONDS", 3600.0)
+    monkeypatch.setattr("outbox.broker.consumer.dispatcher.STORE_SECONDS", 3600.0)
+    monkeypatch.setattr(runtime, "_LISTENING_POLL_SECONDS", 3600.0)
     bench.declare("orders")
     seen = Seen()
-    settings = ProcessSettings(lease_term_seconds=3600.0, poll_seconds=3600.0)
+    settings = LeaderSettings(lease_term_seconds=3600.0, poll_seconds=3600.0)
     leading_task = LeadingConsumer(bench.database, settings=settings)
     with bench.running(
         (Subscription(topic="orders", group="readers"), seen), session_task=leading_task, lease_seconds=60.0

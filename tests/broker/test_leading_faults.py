@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 
-from outbox.broker.consumer import session
+from outbox.broker.consumer import runtime
+from outbox.broker.consumer.dispatcher import Dispatcher
 from outbox.broker.database.connection import BrokerConnection
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.notify import Channel, notify
-from outbox.broker.dispatch.dispatcher import Dispatcher
-from outbox.broker.leading import LeadingConsumer
+from outbox.broker.leading import LeaderSettings, LeadingConsumer
 from outbox.broker.operations import summary_service
-from outbox.broker.process import ProcessSettings
 from outbox.broker.sequencer.sequencer import Sequencer, TickCounts
 from outbox.message import Delivery
 from outbox.retry import RetryPolicy
@@ -29,7 +28,7 @@ def test_what_is_decided_while_it_ticks_is_ticked_next(
     bench: ConsumptionBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also if nothing that the tick has queued is consumed here; nobody else would wake it."""
-    monkeypatch.setattr(session, "_LISTENING_POLL_SECONDS", 3600.0)
+    monkeypatch.setattr(runtime, "_LISTENING_POLL_SECONDS", 3600.0)
     bench.declare("orders")
     bench.declare("elsewhere")
     run_once, appended = Sequencer.run_once, []
@@ -44,7 +43,7 @@ def test_what_is_decided_while_it_ticks_is_ticked_next(
         return counts
 
     monkeypatch.setattr(Sequencer, "run_once", run_once_meanwhile)
-    settings = ProcessSettings(lease_term_seconds=3600.0, poll_seconds=3600.0)
+    settings = LeaderSettings(lease_term_seconds=3600.0, poll_seconds=3600.0)
     leading_task = LeadingConsumer(bench.database, settings=settings)
     with bench.running(
         (Subscription(topic="orders", group="readers"), Seen()), session_task=leading_task, lease_seconds=60

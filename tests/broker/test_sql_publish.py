@@ -24,7 +24,7 @@ from outbox.broker.log.commit_log import append_placed
 from outbox.broker.log.topics import TopicCatalog
 from outbox.broker.postgres import PostgresBroker
 from outbox.broker.schema.install import install
-from outbox.contrib.django.publishing.locks import _number
+from outbox.contrib.django.publishing.publish import _lock_number
 from outbox.message import Message
 from tests.broker.support import TOPICS, drain, new_sequencer, queued_ids
 from tests.support import eventually
@@ -57,7 +57,7 @@ def test_the_lock_and_the_shard_are_those_of_every_other_producer(connection: Br
         " WITH ORDINALITY AS given (topic, key, place) ORDER BY place",
         [[topic for topic, _ in pairs], [key for _, key in pairs]],
     ).fetchall()
-    assert rows == [(_number(topic, key), zlib.crc32(key.encode()) & 0x7FFFFFFF) for topic, key in pairs]
+    assert rows == [(_lock_number(topic, key), zlib.crc32(key.encode()) & 0x7FFFFFFF) for topic, key in pairs]
 
 
 def test_it_stores_what_the_atomic_path_stores(connection: BrokerConnection) -> None:

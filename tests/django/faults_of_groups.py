@@ -10,7 +10,7 @@ from django.utils import timezone
 
 from outbox import Delivery
 from outbox.broker import deaths
-from outbox.broker.dispatch.running_calls import LastCalls
+from outbox.broker.consumer.running_calls import LastCalls
 from outbox.broker.groups.quarantine import RunningCall
 from outbox.broker.maintenance import retention
 from outbox.broker.maintenance.retention import RetentionSettings

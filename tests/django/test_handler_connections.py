@@ -17,7 +17,7 @@ from django.db import OperationalError, connections
 from outbox import Delivery
 from outbox.contrib.django import publish, publish_many, subscriber
 from outbox.contrib.django.database.aliases import alias_conninfo
-from outbox.contrib.django.database.contention import MAX_TRIES
+from outbox.contrib.django.database.database_errors import MAX_TRIES
 from outbox.contrib.django.ledger.ledger_checker import open_connection
 from outbox.contrib.django.worker.workers import consumer_runtime
 from tests.django.processes import child
@@ -108,7 +108,7 @@ def test_what_a_worker_opens() -> None:
 @pytest.mark.usefixtures("databases", "no_subscribers")
 def test_a_subscriber_holds_a_connection_per_busy_thread_and_none_while_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(connections.settings["default"]["OPTIONS"], "application_name", "handlers")
-    monkeypatch.setattr("outbox.broker.dispatch.worker_pool.IDLE_SECONDS", 0.2)
+    monkeypatch.setattr("outbox.broker.consumer.worker_pool.IDLE_SECONDS", 0.2)
     all_busy, counted = threading.Barrier(8 + 1), threading.Event()
 
     @subscriber("orders", group="effects", using="default")

@@ -17,8 +17,7 @@ from django.test.utils import CaptureQueriesContext
 from outbox import Delivery, Message
 from outbox.contrib.django import subscriber
 from outbox.contrib.django.subscribers import registry
-from outbox.contrib.django.subscribers.inbox import InboxInvoker
-from outbox.contrib.django.subscribers.inbox_entries import InboxEntries
+from outbox.contrib.django.subscribers.inbox import InboxEntries, InboxInvoker
 from outbox.errors import (
     HandlerNotStarted,
     PartialFailure,

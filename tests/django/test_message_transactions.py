@@ -20,7 +20,7 @@ from outbox.contrib.django import (
     run_check_back,
 )
 from outbox.contrib.django.models import LedgerEntry
-from outbox.contrib.django.publishing.fenced_producer import FencedProducer
+from outbox.contrib.django.publishing.message_transactions import FencedProducer
 from outbox.errors import (
     InvalidMessage,
     LeftoversUndecided,

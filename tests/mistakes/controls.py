@@ -16,10 +16,10 @@ from django.db import connections
 from outbox import Answer, Check, Decision, Delivery
 from outbox.broker.postgres import PostgresBroker
 from outbox.contrib.django import publish
-from outbox.contrib.django.database.blocks import BlockHalves, BlockWatch
+from outbox.contrib.django.database.transactions import BlockHalves, BlockWatch
 from outbox.contrib.django.publishing import checkback, decorators, ends
 from outbox.contrib.django.publishing import publish as publishing
-from outbox.contrib.django.subscribers.inbox_entries import InboxEntries
+from outbox.contrib.django.subscribers.inbox import InboxEntries
 from outbox.transaction import HalfTransaction
 from tests.mistakes.generator import Side
 from tests.mistakes.interpreter import Mistake

@@ -1,21 +1,75 @@
-"""The address of a broker's database, and connections to it that never wait past a deadline."""
+"""The address of a broker's database, connections to it that never wait past a deadline, and a pool of them."""
 
 from __future__ import annotations
 
 import contextlib
+import os
+import re
+import select
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, Self, TypeAlias, TypeVar
 
 import psycopg
 from psycopg.abc import PQGen
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
+from psycopg.pq import TransactionStatus
 from psycopg.rows import TupleRow
 
-from outbox.broker.database.conninfo import read_conninfo, without_secrets
 from outbox.broker.database.statement import check_schema_name
-from outbox.errors import BrokerUnavailable
+from outbox.errors import BrokerUnavailable, ConfigurationError, UsageError
+from outbox.utils.safe_text import MASK
+
+# -- connection strings ----------------------------------------------------------------------------
+#
+# Read libpq connection strings without repeating their contents in an error.
+
+
+_REMEDY: Final = (
+    "write it as postgresql://user:password@host:5432/database, with %40 for @, %2F for / and %3A for : in user and "
+    "password."
+)
+_SECRET: Final = re.compile(r"password|secret|scram_.*_key")
+# libpq quotes parts of the string in its errors, and a part may belong to the password.
+_QUOTED: Final = re.compile(r'".*"', re.DOTALL)
+# The part of a URL that libpq reads as the user, then the part that it reads as hosts and database.
+_URL: Final = re.compile(r"postgres(?:ql)?://(?:[^@/]*@)?([^?]*)")
+
+
+def read_conninfo(text: str, what: str) -> dict[str, Any]:
+    """Return the parameters of a connection string or URL.
+
+    Raises ConfigurationError, whose text begins with `what`, for a string that cannot be read. It raises the same error
+    for a string with an unescaped @ or / in the password: libpq would read a part of that password as host, port or
+    database and name it in its errors.
+    """
+    try:
+        found = conninfo_to_dict(text)
+    except psycopg.Error as error:
+        # Not chained: a traceback would show libpq's own text.
+        reason = _QUOTED.sub('"…"', str(error).strip())
+        raise ConfigurationError(f"{what} cannot be read ({reason}): {_REMEDY}") from None
+    url = _URL.match(text)
+    if url and "@" in url[1]:
+        raise ConfigurationError(f"{what} has an unescaped @ or / before its host: {_REMEDY}")
+    if not re.fullmatch(r"[\d,]*", str(found.get("port") or "")):
+        raise ConfigurationError(f"{what} has a port that is no number: {_REMEDY}")
+    return found
+
+
+def without_secrets(text: str) -> str:
+    """Return a readable connection string with *** in place of its secrets."""
+    shown: dict[str, Any] = {
+        name: MASK if _SECRET.search(name) else value for name, value in conninfo_to_dict(text).items()
+    }
+    return make_conninfo(**shown)
+
+
+# -- connections -----------------------------------------------------------------------------------
+
 
 # A psycopg connection: the broker's own, or the application's connection on the atomic path.
 Connection: TypeAlias = psycopg.Connection[Any]
@@ -207,3 +261,94 @@ def reached_server(connection: Connection) -> ReachedServer:
     assert row is not None
     system_identifier, timeline, database = row
     return ReachedServer(system_identifier=system_identifier, timeline=timeline, database=database)
+
+
+# -- the pool --------------------------------------------------------------------------------------
+
+
+# Connections inherited by fork are kept open: closing one would end the parent's session.
+_inherited: Final[list[object]] = []
+
+
+class Pool:
+    """Idle connections for reuse. Thread-safe. A forked child starts with none and never uses its parent's."""
+
+    def __init__(self, database: BrokerDatabase, *, keep: int = 8) -> None:
+        self._database = database
+        self._keep = keep
+        self._start_anew()
+
+    def _start_anew(self) -> None:
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._idle: list[BrokerConnection] = []
+        self._is_closed = False
+
+    @contextmanager
+    def connection(self, deadline: float) -> Iterator[BrokerConnection]:
+        """Lend an autocommit connection whose statements end by `deadline` (monotonic).
+
+        The pool does not keep a broken connection.
+        """
+        connection = self._take() or self._database.open(timeout_seconds=deadline - time.monotonic())
+        try:
+            with connection.within(deadline):
+                yield connection
+        except UsageError:
+            # The server refused a statement that is over: the connection can be used again.
+            self._give_back(connection)
+            raise
+        except BaseException:
+            connection.close()
+            raise
+        self._give_back(connection)
+
+    def _take(self) -> BrokerConnection | None:
+        if self._pid != os.getpid():
+            _inherited.append(self._idle)
+            self._start_anew()
+        while True:
+            with self._lock:
+                if not self._idle:
+                    return None
+                connection = self._idle.pop()
+            if not _is_ended(connection):
+                return connection
+            connection.close()
+
+    def _give_back(self, connection: BrokerConnection) -> None:
+        with self._lock:
+            is_idle = connection.info.transaction_status == TransactionStatus.IDLE
+            if is_idle and len(self._idle) < self._keep and not self._is_closed:
+                self._idle.append(connection)
+                return
+        connection.close()
+
+    def clear(self) -> None:
+        """Close the idle connections."""
+        if self._pid != os.getpid():
+            return
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for connection in idle:
+            connection.close()
+
+    def close(self) -> None:
+        """Close the idle connections. Later, close each one that another thread gives back."""
+        self._is_closed = True
+        self.clear()
+
+
+def _is_ended(connection: BrokerConnection) -> bool:
+    """Whether the server has ended this idle session (idle_session_timeout, a restart). Asks only the socket."""
+    try:
+        # Twice: the first call reads the server's reason, the second one finds the end of the connection.
+        for _ in range(2):
+            poll = select.poll()
+            poll.register(connection.pgconn.socket, select.POLLIN)
+            if not poll.poll(0):
+                return False
+            connection.pgconn.consume_input()
+    except (psycopg.Error, OSError, ValueError):
+        return True
+    return connection.closed

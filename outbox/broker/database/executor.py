@@ -1,19 +1,50 @@
-"""A connection together with the schema of the broker's tables on it."""
+"""A connection together with the schema of the broker's tables on it, and snapshots as values."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, Self, TypeVar
 
 import psycopg
+from psycopg.adapt import Dumper
 from psycopg.pq import Format
 from psycopg.rows import tuple_row
 
-from outbox.broker.database.arrays import cursor_on
 from outbox.broker.database.connection import Connection
 from outbox.broker.database.statement import Statement
 
 _Row = TypeVar("_Row")
+
+
+class BinaryValue(bytes):
+    """The binary form of a value. A cast in the statement names its type."""
+
+
+class PackedDumper(Dumper):
+    """Sends a `BinaryValue` unchanged."""
+
+    format = Format.BINARY
+    oid = 0
+
+    def dump(self, obj: Any) -> bytes:
+        return bytes(obj)
+
+
+def cursor_on(connection: Connection) -> psycopg.Cursor[tuple[Any, ...]]:
+    """Return a cursor that binds on the server and returns plain tuples, regardless of the application's settings."""
+    cursor = psycopg.Cursor(connection, row_factory=tuple_row)
+    cursor.format = Format.BINARY
+    cursor.adapters.register_dumper(BinaryValue, PackedDumper)
+    return cursor
+
+
+def raw_cursor_on(connection: Connection) -> psycopg.RawCursor[tuple[Any, ...]]:
+    """Like `cursor_on`, for statements with numbered parameters (see Statement.numbered)."""
+    cursor = psycopg.RawCursor(connection, row_factory=tuple_row)
+    cursor.format = Format.BINARY
+    cursor.adapters.register_dumper(BinaryValue, PackedDumper)
+    return cursor
 
 
 class Executor:
@@ -86,3 +117,32 @@ class Executor:
     def count(self, statement: Statement, parameters: Mapping[str, Any] | None = None) -> int:
         """Return the number of rows that the statement changed."""
         return self.execute(statement, parameters).rowcount
+
+
+# -- snapshots -------------------------------------------------------------------------------------
+#
+# PostgreSQL's snapshots as values: the transactions that a reader could see.
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """All transactions below `xmax` were visible except those `in_progress`; none from `xmax` on was."""
+
+    xmin: int
+    xmax: int
+    in_progress: tuple[int, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Parse the text form of pg_snapshot, `xmin:xmax:xip,…`."""
+        xmin, xmax, in_progress = text.split(":")
+        return cls(int(xmin), int(xmax), tuple(map(int, in_progress.split(","))) if in_progress else ())
+
+    @property
+    def text(self) -> str:
+        """The text form of pg_snapshot."""
+        return f"{self.xmin}:{self.xmax}:{','.join(map(str, self.in_progress))}"
+
+    def sees(self, xid: int) -> bool:
+        """Whether a transaction was visible."""
+        return xid < self.xmax and xid not in self.in_progress

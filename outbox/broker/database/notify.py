@@ -17,8 +17,7 @@ from psycopg import sql
 
 from outbox.broker.database.connection import Connection
 from outbox.broker.database.executor import Executor
-from outbox.broker.database.one_way import Request
-from outbox.broker.database.statement import Statement
+from outbox.broker.database.statement import Request, Statement
 from outbox.errors import BrokerUnavailable
 from outbox.utils.backoff import Backoff
 

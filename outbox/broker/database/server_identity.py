@@ -17,8 +17,8 @@ from typing import Final
 
 import psycopg
 
-from outbox.broker.database.arrays import cursor_on
 from outbox.broker.database.connection import BrokerDatabase, Connection
+from outbox.broker.database.executor import cursor_on
 from outbox.broker.database.timeouts import lifted
 from outbox.errors import BrokerUnavailable
 

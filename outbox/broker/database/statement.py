@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from typing import Final, LiteralString
 
 from psycopg import sql
@@ -43,6 +44,20 @@ class Statement:
             text = _PARAMETER.sub(lambda match: _number(match, names), self.on(schema))
             found = self._numbered[schema] = (text, tuple(names))
         return found
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A statement with numbered parameters, given as text; it is a transaction of its own.
+
+    It may be executed twice. `what` is for the log. `is_said_once`: of equal requests that are written together, only
+    the last one is sent.
+    """
+
+    text: bytes
+    values: tuple[bytes | None, ...]
+    what: str
+    is_said_once: bool = False
 
 
 def _number(match: re.Match[bytes], names: list[str]) -> bytes:

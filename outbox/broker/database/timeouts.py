@@ -10,8 +10,8 @@ import contextlib
 from collections.abc import Iterator
 from typing import Final
 
-from outbox.broker.database.arrays import cursor_on
 from outbox.broker.database.connection import BrokerConnection, Connection
+from outbox.broker.database.executor import cursor_on
 from outbox.broker.database.statement import Statement
 
 # PostgreSQL 17 introduced transaction_timeout.

@@ -13,10 +13,10 @@ from uuid import UUID
 
 from psycopg.errors import UniqueViolation
 
-from outbox.broker.database import arrays
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.server_identity import ServerIdentity, here
 from outbox.broker.database.statement import Statement
+from outbox.broker.fastpath import arrays
 from outbox.broker.log.topics import Prepared, TopicCatalog
 from outbox.errors import InvalidMessage, SendFailed, TransactionalMessagesRejected
 from outbox.message import Message, SendReceipt

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Final
 from uuid import UUID
 
-from outbox.broker.database.arrays import uuids
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
+from outbox.broker.fastpath.arrays import uuids
 from outbox.recall import Recall, RecallStatus
 
 # For the rows `wanted` (log_id): delete their scheduled rows, and return the outcome for each message.

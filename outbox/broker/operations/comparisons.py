@@ -13,9 +13,9 @@ from enum import StrEnum
 from typing import Any, Final
 from uuid import UUID
 
-from outbox.broker.database import arrays
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
+from outbox.broker.fastpath import arrays
 
 # The most ids that a comparison names.
 NAMED: Final = 20

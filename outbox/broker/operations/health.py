@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from outbox.broker.database.arrays import xids
-from outbox.broker.database.executor import Executor
-from outbox.broker.database.snapshot import Snapshot
+from outbox.broker.database.executor import Executor, Snapshot
 from outbox.broker.database.statement import Statement
+from outbox.broker.fastpath.arrays import xids
 from outbox.broker.operations.thresholds import Thresholds
 
 LEADER: Final = Statement("""

@@ -11,10 +11,9 @@ from datetime import datetime
 from typing import Final
 from uuid import UUID
 
-from outbox.broker.database.arrays import xids
-from outbox.broker.database.executor import Executor
-from outbox.broker.database.snapshot import Snapshot
+from outbox.broker.database.executor import Executor, Snapshot
 from outbox.broker.database.statement import Statement
+from outbox.broker.fastpath.arrays import xids
 from outbox.broker.operations.trace import TracedAnswer, TracedMessage, trace
 from outbox.transaction import STILL_RUNNING
 

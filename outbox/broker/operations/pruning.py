@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Final
 
-from outbox.broker.database.arrays import texts
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
+from outbox.broker.fastpath.arrays import texts
 
 LEDGER: Final = "ledger"
 INBOX: Final = "inbox"

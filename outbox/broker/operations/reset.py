@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 
-from outbox.broker.database.arrays import integers
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.notify import Channel, notify
 from outbox.broker.database.statement import Statement
+from outbox.broker.fastpath.arrays import integers
 from outbox.broker.groups import offsets
 from outbox.broker.groups.offsets import OffsetRow, Position
 from outbox.broker.groups.registration import group_id_of

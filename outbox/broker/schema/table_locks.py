@@ -20,9 +20,9 @@ from typing import Final
 
 from psycopg import sql
 
-from outbox.broker.database import arrays
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
+from outbox.broker.fastpath import arrays
 
 # The order of all tables: these first, then the others by name.
 _BUSIEST: Final = (

@@ -18,13 +18,12 @@ import psycopg
 from psycopg.errors import DeadlockDetected, InvalidSqlStatementName, SerializationFailure, UniqueViolation
 
 from outbox.broker.database import timeouts
-from outbox.broker.database.arrays import uuids
 from outbox.broker.database.connection import BrokerDatabase, Connection
-from outbox.broker.database.executor import Executor
+from outbox.broker.database.executor import Executor, Snapshot
 from outbox.broker.database.notify import Channel
-from outbox.broker.database.round_trip import RoundTrip, Row, array
-from outbox.broker.database.snapshot import Snapshot
 from outbox.broker.database.statement import Statement
+from outbox.broker.fastpath.arrays import uuids
+from outbox.broker.fastpath.round_trip import RoundTrip, Row, array, round_trip
 from outbox.broker.sequencer.key_order import Key
 from outbox.broker.sequencer.takeover import BEGIN_REPEATABLE, COMMIT, TICK_SETTINGS, TickState, adopt
 from outbox.broker.transaction import half_scan
@@ -280,7 +279,7 @@ class Sequencer:
     def _adopted(self, connection: Connection) -> tuple[RoundTrip, TickState]:
         if self._round_trip is None or self._connection is not connection:
             self._local = not timeouts.lasts(connection)
-            self._round_trip = RoundTrip(connection, self._schema, prepare=not self._local)
+            self._round_trip = round_trip(connection, self._schema, prepare=not self._local)
             self._state, self._connection = None, connection
         if self._state is None:
             self._state = adopt(Executor(connection, self._schema), self._check, local=self._local)

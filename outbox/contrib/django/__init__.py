@@ -7,13 +7,12 @@ from outbox.contrib.django.engine.broker import get_broker
 from outbox.contrib.django.ledger.pruning import run_prune
 from outbox.contrib.django.publishing.checkback import run_check_back
 from outbox.contrib.django.publishing.decorators import transactional_message
-from outbox.contrib.django.publishing.fenced_producer import fenced_producer
-from outbox.contrib.django.publishing.message_transactions import message_transaction
-from outbox.contrib.django.publishing.messages import message
+from outbox.contrib.django.publishing.message_transactions import fenced_producer, message_transaction
 from outbox.contrib.django.publishing.publish import (
     apublish,
     apublish_many,
     apublish_messages,
+    message,
     publish,
     publish_many,
     publish_messages,

@@ -19,7 +19,7 @@ class OutboxConfig(AppConfig):
         """Connect the signals needed before the first request; nothing here touches a database."""
         from outbox.contrib.django import saga
         from outbox.contrib.django.database import in_tests
-        from outbox.contrib.django.database.blocks import watch_connection
+        from outbox.contrib.django.database.transactions import watch_connection
         from outbox.contrib.django.engine.broker import let_go_of_test_databases
         from outbox.contrib.django.operations import application_rules, checks, metrics, tracing
         from outbox.contrib.django.operations.installation import after_migrate

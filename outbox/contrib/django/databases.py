@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from outbox.broker.database.conninfo import read_conninfo
+from outbox.broker.database.connection import read_conninfo
 
 
 def database_from_url(url: str, **options: Any) -> dict[str, Any]:

@@ -15,12 +15,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from outbox.broker.consumer.dispatcher import Dispatcher
+from outbox.broker.consumer.owned_queue import OwnedQueue
 from outbox.broker.consumer.runtime import ConsumerRuntime
 from outbox.broker.database.connection import BrokerDatabase
-from outbox.broker.dispatch.dispatcher import Dispatcher
-from outbox.broker.dispatch.owned_queue import OwnedQueue
-from outbox.broker.leading import LeadingConsumer
-from outbox.broker.process import ProcessSettings
+from outbox.broker.leading import LeaderSettings, LeadingConsumer
 from outbox.message import Delivery
 from outbox.retry import RetryPolicy
 from outbox.subscription import Mode, Subscription
@@ -93,7 +92,7 @@ def main() -> None:
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     database = BrokerDatabase(conninfo=options["url"])
-    leads = ProcessSettings(lease_term_seconds=options.get("term", 3.0)) if options.get("leads") else None
+    leads = LeaderSettings(lease_term_seconds=options.get("term", 3.0)) if options.get("leads") else None
     ConsumerRuntime(
         database,
         [(subscription, EffectHandler(invoker, options))],

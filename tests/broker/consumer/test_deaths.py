@@ -12,7 +12,7 @@ from uuid import UUID, uuid4
 import pytest
 
 from outbox.broker import deaths
-from outbox.broker.dispatch.running_calls import LastCalls
+from outbox.broker.consumer.running_calls import LastCalls
 from outbox.broker.supervisor import ChildDeath, Supervisor
 from outbox.subscription import Subscription
 from outbox.utils.backoff import Backoff

@@ -6,9 +6,8 @@ import contextlib
 import uuid
 
 from outbox.broker.consumer.coordinator import Coordinator
+from outbox.broker.consumer.owned_queue import ConsumingGroup, Ownership
 from outbox.broker.database.executor import Executor
-from outbox.broker.dispatch.ownership import Ownership
-from outbox.broker.dispatch.subscriptions import ConsumingGroup
 from outbox.broker.groups import registration
 from outbox.broker.groups.rebalance import by_name
 from outbox.broker.operations import summary

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import psycopg
 import pytest
 
-from outbox.broker.consumer import session
-from outbox.broker.consumer.session import ConsumerSession
+from outbox.broker.consumer import runtime
+from outbox.broker.consumer.fetch import Fetcher, Row
+from outbox.broker.consumer.owned_queue import OwnedQueue
+from outbox.broker.consumer.runtime import ConsumerSession
 from outbox.broker.database.connection import BrokerConnection, BrokerDatabase
 from outbox.broker.database.executor import Executor
-from outbox.broker.dispatch.fetch import Fetcher, Row
-from outbox.broker.dispatch.owned_queue import OwnedQueue
 from outbox.broker.log.failing import FailureNote, ProcessPart
 from outbox.codec import Codecs
 from outbox.ports import call_handler
@@ -27,7 +27,7 @@ def test_a_connection_on_which_listening_failed_is_closed(
     def fails(*_: object) -> None:
         raise psycopg.OperationalError("too many notifications in the NOTIFY queue")
 
-    monkeypatch.setattr(session, "listen", fails)
+    monkeypatch.setattr(runtime, "listen", fails)
     # The error is kept, and with it what its frames refer to: nothing is closed for want of references.
     with pytest.raises(psycopg.OperationalError) as kept:
         ConsumerSession(
@@ -50,7 +50,7 @@ def test_a_connection_on_which_listening_failed_is_closed(
 def test_of_many_queues_only_those_that_have_grown_are_asked(
     bench: ConsumptionBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(session, "_LISTENING_POLL_SECONDS", 3600.0)
+    monkeypatch.setattr(runtime, "_LISTENING_POLL_SECONDS", 3600.0)
     asked: list[list[int]] = []
     fetch = Fetcher.fetch
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from outbox.broker.consumer.wake_up import WakeUp
+from outbox.broker.consumer.runtime import WakeUp
 
 
 class SetDuringRecv:

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from outbox.broker import embedded
-from outbox.broker.database.connection import BrokerDatabase
-from outbox.broker.database.conninfo import read_conninfo
+from outbox.broker.database.connection import BrokerDatabase, read_conninfo
 from outbox.contrib.django.databases import database_from_url
 from outbox.contrib.django.settings.conf import OutboxSettings
 from outbox.errors import BrokerUnavailable, ConfigurationError

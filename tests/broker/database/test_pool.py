@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 
-from outbox.broker.database.connection import BrokerDatabase
-from outbox.broker.database.pool import Pool
+from outbox.broker.database.connection import BrokerDatabase, Pool
 
 
 def test_a_connection_is_kept_for_the_next_call(server_url: str) -> None:

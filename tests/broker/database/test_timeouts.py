@@ -15,9 +15,8 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from outbox.broker.consumer.runtime import ConsumerRuntime
 from outbox.broker.database.connection import BrokerConnection, BrokerDatabase
 from outbox.broker.database.executor import Executor
-from outbox.broker.leading import LeadingConsumer
+from outbox.broker.leading import LeaderSettings, LeadingConsumer
 from outbox.broker.postgres import PostgresBroker
-from outbox.broker.process import ProcessSettings
 from outbox.broker.schema.install import SCHEMA_VERSION, install
 from outbox.broker.transaction import checks
 from outbox.subscription import Subscription
@@ -91,7 +90,7 @@ def test_the_broker_process_sequences_and_cleans(
     sent = broker.send([message()])
     broker.send_half(half())
     database = BrokerDatabase(tiny.conninfo, listen_conninfo=listen)
-    with process(database, ProcessSettings(maintenance_seconds=0.1)):
+    with process(database, LeaderSettings(maintenance_seconds=0.1)):
         eventually(lambda: queued_ids(connection) == [sent[0].message_id])
         eventually(lambda: connection.execute("SELECT 1 FROM outbox.pending_check").fetchone(), what="the scan")
         old = "SELECT count(*) FROM outbox.tick WHERE tick_id < (SELECT max(tick_id) FROM outbox.tick WHERE is_full)"
@@ -130,7 +129,7 @@ def test_a_whole_worker_keeps_its_sessions_and_leases(
     renewed = "SELECT min(expires_at) FROM outbox.queue_lease HAVING count(owner) = count(*)"
     sessions = "SELECT pid, application_name FROM pg_stat_activity WHERE usename = %s AND application_name = ANY (%s)"
     long_lived = (tiny_role(tiny), ["outbox-coordinator", "outbox-consumer", "outbox-broker"])
-    with process(database, ProcessSettings(stands_in=leads)):
+    with process(database, LeaderSettings(stands_in=leads)):
         consumer.start()
         try:
             first = eventually(lambda: connection.execute(renewed).fetchone())

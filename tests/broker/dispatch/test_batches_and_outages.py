@@ -10,8 +10,8 @@ from typing import Any
 import psycopg
 import pytest
 
+from outbox.broker.consumer.calls import Outage
 from outbox.broker.database.statement import Statement
-from outbox.broker.dispatch.outage import Outage
 from outbox.broker.operations import dead_letters
 from outbox.errors import HandlerNotStarted, PermanentError
 from outbox.message import Delivery, Message

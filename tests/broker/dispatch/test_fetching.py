@@ -7,12 +7,11 @@ from uuid import UUID
 
 import pytest
 
+from outbox.broker.consumer.fetch import Fetcher
+from outbox.broker.consumer.owned_queue import ConsumingGroup, OwnedQueue
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.notify import Channel, notify
 from outbox.broker.database.statement import Statement
-from outbox.broker.dispatch.fetch import Fetcher
-from outbox.broker.dispatch.owned_queue import OwnedQueue
-from outbox.broker.dispatch.subscriptions import ConsumingGroup
 from outbox.broker.groups.leases import Lease
 from outbox.broker.groups.offsets import Position
 from outbox.message import Delivery, Message

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from psycopg import sql
 from psycopg.types.json import Jsonb
 
-from outbox.broker.dispatch.filter_sql import FilterSql
+from outbox.broker.consumer.fetch import FilterSql
 from outbox.errors import InvalidFilter
 from outbox.filters.filter import parse_filter
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from outbox.broker.consumer.owned_queue import OwnedQueue
+from outbox.broker.consumer.work import KeyOrderedLane
 from outbox.broker.database.executor import Executor
-from outbox.broker.dispatch.lanes.ordered import KeyOrderedLane
-from outbox.broker.dispatch.owned_queue import OwnedQueue
 from outbox.broker.operations import dead_letters, queue_status
 from outbox.errors import PermanentError, RetryLater
 from outbox.message import Delivery, Message
@@ -207,7 +207,7 @@ def test_a_poisoned_key_keeps_no_bodies_in_memory(steps: ConsumptionBench, monke
             queues: set[OwnedQueue] = {item.queue for serial in self._serials.values() for item in serial.items}
             most.append(max((queue.buffered for queue in queues), default=0))
 
-    monkeypatch.setattr("outbox.broker.dispatch.subscription_runner.KeyOrderedLane", Watching)
+    monkeypatch.setattr("outbox.broker.consumer.calls.KeyOrderedLane", Watching)
     with steps.running((subscribe(Mode.KEY_ORDERED, topic="single", suspend_seconds=0.2), harness)):
         eventually(lambda: len(harness.handled["good"]) == 100)
         assert max(most) < 400

@@ -13,8 +13,8 @@ from uuid import uuid4
 
 import pytest
 
-from outbox.broker.dispatch import running_calls
-from outbox.broker.dispatch.running_calls import RunningCalls
+from outbox.broker.consumer import running_calls
+from outbox.broker.consumer.running_calls import RunningCalls
 from outbox.broker.groups.quarantine import RunningCall
 from outbox.broker.supervisor import ChildDeath, ChildSpec, Supervisor
 from outbox.errors import BrokerUnavailable
@@ -71,7 +71,7 @@ def test_a_file_that_makes_no_sense_is_refused(file: Any, content: bytes) -> Non
 
 NOTING = """
 import os, uuid
-from outbox.broker.dispatch import running_calls
+from outbox.broker.consumer import running_calls
 calls = running_calls.inherited(uuid.UUID(int=1), calls=1, batch=1)
 calls.note(5, [11], alone=False)
 # Not handed down any further: a process started from here has a life of its own.

@@ -8,11 +8,9 @@ from uuid import UUID
 
 import pytest
 
-from outbox.broker.dispatch.calls import Calls
-from outbox.broker.dispatch.owned_queue import OwnedQueue
-from outbox.broker.dispatch.subscription_runner import SubscriptionRunner
-from outbox.broker.dispatch.subscriptions import ConsumingGroup
-from outbox.broker.dispatch.work import FetchedEntry, HandlerCall
+from outbox.broker.consumer.calls import Calls, SubscriptionRunner
+from outbox.broker.consumer.owned_queue import ConsumingGroup, OwnedQueue
+from outbox.broker.consumer.work import FetchedEntry, HandlerCall
 from outbox.broker.groups.leases import Lease, lease_clock
 from outbox.broker.groups.offsets import Position
 from outbox.message import Delivery
@@ -52,7 +50,7 @@ def _nothing(_: Delivery) -> None:
 
 @pytest.fixture
 def line(monkeypatch: pytest.MonkeyPatch) -> Iterator[Line]:
-    monkeypatch.setattr("outbox.broker.dispatch.calls.COLLECT_SECONDS", SOON)
+    monkeypatch.setattr("outbox.broker.consumer.calls.COLLECT_SECONDS", SOON)
     line = Line()
     yield line
     line.over.set()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from outbox.broker.dispatch.worker_pool import WorkerPool
+from outbox.broker.consumer.worker_pool import WorkerPool
 from tests.support import eventually
 
 
@@ -46,7 +46,7 @@ def four() -> Iterator[Pool]:
 
 
 def test_threads_without_work_end_and_others_take_the_next(four: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outbox.broker.dispatch.worker_pool.IDLE_SECONDS", 0.05)
+    monkeypatch.setattr("outbox.broker.consumer.worker_pool.IDLE_SECONDS", 0.05)
     for count in range(1, 4):
         four.submit()
         eventually(lambda count=count: len(four.ran) == count)  # type: ignore[misc]
@@ -57,7 +57,7 @@ def test_threads_without_work_end_and_others_take_the_next(four: Pool, monkeypat
 
 def test_no_work_is_left_behind_by_a_thread_that_ends(four: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each thread ends the moment it finds nothing, while works are put."""
-    monkeypatch.setattr("outbox.broker.dispatch.worker_pool.IDLE_SECONDS", 0.0)
+    monkeypatch.setattr("outbox.broker.consumer.worker_pool.IDLE_SECONDS", 0.0)
     for count in range(1, 2001):
         four.submit()
         if count % 3 == 0:

@@ -9,10 +9,10 @@ from typing import Any
 import psycopg
 import pytest
 
+from outbox.broker.consumer.dispatcher import Dispatcher
+from outbox.broker.consumer.owned_queue import OwnedQueue
+from outbox.broker.consumer.worker_pool import WorkerPool
 from outbox.broker.database.executor import Executor
-from outbox.broker.dispatch.dispatcher import Dispatcher
-from outbox.broker.dispatch.owned_queue import OwnedQueue
-from outbox.broker.dispatch.worker_pool import WorkerPool
 from outbox.broker.groups import offsets, registration
 from outbox.broker.operations import switches
 from outbox.broker.operations.reset import reset

@@ -13,11 +13,11 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from outbox.broker.consumer.runtime import ConsumerRuntime
 from outbox.broker.database.connection import BrokerConnection, BrokerDatabase
 from outbox.broker.database.executor import Executor
+from outbox.broker.leading import LeaderSettings
 from outbox.broker.operations.conditions import Severity
 from outbox.broker.operations.diagnosis import Diagnosis, diagnose, holding
 from outbox.broker.operations.thresholds import Thresholds
 from outbox.broker.postgres import PostgresBroker
-from outbox.broker.process import ProcessSettings
 from outbox.subscription import Subscription
 from tests.broker.support import message, new_sequencer, process
 from tests.support import eventually
@@ -72,7 +72,7 @@ def test_the_remedy_is_enough_for_a_whole_worker(
     runtime = ConsumerRuntime(limited, [(Subscription(group="g", topic="orders"), lambda one: handled.append(one))])
     scanned, counted = "SELECT max(scan_id) FROM outbox.half_scan", "SELECT count(*) FROM outbox.summary"
     with (
-        process(limited, ProcessSettings(maintenance_seconds=0.1, summary_seconds=0.1)),
+        process(limited, LeaderSettings(maintenance_seconds=0.1, summary_seconds=0.1)),
         contextlib.closing(PostgresBroker(limited)) as broker,
     ):
         broker.send([message()])

@@ -10,11 +10,11 @@ from psycopg.types.json import Jsonb
 
 from outbox import Delivery
 from outbox.broker.database.executor import Executor
+from outbox.broker.leading import LeaderSettings
 from outbox.broker.operations import summary
 from outbox.broker.operations.queue_status import list_queues
 from outbox.broker.operations.summary_service import run_once
 from outbox.broker.operations.verdict import survey
-from outbox.broker.process import ProcessSettings
 from outbox.errors import PermanentError
 from outbox.subscription import Mode, Subscription
 from tests.broker.bench import AT_ONCE, ConsumptionBench, keyed
@@ -129,7 +129,7 @@ def test_code_of_another_version_reads_the_columns_it_knows(bench: ConsumptionBe
 
 def test_who_leads_refreshes_it(bench: ConsumptionBench) -> None:
     consumed(bench)
-    with process(bench.database, ProcessSettings(summary_seconds=0.05)):
+    with process(bench.database, LeaderSettings(summary_seconds=0.05)):
         eventually(lambda: bench.rows("SELECT 1 FROM outbox.summary"), what="a first summary")
         bench.publish(keyed("orders", 100, 100))
         eventually(lambda: sum(one.lag for one in summary.read(bench.run).groups) == 112, what="the new lag")

@@ -19,8 +19,8 @@ from typing import Any
 import psycopg
 from psycopg.errors import UniqueViolation
 
+from outbox.broker import process
 from outbox.broker.postgres import PostgresBroker
-from outbox.broker.process import ProcessSettings, run_broker
 from outbox.checkback import CheckBack
 from outbox.message import Delivery, Message
 from outbox.retry import RetryPolicy
@@ -42,6 +42,7 @@ topics = either("log.topics", "topics")
 ConsumerRuntime = either("consumer.runtime", "consumer").ConsumerRuntime
 BrokerDatabase = either("database.connection", "database").BrokerDatabase
 install = either("schema.install", "install").install
+LeaderSettings: Any = getattr(process, "LeaderSettings" if hasattr(process, "LeaderSettings") else "ProcessSettings")
 GROUP = "shop"
 TOPIC = Topic(
     name="versions", types=frozenset({MessageType.NORMAL, MessageType.DELAY, MessageType.TRANSACTION}), queue_count=4
@@ -166,7 +167,7 @@ def consume(database: Any, stop: threading.Event) -> None:
 
 def sequence(database: Any, stop: threading.Event) -> None:
     """Be a broker process."""
-    run_broker(database, stop, settings=ProcessSettings(maintenance_seconds=0.5, check=CHECKS))
+    process.run_broker(database, stop, settings=LeaderSettings(maintenance_seconds=0.5, check=CHECKS))
 
 
 ROLES: dict[str, Callable[[Any, threading.Event], None]] = {

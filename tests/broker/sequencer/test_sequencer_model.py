@@ -1,7 +1,7 @@
 """How to read what is new, as a small state machine explored exhaustively, beside the two ways that are wrong.
 
 The world: three transactions that draw an id when they begin to write and later commit or abort, in every
-interleaving, with a tick or none after every step. The reader under test takes what `outbox.broker.database.snapshot`
+interleaving, with a tick or none after every step. The reader under test takes what `outbox.broker.database.executor`
 says it has not seen; the sequencer's statement does the same in SQL (see test_sequencer_concurrency).
 """
 
@@ -14,7 +14,7 @@ from typing import Protocol
 
 import pytest
 
-from outbox.broker.database.snapshot import Snapshot
+from outbox.broker.database.executor import Snapshot
 
 FIRST_ID = 100
 

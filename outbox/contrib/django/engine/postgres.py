@@ -68,8 +68,7 @@ class PostgresEngine(Engine):
 
     def consumers(self, wanted: Sequence[tuple[Subscription, AnyHandler]], *, leads: bool = False) -> Consumers:
         from outbox.broker.consumer.runtime import ConsumerRuntime
-        from outbox.broker.leading import LeadingConsumer
-        from outbox.broker.process import ProcessSettings
+        from outbox.broker.leading import LeaderSettings, LeadingConsumer
 
         settings = self.settings
         database = broker_database(settings)
@@ -79,7 +78,7 @@ class PostgresEngine(Engine):
             invoker=InboxInvoker(lease_seconds=settings.lease_seconds, masked_fields=settings.masked_fields),
             codecs=self.codecs,
             lease_seconds=settings.lease_seconds,
-            session_task=LeadingConsumer(database, settings=ProcessSettings(check=settings.check)) if leads else None,
+            session_task=LeadingConsumer(database, settings=LeaderSettings(check=settings.check)) if leads else None,
         )
 
     def sequence(self) -> int:

@@ -13,7 +13,7 @@ from outbox.contrib.django.engine.broker import engine_of
 from outbox.contrib.django.ledger.ledger_checker import ledger_aliases
 from outbox.contrib.django.operations.database_checks import check_databases
 from outbox.contrib.django.settings.conf import OutboxSettings, PathChoice, get_settings, imported
-from outbox.contrib.django.subscribers.handler_connections import pool_shortages
+from outbox.contrib.django.subscribers.inbox import pool_shortages
 from outbox.contrib.django.subscribers.registry import autodiscover
 from outbox.errors import ConfigurationError, OutboxError
 from outbox.subscription import Mode

@@ -36,8 +36,8 @@ from outbox.contrib.django.ledger import ledger
 from outbox.contrib.django.ledger.ledger_checker import ledger_aliases, open_connection
 from outbox.contrib.django.ledger.pruning import first_id_at
 from outbox.contrib.django.settings.conf import get_settings
-from outbox.contrib.django.subscribers import inbox_entries
-from outbox.contrib.django.subscribers.handler_connections import handler_alias
+from outbox.contrib.django.subscribers import inbox
+from outbox.contrib.django.subscribers.inbox import handler_alias
 from outbox.contrib.django.subscribers.registry import Subscriber, autodiscover
 from outbox.errors import LedgerUnavailable
 from outbox.filters.filter import parse_filter
@@ -401,7 +401,7 @@ class _InboxLook:
                 if matches.evaluate(entry.tag or "", entry.headers)
             ]
             # Read after the offset: an effect commits before its offset is stored.
-            there = inbox_entries.handled(
+            there = inbox.handled(
                 self.application,
                 self.item.subscription.group,
                 range(1, queue.generation + 1),
@@ -463,7 +463,7 @@ def _compare_inbox(context: _Context, application: BaseDatabaseWrapper, item: Su
     look = _InboxLook(context, application, item)
     generations = range(1, max((queue.generation for queue in passed), default=1) + 1)
     watched = [one for ids in canaries.values() for one in ids]
-    gone = set(watched) - inbox_entries.handled(application, group, generations, watched)
+    gone = set(watched) - inbox.handled(application, group, generations, watched)
     for queue in passed:
         seen = queues.get(queue.queue_id)
         if seen is None:

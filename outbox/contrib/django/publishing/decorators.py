@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+import re
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any, Final, TypeVar, cast, overload
@@ -14,9 +17,8 @@ from django.db import connections, router, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
 
 from outbox import names
-from outbox.contrib.django.database.blocks import watch_of
+from outbox.contrib.django.database.transactions import watch_of
 from outbox.contrib.django.ledger.check_functions import Lookup, register_lookup
-from outbox.contrib.django.publishing.elsewhere import writes_stay_on
 from outbox.contrib.django.publishing.ends import (
     Published,
     confirm_before_commit,
@@ -24,10 +26,7 @@ from outbox.contrib.django.publishing.ends import (
     report_rollback,
     require_marked,
 )
-from outbox.contrib.django.publishing.messages import message, messages_of, wait_of
-from outbox.contrib.django.publishing.parts import NOT_GIVEN, RESULT, MessagePart, arguments_of, part
-from outbox.contrib.django.publishing.publish import publish_bound
-from outbox.contrib.django.publishing.publish_refusals import check_immunity
+from outbox.contrib.django.publishing.publish import check_immunity, message, messages_of, publish_bound, wait_of
 from outbox.contrib.django.subscribers.callables import (
     has_a_name,
     is_asynchronous,
@@ -37,9 +36,189 @@ from outbox.contrib.django.subscribers.callables import (
     refuse_work_to_come,
     signature_of,
 )
-from outbox.errors import ConfigurationError
+from outbox.errors import ConfigurationError, TransactionUsageError, UsageError
 from outbox.message import Message
 from outbox.utils.faults import point
+
+# -- the parts of a message ------------------------------------------------------------------------
+#
+# The parts of a message under `@transactional_message`: values, or functions of the decorated function's arguments.
+
+
+# The parameter of a part that receives the return value of the decorated function.
+RESULT: Final = "result"
+
+# The value of a part that was not given; None is a valid value.
+NOT_GIVEN: Final[Any] = object()
+
+# The parameter kinds that a caller cannot name.
+_COLLECTING: Final = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+@dataclass(frozen=True, slots=True)
+class MessagePart:
+    """One property of the message: a value, or a function and the names of its arguments.
+
+    `optional` are the arguments with a default. `others` names the `**kwargs` of the decorated function, where a name
+    may also be found; '' without one.
+    """
+
+    what: str
+    value: Any
+    wanted: tuple[str, ...] | None = None
+    optional: tuple[str, ...] = ()
+    others: str = ""
+
+    @property
+    def needs_result(self) -> bool:
+        """Whether it can be built only after the function has run."""
+        return self.wanted is not None and RESULT in (*self.wanted, *self.optional)
+
+    def of(self, arguments: Mapping[str, Any], name: str) -> Any:
+        """The value for one call of the function `name`. An error of the part is raised.
+
+        Raises UsageError for an argument that was not passed.
+        """
+        if self.wanted is None:
+            return self.value
+        known = {**arguments.get(self.others, {}), **arguments}
+        if lacking := [wanted for wanted in self.wanted if wanted not in known]:
+            raise UsageError(
+                f"{self.what}= of {name} needs {', '.join(map(repr, lacking))}, which this call did not pass by "
+                "name. Nothing was published, and the transaction is rolled back: pass it, or give the part a "
+                "default."
+            )
+        names = (*self.wanted, *self.optional)
+        return self.value(**{wanted: known[wanted] for wanted in names if wanted in known})
+
+
+def part(function: Callable[..., Any], what: str, value: Any, *, may_yield: bool = False) -> MessagePart:
+    """The part `what` of the messages of `function`. Raises ConfigurationError for one that cannot be called.
+
+    `may_yield`: it may be a generator, which runs to its end when the messages are built.
+    """
+    if not callable(value):
+        return MessagePart(what, value)
+    name = name_of(function)
+    if is_asynchronous(value) or (is_generator(value) and not may_yield):
+        raise ConfigurationError(
+            f"{what}= of {name} is asynchronous or a generator: it is called when the message is built. Make it a "
+            f"plain function of the parameters of {name}."
+        )
+    parameters = signature_of(function).parameters
+    others = next((p.name for p in parameters.values() if p.kind is p.VAR_KEYWORD), "")
+    wanted: list[str] = []
+    optional: list[str] = []
+    for parameter in _parameters(name, what, value):
+        can_be_given = parameter.kind is not parameter.POSITIONAL_ONLY and (
+            bool(others) or parameter.name in (*parameters, RESULT)
+        )
+        if parameter.kind in _COLLECTING or (parameter.default is parameter.empty and not can_be_given):
+            raise _unknown(name, what, parameter, parameters)
+        if can_be_given:
+            (wanted if parameter.default is parameter.empty else optional).append(parameter.name)
+    return MessagePart(what, value, tuple(wanted), tuple(optional), others)
+
+
+def _parameters(name: str, what: str, value: Callable[..., Any]) -> list[inspect.Parameter]:
+    try:
+        return list(signature_of(value).parameters.values())
+    except ValueError:
+        raise ConfigurationError(
+            f"{what}= of {name} is {value!r}, which has no readable signature: write a function of the parameters of "
+            f"{name}, like `lambda order: {{'id': order.pk}}`, or a value."
+        ) from None
+
+
+def _unknown(name: str, what: str, parameter: inspect.Parameter, known: Iterable[str]) -> ConfigurationError:
+    return ConfigurationError(
+        f"{what}= of {name} is a function with the parameter {str(parameter)!r}: its parameters must be named like "
+        f"those of {name} ({', '.join(known) or 'none'}), or 'result' for what it returned."
+    )
+
+
+def arguments_of(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of one call by name, defaults included. Raises TypeError where the function would."""
+    bound = signature.bind(*args, **kwargs)
+    bound.apply_defaults()
+    return bound.arguments
+
+
+# -- writes to another database --------------------------------------------------------------------
+#
+# Refuses writes to another database than that of the transaction that decides about the message.
+#
+# A router may send a model's write to another alias than the one that `@transactional_message` chose without `using`.
+# If the function then failed, the row would stay and the message would be rolled back. Such a write is refused.
+
+
+# A statement that changes rows, after comments and parentheses; WITH may contain one.
+_WRITES: Final = re.compile(
+    r"(?:\s|\(|--[^\n]*\n|/\*.*?\*/)*"
+    r"(?:(?:INSERT|UPDATE|DELETE|MERGE|REPLACE|TRUNCATE|COPY)\b"
+    r"|WITH\b.*\b(?:INSERT\s+INTO|UPDATE|DELETE\s+FROM|MERGE\s+INTO)\b)",
+    re.IGNORECASE | re.DOTALL,
+)
+
+
+class _Watch:
+    """Refuses a function's writes on aliases other than its own."""
+
+    def __init__(self, alias: str, name: str) -> None:
+        self.alias = alias
+        self.name = name
+        self.refused: TransactionUsageError | None = None
+
+    def __call__(self, execute: Callable[..., Any], statement: Any, params: Any, many: bool, context: Any) -> Any:
+        """See Django's `execute_wrapper`."""
+        if _watching.get() is self and _WRITES.match(_text(statement)):
+            self.refused = self._refusal(context["connection"].alias, _text(statement))
+            raise self.refused
+        return execute(statement, params, many, context)
+
+    def _refusal(self, alias: str, statement: str) -> TransactionUsageError:
+        return TransactionUsageError(
+            f"{self.name} wrote to {alias!r} ({' '.join(statement.split())[:60]}…), but its message follows the "
+            f"transaction on {self.alias!r}: had the function failed, the row would have stayed without its message. "
+            "The write was not executed, and the transaction is rolled back. Say which database decides: "
+            f"@transactional_message(…, using={alias!r}), or using={self.alias!r} if this write may commit "
+            "separately."
+        )
+
+
+_watching: ContextVar[_Watch | None] = ContextVar("outbox_watching", default=None)
+
+
+@contextmanager
+def writes_stay_on(alias: str | None, name: str) -> Iterator[None]:
+    """Refuse, within the block and this thread, writes on every other alias; None: allow them again.
+
+    Raises TransactionUsageError before the write is executed. If the caller swallows it, it is raised again at the end
+    of the block. Only writes through Django's cursors are seen. With one database it costs nothing.
+    """
+    watch = _Watch(alias, name) if alias is not None else None
+    token = _watching.set(watch)
+    try:
+        with ExitStack() as stack:
+            if watch is not None:
+                for other in connections:
+                    if other != alias:
+                        stack.enter_context(connections[other].execute_wrapper(watch))
+            yield
+    finally:
+        _watching.reset(token)
+    if watch is not None and watch.refused is not None:
+        raise watch.refused
+
+
+def _text(statement: Any) -> str:
+    if isinstance(statement, str):
+        return statement
+    return statement.as_string(None) if hasattr(statement, "as_string") else bytes(statement).decode(errors="replace")
+
+
+# -- the decorator ---------------------------------------------------------------------------------
+
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from uuid import UUID
@@ -20,9 +21,17 @@ from psycopg import Error as DriverError
 
 from outbox import tracing
 from outbox.broker.database.executor import Executor
+from outbox.broker.fastpath import switch
 from outbox.broker.transaction.decisions import standing_decisions
-from outbox.contrib.django.database.blocks import BlockHalves, in_pipeline, lost, require_whole, sync_pipeline, watch_of
 from outbox.contrib.django.database.database_errors import naming
+from outbox.contrib.django.database.transactions import (
+    BlockHalves,
+    in_pipeline,
+    lost,
+    require_whole,
+    sync_pipeline,
+    watch_of,
+)
 from outbox.contrib.django.engine.broker import get_broker
 from outbox.contrib.django.ledger import ledger
 from outbox.contrib.django.settings.conf import get_settings
@@ -121,8 +130,9 @@ def mark_transaction(connection: BaseDatabaseWrapper, name: str) -> str:
     """A mark that shows later whether the transaction is the same, for a block that publishes at its end."""
     if connection.vendor != "postgresql":
         return ""
-    # psycopg sends BEGIN together with the statement.
-    with naming(f"the transaction of {name}", connection), connection.connection.pipeline():
+    # In a pipeline psycopg sends BEGIN together with the statement.
+    together = connection.connection.pipeline() if switch.enabled else nullcontext()
+    with naming(f"the transaction of {name}", connection), together:
         return ledger.current_xid(connection)
 
 

@@ -7,6 +7,7 @@ abandoned one delays no other, because only its own process knows of it.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta
@@ -16,12 +17,16 @@ from uuid import UUID
 
 from django.db.backends.base.base import BaseDatabaseWrapper
 
+from outbox import names
 from outbox.contrib.django.database.transactions import current_transaction, failing_takes_the_block_along
-from outbox.contrib.django.publishing.messages import message
-from outbox.contrib.django.publishing.publish import publish_bound
-from outbox.errors import InvalidMessage, TransactionTimedOut, TransactionUsageError
+from outbox.contrib.django.engine.broker import get_broker
+from outbox.contrib.django.publishing.checkback import run_check_back
+from outbox.contrib.django.publishing.publish import message, publish_bound
+from outbox.contrib.django.settings.conf import get_settings
+from outbox.errors import InvalidMessage, LeftoversUndecided, TransactionTimedOut, TransactionUsageError
 from outbox.message import Message, SendReceipt
 from outbox.transaction import ProducerEpoch
+from outbox.utils.backoff import Backoff
 
 # All messages of a transaction are sent in one statement, and wait in this process until then.
 MAX_BYTES: Final = 64 * 1024 * 1024
@@ -93,14 +98,13 @@ class MessageTransaction:
         The parameters are those of `publish`. Raises UsageError for a message that can never be sent; then no message
         of the transaction is sent.
         """
-        try:
-            built = message(topic, body, key=key, tag=tag, headers=headers, delay=delay, deliver_at=deliver_at)
-            self._add(built)
-        except BaseException as error:
-            self._failure = self._failure or error
-            if self._connection is not None:
-                self._connection.set_rollback(True)
-            raise
+        with failing_takes_the_block_along(self._alias):
+            try:
+                built = message(topic, body, key=key, tag=tag, headers=headers, delay=delay, deliver_at=deliver_at)
+                self._add(built)
+            except BaseException as error:
+                self._failure = self._failure or error
+                raise
         return built.message_id
 
     def __exit__(
@@ -110,6 +114,11 @@ class MessageTransaction:
         if error is None:
             with failing_takes_the_block_along(self._using):
                 self._store()
+
+    @property
+    def _alias(self) -> str | None:
+        """The alias of the joined transaction, else the one that the caller named."""
+        return self._using if self._connection is None else self._connection.alias
 
     def _store(self) -> None:
         if self._failure is not None:
@@ -140,7 +149,7 @@ class MessageTransaction:
 
     def _refuse_another_block(self, name: str) -> None:
         """The rollback of an inner savepoint would leave the message: it is stored outside of the savepoint."""
-        found = current_transaction(self._using if self._connection is None else self._connection.alias)
+        found = current_transaction(self._alias)
         if found is self._connection and _innermost(found) is self._block:
             return
         raise TransactionUsageError(
@@ -163,3 +172,55 @@ class MessageTransaction:
 
 def _innermost(connection: BaseDatabaseWrapper | None) -> object:
     return connection.atomic_blocks[-1] if connection is not None and connection.atomic_blocks else None
+
+
+# -- fenced producers ------------------------------------------------------------------------------
+#
+# A producer with at most one active instance: an instance that takes over its id fences the older ones.
+
+
+_BACKOFF: Final = Backoff(first_seconds=0.05, longest_seconds=1.0, factor=2)
+
+
+class FencedProducer:
+    """The newest instance of a logical producer; made by `fenced_producer`. Threads may share it."""
+
+    def __init__(self, instance: ProducerEpoch) -> None:
+        self.instance: Final = instance
+
+    def transaction(
+        self, *, using: str | None = None, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
+    ) -> MessageTransaction:
+        """Like `message_transaction()`; leaving it raises ProducerFenced if there is a newer instance."""
+        return MessageTransaction(using=using, timeout_seconds=timeout_seconds, producer=self.instance)
+
+
+def fenced_producer(transactional_id: str, *, wait_seconds: float = 30.0) -> FencedProducer:
+    """Take over `transactional_id` within this service's PRODUCER_GROUP; call it once, when the process starts.
+
+    From then on older instances are refused. Their undecided transactions are settled first, by check-backs that do not
+    wait for immunity, for at most `wait_seconds`. Raises LeftoversUndecided if that was not enough: an older instance
+    is still inside its transaction, or no process can answer. The older instances are fenced then, too, unless the
+    message says otherwise.
+    """
+    names.check_group(transactional_id)
+    group = get_settings().required_producer_group()
+    deadline = time.monotonic() + wait_seconds
+    broker = get_broker()
+    instance = broker.take_over(group, transactional_id, timeout_seconds=wait_seconds)
+    pause = threading.Event()
+    rounds = 0
+    while left := broker.leftovers(instance):
+        if rounds:
+            pause_seconds = _BACKOFF.pause_seconds(rounds)
+            if time.monotonic() + pause_seconds >= deadline:
+                raise LeftoversUndecided(
+                    f"producer {transactional_id!r} of group {group!r}: {len(left)} transactions of older instances "
+                    f"are undecided after {wait_seconds:g} s, the first is {left[0]}. `manage.py outbox_trace "
+                    f"{left[0]}` shows the answers of its checks; a local transaction that is still running must end "
+                    "first. The older instances are fenced; call this again."
+                )
+            pause.wait(pause_seconds)
+        run_check_back()
+        rounds += 1
+    return FencedProducer(instance)

@@ -8,18 +8,20 @@ database, that connection writes the message instead, as part of its transaction
 from __future__ import annotations
 
 import functools
+import hashlib
 import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import datetime, timedelta
-from typing import Any, ParamSpec, TypeVar
+from datetime import UTC, datetime, timedelta
+from typing import Any, Final, ParamSpec, TypeVar, cast
 from uuid import UUID
 
 import psycopg
 from asgiref.sync import sync_to_async
-from django.db import transaction
+from django.db import connections, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
+from django.db.utils import IntegrityError
 from django.utils.asyncio import async_unsafe
 from psycopg.errors import InvalidSchemaName, UndefinedFunction, UndefinedTable
 
@@ -28,23 +30,19 @@ from outbox.broker.database.executor import Executor
 from outbox.broker.log.commit_log import append_placed
 from outbox.broker.schema.install import missing
 from outbox.broker.transaction.fencing import check_epoch
-from outbox.contrib.django.database.blocks import require_whole
 from outbox.contrib.django.database.database_errors import naming
-from outbox.contrib.django.database.transactions import current_transaction, failing_takes_the_block_along, in_test_case
-from outbox.contrib.django.engine.broker import get_broker, get_catalog
+from outbox.contrib.django.database.transactions import (
+    current_transaction,
+    failing_takes_the_block_along,
+    in_test_case,
+    require_whole,
+)
+from outbox.contrib.django.engine.broker import get_broker, get_catalog, get_codecs
 from outbox.contrib.django.engine.path import confirm, takes_atomic_path
 from outbox.contrib.django.ledger import ledger_entry
 from outbox.contrib.django.publishing.ends import Published, report_after_commit
-from outbox.contrib.django.publishing.locks import lock_keys
-from outbox.contrib.django.publishing.messages import message, messages_of
-from outbox.contrib.django.publishing.publish_refusals import (
-    check_immunity,
-    leak_from_test,
-    refuse_leak_from_test,
-    refuse_without_transaction,
-)
-from outbox.contrib.django.settings.conf import OutboxSettings, get_settings
-from outbox.errors import ConfigurationError, UsageError
+from outbox.contrib.django.settings.conf import OutboxSettings, aware, get_settings
+from outbox.errors import ConfigurationError, InvalidMessage, TransactionUsageError, UsageError
 from outbox.message import Message, SendReceipt
 from outbox.topic import Topic
 from outbox.transaction import HalfTransaction, ProducerEpoch
@@ -332,3 +330,177 @@ def _topic(settings: OutboxSettings, name: str) -> Topic:
     """The topic as declared in the settings, else as the broker knows it. Raises UnknownTopic."""
     declared = settings.topics.get(name)
     return get_broker().topic(name) if declared is None else declared.topic
+
+
+# -- messages --------------------------------------------------------------------------------------
+#
+# Builds messages from an application's values: any body, any key, a delay.
+
+
+def message(
+    topic: str,
+    body: Any,
+    *,
+    key: object = "",
+    tag: str = "",
+    headers: Mapping[str, str] | None = None,
+    delay: float | timedelta | None = None,
+    deliver_at: datetime | None = None,
+) -> Message:
+    """An encoded message, to be passed to `publish_messages`. Parameters as in `publish`. Raises UsageError."""
+    encoded, content_type = get_codecs().encode(topic, body)
+    return Message(
+        topic=topic,
+        body=encoded,
+        content_type=content_type,
+        key=key_text(key),
+        tag=tag,
+        headers=headers or {},
+        delay=wait_of(topic, delay, deliver_at),
+        deliver_at=aware(deliver_at) if isinstance(deliver_at, datetime) else deliver_at,
+    )
+
+
+def messages_of(given: Iterable[Message], name: str) -> list[Message]:
+    """Several messages, as a list. Raises UsageError for anything else; `name` is the calling function."""
+    found: list[Any] = list(given) if isinstance(given, Iterable) else [given]
+    wrong = [item for item in found if not isinstance(item, Message)]
+    if wrong or isinstance(given, Message):
+        raise UsageError(
+            f"{name}: give a list of what message(…) builds, not {(wrong or [given])[0]!r:.80}. Nothing was published."
+        )
+    return found
+
+
+def key_text(key: object) -> str:
+    """A key as text; ints and UUIDs are converted."""
+    if isinstance(key, (int, UUID)) and not isinstance(key, bool):
+        return str(key)
+    return cast(str, key)
+
+
+def wait_of(topic: str, delay: float | timedelta | None, deliver_at: datetime | None) -> timedelta | None:
+    """The delay as a timedelta. Raises UsageError for an invalid one, and if `deliver_at` is given too."""
+    if delay is None:
+        return None
+    if deliver_at is not None:
+        raise UsageError(f"topic {topic!r}: give delay or deliver_at, not both.")
+    if isinstance(delay, bool) or not isinstance(delay, (int, float, timedelta)):
+        raise UsageError(f"topic {topic!r}: delay must be seconds or a timedelta, not {delay!r}.")
+    try:
+        wait = delay if isinstance(delay, timedelta) else timedelta(seconds=delay)
+        datetime.now(UTC) + wait
+    except (OverflowError, ValueError) as error:
+        raise UsageError(
+            f"topic {topic!r}: delay must be seconds from now, up to the year 9999, got {delay!r}."
+        ) from error
+    if wait < timedelta(0):
+        raise UsageError(f"topic {topic!r}: delay must not be negative, got {delay!r}.")
+    return wait
+
+
+# -- refusals --------------------------------------------------------------------------------------
+#
+# The refusals of `publish` before anything is stored: messages without their transaction, and leaks from tests.
+
+
+_MAX_IMMUNITY_SECONDS: Final = 366 * 24 * 3600
+
+
+def check_immunity(topic: str, immunity_seconds: object) -> None:
+    """Raise UsageError unless it is None or a number of seconds that the broker can store."""
+    if immunity_seconds is None or (type(immunity_seconds) is int and 0 <= immunity_seconds <= _MAX_IMMUNITY_SECONDS):
+        return
+    raise UsageError(
+        f"topic {topic!r}: immunity_seconds must be a whole number of seconds, 0 to {_MAX_IMMUNITY_SECONDS} (a year), "
+        f"not {immunity_seconds!r}."
+    )
+
+
+def refuse_without_transaction(settings: OutboxSettings, first: Message, immunity_seconds: int | None) -> None:
+    """With no open transaction, raise TransactionUsageError if one is required, or if an option needs one."""
+    if immunity_seconds is not None:
+        raise TransactionUsageError(
+            f"immunity_seconds={immunity_seconds} for topic {first.topic!r} applies to a transaction, and none is "
+            "open: put the write and the publish call into `with transaction.atomic():`, or leave it out."
+        )
+    if settings.require_transaction:
+        raise TransactionUsageError(
+            f"OUTBOX['REQUIRE_TRANSACTION'] is on and no transaction is open: the message for topic {first.topic!r} "
+            "would be sent even if its rows roll back. Put the write and the publish call into `with "
+            "transaction.atomic():`, or use @transactional_message."
+        )
+
+
+def refuse_leak_from_test(settings: OutboxSettings, using: str | None) -> None:
+    """Raise TransactionUsageError for a message that would leave a TestCase."""
+    if settings.in_memory:
+        return
+    opened = [connections[using]] if using else connections.all(initialized_only=True)
+    if any(in_test_case(connection) for connection in opened):
+        raise leak_from_test("a message")
+
+
+def leak_from_test(what: str) -> TransactionUsageError:
+    """The error for a message that would leave a TestCase."""
+    return TransactionUsageError(
+        f"{what} would leave this TestCase: its transaction is always rolled back, the broker's database is not. Set "
+        f"OUTBOX['IN_MEMORY'] = True for tests (OutboxTestMixin of outbox.contrib.django.testing does), or use "
+        f"TransactionTestCase."
+    )
+
+
+# -- the lock of a FIFO key ------------------------------------------------------------------------
+#
+# The lock per FIFO key: taken in the local transaction before the log position is drawn, held until it ends.
+
+
+# One statement; unnest() returns the numbers in their order.
+_LOCK_POSTGRESQL: Final = "SELECT pg_advisory_xact_lock(number) FROM unnest(%s::bigint[]) AS number"
+# A lock uses the server's shared memory until the transaction ends; 16,000 at once exhausted it.
+MAX_KEYS: Final = 1_000
+
+_LOCK_ROW: Final = "UPDATE outbox_key_lock SET taken = taken + 1 WHERE key_hash = %s"
+_ADD_ROW: Final = "INSERT INTO outbox_key_lock (key_hash, taken) VALUES (%s, 0)"
+
+
+def lock_keys(connection: BaseDatabaseWrapper, keys: Iterable[tuple[str, str]]) -> None:
+    """Lock these (topic, key) pairs until the transaction ends, waiting if necessary.
+
+    The pairs are sorted, so that two publish calls with the same keys do not deadlock. Raises InvalidMessage for more
+    than MAX_KEYS of them.
+    """
+    numbers = sorted({_lock_number(topic, key) for topic, key in keys})
+    if len(numbers) > MAX_KEYS:
+        raise InvalidMessage(
+            f"{len(numbers)} different keys of FIFO topics in one call: each is locked until the transaction ends, "
+            f"and the limit is {MAX_KEYS}. Nothing was published; publish fewer at a time, in transactions of their "
+            "own, or declare the topic with key_lock=False if its order between transactions does not matter."
+        )
+    if not numbers:
+        return
+    if connection.vendor == "postgresql":
+        with connection.cursor() as cursor:
+            cursor.execute(_LOCK_POSTGRESQL, [numbers])
+    else:
+        for number in numbers:
+            _lock_row(connection, number)
+
+
+def _lock_number(topic: str, key: str) -> int:
+    digest = hashlib.blake2b(f"{topic}\x00{key}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, signed=True)
+
+
+def _lock_row(connection: BaseDatabaseWrapper, number: int) -> None:
+    """Unlike SELECT FOR UPDATE, an UPDATE locks its row on every database, and the whole database on SQLite."""
+    with connection.cursor() as cursor:
+        cursor.execute(_LOCK_ROW, [number])
+        if cursor.rowcount:
+            return
+        try:
+            with transaction.atomic(using=connection.alias):
+                cursor.execute(_ADD_ROW, [number])
+        except IntegrityError:
+            # Another transaction has added and committed it meanwhile.
+            cursor.execute(_LOCK_ROW, [number])

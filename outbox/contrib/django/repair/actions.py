@@ -17,7 +17,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from outbox.broker.operations.dead_letters import LetterSelection
 from outbox.contrib.django.engine.broker import get_broker
 from outbox.contrib.django.operations.commands import decide, replay_dead_letters
-from outbox.contrib.django.publishing.locks import lock_keys
+from outbox.contrib.django.publishing.publish import lock_keys
 from outbox.contrib.django.repair import evidence
 from outbox.contrib.django.repair.plan import RepairAction, RepairStep, RuleSource
 from outbox.errors import OutboxError, UsageError

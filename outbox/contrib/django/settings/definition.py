@@ -16,7 +16,7 @@ from enum import StrEnum
 from typing import Any, Final, Generic, TypeVar
 
 from outbox import names
-from outbox.broker.database.conninfo import read_conninfo
+from outbox.broker.database.connection import read_conninfo
 from outbox.broker.database.statement import check_schema_name
 from outbox.errors import ConfigurationError, InvalidName
 from outbox.utils.safe_text import mask_passwords

@@ -11,13 +11,13 @@ from typing import Any, Final
 from django.db import close_old_connections, connections
 
 from outbox.broker import process_log
-from outbox.broker.process import ProcessSettings, run_broker
+from outbox.broker.leading import LeaderSettings
+from outbox.broker.process import run_broker
 from outbox.contrib.django.database.aliases import broker_database
 from outbox.contrib.django.engine.broker import get_engine
 from outbox.contrib.django.operations.new_groups import warn_of_new_groups
 from outbox.contrib.django.settings.conf import get_settings
-from outbox.contrib.django.subscribers.handler_connections import pool_shortages
-from outbox.contrib.django.subscribers.inbox import require_inboxes
+from outbox.contrib.django.subscribers.inbox import pool_shortages, require_inboxes
 from outbox.contrib.django.subscribers.registry import find_subscriber
 from outbox.contrib.django.worker import probes
 from outbox.contrib.django.worker.periodic import passes
@@ -38,7 +38,7 @@ def run_broker_role(stop: threading.Event, *, stands_in: bool = False) -> None:
 
     `stands_in`: only while no consumer's process does.
     """
-    run_broker(broker_database(), stop, settings=ProcessSettings(check=get_settings().check, stands_in=stands_in))
+    run_broker(broker_database(), stop, settings=LeaderSettings(check=get_settings().check, stands_in=stands_in))
 
 
 def consumer_runtime(

@@ -1,7 +1,8 @@
 """Encode the columns of a batch as PostgreSQL arrays in binary form.
 
 The code packs the arrays by hand: psycopg's general list dumper costs more per element than PostgreSQL needs to store
-it. The format is described in src/backend/utils/adt/arrayfuncs.c, array_recv.
+it. The format is described in src/backend/utils/adt/arrayfuncs.c, array_recv. With the fast paths off, psycopg gets
+plain lists. Either way a cast in the statement names the type of the array.
 """
 
 from __future__ import annotations
@@ -11,112 +12,107 @@ import struct
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from itertools import chain, repeat
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 from uuid import UUID
 
-import psycopg
-from psycopg import pq
-from psycopg.adapt import Dumper
-from psycopg.rows import tuple_row
+from psycopg.types.json import Jsonb
 
-from outbox.broker.database.connection import Connection
+from outbox.broker.database.executor import BinaryValue
+from outbox.broker.fastpath import switch
 
 _HEADER: Final = struct.Struct("!iiIii")
 _LENGTH: Final = struct.Struct("!i").pack
 _EPOCH: Final = datetime(2000, 1, 1, tzinfo=UTC)
 _MICROSECOND: Final = timedelta(microseconds=1)
 _NULL: Final = b"\xff\xff\xff\xff"
+# What a statement gets as the value of an array.
+Array: TypeAlias = BinaryValue | list[Any]
+
 _INT4, _INT8, _TEXT, _BYTEA, _UUID, _TIMESTAMPTZ, _JSONB, _XID8, _FLOAT8 = 23, 20, 25, 17, 2950, 1184, 3802, 5069, 701
 
 
-class BinaryValue(bytes):
-    """The binary form of a value. A cast in the statement names its type."""
-
-
-class PackedDumper(Dumper):
-    """Sends a `BinaryValue` unchanged."""
-
-    format = pq.Format.BINARY
-    oid = 0
-
-    def dump(self, obj: Any) -> bytes:
-        return bytes(obj)
-
-
-def cursor_on(connection: Connection) -> psycopg.Cursor[tuple[Any, ...]]:
-    """Return a cursor that binds on the server and returns plain tuples, regardless of the application's settings."""
-    cursor = psycopg.Cursor(connection, row_factory=tuple_row)
-    cursor.format = pq.Format.BINARY
-    cursor.adapters.register_dumper(BinaryValue, PackedDumper)
-    return cursor
-
-
-def raw_cursor_on(connection: Connection) -> psycopg.RawCursor[tuple[Any, ...]]:
-    """Like `cursor_on`, for statements with numbered parameters (see Statement.numbered)."""
-    cursor = psycopg.RawCursor(connection, row_factory=tuple_row)
-    cursor.format = pq.Format.BINARY
-    cursor.adapters.register_dumper(BinaryValue, PackedDumper)
-    return cursor
-
-
-def uuids(values: Sequence[UUID]) -> BinaryValue:
+def uuids(values: Sequence[UUID]) -> Array:
     """uuid[]"""
+    if not switch.enabled:
+        return list(values)
     return _array(_UUID, len(values), b"".join([b"\x00\x00\x00\x10" + value.bytes for value in values]))
 
 
-def texts(values: Iterable[str]) -> BinaryValue:
+def texts(values: Iterable[str]) -> Array:
     """text[]"""
-    return blobs([value.encode() for value in values], _TEXT)
+    if not switch.enabled:
+        return list(values)
+    return _blobs(_TEXT, [value.encode() for value in values])
 
 
-def blobs(values: Sequence[bytes], oid: int = _BYTEA) -> BinaryValue:
+def blobs(values: Sequence[bytes]) -> Array:
     """bytea[]"""
-    return _array(oid, len(values), b"".join([part for value in values for part in (_LENGTH(len(value)), value)]))
+    if not switch.enabled:
+        return list(values)
+    return _blobs(_BYTEA, values)
 
 
-def integers(values: Sequence[int]) -> BinaryValue:
+def integers(values: Sequence[int]) -> Array:
     """integer[]"""
+    if not switch.enabled:
+        return list(values)
     return _array(_INT4, len(values), struct.pack(f"!{2 * len(values)}i", *_interleaved(4, values)))
 
 
-def bigints(values: Sequence[int]) -> BinaryValue:
+def bigints(values: Sequence[int]) -> Array:
     """bigint[]"""
+    if not switch.enabled:
+        return list(values)
     return _array(_INT8, len(values), struct.pack("!" + "iq" * len(values), *_interleaved(8, values)))
 
 
-def xids(values: Sequence[int]) -> BinaryValue:
+def xids(values: Sequence[int]) -> Array:
     """xid8[]"""
+    if not switch.enabled:
+        return [str(value) for value in values]
     return _array(_XID8, len(values), struct.pack("!" + "iQ" * len(values), *_interleaved(8, values)))
 
 
-def optional_integers(values: Sequence[int | None]) -> BinaryValue:
+def optional_integers(values: Sequence[int | None]) -> Array:
     """integer[]; empty when all values are null, because unnest() fills missing elements with nulls."""
+    if not switch.enabled:
+        return list(values)
     if None not in values:
         return integers([value for value in values if value is not None])
     return _optional(_INT4, [None if value is None else struct.pack("!i", value) for value in values])
 
 
-def times(values: Sequence[datetime | None]) -> BinaryValue:
+def times(values: Sequence[datetime | None]) -> Array:
     """timestamptz[]; empty when all values are null."""
+    if not switch.enabled:
+        return list(values)
     return _optional(
         _TIMESTAMPTZ,
         [None if value is None else struct.pack("!q", (value - _EPOCH) // _MICROSECOND) for value in values],
     )
 
 
-def durations(values: Sequence[timedelta | None]) -> BinaryValue:
+def durations(values: Sequence[timedelta | None]) -> Array:
     """float8[] of seconds; empty when all values are null."""
+    if not switch.enabled:
+        return [None if value is None else value.total_seconds() for value in values]
     return _optional(_FLOAT8, [None if value is None else struct.pack("!d", value.total_seconds()) for value in values])
 
 
-def header_maps(values: Sequence[Mapping[str, str]]) -> BinaryValue:
+def header_maps(values: Sequence[Mapping[str, str]]) -> Array:
     """jsonb[], null for a message without headers; empty when all values are null."""
+    if not switch.enabled:
+        return [Jsonb(dict(value)) if value else None for value in values]
     return _optional(_JSONB, [b"\x01" + dump_headers(value).encode() if value else None for value in values])
 
 
 def dump_headers(headers: Mapping[str, str]) -> str:
     """Return the headers in the form in which they are stored."""
     return json.dumps(dict(headers), ensure_ascii=False, separators=(",", ":"))
+
+
+def _blobs(oid: int, values: Sequence[bytes]) -> BinaryValue:
+    return _array(oid, len(values), b"".join([part for value in values for part in (_LENGTH(len(value)), value)]))
 
 
 def _interleaved(size: int, values: Sequence[int]) -> Iterable[int]:

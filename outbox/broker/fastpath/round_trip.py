@@ -16,9 +16,11 @@ import psycopg
 from psycopg.errors import error_from_result
 from psycopg.pq import ConnStatus, ExecStatus
 from psycopg.pq.abc import PGconn, PGresult
+from psycopg.rows import tuple_row
 
 from outbox.broker.database.connection import Connection
 from outbox.broker.database.statement import Statement
+from outbox.broker.fastpath import switch
 
 Row = tuple[bytes | None, ...]
 
@@ -154,6 +156,44 @@ class RoundTrip:
         if self._connection.pgconn.status != ConnStatus.OK:
             return psycopg.OperationalError(self._connection.pgconn.error_message.decode(errors="replace"))
         return error_from_result(result, encoding=self._connection.info.encoding)
+
+
+class OneByOne(RoundTrip):
+    """With the fast paths off: plain psycopg sends each statement by itself and waits for its answer."""
+
+    def __init__(self, connection: Connection, schema: str) -> None:
+        super().__init__(connection, schema, prepare=False)
+        self._waiting: list[tuple[bytes, list[str | None]]] = []
+
+    def send(self, statement: Statement, parameters: Mapping[str, bytes | None] | None = None) -> int:
+        """Keep a statement for `finish` and return its number."""
+        text, names = statement.numbered(self._schema)
+        values = [parameters[name] for name in names] if parameters is not None else []
+        self._waiting.append((text, [None if value is None else value.decode() for value in values]))
+        return len(self._waiting) - 1
+
+    def finish_all(self) -> tuple[list[list[Row]], psycopg.Error | None]:
+        """Execute the statements up to the first that fails."""
+        waiting, self._waiting = self._waiting, []
+        rows: list[list[Row]] = []
+        for text, values in waiting:
+            cursor = psycopg.RawCursor(self._connection, row_factory=tuple_row)
+            try:
+                cursor.execute(text, values or None)
+            except psycopg.Error as error:
+                return rows, error
+            assert cursor.pgresult is not None
+            rows.append(_rows(cursor.pgresult))
+        return rows, None
+
+    def abandon(self) -> None:
+        """Drop the unfinished statements."""
+        self._waiting = []
+
+
+def round_trip(connection: Connection, schema: str, *, prepare: bool) -> RoundTrip:
+    """Return what sends statements on this connection: together, or one by one with the fast paths off."""
+    return RoundTrip(connection, schema, prepare=prepare) if switch.enabled else OneByOne(connection, schema)
 
 
 def _rows(result: PGresult) -> list[Row]:

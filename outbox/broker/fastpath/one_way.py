@@ -22,7 +22,10 @@ from psycopg.abc import PQGenConn
 from psycopg.pq import ConnStatus, DiagnosticField, ExecStatus
 from psycopg.pq.abc import PGconn, PGresult
 
-from outbox.broker.database.connection import BrokerDatabase
+from outbox.broker.database.connection import BrokerDatabase, Pool
+from outbox.broker.database.statement import Request
+from outbox.broker.fastpath import switch
+from outbox.errors import BrokerUnavailable
 from outbox.utils.backoff import Backoff
 
 logger = logging.getLogger(__name__)
@@ -49,20 +52,6 @@ _BROKEN: Final = (psycopg.Error, OSError, ValueError)
 
 # Connections inherited by fork are kept open: closing one would end the parent's session.
 _inherited: Final[list[object]] = []
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """A statement with numbered parameters, given as text; it is a transaction of its own.
-
-    It may be executed twice. `what` is for the log. `is_said_once`: of equal requests that are written together, only
-    the last one is sent.
-    """
-
-    text: bytes
-    values: tuple[bytes | None, ...]
-    what: str
-    is_said_once: bool = False
 
 
 @dataclass(slots=True)
@@ -302,6 +291,57 @@ class OneWay:
         pgconn.nonblocking = 1
         pgconn.enter_pipeline_mode()
         self._pgconn = pgconn
+
+
+class Waiting(OneWay):
+    """With the fast paths off: plain psycopg sends each request by itself and waits for its answer, at most a second.
+
+    A server that is away for longer is left alone for a while; what is sent meanwhile is dropped, too.
+    """
+
+    def __init__(self, database: BrokerDatabase, *, name: str = "outbox-one-way") -> None:
+        super().__init__(database, name=name)
+        self._pool = Pool(database)
+
+    def send(self, *requests: Request) -> None:
+        """Execute the requests in this order. No state of server or network makes it fail."""
+        for request in requests:
+            if time.monotonic() < self._connect_not_before:
+                self._drop(1, "the server is away")
+                continue
+            try:
+                self._execute(request)
+            except psycopg.Error as error:
+                logger.warning("%s was not done; polling makes up for it: %s", request.what, str(error).strip())
+
+    def _execute(self, request: Request) -> None:
+        values = [None if value is None else value.decode() for value in request.values]
+        for _ in range(_MAX_SENT):
+            try:
+                with self._pool.connection(time.monotonic() + _CONNECT_WAIT_SECONDS) as connection:
+                    psycopg.RawCursor(connection).execute(request.text, values)
+                self._failures = 0
+                return
+            except (psycopg.OperationalError, BrokerUnavailable) as error:
+                # The server was restarted, so all idle connections are broken.
+                self._pool.clear()
+                reason = str(error).strip()
+        self._failures += 1
+        self._connect_not_before = time.monotonic() + _RECONNECT.pause_seconds(self._failures)
+        self._drop(1, reason)
+
+    def flush(self, *, within_seconds: float) -> bool:
+        """True: nothing waits for an answer."""
+        return True
+
+    def close(self, *, within_seconds: float = 2.0) -> None:
+        """Close idle connections. The next use connects again."""
+        self._pool.clear()
+
+
+def one_way(database: BrokerDatabase) -> OneWay:
+    """Return what sends requests: without waiting for answers, or waiting for each with the fast paths off."""
+    return OneWay(database) if switch.enabled else Waiting(database)
 
 
 def _wait(pgconn: PGconn, seconds: float) -> bool:

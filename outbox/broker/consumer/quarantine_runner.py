@@ -17,11 +17,11 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Final
 from uuid import UUID
 
+from outbox.broker.consumer.calls import Calls
+from outbox.broker.consumer.fetch import LOG_ID
+from outbox.broker.consumer.owned_queue import Phase
+from outbox.broker.consumer.work import NOT_STARTED, FetchedEntry, HandlerCall, Postponed, Result, divide
 from outbox.broker.database.executor import Executor
-from outbox.broker.dispatch.calls import Calls
-from outbox.broker.dispatch.fetch import LOG_ID
-from outbox.broker.dispatch.owned_queue import Phase
-from outbox.broker.dispatch.work import NOT_STARTED, FetchedEntry, HandlerCall, Postponed, Result, divide
 from outbox.broker.groups import quarantine
 from outbox.broker.groups.send_back import describe
 from outbox.errors import HandlerTimedOut, KillsItsProcess

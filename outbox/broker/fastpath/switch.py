@@ -1,0 +1,31 @@
+"""The one switch of all fast paths: OUTBOX_FAST_PATHS=off, in the environment of a process.
+
+Each fast path does what a plain statement of psycopg or a plain `transaction.atomic` of Django does, with less CPU or
+fewer round trips. With the switch off the plain code runs. Everything works as before, but slower: use it to find out
+whether a fast path causes a problem.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Final
+
+from outbox.errors import ConfigurationError
+
+VARIABLE: Final = "OUTBOX_FAST_PATHS"
+
+logger = logging.getLogger(__name__)
+
+
+def _read() -> bool:
+    given = os.environ.get(VARIABLE, "on").strip().lower()
+    if given not in ("on", "off"):
+        raise ConfigurationError(f"the environment variable {VARIABLE} is {given!r}: set it to on or off, or unset it.")
+    if given == "off":
+        logger.warning("the fast paths are off (%s=off): outbox works as before, but slower", VARIABLE)
+    return given == "on"
+
+
+# Read once, at the start of a process. Only tests change it later.
+enabled = _read()
