@@ -651,6 +651,7 @@ ENVIRONMENT: Final = (
     Variable(
         "OUTBOX_FAULTS", _USER, "tests and demo: where a process is killed, stopped or delayed (`outbox.utils.faults`)"
     ),
+    Variable("OUTBOX_FAST_PATHS", _USER, "`off`: plain psycopg and Django in place of the fast paths; default `on`"),
     Variable("PROMETHEUS_MULTIPROC_DIR", _USER, "prometheus-client's folder, which several web processes share"),
     Variable("OUTBOX_HEARTBEAT", _OUTBOX, "file into which a process writes its heartbeat"),
     Variable("OUTBOX_PARENT_PID", _OUTBOX, "process id of the supervisor: a process ends when its supervisor has died"),
