@@ -12,9 +12,10 @@ from typing import Any, Final
 from outbox.broker.database.arrays import integers
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
+from outbox.broker.groups.offsets import newest_offset
 from outbox.broker.groups.registration import group_id_of
 from outbox.broker.log.topics import TopicCatalog
-from outbox.broker.operations.queue_status import list_queues
+from outbox.broker.operations.progress import list_queues
 from outbox.errors import UsageError
 
 
@@ -52,11 +53,12 @@ _SUBSCRIBED = Statement("""
 SELECT t.topic_id, t.name FROM {schema}.subscription s JOIN {schema}.topic t USING (topic_id)
 WHERE s.group_id = %(group_id)s ORDER BY t.name
 """)
-_RETRYING = Statement("""
+_RETRYING = Statement(
+    """
 WITH retry_queue AS (
-    SELECT queue_id, coalesce((SELECT next_offset FROM {schema}.consumer_offset stored
-                               WHERE stored.group_id = %(group_id)s AND stored.queue_id = queue.queue_id
-                               ORDER BY epoch DESC, ordinal DESC LIMIT 1), 0) AS next_offset
+    SELECT queue_id, coalesce((SELECT next_offset FROM """
+    + newest_offset("%(group_id)s", "queue.queue_id")
+    + """ AS newest), 0) AS next_offset
     FROM {schema}.queue JOIN {schema}.topic USING (topic_id) WHERE retry_of = %(group_id)s
 ), waiting AS (
     SELECT log_id FROM {schema}.scheduled JOIN retry_queue USING (queue_id)
@@ -65,7 +67,8 @@ WITH retry_queue AS (
     WHERE entry.queue_offset >= retry_queue.next_offset
 )
 SELECT count(*) FROM waiting JOIN {schema}.commit_log USING (log_id) WHERE topic_id = %(topic_id)s
-""")
+"""
+)
 _DEAD = Statement("""
 SELECT count(*) FROM {schema}.dead_letter JOIN {schema}.commit_log USING (log_id)
 WHERE group_id = %(group_id)s AND replayed_at IS NULL AND topic_id = %(topic_id)s

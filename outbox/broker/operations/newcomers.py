@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from outbox.broker.database.arrays import texts
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
+from outbox.broker.groups.offsets import newest_offset
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +27,8 @@ class Newcomer:
 
 
 # It reads the ends of every queue, and the position of each group: as much work on a long topic as on a short one.
-_NEWCOMERS = Statement("""
+_NEWCOMERS = Statement(
+    """
 WITH wanted AS (
     SELECT given.consumer_group, topic.topic_id, topic.name
     FROM unnest(%(groups)s::text[], %(topics)s::text[]) AS given (consumer_group, topic)
@@ -41,9 +43,9 @@ WITH wanted AS (
     JOIN {schema}.subscription USING (topic_id) JOIN {schema}.consumer_group USING (group_id)
     WHERE EXISTS (
         SELECT FROM {schema}.queue
-        CROSS JOIN LATERAL (SELECT next_offset, start_offset FROM {schema}.consumer_offset stored
-                            WHERE stored.group_id = consumer_group.group_id AND stored.queue_id = queue.queue_id
-                            ORDER BY epoch DESC, ordinal DESC LIMIT 1) AS position
+        CROSS JOIN LATERAL """
+    + newest_offset("consumer_group.group_id", "queue.queue_id")
+    + """ AS position
         WHERE queue.topic_id = of_topic.topic_id
           AND position.next_offset > greatest(queue.floor, position.start_offset))
 )
@@ -59,7 +61,8 @@ SELECT wanted.consumer_group AS group, wanted.name AS topic,
 FROM wanted JOIN handled USING (topic_id)
 GROUP BY wanted.consumer_group, wanted.name, wanted.topic_id
 ORDER BY wanted.consumer_group, wanted.name
-""")
+"""
+)
 
 
 def newcomers(run: Executor, wanted: Sequence[tuple[str, str]]) -> list[Newcomer]:

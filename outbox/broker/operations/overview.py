@@ -81,7 +81,7 @@ def overview(run: Executor, summary: Summary) -> Overview:
                 paused=rest.paused,
                 broadcast=rest.broadcast,
                 lag=sum(place.lag for place in topics),
-                oldest_seconds=None if oldest is None else max(0.0, summary.at - oldest),
+                oldest_seconds=summary.seconds_since(oldest),
                 handled=sum(place.handled for place in of_group),
                 retrying=rest.retrying + sum(place.lag for place in of_group if place.is_retry),
                 dead=rest.dead,

@@ -21,7 +21,7 @@ from outbox.broker.groups.registration import group_id_of
 from outbox.broker.groups.send_back import forget_sent_away
 from outbox.broker.log.consume_queue import starting_offsets
 from outbox.broker.log.topics import TopicCatalog
-from outbox.broker.operations.queue_status import list_queues
+from outbox.broker.operations.progress import list_queues
 from outbox.broker.operations.switches import raise_generation
 from outbox.errors import UsageError
 from outbox.subscription import Start

@@ -64,7 +64,7 @@ def rules(run: Executor, limits: Thresholds, summary: Summary) -> Iterator[Condi
         [
             (limits.retention_behind_seconds.judge(behind), {"topic": topic.topic, "behind_seconds": behind})
             for topic in summary.topics
-            if (behind := _age(summary, topic.behind_since)) is not None
+            if (behind := summary.seconds_since(topic.behind_since)) is not None
         ],
     )
 
@@ -102,7 +102,7 @@ def _lag(limits: Thresholds, summary: Summary) -> Iterator[Condition]:
     for one in sorted(summary.groups, key=lambda one: one.oldest_at or summary.now):
         if not one.lag:
             continue
-        age = _age(summary, one.oldest_at)
+        age = summary.seconds_since(one.oldest_at)
         severity = max(filter(None, (limits.lag_seconds.judge(age), limits.lag_messages.judge(one.lag))), default=None)
         fact: Fact = {"group": one.group, "topic": one.topic, "messages": one.lag, "oldest_seconds": age}
         if one.paused:
@@ -120,7 +120,7 @@ def _blocked(one: summaries.BlockedQueue, summary: Summary) -> Fact:
         "queue": one.queue,
         "message": one.message,
         "key": one.key,
-        "blocked_seconds": _age(summary, one.since),
+        "blocked_seconds": summary.seconds_since(one.since),
         "error": one.error,
     }
 
@@ -132,7 +132,7 @@ def _dead_letters(limits: Thresholds, summary: Summary) -> Iterator[Condition]:
         [
             (limits.dead_letters.judge(one.dead), {"group": one.group, "unsettled": one.dead, "newest_seconds": age})
             for one in summary.rests
-            if (age := _age(summary, one.newest_dead_at)) is not None and age <= window
+            if (age := summary.seconds_since(one.newest_dead_at)) is not None and age <= window
         ],
     )
 
@@ -151,8 +151,3 @@ def _retry_storms(run: Executor, limits: Thresholds) -> Iterator[Condition]:
             }
             judged.append((limits.retry_share.judge(share), fact))
     yield from condition("retry_storm", judged)
-
-
-def _age(summary: Summary, since: float | None) -> float | None:
-    """Return the age in seconds at the time of counting: messages consumed since then must not grow older."""
-    return None if since is None else max(0.0, summary.at - since)

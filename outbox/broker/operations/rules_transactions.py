@@ -35,7 +35,7 @@ def rules(run: Executor, limits: Thresholds, summary: Summary) -> Iterator[Condi
     """Return all conditions of this module."""
     unanswered: list[Judged] = []
     for group in summary.producers:
-        due_seconds = None if group.due_since is None else max(0.0, summary.at - group.due_since)
+        due_seconds = summary.seconds_since(group.due_since)
         severity = limits.unanswered_seconds.judge(due_seconds)
         if severity:
             examples = [row[0] for row in run.rows(_UNANSWERED, {"group": group.group})]

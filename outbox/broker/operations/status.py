@@ -17,6 +17,7 @@ from typing import Any, Final
 from outbox.broker.database.connection import Connection
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
+from outbox.broker.groups.offsets import newest_offset
 from outbox.broker.log import incidents
 
 _BROKER: Final = Statement("""
@@ -104,7 +105,8 @@ GROUP BY topic_id, term
 # Per group and topic. `queued` comes from the heads that ticks carry and from the group's start. `lag` counts entries.
 # The retry queue's part of a topic is what came from there, so retries are counted by the message's topic. `missed`:
 # messages removed by retention before a group's position; the group counts them when its consumers return.
-_GROUPS: Final = Statement("""
+_GROUPS: Final = Statement(
+    """
 WITH heads AS MATERIALIZED (
     SELECT DISTINCT ON (queue_id) queue_id, head
     FROM {schema}.tick CROSS JOIN LATERAL unnest(queue_ids, heads) AS moved (queue_id, head)
@@ -125,9 +127,9 @@ WITH heads AS MATERIALIZED (
     LEFT JOIN heads USING (queue_id)
     CROSS JOIN LATERAL (
         SELECT start_offset, next_offset, handled, filtered, skipped, expired, moved
-        FROM (SELECT * FROM {schema}.consumer_offset stored
-              WHERE stored.group_id = place.group_id AND stored.queue_id = queue.queue_id
-              ORDER BY epoch DESC, ordinal DESC LIMIT 1) AS stored
+        FROM """
+    + newest_offset("place.group_id", "queue.queue_id")
+    + """ AS stored
         UNION ALL
         SELECT 0, 0, 0, 0, 0, 0, 0
         WHERE NOT EXISTS (SELECT FROM {schema}.consumer_offset stored
@@ -152,7 +154,8 @@ SELECT consumer_group.name, consumer_group.paused, consumer_group.broadcast,
         WHERE subscription.group_id = consumer_group.group_id) AS recalled
 FROM {schema}.consumer_group LEFT JOIN counted USING (group_id)
 GROUP BY consumer_group.group_id ORDER BY consumer_group.name
-""")
+"""
+)
 
 
 @dataclass(slots=True)

@@ -10,6 +10,7 @@ from uuid import UUID
 
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
+from outbox.broker.groups.offsets import newest_offset
 from outbox.broker.operations.trace_states import EntryFacts, EntryState, state_of
 
 # By message id or transaction id: the first message's id is the transaction's.
@@ -49,7 +50,8 @@ WHERE transaction_id = %(id)s::uuid ORDER BY checked_at
 """)
 
 # A first delivery concerns every group of the topic, a retry queue only its own.
-_ENTRIES: Final = Statement("""
+_ENTRIES: Final = Statement(
+    """
 SELECT entry.log_id, topic.name || coalesce('/' || retried.name, '') AS topic, queue.queue_id, queue.number AS queue,
        entry.queue_offset AS offset, entry.attempt, entry.queued_at::text, consumer_group.name AS group,
        topic.retry_of IS NOT NULL AS is_retry, queue.floor, coalesce(newest.next_offset, 0) AS next_offset,
@@ -62,13 +64,14 @@ JOIN {schema}.topic ON topic.topic_id = queue.topic_id
 LEFT JOIN {schema}.topic retried ON topic.retry_of IS NOT NULL AND retried.topic_id = queue.number
 LEFT JOIN {schema}.subscription ON subscription.topic_id = topic.topic_id
 LEFT JOIN {schema}.consumer_group ON consumer_group.group_id = coalesce(topic.retry_of, subscription.group_id)
-LEFT JOIN LATERAL (SELECT next_offset, start_offset, skipped, moved FROM {schema}.consumer_offset stored
-                   WHERE stored.group_id = consumer_group.group_id AND stored.queue_id = queue.queue_id
-                   ORDER BY epoch DESC, ordinal DESC LIMIT 1) AS newest ON true
+LEFT JOIN LATERAL """
+    + newest_offset("consumer_group.group_id", "queue.queue_id")
+    + """ AS newest ON true
 WHERE entry.log_id = ANY (%(log_ids)s)
 ORDER BY entry.log_id, topic.retry_of NULLS FIRST, entry.queued_at NULLS FIRST, entry.attempt, queue.queue_id,
          entry.queue_offset, consumer_group.name
-""")
+"""
+)
 
 _FAILURES: Final = Statement("""
 SELECT log_id, consumer_group.name AS group, attempt, failed_at::text, error

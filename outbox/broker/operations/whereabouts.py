@@ -9,6 +9,7 @@ from uuid import UUID
 
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
+from outbox.broker.groups.offsets import newest_offset
 
 
 class Whereabouts(enum.StrEnum):
@@ -29,7 +30,8 @@ class Whereabouts(enum.StrEnum):
 # A decided message without an entry is not sequenced yet, or retention has removed the entry before the message.
 _UNSEQUENCED_SECONDS: Final = 3600
 
-_WHEREABOUTS: Final = Statement("""
+_WHEREABOUTS: Final = Statement(
+    """
 WITH asked AS MATERIALIZED (
     SELECT log.message_id, log.log_id, log.half AND op.decision IS NULL AS undecided,
            op.decision IS NOT DISTINCT FROM 'R' AS rolled_back, log.stored_at, log.deliver_at
@@ -43,9 +45,9 @@ WITH asked AS MATERIALIZED (
     JOIN {schema}.queue USING (queue_id)
     JOIN {schema}.topic ON topic.topic_id = queue.topic_id
     CROSS JOIN consumer
-    LEFT JOIN LATERAL (SELECT next_offset FROM {schema}.consumer_offset stored
-                       WHERE stored.group_id = consumer.group_id AND stored.queue_id = queue.queue_id
-                       ORDER BY epoch DESC, ordinal DESC LIMIT 1) AS newest ON true
+    LEFT JOIN LATERAL """
+    + newest_offset("consumer.group_id", "queue.queue_id")
+    + """ AS newest ON true
     WHERE entry.log_id = ANY (SELECT log_id FROM asked)
       AND (topic.retry_of IS NULL OR topic.retry_of = consumer.group_id)
     GROUP BY entry.log_id
@@ -63,7 +65,8 @@ SELECT asked.message_id, CASE
 FROM asked
 LEFT JOIN entry USING (log_id)
 LEFT JOIN {schema}.dead_letter dead ON dead.log_id = asked.log_id AND dead.group_id = (SELECT group_id FROM consumer)
-""")
+"""
+)
 
 
 def whereabouts(run: Executor, group: str, message_ids: Sequence[UUID]) -> dict[UUID, Whereabouts]:

@@ -11,7 +11,7 @@ import pytest
 
 from outbox.broker.database.executor import Executor
 from outbox.broker.groups import registration
-from outbox.broker.operations import queue_status, reset, switches
+from outbox.broker.operations import progress, reset, switches
 from outbox.errors import InvalidFilter, InvalidSubscription, UnknownGroup, UnknownTopic, UsageError
 from outbox.message import Message
 from outbox.subscription import Mode, Start, Subscription
@@ -206,9 +206,9 @@ def test_reset_dry_run_says_what_would_move(orders: ConsumptionBench) -> None:
     runtime = orders.runtime((subscribe(), seen))
     orders.publish(messages(0, 40))
     runtime.run_once()
-    before = queue_status.list_queues(orders.run, "g")
+    before = progress.list_queues(orders.run, "g")
     planned = reset.reset(orders.run, "g", "orders", Start.EARLIEST, dry_run=True)
-    assert queue_status.list_queues(orders.run, "g") == before
+    assert progress.list_queues(orders.run, "g") == before
     assert sum(move.from_offset - move.to_offset for move in planned) == 40
     done = reset.reset(orders.run, "g", "orders", Start.EARLIEST)
     assert done == planned

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from outbox.broker.operations.queue_status import list_queues
+from outbox.broker.operations import summary
+from outbox.broker.operations.progress import list_queues
 from outbox.broker.operations.status import broker_status
 from outbox.broker.operations.trace import trace
 from tests.broker.bench import ConsumptionBench
@@ -31,6 +32,8 @@ def test_a_sleeping_group_has_expired_messages_not_lost_ones(bench: ConsumptionB
     assert "3 messages of queue 0" in incident["detail"] and "'sleeper' had not" in incident["detail"]
     (queue,) = (one for one in list_queues(bench.run, "sleeper") if one.topic == "orders")
     assert (queue.lag, queue.expired) == (1, 3)
+    (counted,) = (one for one in summary.count(bench.run).groups if (one.group, one.topic) == ("sleeper", "orders"))
+    assert (counted.lag, counted.expired) == (1, 3)
     # Another group's dead letter is kept: the sleeper has lost it all the same.
     found = trace(bench.run, kept.message_id)
     assert found is not None

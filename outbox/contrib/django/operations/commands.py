@@ -15,7 +15,7 @@ from outbox.broker.log.topics import TopicCatalog, list_topics
 from outbox.broker.operations import dead_letters, switches
 from outbox.broker.operations.dead_letters import LetterSelection
 from outbox.broker.operations.deletion import Loss
-from outbox.broker.operations.queue_status import QueueStatus, list_queues
+from outbox.broker.operations.progress import QueueProgress, list_queues
 from outbox.broker.postgres import PostgresBroker
 from outbox.broker.transaction.checks import find_undecided
 from outbox.broker.transaction.half_scan import hint_checks, list_waiting
@@ -43,7 +43,7 @@ class GroupLag:
 
 def group_lags(connection: Connection, schema: str) -> list[GroupLag]:
     """Every group that stores positions."""
-    by_group: dict[str, list[QueueStatus]] = {}
+    by_group: dict[str, list[QueueProgress]] = {}
     for queue in list_queues(Executor(connection, schema)):
         by_group.setdefault(queue.group, []).append(queue)
     return [

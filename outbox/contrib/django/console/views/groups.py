@@ -9,7 +9,7 @@ from django.http import HttpRequest, HttpResponse
 from outbox.broker.log.topics import list_topics
 from outbox.broker.operations import overview, summary
 from outbox.broker.operations.listings import group_now, list_consumers
-from outbox.broker.operations.queue_status import list_queues
+from outbox.broker.operations.progress import list_queues
 from outbox.contrib.django.console.access import seeing
 from outbox.contrib.django.console.asking import number, reading, required, text
 from outbox.contrib.django.console.rendering import PER_PAGE, Page, Row, paged, render
