@@ -5,12 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Final
 
+from outbox.broker.database.arrays import xids
 from outbox.broker.database.executor import Executor
+from outbox.broker.database.snapshot import Snapshot
 from outbox.broker.database.statement import Statement
 from outbox.broker.log import failing as failing_parts
 from outbox.broker.log.failing import FailingPart, ProcessPart
-from outbox.broker.operations import audit, health, pruning
-from outbox.broker.operations.conditions import Condition, Fact, Judged, Severity, condition
+from outbox.broker.operations import audit, pruning
+from outbox.broker.operations.conditions import (
+    Condition,
+    ConditionReport,
+    Fact,
+    Judged,
+    Severity,
+    condition,
+    worst_first,
+)
 from outbox.broker.operations.status import open_since_resync
 from outbox.broker.operations.summary import Summary
 from outbox.broker.operations.thresholds import Thresholds
@@ -26,6 +36,22 @@ SELECT (SELECT owner::text FROM {schema}.leader_lease WHERE role = 'sequencer' A
               )::double precision,
        broker.reject_transactional
 FROM {schema}.broker, (SELECT snapshot, at FROM {schema}.tick ORDER BY tick_id DESC LIMIT 1) AS tick
+""")
+
+# The age of the oldest decision that the last tick could not see: the lowest transaction id stands for the oldest.
+_UNREAD: Final = Statement("""
+SELECT extract(epoch FROM clock_timestamp() - min(decided_at))::double precision
+FROM (
+    (SELECT decided_at FROM {schema}.op_log
+     WHERE xid >= %(xmax)s::xid8 AND xid < pg_snapshot_xmax(pg_current_snapshot()) ORDER BY xid LIMIT 1)
+    UNION ALL
+    (SELECT decided_at FROM {schema}.op_log WHERE xid = ANY (%(xip)s::xid8[]))
+) AS unread
+""")
+
+_LEADER: Final = Statement("""
+SELECT (SELECT owner::text FROM {schema}.leader_lease WHERE role = 'sequencer' AND expires_at > clock_timestamp()),
+       (SELECT snapshot::text FROM {schema}.tick ORDER BY tick_id DESC LIMIT 1)
 """)
 
 _PASSES: Final = Statement("""
@@ -73,7 +99,8 @@ def rules(run: Executor, limits: Thresholds, summary: Summary) -> Iterator[Condi
         fact = {"without_leader_seconds": gone_seconds, "last_tick_seconds": tick_seconds}
         yield from condition("no_sequencer", [(_without_leader(limits, gone_seconds), fact)])
     else:
-        yield from _ticks_late(run, limits, snapshot, overdue_seconds)
+        overdue = limits.tick_late_seconds.judge(overdue_seconds), {"waiting": "due", "seconds": overdue_seconds}
+        yield from condition("ticks_late", [_undelivered(run, limits, snapshot), overdue])
         if summary.is_late and summary.stored_age_seconds is not None:
             yield from condition("summary_late", [(Severity.WARNING, {"age_seconds": summary.stored_age_seconds})])
     if rejects:
@@ -94,21 +121,28 @@ def rules(run: Executor, limits: Thresholds, summary: Summary) -> Iterator[Condi
         )
 
 
+def probe(run: Executor, limits: Thresholds | None = None) -> ConditionReport:
+    """Return whether a process sequences, and in time: two look-ups by index, at any size. Raises psycopg.Error.
+
+    It is the cheap part of `rules`, for load balancers that ask every second.
+    """
+    leader, snapshot = run.one(_LEADER)
+    if leader is None:
+        return worst_first(condition("no_sequencer", [(Severity.CRITICAL, {})]))
+    return worst_first(condition("ticks_late", [_undelivered(run, limits or Thresholds(), snapshot)]))
+
+
 def _without_leader(limits: Thresholds, seconds: float | None) -> Severity | None:
     """Also critical if no process has ever led."""
     return Severity.CRITICAL if seconds is None else limits.no_sequencer_seconds.judge(seconds)
 
 
-def _ticks_late(run: Executor, limits: Thresholds, snapshot: str, overdue_seconds: float | None) -> Iterator[Condition]:
-    late = limits.tick_late_seconds
-    waiting = health.unread_seconds(run, snapshot)
-    yield from condition(
-        "ticks_late",
-        [
-            (late.judge(waiting), {"waiting": "decided", "seconds": waiting}),
-            (late.judge(overdue_seconds), {"waiting": "due", "seconds": overdue_seconds}),
-        ],
-    )
+def _undelivered(run: Executor, limits: Thresholds, snapshot: str) -> Judged:
+    """Judge how long the oldest decision waits that the tick with this snapshot could not see."""
+    seen = Snapshot.parse(snapshot)
+    # Not prepared: without the values, the plan would read the whole table.
+    [seconds] = run.one(_UNREAD, {"xmax": str(seen.xmax), "xip": xids(seen.in_progress)}, prepare=False)
+    return limits.tick_late_seconds.judge(seconds), {"waiting": "decided", "seconds": seconds}
 
 
 def _failing(parts: Sequence[FailingPart]) -> Iterator[Condition]:

@@ -13,6 +13,7 @@ from django.db.utils import DatabaseError
 
 from outbox.broker.database.executor import Executor
 from outbox.broker.log.topics import list_topics
+from outbox.broker.operations.verdict import unusable
 from outbox.broker.schema.install import check_schema
 from outbox.broker.schema.refusals import naming
 from outbox.broker.transaction import turns
@@ -134,9 +135,17 @@ def _broker_database(settings: OutboxSettings) -> Iterator[CheckMessage]:
     except SchemaError as error:
         # As above: `migrate` repairs it.
         if _MIGRATIONS in connections[settings.broker].introspection.table_names():
-            yield Warning(str(error), id="outbox.W026")
-    except (BrokerError, ConfigurationError) as error:
+            yield from _unusable(error, Warning, "outbox.W026")
+    except ConfigurationError as error:
         yield Error(str(error), id="outbox.E025")
+    except BrokerError as error:
+        yield from _unusable(error, Error, "outbox.E025")
+
+
+def _unusable(error: Exception, level: type[Error] | type[Warning], check_id: str) -> Iterator[CheckMessage]:
+    """The condition that the status shows for this error, as a check."""
+    for one in unusable(error).conditions:
+        yield level(one.text, hint=one.next_step, id=check_id)
 
 
 def _foreign_ledger(alias: str, settings: OutboxSettings) -> Iterator[CheckMessage]:
@@ -189,7 +198,7 @@ def _new_groups(run: Executor) -> Iterator[CheckMessage]:
         logger.debug("new groups cannot be determined: %s", error)
         return
     for one in found:
-        yield Warning(one.text, hint=one.hint, id="outbox.W032")
+        yield Warning(one.meaning, hint=one.next_step, id="outbox.W032")
 
 
 def _undeclared(settings: OutboxSettings, known: Mapping[str, Topic]) -> Iterator[CheckMessage]:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection
-from dataclasses import dataclass
 
 from outbox.broker.database.executor import Executor
+from outbox.broker.operations.conditions import Condition, Severity
 from outbox.broker.operations.newcomers import Newcomer, newcomers
 from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.settings.conf import get_settings
@@ -19,16 +19,7 @@ from outbox.errors import OutboxError
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class NewGroup:
-    """What happens when a worker starts, and what to do if it is not intended."""
-
-    group: str
-    text: str
-    hint: str
-
-
-def new_groups(run: Executor) -> list[NewGroup]:
+def new_groups(run: Executor) -> list[Condition]:
     """The project's groups without a `start` that would begin with messages that other groups have handled.
 
     Raises what `autodiscover` raises.
@@ -56,11 +47,11 @@ def warn_of_new_groups(groups: Collection[str]) -> None:
         logger.debug("new groups cannot be determined: %s", error)
         return
     for one in found:
-        if one.group in groups:
-            logger.warning("%s %s", one.text, one.hint)
+        if one.evidence[0]["group"] in groups:
+            logger.warning("%s %s", one.meaning, one.next_step)
 
 
-def _said(one: Newcomer, of_project: Collection[str]) -> NewGroup:
+def _said(one: Newcomer, of_project: Collection[str]) -> Condition:
     text = (
         f"the group {one.group!r} is new to the topic {one.topic!r} and begins with the oldest of about "
         f"{one.messages} messages there, which {', '.join(map(repr, one.handled_by))} handled before."
@@ -72,6 +63,11 @@ def _said(one: Newcomer, of_project: Collection[str]) -> NewGroup:
         if former
         else ""
     )
-    return NewGroup(
-        one.group, text, f"Declare where it begins: start='earliest' for all of them, start='latest' for none.{renamed}"
+    return Condition(
+        "new_group",
+        Severity.WARNING,
+        [{"group": one.group, "topic": one.topic, "messages": one.messages}],
+        1,
+        text,
+        f"Declare where it begins: start='earliest' for all of them, start='latest' for none.{renamed}",
     )

@@ -10,9 +10,8 @@ from typing import Any
 
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.timeouts import lock_limited
-from outbox.broker.operations import audit, health
+from outbox.broker.operations import audit, rules_broker
 from outbox.broker.operations.conditions import ConditionReport
-from outbox.broker.operations.health import Health
 from outbox.broker.operations.overview import Overview, overview
 from outbox.broker.operations.verdict import survey, unusable
 from outbox.broker.schema.refusals import naming
@@ -49,15 +48,15 @@ def look() -> BrokerView:
         return BrokerView(unusable(error), None)
 
 
-def probe() -> Health:
-    """The cheap probe. An unreachable broker is not healthy. Raises ConfigurationError."""
+def probe() -> ConditionReport:
+    """The cheap probe. An unreachable broker is a condition too. Raises ConfigurationError."""
     settings = get_settings()
     require_database(settings)
     try:
         with asking() as run:
-            return health.probe(run, settings.thresholds)
+            return rules_broker.probe(run, settings.thresholds)
     except OutboxError as error:
-        return Health((str(error).strip(),))
+        return unusable(error)
 
 
 def run_audit() -> dict[str, Any]:
