@@ -20,7 +20,7 @@ FROM {schema}.broker, (SELECT tick_id, at FROM {schema}.tick ORDER BY tick_id DE
 
 _CONSUMERS: Final = Statement("""
 SELECT name, count(*) FROM {schema}.consumer JOIN {schema}.consumer_group USING (group_id)
-WHERE expires_at > clock_timestamp() GROUP BY name
+WHERE expires_at > clock_timestamp() GROUP BY name ORDER BY name
 """)
 
 
@@ -61,10 +61,20 @@ class Overview:
         return dataclasses.asdict(self)
 
 
+def has_leader(run: Executor) -> bool:
+    """Whether a process sequences."""
+    return run.one(_BROKER)[3] is not None
+
+
+def live_consumers(run: Executor) -> dict[str, int]:
+    """Return the number of live consumer processes by group; groups without one are left out."""
+    return dict(run.rows(_CONSUMERS))
+
+
 def overview(run: Executor, summary: Summary) -> Overview:
     """Read the overview: two small statements beside the summary."""
     broker_id, incarnation, change, leader, tick, tick_seconds = run.one(_BROKER)
-    consumers: dict[str, int] = dict(run.rows(_CONSUMERS))
+    consumers = live_consumers(run)
     places: dict[str, list[GroupProgress]] = {}
     for place in summary.groups:
         places.setdefault(place.group, []).append(place)

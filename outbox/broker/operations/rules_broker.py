@@ -21,7 +21,6 @@ from outbox.broker.operations.conditions import (
     condition,
     worst_first,
 )
-from outbox.broker.operations.status import open_since_resync
 from outbox.broker.operations.summary import Summary
 from outbox.broker.operations.thresholds import Thresholds
 from outbox.broker.transaction import turns
@@ -58,6 +57,30 @@ _PASSES: Final = Statement("""
 SELECT producer_group AS group, name AS pass,
        extract(epoch FROM clock_timestamp() - began_at)::double precision AS seconds_ago, interval_seconds
 FROM {schema}.periodic_pass ORDER BY began_at
+""")
+
+# Publishing transactions (they hold a lock on op_log) that were in progress when the broker last resynchronised. Every
+# role sees locks. Without pg_read_all_stats, PostgreSQL shows neither state nor age of another role's session.
+_OPEN_SINCE_RESYNC: Final = Statement("""
+SELECT CASE WHEN written.pid IS NOT NULL THEN 'session ' || written.pid
+            ELSE 'prepared transaction ' || coalesce(quote_literal(prepared.gid), held.transactionid::text) END AS who,
+       coalesce(application_name, '') AS application,
+       CASE WHEN written.pid IS NULL THEN 'prepared'
+            ELSE coalesce(activity.state, 'not visible to this role') END AS state,
+       extract(epoch FROM clock_timestamp() - coalesce(prepared.prepared, activity.xact_start))::double precision
+           AS age_seconds
+FROM pg_locks written
+JOIN pg_locks held ON held.locktype = 'transactionid' AND held.granted AND held.mode = 'ExclusiveLock'
+    AND held.virtualtransaction = written.virtualtransaction AND held.pid IS NOT DISTINCT FROM written.pid
+LEFT JOIN pg_stat_activity activity ON activity.pid = written.pid
+LEFT JOIN pg_prepared_xacts prepared ON written.pid IS NULL AND prepared.transaction = held.transactionid
+WHERE written.relation = '{schema}.op_log'::regclass AND written.mode = 'RowExclusiveLock'
+  AND written.database = (SELECT oid FROM pg_database WHERE datname = current_database())
+  -- Its savepoints' locks are not in the snapshot.
+  AND held.transactionid IN (
+      SELECT pg_snapshot_xip(snapshot)::xid
+      FROM {schema}.resync WHERE incarnation = (SELECT max(incarnation) FROM {schema}.resync))
+ORDER BY age_seconds DESC NULLS LAST
 """)
 
 # The newest thousand of each kind: a flood of one kind hides no other. Only narrow rows are sorted for it.
@@ -108,10 +131,8 @@ def rules(run: Executor, limits: Thresholds, summary: Summary) -> Iterator[Condi
     yield from _passes_late(run, limits, failing)
     yield from condition("pruning_behind", [_pruning(one, limits) for one in pruning.behind(run)])
     yield from _incidents(run, limits)
-    still_open = [
-        {"session": one.who, "application": one.application, "state": one.state, "age_seconds": one.age_seconds}
-        for one in open_since_resync(run)
-    ]
+    names = ("session", "application", "state", "age_seconds")
+    still_open: list[Fact] = [dict(zip(names, row, strict=True)) for row in run.rows(_OPEN_SINCE_RESYNC)]
     yield from condition("open_since_resync", [(Severity.WARNING, fact) for fact in still_open])
     last = audit.last(run)
     if last is not None:

@@ -14,8 +14,8 @@ from outbox import Delivery
 from outbox.broker import operations
 from outbox.broker.database.executor import Executor
 from outbox.broker.operations import summary
+from outbox.broker.operations.audit import count_messages
 from outbox.broker.operations.progress import list_queues
-from outbox.broker.operations.status import broker_status
 from outbox.broker.operations.summary_service import run_once
 from outbox.broker.operations.verdict import survey
 from outbox.broker.process import ProcessSettings
@@ -60,7 +60,7 @@ def test_it_says_what_the_queues_and_the_audit_say(bench: ConsumptionBench) -> N
         assert one.stopped == sum(queue.stopped is not None for queue in of_place)
         oldest = min((queue.oldest_at.timestamp() for queue in of_place if queue.oldest_at is not None), default=None)
         assert one.oldest_at == (oldest if oldest is None else pytest.approx(oldest, abs=1e-4))
-    for group in broker_status(bench.run).groups:
+    for group in count_messages(bench.run).groups.values():
         of_group = [one for one in counted.groups if one.group == group.name]
         first = [one for one in of_group if not one.is_retry]
         assert (group.lag, group.queued) == (sum(one.lag for one in first), sum(one.queued for one in first))

@@ -17,7 +17,8 @@ from outbox.broker.database import timeouts
 from outbox.broker.database.connection import Connection
 from outbox.broker.database.executor import Executor
 from outbox.broker.log.topics import declare_topics
-from outbox.broker.operations.status import BrokerStatus, broker_status
+from outbox.broker.operations.audit import count_messages
+from outbox.broker.operations.overview import has_leader, live_consumers
 from outbox.broker.schema.install import (
     DEFAULT_PATIENCE_SECONDS,
     SCHEMA_VERSION,
@@ -109,7 +110,7 @@ def remove_broker(
     """
     with _administering(settings) as connection:
         check_schema(connection, settings.schema)
-        left = list(_left_in(broker_status(Executor(connection, settings.schema))))
+        left = list(_left_in(Executor(connection, settings.schema)))
         if left and not force:
             raise UsageError(
                 f"the broker on {settings.broker!r} is not empty: {'; '.join(left)}. Nothing was dropped. Stop the "
@@ -121,14 +122,13 @@ def remove_broker(
     return left
 
 
-def _left_in(status: BrokerStatus) -> Iterator[str]:
+def _left_in(run: Executor) -> Iterator[str]:
     """What would be lost, or would fail, without the tables."""
-    if status.leader is not None:
+    if has_leader(run):
         yield "a broker process runs"
-    for group in status.groups:
-        if group.live_consumers:
-            yield f"group {group.name!r} has {group.live_consumers} consumers"
-    yield from undelivered(status)
+    for group, consumers in live_consumers(run).items():
+        yield f"group {group!r} has {consumers} consumers"
+    yield from undelivered(count_messages(run))
 
 
 @contextmanager

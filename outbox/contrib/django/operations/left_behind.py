@@ -10,8 +10,8 @@ from uuid import UUID
 from django.db import connections
 
 from outbox.broker.database.executor import Executor
+from outbox.broker.operations.audit import GroupTotals, MessageCounts, TopicTotals, count_messages
 from outbox.broker.operations.presence import is_used_by, unknown_transactions
-from outbox.broker.operations.status import BrokerStatus, GroupStatus, TopicStatus, broker_status
 from outbox.broker.schema.install import check_schema, installed_version
 from outbox.contrib.django.database.aliases import broker_database, database_at, require_database
 from outbox.contrib.django.ledger import ledger
@@ -26,7 +26,7 @@ from outbox.rocketmq.left import left as left_on_rocketmq
 
 _SAMPLE: Final = 100
 
-# Fields of TopicTotals and GroupStatus: running workers finish the first, an operator must settle the second.
+# Fields of TopicTotals and GroupTotals: running workers finish the first, an operator must settle the second.
 _MOVING_OF_TOPIC: Final = ("undecided", "unsequenced", "held", "scheduled")
 _STUCK_OF_TOPIC: Final = ("parked",)
 _MOVING_OF_GROUP: Final = ("lag", "retrying")
@@ -46,7 +46,7 @@ def left_behind(alias: str, settings: OutboxSettings) -> list[str]:
         run = Executor(connection, settings.schema)
         if not is_used_by(run, producer_group=settings.producer_group, consumer_groups=groups):
             return []
-        return list(undelivered(broker_status(run)))
+        return list(undelivered(count_messages(run)))
 
 
 def unknown_to_broker(alias: str, settings: OutboxSettings) -> int:
@@ -64,11 +64,11 @@ def unknown_to_broker(alias: str, settings: OutboxSettings) -> int:
         return len(unknown_transactions(Executor(connection, settings.schema), ids))
 
 
-def undelivered(status: BrokerStatus) -> Iterator[str]:
+def undelivered(counted: MessageCounts) -> Iterator[str]:
     """The unfinished messages, in words."""
-    for topic in status.topics:
-        yield from _of_topic(topic, _MOVING_OF_TOPIC + _STUCK_OF_TOPIC)
-    for group in status.groups:
+    for name, topic in counted.topics.items():
+        yield from _of_topic(name, topic, _MOVING_OF_TOPIC + _STUCK_OF_TOPIC)
+    for group in counted.groups.values():
         yield from _of_group(group, _MOVING_OF_GROUP + _STUCK_OF_GROUP)
 
 
@@ -94,27 +94,27 @@ def left_here(settings: OutboxSettings, brokers: Sequence[str] = (), *, timers: 
         )
     require_database(settings)
     with broker_database(settings).connect(name="outbox-left") as connection:
-        status = broker_status(Executor(connection, settings.schema))
+        counted = count_messages(Executor(connection, settings.schema))
     found = LeftoverWork()
     groups = {group for group, _ in wanted}
-    for topic in status.topics:
-        if topic.name in topics:
-            found.waiting.extend(_of_topic(topic, _MOVING_OF_TOPIC))
-            found.staying.extend(_of_topic(topic, _STUCK_OF_TOPIC))
-    for group in status.groups:
+    for name, topic in counted.topics.items():
+        if name in topics:
+            found.waiting.extend(_of_topic(name, topic, _MOVING_OF_TOPIC))
+            found.staying.extend(_of_topic(name, topic, _STUCK_OF_TOPIC))
+    for group in counted.groups.values():
         if group.name in groups:
             found.waiting.extend(_of_group(group, _MOVING_OF_GROUP))
             found.staying.extend(_of_group(group, _STUCK_OF_GROUP))
     return found
 
 
-def _of_topic(topic: TopicStatus, fields: Sequence[str]) -> Iterator[str]:
+def _of_topic(topic: str, totals: TopicTotals, fields: Sequence[str]) -> Iterator[str]:
     for name in fields:
-        if number := getattr(topic.totals, name):
-            yield f"topic {topic.name!r} has {number} messages {_WORDS.get(name, name)}"
+        if number := getattr(totals, name):
+            yield f"topic {topic!r} has {number} messages {_WORDS.get(name, name)}"
 
 
-def _of_group(group: GroupStatus, fields: Sequence[str]) -> Iterator[str]:
+def _of_group(group: GroupTotals, fields: Sequence[str]) -> Iterator[str]:
     for name in fields:
         if (number := getattr(group, name)) and not group.broadcast:
             yield f"group {group.name!r} has {number} messages {_WORDS.get(name, name)}"
