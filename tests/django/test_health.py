@@ -22,7 +22,7 @@ from django.db.backends.signals import connection_created
 from django.test import Client
 
 from outbox.broker.database.executor import Executor
-from outbox.broker.operations import rules_broker
+from outbox.broker.operations import rules
 from outbox.broker.sequencer.leader import LeaderLease
 from outbox.broker.sequencer.sequencer import Sequencer
 from outbox.contrib.django import publish
@@ -75,7 +75,7 @@ def test_the_probe_by_command(led: None) -> None:
 
 def test_the_probe_costs_two_look_ups(led: None) -> None:
     with closing(broker_database().connect()) as connection, wire(connection) as sent:
-        assert rules_broker.probe(Executor(connection, "outbox")).is_healthy
+        assert rules.probe(Executor(connection, "outbox")).is_healthy
     assert sent.round_trips == 2
 
 

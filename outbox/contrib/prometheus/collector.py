@@ -13,8 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from outbox.broker.operations.audit import Audit
 from outbox.broker.operations.conditions import CATALOGUE, ConditionReport
-from outbox.broker.operations.overview import Overview
-from outbox.broker.operations.summary import GroupProgress, Summary
+from outbox.broker.operations.summary import GroupProgress, Overview, Summary
 from outbox.contrib.prometheus.recorder import OTHERS
 
 # At most this many pairs of group and topic, by name, have their own series. The others have one series per group.

@@ -16,8 +16,8 @@ from outbox.broker.database.executor import Executor
 from outbox.broker.operations import summary
 from outbox.broker.operations.audit import count_messages
 from outbox.broker.operations.progress import list_queues
-from outbox.broker.operations.summary_service import run_once
-from outbox.broker.operations.verdict import survey
+from outbox.broker.operations.rules import survey
+from outbox.broker.operations.summary import run_once
 from outbox.broker.process import ProcessSettings
 from outbox.errors import PermanentError
 from outbox.subscription import Mode, Subscription

@@ -22,7 +22,7 @@ from outbox.broker.log import commit_log
 from outbox.broker.log.topics import TopicCatalog
 from outbox.broker.operations.audit import count_messages
 from outbox.broker.operations.conditions import Fact
-from outbox.broker.operations.verdict import survey
+from outbox.broker.operations.rules import survey
 from outbox.broker.postgres import PostgresBroker
 from outbox.message import Message
 from tests.broker.sequencer.writers import Pass, judge

@@ -13,7 +13,7 @@ from django.db.utils import DatabaseError
 
 from outbox.broker.database.executor import Executor
 from outbox.broker.log.topics import list_topics
-from outbox.broker.operations.verdict import unusable
+from outbox.broker.operations.rules import unusable
 from outbox.broker.schema.install import check_schema
 from outbox.broker.schema.refusals import naming
 from outbox.broker.transaction import turns

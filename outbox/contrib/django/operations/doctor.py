@@ -13,7 +13,7 @@ from outbox.broker.log.topics import list_topics
 from outbox.broker.maintenance.retention import DEFAULT_HARD_CAP_SECONDS
 from outbox.broker.operations.conditions import Condition, Severity, of_text
 from outbox.broker.operations.diagnosis import diagnose
-from outbox.broker.operations.verdict import survey, unusable
+from outbox.broker.operations.rules import survey, unusable
 from outbox.contrib.django.database.aliases import broker_connection, broker_database
 from outbox.contrib.django.ledger import ledger
 from outbox.contrib.django.ledger.ledger_checker import ledger_aliases, open_connection

@@ -12,8 +12,8 @@ from django.db.utils import DatabaseError
 from outbox.broker.database.statement import Statement
 from outbox.broker.database.timeouts import lock_limited
 from outbox.broker.operations import audit
-from outbox.broker.operations.overview import overview
-from outbox.broker.operations.verdict import survey, unusable
+from outbox.broker.operations.rules import survey, unusable
+from outbox.broker.operations.summary import overview
 from outbox.contrib.django.ledger.ledger_checker import ledger_aliases
 from outbox.contrib.django.operations import metrics
 from outbox.contrib.django.operations.application_rules import with_application

@@ -18,7 +18,7 @@ from outbox.broker.database.connection import Connection
 from outbox.broker.database.executor import Executor
 from outbox.broker.log.topics import declare_topics
 from outbox.broker.operations.audit import count_messages
-from outbox.broker.operations.overview import has_leader, live_consumers
+from outbox.broker.operations.summary import has_leader, live_consumers
 from outbox.broker.schema.install import (
     DEFAULT_PATIENCE_SECONDS,
     SCHEMA_VERSION,

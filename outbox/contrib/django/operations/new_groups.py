@@ -10,7 +10,7 @@ from collections.abc import Collection
 
 from outbox.broker.database.executor import Executor
 from outbox.broker.operations.conditions import Condition, Severity
-from outbox.broker.operations.newcomers import Newcomer, newcomers
+from outbox.broker.operations.progress import Newcomer, newcomers
 from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.subscribers.registry import autodiscover

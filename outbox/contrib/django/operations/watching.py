@@ -10,10 +10,10 @@ from typing import Any
 
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.timeouts import lock_limited
-from outbox.broker.operations import audit, rules_broker
+from outbox.broker.operations import audit, rules
 from outbox.broker.operations.conditions import ConditionReport
-from outbox.broker.operations.overview import Overview, overview
-from outbox.broker.operations.verdict import survey, unusable
+from outbox.broker.operations.rules import survey, unusable
+from outbox.broker.operations.summary import Overview, overview
 from outbox.broker.schema.refusals import naming
 from outbox.contrib.django.database import deadline
 from outbox.contrib.django.database.aliases import broker_connection, broker_database, require_database
@@ -54,7 +54,7 @@ def probe() -> ConditionReport:
     require_database(settings)
     try:
         with asking() as run:
-            return rules_broker.probe(run, settings.thresholds)
+            return rules.probe(run, settings.thresholds)
     except OutboxError as error:
         return unusable(error)
 

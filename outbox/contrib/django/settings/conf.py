@@ -20,7 +20,7 @@ from django.conf import settings as django_settings
 from django.db import DEFAULT_DB_ALIAS
 from django.utils.module_loading import import_string
 
-from outbox.broker.operations.thresholds import Thresholds
+from outbox.broker.operations.conditions import Thresholds
 from outbox.contrib.django.settings import setting_rules
 from outbox.contrib.django.settings.forward_rules import DeclaredForward, forwards
 from outbox.contrib.django.settings.receive_rules import DeclaredReceive, receives

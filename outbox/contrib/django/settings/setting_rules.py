@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from outbox import names
 from outbox.broker.database.conninfo import read_conninfo
 from outbox.broker.database.statement import check_schema_name
-from outbox.broker.operations.thresholds import Threshold, Thresholds
+from outbox.broker.operations.conditions import Threshold, Thresholds
 from outbox.errors import ConfigurationError, InvalidName
 from outbox.utils.safe_text import mask_passwords
 

@@ -9,7 +9,7 @@ from typing import Any
 from django.core.management.base import CommandParser
 
 from outbox.broker.operations.conditions import duration
-from outbox.broker.operations.overview import Overview
+from outbox.broker.operations.summary import Overview
 from outbox.contrib.django.management.output import OutboxCommand
 from outbox.contrib.django.operations.watching import BrokerView, look
 
