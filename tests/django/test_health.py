@@ -28,7 +28,7 @@ from outbox.broker.sequencer.sequencer import Sequencer
 from outbox.contrib.django import publish
 from outbox.contrib.django.database.aliases import broker_database
 from outbox.contrib.django.engine.broker import flusher
-from outbox.contrib.django.operations import exposition
+from outbox.contrib.django.operations import telemetry
 from outbox.contrib.django.operations.watching import look, probe
 from outbox.contrib.django.worker import probes, signs
 from outbox.errors import ConfigurationError
@@ -208,7 +208,7 @@ def test_the_port(directory: Path, monkeypatch: pytest.MonkeyPatch, led: None) -
 
 
 def test_the_port_leaves_no_connection_open(directory: Path, monkeypatch: pytest.MonkeyPatch, led: None) -> None:
-    monkeypatch.setattr(exposition, "_collector", None)  # It keeps what it read a moment ago.
+    monkeypatch.setattr(telemetry, "_collector", None)  # It keeps what it read a moment ago.
     opened = []
 
     def note(connection: BaseDatabaseWrapper, **_: object) -> None:

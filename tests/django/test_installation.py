@@ -21,7 +21,7 @@ from outbox.contrib.django import message, publish, publish_messages, run_check_
 from outbox.contrib.django.database.aliases import alias_conninfo, broker_database
 from outbox.contrib.django.databases import database_from_url
 from outbox.contrib.django.engine.broker import flusher, reset_broker
-from outbox.contrib.django.operations.left_behind import left_here
+from outbox.contrib.django.operations.installation import left_here
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.worker.drain import drain
 from outbox.retry import RetryPolicy

@@ -19,8 +19,8 @@ from outbox.contrib.django.ledger import ledger
 from outbox.contrib.django.ledger.ledger_checker import ledger_aliases, open_connection
 from outbox.contrib.django.ledger.pruning import LEDGER_KEEP_SECONDS
 from outbox.contrib.django.operations import checks
-from outbox.contrib.django.operations.application_rules import with_application
-from outbox.contrib.django.operations.database_checks import check_databases
+from outbox.contrib.django.operations.checks import check_databases
+from outbox.contrib.django.operations.watching import with_application
 from outbox.contrib.django.settings.conf import OutboxSettings, get_settings
 from outbox.contrib.django.subscribers.registry import autodiscover, subscriptions
 from outbox.errors import ConfigurationError, OutboxError

@@ -1,23 +1,29 @@
-"""Installs and removes the broker's schema, its topics, and the ledger's identity (`migrate`, `outbox_install`)."""
+"""Installs and removes the broker's schema, its topics, and the ledger's identity (`migrate`, `outbox_install`).
+
+Before a project leaves a broker: what it has not delivered there (`left_here`, `left_behind`).
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from datetime import UTC, datetime, timedelta
+from typing import Any, Final
+from uuid import UUID
 
 import psycopg
 from django.apps.registry import Apps
 from django.apps.registry import apps as global_apps
 from django.core.management import CommandError
-from django.db import router
+from django.db import connections, router
 
 from outbox.broker.database import timeouts
 from outbox.broker.database.connection import Connection
 from outbox.broker.database.executor import Executor
 from outbox.broker.log.topics import declare_topics
-from outbox.broker.operations.audit import count_messages
+from outbox.broker.operations.audit import GroupTotals, MessageCounts, TopicTotals, count_messages
+from outbox.broker.operations.presence import is_used_by, unknown_transactions
 from outbox.broker.operations.summary import has_leader, live_consumers
 from outbox.broker.schema.install import (
     DEFAULT_PATIENCE_SECONDS,
@@ -27,11 +33,17 @@ from outbox.broker.schema.install import (
     installed_version,
 )
 from outbox.broker.schema.uninstall import uninstall
-from outbox.contrib.django.database.aliases import broker_database
+from outbox.contrib.django.database.aliases import broker_database, database_at, require_database
 from outbox.contrib.django.engine.broker import reset_broker
-from outbox.contrib.django.operations.left_behind import undelivered
+from outbox.contrib.django.ledger import ledger
+from outbox.contrib.django.ledger.pruning import first_id_at
 from outbox.contrib.django.settings.conf import OutboxSettings, get_settings
+from outbox.contrib.django.subscribers.registry import subscribers
 from outbox.errors import OutboxError, SchemaError, UsageError
+from outbox.ports import LeftoverWork
+from outbox.rocketmq.admin import brokers_of, parse_address
+from outbox.rocketmq.left import Timers
+from outbox.rocketmq.left import left as left_on_rocketmq
 
 logger = logging.getLogger(__name__)
 
@@ -142,3 +154,102 @@ def _administering(settings: OutboxSettings) -> Iterator[Connection]:
                 f"the broker's tables in schema {settings.schema!r} on {settings.broker!r} were not changed: "
                 f"{str(error).strip()}. Run this as a role that may (their owner; CREATE on the database)."
             ) from error
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a project has left in a broker that it used before, and where none of its workers runs any more.
+
+_SAMPLE: Final = 100
+
+# Fields of TopicTotals and GroupTotals: running workers finish the first, an operator must settle the second.
+_MOVING_OF_TOPIC: Final = ("undecided", "unsequenced", "held", "scheduled")
+_STUCK_OF_TOPIC: Final = ("parked",)
+_MOVING_OF_GROUP: Final = ("lag", "retrying")
+_STUCK_OF_GROUP: Final = ("dead",)
+_WORDS: Final = {"unsequenced": "not queued yet", "lag": "not handled"}
+
+
+def left_behind(alias: str, settings: OutboxSettings) -> list[str]:
+    """The project's undelivered messages in a broker on `alias` other than OUTBOX['BROKER']; empty if there are none.
+
+    Raises BrokerUnavailable, or psycopg.Error if the tables cannot be read.
+    """
+    groups = sorted({item.subscription.group for item in subscribers()})
+    with database_at(alias, settings).connect(name="outbox-check") as connection:
+        if installed_version(connection, settings.schema) == 0:
+            return []
+        run = Executor(connection, settings.schema)
+        if not is_used_by(run, producer_group=settings.producer_group, consumer_groups=groups):
+            return []
+        return list(undelivered(count_messages(run)))
+
+
+def unknown_to_broker(alias: str, settings: OutboxSettings) -> int:
+    """How many of the oldest ledger rows on `alias` are of transactions that the broker has never seen.
+
+    Pruning removes a row only when the broker shows it as decided. So rows for another broker stay, and are the oldest.
+    Raises BrokerError, psycopg.Error, or django.db.Error.
+    """
+    below = first_id_at(datetime.now(UTC) - timedelta(minutes=1))
+    ids = ledger.ids_between(connections[alias], UUID(int=0), below, limit=_SAMPLE)
+    if not ids:
+        return 0
+    with broker_database(settings).connect(name="outbox-check") as connection:
+        check_schema(connection, settings.schema)
+        return len(unknown_transactions(Executor(connection, settings.schema), ids))
+
+
+def undelivered(counted: MessageCounts) -> Iterator[str]:
+    """The unfinished messages, in words."""
+    for name, topic in counted.topics.items():
+        yield from _of_topic(name, topic, _MOVING_OF_TOPIC + _STUCK_OF_TOPIC)
+    for group in counted.groups.values():
+        yield from _of_group(group, _MOVING_OF_GROUP + _STUCK_OF_GROUP)
+
+
+def left_here(settings: OutboxSettings, brokers: Sequence[str] = (), *, timers: Timers | None = None) -> LeftoverWork:
+    """What OUTBOX['BROKER'] has not finished of the project's topics and groups, before a move to another broker.
+
+    `brokers`: the administration ports (HOST:PORT) of every broker of RocketMQ, if BROKER does not name them. `timers`:
+    those of the looks before. Raises BrokerError or UsageError.
+    """
+    wanted = [(item.subscription.group, item.subscription.topic) for item in subscribers()]
+    topics = {*settings.topics, *(topic for _, topic in wanted)}
+    if settings.is_rocketmq:
+        named = brokers_of(settings.broker)
+        admins = [parse_address(text) for text in brokers] or named
+        if not admins:
+            raise UsageError(
+                "RocketMQ's clients cannot count what is left: name the administration port of each of its brokers by "
+                "--rocketmq-broker HOST:10911, or in OUTBOX['BROKER'] by ?brokers=HOST:10911."
+            )
+        producer_group = settings.producer_group
+        return left_on_rocketmq(
+            admins, wanted, sorted(topics), timers or Timers(), producer_group=producer_group, settles=bool(named)
+        )
+    require_database(settings)
+    with broker_database(settings).connect(name="outbox-left") as connection:
+        counted = count_messages(Executor(connection, settings.schema))
+    found = LeftoverWork()
+    groups = {group for group, _ in wanted}
+    for name, topic in counted.topics.items():
+        if name in topics:
+            found.waiting.extend(_of_topic(name, topic, _MOVING_OF_TOPIC))
+            found.staying.extend(_of_topic(name, topic, _STUCK_OF_TOPIC))
+    for group in counted.groups.values():
+        if group.name in groups:
+            found.waiting.extend(_of_group(group, _MOVING_OF_GROUP))
+            found.staying.extend(_of_group(group, _STUCK_OF_GROUP))
+    return found
+
+
+def _of_topic(topic: str, totals: TopicTotals, fields: Sequence[str]) -> Iterator[str]:
+    for name in fields:
+        if number := getattr(totals, name):
+            yield f"topic {topic!r} has {number} messages {_WORDS.get(name, name)}"
+
+
+def _of_group(group: GroupTotals, fields: Sequence[str]) -> Iterator[str]:
+    for name in fields:
+        if (number := getattr(group, name)) and not group.broadcast:
+            yield f"group {group.name!r} has {number} messages {_WORDS.get(name, name)}"

@@ -11,7 +11,7 @@ from outbox.broker.consumer.runtime import ConsumeCounts, ConsumerRuntime
 from outbox.contrib.django.database.aliases import broker_database
 from outbox.contrib.django.database.in_tests import refuse_processes_in_tests
 from outbox.contrib.django.engine.engines import require_engine
-from outbox.contrib.django.operations.new_groups import warn_of_new_groups
+from outbox.contrib.django.operations.checks import warn_of_new_groups
 from outbox.contrib.django.settings.conf import get_settings, imported
 from outbox.contrib.django.settings.forward_rules import DeclaredForward
 from outbox.contrib.django.settings.setting_rules import chosen

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from outbox.contrib.django.operations.left_behind import left_here
+from outbox.contrib.django.operations.installation import left_here
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.subscribers.registry import autodiscover
 from outbox.contrib.django.worker.workers import run_all

@@ -20,7 +20,7 @@ from typing import Any, Final
 from django.db import connections
 
 from outbox.broker.operations.conditions import Condition, ConditionReport, Severity, of_text, worst_first
-from outbox.contrib.django.operations import exposition
+from outbox.contrib.django.operations import telemetry
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.worker import signs
 from outbox.utils import heartbeat
@@ -91,7 +91,7 @@ _REFUSAL: Final = (
 
 def _figures() -> bytes:
     try:
-        return exposition.render()
+        return telemetry.render()
     finally:
         # Each request has a thread of its own, so close that thread's connections here.
         connections.close_all()
@@ -101,7 +101,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if self.path == "/metrics":
             if self._may_scrape():
-                self._answer(200, exposition.CONTENT_TYPE, _figures())
+                self._answer(200, telemetry.CONTENT_TYPE, _figures())
             else:
                 self._answer(403, "text/plain", _REFUSAL)
         elif (probe := _PROBES.get(self.path)) is not None:
@@ -115,7 +115,7 @@ class _Handler(BaseHTTPRequestHandler):
         """With OUTBOX['METRICS_TOKEN'] its bearer may read; without it, callers on this machine."""
         if get_settings().metrics_token is None:
             return ip_address(self.client_address[0]).is_loopback
-        return exposition.is_authorized(self.headers.get("Authorization", ""))
+        return telemetry.is_authorized(self.headers.get("Authorization", ""))
 
     def _answer(self, status: int, content_type: str, text: bytes) -> None:
         self.send_response(status)

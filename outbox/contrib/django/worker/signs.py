@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
-from outbox.contrib.django.operations.metrics import DIRECTORY_VARIABLE
+from outbox.contrib.django.operations.telemetry import DIRECTORY_VARIABLE
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.utils import heartbeat
 

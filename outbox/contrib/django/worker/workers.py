@@ -17,7 +17,7 @@ from outbox.broker.process import ProcessSettings, run_broker
 from outbox.contrib.django.database.aliases import broker_database
 from outbox.contrib.django.engine.broker import get_broker, get_codecs
 from outbox.contrib.django.engine.engines import require_engine
-from outbox.contrib.django.operations.new_groups import warn_of_new_groups
+from outbox.contrib.django.operations.checks import warn_of_new_groups
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.subscribers.handler_connections import pool_shortages
 from outbox.contrib.django.subscribers.inbox import InboxInvoker, require_inboxes
