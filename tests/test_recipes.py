@@ -13,6 +13,7 @@ from typing import Any
 import psycopg
 import pytest
 
+from outbox.broker.operations.conditions import CATALOGUE
 from outbox.contrib.django.settings.conf import _RULES, OutboxSettings
 from outbox.contrib.django.settings.forward_rules import SINKS
 from outbox.contrib.django.subscribers.registry import _OPTIONS, subscriber
@@ -128,6 +129,21 @@ def test_every_statement_that_appends_fills_every_column_of_the_log(broker_url: 
 def test_the_check_itself_finds_a_column_that_is_forgotten() -> None:
     assert columns("INSERT INTO {schema}.commit_log (key, tag) SELECT") == [{"key", "tag"}]
     assert current([("one_v9", "old"), ("one_v14", "new"), ("publish", "only")]) == ["new", "only"]
+
+
+# -- a condition -----------------------------------------------------------------------------------
+
+
+def test_every_condition_has_a_rule_and_every_rule_a_condition() -> None:
+    sources = {
+        path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in (ROOT / "outbox").rglob("*.py")
+    }
+    catalogue = sources.pop("outbox/broker/operations/conditions.py")
+    assert all(f'"{name}": ConditionKind(' in catalogue for name in CATALOGUE)
+    rest = "\n".join(sources.values())
+    assert [name for name in CATALOGUE if f'"{name}"' not in rest] == []
+    yielded = re.findall(r'\bcondition\(\s*"(\w+)"', rest)
+    assert len(yielded) > 20 and set(yielded) - set(CATALOGUE) == set()
 
 
 # -- an operator action ----------------------------------------------------------------------------
