@@ -93,7 +93,7 @@ _OF_EVERY: Final = "JOIN ends USING (queue_id) LEFT JOIN newest USING (group_id,
 _OF_WANTED: Final = (
     "CROSS JOIN LATERAL (SELECT "
     + END
-    + " AS head) AS ends LEFT JOIN LATERAL "
+    + " AS head OFFSET 0) AS ends LEFT JOIN LATERAL "
     + newest_offset("place.group_id", "queue.queue_id")
     + """ AS newest ON true
     WHERE NOT broadcast AND (%(group)s::text IS NULL OR consumer_group.name = %(group)s)
@@ -111,7 +111,7 @@ place AS (
     SELECT group_id, topic_id, mode, false AS is_retry FROM {schema}.subscription
     UNION ALL
     SELECT retry_of, topic_id, 'concurrent', true FROM {schema}.topic WHERE retry_of IS NOT NULL
-), pair AS MATERIALIZED (
+), pair AS (
     SELECT place.group_id, place.topic_id, place.mode, place.is_retry, consumer_group.name AS group,
            topic.name || coalesce('/' || retried.name, '') AS topic, consumer_group.paused,
            queue.generation AS layout, queue.number, queue.queue_id, queue.floor, ends.head,
@@ -122,7 +122,7 @@ place AS (
            coalesce(newest.skipped, 0) AS skipped, coalesce(newest.sent_back, 0) AS sent_back,
            coalesce(newest.dead, 0) AS dead,
            coalesce(newest.expired, 0) + greatest(0, queue.floor - coalesce(newest.next_offset, 0)) AS expired,
-           CASE WHEN lease.expires_at > clock_timestamp() THEN lease.owner END AS owner, lease.stopped
+           CASE WHEN lease.expires_at > statement_timestamp() THEN lease.owner END AS owner, lease.stopped
     FROM place JOIN {schema}.consumer_group USING (group_id) JOIN {schema}.topic USING (topic_id)
     JOIN {schema}.queue USING (topic_id)
     LEFT JOIN {schema}.queue_lease lease USING (group_id, queue_id)
@@ -130,34 +130,32 @@ place AS (
     """
         + positions
         + """
-), waiting AS MATERIALIZED (
-    SELECT pair.group_id, pair.queue_id,
-           -- After a send-back it could be consumed again only later. If it fails in place, it waits since it was
-           -- queued.
-           greatest(log.stored_at, log.deliver_at, op.decided_at, CASE WHEN is_retry THEN failed.newest END)
-               AS oldest_at,
-           NOT is_retry AND mode <> 'concurrent' AND failed.newest IS NOT NULL AS blocked,
-           log.message_id, log.key, failed.since, failed.error
-    FROM pair
-    CROSS JOIN LATERAL (SELECT log_id FROM {schema}.consume_queue entry
-                        WHERE entry.queue_id = pair.queue_id AND queue_offset >= pair.first
-                        ORDER BY queue_offset LIMIT 1) AS first
-    -- OFFSET 0: one look-up by key each, regardless of the statistics of fast-growing tables.
-    CROSS JOIN LATERAL (SELECT half, transaction_id, stored_at, deliver_at, message_id, key FROM {schema}.commit_log
-                        WHERE log_id = first.log_id OFFSET 0) AS log
-    LEFT JOIN LATERAL (SELECT decided_at FROM {schema}.op_log WHERE transaction_id = log.transaction_id OFFSET 0) AS op
-      ON log.half
-    LEFT JOIN LATERAL (SELECT max(failed_at) AS newest, min(failed_at) AS since,
-                              (array_agg(error ORDER BY attempt DESC))[1] AS error
-                       FROM {schema}.failure
-                       WHERE failure.group_id = pair.group_id AND failure.log_id = first.log_id) AS failed
-      ON mode <> 'concurrent' OR is_retry
-    WHERE head > pair.first
 ), progress AS (
     SELECT pair.*, greatest(0, head - pair.first) AS lag, oldest_at, coalesce(blocked, false) AS blocked,
            CASE WHEN blocked THEN message_id END AS blocked_by, CASE WHEN blocked THEN key END AS blocked_key,
            CASE WHEN blocked THEN error END AS blocked_error, CASE WHEN blocked THEN since END AS blocked_since
-    FROM pair LEFT JOIN waiting USING (group_id, queue_id)
+    -- Look-ups for each pair: a join of two lists of 32,000 pairs is planned as a nested loop, which takes minutes.
+    FROM pair LEFT JOIN LATERAL (
+        -- After a send-back it could be consumed again only later. If it fails in place, it waits since it was queued.
+        SELECT greatest(log.stored_at, log.deliver_at, op.decided_at, CASE WHEN is_retry THEN failed.newest END)
+                   AS oldest_at,
+               NOT is_retry AND mode <> 'concurrent' AND failed.newest IS NOT NULL AS blocked,
+               log.message_id, log.key, failed.since, failed.error
+        FROM (SELECT log_id FROM {schema}.consume_queue entry
+              WHERE entry.queue_id = pair.queue_id AND queue_offset >= pair.first
+              ORDER BY queue_offset LIMIT 1) AS first
+        -- OFFSET 0: one look-up by key each, regardless of the statistics of fast-growing tables.
+        CROSS JOIN LATERAL (SELECT half, transaction_id, stored_at, deliver_at, message_id, key
+                            FROM {schema}.commit_log WHERE log_id = first.log_id OFFSET 0) AS log
+        LEFT JOIN LATERAL (SELECT decided_at FROM {schema}.op_log
+                           WHERE log.half AND transaction_id = log.transaction_id OFFSET 0) AS op ON true
+        LEFT JOIN LATERAL (SELECT max(failed_at) AS newest, min(failed_at) AS since,
+                                  (array_agg(error ORDER BY attempt DESC))[1] AS error
+                           FROM {schema}.failure
+                           WHERE (mode <> 'concurrent' OR is_retry) AND failure.group_id = pair.group_id
+                             AND failure.log_id = first.log_id) AS failed ON true
+        WHERE head > pair.first
+    ) AS waiting ON true
 )
 """
     )

@@ -145,7 +145,7 @@ def test_retention_removes_what_is_old_and_consumed_and_totals_stay(
     assert _count(connection, "consume_queue") == 0
     after = _balanced(connection)
     assert after.topics == before.topics
-    assert [group.queued for group in after.groups] == [20] == [group.handled for group in after.groups]
+    assert [(group.queued, group.handled) for group in after.groups.values()] == [(20, 20)]
     # Offsets go on where they were.
     broker.send([message() for _ in range(8)])
     drain(new_sequencer(database), connection)
@@ -288,8 +288,8 @@ def test_conservation_counts_every_state_from_its_own_rows(
     drain(new_sequencer(database), connection)
     broker.recall([delayed[0].message_id])
     broker.send([message(), message()])
-    status = _balanced(connection)
-    orders, ordered = (status.topics[name] for name in ("orders", "ordered"))
+    counted = _balanced(connection)
+    orders, ordered = (counted.topics[name] for name in ("orders", "ordered"))
     assert (orders.sent, orders.committed, orders.rolled_back, orders.undecided, orders.parked) == (9, 6, 1, 1, 1)
     assert (orders.unsequenced, orders.scheduled, orders.recalled, orders.queued) == (2, 2, 1, 1)
     assert (ordered.undecided, ordered.committed, ordered.held) == (1, 1, 1)
