@@ -92,6 +92,22 @@ FROM {schema}.queue JOIN {schema}.topic USING (topic_id) WHERE queue_id = %(queu
 """
 )
 
+# The messages in `free`, and the rows that belong to their transactions.
+_REMOVAL: Final = """
+, messages AS (
+    DELETE FROM {schema}.commit_log USING free WHERE commit_log.log_id = free.log_id
+), checks AS (
+    DELETE FROM {schema}.check_history USING free WHERE check_history.transaction_id = free.transaction_id
+), pending AS (
+    DELETE FROM {schema}.pending_check USING free WHERE pending_check.transaction_id = free.transaction_id
+), decisions AS (
+    DELETE FROM {schema}.op_log op
+    WHERE op.transaction_id IN (SELECT transaction_id FROM free)
+      AND NOT EXISTS (SELECT FROM unnest(op.log_ids) AS one (log_id) JOIN {schema}.commit_log log USING (log_id)
+                      WHERE one.log_id NOT IN (SELECT log_id FROM free))
+)
+"""
+
 # Messages kept although their entries are cleared: dead, to be retried, or waiting in a retry queue. Their entries stay
 # below the floor as proof of queueing, and are removed later with the messages. Given `candidate`: waiting and dead
 # messages are read once and grouped with the candidates. A join, planned with old statistics, would compare each pair;
@@ -126,24 +142,16 @@ _FREE: Final = (
 ), entries AS (
     DELETE FROM {schema}.consume_queue USING free
     WHERE consume_queue.queue_id = free.queue_id AND consume_queue.queue_offset = free.queue_offset
-), messages AS (
-    DELETE FROM {schema}.commit_log USING free WHERE commit_log.log_id = free.log_id
 ), errors AS (
     DELETE FROM {schema}.failure WHERE (log_id IN (SELECT log_id FROM free)) IS TRUE
 ), letters AS (
     DELETE FROM {schema}.dead_letter WHERE (log_id IN (SELECT log_id FROM free)) IS TRUE
 ), recalled AS (
     DELETE FROM {schema}.recalled_retry USING free WHERE recalled_retry.log_id = free.log_id
-), checks AS (
-    DELETE FROM {schema}.check_history USING free WHERE check_history.transaction_id = free.transaction_id
-), pending AS (
-    DELETE FROM {schema}.pending_check USING free WHERE pending_check.transaction_id = free.transaction_id
-), decisions AS (
-    DELETE FROM {schema}.op_log op
-    WHERE op.transaction_id IN (SELECT transaction_id FROM free)
-      AND NOT EXISTS (SELECT FROM unnest(op.log_ids) AS one (log_id) JOIN {schema}.commit_log log USING (log_id)
-                      WHERE one.log_id NOT IN (SELECT log_id FROM free))
-), totals AS (
+)"""
+    + _REMOVAL
+    + """
+, totals AS (
     INSERT INTO {schema}.pruned (topic_id, sent, committed, queued)
     SELECT topic_id, count(*), count(*), count(*) FROM free GROUP BY topic_id
 )
@@ -201,7 +209,8 @@ SELECT count(*) FROM entries
 
 # Messages that were never queued: rolled back, or recalled before they were due. A rollback stays until the sequencer
 # has read it, because reading it unblocks the key of an old message.
-_CLEAR_UNQUEUED: Final = Statement("""
+_CLEAR_UNQUEUED: Final = Statement(
+    """
 WITH ended AS (
     (SELECT transaction_id, log_ids, 'R' AS what FROM {schema}.op_log
      WHERE decision = 'R' AND decided_at < now()
@@ -215,27 +224,20 @@ WITH ended AS (
     FROM ended CROSS JOIN LATERAL unnest(log_ids) AS one (log_id) JOIN {schema}.commit_log log USING (log_id)
     JOIN {schema}.topic USING (topic_id)
     WHERE log.stored_at < now() - make_interval(secs => topic.retention_seconds)
-), messages AS (
-    DELETE FROM {schema}.commit_log USING free WHERE commit_log.log_id = free.log_id
 ), recalls AS (
     DELETE FROM {schema}.recalled USING free WHERE recalled.log_id = free.log_id
-), checks AS (
-    DELETE FROM {schema}.check_history USING free WHERE check_history.transaction_id = free.transaction_id
-), pending AS (
-    DELETE FROM {schema}.pending_check USING free WHERE pending_check.transaction_id = free.transaction_id
-), decisions AS (
-    DELETE FROM {schema}.op_log op
-    WHERE op.transaction_id IN (SELECT transaction_id FROM free)
-      AND NOT EXISTS (SELECT FROM unnest(op.log_ids) AS one (log_id) JOIN {schema}.commit_log log USING (log_id)
-                      WHERE one.log_id NOT IN (SELECT log_id FROM free))
-), totals AS (
+)"""
+    + _REMOVAL
+    + """
+, totals AS (
     INSERT INTO {schema}.pruned (topic_id, sent, committed, rolled_back, recalled)
     SELECT topic_id, count(*), count(*) FILTER (WHERE what = 'T'), count(*) FILTER (WHERE what = 'R'),
            count(*) FILTER (WHERE what = 'T')
     FROM free GROUP BY topic_id
 )
 SELECT count(*) FROM free
-""")
+"""
+)
 
 _MERGE_TOTALS: Final = Statement("""
 WITH parts AS (
